@@ -1,0 +1,3 @@
+#include "native/bindings/bindings.hpp"
+
+void bind_io(nanobind::module_&) {}

@@ -1,0 +1,3 @@
+#include "native/bindings/bindings.hpp"
+
+void bind_memory(nanobind::module_&) {}

@@ -1,0 +1,13 @@
+// tierstore._native: one bind_* function a room, each in its own translation unit.
+#include "native/bindings/bindings.hpp"
+
+NB_MODULE(_native, m) {
+    m.doc() = "tierstore's native core: arenas, files, the ticket engine, AdamW, cache residency, replay.";
+    bind_base(m);
+    bind_memory(m);
+    bind_io(m);
+    bind_engine(m);
+    bind_optim(m);
+    bind_cache(m);
+    bind_sim(m);
+}

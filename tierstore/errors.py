@@ -1,0 +1,84 @@
+"""Every error that tierstore raises on purpose.
+
+::
+
+    TierstoreError
+    ├── ConfigError (ValueError)      a configuration key, option or value that cannot work
+    ├── DataError (ValueError)        training data that cannot be read or is too short
+    ├── BudgetError (MemoryError)     a budget too small for what must fit; names the minimum
+    ├── CapabilityError               a capability set to ON that this machine lacks
+    └── StoreError
+        ├── StoreMissingError         no store where one was expected
+        ├── StoreExistsError          a store where none was expected
+        ├── StoreInUseError           another process holds the store; names its pid
+        ├── StoreFormatError          not a store, another version, or another shape
+        ├── StorePoisonedError        a write or sync failed: only the last commit is readable
+        └── ChecksumError             a section on disk is not what was written
+
+Failures of the operating system stay what they are: ``OSError`` with errno and path.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BudgetError",
+    "CapabilityError",
+    "ChecksumError",
+    "ConfigError",
+    "DataError",
+    "StoreError",
+    "StoreExistsError",
+    "StoreFormatError",
+    "StoreInUseError",
+    "StoreMissingError",
+    "StorePoisonedError",
+    "TierstoreError",
+]
+
+
+class TierstoreError(Exception):
+    """Base of every error that tierstore raises on purpose."""
+
+
+class ConfigError(TierstoreError, ValueError):
+    """A configuration key, option or value that cannot work."""
+
+
+class DataError(TierstoreError, ValueError):
+    """Training data that cannot be read, or too little of it."""
+
+
+class BudgetError(TierstoreError, MemoryError):
+    """A budget is too small for what must fit in it at once. The message names the minimum."""
+
+
+class CapabilityError(TierstoreError):
+    """A capability was set to ON and this machine lacks it. The message says why."""
+
+
+class StoreError(TierstoreError):
+    """Something is wrong with a store directory or its use."""
+
+
+class StoreMissingError(StoreError):
+    """There is no store at the path given."""
+
+
+class StoreExistsError(StoreError):
+    """There is a store already at the path given."""
+
+
+class StoreInUseError(StoreError):
+    """Another process holds the store's lease."""
+
+
+class StoreFormatError(StoreError):
+    """The directory is not a store, or one of another version or shape."""
+
+
+class StorePoisonedError(StoreError):
+    """A write or sync failed earlier: the store takes no more work, and its last commit stands."""
+
+
+class ChecksumError(StoreError):
+    """A section read from disk does not match the checksum that was written with it."""

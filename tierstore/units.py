@@ -1,0 +1,70 @@
+"""Sizes and durations, as people write them and as people read them."""
+
+from __future__ import annotations
+
+import re
+
+from tierstore.errors import ConfigError
+
+__all__ = ["format_bytes", "format_seconds", "parse_size"]
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*|%)\s*")
+
+
+def parse_size(text: str | int, *, whole: int | None = None, name: str = "size") -> int:
+    """Bytes of ``text``: ``512MiB``, ``4GB``, a plain number of bytes, or a fraction of ``whole``.
+
+    A fraction is written ``0.25`` (a number with a decimal point, at most 1) or ``25%``, and needs
+    ``whole`` (bytes). ``name`` is what the error calls the value. Raises ConfigError.
+    """
+    if isinstance(text, int) and not isinstance(text, bool):
+        if text < 0:
+            raise ConfigError(f"{name}: expected a size of at least 0 bytes, got {text}")
+        return text
+    match = _SIZE.fullmatch(str(text))
+    expected = "a size such as 512MiB, 4GB" + (", 25% or 0.25" if whole is not None else "")
+    if match is None:
+        raise ConfigError(f"{name}: expected {expected}, got {text!r}")
+    number, unit = match.groups()
+    if unit == "%" or (unit == "" and "." in number):
+        fraction = float(number) / (100 if unit == "%" else 1)
+        if whole is None or fraction > 1:
+            raise ConfigError(f"{name}: expected {expected}, got {text!r}")
+        return int(fraction * whole)
+    if unit.lower() not in _UNITS:
+        raise ConfigError(f"{name}: unknown unit {unit!r} in {text!r}; expected {expected}")
+    return int(float(number) * _UNITS[unit.lower()])
+
+
+def format_bytes(count: float) -> str:
+    """``count`` bytes with a binary unit and three significant digits: ``256 MiB``, ``1.12 GiB``."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.3g} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration for people: ``850 us``, ``12.3 ms``, ``4.21 s``, ``3 min 05 s``."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s"
