@@ -1,4 +1,4 @@
-"""crc32c: the RFC's vectors, a bitwise reference, and how checksums of parts make the checksum of the whole."""
+"""crc32c: the RFC's vectors, a bitwise reference, and parts that make the whole."""
 
 import os
 import subprocess
@@ -68,7 +68,8 @@ def test_parts_make_the_whole(size, fraction, seed):
 
 
 def test_combine_over_lengths_past_32_bits():
-    def zeros(doublings: int) -> int:  # the checksum of 2^doublings zero bytes: twice n zeros is n with itself
+    def zeros(doublings: int) -> int:
+        # The checksum of 2^doublings zero bytes: that of 2 n zeros is that of n combined with itself.
         crc = bitwise(b"\0")
         for i in range(doublings):
             crc = _native.crc32c_combine(crc, crc, 2**i)

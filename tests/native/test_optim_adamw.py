@@ -1,4 +1,4 @@
-"""AdamW: by hand, against torch, the same bits on every instruction set, missed steps in one pass, split weights."""
+"""AdamW: by hand, against torch, the same bits on every instruction set, missed steps, split weights."""
 
 from dataclasses import dataclass
 
@@ -47,7 +47,7 @@ def placed(values: np.ndarray, offset: int) -> np.ndarray:
 
 
 def make_state(size: int, seed: int, offsets: tuple[int, int, int, int] = (0, 0, 0, 0)) -> State:
-    """Values over the whole range of fp32: zeros of both signs, subnormals, the smallest normals, the huge."""
+    """Values over the whole range of fp32: signed zeros, subnormals, the smallest normals, the huge."""
     rng = np.random.default_rng(seed)
 
     def values() -> np.ndarray:
@@ -71,7 +71,9 @@ def canonical(bits: bytes) -> bytes:
     return values.tobytes()
 
 
-def run(s: State, steps: np.ndarray, grad: bool = True, scale: float = 1.0, isa: InstructionSet | None = None):
+def run(
+    s: State, steps: np.ndarray, grad: bool = True, scale: float = 1.0, isa: InstructionSet | None = None
+):
     _native.adamw(s.weight, s.exp_avg, s.exp_avg_sq, s.grad if grad else None, steps, scale, isa)
 
 
@@ -97,9 +99,7 @@ def test_two_steps_by_hand():
 def test_equals_torch_under_a_changing_learning_rate(fused):
     rng = np.random.default_rng(3)
     size, decay = 1003, 0.1
-    s = State(
-        rng.standard_normal(size).astype(np.float32), *(np.zeros(size, np.float32) for _ in range(3))
-    )
+    s = State(rng.standard_normal(size).astype(np.float32), *(np.zeros(size, np.float32) for _ in range(3)))
     parameter = torch.tensor(s.weight.copy(), requires_grad=True)
     optimizer = torch.optim.AdamW([parameter], lr=1e-3, weight_decay=decay, fused=fused)
     for t in range(1, 21):

@@ -43,7 +43,7 @@ def test_by_hand(bits, hi, lo):
 
 
 def test_every_low_half_under_many_highs():
-    exponents = np.array([0x0000, 0x0001, 0x007F, 0x0080, 0x3F7F, 0x3F80, 0x4049, 0x7F7F, 0x7F80, 0x7FC0, 0x7FFF])
+    exponents = np.array([0, 1, 0x7F, 0x80, 0x3F7F, 0x3F80, 0x4049, 0x7F7F, 0x7F80, 0x7FC0, 0x7FFF])
     low = np.arange(2**16, dtype=np.uint32)
     for high in np.concatenate([exponents, exponents | 0x8000]).astype(np.uint32):
         bits = (high << np.uint32(16)) | low

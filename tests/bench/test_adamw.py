@@ -1,0 +1,69 @@
+"""bench adamw: complete figures that agree with each other, JSON last. Nothing here asserts a speed."""
+
+import io
+import json
+
+import pytest
+import torch
+from rich.console import Console
+
+from tierstore.bench import adamw
+from tierstore.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def result():
+    return adamw.run(parameters=10_001, threads=2, repeats=3)
+
+
+def test_figures_by_hand():
+    # Two rounds of 10 parameters: ratios are taken within rounds, then their median.
+    samples = {
+        "copy": [1.0, 2.0],
+        "torch": [4.0, 8.0],
+        "step": [2.0, 8.0],
+        "replay": [20.0, 40.0],
+        "subnormal": [20.0, 60.0],
+    }
+    figures = adamw._figures(samples, 10)
+    assert figures["speed_to_torch_ratio"] == (2 + 1) / 2
+    assert figures["speed_to_copy_ratio"] == pytest.approx((0.5 + 0.25) / 2 * 3.5)
+    assert figures["replay_to_step_ratio"] == (10 + 5) / 2
+    assert figures["subnormal_to_replay_ratio"] == (1 + 1.5) / 2
+    assert figures["copy"]["median_bytes_per_s"] == pytest.approx(80 / 1.5)
+    assert figures["step"]["median_bytes_per_s"] == pytest.approx(280 / 5)
+    assert figures["replay"]["median_bytes_per_s"] == pytest.approx(240 / 30)
+    assert figures["torch"] == pytest.approx(
+        {"median_s": 6, "min_s": 4, "max_s": 8, "median_bytes_per_s": 280 / 6, "s_per_parameter": 0.6}
+    )
+
+
+def test_every_contestant_is_measured(result):
+    for name in ("copy", "torch", "step", "replay", "subnormal"):
+        row = result[name]
+        assert 0 < row["min_s"] <= row["median_s"] <= row["max_s"]
+        assert row["median_bytes_per_s"] > 0
+    for key in ("speed_to_torch", "speed_to_copy", "replay_to_step", "subnormal_to_replay"):
+        assert result[f"{key}_ratio"] > 0
+    assert result["torch_version"] == torch.__version__
+    assert result["instruction_set"] in ("scalar", "avx2", "avx512")
+
+
+def test_json_is_the_last_line(result):
+    out = io.StringIO()
+    adamw.render(result, Console(file=out, width=100))
+    lines = out.getvalue().splitlines()
+    assert json.loads(lines[-1]) == result
+    assert "torch fused AdamW" in out.getvalue()
+
+
+def test_torch_keeps_its_thread_count():
+    before = torch.get_num_threads()
+    adamw.run(parameters=100, threads=before + 1, repeats=1)
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("option", ["parameters", "threads", "repeats"])
+def test_impossible_options_are_refused(option):
+    with pytest.raises(ConfigError, match=f"{option}: expected at least 1, got 0"):
+        adamw.run(**{option: 0})
