@@ -1,10 +1,327 @@
-# ---- optim: AdamW, gradient sums, split weights, checksums, instruction sets ----
+"""The native core as Python sees it. Arrays are numpy; nothing here knows torch."""
 
 import enum
-from typing import Any, TypeAlias
+import os
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from numpy.typing import NDArray
+
+# ---- base
+
+class ChecksumMismatch(Exception):
+    """A section read from a file is not what was written there. args: (message, path, file_offset, section_index)."""
+
+    path: str
+    file_offset: int  # bytes, where the section starts
+    section_index: int  # within its transfer
+    expected: int
+    actual: int
+
+class CancelledError(Exception):
+    """The operation, or one that it follows, was cancelled before it started."""
+
+class EngineClosed(RuntimeError):
+    """The engine was closed before the operation started."""
+
+# ---- memory
+
+class HugePages(enum.Enum):
+    """Whether an arena asks for huge pages. ON raises OSError when the kernel grants none."""
+
+    OFF = 0
+    AUTO = 1
+    ON = 2
+
+class Arena:
+    """``nbytes`` of zeroed memory at a 2 MiB boundary, every page there from the start.
+
+    Raises OSError (ENOMEM) at once when it is not to be had. Freed when the last of the object, its buffers,
+    views and operations in flight has gone.
+    """
+
+    def __init__(self, nbytes: int, huge_pages: HugePages = ...) -> None: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def huge_bytes(self) -> int:
+        """Bytes that huge pages back now. Reads /proc/self/smaps: not for a hot path."""
+
+    def view(self, offset: int = 0, nbytes: int | None = None) -> NDArray[np.uint8]:
+        """A writable view of ``[offset, offset + nbytes)``, to the end without ``nbytes``. IndexError outside."""
+
+class Buffer:
+    """An immutable run of ``nbytes`` bytes over spans ``(offset, capacity)`` of an arena, in bytes.
+
+    Capacity beyond ``nbytes`` is room for the padding of direct I/O. IndexError for a span outside the arena,
+    ValueError for spans too small.
+    """
+
+    def __init__(self, arena: Arena, spans: Sequence[tuple[int, int]], nbytes: int) -> None: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def capacity(self) -> int: ...
+    @property
+    def spans(self) -> list[tuple[int, int]]: ...
+    @property
+    def contiguous(self) -> bool:
+        """Whether the content is one piece of memory (adjacent spans count as one)."""
+
+    def array(self) -> NDArray[np.uint8]:
+        """A writable view of the content. ValueError when it is in several pieces."""
+
+    def arrays(self) -> list[NDArray[np.uint8]]:
+        """Writable views of the content's pieces, in order."""
+
+    def copy_to(self, out: NDArray[np.uint8]) -> None:
+        """Gathers the content into a C-contiguous uint8 array of ``nbytes``; ValueError for another size."""
+
+    def copy_from(self, data: NDArray[np.uint8]) -> None:
+        """Scatters a C-contiguous uint8 array of ``nbytes`` into the content; ValueError for another size."""
+
+class CrcTable:
+    """``n`` crc32c values that writes store and reads compare."""
+
+    def __init__(self, n: int) -> None: ...
+    def __len__(self) -> int: ...
+    def array(self) -> NDArray[np.uint32]:
+        """A writable view."""
+
+class DoubleTable:
+    """``n`` float64 that operations store."""
+
+    def __init__(self, n: int) -> None: ...
+    def __len__(self) -> int: ...
+    def array(self) -> NDArray[np.float64]:
+        """A writable view."""
+
+# ---- io
+
+class FileCreate(enum.Enum):
+    NO = 0
+    YES = 1
+
+class DirectIo(enum.Enum):
+    """Whether a file is opened past the page cache too. ON raises OSError where it cannot be."""
+
+    OFF = 0
+    AUTO = 1
+    ON = 2
+
+class IoBackend(enum.Enum):
+    AUTO = 0
+    URING = 1
+    THREADS = 2
+
+class Priority(enum.Enum):
+    """DEMAND passes ahead of everything queued; the others go in order of arrival."""
+
+    DEMAND = 0
+    SPECULATIVE = 1
+    WRITE_BACK = 2
+
+class File:
+    """A file opened for reading and writing, with and, where the file system takes it, without the page cache."""
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, create: FileCreate = ..., direct: DirectIo = ...
+    ) -> None: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def direct(self) -> bool: ...
+    @property
+    def direct_reason(self) -> str:
+        """Why there is no direct I/O; empty when there is."""
+
+    @property
+    def memory_alignment(self) -> int: ...
+    @property
+    def offset_alignment(self) -> int: ...
+    def allocate(self, offset: int, nbytes: int) -> None:
+        """Reserves blocks, lengthening the file. OSError (ENOSPC) when they are not to be had."""
+
+    def punch(self, offset: int, nbytes: int) -> None:
+        """Gives blocks back: they read as zeros. The size stays."""
+
+    @property
+    def closed(self) -> bool: ...
+    def close(self) -> None:
+        """Operations in flight keep their descriptors until they have ended."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+# ---- engine
+
+class Dtype(enum.Enum):
+    FP32 = 0
+    BF16 = 1
+
+class Engine:
+    """Background operations. Each method returns a ticket at once; ``after`` names earlier tickets only.
+
+    An operation that fails, fails all that follow it with the same error, and whoever waits gets it: OSError with
+    errno and path, ChecksumMismatch, CancelledError, EngineClosed. Arguments that cannot work are a ValueError at
+    once. After a failed write or sync no later one is tried (``poisoned``).
+    """
+
+    def __init__(
+        self,
+        *,
+        backend: IoBackend = ...,
+        io_threads: int = 4,
+        queue_depth: int = 32,
+        chunk_bytes: int = 1 << 20,
+        compute_threads: int = 1,
+        lease_fd: int = -1,
+        log_path: str | os.PathLike[str] | None = None,
+    ) -> None: ...
+    def read(
+        self,
+        file: File,
+        offset: int,
+        sections: Sequence[Buffer],
+        crcs: CrcTable | None = None,
+        first_crc: int = 0,
+        *,
+        align: int = 4096,
+        after: Sequence[int] = (),
+        priority: Priority = ...,
+    ) -> int:
+        """Reads sections that follow one another from ``offset``, each padded to ``align`` (a power of two).
+
+        Every section needs room for its padding. With ``crcs``, section i is compared with
+        ``crcs[first_crc + i]`` as it stands when the bytes have arrived.
+        """
+
+    def write(
+        self,
+        file: File,
+        offset: int,
+        sections: Sequence[Buffer],
+        crcs: CrcTable | None = None,
+        first_crc: int = 0,
+        *,
+        align: int = 4096,
+        after: Sequence[int] = (),
+        priority: Priority = ...,
+    ) -> int:
+        """Writes sections as ``read`` reads them; zeroes their padding and stores their checksums first."""
+
+    def sync(self, file: File, *, after: Sequence[int] = (), priority: Priority = ...) -> int:
+        """fdatasync: what ``after`` names is durable once it is done."""
+
+    def copy(self, dst: Buffer, src: Buffer, *, after: Sequence[int] = (), priority: Priority = ...) -> int: ...
+    def fill_zero(self, dst: Buffer, *, after: Sequence[int] = (), priority: Priority = ...) -> int: ...
+    def accumulate(
+        self,
+        dst: Buffer,
+        src: Buffer,
+        src_dtype: Dtype = ...,
+        *,
+        after: Sequence[int] = (),
+        priority: Priority = ...,
+    ) -> int:
+        """``dst += src``; dst is fp32."""
+
+    def sum_of_squares(
+        self,
+        src: Buffer,
+        out: DoubleTable,
+        index: int,
+        *,
+        after: Sequence[int] = (),
+        priority: Priority = ...,
+    ) -> int:
+        """``out[index]`` = the sum of squares of src (fp32); the same bits wherever its spans lie."""
+
+    def adamw(
+        self,
+        weight: Sequence[Buffer],
+        exp_avg: Buffer,
+        exp_avg_sq: Buffer,
+        grad: Buffer | None,
+        steps: NDArray[np.float32],
+        grad_scale: float = 1.0,
+        *,
+        after: Sequence[int] = (),
+        priority: Priority = ...,
+    ) -> int:
+        """AdamW steps over one record in one pass. ``weight`` is [fp32] or [bf16 rounding, int16 remainder].
+
+        ``steps`` is [k, 7], C-contiguous, copied: lr, beta1, beta2, eps, weight_decay, bias_correction1,
+        sqrt(bias_correction2). All but the last step have a zero gradient.
+        """
+
+    def barrier(self, after: Sequence[int] = (), *, priority: Priority = ...) -> int:
+        """Done when all of ``after`` is done."""
+
+    def external(self, *, after: Sequence[int] = (), priority: Priority = ...) -> int:
+        """Done when complete_external() was called and ``after`` is done: for events outside the engine."""
+
+    def complete_external(self, ticket: int, error: str = "") -> None:
+        """Ends an external operation; with an ``error`` it fails (RuntimeError)."""
+
+    def wait(self, ticket: int, timeout_s: float | None = None) -> None:
+        """Returns when the operation succeeded, raises its error, or TimeoutError. Makes it urgent."""
+
+    def wait_all(self, tickets: Sequence[int], timeout_s: float | None = None) -> None:
+        """Waits for each in turn; raises the first error met."""
+
+    def done(self, ticket: int) -> bool:
+        """Whether it has finished, well or not."""
+
+    def cancel(self, ticket: int) -> bool:
+        """Takes back an operation that has not started; it and what follows it fail with CancelledError."""
+
+    def promote(self, ticket: int) -> None:
+        """Makes it, and what it waits for, as urgent as a demanded one."""
+
+    def event_fd(self) -> int:
+        """Readable when a ticket given to notify() has finished. Belongs to the engine."""
+
+    def notify(self, ticket: int) -> None: ...
+    def drain_notified(self) -> list[int]:
+        """The tickets given to notify() that have finished since the last call."""
+
+    def stats(self) -> dict[str, Any]:
+        """Bytes, operations and seconds of service by kind since the start; ``waiting`` and ``in_flight`` now."""
+
+    @property
+    def backend(self) -> str:
+        """``uring`` or ``threads``."""
+
+    @property
+    def backend_reason(self) -> str:
+        """Why AUTO fell back; empty when it did not."""
+
+    @property
+    def poisoned(self) -> str | None:
+        """The error of the first write or sync that failed."""
+
+    def log_mark(self, text: str) -> None:
+        """A mark in the event log; nothing without ``log_path``."""
+
+    def close(self) -> None:
+        """Lets what is running finish, fails the rest with EngineClosed, joins the threads."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+# ---- optim: AdamW, gradient sums, split weights, checksums, instruction sets
 
 _F32: TypeAlias = npt.NDArray[np.float32]
 _U16: TypeAlias = npt.NDArray[np.uint16]

@@ -1,3 +1,71 @@
+// Native failures as Python exceptions.
+#include "native/base/error.hpp"
+
+#include <nanobind/stl/string.h>
+
 #include "native/bindings/bindings.hpp"
 
-void bind_base(nanobind::module_&) {}
+namespace nb = nanobind;
+using namespace tierstore;
+
+namespace {
+
+// The module's exception types. Never freed: a failure may be translated as late as interpreter shutdown.
+struct Types {
+    PyObject* checksum_mismatch;
+    PyObject* cancelled;
+    PyObject* closed;
+};
+
+void set_os_error(const SyscallError& error) {
+    const std::string message = error.operation + ": " + std::generic_category().message(error.err);
+    const nb::object args = error.path.empty() ? nb::object(nb::make_tuple(error.err, message))
+                                               : nb::object(nb::make_tuple(error.err, message, error.path));
+    PyErr_SetObject(PyExc_OSError, args.ptr());
+}
+
+void set_checksum_mismatch(const ChecksumMismatch& error, PyObject* type) {
+    nb::object exception =
+        nb::borrow(type)(error.what(), error.path, error.file_offset, error.section_index);
+    exception.attr("path") = error.path;
+    exception.attr("file_offset") = error.file_offset;
+    exception.attr("section_index") = error.section_index;
+    exception.attr("expected") = error.expected;
+    exception.attr("actual") = error.actual;
+    PyErr_SetObject(type, exception.ptr());
+}
+
+void translate(const std::exception_ptr& pointer, void* payload) {
+    const auto& types = *static_cast<const Types*>(payload);
+    try {
+        std::rethrow_exception(pointer);
+    } catch (const SyscallError& error) {
+        set_os_error(error);
+    } catch (const ChecksumMismatch& error) {
+        set_checksum_mismatch(error, types.checksum_mismatch);
+    } catch (const Cancelled& error) {
+        PyErr_SetString(types.cancelled, error.what());
+    } catch (const EngineClosed& error) {
+        PyErr_SetString(types.closed, error.what());
+    }
+}
+
+PyObject* new_type(nb::module_& m, const char* name, const char* doc, PyObject* base) {
+    const std::string full = std::string("tierstore._native.") + name;
+    PyObject* type = PyErr_NewExceptionWithDoc(full.c_str(), doc, base, nullptr);
+    if (!type) nb::raise_python_error();
+    m.attr(name) = nb::borrow(type);
+    return type;
+}
+
+}  // namespace
+
+void bind_base(nb::module_& m) {
+    static Types types;
+    types.checksum_mismatch =
+        new_type(m, "ChecksumMismatch", "A section read from a file is not what was written there.", PyExc_Exception);
+    types.cancelled = new_type(m, "CancelledError", "The operation, or one that it follows, was cancelled.",
+                               PyExc_Exception);
+    types.closed = new_type(m, "EngineClosed", "The engine was closed.", PyExc_RuntimeError);
+    nb::register_exception_translator(translate, &types);
+}

@@ -1,3 +1,224 @@
-#include "native/bindings/bindings.hpp"
+// Engine: submitting keeps the interpreter, for it only queues; waiting and closing release it.
+#include "native/engine/engine.hpp"
 
-void bind_engine(nanobind::module_&) {}
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <chrono>
+#include <limits>
+
+#include "native/bindings/bindings.hpp"
+#include "native/bindings/held.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace tierstore;
+
+namespace {
+
+using Tickets = std::vector<Ticket>;
+using Steps = nb::ndarray<const float, nb::shape<-1, 7>, nb::c_contig, nb::device::cpu>;
+using HeldFile = Held<File>;
+using HeldCrcs = Held<CrcTable>;
+using HeldDoubles = Held<DoubleTable>;
+
+std::vector<Buffer> buffers(const nb::sequence& sequence) {
+    std::vector<Buffer> out;
+    for (nb::handle item : sequence) out.push_back(nb::cast<const Buffer&>(item));
+    return out;
+}
+
+Transfer transfer(const HeldFile& file, uint64_t offset, const nb::sequence& sections, const HeldCrcs* crcs,
+                  size_t first_crc, size_t align) {
+    return {file.ptr->open(), offset, buffers(sections), crcs ? crcs->ptr : nullptr, first_crc, align};
+}
+
+// Waits in slices, so that a signal's handler runs (and may raise) while a long transfer goes on.
+bool wait(Engine& self, Ticket ticket, std::chrono::steady_clock::time_point until) {
+    constexpr auto kSlice = std::chrono::milliseconds(50);
+    for (;;) {
+        bool finished;
+        {
+            nb::gil_scoped_release release;
+            const auto left = until - std::chrono::steady_clock::now();
+            finished = self.wait(ticket, std::min<std::chrono::nanoseconds>(left, kSlice));
+        }
+        if (finished) return true;
+        if (PyErr_CheckSignals() != 0) throw nb::python_error();
+        if (std::chrono::steady_clock::now() >= until) return false;
+    }
+}
+
+std::chrono::steady_clock::time_point deadline(std::optional<double> timeout_s) {
+    if (!timeout_s || *timeout_s > 1e8) return std::chrono::steady_clock::time_point::max();
+    return std::chrono::steady_clock::now() + std::chrono::nanoseconds(static_cast<int64_t>(*timeout_s * 1e9));
+}
+
+void wait_all(Engine& self, const Tickets& tickets, std::optional<double> timeout_s) {
+    const auto until = deadline(timeout_s);
+    for (Ticket ticket : tickets) {
+        if (wait(self, ticket, until)) continue;
+        PyErr_Format(PyExc_TimeoutError, "ticket %llu has not finished", static_cast<unsigned long long>(ticket));
+        throw nb::python_error();
+    }
+}
+
+nb::dict stats(Engine& self) {
+    const EngineStats s = self.stats();
+    nb::dict d;
+    d["read_bytes"] = s.read_bytes;
+    d["written_bytes"] = s.written_bytes;
+    d["reads"] = s.reads;
+    d["writes"] = s.writes;
+    d["syncs"] = s.syncs;
+    d["compute_ops"] = s.compute_ops;
+    d["failed_ops"] = s.failed_ops;
+    d["continued_transfers"] = s.continued_transfers;
+    d["read_s"] = static_cast<double>(s.read_ns) * 1e-9;
+    d["write_s"] = static_cast<double>(s.write_ns) * 1e-9;
+    d["sync_s"] = static_cast<double>(s.sync_ns) * 1e-9;
+    d["compute_s"] = static_cast<double>(s.compute_ns) * 1e-9;
+    d["waiting"] = s.waiting;
+    d["in_flight"] = s.in_flight;
+    return d;
+}
+
+void init(Engine* self, IoBackend backend, size_t io_threads, size_t queue_depth, size_t chunk_bytes,
+          size_t compute_threads, int lease_fd, const nb::object& log_path) {
+    EngineOptions options;
+    options.backend = backend;
+    options.io = {io_threads, queue_depth, chunk_bytes, lease_fd};
+    options.compute_threads = compute_threads;
+    if (!log_path.is_none())
+        options.log_path = nb::cast<std::string>(nb::module_::import_("os").attr("fsdecode")(log_path));
+    nb::gil_scoped_release release;
+    new (self) Engine(options);
+}
+
+Ticket adamw(Engine& self, const nb::sequence& weight, const Buffer& exp_avg, const Buffer& exp_avg_sq,
+             const Buffer* grad, const Steps& steps, float grad_scale, const Tickets& after, Priority priority) {
+    AdamWRecord record{buffers(weight), exp_avg, exp_avg_sq, {}};
+    if (grad) record.grad.push_back(*grad);
+    std::vector<AdamWStep> copied;
+    for (size_t i = 0; i < steps.shape(0); ++i) {
+        const float* s = steps.data() + 7 * i;
+        copied.push_back({s[0], s[1], s[2], s[3], s[4], s[5], s[6]});
+    }
+    return self.compute(adamw_work(std::move(record), std::move(copied), grad_scale), {after, priority});
+}
+
+void bind_transfers(nb::class_<Engine>& engine) {
+    engine
+        .def(
+            "read",
+            [](Engine& self, const HeldFile& file, uint64_t offset, const nb::sequence& sections,
+               const HeldCrcs* crcs, size_t first_crc, size_t align, const Tickets& after, Priority priority) {
+                return self.read(transfer(file, offset, sections, crcs, first_crc, align), {after, priority});
+            },
+            "file"_a, "offset"_a, "sections"_a, "crcs"_a.none() = nb::none(), "first_crc"_a = 0, nb::kw_only(),
+            "align"_a = 4096, "after"_a = nb::make_tuple(), "priority"_a = Priority::Demand)
+        .def(
+            "write",
+            [](Engine& self, const HeldFile& file, uint64_t offset, const nb::sequence& sections,
+               const HeldCrcs* crcs, size_t first_crc, size_t align, const Tickets& after, Priority priority) {
+                return self.write(transfer(file, offset, sections, crcs, first_crc, align), {after, priority});
+            },
+            "file"_a, "offset"_a, "sections"_a, "crcs"_a.none() = nb::none(), "first_crc"_a = 0, nb::kw_only(),
+            "align"_a = 4096, "after"_a = nb::make_tuple(), "priority"_a = Priority::WriteBack)
+        .def(
+            "sync",
+            [](Engine& self, const HeldFile& file, const Tickets& after, Priority priority) {
+                return self.sync(file.ptr->open(), {after, priority});
+            },
+            "file"_a, nb::kw_only(), "after"_a = nb::make_tuple(), "priority"_a = Priority::Demand);
+}
+
+void bind_compute(nb::class_<Engine>& engine) {
+    engine
+        .def(
+            "copy",
+            [](Engine& self, const Buffer& dst, const Buffer& src, const Tickets& after, Priority priority) {
+                return self.compute(copy_work(dst, src), {after, priority});
+            },
+            "dst"_a, "src"_a, nb::kw_only(), "after"_a = nb::make_tuple(), "priority"_a = Priority::Demand)
+        .def(
+            "fill_zero",
+            [](Engine& self, const Buffer& dst, const Tickets& after, Priority priority) {
+                return self.compute(fill_zero_work(dst), {after, priority});
+            },
+            "dst"_a, nb::kw_only(), "after"_a = nb::make_tuple(), "priority"_a = Priority::Demand)
+        .def(
+            "accumulate",
+            [](Engine& self, const Buffer& dst, const Buffer& src, Dtype src_dtype, const Tickets& after,
+               Priority priority) {
+                return self.compute(accumulate_work(dst, src, src_dtype), {after, priority});
+            },
+            "dst"_a, "src"_a, "src_dtype"_a = Dtype::Fp32, nb::kw_only(), "after"_a = nb::make_tuple(),
+            "priority"_a = Priority::Demand)
+        .def(
+            "sum_of_squares",
+            [](Engine& self, const Buffer& src, const HeldDoubles& out, size_t index, const Tickets& after,
+               Priority priority) {
+                return self.compute(sum_of_squares_work(src, out.ptr, index), {after, priority});
+            },
+            "src"_a, "out"_a, "index"_a, nb::kw_only(), "after"_a = nb::make_tuple(),
+            "priority"_a = Priority::Demand)
+        .def("adamw", adamw, "weight"_a, "exp_avg"_a, "exp_avg_sq"_a, "grad"_a.none(), "steps"_a.noconvert(),
+             "grad_scale"_a = 1.0f, nb::kw_only(), "after"_a = nb::make_tuple(), "priority"_a = Priority::Demand);
+}
+
+void bind_waiting(nb::class_<Engine>& engine) {
+    engine
+        .def(
+            "barrier",
+            [](Engine& self, const Tickets& after, Priority priority) { return self.barrier({after, priority}); },
+            "after"_a = nb::make_tuple(), nb::kw_only(), "priority"_a = Priority::Demand)
+        .def(
+            "external",
+            [](Engine& self, const Tickets& after, Priority priority) { return self.external({after, priority}); },
+            nb::kw_only(), "after"_a = nb::make_tuple(), "priority"_a = Priority::Demand)
+        .def("complete_external", &Engine::complete_external, "ticket"_a, "error"_a = "")
+        .def("wait",
+             [](Engine& self, Ticket ticket, std::optional<double> timeout_s) {
+                 wait_all(self, {ticket}, timeout_s);
+             },
+             "ticket"_a, "timeout_s"_a = nb::none())
+        .def("wait_all", wait_all, "tickets"_a, "timeout_s"_a = nb::none())
+        .def("done", &Engine::done, "ticket"_a)
+        .def("cancel", &Engine::cancel, "ticket"_a)
+        .def("promote", &Engine::promote, "ticket"_a)
+        .def("event_fd", &Engine::event_fd)
+        .def("notify", &Engine::notify, "ticket"_a)
+        .def("drain_notified", &Engine::drain_notified);
+}
+
+}  // namespace
+
+void bind_engine(nb::module_& m) {
+    nb::enum_<Dtype>(m, "Dtype").value("FP32", Dtype::Fp32).value("BF16", Dtype::Bf16);
+
+    nb::class_<Engine> engine(m, "Engine", "Background operations, each after the tickets that it names.");
+    engine.def("__init__", init, nb::kw_only(), "backend"_a = IoBackend::Auto, "io_threads"_a = 4,
+               "queue_depth"_a = 32, "chunk_bytes"_a = 1 << 20, "compute_threads"_a = 1, "lease_fd"_a = -1,
+               "log_path"_a = nb::none());
+    bind_transfers(engine);
+    bind_compute(engine);
+    bind_waiting(engine);
+    engine.def("stats", stats)
+        .def_prop_ro("backend", &Engine::backend_name)
+        .def_prop_ro("backend_reason", [](Engine& self) { return self.backend_reason(); })
+        .def_prop_ro("poisoned",
+                     [](Engine& self) -> std::optional<std::string> {
+                         const FailurePtr failure = self.poisoned();
+                         return failure ? std::optional(failure->message()) : std::nullopt;
+                     })
+        .def("log_mark", [](Engine& self, const std::string& text) { self.log_mark(text); }, "text"_a)
+        .def("close", &Engine::close, nb::call_guard<nb::gil_scoped_release>())
+        .def("__enter__", [](nb::handle self) { return nb::borrow(self); })
+        .def("__exit__", [](Engine& self, const nb::args&) {
+            nb::gil_scoped_release release;
+            self.close();
+        });
+}

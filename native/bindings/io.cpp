@@ -1,3 +1,60 @@
-#include "native/bindings/bindings.hpp"
+// File.
+#include "native/io/file.hpp"
 
-void bind_io(nanobind::module_&) {}
+#include <nanobind/stl/string.h>
+
+#include "native/bindings/bindings.hpp"
+#include "native/bindings/held.hpp"
+#include "native/io/backend.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace tierstore;
+
+namespace {
+
+std::string fs_path(const nb::object& path) {
+    return nb::cast<std::string>(nb::module_::import_("os").attr("fsdecode")(path));
+}
+
+}  // namespace
+
+void bind_io(nb::module_& m) {
+    nb::enum_<FileCreate>(m, "FileCreate").value("NO", FileCreate::No).value("YES", FileCreate::Yes);
+    nb::enum_<DirectIo>(m, "DirectIo", "Whether a file is opened past the page cache too.")
+        .value("OFF", DirectIo::Off)
+        .value("AUTO", DirectIo::Auto)
+        .value("ON", DirectIo::On);
+    nb::enum_<IoBackend>(m, "IoBackend")
+        .value("AUTO", IoBackend::Auto)
+        .value("URING", IoBackend::Uring)
+        .value("THREADS", IoBackend::Threads);
+    nb::enum_<Priority>(m, "Priority", "DEMAND passes ahead of everything queued.")
+        .value("DEMAND", Priority::Demand)
+        .value("SPECULATIVE", Priority::Speculative)
+        .value("WRITE_BACK", Priority::WriteBack);
+
+    nb::class_<Held<File>>(m, "File", "A file opened with and, where it can be, without the page cache.")
+        .def(
+            "__init__",
+            [](Held<File>* self, const nb::object& path, FileCreate create, DirectIo direct) {
+                const std::string name = fs_path(path);
+                nb::gil_scoped_release release;
+                new (self) Held(Held<File>::make(name, create, direct));
+            },
+            "path"_a, nb::kw_only(), "create"_a = FileCreate::No, "direct"_a = DirectIo::Auto)
+        .def_prop_ro("path", [](const Held<File>& self) { return self.ptr->path(); })
+        .def_prop_ro("size", [](const Held<File>& self) { return self.ptr->size(); })
+        .def_prop_ro("direct", [](const Held<File>& self) { return self.ptr->open()->direct_fd >= 0; })
+        .def_prop_ro("direct_reason", [](const Held<File>& self) { return self.ptr->open()->direct_reason; })
+        .def_prop_ro("memory_alignment", [](const Held<File>& self) { return self.ptr->open()->memory_alignment; })
+        .def_prop_ro("offset_alignment", [](const Held<File>& self) { return self.ptr->open()->offset_alignment; })
+        .def("allocate", [](const Held<File>& self, uint64_t offset, uint64_t n) { self.ptr->allocate(offset, n); },
+             "offset"_a, "nbytes"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("punch", [](const Held<File>& self, uint64_t offset, uint64_t n) { self.ptr->punch(offset, n); },
+             "offset"_a, "nbytes"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def_prop_ro("closed", [](const Held<File>& self) { return self.ptr->closed(); })
+        .def("close", [](const Held<File>& self) { self.ptr->close(); })
+        .def("__enter__", [](nb::handle self) { return nb::borrow(self); })
+        .def("__exit__", [](const Held<File>& self, const nb::args&) { self.ptr->close(); });
+}

@@ -1,3 +1,138 @@
-#include "native/bindings/bindings.hpp"
+// Arena, Buffer and the tables, with numpy views that keep them alive.
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
-void bind_memory(nanobind::module_&) {}
+#include "native/bindings/bindings.hpp"
+#include "native/bindings/held.hpp"
+#include "native/memory/arena.hpp"
+#include "native/memory/buffer.hpp"
+#include "native/memory/copy.hpp"
+#include "native/memory/table.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace tierstore;
+
+namespace {
+
+using Bytes = nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>;
+using BytesIn = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using BytesOut = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Pairs = std::vector<std::pair<size_t, size_t>>;
+
+template <class T>
+nb::capsule keep(const std::shared_ptr<T>& ptr) {
+    return nb::capsule(new std::shared_ptr<T>(ptr),
+                       [](void* p) noexcept { delete static_cast<std::shared_ptr<T>*>(p); });
+}
+
+Bytes view(const std::shared_ptr<Arena>& arena, void* data, size_t nbytes) {
+    return Bytes(data, {nbytes}, keep(arena));
+}
+
+Bytes arena_view(const Held<Arena>& self, size_t offset, nb::object nbytes) {
+    const size_t whole = self.ptr->nbytes();
+    const size_t n = nbytes.is_none() ? whole - std::min(offset, whole) : nb::cast<size_t>(nbytes);
+    if (offset > whole || n > whole - offset) throw std::out_of_range("the view is outside its arena");
+    return view(self.ptr, self.ptr->data() + offset, n);
+}
+
+Buffer new_buffer(const Held<Arena>& arena, const Pairs& spans, size_t nbytes) {
+    std::vector<Buffer::Extent> extents;
+    extents.reserve(spans.size());
+    for (const auto& [offset, capacity] : spans) extents.push_back({offset, capacity});
+    return Buffer(arena.ptr, extents, nbytes);
+}
+
+Pairs buffer_spans(const Buffer& self) {
+    Pairs spans;
+    for (const auto& extent : self.extents()) spans.emplace_back(extent.offset, extent.capacity);
+    return spans;
+}
+
+Bytes buffer_array(const Buffer& self) {
+    if (!self.contiguous()) throw std::invalid_argument("the buffer is in several pieces: use arrays()");
+    const auto spans = self.content();
+    return view(self.arena(), spans.empty() ? self.arena()->data() : spans[0].data, self.nbytes());
+}
+
+nb::list buffer_arrays(const Buffer& self) {
+    nb::list arrays;
+    for (const Span& span : self.content()) arrays.append(nb::cast(view(self.arena(), span.data, span.nbytes)));
+    return arrays;
+}
+
+void require_size(const Buffer& self, size_t nbytes) {
+    if (self.nbytes() != nbytes)
+        throw std::invalid_argument("the buffer has " + std::to_string(self.nbytes()) + " bytes, the array " +
+                                    std::to_string(nbytes));
+}
+
+template <class T>
+void bind_table(nb::module_& m, const char* name, const char* doc) {
+    using Numpy = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
+    nb::class_<Held<Table<T>>>(m, name, doc)
+        .def("__init__", [](Held<Table<T>>* self, size_t n) { new (self) Held(Held<Table<T>>::make(n)); }, "n"_a)
+        .def("__len__", [](const Held<Table<T>>& self) { return self.ptr->size(); })
+        .def(
+            "array", [](const Held<Table<T>>& self) {
+                return Numpy(self.ptr->data(), {self.ptr->size()}, keep(self.ptr));
+            },
+            "A writable numpy view.");
+}
+
+}  // namespace
+
+void bind_memory(nb::module_& m) {
+    nb::enum_<HugePages>(m, "HugePages", "Whether an arena asks for huge pages; ON raises when none is granted.")
+        .value("OFF", HugePages::Off)
+        .value("AUTO", HugePages::Auto)
+        .value("ON", HugePages::On);
+
+    nb::class_<Held<Arena>>(m, "Arena", "Page-aligned memory, all of it there from the start.")
+        .def(
+            "__init__",
+            [](Held<Arena>* self, size_t nbytes, HugePages huge_pages) {
+                nb::gil_scoped_release release;
+                new (self) Held(Held<Arena>::make(nbytes, huge_pages));
+            },
+            "nbytes"_a, "huge_pages"_a = HugePages::Auto)
+        .def_prop_ro("nbytes", [](const Held<Arena>& self) { return self.ptr->nbytes(); })
+        .def_prop_ro("address", [](const Held<Arena>& self) { return reinterpret_cast<uintptr_t>(self.ptr->data()); })
+        .def_prop_ro("huge_bytes", [](const Held<Arena>& self) { return self.ptr->huge_bytes(); })
+        .def("view", arena_view, "offset"_a = 0, "nbytes"_a = nb::none(), "A writable numpy view of bytes.");
+
+    nb::class_<Buffer>(m, "Buffer", "nbytes bytes over spans (offset, capacity) of an arena.")
+        .def("__init__",
+             [](Buffer* self, const Held<Arena>& arena, const Pairs& spans, size_t nbytes) {
+                 new (self) Buffer(new_buffer(arena, spans, nbytes));
+             },
+             "arena"_a, "spans"_a, "nbytes"_a)
+        .def_prop_ro("nbytes", &Buffer::nbytes)
+        .def_prop_ro("capacity", &Buffer::capacity)
+        .def_prop_ro("spans", buffer_spans)
+        .def_prop_ro("contiguous", &Buffer::contiguous)
+        .def("array", buffer_array, "One writable numpy view; ValueError when in several pieces.")
+        .def("arrays", buffer_arrays, "Writable numpy views, one for each piece, in order.")
+        .def(
+            "copy_to",
+            [](const Buffer& self, const BytesOut& out) {
+                require_size(self, out.nbytes());
+                nb::gil_scoped_release release;
+                self.gather(reinterpret_cast<std::byte*>(out.data()));
+            },
+            nb::arg("out").noconvert(), "Gathers the content into a uint8 array of nbytes.")
+        .def(
+            "copy_from",
+            [](const Buffer& self, const BytesIn& data) {
+                require_size(self, data.nbytes());
+                nb::gil_scoped_release release;
+                self.scatter(reinterpret_cast<const std::byte*>(data.data()));
+            },
+            nb::arg("data").noconvert(), "Scatters a uint8 array of nbytes into the content.");
+
+    bind_table<uint32_t>(m, "CrcTable", "n checksums (uint32) that operations read and write.");
+    bind_table<double>(m, "DoubleTable", "n float64 that operations write.");
+}

@@ -1,0 +1,43 @@
+// A fixed number of threads that run tasks in order of urgency, then of arrival.
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace tierstore {
+
+enum class Urgency { Normal, Urgent };
+
+// Tasks must not throw and must not wait for one another. Threads are joined in close(), which the destructor
+// calls: never from a static destructor, where the threads' own data may be gone already.
+class WorkerPool {
+public:
+    // `on_start` runs first on each thread (to set its floating-point mode).
+    explicit WorkerPool(size_t threads, std::function<void()> on_start = {});
+    ~WorkerPool();
+    WorkerPool(const WorkerPool&) = delete;
+    WorkerPool& operator=(const WorkerPool&) = delete;
+
+    void submit(std::function<void()> task, Urgency urgency = Urgency::Normal);
+
+    // Runs what is queued, then joins the threads. Later calls do nothing.
+    void close();
+
+private:
+    void work();
+
+    std::mutex mutex_;  // guards everything below but threads_
+    std::condition_variable wake_;
+    std::deque<std::function<void()>> urgent_;
+    std::deque<std::function<void()>> normal_;
+    bool closing_ = false;
+    std::function<void()> on_start_;
+    std::vector<std::thread> threads_;
+};
+
+}  // namespace tierstore

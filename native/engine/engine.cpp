@@ -1,0 +1,473 @@
+#include "native/engine/engine.hpp"
+
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <deque>
+#include <stdexcept>
+#include <utility>
+
+#include "native/base/align.hpp"
+
+namespace tierstore {
+namespace {
+
+Urgency urgency(Priority priority) { return priority == Priority::Demand ? Urgency::Urgent : Urgency::Normal; }
+
+}  // namespace
+
+Engine::Engine(const EngineOptions& options) {
+    if (options.compute_threads == 0) throw std::invalid_argument("compute_threads must be at least 1");
+    if (!options.log_path.empty()) log_ = std::make_shared<EventLog>(options.log_path);
+    if (options.backend != IoBackend::Threads) {
+        try {
+            backend_ = make_uring_backend(options.io);
+            backend_name_ = "uring";
+        } catch (const SyscallError& error) {
+            if (options.backend == IoBackend::Uring) throw;
+            backend_reason_ = error.what();
+        }
+    }
+    if (!backend_) {
+        backend_ = make_threads_backend(options.io);
+        backend_name_ = "threads";
+    }
+    if (log_) backend_ = make_recording_backend(std::move(backend_), log_);
+    pool_ = std::make_unique<WorkerPool>(options.compute_threads, flush_subnormals);
+    event_fd_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    if (event_fd_ < 0) throw SyscallError(errno, "eventfd");
+}
+
+Engine::~Engine() {
+    close();
+    ::close(event_fd_);
+}
+
+// ---- submitting
+
+Engine::OperationPtr Engine::transfer_operation(Kind kind, Transfer transfer) {
+    if (!is_power_of_two(transfer.align)) throw std::invalid_argument("align must be a power of two");
+    if (transfer.crcs && (transfer.first_crc > transfer.crcs->size() ||
+                          transfer.sections.size() > transfer.crcs->size() - transfer.first_crc))
+        throw std::invalid_argument("the checksum table has no entries for these sections");
+    auto operation = std::make_unique<Operation>();
+    operation->kind = kind;
+    for (const Buffer& section : transfer.sections) {
+        const size_t padded = round_up(section.nbytes(), transfer.align);
+        if (padded > section.capacity())
+            throw std::invalid_argument("a section of " + std::to_string(section.nbytes()) + " bytes needs room for " +
+                                        std::to_string(padded) + ", its spans have " +
+                                        std::to_string(section.capacity()));
+        operation->nbytes += padded;
+    }
+    if (operation->nbytes == 0) throw std::invalid_argument("a transfer of no bytes");
+    operation->transfer = std::move(transfer);
+    return operation;
+}
+
+Ticket Engine::read(Transfer transfer, Order order) {
+    return submit(transfer_operation(Kind::Read, std::move(transfer)), order);
+}
+
+Ticket Engine::write(Transfer transfer, Order order) {
+    return submit(transfer_operation(Kind::Write, std::move(transfer)), order);
+}
+
+Ticket Engine::sync(OpenFilePtr file, Order order) {
+    auto operation = std::make_unique<Operation>();
+    operation->kind = Kind::Sync;
+    operation->transfer.file = std::move(file);
+    return submit(std::move(operation), order);
+}
+
+Ticket Engine::compute(Work work, Order order) {
+    auto operation = std::make_unique<Operation>();
+    operation->kind = Kind::Compute;
+    operation->work = std::move(work);
+    return submit(std::move(operation), order);
+}
+
+Ticket Engine::barrier(Order order) {
+    auto operation = std::make_unique<Operation>();
+    operation->kind = Kind::Barrier;
+    return submit(std::move(operation), order);
+}
+
+Ticket Engine::external(Order order) {
+    auto operation = std::make_unique<Operation>();
+    operation->kind = Kind::External;
+    return submit(std::move(operation), order);
+}
+
+Ticket Engine::submit(OperationPtr operation, Order order) {
+    Remains remains;  // destroyed after the lock
+    std::lock_guard lock(mutex_);
+    if (closing_) throw EngineClosed();
+    for (Ticket earlier : order.after) check(earlier);
+    const Ticket ticket = next_++;
+    operation->ticket = ticket;
+    operation->priority = order.priority;
+    Operation& added = *operation;
+    operations_.emplace(ticket, std::move(operation));
+    FailurePtr failure;
+    for (Ticket earlier : order.after) {
+        if (Operation* before = find(earlier)) {
+            before->dependents.push_back(ticket);
+            added.after.push_back(earlier);
+            ++added.unmet;
+        } else if (const auto it = failed_.find(earlier); it != failed_.end() && !failure) {
+            failure = it->second;
+        }
+    }
+    if (failure) {
+        finish(ticket, std::move(failure), remains);
+        return ticket;
+    }
+    if (added.priority == Priority::Demand)
+        for (Ticket earlier : added.after) promote_locked(earlier);
+    if (added.unmet == 0) start(added, remains);
+    return ticket;
+}
+
+void Engine::check(Ticket ticket) const {
+    if (ticket == 0 || ticket >= next_)
+        throw std::invalid_argument("ticket " + std::to_string(ticket) + " was never given out");
+}
+
+Engine::Operation* Engine::find(Ticket ticket) {
+    const auto it = operations_.find(ticket);
+    return it == operations_.end() ? nullptr : it->second.get();
+}
+
+// ---- running
+
+// What it follows is done. Called with the mutex held, as all that follows unless it says otherwise.
+void Engine::start(Operation& operation, Remains& remains) {
+    switch (operation.kind) {
+        case Kind::Barrier:
+            finish(operation.ticket, nullptr, remains);
+            return;
+        case Kind::External:
+            if (operation.completed_outside) finish(operation.ticket, nullptr, remains);
+            return;
+        case Kind::Write:
+        case Kind::Sync:
+            if (poisoned_) {
+                finish(operation.ticket, poisoned_, remains);
+                return;
+            }
+            break;
+        default:
+            break;
+    }
+    operation.state = State::Queued;
+    const Ticket ticket = operation.ticket;
+    if (operation.kind == Kind::Compute) {
+        pool_->submit([this, ticket] { run_compute(ticket); }, urgency(operation.priority));
+    } else if (operation.kind == Kind::Write) {
+        pool_->submit([this, ticket] { run_seal(ticket); }, urgency(operation.priority));
+    } else {
+        send(operation);
+    }
+}
+
+void Engine::send(Operation& operation) {
+    IoRequest request;
+    request.id = operation.ticket;
+    request.kind = operation.kind == Kind::Read    ? IoKind::Read
+                   : operation.kind == Kind::Write ? IoKind::Write
+                                                   : IoKind::Sync;
+    request.priority = operation.priority;
+    request.file = operation.transfer.file;
+    request.offset = operation.transfer.offset;
+    request.nbytes = operation.nbytes;
+    for (const Span& span : transfer_spans(operation.transfer)) request.parts.push_back({span.data, span.nbytes});
+    request.complete = [this, ticket = operation.ticket](const IoResult& result) { on_io(ticket, result); };
+    operation.in_backend = true;
+    backend_->submit(std::move(request));
+}
+
+// A queued operation that its thread now takes; null when it was cancelled meanwhile. Takes the mutex. What it
+// returns stays: only its own thread finishes a running operation.
+Engine::Operation* Engine::begin(Ticket ticket) {
+    std::lock_guard lock(mutex_);
+    Operation* operation = find(ticket);
+    if (operation) operation->state = State::Running;
+    return operation;
+}
+
+// On a compute thread, without the mutex.
+void Engine::run_compute(Ticket ticket) {
+    Operation* operation = begin(ticket);
+    if (!operation) return;
+    const uint64_t started = monotonic_ns();
+    FailurePtr failure;
+    try {
+        operation->work();
+    } catch (...) {
+        failure = current_failure();
+    }
+    Remains remains;
+    std::lock_guard lock(mutex_);
+    stats_.compute_ops += 1;
+    stats_.compute_ns += monotonic_ns() - started;
+    finish(ticket, std::move(failure), remains);
+}
+
+// On a compute thread, without the mutex: checksums first, then the backend.
+void Engine::run_seal(Ticket ticket) {
+    Operation* operation = begin(ticket);
+    if (!operation) return;
+    FailurePtr failure;
+    {
+        std::lock_guard lock(mutex_);
+        failure = poisoned_;
+    }
+    if (!failure) seal(operation->transfer);
+    Remains remains;
+    std::lock_guard lock(mutex_);
+    if (failure) {
+        finish(ticket, std::move(failure), remains);
+    } else {
+        send(*operation);
+    }
+}
+
+// On a compute thread, without the mutex.
+void Engine::run_verify(Ticket ticket) {
+    Operation* operation = begin(ticket);
+    FailurePtr failure;
+    try {
+        verify_checksums(operation->transfer);
+    } catch (...) {
+        failure = current_failure();
+    }
+    Remains remains;
+    std::lock_guard lock(mutex_);
+    finish(ticket, std::move(failure), remains);
+}
+
+// On a backend's thread, without the mutex.
+void Engine::on_io(Ticket ticket, const IoResult& result) {
+    Remains remains;
+    std::lock_guard lock(mutex_);
+    Operation& operation = *find(ticket);
+    operation.in_backend = false;
+    operation.state = State::Running;
+    stats_.continued_transfers += result.continued;
+    const uint64_t moved = result.failure ? 0 : operation.nbytes;
+    switch (operation.kind) {
+        case Kind::Read:
+            stats_.reads += 1;
+            stats_.read_bytes += moved;
+            stats_.read_ns += result.service_ns;
+            if (!result.failure && operation.transfer.crcs) {
+                pool_->submit([this, ticket] { run_verify(ticket); }, urgency(operation.priority));
+                return;
+            }
+            break;
+        case Kind::Write:
+            stats_.writes += 1;
+            stats_.written_bytes += moved;
+            stats_.write_ns += result.service_ns;
+            break;
+        default:
+            stats_.syncs += 1;
+            stats_.sync_ns += result.service_ns;
+            break;
+    }
+    if (result.failure && operation.kind != Kind::Read && !poisoned_) poisoned_ = result.failure;
+    finish(ticket, result.failure, remains);
+}
+
+// Ends an operation, and with it, one after another, what fails or becomes ready (and ends at once) by that.
+void Engine::finish(Ticket ticket, FailurePtr failure, Remains& remains) {
+    std::deque<std::pair<Ticket, FailurePtr>> ending;
+    std::vector<Ticket> ready;
+    ending.emplace_back(ticket, std::move(failure));
+    bool signal = false;
+    while (!ending.empty()) {
+        const auto [ended, why] = std::move(ending.front());
+        ending.pop_front();
+        const auto it = operations_.find(ended);
+        if (it == operations_.end()) continue;  // failed already, through another of the tickets that it follows
+        OperationPtr operation = std::move(it->second);
+        operations_.erase(it);
+        if (why) {
+            failed_.emplace(ended, why);
+            ++stats_.failed_ops;
+        }
+        if (operation->notify) {
+            notified_.push_back(ended);
+            signal = true;
+        }
+        for (Ticket dependent : operation->dependents) {
+            Operation* next = find(dependent);
+            if (!next) continue;
+            if (why) {
+                ending.emplace_back(dependent, why);
+            } else if (--next->unmet == 0) {
+                if (next->kind == Kind::Barrier || (next->kind == Kind::External && next->completed_outside)) {
+                    ending.emplace_back(dependent, nullptr);
+                } else {
+                    ready.push_back(dependent);
+                }
+            }
+        }
+        remains.push_back(std::move(operation));
+    }
+    for (Ticket dependent : ready)
+        if (Operation* next = find(dependent)) start(*next, remains);
+    if (signal) signal_event();
+    if (waiters_ > 0) changed_.notify_all();
+}
+
+void Engine::complete_external(Ticket ticket, const std::string& error) {
+    Remains remains;
+    std::lock_guard lock(mutex_);
+    check(ticket);
+    Operation* operation = find(ticket);
+    if (!operation) return;  // cancelled or failed meanwhile
+    if (operation->kind != Kind::External) throw std::invalid_argument("not the ticket of an external operation");
+    operation->completed_outside = true;
+    if (!error.empty()) {
+        finish(ticket, make_failure(std::runtime_error(error)), remains);
+    } else if (operation->unmet == 0) {
+        finish(ticket, nullptr, remains);
+    }
+}
+
+// ---- waiting and taking back
+
+bool Engine::wait(Ticket ticket, std::chrono::nanoseconds timeout) {
+    std::unique_lock lock(mutex_);
+    check(ticket);
+    if (find(ticket)) {
+        if (timeout.count() > 0) {
+            promote_locked(ticket);
+            ++waiters_;
+            changed_.wait_for(lock, timeout, [&] { return find(ticket) == nullptr; });
+            --waiters_;
+        }
+        if (find(ticket)) return false;
+    }
+    if (const auto it = failed_.find(ticket); it != failed_.end()) {
+        const FailurePtr failure = it->second;
+        lock.unlock();
+        failure->raise();
+    }
+    return true;
+}
+
+bool Engine::done(Ticket ticket) {
+    std::lock_guard lock(mutex_);
+    check(ticket);
+    return find(ticket) == nullptr;
+}
+
+bool Engine::cancel(Ticket ticket) {
+    static const FailurePtr cancelled = make_failure(Cancelled());
+    Remains remains;
+    std::lock_guard lock(mutex_);
+    check(ticket);
+    Operation* operation = find(ticket);
+    return operation && cancel_locked(*operation, cancelled, remains);
+}
+
+bool Engine::cancel_locked(Operation& operation, const FailurePtr& failure, Remains& remains) {
+    if (operation.state == State::Running) return false;
+    if (operation.in_backend && !backend_->cancel(operation.ticket)) return false;
+    finish(operation.ticket, failure, remains);
+    return true;
+}
+
+void Engine::promote(Ticket ticket) {
+    std::lock_guard lock(mutex_);
+    check(ticket);
+    promote_locked(ticket);
+}
+
+void Engine::promote_locked(Ticket ticket) {
+    std::vector<Ticket> todo{ticket};
+    while (!todo.empty()) {
+        Operation* operation = find(todo.back());
+        todo.pop_back();
+        if (!operation || operation->priority == Priority::Demand) continue;  // then so is what it waits for
+        operation->priority = Priority::Demand;
+        if (operation->in_backend) backend_->promote(operation->ticket);
+        todo.insert(todo.end(), operation->after.begin(), operation->after.end());
+    }
+}
+
+void Engine::notify(Ticket ticket) {
+    std::lock_guard lock(mutex_);
+    check(ticket);
+    if (Operation* operation = find(ticket)) {
+        operation->notify = true;
+    } else {
+        notified_.push_back(ticket);
+        signal_event();
+    }
+}
+
+std::vector<Ticket> Engine::drain_notified() {
+    std::lock_guard lock(mutex_);
+    uint64_t count;
+    (void)!::read(event_fd_, &count, sizeof count);  // EAGAIN: nothing was signalled
+    return std::exchange(notified_, {});
+}
+
+void Engine::signal_event() {
+    const uint64_t one = 1;
+    (void)!::write(event_fd_, &one, sizeof one);  // cannot fail: the counter never comes near its limit
+}
+
+// ---- the rest
+
+EngineStats Engine::stats() {
+    std::lock_guard lock(mutex_);
+    EngineStats stats = stats_;
+    for (const auto& [ticket, operation] : operations_)
+        ++(operation->state == State::Waiting ? stats.waiting : stats.in_flight);
+    return stats;
+}
+
+FailurePtr Engine::poisoned() {
+    std::lock_guard lock(mutex_);
+    return poisoned_;
+}
+
+void Engine::log_mark(const std::string& text) {
+    if (log_) log_->mark(text);
+}
+
+void Engine::close() {
+    Remains remains;
+    std::unique_lock lock(mutex_);
+    if (closing_) {
+        ++waiters_;
+        changed_.wait(lock, [this] { return closed_; });
+        --waiters_;
+        return;
+    }
+    closing_ = true;
+    const FailurePtr closed = make_failure(EngineClosed());
+    std::vector<Ticket> tickets;
+    for (const auto& [ticket, operation] : operations_) tickets.push_back(ticket);
+    for (Ticket ticket : tickets)
+        if (Operation* operation = find(ticket)) cancel_locked(*operation, closed, remains);
+    ++waiters_;
+    changed_.wait(lock, [this] { return operations_.empty(); });
+    --waiters_;
+    lock.unlock();
+    remains.clear();
+    backend_->close();
+    pool_->close();
+    lock.lock();
+    closed_ = true;
+    changed_.notify_all();
+}
+
+}  // namespace tierstore

@@ -1,0 +1,170 @@
+// The ticket engine: reads, writes, copies and optimizer steps in the background, each after the tickets that it
+// names, on a few threads that never see Python.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "native/base/error.hpp"
+#include "native/base/worker_pool.hpp"
+#include "native/engine/work.hpp"
+#include "native/io/backend.hpp"
+#include "native/io/recording.hpp"
+
+namespace tierstore {
+
+using Ticket = uint64_t;  // from 1 on, in order of submission
+
+struct EngineOptions {
+    IoBackend backend = IoBackend::Auto;
+    BackendOptions io;
+    size_t compute_threads = 1;
+    std::string log_path;  // not empty: log writes and syncs there (native/io/recording.hpp)
+};
+
+// Counted since the engine was made.
+struct EngineStats {
+    uint64_t read_bytes = 0;
+    uint64_t written_bytes = 0;
+    uint64_t reads = 0;
+    uint64_t writes = 0;
+    uint64_t syncs = 0;
+    uint64_t compute_ops = 0;
+    uint64_t failed_ops = 0;
+    uint64_t continued_transfers = 0;  // came back short and were continued
+    uint64_t read_ns = 0;              // service time, summed over operations: they overlap
+    uint64_t write_ns = 0;
+    uint64_t sync_ns = 0;
+    uint64_t compute_ns = 0;
+    uint64_t waiting = 0;    // now: for the tickets that they follow, or for complete_external
+    uint64_t in_flight = 0;  // now: queued or running
+};
+
+// `after` names earlier tickets only, and threads receive only operations that are ready, so nothing can wait in a
+// circle. Submitting never waits for a completion. An operation that fails, fails all that follow it with the same
+// failure. A write or sync that fails poisons the engine: no later write or sync is tried, each fails with that
+// failure; what they leave on disk is unknown, and a second sync would not tell.
+//
+// Thread-safe. One mutex guards the graph; operations hold no lock while they run.
+class Engine {
+public:
+    struct Order {
+        std::span<const Ticket> after = {};
+        Priority priority = Priority::Demand;
+    };
+
+    explicit Engine(const EngineOptions& options);
+    ~Engine();
+    Engine(const Engine&) = delete;
+    Engine& operator=(const Engine&) = delete;
+
+    // Each throws std::invalid_argument for arguments that cannot work and EngineClosed after close().
+    Ticket read(Transfer transfer, Order order);
+    Ticket write(Transfer transfer, Order order);
+    Ticket sync(OpenFilePtr file, Order order);
+    Ticket compute(Work work, Order order);
+    Ticket barrier(Order order);
+    // Done when complete_external() was called and what it follows is done: for events outside the engine.
+    Ticket external(Order order);
+    // A non-empty `error` fails it.
+    void complete_external(Ticket ticket, const std::string& error = {});
+
+    // Whether it finished in time; throws its failure. Waiting makes it, and what it waits for, urgent.
+    bool wait(Ticket ticket, std::chrono::nanoseconds timeout);
+    // Finished, well or not.
+    bool done(Ticket ticket);
+    // Takes back an operation that has not started; it and what follows it fail with Cancelled.
+    bool cancel(Ticket ticket);
+    // Makes it, and what it waits for, urgent.
+    void promote(Ticket ticket);
+
+    // For event loops: after notify(ticket), event_fd() becomes readable once it has finished, and
+    // drain_notified() returns it.
+    int event_fd() const { return event_fd_; }
+    void notify(Ticket ticket);
+    std::vector<Ticket> drain_notified();
+
+    EngineStats stats();
+    FailurePtr poisoned();
+    const char* backend_name() const { return backend_name_; }
+    // Why it is not the one asked for first; empty when it is.
+    const std::string& backend_reason() const { return backend_reason_; }
+    // A mark in the event log; nothing where there is none.
+    void log_mark(const std::string& text);
+
+    // Lets what is running finish, fails the rest with EngineClosed, joins the threads. Later calls do nothing.
+    void close();
+
+private:
+    enum class Kind { Read, Write, Sync, Compute, Barrier, External };
+    enum class State { Waiting, Queued, Running };
+
+    struct Operation {
+        Ticket ticket = 0;
+        Kind kind = Kind::Barrier;
+        State state = State::Waiting;
+        Priority priority = Priority::Demand;
+        size_t unmet = 0;                 // tickets that it still waits for
+        std::vector<Ticket> after;        // unfinished when submitted
+        std::vector<Ticket> dependents;
+        Transfer transfer;                // Read, Write; of Sync the file
+        Work work;                        // Compute
+        size_t nbytes = 0;
+        bool in_backend = false;
+        bool completed_outside = false;   // External
+        bool notify = false;
+    };
+    using OperationPtr = std::unique_ptr<Operation>;
+    // Operations whose memory is to go after the mutex is released: an arena or file may go with them.
+    using Remains = std::vector<OperationPtr>;
+
+    OperationPtr transfer_operation(Kind kind, Transfer transfer);
+    Ticket submit(OperationPtr operation, Order order);
+    void check(Ticket ticket) const;
+    Operation* find(Ticket ticket);
+    void start(Operation& operation, Remains& remains);
+    void send(Operation& operation);
+    void promote_locked(Ticket ticket);
+    bool cancel_locked(Operation& operation, const FailurePtr& failure, Remains& remains);
+    void finish(Ticket ticket, FailurePtr failure, Remains& remains);
+    void run_compute(Ticket ticket);
+    void run_seal(Ticket ticket);
+    void run_verify(Ticket ticket);
+    void on_io(Ticket ticket, const IoResult& result);
+    Operation* begin(Ticket ticket);
+    void signal_event();
+
+    std::shared_ptr<EventLog> log_;
+    std::string backend_reason_;
+    const char* backend_name_ = "";
+    int event_fd_ = -1;
+
+    std::mutex mutex_;  // guards what follows, up to the backend; never held while an operation runs
+    std::condition_variable changed_;
+    size_t waiters_ = 0;
+    Ticket next_ = 1;
+    std::unordered_map<Ticket, OperationPtr> operations_;  // unfinished; an absent earlier ticket succeeded ...
+    std::unordered_map<Ticket, FailurePtr> failed_;        // ... unless it is here
+    std::vector<Ticket> notified_;
+    FailurePtr poisoned_;
+    EngineStats stats_;
+    bool closing_ = false;
+    bool closed_ = false;
+
+    std::unique_ptr<Backend> backend_;
+    std::unique_ptr<WorkerPool> pool_;
+};
+
+}  // namespace tierstore

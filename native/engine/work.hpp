@@ -1,0 +1,60 @@
+// What operations do on the engine's compute threads, as closures over the buffers that they keep alive. Each
+// function checks its arguments at once (std::invalid_argument) and returns the work.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "native/io/file.hpp"
+#include "native/memory/buffer.hpp"
+#include "native/memory/table.hpp"
+#include "native/optim/adamw.hpp"
+
+namespace tierstore {
+
+using Work = std::function<void()>;
+
+enum class Dtype { Fp32, Bf16 };
+
+// The sections of one vectored transfer. In the file they follow one another, each padded to `align`.
+struct Transfer {
+    OpenFilePtr file;
+    uint64_t offset = 0;
+    std::vector<Buffer> sections;
+    std::shared_ptr<CrcTable> crcs;  // null: no checksums
+    size_t first_crc = 0;            // section i has crcs[first_crc + i]
+    size_t align = 4096;
+};
+
+// The memory of a transfer, sections padded, adjacent pieces merged.
+std::vector<Span> transfer_spans(const Transfer& transfer);
+// Throws ChecksumMismatch at the first section that is not what its checksum says.
+void verify_checksums(const Transfer& transfer);
+// Zeroes the padding and stores each section's checksum.
+void seal(const Transfer& transfer);
+
+// dst and src have equal sizes and do not overlap.
+Work copy_work(Buffer dst, Buffer src);
+Work fill_zero_work(Buffer dst);
+// dst += src; dst is fp32, src of `src_dtype`.
+Work accumulate_work(Buffer dst, Buffer src, Dtype src_dtype);
+// out[index] = the sum of squares of src (fp32), in an order that does not depend on its spans.
+Work sum_of_squares_work(Buffer src, std::shared_ptr<DoubleTable> out, size_t index);
+
+struct AdamWRecord {
+    std::vector<Buffer> weight;  // {fp32}, or {bf16 rounding, int16 remainder}
+    Buffer exp_avg;
+    Buffer exp_avg_sq;
+    std::vector<Buffer> grad;    // {fp32}, or none: zero gradient
+};
+
+// One or more AdamW steps over a record in one pass; all but the last have zero gradient.
+Work adamw_work(AdamWRecord record, std::vector<AdamWStep> steps, float grad_scale);
+
+// Flushes subnormals to zero on this thread.
+void flush_subnormals();
+
+}  // namespace tierstore

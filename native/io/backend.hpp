@@ -1,0 +1,75 @@
+// What moves bytes between memory and files: one small interface, and what goes through it.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "native/base/error.hpp"
+#include "native/io/file.hpp"
+
+namespace tierstore {
+
+enum class IoBackend { Auto, Uring, Threads };
+enum class IoKind { Read, Write, Sync };
+
+// How urgent an operation is. Demand passes ahead of everything queued; the other two go in order of arrival.
+enum class Priority { Demand, Speculative, WriteBack };
+
+struct IoResult {
+    FailurePtr failure;         // null: every byte was transferred, or the sync succeeded
+    uint64_t service_ns = 0;    // from the first chunk's start to the last one's end
+    uint64_t continued = 0;     // transfers that came back short and were continued
+};
+
+struct IoRequest {
+    uint64_t id = 0;
+    IoKind kind = IoKind::Read;
+    Priority priority = Priority::Demand;
+    OpenFilePtr file;
+    uint64_t offset = 0;
+    std::vector<iovec> parts;  // memory that outlives the request; none for a sync
+    size_t nbytes = 0;         // the parts' sum
+    // Called once, on one of the backend's threads, with no lock of the backend held. Must not throw.
+    std::function<void(const IoResult&)> complete;
+};
+
+// Thread-safe. submit() never waits and never calls `complete` itself.
+class Backend {
+public:
+    virtual ~Backend() = default;
+
+    virtual void submit(IoRequest request) = 0;
+    // Takes a request back before any of it has started: true, and `complete` is never called.
+    virtual bool cancel(uint64_t id) = 0;
+    // Makes a request that has not started as urgent as a demanded one.
+    virtual void promote(uint64_t id) = 0;
+    // Waits until every request has completed.
+    virtual void drain() = 0;
+    // Drains, then joins the threads. Later calls do nothing.
+    virtual void close() = 0;
+};
+
+struct BackendOptions {
+    size_t threads = 4;             // of the threads backend: so many chunks in flight
+    size_t queue_depth = 32;        // of the uring backend: so many chunks in flight
+    size_t chunk_bytes = 1 << 20;   // a larger request is cut into chunks of this
+    int lease_fd = -1;              // see make_uring_backend
+};
+
+std::unique_ptr<Backend> make_threads_backend(const BackendOptions& options);
+
+// Throws SyscallError (ENOSYS, EPERM, EMFILE, ENOMEM, ...) where the kernel grants no ring. `lease_fd` (-1: none) is
+// registered in the ring: after SIGKILL the kernel tears a ring down asynchronously, and its direct writes may
+// still land; the ring holds the lock's open file until then, so that a flock on it cannot pass to another process
+// before. (Blocking writes of the threads backend end before their dead process's files are closed.)
+std::unique_ptr<Backend> make_uring_backend(const BackendOptions& options);
+
+uint64_t monotonic_ns();
+
+}  // namespace tierstore

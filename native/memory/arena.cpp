@@ -1,0 +1,103 @@
+#include "native/memory/arena.hpp"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <fstream>
+#include <stdexcept>
+#include <string>
+
+#include "native/base/align.hpp"
+#include "native/base/error.hpp"
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
+namespace tierstore {
+namespace {
+
+// Populating more than there is would wake the OOM killer rather than fail: ask first.
+size_t available_bytes() {
+    std::ifstream meminfo("/proc/meminfo");
+    std::string key, unit;
+    size_t value = 0;
+    while (meminfo >> key >> value) {
+        std::getline(meminfo, unit);
+        if (key == "MemAvailable:") return value * 1024;
+    }
+    return SIZE_MAX;
+}
+
+}  // namespace
+
+Arena::Arena(size_t nbytes, HugePages huge_pages) : nbytes_(nbytes), huge_pages_(huge_pages) {
+    if (nbytes == 0) throw std::invalid_argument("an arena has at least 1 byte");
+    const std::string what = "an arena of " + std::to_string(nbytes) + " bytes";
+    if (nbytes > available_bytes()) throw SyscallError(ENOMEM, what);
+    const size_t usable = round_up(nbytes, kPageBytes);
+    reserved_ = usable + kHugePageBytes + 2 * kPageBytes;
+    void* base = mmap(nullptr, reserved_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (base == MAP_FAILED) throw SyscallError(errno, what);
+    reservation_ = static_cast<std::byte*>(base);
+    const auto first = round_up(reinterpret_cast<uintptr_t>(base) + kPageBytes, kHugePageBytes);
+    data_ = reservation_ + (first - reinterpret_cast<uintptr_t>(base));
+    try {
+        // Mapped afresh without MAP_NORESERVE, so that the kernel accounts for it.
+        if (mmap(data_, usable, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) ==
+            MAP_FAILED)
+            throw SyscallError(errno, what);
+        if (huge_pages == HugePages::Off) {
+            madvise(data_, usable, MADV_NOHUGEPAGE);  // EINVAL where the kernel has none: then none is what we get
+        } else if (madvise(data_, usable, MADV_HUGEPAGE) != 0 && huge_pages == HugePages::On) {
+            throw SyscallError(errno, "huge pages for " + what);
+        }
+        populate();
+        if (huge_pages == HugePages::On && huge_bytes() == 0)
+            throw SyscallError(ENOMEM, "huge pages for " + what + ", the kernel granted none");
+    } catch (...) {
+        munmap(reservation_, reserved_);
+        throw;
+    }
+}
+
+Arena::~Arena() { munmap(reservation_, reserved_); }
+
+void Arena::populate() {
+    // A piece at a time: one call for the whole would hold the address space's lock for seconds.
+    constexpr size_t kPiece = size_t{64} << 20;
+    const size_t usable = round_up(nbytes_, kPageBytes);
+    for (size_t at = 0; at < usable; at += kPiece) {
+        const size_t n = std::min(kPiece, usable - at);
+        int rc;
+        do {
+            rc = madvise(data_ + at, n, MADV_POPULATE_WRITE);
+        } while (rc != 0 && (errno == EINTR || errno == EAGAIN));
+        if (rc == 0) continue;
+        if (errno != EINVAL) throw SyscallError(errno, "populating an arena of " + std::to_string(nbytes_) + " bytes");
+        // Before Linux 5.14: touch each page.
+        for (size_t i = 0; i < n; i += kPageBytes) *static_cast<volatile std::byte*>(data_ + at + i) = std::byte{0};
+    }
+}
+
+size_t Arena::huge_bytes() const {
+    std::ifstream smaps("/proc/self/smaps");
+    const auto first = reinterpret_cast<uintptr_t>(data_);
+    const auto last = first + nbytes_;
+    bool inside = false;
+    size_t total = 0;
+    std::string line;
+    while (std::getline(smaps, line)) {
+        unsigned long begin = 0, end = 0, kib = 0;
+        if (std::sscanf(line.c_str(), "%lx-%lx ", &begin, &end) == 2) {
+            inside = begin < last && end > first;
+        } else if (inside && std::sscanf(line.c_str(), "AnonHugePages: %lu kB", &kib) == 1) {
+            total += kib * 1024;
+        }
+    }
+    return total;
+}
+
+}  // namespace tierstore
