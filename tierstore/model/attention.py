@@ -1,0 +1,67 @@
+"""RMSNorm, rotary positions, causal attention.
+
+Shapes: B sequences, S positions, H heads, C width of a head, D = H * C.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tierstore.moe.seeds import keyed_generator
+
+__all__ = ["Attention", "RMSNorm", "rotary_tables", "rotate"]
+
+
+class RMSNorm(nn.Module):
+    """``x / sqrt(mean(x**2) + eps) * weight`` (Zhang and Sennrich 2019), in fp32 or wider, cast back."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        y = F.rms_norm(x.to(wide), (x.shape[-1],), self.weight.to(wide), self.eps)
+        return y.to(x.dtype)
+
+
+def rotary_tables(positions: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, (S, C / 2) each in fp32, of ``s * theta**(-2i / C)`` (Su et al. 2021, equation 15).
+
+    The angles are computed in fp64: at long positions fp32 angles lose what tells neighbours apart.
+    """
+    frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    angle = torch.outer(torch.arange(positions, dtype=torch.float64), frequency)
+    return angle.cos().float(), angle.sin().float()
+
+
+def rotate(x_BHSC: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs ``(x[i], x[i + C/2])`` of each head by their position's angles, in fp32 or wider."""
+    wide = torch.promote_types(x_BHSC.dtype, torch.float32)
+    first, second = x_BHSC.to(wide).chunk(2, dim=-1)
+    cos, sin = cos.to(wide), sin.to(wide)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(x_BHSC.dtype)
+
+
+class Attention(nn.Module):
+    """Causal multi-head attention with rotary positions, without biases."""
+
+    def __init__(self, d_model: int, n_heads: int, *, seed: int = 0, layer: int = 0) -> None:
+        super().__init__()
+        self.n_heads = n_heads
+        self.qkv = nn.Parameter(torch.empty(3 * d_model, d_model))
+        self.out = nn.Parameter(torch.empty(d_model, d_model))
+        nn.init.normal_(self.qkv, std=0.02, generator=keyed_generator(seed, "attention.qkv", layer))
+        nn.init.normal_(self.out, std=0.02, generator=keyed_generator(seed, "attention.out", layer))
+
+    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, positions, width = x_BSD.shape
+        qkv = F.linear(x_BSD, self.qkv.to(x_BSD.dtype))
+        heads = qkv.view(batch, positions, 3, self.n_heads, width // self.n_heads).permute(2, 0, 3, 1, 4)
+        query, key = rotate(heads[:2], cos[:positions], sin[:positions]).unbind(0)
+        mixed = F.scaled_dot_product_attention(query, key, heads[2], is_causal=True)
+        return F.linear(mixed.transpose(1, 2).reshape(batch, positions, width), self.out.to(x_BSD.dtype))

@@ -1,0 +1,212 @@
+"""What the built-in model is: one frozen, checked record, and the sizes that follow from it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+
+from tierstore.errors import ConfigError
+from tierstore.moe import Activation, ExpertShape, RouterConfig, RouterNoise
+
+__all__ = ["CheckpointActivations", "ComputeDtype", "ModelConfig", "TieEmbeddings"]
+
+
+class ComputeDtype(StrEnum):
+    """The type in which blocks compute. Dense masters, norms, softmax, router and loss are fp32 in both."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+
+    @property
+    def torch(self) -> torch.dtype:
+        """The same, for torch."""
+        return torch.float32 if self is ComputeDtype.FP32 else torch.bfloat16
+
+
+class CheckpointActivations(StrEnum):
+    """What the backward pass computes again."""
+
+    OFF = "off"
+    BLOCK = "block"  # each block whole, from its input; its experts are asked for a third time
+
+
+class TieEmbeddings(StrEnum):
+    """Whether the head is the embedding."""
+
+    TIED = "tied"
+    UNTIED = "untied"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A decoder transformer with MoE layers. Raises ConfigError naming the field.
+
+    Blocks ``moe_every - 1, 2 * moe_every - 1, ...`` hold a mixture of ``experts`` networks of width
+    ``d_ff``; the others a dense one of width ``d_ff_dense`` (0: ``4 * d_model``).
+    """
+
+    vocab_size: int = 256
+    d_model: int = 256
+    n_layers: int = 4
+    n_heads: int = 4
+    seq_len: int = 256
+    d_ff: int = 1024
+    d_ff_dense: int = 0
+    experts: int = 32
+    top_k: int = 2
+    moe_every: int = 1
+    activation: Activation = Activation.SWIGLU
+    tie_embeddings: TieEmbeddings = TieEmbeddings.TIED
+    shared_expert_d_ff: int = 0
+    aux_loss_weight: float = 0.01
+    z_loss_weight: float = 1e-3
+    router_noise: RouterNoise = RouterNoise.NONE
+    router_noise_std: float = 0.0
+    capacity_factor: float | None = None
+    normalize_topk: bool | None = None
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    checkpoint_activations: CheckpointActivations = CheckpointActivations.OFF
+    compute_dtype: ComputeDtype = ComputeDtype.FP32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("d_model", "n_layers", "n_heads", "seq_len", "d_ff", "moe_every"):
+            _at_least(name, getattr(self, name), 1)
+        _at_least("vocab_size", self.vocab_size, 2)
+        for name in ("d_ff_dense", "shared_expert_d_ff"):
+            _at_least(name, getattr(self, name), 0)
+        if self.d_model % (2 * self.n_heads):
+            raise ConfigError(
+                f"n_heads: d_model {self.d_model} must be a multiple of twice n_heads {self.n_heads}"
+                " (rotary positions turn pairs)"
+            )
+        if self.moe_every > self.n_layers:
+            raise ConfigError(f"moe_every: {self.moe_every} leaves no MoE layer in {self.n_layers} blocks")
+        for name in ("rope_theta", "norm_eps"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{name}: expected more than 0, got {value}")
+        for name, kind in (
+            ("activation", Activation),
+            ("tie_embeddings", TieEmbeddings),
+            ("router_noise", RouterNoise),
+            ("checkpoint_activations", CheckpointActivations),
+            ("compute_dtype", ComputeDtype),
+        ):
+            if getattr(self, name) not in tuple(kind):
+                choices = ", ".join(kind)
+                raise ConfigError(f"{name}: expected one of {choices}, got {getattr(self, name)!r}")
+            object.__setattr__(self, name, kind(getattr(self, name)))  # plain strings, as TOML gives them
+        try:
+            _ = self.router, self.expert_shape
+        except ConfigError as error:
+            text = str(error)
+            raise ConfigError(f"router_{text}" if text.startswith("noise") else text) from error
+
+    @property
+    def router(self) -> RouterConfig:
+        """The configuration of every router."""
+        return RouterConfig(
+            experts=self.experts,
+            top_k=self.top_k,
+            aux_loss_weight=self.aux_loss_weight,
+            z_loss_weight=self.z_loss_weight,
+            noise=self.router_noise,
+            noise_std=self.router_noise_std,
+            capacity_factor=self.capacity_factor,
+            normalize_topk=self.normalize_topk,
+        )
+
+    @property
+    def expert_shape(self) -> ExpertShape:
+        """The shape of every expert."""
+        return ExpertShape(self.d_model, self.d_ff, self.activation)
+
+    @property
+    def dense_shape(self) -> ExpertShape:
+        """The shape of the feed-forward network in blocks without experts."""
+        return ExpertShape(self.d_model, self.d_ff_dense or 4 * self.d_model, self.activation)
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.d_model // self.n_heads
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """The blocks that hold experts: these numbers are the layers that a source is asked for."""
+        return tuple(range(self.moe_every - 1, self.n_layers, self.moe_every))
+
+    @property
+    def expert_numel(self) -> int:
+        """Parameters of one expert."""
+        return self.expert_shape.numel
+
+    @property
+    def expert_count(self) -> int:
+        """Experts of the whole model: its records."""
+        return self.experts * len(self.moe_layers)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of all experts."""
+        return self.expert_numel * self.expert_count
+
+    @property
+    def dense_parameters(self) -> int:
+        """Parameters outside of the experts: those that stay on the device."""
+        d, moe = self.d_model, len(self.moe_layers)
+        block = 4 * d * d + 2 * d
+        shared = 0
+        if self.shared_expert_d_ff:
+            shared = ExpertShape(d, self.shared_expert_d_ff, self.activation).numel
+        tables = 1 if self.tie_embeddings is TieEmbeddings.TIED else 2
+        return (
+            tables * self.vocab_size * d
+            + d
+            + self.n_layers * block
+            + moe * (self.experts * d + shared)
+            + (self.n_layers - moe) * self.dense_shape.numel
+        )
+
+    @property
+    def total_parameters(self) -> int:
+        """All parameters."""
+        return self.dense_parameters + self.expert_parameters
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token uses."""
+        return self.dense_parameters + self.expert_numel * self.top_k * len(self.moe_layers)
+
+    def activation_bytes(self, tokens: int) -> int:
+        """An upper estimate of what one pass of ``tokens`` keeps and needs at its peak, in bytes.
+
+        Counts what autograd saves per block, the experts' activations, and the scratch of one layer's
+        backward pass with every assignment at one expert.
+        """
+        width = 4 if self.compute_dtype is ComputeDtype.FP32 else 2
+        d, shape = self.d_model, self.expert_shape
+        rows = tokens * self.top_k
+        # Two norms (fp32 in, out), queries, keys, values before and after rotation, attention, projection,
+        # sums.
+        attention = tokens * d * (14 * width + 16)
+        mixture = rows * shape.inner_rows * width + tokens * (2 * d * width + self.experts * 24)
+        dense = tokens * (self.dense_shape.inner_rows + 2 * self.dense_shape.d_ff) * width
+        shared = tokens * 4 * self.shared_expert_d_ff * width
+        moe = len(self.moe_layers)
+        blocks = self.n_layers * attention + moe * (mixture + shared) + (self.n_layers - moe) * dense
+        scratch = rows * 4 * d * width + tokens * (shape.inner_rows + 2 * shape.d_ff) * width
+        head = 4 * tokens * min(self.vocab_size, 4096) * 4
+        if self.checkpoint_activations is CheckpointActivations.BLOCK:
+            blocks = self.n_layers * tokens * d * width + attention + max(mixture + shared, dense)
+        return blocks + scratch + head
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name}: expected a whole number of at least {least}, got {value!r}")

@@ -1,0 +1,194 @@
+"""The built-in model: a causal decoder with MoE layers, whose experts live in a source.
+
+Shapes: B sequences, T positions, V vocabulary, D width.
+
+Pre-norm blocks: ``x += attention(norm(x))``, ``x += mixture(norm(x))``. In bf16 the residual stream and the
+products are bf16, through explicit casts of fp32 masters; autocast would choose for us, and differently
+from one release to the next. Norms, softmax, router and loss are fp32. First weights are a function of the
+seed and of what they are for, so that changing one layer changes nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tierstore.model.attention import Attention, RMSNorm, rotary_tables
+from tierstore.model.config import CheckpointActivations, ModelConfig, TieEmbeddings
+from tierstore.model.loss import cross_entropy
+from tierstore.moe import ExpertSource, FeedForward, MoELayer, NoiseKey, Routing
+from tierstore.moe.seeds import keyed_generator
+
+__all__ = ["Block", "MixtureFactory", "Output", "Transformer"]
+
+MixtureFactory = Callable[[int], nn.Module]
+"""Makes the mixture of block ``layer``: a module ``(x_TD, NoiseKey) -> (y_TD, Routing)``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One forward pass.
+
+    ``loss``: mean cross entropy in nats, fp32. ``aux_loss``, ``z_loss``: unweighted, summed over the MoE
+    layers. ``objective``: what to differentiate, ``loss`` plus both by their weights. ``loads``: assignments
+    per expert, one int64 (E,) for each MoE layer. ``logits``: fp32 (B, T, V) if no targets were given.
+    """
+
+    loss: Tensor | None
+    aux_loss: Tensor
+    z_loss: Tensor
+    objective: Tensor | None
+    loads: tuple[Tensor, ...]
+    logits: Tensor | None
+
+
+class Block(nn.Module):
+    """Attention, then a mixture or a dense feed-forward network."""
+
+    def __init__(self, config: ModelConfig, layer: int, mixture: nn.Module | None) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
+        self.attention = Attention(config.d_model, config.n_heads, seed=config.seed, layer=layer)
+        self.ffn_norm = RMSNorm(config.d_model, config.norm_eps)
+        self.mixture = mixture
+        self.ffn: FeedForward | None = None
+        if mixture is None:
+            self.ffn = FeedForward(config.dense_shape, seed=config.seed, name=f"ffn.{layer}")
+
+    def forward(
+        self, x_BTD: Tensor, cos: Tensor, sin: Tensor, key: NoiseKey
+    ) -> tuple[Tensor, Routing | None]:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos, sin)
+        normed = self.ffn_norm(x_BTD)
+        if self.ffn is not None:
+            return x_BTD + self.ffn(normed), None
+        assert self.mixture is not None
+        y_ND, routing = self.mixture(normed.flatten(0, 1), key)
+        return x_BTD + y_ND.view_as(x_BTD), routing
+
+
+class Transformer(nn.Module):
+    """The model of ``config`` over ``source``. Parameters of this module are the dense ones only.
+
+    Not thread safe; a backward pass belongs to the last forward pass or to none.
+    """
+
+    def __init__(
+        self, config: ModelConfig, source: ExpertSource | None, *, mixture: MixtureFactory | None = None
+    ) -> None:
+        """``mixture`` replaces the MoE layer (the plain reference does so); ``source`` is then not used."""
+        super().__init__()
+        if source is None and mixture is None:
+            raise ValueError("a Transformer needs an expert source, or a factory of mixtures")
+        self.config = config
+        self._key = NoiseKey()
+
+        def from_source(layer: int) -> nn.Module:
+            return MoELayer(
+                config.router,
+                config.expert_shape,
+                cast(ExpertSource, source),
+                layer=layer,
+                seed=config.seed,
+                shared_d_ff=config.shared_expert_d_ff,
+            )
+
+        make = mixture or from_source
+        self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
+        nn.init.normal_(self.embedding, std=0.02, generator=keyed_generator(config.seed, "embedding"))
+        self.blocks = nn.ModuleList(
+            Block(config, layer, make(layer) if layer in config.moe_layers else None)
+            for layer in range(config.n_layers)
+        )
+        self.norm = RMSNorm(config.d_model, config.norm_eps)
+        self.head: nn.Parameter | None = None
+        if config.tie_embeddings is TieEmbeddings.UNTIED:
+            self.head = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
+            nn.init.normal_(self.head, std=0.02, generator=keyed_generator(config.seed, "head"))
+        with torch.no_grad():  # what adds to the residual stream starts smaller, as GPT-2 has it
+            for name, parameter in self.named_parameters():
+                if name.endswith(("attention.out", "ffn.down", "shared.down")):
+                    parameter.mul_(1.0 / math.sqrt(2.0 * config.n_layers))
+        cos, sin = rotary_tables(config.seq_len, config.head_dim, config.rope_theta)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def set_step(self, step: int, micro: int = 0) -> None:
+        """Where training stands, for the router's noise. Call before each training forward pass."""
+        self._key = NoiseKey(step, micro)
+
+    def dense_units(self) -> list[tuple[str, list[nn.Parameter]]]:
+        """Every dense parameter, in a fixed order: one unit for each block, then embedding, norm and head."""
+        units = [(f"block.{i}", list(block.parameters())) for i, block in enumerate(self.blocks)]
+        ends = [self.embedding, *self.norm.parameters()]
+        if self.head is not None:
+            ends.append(self.head)
+        return [*units, ("ends", ends)]
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Output:
+        """Run the model on int64 ``tokens_BT`` (T at most ``seq_len``), with ``targets_BT`` alike or None."""
+        config = self.config
+        if tokens_BT.shape[1] > config.seq_len:
+            raise ValueError(f"sequences of {tokens_BT.shape[1]} exceed seq_len {config.seq_len}")
+        dtype = config.compute_dtype.torch if self.embedding.dtype != torch.float64 else torch.float64
+        cos, sin = self.cos, self.sin
+        x = F.embedding(tokens_BT, self.embedding).to(dtype)
+        zero = x.new_zeros((), dtype=torch.promote_types(dtype, torch.float32))
+        aux_loss, z_loss = zero, zero
+        loads: list[Tensor] = []
+        again = config.checkpoint_activations is CheckpointActivations.BLOCK and torch.is_grad_enabled()
+        for block in self.blocks:
+            # The key is an argument, so that a recomputed block sees the noise of its own step.
+            arguments: tuple[Any, ...] = (x, cos, sin, self._key)
+            if again:
+                x, routing = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x, routing = block(*arguments)
+            if routing is not None:
+                aux_loss = aux_loss + routing.aux_loss
+                z_loss = z_loss + routing.z_loss
+                loads.append(routing.load_E)
+        x = self.norm(x)
+        head = self.embedding if self.head is None else self.head
+        if targets_BT is None:
+            logits = F.linear(x, head.to(x.dtype)).to(zero.dtype)
+            return Output(None, aux_loss, z_loss, None, tuple(loads), logits)
+        loss = cross_entropy(x.flatten(0, 1), head, targets_BT.flatten())
+        objective = loss + config.aux_loss_weight * aux_loss + config.z_loss_weight * z_loss
+        return Output(loss, aux_loss, z_loss, objective, tuple(loads), None)
+
+    @torch.no_grad()
+    def generate(
+        self, prompt: bytes | list[int], count: int, *, temperature: float = 0.8, seed: int = 0
+    ) -> list[int]:
+        """``count`` tokens that follow ``prompt`` (at least one token), sampled at ``temperature`` (0:
+        greedy).
+
+        The whole window of at most ``seq_len`` last tokens runs again for each token: no cache of keys.
+        """
+        tokens = list(prompt)
+        if not tokens:
+            raise ValueError("a prompt needs at least one token")
+        generator = keyed_generator(seed, "generate")
+        training = self.training
+        self.eval()
+        try:
+            for _ in range(count):
+                window = torch.tensor([tokens[-self.config.seq_len :]], device=self.embedding.device)
+                logits = self(window).logits[0, -1].float().cpu()
+                if temperature > 0:
+                    probability = (logits / temperature).softmax(dim=-1)
+                    token = int(torch.multinomial(probability, 1, generator=generator))
+                else:
+                    token = int(logits.argmax())
+                tokens.append(token)
+        finally:
+            self.train(training)
+        return tokens[len(tokens) - count :]

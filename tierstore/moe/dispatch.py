@@ -1,0 +1,82 @@
+"""Tokens laid side by side by expert, and brought back.
+
+Shapes: T tokens, K experts a token, N assignments that were not dropped (at most T * K), E experts, D width.
+
+The sort is stable, so that an expert sees its tokens in token order. The way back sums over K in the
+router's order, whichever expert was computed first: where an expert was, and when it came, cannot change a
+bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Dispatch", "combine", "combine_weighted", "dispatch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Where each assignment lies in the sorted buffer.
+
+    ``order_N``: which flat assignment (t * K + k) lies at each row; ``token_N``: its token; ``place_TK``:
+    the row of each assignment, or N where it was dropped; ``offsets``: rows ``offsets[e]:offsets[e + 1]``
+    belong to expert e.
+    """
+
+    order_N: Tensor
+    token_N: Tensor
+    place_TK: Tensor
+    offsets: tuple[int, ...]
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """The experts that got at least one token, ascending."""
+        return tuple(e for e in range(len(self.offsets) - 1) if self.offsets[e] < self.offsets[e + 1])
+
+    @property
+    def rows(self) -> int:
+        """N, the rows of the sorted buffer."""
+        return self.offsets[-1]
+
+    @property
+    def most_rows(self) -> int:
+        """The most rows that one expert has."""
+        pairs = zip(self.offsets[:-1], self.offsets[1:], strict=True)
+        return max((stop - start for start, stop in pairs), default=0)
+
+    def span(self, expert: int) -> slice:
+        """The rows of ``expert``."""
+        return slice(self.offsets[expert], self.offsets[expert + 1])
+
+
+def dispatch(expert_TK: Tensor, load_E: Tensor) -> Dispatch:
+    """Sort the assignments ``expert_TK`` (int64, -1 dropped) by expert; ``load_E`` counts them per expert."""
+    tokens, top_k = expert_TK.shape
+    offsets = [0]
+    for load in load_E.tolist():
+        offsets.append(offsets[-1] + load)
+    order_N = expert_TK.flatten().argsort(stable=True)[tokens * top_k - offsets[-1] :]
+    place_TK = torch.full((tokens * top_k,), offsets[-1], dtype=torch.int64, device=expert_TK.device)
+    place_TK[order_N] = torch.arange(offsets[-1], device=expert_TK.device)
+    token_N = torch.div(order_N, top_k, rounding_mode="floor")
+    return Dispatch(order_N, token_N, place_TK.view(tokens, top_k), tuple(offsets))
+
+
+def combine(rows_ND: Tensor, place_TK: Tensor) -> Tensor:
+    """``out[t] = sum_k rows[place[t, k]]``, k ascending. The last row is zeros, for the dropped."""
+    out_TD = rows_ND.index_select(0, place_TK[:, 0])
+    for k in range(1, place_TK.shape[1]):
+        out_TD += rows_ND.index_select(0, place_TK[:, k])
+    return out_TD
+
+
+def combine_weighted(rows_ND: Tensor, place_TK: Tensor, weight_TK: Tensor) -> Tensor:
+    """``out[t] = sum_k weight[t, k] * rows[place[t, k]]``, k ascending, in the type of the weights."""
+    out_TD = rows_ND.index_select(0, place_TK[:, 0]).to(weight_TK.dtype) * weight_TK[:, :1]
+    for k in range(1, place_TK.shape[1]):
+        rows_TD = rows_ND.index_select(0, place_TK[:, k]).to(weight_TK.dtype)
+        out_TD += rows_TD.mul_(weight_TK[:, k : k + 1])
+    return out_TD.to(rows_ND.dtype)

@@ -1,0 +1,168 @@
+"""Which experts a token goes to, and how much each of them counts.
+
+Shapes: T tokens, K experts a token, E experts, D width of the model.
+
+Logits, softmax and both losses are computed in fp32 (fp64 if the input is fp64), whatever the compute
+type: a router in bf16 makes ties, and ties make the choice depend on rounding. Where probabilities do tie,
+the lower index wins.
+
+Losses (unweighted; the caller weighs them):
+
+* load balance, GShard (Lepikhin et al. 2020, Algorithm 1) in the scale of Switch Transformer (Fedus et
+  al. 2021, equation 4): ``E * sum_e f_e * m_e``, with ``f_e`` the share of tokens whose first choice is e
+  and ``m_e`` the mean probability of e. It is 1 when both are uniform.
+* z-loss, ST-MoE (Zoph et al. 2022, equation 5): ``mean_t logsumexp(logits_t)**2``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tierstore.errors import ConfigError
+from tierstore.moe.seeds import keyed_generator
+
+__all__ = ["NoiseKey", "Router", "RouterConfig", "RouterNoise", "Routing"]
+
+
+class RouterNoise(StrEnum):
+    """Noise on the router's input while training."""
+
+    NONE = "none"
+    JITTER = "jitter"  # each input times uniform [1 - std, 1 + std] (Switch Transformer, section 2.2)
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseKey:
+    """Where in the training a forward pass stands: the same key draws the same noise."""
+
+    step: int = 0
+    micro: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """What one router does. Raises ConfigError naming the field.
+
+    ``capacity_factor`` None is dropless; otherwise an expert takes at most
+    ``ceil(capacity_factor * T * K / E)`` assignments. ``normalize_topk`` None means: the K weights of a
+    token sum to 1 when K is at least 2; with K = 1 the weight is the probability, without which the router
+    would get no gradient.
+    """
+
+    experts: int
+    top_k: int = 2
+    aux_loss_weight: float = 0.01
+    z_loss_weight: float = 1e-3
+    noise: RouterNoise = RouterNoise.NONE
+    noise_std: float = 0.0
+    capacity_factor: float | None = None
+    normalize_topk: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.experts < 1:
+            raise ConfigError(f"experts: expected at least 1, got {self.experts}")
+        if not 1 <= self.top_k <= self.experts:
+            raise ConfigError(f"top_k: expected 1 to {self.experts} (experts), got {self.top_k}")
+        for name in ("aux_loss_weight", "z_loss_weight"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{name}: expected a number of at least 0, got {value}")
+        if self.noise not in tuple(RouterNoise):
+            raise ConfigError(f"noise: expected one of {', '.join(RouterNoise)}, got {self.noise!r}")
+        if self.noise == RouterNoise.JITTER and not 0 < self.noise_std < 1:
+            raise ConfigError(f"noise_std: expected more than 0 and less than 1, got {self.noise_std}")
+        if self.noise == RouterNoise.NONE and self.noise_std != 0:
+            raise ConfigError(f"noise_std: {self.noise_std} has no effect with noise = none")
+        if self.capacity_factor is not None and not (
+            math.isfinite(self.capacity_factor) and self.capacity_factor > 0
+        ):
+            raise ConfigError(f"capacity_factor: expected more than 0, got {self.capacity_factor}")
+        if self.normalize_topk and self.top_k == 1:
+            raise ConfigError(
+                "normalize_topk: with top_k = 1 every weight would be 1 and the router would not learn"
+            )
+
+    @property
+    def normalized(self) -> bool:
+        """Whether the K weights of a token sum to 1."""
+        return self.top_k > 1 if self.normalize_topk is None else self.normalize_topk
+
+    def capacity(self, tokens: int) -> int | None:
+        """The most assignments that one expert takes out of a pass of ``tokens``; None is no limit."""
+        if self.capacity_factor is None:
+            return None
+        return max(1, math.ceil(self.capacity_factor * tokens * self.top_k / self.experts))
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """What the router decided for one pass.
+
+    ``expert_TK`` int64, -1 where the assignment was dropped; ``weight_TK`` fp32 (or fp64), 0 where dropped;
+    ``aux_loss`` and ``z_loss`` unweighted scalars; ``load_E`` int64, assignments that each expert got.
+    """
+
+    expert_TK: Tensor
+    weight_TK: Tensor
+    aux_loss: Tensor
+    z_loss: Tensor
+    load_E: Tensor
+
+
+class Router(nn.Module):
+    """Linear router with top-k choice. ``layer`` and ``seed`` key its noise."""
+
+    def __init__(self, config: RouterConfig, d_model: int, *, layer: int = 0, seed: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        self.layer = layer
+        self.seed = seed
+        self.weight = nn.Parameter(torch.empty(config.experts, d_model))
+        nn.init.normal_(self.weight, std=0.02, generator=keyed_generator(seed, "router", layer))
+
+    def forward(self, x_TD: Tensor, key: NoiseKey) -> Routing:
+        """Route ``x_TD``. Noise is drawn in training mode only."""
+        config = self.config
+        dtype = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
+        x_TD = x_TD.to(dtype)
+        if config.noise == RouterNoise.JITTER and self.training:
+            generator = keyed_generator(self.seed, "noise", key.step, key.micro, self.layer)
+            noise_TD = torch.rand(x_TD.shape, generator=generator, dtype=torch.float32)
+            x_TD = x_TD * (1 + config.noise_std * (2 * noise_TD - 1)).to(x_TD)
+        logits_TE = F.linear(x_TD, self.weight.to(dtype))
+        probability_TE = logits_TE.softmax(dim=-1)
+        # A stable sort keeps equal probabilities in index order; topk promises no order at all.
+        ranked_TE = probability_TE.detach().sort(dim=-1, descending=True, stable=True).indices
+        expert_TK = ranked_TE[:, : config.top_k].contiguous()
+        weight_TK = probability_TE.gather(1, expert_TK)
+        if config.normalized:
+            weight_TK = weight_TK / weight_TK.sum(dim=-1, keepdim=True)
+        first_E = torch.bincount(expert_TK[:, 0], minlength=config.experts).to(dtype)
+        tokens = max(1, x_TD.shape[0])
+        aux_loss = config.experts * torch.dot(first_E / tokens, probability_TE.sum(dim=0) / tokens)
+        z_loss = logits_TE.logsumexp(dim=-1).square().sum() / tokens
+        capacity = config.capacity(x_TD.shape[0])
+        if capacity is not None:
+            dropped_TK = _overflow(expert_TK, config.experts, capacity)
+            expert_TK = expert_TK.masked_fill(dropped_TK, -1)
+            weight_TK = weight_TK.masked_fill(dropped_TK, 0)
+        load_E = torch.bincount(expert_TK.flatten() + 1, minlength=config.experts + 1)[1:]
+        return Routing(expert_TK, weight_TK, aux_loss, z_loss, load_E)
+
+
+def _overflow(expert_TK: Tensor, experts: int, capacity: int) -> Tensor:
+    """Assignments past ``capacity``: first choices in token order, then second ones (GShard)."""
+    tokens, top_k = expert_TK.shape
+    by_choice_N = expert_TK.t().reshape(-1)
+    order_N = by_choice_N.argsort(stable=True)
+    load_E = torch.bincount(by_choice_N, minlength=experts)
+    start_E = load_E.cumsum(0) - load_E
+    place_N = torch.empty_like(order_N)
+    place_N[order_N] = torch.arange(tokens * top_k, device=order_N.device) - start_E[by_choice_N[order_N]]
+    return (place_N >= capacity).view(top_k, tokens).t()
