@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import click
@@ -73,7 +74,7 @@ def doctor(directory: Path, settings: tuple[str, ...], as_json: bool) -> None:
     chosen = _settings(settings)
     facts = machine_facts(directory)
     resolutions = [
-        resolve(name, chosen.get(name, Capability.AUTO), lambda check=check: check.probe(directory))  # type: ignore[misc]
+        resolve(name, chosen.get(name, Capability.AUTO), partial(check.probe, directory))
         for name, check in CHECKS.items()
     ]
     output.table(
