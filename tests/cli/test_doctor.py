@@ -1,0 +1,58 @@
+"""tierstore doctor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tierstore.cli.doctor import CHECKS
+from tierstore.cli.main import cli
+from tierstore.cli.output import unit_violations
+
+
+def test_tables(tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli, ["doctor", "--dir", str(tmp_path)])
+    assert result.exit_code == 0
+    for name in CHECKS:
+        assert f"\n{name} " in result.stdout
+    assert str(tmp_path) in result.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_json(tmp_path: Path) -> None:
+    result = CliRunner().invoke(
+        cli, ["doctor", "--dir", str(tmp_path), "--json", "--capability", "io_uring=off"]
+    )
+    assert result.exit_code == 0
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert list(unit_violations(found)) == []
+    capabilities = {entry["name"]: entry for entry in found["capabilities"]}
+    assert list(capabilities) == list(CHECKS)
+    assert capabilities["io_uring"] == {
+        "name": "io_uring",
+        "setting": "off",
+        "effective": "off",
+        "backend": "threads",
+        "reason": "switched off",
+    }
+    assert all(entry["effective"] in ("off", "on") and entry["reason"] for entry in capabilities.values())
+    assert found["cores"] >= 1
+    assert found["disk_free_bytes"] <= found["disk_total_bytes"]
+    assert found["torch_version"]
+
+
+def test_on_fails_where_it_is_lacking(tmp_path: Path) -> None:
+    found = json.loads(
+        CliRunner().invoke(cli, ["doctor", "--json", "--dir", str(tmp_path)]).stdout.splitlines()[-1]
+    )
+    lacking = [entry for entry in found["capabilities"] if entry["effective"] == "off"]
+    if not lacking:
+        pytest.skip("this machine has every capability")
+    name = lacking[0]["name"]
+    result = CliRunner().invoke(cli, ["doctor", "--dir", str(tmp_path), "--capability", f"{name}=on"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    expected = f"{name} is set to on, and this machine lacks it: {lacking[0]['reason']}"
+    assert result.stderr == f"tierstore: error: {expected}\n"

@@ -1,0 +1,141 @@
+"""The contract of the command line: exit statuses, one line on stderr, nothing imported early."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from tierstore import __version__, errors
+from tierstore.cli.main import COMMANDS, LazyGroup, cli
+
+
+def run(*args: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(cli, list(args))
+    return result.exit_code, result.stdout, result.stderr
+
+
+def process(code: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_help_lists_the_table() -> None:
+    status, out, _ = run("--help")
+    assert status == 0
+    for name, entry in COMMANDS.items():
+        assert name in out
+        assert entry.summary.split()[0] in out
+
+
+def test_version() -> None:
+    assert run("--version") == (0, f"tierstore, version {__version__}\n", "")
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_every_command_can_be_imported_and_has_help(name: str) -> None:
+    status, out, _ = run(name, "--help")
+    assert status == 0
+    assert "Usage: tierstore" in out
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["doctr"], "no command 'doctr'; expected one of"),
+        ([], "no command given; see tierstore --help"),
+        (["--colour"], "No such option '--colour'"),
+        (["verify"], "Missing argument 'STORE'"),
+        (["doctor", "--capability", "warp=on"], "no capability 'warp'; expected one of io_uring"),
+        (["doctor", "--capability", "dax=sometimes"], "--capability dax: expected off, auto or on"),
+        (["doctor", "--dir", "/no/such/place"], "/no/such/place: No such file or directory"),
+    ],
+)
+def test_bad_usage_is_one_line_and_status_2(args: list[str], said: str) -> None:
+    status, out, err = run(*args)
+    assert (status, out) == (2, "")
+    assert err.startswith("tierstore: error: ")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def group_that_raises(error: BaseException) -> click.Command:
+    @click.command(cls=LazyGroup, invoke_without_command=True)
+    def group() -> None:
+        raise error
+
+    return group
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (errors.ConfigError("run.toml: model.x: unknown"), 2, "run.toml: model.x: unknown"),
+        (errors.DataError("a.txt: empty"), 2, "a.txt: empty"),
+        (errors.BudgetError("at least 3 MiB"), 2, "at least 3 MiB"),
+        (errors.CapabilityError("no"), 2, "no"),
+        (errors.StoreInUseError("held by\nprocess 7"), 2, "held by process 7"),
+        (errors.StoreMissingError(), 2, "StoreMissingError"),
+        (errors.ChecksumError("expert 3 weight a.ext"), 1, "expert 3 weight a.ext"),
+        (OSError(errno.ENOSPC, "No space left on device", "/s"), 2, "/s: No space left on device"),
+        (OSError(errno.EXDEV, "Invalid link", "/a", None, "/b"), 2, "/a: /b: Invalid link"),
+        (OSError("plain"), 2, "plain"),
+    ],
+)
+def test_each_error_has_its_status(error: Exception, status: int, said: str) -> None:
+    result = CliRunner().invoke(group_that_raises(error), [])
+    assert (result.exit_code, result.stdout) == (status, "")
+    assert result.stderr == f"tierstore: error: {said}\n"
+
+
+def test_an_interrupt_is_130() -> None:
+    assert CliRunner().invoke(group_that_raises(KeyboardInterrupt()), []).exit_code == 130
+
+
+def test_a_fault_of_ours_keeps_its_traceback() -> None:
+    result = CliRunner().invoke(group_that_raises(KeyError("x")), [])
+    assert isinstance(result.exception, KeyError)
+
+
+@pytest.mark.parametrize("args", ["--help", "--version", "verify --help", "doctor --help", "nonsense"])
+def test_torch_is_not_imported_to_answer(args: str, tmp_path: Path) -> None:
+    code = (
+        "import sys, os\n"
+        "from tierstore.cli.main import cli\n"
+        "try:\n"
+        f"    cli.main({args.split()!r})\n"
+        "except SystemExit:\n"
+        "    print('torch' in sys.modules, os.environ['OMP_WAIT_POLICY'])\n"
+    )
+    done = process(code, tmp_path)
+    assert done.stdout.splitlines()[-1:] == ["False passive"], done.stderr
+
+
+def test_a_process_exits_with_the_status(tmp_path: Path) -> None:
+    done = process("from tierstore.cli.main import main; main()", tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "tierstore: error: no command given; see tierstore --help\n"
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m tierstore.cli.main --help | true"
+    done = subprocess.run(
+        command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stderr == ""
+
+
+def test_the_exit_status_of_a_command_is_kept() -> None:
+    def with_status(status: int) -> Callable[[], None]:
+        return lambda: click.get_current_context().exit(status)
+
+    for status in (0, 1):
+        group = click.command(cls=LazyGroup, invoke_without_command=True)(with_status(status))
+        assert CliRunner().invoke(group, []).exit_code == status

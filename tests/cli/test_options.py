@@ -1,0 +1,109 @@
+"""Shared options, and how they become overrides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from tierstore.cli.options import (
+    FRACTION,
+    SIZE,
+    config_overrides,
+    help_config_option,
+    json_option,
+    set_option,
+)
+from tierstore.config import load
+from tierstore.errors import ConfigError
+
+
+class Device(Enum):
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    budget: int = field(default=2**28, metadata={"size": True, "help": "what experts may use"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    steps: int = 80
+    device: Device = Device.CPU
+    data: tuple[str, ...] = ()
+    note: str | None = None
+    host: Host = Host()
+
+
+@click.command()
+@click.option("--budget", type=SIZE)
+@click.option("--share", type=FRACTION)
+@click.option("--steps", type=int)
+@help_config_option(lambda: Config)
+@set_option
+@json_option
+def command(
+    budget: int | None, share: str | None, steps: int | None, settings: tuple[str, ...], as_json: bool
+) -> None:
+    config = load(Config, None, config_overrides(settings, {"host.budget": budget, "steps": steps}))
+    click.echo(f"{config.steps} {config.host.budget} {share} {as_json}")
+
+
+def run(*args: str) -> Result:
+    return CliRunner().invoke(command, list(args))
+
+
+def test_options_and_settings_meet_in_one_configuration() -> None:
+    assert run().stdout == f"80 {2**28} None False\n"
+    assert run("--budget", "1KiB", "--share", "25%", "--json").stdout == "80 1024 25% True\n"
+    assert run("--set", "steps=3", "--set", "host.budget = 2KiB").stdout == "3 2048 None False\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--budget", "lots"], "--budget: expected a size such as 512MiB"),
+        (["--budget", "25%"], "--budget: expected a size such as 512MiB"),
+        (["--share", "125%"], "--share: expected a size such as 512MiB, 4GB, 25% or 0.25"),
+    ],
+)
+def test_a_bad_size_names_its_option(args: list[str], said: str) -> None:
+    result = run(*args)
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "said"),
+    [
+        (("steps",), {}, "--set: expected KEY=VALUE, got 'steps'"),
+        (("=3",), {}, "--set: expected KEY=VALUE"),
+        (("steps=3", "steps=4"), {}, "--set steps: set more than once"),
+        (("steps=3",), {"steps": 3}, "--set steps: set more than once"),
+    ],
+)
+def test_bad_settings(settings: tuple[str, ...], options: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        config_overrides(settings, options)
+
+
+def test_a_value_may_hold_an_equals_sign() -> None:
+    assert config_overrides(("note=a=b",), {"steps": None}) == {"note": "a=b"}
+
+
+def test_help_config_lists_every_key() -> None:
+    result = run("--help-config")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines() == [
+        "steps  (an integer; default 80)",
+        "device  (one of cpu, cuda; default cpu)",
+        "data  (a list, each text; default empty)",
+        "note  (text, or none; default none)",
+        "host.budget  (a size such as 512MiB, 4GB; default 256 MiB)",
+        "    what experts may use",
+    ]

@@ -1,0 +1,99 @@
+"""Tables, progress and the JSON object."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from tierstore.cli.output import Output, OutputMode, Progress, unit_violations
+
+
+def test_human_output_is_all_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    output = Output(OutputMode.HUMAN)
+    output.table("Tiers", ["tier", "read"], [("nvme", "3.2 GiB"), ("[host]", "12 MiB")])
+    output.line("done [in brackets] :tada:")
+    output.emit({"steps": 3})
+    out, err = capsys.readouterr()
+    assert [line.rstrip() for line in out.splitlines()] == [
+        "Tiers",
+        "tier       read",
+        "nvme    3.2 GiB",
+        "[host]   12 MiB",
+        "done [in brackets] :tada:",
+    ]
+    assert err == ""
+
+
+def test_json_output_is_one_line_and_the_rest_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    output = Output.for_option(True)
+    output.table("Tiers", ["tier"], [("nvme",)])
+    output.line("hello")
+    output.emit({"steps": 3, "val_loss": float("nan"), "tiers": [{"read_bytes": 5, "name": "nvme"}]})
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"steps": 3, "val_loss": None, "tiers": [{"read_bytes": 5, "name": "nvme"}]}
+    assert out.count("\n") == 1
+    assert "nvme" in err
+    assert "hello" in err
+
+
+@pytest.mark.parametrize(
+    ("value", "wrong"),
+    [
+        ({"read_bytes": 1, "stall_s": 0.5, "tokens_per_s": 3, "hit_ratio": 0.5}, []),
+        ({"bytes": 1, "name": "x", "ok": True, "nothing": None}, []),
+        ({"speed": 1}, ["speed"]),
+        ({"a": {"b": [{"speed": 1}, {"speed": 2}], "step_s": [1.0, 2.0]}}, ["a.b.speed"]),
+        ({"sizes": [1, 2]}, ["sizes"]),
+    ],
+)
+def test_numbers_say_their_unit(value: object, wrong: list[str]) -> None:
+    assert list(unit_violations(value)) == wrong
+
+
+def test_the_contract_of_train_passes_the_lint() -> None:
+    keys = (
+        "steps train_loss val_loss tokens_per_s parameters experts record_bytes host_budget_bytes "
+        "peak_resident_bytes fixed_resident_bytes read_bytes written_bytes hits misses evictions stall_s "
+        "records_crc32c step loss"
+    )
+    assert list(unit_violations(dict.fromkeys(keys.split(), 1))) == []
+
+
+def test_a_number_without_a_unit_is_told_but_not_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.warns(UserWarning, match="speed"):
+        Output(OutputMode.JSON).emit({"speed": 1})
+    assert json.loads(capsys.readouterr().out) == {"speed": 1}
+    Output(OutputMode.JSON, counts=frozenset({"speed"})).emit({"speed": 1})
+
+
+def plain_progress(clock: list[float], interval_s: float) -> tuple[Progress, io.StringIO]:
+    stream = io.StringIO()
+    console = Console(file=stream, highlight=False, markup=False, width=200)
+    return Progress(console, 5, label="train", interval_s=interval_s, clock=lambda: clock[0]), stream
+
+
+def test_plain_progress_is_a_line_now_and_then() -> None:
+    clock = [100.0]
+    progress, stream = plain_progress(clock, 10.0)
+    with progress:
+        for step in range(1, 6):
+            progress.update(step, 5, {"loss": 2.0 / 3, "read": "3 MiB"})
+            clock[0] += 4
+        progress.update(5, 5, {})  # said already
+    assert stream.getvalue().splitlines() == [
+        "train 1/5  loss 0.6667  read 3 MiB",  # the first
+        "train 4/5  loss 0.6667  read 3 MiB",  # 12 s later
+        "train 5/5  loss 0.6667  read 3 MiB",  # the last
+    ]
+
+
+def test_a_terminal_gets_a_bar() -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=120)
+    with Progress(console, 5, label="train") as progress:
+        progress.update(5, 5, {"loss": 1.5})
+    assert "5/5" in stream.getvalue()
+    assert "loss 1.5" in stream.getvalue()

@@ -1,0 +1,65 @@
+"""tierstore verify, over a fake store."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tierstore.cli.output import Output, unit_violations
+from tierstore.cli.verify import run_verify
+
+
+@dataclass(frozen=True)
+class FakeReport:
+    failures: list[str]
+    records: int = 4
+    sections: int = 12
+    snapshots: int = 2
+    bytes_read: int = 3 * 2**20
+
+
+class FakeVerifier:
+    def __init__(self, failures: list[str]) -> None:
+        self.report = FakeReport(failures)
+        self.paths: list[Path] = []
+
+    def __call__(self, path: Path, *, progress: Callable[[int, int], None]) -> FakeReport:
+        self.paths.append(path)
+        for done in range(1, 5):
+            progress(done, 4)
+        return self.report
+
+
+def test_a_whole_store(capsys: pytest.CaptureFixture[str]) -> None:
+    verifier = FakeVerifier([])
+    assert run_verify(Path("store"), Output.for_option(False), verifier) == 0
+    assert verifier.paths == [Path("store")]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "verify 1/4"
+    assert lines[-1].startswith("store: 4 records, 12 sections, 2 snapshots; read 3 MiB in ")
+    assert lines[-1].endswith("; all whole")
+
+
+def test_a_corrupt_store(capsys: pytest.CaptureFixture[str]) -> None:
+    failures = [f"expert {n}: section exp_avg: extents/moments.ext: checksum" for n in range(25)]
+    assert run_verify(Path("store"), Output.for_option(True), FakeVerifier(failures)) == 1
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert found.pop("elapsed_s") >= 0
+    assert found == {
+        "store": "store",
+        "records": 4,
+        "sections": 12,
+        "snapshots": 2,
+        "read_bytes": 3 * 2**20,
+        "failures": failures,
+    }
+    assert list(unit_violations(found)) == []
+    assert f"corrupt: {failures[19]}" in err
+    assert failures[20] not in err
+    assert "and 5 more" in err
+    assert "25 failures" in err

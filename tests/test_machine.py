@@ -1,0 +1,69 @@
+"""tierstore.machine: cgroup limits of both versions on made-up trees, and plausible facts of this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tierstore import machine
+from tierstore.machine import Memory, cgroup_limit_bytes
+
+
+def limit_of(tmp_path: Path, cgroup: str, files: dict[str, str]) -> int | None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(cgroup)
+    for name, text in files.items():
+        path = tmp_path / "cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    return cgroup_limit_bytes(tmp_path / "proc", tmp_path / "cgroup")
+
+
+NONE_V1 = str(2**63 - 4096)
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "limit"),
+    [
+        ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": "1000000"}, 1000000),
+        ("0::/a/b\n", {"a/b/memory.max": "500", "a/memory.max": "1000"}, 500),
+        ("0::/\n", {"memory.max": "max"}, None),
+        ("0::/gone\n", {"memory.max": "700"}, 700),  # a container that shows its own group as the root
+        ("4:memory:/x\n", {"memory/x/memory.limit_in_bytes": "9000"}, 9000),
+        (
+            "4:memory:/x\n",
+            {"memory/x/memory.limit_in_bytes": NONE_V1, "memory/memory.limit_in_bytes": NONE_V1},
+            None,
+        ),
+        (
+            "5:cpu:/y\n4:memory:/x\n0::/\n",
+            {"memory/x/memory.limit_in_bytes": "9000", "unified/memory.max": "max"},
+            9000,
+        ),
+        ("", {}, None),
+    ],
+)
+def test_cgroup_limits(tmp_path: Path, cgroup: str, files: dict[str, str], limit: int | None) -> None:
+    assert limit_of(tmp_path, cgroup, files) == limit
+
+
+def test_no_cgroups_at_all(tmp_path: Path) -> None:
+    assert cgroup_limit_bytes(tmp_path, tmp_path) is None
+
+
+def test_usable_memory() -> None:
+    assert Memory(total_bytes=10, available_bytes=5, limit_bytes=None).usable_bytes == 10
+    assert Memory(total_bytes=10, available_bytes=5, limit_bytes=4).usable_bytes == 4
+
+
+def test_this_machine(tmp_path: Path) -> None:
+    memory = machine.memory()
+    assert 0 < memory.usable_bytes <= memory.total_bytes
+    space = machine.disk(tmp_path)
+    assert 0 <= space.free_bytes <= space.total_bytes
+    assert space.filesystem
+    assert machine.cores() >= 1
+    with pytest.raises(FileNotFoundError) as caught:
+        machine.disk(tmp_path / "nowhere")
+    assert caught.value.filename == str(tmp_path / "nowhere")

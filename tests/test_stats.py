@@ -1,0 +1,153 @@
+"""tierstore.stats: the ledger adds up, counters count, percentiles agree with numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierstore.stats import Cause, Counters, StallKey, StallLedger, Tier, delta, percentile, spread
+
+
+class FakeClock:
+    """Nanoseconds that pass only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000
+
+    def __call__(self) -> int:
+        return self.now
+
+
+READ = StallKey(3, Tier.NVME, Cause.DEMAND_READ)
+COMMIT = StallKey(None, Tier.NVME, Cause.COMMIT)
+
+
+def stall(ledger: StallLedger, key: StallKey) -> Any:
+    return ledger.stall(layer=key.layer, tier=key.tier, cause=key.cause)
+
+
+def test_by_hand() -> None:
+    clock = FakeClock()
+    heard: list[tuple[StallKey, int, int]] = []
+    ledger = StallLedger(clock=clock, listener=lambda *interval: heard.append(interval))
+    with stall(ledger, READ):
+        clock.now += 5
+    clock.now += 100  # nobody waits
+    with stall(ledger, READ):
+        clock.now += 7
+    with stall(ledger, COMMIT):
+        clock.now += 20
+    assert [(row.key, row.stall_ns, row.intervals) for row in ledger.rows()] == [
+        (COMMIT, 20, 1),
+        (READ, 12, 2),
+    ]
+    assert ledger.total_ns == 32
+    assert ledger.total_s == pytest.approx(32e-9)
+    assert ledger.totals(lambda key: key.tier) == {Tier.NVME: 32}
+    assert ledger.totals(lambda key: key.cause) == {Cause.DEMAND_READ: 12, Cause.COMMIT: 20}
+    assert heard == [(READ, 1000, 1005), (READ, 1105, 1112), (COMMIT, 1112, 1132)]
+    assert ledger.rows()[1].as_dict() == {
+        "layer": 3,
+        "tier": "nvme",
+        "cause": "demand read",
+        "stall_s": 12e-9,
+        "intervals": 2,
+    }
+
+
+def test_an_inner_stall_takes_its_time_out_of_the_outer() -> None:
+    clock = FakeClock()
+    ledger = StallLedger(clock=clock)
+    with stall(ledger, COMMIT):
+        clock.now += 1
+        with stall(ledger, READ):
+            clock.now += 10
+        clock.now += 100
+    assert ledger.totals(lambda key: key) == {COMMIT: 101, READ: 10}
+    assert ledger.total_ns == 111
+
+
+def test_a_stall_that_raises_is_charged() -> None:
+    clock = FakeClock()
+    ledger = StallLedger(clock=clock)
+
+    def fail() -> None:
+        with stall(ledger, READ):
+            clock.now += 4
+            raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        fail()
+    assert ledger.total_ns == 4
+
+
+def test_no_interval_is_negative() -> None:
+    with pytest.raises(ValueError, match="-1 ns"):
+        StallLedger().charge(READ, -1)
+
+
+nested = st.recursive(
+    st.integers(0, 50), lambda inner: st.tuples(st.sampled_from([READ, COMMIT]), st.lists(inner, max_size=4))
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(tree=st.tuples(st.just(READ), st.lists(nested, max_size=5)))
+def test_charges_add_up_to_the_time_stalled(tree: tuple[StallKey, list[Any]]) -> None:
+    """Oracle: each leaf is time that passes in the innermost stall around it."""
+    clock = FakeClock()
+    ledger = StallLedger(clock=clock)
+    expected: dict[object, int] = {}
+
+    def run(key: StallKey, body: list[Any]) -> None:
+        expected.setdefault(key, 0)
+        with stall(ledger, key):
+            for item in body:
+                if isinstance(item, int):
+                    clock.now += item
+                    expected[key] += item
+                else:
+                    run(*item)
+
+    run(*tree)
+    assert ledger.totals(lambda key: key) == expected
+    assert ledger.total_ns == clock.now - 1000
+
+
+def test_counters() -> None:
+    counters = Counters(["hits", "misses"])
+    counters.add("hits")
+    before = counters.snapshot()
+    counters.add("hits", 2)
+    counters.add("misses", 5)
+    assert counters["hits"] == 3
+    assert counters.since(before) == {"hits": 2, "misses": 5}
+    assert before == {"hits": 1, "misses": 0}
+    assert delta({}, {"late": 2}) == {"late": 2}
+    with pytest.raises(KeyError):
+        counters.add("hitz")
+    with pytest.raises(ValueError, match="only grows"):
+        counters.add("hits", -1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    values=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=20),
+    percent=st.floats(0, 100),
+)
+def test_percentile_is_numpys(values: list[float], percent: float) -> None:
+    found = percentile(values, percent)
+    assert found == pytest.approx(float(np.percentile(values, percent)), rel=1e-9, abs=1e-9)
+    assert min(values) <= found <= max(values)
+
+
+def test_spread_by_hand() -> None:
+    found = spread([5, 1, 3])
+    assert (found.count, found.median, found.least, found.greatest) == (3, 3, 1, 5)
+    assert (found.p10, found.p90) == (pytest.approx(1.4), pytest.approx(4.6))
+    with pytest.raises(ValueError, match="0 values"):
+        spread([])

@@ -1,0 +1,142 @@
+"""tierstore.timeline: the file is valid JSON in Chrome's trace format, whatever happened."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierstore.timeline import NullTimeline, Timeline, TimelineSink, Track, open_timeline
+
+
+def events(path: Path, phase: str = "X") -> list[dict[str, Any]]:
+    return [event for event in json.loads(path.read_text()) if event["ph"] == phase]
+
+
+def test_by_hand(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    clock = iter([1000, 2000, 2500, 9000])
+    with Timeline(path, clock=lambda: next(clock)) as timeline:
+        with timeline.span(Track.COMPUTE, "forward", {"layer": 1}):  # 1000 .. 2000
+            pass
+        timeline.add(Track.DISK_READS, "expert 7", 1500, 4500, {"bytes": 4096})
+        timeline.count("host cache", {"resident": 3})  # at 2500
+    spans = events(path)
+    assert [(span["name"], span["ts"], span["dur"]) for span in spans] == [
+        ("forward", 1.0, 1.0),
+        ("expert 7", 1.5, 3.0),
+    ]
+    assert spans[0]["args"] == {"layer": 1}
+    assert [(e["name"], e["ts"], e["args"]) for e in events(path, "C")] == [
+        ("host cache", 2.5, {"resident": 3})
+    ]
+    titles = {e["tid"]: e["args"]["name"] for e in events(path, "M") if e["name"] == "thread_name"}
+    assert [titles[span["tid"]] for span in spans] == ["compute", "disk reads"]
+
+
+def test_overlapping_work_goes_to_lanes_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with Timeline(path) as timeline:
+        for start, end in [(0, 10), (5, 15), (10, 20), (12, 13)]:
+            timeline.add(Track.DISK_WRITES, "w", start, end)
+    lanes = [span["tid"] for span in events(path)]
+    assert lanes[0] == lanes[2]  # the third starts when the first has ended
+    assert len({lanes[0], lanes[1], lanes[3]}) == 3
+
+
+@settings(deadline=None, max_examples=40)
+@given(spans=st.lists(st.tuples(st.integers(0, 100), st.integers(0, 30)), max_size=30))
+def test_no_lane_shows_two_at_once(
+    spans: list[tuple[int, int]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("lanes") / "trace.json"
+    with Timeline(path) as timeline:
+        for start, length in spans:
+            timeline.add(Track.OPTIMIZER, "step", start * 1000, (start + length) * 1000)
+    found = events(path)
+    assert sorted((e["ts"], e["dur"]) for e in found) == sorted((s, n) for s, n in spans)
+    for tid in {event["tid"] for event in found}:
+        lane = sorted((e["ts"], e["ts"] + e["dur"]) for e in found if e["tid"] == tid)
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(lane))
+
+
+def test_valid_after_an_exception(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+
+    def crash() -> None:
+        with Timeline(path) as timeline, timeline.span(Track.COMPUTE, "doomed"):
+            raise RuntimeError("out")
+
+    with pytest.raises(RuntimeError, match="out"):
+        crash()
+    assert [event["name"] for event in events(path)] == ["doomed"]
+
+
+def test_empty_and_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text("something longer that was here before " * 100)
+    timeline = Timeline(path)
+    timeline.close()
+    timeline.close()
+    assert events(path) == []
+    with pytest.raises(ValueError, match="closed"):
+        timeline.add(Track.COMPUTE, "late", 0, 1)
+
+
+def test_streamed_with_a_bounded_buffer(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with Timeline(path) as timeline:
+        for index in range(20_000):
+            timeline.add(Track.DISK_READS, f"expert {index}", index, index + 1)
+        assert path.stat().st_size > 1_000_000  # on disk already, not waiting for the end
+        # Killed here, the file lacks only its tail: whole events up to some point.
+        written = path.read_text()
+        assert json.loads(written[: written.rindex("},\n")] + "}]")
+    assert len(events(path)) == 20_000
+
+
+def test_threads_may_record_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with Timeline(path) as timeline:
+        threads = [
+            threading.Thread(
+                target=lambda: [timeline.add(Track.DEVICE_COPIES, "c", i, i + 1) for i in range(500)]
+            )
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(events(path)) == 2000
+
+
+def test_an_end_before_its_start_is_refused(tmp_path: Path) -> None:
+    with Timeline(tmp_path / "t.json") as timeline, pytest.raises(ValueError, match="before it starts"):
+        timeline.add(Track.COMPUTE, "x", 5, 4)
+
+
+def test_errors_name_the_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as caught:
+        Timeline(tmp_path / "nowhere" / "t.json")
+    assert "nowhere" in str(caught.value.filename)
+    full = Timeline(Path("/dev/full"))
+    with pytest.raises(OSError, match="/dev/full"):
+        full.close()
+
+
+def test_off_is_the_same_interface(tmp_path: Path) -> None:
+    sinks: list[TimelineSink] = [open_timeline(None), open_timeline(tmp_path / "t.json")]
+    assert [sink.enabled for sink in sinks] == [False, True]
+    assert isinstance(sinks[0], NullTimeline)
+    for sink in sinks:
+        with sink.span(Track.COMPUTE, "a"), sink.span(Track.STALLS, "b"):
+            sink.add(Track.COMMITS, "c", 0, 1)
+            sink.count("d", {"e": 1})
+        sink.close()

@@ -1,0 +1,237 @@
+"""What this machine can do, and what each capability setting comes to on it.
+
+A capability is set to OFF, AUTO or ON. AUTO takes it where a probe finds it and says why when it does not;
+ON fails with CapabilityError instead of falling back. A probe tries the thing where it can (a ring, a
+direct write), since a kernel's version says little about what a container may do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import importlib
+import importlib.util
+import mmap
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from tierstore.errors import CapabilityError
+
+__all__ = [
+    "Capability",
+    "Finding",
+    "Resolution",
+    "instruction_sets",
+    "probe_avx2",
+    "probe_avx512",
+    "probe_cuda",
+    "probe_dax",
+    "probe_direct_io",
+    "probe_huge_pages",
+    "probe_io_uring",
+    "resolve",
+]
+
+_PROC = Path("/proc")
+_SYS = Path("/sys")
+_IO_URING_SETUP = 425  # one number on every architecture
+_IO_URING_PARAMS_BYTES = 120
+_PAGE_BYTES = 4096
+
+
+class Capability(Enum):
+    """A setting: never use it, use it where it works, or use it or fail."""
+
+    OFF = "off"
+    AUTO = "auto"
+    ON = "on"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A probe's answer, with the reason in a few words."""
+
+    available: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """What a setting came to. ``effective`` is OFF or ON, never AUTO."""
+
+    name: str
+    setting: Capability
+    effective: Capability
+    reason: str
+
+    def __bool__(self) -> bool:
+        return self.effective is Capability.ON
+
+
+def resolve(name: str, setting: Capability, probe: Callable[[], Finding]) -> Resolution:
+    """``setting`` made effective. OFF does not probe. Raises CapabilityError for ON where it is lacking."""
+    if setting is Capability.OFF:
+        return Resolution(name, setting, Capability.OFF, "switched off")
+    found = probe()
+    if not found.available and setting is Capability.ON:
+        raise CapabilityError(f"{name} is set to on, and this machine lacks it: {found.reason}")
+    effective = Capability.ON if found.available else Capability.OFF
+    return Resolution(name, setting, effective, found.reason)
+
+
+def probe_io_uring(proc: Path = _PROC) -> Finding:
+    """Whether this process may set up a ring: it sets one up, and closes it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    params = (ctypes.c_char * _IO_URING_PARAMS_BYTES)()
+    fd = int(libc.syscall(_IO_URING_SETUP, 2, ctypes.byref(params)))
+    if fd >= 0:
+        os.close(fd)
+        return Finding(True, "a ring was set up")
+    failure = errno.errorcode.get(ctypes.get_errno(), str(ctypes.get_errno()))
+    disabled = _read(proc / "sys/kernel/io_uring_disabled")
+    if disabled in ("1", "2"):
+        return Finding(False, f"{failure}: kernel.io_uring_disabled is {disabled}")
+    return Finding(False, f"{failure}: {os.strerror(ctypes.get_errno())} (old kernel, or a seccomp filter)")
+
+
+def probe_direct_io(directory: Path) -> Finding:
+    """Whether files in ``directory`` take O_DIRECT: it writes a page to one, and removes it.
+
+    Raises OSError, naming the directory, when no file can be made there at all.
+    """
+    fd, name = tempfile.mkstemp(prefix=".tierstore-probe-", dir=directory)
+    os.close(fd)
+    try:
+        with mmap.mmap(-1, _PAGE_BYTES) as page:
+            direct = os.open(name, os.O_RDWR | os.O_DIRECT)
+            try:
+                written = os.pwrite(direct, page, 0)
+            finally:
+                os.close(direct)
+        if written != _PAGE_BYTES:
+            return Finding(False, f"a direct write of {_PAGE_BYTES} bytes wrote {written}")
+    except OSError as exc:
+        failure = errno.errorcode.get(exc.errno or 0, str(exc.errno))
+        return Finding(False, f"{failure} from {filesystem_type(directory)}: buffered I/O instead")
+    finally:
+        os.unlink(name)
+    return Finding(True, f"{filesystem_type(directory)} took a direct write")
+
+
+def probe_huge_pages(sys: Path = _SYS) -> Finding:
+    """Whether memory can be asked to be of transparent huge pages."""
+    text = _read(sys / "kernel/mm/transparent_hugepage/enabled")
+    if not text:
+        return Finding(False, "the kernel has no transparent huge pages")
+    chosen = text.partition("[")[2].partition("]")[0]
+    return Finding(chosen in ("always", "madvise"), f"transparent_hugepage is {chosen or text!r}")
+
+
+def instruction_sets(proc: Path = _PROC) -> list[str]:
+    """Those of the optimizer's instruction sets that the processor has, best first; ``scalar`` always."""
+    flags: set[str] = set()
+    for line in _read(proc / "cpuinfo").splitlines():
+        if line.startswith("flags"):
+            flags.update(line.partition(":")[2].split())
+            break
+    found = ["avx512"] if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags else []
+    found += ["avx2"] if {"avx2", "fma"} <= flags else []
+    return [*found, "scalar"]
+
+
+def probe_avx512(proc: Path = _PROC) -> Finding:
+    """Whether the processor has the parts of AVX-512 that the kernels use (f, bw, dq, vl)."""
+    return _probe_instructions("avx512", proc)
+
+
+def probe_avx2(proc: Path = _PROC) -> Finding:
+    """Whether the processor has AVX2."""
+    return _probe_instructions("avx2", proc)
+
+
+def _probe_instructions(name: str, proc: Path) -> Finding:
+    found = instruction_sets(proc)
+    if name not in found:
+        return Finding(False, f"the processor has {', '.join(found)} only")
+    best = _native_best_instruction_set()
+    return Finding(True, "the processor has it" + (f"; the core chose {best}" if best else ""))
+
+
+def _native_best_instruction_set() -> str:
+    """What the native core would choose; empty where the core is not built or does not say."""
+    if importlib.util.find_spec("tierstore._native") is None:
+        return ""
+    native = importlib.import_module("tierstore._native")
+    best = getattr(native, "best_instruction_set", None)
+    if best is None:
+        return ""
+    chosen = best()
+    return str(getattr(chosen, "name", chosen)).lower()
+
+
+def probe_cuda() -> Finding:
+    """Whether torch finds a CUDA device. Imports torch."""
+    if importlib.util.find_spec("torch") is None:
+        return Finding(False, "torch is not installed")
+    import torch
+
+    if torch.version.cuda is None:
+        return Finding(False, f"torch {torch.__version__} is built without CUDA")
+    if not torch.cuda.is_available():
+        return Finding(False, "torch finds no CUDA device")
+    return Finding(True, torch.cuda.get_device_name(0))
+
+
+def probe_dax(directory: Path, proc: Path = _PROC) -> Finding:
+    """Whether ``directory`` is mounted with DAX: loads and stores reach persistent memory without a cache."""
+    mount = _mount_of(directory, proc)
+    if mount is None:
+        return Finding(False, "its mount is not listed")
+    if any(option in ("dax", "dax=always") for option in mount.options):
+        return Finding(True, f"{mount.point} is mounted with dax")
+    return Finding(False, f"{mount.point} ({mount.type}) is not mounted with dax")
+
+
+# Mounts -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Mount:
+    point: Path
+    type: str
+    options: tuple[str, ...]
+
+
+def filesystem_type(directory: Path, proc: Path = _PROC) -> str:
+    """The name of the file system that ``directory`` is on: ``ext4``; ``unknown`` if it is not listed."""
+    mount = _mount_of(directory, proc)
+    return "unknown" if mount is None else mount.type
+
+
+def _mount_of(directory: Path, proc: Path) -> _Mount | None:
+    resolved = directory.resolve()
+    best: _Mount | None = None
+    for line in _read(proc / "self/mountinfo").splitlines():
+        # "22 27 0:21 / /proc rw,relatime shared:1 - proc proc rw": any number of fields before the dash.
+        before, _, after = line.partition(" - ")
+        fields, rest = before.split(), after.split()
+        if len(fields) < 6 or len(rest) < 1:
+            continue
+        point = Path(fields[4].encode().decode("unicode_escape"))
+        options = (*fields[5].split(","), *(rest[2].split(",") if len(rest) > 2 else ()))
+        # The last of equals: a later mount covers an earlier one.
+        if resolved.is_relative_to(point) and (best is None or len(point.parts) >= len(best.point.parts)):
+            best = _Mount(point, rest[0], options)
+    return best
+
+
+def _read(path: Path) -> str:
+    """The text of a kernel file without its end of line, or nothing where the kernel does not have it."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

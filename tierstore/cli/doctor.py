@@ -1,0 +1,152 @@
+"""``tierstore doctor``: what this machine offers, which backend each capability resolved to, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import click
+
+from tierstore import __version__, machine
+from tierstore.capabilities import (
+    Capability,
+    Finding,
+    Resolution,
+    instruction_sets,
+    probe_avx2,
+    probe_avx512,
+    probe_cuda,
+    probe_dax,
+    probe_direct_io,
+    probe_huge_pages,
+    probe_io_uring,
+    resolve,
+)
+from tierstore.cli.options import json_option
+from tierstore.cli.output import Output
+from tierstore.errors import ConfigError
+from tierstore.units import format_bytes
+
+__all__ = ["CHECKS", "Check", "doctor"]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """How a capability is probed in a directory, and what is used with it and without it."""
+
+    probe: Callable[[Path], Finding]
+    backend: str
+    fallback: str
+
+
+CHECKS: Mapping[str, Check] = {
+    "io_uring": Check(lambda _: probe_io_uring(), "io_uring", "threads"),
+    "direct_io": Check(probe_direct_io, "O_DIRECT", "buffered"),
+    "huge_pages": Check(lambda _: probe_huge_pages(), "huge pages", "4 KiB pages"),
+    "avx512": Check(lambda _: probe_avx512(), "AVX-512", "AVX2 or scalar"),
+    "avx2": Check(lambda _: probe_avx2(), "AVX2", "scalar"),
+    "cuda": Check(lambda _: probe_cuda(), "CUDA", "CPU as device"),
+    "dax": Check(probe_dax, "DAX mapping", "read and write"),
+}
+
+
+@click.command()
+@click.option(
+    "--dir",
+    "directory",
+    type=click.Path(path_type=Path),
+    default=Path(),
+    help="Probe the disk under this directory (default: the current one).",
+)
+@click.option(
+    "--capability",
+    "settings",
+    metavar="NAME=off|auto|on",
+    multiple=True,
+    help="Resolve a capability under this setting; on fails where the machine lacks it.",
+)
+@json_option
+def doctor(directory: Path, settings: tuple[str, ...], as_json: bool) -> None:
+    """Show what this machine offers, and what each capability resolved to and why."""
+    output = Output.for_option(as_json)
+    chosen = _settings(settings)
+    facts = machine_facts(directory)
+    resolutions = [
+        resolve(name, chosen.get(name, Capability.AUTO), partial(check.probe, directory))
+        for name, check in CHECKS.items()
+    ]
+    output.table(
+        "Capabilities",
+        ["capability", "setting", "effective", "backend", "why"],
+        [(r.name, r.setting.value, r.effective.value, _backend(r), r.reason) for r in resolutions],
+    )
+    output.line()
+    output.table("Machine", ["fact", "value"], [(_title(name), _shown(name, facts[name])) for name in facts])
+    output.emit(
+        {
+            "capabilities": [
+                {
+                    "name": r.name,
+                    "setting": r.setting.value,
+                    "effective": r.effective.value,
+                    "backend": _backend(r),
+                    "reason": r.reason,
+                }
+                for r in resolutions
+            ],
+            **facts,
+        }
+    )
+
+
+def _settings(texts: tuple[str, ...]) -> dict[str, Capability]:
+    chosen: dict[str, Capability] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if name not in CHECKS:
+            raise ConfigError(f"--capability: no capability {name!r}; expected one of {', '.join(CHECKS)}")
+        if value not in [setting.value for setting in Capability]:
+            raise ConfigError(f"--capability {name}: expected off, auto or on, got {value!r}")
+        chosen[name] = Capability(value)
+    return chosen
+
+
+def _backend(resolution: Resolution) -> str:
+    check = CHECKS[resolution.name]
+    return check.backend if resolution else check.fallback
+
+
+def machine_facts(directory: Path) -> dict[str, object]:
+    """What is so of this machine and of the disk under ``directory``. Imports torch. Raises OSError."""
+    space = machine.disk(directory)
+    memory = machine.memory()
+    import torch
+
+    return {
+        "tierstore_version": __version__,
+        "kernel": machine.kernel(),
+        "cores": machine.cores(),
+        "instruction_set": instruction_sets()[0],
+        "memory_total_bytes": memory.total_bytes,
+        "memory_available_bytes": memory.available_bytes,
+        "memory_limit_bytes": memory.limit_bytes,
+        "directory": str(directory.resolve()),
+        "filesystem": space.filesystem,
+        "disk_free_bytes": space.free_bytes,
+        "disk_total_bytes": space.total_bytes,
+        "torch_version": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+        "omp_wait_policy": machine.openmp_wait_policy(),
+    }
+
+
+def _title(name: str) -> str:
+    return name.removesuffix("_bytes").replace("_", " ")
+
+
+def _shown(name: str, value: object) -> str:
+    if value is None:
+        return "none"
+    return format_bytes(value) if name.endswith("_bytes") and isinstance(value, int) else str(value)

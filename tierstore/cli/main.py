@@ -1,0 +1,128 @@
+"""The ``tierstore`` command: finds the subcommand, and turns every failure into its exit status.
+
+Exit statuses: 0 done; 1 the thing checked is not so; 2 bad usage or input, with one line on stderr.
+``--help`` imports no command and no torch: commands are imported when they are run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import click
+
+from tierstore import __version__
+from tierstore.errors import ChecksumError, TierstoreError
+
+__all__ = ["COMMANDS", "CommandEntry", "cli", "main"]
+
+_DONE, _NOT_SO, _BAD_INPUT = 0, 1, 2
+_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+
+@dataclass(frozen=True, slots=True)
+class CommandEntry:
+    """Where a command lives (``module:attribute``) and the line that ``tierstore --help`` shows for it."""
+
+    target: str
+    summary: str
+
+
+COMMANDS: Mapping[str, CommandEntry] = {
+    "doctor": CommandEntry(
+        "tierstore.cli.doctor:doctor", "What this machine offers, and what each capability resolved to."
+    ),
+    "verify": CommandEntry(
+        "tierstore.cli.verify:verify", "Read and check every record of every snapshot of a store."
+    ),
+}
+
+
+class LazyGroup(click.Group):
+    """A group that imports a command when it is run, and ends the process by the contract's statuses."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The table's commands, in its order."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command, imported."""
+        entry = COMMANDS.get(cmd_name)
+        if entry is None:
+            return None
+        module, _, attribute = entry.target.partition(":")
+        command = getattr(importlib.import_module(module), attribute)
+        if not isinstance(command, click.Command):
+            raise TypeError(f"{entry.target} is not a click command")
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click does, with the table's names in the error: click would know none of them."""
+        if args[0] not in COMMANDS and not args[0].startswith("-"):
+            raise click.UsageError(f"no command {args[0]!r}; expected one of {', '.join(COMMANDS)}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The table's summaries: click would import every command to ask for its help."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, entry.summary) for name, entry in COMMANDS.items()])
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> NoReturn:
+        """Run, and exit. Errors in the program itself keep their traceback."""
+        # Before torch is imported: OpenMP's idle workers spin by default, on the cores that the engine needs.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        try:
+            status = super().main(
+                args, prog_name or "tierstore", complete_var, standalone_mode=False, **extra
+            )
+        except click.Abort:
+            sys.exit(_INTERRUPTED)
+        except (click.ClickException, TierstoreError, OSError) as error:
+            click.echo(f"tierstore: error: {_one_line(error)}", err=True)
+            sys.exit(_NOT_SO if isinstance(error, ChecksumError) else _BAD_INPUT)
+        sys.exit(status if isinstance(status, int) else _DONE)
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):  # whose message is the whole help
+        path = error.ctx.command_path if error.ctx is not None else "tierstore"
+        text = f"no command given; see {path} --help"
+    elif isinstance(error, click.ClickException):
+        text = error.format_message()
+    elif isinstance(error, OSError) and error.strerror is not None:
+        names = [
+            os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)
+        ]
+        text = ": ".join([*names, error.strerror])
+    else:
+        text = str(error)
+    return " ".join(text.split()) or type(error).__name__
+
+
+@click.command("tierstore", cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="tierstore")
+def cli() -> None:
+    """Train Mixture-of-Experts models that are larger than memory."""
+
+
+def main() -> NoReturn:
+    """The console script."""
+    cli.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Options that commands share, and how options become configuration overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from tierstore.config import dotted_fields
+from tierstore.errors import ConfigError
+from tierstore.units import format_bytes, parse_size
+
+__all__ = [
+    "FRACTION",
+    "SIZE",
+    "config_overrides",
+    "help_config_option",
+    "json_option",
+    "set_option",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_ANY_WHOLE = 2**62
+
+
+# Older releases of click have no type argument at run time.
+if TYPE_CHECKING:
+    _IntType = click.ParamType[int]
+    _TextType = click.ParamType[str]
+else:
+    _IntType = _TextType = click.ParamType
+
+
+class _Size(_IntType):
+    """An absolute size: ``512MiB``, ``4GB``, ``1000``. Its value is an int, bytes."""
+
+    name = "size"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return parse_size(value if isinstance(value, int) else str(value), name=_name(param))
+        except ConfigError as exc:
+            raise click.UsageError(str(exc), ctx) from exc
+
+
+class _Fraction(_TextType):
+    """A size that may also be a fraction, ``25%`` or ``0.25``. Its value is the text, checked.
+
+    ``parse_size(text, whole=...)`` makes bytes of it, once the whole is known.
+    """
+
+    name = "size|fraction"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            parse_size(str(value), whole=_ANY_WHOLE, name=_name(param))
+        except ConfigError as exc:
+            raise click.UsageError(str(exc), ctx) from exc
+        return str(value)
+
+
+def _name(param: click.Parameter | None) -> str:
+    """The option as it was typed, for an error: ``--host-budget``."""
+    if param is None:
+        return "size"
+    return next((option for option in param.opts if option.startswith("-")), param.human_readable_name)
+
+
+SIZE = _Size()
+FRACTION = _Fraction()
+
+
+def json_option(command: F) -> F:
+    """``--json``: the argument ``as_json`` (an OutputMode is made of it by ``Output.for_option``)."""
+    return click.option(
+        "--json", "as_json", is_flag=True, help="End stdout with one JSON object; tables go to stderr."
+    )(command)
+
+
+def set_option(command: F) -> F:
+    """``--set KEY=VALUE``, any number of times: the argument ``settings``, a tuple of texts."""
+    return click.option(
+        "--set",
+        "settings",
+        metavar="KEY=VALUE",
+        multiple=True,
+        help="Set a configuration key, such as model.d_model=512 (see --help-config).",
+    )(command)
+
+
+def help_config_option(config: Callable[[], type[Any]]) -> Callable[[F], F]:
+    """``--help-config``: list every configuration key of ``config()`` and exit.
+
+    ``config`` is called only then, so that a command need not import its configuration to be listed.
+    """
+
+    def show(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+        if value and not ctx.resilient_parsing:
+            click.echo(describe_config(config()))
+            ctx.exit()
+
+    return click.option(
+        "--help-config",
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=show,
+        help="List the configuration keys, their types and defaults.",
+    )
+
+
+def describe_config(cls: type[Any]) -> str:
+    """Every key of ``cls``: its default, its type, and what it is for."""
+    lines = []
+    for info in dotted_fields(cls):
+        default = "required" if info.required else f"default {_shown(info.name, info.default)}"
+        lines.append(f"{info.name}  ({info.type}; {default})")
+        lines += [f"    {info.help}"] if info.help else []
+    return "\n".join(lines)
+
+
+def _shown(name: str, value: object) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, tuple):
+        return ",".join(_shown(name, element) for element in value) or "empty"
+    plain = getattr(value, "value", value)
+    if isinstance(plain, int) and not isinstance(plain, bool) and (name.endswith("budget") or plain >= 2**30):
+        return format_bytes(plain)
+    return str(plain)
+
+
+def config_overrides(settings: tuple[str, ...], options: Mapping[str, object]) -> dict[str, object]:
+    """The overrides of a command line, for ``tierstore.config.load``.
+
+    ``settings`` are the texts of ``--set``; ``options`` maps the dotted key that an option stands for to
+    its value, None where it was not given. Raises ConfigError for a setting without a key, and for a key
+    that is set twice.
+    """
+    overrides = {key: value for key, value in options.items() if value is not None}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            raise ConfigError(f"--set: expected KEY=VALUE, got {setting!r}")
+        if key in overrides:
+            raise ConfigError(f"--set {key}: set more than once")
+        overrides[key] = value.strip()
+    return overrides

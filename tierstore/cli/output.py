@@ -1,0 +1,213 @@
+"""What commands print: tables and progress for people, one JSON object for programs.
+
+With ``--json`` everything for people goes to stderr, and stdout is the object, on one line. Without it the
+same table goes to stdout. Every number in the object says its unit in its key.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
+from types import TracebackType
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as RichProgress
+from rich.table import Table
+
+__all__ = ["Output", "OutputMode", "Progress", "unit_violations"]
+
+# A key that ends in one of these says its unit.
+_UNITS = (
+    "_bytes",
+    "_bytes_per_s",
+    "_per_s",
+    "_s",
+    "_ns",
+    "_loss",
+    "_ratio",
+    "_count",
+    "_percent",
+    "_nats_per_byte",
+    "_crc32c",
+    "_version",
+    "_threads",
+)
+# Counts and pure numbers, which have no unit to say.
+_COUNTS = frozenset(
+    {
+        "steps",
+        "step",
+        "loss",
+        "parameters",
+        "experts",
+        "layers",
+        "layer",
+        "tokens",
+        "hits",
+        "misses",
+        "evictions",
+        "records",
+        "sections",
+        "snapshots",
+        "intervals",
+        "cores",
+        "threads",
+        "generation",
+        "seed",
+        "commits",
+        "replayed",
+        "frames",
+        "depth",
+        "repeats",
+    }
+)
+_PLAIN_WIDTH = 120  # columns for tables where there is no terminal to ask
+_PLAIN_INTERVAL_S = 5.0
+
+
+class OutputMode(Enum):
+    """Who reads stdout."""
+
+    HUMAN = "human"
+    JSON = "json"
+
+
+class Output:
+    """Where a command prints. ``counts`` names keys of this command's object that are counts, too."""
+
+    def __init__(self, mode: OutputMode, *, counts: frozenset[str] = frozenset()) -> None:
+        self.mode = mode
+        self._counts = _COUNTS | counts
+        self.console = Console(stderr=mode is OutputMode.JSON, highlight=False, markup=False, emoji=False)
+        if not self.console.is_terminal:
+            self.console.width = _PLAIN_WIDTH
+
+    @classmethod
+    def for_option(cls, as_json: bool, *, counts: frozenset[str] = frozenset()) -> Output:
+        """The Output of ``--json`` given or not."""
+        return cls(OutputMode.JSON if as_json else OutputMode.HUMAN, counts=counts)
+
+    def line(self, text: str = "") -> None:
+        """One line for people; it is not wrapped."""
+        self.console.print(text, soft_wrap=True)
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        """A table for people. Columns of numbers, and of numbers with units, are set to the right."""
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+        for index, column in enumerate(columns):
+            cells = [str(row[index]) for row in rows]
+            right = bool(cells) and all(cell[:1].isdigit() or cell in ("", "-") for cell in cells)
+            table.add_column(column, justify="right" if right else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*(str(cell) for cell in row))
+        self.console.print(table)
+
+    def emit(self, result: Mapping[str, object]) -> None:
+        """The command's JSON object, in JSON mode: the last line of stdout. Numbers not finite become null.
+
+        A number whose key says no unit is a warning (an error in the tests): the object itself comes out
+        all the same, since it may be the end of a long run.
+        """
+        if self.mode is OutputMode.JSON:
+            click.echo(json.dumps(_finite(result), allow_nan=False))
+        wrong = list(unit_violations(result, counts=self._counts))
+        if wrong:
+            warnings.warn(f"numbers without a unit in their key: {', '.join(wrong)}", stacklevel=2)
+
+    def progress(self, total: int, *, label: str) -> Progress:
+        """A Progress of ``total`` steps, for people."""
+        return Progress(self.console, total, label=label)
+
+
+class Progress:
+    """A bar on a terminal; elsewhere a plain line at the first and last step and every few seconds.
+
+    A context manager: a bar takes the terminal over until it is left.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        total: int,
+        *,
+        label: str,
+        interval_s: float = _PLAIN_INTERVAL_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = console
+        self._label = label
+        self._interval_s = interval_s
+        self._clock = clock
+        self._last_line_s = -math.inf
+        self._last_step = -1
+        self._bar: RichProgress | None = None
+        if console.is_terminal:
+            self._bar = RichProgress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[shown]}"),
+                console=console,
+            )
+            self._task = self._bar.add_task(label, total=total, shown="")
+
+    def __enter__(self) -> Progress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, step: int, total: int, fields: Mapping[str, object]) -> None:
+        """``step`` of ``total`` is done. ``fields`` are shown as ``name value``; a float with 4 digits."""
+        shown = "  ".join(f"{name} {_shown(value)}" for name, value in fields.items())
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, total=total, shown=shown)
+            return
+        now = self._clock()
+        due = now - self._last_line_s >= self._interval_s
+        if (due or step >= total) and step != self._last_step:
+            self._last_line_s, self._last_step = now, step
+            self._console.print(f"{self._label} {step}/{total}  {shown}".rstrip(), soft_wrap=True)
+
+
+def _shown(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def unit_violations(
+    value: object, *, counts: frozenset[str] = _COUNTS, key: str = "", path: str = ""
+) -> Iterator[str]:
+    """The dotted keys in ``value`` that hold numbers and say no unit. A list's numbers go by its key."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from unit_violations(inner, counts=counts, key=str(name), path=f"{path}.{name}".lstrip("."))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            if (found := next(unit_violations(inner, counts=counts, key=key, path=path), None)) is not None:
+                yield found
+                break
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        named = any(key.endswith(unit) or key == unit[1:] for unit in _UNITS)
+        if not named and key not in counts:
+            yield path
+
+
+def _finite(value: object) -> object:
+    """``value`` with numbers that JSON cannot write (a loss that became NaN) as None."""
+    if isinstance(value, Mapping):
+        return {str(key): _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

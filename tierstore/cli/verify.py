@@ -1,0 +1,81 @@
+"""``tierstore verify STORE``: read every record of every snapshot, and check it."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import click
+
+from tierstore.cli.options import json_option
+from tierstore.cli.output import Output
+from tierstore.units import format_bytes, format_seconds
+
+__all__ = ["Report", "Verifier", "run_verify", "verify"]
+
+_SHOWN_FAILURES = 20  # beyond these a person reads no more; the JSON object has them all
+_NOT_SO = 1
+
+
+class Report(Protocol):
+    """What a verification found. A failure names its key, section and file."""
+
+    @property
+    def records(self) -> int: ...
+    @property
+    def sections(self) -> int: ...
+    @property
+    def snapshots(self) -> int: ...
+    @property
+    def bytes_read(self) -> int: ...
+    @property
+    def failures(self) -> Sequence[str]: ...
+
+
+class Verifier(Protocol):
+    """``tierstore.store.verify_store``: it reports progress as (records checked, records in all)."""
+
+    def __call__(self, path: Path, *, progress: Callable[[int, int], None]) -> Report: ...
+
+
+@click.command()
+@click.argument("store", type=click.Path(path_type=Path))
+@json_option
+@click.pass_context
+def verify(ctx: click.Context, store: Path, as_json: bool) -> None:
+    """Read and check every record of every snapshot of STORE; exit status 1 if any is not whole."""
+    verifier: Verifier = importlib.import_module("tierstore.store").verify_store
+    ctx.exit(run_verify(store, Output.for_option(as_json), verifier))
+
+
+def run_verify(store: Path, output: Output, verifier: Verifier) -> int:
+    """Verify ``store``, print what was found, and return the exit status: 0 whole, 1 not."""
+    start = time.monotonic()
+    with output.progress(0, label="verify") as progress:
+        report = verifier(store, progress=lambda done, total: progress.update(done, total, {}))
+    elapsed_s = time.monotonic() - start
+    for failure in report.failures[:_SHOWN_FAILURES]:
+        output.line(f"corrupt: {failure}")
+    hidden = len(report.failures) - _SHOWN_FAILURES
+    if hidden > 0:
+        output.line(f"and {hidden} more")
+    output.line(
+        f"{store}: {report.records} records, {report.sections} sections, {report.snapshots} snapshots; "
+        f"read {format_bytes(report.bytes_read)} in {format_seconds(elapsed_s)}; "
+        + (f"{len(report.failures)} failures" if report.failures else "all whole")
+    )
+    output.emit(
+        {
+            "store": str(store),
+            "records": report.records,
+            "sections": report.sections,
+            "snapshots": report.snapshots,
+            "read_bytes": report.bytes_read,
+            "elapsed_s": elapsed_s,
+            "failures": list(report.failures),
+        }
+    )
+    return _NOT_SO if report.failures else 0

@@ -1,0 +1,117 @@
+"""Facts about this machine: cores, memory and its limits, the disk under a directory, the wait policy."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tierstore.capabilities import filesystem_type
+
+__all__ = ["Disk", "Memory", "cores", "disk", "kernel", "memory", "openmp_wait_policy"]
+
+_PROC = Path("/proc")
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes of host memory. ``limit_bytes`` is the tightest cgroup limit, None where there is none."""
+
+    total_bytes: int
+    available_bytes: int
+    limit_bytes: int | None
+
+    @property
+    def usable_bytes(self) -> int:
+        """What this process could have at most: the total, or the limit where that is less."""
+        return self.total_bytes if self.limit_bytes is None else min(self.total_bytes, self.limit_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disk:
+    """The file system under a directory: its type, and its bytes free (to this user) and in all."""
+
+    filesystem: str
+    free_bytes: int
+    total_bytes: int
+
+
+def cores() -> int:
+    """The cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def kernel() -> str:
+    """The kernel's release."""
+    return platform.release()
+
+
+def openmp_wait_policy() -> str:
+    """OMP_WAIT_POLICY as torch's OpenMP saw it, or ``unset``, under which idle workers spin."""
+    return os.environ.get("OMP_WAIT_POLICY", "unset")
+
+
+def memory() -> Memory:
+    """The host's memory, and the cgroup's limit on this process."""
+    host = psutil.virtual_memory()
+    limit = cgroup_limit_bytes()
+    return Memory(
+        total_bytes=int(host.total),
+        available_bytes=int(host.available),
+        limit_bytes=limit if limit is not None and limit < int(host.total) else None,
+    )
+
+
+def cgroup_limit_bytes(proc: Path = _PROC, root: Path = _CGROUPS) -> int | None:
+    """The tightest memory limit of this process's cgroup and of those above it; None for no limit.
+
+    Both versions: ``memory.max`` (v2, where ``max`` means none) and ``memory.limit_in_bytes`` (v1, where
+    none is a number near 2**63). A container may show its own cgroup as the root of the mount, so a path
+    that is not there is taken from the root.
+    """
+    limits: list[int] = []
+    try:
+        lines = (proc / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            bases, name = [root, root / "unified"], "memory.max"
+        elif "memory" in controllers.split(","):
+            bases, name = [root / "memory"], "memory.limit_in_bytes"
+        else:
+            continue
+        for base in bases:
+            group = base / path.lstrip("/")
+            if not group.is_dir():
+                group = base
+            limits += [
+                limit
+                for above in (group, *group.parents)
+                if above.is_relative_to(base) and (limit := _limit(above / name)) is not None
+            ]
+    return min(limits, default=None)
+
+
+def _limit(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    limit = int(text) if text.isdigit() else 2**63
+    return limit if limit < 2**60 else None
+
+
+def disk(directory: Path) -> Disk:
+    """The file system under ``directory``. Raises OSError, naming it, where there is no such directory."""
+    space = os.statvfs(directory)
+    return Disk(
+        filesystem=filesystem_type(directory),
+        free_bytes=space.f_bavail * space.f_frsize,
+        total_bytes=space.f_blocks * space.f_frsize,
+    )

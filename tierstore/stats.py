@@ -1,0 +1,258 @@
+"""Where the time went and what was counted: stalls by layer, tier and cause; counters; percentiles.
+
+A *stall* is time in which the calling thread does nothing but wait for a tier. Whoever waits charges it::
+
+    if not ticket.done():
+        with ledger.stall(layer=3, tier=Tier.NVME, cause=Cause.DEMAND_READ):
+            ticket.wait()
+
+so a request that does not wait pays for its own test and nothing here. Stalls nest: the inner one takes
+its time out of the outer one, so that the charges add up to the time stalled and no moment counts twice.
+
+One serialised caller (see the decisions in program order): the ledger and the counters hold no lock.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from types import TracebackType
+
+__all__ = [
+    "Cause",
+    "Counters",
+    "Spread",
+    "Stall",
+    "StallKey",
+    "StallLedger",
+    "Tier",
+    "delta",
+    "percentile",
+    "spread",
+]
+
+
+class Tier(Enum):
+    """What was waited for."""
+
+    DEVICE = "device"
+    HOST = "host"
+    NVME = "nvme"
+
+
+class Cause(Enum):
+    """Why it was waited for."""
+
+    DEMAND_READ = "demand read"  # nobody had asked for it before it was needed
+    LATE_PREFETCH = "late prefetch"  # it was on its way, and not there yet
+    OPTIMIZER = "optimizer"  # its step, or the replay of its missed steps, had not finished
+    WRITE_BACK = "write-back"  # its memory was still being written to disk
+    GRADIENT_SPILL = "gradient spill"  # gradients that did not fit the budget, going out or coming back
+    COPY = "copy"  # a transfer between host and device
+    COMMIT = "commit"
+    DATA = "data"  # the next batch
+
+
+@dataclass(frozen=True, slots=True)
+class StallKey:
+    """What a stall is charged to. ``layer`` is None outside any layer (a commit, the data)."""
+
+    layer: int | None
+    tier: Tier
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """The total charged to one key: nanoseconds, and how many intervals they were."""
+
+    key: StallKey
+    stall_ns: int
+    intervals: int
+
+    def as_dict(self) -> dict[str, object]:
+        """The row as JSON shows it, with seconds."""
+        return {
+            "layer": self.key.layer,
+            "tier": self.key.tier.value,
+            "cause": self.key.cause.value,
+            "stall_s": self.stall_ns / 1e9,
+            "intervals": self.intervals,
+        }
+
+
+class StallLedger:
+    """Charges stalled intervals. ``listener``, if any, hears each with its start and end (for a timeline).
+
+    ``clock`` gives nanoseconds and never goes back; the default is the native engine's (CLOCK_MONOTONIC).
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], int] = time.monotonic_ns,
+        listener: Callable[[StallKey, int, int], None] | None = None,
+    ) -> None:
+        self._clock = clock
+        self._listener = listener
+        self._charges: dict[StallKey, list[int]] = {}
+        self._open: list[_OpenStall] = []
+
+    def stall(self, *, layer: int | None, tier: Tier, cause: Cause) -> _OpenStall:
+        """A context manager: the time inside it is charged, also when it raises."""
+        return _OpenStall(self, StallKey(layer, tier, cause))
+
+    def charge(self, key: StallKey, stall_ns: int) -> None:
+        """Add one interval that was measured elsewhere. Raises ValueError if it is negative."""
+        if stall_ns < 0:
+            raise ValueError(f"a stall of {stall_ns} ns")
+        entry = self._charges.setdefault(key, [0, 0])
+        entry[0] += stall_ns
+        entry[1] += 1
+
+    def rows(self) -> list[Stall]:
+        """What was charged, longest first; ties by layer, tier and cause."""
+        stalls = [Stall(key, entry[0], entry[1]) for key, entry in self._charges.items()]
+        return sorted(stalls, key=_rank)
+
+    def totals(self, by: Callable[[StallKey], object]) -> dict[object, int]:
+        """Nanoseconds grouped by part of the key: ``ledger.totals(lambda key: key.cause)``."""
+        sums: dict[object, int] = {}
+        for key, entry in self._charges.items():
+            sums[by(key)] = sums.get(by(key), 0) + entry[0]
+        return sums
+
+    @property
+    def total_ns(self) -> int:
+        """All that was charged, in nanoseconds. A stall that is still open is not in it."""
+        return sum(entry[0] for entry in self._charges.values())
+
+    @property
+    def total_s(self) -> float:
+        """All that was charged, in seconds."""
+        return self.total_ns / 1e9
+
+    def _enter(self, stall: _OpenStall) -> None:
+        now = self._clock()
+        if self._open:
+            self._open[-1].pause(now)
+        stall.resume(now)
+        self._open.append(stall)
+
+    def _leave(self, stall: _OpenStall) -> None:
+        now = self._clock()
+        if not self._open or self._open.pop() is not stall:
+            raise RuntimeError("stalls were left in another order than they were entered")
+        stall.pause(now)
+        self.charge(stall.key, stall.spent_ns)
+        if self._listener is not None:
+            self._listener(stall.key, stall.first_ns, now)
+        if self._open:
+            self._open[-1].resume(now)
+
+
+class _OpenStall:
+    """One interval being measured; it is paused while one inside it is."""
+
+    __slots__ = ("_ledger", "_since_ns", "first_ns", "key", "spent_ns")
+
+    def __init__(self, ledger: StallLedger, key: StallKey) -> None:
+        self._ledger = ledger
+        self.key = key
+        self.first_ns = -1
+        self.spent_ns = 0
+        self._since_ns = 0
+
+    def resume(self, now: int) -> None:
+        if self.first_ns < 0:
+            self.first_ns = now
+        self._since_ns = now
+
+    def pause(self, now: int) -> None:
+        self.spent_ns += now - self._since_ns
+
+    def __enter__(self) -> None:
+        self._ledger._enter(self)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ledger._leave(self)
+
+
+def _rank(stall: Stall) -> tuple[int, int, str, str]:
+    layer = -1 if stall.key.layer is None else stall.key.layer
+    return (-stall.stall_ns, layer, stall.key.tier.value, stall.key.cause.value)
+
+
+class Counters:
+    """Named counts that only grow. The names are given once, so that a misspelt one is a KeyError."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._counts = dict.fromkeys(names, 0)
+
+    def add(self, name: str, amount: int = 1) -> None:
+        """Count ``amount`` more. Raises KeyError for a name that was not declared, ValueError if negative."""
+        if amount < 0:
+            raise ValueError(f"{name}: a counter only grows, got {amount}")
+        self._counts[name] += amount
+
+    def __getitem__(self, name: str) -> int:
+        return self._counts[name]
+
+    def snapshot(self) -> dict[str, int]:
+        """A copy of all counts, in order of declaration."""
+        return dict(self._counts)
+
+    def since(self, earlier: Mapping[str, int]) -> dict[str, int]:
+        """What was counted after ``earlier`` (a snapshot) was taken."""
+        return delta(earlier, self._counts)
+
+
+def delta(earlier: Mapping[str, int], later: Mapping[str, int]) -> dict[str, int]:
+    """``later - earlier``, name by name. A name that ``earlier`` lacks counts from 0."""
+    return {name: count - earlier.get(name, 0) for name, count in later.items()}
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The ``percent``-th percentile (0..100) by linear interpolation, as numpy's default has it.
+
+    Raises ValueError for no values or a percent out of range.
+    """
+    if not values or not 0 <= percent <= 100:
+        raise ValueError(f"percentile {percent} of {len(values)} values")
+    ordered = sorted(values)
+    position = (len(ordered) - 1) * percent / 100
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    # Ends that are equal are returned as they are: interpolating could round away from both.
+    if ordered[below] == ordered[above]:
+        return float(ordered[below])
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A sample's size, median, 10th and 90th percentile, least and greatest, in the sample's unit."""
+
+    count: int
+    median: float
+    p10: float
+    p90: float
+    least: float
+    greatest: float
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """The Spread of ``values``. Raises ValueError for none."""
+    return Spread(
+        count=len(values),
+        median=percentile(values, 50),
+        p10=percentile(values, 10),
+        p90=percentile(values, 90),
+        least=percentile(values, 0),
+        greatest=percentile(values, 100),
+    )

@@ -1,0 +1,241 @@
+"""A timeline of a run in Chrome's trace format, for Perfetto (ui.perfetto.dev) or chrome://tracing.
+
+Spans lie on named tracks. Those of synchronous work (``span``, a context manager) nest, and share one lane.
+Those of asynchronous work (``add``, with both ends known) may overlap, which one lane cannot show: each goes
+to the first lane of its track that is free at its start.
+
+The file is the format's *array* form, written as the run goes through a small buffer. Closing ends it as
+valid JSON; when the process is killed before that, both viewers still open what was written, because they
+do not ask for the closing bracket.
+
+Times are nanoseconds of CLOCK_MONOTONIC, which ``time.monotonic_ns`` and the native engine's
+``steady_clock`` both read. Any thread may record: one lock guards the buffer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+__all__ = ["NullTimeline", "Timeline", "TimelineSink", "Track", "open_timeline"]
+
+Args = Mapping[str, str | int | float | bool | None]
+
+_BUFFER_BYTES = 1 << 18
+_LANES = 1000  # lanes a track may have in the numbering; the track's number times this is its first
+
+
+class Track(Enum):
+    """The tracks, in the order in which the viewer shows them."""
+
+    COMPUTE = "compute"
+    STALLS = "stalls"
+    DEVICE_COPIES = "device copies"
+    DISK_READS = "disk reads"
+    DISK_WRITES = "disk writes"
+    OPTIMIZER = "optimizer"
+    COMMITS = "commits"
+
+
+class TimelineSink(Protocol):
+    """What a component records to: a Timeline, or a NullTimeline when nobody asked for one."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is recorded: lets a caller skip gathering what only a timeline would show."""
+        ...
+
+    def span(self, track: Track, name: str, args: Args | None = None) -> AbstractContextManager[None]:
+        """Record the time inside the context, also when it raises. Spans of one track must nest."""
+        ...
+
+    def add(self, track: Track, name: str, start_ns: int, end_ns: int, args: Args | None = None) -> None:
+        """Record work that is over. It may overlap other work of its track."""
+        ...
+
+    def count(self, name: str, values: Mapping[str, int | float]) -> None:
+        """Record values as of now; each name is drawn as a curve, its values stacked."""
+        ...
+
+    def close(self) -> None:
+        """Finish the file. Nothing may be recorded afterwards; closing again does nothing."""
+        ...
+
+
+class NullTimeline:
+    """Records nothing, at the price of a call."""
+
+    enabled = False
+
+    def __init__(self) -> None:
+        self._nothing = nullcontext()
+
+    def span(self, track: Track, name: str, args: Args | None = None) -> AbstractContextManager[None]:
+        """Does nothing."""
+        return self._nothing
+
+    def add(self, track: Track, name: str, start_ns: int, end_ns: int, args: Args | None = None) -> None:
+        """Does nothing."""
+
+    def count(self, name: str, values: Mapping[str, int | float]) -> None:
+        """Does nothing."""
+
+    def close(self) -> None:
+        """Does nothing."""
+
+    def __enter__(self) -> NullTimeline:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Timeline:
+    """Writes the trace to ``path``, which it replaces. A context manager; it closes on exceptions too.
+
+    Raises OSError, naming ``path``, when the file cannot be written.
+    """
+
+    enabled = True
+
+    def __init__(self, path: Path, *, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        self._path = path
+        self._clock = clock
+        self._lock = threading.Lock()  # guards everything below
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self._buffer: list[bytes] = []
+        self._buffered = 0
+        self._separator = b"[\n"
+        self._pid = os.getpid()
+        self._lane_ends: dict[Track, list[int]] = {track: [] for track in Track}
+        self._named: set[int] = set()
+        self._first = {track: (index + 1) * _LANES for index, track in enumerate(Track)}
+        with self._lock:
+            self._event({"ph": "M", "name": "process_name", "args": {"name": "tierstore"}})
+
+    def span(self, track: Track, name: str, args: Args | None = None) -> AbstractContextManager[None]:
+        """Record the time inside the context, also when it raises. Spans of one track must nest."""
+        return _Span(self, track, name, args)
+
+    def add(self, track: Track, name: str, start_ns: int, end_ns: int, args: Args | None = None) -> None:
+        """Record work that is over. It may overlap other work of its track."""
+        if end_ns < start_ns:
+            raise ValueError(f"{name} ends {start_ns - end_ns} ns before it starts")
+        with self._lock:
+            ends = self._lane_ends[track]
+            lane = next((lane for lane, end in enumerate(ends) if end <= start_ns), len(ends))
+            # With all lanes of the numbering taken, the last one is shared: an untidy picture, not a failure.
+            lane = min(lane, _LANES - 2)
+            if lane == len(ends):
+                ends.append(end_ns)
+            ends[lane] = end_ns
+            self._slice(track, lane + 1, name, start_ns, end_ns, args)
+
+    def count(self, name: str, values: Mapping[str, int | float]) -> None:
+        """Record values as of now; each name is drawn as a curve, its values stacked."""
+        now = self._clock()
+        with self._lock:
+            self._event({"ph": "C", "name": name, "ts": now / 1e3, "args": dict(values)})
+
+    def close(self) -> None:
+        """Finish the file. Nothing may be recorded afterwards; closing again does nothing."""
+        with self._lock:
+            if self._fd < 0:
+                return
+            try:
+                self._buffer.append(b"\n]\n")
+                self._flush()
+            finally:
+                fd, self._fd = self._fd, -1
+                os.close(fd)
+
+    def __enter__(self) -> Timeline:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _record(self, track: Track, name: str, start_ns: int, args: Args | None) -> None:
+        end_ns = self._clock()
+        with self._lock:
+            self._slice(track, 0, name, start_ns, end_ns, args)
+
+    def _slice(
+        self, track: Track, lane: int, name: str, start_ns: int, end_ns: int, args: Args | None
+    ) -> None:
+        tid = self._first[track] + lane
+        if tid not in self._named:
+            self._named.add(tid)
+            title = track.value if lane < 2 else f"{track.value} {lane}"
+            self._event({"ph": "M", "name": "thread_name", "tid": tid, "args": {"name": title}})
+            self._event({"ph": "M", "name": "thread_sort_index", "tid": tid, "args": {"sort_index": tid}})
+        duration = (end_ns - start_ns) / 1e3
+        event: dict[str, object] = {
+            "ph": "X",
+            "name": name,
+            "tid": tid,
+            "ts": start_ns / 1e3,
+            "dur": duration,
+        }
+        if args:
+            event["args"] = dict(args)
+        self._event(event)
+
+    def _event(self, event: dict[str, object]) -> None:
+        if self._fd < 0:
+            raise ValueError(f"{self._path}: the timeline is closed")
+        event["pid"] = self._pid
+        text = self._separator + json.dumps(event, separators=(",", ":")).encode()
+        self._separator = b",\n"
+        self._buffer.append(text)
+        self._buffered += len(text)
+        if self._buffered >= _BUFFER_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        # An unbuffered descriptor and not a file object: its errors name the path, and none waits for a
+        # destructor.
+        data = memoryview(b"".join(self._buffer))
+        self._buffer.clear()
+        self._buffered = 0
+        while data:
+            try:
+                data = data[os.write(self._fd, data) :]
+            except OSError as exc:
+                raise OSError(exc.errno, exc.strerror, str(self._path)) from exc
+
+
+class _Span:
+    __slots__ = ("_args", "_name", "_start_ns", "_timeline", "_track")
+
+    def __init__(self, timeline: Timeline, track: Track, name: str, args: Args | None) -> None:
+        self._timeline = timeline
+        self._track = track
+        self._name = name
+        self._args = args
+        self._start_ns = 0
+
+    def __enter__(self) -> None:
+        self._start_ns = self._timeline._clock()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timeline._record(self._track, self._name, self._start_ns, self._args)
+
+
+def open_timeline(path: Path | None) -> Timeline | NullTimeline:
+    """A Timeline at ``path``, or a NullTimeline for None. Raises OSError."""
+    return NullTimeline() if path is None else Timeline(path)
