@@ -1,3 +1,203 @@
-#include "native/bindings/bindings.hpp"
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
 
-void bind_cache(nanobind::module_&) {}
+#include "native/bindings/bindings.hpp"
+#include "native/cache/lfu_decay.hpp"
+#include "native/cache/residency.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace tierstore;
+
+namespace {
+
+using Records = nb::ndarray<const std::uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Flags = nb::ndarray<const std::uint16_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+template <typename Array>
+auto span_of(const Array& array) {
+    return std::span(array.data(), array.shape(0));
+}
+
+template <typename T>
+nb::object numpy(std::vector<T>&& values) {
+    auto* owned = new std::vector<T>(std::move(values));
+    nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+    return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(owned->data(), {owned->size()}, owner));
+}
+
+nb::tuple both(Decided&& decided) {
+    return nb::make_tuple(numpy(std::move(decided.kinds)), numpy(std::move(decided.entries)));
+}
+
+nb::dict traffic(const Traffic& traffic) {
+    nb::dict out;
+    out["hits"] = traffic.hits;
+    out["misses"] = traffic.misses;
+    return out;
+}
+
+nb::dict stats_dict(const ResidencyStats& stats) {
+    nb::dict out;
+    out["accesses"] = stats.accesses;
+    out["groups"] = stats.groups;
+    out["steps"] = stats.steps;
+    out["hits"] = stats.hits;
+    out["misses"] = stats.misses;
+    out["creates"] = stats.creates;
+    out["evictions"] = stats.evictions;
+    out["write_backs"] = stats.write_backs;
+    out["drops"] = stats.drops;
+    out["starved"] = stats.starved;
+    out["read_bytes"] = stats.read_bytes;
+    out["written_bytes"] = stats.written_bytes;
+    out["prefetch_read_bytes"] = stats.prefetch_read_bytes;
+    out["useful_prefetch_bytes"] = stats.useful_prefetch_bytes;
+    out["wasted_prefetch_bytes"] = stats.wasted_prefetch_bytes;
+    nb::dict groups;
+    const char* names[] = {"weights", "moments", "gradients"};
+    for (std::uint32_t group = 0; group < kGroups; ++group) groups[names[group]] = traffic(stats.by_group[group]);
+    out["by_group"] = groups;
+    nb::list layers;
+    for (const Traffic& layer : stats.by_layer) layers.append(traffic(layer));
+    out["by_layer"] = layers;
+    return out;
+}
+
+}  // namespace
+
+void bind_cache(nb::module_& m) {
+    nb::exception<CapacityError>(m, "CapacityError", PyExc_ValueError);
+
+    nb::enum_<Decision>(m, "Decision", nb::is_arithmetic())
+        .value("HIT", Decision::HIT)
+        .value("FETCH", Decision::FETCH)
+        .value("CREATE", Decision::CREATE)
+        .value("EVICT", Decision::EVICT)
+        .value("EVICT_WRITE", Decision::EVICT_WRITE)
+        .value("WRITE_BACK", Decision::WRITE_BACK)
+        .value("DROP", Decision::DROP);
+    nb::enum_<Scope>(m, "Scope").value("GLOBAL", Scope::GLOBAL).value("LAYER", Scope::LAYER);
+
+    m.def("policy_names", &policy_names, "The names that a cache policy may have.");
+    m.def(
+        "check_policy", [](const std::string& name, const PolicyOptions& options) { make_policy(name, options); },
+        "name"_a, "options"_a = PolicyOptions{}, "ValueError if there is no such policy or option, or a value is out of range.");
+    m.def("half_life", &half_life, "beta"_a, "interval"_a,
+          "After how many steps (requests, for the paper variant) LFU-decay counts a hit half.");
+    m.def("beta_for_half_life", &beta_for_half_life, "half_life"_a, "interval"_a,
+          "The beta that gives this half-life when counts decay every `interval` steps.");
+
+    nb::class_<EntryState>(m, "EntryState")
+        .def_ro("resident", &EntryState::resident)
+        .def_ro("dirty", &EntryState::dirty)
+        .def_ro("stored", &EntryState::stored)
+        .def_ro("held", &EntryState::held)
+        .def_ro("pins", &EntryState::pins);
+
+    nb::class_<Residency>(m, "Residency")
+        .def(
+            "__init__",
+            [](Residency* self, std::uint64_t capacity, const std::string& policy, const PolicyOptions& options,
+               Scope scope, std::uint64_t lookahead, const std::vector<std::uint64_t>& quotas) {
+                new (self) Residency(ResidencyOptions{.capacity_frames = capacity,
+                                                      .lookahead_frames = lookahead,
+                                                      .scope = scope,
+                                                      .layer_quotas = quotas,
+                                                      .policy = policy,
+                                                      .policy_options = options});
+            },
+            "capacity_frames"_a, nb::kw_only(), "policy"_a = "lfu-decay", "policy_options"_a = PolicyOptions{},
+            "scope"_a = Scope::GLOBAL, "lookahead_frames"_a = 0, "layer_quotas"_a = std::vector<std::uint64_t>{})
+        .def("add_record", &Residency::add_record, "layer"_a, "group_frames"_a, "group_bytes"_a, "stored_mask"_a)
+        .def("set_stored", &Residency::set_stored, "record"_a, "mask"_a)
+        .def(
+            "begin_access",
+            [](Residency& self, std::uint64_t, std::uint32_t, std::uint32_t layer, Records records, Flags flags) {
+                std::vector<std::uint32_t> bounds =
+                    self.begin_access(layer, span_of(records), span_of(flags));
+                const std::size_t groups = bounds.size() - 1;
+                return nb::make_tuple(groups, numpy(std::move(bounds)));
+            },
+            "step"_a, "phase"_a, "layer"_a, "records"_a.noconvert(), "flags"_a.noconvert())
+        .def("next_group",
+             [](Residency& self) {
+                 Decided demanded, ahead;
+                 const std::uint32_t group = self.groups_begun();
+                 self.next_group(demanded, ahead);
+                 return nb::make_tuple(self.bounds()[group], self.bounds()[group + 1], both(std::move(demanded)),
+                                       both(std::move(ahead)));
+             })
+        .def(
+            "end_unit",
+            [](Residency& self, std::uint32_t unit) {
+                Decided decided;
+                self.end_unit(unit, decided);
+                return both(std::move(decided));
+            },
+            "unit"_a)
+        .def("end_group",
+             [](Residency& self) {
+                 Decided decided;
+                 self.end_group(decided);
+                 return both(std::move(decided));
+             })
+        .def(
+            "prefetch",
+            [](Residency& self, std::uint64_t, std::uint32_t, std::uint32_t layer, Records records, Flags flags) {
+                Decided decided;
+                const std::uint32_t taken = self.prefetch(layer, span_of(records), span_of(flags), decided);
+                return nb::make_tuple(taken, both(std::move(decided)));
+            },
+            "step"_a, "phase"_a, "layer"_a, "records"_a.noconvert(), "flags"_a.noconvert())
+        .def("cancel_prefetch", &Residency::cancel_prefetch)
+        .def(
+            "pin",
+            [](Residency& self, Records records, Flags flags) { self.pin(span_of(records), span_of(flags)); },
+            "records"_a.noconvert(), "flags"_a.noconvert())
+        .def(
+            "unpin",
+            [](Residency& self, Records records, Flags flags) {
+                Decided decided;
+                self.unpin(span_of(records), span_of(flags), decided);
+                return both(std::move(decided));
+            },
+            "records"_a.noconvert(), "flags"_a.noconvert())
+        .def(
+            "clean",
+            [](Residency& self, std::optional<Records> records) {
+                Decided decided;
+                if (records) {
+                    self.clean(span_of(*records), decided);
+                } else {
+                    self.clean_all(decided);
+                }
+                return both(std::move(decided));
+            },
+            "records"_a.noconvert().none() = nb::none())
+        .def(
+            "drop",
+            [](Residency& self, Records entries) {
+                Decided decided;
+                self.drop(span_of(entries), decided);
+                return both(std::move(decided));
+            },
+            "entries"_a.noconvert())
+        .def(
+            "end_step", [](Residency& self, std::uint64_t) { self.end_step(); }, "step"_a)
+        .def("stats", [](const Residency& self) { return stats_dict(self.stats()); })
+        .def("state", &Residency::state, "entry"_a)
+        .def("resident_entries", [](const Residency& self) { return numpy(self.resident_entries()); })
+        .def("dirty_entries", [](const Residency& self) { return numpy(self.dirty_entries()); })
+        .def_prop_ro("used_frames", &Residency::used_frames)
+        .def_prop_ro("capacity_frames", &Residency::capacity_frames)
+        .def_prop_ro("record_count", &Residency::record_count)
+        .def_prop_ro("access_open", &Residency::access_open)
+        .def_prop_ro("group_open", &Residency::group_open);
+}

@@ -1,0 +1,74 @@
+// What a cache policy is: it sees the requests of one cache and names victims. Live cache and replay run the
+// same objects, so a policy must be deterministic: no clock of its own, no unordered iteration.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <variant>
+#include <vector>
+
+namespace tierstore {
+
+using EntryId = std::uint32_t;
+
+enum class Clock : std::uint8_t { REQUEST, STEP };
+
+// What a policy may know of entries when it chooses: their size, and whether they can go at all.
+struct Candidates {
+    const std::uint32_t* frames;  // size of each entry, in frames
+    const std::uint32_t* busy;    // non-zero: pinned or on hold, never a victim
+
+    bool evictable(EntryId entry) const { return busy[entry] == 0; }
+};
+
+class Policy {
+public:
+    // headroom_frames: frames of the capacity that the policy wants left empty.
+    explicit Policy(std::uint32_t headroom_frames = 0) : headroom_frames_(headroom_frames) {}
+    Policy(const Policy&) = delete;
+    Policy& operator=(const Policy&) = delete;
+    virtual ~Policy() = default;
+
+    virtual void insert(EntryId entry) = 0;  // became resident (a request, or a prefetch nobody has used)
+    virtual void hit(EntryId entry) = 0;     // requested while resident
+    virtual void remove(EntryId entry) = 0;  // no longer resident
+    virtual void tick(Clock clock) = 0;      // after each request, and at the end of each training step
+    // Appends evictable entries, in the order in which they should go, until their frames sum to at least
+    // `frames` or none is left. Changes nothing: whoever evicts calls remove(). Returns how many of them went
+    // only because nothing met the policy's own condition (LFU-decay's threshold).
+    virtual std::uint64_t select(const Candidates& candidates, std::uint64_t frames,
+                                 std::vector<EntryId>& victims) const = 0;
+
+    std::uint32_t headroom_frames() const { return headroom_frames_; }
+
+private:
+    std::uint32_t headroom_frames_;
+};
+
+using PolicyValue = std::variant<double, std::string>;
+using PolicyOptions = std::map<std::string, PolicyValue, std::less<>>;
+
+// Throws std::invalid_argument for an unknown name, an unknown option, or a value out of range.
+std::unique_ptr<Policy> make_policy(std::string_view name, const PolicyOptions& options);
+std::vector<std::string> policy_names();
+
+// Reads options one by one and refuses what was not asked for.
+class OptionReader {
+public:
+    OptionReader(std::string_view policy, const PolicyOptions& options);
+    bool has(std::string_view key) const;
+    double number(std::string_view key, double otherwise);
+    std::string text(std::string_view key, std::string_view otherwise);
+    void finish() const;  // throws std::invalid_argument if an option was never read
+    [[noreturn]] void refuse(std::string_view key, std::string_view expected) const;
+
+private:
+    std::string policy_;
+    const PolicyOptions& options_;
+    std::map<std::string, bool, std::less<>> seen_;
+};
+
+}  // namespace tierstore

@@ -1,0 +1,76 @@
+// The policies there are, by name: an explicit table.
+#include <stdexcept>
+#include <string>
+
+#include "native/cache/lfu_decay.hpp"
+#include "native/cache/lru.hpp"
+#include "native/cache/policy.hpp"
+
+namespace tierstore {
+namespace {
+
+struct Registered {
+    std::string_view name;
+    std::unique_ptr<Policy> (*make)(const PolicyOptions&);
+};
+
+constexpr Registered kPolicies[] = {
+    {"lru", &make_lru},
+    {"lfu-decay", &make_lfu_decay},
+};
+
+}  // namespace
+
+std::vector<std::string> policy_names() {
+    std::vector<std::string> names;
+    for (const Registered& policy : kPolicies) names.emplace_back(policy.name);
+    return names;
+}
+
+std::unique_ptr<Policy> make_policy(std::string_view name, const PolicyOptions& options) {
+    std::string known;
+    for (const Registered& policy : kPolicies) {
+        if (policy.name == name) return policy.make(options);
+        known += (known.empty() ? "" : ", ") + std::string(policy.name);
+    }
+    throw std::invalid_argument("unknown cache policy '" + std::string(name) + "'; there are: " + known);
+}
+
+OptionReader::OptionReader(std::string_view policy, const PolicyOptions& options)
+    : policy_(policy), options_(options) {}
+
+bool OptionReader::has(std::string_view key) const { return options_.find(key) != options_.end(); }
+
+double OptionReader::number(std::string_view key, double otherwise) {
+    seen_[std::string(key)] = true;
+    const auto found = options_.find(key);
+    if (found == options_.end()) return otherwise;
+    if (const double* value = std::get_if<double>(&found->second)) return *value;
+    refuse(key, "a number");
+}
+
+std::string OptionReader::text(std::string_view key, std::string_view otherwise) {
+    seen_[std::string(key)] = true;
+    const auto found = options_.find(key);
+    if (found == options_.end()) return std::string(otherwise);
+    if (const std::string* value = std::get_if<std::string>(&found->second)) return *value;
+    refuse(key, "a word");
+}
+
+void OptionReader::finish() const {
+    for (const auto& [key, value] : options_) {
+        if (seen_.find(key) == seen_.end()) {
+            std::string known;
+            for (const auto& [name, read] : seen_) known += (known.empty() ? "" : ", ") + name;
+            throw std::invalid_argument("cache policy '" + policy_ + "' has no option '" + key + "'; it has: " +
+                                        (known.empty() ? "none" : known));
+        }
+    }
+}
+
+void OptionReader::refuse(std::string_view key, std::string_view expected) const {
+    throw std::invalid_argument("cache policy '" + policy_ + "', option '" + std::string(key) + "': expected " +
+                                std::string(expected));
+}
+
+}  // namespace tierstore

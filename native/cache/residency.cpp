@@ -1,0 +1,349 @@
+#include "native/cache/residency.hpp"
+
+#include <algorithm>
+
+namespace tierstore {
+namespace {
+
+std::string capacity_message(std::uint64_t needed, std::uint64_t available) {
+    return std::to_string(needed) + " frames must be resident at once, and only " + std::to_string(available) +
+           " can be";
+}
+
+std::uint16_t bits(std::uint16_t flags, std::uint16_t shift) { return (flags >> shift) & kGroupMask; }
+
+}  // namespace
+
+CapacityError::CapacityError(std::uint64_t needed, std::uint64_t available)
+    : std::invalid_argument(capacity_message(needed, available)), needed_(needed) {}
+
+Residency::Residency(const ResidencyOptions& options) : options_(options) {
+    const bool by_layer = options.scope == Scope::LAYER;
+    if (by_layer == options.layer_quotas.empty()) {
+        throw std::invalid_argument("layer quotas belong to layer scope, one for each layer");
+    }
+    std::uint64_t total = 0;
+    for (const std::uint64_t quota : options.layer_quotas) total += quota;
+    if (total > options.capacity_frames) {
+        throw std::invalid_argument("the layers' quotas are " + std::to_string(total) + " frames, the capacity " +
+                                    std::to_string(options.capacity_frames));
+    }
+    if (options.lookahead_frames > options.capacity_frames) {
+        throw std::invalid_argument("a lookahead of " + std::to_string(options.lookahead_frames) +
+                                    " frames is more than the capacity of " +
+                                    std::to_string(options.capacity_frames));
+    }
+    domains_.resize(by_layer ? options.layer_quotas.size() : 1);
+    for (std::size_t i = 0; i < domains_.size(); ++i) {
+        Domain& domain = domains_[i];
+        domain.policy = make_policy(options.policy, options.policy_options);
+        const std::uint64_t frames = by_layer ? options.layer_quotas[i] : options.capacity_frames;
+        const std::uint64_t headroom = domain.policy->headroom_frames();
+        domain.limit = frames > headroom ? frames - headroom : 0;
+        domain.lookahead = options.lookahead_frames / domains_.size();
+    }
+}
+
+std::uint32_t Residency::add_record(std::uint32_t layer, const std::array<std::uint32_t, kGroups>& frames,
+                                    const std::array<std::uint64_t, kGroups>& bytes, std::uint16_t stored_mask) {
+    if (options_.scope == Scope::LAYER && layer >= domains_.size()) {
+        throw std::invalid_argument("layer " + std::to_string(layer) + " has no quota: there are " +
+                                    std::to_string(domains_.size()));
+    }
+    if (layer > 0xffff) throw std::invalid_argument("layers are numbered up to 65535");
+    const std::uint32_t record = record_count();
+    layer_of_.push_back(layer);
+    for (std::uint32_t group = 0; group < kGroupStride; ++group) {
+        const bool real = group < kGroups;
+        frames_.push_back(real ? frames[group] : 0);
+        bytes_.push_back(real ? bytes[group] : 0);
+        busy_.push_back(0);
+        flags_.push_back(0);
+        hold_slot_.push_back(0);
+    }
+    if (layer >= stats_.by_layer.size()) stats_.by_layer.resize(layer + 1);
+    set_stored(record, stored_mask);
+    return record;
+}
+
+void Residency::set_stored(std::uint32_t record, std::uint16_t mask) {
+    if (record >= record_count()) throw std::invalid_argument("no record " + std::to_string(record));
+    for (std::uint32_t group = 0; group < kGroups; ++group) {
+        std::uint8_t& flags = flags_[record * kGroupStride + group];
+        flags = static_cast<std::uint8_t>((flags & ~STORED) | ((mask >> group & 1) != 0 ? STORED : 0));
+    }
+}
+
+void Residency::check_units(std::uint32_t layer, std::span<const std::uint32_t> records,
+                            std::span<const std::uint16_t> flags, Check check) const {
+    if (records.size() != flags.size()) throw std::invalid_argument("records and flags differ in length");
+    const bool by_layer = options_.scope == Scope::LAYER && check != Check::RECORDS;
+    if (by_layer && layer >= domains_.size()) throw std::invalid_argument("no layer " + std::to_string(layer));
+    for (std::size_t i = 0; i < records.size(); ++i) {
+        if (records[i] >= record_count()) {
+            throw std::invalid_argument("no record " + std::to_string(records[i]));
+        }
+        if (check == Check::ACCESS && i > 0 && records[i] <= records[i - 1]) {
+            throw std::invalid_argument("records must be strictly ascending");
+        }
+        if (by_layer && layer_of_[records[i]] != layer) {
+            throw std::invalid_argument("record " + std::to_string(records[i]) + " is not of layer " +
+                                        std::to_string(layer) + ", and the scope is the layer");
+        }
+        const std::uint16_t need = bits(flags[i], kNeedShift);
+        const std::uint16_t touched = bits(flags[i], kDirtyShift) | bits(flags[i], kDropShift);
+        if (need == 0 || (touched & ~need) != 0 || flags[i] >> 9 != 0) {
+            throw std::invalid_argument("record " + std::to_string(records[i]) + ": flags " +
+                                        std::to_string(flags[i]) +
+                                        " must need a group, and dirty or drop only what they need");
+        }
+    }
+}
+
+// ---- accesses
+
+const std::vector<std::uint32_t>& Residency::begin_access(std::uint32_t layer,
+                                                          std::span<const std::uint32_t> records,
+                                                          std::span<const std::uint16_t> flags) {
+    if (access_open_) throw std::logic_error("an access is open already");
+    check_units(layer, records, flags, Check::ACCESS);
+    records_.assign(records.begin(), records.end());
+    units_.assign(flags.begin(), flags.end());
+    split(domain_for(layer));
+    unit_ended_.assign(records.size(), 0);
+    access_layer_ = layer;
+    groups_begun_ = 0;
+    access_open_ = !records_.empty();
+    ++stats_.accesses;
+    return bounds_;
+}
+
+void Residency::split(Domain& domain) {
+    // What is pinned already, by this access's entries too, stays so through all of its groups: a group adds
+    // the frames of the rest.
+    std::vector<std::uint64_t> added(records_.size(), 0);
+    std::uint64_t largest = 0;
+    for (std::size_t i = 0; i < records_.size(); ++i) {
+        each_needed(records_[i], units_[i], [&](EntryId entry) {
+            if (pins(entry) == 0) added[i] += frames_[entry];
+        });
+        largest = std::max(largest, added[i]);
+    }
+    std::uint64_t room = domain.limit > domain.pinned ? domain.limit - domain.pinned : 0;
+    if (largest > room) refuse_capacity(domain, largest);
+    if (records_.size() > 1) {
+        room = std::max(largest, room > domain.lookahead ? room - domain.lookahead : 0);
+    }
+    bounds_.assign(1, 0);
+    std::uint64_t filled = 0;
+    for (std::uint32_t i = 0; i < records_.size(); ++i) {
+        if (i > bounds_.back() && filled + added[i] > room) {
+            bounds_.push_back(i);
+            filled = 0;
+        }
+        filled += added[i];
+    }
+    if (!records_.empty()) bounds_.push_back(static_cast<std::uint32_t>(records_.size()));
+}
+
+void Residency::refuse_capacity(const Domain& domain, std::uint64_t added) const {
+    const std::uint64_t headroom = domain.policy->headroom_frames();
+    throw CapacityError(added + domain.pinned + headroom, domain.limit + headroom);
+}
+
+void Residency::next_group(Decided& demanded, Decided& ahead) {
+    if (!access_open_ || group_open_) {
+        throw std::logic_error(group_open_ ? "a group is open already" : "no access is open");
+    }
+    const std::uint32_t begin = bounds_[groups_begun_];
+    const std::uint32_t end = bounds_[groups_begun_ + 1];
+    Domain& domain = domain_for(access_layer_);
+    std::uint64_t added = 0;
+    std::uint64_t missing = 0;
+    for (std::uint32_t unit = begin; unit < end; ++unit) {
+        each_needed(records_[unit], units_[unit], [&](EntryId entry) {
+            if (pins(entry) == 0) added += frames_[entry];
+            if ((flags_[entry] & RESIDENT) == 0) missing += frames_[entry];
+        });
+    }
+    if (added + domain.pinned > domain.limit) refuse_capacity(domain, added);
+    // All are pinned before anything is evicted: none of the group's entries evicts another.
+    for (std::uint32_t unit = begin; unit < end; ++unit) {
+        each_needed(records_[unit], units_[unit], [&](EntryId entry) { pin_entry(domain, entry); });
+    }
+    if (!make_room(domain, missing, demanded)) cancel_holds_for(domain, missing, demanded);
+    for (std::uint32_t unit = begin; unit < end; ++unit) {
+        each_needed(records_[unit], units_[unit], [&](EntryId entry) { request(domain, entry, demanded); });
+    }
+    ++groups_begun_;
+    ++stats_.groups;
+    group_open_ = true;
+    const std::span<const std::uint32_t> records(records_);
+    hold_units(domain, records.subspan(end), std::span<const std::uint16_t>(units_).subspan(end), ahead);
+}
+
+void Residency::request(Domain& domain, EntryId entry, Decided& decided) {
+    std::uint8_t& flags = flags_[entry];
+    Traffic& layer = stats_.by_layer[layer_of_[entry / kGroupStride]];
+    Traffic& group = stats_.by_group[entry % kGroupStride];
+    if ((flags & RESIDENT) != 0) {
+        ++stats_.hits, ++layer.hits, ++group.hits;
+        if ((flags & FRESH) != 0) {
+            stats_.useful_prefetch_bytes += bytes_[entry];
+            flags &= static_cast<std::uint8_t>(~FRESH);
+        }
+        if ((flags & KNOWN) != 0) {
+            domain.policy->hit(entry);
+        } else {
+            tell_policy(domain, entry);
+        }
+        decided.add(Decision::HIT, entry);
+    } else {
+        flags |= RESIDENT;
+        domain.used += frames_[entry];
+        tell_policy(domain, entry);
+        if ((flags & STORED) != 0) {
+            ++stats_.misses, ++layer.misses, ++group.misses;
+            stats_.read_bytes += bytes_[entry];
+            decided.add(Decision::FETCH, entry);
+        } else {
+            ++stats_.creates;
+            decided.add(Decision::CREATE, entry);
+        }
+    }
+    domain.policy->tick(Clock::REQUEST);
+}
+
+void Residency::end_unit(std::uint32_t unit, Decided& decided) {
+    if (!group_open_) throw std::logic_error("no group is open");
+    if (unit < bounds_[groups_begun_ - 1] || unit >= bounds_[groups_begun_]) {
+        throw std::invalid_argument("unit " + std::to_string(unit) + " is not of the open group");
+    }
+    if (unit_ended_[unit] != 0) throw std::logic_error("unit " + std::to_string(unit) + " has ended already");
+    unit_ended_[unit] = 1;
+    finish(records_[unit], units_[unit], decided);
+}
+
+void Residency::end_group(Decided& decided) {
+    if (!group_open_) throw std::logic_error("no group is open");
+    for (std::uint32_t unit = bounds_[groups_begun_ - 1]; unit < bounds_[groups_begun_]; ++unit) {
+        if (unit_ended_[unit] == 0) finish(records_[unit], units_[unit], decided);
+        unit_ended_[unit] = 1;
+    }
+    group_open_ = false;
+    access_open_ = groups_begun_ < group_count();
+}
+
+void Residency::finish(std::uint32_t record, std::uint16_t unit, Decided& decided) {
+    each_needed(record, unit, [&](EntryId entry) {
+        const std::uint32_t group = entry % kGroupStride;
+        if ((unit >> (kDirtyShift + group) & 1) != 0) flags_[entry] |= DIRTY;
+        unpin_entry(entry);
+        // Someone who holds another pin uses it still.
+        if ((unit >> (kDropShift + group) & 1) != 0 && pins(entry) == 0) drop_entry(entry, decided);
+    });
+}
+
+// ---- pins across accesses
+
+void Residency::pin(std::span<const std::uint32_t> records, std::span<const std::uint16_t> flags) {
+    check_units(0, records, flags, Check::RECORDS);
+    for (std::size_t i = 0; i < records.size(); ++i) {
+        each_needed(records[i], flags[i], [&](EntryId entry) {
+            if (pins(entry) == 0) {
+                throw std::logic_error("entry " + std::to_string(entry) + " is not in use: pin it in its access");
+            }
+        });
+    }
+    for (std::size_t i = 0; i < records.size(); ++i) {
+        each_needed(records[i], flags[i], [&](EntryId entry) { pin_entry(domain_of(entry), entry); });
+    }
+}
+
+void Residency::unpin(std::span<const std::uint32_t> records, std::span<const std::uint16_t> flags,
+                      Decided& decided) {
+    check_units(0, records, flags, Check::RECORDS);
+    for (std::size_t i = 0; i < records.size(); ++i) {
+        each_needed(records[i], flags[i], [&](EntryId entry) {
+            if (pins(entry) == 0) throw std::logic_error("entry " + std::to_string(entry) + " is not pinned");
+        });
+    }
+    for (std::size_t i = 0; i < records.size(); ++i) finish(records[i], flags[i], decided);
+}
+
+// ---- write-back, drop, the clock
+
+void Residency::clean_entry(EntryId entry, Decided& decided) {
+    if (entry % kGroupStride == kGradients || (flags_[entry] & DIRTY) == 0 || pins(entry) != 0) return;
+    flags_[entry] = static_cast<std::uint8_t>((flags_[entry] & ~DIRTY) | STORED);
+    ++stats_.write_backs;
+    stats_.written_bytes += bytes_[entry];
+    decided.add(Decision::WRITE_BACK, entry);
+}
+
+void Residency::clean(std::span<const std::uint32_t> records, Decided& decided) {
+    for (const std::uint32_t record : records) {
+        if (record >= record_count()) throw std::invalid_argument("no record " + std::to_string(record));
+    }
+    for (const std::uint32_t record : records) {
+        for (std::uint32_t group = 0; group < kGradients; ++group) {
+            clean_entry(record * kGroupStride + group, decided);
+        }
+    }
+}
+
+void Residency::clean_all(Decided& decided) {
+    for (EntryId entry = 0; entry < flags_.size(); ++entry) clean_entry(entry, decided);
+}
+
+void Residency::drop(std::span<const EntryId> entries, Decided& decided) {
+    for (const EntryId entry : entries) {
+        check_entry(entry);
+        if (pins(entry) != 0) throw std::logic_error("entry " + std::to_string(entry) + " is pinned");
+    }
+    for (const EntryId entry : entries) drop_entry(entry, decided);
+}
+
+void Residency::end_step() {
+    if (access_open_) throw std::logic_error("an access is open");
+    cancel_prefetch();
+    for (Domain& domain : domains_) domain.policy->tick(Clock::STEP);
+    ++stats_.steps;
+}
+
+// ---- looking at it
+
+ResidencyStats Residency::stats() const { return stats_; }
+
+void Residency::check_entry(EntryId entry) const {
+    if (entry >= flags_.size() || entry % kGroupStride >= kGroups) {
+        throw std::invalid_argument("no entry " + std::to_string(entry));
+    }
+}
+
+EntryState Residency::state(EntryId entry) const {
+    check_entry(entry);
+    const std::uint8_t flags = flags_[entry];
+    return EntryState{(flags & RESIDENT) != 0, (flags & DIRTY) != 0, (flags & STORED) != 0, held(entry),
+                      pins(entry)};
+}
+
+std::vector<EntryId> Residency::resident_entries() const { return entries_with(RESIDENT); }
+
+std::vector<EntryId> Residency::dirty_entries() const { return entries_with(DIRTY); }
+
+std::vector<EntryId> Residency::entries_with(std::uint8_t flag) const {
+    std::vector<EntryId> found;
+    for (EntryId entry = 0; entry < flags_.size(); ++entry) {
+        if ((flags_[entry] & flag) != 0) found.push_back(entry);
+    }
+    return found;
+}
+
+std::uint64_t Residency::used_frames() const {
+    std::uint64_t used = 0;
+    for (const Domain& domain : domains_) used += domain.used;
+    return used;
+}
+
+}  // namespace tierstore

@@ -1,0 +1,229 @@
+// What of the records is in the budget: every decision of the host cache, taken in program order. It counts
+// frames and knows neither memory nor I/O, so that a replay drives the very object that a live store runs.
+//
+// An entry is one section group of one record. It is ABSENT or RESIDENT; resident, it may be pinned (in use by
+// an access), on hold (brought in or kept for an access to come), dirty (newer than its backing copy).
+//
+// An access is one atomic event: the records that one layer needs at one moment. None of its entries evicts
+// another. What does not fit is split in record order into the largest groups that do, each atomic.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "native/cache/policy.hpp"
+
+namespace tierstore {
+
+inline constexpr std::uint32_t kGroups = 3;       // weights, moments, gradients
+inline constexpr std::uint32_t kGroupStride = 4;  // entry = record * kGroupStride + group
+inline constexpr std::uint32_t kGradients = 2;
+
+enum class Decision : std::uint8_t {
+    HIT,          // resident already
+    FETCH,        // read its backing copy
+    CREATE,       // there is none: no read
+    EVICT,        // clean: its frames are free
+    EVICT_WRITE,  // write it back, then its frames are free
+    WRITE_BACK,   // write it back; it stays, clean
+    DROP,         // discard it, resident or not, and its backing copy
+};
+
+enum class Scope : std::uint8_t { GLOBAL, LAYER };
+
+// Flags of a unit: what an access does with one record. `dirty` and `drop` only what it needs.
+inline constexpr std::uint16_t kNeedShift = 0, kDirtyShift = 3, kDropShift = 6;
+inline constexpr std::uint16_t kGroupMask = 7;
+
+struct Decided {
+    std::vector<std::uint8_t> kinds;
+    std::vector<EntryId> entries;
+    void add(Decision kind, EntryId entry) {
+        kinds.push_back(static_cast<std::uint8_t>(kind));
+        entries.push_back(entry);
+    }
+    void clear() {
+        kinds.clear();
+        entries.clear();
+    }
+};
+
+// The frames of the capacity (or of a layer's quota) cannot hold what must be resident at once.
+class CapacityError : public std::invalid_argument {
+public:
+    CapacityError(std::uint64_t needed, std::uint64_t available);
+    std::uint64_t needed_frames() const { return needed_; }
+
+private:
+    std::uint64_t needed_;
+};
+
+struct Traffic {
+    std::uint64_t hits = 0;    // needed and resident (in flight or on hold included) when asked for
+    std::uint64_t misses = 0;  // needed and read
+};
+
+struct ResidencyStats {
+    std::uint64_t hits = 0, misses = 0, creates = 0, evictions = 0, write_backs = 0, drops = 0;
+    std::uint64_t read_bytes = 0, written_bytes = 0;  // read_bytes counts prefetched bytes too
+    std::uint64_t prefetch_read_bytes = 0, useful_prefetch_bytes = 0, wasted_prefetch_bytes = 0;
+    std::uint64_t starved = 0, groups = 0, accesses = 0, steps = 0;
+    std::array<Traffic, kGroups> by_group{};
+    std::vector<Traffic> by_layer;
+};
+
+struct ResidencyOptions {
+    std::uint64_t capacity_frames = 0;
+    std::uint64_t lookahead_frames = 0;  // the most that prefetched, not yet used entries may occupy
+    Scope scope = Scope::GLOBAL;
+    std::vector<std::uint64_t> layer_quotas;  // with LAYER: frames of each layer, at most the capacity in sum
+    std::string policy = "lfu-decay";
+    PolicyOptions policy_options;
+};
+
+struct EntryState {
+    bool resident, dirty, stored, held;
+    std::uint32_t pins;
+};
+
+// One thread at a time; calls throw std::invalid_argument for bad arguments and std::logic_error for calls out
+// of order, before anything changes.
+class Residency {
+public:
+    explicit Residency(const ResidencyOptions& options);
+    Residency(const Residency&) = delete;
+    Residency& operator=(const Residency&) = delete;
+
+    std::uint32_t add_record(std::uint32_t layer, const std::array<std::uint32_t, kGroups>& frames,
+                             const std::array<std::uint64_t, kGroups>& bytes, std::uint16_t stored_mask);
+    void set_stored(std::uint32_t record, std::uint16_t mask);
+
+    // Opens an access; records strictly ascending. Returns the boundaries of its groups: group i is units
+    // [b[i], b[i+1]).
+    const std::vector<std::uint32_t>& begin_access(std::uint32_t layer, std::span<const std::uint32_t> records,
+                                                   std::span<const std::uint16_t> flags);
+    // Makes the next group resident and pins it: evictions first, then one decision for each needed entry in
+    // order. `ahead`: the following groups, as far as the lookahead allows.
+    void next_group(Decided& demanded, Decided& ahead);
+    void end_unit(std::uint32_t unit, Decided& decided);
+    void end_group(Decided& decided);  // ends the units that are not ended; the last group ends the access
+
+    // Speculation for an access to come, in the order given; stops at the first entry that does not fit.
+    // Returns how many leading units are wholly covered.
+    std::uint32_t prefetch(std::uint32_t layer, std::span<const std::uint32_t> records,
+                           std::span<const std::uint16_t> flags, Decided& decided);
+    void cancel_prefetch();
+
+    // Pins across accesses: the entries must be in use by an access or pinned already. unpin applies dirty and
+    // drop (a drop waits for the last pin).
+    void pin(std::span<const std::uint32_t> records, std::span<const std::uint16_t> flags);
+    void unpin(std::span<const std::uint32_t> records, std::span<const std::uint16_t> flags, Decided& decided);
+
+    // Dirty weights and moments that no one has pinned.
+    void clean(std::span<const std::uint32_t> records, Decided& decided);
+    void clean_all(Decided& decided);
+    void drop(std::span<const EntryId> entries, Decided& decided);
+    void end_step();
+
+    ResidencyStats stats() const;
+    EntryState state(EntryId entry) const;
+    std::vector<EntryId> resident_entries() const;
+    std::vector<EntryId> dirty_entries() const;
+    std::uint64_t used_frames() const;
+    std::uint64_t capacity_frames() const { return options_.capacity_frames; }
+    std::uint32_t record_count() const { return static_cast<std::uint32_t>(layer_of_.size()); }
+    // The open access, for whoever drives it: groups begun, groups in all, whether one is open now.
+    bool access_open() const { return access_open_; }
+    bool group_open() const { return group_open_; }
+    bool can_end(std::uint32_t unit) const {  // a unit of the open group that has not ended
+        return group_open_ && unit >= bounds_[groups_begun_ - 1] && unit < bounds_[groups_begun_] &&
+               unit_ended_[unit] == 0;
+    }
+    const std::vector<std::uint32_t>& bounds() const { return bounds_; }
+    std::uint32_t groups_begun() const { return groups_begun_; }
+    std::uint32_t group_count() const { return static_cast<std::uint32_t>(bounds_.size()) - 1; }
+
+private:
+    enum Flag : std::uint8_t { RESIDENT = 1, DIRTY = 2, STORED = 4, FRESH = 8, KNOWN = 16 };
+    // FRESH: prefetched and not yet used. KNOWN: the policy has been told of it.
+    static constexpr std::uint32_t kHeld = 1u << 31;  // of busy_; the rest counts pins
+    static constexpr EntryId kNobody = ~0u;
+
+    // One cache: the whole budget, or one layer's quota.
+    struct Domain {
+        std::unique_ptr<Policy> policy;
+        std::uint64_t limit = 0;  // frames that may be used: capacity or quota, less the policy's headroom
+        std::uint64_t lookahead = 0;
+        std::uint64_t used = 0;
+        std::uint64_t pinned = 0;
+    };
+
+    // What to check of units: an access's records ascend; prefetched ones may come in any order; pins may be of
+    // any layer.
+    enum class Check : std::uint8_t { ACCESS, PREFETCH, RECORDS };
+
+    Domain& domain_of(EntryId entry) { return domain_for(layer_of_[entry / kGroupStride]); }
+    Domain& domain_for(std::uint32_t layer) { return domains_[options_.scope == Scope::LAYER ? layer : 0]; }
+    std::uint32_t pins(EntryId entry) const { return busy_[entry] & ~kHeld; }
+    bool held(EntryId entry) const { return (busy_[entry] & kHeld) != 0; }
+    template <typename Visit>
+    void each_needed(std::uint32_t record, std::uint16_t unit, Visit visit) const {
+        for (std::uint32_t group = 0; group < kGroups; ++group) {
+            if ((unit >> group & 1) != 0) visit(record * kGroupStride + group);
+        }
+    }
+    void check_entry(EntryId entry) const;
+    void check_units(std::uint32_t layer, std::span<const std::uint32_t> records,
+                     std::span<const std::uint16_t> flags, Check check) const;
+    void split(Domain& domain);
+    [[noreturn]] void refuse_capacity(const Domain& domain, std::uint64_t added) const;
+    void request(Domain& domain, EntryId entry, Decided& decided);
+    void finish(std::uint32_t record, std::uint16_t unit, Decided& decided);
+    void clean_entry(EntryId entry, Decided& decided);
+    std::vector<EntryId> entries_with(std::uint8_t flag) const;
+
+    // room.cpp: who stays and who goes.
+    std::uint32_t hold_units(Domain& domain, std::span<const std::uint32_t> records,
+                             std::span<const std::uint16_t> units, Decided& decided);
+    bool hold(Domain& domain, EntryId entry, Decided& decided);
+    void unhold(EntryId entry);
+    bool make_room(Domain& domain, std::uint64_t frames, Decided& decided);
+    void cancel_holds_for(Domain& domain, std::uint64_t frames, Decided& decided);
+    void evict(Domain& domain, EntryId entry, Decided& decided);
+    void leave(Domain& domain, EntryId entry);
+    void drop_entry(EntryId entry, Decided& decided);
+    void pin_entry(Domain& domain, EntryId entry);
+    void unpin_entry(EntryId entry);
+    void tell_policy(Domain& domain, EntryId entry);
+
+    ResidencyOptions options_;
+    std::vector<Domain> domains_;
+    // By entry.
+    std::vector<std::uint32_t> frames_;
+    std::vector<std::uint32_t> busy_;
+    std::vector<std::uint8_t> flags_;
+    std::vector<std::uint64_t> bytes_;
+    std::vector<std::uint32_t> layer_of_;  // by record
+    // Entries on hold, oldest first; kNobody where one was released, until it is swept.
+    std::vector<EntryId> holds_;
+    std::vector<std::uint32_t> hold_slot_;  // by entry: where in holds_
+    std::uint64_t fresh_held_frames_ = 0;
+    // The open access.
+    bool access_open_ = false;
+    bool group_open_ = false;
+    std::uint32_t access_layer_ = 0;
+    std::uint32_t groups_begun_ = 0;
+    std::vector<std::uint32_t> records_;
+    std::vector<std::uint16_t> units_;
+    std::vector<std::uint8_t> unit_ended_;
+    std::vector<std::uint32_t> bounds_{0};
+    std::vector<EntryId> victims_;  // scratch
+    ResidencyStats stats_;
+};
+
+}  // namespace tierstore

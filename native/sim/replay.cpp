@@ -1,0 +1,83 @@
+#include "native/sim/replay.hpp"
+
+#include <string>
+
+namespace tierstore {
+
+void Replay::run(const TraceColumns& trace) {
+    for (std::size_t i = 0; i < trace.kinds.size(); ++i, ++events_) {
+        const std::uint64_t begin = trace.offsets[i];
+        const std::uint64_t count = trace.offsets[i + 1] - begin;
+        try {
+            if (trace.kinds[i] >= kTraceEvents) {
+                throw std::invalid_argument("unknown kind " + std::to_string(trace.kinds[i]));
+            }
+            if (trace.at[i] == 0) {
+                finish();
+            } else {
+                advance_to(trace.at[i]);
+            }
+            apply(static_cast<TraceEvent>(trace.kinds[i]), trace.layers[i], trace.records.subspan(begin, count),
+                  trace.flags.subspan(begin, count));
+        } catch (const CapacityError&) {
+            throw;
+        } catch (const std::logic_error& error) {
+            throw std::invalid_argument("event " + std::to_string(events_) + ": " + error.what());
+        }
+        decided_.clear();
+        ahead_.clear();
+    }
+}
+
+void Replay::finish() {
+    while (residency_.access_open()) {
+        if (!residency_.group_open()) residency_.next_group(decided_, ahead_);
+        end_group();
+        decided_.clear();
+        ahead_.clear();
+    }
+}
+
+// With another capacity there may be fewer groups than there were: then the last one stands for the rest.
+void Replay::advance_to(std::uint32_t at) {
+    const std::uint32_t groups = residency_.group_count();
+    const std::uint32_t wanted = at / 2 < groups ? at / 2 : groups;
+    const bool open = at % 2 == 0;
+    while (residency_.access_open() && residency_.groups_begun() < wanted) {
+        if (residency_.group_open()) end_group();
+        residency_.next_group(decided_, ahead_);
+    }
+    if (!open && residency_.group_open()) end_group();
+}
+
+void Replay::end_group() {
+    residency_.end_group(decided_);
+}
+
+void Replay::end_units(std::span<const std::uint32_t> units) {
+    if (!residency_.group_open()) return;
+    for (const std::uint32_t unit : units) {
+        if (residency_.can_end(unit)) residency_.end_unit(unit, decided_);
+    }
+}
+
+void Replay::apply(TraceEvent kind, std::uint32_t layer, std::span<const std::uint32_t> records,
+                   std::span<const std::uint16_t> flags) {
+    switch (kind) {
+        case TraceEvent::ACCESS: residency_.begin_access(layer, records, flags); break;
+        case TraceEvent::PREFETCH: residency_.prefetch(layer, records, flags, decided_); break;
+        case TraceEvent::CANCEL: residency_.cancel_prefetch(); break;
+        case TraceEvent::CLEAN: residency_.clean(records, decided_); break;
+        case TraceEvent::CLEAN_ALL: residency_.clean_all(decided_); break;
+        case TraceEvent::DROP: residency_.drop(records, decided_); break;
+        case TraceEvent::SET_STORED:
+            for (std::size_t i = 0; i < records.size(); ++i) residency_.set_stored(records[i], flags[i]);
+            break;
+        case TraceEvent::PIN: residency_.pin(records, flags); break;
+        case TraceEvent::UNPIN: residency_.unpin(records, flags, decided_); break;
+        case TraceEvent::END_UNIT: end_units(records); break;
+        case TraceEvent::END_STEP: residency_.end_step(); break;
+    }
+}
+
+}  // namespace tierstore
