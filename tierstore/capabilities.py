@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import importlib
 import importlib.util
 import mmap
 import os
@@ -25,6 +24,8 @@ __all__ = [
     "Capability",
     "Finding",
     "Resolution",
+    "chosen_instruction_set",
+    "filesystem_type",
     "instruction_sets",
     "probe_avx2",
     "probe_avx512",
@@ -139,7 +140,7 @@ def instruction_sets(proc: Path = _PROC) -> list[str]:
             flags.update(line.partition(":")[2].split())
             break
     found = ["avx512"] if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags else []
-    found += ["avx2"] if {"avx2", "fma"} <= flags else []
+    found += ["avx2"] if "avx2" in flags else []
     return [*found, "scalar"]
 
 
@@ -157,20 +158,23 @@ def _probe_instructions(name: str, proc: Path) -> Finding:
     found = instruction_sets(proc)
     if name not in found:
         return Finding(False, f"the processor has {', '.join(found)} only")
-    best = _native_best_instruction_set()
-    return Finding(True, "the processor has it" + (f"; the core chose {best}" if best else ""))
+    return Finding(True, "the processor has it" + ("" if name == chosen_instruction_set() else ", unused"))
 
 
-def _native_best_instruction_set() -> str:
-    """What the native core would choose; empty where the core is not built or does not say."""
+def chosen_instruction_set() -> str:
+    """What the native core runs: the best, or the one that TIERSTORE_ISA names.
+
+    The processor's best where the core is not built, since a doctor must work then, too. Raises
+    CapabilityError when TIERSTORE_ISA names what cannot be.
+    """
     if importlib.util.find_spec("tierstore._native") is None:
-        return ""
-    native = importlib.import_module("tierstore._native")
-    best = getattr(native, "best_instruction_set", None)
-    if best is None:
-        return ""
-    chosen = best()
-    return str(getattr(chosen, "name", chosen)).lower()
+        return instruction_sets()[0]
+    from tierstore import _native
+
+    try:
+        return _native.instruction_set().name.lower()
+    except ValueError as exc:
+        raise CapabilityError(str(exc)) from exc
 
 
 def probe_cuda() -> Finding:

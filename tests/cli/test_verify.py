@@ -27,8 +27,8 @@ class FakeVerifier:
         self.report = FakeReport(failures)
         self.paths: list[Path] = []
 
-    def __call__(self, path: Path, *, progress: Callable[[int, int], None]) -> FakeReport:
-        self.paths.append(path)
+    def __call__(self, directory: Path, /, *, progress: Callable[[int, int], None]) -> FakeReport:
+        self.paths.append(directory)
         for done in range(1, 5):
             progress(done, 4)
         return self.report

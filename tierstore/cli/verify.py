@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,9 +35,9 @@ class Report(Protocol):
 
 
 class Verifier(Protocol):
-    """``tierstore.store.verify_store``: it reports progress as (records checked, records in all)."""
+    """``tierstore.store.verify_store``: it reports progress as (groups read, groups in all)."""
 
-    def __call__(self, path: Path, *, progress: Callable[[int, int], None]) -> Report: ...
+    def __call__(self, directory: Path, /, *, progress: Callable[[int, int], None]) -> Report: ...
 
 
 @click.command()
@@ -47,8 +46,9 @@ class Verifier(Protocol):
 @click.pass_context
 def verify(ctx: click.Context, store: Path, as_json: bool) -> None:
     """Read and check every record of every snapshot of STORE; exit status 1 if any is not whole."""
-    verifier: Verifier = importlib.import_module("tierstore.store").verify_store
-    ctx.exit(run_verify(store, Output.for_option(as_json), verifier))
+    from tierstore.store import verify_store
+
+    ctx.exit(run_verify(store, Output.for_option(as_json), verify_store))
 
 
 def run_verify(store: Path, output: Output, verifier: Verifier) -> int:
