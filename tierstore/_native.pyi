@@ -13,7 +13,10 @@ from numpy.typing import NDArray
 # ---- base
 
 class ChecksumMismatch(Exception):
-    """A section read from a file is not what was written there. args: (message, path, file_offset, section_index)."""
+    """A section read from a file is not what was written there.
+
+    ``args`` is (message, path, file_offset, section_index).
+    """
 
     path: str
     file_offset: int  # bytes, where the section starts
@@ -53,7 +56,7 @@ class Arena:
         """Bytes that huge pages back now. Reads /proc/self/smaps: not for a hot path."""
 
     def view(self, offset: int = 0, nbytes: int | None = None) -> NDArray[np.uint8]:
-        """A writable view of ``[offset, offset + nbytes)``, to the end without ``nbytes``. IndexError outside."""
+        """A writable view of ``[offset, offset + nbytes)``, by default to the end. IndexError outside."""
 
 class Buffer:
     """An immutable run of ``nbytes`` bytes over spans ``(offset, capacity)`` of an arena, in bytes.
@@ -127,7 +130,7 @@ class Priority(enum.Enum):
     WRITE_BACK = 2
 
 class File:
-    """A file opened for reading and writing, with and, where the file system takes it, without the page cache."""
+    """A file opened for reading and writing, through the page cache and, where it can be, past it."""
 
     def __init__(
         self, path: str | os.PathLike[str], *, create: FileCreate = ..., direct: DirectIo = ...
@@ -171,9 +174,9 @@ class Dtype(enum.Enum):
 class Engine:
     """Background operations. Each method returns a ticket at once; ``after`` names earlier tickets only.
 
-    An operation that fails, fails all that follow it with the same error, and whoever waits gets it: OSError with
-    errno and path, ChecksumMismatch, CancelledError, EngineClosed. Arguments that cannot work are a ValueError at
-    once. After a failed write or sync no later one is tried (``poisoned``).
+    An operation that fails, fails all that follow it with the same error, and whoever waits gets it: OSError
+    with errno and path, ChecksumMismatch, CancelledError, EngineClosed. Arguments that cannot work are a
+    ValueError at once. After a failed write or sync no later one is tried (``poisoned``).
     """
 
     def __init__(
@@ -222,7 +225,9 @@ class Engine:
     def sync(self, file: File, *, after: Sequence[int] = (), priority: Priority = ...) -> int:
         """fdatasync: what ``after`` names is durable once it is done."""
 
-    def copy(self, dst: Buffer, src: Buffer, *, after: Sequence[int] = (), priority: Priority = ...) -> int: ...
+    def copy(
+        self, dst: Buffer, src: Buffer, *, after: Sequence[int] = (), priority: Priority = ...
+    ) -> int: ...
     def fill_zero(self, dst: Buffer, *, after: Sequence[int] = (), priority: Priority = ...) -> int: ...
     def accumulate(
         self,
@@ -296,7 +301,7 @@ class Engine:
         """The tickets given to notify() that have finished since the last call."""
 
     def stats(self) -> dict[str, Any]:
-        """Bytes, operations and seconds of service by kind since the start; ``waiting`` and ``in_flight`` now."""
+        """Bytes, operations and seconds of service by kind since the start; what waits and runs now."""
 
     @property
     def backend(self) -> str:

@@ -1,0 +1,325 @@
+// Several threads submit random graphs of copies, fills, reads, writes and syncs, wait, cancel and close, each
+// against an oracle that replays in ticket order whatever succeeded. Usage: stress_engine [threads|uring] [rounds]
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "native/base/align.hpp"
+#include "native/engine/engine.hpp"
+#include "tests/native/check.hpp"
+
+using namespace tierstore;
+using namespace std::chrono_literals;
+
+namespace {
+
+using Random = std::mt19937;
+
+constexpr size_t kCells = 12;         // of each thread, in memory
+constexpr size_t kSlots = 8;          // of each thread, in its file
+constexpr size_t kFrames = 5;         // of a cell: it is scattered over so many
+constexpr size_t kContent = kFrames * kPageBytes - 100;
+constexpr size_t kSubmitters = 3;
+
+size_t pick(Random& random, size_t n) { return std::uniform_int_distribution<size_t>(0, n - 1)(random); }
+
+std::string temporary(const std::string& name) {
+    return "/var/tmp/tierstore-stress-" + std::to_string(getpid()) + "-" + name;
+}
+
+// The tickets that threads show one another, to make graphs that cross.
+struct Board {
+    std::atomic<Ticket> tickets[16] = {};
+
+    void show(Random& random, Ticket ticket) { tickets[pick(random, 16)] = ticket; }
+    Ticket look(Random& random) { return tickets[pick(random, 16)]; }
+};
+
+struct Step {
+    enum Kind { Copy, Fill, Read, Write, Other } kind;
+    Ticket ticket;
+    size_t to, from;
+};
+
+class Submitter {
+public:
+    Submitter(Engine& engine, Board& board, unsigned seed)
+        : engine_(engine),
+          board_(board),
+          random_(seed),
+          arena_(std::make_shared<Arena>(kCells * kFrames * kPageBytes, HugePages::Off)),
+          crcs_(std::make_shared<CrcTable>(kSlots)),
+          path_(temporary(std::to_string(seed))),
+          file_(path_, FileCreate::Yes),
+          cell_values_(kCells),
+          slot_values_(kSlots) {
+        file_.allocate(0, kSlots * kFrames * kPageBytes);
+        std::vector<size_t> frames(kCells * kFrames);
+        for (size_t i = 0; i < frames.size(); ++i) frames[i] = i * kPageBytes;
+        std::shuffle(frames.begin(), frames.end(), random_);
+        for (size_t i = 0; i < kCells; ++i) {
+            std::vector<Buffer::Extent> extents;
+            for (size_t j = 0; j < kFrames; ++j) extents.push_back({frames[i * kFrames + j], kPageBytes});
+            cells_.emplace_back(arena_, extents, kContent);
+            set_cell(i);
+        }
+        for (size_t i = 0; i < kSlots; ++i) {
+            cell_tickets_.assign(kCells, 0);
+            slot_tickets_.assign(kSlots, 0);
+            engine_.wait(engine_.write(slot(i, i), {}), 1h);
+            slot_values_[i] = cell_values_[i];
+        }
+    }
+    ~Submitter() { ::unlink(path_.c_str()); }
+
+    void round() {
+        steps_.clear();
+        for (size_t i = 0; i < kCells; ++i)
+            if (pick(random_, 4) == 0) set_cell(i);
+        std::vector<Ticket> externals;
+        for (size_t n = 0; n < 60; ++n) {
+            submit_one(externals);
+            if (pick(random_, 12) == 0) engine_.cancel(steps_[pick(random_, steps_.size())].ticket);
+            if (pick(random_, 16) == 0) engine_.promote(steps_[pick(random_, steps_.size())].ticket);
+            if (pick(random_, 16) == 0) engine_.notify(steps_.back().ticket);
+            if (pick(random_, 20) == 0) engine_.drain_notified();
+            if (pick(random_, 30) == 0) engine_.stats();
+        }
+        for (Ticket ticket : externals) engine_.complete_external(ticket);
+        std::fill(cell_tickets_.begin(), cell_tickets_.end(), 0);
+        std::fill(slot_tickets_.begin(), slot_tickets_.end(), 0);
+        for (const Step& step : steps_)
+            if (succeeded(step.ticket)) replay(step);
+        verify();
+    }
+
+private:
+    Transfer slot(size_t index, size_t cell) {
+        return {file_.open(), index * kFrames * kPageBytes, {cells_[cell]}, crcs_, index, kPageBytes};
+    }
+
+    void set_cell(size_t i) {
+        std::vector<std::byte> content(kContent, std::byte(1 + pick(random_, 255)));
+        cell_values_[i] = content[0];
+        cells_[i].scatter(content.data());
+    }
+
+    // Everything that touches a cell or slot follows what touched it before.
+    std::vector<Ticket> after(std::initializer_list<Ticket*> places) {
+        std::vector<Ticket> tickets;
+        for (Ticket* place : places)
+            if (*place != 0) tickets.push_back(*place);
+        if (pick(random_, 6) == 0)
+            if (const Ticket other = board_.look(random_)) tickets.push_back(other);
+        return tickets;
+    }
+
+    void submit_one(std::vector<Ticket>& externals) {
+        const size_t to = pick(random_, kCells);
+        const size_t from = (to + 1 + pick(random_, kCells - 1)) % kCells;
+        const size_t index = pick(random_, kSlots);
+        const auto priority = static_cast<Priority>(pick(random_, 3));
+        Ticket ticket = 0;
+        switch (pick(random_, 10)) {
+            case 0:
+            case 1:
+            case 2: {
+                const auto tickets = after({&cell_tickets_[to], &cell_tickets_[from]});
+                ticket = engine_.compute(copy_work(cells_[to], cells_[from]), {tickets, priority});
+                cell_tickets_[to] = cell_tickets_[from] = ticket;
+                steps_.push_back({Step::Copy, ticket, to, from});
+                break;
+            }
+            case 3: {
+                const auto tickets = after({&cell_tickets_[to]});
+                ticket = engine_.compute(fill_zero_work(cells_[to]), {tickets, priority});
+                cell_tickets_[to] = ticket;
+                steps_.push_back({Step::Fill, ticket, to, 0});
+                break;
+            }
+            case 4:
+            case 5: {
+                const auto tickets = after({&cell_tickets_[to], &slot_tickets_[index]});
+                ticket = engine_.write(slot(index, to), {tickets, priority});
+                cell_tickets_[to] = slot_tickets_[index] = ticket;
+                steps_.push_back({Step::Write, ticket, index, to});
+                break;
+            }
+            case 6:
+            case 7: {
+                const auto tickets = after({&cell_tickets_[to], &slot_tickets_[index]});
+                ticket = engine_.read(slot(index, to), {tickets, priority});
+                cell_tickets_[to] = slot_tickets_[index] = ticket;
+                steps_.push_back({Step::Read, ticket, to, index});
+                break;
+            }
+            case 8: {
+                const auto tickets = after({&slot_tickets_[index]});
+                ticket = engine_.sync(file_.open(), {tickets, priority});
+                steps_.push_back({Step::Other, ticket, 0, 0});
+                break;
+            }
+            default: {
+                const auto tickets = after({&cell_tickets_[to], &cell_tickets_[from]});
+                if (pick(random_, 3) == 0) {
+                    ticket = engine_.external({tickets, priority});
+                    externals.push_back(ticket);
+                } else {
+                    ticket = engine_.barrier({tickets, priority});
+                }
+                cell_tickets_[to] = ticket;
+                steps_.push_back({Step::Other, ticket, 0, 0});
+                break;
+            }
+        }
+        board_.show(random_, ticket);
+    }
+
+    bool succeeded(Ticket ticket) {
+        try {
+            while (!engine_.wait(ticket, 100ms)) std::this_thread::yield();
+            CHECK(engine_.done(ticket));
+            return true;
+        } catch (const Cancelled&) {
+            return false;
+        }
+    }
+
+    void replay(const Step& step) {
+        switch (step.kind) {
+            case Step::Copy: cell_values_[step.to] = cell_values_[step.from]; break;
+            case Step::Fill: cell_values_[step.to] = std::byte{0}; break;
+            case Step::Read: cell_values_[step.to] = slot_values_[step.from]; break;
+            case Step::Write: slot_values_[step.to] = cell_values_[step.from]; break;
+            case Step::Other: break;
+        }
+    }
+
+    void verify() {
+        std::vector<std::byte> content(kContent);
+        for (size_t i = 0; i < kCells; ++i) {
+            cells_[i].gather(content.data());
+            for (std::byte byte : content) CHECK(byte == cell_values_[i]);
+        }
+        for (size_t i = 0; i < kSlots; ++i) {
+            const size_t cell = pick(random_, kCells);
+            engine_.wait(engine_.read(slot(i, cell), {}), 1h);
+            cells_[cell].gather(content.data());
+            for (std::byte byte : content) CHECK(byte == slot_values_[i]);
+            cell_values_[cell] = slot_values_[i];
+        }
+    }
+
+    Engine& engine_;
+    Board& board_;
+    Random random_;
+    std::shared_ptr<Arena> arena_;
+    std::shared_ptr<CrcTable> crcs_;
+    std::string path_;
+    File file_;
+    std::vector<Buffer> cells_;
+    std::vector<std::byte> cell_values_, slot_values_;
+    std::vector<Ticket> cell_tickets_, slot_tickets_;
+    std::vector<Step> steps_;
+};
+
+EngineOptions options(IoBackend backend, unsigned seed) {
+    EngineOptions options;
+    options.backend = backend;
+    options.io.threads = 1 + seed % 4;
+    options.io.queue_depth = 1 + seed % 9;
+    options.io.chunk_bytes = kPageBytes << (seed % 3);
+    options.compute_threads = 1 + seed % 3;
+    return options;
+}
+
+void random_graphs(IoBackend backend, unsigned rounds) {
+    for (unsigned seed = 0; seed < 4; ++seed) {
+        Engine engine(options(backend, seed));
+        Board board;
+        std::vector<std::thread> threads;
+        for (unsigned i = 0; i < kSubmitters; ++i)
+            threads.emplace_back([&, i] {
+                Submitter submitter(engine, board, 1000 + 10 * seed + i);
+                for (unsigned n = 0; n < rounds; ++n) submitter.round();
+            });
+        for (auto& thread : threads) thread.join();
+        engine.close();
+        CHECK(!engine.poisoned());
+        CHECK(engine.stats().waiting == 0);
+        CHECK(engine.stats().in_flight == 0);
+    }
+}
+
+// Closing in the middle: every ticket ends, every thread learns it, nothing touches what is gone.
+void closing(IoBackend backend, unsigned rounds) {
+    const std::string path = temporary("close");
+    {
+        File file(path, FileCreate::Yes);
+        file.allocate(0, 64 * kPageBytes);
+    }
+    for (unsigned round = 0; round < rounds; ++round) {
+        auto engine = std::make_unique<Engine>(options(backend, round));
+        std::vector<std::thread> threads;
+        for (unsigned i = 0; i < kSubmitters; ++i)
+            threads.emplace_back([&engine = *engine, &path, i, round] {
+                Random random(100 * round + i);
+                std::vector<Ticket> tickets;
+                try {
+                    for (;;) {
+                        // The operations alone keep file and memory.
+                        File file(path);
+                        auto arena = std::make_shared<Arena>(4 * kPageBytes, HugePages::Off);
+                        const Buffer cell(arena, {{0, 4 * kPageBytes}}, 4 * kPageBytes - 1);
+                        const std::vector<Ticket> after(tickets.end() - (tickets.empty() ? 0 : 1), tickets.end());
+                        Transfer transfer{file.open(), 4 * kPageBytes * pick(random, 16), {cell}, nullptr, 0, 512};
+                        switch (pick(random, 4)) {
+                            case 0: tickets.push_back(engine.read(transfer, {after})); break;
+                            case 1: tickets.push_back(engine.write(transfer, {after})); break;
+                            case 2: tickets.push_back(engine.compute(fill_zero_work(cell), {after})); break;
+                            default: tickets.push_back(engine.external({after}));
+                        }
+                        if (pick(random, 5) == 0) engine.complete_external(engine.external({}));
+                        if (pick(random, 50) == 0) engine.close();
+                    }
+                } catch (const EngineClosed&) {
+                }
+                for (Ticket ticket : tickets) {
+                    try {
+                        CHECK(engine.wait(ticket, 1h));
+                    } catch (const EngineClosed&) {
+                    }
+                }
+            });
+        std::this_thread::sleep_for(std::chrono::microseconds(round * 37 % 2000));
+        engine->close();
+        for (auto& thread : threads) thread.join();
+    }
+    ::unlink(path.c_str());
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    const std::string name = argc > 1 ? argv[1] : "threads";
+    const auto rounds = static_cast<unsigned>(argc > 2 ? std::atoi(argv[2]) : 20);
+    const IoBackend backend = name == "uring" ? IoBackend::Uring : IoBackend::Threads;
+    try {
+        Engine probe(options(backend, 1));
+    } catch (const SyscallError& error) {
+        std::printf("no %s here: %s\n0 passed, 0 failed, 2 skipped\n", name.c_str(), error.what());
+        return 0;
+    }
+    random_graphs(backend, rounds);
+    closing(backend, 4 * rounds);
+    std::puts("2 passed, 0 failed");
+}
