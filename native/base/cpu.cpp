@@ -43,7 +43,7 @@ InstructionSet choose() {
         if (wanted != nullptr && *wanted != '\0') {
             if (name(isa) != wanted) continue;
             if (!supports(isa)) {
-                throw std::invalid_argument("TIERSTORE_ISA=" + std::string(wanted) + ": this machine lacks it");
+                throw std::invalid_argument(std::string("TIERSTORE_ISA: this machine lacks ") + wanted);
             }
             return isa;
         }
