@@ -2,7 +2,8 @@
 
 namespace tierstore {
 
-void split(std::uint16_t* __restrict hi, std::int16_t* __restrict lo, const float* __restrict src, std::size_t n) {
+void split(std::uint16_t* __restrict hi, std::int16_t* __restrict lo, const float* __restrict src,
+           std::size_t n) {
     for (std::size_t i = 0; i < n; ++i) {
         const std::uint32_t bits = __builtin_bit_cast(std::uint32_t, src[i]);
         hi[i] = split_hi(bits);

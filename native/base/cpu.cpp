@@ -6,7 +6,8 @@
 
 namespace tierstore {
 
-// __builtin_cpu_supports asks XGETBV too, so a kernel that does not save zmm state counts as lacking AVX-512.
+// __builtin_cpu_supports asks XGETBV too, so a kernel that does not save zmm state counts as lacking
+// AVX-512.
 bool supports(InstructionSet isa) {
     __builtin_cpu_init();
     switch (isa) {
@@ -42,7 +43,7 @@ InstructionSet choose() {
         if (wanted != nullptr && *wanted != '\0') {
             if (name(isa) != wanted) continue;
             if (!supports(isa)) {
-                throw std::invalid_argument(std::string("TIERSTORE_ISA=") + wanted + ": this machine lacks it");
+                throw std::invalid_argument(std::string("TIERSTORE_ISA: this machine lacks ") + wanted);
             }
             return isa;
         }

@@ -16,7 +16,7 @@ std::uint32_t crc32c_scalar(const void* data, std::size_t n, std::uint32_t crc =
 // The checksum of a followed by b, from theirs and b's length in bytes.
 std::uint32_t crc32c_combine(std::uint32_t crc_a, std::uint32_t crc_b, std::uint64_t len_b);
 
-// "vpclmul", "pclmul" or "scalar": what crc32c uses.
+// "vpclmul", "sse4.2" or "scalar": what crc32c uses.
 const char* crc32c_method();
 
 }  // namespace tierstore

@@ -6,9 +6,13 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string_view.h>
 
+#include <cstddef>
+#include <cstdint>
 #include <optional>
+#include <span>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "native/base/bf16.hpp"
@@ -32,8 +36,8 @@ using SplitWeight = std::pair<Array<std::uint16_t>, Array<std::int16_t>>;
 
 void same_length(std::size_t expected, std::size_t got, const char* name) {
     if (got == expected) return;
-    throw std::invalid_argument(std::string(name) + ": expected " + std::to_string(expected) + " elements, got " +
-                                std::to_string(got));
+    throw std::invalid_argument(std::string(name) + ": expected " + std::to_string(expected) +
+                                " elements, got " + std::to_string(got));
 }
 
 void adamw(tierstore::AdamWSpan span, const Array<float>& exp_avg, const Array<float>& exp_avg_sq,
@@ -45,8 +49,8 @@ void adamw(tierstore::AdamWSpan span, const Array<float>& exp_avg, const Array<f
     span.exp_avg = exp_avg.data();
     span.exp_avg_sq = exp_avg_sq.data();
     span.grad = grad ? grad->data() : nullptr;
-    const std::span<const tierstore::AdamWStep> rows(reinterpret_cast<const tierstore::AdamWStep*>(steps.data()),
-                                                     steps.shape(0));
+    const auto* first = reinterpret_cast<const tierstore::AdamWStep*>(steps.data());
+    const std::span<const tierstore::AdamWStep> rows(first, steps.shape(0));
     const InstructionSet chosen = isa ? *isa : tierstore::best_instruction_set();
     const nb::gil_scoped_release release;
     tierstore::adamw_with(chosen, span, rows, grad_scale);
@@ -89,8 +93,8 @@ void bind_optim(nb::module_& m) {
                    .exp_avg_sq = nullptr, .grad = nullptr, .numel = weight.size()},
                   exp_avg, exp_avg_sq, grad, steps, grad_scale, isa);
         },
-        "weight"_a.noconvert(), "exp_avg"_a.noconvert(), "exp_avg_sq"_a.noconvert(), "grad"_a.noconvert().none(),
-        "steps"_a.noconvert(), "grad_scale"_a = 1.0f, "isa"_a = nb::none());
+        "weight"_a.noconvert(), "exp_avg"_a.noconvert(), "exp_avg_sq"_a.noconvert(),
+        "grad"_a.noconvert().none(), "steps"_a.noconvert(), "grad_scale"_a = 1.0f, "isa"_a = nb::none());
     m.def(
         "adamw",
         [](const SplitWeight& weight, const Array<float>& exp_avg, const Array<float>& exp_avg_sq,
@@ -101,8 +105,8 @@ void bind_optim(nb::module_& m) {
                    .exp_avg = nullptr, .exp_avg_sq = nullptr, .grad = nullptr, .numel = weight.first.size()},
                   exp_avg, exp_avg_sq, grad, steps, grad_scale, isa);
         },
-        "weight"_a.noconvert(), "exp_avg"_a.noconvert(), "exp_avg_sq"_a.noconvert(), "grad"_a.noconvert().none(),
-        "steps"_a.noconvert(), "grad_scale"_a = 1.0f, "isa"_a = nb::none());
+        "weight"_a.noconvert(), "exp_avg"_a.noconvert(), "exp_avg_sq"_a.noconvert(),
+        "grad"_a.noconvert().none(), "steps"_a.noconvert(), "grad_scale"_a = 1.0f, "isa"_a = nb::none());
 
     m.def(
         "accumulate",
@@ -155,7 +159,8 @@ void bind_optim(nb::module_& m) {
         "hi"_a.noconvert(), "lo"_a.noconvert(), "src"_a.noconvert());
     m.def(
         "merge_bf16",
-        [](const Array<float>& dst, const Array<const std::uint16_t>& hi, const Array<const std::int16_t>& lo) {
+        [](const Array<float>& dst, const Array<const std::uint16_t>& hi,
+           const Array<const std::int16_t>& lo) {
             same_length(dst.size(), hi.size(), "hi");
             same_length(dst.size(), lo.size(), "lo");
             const nb::gil_scoped_release release;

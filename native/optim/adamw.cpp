@@ -19,7 +19,8 @@ class FloatMode {
 
     explicit FloatMode(Subnormals subnormals) : saved_(_mm_getcsr()) {
         constexpr unsigned defaults = 0x1f80, flush_to_zero = 0x8000, denormals_are_zero = 0x0040;
-        _mm_setcsr(subnormals == Subnormals::Flush ? defaults | flush_to_zero | denormals_are_zero : defaults);
+        constexpr unsigned flush = defaults | flush_to_zero | denormals_are_zero;
+        _mm_setcsr(subnormals == Subnormals::Flush ? flush : defaults);
     }
     ~FloatMode() { _mm_setcsr(saved_); }
     FloatMode(const FloatMode&) = delete;
@@ -88,8 +89,9 @@ void run(const kernels::Kernels& kernels, const AdamWSpan& span, std::span<const
     const FloatMode plain(FloatMode::Subnormals::Keep);
     const std::vector<kernels::Scalars> scalars = prepare(steps);
     const FloatMode flushing(FloatMode::Subnormals::Flush);
-    kernels.adamw({span.weight, span.weight_hi, span.weight_lo, span.exp_avg, span.exp_avg_sq, span.grad, span.numel},
-                  scalars.data(), scalars.size(), grad_scale);
+    const kernels::Sections sections{span.weight,     span.weight_hi, span.weight_lo, span.exp_avg,
+                                     span.exp_avg_sq, span.grad,      span.numel};
+    kernels.adamw(sections, scalars.data(), scalars.size(), grad_scale);
 }
 
 double sum(const kernels::Kernels& kernels, const float* src, std::size_t n) {
@@ -103,7 +105,8 @@ void adamw(const AdamWSpan& span, std::span<const AdamWStep> steps, float grad_s
     run(best(), span, steps, grad_scale);
 }
 
-void adamw_with(InstructionSet isa, const AdamWSpan& span, std::span<const AdamWStep> steps, float grad_scale) {
+void adamw_with(InstructionSet isa, const AdamWSpan& span, std::span<const AdamWStep> steps,
+                float grad_scale) {
     run(supported(isa), span, steps, grad_scale);
 }
 

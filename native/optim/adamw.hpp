@@ -1,7 +1,8 @@
-// AdamW on the sections of a record, and the sums that gradients need. The same bits on every instruction set.
+// AdamW on the sections of a record, and the sums that gradients need. The same bits on every instruction
+// set.
 //
-// torch.optim.AdamW's formula (decoupled weight decay, Loshchilov and Hutter 2019), arranged as at the end of
-// section 2 of Kingma and Ba 2015, so that a step costs one square root and one division:
+// torch.optim.AdamW's formula (decoupled weight decay, Loshchilov and Hutter 2019), arranged as at the
+// end of section 2 of Kingma and Ba 2015, so that a step costs one square root and one division:
 //
 //     p  = p * decay                                  decay = 1 - lr * weight_decay
 //     m  = m * beta1 + rest1 * g                      rest1 = 1 - beta1
@@ -9,12 +10,13 @@
 //     p  = p - (rate * m) / (sqrt(v) + floor)         rate  = lr * bias_correction2_sqrt / bias_correction1
 //                                                     floor = eps * bias_correction2_sqrt
 //
-// The scalars on the right are computed in double and rounded once to fp32; everything else is fp32, every operation
-// rounded by itself (no FMA, no approximations). A NaN stays a NaN everywhere, but its payload is not promised.
+// The scalars on the right are computed in double and rounded once to fp32; everything else is fp32,
+// every operation rounded by itself (no FMA, no approximations). A NaN stays a NaN everywhere, but its
+// payload is not promised.
 //
-// Subnormals count as zero, in and out (FTZ and DAZ, set for the call only): moments that decay through many missed
-// steps end there, where a processor may take a hundred times longer. They are below 1.2e-38, and the square root
-// of such an exp_avg_sq below 1.1e-19: no eps in use notices.
+// Subnormals count as zero, in and out (FTZ and DAZ, set for the call only): moments that decay through
+// many missed steps end there, where a processor may take a hundred times longer. They are below 1.2e-38,
+// and the square root of such an exp_avg_sq below 1.1e-19: no eps in use notices.
 #pragma once
 
 #include <cstddef>
@@ -26,15 +28,16 @@
 namespace tierstore {
 
 // One step's numbers, as 7 consecutive fp32 values. bias_correction1 = 1 - beta1^t; bias_correction2_sqrt =
-// sqrt(1 - beta2^t); t counts from 1. 1 - beta is taken from the shortest decimal that names the fp32 beta (0.999
-// rather than 0.99900001287), as torch takes it from the double: fp32 would lose five of its digits.
+// sqrt(1 - beta2^t); t counts from 1. 1 - beta is taken from the shortest decimal that names the fp32
+// beta (0.999 rather than 0.99900001287), as torch takes it from the double: fp32 would lose five of its
+// digits.
 struct AdamWStep {
     float lr, beta1, beta2, eps, weight_decay, bias_correction1, bias_correction2_sqrt;
 };
 static_assert(sizeof(AdamWStep) == 7 * sizeof(float));
 
-// Either weight, or weight_hi and weight_lo (see bf16.hpp). grad null is a gradient of zero. No alignment beyond
-// the element's; sections must not overlap. exp_avg_sq is not negative.
+// Either weight, or weight_hi and weight_lo (see bf16.hpp). grad null is a gradient of zero. No alignment
+// beyond the element's; sections must not overlap. exp_avg_sq is not negative.
 struct AdamWSpan {
     float* weight;
     std::uint16_t* weight_hi;
@@ -50,7 +53,8 @@ struct AdamWSpan {
 void adamw(const AdamWSpan& span, std::span<const AdamWStep> steps, float grad_scale);
 
 // The same on a given instruction set, which the machine must support (else std::invalid_argument).
-void adamw_with(InstructionSet isa, const AdamWSpan& span, std::span<const AdamWStep> steps, float grad_scale);
+void adamw_with(InstructionSet isa, const AdamWSpan& span, std::span<const AdamWStep> steps,
+                float grad_scale);
 
 // dst += src, elementwise. The arrays must not overlap. Subnormals count.
 void accumulate(float* dst, const float* src, std::size_t n);
@@ -58,7 +62,8 @@ void accumulate_bf16(float* dst, const std::uint16_t* src, std::size_t n);
 // dst = src, exactly.
 void widen_bf16(float* dst, const std::uint16_t* src, std::size_t n);
 
-// Sum of src[i]^2 in double: element i goes to lane i mod 16, in order; then lanes 8 apart are added, then 4, 2, 1.
+// Sum of src[i]^2 in double: element i goes to lane i mod 16, in order; then lanes 8 apart are added,
+// then 4, 2, 1.
 double sum_of_squares(const float* src, std::size_t n);
 double sum_of_squares_with(InstructionSet isa, const float* src, std::size_t n);
 

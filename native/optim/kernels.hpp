@@ -1,8 +1,8 @@
 // What each instruction set's translation unit offers. Internal to this room.
 //
-// Those units are compiled for processors that this one may not be, so they must not emit an inline function that
-// the linker could pick for everyone: they include no standard library but <cstddef> and <cstdint>, and keep what
-// they define in unnamed namespaces.
+// Those units are compiled for processors that this one may not be, so they must not emit an inline
+// function that the linker could pick for everyone: they include no standard library but <cstddef> and
+// <cstdint>, and keep what they define in unnamed namespaces.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,6 @@
-// The kernels, once for all instruction sets. The including file defines, in an unnamed namespace, `Vec`: a register
-// of `Vec::width` floats (`Vec::F`) with its loads, stores and correctly rounded operations, and `unroll`, how
-// many registers go side by side so that square roots and divisions overlap.
+// The kernels, once for all instruction sets. The including file defines, in an unnamed namespace, `Vec`:
+// a register of `Vec::width` floats (`Vec::F`) with its loads, stores and correctly rounded operations,
+// and `unroll`, how many registers go side by side so that square roots and divisions overlap.
 #include "native/optim/kernels.hpp"
 
 namespace tierstore::kernels {
@@ -13,8 +13,9 @@ struct Constants {
     Vec::F decay, beta1, rest1, beta2, rest2, rate, floor;
 
     explicit Constants(const Scalars& s)
-        : decay(Vec::set(s.decay)), beta1(Vec::set(s.beta1)), rest1(Vec::set(s.rest1)), beta2(Vec::set(s.beta2)),
-          rest2(Vec::set(s.rest2)), rate(Vec::set(s.rate)), floor(Vec::set(s.floor)) {}
+        : decay(Vec::set(s.decay)), beta1(Vec::set(s.beta1)), rest1(Vec::set(s.rest1)),
+          beta2(Vec::set(s.beta2)), rest2(Vec::set(s.rest2)), rate(Vec::set(s.rate)),
+          floor(Vec::set(s.floor)) {}
 };
 
 inline void move_weight(const Constants& c, Vec::F& p, Vec::F m, Vec::F v) {
@@ -36,7 +37,8 @@ inline void step_without_gradient(const Constants& c, Vec::F& p, Vec::F& m, Vec:
 
 // All steps on `count` registers from element i: read once, written once.
 template <Weight weight, Grad grad, int count>
-inline void block(const Sections& s, std::size_t i, const Scalars* steps, std::size_t step_count, Vec::F scale) {
+inline void block(const Sections& s, std::size_t i, const Scalars* steps, std::size_t step_count,
+                  Vec::F scale) {
     Vec::F p[count], m[count], v[count];
     for (int u = 0; u < count; ++u) {
         const std::size_t at = i + u * Vec::width;
@@ -77,7 +79,8 @@ inline void copy(T* dst, const T* src, std::size_t n) {
 
 // The last few elements go through the same block, on padded copies.
 template <Weight weight, Grad grad>
-inline void tail(const Sections& s, std::size_t i, const Scalars* steps, std::size_t step_count, Vec::F scale) {
+inline void tail(const Sections& s, std::size_t i, const Scalars* steps, std::size_t step_count,
+                 Vec::F scale) {
     constexpr std::size_t width = Vec::width;
     float p[width] = {}, m[width] = {}, v[width] = {}, g[width] = {};
     std::uint16_t hi[width] = {};
@@ -129,8 +132,8 @@ inline float widen(std::uint16_t bf16) {
     return __builtin_bit_cast(float, static_cast<std::uint32_t>(bf16) << 16);
 }
 
-// The compiler vectorises what follows, for this unit's instruction set; elementwise or in lanes that the source
-// fixes, so the bits are the same.
+// The compiler vectorises what follows, for this unit's instruction set; elementwise or in lanes that the
+// source fixes, so the bits are the same.
 
 void accumulate(float* __restrict dst, const float* __restrict src, std::size_t n) {
     for (std::size_t i = 0; i < n; ++i) dst[i] += src[i];
@@ -144,18 +147,18 @@ void widen_bf16(float* __restrict dst, const std::uint16_t* __restrict src, std:
     for (std::size_t i = 0; i < n; ++i) dst[i] = widen(src[i]);
 }
 
-using Floats = float __attribute__((vector_size(32)));
-using Doubles = double __attribute__((vector_size(64)));
+using Floats = float __attribute__((vector_size(16)));
+using Doubles = double __attribute__((vector_size(32)));
 
 double sum_of_squares(const float* src, std::size_t n) {
-    Doubles low = {}, high = {};
+    Doubles lanes[4] = {};
     const auto add = [&](const float* p) {
-        Floats a, b;
-        __builtin_memcpy(&a, p, sizeof a);
-        __builtin_memcpy(&b, p + 8, sizeof b);
-        const Doubles wide_a = __builtin_convertvector(a, Doubles), wide_b = __builtin_convertvector(b, Doubles);
-        low += wide_a * wide_a;  // the product of two fp32 values is exact in double
-        high += wide_b * wide_b;
+        for (int j = 0; j < 4; ++j) {
+            Floats narrow;
+            __builtin_memcpy(&narrow, p + 4 * j, sizeof narrow);
+            const Doubles wide = __builtin_convertvector(narrow, Doubles);
+            lanes[j] += wide * wide;  // the product of two fp32 values is exact in double
+        }
     };
     std::size_t i = 0;
     for (; i + 16 <= n; i += 16) add(src + i);
@@ -164,8 +167,8 @@ double sum_of_squares(const float* src, std::size_t n) {
         __builtin_memcpy(rest, src + i, (n - i) * sizeof(float));
         add(rest);
     }
-    const Doubles s = low + high;
-    return ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
+    const Doubles s = (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
+    return (s[0] + s[2]) + (s[1] + s[3]);
 }
 
 bool all_finite(const float* src, std::size_t n) {

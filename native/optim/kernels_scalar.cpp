@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "native/base/bf16.hpp"
+
 namespace tierstore::kernels {
 namespace {
 
@@ -21,13 +23,12 @@ struct Vec {
     static F sqrt(F a) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(a))); }
 
     static F load_split(const std::uint16_t* hi, const std::int16_t* lo) {
-        return __builtin_bit_cast(
-            float, (static_cast<std::uint32_t>(*hi) << 16) + static_cast<std::uint32_t>(std::int32_t{*lo}));
+        return merge(*hi, *lo);
     }
     static void store_split(std::uint16_t* hi, std::int16_t* lo, F x) {
         const auto bits = __builtin_bit_cast(std::uint32_t, x);
-        *hi = static_cast<std::uint16_t>((bits + 0x8000u) >> 16);
-        *lo = static_cast<std::int16_t>(static_cast<std::uint16_t>(bits));
+        *hi = split_hi(bits);
+        *lo = split_lo(bits);
     }
 };
 

@@ -171,6 +171,21 @@ def test_a_split_weight_takes_the_same_steps(size, seed, count, grad, isa):
 
 
 @pytest.mark.parametrize("isa", SETS)
+def test_every_low_half_is_split_alike(isa):
+    # A step that does not move: every low half, ties among them, comes back as split_bf16 made it.
+    still = np.array([[0, 0.9, 0.999, 1e-8, 0, 1, 1]], np.float32)
+    low = np.arange(2**16, dtype=np.uint32)
+    for high in (0x0080, 0x3F80, 0x7F7F, 0xBF81, 0xFF7F):
+        bits = np.uint32(high << 16) | low
+        hi, lo = np.empty(low.size, np.uint16), np.empty(low.size, np.int16)
+        _native.split_bf16(hi, lo, bits.view(np.float32))
+        stepped = hi.copy(), lo.copy()
+        _native.adamw(stepped, *np.zeros((2, low.size), np.float32), None, still, 1.0, isa)
+        np.testing.assert_array_equal(stepped[0], hi)
+        np.testing.assert_array_equal(stepped[1], lo)
+
+
+@pytest.mark.parametrize("isa", SETS)
 def test_moments_end_as_zeros_not_as_subnormals(isa):
     s = State(*(np.full(37, x, np.float32) for x in (1.0, 1e-36, 1e-36, 0.0)))
     seen = []

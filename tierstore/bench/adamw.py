@@ -4,12 +4,12 @@ Each round measures every contestant once, in turn, so that a machine whose spee
 Figures are medians over the rounds with their spread; a ratio is the median of the rounds' ratios.
 
 Contestants: ``copy`` (memory to memory), ``torch`` (``torch.optim.AdamW(fused=True)``), ``step`` (one step),
-``replay`` (``REPLAYED`` missed steps in one pass, without a gradient) and ``subnormal`` (the same over moments that
-are subnormal or become so).
+``replay`` (``REPLAYED`` missed steps in one pass, without a gradient) and ``subnormal`` (the same over
+moments that are subnormal, or become so).
 
-A step reads weight, exp_avg, exp_avg_sq and grad and writes the first three: 28 bytes a parameter in fp32. A copy
-counts each byte once read and once written. What a processor reads of a destination before writing it is not
-counted, and only the copy has such a destination: a step in place may exceed the copy.
+A step reads weight, exp_avg, exp_avg_sq and grad and writes the first three: 28 bytes a parameter in fp32. A
+copy counts each byte once read and once written. What a processor reads of a destination before writing it is
+not counted, and only the copy has such a destination: a step in place may exceed the copy.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def run(parameters: int = 100_000_000, threads: int = 2, repeats: int = 7) -> di
     """Measure, and return figures ready for JSON; keys name their units, ratios are plain numbers.
 
     ``parameters`` fp32 parameters, ``threads`` threads for every contestant (ours: Python threads over equal
-    parts, the GIL released), ``repeats`` rounds after one that is not counted. Needs about 20 bytes a parameter.
-    Sets torch's thread count for its duration. Raises ConfigError.
+    parts, the GIL released), ``repeats`` rounds after one that is not counted. Needs about 20 bytes a
+    parameter. Sets torch's thread count for its duration. Raises ConfigError.
     """
     for name, value in (("parameters", parameters), ("threads", threads), ("repeats", repeats)):
         if value < 1:
@@ -183,8 +183,8 @@ def render(result: dict[str, Any], console: Console | None = None) -> None:
     console = console or Console()
     console.print(
         f"AdamW, {result['parameters']:,} fp32 parameters, {result['threads']} threads, "
-        f"{result['instruction_set']}, torch {result['torch_version']}, OMP_WAIT_POLICY {result['omp_wait_policy']}, "
-        f"{result['repeats']} rounds",
+        f"{result['instruction_set']}, torch {result['torch_version']}, "
+        f"OMP_WAIT_POLICY {result['omp_wait_policy']}, {result['repeats']} rounds",
         highlight=False,
     )
     labels = {
