@@ -1,0 +1,31 @@
+"""The parameter store: record format, extents, index, commits and snapshots. Imports no torch."""
+
+from tierstore.cache.config import CacheConfig, LfuVariant, PolicyName, Scope
+from tierstore.store.adamw import AdamWConfig, Inactive
+from tierstore.store.config import Capability, IoBackendName, IoConfig, StoreConfig
+from tierstore.store.fetching import Lease, RecordView
+from tierstore.store.format import Group, Placement, RecordSchema, WeightFormat
+from tierstore.store.parameter_store import ParameterStore
+from tierstore.store.verify import VerifyReport, verify_store
+
+__all__ = [
+    "AdamWConfig",
+    "CacheConfig",
+    "Capability",
+    "Group",
+    "Inactive",
+    "IoBackendName",
+    "IoConfig",
+    "Lease",
+    "LfuVariant",
+    "ParameterStore",
+    "Placement",
+    "PolicyName",
+    "RecordSchema",
+    "RecordView",
+    "Scope",
+    "StoreConfig",
+    "VerifyReport",
+    "WeightFormat",
+    "verify_store",
+]

@@ -1,0 +1,34 @@
+"""What an access asks for: the flags of one unit, as the residency core and traces take them."""
+
+from __future__ import annotations
+
+from enum import IntEnum, IntFlag
+
+__all__ = ["Need", "Phase"]
+
+
+class Phase(IntEnum):
+    """Which part of the program an access belongs to (recorded in traces, and used for nothing else)."""
+
+    INIT = 0
+    FORWARD = 1
+    BACKWARD = 2
+    OPTIMIZER = 3
+    USER = 4
+    EXPORT = 5
+
+
+class Need(IntFlag):
+    """Per unit: which groups must be resident, which are dirty at its end, which are discarded at its end."""
+
+    WEIGHTS = 1 << 0
+    MOMENTS = 1 << 1
+    GRADIENTS = 1 << 2
+    DIRTY_WEIGHTS = 1 << 3
+    DIRTY_MOMENTS = 1 << 4
+    DIRTY_GRADIENTS = 1 << 5
+    DROP_GRADIENTS = 1 << 8
+
+    STEP = WEIGHTS | MOMENTS | DIRTY_WEIGHTS | DIRTY_MOMENTS
+    ACCUMULATE = GRADIENTS | DIRTY_GRADIENTS
+    STEP_SPILLED = STEP | GRADIENTS | DROP_GRADIENTS

@@ -1,0 +1,36 @@
+"""How the host arena is cut: equal frames, so that no entry is ever refused for fragmentation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+__all__ = ["choose_frame_bytes", "frames_of"]
+
+#: A frame is a multiple of this (direct I/O), and not smaller than MIN_FRAME_BYTES (vectored I/O takes at most
+#: 1,024 pieces, and bookkeeping costs time per frame).
+_ALIGNMENT = 4096
+MIN_FRAME_BYTES = 64 * 1024
+
+
+def frames_of(section_nbytes: Iterable[int], frame_bytes: int) -> int:
+    """Frames that hold these sections: each section begins a frame of its own."""
+    return sum(-(-nbytes // frame_bytes) for nbytes in section_nbytes)
+
+
+def choose_frame_bytes(section_nbytes: Iterable[int]) -> int:
+    """The frame size for sections of these sizes (bytes).
+
+    The greatest common divisor wastes nothing. Where it is too small, the size between MIN_FRAME_BYTES and the
+    smallest section that wastes the least over one of each section is taken, the larger of equals.
+    """
+    padded = [-(-nbytes // _ALIGNMENT) * _ALIGNMENT for nbytes in section_nbytes]
+    if not padded:
+        return MIN_FRAME_BYTES
+    divisor = math.gcd(*padded)
+    if divisor >= min(MIN_FRAME_BYTES, min(padded)):
+        return divisor
+    upper = max(min(padded), MIN_FRAME_BYTES)
+    step = max(_ALIGNMENT, (upper - MIN_FRAME_BYTES) // 256 // _ALIGNMENT * _ALIGNMENT)
+    candidates = range(upper, MIN_FRAME_BYTES - 1, -step)
+    return min(candidates, key=lambda size: (size * frames_of(padded, size), -size))

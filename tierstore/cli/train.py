@@ -1,0 +1,249 @@
+"""``tierstore train``: the main job.
+
+SIGINT and SIGTERM end the run after the step in progress, with a commit; a second one exits at once.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType, TracebackType
+
+import click
+
+from tierstore.cli.options import SIZE, config_overrides, help_config_option, json_option, set_option
+from tierstore.cli.output import Output
+from tierstore.config import load
+from tierstore.machine import disk
+from tierstore.timeline import open_timeline
+from tierstore.units import format_bytes, format_seconds
+
+__all__ = ["train"]
+
+_PROMPT = b"def "
+_INTERRUPTED = 130
+
+
+def _config_class() -> type[object]:
+    from tierstore.train.config import TrainConfig
+
+    return TrainConfig
+
+
+@click.command()
+@click.argument("config", required=False, type=click.Path(path_type=Path))
+@click.option("--data", multiple=True, help="Text file or directory (any number); default: Python's own source.")
+@click.option("--store", type=click.Path(path_type=Path), help="Store directory.")
+@click.option("--steps", type=int, help="Optimizer steps in all.")
+@click.option("--host-budget", type=SIZE, help="Memory for experts: cache, gradients, CPU device tier.")
+@click.option("--device-budget", type=SIZE, help="Memory for experts on the device.")
+@click.option("--resume", is_flag=True, help="Go on from the store's last commit.")
+@click.option("--commit-every", type=int, help="Steps between commits (0: only at the end).")
+@click.option("--metrics", type=click.Path(path_type=Path), help="Append one JSON line a step to this file.")
+@click.option("--timeline", type=click.Path(path_type=Path), help="Write a Chrome trace for Perfetto.")
+@click.option("--record-trace", type=click.Path(path_type=Path), help="Record every cache decision's input.")
+@set_option
+@json_option
+@help_config_option(_config_class)
+@click.pass_context
+def train(
+    ctx: click.Context,
+    config: Path | None,
+    data: tuple[str, ...],
+    store: Path | None,
+    steps: int | None,
+    host_budget: int | None,
+    device_budget: int | None,
+    resume: bool,
+    commit_every: int | None,
+    metrics: Path | None,
+    timeline: Path | None,
+    record_trace: Path | None,
+    settings: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Train a Mixture-of-Experts model whose experts live on disk.
+
+    Without arguments: a byte-level model several times larger than its host budget, on the source text of Python's
+    standard library, into ./tierstore-store.
+    """
+    from tierstore.train.config import TrainConfig
+
+    given: Mapping[str, object] = {
+        "data.paths": data or None,
+        "store": store,
+        "steps": steps,
+        "host_budget": host_budget,
+        "device_budget": device_budget,
+        "commit_every": commit_every,
+    }
+    loaded = load(TrainConfig, config, config_overrides(settings, given))
+    output = Output.for_option(as_json)
+    ctx.exit(
+        _run(loaded, output, resume=resume, metrics=metrics, timeline=timeline, record_trace=record_trace)
+    )
+
+
+def _run(
+    config: object,
+    output: Output,
+    *,
+    resume: bool,
+    metrics: Path | None,
+    timeline: Path | None,
+    record_trace: Path | None,
+) -> int:
+    from tierstore.train.config import TrainConfig
+    from tierstore.train.footprint import fixed_bytes, keep_freed_memory, resident_bytes
+    from tierstore.train.report import Metrics, RunSummary, counters, tier_rows
+    from tierstore.train.session import Opening, open_session
+
+    assert isinstance(config, TrainConfig)
+    keep_freed_memory()
+    fixed = fixed_bytes(config, resident_bytes())
+    _announce(config, output, fixed)
+    opening = Opening.RESUME if resume else Opening.CREATE
+    with (
+        open_timeline(timeline) as sink,
+        Metrics(metrics) as log,
+        _Interrupts() as interrupts,
+        open_session(config, opening, trace=record_trace, timeline=sink) as trainer,
+    ):
+        _describe(trainer.store, output)
+        log.start(trainer)
+        begun, first = time.monotonic(), trainer.state.position
+        with output.progress(config.steps, label="train") as progress:
+            while trainer.state.position < config.steps and not interrupts.asked:
+                result = trainer.step()
+                done = trainer.state.position
+                val_loss = None
+                if config.eval_every and done % config.eval_every == 0 and done < config.steps:
+                    val_loss = trainer.evaluate()
+                counts = counters(trainer)
+                progress.update(
+                    done,
+                    config.steps,
+                    {
+                        "loss": result.loss,
+                        "val": trainer.state.val_loss if trainer.state.val_loss is not None else "-",
+                        "tokens/s": config.tokens_per_step * (done - first) / (time.monotonic() - begun),
+                        "hits": f"{counts['hits'] / max(counts['hits'] + counts['misses'], 1):.0%}",
+                        "read": format_bytes(counts["read_bytes"]),
+                        "written": format_bytes(counts["written_bytes"]),
+                    },
+                )
+                log.record(trainer, result, val_loss)
+                if config.snapshot_every and done % config.snapshot_every == 0:
+                    trainer.commit(snapshot=f"step-{done}")
+                elif config.commit_every and done % config.commit_every == 0 and done < config.steps:
+                    trainer.commit()
+        if not interrupts.asked:
+            trainer.evaluate()
+        trainer.commit()
+        seconds = time.monotonic() - begun
+        summary = RunSummary(
+            config=config,
+            steps=trainer.state.position,
+            train_loss=trainer.state.train_loss,
+            val_loss=trainer.state.val_loss,
+            seconds=seconds,
+            tokens=config.tokens_per_step * (trainer.state.position - first),
+            fixed_resident_bytes=fixed,
+            counts=counters(trainer),
+            late_prefetch_bytes=trainer.late_prefetch_bytes,
+            stalls=[stall.as_dict() for stall in trainer.ledger.rows()],
+            stall_s=trainer.ledger.total_s,
+            records_crc32c=trainer.store.records_crc32c(),
+        )
+        if config.sample_tokens and not interrupts.asked:
+            text = trainer.sample(_PROMPT, config.sample_tokens)
+            output.line("sample: " + (_PROMPT + text).decode(errors="replace"))
+    _show(summary, output, tier_rows(summary))
+    output.emit(summary.as_json())
+    if interrupts.asked:
+        output.line(f"stopped by a signal after step {summary.steps}, committed; --resume goes on")
+        return _INTERRUPTED
+    return 0
+
+
+def _announce(config: object, output: Output, fixed: int) -> None:
+    """What the run will take, before the first write."""
+    from tierstore.train.config import TrainConfig
+
+    assert isinstance(config, TrainConfig)
+    model = config.model
+    records = model.expert_parameters * 12
+    copies = 2 + config.retain
+    output.line(
+        f"model: {model.total_parameters / 1e6:.1f} M parameters, {model.expert_count} experts in "
+        f"{len(model.moe_layers)} layers, {format_bytes(records)} of expert records, {model.compute_dtype.value}"
+    )
+    output.line(
+        f"memory: host budget {format_bytes(config.host_budget)} for all experts, fixed cost about "
+        f"{format_bytes(fixed)} (torch, dense parameters, activations, text)"
+    )
+    parents = [config.store.absolute(), *config.store.absolute().parents]
+    place = disk(next(path for path in parents if path.exists()))
+    output.line(
+        f"disk: {format_bytes(copies * records)} reserved in {config.store} for {copies} copies; "
+        f"{format_bytes(place.free_bytes)} free"
+    )
+
+
+def _describe(store: object, output: Output) -> None:
+    from tierstore.store.parameter_store import ParameterStore
+
+    assert isinstance(store, ParameterStore)
+    for line in store.describe():
+        output.line(line)
+
+
+def _show(summary: object, output: Output, rows: list[tuple[str, str]]) -> None:
+    from tierstore.train.report import RunSummary
+
+    assert isinstance(summary, RunSummary)
+    loss = "-" if summary.val_loss is None else f"{summary.val_loss:.4f}"
+    output.table(
+        f"{summary.steps} steps, {format_seconds(summary.seconds)}, validation loss {loss} nats a byte",
+        ("tier", "total"),
+        rows,
+    )
+    if summary.stalls:
+        output.table(
+            "longest stalls",
+            ("layer", "tier", "cause", "time"),
+            [
+                (stall["layer"] if stall["layer"] is not None else "-", stall["tier"], stall["cause"], _seconds(stall))
+                for stall in summary.stalls[:8]
+            ],
+        )
+
+
+def _seconds(stall: Mapping[str, object]) -> str:
+    return format_seconds(float(str(stall["stall_s"])))
+
+
+class _Interrupts:
+    """Counts SIGINT and SIGTERM: the first asks the loop to stop, the second exits at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: dict[int, object] = {}
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise SystemExit(128 + number)
+        self.asked = True
+
+    def __enter__(self) -> _Interrupts:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]

@@ -1,0 +1,221 @@
+"""The vertical dimension of the schedule (SE-MoE section 2.2): experts move disk -> host -> device as layers need them.
+
+``TieredExperts`` is the model's expert source. Each layer pass is one atomic access of the host cache: while experts of
+one group compute, the next ones are copied to the device and the following groups and layer passes are read. In
+the backward pass an expert's gradient leaves the device as soon as it is complete, and is stepped at once or kept
+for the norm (``GradientPlan``); both are queued on the engine behind whatever they need, so nothing here waits but
+for weights that a layer is about to use.
+
+Decisions are taken in program order, and do not depend on what has finished: see ``native/cache/residency.hpp``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tierstore.cache.access import Need, Phase
+from tierstore.prefetch.gradients import GradientKeeper
+from tierstore.prefetch.passes import Pass, PassSequence
+from tierstore.prefetch.plan import GradientPlan
+from tierstore.prefetch.predictor import Predictor
+from tierstore.stats import Cause, StallLedger, Tier
+from tierstore.store.format import Group
+from tierstore.store.optimizer import CachedRecord
+from tierstore.store.parameter_store import ParameterStore
+from tierstore.tiers.device import DeviceTier
+
+__all__ = ["TieredExperts", "TieredLease"]
+
+
+@dataclass(frozen=True, slots=True)
+class TieredLease:
+    """One expert on the device, until the iterator that gave it advances."""
+
+    expert: int
+    weights: torch.Tensor
+    gradients: torch.Tensor | None = None
+
+
+class TieredExperts:
+    """Experts of ``store`` as the MoE layers ask for them.
+
+    ``records[layer][expert]`` says which record each is. ``depth`` layer passes are looked ahead.
+    """
+
+    def __init__(
+        self,
+        store: ParameterStore,
+        device: DeviceTier,
+        records: dict[int, list[CachedRecord]],
+        *,
+        weight_slots: int,
+        plan: GradientPlan,
+        predictor: Predictor,
+        depth: int,
+        ledger: StallLedger,
+    ) -> None:
+        self._store = store
+        self._cache = store.cache
+        self._device = device
+        self._records = records
+        self._predictor = predictor
+        self._depth = depth
+        self._ledger = ledger
+        self._passes = PassSequence(sorted(records))
+        self._free_slots = deque(range(weight_slots))
+        self._used: dict[int, list[int]] = {}
+        self._training = False
+        self._last_micro = True
+        self.gradients = GradientKeeper(store, device, records, plan)
+        #: Bytes that were on their way, but not there, when they were needed.
+        self.late_prefetch_bytes = 0
+
+    # Where training stands ------------------------------------------------------------------------------------
+
+    def begin_micro(self, *, index: int, count: int) -> None:
+        """A training micro-batch begins: ``index`` of ``count``. The optimizer's row, if due, is open."""
+        self._training = True
+        self._last_micro = index == count - 1
+        self.gradients.begin_micro(index=index, count=count)
+
+    def begin_evaluation(self) -> None:
+        """Only forward passes follow, until the next ``begin_micro``."""
+        self._training = False
+
+    # The expert source ----------------------------------------------------------------------------------------
+
+    def forward(self, layer: int, experts: Sequence[int]) -> Iterator[TieredLease]:
+        """Leases of ``experts`` (ascending) for a forward pass. Their weights are caught up with the optimizer,
+        and gradients that wait for their step are stepped first."""
+        self._used[layer] = list(experts)
+        records = [self._records[layer][expert] for expert in experts]
+        for unit, slot in self._walk(Phase.FORWARD, layer, records, self._prepare_forward):
+            yield TieredLease(experts[unit], self._device.weights(slot))
+        self._predictor.observe(layer, experts)
+        self.gradients.step_pending(layer)
+
+    def _prepare_forward(self, record: CachedRecord) -> None:
+        if self.gradients.is_pending(record):
+            self.gradients.step(record)
+        else:
+            self._store.optimizer.catch_up(record)
+
+    def backward(self, layer: int, experts: Sequence[int]) -> Iterator[TieredLease]:
+        """Leases with gradient slots. Advancing past one takes its gradient as complete."""
+        records = [self._records[layer][expert] for expert in experts]
+        for unit, slot in self._walk(Phase.BACKWARD, layer, records, None):
+            gradient, guards = self._device.take_gradient()
+            self._wait(guards, layer, Tier.HOST, Cause.OPTIMIZER)
+            yield TieredLease(experts[unit], self._device.weights(slot), self._device.gradients(gradient))
+            self.gradients.take(records[unit], gradient)
+        self.gradients.end_layer(layer)
+
+    # One access -------------------------------------------------------------------------------------------------
+
+    def _walk(
+        self,
+        phase: Phase,
+        layer: int,
+        records: Sequence[CachedRecord],
+        prepare: Callable[[CachedRecord], None] | None,
+    ) -> Iterator[tuple[int, int]]:
+        """Yields (unit, weight slot) for each record; the slot is loaded when it is yielded."""
+        numbers, flags = self._needs(phase, records, later=0)
+        groups = self._store.begin_access(phase, layer, numbers, flags)
+        for group in range(groups):
+            plan = self._cache.next_group()
+            if group == groups - 1:
+                self._speculate(phase, layer)
+            if prepare is not None:
+                for unit in range(plan.begin, plan.end):
+                    prepare(records[unit])
+            staged: deque[tuple[int, int]] = deque()
+            ahead = plan.begin
+            for unit in range(plan.begin, plan.end):
+                while ahead < plan.end and self._free_slots:
+                    staged.append(self._stage(records[ahead]))
+                    ahead += 1
+                slot, ticket = staged.popleft()
+                self._wait_weights(records[unit], ticket, layer)
+                yield unit, slot
+                self._free_slots.append(slot)
+                self._cache.end_unit(unit)
+            self._cache.end_group()
+
+    def _stage(self, record: CachedRecord) -> tuple[int, int]:
+        slot = self._free_slots.popleft()
+        entry = record.entry(Group.WEIGHTS)
+        source = self._cache.sections(entry)[0]
+        ticket = self._device.load(slot, source, self._cache.ready(entry))
+        self._cache.reads(entry, ticket)
+        return slot, ticket
+
+    def _wait_weights(self, record: CachedRecord, ticket: int, layer: int) -> None:
+        engine = self._store.engine
+        if engine.done(ticket):
+            self._store.wait([ticket])
+            return
+        entry = record.entry(Group.WEIGHTS)
+        fetched = self._cache.fetched(entry)
+        if fetched is None or engine.done(fetched.ticket):
+            if all(engine.done(ticket) for ticket in self._cache.ready(entry)):
+                tier, cause = Tier.DEVICE, Cause.COPY
+            else:
+                tier, cause = Tier.HOST, Cause.OPTIMIZER
+        elif fetched.speculative:
+            self.late_prefetch_bytes += self._cache.sections(entry)[0].nbytes
+            tier, cause = Tier.NVME, Cause.LATE_PREFETCH
+        else:
+            tier, cause = Tier.NVME, Cause.DEMAND_READ
+        self._wait([ticket], layer, tier, cause)
+
+    def _wait(self, tickets: Sequence[int], layer: int, tier: Tier, cause: Cause) -> None:
+        if any(not self._store.engine.done(ticket) for ticket in tickets):
+            with self._ledger.stall(layer=layer, tier=tier, cause=cause):
+                self._store.wait(tickets)
+        else:
+            self._store.wait(tickets)
+
+    # What passes need ---------------------------------------------------------------------------------------------
+
+    def _needs(
+        self, phase: Phase, records: Sequence[CachedRecord], *, later: int
+    ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint16]]:
+        if phase is Phase.FORWARD:
+            flags = [self._forward_need(record, later) for record in records]
+        else:
+            flags = [self.gradients.backward_need(record) for record in records]
+        return np.array([record.number for record in records], np.uint32), np.array(flags, np.uint16)
+
+    def _forward_need(self, record: CachedRecord, later: int) -> Need:
+        if self.gradients.is_pending(record):
+            return Need.STEP_SPILLED
+        history = self._store.history
+        # A pass of the next step comes after the open step has been applied.
+        through = history.latest if later and self._last_micro else history.applied
+        behind = history.missed(record.live.step) + (through - history.applied)
+        return Need.STEP if history.replays and behind > 0 else Need.WEIGHTS
+
+    def _speculate(self, phase: Phase, layer: int) -> None:
+        for following in self._passes.after(phase, layer, self._depth, training=self._training):
+            experts = self._expected(following)
+            if not experts:
+                continue
+            records = [self._records[following.layer][expert] for expert in experts]
+            numbers, flags = self._needs(following.phase, records, later=following.later)
+            taken = self._cache.prefetch(
+                self._store.history.applied, following.phase, following.layer, numbers, flags
+            )
+            if taken < len(experts):
+                return
+
+    def _expected(self, item: Pass) -> list[int]:
+        if item.phase is Phase.BACKWARD:
+            return self._used.get(item.layer, [])
+        return self._predictor.predict(item.layer)

@@ -1,0 +1,39 @@
+"""Configuration of prefetch, and what happens to expert gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from tierstore.errors import ConfigError
+from tierstore.prefetch.predictor import PredictorName
+
+__all__ = ["GradientPlan", "PrefetchConfig"]
+
+
+class GradientPlan(Enum):
+    """When a complete expert gradient becomes a step.
+
+    ``IMMEDIATE``: during the backward pass, as soon as it is complete. ``DEFERRED``: when the gradient norm of the whole model is
+    known (clipping); until then it waits in the host cache, and spills to disk when it does not fit.
+    """
+
+    IMMEDIATE = "immediate"
+    DEFERRED = "deferred"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefetchConfig:
+    """How far ahead experts are fetched. Changes what is waited for, never what is computed."""
+
+    depth: int = field(default=1, metadata={"help": "layer passes to look ahead (0: none)"})
+    budget: float = field(default=0.45, metadata={"help": "share of the host cache that speculation may hold"})
+    predictor: PredictorName = field(
+        default=PredictorName.HISTORY, metadata={"help": "what forward passes are expected to use"}
+    )
+
+    def __post_init__(self) -> None:
+        if self.depth < 0:
+            raise ConfigError(f"prefetch.depth: expected at least 0, got {self.depth}")
+        if not 0 <= self.budget <= 0.9:
+            raise ConfigError(f"prefetch.budget: expected a share from 0 to 0.9, got {self.budget}")

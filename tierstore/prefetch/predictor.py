@@ -1,0 +1,87 @@
+"""Which experts a layer will ask for, before its router has said so.
+
+The exact set is known only after the router; in the backward pass it is what the forward pass used. A predictor sees
+every set that was used and names the experts worth speculating on, in ascending order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Protocol
+
+import numpy as np
+
+__all__ = ["AllExperts", "HistoryPredictor", "NoPrediction", "Predictor", "PredictorName", "make_predictor"]
+
+
+class PredictorName(Enum):
+    ALL = "all"
+    HISTORY = "history"
+    NONE = "none"
+
+
+class Predictor(Protocol):
+    def observe(self, layer: int, experts: Sequence[int]) -> None:
+        """A forward pass of ``layer`` used ``experts``."""
+        ...
+
+    def predict(self, layer: int) -> list[int]:
+        """Experts that the next forward pass of ``layer`` is expected to use, ascending."""
+        ...
+
+
+class NoPrediction:
+    """Speculates on nothing that is not known exactly."""
+
+    def observe(self, layer: int, experts: Sequence[int]) -> None:
+        return
+
+    def predict(self, layer: int) -> list[int]:
+        return []
+
+
+class AllExperts:
+    """Every expert: right when a step has enough tokens to reach nearly all of them."""
+
+    def __init__(self, experts: int) -> None:
+        self._all = list(range(experts))
+
+    def observe(self, layer: int, experts: Sequence[int]) -> None:
+        return
+
+    def predict(self, layer: int) -> list[int]:
+        return list(self._all)
+
+
+class HistoryPredictor:
+    """Experts whose decayed activation frequency is at least one half.
+
+    After each pass ``frequency = decay * frequency + (1 - decay) * used``, starting from one half: before anything was
+    seen every expert is worth a read.
+    """
+
+    THRESHOLD = 0.5
+
+    def __init__(self, experts: int, *, decay: float = 0.75) -> None:
+        self._experts = experts
+        self._decay = decay
+        self._frequency: dict[int, np.ndarray[tuple[int], np.dtype[np.float64]]] = {}
+
+    def observe(self, layer: int, experts: Sequence[int]) -> None:
+        used = np.zeros(self._experts)
+        used[list(experts)] = 1.0
+        old = self._frequency.get(layer)
+        before = np.full(self._experts, self.THRESHOLD) if old is None else old
+        self._frequency[layer] = self._decay * before + (1 - self._decay) * used
+
+    def predict(self, layer: int) -> list[int]:
+        if layer not in self._frequency:
+            return list(range(self._experts))
+        return [int(expert) for expert in np.flatnonzero(self._frequency[layer] >= self.THRESHOLD)]
+
+
+def make_predictor(name: PredictorName, experts: int) -> Predictor:
+    if name is PredictorName.ALL:
+        return AllExperts(experts)
+    return HistoryPredictor(experts) if name is PredictorName.HISTORY else NoPrediction()

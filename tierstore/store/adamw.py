@@ -1,0 +1,151 @@
+"""AdamW on records: hyperparameters, the history of steps, and the replay of those that a record missed.
+
+Dense AdamW moves a parameter even when its gradient is zero (momentum and decoupled weight decay), so an expert that no
+token reached must still move. ``Inactive.EXACT`` replays the steps it missed, with each step's own learning rate and
+bias correction, in one pass over its record when it is next needed: bit-identical to having stepped it every time.
+``Inactive.SKIP`` drops them, which is what torch does for ``grad is None``.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.errors import ConfigError, StoreFormatError
+
+__all__ = ["AdamWConfig", "Inactive", "StepHistory"]
+
+Row = npt.NDArray[np.float32]
+ROW_COLUMNS = 7
+
+
+class Inactive(Enum):
+    """What an optimizer step does to a record that got no gradient in it."""
+
+    EXACT = "exact"
+    SKIP = "skip"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWConfig:
+    """Torch's names and formula: decoupled decay, bias correction. The learning rate comes with each step."""
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    inactive: Inactive = Inactive.EXACT
+
+    def __post_init__(self) -> None:
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"adamw.{name}: expected a number in [0, 1), got {getattr(self, name)}")
+        for name in ("eps", "weight_decay"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"adamw.{name}: expected at least 0, got {getattr(self, name)}")
+
+    def row(self, lr: float, step: int) -> Row:
+        """The hyperparameters of optimizer step ``step`` (from 1) as the kernels take them, float32 [7].
+
+        lr, beta1, beta2, eps, weight_decay, 1 - beta1**step, sqrt(1 - beta2**step); computed in double precision
+        and rounded once.
+        """
+        correction1 = 1 - self.beta1**step
+        correction2 = math.sqrt(1 - self.beta2**step)
+        return np.array(
+            [lr, self.beta1, self.beta2, self.eps, self.weight_decay, correction1, correction2], np.float32
+        )
+
+
+class StepHistory:
+    """The rows of the optimizer steps that some record may still have to replay.
+
+    ``applied`` is the last step that the whole model has taken. A step in progress is ``applied + 1``: ``begin``
+    gives it a row, ``finish`` makes it the last applied one, ``abandon`` forgets it. Rows are kept in memory
+    (28 bytes a step) from the oldest step that some record has yet to replay.
+    """
+
+    def __init__(self, config: AdamWConfig) -> None:
+        self.config = config
+        self.applied = 0
+        self._first = 1  # the step of _rows[0]
+        self._rows: list[Row] = []
+        self._lr = 0.0
+
+    def begin(self, lr: float) -> None:
+        """Opens step ``applied + 1`` with learning rate ``lr``."""
+        self.abandon()
+        self._lr = lr
+        self._rows.append(self.config.row(lr, self.applied + 1))
+
+    @property
+    def latest(self) -> int:
+        """The last step that has a row: the open one, or else the last applied one."""
+        return self._first + len(self._rows) - 1
+
+    def finish(self) -> None:
+        """The open step has been applied: from now on whoever got no gradient in it is behind."""
+        if self.latest != self.applied + 1:
+            raise ValueError("finish() without begin()")
+        self.applied += 1
+
+    def abandon(self) -> None:
+        """Forgets the open step, if there is one."""
+        del self._rows[self.applied + 1 - self._first :]
+
+    @property
+    def replays(self) -> bool:
+        """Whether a record without a gradient must replay the step later."""
+        return self.config.inactive is Inactive.EXACT
+
+    def missed(self, reached: int) -> int:
+        """How many applied steps a record that has ``reached`` must replay before it is used."""
+        return self.applied - reached if self.replays else 0
+
+    def rows(self, reached: int, through: int) -> Row:
+        """Rows of the steps after ``reached`` up to ``through``, float32 [through - reached, 7]."""
+        begin, end = reached + 1 - self._first, through + 1 - self._first
+        if begin < 0 or end > len(self._rows):
+            raise ValueError(f"steps {reached + 1}..{through} are not in the history")
+        return np.stack(self._rows[begin:end]) if end > begin else np.empty((0, ROW_COLUMNS), np.float32)
+
+    def step_rows(self, reached: int) -> tuple[Row, int]:
+        """Rows that bring a record with a gradient through the latest step, and the step it reaches.
+
+        EXACT: whatever it missed, then the latest step. SKIP: one row, bias-corrected by the record's own count.
+        """
+        if self.config.inactive is Inactive.SKIP:
+            return self.config.row(self._lr, reached + 1)[None], reached + 1
+        return self.rows(reached, self.latest), self.latest
+
+    def forget_before(self, reached: int) -> None:
+        """Drops the rows that no record needs: the least advanced one has ``reached``."""
+        unneeded = max(min(reached, self.applied) + 1 - self._first, 0)
+        del self._rows[:unneeded]
+        self._first += unneeded
+
+    _HEAD = struct.Struct("<qqd")
+
+    def pack(self) -> bytes:
+        """The applied steps (an open one is not part of a commit): applied, first step, rows as float32 [n, 7]."""
+        applied = self._rows[: self.applied + 1 - self._first]
+        rows = np.stack(applied) if applied else np.empty((0, ROW_COLUMNS), np.float32)
+        return self._HEAD.pack(self.applied, self._first, self._lr) + rows.astype("<f4").tobytes()
+
+    def unpack(self, data: bytes) -> None:
+        try:
+            self.applied, self._first, self._lr = self._HEAD.unpack_from(data)
+            rows = np.frombuffer(data, "<f4", offset=self._HEAD.size).reshape(-1, ROW_COLUMNS)
+        except (struct.error, ValueError) as error:
+            raise StoreFormatError(f"the history of optimizer steps is damaged: {error}") from error
+        self._rows = [np.array(row, np.float32) for row in rows]
+
+    def oldest(self, reached: Sequence[int]) -> int:
+        """The least step in ``reached`` that still matters."""
+        return min(reached, default=self.applied) if self.replays else self.applied

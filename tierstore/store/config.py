@@ -1,0 +1,61 @@
+"""Configuration of a parameter store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from tierstore.cache.config import CacheConfig
+from tierstore.capabilities import Capability
+from tierstore.errors import ConfigError
+
+__all__ = ["Capability", "IoConfig", "IoBackendName", "StoreConfig"]
+
+
+class IoBackendName(Enum):
+    AUTO = "auto"
+    URING = "uring"
+    THREADS = "threads"
+
+
+@dataclass(frozen=True, kw_only=True)
+class IoConfig:
+    """How the engine moves bytes."""
+
+    backend: IoBackendName = field(default=IoBackendName.AUTO, metadata={"help": "io_uring or pread/pwrite threads"})
+    direct: Capability = field(default=Capability.AUTO, metadata={"help": "O_DIRECT"})
+    huge_pages: Capability = field(default=Capability.AUTO, metadata={"help": "2 MiB pages for arenas"})
+    threads: int = field(default=4, metadata={"help": "threads of the `threads` backend"})
+    queue_depth: int = field(default=32, metadata={"help": "transfers in flight at once"})
+    chunk_bytes: int = field(default=1 << 20, metadata={"size": True, "help": "size of one transfer"})
+    compute_threads: int = field(default=1, metadata={"help": "threads for checksums, copies and AdamW"})
+
+    def __post_init__(self) -> None:
+        for name in ("threads", "queue_depth", "compute_threads"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"io.{name}: expected at least 1, got {getattr(self, name)}")
+        if self.chunk_bytes < 4096 or self.chunk_bytes % 4096:
+            raise ConfigError(f"io.chunk_bytes: expected a multiple of 4096, got {self.chunk_bytes}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreConfig:
+    """Budgets and policies of one open store. None of them changes what is computed, or what is stored.
+
+    ``host_budget`` (bytes) is allocated up front, whole. ``lookahead`` (bytes, at most half the budget) is what
+    speculation may hold of it.
+    """
+
+    host_budget: int = 256 << 20
+    lookahead: int = 0
+    retain: int = 0
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    io: IoConfig = field(default_factory=IoConfig)
+
+    def __post_init__(self) -> None:
+        if self.host_budget < 1:
+            raise ConfigError(f"host_budget: expected a positive size, got {self.host_budget}")
+        if self.lookahead < 0:
+            raise ConfigError(f"lookahead: expected at least 0 bytes, got {self.lookahead}")
+        if self.retain < 0:
+            raise ConfigError(f"retain: expected at least 0 snapshots, got {self.retain}")

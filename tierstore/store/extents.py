@@ -1,0 +1,137 @@
+"""Extent files: equal slots, preallocated, reused only when nothing can still need them.
+
+An ``Extent`` owns one file and knows which of its slots are free. Space is reserved with ``fallocate`` before it is
+needed, so a full disk is an ``OSError`` (ENOSPC, path, bytes needed) from ``reserve``, never a failed write later.
+"""
+
+from __future__ import annotations
+
+import errno
+import heapq
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from tierstore._native import Buffer, CrcTable, DirectIo, Engine, File, FileCreate, Priority
+from tierstore.store.format import SECTION_ALIGNMENT, GroupLayout
+
+__all__ = ["Extent"]
+
+
+class Extent:
+    """Slots of ``layout`` in the file ``path``, which is created when it is missing."""
+
+    def __init__(self, engine: Engine, path: Path, layout: GroupLayout, *, direct: DirectIo) -> None:
+        self.path = path
+        self.layout = layout
+        self.slots = 0
+        #: The file or its size changed since the directory was last synced.
+        self.unsynced_directory = not path.exists()
+        self._engine = engine
+        self._free: list[int] = []
+        self._last_write: dict[int, int] = {}
+        self._reads: dict[int, list[int]] = {}
+        self._written = False
+        self.file = File(str(path), create=FileCreate.YES, direct=direct)
+        self.slots = self.file.size // layout.slot_bytes
+
+    def reserve(self, slots: int) -> None:
+        """Makes the extent at least ``slots`` slots long. Raises OSError (ENOSPC) with nothing changed."""
+        if slots <= self.slots:
+            return
+        begin, end = self.slots * self.layout.slot_bytes, slots * self.layout.slot_bytes
+        try:
+            self.file.allocate(begin, end - begin)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            free = os.statvfs(self.path.parent)
+            message = (
+                f"No space left on device: {end - begin} more bytes are needed and "
+                f"{free.f_bavail * free.f_frsize} are free"
+            )
+            raise OSError(errno.ENOSPC, message, str(self.path)) from error
+        for slot in range(self.slots, slots):
+            heapq.heappush(self._free, slot)
+        self.slots = slots
+        self.unsynced_directory = True
+
+    def adopt(self, used: set[int]) -> None:
+        """After opening: every slot that is not in ``used`` is free."""
+        self._free = [slot for slot in range(self.slots) if slot not in used]
+        heapq.heapify(self._free)
+
+    def take(self) -> int:
+        """A free slot; the extent grows by an eighth when there is none."""
+        if not self._free:
+            self.reserve(self.slots + max(1, self.slots // 8))
+        return heapq.heappop(self._free)
+
+    def give_back(self, slot: int) -> None:
+        """Frees a slot whose last content nothing on disk refers to any more."""
+        heapq.heappush(self._free, slot)
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free)
+
+    def read(
+        self,
+        slot: int,
+        sections: Sequence[Buffer],
+        crcs: CrcTable,
+        first_crc: int,
+        after: Sequence[int],
+        priority: Priority,
+    ) -> int:
+        """Queues a checked read of a whole slot, after the last write to it."""
+        write = self._last_write.get(slot)
+        ticket = self._engine.read(
+            self.file,
+            slot * self.layout.slot_bytes,
+            list(sections),
+            crcs,
+            first_crc,
+            align=SECTION_ALIGNMENT,
+            after=[*after, write] if write else list(after),
+            priority=priority,
+        )
+        self._reads.setdefault(slot, []).append(ticket)
+        return ticket
+
+    def write(
+        self, slot: int, sections: Sequence[Buffer], crcs: CrcTable, first_crc: int, after: Sequence[int]
+    ) -> int:
+        """Queues a write of a whole slot, after every read and write queued on that slot before."""
+        before = [*after, *self._reads.pop(slot, ())]
+        if slot in self._last_write:
+            before.append(self._last_write[slot])
+        ticket = self._engine.write(
+            self.file,
+            slot * self.layout.slot_bytes,
+            list(sections),
+            crcs,
+            first_crc,
+            align=SECTION_ALIGNMENT,
+            after=before,
+            priority=Priority.WRITE_BACK,
+        )
+        self._last_write[slot] = ticket
+        self._written = True
+        return ticket
+
+    def sync(self, after: Sequence[int]) -> int | None:
+        """Queues an fdatasync when something was written or grown since the last one."""
+        if not (self._written or self.unsynced_directory):
+            return None
+        self._written = False
+        return self._engine.sync(self.file, after=list(after))
+
+    def forget_finished(self) -> None:
+        """Drops the ordering kept for transfers that are known to have finished (after a commit)."""
+        self._last_write = {s: t for s, t in self._last_write.items() if not self._engine.done(t)}
+        unfinished = {s: [t for t in ts if not self._engine.done(t)] for s, ts in self._reads.items()}
+        self._reads = {s: ts for s, ts in unfinished.items() if ts}
+
+    def close(self) -> None:
+        self.file.close()

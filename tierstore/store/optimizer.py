@@ -1,0 +1,86 @@
+"""AdamW on cached records, in the engine: steps and replays are queued behind the reads that they need.
+
+Nothing here waits. Each call queues one operation on the record's resident sections and advances the record's step;
+the record must be pinned with weights and moments (``Need.STEP``), and they become dirty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tierstore._native import Buffer, Engine
+from tierstore.cache.host_cache import HostCache
+from tierstore.store.adamw import StepHistory
+from tierstore.store.format import Group
+from tierstore.store.slots import LiveRecord, SlotMap
+
+__all__ = ["CachedRecord", "RecordOptimizer"]
+
+
+@dataclass(frozen=True, slots=True)
+class CachedRecord:
+    """A record that the host cache holds: its number there, its number in the slot map, its live index value."""
+
+    number: int
+    slot_number: int
+    live: LiveRecord
+
+    def entry(self, group: Group) -> int:
+        return self.number * 4 + group
+
+
+class RecordOptimizer:
+    """Steps and replays records of one store under one step history."""
+
+    def __init__(self, engine: Engine, cache: HostCache, slots: SlotMap, history: StepHistory) -> None:
+        self.history = history
+        self._engine = engine
+        self._cache = cache
+        self._slots = slots
+
+    def behind(self, record: CachedRecord) -> int:
+        """Steps that must be replayed before the record's weights are used."""
+        return self.history.missed(record.live.step)
+
+    def catch_up(self, record: CachedRecord) -> None:
+        """Queues the replay of every applied step that the record missed, in one pass."""
+        if self.behind(record):
+            rows = self.history.rows(record.live.step, self.history.applied)
+            self._adamw(record, rows, None, 1.0, ())
+            self._reached(record, self.history.applied)
+
+    def step(
+        self, record: CachedRecord, gradient: Buffer, *, scale: float = 1.0, after: Sequence[int] = ()
+    ) -> int:
+        """Queues the open step with ``gradient`` (fp32, flat) times ``scale``; returns its ticket.
+
+        Whatever the record missed before is replayed in the same pass.
+        """
+        rows, reached = self.history.step_rows(record.live.step)
+        ticket = self._adamw(record, rows, gradient, scale, after)
+        self._reached(record, reached)
+        return ticket
+
+    def _adamw(
+        self, record: CachedRecord, rows: object, gradient: Buffer | None, scale: float, after: Sequence[int]
+    ) -> int:
+        cache = self._cache
+        weights, moments = record.entry(Group.WEIGHTS), record.entry(Group.MOMENTS)
+        moment_sections = cache.sections(moments)
+        ticket = self._engine.adamw(
+            [*cache.sections(weights), *moment_sections[:-2]],
+            moment_sections[-2],
+            moment_sections[-1],
+            gradient,
+            rows,
+            scale,
+            after=[*after, *cache.before_write(weights), *cache.before_write(moments)],
+        )
+        cache.wrote(weights, ticket)
+        cache.wrote(moments, ticket)
+        return ticket
+
+    def _reached(self, record: CachedRecord, step: int) -> None:
+        record.live.step = step
+        self._slots.touch(record.slot_number)

@@ -1,0 +1,255 @@
+"""Which slot each group of each record lives in: copy on write, sharing between commits, and reuse.
+
+A slot is *shared* while the last commit or a snapshot refers to it; shared slots are never written. The first
+write-back of a group after a commit therefore takes a new slot, later ones overwrite that slot in place. The slot it
+leaves behind is freed when the transaction that no longer refers to it is durable and no snapshot does either.
+
+A group of a record has its own slot, so a write-back moves the dirty group and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tierstore._native import Buffer, CrcTable, DirectIo, Engine, Priority
+from tierstore.store.extents import Extent
+from tierstore.store.format import (
+    COMMITTED_GROUPS,
+    Group,
+    GroupLocation,
+    RecordEntry,
+    RecordSchema,
+)
+
+__all__ = ["LiveRecord", "SlotMap"]
+
+
+@dataclass(slots=True)
+class LiveRecord:
+    """One record between commits. ``slots[g]`` is None until the group was first written."""
+
+    key: str
+    schema: int
+    layer: int
+    crcs: CrcTable
+    step: int = 0
+    slots: list[int | None] = field(default_factory=lambda: [None for _ in COMMITTED_GROUPS])
+    generations: list[int] = field(default_factory=lambda: [0 for _ in COMMITTED_GROUPS])
+    scratch_slot: int | None = None
+
+
+class SlotMap:
+    """The live index, and the host cache's ``Backing``: a record's number is its position in ``records``."""
+
+    def __init__(self, engine: Engine, directory: Path, schemas: Sequence[RecordSchema], direct: DirectIo) -> None:
+        self._engine = engine
+        self._directory = directory / "extents"
+        self._scratch_directory = directory / "scratch"
+        self._direct = direct
+        self.schemas = list(schemas)
+        self.records: list[LiveRecord] = []
+        self._extents: dict[tuple[int, Group], Extent] = {}
+        self._references: dict[tuple[int, Group], Counter[int]] = {}
+        self._dirty_entries: set[int] = set()
+        self.generation = 0
+        self._directory.mkdir(exist_ok=True)
+        self._scratch_directory.mkdir(exist_ok=True)
+        for stale in self._scratch_directory.iterdir():
+            stale.unlink()
+        for index in range(len(self.schemas)):
+            self._open_extents(index)
+
+    # Schemas and records ------------------------------------------------------------------------------------
+
+    def add_schema(self, schema: RecordSchema) -> int:
+        self.schemas.append(schema)
+        self._open_extents(len(self.schemas) - 1)
+        return len(self.schemas) - 1
+
+    def _open_extents(self, index: int) -> None:
+        schema = self.schemas[index]
+        for group in COMMITTED_GROUPS:
+            path = self._directory / f"{schema.name}.{group.label}"
+            self._extents[index, group] = Extent(self._engine, path, schema.layout(group), direct=self._direct)
+            self._references[index, group] = Counter()
+
+    def add_record(self, key: str, schema: int, layer: int, entry: RecordEntry | None = None) -> LiveRecord:
+        """A new record, or with ``entry`` one that the opened commit has."""
+        crcs = CrcTable(self._crc_count(schema))
+        record = LiveRecord(key, schema, layer, crcs)
+        if entry is not None:
+            record.step = entry.step
+            table = crcs.array()
+            for group, location in zip(COMMITTED_GROUPS, entry.groups, strict=True):
+                record.slots[group] = location.slot
+                record.generations[group] = location.generation
+                first = self._first_crc(schema, group)
+                table[first : first + len(location.crcs)] = location.crcs
+        self.records.append(record)
+        return record
+
+    def _crc_count(self, schema: int) -> int:
+        return sum(len(self.schemas[schema].layout(group).sections) for group in Group)
+
+    def _first_crc(self, schema: int, group: int) -> int:
+        return sum(len(self.schemas[schema].layout(Group(g)).sections) for g in range(group))
+
+    # Backing ------------------------------------------------------------------------------------------------
+
+    def read(
+        self, record: int, group: int, sections: Sequence[Buffer], after: Sequence[int], priority: Priority
+    ) -> int:
+        live = self.records[record]
+        extent = self._scratch(live.schema) if group == Group.GRADIENTS else self._extents[live.schema, Group(group)]
+        slot = live.scratch_slot if group == Group.GRADIENTS else live.slots[group]
+        if slot is None:
+            raise AssertionError(f"record {live.key}: read of {Group(group).label}, which was never written")
+        return extent.read(slot, sections, live.crcs, self._first_crc(live.schema, group), after, priority)
+
+    def write(self, record: int, group: int, sections: Sequence[Buffer], after: Sequence[int]) -> int:
+        live = self.records[record]
+        first_crc = self._first_crc(live.schema, group)
+        if group == Group.GRADIENTS:
+            scratch = self._scratch(live.schema)
+            if live.scratch_slot is None:
+                live.scratch_slot = scratch.take()
+            return scratch.write(live.scratch_slot, sections, live.crcs, first_crc, after)
+        extent = self._extents[live.schema, Group(group)]
+        slot = live.slots[group]
+        if slot is None or self._references[live.schema, Group(group)][slot]:
+            slot = extent.take()
+            live.slots[group] = slot
+            live.generations[group] = self.generation + 1
+        self._dirty_entries.add(record)
+        return extent.write(slot, sections, live.crcs, first_crc, after)
+
+    def _scratch(self, schema: int) -> Extent:
+        key = (schema, Group.GRADIENTS)
+        if key not in self._extents:
+            shape = self.schemas[schema]
+            path = self._scratch_directory / f"{shape.name}.{Group.GRADIENTS.label}"
+            self._extents[key] = Extent(
+                self._engine, path, shape.layout(Group.GRADIENTS), direct=self._direct
+            )
+            # Nobody resumes from gradients: without a name the space is given back however the process ends.
+            path.unlink()
+        return self._extents[key]
+
+    # Space --------------------------------------------------------------------------------------------------
+
+    def reserve(self, copies: int, counts: Mapping[str, int]) -> None:
+        """Space for ``copies`` of every record, at least ``counts[schema name]`` of them.
+
+        Raises OSError (ENOSPC) before anything moves.
+        """
+        for index, schema in enumerate(self.schemas):
+            count = sum(record.schema == index for record in self.records)
+            for group in COMMITTED_GROUPS:
+                self._extents[index, group].reserve(max(count, counts.get(schema.name, 0)) * copies)
+
+    def reserve_scratch(self, schema: int) -> None:
+        """Space to spill the gradients of every record of ``schema``."""
+        self._scratch(schema).reserve(sum(record.schema == schema for record in self.records))
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(extent.slots * extent.layout.slot_bytes for extent in self._extents.values())
+
+    # Commits ------------------------------------------------------------------------------------------------
+
+    def touch(self, record: int) -> None:
+        """The record's index value changed although none of its groups was written (its step, say)."""
+        self._dirty_entries.add(record)
+
+    def entry(self, record: LiveRecord) -> RecordEntry:
+        """The record's index value. Its writes must have finished: checksums are known only then."""
+        crcs = record.crcs.array()
+        locations = []
+        for group in COMMITTED_GROUPS:
+            slot = record.slots[group]
+            if slot is None:
+                raise AssertionError(f"record {record.key}: {group.label} committed before it was written")
+            first = self._first_crc(record.schema, group)
+            count = len(self.schemas[record.schema].layout(group).sections)
+            values = tuple(int(crc) for crc in crcs[first : first + count])
+            locations.append(GroupLocation(0, slot, record.generations[group], values))
+        return RecordEntry(record.schema, record.layer, record.step, tuple(locations))
+
+    def changed_entries(self) -> dict[str, RecordEntry]:
+        return {self.records[r].key: self.entry(self.records[r]) for r in sorted(self._dirty_entries)}
+
+    def syncs(self, after: Iterable[int]) -> list[int]:
+        """Queues the fdatasync of every committed extent that changed; returns their tickets."""
+        tickets = []
+        waits = list(after)
+        for (_, group), extent in self._extents.items():
+            if group is not Group.GRADIENTS:
+                ticket = extent.sync(waits)
+                if ticket is not None:
+                    tickets.append(ticket)
+        return tickets
+
+    def take_unsynced_directories(self) -> list[Path]:
+        """Directories with extents that are new or have grown since the last commit."""
+        grown = [e for (_, g), e in self._extents.items() if g is not Group.GRADIENTS and e.unsynced_directory]
+        for extent in grown:
+            extent.unsynced_directory = False
+        return [self._directory] if grown else []
+
+    def retain(self, entries: Iterable[RecordEntry]) -> None:
+        """A durable table refers to these slots from now on."""
+        for entry in entries:
+            for group, location in zip(COMMITTED_GROUPS, entry.groups, strict=True):
+                self._references[entry.schema, group][location.slot] += 1
+
+    def let_go(self, entries: Iterable[RecordEntry]) -> None:
+        """A durable table no longer refers to these slots; those that nothing refers to are free again."""
+        for entry in entries:
+            for group, location in zip(COMMITTED_GROUPS, entry.groups, strict=True):
+                references = self._references[entry.schema, group]
+                references[location.slot] -= 1
+                if not references[location.slot]:
+                    del references[location.slot]
+                    self._extents[entry.schema, group].give_back(location.slot)
+
+    def committed(self) -> None:
+        self._dirty_entries.clear()
+        for extent in self._extents.values():
+            extent.forget_finished()
+
+    def adopt_free_slots(self) -> None:
+        """After opening: whatever no table refers to is free."""
+        for key, references in self._references.items():
+            self._extents[key].adopt(set(references))
+
+    def read_location(
+        self, schema: int, group: Group, slot: int, sections: Sequence[Buffer], crcs: CrcTable
+    ) -> int:
+        """Queues a checked read of any slot, for verification."""
+        return self._extents[schema, group].read(slot, sections, crcs, 0, (), Priority.DEMAND)
+
+    def extent_path(self, schema: int, group: Group) -> Path:
+        return self._extents[schema, group].path
+
+    def describe_offset(self, path: str, offset: int) -> str:
+        """The key whose current slot covers byte ``offset`` of extent ``path``, for error messages."""
+        for (schema, group), extent in self._extents.items():
+            if str(extent.path) == path:
+                slot = offset // extent.layout.slot_bytes
+                for record in self.records:
+                    held = record.scratch_slot if group is Group.GRADIENTS else record.slots[group]
+                    if record.schema == schema and held == slot:
+                        return record.key
+        return "unknown"
+
+    @property
+    def direct_reason(self) -> str:
+        """Why extents are not read and written past the page cache; empty when they are."""
+        return next((e.file.direct_reason for e in self._extents.values() if not e.file.direct), "")
+
+    def close(self) -> None:
+        for extent in self._extents.values():
+            extent.close()

@@ -1,0 +1,125 @@
+"""The device tier on a CUDA device: slots in device memory, pinned landing places, one copy thread a direction.
+
+The engine knows nothing of CUDA. A copy that a stream carries out is an *external* ticket: a thread waits for the
+tickets that it follows, puts the copy on its stream, waits for the stream and completes the ticket. Both threads
+spend their time outside the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from tierstore._native import Arena, Buffer, Engine, HugePages
+from tierstore.tiers.device import DeviceSlots, tensor_of
+
+__all__ = ["CudaDeviceTier", "pin_arena"]
+
+_Work = tuple[Sequence[int], Callable[[], None], int]
+
+
+class _CopyThread:
+    """Runs copies in order on a stream of its own; the ticket of each completes when its bytes have arrived."""
+
+    def __init__(self, engine: Engine, device: torch.device, name: str) -> None:
+        self._engine = engine
+        self.stream = torch.cuda.Stream(device)
+        self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, after: Sequence[int], copy: Callable[[], None]) -> int:
+        ticket = self._engine.external()
+        self._work.put((list(after), copy, ticket))
+        return ticket
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            after, copy, ticket = work
+            try:
+                self._engine.wait_all([t for t in after if t])
+                with torch.cuda.stream(self.stream):
+                    copy()
+                self.stream.synchronize()
+            except Exception as error:  # whoever waits for the ticket must hear of it, whatever it is
+                self._engine.complete_external(ticket, str(error))
+            else:
+                self._engine.complete_external(ticket)
+
+    def close(self) -> None:
+        self._work.put(None)
+        self._thread.join()
+
+
+class CudaDeviceTier:
+    """Slots on ``device``. Gradients land in pinned host memory, one place for each gradient slot."""
+
+    def __init__(self, engine: Engine, slots: DeviceSlots, device: torch.device, huge_pages: HugePages) -> None:
+        self.device = device
+        self._slots = slots
+        self._weights = torch.empty(slots.weights, slots.numel, dtype=slots.compute, device=device)
+        self._gradients = torch.empty(slots.gradients, slots.numel, dtype=torch.float32, device=device)
+        self._landing_arena = Arena(slots.gradients * slots.gradient_bytes, huge_pages)
+        pin_arena(self._landing_arena)
+        self._landing = [
+            Buffer(self._landing_arena, [(i * slots.gradient_bytes, slots.gradient_bytes)], slots.numel * 4)
+            for i in range(slots.gradients)
+        ]
+        self._free = deque((slot, 0) for slot in range(slots.gradients))
+        self._up = _CopyThread(engine, device, "tierstore-h2d")
+        self._down = _CopyThread(engine, device, "tierstore-d2h")
+
+    def load(self, slot: int, source: Buffer, after: Sequence[int]) -> int:
+        target = self._weights[slot].view(torch.uint8)
+        # The slot's last user may still be running on the compute stream.
+        idle = torch.cuda.Event()
+        idle.record(torch.cuda.current_stream(self.device))
+
+        def copy() -> None:
+            self._up.stream.wait_event(idle)
+            offset = 0
+            for piece in source.arrays():
+                part = torch.from_numpy(piece)
+                target[offset : offset + part.numel()].copy_(part, non_blocking=True)
+                offset += part.numel()
+
+        return self._up.submit(after, copy)
+
+    def weights(self, slot: int) -> torch.Tensor:
+        return self._weights[slot]
+
+    def take_gradient(self) -> tuple[int, list[int]]:
+        slot, guard = self._free.popleft()
+        return slot, [guard] if guard else []
+
+    def gradients(self, slot: int) -> torch.Tensor:
+        return self._gradients[slot]
+
+    def land(self, slot: int) -> tuple[Buffer, list[int]]:
+        made = torch.cuda.Event()
+        made.record(torch.cuda.current_stream(self.device))
+        source, target = self._gradients[slot], tensor_of(self._landing[slot], torch.float32)
+
+        def copy() -> None:
+            self._down.stream.wait_event(made)
+            target.copy_(source, non_blocking=True)
+
+        return self._landing[slot], [self._down.submit((), copy)]
+
+    def release_gradient(self, slot: int, after: int) -> None:
+        self._free.append((slot, after))
+
+    def close(self) -> None:
+        self._up.close()
+        self._down.close()
+
+
+def pin_arena(arena: Arena) -> None:
+    """Registers an arena with CUDA, so that copies to and from it are asynchronous. Raises RuntimeError."""
+    status = torch.cuda.cudart().cudaHostRegister(arena.address, arena.nbytes, 0)
+    if int(status) != 0:
+        raise RuntimeError(f"cudaHostRegister of {arena.nbytes} bytes failed with status {int(status)}")

@@ -1,0 +1,134 @@
+"""The device tier: a few slots for the weights in use and for the gradients being made.
+
+Computation never touches the host cache. Weights are copied into a slot before an expert runs, and its gradient is
+made in a slot and leaves it as soon as it is complete. The CPU stands in for a GPU with slots of its own and real
+copies, so that there is one code path; its slots count against the host budget.
+
+Everything is ordered by tickets of the engine. One caller at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from tierstore._native import Arena, Buffer, Engine, HugePages
+
+__all__ = ["DeviceSlots", "DeviceTier", "HostDeviceTier"]
+
+
+@dataclass(frozen=True)
+class DeviceSlots:
+    """How many slots of ``numel`` elements: weights in the compute type, gradients in fp32."""
+
+    numel: int
+    compute: torch.dtype
+    weights: int = 4
+    gradients: int = 3
+
+    @property
+    def weight_bytes(self) -> int:
+        return _padded(self.numel * self.compute.itemsize)
+
+    @property
+    def gradient_bytes(self) -> int:
+        return _padded(self.numel * 4)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return self.weights * self.weight_bytes + self.gradients * self.gradient_bytes
+
+
+class DeviceTier(Protocol):
+    """Slots are numbers. A weight slot is loaded, used, and free again when its user says so; a gradient slot is
+    taken, written, landed, and free again when ``release_gradient``'s tickets have finished."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def load(self, slot: int, source: Buffer, after: Sequence[int]) -> int:
+        """Queues the copy of ``source`` into weight slot ``slot``; returns its ticket."""
+        ...
+
+    def weights(self, slot: int) -> torch.Tensor:
+        """Weight slot ``slot``, flat, in the compute type; valid after its load."""
+        ...
+
+    def take_gradient(self) -> tuple[int, list[int]]:
+        """A gradient slot, and the tickets that must finish before it is written."""
+        ...
+
+    def gradients(self, slot: int) -> torch.Tensor: ...
+
+    def land(self, slot: int) -> tuple[Buffer, list[int]]:
+        """The complete gradient of ``slot`` in host memory, and the tickets after which it is there."""
+        ...
+
+    def release_gradient(self, slot: int, after: int) -> None:
+        """The slot (and its landing place) may be reused once ticket ``after`` has finished."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class HostDeviceTier:
+    """The CPU as a device: slots in an arena of its own."""
+
+    def __init__(self, engine: Engine, slots: DeviceSlots, huge_pages: HugePages) -> None:
+        self._engine = engine
+        self._slots = slots
+        self._arena = Arena(slots.nbytes, huge_pages)
+        self.device = torch.device("cpu")
+        weight_end = slots.weights * slots.weight_bytes
+        self._weights = [
+            self._buffer(i * slots.weight_bytes, slots.weight_bytes, slots.numel * slots.compute.itemsize)
+            for i in range(slots.weights)
+        ]
+        self._gradients = [
+            self._buffer(weight_end + i * slots.gradient_bytes, slots.gradient_bytes, slots.numel * 4)
+            for i in range(slots.gradients)
+        ]
+        self._weight_tensors = [tensor_of(buffer, slots.compute) for buffer in self._weights]
+        self._gradient_tensors = [tensor_of(buffer, torch.float32) for buffer in self._gradients]
+        self._free = deque((slot, 0) for slot in range(slots.gradients))
+
+    def _buffer(self, offset: int, capacity: int, nbytes: int) -> Buffer:
+        return Buffer(self._arena, [(offset, capacity)], nbytes)
+
+    def load(self, slot: int, source: Buffer, after: Sequence[int]) -> int:
+        return self._engine.copy(self._weights[slot], source, after=list(after))
+
+    def weights(self, slot: int) -> torch.Tensor:
+        return self._weight_tensors[slot]
+
+    def take_gradient(self) -> tuple[int, list[int]]:
+        slot, guard = self._free.popleft()
+        return slot, [guard] if guard else []
+
+    def gradients(self, slot: int) -> torch.Tensor:
+        return self._gradient_tensors[slot]
+
+    def land(self, slot: int) -> tuple[Buffer, list[int]]:
+        # The device's memory is the host's: the optimizer reads the slot itself.
+        return self._gradients[slot], []
+
+    def release_gradient(self, slot: int, after: int) -> None:
+        self._free.append((slot, after))
+
+    def close(self) -> None:
+        self._weight_tensors.clear()
+        self._gradient_tensors.clear()
+
+
+def tensor_of(buffer: Buffer, dtype: torch.dtype) -> torch.Tensor:
+    """A flat tensor over a contiguous buffer, without a copy. The tensor keeps the memory alive."""
+    return torch.from_numpy(buffer.array()).view(dtype)
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // 4096) * 4096

@@ -1,0 +1,82 @@
+"""Configuration of a training run: one TOML file, or the same names as options."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tierstore.cache.config import CacheConfig
+from tierstore.errors import ConfigError
+from tierstore.model import ModelConfig
+from tierstore.prefetch.plan import GradientPlan, PrefetchConfig
+from tierstore.store.adamw import AdamWConfig
+from tierstore.store.config import IoConfig
+from tierstore.train.data import DataConfig
+from tierstore.train.schedule import ScheduleConfig
+
+__all__ = ["TrainConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """What ``tierstore train`` does. The defaults are the main job."""
+
+    store: Path = field(default=Path("tierstore-store"), metadata={"help": "store directory"})
+    steps: int = field(default=80, metadata={"help": "optimizer steps in all"})
+    batch: int = field(default=16, metadata={"help": "sequences in a micro-batch"})
+    micro_batches: int = field(default=1, metadata={"help": "micro-batches a step"})
+    clip_norm: float = field(default=0.0, metadata={"help": "largest global gradient norm (0: no clipping)"})
+    host_budget: int = field(
+        default=256 << 20, metadata={"size": True, "help": "memory for experts: cache, gradients, CPU device tier"}
+    )
+    device_budget: int = field(
+        default=0, metadata={"size": True, "help": "memory for experts on the device (0: a few slots)"}
+    )
+    device: str = field(default="auto", metadata={"help": "cpu, cuda, or auto"})
+    threads: int = field(default=0, metadata={"help": "torch's threads (0: one for each core)"})
+    commit_every: int = field(default=20, metadata={"help": "steps between commits (0: only at the end)"})
+    snapshot_every: int = field(default=0, metadata={"help": "steps between named snapshots (0: none)"})
+    retain: int = field(default=0, metadata={"help": "snapshots kept"})
+    eval_every: int = field(default=20, metadata={"help": "steps between validations (0: only at the end)"})
+    eval_batches: int = field(default=4, metadata={"help": "micro-batches of one validation"})
+    max_skipped: int = field(default=10, metadata={"help": "non-finite steps in a row that stop the run"})
+    sample_tokens: int = field(default=200, metadata={"help": "tokens of sample text at the end (0: none)"})
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    adamw: AdamWConfig = field(default_factory=AdamWConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
+    io: IoConfig = field(default_factory=IoConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "micro_batches", "eval_batches", "max_skipped"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        for name in ("commit_every", "snapshot_every", "retain", "eval_every", "threads", "sample_tokens"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}: expected at least 0, got {getattr(self, name)}")
+        if not (math.isfinite(self.clip_norm) and self.clip_norm >= 0):
+            raise ConfigError(f"clip_norm: expected at least 0, got {self.clip_norm}")
+        if self.snapshot_every and not self.retain:
+            raise ConfigError("snapshot_every: needs retain of at least 1, or no snapshot would be kept")
+        if self.device not in ("auto", "cpu") and not self.device.startswith("cuda"):
+            raise ConfigError(f"device: expected auto, cpu or cuda, got {self.device!r}")
+
+    @property
+    def gradient_plan(self) -> GradientPlan:
+        return GradientPlan.DEFERRED if self.clip_norm else GradientPlan.IMMEDIATE
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether expert gradients outlive their backward pass, and may spill to disk."""
+        return self.gradient_plan is GradientPlan.DEFERRED or self.micro_batches > 1
+
+    @property
+    def tokens_per_micro_batch(self) -> int:
+        return self.batch * self.model.seq_len
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.tokens_per_micro_batch * self.micro_batches

@@ -1,0 +1,122 @@
+"""What a run says of itself: the JSON object, the table by tier, the line of metrics of each step."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from tierstore.stats import delta
+from tierstore.train.config import TrainConfig
+from tierstore.train.footprint import peak_resident_bytes
+from tierstore.train.trainer import StepResult, Trainer
+from tierstore.units import format_bytes, format_seconds
+
+__all__ = ["Metrics", "RunSummary", "counters", "tier_rows"]
+
+
+def counters(trainer: Trainer) -> dict[str, int]:
+    """Counters of the residency core and the engine since the store was opened."""
+    stats = trainer.store.cache.residency.stats()
+    names = ("hits", "misses", "evictions", "write_backs", "read_bytes", "written_bytes")
+    speculation = ("prefetch_read_bytes", "useful_prefetch_bytes", "wasted_prefetch_bytes")
+    return {name: int(stats[name]) for name in (*names, *speculation)}
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """The result of ``tierstore train``."""
+
+    config: TrainConfig
+    steps: int
+    train_loss: float | None
+    val_loss: float | None
+    seconds: float
+    tokens: int
+    fixed_resident_bytes: int
+    records_crc32c: int
+    counts: dict[str, int]
+    late_prefetch_bytes: int
+    stalls: list[dict[str, object]]
+    stall_s: float
+
+    def as_json(self) -> dict[str, object]:
+        model = self.config.model
+        return {
+            "steps": self.steps,
+            "train_loss": self.train_loss,
+            "val_loss": self.val_loss,
+            "elapsed_s": self.seconds,
+            "tokens_per_s": self.tokens / self.seconds if self.seconds else 0.0,
+            "parameters": model.total_parameters,
+            "experts": model.expert_count,
+            "record_bytes": model.expert_parameters * 12,
+            "host_budget_bytes": self.config.host_budget,
+            "peak_resident_bytes": peak_resident_bytes(),
+            "fixed_resident_bytes": self.fixed_resident_bytes,
+            **self.counts,
+            "late_prefetch_bytes": self.late_prefetch_bytes,
+            "stall_s": self.stall_s,
+            "stalls": self.stalls,
+            "records_crc32c": self.records_crc32c,
+        }
+
+
+def tier_rows(summary: RunSummary) -> list[tuple[str, str]]:
+    """The final table: what and how much."""
+    counts = summary.counts
+    asked = counts["hits"] + counts["misses"]
+    rows = [
+        ("read from disk", format_bytes(counts["read_bytes"])),
+        ("written to disk", format_bytes(counts["written_bytes"])),
+        ("hits of the host cache", f"{counts['hits']} of {asked} ({counts['hits'] / max(asked, 1):.1%})"),
+        ("evictions", str(counts["evictions"])),
+        ("prefetched: useful", format_bytes(counts["useful_prefetch_bytes"])),
+        ("prefetched: late", format_bytes(summary.late_prefetch_bytes)),
+        ("prefetched: wasted", format_bytes(counts["wasted_prefetch_bytes"])),
+        ("stalled", f"{format_seconds(summary.stall_s)} of {format_seconds(summary.seconds)}"),
+        ("host budget", format_bytes(summary.config.host_budget)),
+        ("fixed memory, as announced", format_bytes(summary.fixed_resident_bytes)),
+        ("peak resident memory", format_bytes(peak_resident_bytes())),
+    ]
+    return rows
+
+
+class Metrics:
+    """One JSON line a step, with the counters of that step; a context manager over ``path`` (None: nothing)."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = None if path is None else path.open("a")
+        self._before: dict[str, int] = {}
+
+    def start(self, trainer: Trainer) -> None:
+        self._before = counters(trainer)
+
+    def record(self, trainer: Trainer, result: StepResult, val_loss: float | None) -> None:
+        if self._file is None:
+            return
+        now = counters(trainer)
+        line = {
+            "step": result.step + 1,
+            "loss": None if result.skipped else result.loss,
+            "val_loss": val_loss,
+            "lr": result.lr,
+            "grad_norm": None if result.skipped else result.grad_norm,
+            "active_experts": result.active_experts,
+            "step_s": result.seconds,
+            "stall_s": trainer.ledger.total_s,
+            **delta(self._before, now),
+        }
+        self._before = now
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()

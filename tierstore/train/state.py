@@ -1,0 +1,80 @@
+"""The small state that a commit holds beside the records: where training stands, and under which conditions.
+
+Bits depend on seed, thread count, instruction set, torch's version and the configuration. They are recorded, and a
+resume under other conditions says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+import torch
+
+from tierstore import _native
+from tierstore.config import as_dict
+from tierstore.errors import StoreFormatError
+from tierstore.train.config import TrainConfig
+
+__all__ = ["STATE_KEY", "TrainState", "conditions", "differences"]
+
+STATE_KEY = "train"
+
+
+@dataclass
+class TrainState:
+    """``position``: steps taken from the data, skipped ones included; ``skipped``: non-finite ones of those."""
+
+    position: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    train_loss: float | None = None
+    val_loss: float | None = None
+    conditions: dict[str, object] = field(default_factory=dict)
+
+    def pack(self) -> bytes:
+        return json.dumps(asdict(self), sort_keys=True).encode()
+
+    @classmethod
+    def unpack(cls, state: Mapping[str, bytes], *, where: str) -> TrainState:
+        """Raises StoreFormatError naming ``where`` when the store was not made by training."""
+        if STATE_KEY not in state:
+            raise StoreFormatError(f"{where}: the store holds no training state, so there is nothing to resume")
+        try:
+            return cls(**json.loads(state[STATE_KEY]))
+        except (TypeError, ValueError) as error:
+            raise StoreFormatError(f"{where}: the training state is damaged: {error}") from error
+
+
+def conditions(config: TrainConfig, *, threads: int, device: torch.device, data_crc32: int) -> dict[str, object]:
+    """Everything that the bits of a run depend on."""
+    settings = as_dict(config)
+    return {
+        "model": settings["model"],
+        "data": {**_table(settings["data"]), "crc32": data_crc32},
+        "schedule": settings["schedule"],
+        "adamw": settings["adamw"],
+        "clip_norm": config.clip_norm,
+        "torch": torch.__version__,
+        "threads": threads,
+        "device": device.type,
+        "instruction_set": _native.instruction_set().name,
+    }
+
+
+def differences(recorded: Mapping[str, object], present: Mapping[str, object], prefix: str = "") -> list[str]:
+    """One line for each condition that is not what it was."""
+    lines = []
+    for name in sorted(set(recorded) | set(present)):
+        was, now = recorded.get(name), present.get(name)
+        if isinstance(was, Mapping) and isinstance(now, Mapping):
+            lines += differences(was, now, f"{prefix}{name}.")
+        elif was != now:
+            lines.append(f"{prefix}{name}: was {was}, is {now}")
+    return lines
+
+
+def _table(value: object) -> dict[str, object]:
+    assert isinstance(value, dict)
+    return value

@@ -1,0 +1,197 @@
+"""The training loop of one process.
+
+A step: for each micro-batch, forward and backward through layers whose experts come and go; then the norm, the dense
+step, and the experts' steps (already queued during the backward pass without clipping, queued before their next use
+with it). Nothing of a step is acknowledged before ``commit``.
+
+A non-finite loss is seen before any state moves, and skips the step; so does a non-finite gradient with clipping. Without
+clipping experts have been stepped when the norm is known, so a non-finite gradient stops the run at its last commit.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+
+from tierstore.errors import TierstoreError
+from tierstore.model import Transformer
+from tierstore.prefetch.experts import TieredExperts
+from tierstore.prefetch.plan import GradientPlan
+from tierstore.stats import Cause, StallLedger, Tier
+from tierstore.store.parameter_store import ParameterStore
+from tierstore.timeline import TimelineSink, Track
+from tierstore.train.config import TrainConfig
+from tierstore.train.data import TextData
+from tierstore.train.dense import DenseParameters
+from tierstore.train.state import STATE_KEY, TrainState
+
+__all__ = ["NonFiniteError", "StepResult", "Trainer"]
+
+
+class NonFiniteError(TierstoreError):
+    """A loss or gradient that is not finite, and that the run cannot or must not step over."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One step: losses are means over micro-batches, in nats; ``grad_norm`` is before clipping."""
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    skipped: bool
+    seconds: float
+    active_experts: int
+
+
+class Trainer:
+    """Steps, validates and commits. It owns nothing: ``tierstore.train.session`` builds and closes the parts."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        store: ParameterStore,
+        experts: TieredExperts,
+        model: Transformer,
+        dense: DenseParameters,
+        data: TextData,
+        device: torch.device,
+        state: TrainState,
+        ledger: StallLedger,
+        timeline: TimelineSink,
+    ) -> None:
+        self.config = config
+        self.store = store
+        self.model = model
+        self.data = data
+        self.state = state
+        self.ledger = ledger
+        self._experts = experts
+        self._dense = dense
+        self._device = device
+        self._timeline = timeline
+
+    def step(self) -> StepResult:
+        """One optimizer step. Raises NonFiniteError, ChecksumError, OSError, BudgetError."""
+        started = time.monotonic()
+        position = self.state.position
+        lr = self.config.schedule.lr_at(position)
+        immediate = self.config.gradient_plan is GradientPlan.IMMEDIATE
+        if immediate:
+            self.store.history.begin(lr)
+        loss, active = self._backward(position)
+        norm = math.nan
+        if math.isfinite(loss):
+            norm = self._norm()
+        if math.isfinite(norm):
+            self._apply(lr, norm)
+            self.state.skipped_in_a_row = 0
+        else:
+            self._skip(position, loss, immediate)
+        self.state.position += 1
+        self.state.train_loss = loss
+        self.store.cache.end_step(self.state.position)
+        every = self.config.cache.write_back_every
+        if every and self.state.position % every == 0:
+            self.store.cache.clean()
+        seconds = time.monotonic() - started
+        return StepResult(position, loss, lr, norm, not math.isfinite(norm), seconds, active)
+
+    def _backward(self, position: int) -> tuple[float, int]:
+        """Gradients of all micro-batches; returns the loss (not finite: nothing was stepped) and active experts."""
+        count = self.config.data.micro_batches
+        self._dense.zero_grad()
+        total, reached = 0.0, None
+        for micro in range(count):
+            with self.ledger.stall(layer=None, tier=Tier.HOST, cause=Cause.DATA):
+                tokens, targets = self.data.batch(position, micro)
+            self._experts.begin_micro(index=micro, count=count)
+            self.model.set_step(position, micro)
+            with self._timeline.span(Track.COMPUTE, f"forward {position}.{micro}"):
+                output = self.model(tokens.to(self._device), targets.to(self._device))
+            assert output.loss is not None
+            assert output.objective is not None
+            loss = float(output.loss.detach())
+            if not (math.isfinite(loss) and math.isfinite(float(output.objective.detach()))):
+                return math.nan, 0
+            total += loss / count
+            with self._timeline.span(Track.COMPUTE, f"backward {position}.{micro}"):
+                torch.autograd.backward(output.objective / count)
+            used = torch.stack(output.loads) > 0
+            reached = used if reached is None else reached | used
+        assert reached is not None
+        return total, int(reached.sum())
+
+    def _norm(self) -> float:
+        with self.ledger.stall(layer=None, tier=Tier.HOST, cause=Cause.OPTIMIZER):
+            squares = self._experts.gradients.sum_of_squares()
+        squares += self._dense.sum_of_squares()
+        return math.sqrt(squares) if math.isfinite(squares) else math.nan
+
+    def _apply(self, lr: float, norm: float) -> None:
+        if self.config.gradient_plan is GradientPlan.DEFERRED:
+            # torch.nn.utils.clip_grad_norm_'s formula.
+            scale = min(1.0, self.config.clip_norm / (norm + 1e-6))
+            self.store.history.begin(lr)
+            self._experts.gradients.apply(scale)
+            if scale < 1.0:
+                self._dense.scale_gradients(scale)
+        self._dense.step(lr)
+        self.store.history.finish()
+
+    def _skip(self, position: int, loss: float, immediate: bool) -> None:
+        if immediate and math.isfinite(loss):
+            raise NonFiniteError(
+                f"step {position}: a gradient is not finite, and without clipping experts have been stepped already; "
+                "the last commit stands"
+            )
+        self.store.history.abandon()
+        self._experts.gradients.discard()
+        self.state.skipped += 1
+        self.state.skipped_in_a_row += 1
+        if self.state.skipped_in_a_row >= self.config.max_skipped:
+            raise NonFiniteError(
+                f"step {position}: {self.state.skipped_in_a_row} steps in a row were not finite (max_skipped)"
+            )
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean cross entropy over the validation batches, in nats a token. Changes no record's logical content."""
+        self._experts.begin_evaluation()
+        self.model.eval()
+        total, tokens_seen = 0.0, 0
+        with self._timeline.span(Track.COMPUTE, "validation"):
+            for tokens, targets in self.data.validation_batches(self.config.eval_batches):
+                output = self.model(tokens.to(self._device), targets.to(self._device))
+                assert output.loss is not None
+                total += float(output.loss) * tokens.numel()
+                tokens_seen += tokens.numel()
+        self.model.train()
+        self.state.val_loss = total / max(tokens_seen, 1)
+        return self.state.val_loss
+
+    @property
+    def late_prefetch_bytes(self) -> int:
+        """Bytes that were on their way, but not there, when a layer needed them."""
+        return self._experts.late_prefetch_bytes
+
+    def sample(self, prompt: bytes, count: int) -> bytes:
+        """``count`` bytes that the model writes after ``prompt``."""
+        self._experts.begin_evaluation()
+        return bytes(token % 256 for token in self.model.generate(prompt, count))
+
+    def commit(self, *, snapshot: str | None = None) -> int:
+        """Makes the run durable up to here; returns the generation."""
+        with (
+            self._timeline.span(Track.COMMITS, f"commit {self.state.position}"),
+            self.ledger.stall(layer=None, tier=Tier.NVME, cause=Cause.COMMIT),
+        ):
+            self._experts.gradients.step_pending()
+            self._dense.save(self.store, self.store.history.applied)
+            state = {STATE_KEY: self.state.pack()}
+            return self.store.commit(state) if snapshot is None else self.store.snapshot(snapshot, state)
