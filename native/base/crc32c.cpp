@@ -89,7 +89,7 @@ __attribute__((target("sse4.2"))) std::uint32_t by_instruction(const std::uint8_
 // comes to just that.
 __attribute__((target("sse4.2,pclmul"))) std::uint32_t by_three(const std::uint8_t* p, std::size_t n,
                                                                  std::uint32_t crc) {
-    constexpr std::size_t third = 256;  // past 256 bytes apart, a processor may not prefetch three streams well
+    constexpr std::size_t third = 256;  // much farther apart, three streams are not prefetched well
     constexpr std::uint32_t past_one = x_to_the(8 * third - 33), past_two = x_to_the(8 * 2 * third - 33);
     for (; n >= 3 * third; p += 3 * third, n -= 3 * third) {
         std::uint64_t a = crc, b = 0, c = 0;
