@@ -12,9 +12,10 @@ float widen(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(b
 
 void adamw(const AdamWSpan& s, std::span<const AdamWStep> steps, float grad_scale) {
     for (size_t i = 0; i < s.numel; ++i) {
-        float w = s.weight ? s.weight[i]
-                           : std::bit_cast<float>((static_cast<uint32_t>(s.weight_hi[i]) << 16) +
-                                                  static_cast<uint32_t>(static_cast<int32_t>(s.weight_lo[i])));
+        float w = s.weight
+                      ? s.weight[i]
+                      : std::bit_cast<float>((static_cast<uint32_t>(s.weight_hi[i]) << 16) +
+                                             static_cast<uint32_t>(static_cast<int32_t>(s.weight_lo[i])));
         float m = s.exp_avg[i];
         float v = s.exp_avg_sq[i];
         for (size_t k = 0; k < steps.size(); ++k) {
@@ -23,7 +24,8 @@ void adamw(const AdamWSpan& s, std::span<const AdamWStep> steps, float grad_scal
             w = w * (1.0f - step.lr * step.weight_decay);
             m = m + (1.0f - step.beta1) * (g - m);
             v = step.beta2 * v + (1.0f - step.beta2) * g * g;
-            w = w - (step.lr / step.bias_correction1) * m / (std::sqrt(v) / step.bias_correction2_sqrt + step.eps);
+            w = w - (step.lr / step.bias_correction1) * m /
+                        (std::sqrt(v) / step.bias_correction2_sqrt + step.eps);
         }
         s.exp_avg[i] = m;
         s.exp_avg_sq[i] = v;
