@@ -78,7 +78,9 @@ private:
 
 using FailurePtr = std::shared_ptr<const Failure>;  // null = no failure
 
-inline FailurePtr make_failure(Failure::Error error) { return std::make_shared<const Failure>(std::move(error)); }
+inline FailurePtr make_failure(Failure::Error error) {
+    return std::make_shared<const Failure>(std::move(error));
+}
 
 // The exception being handled, as a value. Call it inside a catch block only.
 inline FailurePtr current_failure() {

@@ -3,6 +3,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "native/base/thread.hpp"
+
 namespace tierstore {
 
 WorkerPool::WorkerPool(size_t threads, std::function<void()> on_start) : on_start_(std::move(on_start)) {
@@ -36,6 +38,7 @@ void WorkerPool::close() {
 }
 
 void WorkerPool::work() {
+    prepare_thread("tierstore-work");
     if (on_start_) on_start_();
     std::unique_lock lock(mutex_);
     for (;;) {

@@ -25,8 +25,7 @@ void set_os_error(const SyscallError& error) {
 }
 
 void set_checksum_mismatch(const ChecksumMismatch& error, PyObject* type) {
-    nb::object exception =
-        nb::borrow(type)(error.what(), error.path, error.file_offset, error.section_index);
+    nb::object exception = nb::borrow(type)(error.what(), error.path, error.file_offset, error.section_index);
     exception.attr("path") = error.path;
     exception.attr("file_offset") = error.file_offset;
     exception.attr("section_index") = error.section_index;
@@ -62,8 +61,8 @@ PyObject* new_type(nb::module_& m, const char* name, const char* doc, PyObject* 
 
 void bind_base(nb::module_& m) {
     static Types types;
-    types.checksum_mismatch =
-        new_type(m, "ChecksumMismatch", "A section read from a file is not what was written there.", PyExc_Exception);
+    types.checksum_mismatch = new_type(
+        m, "ChecksumMismatch", "A section read from a file is not what was written there.", PyExc_Exception);
     types.cancelled = new_type(m, "CancelledError", "The operation, or one that it follows, was cancelled.",
                                PyExc_Exception);
     types.closed = new_type(m, "EngineClosed", "The engine was closed.", PyExc_RuntimeError);

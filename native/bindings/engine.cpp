@@ -53,14 +53,16 @@ bool wait(Engine& self, Ticket ticket, std::chrono::steady_clock::time_point unt
 
 std::chrono::steady_clock::time_point deadline(std::optional<double> timeout_s) {
     if (!timeout_s || *timeout_s > 1e8) return std::chrono::steady_clock::time_point::max();
-    return std::chrono::steady_clock::now() + std::chrono::nanoseconds(static_cast<int64_t>(*timeout_s * 1e9));
+    return std::chrono::steady_clock::now() +
+           std::chrono::nanoseconds(static_cast<int64_t>(*timeout_s * 1e9));
 }
 
 void wait_all(Engine& self, const Tickets& tickets, std::optional<double> timeout_s) {
     const auto until = deadline(timeout_s);
     for (Ticket ticket : tickets) {
         if (wait(self, ticket, until)) continue;
-        PyErr_Format(PyExc_TimeoutError, "ticket %llu has not finished", static_cast<unsigned long long>(ticket));
+        PyErr_Format(PyExc_TimeoutError, "ticket %llu has not finished",
+                     static_cast<unsigned long long>(ticket));
         throw nb::python_error();
     }
 }
@@ -98,7 +100,8 @@ void init(Engine* self, IoBackend backend, size_t io_threads, size_t queue_depth
 }
 
 Ticket adamw(Engine& self, const nb::sequence& weight, const Buffer& exp_avg, const Buffer& exp_avg_sq,
-             const Buffer* grad, const Steps& steps, float grad_scale, const Tickets& after, Priority priority) {
+             const Buffer* grad, const Steps& steps, float grad_scale, const Tickets& after,
+             Priority priority) {
     AdamWRecord record{buffers(weight), exp_avg, exp_avg_sq, {}};
     if (grad) record.grad.push_back(*grad);
     std::vector<AdamWStep> copied;
@@ -114,19 +117,22 @@ void bind_transfers(nb::class_<Engine>& engine) {
         .def(
             "read",
             [](Engine& self, const HeldFile& file, uint64_t offset, const nb::sequence& sections,
-               const HeldCrcs* crcs, size_t first_crc, size_t align, const Tickets& after, Priority priority) {
+               const HeldCrcs* crcs, size_t first_crc, size_t align, const Tickets& after,
+               Priority priority) {
                 return self.read(transfer(file, offset, sections, crcs, first_crc, align), {after, priority});
             },
-            "file"_a, "offset"_a, "sections"_a, "crcs"_a.none() = nb::none(), "first_crc"_a = 0, nb::kw_only(),
-            "align"_a = 4096, "after"_a = nb::make_tuple(), "priority"_a = Priority::Demand)
+            "file"_a, "offset"_a, "sections"_a, "crcs"_a.none() = nb::none(), "first_crc"_a = 0,
+            nb::kw_only(), "align"_a = 4096, "after"_a = nb::make_tuple(), "priority"_a = Priority::Demand)
         .def(
             "write",
             [](Engine& self, const HeldFile& file, uint64_t offset, const nb::sequence& sections,
-               const HeldCrcs* crcs, size_t first_crc, size_t align, const Tickets& after, Priority priority) {
-                return self.write(transfer(file, offset, sections, crcs, first_crc, align), {after, priority});
+               const HeldCrcs* crcs, size_t first_crc, size_t align, const Tickets& after,
+               Priority priority) {
+                return self.write(transfer(file, offset, sections, crcs, first_crc, align),
+                                  {after, priority});
             },
-            "file"_a, "offset"_a, "sections"_a, "crcs"_a.none() = nb::none(), "first_crc"_a = 0, nb::kw_only(),
-            "align"_a = 4096, "after"_a = nb::make_tuple(), "priority"_a = Priority::WriteBack)
+            "file"_a, "offset"_a, "sections"_a, "crcs"_a.none() = nb::none(), "first_crc"_a = 0,
+            nb::kw_only(), "align"_a = 4096, "after"_a = nb::make_tuple(), "priority"_a = Priority::WriteBack)
         .def(
             "sync",
             [](Engine& self, const HeldFile& file, const Tickets& after, Priority priority) {
@@ -166,25 +172,31 @@ void bind_compute(nb::class_<Engine>& engine) {
             "src"_a, "out"_a, "index"_a, nb::kw_only(), "after"_a = nb::make_tuple(),
             "priority"_a = Priority::Demand)
         .def("adamw", adamw, "weight"_a, "exp_avg"_a, "exp_avg_sq"_a, "grad"_a.none(), "steps"_a.noconvert(),
-             "grad_scale"_a = 1.0f, nb::kw_only(), "after"_a = nb::make_tuple(), "priority"_a = Priority::Demand);
+             "grad_scale"_a = 1.0f, nb::kw_only(), "after"_a = nb::make_tuple(),
+             "priority"_a = Priority::Demand);
 }
 
 void bind_waiting(nb::class_<Engine>& engine) {
     engine
         .def(
             "barrier",
-            [](Engine& self, const Tickets& after, Priority priority) { return self.barrier({after, priority}); },
+            [](Engine& self, const Tickets& after, Priority priority) {
+                return self.barrier({after, priority});
+            },
             "after"_a = nb::make_tuple(), nb::kw_only(), "priority"_a = Priority::Demand)
         .def(
             "external",
-            [](Engine& self, const Tickets& after, Priority priority) { return self.external({after, priority}); },
+            [](Engine& self, const Tickets& after, Priority priority) {
+                return self.external({after, priority});
+            },
             nb::kw_only(), "after"_a = nb::make_tuple(), "priority"_a = Priority::Demand)
         .def("complete_external", &Engine::complete_external, "ticket"_a, "error"_a = "")
-        .def("wait",
-             [](Engine& self, Ticket ticket, std::optional<double> timeout_s) {
-                 wait_all(self, {ticket}, timeout_s);
-             },
-             "ticket"_a, "timeout_s"_a = nb::none())
+        .def(
+            "wait",
+            [](Engine& self, Ticket ticket, std::optional<double> timeout_s) {
+                wait_all(self, {ticket}, timeout_s);
+            },
+            "ticket"_a, "timeout_s"_a = nb::none())
         .def("wait_all", wait_all, "tickets"_a, "timeout_s"_a = nb::none())
         .def("done", &Engine::done, "ticket"_a)
         .def("cancel", &Engine::cancel, "ticket"_a)
@@ -214,7 +226,8 @@ void bind_engine(nb::module_& m) {
                          const FailurePtr failure = self.poisoned();
                          return failure ? std::optional(failure->message()) : std::nullopt;
                      })
-        .def("log_mark", [](Engine& self, const std::string& text) { self.log_mark(text); }, "text"_a)
+        .def(
+            "log_mark", [](Engine& self, const std::string& text) { self.log_mark(text); }, "text"_a)
         .def("close", &Engine::close, nb::call_guard<nb::gil_scoped_release>())
         .def("__enter__", [](nb::handle self) { return nb::borrow(self); })
         .def("__exit__", [](Engine& self, const nb::args&) {

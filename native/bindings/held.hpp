@@ -4,8 +4,9 @@
 #include <memory>
 #include <utility>
 
-// Python owns the holder, the holder shares the object. Not nanobind's own shared_ptr conversion: its copies hold a
-// reference to the Python object, and a worker thread that drops the last one would need the interpreter.
+// Python owns the holder, the holder shares the object. Not nanobind's own shared_ptr conversion: its copies
+// hold a reference to the Python object, and a worker thread that drops the last one would need the
+// interpreter.
 template <class T>
 struct Held {
     std::shared_ptr<T> ptr;

@@ -47,12 +47,17 @@ void bind_io(nb::module_& m) {
         .def_prop_ro("size", [](const Held<File>& self) { return self.ptr->size(); })
         .def_prop_ro("direct", [](const Held<File>& self) { return self.ptr->open()->direct_fd >= 0; })
         .def_prop_ro("direct_reason", [](const Held<File>& self) { return self.ptr->open()->direct_reason; })
-        .def_prop_ro("memory_alignment", [](const Held<File>& self) { return self.ptr->open()->memory_alignment; })
-        .def_prop_ro("offset_alignment", [](const Held<File>& self) { return self.ptr->open()->offset_alignment; })
-        .def("allocate", [](const Held<File>& self, uint64_t offset, uint64_t n) { self.ptr->allocate(offset, n); },
-             "offset"_a, "nbytes"_a, nb::call_guard<nb::gil_scoped_release>())
-        .def("punch", [](const Held<File>& self, uint64_t offset, uint64_t n) { self.ptr->punch(offset, n); },
-             "offset"_a, "nbytes"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def_prop_ro("memory_alignment",
+                     [](const Held<File>& self) { return self.ptr->open()->memory_alignment; })
+        .def_prop_ro("offset_alignment",
+                     [](const Held<File>& self) { return self.ptr->open()->offset_alignment; })
+        .def(
+            "allocate",
+            [](const Held<File>& self, uint64_t offset, uint64_t n) { self.ptr->allocate(offset, n); },
+            "offset"_a, "nbytes"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def(
+            "punch", [](const Held<File>& self, uint64_t offset, uint64_t n) { self.ptr->punch(offset, n); },
+            "offset"_a, "nbytes"_a, nb::call_guard<nb::gil_scoped_release>())
         .def_prop_ro("closed", [](const Held<File>& self) { return self.ptr->closed(); })
         .def("close", [](const Held<File>& self) { self.ptr->close(); })
         .def("__enter__", [](nb::handle self) { return nb::borrow(self); })

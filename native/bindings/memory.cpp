@@ -60,7 +60,8 @@ Bytes buffer_array(const Buffer& self) {
 
 nb::list buffer_arrays(const Buffer& self) {
     nb::list arrays;
-    for (const Span& span : self.content()) arrays.append(nb::cast(view(self.arena(), span.data, span.nbytes)));
+    for (const Span& span : self.content())
+        arrays.append(nb::cast(view(self.arena(), span.data, span.nbytes)));
     return arrays;
 }
 
@@ -74,10 +75,13 @@ template <class T>
 void bind_table(nb::module_& m, const char* name, const char* doc) {
     using Numpy = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
     nb::class_<Held<Table<T>>>(m, name, doc)
-        .def("__init__", [](Held<Table<T>>* self, size_t n) { new (self) Held(Held<Table<T>>::make(n)); }, "n"_a)
+        .def(
+            "__init__", [](Held<Table<T>>* self, size_t n) { new (self) Held(Held<Table<T>>::make(n)); },
+            "n"_a)
         .def("__len__", [](const Held<Table<T>>& self) { return self.ptr->size(); })
         .def(
-            "array", [](const Held<Table<T>>& self) {
+            "array",
+            [](const Held<Table<T>>& self) {
                 return Numpy(self.ptr->data(), {self.ptr->size()}, keep(self.ptr));
             },
             "A writable numpy view.");
@@ -86,7 +90,8 @@ void bind_table(nb::module_& m, const char* name, const char* doc) {
 }  // namespace
 
 void bind_memory(nb::module_& m) {
-    nb::enum_<HugePages>(m, "HugePages", "Whether an arena asks for huge pages; ON raises when none is granted.")
+    nb::enum_<HugePages>(m, "HugePages",
+                         "Whether an arena asks for huge pages; ON raises when none is granted.")
         .value("OFF", HugePages::Off)
         .value("AUTO", HugePages::Auto)
         .value("ON", HugePages::On);
@@ -100,16 +105,18 @@ void bind_memory(nb::module_& m) {
             },
             "nbytes"_a, "huge_pages"_a = HugePages::Auto)
         .def_prop_ro("nbytes", [](const Held<Arena>& self) { return self.ptr->nbytes(); })
-        .def_prop_ro("address", [](const Held<Arena>& self) { return reinterpret_cast<uintptr_t>(self.ptr->data()); })
+        .def_prop_ro("address",
+                     [](const Held<Arena>& self) { return reinterpret_cast<uintptr_t>(self.ptr->data()); })
         .def_prop_ro("huge_bytes", [](const Held<Arena>& self) { return self.ptr->huge_bytes(); })
         .def("view", arena_view, "offset"_a = 0, "nbytes"_a = nb::none(), "A writable numpy view of bytes.");
 
     nb::class_<Buffer>(m, "Buffer", "nbytes bytes over spans (offset, capacity) of an arena.")
-        .def("__init__",
-             [](Buffer* self, const Held<Arena>& arena, const Pairs& spans, size_t nbytes) {
-                 new (self) Buffer(new_buffer(arena, spans, nbytes));
-             },
-             "arena"_a, "spans"_a, "nbytes"_a)
+        .def(
+            "__init__",
+            [](Buffer* self, const Held<Arena>& arena, const Pairs& spans, size_t nbytes) {
+                new (self) Buffer(new_buffer(arena, spans, nbytes));
+            },
+            "arena"_a, "spans"_a, "nbytes"_a)
         .def_prop_ro("nbytes", &Buffer::nbytes)
         .def_prop_ro("capacity", &Buffer::capacity)
         .def_prop_ro("spans", buffer_spans)

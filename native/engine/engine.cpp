@@ -14,7 +14,9 @@
 namespace tierstore {
 namespace {
 
-Urgency urgency(Priority priority) { return priority == Priority::Demand ? Urgency::Urgent : Urgency::Normal; }
+Urgency urgency(Priority priority) {
+    return priority == Priority::Demand ? Urgency::Urgent : Urgency::Normal;
+}
 
 }  // namespace
 
@@ -57,9 +59,9 @@ Engine::OperationPtr Engine::transfer_operation(Kind kind, Transfer transfer) {
     for (const Buffer& section : transfer.sections) {
         const size_t padded = round_up(section.nbytes(), transfer.align);
         if (padded > section.capacity())
-            throw std::invalid_argument("a section of " + std::to_string(section.nbytes()) + " bytes needs room for " +
-                                        std::to_string(padded) + ", its spans have " +
-                                        std::to_string(section.capacity()));
+            throw std::invalid_argument("a section of " + std::to_string(section.nbytes()) +
+                                        " bytes needs room for " + std::to_string(padded) +
+                                        ", its spans have " + std::to_string(section.capacity()));
         operation->nbytes += padded;
     }
     if (operation->nbytes == 0) throw std::invalid_argument("a transfer of no bytes");
@@ -146,9 +148,7 @@ Engine::Operation* Engine::find(Ticket ticket) {
 // What it follows is done. Called with the mutex held, as all that follows unless it says otherwise.
 void Engine::start(Operation& operation, Remains& remains) {
     switch (operation.kind) {
-        case Kind::Barrier:
-            finish(operation.ticket, nullptr, remains);
-            return;
+        case Kind::Barrier: finish(operation.ticket, nullptr, remains); return;
         case Kind::External:
             if (operation.completed_outside) finish(operation.ticket, nullptr, remains);
             return;
@@ -159,8 +159,7 @@ void Engine::start(Operation& operation, Remains& remains) {
                 return;
             }
             break;
-        default:
-            break;
+        default: break;
     }
     operation.state = State::Queued;
     const Ticket ticket = operation.ticket;
@@ -183,14 +182,15 @@ void Engine::send(Operation& operation) {
     request.file = operation.transfer.file;
     request.offset = operation.transfer.offset;
     request.nbytes = operation.nbytes;
-    for (const Span& span : transfer_spans(operation.transfer)) request.parts.push_back({span.data, span.nbytes});
+    for (const Span& span : transfer_spans(operation.transfer))
+        request.parts.push_back({span.data, span.nbytes});
     request.complete = [this, ticket = operation.ticket](const IoResult& result) { on_io(ticket, result); };
     operation.in_backend = true;
     backend_->submit(std::move(request));
 }
 
-// A queued operation that its thread now takes; null when it was cancelled meanwhile. Takes the mutex. What it
-// returns stays: only its own thread finishes a running operation.
+// A queued operation that its thread now takes; null when it was cancelled meanwhile. Takes the mutex. What
+// it returns stays: only its own thread finishes a running operation.
 Engine::Operation* Engine::begin(Ticket ticket) {
     std::lock_guard lock(mutex_);
     Operation* operation = find(ticket);
@@ -292,7 +292,8 @@ void Engine::finish(Ticket ticket, FailurePtr failure, Remains& remains) {
         const auto [ended, why] = std::move(ending.front());
         ending.pop_front();
         const auto it = operations_.find(ended);
-        if (it == operations_.end()) continue;  // failed already, through another of the tickets that it follows
+        if (it == operations_.end())
+            continue;  // failed already, through another of the tickets that it follows
         OperationPtr operation = std::move(it->second);
         operations_.erase(it);
         if (why) {
@@ -309,7 +310,8 @@ void Engine::finish(Ticket ticket, FailurePtr failure, Remains& remains) {
             if (why) {
                 ending.emplace_back(dependent, why);
             } else if (--next->unmet == 0) {
-                if (next->kind == Kind::Barrier || (next->kind == Kind::External && next->completed_outside)) {
+                if (next->kind == Kind::Barrier ||
+                    (next->kind == Kind::External && next->completed_outside)) {
                     ending.emplace_back(dependent, nullptr);
                 } else {
                     ready.push_back(dependent);
@@ -330,7 +332,8 @@ void Engine::complete_external(Ticket ticket, const std::string& error) {
     check(ticket);
     Operation* operation = find(ticket);
     if (!operation) return;  // cancelled or failed meanwhile
-    if (operation->kind != Kind::External) throw std::invalid_argument("not the ticket of an external operation");
+    if (operation->kind != Kind::External)
+        throw std::invalid_argument("not the ticket of an external operation");
     operation->completed_outside = true;
     if (!error.empty()) {
         finish(ticket, make_failure(std::runtime_error(error)), remains);
@@ -465,6 +468,7 @@ void Engine::close() {
     remains.clear();
     backend_->close();
     pool_->close();
+    backend_.reset();  // and with it the ring, and the lease that it holds
     lock.lock();
     closed_ = true;
     changed_.notify_all();

@@ -1,5 +1,5 @@
-// The ticket engine: reads, writes, copies and optimizer steps in the background, each after the tickets that it
-// names, on a few threads that never see Python.
+// The ticket engine: reads, writes, copies and optimizer steps in the background, each after the tickets that
+// it names, on a few threads that never see Python.
 #pragma once
 
 #include <array>
@@ -52,10 +52,10 @@ struct EngineStats {
     uint64_t in_flight = 0;  // now: queued or running
 };
 
-// `after` names earlier tickets only, and threads receive only operations that are ready, so nothing can wait in a
-// circle. Submitting never waits for a completion. An operation that fails, fails all that follow it with the same
-// failure. A write or sync that fails poisons the engine: no later write or sync is tried, each fails with that
-// failure; what they leave on disk is unknown, and a second sync would not tell.
+// `after` names earlier tickets only, and threads receive only operations that are ready, so nothing can wait
+// in a circle. Submitting never waits for a completion. An operation that fails, fails all that follow it
+// with the same failure. A write or sync that fails poisons the engine: no later write or sync is tried, each
+// fails with that failure; what they leave on disk is unknown, and a second sync would not tell.
 //
 // Thread-safe. One mutex guards the graph; operations hold no lock while they run.
 class Engine {
@@ -104,7 +104,8 @@ public:
     // A mark in the event log; nothing where there is none.
     void log_mark(const std::string& text);
 
-    // Lets what is running finish, fails the rest with EngineClosed, joins the threads. Later calls do nothing.
+    // Lets what is running finish, fails the rest with EngineClosed, joins the threads. Later calls do
+    // nothing.
     void close();
 
 private:
@@ -116,14 +117,14 @@ private:
         Kind kind = Kind::Barrier;
         State state = State::Waiting;
         Priority priority = Priority::Demand;
-        size_t unmet = 0;                 // tickets that it still waits for
-        std::vector<Ticket> after;        // unfinished when submitted
+        size_t unmet = 0;           // tickets that it still waits for
+        std::vector<Ticket> after;  // unfinished when submitted
         std::vector<Ticket> dependents;
-        Transfer transfer;                // Read, Write; of Sync the file
-        Work work;                        // Compute
+        Transfer transfer;  // Read, Write; of Sync the file
+        Work work;          // Compute
         size_t nbytes = 0;
         bool in_backend = false;
-        bool completed_outside = false;   // External
+        bool completed_outside = false;  // External
         bool notify = false;
     };
     using OperationPtr = std::unique_ptr<Operation>;
@@ -155,8 +156,9 @@ private:
     std::condition_variable changed_;
     size_t waiters_ = 0;
     Ticket next_ = 1;
-    std::unordered_map<Ticket, OperationPtr> operations_;  // unfinished; an absent earlier ticket succeeded ...
-    std::unordered_map<Ticket, FailurePtr> failed_;        // ... unless it is here
+    std::unordered_map<Ticket, OperationPtr>
+        operations_;                                 // unfinished; an absent earlier ticket succeeded ...
+    std::unordered_map<Ticket, FailurePtr> failed_;  // ... unless it is here
     std::vector<Ticket> notified_;
     FailurePtr poisoned_;
     EngineStats stats_;

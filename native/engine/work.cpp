@@ -65,8 +65,8 @@ uint32_t checksum(const Buffer& section) {
     return crc;
 }
 
-// Two runs of memory in step: call(dst, src, nbytes) for each stretch that is contiguous in both. `ratio` is how
-// many bytes of dst go with one of src.
+// Two runs of memory in step: call(dst, src, nbytes) for each stretch that is contiguous in both. `ratio` is
+// how many bytes of dst go with one of src.
 template <class Call>
 void in_step(const Buffer& dst, const Buffer& src, size_t ratio, Call call) {
     Cursor to(dst), from(src);
@@ -116,13 +116,16 @@ void seal(const Transfer& transfer) {
 Work copy_work(Buffer dst, Buffer src) {
     require(dst.nbytes() == src.nbytes(), "copy: dst and src differ in size");
     return [dst = std::move(dst), src = std::move(src)] {
-        in_step(dst, src, 1, [](std::byte* to, const std::byte* from, size_t n) { copy_bytes(to, from, n); });
+        const Stores stores = stores_for(dst.nbytes());
+        in_step(dst, src, 1, [stores](std::byte* to, const std::byte* from, size_t n) {
+            copy_bytes(to, from, n, stores);
+        });
     };
 }
 
 Work fill_zero_work(Buffer dst) {
     return [dst = std::move(dst)] {
-        for (const Span& span : dst.content()) zero_bytes(span.data, span.nbytes);
+        for (const Span& span : dst.content()) std::memset(span.data, 0, span.nbytes);
     };
 }
 
@@ -147,8 +150,8 @@ Work sum_of_squares_work(Buffer src, std::shared_ptr<DoubleTable> out, size_t in
     require_elements(src, 4, src.nbytes() / 4, "sum_of_squares: src");
     require(index < out->size(), "sum_of_squares: index is outside the table");
     return [src = std::move(src), out = std::move(out), index] {
-        // In blocks of a fixed size from the start of the content, summed in order: where the spans lie must not
-        // change the result. A block that a span divides is put together first.
+        // In blocks of a fixed size from the start of the content, summed in order: where the spans lie must
+        // not change the result. A block that a span divides is put together first.
         constexpr size_t kBlock = 16384;  // bytes
         alignas(64) std::array<std::byte, kBlock> joined;
         double sum = 0;

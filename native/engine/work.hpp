@@ -48,7 +48,7 @@ struct AdamWRecord {
     std::vector<Buffer> weight;  // {fp32}, or {bf16 rounding, int16 remainder}
     Buffer exp_avg;
     Buffer exp_avg_sq;
-    std::vector<Buffer> grad;    // {fp32}, or none: zero gradient
+    std::vector<Buffer> grad;  // {fp32}, or none: zero gradient
 };
 
 // One or more AdamW steps over a record in one pass; all but the last have zero gradient.

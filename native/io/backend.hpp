@@ -22,9 +22,9 @@ enum class IoKind { Read, Write, Sync };
 enum class Priority { Demand, Speculative, WriteBack };
 
 struct IoResult {
-    FailurePtr failure;         // null: every byte was transferred, or the sync succeeded
-    uint64_t service_ns = 0;    // from the first chunk's start to the last one's end
-    uint64_t continued = 0;     // transfers that came back short and were continued
+    FailurePtr failure;       // null: every byte was transferred, or the sync succeeded
+    uint64_t service_ns = 0;  // from the first chunk's start to the last one's end
+    uint64_t continued = 0;   // transfers that came back short and were continued
 };
 
 struct IoRequest {
@@ -56,18 +56,19 @@ public:
 };
 
 struct BackendOptions {
-    size_t threads = 4;             // of the threads backend: so many chunks in flight
-    size_t queue_depth = 32;        // of the uring backend: so many chunks in flight
-    size_t chunk_bytes = 1 << 20;   // a larger request is cut into chunks of this
-    int lease_fd = -1;              // see make_uring_backend
+    size_t threads = 4;            // of the threads backend: so many chunks in flight
+    size_t queue_depth = 32;       // of the uring backend: so many chunks in flight
+    size_t chunk_bytes = 1 << 20;  // a larger request is cut into chunks of this
+    int lease_fd = -1;             // see make_uring_backend
 };
 
 std::unique_ptr<Backend> make_threads_backend(const BackendOptions& options);
 
-// Throws SyscallError (ENOSYS, EPERM, EMFILE, ENOMEM, ...) where the kernel grants no ring. `lease_fd` (-1: none) is
-// registered in the ring: after SIGKILL the kernel tears a ring down asynchronously, and its direct writes may
-// still land; the ring holds the lock's open file until then, so that a flock on it cannot pass to another process
-// before. (Blocking writes of the threads backend end before their dead process's files are closed.)
+// Throws SyscallError (ENOSYS, EPERM, EMFILE, ENOMEM, ...) where the kernel grants no ring. `lease_fd` (-1:
+// none) is registered in the ring: after SIGKILL the kernel tears a ring down asynchronously, and its direct
+// writes may still land; the ring holds the lock's open file until then, so that a flock on it cannot pass to
+// another process before. (Blocking writes of the threads backend end before their dead process's files are
+// closed.)
 std::unique_ptr<Backend> make_uring_backend(const BackendOptions& options);
 
 uint64_t monotonic_ns();

@@ -106,8 +106,8 @@ void File::punch(uint64_t offset, uint64_t nbytes) const {
     const OpenFilePtr file = open();
     int rc;
     do {
-        rc = fallocate(file->buffered_fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
-                       static_cast<off_t>(nbytes));
+        rc = fallocate(file->buffered_fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                       static_cast<off_t>(offset), static_cast<off_t>(nbytes));
     } while (rc != 0 && errno == EINTR);
     if (rc != 0) throw SyscallError(errno, "punching a hole", path_);
 }

@@ -22,8 +22,8 @@ struct OpenFile {
 
     std::string path;
     int buffered_fd = -1;
-    int direct_fd = -1;           // -1: no direct I/O
-    std::string direct_reason;    // why not; empty when there is
+    int direct_fd = -1;         // -1: no direct I/O
+    std::string direct_reason;  // why not; empty when there is
     bool direct_required = false;
     size_t memory_alignment = 1;  // of a direct transfer's memory, bytes
     size_t offset_alignment = 1;  // of a direct transfer's offset and length, bytes
@@ -40,8 +40,8 @@ public:
     // What an operation keeps. Throws SyscallError (EBADF) once closed.
     OpenFilePtr open() const;
 
-    // Reserves blocks for [offset, offset + nbytes), lengthening the file: a later write there cannot find the disk
-    // full. Throws SyscallError, with ENOSPC where they are not to be had.
+    // Reserves blocks for [offset, offset + nbytes), lengthening the file: a later write there cannot find
+    // the disk full. Throws SyscallError, with ENOSPC where they are not to be had.
     void allocate(uint64_t offset, uint64_t nbytes) const;
     // Gives the blocks of [offset, offset + nbytes) back; they read as zeros. The size stays.
     void punch(uint64_t offset, uint64_t nbytes) const;

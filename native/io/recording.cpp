@@ -62,8 +62,8 @@ void EventLog::submitted(const IoRequest& request) {
 }
 
 void EventLog::done(IoKind kind, uint64_t id, const IoResult& result) {
-    append(kind == IoKind::Write ? kWriteDone : kSyncDone, id, 0, result.failure ? result.failure->message() : "",
-           {}, 0);
+    append(kind == IoKind::Write ? kWriteDone : kSyncDone, id, 0,
+           result.failure ? result.failure->message() : "", {}, 0);
 }
 
 void EventLog::append(uint8_t event, uint64_t id, uint64_t offset, const std::string& text,
@@ -91,7 +91,8 @@ void EventLog::append(uint8_t event, uint64_t id, uint64_t offset, const std::st
     }
 }
 
-std::unique_ptr<Backend> make_recording_backend(std::unique_ptr<Backend> inner, std::shared_ptr<EventLog> log) {
+std::unique_ptr<Backend> make_recording_backend(std::unique_ptr<Backend> inner,
+                                                std::shared_ptr<EventLog> log) {
     return std::make_unique<RecordingBackend>(std::move(inner), std::move(log));
 }
 

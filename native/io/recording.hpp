@@ -1,18 +1,19 @@
-// A backend that keeps a log of what was written and synced, and in which order: crash tests build from it every
-// state of the disk that a power cut could leave.
+// A backend that keeps a log of what was written and synced, and in which order: crash tests build from it
+// every state of the disk that a power cut could leave.
 //
 // The log is a sequence of records, integers little-endian:
 //
 //   u8  event      1 WRITE_SUBMIT, 2 WRITE_DONE, 3 SYNC_SUBMIT, 4 SYNC_DONE, 5 MARK
 //   u64 id         of the operation (its ticket); 0 for MARK
 //   u64 offset     in the file, bytes (WRITE_SUBMIT; else 0)
-//   u32 text_bytes, then so many bytes of UTF-8: the path (WRITE_SUBMIT, SYNC_SUBMIT), the mark's text (MARK), or
+//   u32 text_bytes, then so many bytes of UTF-8: the path (WRITE_SUBMIT, SYNC_SUBMIT), the mark's text
+//   (MARK), or
 //                  nothing; for a DONE the error's text, or nothing when it succeeded
 //   u64 data_bytes, then so many bytes: what is written (WRITE_SUBMIT), or nothing
 //
-// A SUBMIT stands before the operation reaches the kernel, a DONE after its result is known and before anyone is
-// told. So: a write with a DONE before some SYNC_SUBMIT of its file, whose SYNC_DONE stands before the cut, is
-// durable; any other submitted write may be there, or not, or in part.
+// A SUBMIT stands before the operation reaches the kernel, a DONE after its result is known and before anyone
+// is told. So: a write with a DONE before some SYNC_SUBMIT of its file, whose SYNC_DONE stands before the
+// cut, is durable; any other submitted write may be there, or not, or in part.
 #pragma once
 
 #include <cstdint>
@@ -47,6 +48,7 @@ private:
 };
 
 // Logs to `log`, and has `inner` do the work.
-std::unique_ptr<Backend> make_recording_backend(std::unique_ptr<Backend> inner, std::shared_ptr<EventLog> log);
+std::unique_ptr<Backend> make_recording_backend(std::unique_ptr<Backend> inner,
+                                                std::shared_ptr<EventLog> log);
 
 }  // namespace tierstore

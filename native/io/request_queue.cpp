@@ -12,7 +12,7 @@
 namespace tierstore {
 namespace {
 
-constexpr size_t kVectorLimit = 1024;   // IOV_MAX of Linux
+constexpr size_t kVectorLimit = 1024;    // IOV_MAX of Linux
 constexpr unsigned kPauseLimit = 10000;  // EAGAIN in a row before it is an error
 
 void move_on(PartCursor& cursor, const std::vector<iovec>& parts, size_t nbytes) {
@@ -71,9 +71,11 @@ void Chunk::prepare() {
     const OpenFile& file = *owner_->request.file;
     const size_t left = nbytes_ - done_;
     direct_ = false;
-    // Whether it can go past the page cache is derived again at each turn: a short transfer may have ended anywhere.
+    // Whether it can go past the page cache is derived again at each turn: a short transfer may have ended
+    // anywhere.
     if (file.direct_fd >= 0 && !direct_refused_ && is_aligned(offset(), file.offset_alignment)) {
-        asked_ = gather(round_down(left, file.offset_alignment), file.memory_alignment, file.offset_alignment);
+        asked_ =
+            gather(round_down(left, file.offset_alignment), file.memory_alignment, file.offset_alignment);
         if (asked_ > 0) {
             direct_ = true;
             fd_ = file.direct_fd;
@@ -82,7 +84,8 @@ void Chunk::prepare() {
     }
     size_t limit = left;
     if (file.direct_fd >= 0 && !direct_refused_) {
-        // An unaligned head, tail or piece of memory: through the page cache, up to where direct I/O may go on.
+        // An unaligned head, tail or piece of memory: through the page cache, up to where direct I/O may go
+        // on.
         const uint64_t next = round_down(offset(), file.offset_alignment) + file.offset_alignment;
         limit = std::min<uint64_t>(left, next - offset());
     }
@@ -102,7 +105,8 @@ Progress Chunk::advance(ssize_t result) {
         return fail(EAGAIN, name(kind()));
     }
     pauses_ = 0;
-    if (kind() == IoKind::Sync) return result < 0 ? fail(static_cast<int>(-result), "fdatasync") : Progress::Done;
+    if (kind() == IoKind::Sync)
+        return result < 0 ? fail(static_cast<int>(-result), "fdatasync") : Progress::Done;
     const std::string where = std::string(name(kind())) + " at offset " + std::to_string(offset());
     if (result == -EINVAL && direct_ && !owner_->request.file->direct_required) {
         direct_refused_ = true;  // the file system's alignment is not what it said: buffered from here on
@@ -137,7 +141,8 @@ void RequestQueue::push(IoRequest request) {
 
 bool RequestQueue::cancel(uint64_t id) {
     for (Queue* queue : {&demanded_, &others_}) {
-        const auto it = std::find_if(queue->begin(), queue->end(), [&](auto& r) { return r->request.id == id; });
+        const auto it =
+            std::find_if(queue->begin(), queue->end(), [&](auto& r) { return r->request.id == id; });
         if (it == queue->end()) continue;
         if ((*it)->started_ns != 0) return false;
         queue->erase(it);
@@ -148,7 +153,8 @@ bool RequestQueue::cancel(uint64_t id) {
 }
 
 void RequestQueue::promote(uint64_t id) {
-    const auto it = std::find_if(others_.begin(), others_.end(), [&](auto& r) { return r->request.id == id; });
+    const auto it =
+        std::find_if(others_.begin(), others_.end(), [&](auto& r) { return r->request.id == id; });
     if (it == others_.end()) return;
     demanded_.push_back(std::move(*it));
     others_.erase(it);

@@ -1,5 +1,5 @@
-// The order in which requests are cut into chunks, and what a chunk does when a transfer comes back: what the two
-// backends share.
+// The order in which requests are cut into chunks, and what a chunk does when a transfer comes back: what the
+// two backends share.
 #pragma once
 
 #include <sys/types.h>
@@ -25,10 +25,10 @@ struct PartCursor {
 // A request that a backend has taken.
 struct ActiveRequest {
     IoRequest request;
-    PartCursor cursor;        // of the next chunk
-    size_t issued = 0;        // bytes handed out in chunks
-    bool exhausted = false;   // no more chunks: all handed out, or failed
-    size_t in_flight = 0;     // chunks
+    PartCursor cursor;       // of the next chunk
+    size_t issued = 0;       // bytes handed out in chunks
+    bool exhausted = false;  // no more chunks: all handed out, or failed
+    size_t in_flight = 0;    // chunks
     FailurePtr failure;
     uint64_t started_ns = 0;
     uint64_t continued = 0;
@@ -84,8 +84,8 @@ public:
     bool cancel(uint64_t id);
     void promote(uint64_t id);
 
-    // The next chunk to start, or null. Demanded requests first, then the others in order of arrival; the chunks of
-    // one request in order of offset.
+    // The next chunk to start, or null. Demanded requests first, then the others in order of arrival; the
+    // chunks of one request in order of offset.
     std::unique_ptr<Chunk> next();
     // Ends a chunk. Returns its request when that is complete: its `complete` is to be called with result().
     std::shared_ptr<ActiveRequest> retire(const Chunk& chunk);

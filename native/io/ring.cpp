@@ -18,8 +18,8 @@ namespace {
 unsigned load(const unsigned* index) { return __atomic_load_n(index, __ATOMIC_ACQUIRE); }
 void store(unsigned* index, unsigned value) { __atomic_store_n(index, value, __ATOMIC_RELEASE); }
 
-// Completions are then handled when the one thread asks for them, not by interrupting it (Linux 6.1). The ring
-// starts disabled: it belongs to the thread that enables it.
+// Completions are then handled when the one thread asks for them, not by interrupting it (Linux 6.1). The
+// ring starts disabled: it belongs to the thread that enables it.
 constexpr unsigned kBestFlags =
 #if defined(IORING_SETUP_SINGLE_ISSUER) && defined(IORING_SETUP_DEFER_TASKRUN)
     IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_R_DISABLED;
@@ -84,6 +84,12 @@ void Ring::unmap() {
 void Ring::hold(int fd) {
     if (syscall(SYS_io_uring_register, fd_, IORING_REGISTER_FILES, &fd, 1) != 0)
         throw SyscallError(errno, "registering the lease in the io_uring");
+    holding_ = true;
+}
+
+void Ring::let_go() {
+    if (holding_) syscall(SYS_io_uring_register, fd_, IORING_UNREGISTER_FILES, nullptr, 0);
+    holding_ = false;
 }
 
 void Ring::enable() {
@@ -106,7 +112,8 @@ void Ring::enter() {
         if (unsubmitted == 0 && load(cq_tail_) != *cq_head_) return;
         const long n = syscall(SYS_io_uring_enter, fd_, unsubmitted, 1, IORING_ENTER_GETEVENTS, nullptr, 0);
         if (n >= 0 && static_cast<unsigned>(n) == unsubmitted) return;
-        // Interrupted, or the kernel is short of something for now: reap what there is, the rest goes next time.
+        // Interrupted, or the kernel is short of something for now: reap what there is, the rest goes next
+        // time.
         if (n >= 0 || errno == EINTR || errno == EAGAIN || errno == EBUSY || errno == ENOMEM) {
             if (load(cq_tail_) != *cq_head_) return;
             if (n < 0 && errno != EINTR) usleep(1000);

@@ -17,8 +17,9 @@ struct Completion {
     int result;  // of the system call, or a negative errno
 };
 
-// Made by any thread; enable() and everything below it are called by one thread only, which is so the only one to
-// touch the queues' indices on our side. The kernel is the other side: hence acquire and release on its indices.
+// Made by any thread; enable() and everything below it are called by one thread only, which is so the only
+// one to touch the queues' indices on our side. The kernel is the other side: hence acquire and release on
+// its indices.
 class Ring {
 public:
     // Throws SyscallError.
@@ -27,8 +28,13 @@ public:
     Ring(const Ring&) = delete;
     Ring& operator=(const Ring&) = delete;
 
-    // The ring holds the open file behind `fd` until its last operation has ended, whatever becomes of the process.
+    // The ring holds the open file behind `fd` until its last operation has ended, whatever becomes of the
+    // process.
     void hold(int fd);
+
+    // Lets go of that file now, with nothing in flight. A destroyed ring does too, but the kernel takes its
+    // time.
+    void let_go();
 
     void enable();
     // A zeroed entry. There is room: at most `entries` are prepared between two calls of enter().
@@ -42,6 +48,7 @@ private:
 
     int fd_ = -1;
     bool disabled_ = false;
+    bool holding_ = false;
     std::byte* rings_ = nullptr;
     size_t rings_bytes_ = 0;
     io_uring_sqe* sqes_ = nullptr;

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "native/base/thread.hpp"
 #include "native/io/request_queue.hpp"
 
 namespace tierstore {
@@ -91,6 +92,7 @@ private:
     }
 
     void work() {
+        prepare_thread("tierstore-io");
         std::unique_lock lock(mutex_);
         for (;;) {
             auto chunk = queue_.next();

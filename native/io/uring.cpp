@@ -1,8 +1,9 @@
-// The io_uring backend: one thread owns the ring, hands chunks to the kernel and reaps what comes back. Submitting
-// threads only queue: with direct I/O the kernel pins a chunk's pages as it is handed over, and that is not the
-// caller's to wait for.
+// The io_uring backend: one thread owns the ring, hands chunks to the kernel and reaps what comes back.
+// Submitting threads only queue: with direct I/O the kernel pins a chunk's pages as it is handed over, and
+// that is not the caller's to wait for.
 #include "native/io/ring.hpp"
 
+#include "native/base/thread.hpp"
 #include "native/io/request_queue.hpp"
 
 #ifdef TIERSTORE_HAS_URING
@@ -93,15 +94,17 @@ private:
     }
 
     void work() {
+        prepare_thread("tierstore-ring");
         try {
             ring_.enable();
             while (fill()) {
                 ring_.enter();
                 reap();
             }
+            ring_.let_go();
         } catch (const std::exception& error) {
-            // The ring refuses to be used: what is in flight can neither be waited for nor given up, for the kernel may
-            // still write into its memory.
+            // The ring refuses to be used: what is in flight can neither be waited for nor given up, for the
+            // kernel may still write into its memory.
             std::fprintf(stderr, "tierstore: %s\n", error.what());
             std::abort();
         }

@@ -50,7 +50,8 @@ Arena::Arena(size_t nbytes, HugePages huge_pages) : nbytes_(nbytes), huge_pages_
             MAP_FAILED)
             throw SyscallError(errno, what);
         if (huge_pages == HugePages::Off) {
-            madvise(data_, usable, MADV_NOHUGEPAGE);  // EINVAL where the kernel has none: then none is what we get
+            madvise(data_, usable,
+                    MADV_NOHUGEPAGE);  // EINVAL where the kernel has none: then none is what we get
         } else if (madvise(data_, usable, MADV_HUGEPAGE) != 0 && huge_pages == HugePages::On) {
             throw SyscallError(errno, "huge pages for " + what);
         }
@@ -76,9 +77,11 @@ void Arena::populate() {
             rc = madvise(data_ + at, n, MADV_POPULATE_WRITE);
         } while (rc != 0 && (errno == EINTR || errno == EAGAIN));
         if (rc == 0) continue;
-        if (errno != EINVAL) throw SyscallError(errno, "populating an arena of " + std::to_string(nbytes_) + " bytes");
+        if (errno != EINVAL)
+            throw SyscallError(errno, "populating an arena of " + std::to_string(nbytes_) + " bytes");
         // Before Linux 5.14: touch each page.
-        for (size_t i = 0; i < n; i += kPageBytes) *static_cast<volatile std::byte*>(data_ + at + i) = std::byte{0};
+        for (size_t i = 0; i < n; i += kPageBytes)
+            *static_cast<volatile std::byte*>(data_ + at + i) = std::byte{0};
     }
 }
 

@@ -8,10 +8,11 @@ namespace tierstore {
 
 enum class HugePages { Off, Auto, On };
 
-// `nbytes` of zeroed anonymous memory at a 2 MiB boundary. Every page is populated by the constructor, so that
-// memory that is not to be had is a SyscallError (ENOMEM) there, never a signal later. Between inaccessible guard
-// pages: a kernel never merges it with a neighbour, so what smaps says of it is said of it alone.
-// Shared by shared_ptr: it goes when the last of its owner, buffers, views and operations in flight has gone.
+// `nbytes` of zeroed anonymous memory at a 2 MiB boundary. Every page is populated by the constructor, so
+// that memory that is not to be had is a SyscallError (ENOMEM) there, never a signal later. Between
+// inaccessible guard pages: a kernel never merges it with a neighbour, so what smaps says of it is said of it
+// alone. Shared by shared_ptr: it goes when the last of its owner, buffers, views and operations in flight
+// has gone.
 class Arena {
 public:
     explicit Arena(size_t nbytes, HugePages huge_pages = HugePages::Auto);

@@ -61,15 +61,17 @@ std::vector<Span> Buffer::room(size_t n) const {
 }
 
 void Buffer::gather(std::byte* out) const {
+    const Stores stores = stores_for(nbytes());
     for (const Span& span : content()) {
-        copy_bytes(out, span.data, span.nbytes);
+        copy_bytes(out, span.data, span.nbytes, stores);
         out += span.nbytes;
     }
 }
 
 void Buffer::scatter(const std::byte* in) const {
+    const Stores stores = stores_for(nbytes());
     for (const Span& span : content()) {
-        copy_bytes(span.data, in, span.nbytes);
+        copy_bytes(span.data, in, span.nbytes, stores);
         in += span.nbytes;
     }
 }

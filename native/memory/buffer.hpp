@@ -16,8 +16,8 @@ struct Span {
     size_t nbytes;
 };
 
-// A cheap handle (one reference count) on an immutable list of spans. The first `nbytes` bytes of the spans, taken
-// in order, are the content; capacity beyond them is room for the padding that direct I/O asks for.
+// A cheap handle (one reference count) on an immutable list of spans. The first `nbytes` bytes of the spans,
+// taken in order, are the content; capacity beyond them is room for the padding that direct I/O asks for.
 class Buffer {
 public:
     struct Extent {

@@ -14,9 +14,11 @@ constexpr size_t kStreamFrom = size_t{1} << 20;
 
 }  // namespace
 
-void copy_bytes(void* dst, const void* src, size_t n) {
+Stores stores_for(size_t total) { return total < kStreamFrom ? Stores::Cached : Stores::Streaming; }
+
+void copy_bytes(void* dst, const void* src, size_t n, [[maybe_unused]] Stores stores) {
 #ifdef __SSE2__
-    if (n >= kStreamFrom) {
+    if (stores == Stores::Streaming && n >= 64) {
         auto* d = static_cast<char*>(dst);
         const auto* s = static_cast<const char*>(src);
         const size_t head = (64 - (reinterpret_cast<uintptr_t>(d) & 63)) & 63;
@@ -32,30 +34,13 @@ void copy_bytes(void* dst, const void* src, size_t n) {
             _mm_stream_si128(reinterpret_cast<__m128i*>(d + 32), c);
             _mm_stream_si128(reinterpret_cast<__m128i*>(d + 48), e);
         }
-        _mm_sfence();  // streaming stores are weakly ordered: the lock that publishes the copy does not order them
+        _mm_sfence();  // streaming stores are weakly ordered: the lock that publishes the copy does not order
+                       // them
         std::memcpy(d, s, n);
         return;
     }
 #endif
     std::memcpy(dst, src, n);
-}
-
-void zero_bytes(void* dst, size_t n) {
-#ifdef __SSE2__
-    if (n >= kStreamFrom) {
-        auto* d = static_cast<char*>(dst);
-        const size_t head = (64 - (reinterpret_cast<uintptr_t>(d) & 63)) & 63;
-        std::memset(d, 0, head);
-        d += head, n -= head;
-        const __m128i zero = _mm_setzero_si128();
-        for (; n >= 64; n -= 64, d += 64)
-            for (int i = 0; i < 64; i += 16) _mm_stream_si128(reinterpret_cast<__m128i*>(d + i), zero);
-        _mm_sfence();
-        std::memset(d, 0, n);
-        return;
-    }
-#endif
-    std::memset(dst, 0, n);
 }
 
 }  // namespace tierstore

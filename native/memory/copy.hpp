@@ -1,15 +1,19 @@
-// Copying and zeroing large pieces of memory.
+// Copying large pieces of memory.
 #pragma once
 
 #include <cstddef>
 
 namespace tierstore {
 
-// As memcpy. From 1 MiB on with stores that bypass the cache: what is copied there is not read again soon, and a
-// plain store would read the destination's cache lines first.
-void copy_bytes(void* dst, const void* src, size_t n);
+// How a copy's stores treat the cache. A streaming store bypasses it: it does not read the destination's
+// lines first, nor push out what is in use. Faster from about 1 MiB on, and the copy is then not in the
+// cache.
+enum class Stores { Cached, Streaming };
 
-// As memset to 0, likewise.
-void zero_bytes(void* dst, size_t n);
+// For a copy of `total` bytes, however many pieces it is done in.
+Stores stores_for(size_t total);
+
+// As memcpy.
+void copy_bytes(void* dst, const void* src, size_t n, Stores stores);
 
 }  // namespace tierstore

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,38 @@ def file(tmp_path: Path) -> Iterator[native.File]:
     with native.File(tmp_path / "data", create=native.FileCreate.YES) as opened:
         opened.allocate(0, 1 << 20)
         yield opened
+
+
+@dataclass(frozen=True)
+class Event:
+    """One record of the event log; its layout stands in native/io/recording.hpp."""
+
+    kind: str
+    ticket: int
+    offset: int
+    text: str
+    data: bytes
+
+
+def _parse(log: bytes) -> Iterator[Event]:
+    at = 0
+    while at < len(log):
+        kind, ticket, offset, text_bytes = struct.unpack_from("<BQQI", log, at)
+        at += 21
+        text = log[at : at + text_bytes].decode()
+        at += text_bytes
+        (data_bytes,) = struct.unpack_from("<Q", log, at)
+        at += 8
+        name = ["WRITE_SUBMIT", "WRITE_DONE", "SYNC_SUBMIT", "SYNC_DONE", "MARK"][kind - 1]
+        yield Event(name, ticket, offset, text, log[at : at + data_bytes])
+        at += data_bytes
+    assert at == len(log)
+
+
+@pytest.fixture
+def events(tmp_path: Path) -> Callable[[], list[Event]]:
+    """The events in ``tmp_path / "log"`` so far, by a parser written from the log's description."""
+    return lambda: list(_parse((tmp_path / "log").read_bytes()))
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
-// Several threads submit random graphs of copies, fills, reads, writes and syncs, wait, cancel and close, each
-// against an oracle that replays in ticket order whatever succeeded. Usage: stress_engine [threads|uring] [rounds]
+// Several threads submit random graphs of copies, fills, reads, writes and syncs, wait, cancel and close,
+// each against an oracle that replays in ticket order whatever succeeded. Usage: stress_engine
+// [threads|uring] [rounds]
 #include <unistd.h>
 
 #include <algorithm>
@@ -24,9 +25,9 @@ namespace {
 
 using Random = std::mt19937;
 
-constexpr size_t kCells = 12;         // of each thread, in memory
-constexpr size_t kSlots = 8;          // of each thread, in its file
-constexpr size_t kFrames = 5;         // of a cell: it is scattered over so many
+constexpr size_t kCells = 12;  // of each thread, in memory
+constexpr size_t kSlots = 8;   // of each thread, in its file
+constexpr size_t kFrames = 5;  // of a cell: it is scattered over so many
 constexpr size_t kContent = kFrames * kPageBytes - 100;
 constexpr size_t kSubmitters = 3;
 
@@ -280,8 +281,10 @@ void closing(IoBackend backend, unsigned rounds) {
                         File file(path);
                         auto arena = std::make_shared<Arena>(4 * kPageBytes, HugePages::Off);
                         const Buffer cell(arena, {{0, 4 * kPageBytes}}, 4 * kPageBytes - 1);
-                        const std::vector<Ticket> after(tickets.end() - (tickets.empty() ? 0 : 1), tickets.end());
-                        Transfer transfer{file.open(), 4 * kPageBytes * pick(random, 16), {cell}, nullptr, 0, 512};
+                        const std::vector<Ticket> after(tickets.end() - (tickets.empty() ? 0 : 1),
+                                                        tickets.end());
+                        Transfer transfer{file.open(), 4 * kPageBytes * pick(random, 16), {cell}, nullptr, 0,
+                                          512};
                         switch (pick(random, 4)) {
                             case 0: tickets.push_back(engine.read(transfer, {after})); break;
                             case 1: tickets.push_back(engine.write(transfer, {after})); break;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
 import signal
@@ -285,3 +286,23 @@ def test_auto_says_what_it_resolved_to() -> None:
     with native.Engine() as engine:
         assert engine.backend in ("uring", "threads")
         assert (engine.backend == "uring") == (engine.backend_reason == "")
+
+
+def test_a_ring_holds_the_lease(arena: native.Arena, file: native.File, tmp_path: Path) -> None:
+    """A flock that the ring shares lasts until its engine has closed, even when its descriptor has gone."""
+    path = tmp_path / "lease"
+    lease = os.open(path, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lease, fcntl.LOCK_EX)
+    try:
+        engine = native.Engine(backend=native.IoBackend.URING, lease_fd=lease)
+    except OSError as error:
+        os.close(lease)
+        pytest.skip(f"no uring here: {error}")
+    os.close(lease)
+    engine.wait(engine.write(file, 0, [scattered(arena, [1], 4096)]))
+    second = os.open(path, os.O_RDWR)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    engine.close()
+    fcntl.flock(second, fcntl.LOCK_EX)
+    os.close(second)

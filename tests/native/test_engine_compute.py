@@ -1,0 +1,212 @@
+"""Operations on memory: sums, AdamW over spans that do not match, and the chain read, step, write, read."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tierstore import _native as native
+
+
+class Frames:
+    """Deals out an arena's frames in random order, so that no section lies in one piece."""
+
+    def __init__(self, arena: native.Arena, rng: np.random.Generator, frame_bytes: int = 4096) -> None:
+        self._arena = arena
+        self._frame_bytes = frame_bytes
+        self._free = [int(frame) for frame in rng.permutation(arena.nbytes // frame_bytes)]
+
+    def buffer(self, content: np.ndarray) -> native.Buffer:
+        raw = np.ascontiguousarray(content).view(np.uint8).reshape(-1)
+        count = -(-raw.nbytes // self._frame_bytes)
+        taken = [self._free.pop() for _ in range(count)]
+        spans = [(self._frame_bytes * frame, self._frame_bytes) for frame in taken]
+        buffer = native.Buffer(self._arena, spans, raw.nbytes)
+        buffer.copy_from(raw)
+        return buffer
+
+
+def content(buffer: native.Buffer, dtype: type) -> np.ndarray:
+    out = np.empty(buffer.nbytes, dtype=np.uint8)
+    buffer.copy_to(out)
+    return out.view(dtype)
+
+
+def step(lr: float = 1e-2, t: int = 1, decay: float = 0.1) -> list[float]:
+    return [lr, 0.9, 0.999, 1e-8, decay, 1 - 0.9**t, (1 - 0.999**t) ** 0.5]
+
+
+def adamw_oracle(
+    weight: np.ndarray, m: np.ndarray, v: np.ndarray, grad: np.ndarray, steps: list[list[float]]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """AdamW in float64, from the definition."""
+    w, m, v = (x.astype(np.float64) for x in (weight, m, v))
+    for i, (lr, beta1, beta2, eps, decay, correction1, correction2_sqrt) in enumerate(steps):
+        g = grad.astype(np.float64) if i == len(steps) - 1 else np.zeros_like(w)
+        w *= 1 - lr * decay
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g * g
+        w -= lr / correction1 * m / (np.sqrt(v) / correction2_sqrt + eps)
+    return w, m, v
+
+
+def test_accumulate(engine: native.Engine, arena: native.Arena, rng: np.random.Generator) -> None:
+    frames = Frames(arena, rng)
+    a, b = rng.standard_normal((2, 3000)).astype(np.float32)
+    dst, src = frames.buffer(a), frames.buffer(b)
+    first = engine.accumulate(dst, src)
+    halves = (b.view(np.uint32) >> 16).astype(np.uint16)
+    engine.wait(engine.accumulate(dst, frames.buffer(halves), native.Dtype.BF16, after=[first]))
+    widened = (halves.astype(np.uint32) << 16).view(np.float32)
+    assert np.array_equal(content(dst, np.float32), a + b + widened)
+
+
+@pytest.mark.parametrize("count", [1, 1000, 4096, 20000])
+def test_a_sum_of_squares_does_not_depend_on_where_it_lies(
+    engine: native.Engine, rng: np.random.Generator, count: int
+) -> None:
+    values = rng.standard_normal(count).astype(np.float32)
+    arena = native.Arena(2 << 20)
+    small, odd = Frames(arena, rng), Frames(native.Arena(1 << 20), rng, 4 * 37)
+    sums = native.DoubleTable(4)
+    whole = native.Buffer(arena, [((1 << 20) + 4096, 4 * count)], 4 * count)
+    whole.array()[:] = values.view(np.uint8)
+    arenas = Frames(native.Arena(1 << 20), rng)
+    for index, buffer in enumerate((arenas.buffer(values), odd.buffer(values), whole)):
+        engine.wait(engine.sum_of_squares(buffer, sums, index))
+    del small
+    result = sums.array()
+    assert result[0] == result[1] == result[2]
+    assert result[0] == pytest.approx(float(np.sum(values.astype(np.float64) ** 2)), rel=1e-12)
+    assert result[3] == 0
+
+
+@pytest.mark.parametrize("missed", [0, 3])
+def test_adamw_over_sections_whose_spans_do_not_match(
+    engine: native.Engine, rng: np.random.Generator, missed: int
+) -> None:
+    count = 5000
+    weight, m, grad = rng.standard_normal((3, count)).astype(np.float32)
+    v = rng.random(count).astype(np.float32)
+    arena = native.Arena(4 << 20)
+    steps = [step(1e-2 / (i + 1), i + 1) for i in range(missed + 1)]
+    want_w, want_m, want_v = adamw_oracle(weight, m, v, grad * np.float32(0.5), steps)
+
+    frames = Frames(arena, rng)
+    buffers = [frames.buffer(x) for x in (weight, m, v, grad)]
+    table = np.array(steps, dtype=np.float32)
+    ticket = engine.adamw(buffers[:1], buffers[1], buffers[2], buffers[3], table, 0.5)
+    table[:] = np.nan  # copied when submitted
+    engine.wait(ticket)
+    got_w = content(buffers[0], np.float32)
+    np.testing.assert_allclose(got_w, want_w, rtol=2e-6, atol=2e-7)
+    np.testing.assert_allclose(content(buffers[1], np.float32), want_m, rtol=2e-6, atol=2e-7)
+    np.testing.assert_allclose(content(buffers[2], np.float32), want_v, rtol=2e-6, atol=2e-7)
+
+    # The split master, in two-byte sections beside four-byte ones: the same bits.
+    bits = weight.view(np.uint32)
+    high = ((bits.astype(np.uint64) + 0x8000) >> 16).astype(np.uint16)
+    low = (bits.astype(np.int64) - (high.astype(np.int64) << 16)).astype(np.int16)
+    hi, lo = frames.buffer(high), frames.buffer(low)
+    moments = [frames.buffer(x) for x in (m, v)]
+    table = np.array(steps, dtype=np.float32)
+    engine.wait(engine.adamw([hi, lo], moments[0], moments[1], frames.buffer(grad), table, 0.5))
+    merged = (content(hi, np.uint16).astype(np.int64) << 16) + content(lo, np.int16)
+    assert np.array_equal(merged.astype(np.uint32), got_w.view(np.uint32))
+
+
+def test_adamw_without_a_gradient(
+    engine: native.Engine, arena: native.Arena, rng: np.random.Generator
+) -> None:
+    frames = Frames(arena, rng)
+    weight, m = rng.standard_normal((2, 2000)).astype(np.float32)
+    v = rng.random(2000).astype(np.float32)
+    zero = np.zeros_like(weight)
+    table = np.array([step()], dtype=np.float32)
+    results = []
+    for grad in (None, frames.buffer(zero)):
+        parts = [frames.buffer(x) for x in (weight, m, v)]
+        engine.wait(engine.adamw(parts[:1], parts[1], parts[2], grad, table))
+        results.append([content(part, np.uint32) for part in parts])
+    for one, other in zip(*results, strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_read_step_write_read(
+    engine: native.Engine, arena: native.Arena, file: native.File, rng: np.random.Generator
+) -> None:
+    """The life of a record, queued in one go."""
+    frames = Frames(arena, rng)
+    weight, m, grad = rng.standard_normal((3, 3000)).astype(np.float32)
+    v = rng.random(3000).astype(np.float32)
+    crcs = native.CrcTable(6)
+    wrote = engine.write(file, 0, [frames.buffer(x) for x in (weight, m, v)], crcs)
+    record = [frames.buffer(np.zeros_like(weight)) for _ in range(3)]
+    read = engine.read(file, 0, record, crcs, after=[wrote])
+    table = np.array([step()], dtype=np.float32)
+    stepped = engine.adamw(record[:1], record[1], record[2], frames.buffer(grad), table, after=[read])
+    rewritten = engine.write(file, 65536, record, crcs, 3, after=[stepped])
+    wiped = [engine.fill_zero(part, after=[rewritten]) for part in record]
+    final = engine.read(file, 65536, record, crcs, 3, after=wiped)
+    engine.wait(final)
+    want = adamw_oracle(weight, m, v, grad, [step()])
+    for part, expected in zip(record, want, strict=True):
+        np.testing.assert_allclose(content(part, np.float32), expected, rtol=2e-6, atol=2e-7)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_copies_between_spans_of_any_shape(engine: native.Engine, data: st.DataObject) -> None:
+    arena = native.Arena(1 << 16, native.HugePages.OFF)
+    nbytes = data.draw(st.integers(1, 4000))
+
+    def cut(base: int) -> native.Buffer:
+        cuts = sorted(data.draw(st.lists(st.integers(0, nbytes), max_size=5)))
+        sizes = [b - a for a, b in zip([0, *cuts], [*cuts, nbytes], strict=True)]
+        places = data.draw(st.permutations(range(len(sizes))))
+        return native.Buffer(
+            arena, [(base + 4096 * p, n) for p, n in zip(places, sizes, strict=True)], nbytes
+        )
+
+    dst, src = cut(0), cut(32768)
+    values = np.random.default_rng(nbytes).integers(0, 256, nbytes, dtype=np.uint8)
+    src.copy_from(values)
+    engine.wait(engine.copy(dst, src))
+    assert np.array_equal(content(dst, np.uint8), values)
+    assert int(arena.view(0, 32768).astype(np.int64).sum()) == int(values.astype(np.int64).sum())
+
+
+def test_sizes_that_do_not_match(engine: native.Engine, arena: native.Arena) -> None:
+    def buffer(nbytes: int, *spans: tuple[int, int]) -> native.Buffer:
+        return native.Buffer(arena, spans or [(0, nbytes)], nbytes)
+
+    table = np.array([step()], dtype=np.float32)
+    good = buffer(400)
+    with pytest.raises(ValueError, match="differ in size"):
+        engine.copy(good, buffer(404))
+    with pytest.raises(ValueError, match="whole number"):
+        engine.accumulate(good, buffer(402))
+    with pytest.raises(ValueError, match="accumulate: dst: expected 800 bytes"):
+        engine.accumulate(good, good, native.Dtype.BF16)
+    with pytest.raises(ValueError, match="divide an element"):
+        engine.accumulate(good, buffer(400, (0, 6), (1000, 394)))
+    with pytest.raises(ValueError, match="divide an element"):
+        engine.sum_of_squares(buffer(400, (2, 400)), native.DoubleTable(1), 0)
+    with pytest.raises(ValueError, match="outside the table"):
+        engine.sum_of_squares(good, native.DoubleTable(1), 1)
+    with pytest.raises(ValueError, match="exp_avg_sq: expected 400"):
+        engine.adamw([good], good, buffer(404), None, table)
+    with pytest.raises(ValueError, match="weight: expected 200"):
+        engine.adamw([good, good], good, good, None, table)
+    with pytest.raises(ValueError, match=r"weight is \[fp32\]"):
+        engine.adamw([], good, good, None, table)
+    with pytest.raises(ValueError, match="grad: expected 400"):
+        engine.adamw([good], good, good, buffer(4), table)
+    with pytest.raises(ValueError, match="at least one step"):
+        engine.adamw([good], good, good, None, np.empty((0, 7), dtype=np.float32))
+    for wrong in (table.astype(np.float64), table[:, :6], np.zeros((2, 14), np.float32)[:, ::2]):
+        with pytest.raises(TypeError):
+            engine.adamw([good], good, good, None, wrong)  # type: ignore[arg-type]
+    assert engine.stats()["compute_ops"] == 0
