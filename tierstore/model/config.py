@@ -9,7 +9,7 @@ from enum import StrEnum
 import torch
 
 from tierstore.errors import ConfigError
-from tierstore.moe import Activation, ExpertShape, RouterConfig, RouterNoise
+from tierstore.moe import Activation, ExpertShape, RouterConfig, RouterNoise, SaveActivations
 
 __all__ = ["CheckpointActivations", "ComputeDtype", "ModelConfig", "TieEmbeddings"]
 
@@ -70,6 +70,7 @@ class ModelConfig:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     checkpoint_activations: CheckpointActivations = CheckpointActivations.OFF
+    expert_activations: SaveActivations = SaveActivations.SAVE
     compute_dtype: ComputeDtype = ComputeDtype.FP32
     seed: int = 0
 
@@ -95,6 +96,7 @@ class ModelConfig:
             ("tie_embeddings", TieEmbeddings),
             ("router_noise", RouterNoise),
             ("checkpoint_activations", CheckpointActivations),
+            ("expert_activations", SaveActivations),
             ("compute_dtype", ComputeDtype),
         ):
             if getattr(self, name) not in tuple(kind):

@@ -98,6 +98,7 @@ class Transformer(nn.Module):
                 layer=layer,
                 seed=config.seed,
                 shared_d_ff=config.shared_expert_d_ff,
+                save_activations=config.expert_activations,
             )
 
         make = mixture or from_source

@@ -1,0 +1,61 @@
+"""Sizes by hand, and bad values by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tierstore.errors import ConfigError
+from tierstore.model import ComputeDtype, ModelConfig
+from tierstore.moe import Activation
+
+
+def test_sizes_by_hand() -> None:
+    config = ModelConfig()  # swiglu: 3 * 256 * 1024 an expert
+    assert config.expert_numel == 786_432
+    assert config.expert_count == 128
+    assert config.expert_parameters == 100_663_296
+    # embedding 65536, last norm 256, 4 blocks of 4 * 65536 + 2 * 256, 4 routers of 32 * 256
+    assert config.dense_parameters == 65_536 + 256 + 4 * (262_144 + 512) + 4 * 8_192
+    assert config.active_parameters == config.dense_parameters + 8 * 786_432
+    assert config.total_parameters == config.dense_parameters + config.expert_parameters
+    assert config.moe_layers == (0, 1, 2, 3)
+    assert ModelConfig(n_layers=5, moe_every=2).moe_layers == (1, 3)
+
+
+def test_plain_strings_become_choices() -> None:
+    config = ModelConfig(activation="gelu", compute_dtype="bf16")  # type: ignore[arg-type]
+    assert config.activation is Activation.GELU
+    assert config.compute_dtype is ComputeDtype.BF16
+
+
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ("vocab_size", {"vocab_size": 1}),
+        ("d_model", {"d_model": 0}),
+        ("n_heads", {"n_heads": 3}),
+        ("n_heads", {"d_model": 12, "n_heads": 4}),
+        ("seq_len", {"seq_len": 0}),
+        ("d_ff", {"d_ff": -1}),
+        ("d_ff", {"d_ff": 2.5}),
+        ("d_ff_dense", {"d_ff_dense": -1}),
+        ("experts", {"experts": 0}),
+        ("top_k", {"top_k": 33}),
+        ("moe_every", {"moe_every": 5}),
+        ("activation", {"activation": "relu"}),
+        ("tie_embeddings", {"tie_embeddings": "maybe"}),
+        ("router_noise", {"router_noise": "loud"}),
+        ("router_noise_std", {"router_noise_std": 0.1}),
+        ("capacity_factor", {"capacity_factor": -1.0}),
+        ("rope_theta", {"rope_theta": 0.0}),
+        ("norm_eps", {"norm_eps": 0.0}),
+        ("checkpoint_activations", {"checkpoint_activations": "some"}),
+        ("expert_activations", {"expert_activations": "some"}),
+        ("compute_dtype", {"compute_dtype": "fp8"}),
+        ("aux_loss_weight", {"aux_loss_weight": -0.1}),
+    ],
+)
+def test_bad_values_are_named(field: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"^{field}:"):
+        ModelConfig(**options)
