@@ -73,7 +73,18 @@ nb::dict stats_dict(const ResidencyStats& stats) {
 }  // namespace
 
 void bind_cache(nb::module_& m) {
-    nb::exception<CapacityError>(m, "CapacityError", PyExc_ValueError);
+    // Raised with what was needed, so that a caller can name a minimum in bytes.
+    static PyObject* capacity_error = PyErr_NewException("tierstore._native.CapacityError", PyExc_ValueError, nullptr);
+    m.attr("CapacityError") = nb::borrow(capacity_error);
+    nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
+        try {
+            std::rethrow_exception(thrown);
+        } catch (const CapacityError& error) {
+            nb::object raised = nb::borrow(capacity_error)(error.what());
+            raised.attr("needed_frames") = error.needed_frames();
+            PyErr_SetObject(capacity_error, raised.ptr());
+        }
+    });
 
     nb::enum_<Decision>(m, "Decision", nb::is_arithmetic())
         .value("HIT", Decision::HIT)

@@ -25,10 +25,13 @@ import numpy.typing as npt
 from tierstore import _native
 from tierstore._native import Buffer, Priority
 from tierstore.cache.frames import frames_of
+from tierstore.lab.recording import RecordingResidency
 
-__all__ = ["Backing", "GroupPlan", "HostCache"]
+__all__ = ["Backing", "GroupPlan", "HostCache", "Residency"]
 
 Decision = _native.Decision
+#: The native core, or the same with a trace of what it is told.
+Residency = _native.Residency | RecordingResidency
 
 
 class Backing(Protocol):
@@ -82,7 +85,7 @@ class HostCache:
         engine: _native.Engine,
         arena: _native.Arena,
         frame_bytes: int,
-        residency: _native.Residency,
+        residency: Residency,
         backing: Backing,
     ) -> None:
         self.engine = engine

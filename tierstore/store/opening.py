@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from tierstore import _native
 from tierstore._native import Arena, Buffer, DirectIo, Engine, HugePages, IoBackend
 from tierstore.cache.config import PolicyName, Scope
 from tierstore.cache.frames import choose_frame_bytes, frames_of
-from tierstore.cache.host_cache import HostCache
+from tierstore.cache.host_cache import HostCache, Residency
 from tierstore.errors import BudgetError, ChecksumError, StoreFormatError, StoreMissingError
-from tierstore.lab.trace import RecordingResidency
+from tierstore.lab.recording import RecordingResidency
 from tierstore.store.adamw import AdamWConfig
 from tierstore.store.config import Capability, IoBackendName, IoConfig, StoreConfig
 from tierstore.store.format import (
@@ -262,7 +262,7 @@ def _build(
 
 def _make_residency(
     config: StoreConfig, frames: int, frame_bytes: int, trace: Path | None
-) -> tuple[_native.Residency, RecordingResidency | None]:
+) -> tuple[Residency, RecordingResidency | None]:
     """The residency core that ``config`` asks for; with ``trace``, inside a wrapper that records its input."""
     options: dict[str, str | float] = {}
     if config.cache.policy is PolicyName.LFU_DECAY:
@@ -272,15 +272,16 @@ def _make_residency(
             "beta": config.cache.decay,
             "interval": config.cache.decay_every,
         }
-    residency = _native.Residency(
-        frames,
-        policy=config.cache.policy.value,
-        policy_options=options,
-        scope=_SCOPES[config.cache.scope],
-        lookahead_frames=min(config.lookahead // frame_bytes, frames),
-        layer_quotas=[],
-    )
-    return residency, None
+    settings: dict[str, Any] = {
+        "policy": config.cache.policy.value,
+        "policy_options": options,
+        "scope": _SCOPES[config.cache.scope],
+        "lookahead_frames": min(config.lookahead // frame_bytes, frames),
+    }
+    if trace is not None:
+        recording = RecordingResidency(trace, frames, **settings)
+        return recording, recording
+    return _native.Residency(frames, **settings), None
 
 
 def make_engine(io: IoConfig, *, lease_fd: int = -1, log_path: Path | None = None) -> Engine:

@@ -17,7 +17,8 @@ commit, whole. Failures of the operating system are ``OSError``; a failed write 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from types import TracebackType
@@ -45,10 +46,20 @@ from tierstore.store.index import Commit
 from tierstore.store.optimizer import CachedRecord, RecordOptimizer
 from tierstore.store.slots import LiveRecord
 
-__all__ = ["ParameterStore"]
+__all__ = ["NewRecord", "ParameterStore"]
 
 _HISTORY = "adamw-history"
 _NEED = {Group.WEIGHTS: Need.WEIGHTS, Group.MOMENTS: Need.MOMENTS}
+
+
+@dataclass(frozen=True)
+class NewRecord:
+    """A record to register; ``weight`` makes its initial weights (float32 [numel]), or None for zeros."""
+
+    key: str
+    schema: str
+    layer: int = 0
+    weight: Callable[[], npt.NDArray[np.float32] | None] = lambda: None
 
 
 class ParameterStore:
@@ -151,18 +162,29 @@ class ParameterStore:
 
         It is durable after the next commit. Raises StoreError for a key that exists, ValueError for a wrong shape.
         """
+        self.register_many([NewRecord(key, schema, layer, lambda: weight)])
+
+    def register_many(self, records: Iterable[NewRecord]) -> None:
+        """``register`` for many records, whose weights are made one at a time."""
         self._check_open()
-        if key in self._records or key in self._direct:
-            raise StoreError(f"record {key!r} exists already")
-        index = self._schema_index(schema)
-        shape = self.slots.schemas[index]
-        if weight is not None and weight.shape != (shape.numel,):
-            raise ValueError(f"record {key!r}: weight has shape {weight.shape}, expected ({shape.numel},)")
-        live = self.slots.add_record(key, index, layer)
-        live.step = self.history.applied
-        self._attach(live, stored=False)
-        if shape.placement is Placement.CACHED:
-            self._fill(self._records[key], shape, weight)
+        added = []
+        for new in records:
+            if new.key in self._records or new.key in self._direct:
+                raise StoreError(f"record {new.key!r} exists already")
+            live = self.slots.add_record(new.key, self._schema_index(new.schema), new.layer)
+            live.step = self.history.applied
+            self._attach(live, stored=False)
+            added.append(new)
+        for new in added:
+            if new.key in self._records:
+                record = self._records[new.key]
+                shape = self.slots.schemas[record.live.schema]
+                weight = new.weight()
+                if weight is not None and weight.shape != (shape.numel,):
+                    raise ValueError(
+                        f"record {new.key!r}: weight has shape {weight.shape}, expected ({shape.numel},)"
+                    )
+                self._fill(record, shape, weight)
 
     def _schema_index(self, name: str) -> int:
         for index, schema in enumerate(self.slots.schemas):

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tierstore._native import HugePages
@@ -26,7 +27,7 @@ from tierstore.store.config import StoreConfig
 from tierstore.store.format import RecordSchema, WeightFormat
 from tierstore.store.opening import IDENTITY, minimum_host_budget, read_identity
 from tierstore.store.optimizer import CachedRecord
-from tierstore.store.parameter_store import ParameterStore
+from tierstore.store.parameter_store import NewRecord, ParameterStore
 from tierstore.tiers import DeviceSlots, open_device_tier
 from tierstore.timeline import NullTimeline, TimelineSink
 from tierstore.train.config import TrainConfig
@@ -158,8 +159,8 @@ def open_session(
         model.to(device)
         if opening is Opening.CREATE:
             store.reserve({EXPERT_SCHEMA: config.model.expert_count} | dense.record_counts())
-            _register_experts(config, store)
             dense.register(store)
+            _register_experts(config, store)
         else:
             store.reserve()
             dense.load(store, store.history.applied)
@@ -215,15 +216,20 @@ def choose_device(name: str) -> torch.device:
 
 
 def _register_experts(config: TrainConfig, store: ParameterStore) -> None:
-    shape = config.model.expert_shape
-    for layer in config.model.moe_layers:
-        for expert in range(config.model.experts):
-            weight = initial_expert(
-                shape, seed=config.model.seed, layer=layer, expert=expert, layers=config.model.n_layers
-            )
-            store.register(
-                expert_key(layer, expert), EXPERT_SCHEMA, layer=layer, weight=np.asarray(weight.numpy())
-            )
+    shape, model = config.model.expert_shape, config.model
+
+    def weight_of(layer: int, expert: int) -> Callable[[], npt.NDArray[np.float32]]:
+        def make() -> npt.NDArray[np.float32]:
+            made = initial_expert(shape, seed=model.seed, layer=layer, expert=expert, layers=model.n_layers)
+            return np.asarray(made.numpy())
+
+        return make
+
+    store.register_many(
+        NewRecord(expert_key(layer, expert), EXPERT_SCHEMA, layer, weight_of(layer, expert))
+        for layer in model.moe_layers
+        for expert in range(model.experts)
+    )
 
 
 def _resumed_state(config: TrainConfig, store: ParameterStore, present: dict[str, object]) -> TrainState:
