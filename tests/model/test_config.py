@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from tierstore.errors import ConfigError
 from tierstore.model import ComputeDtype, ModelConfig
 from tierstore.moe import Activation

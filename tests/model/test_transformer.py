@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from tierstore.model import CheckpointActivations, ComputeDtype, ModelConfig, TieEmbeddings, Transformer
 from tierstore.moe import Activation, InMemoryExperts, RouterNoise, SaveActivations
-from torch import Tensor
 
 
 def _config(**options: Any) -> ModelConfig:
@@ -107,7 +108,9 @@ def test_first_weights_do_not_depend_on_the_rest() -> None:
     torch.manual_seed(2)
     large, _ = _model(_config(experts=6, moe_every=3, tie_embeddings=TieEmbeddings.UNTIED))
     assert torch.equal(small.embedding, large.embedding)
-    assert torch.equal(small.get_parameter("blocks.1.attention.qkv"), large.get_parameter("blocks.1.attention.qkv"))
+    assert torch.equal(
+        small.get_parameter("blocks.1.attention.qkv"), large.get_parameter("blocks.1.attention.qkv")
+    )
     other, _ = _model(_config(seed=1))
     assert not torch.equal(small.embedding, other.embedding)
 
