@@ -49,7 +49,7 @@ def _everything(config: ModelConfig) -> list[Tensor]:
 
 VARIANTS = [
     {},
-    {"activation": Activation.GELU, "tie_embeddings": TieEmbeddings.UNTIED, "moe_every": 2},
+    {"activation": Activation.GELU, "tie_embeddings": TieEmbeddings.TIED, "moe_every": 2},
     {"shared_expert_d_ff": 6, "top_k": 1, "capacity_factor": 1.0},
     {"router_noise": RouterNoise.JITTER, "router_noise_std": 0.2, "top_k": 3},
 ]
@@ -106,7 +106,7 @@ def test_first_weights_do_not_depend_on_the_rest() -> None:
     torch.manual_seed(1)
     small, _ = _model(_config())
     torch.manual_seed(2)
-    large, _ = _model(_config(experts=6, moe_every=3, tie_embeddings=TieEmbeddings.UNTIED))
+    large, _ = _model(_config(experts=6, moe_every=3, d_ff=10))
     assert torch.equal(small.embedding, large.embedding)
     assert torch.equal(
         small.get_parameter("blocks.1.attention.qkv"), large.get_parameter("blocks.1.attention.qkv")

@@ -166,7 +166,7 @@ def test_errors_name_the_file(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    # Reading a process's memory at address 0 fails with EIO for root, too: a file that exists and cannot be read.
+    # Fails even for root: a file that exists and cannot be read.
     with pytest.raises(DataError, match="/proc/self/mem"):
         _data(Path("/proc/self/mem"))
 

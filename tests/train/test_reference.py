@@ -17,7 +17,7 @@ from tierstore.train.schedule import AdamWConfig, ScheduleConfig
 SMALL: dict[str, Any] = {"d_model": 32, "n_layers": 3, "n_heads": 2, "seq_len": 16, "d_ff": 24, "experts": 8}
 VARIANTS: list[dict[str, Any]] = [
     {},
-    {"activation": Activation.GELU, "top_k": 1, "moe_every": 2, "tie_embeddings": TieEmbeddings.UNTIED},
+    {"activation": Activation.GELU, "top_k": 1, "moe_every": 2, "tie_embeddings": TieEmbeddings.TIED},
     {"top_k": 3, "shared_expert_d_ff": 8},
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -51,8 +52,8 @@ def test_it_rises_then_falls(kind: Schedule, warmup: int, total: int, least: flo
     config = ScheduleConfig(kind=kind, lr=0.5, warmup_steps=warmup, total_steps=total, min_lr_fraction=least)
     rates = [config.lr_at(step) for step in range(90)]
     assert all(0 < rate <= 0.5 for rate in rates[: max(1, min(warmup, total))])
-    assert all(a < b for a, b in zip(rates[:warmup], rates[1:warmup], strict=False))
-    assert all(a >= b - 1e-15 for a, b in zip(rates[warmup:], rates[warmup + 1 :], strict=False))
+    assert all(a < b for a, b in itertools.pairwise(rates[:warmup]))
+    assert all(a >= b - 1e-15 for a, b in itertools.pairwise(rates[warmup:]))
     assert min(rates[warmup:]) >= 0.5 * least - 1e-15
 
 
