@@ -103,8 +103,8 @@ def weight_std(d_model: int) -> float:
 def initial_expert(shape: ExpertShape, *, seed: int, layer: int, expert: int, layers: int) -> Tensor:
     """First weights of one expert, flat fp32 on the CPU: a function of the arguments alone.
 
-    normal(0, s) with ``s = weight_std(d_model)``; ``down`` scaled by ``1 / sqrt(2 * layers)``, as GPT-2 scales
-    what adds to the residual stream.
+    normal(0, s) with ``s = weight_std(d_model)``; ``down`` scaled by ``1 / sqrt(2 * layers)``, as GPT-2
+    scales what adds to the residual stream.
     """
     flat = torch.empty(shape.numel, dtype=torch.float32)
     flat.normal_(0.0, weight_std(shape.d_model), generator=keyed_generator(seed, "expert", layer, expert))
