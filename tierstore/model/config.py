@@ -59,7 +59,7 @@ class ModelConfig:
     top_k: int = 2
     moe_every: int = 1
     activation: Activation = Activation.SWIGLU
-    tie_embeddings: TieEmbeddings = TieEmbeddings.TIED
+    tie_embeddings: TieEmbeddings = TieEmbeddings.UNTIED
     shared_expert_d_ff: int = 0
     aux_loss_weight: float = 0.01
     z_loss_weight: float = 1e-3
