@@ -20,8 +20,8 @@ The kinds of events are ``TraceKind``. ``at`` says where an event fell in the ac
 (whose remaining groups are over), ``2g`` while its group g (counted from 1) was open, ``2g + 1`` after g
 groups, none open. A unit is a record with flags (bits 0-2 the groups needed, 3-5 dirtied, 6-8 dropped), but:
 in DROP an entry; in SET_STORED a record and its mask; in END_UNIT the index of a unit in its access; flags
-are 0 where they mean nothing. The groups themselves are not recorded: they follow from the capacity, so a trace
-can be replayed with another one.
+are 0 where they mean nothing. The groups themselves are not recorded: they follow from the capacity, so a
+trace can be replayed with another one.
 """
 
 from __future__ import annotations
