@@ -8,14 +8,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tierstore.model.attention import Attention, RMSNorm, rotary_tables, rotate
 from tierstore.model.loss import cross_entropy
 
 
 @settings(deadline=None, max_examples=25)
-@given(st.integers(1, 12), st.sampled_from([2, 4, 10]), st.sampled_from([100.0, 10_000.0]), st.integers(0, 99))
+@given(
+    st.integers(1, 12), st.sampled_from([2, 4, 10]), st.sampled_from([100.0, 10_000.0]), st.integers(0, 99)
+)
 def test_rotation_is_a_complex_product(positions: int, width: int, theta: float, seed: int) -> None:
-    x = torch.randn(2, 3, positions, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    x = torch.randn(
+        2, 3, positions, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     half = width // 2
     pairs = torch.complex(x[..., :half], x[..., half:])
     turned = torch.empty_like(pairs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from tierstore.errors import ConfigError
 from tierstore.model import ComputeDtype, ModelConfig
 from tierstore.moe import Activation
@@ -15,8 +16,8 @@ def test_sizes_by_hand() -> None:
     assert config.expert_numel == 786_432
     assert config.expert_count == 128
     assert config.expert_parameters == 100_663_296
-    # embedding 65536, last norm 256, 4 blocks of 4 * 65536 + 2 * 256, 4 routers of 32 * 256
-    assert config.dense_parameters == 65_536 + 256 + 4 * (262_144 + 512) + 4 * 8_192
+    # embedding and head 65536, last norm 256, 4 blocks of 4 * 65536 + 2 * 256, 4 routers of 32 * 256
+    assert config.dense_parameters == 2 * 65_536 + 256 + 4 * (262_144 + 512) + 4 * 8_192
     assert config.active_parameters == config.dense_parameters + 8 * 786_432
     assert config.total_parameters == config.dense_parameters + config.expert_parameters
     assert config.moe_layers == (0, 1, 2, 3)

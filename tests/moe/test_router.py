@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tierstore.errors import ConfigError
 from tierstore.moe import NoiseKey, Router, RouterConfig, RouterNoise
 
@@ -68,7 +69,11 @@ def test_capacity_drops_in_choice_then_token_order() -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(
-    st.integers(1, 20), st.integers(1, 6), st.data(), st.sampled_from([None, 0.25, 1.0, 1.5]), st.integers(0, 99)
+    st.integers(1, 20),
+    st.integers(1, 6),
+    st.data(),
+    st.sampled_from([None, 0.25, 1.0, 1.5]),
+    st.integers(0, 99),
 )
 def test_routing_against_a_loop(
     tokens: int, experts: int, data: st.DataObject, factor: float | None, seed: int

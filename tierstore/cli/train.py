@@ -80,7 +80,7 @@ def train(
         "commit_every": commit_every,
     }
     loaded = load(TrainConfig, config, config_overrides(settings, given))
-    output = Output.for_option(as_json)
+    output = Output.for_option(as_json, counts=frozenset({"write_backs"}))
     ctx.exit(
         _run(loaded, output, resume=resume, metrics=metrics, timeline=timeline, record_trace=record_trace)
     )
@@ -142,6 +142,7 @@ def _run(
         if not interrupts.asked:
             trainer.evaluate()
         trainer.commit()
+        trainer.store.end_trace()
         seconds = time.monotonic() - begun
         summary = RunSummary(
             config=config,

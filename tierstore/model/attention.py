@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tierstore.moe.experts import weight_std
 from tierstore.moe.seeds import keyed_generator
 
 __all__ = ["Attention", "RMSNorm", "rotary_tables", "rotate"]
@@ -55,8 +56,9 @@ class Attention(nn.Module):
         self.n_heads = n_heads
         self.qkv = nn.Parameter(torch.empty(3 * d_model, d_model))
         self.out = nn.Parameter(torch.empty(d_model, d_model))
-        nn.init.normal_(self.qkv, std=0.02, generator=keyed_generator(seed, "attention.qkv", layer))
-        nn.init.normal_(self.out, std=0.02, generator=keyed_generator(seed, "attention.out", layer))
+        std = weight_std(d_model)
+        nn.init.normal_(self.qkv, std=std, generator=keyed_generator(seed, "attention.qkv", layer))
+        nn.init.normal_(self.out, std=std, generator=keyed_generator(seed, "attention.out", layer))
 
     def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, positions, width = x_BSD.shape

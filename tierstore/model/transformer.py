@@ -103,7 +103,13 @@ class Transformer(nn.Module):
 
         make = mixture or from_source
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
-        nn.init.normal_(self.embedding, std=0.02, generator=keyed_generator(config.seed, "embedding"))
+        # The stream must start well above what the blocks add to it, or tokens are drowned and learning
+        # crawls. A tied embedding cannot (its logits would be as large): it is scaled by sqrt(D) on its way
+        # in instead (Vaswani et al. 2017, section 3.4).
+        tied = config.tie_embeddings is TieEmbeddings.TIED
+        self._embedding_scale = math.sqrt(config.d_model) if tied else 1.0
+        generator = keyed_generator(config.seed, "embedding")
+        nn.init.normal_(self.embedding, std=0.02 if tied else 0.2, generator=generator)
         self.blocks = nn.ModuleList(
             Block(config, layer, make(layer) if layer in config.moe_layers else None)
             for layer in range(config.n_layers)
@@ -140,7 +146,7 @@ class Transformer(nn.Module):
             raise ValueError(f"sequences of {tokens_BT.shape[1]} exceed seq_len {config.seq_len}")
         dtype = config.compute_dtype.torch if self.embedding.dtype != torch.float64 else torch.float64
         cos, sin = self.cos, self.sin
-        x = F.embedding(tokens_BT, self.embedding).to(dtype)
+        x = (F.embedding(tokens_BT, self.embedding) * self._embedding_scale).to(dtype)
         zero = x.new_zeros((), dtype=torch.promote_types(dtype, torch.float32))
         aux_loss, z_loss = zero, zero
         loads: list[Tensor] = []

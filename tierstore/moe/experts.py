@@ -35,6 +35,7 @@ __all__ = [
     "forward_expert",
     "initial_expert",
     "recompute_inner",
+    "weight_std",
 ]
 
 
@@ -91,14 +92,22 @@ class ExpertShape:
         )
 
 
+def weight_std(d_model: int) -> float:
+    """Spread of first weights: 0.05 at width 256, falling with the root of the width.
+
+    Measured at 4,096 tokens a step: with 0.02 instead, the same model needs several times the steps.
+    """
+    return 0.8 / math.sqrt(d_model)
+
+
 def initial_expert(shape: ExpertShape, *, seed: int, layer: int, expert: int, layers: int) -> Tensor:
     """First weights of one expert, flat fp32 on the CPU: a function of the arguments alone.
 
-    normal(0, 0.02), ``down`` scaled by ``1 / sqrt(2 * layers)`` as GPT-2 scales what adds to the residual
-    stream.
+    normal(0, s) with ``s = weight_std(d_model)``; ``down`` scaled by ``1 / sqrt(2 * layers)``, as GPT-2
+    scales what adds to the residual stream.
     """
     flat = torch.empty(shape.numel, dtype=torch.float32)
-    flat.normal_(0.0, 0.02, generator=keyed_generator(seed, "expert", layer, expert))
+    flat.normal_(0.0, weight_std(shape.d_model), generator=keyed_generator(seed, "expert", layer, expert))
     shape.views(flat).down.mul_(1.0 / math.sqrt(2.0 * layers))
     return flat
 

@@ -27,6 +27,7 @@ from tierstore.moe.experts import (
     feed_forward,
     forward_expert,
     recompute_inner,
+    weight_std,
 )
 from tierstore.moe.router import NoiseKey, Router, RouterConfig, Routing
 from tierstore.moe.seeds import keyed_generator
@@ -50,8 +51,9 @@ class FeedForward(nn.Module):
         self.activation = Activation(shape.activation)
         self.inner = nn.Parameter(torch.empty(shape.inner_rows, shape.d_model))
         self.down = nn.Parameter(torch.empty(shape.d_model, shape.d_ff))
-        nn.init.normal_(self.inner, std=0.02, generator=keyed_generator(seed, name, "inner"))
-        nn.init.normal_(self.down, std=0.02, generator=keyed_generator(seed, name, "down"))
+        std = weight_std(shape.d_model)
+        nn.init.normal_(self.inner, std=std, generator=keyed_generator(seed, name, "inner"))
+        nn.init.normal_(self.down, std=std, generator=keyed_generator(seed, name, "down"))
 
     def forward(self, x: Tensor) -> Tensor:
         return feed_forward(x, self.inner, self.down, self.activation)

@@ -532,6 +532,11 @@ class ParameterStore:
                     crc = _native.crc32c(section.array(), crc)
         return crc
 
+    def end_trace(self) -> None:
+        """Completes the recorded trace, if there is one; what follows is not part of it."""
+        if self._parts.recording is not None:
+            self._parts.recording.close()
+
     def describe(self) -> list[str]:
         """One line for each capability: what is in effect, and why where AUTO fell back."""
         engine, budget = self.engine, self._parts.arena.nbytes

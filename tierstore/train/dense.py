@@ -48,15 +48,8 @@ class DenseParameters:
     def __init__(self, units: Units, device: torch.device, config: AdamWConfig) -> None:
         self._device = device
         self._units = [self._take_over(name, parameters) for name, parameters in units]
-        self._optimizer = torch.optim.AdamW(
-            [unit.flat for unit in self._units],
-            lr=1.0,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
-        self._set_state(0)
+        self._config = config
+        self._step = [torch.zeros((), device=device) for _ in self._units]
 
     def _take_over(self, name: str, parameters: list[nn.Parameter]) -> _Unit:
         numel = _numel(parameters)
@@ -78,13 +71,6 @@ class DenseParameters:
         moments = {a: own[a] for a in _ARRAYS[1:]}
         return _Unit(f"dense.{name}", parameters, staging, host, flat, moments)
 
-    def _set_state(self, step: int) -> None:
-        for unit in self._units:
-            self._optimizer.state[unit.flat] = {
-                "step": torch.tensor(float(step), device=self._device),
-                **unit.moments,
-            }
-
     @property
     def nbytes(self) -> int:
         """Bytes of weights, gradients and moments."""
@@ -92,26 +78,42 @@ class DenseParameters:
 
     def zero_grad(self) -> None:
         for unit in self._units:
-            assert unit.flat.grad is not None
-            unit.flat.grad.zero_()
+            _gradient(unit).zero_()
 
     def sum_of_squares(self) -> float:
         """Of all gradients, in double precision, added in unit order."""
         total = 0.0
         for unit in self._units:
-            assert unit.flat.grad is not None
-            total += float(torch.linalg.vector_norm(unit.flat.grad, dtype=torch.float64)) ** 2
+            total += float(torch.linalg.vector_norm(_gradient(unit), dtype=torch.float64)) ** 2
         return total
 
     def scale_gradients(self, scale: float) -> None:
         for unit in self._units:
-            assert unit.flat.grad is not None
-            unit.flat.grad.mul_(scale)
+            _gradient(unit).mul_(scale)
 
+    @torch.no_grad()
     def step(self, lr: float) -> None:
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
+        """One AdamW step with torch's fused kernel.
+
+        It is called without ``torch.optim``, whose classes import the whole of the compiler: 80 MiB and a second.
+        """
+        for step in self._step:
+            step += 1
+        torch._fused_adamw_(
+            [unit.flat for unit in self._units],
+            [_gradient(unit) for unit in self._units],
+            [unit.moments["exp_avg"] for unit in self._units],
+            [unit.moments["exp_avg_sq"] for unit in self._units],
+            [],
+            self._step,
+            lr=lr,
+            beta1=self._config.beta1,
+            beta2=self._config.beta2,
+            weight_decay=self._config.weight_decay,
+            eps=self._config.eps,
+            amsgrad=False,
+            maximize=False,
+        )
 
     # Records ------------------------------------------------------------------------------------------------
 
@@ -140,7 +142,13 @@ class DenseParameters:
                 unit.flat.data.copy_(unit.host["weight"])
                 for name in _ARRAYS[1:]:
                     unit.moments[name].copy_(unit.host[name])
-        self._set_state(step)
+        for count in self._step:
+            count.fill_(float(step))
+
+
+def _gradient(unit: _Unit) -> torch.Tensor:
+    assert unit.flat.grad is not None
+    return unit.flat.grad
 
 
 def _groups(unit: _Unit) -> dict[Group, list[Buffer]]:

@@ -6,6 +6,7 @@ activations, the text. It does not depend on how many experts there are.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import resource
 
@@ -13,7 +14,7 @@ import psutil
 
 from tierstore.train.config import TrainConfig
 
-__all__ = ["fixed_bytes", "keep_freed_memory", "peak_resident_bytes", "resident_bytes"]
+__all__ = ["fixed_bytes", "give_back_freed_memory", "keep_freed_memory", "peak_resident_bytes", "resident_bytes"]
 
 #: What torch, its thread pools and the allocator take beyond what is resident after the imports, bytes.
 _WORKING_BYTES = 96 << 20
@@ -55,4 +56,10 @@ def keep_freed_memory() -> None:
     trim_threshold, mmap_threshold, top_pad = -1, -3, -2
     mallopt(mmap_threshold, 32 << 20)
     mallopt(trim_threshold, 2**31 - 1)
-    mallopt(top_pad, 64 << 20)
+    mallopt(top_pad, 16 << 20)
+
+
+def give_back_freed_memory() -> None:
+    """Gives freed memory back to the kernel once: what setting up has used need not count all run long."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

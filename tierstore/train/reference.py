@@ -91,7 +91,7 @@ class PlainMixture(nn.Module):
         weight_TK, expert_TK = torch.topk(probability_TE, top_k, dim=-1)
         if self.config.router.normalized:
             weight_TK = weight_TK / weight_TK.sum(dim=-1, keepdim=True)
-        y_TD = torch.zeros(x_TD.shape, dtype=weight_TK.dtype)
+        y_TD = torch.zeros(x_TD.shape, dtype=weight_TK.dtype, device=x_TD.device)
         for index, expert in enumerate(self.experts):
             tokens, choice = torch.where(expert_TK == index)
             if tokens.numel():

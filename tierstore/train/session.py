@@ -32,6 +32,7 @@ from tierstore.tiers import DeviceSlots, open_device_tier
 from tierstore.timeline import NullTimeline, TimelineSink
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TextData
+from tierstore.train.footprint import give_back_freed_memory
 from tierstore.train.dense import DenseParameters, dense_schemas
 from tierstore.train.state import TrainState, conditions, differences
 from tierstore.train.trainer import Trainer
@@ -198,6 +199,7 @@ def open_session(
         )
         if opening is Opening.CREATE:
             trainer.commit()
+            give_back_freed_memory()
         yield trainer
 
 

@@ -1,0 +1,108 @@
+"""Learning rates by hand and against torch's schedulers; the numbers of an AdamW step."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierstore.errors import ConfigError
+from tierstore.train.schedule import AdamWConfig, Schedule, ScheduleConfig, adamw_step
+
+
+def test_by_hand() -> None:
+    options: dict[str, Any] = {"lr": 0.8, "warmup_steps": 4, "total_steps": 12, "min_lr_fraction": 0.25}
+    cosine = ScheduleConfig(kind=Schedule.COSINE, **options)
+    assert [cosine.lr_at(step) for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.8])
+    assert cosine.lr_at(8) == pytest.approx(0.5)  # halfway: between 0.8 and 0.2
+    assert cosine.lr_at(12) == cosine.lr_at(1000) == pytest.approx(0.2)
+    linear = ScheduleConfig(kind=Schedule.LINEAR, **options)
+    assert [linear.lr_at(step) for step in (4, 6, 8, 12, 99)] == pytest.approx([0.8, 0.65, 0.5, 0.2, 0.2])
+    constant = ScheduleConfig(kind=Schedule.CONSTANT, **options)
+    assert [constant.lr_at(step) for step in (0, 3, 4, 99)] == pytest.approx([0.2, 0.8, 0.8, 0.8])
+    assert ScheduleConfig(kind="linear").kind is Schedule.LINEAR  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [Schedule.COSINE, Schedule.LINEAR])
+def test_against_torch(kind: Schedule) -> None:
+    config = ScheduleConfig(kind=kind, lr=0.3, warmup_steps=5, total_steps=35, min_lr_fraction=0.1)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.3)
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    if kind == Schedule.COSINE:
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=30, eta_min=0.03)
+    else:
+        scheduler = torch.optim.lr_scheduler.LinearLR(
+            optimizer, start_factor=1.0, end_factor=0.1, total_iters=30
+        )
+    for step in range(5, 36):
+        assert config.lr_at(step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9)
+        optimizer.step()
+        scheduler.step()
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(list(Schedule)), st.integers(0, 20), st.integers(1, 60), st.floats(0, 1))
+def test_it_rises_then_falls(kind: Schedule, warmup: int, total: int, least: float) -> None:
+    config = ScheduleConfig(kind=kind, lr=0.5, warmup_steps=warmup, total_steps=total, min_lr_fraction=least)
+    rates = [config.lr_at(step) for step in range(90)]
+    assert all(0 < rate <= 0.5 for rate in rates[: max(1, min(warmup, total))])
+    assert all(a < b for a, b in itertools.pairwise(rates[:warmup]))
+    assert all(a >= b - 1e-15 for a, b in itertools.pairwise(rates[warmup:]))
+    assert min(rates[warmup:]) >= 0.5 * least - 1e-15
+
+
+def test_adamw_numbers() -> None:
+    config = AdamWConfig(betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+    first = adamw_step(config, 1e-3, 1)
+    assert first.bias_correction1 == float(np.float32(1 - 0.9))
+    assert first.bias_correction2_sqrt == float(np.float32(math.sqrt(1 - 0.99)))
+    later = adamw_step(config, 1e-3, 10_000)
+    assert later.bias_correction1 == later.bias_correction2_sqrt == 1.0
+    assert all(value == float(np.float32(value)) for value in first)
+    assert first._fields[:5] == ("lr", "beta1", "beta2", "eps", "weight_decay")
+    with pytest.raises(ValueError, match="from 1"):
+        adamw_step(config, 1e-3, 0)
+
+
+def test_adamw_numbers_make_torchs_step() -> None:
+    config = AdamWConfig()
+    generator = torch.Generator().manual_seed(0)
+    p = torch.randn(50, generator=generator, dtype=torch.float64)
+    torchs = p.clone().requires_grad_()
+    optimizer = torch.optim.AdamW([torchs], lr=0.01, betas=config.betas, eps=config.eps, weight_decay=0.1)
+    m, v = torch.zeros_like(p), torch.zeros_like(p)
+    for step in range(1, 6):
+        grad = torch.randn(50, generator=generator, dtype=torch.float64)
+        torchs.grad = grad
+        optimizer.step()
+        a = adamw_step(config, 0.01, step)
+        p *= 1 - a.lr * a.weight_decay
+        m = a.beta1 * m + (1 - a.beta1) * grad
+        v = a.beta2 * v + (1 - a.beta2) * grad**2
+        p -= a.lr / a.bias_correction1 * m / (v.sqrt() / a.bias_correction2_sqrt + a.eps)
+        torch.testing.assert_close(p, torchs.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("field", "make"),
+    [
+        ("schedule", lambda: ScheduleConfig(kind="wavy")),  # type: ignore[arg-type]
+        ("lr", lambda: ScheduleConfig(lr=0.0)),
+        ("lr", lambda: ScheduleConfig(lr=math.inf)),
+        ("total_steps", lambda: ScheduleConfig(total_steps=0)),
+        ("warmup_steps", lambda: ScheduleConfig(warmup_steps=-1)),
+        ("min_lr_fraction", lambda: ScheduleConfig(min_lr_fraction=1.5)),
+        ("betas", lambda: AdamWConfig(betas=(0.9, 1.0))),
+        ("eps", lambda: AdamWConfig(eps=0.0)),
+        ("weight_decay", lambda: AdamWConfig(weight_decay=-1.0)),
+    ],
+)
+def test_bad_values_are_named(field: str, make: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{field}:"):
+        make()
