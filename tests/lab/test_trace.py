@@ -73,7 +73,10 @@ def train(core, rng, steps=4, tangled=False):
 SETTINGS = [
     {"policy": "lru"},
     {"policy": "lfu-decay", "policy_options": {"variant": "corrected", "half_life": 2, "interval": 1}},
-    {"policy": "lfu-decay", "policy_options": {"variant": "paper", "threshold": 1, "beta": 0.5, "interval": 5}},
+    {
+        "policy": "lfu-decay",
+        "policy_options": {"variant": "paper", "threshold": 1, "beta": 0.5, "interval": 5},
+    },
 ]
 
 
@@ -148,14 +151,20 @@ def test_columns(tmp_path):
     path = tmp_path / "small.trace"
     header = TraceHeader(8, policy="lru", records=(TraceRecord(0, (1, 0, 0), (10, 0, 0), 1),) * 3)
     with TraceWriter(path, header) as writer:
-        writer.event(TraceKind.ACCESS, step=4, phase=1, layer=0, records=units([0, 2])[0], flags=units([0, 2])[1])
+        writer.event(
+            TraceKind.ACCESS, step=4, phase=1, layer=0, records=units([0, 2])[0], flags=units([0, 2])[1]
+        )
         writer.event(TraceKind.END_STEP, step=4)
     trace = load_trace(path)
     assert trace.header == header
     assert len(trace) == 2
     assert trace.kinds.tolist() == [TraceKind.ACCESS, TraceKind.END_STEP]
     assert (trace.steps.tolist(), trace.phases.tolist(), trace.at.tolist()) == ([4, 4], [1, 0], [0, 0])
-    assert (trace.offsets.tolist(), trace.records.tolist(), trace.flags.tolist()) == ([0, 2, 2], [0, 2], [1, 1])
+    assert (trace.offsets.tolist(), trace.records.tolist(), trace.flags.tolist()) == (
+        [0, 2, 2],
+        [0, 2],
+        [1, 1],
+    )
     assert replay(path)["misses"] == 2
     assert path.stat().st_size == 16 + len(header.to_json()) + 4 + 16 + 2 * 16 + 2 * 6 + 16
 
@@ -163,7 +172,9 @@ def test_columns(tmp_path):
 def test_many_chunks_are_one_trace(tmp_path):
     path = tmp_path / "long.trace"
     records, flags = units(range(3))
-    with TraceWriter(path, TraceHeader(2, policy="lru", records=(TraceRecord(0, (1, 0, 0), (1, 0, 0), 1),) * 3)) as w:
+    with TraceWriter(
+        path, TraceHeader(2, policy="lru", records=(TraceRecord(0, (1, 0, 0), (1, 0, 0), 1),) * 3)
+    ) as w:
         for step in range(50_000):
             w.event(TraceKind.ACCESS, step=step, records=records, flags=flags)
     trace = load_trace(path)
@@ -219,7 +230,13 @@ def with_header(text):
 def test_headers_that_are_none(tmp_path):
     bad = tmp_path / "bad.trace"
     good = json.loads(TraceHeader(4).to_json())
-    for text in ("[]", "{", "{}", json.dumps({**good, "colour": 1}), json.dumps({**good, "records": {"layer": [1]}})):
+    for text in (
+        "[]",
+        "{",
+        "{}",
+        json.dumps({**good, "colour": 1}),
+        json.dumps({**good, "records": {"layer": [1]}}),
+    ):
         bad.write_bytes(with_header(text.encode()))
         with pytest.raises(DataError, match="byte 16: expected a header"):
             load_trace(bad)

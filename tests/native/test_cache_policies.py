@@ -25,7 +25,9 @@ class Keys:
         _, _, (kinds, entries), _ = self.core.next_group()
         self.core.end_group()
         out = (Decision.EVICT, Decision.EVICT_WRITE)
-        return [entry // 4 for kind, entry in zip(kinds.tolist(), entries.tolist(), strict=True) if kind in out]
+        return [
+            entry // 4 for kind, entry in zip(kinds.tolist(), entries.tolist(), strict=True) if kind in out
+        ]
 
     @property
     def starved(self):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -103,8 +105,20 @@ class Naive:
         self.resident, self.dirty, self.stored, self.fresh, self.known = set(), set(), set(), set(), set()
         self.pins, self.holds = {}, []
         self.count = dict.fromkeys(
-            "hits misses creates evictions write_backs drops read_bytes written_bytes prefetch_read_bytes "
-            "useful_prefetch_bytes wasted_prefetch_bytes groups".split(),
+            [
+                "hits",
+                "misses",
+                "creates",
+                "evictions",
+                "write_backs",
+                "drops",
+                "read_bytes",
+                "written_bytes",
+                "prefetch_read_bytes",
+                "useful_prefetch_bytes",
+                "wasted_prefetch_bytes",
+                "groups",
+            ],
             0,
         )
 
@@ -226,7 +240,9 @@ class Naive:
             self.known.add(e)
             policy.request()
         self.count["groups"] += 1
-        self.hold([u for later in self.groups[g + 1 :] for u in (self.access[i] for i in later)], self.d, ahead)
+        self.hold(
+            [u for later in self.groups[g + 1 :] for u in (self.access[i] for i in later)], self.d, ahead
+        )
         return out, ahead
 
     def end_unit(self, unit):
@@ -322,7 +338,9 @@ def units(draw, records):
     return made
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 @given(data=st.data())
 def test_every_decision_is_the_naive_one(data):
     draw = data.draw
@@ -372,7 +390,9 @@ def test_every_decision_is_the_naive_one(data):
 
     for step in range(draw(st.integers(1, 8))):
         for _ in range(draw(st.integers(1, 4))):
-            action = draw(st.sampled_from(["access"] * 5 + ["prefetch"] * 3 + ["clean", "drop", "cancel", "stored"]))
+            action = draw(
+                st.sampled_from(["access"] * 5 + ["prefetch"] * 3 + ["clean", "drop", "cancel", "stored"])
+            )
             if action == "prefetch":
                 speculate()
             elif action == "clean":
@@ -399,7 +419,7 @@ def test_every_decision_is_the_naive_one(data):
                         core.begin_access(step, 0, layer, *arrays(chosen))
                     continue
                 number, bounds = core.begin_access(step, 0, layer, *arrays(chosen))
-                assert [list(range(a, b)) for a, b in zip(bounds[:-1], bounds[1:], strict=True)] == groups
+                assert [list(range(a, b)) for a, b in itertools.pairwise(bounds)] == groups
                 assert number == len(groups)
                 for g, members in enumerate(groups):
                     begin, end, demanded, ahead = core.next_group()

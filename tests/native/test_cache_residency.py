@@ -39,8 +39,8 @@ def access(core, records, flags=NEED_W, layer=0):
 
 
 def test_the_case_from_the_literature():
-    # 3 layers x 4 experts, 2 slots a layer, sets {0,1},{0,2},{0,1},{0,3},{0,1}. In each layer: 0 and 1 miss, then
-    # 0 hits each time (it is in the set, so nothing evicts it) and the other misses: 4 hits and 6 misses.
+    # 3 layers x 4 experts, 2 slots a layer, sets {0,1},{0,2},{0,1},{0,3},{0,1}. In each layer: 0 and 1
+    # miss, then 0 hits each time (it is in the set, so nothing evicts it) and the other misses: 4 and 6.
     core = make(6, records=12, layers=3, scope=Scope.LAYER, layer_quotas=[2, 2, 2])
     for step, chosen in enumerate(([0, 1], [0, 2], [0, 1], [0, 3], [0, 1])):
         for layer in range(3):

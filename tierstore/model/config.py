@@ -50,12 +50,12 @@ class ModelConfig:
 
     vocab_size: int = 256
     d_model: int = 256
-    n_layers: int = 4
+    n_layers: int = 2
     n_heads: int = 4
     seq_len: int = 256
     d_ff: int = 1024
     d_ff_dense: int = 0
-    experts: int = 32
+    experts: int = 64
     top_k: int = 2
     moe_every: int = 1
     activation: Activation = Activation.SWIGLU
