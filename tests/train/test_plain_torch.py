@@ -7,7 +7,6 @@ differently: losses agree within 1e-5 for ten steps and 1e-3 for fifty.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,21 +15,21 @@ import torch
 
 from tierstore.store import Group
 from tierstore.train.config import TrainConfig
-from tierstore.train.reference import Inactive, PlainTrainer
+from tierstore.train.reference import PlainTrainer
 from tierstore.train.session import Opening, expert_key, open_session
 from tierstore.train.trainer import Trainer
 
 STEPS = 50
-SLEEPY = {"model.experts": 40, "model.top_k": 1, "model.seq_len": 4, "batch": 1}
+SLEEPY = {"model.experts": 40, "model.top_k": 1, "model.seq_len": 4, "data.batch_size": 1}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "clip": {"clip_norm": 0.5},
-    "micro": {"micro_batches": 3},
-    "micro-clip": {"micro_batches": 2, "clip_norm": 0.5},
+    "micro": {"data.micro_batches": 3},
+    "micro-clip": {"data.micro_batches": 2, "clip_norm": 0.5},
     "sleepy-exact": SLEEPY,
     "sleepy-skip": {**SLEEPY, "adamw.inactive": "skip"},
     "sleepy-clip": {**SLEEPY, "clip_norm": 0.3},
-    "sleepy-skip-micro-clip": {**SLEEPY, "adamw.inactive": "skip", "clip_norm": 0.3, "micro_batches": 2},
+    "sleepy-skip-micro-clip": {**SLEEPY, "adamw.inactive": "skip", "clip_norm": 0.3, "data.micro_batches": 2},
     "gelu-shared-untied": {
         "model.activation": "gelu",
         "model.shared_expert_d_ff": 16,
@@ -41,18 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def plain_trainer(config: TrainConfig) -> PlainTrainer:
-    adamw: Any = config.adamw
-    if not hasattr(adamw, "betas"):
-        adamw = SimpleNamespace(
-            betas=(adamw.beta1, adamw.beta2), eps=adamw.eps, weight_decay=adamw.weight_decay
-        )
-    return PlainTrainer(
-        config.model,
-        config.schedule,
-        adamw,
-        inactive=Inactive(config.adamw.inactive.value),
-        clip_norm=config.clip_norm or None,
-    )
+    return PlainTrainer(config.model, config.schedule, config.adamw, clip_norm=config.clip_norm or None)
 
 
 def expert_weights(trainer: Trainer) -> dict[tuple[int, int], np.ndarray]:
@@ -76,7 +64,7 @@ def test_losses_and_parameters_follow_plain_torch(
     ours, theirs, idle = [], [], 0
     with open_session(config, Opening.CREATE) as trainer:
         for step in range(STEPS):
-            micro_batches = range(config.micro_batches)
+            micro_batches = range(config.data.micro_batches)
             expected = plain.step([trainer.data.batch(step, micro) for micro in micro_batches])
             found = trainer.step()
             ours.append(found.loss)
@@ -90,12 +78,18 @@ def test_losses_and_parameters_follow_plain_torch(
         np.testing.assert_allclose(ours, theirs, rtol=1e-3)
         assert theirs[-1] < theirs[0]
         for (layer, expert), weight in expert_weights(trainer).items():
-            np.testing.assert_allclose(weight, plain.expert(layer, expert).flat().numpy(), rtol=1e-3, atol=2e-5)
+            np.testing.assert_allclose(
+                weight, plain.expert(layer, expert).flat().numpy(), rtol=1e-3, atol=2e-5
+            )
         dense = dict(trainer.model.named_parameters())
         for name, parameter in plain.model.named_parameters():
             if ".experts." not in name:
                 np.testing.assert_allclose(
-                    dense[name].detach().numpy(), parameter.detach().numpy(), rtol=1e-3, atol=2e-5, err_msg=name
+                    dense[name].detach().numpy(),
+                    parameter.detach().numpy(),
+                    rtol=1e-3,
+                    atol=2e-5,
+                    err_msg=name,
                 )
     if case.startswith("sleepy"):
         assert idle >= 0.3 * STEPS * config.model.expert_count
