@@ -267,6 +267,7 @@ class ParameterStore:
         self, phase: Phase, layer: int, numbers: npt.NDArray[np.uint32], flags: npt.NDArray[np.uint16]
     ) -> int:
         """Opens an access of the host cache; returns its groups. A unit that cannot fit is a BudgetError."""
+        self._check_open()
         try:
             return self.cache.begin_access(self.history.applied, phase, layer, numbers, flags)
         except _native.CapacityError as error:
@@ -549,6 +550,10 @@ class ParameterStore:
         ]
 
     # Failure and closing --------------------------------------------------------------------------------------
+
+    def poison(self, reason: str) -> None:
+        """The live state is no longer whole, says whoever was changing it: from here on only the last commit counts."""
+        self._poison = self._poison or reason
 
     def wait(self, tickets: Sequence[int]) -> None:
         """Waits for engine tickets; checksum failures are raised naming key, section and file."""
