@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tierstore.config import dotted_fields, load
+from tierstore.config import load
 from tierstore.errors import BudgetError
 from tierstore.train.config import TrainConfig
 from tierstore.train.session import Opening, open_session
@@ -21,7 +21,6 @@ from tierstore.train.trainer import StepResult, Trainer
 Settings = Mapping[str, Any]
 RAM = 8 << 20  # holds every tiny model whole
 
-_KNOWN = {info.name for info in dotted_fields(TrainConfig)}
 _TINY = {
     "device": "cpu",
     "threads": 1,
@@ -38,14 +37,12 @@ _TINY = {
     "model.d_ff": 32,
     "model.experts": 12,
     "model.top_k": 2,
-    "batch": 2,
+    "data.batch_size": 2,
     "schedule.lr": 5e-3,
     "schedule.warmup_steps": 4,
     "schedule.total_steps": 40,
     "io.huge_pages": "off",
 }
-#: Names by which a configuration may know the same thing.
-_ALSO = {"batch": "data.batch_size", "micro_batches": "data.micro_batches"}
 
 
 @pytest.fixture(autouse=True)
@@ -77,10 +74,7 @@ def configure(text: Path, tmp_path: Path) -> MakeConfig:
         made += 1
         merged: dict[str, Any] = {"data.paths": (str(text),), "store": tmp_path / f"store{made}"}
         merged |= _TINY | dict(changes or {})
-        for name, other in _ALSO.items():
-            if name in merged and other in _KNOWN:
-                merged[other] = merged[name]
-        return load(TrainConfig, None, {name: value for name, value in merged.items() if name in _KNOWN})
+        return load(TrainConfig, None, merged)
 
     return make
 

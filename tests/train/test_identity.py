@@ -19,13 +19,13 @@ Make = Callable[[Mapping[str, Any]], TrainConfig]
 MODES: dict[str, dict[str, Any]] = {
     "immediate": {},
     "clip": {"clip_norm": 0.5},
-    "micro": {"micro_batches": 3},
-    "micro-clip": {"micro_batches": 3, "clip_norm": 0.5},
+    "micro": {"data.micro_batches": 3},
+    "micro-clip": {"data.micro_batches": 3, "clip_norm": 0.5},
     "bf16": {"model.compute_dtype": "bf16"},
     "bf16-clip": {"model.compute_dtype": "bf16", "clip_norm": 0.5},
     "checkpoint": {"model.checkpoint_activations": "block", "model.n_layers": 3},
-    "skip": {"adamw.inactive": "skip", "model.top_k": 1, "batch": 1},
-    "skip-clip": {"adamw.inactive": "skip", "model.top_k": 1, "batch": 1, "clip_norm": 0.5},
+    "skip": {"adamw.inactive": "skip", "model.top_k": 1, "data.batch_size": 1},
+    "skip-clip": {"adamw.inactive": "skip", "model.top_k": 1, "data.batch_size": 1, "clip_norm": 0.5},
 }
 
 #: Ways to hold it: none of them changes anything. ``budget`` is a share of the records; 0 is the minimum.
@@ -33,15 +33,29 @@ HOLDS: dict[str, dict[str, Any]] = {
     "half": {"budget": 0.5},
     "tenth": {"budget": 0.1, "prefetch.depth": 3, "prefetch.predictor": "all"},
     "least": {"budget": 0.0, "prefetch.depth": 0, "io.backend": "threads"},
-    "least-lru-1": {"budget": 0.0, "cache.policy": "lru", "prefetch.depth": 1, "io.backend": "threads", "io.threads": 1},
+    "least-lru-1": {
+        "budget": 0.0,
+        "cache.policy": "lru",
+        "prefetch.depth": 1,
+        "io.backend": "threads",
+        "io.threads": 1,
+    },
     "paper": {"budget": 0.25, "cache.variant": "paper", "prefetch.predictor": "none", "commit_every": 2},
-    "lru-4": {"budget": 0.25, "cache.policy": "lru", "prefetch.depth": 3, "io.backend": "threads", "io.threads": 4},
+    "lru-4": {
+        "budget": 0.25,
+        "cache.policy": "lru",
+        "prefetch.depth": 3,
+        "io.backend": "threads",
+        "io.threads": 4,
+    },
     "busy": {"budget": 0.15, "cache.write_back_every": 1, "commit_every": 3, "io.compute_threads": 2},
     "uring": {"budget": 0.25, "io.backend": "uring", "io.chunk_bytes": 4096, "io.queue_depth": 3},
 }
 
 
-def held(make: Make, mode: Mapping[str, Any], hold: Mapping[str, Any], least: Callable[[TrainConfig], int]) -> TrainConfig:
+def held(
+    make: Make, mode: Mapping[str, Any], hold: Mapping[str, Any], least: Callable[[TrainConfig], int]
+) -> TrainConfig:
     """The configuration of ``mode`` under ``hold``."""
     ram = make(mode)
     changes = {**mode, **hold}
@@ -71,7 +85,7 @@ SLEEPY: dict[str, Any] = {
     "model.experts": 40,
     "model.top_k": 1,
     "model.seq_len": 4,
-    "batch": 1,
+    "data.batch_size": 1,
     "schedule.warmup_steps": 15,
     "schedule.total_steps": 60,
 }

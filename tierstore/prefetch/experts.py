@@ -69,6 +69,7 @@ class TieredExperts:
         self._ledger = ledger
         self._passes = PassSequence(sorted(records))
         self._free_slots = deque(range(weight_slots))
+        #: What the forward passes of the present micro-batch used, by layer.
         self._used: dict[int, list[int]] = {}
         self._training = False
         self._last_micro = True
@@ -82,23 +83,35 @@ class TieredExperts:
         """A training micro-batch begins: ``index`` of ``count``. The optimizer's row, if due, is open."""
         self._training = True
         self._last_micro = index == count - 1
+        self._used.clear()
         self.gradients.begin_micro(index=index, count=count)
 
     def begin_evaluation(self) -> None:
         """Only forward passes follow, until the next ``begin_micro``."""
         self._training = False
+        self._used.clear()
 
     # The expert source ----------------------------------------------------------------------------------------
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[TieredLease]:
         """Leases of ``experts`` (ascending) for a forward pass. Their weights are caught up with the optimizer,
-        and gradients that wait for their step are stepped first."""
-        self._used[layer] = list(experts)
+        and gradients that wait for their step are stepped first.
+
+        A second forward pass of a layer in a micro-batch is its recomputation (activation checkpointing): the same
+        experts, and the layer's backward pass comes next.
+        """
+        again = self._training and layer in self._used
+        if again:
+            ahead = [Pass(Phase.BACKWARD, layer), *self._following(Phase.BACKWARD, layer)][: self._depth]
+        else:
+            ahead = self._following(Phase.FORWARD, layer)
+            self._used[layer] = list(experts)
         records = [self._records[layer][expert] for expert in experts]
-        for unit, slot in self._walk(Phase.FORWARD, layer, records, self._prepare_forward):
+        for unit, slot in self._walk(Phase.FORWARD, layer, records, ahead, self._prepare_forward):
             yield TieredLease(experts[unit], self._device.weights(slot))
-        self._predictor.observe(layer, experts)
-        self.gradients.step_pending(layer)
+        if not again:
+            self._predictor.observe(layer, experts)
+            self.gradients.step_pending(layer)
 
     def _prepare_forward(self, record: CachedRecord) -> None:
         if self.gradients.is_pending(record):
@@ -109,7 +122,8 @@ class TieredExperts:
     def backward(self, layer: int, experts: Sequence[int]) -> Iterator[TieredLease]:
         """Leases with gradient slots. Advancing past one takes its gradient as complete."""
         records = [self._records[layer][expert] for expert in experts]
-        for unit, slot in self._walk(Phase.BACKWARD, layer, records, None):
+        ahead = self._following(Phase.BACKWARD, layer)
+        for unit, slot in self._walk(Phase.BACKWARD, layer, records, ahead, None):
             gradient, guards = self._device.take_gradient()
             self._wait(guards, layer, Tier.HOST, Cause.OPTIMIZER)
             yield TieredLease(experts[unit], self._device.weights(slot), self._device.gradients(gradient))
@@ -123,24 +137,29 @@ class TieredExperts:
         phase: Phase,
         layer: int,
         records: Sequence[CachedRecord],
+        ahead: Sequence[Pass],
         prepare: Callable[[CachedRecord], None] | None,
     ) -> Iterator[tuple[int, int]]:
-        """Yields (unit, weight slot) for each record; the slot is loaded when it is yielded."""
+        """Yields (unit, weight slot) for each record; the slot is loaded when it is yielded.
+
+        Left before its end (the computation raised), the access stays open: the store takes no other, and only its
+        last commit counts.
+        """
         numbers, flags = self._needs(phase, records, later=0)
         groups = self._store.begin_access(phase, layer, numbers, flags)
         for group in range(groups):
             plan = self._cache.next_group()
             if group == groups - 1:
-                self._speculate(phase, layer)
+                self._speculate(ahead)
             if prepare is not None:
                 for unit in range(plan.begin, plan.end):
                     prepare(records[unit])
             staged: deque[tuple[int, int]] = deque()
-            ahead = plan.begin
+            following = plan.begin
             for unit in range(plan.begin, plan.end):
-                while ahead < plan.end and self._free_slots:
-                    staged.append(self._stage(records[ahead]))
-                    ahead += 1
+                while following < plan.end and self._free_slots:
+                    staged.append(self._stage(records[following]))
+                    following += 1
                 slot, ticket = staged.popleft()
                 self._wait_weights(records[unit], ticket, layer)
                 yield unit, slot
@@ -157,23 +176,34 @@ class TieredExperts:
         return slot, ticket
 
     def _wait_weights(self, record: CachedRecord, ticket: int, layer: int) -> None:
-        engine = self._store.engine
-        if engine.done(ticket):
+        if self._store.engine.done(ticket):
             self._store.wait([ticket])
-            return
-        entry = record.entry(Group.WEIGHTS)
-        fetched = self._cache.fetched(entry)
-        if fetched is None or engine.done(fetched.ticket):
-            if all(engine.done(ticket) for ticket in self._cache.ready(entry)):
-                tier, cause = Tier.DEVICE, Cause.COPY
-            else:
-                tier, cause = Tier.HOST, Cause.OPTIMIZER
-        elif fetched.speculative:
-            self.late_prefetch_bytes += self._cache.sections(entry)[0].nbytes
-            tier, cause = Tier.NVME, Cause.LATE_PREFETCH
         else:
-            tier, cause = Tier.NVME, Cause.DEMAND_READ
-        self._wait([ticket], layer, tier, cause)
+            self._wait([ticket], layer, *self._reason(record))
+
+    def _reason(self, record: CachedRecord) -> tuple[Tier, Cause]:
+        """What the weights of ``record`` are still waiting for."""
+        cache, done = self._cache, self._store.engine.done
+        weights = record.entry(Group.WEIGHTS)
+        ready, fetched = cache.ready(weights), cache.fetched(weights)
+        as_read = fetched is not None and ready == [fetched.ticket]
+        # A step or a replay of the weights needs the rest of the record.
+        missing = []
+        for group in [Group.WEIGHTS] if as_read else Group:
+            fetched = cache.fetched(record.entry(group))
+            if fetched is not None and not done(fetched.ticket):
+                missing.append((group, fetched))
+        for group, fetched in missing:
+            if fetched.speculative:
+                self.late_prefetch_bytes += sum(s.nbytes for s in cache.sections(record.entry(group)))
+        if missing:
+            group, fetched = missing[0]
+            if group is Group.GRADIENTS:
+                return Tier.NVME, Cause.GRADIENT_SPILL
+            return Tier.NVME, Cause.LATE_PREFETCH if fetched.speculative else Cause.DEMAND_READ
+        if all(done(ticket) for ticket in ready):
+            return Tier.DEVICE, Cause.COPY
+        return Tier.HOST, Cause.OPTIMIZER
 
     def _wait(self, tickets: Sequence[int], layer: int, tier: Tier, cause: Cause) -> None:
         if any(not self._store.engine.done(ticket) for ticket in tickets):
@@ -196,14 +226,19 @@ class TieredExperts:
     def _forward_need(self, record: CachedRecord, later: int) -> Need:
         if self.gradients.is_pending(record):
             return Need.STEP_SPILLED
+        # A pass of the next step comes after the present one has been applied.
+        next_step = self._training and later > 0 and self._last_micro
+        if next_step and self.gradients.is_kept(record):
+            return Need.STEP_SPILLED
         history = self._store.history
-        # A pass of the next step comes after the open step has been applied.
-        through = history.latest if later and self._last_micro else history.applied
-        behind = history.missed(record.live.step) + (through - history.applied)
+        behind = history.applied + next_step - record.live.step
         return Need.STEP if history.replays and behind > 0 else Need.WEIGHTS
 
-    def _speculate(self, phase: Phase, layer: int) -> None:
-        for following in self._passes.after(phase, layer, self._depth, training=self._training):
+    def _following(self, phase: Phase, layer: int) -> list[Pass]:
+        return self._passes.after(phase, layer, self._depth, training=self._training)
+
+    def _speculate(self, ahead: Sequence[Pass]) -> None:
+        for following in ahead:
             experts = self._expected(following)
             if not experts:
                 continue
@@ -216,6 +251,6 @@ class TieredExperts:
                 return
 
     def _expected(self, item: Pass) -> list[int]:
-        if item.phase is Phase.BACKWARD:
-            return self._used.get(item.layer, [])
+        if item.phase is Phase.BACKWARD and item.later == 0 and item.layer in self._used:
+            return self._used[item.layer]
         return self._predictor.predict(item.layer)

@@ -70,15 +70,15 @@ class GradientKeeper:
         """The gradient in device slot ``slot`` is complete for this micro-batch; the record is pinned."""
         landed, after = self._device.land(slot)
         if self._steps_now and record.number not in self._kept:
-            self._square(record, landed, after)
-            ticket = self._store.optimizer.step(record, landed, after=after)
+            square = self._square(record, landed, after)
+            reading = [square, self._store.optimizer.step(record, landed, after=after)]
         else:
-            ticket = self._accumulate(record, landed, after)
+            reading = [self._accumulate(record, landed, after)]
             if self._last_micro:
                 self._square_kept(record)
             if self._steps_now:
                 self.step(record)
-        self._device.release_gradient(slot, ticket)
+        self._device.release_gradient(slot, reading)
 
     def end_layer(self, layer: int) -> None:
         """``layer``'s last backward pass of a micro-batch is over: finishes records that only earlier ones reached."""
@@ -136,7 +136,12 @@ class GradientKeeper:
         self._pending.clear()
 
     def is_pending(self, record: CachedRecord) -> bool:
+        """Whether the record's kept gradient is final and due."""
         return record.number in self._pending
+
+    def is_kept(self, record: CachedRecord) -> bool:
+        """Whether the record has a gradient of the present step that waits."""
+        return record.number in self._kept
 
     def step(self, record: CachedRecord) -> None:
         """Queues the step of a pinned record with its kept gradient, which is dropped at the end of the unit."""

@@ -161,6 +161,10 @@ class StoreRecords:
         """Names of the retained snapshots, oldest first."""
         return list(self._committer.snapshots)
 
+    def poison(self, reason: str) -> None:
+        """The live state is no longer whole, says whoever was changing it: only the last commit counts from here on."""
+        self._failures.poison(reason)
+
     def end_trace(self) -> None:
         """Completes the recorded trace, if there is one; what follows is not part of it."""
         if self._parts.recording is not None:

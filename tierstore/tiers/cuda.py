@@ -17,7 +17,7 @@ import torch
 from tierstore._native import Arena, Buffer, Engine, HugePages
 from tierstore.tiers.device import DeviceSlots, tensor_of
 
-__all__ = ["CudaDeviceTier", "pin_arena"]
+__all__ = ["CudaDeviceTier", "pin_arena", "unpin_arena"]
 
 _Work = tuple[Sequence[int], Callable[[], None], int]
 
@@ -69,7 +69,7 @@ class CudaDeviceTier:
             Buffer(self._landing_arena, [(i * slots.gradient_bytes, slots.gradient_bytes)], slots.numel * 4)
             for i in range(slots.gradients)
         ]
-        self._free = deque((slot, 0) for slot in range(slots.gradients))
+        self._free: deque[tuple[int, list[int]]] = deque((slot, []) for slot in range(slots.gradients))
         self._up = _CopyThread(engine, device, "tierstore-h2d")
         self._down = _CopyThread(engine, device, "tierstore-d2h")
 
@@ -93,8 +93,7 @@ class CudaDeviceTier:
         return self._weights[slot]
 
     def take_gradient(self) -> tuple[int, list[int]]:
-        slot, guard = self._free.popleft()
-        return slot, [guard] if guard else []
+        return self._free.popleft()
 
     def gradients(self, slot: int) -> torch.Tensor:
         return self._gradients[slot]
@@ -110,12 +109,13 @@ class CudaDeviceTier:
 
         return self._landing[slot], [self._down.submit((), copy)]
 
-    def release_gradient(self, slot: int, after: int) -> None:
-        self._free.append((slot, after))
+    def release_gradient(self, slot: int, after: Sequence[int]) -> None:
+        self._free.append((slot, list(after)))
 
     def close(self) -> None:
         self._up.close()
         self._down.close()
+        unpin_arena(self._landing_arena)
 
 
 def pin_arena(arena: Arena) -> None:
@@ -123,3 +123,10 @@ def pin_arena(arena: Arena) -> None:
     status = torch.cuda.cudart().cudaHostRegister(arena.address, arena.nbytes, 0)
     if int(status) != 0:
         raise RuntimeError(f"cudaHostRegister of {arena.nbytes} bytes failed with status {int(status)}")
+
+
+def unpin_arena(arena: Arena) -> None:
+    """Takes back ``pin_arena``; once no copy to or from the arena is in flight. Raises RuntimeError."""
+    status = torch.cuda.cudart().cudaHostUnregister(arena.address)
+    if int(status) != 0:
+        raise RuntimeError(f"cudaHostUnregister failed with status {int(status)}")

@@ -46,7 +46,7 @@ class DeviceSlots:
 
 class DeviceTier(Protocol):
     """Slots are numbers. A weight slot is loaded, used, and free again when its user says so; a gradient slot is
-    taken, written, landed, and free again when ``release_gradient``'s tickets have finished."""
+    taken, written, landed, and free again when the tickets given to ``release_gradient`` have finished."""
 
     @property
     def device(self) -> torch.device: ...
@@ -69,8 +69,8 @@ class DeviceTier(Protocol):
         """The complete gradient of ``slot`` in host memory, and the tickets after which it is there."""
         ...
 
-    def release_gradient(self, slot: int, after: int) -> None:
-        """The slot (and its landing place) may be reused once ticket ``after`` has finished."""
+    def release_gradient(self, slot: int, after: Sequence[int]) -> None:
+        """The slot (and its landing place) may be reused once the tickets ``after`` have finished."""
         ...
 
     def close(self) -> None: ...
@@ -95,7 +95,7 @@ class HostDeviceTier:
         ]
         self._weight_tensors = [tensor_of(buffer, slots.compute) for buffer in self._weights]
         self._gradient_tensors = [tensor_of(buffer, torch.float32) for buffer in self._gradients]
-        self._free = deque((slot, 0) for slot in range(slots.gradients))
+        self._free: deque[tuple[int, list[int]]] = deque((slot, []) for slot in range(slots.gradients))
 
     def _buffer(self, offset: int, capacity: int, nbytes: int) -> Buffer:
         return Buffer(self._arena, [(offset, capacity)], nbytes)
@@ -107,8 +107,7 @@ class HostDeviceTier:
         return self._weight_tensors[slot]
 
     def take_gradient(self) -> tuple[int, list[int]]:
-        slot, guard = self._free.popleft()
-        return slot, [guard] if guard else []
+        return self._free.popleft()
 
     def gradients(self, slot: int) -> torch.Tensor:
         return self._gradient_tensors[slot]
@@ -117,8 +116,8 @@ class HostDeviceTier:
         # The device's memory is the host's: the optimizer reads the slot itself.
         return self._gradients[slot], []
 
-    def release_gradient(self, slot: int, after: int) -> None:
-        self._free.append((slot, after))
+    def release_gradient(self, slot: int, after: Sequence[int]) -> None:
+        self._free.append((slot, list(after)))
 
     def close(self) -> None:
         self._weight_tensors.clear()

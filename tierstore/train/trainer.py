@@ -10,8 +10,10 @@ clipping experts have been stepped when the norm is known, so a non-finite gradi
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -77,7 +79,22 @@ class Trainer:
         self._timeline = timeline
 
     def step(self) -> StepResult:
-        """One optimizer step. Raises NonFiniteError, ChecksumError, OSError, BudgetError."""
+        """One optimizer step. Raises NonFiniteError, ChecksumError, OSError, BudgetError.
+
+        Whatever is raised, the step may have been taken in part: the last commit stands, and no other is possible.
+        """
+        with self._whole(f"step {self.state.position}"):
+            return self._step()
+
+    @contextlib.contextmanager
+    def _whole(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self.store.poison(f"{what} was cut short: {error or type(error).__name__}")
+            raise
+
+    def _step(self) -> StepResult:
         started = time.monotonic()
         position = self.state.position
         lr = self.config.schedule.lr_at(position)
@@ -94,7 +111,8 @@ class Trainer:
         else:
             self._skip(position, loss, immediate)
         self.state.position += 1
-        self.state.train_loss = loss
+        if math.isfinite(loss):
+            self.state.train_loss = loss
         self.store.cache.end_step(self.state.position)
         every = self.config.cache.write_back_every
         if every and self.state.position % every == 0:
@@ -165,7 +183,7 @@ class Trainer:
         self._experts.begin_evaluation()
         self.model.eval()
         total, tokens_seen = 0.0, 0
-        with self._timeline.span(Track.COMPUTE, "validation"):
+        with self._whole("validation"), self._timeline.span(Track.COMPUTE, "validation"):
             for tokens, targets in self.data.validation_batches(self.config.eval_batches):
                 output = self.model(tokens.to(self._device), targets.to(self._device))
                 assert output.loss is not None
@@ -183,11 +201,13 @@ class Trainer:
     def sample(self, prompt: bytes, count: int) -> bytes:
         """``count`` bytes that the model writes after ``prompt``."""
         self._experts.begin_evaluation()
-        return bytes(token % 256 for token in self.model.generate(prompt, count))
+        with self._whole("sampling"):
+            return bytes(token % 256 for token in self.model.generate(prompt, count))
 
     def commit(self, *, snapshot: str | None = None) -> int:
         """Makes the run durable up to here; returns the generation."""
         with (
+            self._whole("a commit"),
             self._timeline.span(Track.COMMITS, f"commit {self.state.position}"),
             self.ledger.stall(layer=None, tier=Tier.NVME, cause=Cause.COMMIT),
         ):

@@ -1,0 +1,43 @@
+"""Runs ``tierstore`` commands in processes of their own without importing torch for each: a program for the tests.
+
+Each line of stdin is a JSON object with ``argv``, ``stdout`` and ``stderr`` (files). The answer is two lines: the pid, at
+once, and the wait status when the process has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+
+
+def main() -> None:
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    import tierstore.train.session  # noqa: F401 - so that a forked process has it
+    from tierstore.cli.main import cli
+
+    print("ready", flush=True)
+    for line in iter(sys.stdin.readline, ""):
+        job = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            for name, number in (("stdout", 1), ("stderr", 2)):
+                target = os.open(job[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+                os.dup2(target, number)
+            status = 70
+            try:
+                cli.main(job["argv"])
+            except SystemExit as end:
+                status = end.code if isinstance(end.code, int) else 1
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+        print(pid, flush=True)
+        print(os.waitpid(pid, 0)[1], flush=True)
+
+
+if __name__ == "__main__":
+    main()

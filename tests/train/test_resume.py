@@ -1,0 +1,198 @@
+"""Runs that end early, in processes of their own: killed at any moment, stopped by a signal, killed while they create.
+
+Whatever happens, ``--resume`` ends in the losses and the checksum of the run that nothing happened to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierstore.config import dump
+from tierstore.train.config import TrainConfig
+
+Make = Callable[..., TrainConfig]
+
+
+class Process:
+    """One ``tierstore train`` under the fork server."""
+
+    def __init__(
+        self, server: subprocess.Popen[str], config: TrainConfig, directory: Path, *options: str
+    ) -> None:
+        directory.mkdir(exist_ok=True)
+        self._server = server
+        self._directory = directory
+        self.metrics = directory / "metrics.jsonl"
+        (directory / "run.toml").write_text(dump(config))
+        argv = ["train", str(directory / "run.toml"), "--json", "--metrics", str(self.metrics), *options]
+        job = {"argv": argv, "stdout": str(directory / "out"), "stderr": str(directory / "err")}
+        assert server.stdin is not None
+        server.stdin.write(json.dumps(job) + "\n")
+        server.stdin.flush()
+        self.pid = int(self._answer())
+
+    def _answer(self) -> str:
+        assert self._server.stdout is not None
+        return self._server.stdout.readline()
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        os.kill(self.pid, number)  # the server has not waited yet, so the pid is the process's still
+
+    def wait(self) -> int:
+        """The exit status; minus the number of the signal that ended it."""
+        return os.waitstatus_to_exitcode(int(self._answer()))
+
+    @property
+    def errors(self) -> str:
+        return (self._directory / "err").read_text()
+
+    def summary(self) -> dict[str, Any]:
+        found = json.loads((self._directory / "out").read_text().splitlines()[-1])
+        assert isinstance(found, dict)
+        return found
+
+    def losses(self) -> list[tuple[int, float]]:
+        """(step, loss) as written so far, repeated steps included."""
+        if not self.metrics.exists():
+            return []
+        lines = [json.loads(line) for line in self.metrics.read_text().splitlines() if line.endswith("}")]
+        return [(line["step"], line["loss"]) for line in lines if "loss" in line]
+
+
+Start = Callable[..., Process]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[subprocess.Popen[str]]:
+    script = Path(__file__).with_name("fork_server.py")
+    process = subprocess.Popen(
+        [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    with process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+@pytest.fixture
+def start(server: subprocess.Popen[str], tmp_path: Path) -> Start:
+    def begin(config: TrainConfig, *options: str, name: str = "run") -> Process:
+        return Process(server, config, tmp_path / name, *options)
+
+    return begin
+
+
+TIGHT = {
+    "steps": 40,
+    "host_budget": "192KiB",
+    "model.top_k": 1,
+    "model.experts": 16,
+    "data.batch_size": 1,
+    "prefetch.depth": 2,
+}
+
+
+def undisturbed(config: TrainConfig, start: Start, tmp_path: Path) -> tuple[dict[int, float], dict[str, Any]]:
+    process = start(replace(config, store=tmp_path / "undisturbed"), name="expected")
+    assert process.wait() == 0, process.errors
+    losses = process.losses()
+    assert [step for step, _ in losses] == list(range(1, config.steps + 1))
+    return dict(losses), process.summary()
+
+
+def agree(process: Process, expected: tuple[dict[int, float], dict[str, Any]]) -> None:
+    losses, summary = expected
+    seen = process.losses()
+    assert {step for step, _ in seen} == set(losses)
+    assert all(loss == losses[step] for step, loss in seen), "a step was repeated with another loss"
+    found = process.summary()
+    for key in ("records_crc32c", "train_loss", "val_loss", "steps"):
+        assert found[key] == summary[key], key
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"clip_norm": 0.3, "data.micro_batches": 2}], ids=["immediate", "clip"]
+)
+def test_killed_at_random_moments(
+    changes: Mapping[str, Any], configure: Make, start: Start, tmp_path: Path
+) -> None:
+    """Ten kills each: after a random number of steps and a random part of one, so also inside commits."""
+    chance = random.Random(20)
+    config = configure(TIGHT | {"commit_every": 2} | changes)
+    expected = undisturbed(config, start, tmp_path)
+    begun = False
+    for _ in range(10):
+        process = start(replace(config, commit_every=chance.randint(1, 3)), *(["--resume"] if begun else []))
+        before = len(process.losses())
+        wanted = before + chance.randint(1, 4)
+        deadline = time.monotonic() + 60
+        while len(process.losses()) < wanted and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(chance.random() * 0.02)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL, process.errors
+        begun = True
+    process = start(config, "--resume")
+    assert process.wait() == 0, process.errors
+    agree(process, expected)
+
+
+def test_killed_while_it_creates(configure: Make, start: Start, tmp_path: Path) -> None:
+    """Before the first commit there is no store: the next bare run starts afresh."""
+    config = configure(TIGHT | {"steps": 3})
+    expected = undisturbed(config, start, tmp_path)
+    chance = random.Random(3)
+    killed = 0
+    for _ in range(3):
+        process = start(config)
+        deadline = time.monotonic() + 30
+        while not (config.store / "lease").exists() and time.monotonic() < deadline:
+            pass
+        time.sleep(chance.random() * 0.003)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL, process.errors
+        if (config.store / "tierstore.json").exists():
+            break
+        killed += 1
+        refused = start(config, "--resume", name="refused")
+        assert refused.wait() == 2
+        assert "no store here" in refused.errors
+    assert killed
+    if (config.store / "tierstore.json").exists():
+        return
+    process = start(config)
+    assert process.wait() == 0, process.errors
+    agree(process, expected)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_commits_and_exits(number: int, configure: Make, start: Start, tmp_path: Path) -> None:
+    config = configure(TIGHT)
+    expected = undisturbed(config, start, tmp_path)
+    process = start(config)
+    deadline = time.monotonic() + 60
+    while len(process.losses()) < 3 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    process.kill(number)
+    assert process.wait() == 130, process.errors
+    stopped = process.summary()["steps"]
+    assert 3 <= stopped < config.steps
+    assert process.losses()[-1][0] == stopped
+    process = start(config, "--resume")
+    assert process.wait() == 0, process.errors
+    assert len(process.losses()) == config.steps, "no step was lost or repeated"
+    agree(process, expected)
