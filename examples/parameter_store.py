@@ -12,7 +12,9 @@ from tierstore.store import ParameterStore, RecordSchema, StoreConfig
 path = sys.argv[1]
 rng = np.random.default_rng(0)
 schema = RecordSchema("expert", numel=256 * 256)
-config = StoreConfig(host_budget=8 * schema.numel * 4)  # bytes; with its gradient a record takes 4 numbers a parameter
+config = StoreConfig(
+    host_budget=8 * schema.numel * 4
+)  # bytes; with its gradient a record takes 4 numbers a parameter
 
 with ParameterStore.create(path, [schema], config) as store:
     for i in range(8):
@@ -20,16 +22,19 @@ with ParameterStore.create(path, [schema], config) as store:
     store.commit()
 
     x = rng.standard_normal((4, 256), np.float32)
-    for step in range(20):
+    for _ in range(20):
         key = f"expert.{rng.integers(8)}"
         with store.fetch([key]) as lease:  # pinned in memory, caught up with every step so far
             y = x @ lease[key].copy("weight").reshape(256, 256)
         gradient = (x.T @ y / x.shape[0]).ravel()  # of half the mean of y squared
-        store.update({key: gradient}, lr=1e-2)  # one AdamW step; experts without a gradient decay as they should
+        store.update(
+            {key: gradient}, lr=1e-2
+        )  # one AdamW step; experts without a gradient decay as they should
     generation = store.commit({"step": b"20"})
     checksum = store.records_crc32c()
 
 with ParameterStore.open(path, config) as store:
     assert (store.generation, store.state["step"]) == (generation, b"20")
-    assert store.records_crc32c() == checksum and not store.verify().failures
+    assert store.records_crc32c() == checksum
+    assert not store.verify().failures
     print(f"{len(store.keys)} experts at commit {generation}, checksum {checksum:08x}")

@@ -1,8 +1,8 @@
 """The host cache over a fake backing that is as slow, and as out of order, as a test wants it to be.
 
-Every transfer waits for an external event, which the test fires in random order and at random moments. A wait list
-that lacks a ticket lets a transfer overtake what it must follow, and then some content is not what an oracle (a
-number for each entry) says it is.
+Every transfer waits for an external event, which the test fires in random order and at random moments. A wait
+list that lacks a ticket lets a transfer overtake what it must follow, and then some content is not what an
+oracle (a number for each entry) says it is.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def small_store(
 
 
 class ArrayModel:
-    """The same AdamW on whole arrays in memory: every record is stepped in every step, as dense AdamW does."""
+    """AdamW on whole arrays in memory: every record is stepped in every step, as dense AdamW does."""
 
     def __init__(self, config: AdamWConfig) -> None:
         self.config = config

@@ -1,9 +1,10 @@
 """Every state of the disk that a crash could leave, built from the log of a run.
 
-The model: a write that was done before a sync of its file was submitted, and that sync done before the cut, is durable.
-Any other write submitted before the cut may be there, or not, or in part, each 4096-byte page on its own; pages of two
-writes to one place land in the order of the writes. The index is the image of the last acknowledged commit or, from
-the moment that its transaction may begin, that of the next: LMDB's transactions are taken as atomic and durable.
+The model: a write that was done before a sync of its file was submitted, and that sync done before the cut,
+is durable. Any other write submitted before the cut may be there, or not, or in part, each 4096-byte page on
+its own; pages of two writes to one place land in the order of the writes. The index is the image of the last
+acknowledged commit or, from the moment that its transaction may begin, that of the next: LMDB's transactions
+are taken as atomic and durable.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ def without_syncs(log: list[Entry]) -> list[Entry]:
 
 @dataclass
 class CrashState:
-    """``pages``: by file name, what is at each page that was ever written. ``generations``: legal index images."""
+    """``pages``: by file name, what is at each page that was ever written. ``generations``: legal index
+    images.
+    """
 
     cut: int
     acknowledged: int
@@ -114,9 +117,9 @@ def crash_states(log: list[Entry], count: int, seed: int) -> Iterator[CrashState
     """At least ``count`` states, spread over every prefix of ``log`` that some commit precedes."""
     rng = random.Random(seed)
     disk = Disk(log)
-    rounds = -(-count // max(len(log), 1)) + 1
+    first = next(at for at, entry in enumerate(log) if entry.text.startswith("index "))
+    rounds = -(-count // (len(log) - first))
     for cut, entry in enumerate(log, 1):
         disk.follow(entry)
-        if disk.acknowledged or disk.transaction:
-            for _ in range(rounds):
-                yield disk.state(cut, rng)
+        for _ in range(rounds if cut > first else 0):
+            yield disk.state(cut, rng)

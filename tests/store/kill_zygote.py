@@ -1,7 +1,9 @@
-"""A process that has imported the store and forks a child for each line it is told: children start in no time.
+"""A process that has imported the store and forks a child for each line it is told: children start in no
+time.
 
-Lines in: a directory and a seed. A child opens the store there and commits in a loop until it is killed, and says on
-standard output ``pid N``, ``begin GENERATION CRC`` before each commit and ``done GENERATION`` after it.
+Lines in: a directory and a seed. A child opens the store there and commits in a loop until it is killed, and
+says on standard output ``pid N``, ``begin GENERATION CRC`` before each commit and ``done GENERATION`` after
+it.
 """
 
 from __future__ import annotations

@@ -41,7 +41,9 @@ class Run:
             for number in range(commits):
                 for _ in range(int(rng.integers(1, 4))):
                     chosen = rng.choice(RECORDS, int(rng.integers(0, 3)), replace=False)
-                    gradients = {f"e{i}": rng.standard_normal(NUMEL).astype(np.float32) for i in sorted(chosen)}
+                    gradients = {
+                        f"e{i}": rng.standard_normal(NUMEL).astype(np.float32) for i in sorted(chosen)
+                    }
                     store.update(gradients, lr=1e-2)
                 store.commit({"n": b"%d" % number}, snapshot=f"s{number}" if number % 5 == 2 else None)
                 self._committed(store)
@@ -107,6 +109,9 @@ def test_a_thousand_crash_states(record: Callable[[], Run], record_property: Cal
     tried, wrong = run.violation(run.log, 1000)
     assert wrong == ""
     assert tried >= 1000
+    assert {state.cut for state in crash_states(run.log, 1000, 0)} >= set(
+        range(len(run.log) // 2, len(run.log))
+    )
     record_property("states", tried)
 
 
@@ -141,7 +146,9 @@ def test_without_copy_on_write_the_replay_fails(
 def test_freeing_slots_before_the_commit_fails_the_replay(
     record: Callable[[], Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slot freed when it is left behind, not when the commit that leaves it is durable, is overwritten too early."""
+    """A slot freed when it is left behind, not when the commit that leaves it is durable, is overwritten too
+    early.
+    """
     take = SlotMap.write
 
     def eager(self: SlotMap, record: int, group: int, *rest: object) -> int:

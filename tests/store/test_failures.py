@@ -1,4 +1,6 @@
-"""Full disks, failed writes, other processes, and commits that cannot be: refused, with the last commit standing."""
+"""Full disks, failed writes, other processes, and commits that cannot be: refused, with the last commit
+standing.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,13 @@ from tierstore.store import (
     CacheConfig,
     Group,
     IoBackendName,
-    IoConfig,
     ParameterStore,
     Placement,
     RecordSchema,
     Scope,
     StoreConfig,
 )
+from tierstore.store.optimizer import CachedRecord
 
 NUMEL = 3000
 CONFIG = StoreConfig(host_budget=1 << 20)
@@ -35,6 +37,16 @@ CONFIG = StoreConfig(host_budget=1 << 20)
 
 def ones(*keys: str) -> dict[str, np.ndarray]:
     return {key: np.ones(NUMEL, np.float32) for key in keys}
+
+
+def register_many(store: ParameterStore, count: int) -> None:
+    for number in range(count):
+        store.register(f"new{number}", "expert", weight=weights(1, NUMEL)["e0"])
+
+
+def leave_access(store: ParameterStore, records: list[CachedRecord]) -> None:
+    for _ in store.access(Phase.USER, 0, records, Need.STEP):
+        raise ZeroDivisionError
 
 
 # A full disk ------------------------------------------------------------------------------------------------
@@ -51,7 +63,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     mount.mkdir()
     made = subprocess.run(["mkfs.ext4", "-q", "-m", "0", image], capture_output=True, check=False)
     mounted = made.returncode == 0 and (
-        subprocess.run(["mount", "-o", "loop", image, mount], capture_output=True, check=False).returncode == 0
+        subprocess.run(["mount", "-o", "loop", image, mount], capture_output=True, check=False).returncode
+        == 0
     )
     if not mounted:
         pytest.skip("no loop-mounted ext4 here; the tests with a limited file size run everywhere")
@@ -73,8 +86,7 @@ def test_full_disk(small_disk: Path) -> None:
         assert caught.value.errno == errno.ENOSPC
         assert caught.value.filename == str(path / "extents" / "expert.weights")
         with pytest.raises(OSError, match="needed") as caught:
-            for number in range(100):
-                store.register(f"new{number}", "expert", weight=weights(1, NUMEL)["e0"])
+            register_many(store, 100)
         assert caught.value.errno == errno.ENOSPC
         added = [key for key in store.keys if key.startswith("new")]
         # What space was reserved for goes on working, to the end.
@@ -246,12 +258,10 @@ def test_access_left_in_the_middle(tmp_path: Path) -> None:
     with small_store(tmp_path / "store", budget=50_000) as store:
         records = [store.record(f"e{i}") for i in range(4)]
         with pytest.raises(ZeroDivisionError):
-            for _ in store.access(Phase.USER, 0, records[:1], Need.STEP):
-                raise ZeroDivisionError
+            leave_access(store, records[:1])
         store.commit()
         with pytest.raises(ZeroDivisionError):
-            for _ in store.access(Phase.USER, 0, records, Need.STEP):
-                raise ZeroDivisionError
+            leave_access(store, records)
         with pytest.raises(StorePoisonedError, match="left before its end"):
             store.commit()
 

@@ -54,7 +54,9 @@ def test_layout_by_hand() -> None:
     """1,500 parameters: 6,000 bytes of fp32 take two pages, 3,000 bytes of bf16 one."""
     schema = RecordSchema("x", 1500, WeightFormat.SPLIT_BF16)
     weights_layout, moments = schema.layout(Group.WEIGHTS), schema.layout(Group.MOMENTS)
-    assert [(s.name, s.nbytes, s.padded_nbytes) for s in weights_layout.sections] == [("weight_hi", 3000, 4096)]
+    assert [(s.name, s.nbytes, s.padded_nbytes) for s in weights_layout.sections] == [
+        ("weight_hi", 3000, 4096)
+    ]
     assert [s.name for s in moments.sections] == ["weight_lo", "exp_avg", "exp_avg_sq"]
     assert (weights_layout.slot_bytes, moments.slot_bytes) == (4096, 4096 + 2 * 8192)
     assert schema.record_bytes == 12 * 1500

@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 
 from tierstore import _native
 from tierstore.cache.config import CacheConfig, LfuVariant, PolicyName, Scope
-from tierstore.store import AdamWConfig, Group, Inactive, ParameterStore, RecordSchema, StoreConfig, WeightFormat
+from tierstore.store import (
+    AdamWConfig,
+    Group,
+    Inactive,
+    ParameterStore,
+    RecordSchema,
+    StoreConfig,
+    WeightFormat,
+)
 from tierstore.store.opening import minimum_host_budget
 
 NUMEL = 2100  # not a whole number of pages
@@ -43,7 +51,7 @@ def weight_of(store: ParameterStore, key: str, split: WeightFormat) -> np.ndarra
         return merged
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     program=st.lists(operation, min_size=3, max_size=18),
     frames=st.integers(0, 24),
