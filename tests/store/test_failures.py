@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from conftest_store import small_store, weights
 
+from tierstore import _native
 from tierstore.cache.access import Need, Phase
 from tierstore.errors import StoreError, StoreInUseError, StorePoisonedError
 from tierstore.store import (
@@ -252,6 +253,27 @@ def test_direct_record_must_be_written(tmp_path: Path) -> None:
         store.register("d", "dense")
         with pytest.raises(StoreError, match="'d' is held by its owner"):
             store.commit()
+
+
+def test_a_late_read_of_a_slot_left_behind_meets_its_own_checksums(tmp_path: Path) -> None:
+    """A read ahead that nobody waits for may still be queued when its record is written to a new slot."""
+    with small_store(tmp_path / "store") as store:
+        record = store.record("e0")
+        arena = _native.Arena(1 << 16, _native.HugePages.OFF)
+        late = store.engine.external()
+        read = store.slots.read(
+            record.slot_number,
+            Group.WEIGHTS,
+            [_native.Buffer(arena, [(0, 12288)], 4 * NUMEL)],
+            [late],
+            _native.Priority.SPECULATIVE,
+        )
+        store.update(ones("e0"), lr=0.1)
+        store.cache.clean()
+        with pytest.raises(TimeoutError):
+            store.engine.wait(store.cache.take_pending_writes()[0], 0.05)
+        store.engine.complete_external(late)
+        store.wait([read])
 
 
 def test_access_left_in_the_middle(tmp_path: Path) -> None:

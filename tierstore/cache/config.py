@@ -75,7 +75,7 @@ class CacheConfig:
         if self.policy is PolicyName.LFU_DECAY and self.threshold > 0 and self.decay < 1:
             return (
                 f"cache.threshold = {self.threshold:g} with cache.decay = {self.decay:g}: entries that decay "
-                "below the threshold are kept although nobody asks for them; the fallback victim is the least "
-                "hit entry"
+                "below the threshold are kept although nobody asks for them; the fallback victim is the "
+                "least hit entry"
             )
         return None
