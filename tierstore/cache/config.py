@@ -36,8 +36,8 @@ class Scope(Enum):
 class CacheConfig:
     """Policy of the host cache (SE-MoE section 2.2, Algorithm 1).
 
-    ``decay`` (the paper's beta) multiplies every hit count once in ``decay_every`` (K) training steps; only the
-    half-life that the two give together matters, see ``half_life_steps``.
+    ``decay`` (the paper's beta) multiplies every hit count once in ``decay_every`` (K) training steps; only
+    the half-life that the two give together matters, see ``half_life_steps``.
     """
 
     policy: PolicyName = field(default=PolicyName.LFU_DECAY, metadata={"help": "eviction policy"})
@@ -47,7 +47,8 @@ class CacheConfig:
     decay: float = field(default=0.5, metadata={"help": "beta: what hit counts are multiplied by"})
     decay_every: int = field(default=8, metadata={"help": "K: training steps between two decays"})
     write_back_every: int = field(
-        default=0, metadata={"help": "update cycle: write dirty entries back every so many steps (0: on eviction)"}
+        default=0,
+        metadata={"help": "update cycle: write dirty entries back every so many steps (0: on eviction)"},
     )
 
     def __post_init__(self) -> None:
@@ -73,7 +74,8 @@ class CacheConfig:
         """
         if self.policy is PolicyName.LFU_DECAY and self.threshold > 0 and self.decay < 1:
             return (
-                f"cache.threshold = {self.threshold:g} with cache.decay = {self.decay:g}: entries that decay below "
-                "the threshold are kept although nobody asks for them; the fallback victim is the least hit entry"
+                f"cache.threshold = {self.threshold:g} with cache.decay = {self.decay:g}: entries that decay "
+                "below the threshold are kept although nobody asks for them; the fallback victim is the "
+                "least hit entry"
             )
         return None

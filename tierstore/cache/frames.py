@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 __all__ = ["choose_frame_bytes", "frames_of"]
 
-#: A frame is a multiple of this (direct I/O), and not smaller than MIN_FRAME_BYTES (vectored I/O takes at most
+#: A frame is a multiple of this (direct I/O), and not smaller than MIN_FRAME_BYTES (vectored I/O takes at
+#: most
 #: 1,024 pieces, and bookkeeping costs time per frame).
 _ALIGNMENT = 4096
 MIN_FRAME_BYTES = 64 * 1024
@@ -22,9 +23,9 @@ def frames_of(section_nbytes: Iterable[int], frame_bytes: int) -> int:
 def choose_frame_bytes(section_nbytes: Iterable[int]) -> int:
     """The frame size for sections of these sizes (bytes).
 
-    The greatest common divisor wastes nothing. Where it is too small (below MIN_FRAME_BYTES with sections of many
-    frames), the size between MIN_FRAME_BYTES and the smallest section that wastes the least over one of each section
-    is taken, the larger of equals.
+    The greatest common divisor wastes nothing. Where it is too small (below MIN_FRAME_BYTES with sections of
+    many frames), the size between MIN_FRAME_BYTES and the smallest section that wastes the least over one of
+    each section is taken, the larger of equals.
     """
     padded = [-(-nbytes // _ALIGNMENT) * _ALIGNMENT for nbytes in section_nbytes]
     if not padded:

@@ -1,8 +1,9 @@
 """The host cache: where entries lie in memory, and in which order their bytes may move.
 
-The native residency core (``tierstore._native.Residency``) decides, in program order and without looking at a clock,
-which entry is a hit, which is fetched and which is evicted. This module carries the decisions out: it gives entries
-frames of the host arena and queues their reads and write-backs on the ticket engine. It never waits.
+The native residency core (``tierstore._native.Residency``) decides, in program order and without looking at a
+clock, which entry is a hit, which is fetched and which is evicted. This module carries the decisions out: it
+gives entries frames of the host arena and queues their reads and write-backs on the ticket engine. It never
+waits.
 
 Two rules keep every byte right, and both are nothing but ``after=`` lists:
 
@@ -101,7 +102,8 @@ class HostCache:
         self._guards: dict[int, tuple[int, ...]] = {}
         self._pending_writes: list[int] = []
         self._sweep_at = _SWEEP_WRITES
-        #: Why decisions that the core has taken were not carried out; nothing here can be relied on after that.
+        #: Why decisions that the core has taken were not carried out; nothing here can be relied on after
+        #: that.
         self.broken = ""
 
     def add_record(
@@ -115,9 +117,9 @@ class HostCache:
     ) -> int:
         """Registers a record whose group g has sections of ``groups[g]`` bytes; returns its number here.
 
-        ``backing_record`` is its number in the backing. ``charged[g]`` is what one transfer of group g moves (bytes,
-        padding included). ``stored`` says whether weights and moments are on disk already; an entry that is not is
-        created, not read.
+        ``backing_record`` is its number in the backing. ``charged[g]`` is what one transfer of group g moves
+        (bytes, padding included). ``stored`` says whether weights and moments are on disk already; an entry
+        that is not is created, not read.
         """
         frames = [frames_of(sections, self._frame_bytes) for sections in groups]
         record = self.residency.add_record(layer, frames, list(charged), 0b011 if stored else 0)
@@ -128,7 +130,12 @@ class HostCache:
     # Accesses -----------------------------------------------------------------------------------------------
 
     def begin_access(
-        self, step: int, phase: int, layer: int, records: npt.NDArray[np.uint32], flags: npt.NDArray[np.uint16]
+        self,
+        step: int,
+        phase: int,
+        layer: int,
+        records: npt.NDArray[np.uint32],
+        flags: npt.NDArray[np.uint16],
     ) -> int:
         """Opens one atomic event and returns the number of groups that it was split into."""
         groups, _ = self.residency.begin_access(step, phase, layer, records, flags)
@@ -149,7 +156,12 @@ class HostCache:
         self._execute(self.residency.end_group(), Priority.WRITE_BACK)
 
     def prefetch(
-        self, step: int, phase: int, layer: int, records: npt.NDArray[np.uint32], flags: npt.NDArray[np.uint16]
+        self,
+        step: int,
+        phase: int,
+        layer: int,
+        records: npt.NDArray[np.uint32],
+        flags: npt.NDArray[np.uint16],
     ) -> int:
         """Speculates on a coming access; returns how many of its units are covered."""
         taken, decisions = self.residency.prefetch(step, phase, layer, records, flags)
@@ -190,7 +202,7 @@ class HostCache:
     # Memory of resident entries -----------------------------------------------------------------------------
 
     def sections(self, entry: int) -> tuple[Buffer, ...]:
-        """The memory of a resident entry, one Buffer a section. Its bytes are valid after ``ready(entry)``."""
+        """A resident entry's memory, one Buffer a section. Its bytes are valid after ``ready(entry)``."""
         return self._entries[entry].sections
 
     def ready(self, entry: int) -> list[int]:
@@ -208,7 +220,9 @@ class HostCache:
         return [state.ready, *state.readers] if state.ready else list(state.readers)
 
     def wrote(self, entry: int, ticket: int) -> None:
-        """Records that ``ticket`` (queued after ``before_write``) writes the entry. 0: the caller has written it."""
+        """Records that ``ticket`` (queued after ``before_write``) writes the entry. 0: the caller has written
+        it.
+        """
         state = self._entries[entry]
         state.ready = ticket
         state.readers.clear()

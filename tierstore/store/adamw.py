@@ -1,9 +1,9 @@
 """AdamW on records: hyperparameters, the history of steps, and the replay of those that a record missed.
 
-Dense AdamW moves a parameter even when its gradient is zero (momentum and decoupled weight decay), so an expert that no
-token reached must still move. ``Inactive.EXACT`` replays the steps it missed, with each step's own learning rate and
-bias correction, in one pass over its record when it is next needed: bit-identical to having stepped it every time.
-``Inactive.SKIP`` drops them, which is what torch does for ``grad is None``.
+Dense AdamW moves a parameter even when its gradient is zero (momentum and decoupled weight decay), so an
+expert that no token reached must still move. ``Inactive.EXACT`` replays the steps it missed, with each step's
+own learning rate and bias correction, in one pass over its record when it is next needed: bit-identical to
+having stepped it every time. ``Inactive.SKIP`` drops them, which is what torch does for ``grad is None``.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class AdamWConfig:
     def row(self, lr: float, step: int) -> Row:
         """The hyperparameters of optimizer step ``step`` (from 1) as the kernels take them, float32 [7].
 
-        lr, beta1, beta2, eps, weight_decay, 1 - beta1**step, sqrt(1 - beta2**step); computed in double precision
-        and rounded once.
+        lr, beta1, beta2, eps, weight_decay, 1 - beta1**step, sqrt(1 - beta2**step); computed in double
+        precision and rounded once.
         """
         if step < 1:
             raise ValueError(f"AdamW counts its steps from 1, got {step}")
@@ -65,9 +65,9 @@ class AdamWConfig:
 class StepHistory:
     """The rows of the optimizer steps that some record may still have to replay.
 
-    ``applied`` is the last step that the whole model has taken. A step in progress is ``applied + 1``: ``begin``
-    gives it a row, ``finish`` makes it the last applied one, ``abandon`` forgets it. Rows are kept in memory
-    (28 bytes a step) from the oldest step that some record has yet to replay.
+    ``applied`` is the last step that the whole model has taken. A step in progress is ``applied + 1``:
+    ``begin`` gives it a row, ``finish`` makes it the last applied one, ``abandon`` forgets it. Rows are kept
+    in memory (28 bytes a step) from the oldest step that some record has yet to replay.
     """
 
     def __init__(self, config: AdamWConfig) -> None:
@@ -122,7 +122,8 @@ class StepHistory:
     def step_rows(self, reached: int) -> tuple[Row, int]:
         """Rows that bring a record with a gradient through the latest step, and the step it reaches.
 
-        EXACT: whatever it missed, then the latest step. SKIP: one row, bias-corrected by the record's own count.
+        EXACT: whatever it missed, then the latest step. SKIP: one row, bias-corrected by the record's own
+        count.
         """
         if self.config.inactive is Inactive.SKIP:
             return self.config.row(self._lr, reached + 1)[None], reached + 1
@@ -137,7 +138,9 @@ class StepHistory:
     _HEAD = struct.Struct("<qqd")
 
     def pack(self) -> bytes:
-        """The applied steps (an open one is not part of a commit): applied, first step, rows as float32 [n, 7]."""
+        """The applied steps (an open one is not part of a commit): applied, first step, rows as float32 [n,
+        7].
+        """
         applied = self._rows[: self.applied + 1 - self._first]
         rows = np.stack(applied) if applied else np.empty((0, ROW_COLUMNS), np.float32)
         return self._HEAD.pack(self.applied, self._first, self._lr) + rows.astype("<f4").tobytes()

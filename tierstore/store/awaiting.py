@@ -1,4 +1,4 @@
-"""Awaiting engine tickets from asyncio, with no thread: the engine signals an eventfd that the loop watches."""
+"""Awaiting engine tickets from asyncio, with no thread: it signals an eventfd that the loop watches."""
 
 from __future__ import annotations
 

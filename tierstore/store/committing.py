@@ -1,10 +1,12 @@
 """Commits: write back, sync, one index transaction; and the snapshots that keep older commits alive.
 
 The order is what makes a commit whole: every write-back has finished, every extent is synced, new names are
-synced by their directories, and only then the index transaction says where things are. Slots that the transaction leaves
-behind are free once it is durable, and not before: until then a crash reopens at the commit that refers to them.
+synced by their directories, and only then the index transaction says where things are. Slots that the
+transaction leaves behind are free once it is durable, and not before: until then a crash reopens at the
+commit that refers to them.
 
-In a log of I/O events the marks ``index G`` and ``commit G`` stand before and after the transaction of generation G.
+In a log of I/O events the marks ``index G`` and ``commit G`` stand before and after the transaction of
+generation G.
 """
 
 from __future__ import annotations
@@ -66,10 +68,14 @@ class Committer:
         if self._parts.cache.residency.access_open:
             raise StoreError("commit: an access is open; end it first")
         if self._history.is_open:
-            raise StoreError(f"commit: optimizer step {self._history.latest} is in progress; finish or abandon it first")
+            raise StoreError(
+                f"commit: optimizer step {self._history.latest} is in progress; finish or abandon it first"
+            )
         unwritten = self._parts.slots.unwritten_direct
         if unwritten:
-            raise StoreError(f"commit: record {unwritten[0]!r} is held by its owner, who has not written it through")
+            raise StoreError(
+                f"commit: record {unwritten[0]!r} is held by its owner, who has not written it through"
+            )
         if snapshot is not None:
             check_name("snapshot", snapshot)
             if self._parts.config.retain < 1:
@@ -80,7 +86,9 @@ class Committer:
                 raise StoreError(f"snapshot {snapshot!r} exists already")
 
     def write_back(self) -> None:
-        """Queues the write-back of everything dirty. Raises StoreError for what somebody holds: retry after release."""
+        """Queues the write-back of everything dirty. Raises StoreError for what somebody holds: retry after
+        release.
+        """
         cache = self._parts.cache
         cache.clean()
         held = cache.unclean()
@@ -93,7 +101,9 @@ class Committer:
         self.writes += cache.take_pending_writes()
 
     def commit(self, reached: Iterable[int], state: Mapping[str, bytes], snapshot: str | None) -> int:
-        """Makes everything so far durable; ``reached`` are the steps of the cached records. Returns the generation."""
+        """Makes everything so far durable; ``reached`` are the steps of the cached records. Returns the
+        generation.
+        """
         self.check(state, snapshot)
         self.write_back()
         slots = self._parts.slots

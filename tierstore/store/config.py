@@ -22,7 +22,9 @@ class IoBackendName(Enum):
 class IoConfig:
     """How the engine moves bytes."""
 
-    backend: IoBackendName = field(default=IoBackendName.AUTO, metadata={"help": "io_uring or pread/pwrite threads"})
+    backend: IoBackendName = field(
+        default=IoBackendName.AUTO, metadata={"help": "io_uring or pread/pwrite threads"}
+    )
     direct: Capability = field(default=Capability.AUTO, metadata={"help": "O_DIRECT"})
     huge_pages: Capability = field(default=Capability.AUTO, metadata={"help": "2 MiB pages for arenas"})
     threads: int = field(default=4, metadata={"help": "threads of the `threads` backend"})
@@ -42,8 +44,8 @@ class IoConfig:
 class StoreConfig:
     """Budgets and policies of one open store. None of them changes what is computed, or what is stored.
 
-    ``host_budget`` (bytes) is allocated up front, whole. ``lookahead`` (bytes) is what speculation may hold of it.
-    ``retain`` is how many snapshots are kept. ``layers`` are the layers that have cached records: with
+    ``host_budget`` (bytes) is allocated up front, whole. ``lookahead`` (bytes) is what speculation may hold
+    of it. ``retain`` is how many snapshots are kept. ``layers`` are the layers that have cached records: with
     ``Scope.LAYER`` the budget is divided equally among them (a store that is opened knows its own).
     """
 

@@ -1,7 +1,8 @@
 """Extent files: equal slots, preallocated, reused only when nothing can still need them.
 
-An ``Extent`` owns one file and knows which of its slots are free. Space is reserved with ``fallocate`` before it is
-needed, so a full disk is an ``OSError`` (ENOSPC, path, bytes needed) from ``reserve``, never a failed write later.
+An ``Extent`` owns one file and knows which of its slots are free. Space is reserved with ``fallocate`` before
+it is needed, so a full disk is an ``OSError`` (ENOSPC, path, bytes needed) from ``reserve``, never a failed
+write later.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _PRUNE_READS = 16
 
 
 class Extent:
-    """Slots of ``layout`` in the file ``path``. With ``FileCreate.NO`` a missing file is an OSError (ENOENT)."""
+    """Slots of ``layout`` in the file ``path``. With ``FileCreate.NO`` a missing one is OSError (ENOENT)."""
 
     def __init__(
         self, engine: Engine, path: Path, layout: GroupLayout, *, direct: DirectIo, create: FileCreate

@@ -41,8 +41,8 @@ class Failures:
             raise StoreError(f"{self._directory}: the store is closed")
         if self.forked:
             raise StoreError(
-                f"{self._directory}: the store was opened by process {self._owner}, of which this one is a fork: "
-                "only the process that opened it can use it"
+                f"{self._directory}: the store was opened by process {self._owner}, of which this one is a "
+                "fork: only the process that opened it can use it"
             )
         reason = self._poison or self._cache.engine.poisoned or self._cache.broken
         if reason:

@@ -32,8 +32,8 @@ class RecordView:
     def view(self, name: str) -> npt.NDArray[np.generic]:
         """The section itself, read-only and without a copy.
 
-        Raises KeyError for a section that was not fetched, ValueError when its frames are not adjacent: ``copy``
-        always works.
+        Raises KeyError for a section that was not fetched, ValueError when its frames are not adjacent:
+        ``copy`` always works.
         """
         section, buffer = self._sections[name]
         array = buffer.array().view(section.dtype)

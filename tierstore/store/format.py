@@ -12,8 +12,8 @@ A store directory holds::
 A *record* is everything stored about one expert or one dense slice. Its sections are arranged in *groups*
 (`weights`, `moments`); the group is the unit of residency, of dirtiness, of I/O and of copy on write, so each
 group of a record has a slot of its own. In a slot the sections of the group lie one after another, each
-starting at a multiple of ``SECTION_ALIGNMENT`` bytes; the gaps are zero. Checksums are CRC-32C over a section's
-``nbytes`` bytes, without the gap.
+starting at a multiple of ``SECTION_ALIGNMENT`` bytes; the gaps are zero. Checksums are CRC-32C over a
+section's ``nbytes`` bytes, without the gap.
 """
 
 from __future__ import annotations
@@ -140,12 +140,15 @@ class RecordSchema:
     def layout(self, group: Group) -> GroupLayout:
         if group is Group.GRADIENTS:
             return GroupLayout(group, (Section("gradient", "<f4", self.numel),))
-        moments: tuple[Section, ...] = (Section("exp_avg", "<f4", self.numel), Section("exp_avg_sq", "<f4", self.numel))
+        moments: tuple[Section, ...] = (
+            Section("exp_avg", "<f4", self.numel),
+            Section("exp_avg_sq", "<f4", self.numel),
+        )
         if self.weight_format is WeightFormat.FP32:
             weights: tuple[Section, ...] = (Section("weight", "<f4", self.numel),)
         else:
             weights = (Section("weight_hi", "<u2", self.numel),)
-            moments: tuple[Section, ...] = (Section("weight_lo", "<i2", self.numel), *moments)
+            moments = (Section("weight_lo", "<i2", self.numel), *moments)
         return GroupLayout(group, weights if group is Group.WEIGHTS else moments)
 
     @property
@@ -220,7 +223,9 @@ class RecordEntry:
                 offset += 4 * sections
                 groups.append(GroupLocation(directory, slot, generation, crcs))
         except struct.error as error:
-            raise StoreFormatError(f"{where}: truncated index entry of {len(data)} bytes ({error})") from error
+            raise StoreFormatError(
+                f"{where}: truncated index entry of {len(data)} bytes ({error})"
+            ) from error
         if offset != len(data):
             raise StoreFormatError(f"{where}: index entry has {len(data)} bytes, expected {offset}")
         return cls(schema, layer, step, tuple(groups))
@@ -229,7 +234,9 @@ class RecordEntry:
 def check_name(kind: str, name: str) -> None:
     """Raises ValueError for a name that the index cannot hold: empty, or longer than LMDB's keys may be."""
     if not 0 < len(name.encode()) <= MAX_NAME_BYTES:
-        raise ValueError(f"{kind} {name[:40]!r}: expected 1 to {MAX_NAME_BYTES} bytes, got {len(name.encode())}")
+        raise ValueError(
+            f"{kind} {name[:40]!r}: expected 1 to {MAX_NAME_BYTES} bytes, got {len(name.encode())}"
+        )
 
 
 _TABLE_HEAD = struct.Struct("<HI")

@@ -1,12 +1,12 @@
 """The LMDB index of a store: one synchronous transaction acknowledges a whole commit.
 
-Databases: ``meta`` (uuid, schemas, optimizer, generation), ``records`` (key -> RecordEntry), ``state`` (name -> bytes:
-random state, data position, schedules) and ``snapshots`` (name -> a commit's whole table, see ``docs/FORMAT.md``). Between
-commits the live index is in memory only; what is here is always the last commit.
+Databases: ``meta`` (uuid, schemas, optimizer, generation), ``records`` (key -> RecordEntry), ``state`` (name
+-> bytes: random state, data position, schedules) and ``snapshots`` (name -> a commit's whole table, see
+``docs/FORMAT.md``). Between commits the live index is in memory only; what is here is always the last commit.
 
-The file has its full size, blocks included, before LMDB writes into it: LMDB would otherwise allocate as it commits, and
-meet a full disk in the middle of the one operation that must not fail. And since the size is always there, a file cut
-short is noticed before its map is touched, where it would be a SIGBUS.
+The file has its full size, blocks included, before LMDB writes into it: LMDB would otherwise allocate as it
+commits, and meet a full disk in the middle of the one operation that must not fail. And since the size is
+always there, a file cut short is noticed before its map is touched, where it would be a SIGBUS.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _ENTRY_BYTES = 256  # a record's key and entry with LMDB's overhead, rounded up
 
 
 def index_bytes(records: int, retain: int) -> int:
-    """Bytes to reserve for the index of ``records`` records: the table, ``retain`` snapshots of it and the one
+    """Bytes to reserve for the index of ``records`` records: the table, ``retain`` snapshots of it and the
+    one
     being added, and as much again, for LMDB writes pages anew before it frees the old ones."""
     return _FIRST_BYTES + records * _ENTRY_BYTES * 2 * (2 + retain)
 
@@ -57,7 +58,9 @@ class Index:
         self._map_bytes = max(size, _FIRST_BYTES)
         try:
             # lock=False: the store's lease already admits one process, and one thread commits.
-            self._env = lmdb.open(str(directory), map_size=self._map_bytes, max_dbs=4, lock=False, create=False)
+            self._env = lmdb.open(
+                str(directory), map_size=self._map_bytes, max_dbs=4, lock=False, create=False
+            )
         except lmdb.Error as error:
             raise StoreFormatError(f"{self._data}: not an index: {error}") from error
         try:
@@ -148,7 +151,8 @@ class Index:
         add_snapshot: tuple[str, Commit] | None = None,
         drop_snapshots: tuple[str, ...] = (),
     ) -> None:
-        """Commits: when this returns, all of it is durable. When it raises, a reopened index has all or none of it.
+        """Commits: when this returns, all of it is durable. When it raises, a reopened index has all or none
+        of it.
 
         ``changed`` and ``state`` are merged into what is there. An index that is too small grows.
         """

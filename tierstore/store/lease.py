@@ -1,9 +1,9 @@
 """One process at a time has a store open.
 
-The lease is an exclusive ``flock`` on the file ``lease``. A flock lives as long as its open file description, so
-the descriptor is also registered in the engine's ring: after SIGKILL the ring, torn down by the kernel only when
-its last direct write has landed, keeps the lock until then. (With the thread backend the process's threads, and
-with them the descriptor table, end only after their last system call has.)
+The lease is an exclusive ``flock`` on the file ``lease``. A flock lives as long as its open file description,
+so the descriptor is also registered in the engine's ring: after SIGKILL the ring, torn down by the kernel
+only when its last direct write has landed, keeps the lock until then. (With the thread backend the process's
+threads, and with them the descriptor table, end only after their last system call has.)
 
 A forked child shares the description, and so the lock: there ``close`` must not unlock it under its parent.
 """
@@ -25,8 +25,8 @@ __all__ = ["Lease"]
 class Lease:
     """An exclusive hold on the store in ``directory``; a context manager.
 
-    Raises StoreInUseError naming the holder's pid when another process holds it, or when a killed holder's does not
-    end within ``patience_s`` seconds (its last I/O may take a moment to land).
+    Raises StoreInUseError naming the holder's pid when another process holds it, or when a killed holder's
+    does not end within ``patience_s`` seconds (its last I/O may take a moment to land).
     """
 
     def __init__(self, directory: Path, *, patience_s: float = 2.0) -> None:
@@ -56,11 +56,13 @@ class Lease:
                     raise
             holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
             if _runs(holder):
-                raise StoreInUseError(f"{self._path.parent}: the store is open in another process (pid {holder})")
+                raise StoreInUseError(
+                    f"{self._path.parent}: the store is open in another process (pid {holder})"
+                )
             if time.monotonic() > deadline:
                 raise StoreInUseError(
-                    f"{self._path.parent}: the store is held for pid {holder or 'unknown'}, which has ended: its I/O, or "
-                    "a process that it forked, has not"
+                    f"{self._path.parent}: the store is held for pid {holder or 'unknown'}, which has "
+                    "ended: its I/O, or a process that it forked, has not"
                 )
             time.sleep(0.02)
 

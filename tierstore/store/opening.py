@@ -136,10 +136,14 @@ def create(
     trace: Path | None,
     io_log: Path | None,
 ) -> Parts:
-    """A directory with everything but an identity, which the first commit gives it. On failure nothing is left."""
+    """A directory with everything but an identity, which the first commit gives it. On failure nothing is
+    left.
+    """
     names = [schema.name for schema in schemas]
     if not names or len(set(names)) != len(names):
-        raise ConfigError(f"{directory}: a store needs record schemas, each with a name of its own, got {names}")
+        raise ConfigError(
+            f"{directory}: a store needs record schemas, each with a name of its own, got {names}"
+        )
     check_budget(config, schemas, config.layers)
     _refuse_foreign(directory)
     with contextlib.ExitStack() as stack:
@@ -160,7 +164,8 @@ def create(
 def _refuse_foreign(directory: Path) -> None:
     """Raises StoreFormatError for a directory with content that no creation left behind.
 
-    A creation that was killed before its first commit leaves no store (it has no identity), but always a lease.
+    A creation that was killed before its first commit leaves no store (it has no identity), but always a
+    lease.
     """
     if not directory.exists():
         return
@@ -202,7 +207,7 @@ def open_existing(
         schemas, inactive = _read_meta(home, index)
         if adamw is not None and adamw.inactive is not inactive:
             raise StoreFormatError(
-                f"{directory}: the store was made with inactive = {inactive.value}, not {adamw.inactive.value}"
+                f"{directory}: made with inactive = {inactive.value}, not {adamw.inactive.value}"
             )
         layers = config.layers or tuple(sorted({e.layer for e in index.read_commit().records.values()}))
         check_budget(config, schemas, layers)
@@ -270,10 +275,13 @@ def _section_sizes(schemas: Sequence[RecordSchema]) -> list[list[int]]:
     return [[s.nbytes for group in Group for s in schema.layout(group).sections] for schema in cached]
 
 
-def minimum_host_budget(schemas: Sequence[RecordSchema], cache: CacheConfig | None = None, layers: int = 1) -> int:
+def minimum_host_budget(
+    schemas: Sequence[RecordSchema], cache: CacheConfig | None = None, layers: int = 1
+) -> int:
     """Fewest bytes of host cache that one record of each schema can be worked on in: all its groups at once.
 
-    With a quota for each of ``layers`` layers, so much in each. Algorithm 1 as printed leaves one frame empty.
+    With a quota for each of ``layers`` layers, so much in each. Algorithm 1 as printed leaves one frame
+    empty.
     """
     sizes = _section_sizes(schemas)
     frame = choose_frame_bytes([size for sections in sizes for size in sections])
@@ -285,10 +293,12 @@ def minimum_host_budget(schemas: Sequence[RecordSchema], cache: CacheConfig | No
 
 
 def check_budget(config: StoreConfig, schemas: Sequence[RecordSchema], layers: Sequence[int]) -> None:
-    """Raises BudgetError naming the minimum, ConfigError for a quota by layer when the layers are not known."""
+    """Raises BudgetError naming the minimum, ConfigError for quotas of layers that are not known."""
     by_layer = config.cache.scope is Scope.LAYER
     if by_layer and not layers:
-        raise ConfigError("cache.scope: a quota for each layer needs StoreConfig.layers, the layers that have records")
+        raise ConfigError(
+            "cache.scope: a quota for each layer needs StoreConfig.layers, the layers that have records"
+        )
     minimum = minimum_host_budget(schemas, config.cache, len(layers))
     if config.host_budget < minimum:
         each = f" in each of {len(layers)} layers" if by_layer else ""
@@ -299,7 +309,9 @@ def check_budget(config: StoreConfig, schemas: Sequence[RecordSchema], layers: S
 
 
 def layer_quotas(layers: Sequence[int], frames: int) -> list[int]:
-    """Frames of each layer number up to the last: equal shares for ``layers``, none for those without records."""
+    """Frames of each layer number up to the last: equal shares for ``layers``, none for those without
+    records.
+    """
     quotas = [0] * (max(layers) + 1)
     for place, layer in enumerate(sorted(set(layers))):
         quotas[layer] = frames // len(set(layers)) + (place < frames % len(set(layers)))
@@ -339,7 +351,7 @@ def _assemble(
 def _make_residency(
     config: StoreConfig, frames: int, frame_bytes: int, trace: Path | None
 ) -> tuple[Residency, RecordingResidency | None]:
-    """The residency core that ``config`` asks for; with ``trace``, inside a wrapper that records its input."""
+    """The residency core that ``config`` asks for; with ``trace``, in a wrapper that records its input."""
     options: dict[str, str | float] = {}
     if config.cache.policy is PolicyName.LFU_DECAY:
         options = {
@@ -384,4 +396,3 @@ def scratch_buffers(layout: GroupLayout) -> Iterator[list[Buffer]]:
         sections.append(Buffer(arena, [(offset, section.padded_nbytes)], section.nbytes))
         offset += section.padded_nbytes
     yield sections
-

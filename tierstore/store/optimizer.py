@@ -1,7 +1,7 @@
 """AdamW on cached records, in the engine: steps and replays are queued behind the reads that they need.
 
-Nothing here waits. Each call queues one operation on the record's resident sections and advances the record's step;
-the record must be pinned with weights and moments (``Need.STEP``), and they become dirty.
+Nothing here waits. Each call queues one operation on the record's resident sections and advances the record's
+step; the record must be pinned with weights and moments (``Need.STEP``), and they become dirty.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["CachedRecord", "RecordOptimizer"]
 
 @dataclass(frozen=True, slots=True)
 class CachedRecord:
-    """A record that the host cache holds: its number there, its number in the slot map, its live index value."""
+    """A record that the host cache holds: its numbers there and in the slot map, its live index value."""
 
     number: int
     slot_number: int

@@ -1,4 +1,5 @@
-"""``ParameterStore``: parameter states on disk, a budgeted part of them in memory, commits that cannot be lost.
+"""``ParameterStore``: parameter states on disk, a budgeted part of them in memory, commits that cannot be
+lost.
 
 ::
 
@@ -11,8 +12,9 @@
         store.update({"expert.0": gradient}, lr=1e-3)
         store.commit()
 
-One serialised caller. ``commit`` is the only acknowledgement: a process killed at any instant reopens at its last
-commit, whole. Failures of the operating system are ``OSError``; a failed write or sync poisons the store.
+One serialised caller. ``commit`` is the only acknowledgement: a process killed at any instant reopens at its
+last commit, whole. Failures of the operating system are ``OSError``; a failed write or sync poisons the
+store.
 """
 
 from __future__ import annotations
@@ -76,15 +78,19 @@ class ParameterStore(StoreRecords):
         trace: Path | None = None,
         io_log: Path | None = None,
     ) -> ParameterStore:
-        """A new store in ``directory`` (made if missing), holding records of ``schemas``; a store once it has a commit.
+        """A new store in ``directory`` (made if missing), holding records of ``schemas``; a store once it has
+        a commit.
 
-        ``trace`` records every residency decision's input; ``io_log`` every write and sync (for crash replay).
-        Raises StoreExistsError, ConfigError, BudgetError, OSError; on failure nothing is left behind.
+        ``trace`` records every residency decision's input; ``io_log`` every write and sync (for crash
+        replay). Raises StoreExistsError, ConfigError, BudgetError, OSError; on failure nothing is left
+        behind.
         """
         path = Path(directory)
         if (path / opening.IDENTITY).exists():
             raise StoreExistsError(f"{path}: there is a store here already")
-        return cls(opening.create(path, schemas, config or StoreConfig(), adamw or AdamWConfig(), trace, io_log))
+        return cls(
+            opening.create(path, schemas, config or StoreConfig(), adamw or AdamWConfig(), trace, io_log)
+        )
 
     @classmethod
     def open(
@@ -110,7 +116,7 @@ class ParameterStore(StoreRecords):
             raise
         return store
 
-    # Registering ----------------------------------------------------------------------------------------------
+    # Registering --------------------------------------------------------------------------------------------
 
     def register(
         self,
@@ -122,13 +128,13 @@ class ParameterStore(StoreRecords):
     ) -> None:
         """Adds a record with ``weight`` (float32 [numel], zeros if None) and zero moments.
 
-        It is durable after the next commit. Raises StoreError for a key that exists, ValueError for a wrong shape or
-        name, OSError (ENOSPC), each with nothing changed.
+        It is durable after the next commit. Raises StoreError for a key that exists, ValueError for a wrong
+        shape or name, OSError (ENOSPC), each with nothing changed.
         """
         self.register_many([NewRecord(key, schema, layer, lambda: weight)])
 
     def register_many(self, records: Iterable[NewRecord]) -> None:
-        """``register`` for many records, whose weights are made one at a time; those before a failure stay."""
+        """``register`` for many records, whose weights are made one by one; those before a failure stay."""
         self._failures.check()
         records = list(records)
         schemas = self._check_new(records)
@@ -159,7 +165,9 @@ class ParameterStore(StoreRecords):
             known.add(new.key)
             layers = self.config.layers
             if self.config.cache.scope is Scope.LAYER and new.layer not in layers:
-                raise ValueError(f"record {new.key!r}: layer {new.layer} has no quota; StoreConfig.layers is {layers}")
+                raise ValueError(
+                    f"record {new.key!r}: layer {new.layer} has no quota; StoreConfig.layers is {layers}"
+                )
             if not 0 <= new.layer <= 0xFFFF:
                 raise ValueError(f"record {new.key!r}: expected a layer from 0 to 65535, got {new.layer}")
         return [self._schema_index(new.schema) for new in records]
@@ -197,8 +205,8 @@ class ParameterStore(StoreRecords):
     def fetch(self, keys: Sequence[str], groups: Sequence[Group] = (Group.WEIGHTS,)) -> Lease:
         """Pins ``keys`` with ``groups`` in memory and waits for them; a context manager that releases them.
 
-        Weights are caught up with the optimizer first. Raises KeyError, BudgetError (the set does not fit at once),
-        ChecksumError naming key, section and file, OSError.
+        Weights are caught up with the optimizer first. Raises KeyError, BudgetError (the set does not fit at
+        once), ChecksumError naming key, section and file, OSError.
         """
         lease = self._begin_fetch(keys, groups)
         try:
@@ -256,7 +264,9 @@ class ParameterStore(StoreRecords):
         numbers: npt.NDArray[np.uint32],
         flags: npt.NDArray[np.uint16],
     ) -> None:
-        """One access that catches ``records`` up and leaves them pinned. Raises BudgetError if it takes several groups."""
+        """One access that catches ``records`` up and leaves them pinned. Raises BudgetError if it takes
+        several groups.
+        """
         count = self.begin_access(Phase.USER, layer, numbers, flags)
         for _ in range(count):
             plan = self.cache.next_group()
@@ -298,11 +308,12 @@ class ParameterStore(StoreRecords):
     # Updating -----------------------------------------------------------------------------------------------
 
     def update(self, gradients: Mapping[str, npt.NDArray[np.float32]], *, lr: float) -> None:
-        """One AdamW step of the whole store: records in ``gradients`` (float32 [numel]) are stepped now, the others
-        as ``inactive`` says. Queued when this returns; ``fetch`` waits for what it needs.
+        """One AdamW step of the whole store: records in ``gradients`` (float32 [numel]) are stepped now, the
+        others as ``inactive`` says. Queued when this returns; ``fetch`` waits for what it needs.
 
-        Each gradient is copied into the host budget while its record is there. Raises KeyError, ValueError, StoreError (a
-        record is leased) and BudgetError with nothing changed; when it is interrupted later the store is poisoned.
+        Each gradient is copied into the host budget while its record is there. Raises KeyError, ValueError,
+        StoreError (a record is leased) and BudgetError with nothing changed; when it is interrupted later the
+        store is poisoned.
         """
         self._begin_update(gradients, lr)
 
@@ -345,10 +356,12 @@ class ParameterStore(StoreRecords):
         self.cache.reads(entry, ticket)
         return ticket
 
-    # Records that their owner holds ---------------------------------------------------------------------------
+    # Records that their owner holds -------------------------------------------------------------------------
 
     def write_through(self, key: str, groups: Mapping[Group, Sequence[_native.Buffer]], *, step: int) -> None:
-        """Queues the write of a DIRECT record from the owner's memory, which must not change until ``commit``."""
+        """Queues the write of a DIRECT record from the owner's memory, which must not change until
+        ``commit``.
+        """
         self._failures.check()
         if not self._space_reserved:
             self.reserve()
@@ -372,12 +385,13 @@ class ParameterStore(StoreRecords):
     # Commits ------------------------------------------------------------------------------------------------
 
     def commit(self, state: Mapping[str, bytes] | None = None, *, snapshot: str | None = None) -> int:
-        """Makes everything so far durable, with ``state`` merged into the named state; returns the generation.
+        """Makes everything so far durable, with ``state`` merged into the named state; returns the
+        generation.
 
-        With ``snapshot`` the commit is also kept under that name; the oldest snapshots beyond ``retain`` are let go.
-        When this returns the commit is acknowledged. StoreError and ValueError leave all as it was (a lease holds what
-        must be written, say); after any other error the store is poisoned, and reopens at this commit or the one
-        before.
+        With ``snapshot`` the commit is also kept under that name; the oldest snapshots beyond ``retain`` are
+        let go. When this returns the commit is acknowledged. StoreError and ValueError leave all as it was (a
+        lease holds what must be written, say); after any other error the store is poisoned, and reopens at
+        this commit or the one before.
         """
         self._failures.check()
         reached = [record.live.step for record in self._records.values()]
@@ -403,7 +417,8 @@ class ParameterStore(StoreRecords):
     def records_crc32c(self) -> int:
         """CRC-32C over every record's content in key order, caught up to the last applied step.
 
-        Two stores with equal content have equal values, wherever their bytes lie. Raises ChecksumError, OSError.
+        Two stores with equal content have equal values, wherever their bytes lie. Raises ChecksumError,
+        OSError.
         """
         self._failures.check()
         crc = 0

@@ -1,4 +1,4 @@
-"""The records of an open store, and accesses to them: what the trainer and ``ParameterStore`` both stand on."""
+"""The records of an open store, and accesses to them: what the trainer and ``ParameterStore`` stand on."""
 
 from __future__ import annotations
 
@@ -93,11 +93,13 @@ class StoreRecords:
     # Space --------------------------------------------------------------------------------------------------
 
     def reserve(self, counts: Mapping[str, int] | None = None) -> None:
-        """Reserves disk for the live records, their last commit and the retained snapshots: 2 + ``retain`` copies.
+        """Reserves disk for the live records, their last commit and the retained snapshots: 2 + ``retain``
+        copies.
 
-        ``counts`` says how many records of each schema there will be; without it, as many as there are. Raises
-        OSError (ENOSPC) naming the file and the bytes needed, with nothing changed but reservations. A store that was
-        not asked to reserves when records are added, and before the first change after it was opened.
+        ``counts`` says how many records of each schema there will be; without it, as many as there are.
+        Raises OSError (ENOSPC) naming the file and the bytes needed, with nothing changed but reservations. A
+        store that was not asked to reserves when records are added, and before the first change after it was
+        opened.
         """
         retain = max(self.config.retain, len(self._committer.snapshots))
         self.slots.reserve(2 + retain, counts or {})
@@ -122,7 +124,7 @@ class StoreRecords:
     def access(
         self, phase: Phase, layer: int, records: Sequence[CachedRecord], need: Need
     ) -> Iterator[CachedRecord]:
-        """Walks ``records`` of ``layer`` (ascending) as one atomic event; each is pinned while it is yielded."""
+        """Walks ``records`` of ``layer`` (ascending) as one atomic event; each is pinned while yielded."""
         if not records:
             return
         numbers = np.array([record.number for record in records], np.uint32)
@@ -144,7 +146,7 @@ class StoreRecords:
         """Waits for engine tickets; checksum failures are raised naming key, section and file."""
         self._failures.wait(tickets)
 
-    # What it is -----------------------------------------------------------------------------------------------
+    # What it is ---------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> Mapping[str, bytes]:
@@ -162,7 +164,9 @@ class StoreRecords:
         return list(self._committer.snapshots)
 
     def poison(self, reason: str) -> None:
-        """The live state is no longer whole, says whoever was changing it: only the last commit counts from here on."""
+        """The live state is no longer whole, says whoever was changing it: only the last commit counts from
+        here on.
+        """
         self._failures.poison(reason)
 
     def end_trace(self) -> None:
@@ -182,7 +186,8 @@ class StoreRecords:
         ]
 
     def close(self) -> None:
-        """Stops; what was not committed is gone. Safe to call twice, after a failure, and in a forked child, where it
+        """Stops; what was not committed is gone. Safe to call twice, after a failure, and in a forked child,
+        where it
         does nothing: the store goes on belonging to the process that opened it."""
         if not self._failures.closed:
             self._failures.closed = True

@@ -1,8 +1,9 @@
 """Which slot each group of each record lives in: copy on write, sharing between commits, and reuse.
 
 A slot is *shared* while the last commit or a snapshot refers to it; shared slots are never written. The first
-write-back of a group after a commit therefore takes a new slot, later ones overwrite that slot in place. The slot it
-leaves behind is freed when the transaction that no longer refers to it is durable and no snapshot does either.
+write-back of a group after a commit therefore takes a new slot, later ones overwrite that slot in place. The
+slot it leaves behind is freed when the transaction that no longer refers to it is durable and no snapshot
+does either.
 
 A group of a record has its own slot, so a write-back moves the dirty group and nothing else.
 """
@@ -84,32 +85,36 @@ class SlotMap:
         for group in COMMITTED_GROUPS:
             path = self._directory / f"{schema.name}.{group.label}"
             try:
-                extent = Extent(
-                    self._engine, path, schema.layout(group), direct=self._direct, create=create
-                )
+                extent = Extent(self._engine, path, schema.layout(group), direct=self._direct, create=create)
             except FileNotFoundError as error:
                 raise StoreFormatError(f"{path}: the extent file is missing") from error
             self._extents[index, group] = extent
             self._references[index, group] = Counter()
 
     def check_table(self, table: Mapping[str, RecordEntry], where: str) -> None:
-        """Raises StoreFormatError unless every location of ``table`` is whole, within its file, and used once."""
+        """Raises StoreFormatError unless every location of ``table`` is whole, within its file, and used
+        once.
+        """
         used: set[tuple[int, Group, int]] = set()
         for key, entry in table.items():
             what = f"{where}: record {key!r}"
             if entry.schema >= len(self.schemas) or len(entry.groups) != len(COMMITTED_GROUPS):
-                raise StoreFormatError(f"{what}: schema {entry.schema} with {len(entry.groups)} groups is unknown")
+                raise StoreFormatError(
+                    f"{what}: schema {entry.schema} with {len(entry.groups)} groups is unknown"
+                )
             for group, location in zip(COMMITTED_GROUPS, entry.groups, strict=True):
                 extent = self._extents[entry.schema, group]
                 if location.directory != 0 or len(location.crcs) != len(extent.layout.sections):
                     raise StoreFormatError(f"{what}: {group.label}: not as its schema says")
                 if location.slot >= extent.slots:
                     raise StoreFormatError(
-                        f"{extent.path}: truncated: it has {extent.slots} slots of {extent.layout.slot_bytes} bytes, "
-                        f"and {what} is in slot {location.slot}"
+                        f"{extent.path}: truncated: it has {extent.slots} slots of "
+                        f"{extent.layout.slot_bytes} bytes, and {what} is in slot {location.slot}"
                     )
                 if (entry.schema, group, location.slot) in used:
-                    raise StoreFormatError(f"{what}: {group.label}: slot {location.slot} holds another record too")
+                    raise StoreFormatError(
+                        f"{what}: {group.label}: slot {location.slot} holds another record too"
+                    )
                 used.add((entry.schema, group, location.slot))
 
     def add_record(self, key: str, schema: int, layer: int, entry: RecordEntry | None = None) -> LiveRecord:
@@ -139,7 +144,11 @@ class SlotMap:
         self, record: int, group: int, sections: Sequence[Buffer], after: Sequence[int], priority: Priority
     ) -> int:
         live = self.records[record]
-        extent = self._scratch(live.schema) if group == Group.GRADIENTS else self._extents[live.schema, Group(group)]
+        extent = (
+            self._scratch(live.schema)
+            if group == Group.GRADIENTS
+            else self._extents[live.schema, Group(group)]
+        )
         slot = live.scratch_slot if group == Group.GRADIENTS else live.slots[group]
         if slot is None:
             raise AssertionError(f"record {live.key}: read of {Group(group).label}, which was never written")
@@ -237,7 +246,9 @@ class SlotMap:
 
     def take_unsynced_directories(self) -> list[Path]:
         """Directories with extents that are new or have grown since the last commit."""
-        grown = [e for (_, g), e in self._extents.items() if g is not Group.GRADIENTS and e.unsynced_directory]
+        grown = [
+            e for (_, g), e in self._extents.items() if g is not Group.GRADIENTS and e.unsynced_directory
+        ]
         for extent in grown:
             extent.unsynced_directory = False
         return [self._directory] if grown else []

@@ -1,4 +1,4 @@
-"""Reads every record of the last commit and of every snapshot, and checks each section against its checksum."""
+"""Reads every record of the last commit and the snapshots, and checks each section against its checksum."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ __all__ = ["VerifyReport", "verify_tables"]
 
 @dataclass
 class VerifyReport:
-    """What verification found. ``failures`` names key, section and file of each, with the commit it belongs to."""
+    """What verification found. ``failures`` names key, section and file of each, with the commit it belongs
+    to.
+    """
 
     records: int = 0
     sections: int = 0
@@ -35,7 +37,9 @@ def verify_tables(
     tables: Sequence[tuple[str, Mapping[str, RecordEntry]]],
     progress: Progress | None = None,
 ) -> VerifyReport:
-    """Checks every slot that ``tables`` (name, table; the last commit's first) refer to; shared ones are read once."""
+    """Checks every slot that ``tables`` (name, table; the last commit's first) refer to; shared ones are read
+    once.
+    """
     report = VerifyReport(snapshots=len(tables) - 1, records=len(tables[0][1]))
     work: dict[Location, tuple[str, tuple[int, ...]]] = {}
     for commit, table in tables:

@@ -1,0 +1,10 @@
+"""Makes the helpers beside this file importable, and the directory in memory a fixture."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from conftest_store import fast_path
+
+__all__ = ["fast_path"]

@@ -1,0 +1,93 @@
+"""Small stores, and a second opinion on what their records must hold."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from tierstore import _native
+from tierstore.store import AdamWConfig, Inactive, ParameterStore, RecordSchema, StoreConfig, WeightFormat
+
+Array = npt.NDArray[np.float32]
+
+
+@pytest.fixture
+def fast_path(tmp_path: Path) -> Iterator[Path]:
+    """A directory in memory where there is one: for tests that open stores a thousand times."""
+    shared = Path("/dev/shm")
+    if not shared.is_dir():
+        yield tmp_path
+        return
+    made = Path(tempfile.mkdtemp(dir=shared, prefix="tierstore-"))
+    yield made
+    shutil.rmtree(made)
+
+
+def weights(count: int, numel: int, seed: int = 0) -> dict[str, Array]:
+    rng = np.random.default_rng(seed)
+    return {f"e{i}": rng.standard_normal(numel).astype(np.float32) for i in range(count)}
+
+
+def small_store(
+    path: Path,
+    *,
+    count: int = 4,
+    numel: int = 3000,
+    budget: int = 1 << 20,
+    retain: int = 0,
+    inactive: Inactive = Inactive.EXACT,
+    weight_format: WeightFormat = WeightFormat.FP32,
+    io_log: Path | None = None,
+) -> ParameterStore:
+    """A store of ``count`` registered, committed records ``e0``, ``e1`` and so on."""
+    store = ParameterStore.create(
+        path,
+        [RecordSchema("expert", numel, weight_format)],
+        StoreConfig(host_budget=budget, retain=retain),
+        adamw=AdamWConfig(inactive=inactive),
+        io_log=io_log,
+    )
+    for key, weight in weights(count, numel).items():
+        store.register(key, "expert", weight=weight)
+    store.commit()
+    return store
+
+
+class ArrayModel:
+    """AdamW on whole arrays in memory: every record is stepped in every step, as dense AdamW does."""
+
+    def __init__(self, config: AdamWConfig) -> None:
+        self.config = config
+        self.step = 0
+        self.records: dict[str, list[Array]] = {}
+        self.counts: dict[str, int] = {}
+
+    def register(self, key: str, weight: Array) -> None:
+        self.records[key] = [weight.copy(), np.zeros_like(weight), np.zeros_like(weight)]
+        self.counts[key] = 0
+
+    def update(self, gradients: dict[str, Array], lr: float) -> None:
+        self.step += 1
+        for key, (weight, exp_avg, exp_avg_sq) in self.records.items():
+            gradient = gradients.get(key)
+            if self.config.inactive is Inactive.EXACT:
+                row = self.config.row(lr, self.step)
+                gradient = np.zeros_like(weight) if gradient is None else gradient
+            elif gradient is None:
+                continue
+            else:
+                self.counts[key] += 1
+                row = self.config.row(lr, self.counts[key])
+            _native.adamw(weight, exp_avg, exp_avg_sq, gradient, row[None])
+
+    def copy(self) -> ArrayModel:
+        other = ArrayModel(self.config)
+        other.step, other.counts = self.step, dict(self.counts)
+        other.records = {key: [array.copy() for array in arrays] for key, arrays in self.records.items()}
+        return other

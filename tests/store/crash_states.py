@@ -1,0 +1,125 @@
+"""Every state of the disk that a crash could leave, built from the log of a run.
+
+The model: a write that was done before a sync of its file was submitted, and that sync done before the cut,
+is durable. Any other write submitted before the cut may be there, or not, or in part, each 4096-byte page on
+its own; pages of two writes to one place land in the order of the writes. The index is the image of the last
+acknowledged commit or, from the moment that its transaction may begin, that of the next: LMDB's transactions
+are taken as atomic and durable.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+
+PAGE = 4096
+HEAD = struct.Struct("<BQQI")
+
+
+class Event(IntEnum):
+    WRITE_SUBMIT = 1
+    WRITE_DONE = 2
+    SYNC_SUBMIT = 3
+    SYNC_DONE = 4
+    MARK = 5
+
+
+@dataclass(frozen=True)
+class Entry:
+    event: Event
+    id: int
+    offset: int
+    text: str
+    data: bytes
+
+
+def read_log(path: Path) -> list[Entry]:
+    raw, at, entries = path.read_bytes(), 0, []
+    while at < len(raw):
+        event, ident, offset, length = HEAD.unpack_from(raw, at)
+        at += HEAD.size
+        text = raw[at : at + length].decode()
+        at += length
+        (nbytes,) = struct.unpack_from("<Q", raw, at)
+        at += 8
+        entries.append(Entry(Event(event), ident, offset, text, raw[at : at + nbytes]))
+        at += nbytes
+    return entries
+
+
+def without_syncs(log: list[Entry]) -> list[Entry]:
+    """The log of a build that never calls fdatasync."""
+    return [entry for entry in log if entry.event not in (Event.SYNC_SUBMIT, Event.SYNC_DONE)]
+
+
+@dataclass
+class CrashState:
+    """``pages``: by file name, what is at each page that was ever written. ``generations``: legal index
+    images.
+    """
+
+    cut: int
+    acknowledged: int
+    generations: list[int]
+    pages: dict[str, dict[int, bytes]] = field(default_factory=dict)
+
+
+class Disk:
+    """Follows the log; at each cut it knows what is durable and what is in the air."""
+
+    def __init__(self, log: list[Entry]) -> None:
+        self._log = log
+        self.writes: dict[int, Entry] = {}
+        self.order: list[int] = []
+        self.done: set[int] = set()
+        self.durable: set[int] = set()
+        self.syncs: dict[int, tuple[str, set[int]]] = {}
+        self.acknowledged = 0
+        self.transaction: int | None = None
+
+    def follow(self, entry: Entry) -> None:
+        if entry.event is Event.WRITE_SUBMIT:
+            self.writes[entry.id] = entry
+            self.order.append(entry.id)
+        elif entry.event is Event.WRITE_DONE:
+            self.done.add(entry.id)
+        elif entry.event is Event.SYNC_SUBMIT:
+            covered = {w for w in self.done if self.writes[w].text == entry.text}
+            self.syncs[entry.id] = (entry.text, covered)
+        elif entry.event is Event.SYNC_DONE:
+            self.durable |= self.syncs[entry.id][1]
+        elif entry.text.startswith("index "):
+            self.transaction = int(entry.text.removeprefix("index "))
+        elif entry.text.startswith("commit "):
+            self.acknowledged, self.transaction = int(entry.text.removeprefix("commit ")), None
+
+    def state(self, cut: int, rng: random.Random) -> CrashState:
+        """One legal state at this cut. The chance of a page in the air is drawn anew for each state."""
+        generations = [self.acknowledged] + ([self.transaction] if self.transaction else [])
+        state = CrashState(cut, self.acknowledged, [g for g in generations if g])
+        whole, landed = rng.random(), rng.random()
+        for ident in self.order:
+            write = self.writes[ident]
+            pages = state.pages.setdefault(Path(write.text).name, {})
+            fate = rng.random() < landed if rng.random() < whole else None
+            for begin in range(0, len(write.data), PAGE):
+                there = rng.random() < landed if fate is None else fate
+                if ident in self.durable or there:
+                    pages[(write.offset + begin) // PAGE] = write.data[begin : begin + PAGE]
+        return state
+
+
+def crash_states(log: list[Entry], count: int, seed: int) -> Iterator[CrashState]:
+    """At least ``count`` states, spread over every prefix of ``log`` that some commit precedes."""
+    rng = random.Random(seed)
+    disk = Disk(log)
+    first = next(at for at, entry in enumerate(log) if entry.text.startswith("index "))
+    rounds = -(-count // (len(log) - first))
+    for cut, entry in enumerate(log, 1):
+        disk.follow(entry)
+        for _ in range(rounds if cut > first else 0):
+            yield disk.state(cut, rng)

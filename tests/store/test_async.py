@@ -1,0 +1,112 @@
+"""Awaiting the store from asyncio: others run meanwhile, and cancelling stops the waiting, not the work."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest_store import ArrayModel, small_store, weights
+
+from tierstore.errors import ChecksumError
+from tierstore.store import AdamWConfig, Group, ParameterStore, StoreConfig
+
+NUMEL = 3000
+
+
+def gradient(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(NUMEL).astype(np.float32)
+
+
+async def test_fetch_update_commit(tmp_path: Path) -> None:
+    model = ArrayModel(AdamWConfig())
+    for key, weight in weights(4, NUMEL).items():
+        model.register(key, weight)
+    with small_store(tmp_path / "store", budget=120_000) as store:
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                ticks += 1
+                await asyncio.sleep(0)
+
+        ticker = asyncio.create_task(tick())
+        for step in range(6):
+            gradients = {f"e{step % 4}": gradient(step)}
+            await store.update_async(gradients, lr=0.01)
+            model.update(gradients, 0.01)
+            assert await store.commit_async({"step": b"%d" % step}) == step + 2
+            for key in ("e0", "e3"):
+                with await store.fetch_async([key]) as lease:
+                    assert (lease[key].copy("weight") == model.records[key][0]).all()
+        ticker.cancel()
+        assert ticks > 1
+        crc = store.records_crc32c()
+        store.commit()
+    with ParameterStore.open(tmp_path / "store", StoreConfig(host_budget=1 << 20)) as store:
+        assert store.records_crc32c() == crc
+        assert store.state["step"] == b"5"
+
+
+async def test_concurrent_tasks(tmp_path: Path) -> None:
+    with small_store(tmp_path / "store") as store:
+
+        async def reader(key: str) -> np.ndarray:
+            with await store.fetch_async([key]) as lease:
+                return lease[key].copy("weight")
+
+        results = await asyncio.gather(
+            reader("e0"), reader("e1"), store.commit_async(), reader("e1"), reader("e2")
+        )
+        initial = weights(4, NUMEL)
+        for key, found in zip(("e0", "e1", "e1", "e2"), results[:2] + results[3:], strict=True):
+            assert (found == initial[key]).all()
+        await asyncio.gather(*(store.update_async({f"e{i}": gradient(i)}, lr=0.1) for i in range(4)))
+        assert store.history.applied == 4
+        await asyncio.gather(store.commit_async(), store.commit_async({"a": b"1"}))
+        assert store.verify().failures == []
+
+
+async def test_cancelled_awaits_leave_a_working_store(tmp_path: Path) -> None:
+    small_store(tmp_path / "store").close()
+    with ParameterStore.open(tmp_path / "store", StoreConfig(host_budget=60_000)) as store:
+        for key in store.keys:
+            task = asyncio.create_task(store.fetch_async([key], [Group.WEIGHTS, Group.MOMENTS]))
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            if not task.cancelled():
+                task.result().release()  # it was there at once
+            update = asyncio.create_task(store.update_async({key: gradient(1)}, lr=0.1))
+            await asyncio.sleep(0)
+            update.cancel()
+            commit = asyncio.create_task(store.commit_async())
+            await asyncio.sleep(0)
+            commit.cancel()
+            await asyncio.gather(update, commit, return_exceptions=True)
+        assert store.history.applied == 4
+        crc = store.records_crc32c()
+        store.commit()
+    with ParameterStore.open(tmp_path / "store", StoreConfig(host_budget=1 << 20)) as store:
+        assert store.records_crc32c() == crc
+
+
+async def test_damage_is_raised_where_it_is_awaited(tmp_path: Path) -> None:
+    small_store(tmp_path / "store").close()
+    extent = tmp_path / "store" / "extents" / "expert.weights"
+    data = bytearray(extent.read_bytes())
+    data[5] ^= 1
+    extent.write_bytes(data)
+    with ParameterStore.open(tmp_path / "store", StoreConfig(host_budget=1 << 20)) as store:
+        with pytest.raises(ChecksumError, match="'e0', section weight"):
+            await store.fetch_async(["e0"])
+        (await store.fetch_async(["e1"])).release()
+
+
+def test_one_loop_after_another(tmp_path: Path) -> None:
+    with small_store(tmp_path / "store", budget=60_000) as store:
+        for _ in range(3):
+            for key in store.keys:
+                asyncio.run(store.fetch_async([key])).release()

@@ -1,0 +1,175 @@
+"""Promise 3: whatever instant the power fails at, the store reopens at an acknowledged commit, whole."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest_store import small_store
+from crash_states import CrashState, Entry, crash_states, read_log, without_syncs
+
+from tierstore.errors import StoreError
+from tierstore.store import ParameterStore, StoreConfig
+from tierstore.store.slots import SlotMap
+
+NUMEL = 1500  # two pages a section: writes can tear
+RECORDS = 5
+CONFIG = StoreConfig(host_budget=1 << 18)
+
+
+class Run:
+    """What a run left behind: its log, and at each generation the index image and the content's checksum."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.images: dict[int, bytes] = {}
+        self.crcs: dict[int, int] = {}
+        self.log: list[Entry] = []
+        self.sizes: dict[str, int] = {}
+
+    def record(self, commits: int = 16) -> Run:
+        log = self.directory / "io.log"
+        rng = np.random.default_rng(1)
+        path = self.directory / "run"
+        # So small that most of what is updated is evicted, and some of it twice, between commits.
+        store = small_store(path, count=RECORDS, numel=NUMEL, budget=60_000, retain=1, io_log=log)
+        with store:
+            self._committed(store)
+            for number in range(commits):
+                for _ in range(int(rng.integers(1, 4))):
+                    chosen = rng.choice(RECORDS, int(rng.integers(0, 3)), replace=False)
+                    gradients = {
+                        f"e{i}": rng.standard_normal(NUMEL).astype(np.float32) for i in sorted(chosen)
+                    }
+                    store.update(gradients, lr=1e-2)
+                store.commit({"n": b"%d" % number}, snapshot=f"s{number}" if number % 5 == 2 else None)
+                self._committed(store)
+        self.log = read_log(log)
+        self.sizes = {file.name: file.stat().st_size for file in (path / "extents").iterdir()}
+        return self
+
+    def _committed(self, store: ParameterStore) -> None:
+        # What is zero at its end is so again when the file is made as long as it was.
+        self.images[store.generation] = (store.directory / "index" / "data.mdb").read_bytes().rstrip(b"\0")
+        # This catches records up and evicts some: writes that belong to no commit yet are in the log too.
+        self.crcs[store.generation] = store.records_crc32c()
+
+    def reopen(self, state: CrashState, generation: int) -> str:
+        """What is wrong with the store that ``state`` leaves; empty when it is the commit it should be."""
+        path = self.directory / "crashed"
+        if not path.exists():
+            (path / "index").mkdir(parents=True)
+            (path / "extents").mkdir()
+            shutil.copy(self.directory / "run" / "tierstore.json", path)
+        with open(path / "index" / "data.mdb", "wb") as file:
+            file.write(self.images[generation])
+            file.truncate(max(file.tell(), 1 << 20))
+        for name, size in self.sizes.items():
+            with open(path / "extents" / name, "wb") as file:
+                file.truncate(size)
+                for page, data in state.pages.get(name, {}).items():
+                    file.seek(page * 4096)
+                    file.write(data)
+        try:
+            with ParameterStore.open(path, CONFIG) as store:
+                failures = store.verify().failures
+                if failures:
+                    return failures[0]
+                if store.generation != generation or store.generation < state.acknowledged:
+                    return f"generation {store.generation}, acknowledged {state.acknowledged}"
+                if store.records_crc32c() != self.crcs[generation]:
+                    return f"content is not that of commit {generation}"
+        except (StoreError, OSError) as error:
+            return str(error)
+        return ""
+
+    def violation(self, log: list[Entry], count: int, seed: int = 0) -> tuple[int, str]:
+        """States tried, and the first thing found wrong."""
+        tried = 0
+        for state in crash_states(log, count, seed):
+            # The next index image is the harder one: it refers to what was written last.
+            generation = state.generations[tried % len(state.generations)]
+            tried += 1
+            wrong = self.reopen(state, generation)
+            if wrong:
+                return tried, f"cut {state.cut}, generation {generation}: {wrong}"
+        return tried, ""
+
+
+@pytest.fixture
+def record(fast_path: Path) -> Callable[[], Run]:
+    return lambda: Run(fast_path).record()
+
+
+def test_a_thousand_crash_states(record: Callable[[], Run], record_property: Callable[..., None]) -> None:
+    run = record()
+    tried, wrong = run.violation(run.log, 1000)
+    assert wrong == ""
+    assert tried >= 1000
+    assert {state.cut for state in crash_states(run.log, 1000, 0)} >= set(
+        range(len(run.log) // 2, len(run.log))
+    )
+    record_property("states", tried)
+
+
+def test_without_fdatasync_the_replay_fails(record: Callable[[], Run]) -> None:
+    run = record()
+    assert run.violation(without_syncs(run.log), 1000)[1] != ""
+
+
+def test_without_copy_on_write_the_replay_fails(
+    record: Callable[[], Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NeverShared(dict[int, int]):
+        def __contains__(self, slot: object) -> bool:
+            return False
+
+    write = SlotMap.write
+
+    def in_place(self: SlotMap, *arguments: object) -> int:
+        references = self._references
+        self._references = {key: NeverShared() for key in references}  # type: ignore[misc]
+        try:
+            return write(self, *arguments)  # type: ignore[arg-type]
+        finally:
+            self._references = references
+
+    monkeypatch.setattr(SlotMap, "write", in_place)
+    run = record()
+    monkeypatch.undo()
+    assert run.violation(run.log, 1000)[1] != ""
+
+
+def test_freeing_slots_before_the_commit_fails_the_replay(
+    record: Callable[[], Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slot freed when it is left behind, not when the commit that leaves it is durable, is overwritten too
+    early.
+    """
+    take = SlotMap.write
+
+    def eager(self: SlotMap, record: int, group: int, *rest: object) -> int:
+        before = self.records[record].slots[group] if group < 2 else None
+        ticket = take(self, record, group, *rest)  # type: ignore[arg-type]
+        if before is not None and self.records[record].slots[group] != before:
+            self._extents[0, group].give_back(before)  # type: ignore[index]
+            self._given.add((group, before))  # type: ignore[attr-defined]
+        return ticket
+
+    def let_go(self: SlotMap, entries: object) -> None:
+        for entry in entries:  # type: ignore[attr-defined]
+            for group, location in enumerate(entry.groups):
+                references = self._references[entry.schema, group]  # type: ignore[index]
+                references[location.slot] -= 1
+                if not references[location.slot]:
+                    del references[location.slot]
+
+    monkeypatch.setattr(SlotMap, "_given", set(), raising=False)
+    monkeypatch.setattr(SlotMap, "write", eager)
+    monkeypatch.setattr(SlotMap, "let_go", let_go)
+    run = record()
+    monkeypatch.undo()
+    assert run.violation(run.log, 1000)[1] != ""

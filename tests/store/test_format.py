@@ -1,0 +1,174 @@
+"""The format worked by hand, and a reader written from docs/FORMAT.md alone."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pytest
+from conftest_store import small_store, weights
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierstore.errors import ConfigError, StoreFormatError
+from tierstore.store.format import (
+    Group,
+    GroupLocation,
+    RecordEntry,
+    RecordSchema,
+    WeightFormat,
+    check_name,
+    pack_table,
+    unpack_table,
+)
+
+u32 = st.integers(0, 2**32 - 1)
+locations = st.builds(
+    GroupLocation,
+    st.integers(0, 2**16 - 1),
+    u32,
+    st.integers(0, 2**64 - 1),
+    st.lists(u32, max_size=4).map(tuple),
+)
+entries = st.builds(
+    RecordEntry,
+    st.integers(0, 2**16 - 1),
+    st.integers(0, 2**16 - 1),
+    st.integers(-(2**63), 2**63 - 1),
+    st.lists(locations, max_size=3).map(tuple),
+)
+
+
+def test_entry_by_hand() -> None:
+    entry = RecordEntry(1, 2, 3, (GroupLocation(0, 5, 7, (0xAABBCCDD,)),))
+    assert entry.pack() == bytes.fromhex(
+        "0100 0200 0100 0000 0300000000000000"  # schema, layer, groups, zero, step
+        "0000 0100 05000000 0700000000000000 ddccbbaa"  # directory, sections, slot, generation, crc
+    )
+
+
+def test_layout_by_hand() -> None:
+    """1,500 parameters: 6,000 bytes of fp32 take two pages, 3,000 bytes of bf16 one."""
+    schema = RecordSchema("x", 1500, WeightFormat.SPLIT_BF16)
+    weights_layout, moments = schema.layout(Group.WEIGHTS), schema.layout(Group.MOMENTS)
+    assert [(s.name, s.nbytes, s.padded_nbytes) for s in weights_layout.sections] == [
+        ("weight_hi", 3000, 4096)
+    ]
+    assert [s.name for s in moments.sections] == ["weight_lo", "exp_avg", "exp_avg_sq"]
+    assert (weights_layout.slot_bytes, moments.slot_bytes) == (4096, 4096 + 2 * 8192)
+    assert schema.record_bytes == 12 * 1500
+
+
+@settings(max_examples=60, deadline=None)
+@given(entries)
+def test_entries_round_trip(entry: RecordEntry) -> None:
+    packed = entry.pack()
+    assert RecordEntry.unpack(packed, where="here") == entry
+    for damaged in (packed[:-1], packed + b"\0"):
+        with pytest.raises(StoreFormatError, match="here"):
+            RecordEntry.unpack(damaged, where="here")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.dictionaries(st.text(max_size=8), st.binary(max_size=20), max_size=5))
+def test_tables_round_trip(table: dict[str, bytes]) -> None:
+    assert unpack_table(pack_table(table), where="here") == table
+
+
+def test_damaged_tables() -> None:
+    whole = pack_table({"k": b"value"})
+    assert whole == b"\x01\x00\x05\x00\x00\x00kvalue"
+    for damaged in (whole[:-1], whole[:3], whole.replace(b"k", b"\xff")):
+        with pytest.raises(StoreFormatError, match="here"):
+            unpack_table(damaged, where="here")
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", "a b"])
+def test_schema_names_are_file_names(name: str) -> None:
+    with pytest.raises(ConfigError, match="letters"):
+        RecordSchema(name, 5)
+
+
+def test_names_fit_the_index() -> None:
+    check_name("record", "é" * 255)
+    for bad in ("", "x" * 512, "é" * 256):
+        with pytest.raises(ValueError, match="511"):
+            check_name("record", bad)
+
+
+def test_schema_json_round_trips() -> None:
+    schema = RecordSchema("x", 7, WeightFormat.SPLIT_BF16)
+    assert RecordSchema.from_json(schema.as_json()) == schema
+    for bad in ({}, {"name": "x", "numel": 1, "weight_format": "fp64", "placement": "cached"}):
+        with pytest.raises(StoreFormatError, match="not a record schema"):
+            RecordSchema.from_json(bad)
+
+
+# A reader that knows docs/FORMAT.md and nothing of the package ---------------------------------------------
+
+
+def slow_crc32c(data: bytes) -> int:
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF
+
+
+def read_record(directory: Path, key: str) -> tuple[int, dict[str, bytes]]:
+    """The step and the checked sections of one record of the last commit."""
+    identity = json.loads((directory / "tierstore.json").read_text())
+    assert (identity["format"], identity["directories"]) == (1, 1)
+    with lmdb.open(str(directory / "index"), readonly=True, lock=False, max_dbs=4) as env:
+        meta_db, records_db = (env.open_db(name, create=False) for name in (b"meta", b"records"))
+        with env.begin() as txn:
+            meta = json.loads(txn.get(b"store", db=meta_db))
+            value = txn.get(key.encode(), db=records_db)
+    assert meta["uuid"] == identity["uuid"]
+    schema_number, _, group_count, _, step = struct.unpack_from("<HHHHq", value)
+    schema = meta["schemas"][schema_number]
+    numel = schema["numel"]
+    split = schema["weight_format"] == "split-bf16"
+    layout = {
+        "weights": [("weight_hi", 2)] if split else [("weight", 4)],
+        "moments": ([("weight_lo", 2)] if split else []) + [("exp_avg", 4), ("exp_avg_sq", 4)],
+    }
+    assert group_count == 2
+    sections: dict[str, bytes] = {}
+    at = 16
+    for group, parts in layout.items():
+        _, count, slot, _ = struct.unpack_from("<HHIQ", value, at)
+        crcs = struct.unpack_from(f"<{count}I", value, at + 16)
+        at += 16 + 4 * count
+        padded = [-(-numel * width // 4096) * 4096 for _, width in parts]
+        raw = (directory / "extents" / f"{schema['name']}.{group}").read_bytes()
+        offset = slot * sum(padded)
+        for (name, width), size, crc in zip(parts, padded, crcs, strict=True):
+            sections[name] = raw[offset : offset + numel * width]
+            assert slow_crc32c(sections[name]) == crc
+            assert not any(raw[offset + numel * width : offset + size])
+            offset += size
+    return step, sections
+
+
+@pytest.mark.parametrize("weight_format", WeightFormat)
+def test_an_independent_reader(tmp_path: Path, weight_format: WeightFormat) -> None:
+    with small_store(tmp_path / "store", numel=1100, weight_format=weight_format) as store:
+        store.update({"e2": np.ones(1100, np.float32)}, lr=0.1)
+        store.commit()
+        with store.fetch(["e2"], [Group.WEIGHTS, Group.MOMENTS]) as lease:
+            expected = {name: lease["e2"].copy(name).tobytes() for name in lease["e2"].sections}
+    assert read_record(tmp_path / "store", "e2") == (1, expected)
+    step, untouched = read_record(tmp_path / "store", "e1")
+    assert step == 0  # it has missed the step: the history has its row
+    initial = weights(4, 1100)["e1"]
+    if weight_format is WeightFormat.FP32:
+        assert untouched["weight"] == initial.tobytes()
+    else:
+        high = np.frombuffer(untouched["weight_hi"], "<u2").astype(np.uint32) << 16
+        low = np.frombuffer(untouched["weight_lo"], "<i2").astype(np.int64)
+        assert ((high + low).astype(np.uint32).view(np.float32) == initial).all()
