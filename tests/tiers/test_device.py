@@ -1,4 +1,4 @@
-"""The contract of a device tier, for every device of this machine: slots hold what was loaded, gradients land whole."""
+"""The contract of a device tier, for every device here: slots hold what was loaded, gradients land whole."""
 
 from __future__ import annotations
 
