@@ -11,6 +11,7 @@ __all__ = ["choose_frame_bytes", "frames_of"]
 #: 1,024 pieces, and bookkeeping costs time per frame).
 _ALIGNMENT = 4096
 MIN_FRAME_BYTES = 64 * 1024
+_FEW_FRAMES = 64
 
 
 def frames_of(section_nbytes: Iterable[int], frame_bytes: int) -> int:
@@ -21,14 +22,15 @@ def frames_of(section_nbytes: Iterable[int], frame_bytes: int) -> int:
 def choose_frame_bytes(section_nbytes: Iterable[int]) -> int:
     """The frame size for sections of these sizes (bytes).
 
-    The greatest common divisor wastes nothing. Where it is too small, the size between MIN_FRAME_BYTES and the
-    smallest section that wastes the least over one of each section is taken, the larger of equals.
+    The greatest common divisor wastes nothing. Where it is too small (below MIN_FRAME_BYTES with sections of many
+    frames), the size between MIN_FRAME_BYTES and the smallest section that wastes the least over one of each section
+    is taken, the larger of equals.
     """
     padded = [-(-nbytes // _ALIGNMENT) * _ALIGNMENT for nbytes in section_nbytes]
     if not padded:
         return MIN_FRAME_BYTES
     divisor = math.gcd(*padded)
-    if divisor >= min(MIN_FRAME_BYTES, min(padded)):
+    if divisor >= min(MIN_FRAME_BYTES, min(padded)) or max(padded) <= _FEW_FRAMES * divisor:
         return divisor
     upper = max(min(padded), MIN_FRAME_BYTES)
     step = max(_ALIGNMENT, (upper - MIN_FRAME_BYTES) // 256 // _ALIGNMENT * _ALIGNMENT)

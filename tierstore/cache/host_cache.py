@@ -30,6 +30,9 @@ from tierstore.lab.recording import RecordingResidency
 __all__ = ["Backing", "GroupPlan", "HostCache", "Residency"]
 
 Decision = _native.Decision
+_GRADIENTS = 2
+#: Between commits the tickets of write-backs pile up; those that succeeded are swept at this many.
+_SWEEP_WRITES = 4096
 #: The native core, or the same with a trace of what it is told.
 Residency = _native.Residency | RecordingResidency
 
@@ -97,6 +100,9 @@ class HostCache:
         self._free = list(range(arena.nbytes // frame_bytes))
         self._guards: dict[int, tuple[int, ...]] = {}
         self._pending_writes: list[int] = []
+        self._sweep_at = _SWEEP_WRITES
+        #: Why decisions that the core has taken were not carried out; nothing here can be relied on after that.
+        self.broken = ""
 
     def add_record(
         self,
@@ -109,8 +115,9 @@ class HostCache:
     ) -> int:
         """Registers a record whose group g has sections of ``groups[g]`` bytes; returns its number here.
 
-        ``backing_record`` is its number in the backing. ``charged[g]`` is what one transfer of group g moves (bytes, padding included). ``stored`` says whether
-        weights and moments are on disk already; an entry that is not is created, not read.
+        ``backing_record`` is its number in the backing. ``charged[g]`` is what one transfer of group g moves (bytes,
+        padding included). ``stored`` says whether weights and moments are on disk already; an entry that is not is
+        created, not read.
         """
         frames = [frames_of(sections, self._frame_bytes) for sections in groups]
         record = self.residency.add_record(layer, frames, list(charged), 0b011 if stored else 0)
@@ -172,6 +179,14 @@ class HostCache:
         pending, self._pending_writes = self._pending_writes, []
         return pending
 
+    def unclean(self) -> list[int]:
+        """Dirty weights and moments entries. After ``clean`` they are those that somebody has pinned."""
+        return [entry for entry in self.residency.dirty_entries().tolist() if entry % 4 != _GRADIENTS]
+
+    def backing_record(self, entry: int) -> int:
+        """The number that the entry's record has in the backing."""
+        return self._entries[entry].backing_record
+
     # Memory of resident entries -----------------------------------------------------------------------------
 
     def sections(self, entry: int) -> tuple[Buffer, ...]:
@@ -207,6 +222,16 @@ class HostCache:
     def _execute(
         self, decisions: tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint32]], priority: Priority
     ) -> None:
+        try:
+            self._carry_out(decisions, priority)
+        except BaseException as error:
+            # The core has moved on: what it believes and what is so differ from here on.
+            self.broken = self.broken or f"the host cache could not carry out a decision: {error}"
+            raise
+
+    def _carry_out(
+        self, decisions: tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint32]], priority: Priority
+    ) -> None:
         kinds, entries = decisions
         for kind, entry in zip(kinds.tolist(), entries.tolist(), strict=True):
             if kind == Decision.HIT:
@@ -234,7 +259,23 @@ class HostCache:
         after = [state.ready] if state.ready else []
         ticket = self._backing.write(state.backing_record, entry % 4, state.sections, after)
         self._pending_writes.append(ticket)
+        if len(self._pending_writes) >= self._sweep_at:
+            self._sweep()
         return ticket
+
+    def _sweep(self) -> None:
+        """Forgets write-backs that have succeeded. One that failed stays, for the commit to find."""
+        self._pending_writes = [ticket for ticket in self._pending_writes if not self._succeeded(ticket)]
+        self._sweep_at = 2 * len(self._pending_writes) + _SWEEP_WRITES
+
+    def _succeeded(self, ticket: int) -> bool:
+        if not self.engine.done(ticket):
+            return False
+        try:
+            self.engine.wait(ticket)
+        except Exception:
+            return False
+        return True
 
     def _give_frames(self, state: _Entry) -> list[int]:
         """Frames for a new resident; returns the tickets that must finish before they are written."""

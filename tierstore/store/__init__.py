@@ -5,8 +5,8 @@ from tierstore.store.adamw import AdamWConfig, Inactive
 from tierstore.store.config import Capability, IoBackendName, IoConfig, StoreConfig
 from tierstore.store.fetching import Lease, RecordView
 from tierstore.store.format import Group, Placement, RecordSchema, WeightFormat
-from tierstore.store.parameter_store import ParameterStore
-from tierstore.store.verify import VerifyReport, verify_store
+from tierstore.store.parameter_store import NewRecord, ParameterStore, verify_store
+from tierstore.store.verify import VerifyReport
 
 __all__ = [
     "AdamWConfig",
@@ -18,6 +18,7 @@ __all__ = [
     "IoConfig",
     "Lease",
     "LfuVariant",
+    "NewRecord",
     "ParameterStore",
     "Placement",
     "PolicyName",

@@ -99,6 +99,11 @@ class StepHistory:
         del self._rows[self.applied + 1 - self._first :]
 
     @property
+    def is_open(self) -> bool:
+        """Whether a step is in progress."""
+        return self.latest > self.applied
+
+    @property
     def replays(self) -> bool:
         """Whether a record without a gradient must replay the step later."""
         return self.config.inactive is Inactive.EXACT
@@ -144,6 +149,11 @@ class StepHistory:
         except (struct.error, ValueError) as error:
             raise StoreFormatError(f"the history of optimizer steps is damaged: {error}") from error
         self._rows = [np.array(row, np.float32) for row in rows]
+        if self._first < 1 or self.latest != self.applied:
+            raise StoreFormatError(
+                f"the history of optimizer steps is damaged: {len(rows)} rows from step {self._first}, "
+                f"{self.applied} applied"
+            )
 
     def oldest(self, reached: Sequence[int]) -> int:
         """The least step in ``reached`` that still matters."""

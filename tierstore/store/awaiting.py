@@ -30,6 +30,7 @@ class TicketAwaiter:
                 self._watch(loop)
                 self._futures.setdefault(ticket, []).append(future)
                 self._engine.notify(ticket)
+                self._engine.promote(ticket)  # as a blocking wait does
                 try:
                     await future
                 finally:
@@ -38,7 +39,10 @@ class TicketAwaiter:
                 self._engine.wait(ticket)
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._loop is None:
+        if self._loop is not loop:
+            if self._loop is not None and not self._loop.is_closed():
+                raise RuntimeError("the store is awaited in another event loop; one at a time")
+            self._futures = {}  # of a loop that was closed with tasks unfinished
             loop.add_reader(self._engine.event_fd(), self._drain)
             self._loop = loop
 

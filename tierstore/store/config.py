@@ -9,7 +9,7 @@ from tierstore.cache.config import CacheConfig
 from tierstore.capabilities import Capability
 from tierstore.errors import ConfigError
 
-__all__ = ["Capability", "IoConfig", "IoBackendName", "StoreConfig"]
+__all__ = ["Capability", "IoBackendName", "IoConfig", "StoreConfig"]
 
 
 class IoBackendName(Enum):
@@ -42,13 +42,15 @@ class IoConfig:
 class StoreConfig:
     """Budgets and policies of one open store. None of them changes what is computed, or what is stored.
 
-    ``host_budget`` (bytes) is allocated up front, whole. ``lookahead`` (bytes, at most half the budget) is what
-    speculation may hold of it.
+    ``host_budget`` (bytes) is allocated up front, whole. ``lookahead`` (bytes) is what speculation may hold of it.
+    ``retain`` is how many snapshots are kept. ``layers`` are the layers that have cached records: with
+    ``Scope.LAYER`` the budget is divided equally among them (a store that is opened knows its own).
     """
 
     host_budget: int = 256 << 20
     lookahead: int = 0
     retain: int = 0
+    layers: tuple[int, ...] = ()
     cache: CacheConfig = field(default_factory=CacheConfig)
     io: IoConfig = field(default_factory=IoConfig)
 
@@ -57,5 +59,7 @@ class StoreConfig:
             raise ConfigError(f"host_budget: expected a positive size, got {self.host_budget}")
         if self.lookahead < 0:
             raise ConfigError(f"lookahead: expected at least 0 bytes, got {self.lookahead}")
+        if any(layer < 0 for layer in self.layers):
+            raise ConfigError(f"layers: expected numbers of at least 0, got {self.layers}")
         if self.retain < 0:
             raise ConfigError(f"retain: expected at least 0 snapshots, got {self.retain}")

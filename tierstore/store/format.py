@@ -38,11 +38,14 @@ __all__ = [
     "RecordSchema",
     "Section",
     "WeightFormat",
+    "check_name",
     "pack_table",
     "unpack_table",
 ]
 
 FORMAT_VERSION = 1
+#: LMDB's longest key.
+MAX_NAME_BYTES = 511
 #: Sections start at multiples of this many bytes, in files and in memory: enough for direct I/O everywhere.
 SECTION_ALIGNMENT = 4096
 
@@ -137,12 +140,12 @@ class RecordSchema:
     def layout(self, group: Group) -> GroupLayout:
         if group is Group.GRADIENTS:
             return GroupLayout(group, (Section("gradient", "<f4", self.numel),))
-        moments = (Section("exp_avg", "<f4", self.numel), Section("exp_avg_sq", "<f4", self.numel))
+        moments: tuple[Section, ...] = (Section("exp_avg", "<f4", self.numel), Section("exp_avg_sq", "<f4", self.numel))
         if self.weight_format is WeightFormat.FP32:
             weights: tuple[Section, ...] = (Section("weight", "<f4", self.numel),)
         else:
             weights = (Section("weight_hi", "<u2", self.numel),)
-            moments = (Section("weight_lo", "<i2", self.numel), *moments)
+            moments: tuple[Section, ...] = (Section("weight_lo", "<i2", self.numel), *moments)
         return GroupLayout(group, weights if group is Group.WEIGHTS else moments)
 
     @property
@@ -160,12 +163,16 @@ class RecordSchema:
 
     @classmethod
     def from_json(cls, value: dict[str, object]) -> RecordSchema:
-        return cls(
-            str(value["name"]),
-            int(str(value["numel"])),
-            WeightFormat(value["weight_format"]),
-            Placement(value["placement"]),
-        )
+        """Raises StoreFormatError for what ``as_json`` would not have written."""
+        try:
+            return cls(
+                str(value["name"]),
+                int(str(value["numel"])),
+                WeightFormat(value["weight_format"]),
+                Placement(value["placement"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise StoreFormatError(f"not a record schema: {value!r} ({error})") from error
 
 
 @dataclass(frozen=True)
@@ -219,6 +226,12 @@ class RecordEntry:
         return cls(schema, layer, step, tuple(groups))
 
 
+def check_name(kind: str, name: str) -> None:
+    """Raises ValueError for a name that the index cannot hold: empty, or longer than LMDB's keys may be."""
+    if not 0 < len(name.encode()) <= MAX_NAME_BYTES:
+        raise ValueError(f"{kind} {name[:40]!r}: expected 1 to {MAX_NAME_BYTES} bytes, got {len(name.encode())}")
+
+
 _TABLE_HEAD = struct.Struct("<HI")
 
 
@@ -243,6 +256,10 @@ def unpack_table(data: bytes, *, where: str) -> dict[str, bytes]:
         end = offset + key_length + value_length
         if end > len(data):
             raise StoreFormatError(f"{where}: table ends inside an item at byte {offset}")
-        table[data[offset : offset + key_length].decode()] = data[offset + key_length : end]
+        try:
+            key = data[offset : offset + key_length].decode()
+        except UnicodeDecodeError as error:
+            raise StoreFormatError(f"{where}: a key is not UTF-8 at byte {offset}") from error
+        table[key] = data[offset + key_length : end]
         offset = end
     return table

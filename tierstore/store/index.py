@@ -1,8 +1,12 @@
 """The LMDB index of a store: one synchronous transaction acknowledges a whole commit.
 
-Databases: ``meta`` (uuid, schemas, generation), ``records`` (key -> RecordEntry), ``state`` (name -> bytes: random
-state, data position, schedules) and ``snapshots`` (name -> a commit's whole table, see ``docs/FORMAT.md``). Between commits the
-live index is in memory only; what is here is always the last commit.
+Databases: ``meta`` (uuid, schemas, optimizer, generation), ``records`` (key -> RecordEntry), ``state`` (name -> bytes:
+random state, data position, schedules) and ``snapshots`` (name -> a commit's whole table, see ``docs/FORMAT.md``). Between
+commits the live index is in memory only; what is here is always the last commit.
+
+The file has its full size, blocks included, before LMDB writes into it: LMDB would otherwise allocate as it commits, and
+meet a full disk in the middle of the one operation that must not fail. And since the size is always there, a file cut
+short is noticed before its map is touched, where it would be a SIGBUS.
 """
 
 from __future__ import annotations
@@ -19,7 +23,17 @@ import lmdb
 from tierstore.errors import StoreFormatError
 from tierstore.store.format import RecordEntry, pack_table, unpack_table
 
-__all__ = ["Commit", "Index"]
+__all__ = ["Commit", "Index", "index_bytes"]
+
+_PAGE = 4096
+_FIRST_BYTES = 1 << 20
+_ENTRY_BYTES = 256  # a record's key and entry with LMDB's overhead, rounded up
+
+
+def index_bytes(records: int, retain: int) -> int:
+    """Bytes to reserve for the index of ``records`` records: the table, ``retain`` snapshots of it and the one
+    being added, and as much again, for LMDB writes pages anew before it frees the old ones."""
+    return _FIRST_BYTES + records * _ENTRY_BYTES * 2 * (2 + retain)
 
 
 @dataclass(frozen=True)
@@ -32,47 +46,67 @@ class Commit:
 
 
 class Index:
-    """The index in ``directory``; ``map_bytes`` is the most it may grow to, and is reserved on disk.
+    """The index in ``directory``, which ``create`` made. Raises StoreFormatError where there is none."""
 
-    LMDB would otherwise allocate blocks as it commits, and meet a full disk in the middle of the one operation that
-    must not fail.
-    """
-
-    def __init__(self, directory: Path, *, map_bytes: int) -> None:
-        directory.mkdir(exist_ok=True)
+    def __init__(self, directory: Path) -> None:
         self._data = directory / "data.mdb"
-        self._map_bytes = max(map_bytes, 1 << 20)
-        self._reserve()
-        # lock=False: the store's lease already admits one process, and one thread commits.
-        self._env = lmdb.open(
-            str(directory), map_size=self._map_bytes, max_dbs=4, lock=False, sync=True, metasync=True
-        )
-        self._meta = self._env.open_db(b"meta")
-        self._records = self._env.open_db(b"records")
-        self._state = self._env.open_db(b"state")
-        self._snapshots = self._env.open_db(b"snapshots")
-
-    def _reserve(self) -> None:
-        fd = os.open(self._data, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            # Past the end of the file: LMDB takes a file's size for its content, so the size must not change.
-            _fallocate_keep_size(fd, self._map_bytes)
-        except OSError as error:
-            if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS):
-                return
-            if error.errno == errno.ENOSPC:
-                message = f"{os.strerror(errno.ENOSPC)}: the index needs {self._map_bytes} bytes"
-                raise OSError(errno.ENOSPC, message, str(self._data)) from error
-            raise OSError(error.errno, error.strerror, str(self._data)) from error
-        finally:
-            os.close(fd)
+            size = self._data.stat().st_size
+        except FileNotFoundError as error:
+            raise StoreFormatError(f"{self._data}: the index is missing") from error
+        self._map_bytes = max(size, _FIRST_BYTES)
+        try:
+            # lock=False: the store's lease already admits one process, and one thread commits.
+            self._env = lmdb.open(str(directory), map_size=self._map_bytes, max_dbs=4, lock=False, create=False)
+        except lmdb.Error as error:
+            raise StoreFormatError(f"{self._data}: not an index: {error}") from error
+        try:
+            used = (int(self._env.info()["last_pgno"]) + 1) * _PAGE
+            if size < used:
+                raise StoreFormatError(f"{self._data}: truncated: it has {size} bytes, and {used} are in use")
+            self._meta = self._env.open_db(b"meta")
+            self._records = self._env.open_db(b"records")
+            self._state = self._env.open_db(b"state")
+            self._snapshots = self._env.open_db(b"snapshots")
+        except lmdb.Error as error:
+            self._env.close()
+            raise StoreFormatError(f"{self._data}: damaged: {error}") from error
+        except BaseException:
+            self._env.close()
+            raise
+
+    @classmethod
+    def create(cls, directory: Path) -> Index:
+        """A new index. Raises OSError (ENOSPC) when its space is not to be had."""
+        directory.mkdir()
+        try:
+            with lmdb.open(str(directory), map_size=_FIRST_BYTES, max_dbs=4, lock=False) as env:
+                for name in (b"meta", b"records", b"state", b"snapshots"):
+                    env.open_db(name)
+        except lmdb.DiskError as error:
+            raise OSError(errno.ENOSPC, str(error), str(directory / "data.mdb")) from error
+        except lmdb.Error as error:
+            raise OSError(errno.EIO, str(error), str(directory / "data.mdb")) from error
+        _allocate(directory / "data.mdb", _FIRST_BYTES)
+        return cls(directory)
+
+    def reserve(self, nbytes: int) -> None:
+        """Makes room for ``nbytes`` in all. Raises OSError (ENOSPC) naming the file and the bytes needed."""
+        nbytes = -(-nbytes // _FIRST_BYTES) * _FIRST_BYTES
+        if nbytes > self._map_bytes:
+            _allocate(self._data, nbytes)
+            self._env.set_mapsize(nbytes)
+            self._map_bytes = nbytes
 
     def read_meta(self) -> dict[str, object]:
         with self._env.begin(db=self._meta) as txn:
             raw = txn.get(b"store")
         if raw is None:
             return {}
-        value = json.loads(bytes(raw))
+        try:
+            value = json.loads(bytes(raw))
+        except ValueError as error:
+            raise StoreFormatError(f"{self._data}: meta is not JSON: {error}") from error
         if not isinstance(value, dict):
             raise StoreFormatError(f"{self._data}: meta is not a table")
         return value
@@ -114,28 +148,31 @@ class Index:
         add_snapshot: tuple[str, Commit] | None = None,
         drop_snapshots: tuple[str, ...] = (),
     ) -> None:
-        """Commits: when this returns, all of it is durable; when it raises, none of it is visible.
+        """Commits: when this returns, all of it is durable. When it raises, a reopened index has all or none of it.
 
-        ``changed`` and ``state`` are merged into what is there.
+        ``changed`` and ``state`` are merged into what is there. An index that is too small grows.
         """
-        try:
-            with self._env.begin(write=True) as txn:
-                txn.put(b"store", json.dumps(meta, sort_keys=True).encode(), db=self._meta)
-                txn.put(b"generation", str(generation).encode(), db=self._meta)
-                for key, entry in changed.items():
-                    txn.put(key.encode(), entry.pack(), db=self._records)
-                for name, value in state.items():
-                    txn.put(name.encode(), value, db=self._state)
-                for name in drop_snapshots:
-                    txn.delete(name.encode(), db=self._snapshots)
-                if add_snapshot is not None:
-                    name, commit = add_snapshot
-                    txn.put(name.encode(), _pack_snapshot(commit), db=self._snapshots)
-        except lmdb.MapFullError as error:
-            message = f"the index outgrew its reservation of {self._map_bytes} bytes"
-            raise OSError(errno.ENOSPC, message, str(self._data)) from error
-        except lmdb.DiskError as error:
-            raise OSError(errno.EIO, str(error), str(self._data)) from error
+        while True:
+            try:
+                with self._env.begin(write=True) as txn:
+                    txn.put(b"store", json.dumps(meta, sort_keys=True).encode(), db=self._meta)
+                    txn.put(b"generation", str(generation).encode(), db=self._meta)
+                    for key, entry in changed.items():
+                        txn.put(key.encode(), entry.pack(), db=self._records)
+                    for name, value in state.items():
+                        txn.put(name.encode(), value, db=self._state)
+                    for name in drop_snapshots:
+                        txn.delete(name.encode(), db=self._snapshots)
+                    if add_snapshot is not None:
+                        name, commit = add_snapshot
+                        txn.put(name.encode(), _pack_snapshot(commit), db=self._snapshots)
+                return
+            except lmdb.MapFullError:  # nothing was written
+                self.reserve(2 * self._map_bytes)
+            except lmdb.DiskError as error:
+                raise OSError(errno.ENOSPC, str(error), str(self._data)) from error
+            except lmdb.Error as error:
+                raise OSError(errno.EIO, str(error), str(self._data)) from error
 
     def close(self) -> None:
         self._env.close()
@@ -148,15 +185,16 @@ def _pack_snapshot(commit: Commit) -> bytes:
     return pack_table(table)
 
 
-def _fallocate_keep_size(fd: int, nbytes: int) -> None:
-    import ctypes
-
-    libc = ctypes.CDLL(None, use_errno=True)
-    keep_size = 1
-    while True:
-        result = libc.fallocate64(fd, keep_size, ctypes.c_int64(0), ctypes.c_int64(nbytes))
-        if result == 0:
-            return
-        code = ctypes.get_errno()
-        if code != errno.EINTR:
-            raise OSError(code, os.strerror(code))
+def _allocate(path: Path, nbytes: int) -> None:
+    """Makes the file at ``path`` ``nbytes`` long, with blocks; what it holds stays."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        size = os.fstat(fd).st_size
+        try:
+            os.posix_fallocate(fd, size, nbytes - size)
+        except OSError as error:
+            os.ftruncate(fd, size)
+            message = f"{os.strerror(error.errno or 0)}: the index needs {nbytes - size} more bytes"
+            raise OSError(error.errno, message, str(path)) from error
+    finally:
+        os.close(fd)

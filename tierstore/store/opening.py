@@ -7,34 +7,37 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from tierstore import _native
-from tierstore._native import Arena, Buffer, DirectIo, Engine, HugePages, IoBackend
-from tierstore.cache.config import PolicyName, Scope
+from tierstore._native import Arena, Buffer, DirectIo, Engine, FileCreate, HugePages, IoBackend
+from tierstore.cache.config import CacheConfig, LfuVariant, PolicyName, Scope
 from tierstore.cache.frames import choose_frame_bytes, frames_of
 from tierstore.cache.host_cache import HostCache, Residency
-from tierstore.errors import BudgetError, ChecksumError, StoreFormatError, StoreMissingError
+from tierstore.errors import BudgetError, ConfigError, StoreExistsError, StoreFormatError, StoreMissingError
 from tierstore.lab.recording import RecordingResidency
-from tierstore.store.adamw import AdamWConfig
+from tierstore.store.adamw import AdamWConfig, Inactive
 from tierstore.store.config import Capability, IoBackendName, IoConfig, StoreConfig
-from tierstore.store.format import (
-    COMMITTED_GROUPS,
-    FORMAT_VERSION,
-    Group,
-    GroupLayout,
-    Placement,
-    RecordSchema,
-)
+from tierstore.store.format import FORMAT_VERSION, Group, GroupLayout, Placement, RecordSchema
 from tierstore.store.index import Index
 from tierstore.store.lease import Lease
 from tierstore.store.slots import SlotMap
 
-__all__ = ["IDENTITY", "Parts", "Translation", "create", "minimum_host_budget", "open_existing", "scratch_buffers"]
+__all__ = [
+    "IDENTITY",
+    "Home",
+    "Parts",
+    "create",
+    "fsync_directory",
+    "minimum_host_budget",
+    "open_existing",
+    "read_identity",
+    "read_schemas",
+    "scratch_buffers",
+]
 
 IDENTITY = "tierstore.json"
 _OWN_NAMES = {"lease", "index", "extents", "scratch", f"{IDENTITY}.new"}
@@ -46,20 +49,53 @@ _BACKENDS = {
 _DIRECT = {Capability.OFF: DirectIo.OFF, Capability.AUTO: DirectIo.AUTO, Capability.ON: DirectIo.ON}
 _SCOPES = {Scope.GLOBAL: _native.Scope.GLOBAL, Scope.LAYER: _native.Scope.LAYER}
 _HUGE = {Capability.OFF: HugePages.OFF, Capability.AUTO: HugePages.AUTO, Capability.ON: HugePages.ON}
-#: Room for the index: entries, snapshots and state, several times over (LMDB is copy on write as well).
-_INDEX_BYTES = 64 << 20
 
 
-class _Closable(Protocol):
-    def close(self) -> None: ...
+@dataclass
+class Home:
+    """The directory of a store. ``made``: directories that its creation made, the outermost last."""
+
+    directory: Path
+    uuid: str
+    made: tuple[Path, ...] = ()
+    #: It has an identity, and so is a store: before the first commit it is not.
+    published: bool = False
+
+    def publish(self) -> None:
+        """After the first commit, atomically: a directory with an identity is a whole store."""
+        content = {"format": FORMAT_VERSION, "uuid": self.uuid, "directory": 0, "directories": 1}
+        temporary = self.directory / f"{IDENTITY}.new"
+        with open(temporary, "w") as file:
+            file.write(json.dumps(content) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        # What the identity vouches for must be found after a power cut: names are synced by their directory.
+        fsync_directory(self.directory / "index")
+        fsync_directory(self.directory / "extents")
+        temporary.rename(self.directory / IDENTITY)
+        fsync_directory(self.directory)
+        for made in self.made:
+            fsync_directory(made.parent)
+        self.published = True
+
+    def remove_unpublished(self) -> None:
+        """Takes back a creation that never had a commit. Whoever calls it holds the lease."""
+        if not self.published:
+            _remove_content(self.directory)
+            (self.directory / "lease").unlink(missing_ok=True)
+
+    def remove_made(self) -> None:
+        if not self.published:
+            with contextlib.suppress(OSError):  # somebody has put something there
+                for made in self.made:
+                    made.rmdir()
 
 
 @dataclass
 class Parts:
     """The parts of an open store, in the order in which they were made."""
 
-    directory: Path
-    identity: str
+    home: Home
     config: StoreConfig
     adamw: AdamWConfig
     lease: Lease
@@ -69,25 +105,27 @@ class Parts:
     slots: SlotMap
     cache: HostCache
     recording: RecordingResidency | None
-    published: bool = False
 
-    def meta(self, schemas: Sequence[RecordSchema]) -> dict[str, object]:
+    def meta(self) -> dict[str, object]:
         """What the index says of the store itself."""
         return {
             "format": FORMAT_VERSION,
-            "uuid": self.identity,
-            "schemas": [schema.as_json() for schema in schemas],
+            "uuid": self.home.uuid,
+            "schemas": [schema.as_json() for schema in self.slots.schemas],
+            "inactive": self.adamw.inactive.value,
         }
 
     def close(self) -> None:
         """The engine first: when it has stopped, nothing moves any more. The lease last."""
         with contextlib.ExitStack() as stack:
-            parts: list[_Closable | None] = [self.lease, self.index, self.slots, self.recording, self.engine]
-            if not self.published:
-                stack.callback(_remove_content, self.directory)
-            for part in parts:
-                if part is not None:
-                    stack.callback(part.close)
+            stack.callback(self.home.remove_made)
+            stack.callback(self.lease.close)
+            stack.callback(self.home.remove_unpublished)
+            stack.callback(self.index.close)
+            stack.callback(self.slots.close)
+            if self.recording is not None:
+                stack.callback(self.recording.close)
+            stack.callback(self.engine.close)
 
 
 def create(
@@ -98,72 +136,102 @@ def create(
     trace: Path | None,
     io_log: Path | None,
 ) -> Parts:
-    if not schemas:
-        raise StoreFormatError(f"{directory}: a store needs at least one record schema")
-    check_budget(config, schemas)
-    made = make_directory(directory)
-    try:
-        return _build(directory, str(uuid.uuid4()), schemas, config, adamw, trace, io_log)
-    except BaseException:
-        remove_unpublished(directory, made)
-        raise
+    """A directory with everything but an identity, which the first commit gives it. On failure nothing is left."""
+    names = [schema.name for schema in schemas]
+    if not names or len(set(names)) != len(names):
+        raise ConfigError(f"{directory}: a store needs record schemas, each with a name of its own, got {names}")
+    check_budget(config, schemas, config.layers)
+    _refuse_foreign(directory)
+    with contextlib.ExitStack() as stack:
+        home = Home(directory, str(uuid.uuid4()), _make_directories(directory))
+        stack.callback(home.remove_made)
+        lease = stack.enter_context(Lease(directory))
+        if (directory / IDENTITY).exists():
+            raise StoreExistsError(f"{directory}: there is a store here already")
+        stack.callback(home.remove_unpublished)
+        _remove_content(directory)
+        index = Index.create(directory / "index")
+        stack.callback(index.close)
+        parts = _assemble(stack, home, schemas, config, adamw, lease, index, trace, io_log)
+        stack.pop_all()
+        return parts
 
 
-def make_directory(directory: Path) -> bool:
-    """Makes an empty directory of ``directory``; says whether it had to be created.
+def _refuse_foreign(directory: Path) -> None:
+    """Raises StoreFormatError for a directory with content that no creation left behind.
 
-    What a creation that was killed before its first commit left behind is no store (it has no identity) and is
-    removed. Raises StoreFormatError for a directory that holds anything else.
+    A creation that was killed before its first commit leaves no store (it has no identity), but always a lease.
     """
     if not directory.exists():
-        directory.mkdir(parents=True)
-        return True
-    foreign = sorted(child.name for child in directory.iterdir() if child.name not in _OWN_NAMES)
+        return
+    names = sorted(child.name for child in directory.iterdir())
+    foreign = [name for name in names if name not in _OWN_NAMES or "lease" not in names]
     if foreign:
         raise StoreFormatError(
             f"{directory}: expected an empty or missing directory for a new store, found {foreign[0]!r}"
         )
-    with Lease(directory):
-        _remove_content(directory)
-    return False
 
 
-def remove_unpublished(directory: Path, made: bool) -> None:
-    """Takes back a creation that never had a commit."""
-    _remove_content(directory)
-    if made:
-        directory.rmdir()
+def _make_directories(directory: Path) -> tuple[Path, ...]:
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    return tuple(missing)
 
 
 def _remove_content(directory: Path) -> None:
+    """Everything but the lease: it is what keeps others out meanwhile."""
     for child in directory.iterdir():
         if child.is_dir():
             shutil.rmtree(child)
-        else:
+        elif child.name != "lease":
             child.unlink()
 
 
 def open_existing(
-    directory: Path, config: StoreConfig, adamw: AdamWConfig, trace: Path | None, io_log: Path | None
+    directory: Path,
+    config: StoreConfig,
+    adamw: AdamWConfig | None,
+    trace: Path | None,
+    io_log: Path | None,
 ) -> Parts:
-    schemas = read_schemas(directory)
-    check_budget(config, schemas)
-    parts = _build(directory, read_identity(directory), schemas, config, adamw, trace, io_log)
-    parts.published = True
-    return parts
+    """The store in ``directory``; without ``adamw``, the defaults with the store's own ``inactive``."""
+    home = Home(directory, read_identity(directory), published=True)
+    with contextlib.ExitStack() as stack:
+        lease = stack.enter_context(Lease(directory))
+        index = stack.enter_context(contextlib.closing(Index(directory / "index")))
+        schemas, inactive = _read_meta(home, index)
+        if adamw is not None and adamw.inactive is not inactive:
+            raise StoreFormatError(
+                f"{directory}: the store was made with inactive = {inactive.value}, not {adamw.inactive.value}"
+            )
+        layers = config.layers or tuple(sorted({e.layer for e in index.read_commit().records.values()}))
+        check_budget(config, schemas, layers)
+        adamw = adamw or AdamWConfig(inactive=inactive)
+        config = replace(config, layers=layers)
+        parts = _assemble(stack, home, schemas, config, adamw, lease, index, trace, io_log)
+        stack.pop_all()
+        return parts
 
 
 def read_schemas(directory: Path) -> list[RecordSchema]:
     """The record schemas of the store in ``directory``, which nobody may have open."""
-    identity = read_identity(directory)
-    with Lease(directory), contextlib.closing(Index(directory / "index", map_bytes=_INDEX_BYTES)) as index:
-        meta = index.read_meta()
-    if meta.get("uuid") != identity or meta.get("format") != FORMAT_VERSION:
-        raise StoreFormatError(f"{directory}: the index belongs to another store or format version")
+    home = Home(directory, read_identity(directory), published=True)
+    with Lease(directory), contextlib.closing(Index(directory / "index")) as index:
+        return _read_meta(home, index)[0]
+
+
+def _read_meta(home: Home, index: Index) -> tuple[list[RecordSchema], Inactive]:
+    meta = index.read_meta()
+    if meta.get("uuid") != home.uuid or meta.get("format") != FORMAT_VERSION:
+        raise StoreFormatError(f"{home.directory}: the index belongs to another store or format version")
     raw = meta.get("schemas")
-    if not isinstance(raw, list):
-        raise StoreFormatError(f"{directory}: the index has no record schemas")
-    return [RecordSchema.from_json(item) for item in raw]
+    if not isinstance(raw, list) or not all(isinstance(item, dict) for item in raw):
+        raise StoreFormatError(f"{home.directory}: the index has no record schemas")
+    try:
+        inactive = Inactive(meta.get("inactive"))
+    except ValueError as error:
+        raise StoreFormatError(f"{home.directory}: {error}") from error
+    return [RecordSchema.from_json(item) for item in raw], inactive
 
 
 def read_identity(directory: Path) -> str:
@@ -171,28 +239,24 @@ def read_identity(directory: Path) -> str:
     path = directory / IDENTITY
     try:
         value = json.loads(path.read_text())
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise StoreMissingError(f"{directory}: no store here ({IDENTITY} is missing)") from error
     except ValueError as error:
         raise StoreFormatError(f"{path}: not JSON: {error}") from error
     if not isinstance(value, dict) or value.get("format") != FORMAT_VERSION:
         found = value.get("format") if isinstance(value, dict) else None
         raise StoreFormatError(f"{path}: format version {found}, expected {FORMAT_VERSION}")
+    if value.get("directories") != 1 or not isinstance(value.get("uuid"), str):
+        raise StoreFormatError(f"{path}: expected the identity of a store in one directory, found {value}")
     return str(value["uuid"])
 
 
-def publish(directory: Path, identity: str) -> None:
-    """After the first commit, atomically: a directory with an identity is a whole store."""
-    content = {"format": FORMAT_VERSION, "uuid": identity, "directory": 0, "directories": 1}
-    temporary = directory / f"{IDENTITY}.new"
-    with open(temporary, "w") as file:
-        file.write(json.dumps(content) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(directory / IDENTITY)
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+def fsync_directory(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(directory)) from error
     finally:
         os.close(fd)
 
@@ -206,58 +270,70 @@ def _section_sizes(schemas: Sequence[RecordSchema]) -> list[list[int]]:
     return [[s.nbytes for group in Group for s in schema.layout(group).sections] for schema in cached]
 
 
-def minimum_host_budget(schemas: Sequence[RecordSchema]) -> int:
-    """Fewest bytes of host cache that one record of each schema can be worked on in: all its groups at once."""
+def minimum_host_budget(schemas: Sequence[RecordSchema], cache: CacheConfig | None = None, layers: int = 1) -> int:
+    """Fewest bytes of host cache that one record of each schema can be worked on in: all its groups at once.
+
+    With a quota for each of ``layers`` layers, so much in each. Algorithm 1 as printed leaves one frame empty.
+    """
     sizes = _section_sizes(schemas)
     frame = choose_frame_bytes([size for sections in sizes for size in sections])
-    return max((frames_of(sections, frame) for sections in sizes), default=1) * frame
+    frames = max((frames_of(sections, frame) for sections in sizes), default=1)
+    if cache is not None:
+        paper = cache.policy is PolicyName.LFU_DECAY and cache.variant is LfuVariant.PAPER
+        frames = (frames + (1 if paper else 0)) * (max(layers, 1) if cache.scope is Scope.LAYER else 1)
+    return frames * frame
 
 
-def check_budget(config: StoreConfig, schemas: Sequence[RecordSchema]) -> None:
-    """Raises BudgetError naming the minimum."""
-    minimum = minimum_host_budget(schemas)
+def check_budget(config: StoreConfig, schemas: Sequence[RecordSchema], layers: Sequence[int]) -> None:
+    """Raises BudgetError naming the minimum, ConfigError for a quota by layer when the layers are not known."""
+    by_layer = config.cache.scope is Scope.LAYER
+    if by_layer and not layers:
+        raise ConfigError("cache.scope: a quota for each layer needs StoreConfig.layers, the layers that have records")
+    minimum = minimum_host_budget(schemas, config.cache, len(layers))
     if config.host_budget < minimum:
+        each = f" in each of {len(layers)} layers" if by_layer else ""
         raise BudgetError(
-            f"host_budget: {config.host_budget} bytes cannot hold one record with its gradient; "
+            f"host_budget: {config.host_budget} bytes cannot hold one record with its gradient{each}; "
             f"the minimum is {minimum} bytes"
         )
+
+
+def layer_quotas(layers: Sequence[int], frames: int) -> list[int]:
+    """Frames of each layer number up to the last: equal shares for ``layers``, none for those without records."""
+    quotas = [0] * (max(layers) + 1)
+    for place, layer in enumerate(sorted(set(layers))):
+        quotas[layer] = frames // len(set(layers)) + (place < frames % len(set(layers)))
+    return quotas
 
 
 # Building ---------------------------------------------------------------------------------------------------
 
 
-def _build(
-    directory: Path,
-    identity: str,
+def _assemble(
+    stack: contextlib.ExitStack,
+    home: Home,
     schemas: Sequence[RecordSchema],
     config: StoreConfig,
     adamw: AdamWConfig,
+    lease: Lease,
+    index: Index,
     trace: Path | None,
     io_log: Path | None,
 ) -> Parts:
-    with contextlib.ExitStack() as stack:
-        lease = stack.enter_context(Lease(directory))
-        engine = make_engine(config.io, lease_fd=lease.fd, log_path=io_log)
-        stack.callback(engine.close)
-        sizes = [size for sections in _section_sizes(schemas) for size in sections]
-        frame = choose_frame_bytes(sizes)
-        frames = max(config.host_budget // frame, 1)
-        arena = Arena(frames * frame, _HUGE[config.io.huge_pages])
-        index = Index(directory / "index", map_bytes=_INDEX_BYTES)
-        stack.callback(index.close)
-        slots = SlotMap(engine, directory, schemas, _DIRECT[config.io.direct])
-        stack.callback(slots.close)
-        residency, recording = _make_residency(config, frames, frame, trace)
-        if recording is not None:
-            stack.callback(recording.close)
-        cache = HostCache(
-            engine=engine, arena=arena, frame_bytes=frame, residency=residency, backing=slots
-        )
-        parts = Parts(
-            directory, identity, config, adamw, lease, engine, arena, index, slots, cache, recording
-        )
-        stack.pop_all()
-        return parts
+    """The rest of the parts; what fails takes back, through ``stack``, what was made."""
+    engine = make_engine(config.io, lease_fd=lease.fd, log_path=io_log)
+    stack.callback(engine.close)
+    frame = choose_frame_bytes([size for sections in _section_sizes(schemas) for size in sections])
+    frames = max(config.host_budget // frame, 1)
+    arena = Arena(frames * frame, _HUGE[config.io.huge_pages])
+    create = FileCreate.NO if home.published else FileCreate.YES
+    slots = SlotMap(engine, home.directory, schemas, direct=_DIRECT[config.io.direct], create=create)
+    stack.callback(slots.close)
+    residency, recording = _make_residency(config, frames, frame, trace)
+    if recording is not None:
+        stack.callback(recording.close)
+    cache = HostCache(engine=engine, arena=arena, frame_bytes=frame, residency=residency, backing=slots)
+    return Parts(home, config, adamw, lease, engine, arena, index, slots, cache, recording)
 
 
 def _make_residency(
@@ -278,6 +354,8 @@ def _make_residency(
         "scope": _SCOPES[config.cache.scope],
         "lookahead_frames": min(config.lookahead // frame_bytes, frames),
     }
+    if config.cache.scope is Scope.LAYER:
+        settings["layer_quotas"] = layer_quotas(config.layers, frames)
     if trace is not None:
         recording = RecordingResidency(trace, frames, **settings)
         return recording, recording
@@ -307,18 +385,3 @@ def scratch_buffers(layout: GroupLayout) -> Iterator[list[Buffer]]:
         offset += section.padded_nbytes
     yield sections
 
-
-class Translation:
-    """Turns the engine's ChecksumMismatch into a ChecksumError that names key and section."""
-
-    def __init__(self, explain: Callable[[_native.ChecksumMismatch], ChecksumError]) -> None:
-        self._explain = explain
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if isinstance(value, _native.ChecksumMismatch):
-            raise self._explain(value) from value

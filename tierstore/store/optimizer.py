@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tierstore._native import Buffer, Engine
 from tierstore.cache.host_cache import HostCache
-from tierstore.store.adamw import StepHistory
+from tierstore.store.adamw import Row, StepHistory
 from tierstore.store.format import Group
 from tierstore.store.slots import LiveRecord, SlotMap
 
@@ -41,7 +41,7 @@ class RecordOptimizer:
 
     def behind(self, record: CachedRecord) -> int:
         """Steps that must be replayed before the record's weights are used."""
-        return self.history.missed(record.live.step)
+        return max(self.history.missed(record.live.step), 0)  # one that the open step has stepped is ahead
 
     def catch_up(self, record: CachedRecord) -> None:
         """Queues the replay of every applied step that the record missed, in one pass."""
@@ -63,7 +63,7 @@ class RecordOptimizer:
         return ticket
 
     def _adamw(
-        self, record: CachedRecord, rows: object, gradient: Buffer | None, scale: float, after: Sequence[int]
+        self, record: CachedRecord, rows: Row, gradient: Buffer | None, scale: float, after: Sequence[int]
     ) -> int:
         cache = self._cache
         weights, moments = record.entry(Group.WEIGHTS), record.entry(Group.MOMENTS)

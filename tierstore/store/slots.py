@@ -14,12 +14,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tierstore._native import Buffer, CrcTable, DirectIo, Engine, Priority
+from tierstore._native import Buffer, CrcTable, DirectIo, Engine, FileCreate, Priority
+from tierstore.errors import StoreFormatError
 from tierstore.store.extents import Extent
 from tierstore.store.format import (
     COMMITTED_GROUPS,
     Group,
     GroupLocation,
+    Placement,
     RecordEntry,
     RecordSchema,
 )
@@ -44,7 +46,15 @@ class LiveRecord:
 class SlotMap:
     """The live index, and the host cache's ``Backing``: a record's number is its position in ``records``."""
 
-    def __init__(self, engine: Engine, directory: Path, schemas: Sequence[RecordSchema], direct: DirectIo) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        directory: Path,
+        schemas: Sequence[RecordSchema],
+        *,
+        direct: DirectIo,
+        create: FileCreate,
+    ) -> None:
         self._engine = engine
         self._directory = directory / "extents"
         self._scratch_directory = directory / "scratch"
@@ -55,26 +65,52 @@ class SlotMap:
         self._references: dict[tuple[int, Group], Counter[int]] = {}
         self._dirty_entries: set[int] = set()
         self.generation = 0
-        self._directory.mkdir(exist_ok=True)
+        if create is FileCreate.YES:
+            self._directory.mkdir()
         self._scratch_directory.mkdir(exist_ok=True)
         for stale in self._scratch_directory.iterdir():
             stale.unlink()
-        for index in range(len(self.schemas)):
-            self._open_extents(index)
+        try:
+            for index in range(len(self.schemas)):
+                self._open_extents(index, create)
+        except BaseException:
+            self.close()
+            raise
 
     # Schemas and records ------------------------------------------------------------------------------------
 
-    def add_schema(self, schema: RecordSchema) -> int:
-        self.schemas.append(schema)
-        self._open_extents(len(self.schemas) - 1)
-        return len(self.schemas) - 1
-
-    def _open_extents(self, index: int) -> None:
+    def _open_extents(self, index: int, create: FileCreate) -> None:
         schema = self.schemas[index]
         for group in COMMITTED_GROUPS:
             path = self._directory / f"{schema.name}.{group.label}"
-            self._extents[index, group] = Extent(self._engine, path, schema.layout(group), direct=self._direct)
+            try:
+                extent = Extent(
+                    self._engine, path, schema.layout(group), direct=self._direct, create=create
+                )
+            except FileNotFoundError as error:
+                raise StoreFormatError(f"{path}: the extent file is missing") from error
+            self._extents[index, group] = extent
             self._references[index, group] = Counter()
+
+    def check_table(self, table: Mapping[str, RecordEntry], where: str) -> None:
+        """Raises StoreFormatError unless every location of ``table`` is whole, within its file, and used once."""
+        used: set[tuple[int, Group, int]] = set()
+        for key, entry in table.items():
+            what = f"{where}: record {key!r}"
+            if entry.schema >= len(self.schemas) or len(entry.groups) != len(COMMITTED_GROUPS):
+                raise StoreFormatError(f"{what}: schema {entry.schema} with {len(entry.groups)} groups is unknown")
+            for group, location in zip(COMMITTED_GROUPS, entry.groups, strict=True):
+                extent = self._extents[entry.schema, group]
+                if location.directory != 0 or len(location.crcs) != len(extent.layout.sections):
+                    raise StoreFormatError(f"{what}: {group.label}: not as its schema says")
+                if location.slot >= extent.slots:
+                    raise StoreFormatError(
+                        f"{extent.path}: truncated: it has {extent.slots} slots of {extent.layout.slot_bytes} bytes, "
+                        f"and {what} is in slot {location.slot}"
+                    )
+                if (entry.schema, group, location.slot) in used:
+                    raise StoreFormatError(f"{what}: {group.label}: slot {location.slot} holds another record too")
+                used.add((entry.schema, group, location.slot))
 
     def add_record(self, key: str, schema: int, layer: int, entry: RecordEntry | None = None) -> LiveRecord:
         """A new record, or with ``entry`` one that the opened commit has."""
@@ -119,10 +155,10 @@ class SlotMap:
             return scratch.write(live.scratch_slot, sections, live.crcs, first_crc, after)
         extent = self._extents[live.schema, Group(group)]
         slot = live.slots[group]
-        if slot is None or self._references[live.schema, Group(group)][slot]:
-            if slot is not None:
-                # Reads of the old slot are checked against the checksums that this write replaces.
-                after = [*after, *extent.unfinished_reads(slot)]
+        references = self._references[live.schema, Group(group)]
+        if slot is None or slot in references:
+            # A read of the slot left behind compares with the checksums that this write is about to replace.
+            after = [*after, *(extent.reads_in_flight(slot) if slot is not None else ())]
             slot = extent.take()
             live.slots[group] = slot
             live.generations[group] = self.generation + 1
@@ -135,7 +171,11 @@ class SlotMap:
             shape = self.schemas[schema]
             path = self._scratch_directory / f"{shape.name}.{Group.GRADIENTS.label}"
             self._extents[key] = Extent(
-                self._engine, path, shape.layout(Group.GRADIENTS), direct=self._direct
+                self._engine,
+                path,
+                shape.layout(Group.GRADIENTS),
+                direct=self._direct,
+                create=FileCreate.YES,
             )
             # Nobody resumes from gradients: without a name the space is given back however the process ends.
             path.unlink()
@@ -148,10 +188,10 @@ class SlotMap:
 
         Raises OSError (ENOSPC) before anything moves.
         """
+        live = Counter(record.schema for record in self.records)
         for index, schema in enumerate(self.schemas):
-            count = sum(record.schema == index for record in self.records)
             for group in COMMITTED_GROUPS:
-                self._extents[index, group].reserve(max(count, counts.get(schema.name, 0)) * copies)
+                self._extents[index, group].reserve(max(live[index], counts.get(schema.name, 0)) * copies)
 
     def reserve_scratch(self, schema: int) -> None:
         """Space to spill the gradients of every record of ``schema``."""
@@ -234,19 +274,30 @@ class SlotMap:
         """Queues a checked read of any slot, for verification."""
         return self._extents[schema, group].read(slot, sections, crcs, 0, (), Priority.DEMAND)
 
+    @property
+    def unwritten_direct(self) -> list[str]:
+        """Keys of records that their owner has yet to write: a commit could not say where they are."""
+        return [
+            record.key
+            for record in self.records
+            if None in record.slots and self.schemas[record.schema].placement is Placement.DIRECT
+        ]
+
     def extent_path(self, schema: int, group: Group) -> Path:
         return self._extents[schema, group].path
 
-    def describe_offset(self, path: str, offset: int) -> str:
-        """The key whose current slot covers byte ``offset`` of extent ``path``, for error messages."""
+    def explain(self, path: str, offset: int, section: int) -> str:
+        """The key and section that byte ``offset`` of extent ``path`` belongs to, for error messages."""
         for (schema, group), extent in self._extents.items():
             if str(extent.path) == path:
                 slot = offset // extent.layout.slot_bytes
+                name = extent.layout.sections[section].name
                 for record in self.records:
                     held = record.scratch_slot if group is Group.GRADIENTS else record.slots[group]
                     if record.schema == schema and held == slot:
-                        return record.key
-        return "unknown"
+                        return f"record {record.key!r}, section {name}"
+                return f"section {name} of slot {slot}"
+        return "unknown section"
 
     @property
     def direct_reason(self) -> str:

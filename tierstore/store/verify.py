@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from tierstore import _native
-from tierstore._native import CrcTable
-from tierstore.errors import StoreFormatError
-from tierstore.store import opening
-from tierstore.store.config import StoreConfig
-from tierstore.store.format import COMMITTED_GROUPS, Group, RecordSchema
-from tierstore.store.parameter_store import ParameterStore
+from tierstore._native import CrcTable, Engine
+from tierstore.store.format import COMMITTED_GROUPS, Group, RecordEntry
+from tierstore.store.opening import scratch_buffers
+from tierstore.store.slots import SlotMap
 
-__all__ = ["VerifyReport", "verify_store"]
+__all__ = ["VerifyReport", "verify_tables"]
 
 
 @dataclass
@@ -29,50 +26,42 @@ class VerifyReport:
 
 
 Location = tuple[int, Group, int, int]
+Progress = Callable[[int, int], None]
 
 
-def verify_store(directory: Path, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-    """Verifies the store in ``directory``; ``progress`` is told groups done and groups in all.
-
-    A group shared by several commits is read once. Raises StoreMissingError, StoreInUseError, StoreFormatError.
-    """
-    schemas = opening.read_schemas(directory)
-    budget = opening.minimum_host_budget(schemas)
-    with ParameterStore.open(directory, StoreConfig(host_budget=budget)) as store:
-        tables = store.committed_tables()
-        report = VerifyReport(snapshots=len(tables) - 1, records=len(tables[0][1]))
-        work: dict[Location, tuple[str, str, tuple[int, ...]]] = {}
-        for commit, table in tables:
-            for key, entry in table.items():
-                for group, location in zip(COMMITTED_GROUPS, entry.groups, strict=True):
-                    where = (entry.schema, group, location.slot, location.generation)
-                    work.setdefault(where, (commit, key, location.crcs))
-        for done, (where, (commit, key, crcs)) in enumerate(work.items()):
-            _check(store, schemas, where, f"{commit}: record {key!r}", crcs, report)
-            if progress is not None:
-                progress(done + 1, len(work))
+def verify_tables(
+    slots: SlotMap,
+    engine: Engine,
+    tables: Sequence[tuple[str, Mapping[str, RecordEntry]]],
+    progress: Progress | None = None,
+) -> VerifyReport:
+    """Checks every slot that ``tables`` (name, table; the last commit's first) refer to; shared ones are read once."""
+    report = VerifyReport(snapshots=len(tables) - 1, records=len(tables[0][1]))
+    work: dict[Location, tuple[str, tuple[int, ...]]] = {}
+    for commit, table in tables:
+        for key, entry in table.items():
+            for group, location in zip(COMMITTED_GROUPS, entry.groups, strict=True):
+                where = (entry.schema, group, location.slot, location.generation)
+                work.setdefault(where, (f"{commit}: record {key!r}", location.crcs))
+    for done, (where, (what, crcs)) in enumerate(work.items()):
+        _check(slots, engine, where, what, crcs, report)
+        if progress is not None:
+            progress(done + 1, len(work))
     return report
 
 
 def _check(
-    store: ParameterStore,
-    schemas: list[RecordSchema],
-    where: Location,
-    what: str,
-    crcs: tuple[int, ...],
-    report: VerifyReport,
+    slots: SlotMap, engine: Engine, where: Location, what: str, crcs: tuple[int, ...], report: VerifyReport
 ) -> None:
-    """Reads one slot section by section of its checksum table, so that every bad section is named, not the first."""
+    """Reads one slot; on a mismatch every bad section is named, not the first."""
     schema, group, slot, _ = where
-    if schema >= len(schemas):
-        raise StoreFormatError(f"{what}: unknown schema number {schema}")
-    layout = schemas[schema].layout(group)
-    path = store.slots.extent_path(schema, group)
-    with opening.scratch_buffers(layout) as sections:
+    layout = slots.schemas[schema].layout(group)
+    path = slots.extent_path(schema, group)
+    with scratch_buffers(layout) as sections:
         table = CrcTable(len(sections))
         table.array()[:] = crcs
         try:
-            store.engine.wait(store.slots.read_location(schema, group, slot, sections, table))
+            engine.wait(slots.read_location(schema, group, slot, sections, table))
         except OSError as error:
             report.failures.append(f"{what}, {path}, slot {slot}: {error}")
             return

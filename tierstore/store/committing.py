@@ -1,0 +1,144 @@
+"""Commits: write back, sync, one index transaction; and the snapshots that keep older commits alive.
+
+The order is what makes a commit whole: every write-back has finished, every extent is synced, new names are
+synced by their directories, and only then the index transaction says where things are. Slots that the transaction leaves
+behind are free once it is durable, and not before: until then a crash reopens at the commit that refers to them.
+
+In a log of I/O events the marks ``index G`` and ``commit G`` stand before and after the transaction of generation G.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from tierstore.errors import StoreError, StoreFormatError
+from tierstore.store.adamw import StepHistory
+from tierstore.store.failures import Failures
+from tierstore.store.format import RecordEntry, check_name
+from tierstore.store.index import Commit
+from tierstore.store.opening import Parts, fsync_directory
+
+__all__ = ["Committer"]
+
+_HISTORY = "adamw-history"
+
+
+class Committer:
+    """What is durable of one open store, and how more becomes so."""
+
+    def __init__(self, parts: Parts, history: StepHistory, failures: Failures) -> None:
+        self._parts = parts
+        self._history = history
+        self._failures = failures
+        #: Writes that the next commit waits for, besides those of the host cache.
+        self.writes: list[int] = []
+        self.table: dict[str, RecordEntry] = {}
+        self.state: dict[str, bytes] = {}
+        self.snapshots: dict[str, Commit] = {}
+
+    def load(self) -> Mapping[str, RecordEntry]:
+        """Takes up the last commit and its snapshots; returns its records. Raises StoreFormatError."""
+        index, slots = self._parts.index, self._parts.slots
+        commit = index.read_commit()
+        slots.generation = commit.generation
+        self.table, self.state = commit.records, commit.state
+        self.snapshots = {name: index.read_commit(name) for name in index.snapshots()}
+        for where, table in self.tables():
+            slots.check_table(table, f"{self._parts.home.directory}: {where}")
+            slots.retain(table.values())
+        slots.adopt_free_slots()
+        if _HISTORY not in self.state:
+            raise StoreFormatError(f"{self._parts.home.directory}: the history of optimizer steps is missing")
+        self._history.unpack(self.state[_HISTORY])
+        return self.table
+
+    def tables(self) -> list[tuple[str, Mapping[str, RecordEntry]]]:
+        """The index tables that are durable: the last commit's, then each snapshot's, oldest first."""
+        named = [(f"snapshot {name!r}", commit.records) for name, commit in self.snapshots.items()]
+        return [("last commit", self.table), *named]
+
+    def check(self, state: Mapping[str, bytes], snapshot: str | None) -> None:
+        """Raises StoreError or ValueError, with nothing changed, for a commit that cannot be."""
+        for name in state:
+            check_name("state", name)
+            if name == _HISTORY:
+                raise ValueError(f"state {name!r}: the store keeps its own under that name")
+        if self._parts.cache.residency.access_open:
+            raise StoreError("commit: an access is open; end it first")
+        if self._history.is_open:
+            raise StoreError(f"commit: optimizer step {self._history.latest} is in progress; finish or abandon it first")
+        unwritten = self._parts.slots.unwritten_direct
+        if unwritten:
+            raise StoreError(f"commit: record {unwritten[0]!r} is held by its owner, who has not written it through")
+        if snapshot is not None:
+            check_name("snapshot", snapshot)
+            if self._parts.config.retain < 1:
+                raise StoreError(
+                    "snapshot: the store was opened with retain = 0, so no space is reserved for snapshots"
+                )
+            if snapshot in self.snapshots:
+                raise StoreError(f"snapshot {snapshot!r} exists already")
+
+    def write_back(self) -> None:
+        """Queues the write-back of everything dirty. Raises StoreError for what somebody holds: retry after release."""
+        cache = self._parts.cache
+        cache.clean()
+        held = cache.unclean()
+        if held:
+            keys = sorted({self._parts.slots.records[cache.backing_record(entry)].key for entry in held})
+            raise StoreError(
+                f"commit: record {keys[0]!r} was caught up under a lease that still holds it "
+                f"({len(keys)} such): release it first"
+            )
+        self.writes += cache.take_pending_writes()
+
+    def commit(self, reached: Iterable[int], state: Mapping[str, bytes], snapshot: str | None) -> int:
+        """Makes everything so far durable; ``reached`` are the steps of the cached records. Returns the generation."""
+        self.check(state, snapshot)
+        self.write_back()
+        slots = self._parts.slots
+        try:
+            self._failures.wait(self.writes)
+            self.writes = []
+            syncs = slots.syncs(())
+            for directory in slots.take_unsynced_directories():
+                fsync_directory(directory)
+            self._failures.wait(syncs)
+            self._history.forget_before(self._history.oldest(list(reached)))
+            self._write_index({**state, _HISTORY: self._history.pack()}, snapshot)
+        except BaseException as error:
+            self._failures.poison(f"a commit failed: {error}")
+            raise
+        return slots.generation
+
+    def _write_index(self, state: dict[str, bytes], snapshot: str | None) -> None:
+        parts, slots = self._parts, self._parts.slots
+        changed = slots.changed_entries()
+        generation = slots.generation + 1
+        table, merged = self.table | changed, self.state | state
+        added = (snapshot, Commit(generation, table, merged)) if snapshot is not None else None
+        excess = max(len(self.snapshots) + 1 - parts.config.retain, 0) if added else 0
+        dropped = list(self.snapshots)[:excess]
+        parts.engine.log_mark(f"index {generation}")
+        parts.index.write(
+            generation=generation,
+            meta=parts.meta(),
+            changed=changed,
+            state=state,
+            add_snapshot=added,
+            drop_snapshots=tuple(dropped),
+        )
+        if not parts.home.published:
+            parts.home.publish()
+        parts.engine.log_mark(f"commit {generation}")
+        # The transaction is durable: only now may the slots that it left behind be used again.
+        slots.generation = generation
+        slots.retain(changed.values())
+        slots.let_go(self.table[key] for key in changed if key in self.table)
+        if added is not None:
+            slots.retain(table.values())
+            self.snapshots[added[0]] = added[1]
+        for name in dropped:
+            slots.let_go(self.snapshots.pop(name).records.values())
+        self.table, self.state = table, merged
+        slots.committed()

@@ -1,0 +1,63 @@
+"""What can be wrong with an open store, told in the store's own words."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tierstore import _native
+from tierstore.cache.host_cache import HostCache
+from tierstore.errors import ChecksumError, StoreError, StorePoisonedError
+from tierstore.store.slots import SlotMap
+
+__all__ = ["Failures"]
+
+
+class Failures:
+    """Whether the store may still be used, and waiting that raises its errors."""
+
+    def __init__(self, directory: Path, cache: HostCache, slots: SlotMap) -> None:
+        self._directory = directory
+        self._cache = cache
+        self._slots = slots
+        self._owner = os.getpid()
+        self._poison = ""
+        self.closed = False
+
+    def poison(self, reason: str) -> None:
+        """From now on every use is refused, with the first reason given: only the last commit stands."""
+        self._poison = self._poison or reason
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a child of the process that opened the store: the engine's threads are not here."""
+        return os.getpid() != self._owner
+
+    def check(self) -> None:
+        """Raises StoreError or StorePoisonedError unless the store can be used."""
+        if self.closed:
+            raise StoreError(f"{self._directory}: the store is closed")
+        if self.forked:
+            raise StoreError(
+                f"{self._directory}: the store was opened by process {self._owner}, of which this one is a fork: "
+                "only the process that opened it can use it"
+            )
+        reason = self._poison or self._cache.engine.poisoned or self._cache.broken
+        if reason:
+            raise StorePoisonedError(f"{self._directory}: {reason}; reopen the store at its last commit")
+
+    @contextlib.contextmanager
+    def translated(self) -> Iterator[None]:
+        """Turns the engine's checksum failures into ChecksumError naming key, section and file."""
+        try:
+            yield
+        except _native.ChecksumMismatch as error:
+            message, path, offset, section = error.args
+            what = self._slots.explain(path, offset, section)
+            raise ChecksumError(f"{what}, {path}: {message}") from error
+
+    def wait(self, tickets: Sequence[int]) -> None:
+        with self.translated():
+            self._cache.engine.wait_all([ticket for ticket in tickets if ticket])
