@@ -1,7 +1,7 @@
 """Promise 1: where bytes live never changes what is computed.
 
-Each mode of training is run once with everything in RAM; then the same steps under every budget, policy, depth, backend
-and pattern of commits. The loss of every step and the checksum of every record must be equal, bit for bit.
+Each mode of training is run once with everything in RAM; then the same steps under every budget, policy, depth,
+backend and pattern of commits. The loss of every step and the checksum of every record must be equal, bit for bit.
 """
 
 from __future__ import annotations

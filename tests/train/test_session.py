@@ -13,7 +13,7 @@ import torch
 from tierstore.errors import BudgetError
 from tierstore.lab.trace import load_trace, replay
 from tierstore.stats import delta
-from tierstore.store.verify import verify_store
+from tierstore.store import verify_store
 from tierstore.train.config import TrainConfig
 from tierstore.train.session import Opening, budgets, open_session
 
