@@ -88,8 +88,8 @@ def test_the_set_of_an_earlier_micro_batch_is_no_knowledge(make_rig: MakeRig) ->
 
 
 def test_a_recomputation_is_not_observed_twice(make_rig: MakeRig) -> None:
-    """Expert 0 used, then not: .625, .469. Were the second forward pass of a micro-batch observed as well, the
-    first would count twice (.719) and the second leave it above one half (.539)."""
+    """Expert 0 used, then not: .625, .469. Were the second forward pass of a micro-batch observed as well,
+    the first would count twice (.719) and the second leave it above one half (.539)."""
     rig = make_rig(depth=1, predictor=PredictorName.HISTORY, lookahead=4 * RECORD)
     for expert in (0, 1):
         rig.experts.begin_micro(index=0, count=1)

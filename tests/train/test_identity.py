@@ -1,12 +1,13 @@
 """Promise 1: where bytes live never changes what is computed.
 
-Each mode of training is run once with everything in RAM; then the same steps under every budget, policy, depth,
-backend and pattern of commits. The loss of every step and the checksum of every record must be equal, bit for bit.
+Each mode of training is run once with everything in RAM; then the same steps under every budget, policy,
+depth, backend and pattern of commits. The loss of every step and the checksum of every record must be equal.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -97,7 +98,7 @@ def sleeps(stepped: list[frozenset[str]]) -> list[tuple[int, int]]:
     found = []
     for key in frozenset().union(*stepped):
         active = [step for step, keys in enumerate(stepped) if key in keys]
-        found += [(a, b) for a, b in zip(active, active[1:], strict=False) if b - a > 1]
+        found += [(a, b) for a, b in pairwise(active) if b - a > 1]
     return found
 
 

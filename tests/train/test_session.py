@@ -1,4 +1,4 @@
-"""Sessions at the edges: odd shapes and budgets, what is reserved and divided, and a live run against its own trace."""
+"""Sessions at the edges: odd shapes, the smallest budgets, and live runs against their own traces."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("clip", [0.0, 0.2], ids=["immediate", "clip"])
-def test_every_shape_fits_the_minimum(shape: str, clip: float, configure: Make, train: Any, least: Least) -> None:
+def test_every_shape_fits_the_minimum(
+    shape: str, clip: float, configure: Make, train: Any, least: Least
+) -> None:
     """And computes there what it computes with everything in RAM."""
     mode = SHAPES[shape] | {"clip_norm": clip, "steps": 6}
     expected = train(configure(mode))
@@ -83,7 +85,7 @@ def test_less_than_the_minimum_is_refused(configure: Make, least: Least) -> None
 
 @pytest.mark.parametrize("share", [1, 2, 3, 5, 10, 50])
 @pytest.mark.parametrize("depth", [0, 2])
-def test_the_budget_is_divided_and_not_exceeded(share: int, depth: int, configure: Make, least: Least) -> None:
+def test_the_budget_is_divided_whole(share: int, depth: int, configure: Make, least: Least) -> None:
     config = configure({"prefetch.depth": depth})
     minimum = least(config)
     config = configure({"prefetch.depth": depth, "host_budget": share * minimum})
@@ -128,7 +130,7 @@ def test_a_trace_replays_to_the_same_counts(name: str, configure: Make, tmp_path
 
 @pytest.mark.parametrize("shape", ["dense blocks between", "odd sizes"])
 def test_the_engine_moved_what_the_core_counted(shape: str, configure: Make, least: Least) -> None:
-    """Bytes read and written by the residency core's count and by the engine's: whole slots, padding included."""
+    """Bytes read and written, by the core's count and by the engine's: whole slots, padding included."""
     mode = SHAPES[shape] | {"clip_norm": 0.3, "steps": 6}
     config = configure(mode | {"host_budget": least(configure(mode)) * 2})
     with open_session(config, Opening.CREATE) as trainer:

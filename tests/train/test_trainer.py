@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -39,7 +39,7 @@ def explode(trainer: Trainer) -> Any:
 
 @pytest.mark.parametrize("changes", [{}, {"clip_norm": 0.5}, {"clip_norm": 0.5, "data.micro_batches": 2}])
 def test_a_loss_that_is_not_finite_skips_the_step(configure: Make, changes: dict[str, Any]) -> None:
-    """The step is counted, nothing moves, and the next one goes on from the same state: its batch is lost, that is all."""
+    """The step is counted, nothing moves, and the next one goes on from the same state."""
     config = configure(TIGHT | changes)
     with open_session(config, Opening.CREATE) as trainer:
         for _ in range(3):
@@ -77,10 +77,10 @@ def test_in_a_later_micro_batch(configure: Make) -> None:
                 weight = trainer.model.norm.weight.detach().clone()
                 batch = trainer.data.batch
 
-                def second_is_spoilt(step: int, micro: int, batch: Any = batch, trainer: Trainer = trainer) -> Any:
+                def second_is_spoilt(step: int, micro: int, data: Any = batch, to: Trainer = trainer) -> Any:
                     if micro == 1:
-                        spoil(trainer, math.inf)
-                    return batch(step, micro)
+                        spoil(to, math.inf)
+                    return data(step, micro)
 
                 trainer.data.batch = second_is_spoilt  # type: ignore[method-assign]
                 assert trainer.step().skipped
@@ -144,6 +144,26 @@ class Fault(Exception):
     pass
 
 
+class Faulty:
+    """An expert source whose user raises at the fourth lease of one kind."""
+
+    def __init__(self, source: Any, kind: str) -> None:
+        self._source, self._kind, self._leases = source, kind, 0
+
+    def forward(self, layer: int, experts: Sequence[int]) -> Iterator[Any]:
+        return self._give("forward", layer, experts)
+
+    def backward(self, layer: int, experts: Sequence[int]) -> Iterator[Any]:
+        return self._give("backward", layer, experts)
+
+    def _give(self, kind: str, layer: int, experts: Sequence[int]) -> Iterator[Any]:
+        for lease in getattr(self._source, kind)(layer, experts):
+            self._leases += kind == self._kind
+            if self._leases > 3:
+                raise Fault
+            yield lease
+
+
 @pytest.mark.parametrize("when", ["forward", "backward", "validation"])
 def test_a_computation_that_raises_wedges_nothing(configure: Make, when: str) -> None:
     """In the middle of an access: the error surfaces, only the last commit counts, and everything closes."""
@@ -153,32 +173,13 @@ def test_a_computation_that_raises_wedges_nothing(configure: Make, when: str) ->
         trainer.commit()
         before = trainer.store.records_crc32c()
         expected = trainer.step().loss
-    with pytest.raises(Fault), open_session(config, Opening.RESUME) as trainer:
+    with open_session(config, Opening.RESUME) as trainer:
         source = trainer.model.get_submodule("blocks.1.mixture").source
-        original, leases = source.target, 0
-
-        class Faulty:
-            def __getattr__(self, name: str) -> Any:
-                def give(layer: int, experts: Any) -> Any:
-                    nonlocal leases
-                    for lease in getattr(original, name)(layer, experts):
-                        leases += 1
-                        if name == ("forward" if when == "validation" else when) and leases > 3:
-                            raise Fault
-                        yield lease
-
-                return give
-
-        source.target = Faulty()
-        try:
-            if when == "validation":
-                trainer.evaluate()
-            else:
-                trainer.step()
-        except Fault:
-            with pytest.raises(StorePoisonedError, match="was cut short"):
-                trainer.commit()
-            raise
+        source.target = Faulty(source.target, "forward" if when == "validation" else when)
+        with pytest.raises(Fault):
+            trainer.evaluate() if when == "validation" else trainer.step()
+        with pytest.raises(StorePoisonedError, match="was cut short"):
+            trainer.commit()
     with open_session(config, Opening.RESUME) as trainer:
         assert trainer.store.records_crc32c() == before
         assert trainer.step().loss == expected
