@@ -49,6 +49,9 @@ HOLDS: dict[str, dict[str, Any]] = {
         "io.backend": "threads",
         "io.threads": 4,
     },
+    "layer": {"budget": 0.3, "cache.scope": "layer", "prefetch.depth": 2},
+    "least-layer": {"budget": 0.0, "cache.scope": "layer", "cache.policy": "lru"},
+    "least-paper": {"budget": 0.0, "cache.variant": "paper"},
     "busy": {"budget": 0.15, "cache.write_back_every": 1, "commit_every": 3, "io.compute_threads": 2},
     "uring": {"budget": 0.25, "io.backend": "uring", "io.chunk_bytes": 4096, "io.queue_depth": 3},
 }
@@ -61,7 +64,7 @@ def held(
     ram = make(mode)
     changes = {**mode, **hold}
     share = changes.pop("budget")
-    minimum = least(ram)
+    minimum = least(make(changes))
     return make(changes | {"host_budget": max(minimum, int(share * ram.model.expert_parameters * 12))})
 
 
