@@ -66,7 +66,7 @@ class MakeConfig(Protocol):
 
 @pytest.fixture
 def configure(text: Path, tmp_path: Path) -> MakeConfig:
-    """A tiny configuration with ``changes`` by dotted names; each has a store of its own unless it says so."""
+    """Tiny configurations with ``changes`` by dotted names; each has a store of its own unless it says so."""
     made = 0
 
     def make(changes: Settings | None = None) -> TrainConfig:

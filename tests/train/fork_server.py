@@ -1,7 +1,7 @@
-"""Runs ``tierstore`` commands in processes of their own without importing torch for each: a program for the tests.
+"""Runs ``tierstore`` commands in processes of their own, without importing torch for each: a test's program.
 
-Each line of stdin is a JSON object with ``argv``, ``stdout`` and ``stderr`` (files). The answer is two lines: the pid, at
-once, and the wait status when the process has ended.
+Each line of stdin is a JSON object with ``argv``, ``stdout`` and ``stderr`` (files). The answer is two lines:
+the pid, at once, and the wait status when the process has ended.
 """
 
 from __future__ import annotations

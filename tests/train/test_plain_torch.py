@@ -1,4 +1,4 @@
-"""The trainer against the same model as ordinary modules under ``torch.optim.AdamW``: 50 steps, everything else equal.
+"""The trainer against the same model as ordinary modules under ``torch.optim.AdamW``, for 50 steps.
 
 The plain reference shares neither the mixture nor the optimizer with what it is compared to, so the two round
 differently: losses agree within 1e-5 for ten steps and 1e-3 for fifty.

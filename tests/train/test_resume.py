@@ -1,4 +1,4 @@
-"""Runs that end early, in processes of their own: killed at any moment, stopped by a signal, killed while they create.
+"""Runs that end early, in processes of their own: killed at any moment, or stopped by a signal.
 
 Whatever happens, ``--resume`` ends in the losses and the checksum of the run that nothing happened to.
 """

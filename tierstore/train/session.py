@@ -73,7 +73,7 @@ def budgets(config: TrainConfig, device: torch.device) -> Budgets:
     The device tier gets as many slots as ``device_budget`` holds, or without one a few for overlap and fewer when the host
     budget is tight; at least one weight slot and one gradient slot.
     """
-    minimum_cache = minimum_host_budget([expert_schema(config)])
+    minimum_cache = minimum_host_budget([expert_schema(config)], config.cache, len(config.model.moe_layers))
     least = DeviceSlots(config.model.expert_numel, config.model.compute_dtype.torch, weights=1, gradients=1)
     on_host = device.type == "cpu"
     minimum = minimum_cache + (least.nbytes if on_host else 0)
@@ -136,6 +136,7 @@ def open_session(
         host_budget=divided.cache,
         lookahead=divided.lookahead,
         retain=config.retain,
+        layers=config.model.moe_layers,
         cache=config.cache,
         io=config.io,
     )

@@ -1,0 +1,168 @@
+"""``tierstore train`` as a user sees it: object, table, metrics, timeline, trace, snapshots, resumption."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from tierstore.cli.main import cli
+from tierstore.cli.output import unit_violations
+from tierstore.lab.trace import replay
+
+TINY = """
+steps = 6
+device = "cpu"
+threads = 1
+host_budget = "192KiB"
+commit_every = 2
+eval_every = 3
+eval_batches = 1
+sample_tokens = 8
+[model]
+d_model = 16
+n_layers = 2
+n_heads = 2
+seq_len = 8
+d_ff = 32
+experts = 8
+[data]
+batch_size = 2
+paths = ["{text}"]
+"""
+#: What the contract promises at least.
+PROMISED = {
+    *("steps", "train_loss", "val_loss", "tokens_per_s", "parameters", "experts", "record_bytes"),
+    *("host_budget_bytes", "peak_resident_bytes", "fixed_resident_bytes", "read_bytes", "written_bytes"),
+    *("hits", "misses", "evictions", "stall_s", "records_crc32c"),
+}
+
+
+class Run:
+    def __init__(self, tmp_path: Path) -> None:
+        self.directory = tmp_path
+        self.store = tmp_path / "store"
+        text = tmp_path / "text.txt"
+        text.write_text("the expert fetched its page from the slower tier; " * 400)
+        (tmp_path / "run.toml").write_text(TINY.format(text=text))
+
+    def __call__(self, *options: str, store: Path | None = None) -> Result:
+        where = ["--store", str(store or self.store)]
+        result = CliRunner().invoke(cli, ["train", str(self.directory / "run.toml"), *where, *options])
+        assert result.exit_code == 0, (result.stderr, result.exception)
+        return result
+
+    def json(self, *options: str, store: Path | None = None) -> dict[str, Any]:
+        lines = self("--json", *options, store=store).stdout.splitlines()
+        assert len(lines) == 1
+        found = json.loads(lines[0])
+        assert isinstance(found, dict)
+        return found
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    torch.set_num_threads(1)
+    return Run(tmp_path)
+
+
+def test_the_json_object(run: Run) -> None:
+    found = run.json()
+    assert set(found) >= PROMISED
+    assert (found["steps"], found["experts"], found["host_budget_bytes"]) == (6, 16, 192 << 10)
+    assert found["record_bytes"] == 16 * 3 * 16 * 32 * 12
+    assert found["peak_resident_bytes"] > found["host_budget_bytes"]
+    assert 0 < found["train_loss"] < 7
+    assert 0 < found["val_loss"] < 7
+    assert found["misses"] > 0
+    counts = {
+        "steps",
+        "parameters",
+        "experts",
+        "hits",
+        "misses",
+        "evictions",
+        "write_backs",
+        "intervals",
+        "layer",
+    }
+    plain = {"train_loss", "val_loss", "records_crc32c", "tier", "cause"}
+    assert list(unit_violations(found, counts=frozenset(counts | plain))) == []
+
+
+def test_the_table_and_the_head_of_a_run(run: Run) -> None:
+    out = run().stdout
+    for said in (
+        "host budget",
+        "fixed cost",
+        "I/O: ",
+        "direct I/O: ",
+        "evictions",
+        "peak resident",
+        "sample: def ",
+    ):
+        assert said in out
+
+
+def test_metrics_have_a_line_for_each_step(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    summary = run.json("--metrics", str(path))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert lines[-1]["loss"] == summary["train_loss"]
+    assert [line["step"] for line in lines if line["val_loss"] is not None] == [3]
+    for name in ("hits", "misses", "evictions", "read_bytes"):
+        assert 0 < sum(line[name] for line in lines) <= summary[name]
+
+
+def test_a_timeline_and_a_trace(run: Run, tmp_path: Path) -> None:
+    timeline, trace = tmp_path / "timeline.json", tmp_path / "trace"
+    summary = run.json("--timeline", str(timeline), "--record-trace", str(trace))
+    events = json.loads(timeline.read_text())
+    events = events["traceEvents"] if isinstance(events, dict) else events
+    names = {event["name"] for event in events}
+    assert {"forward 0.0", "backward 5.0", "validation"} <= names
+    assert any(name.startswith("commit") for name in names)
+    stats = replay(trace)
+    assert stats["hits"] >= summary["hits"]  # the trace goes on to the end, the summary to the last commit
+    assert stats["steps"] == 6
+
+
+def test_stopping_and_going_on(run: Run, tmp_path: Path) -> None:
+    whole = run.json(store=tmp_path / "whole")
+    run("--steps", "4")
+    resumed = run.json("--resume")
+    for name in ("steps", "train_loss", "val_loss", "records_crc32c"):
+        assert resumed[name] == whole[name]
+    # Nothing is left to do: it says so without a step.
+    again = run.json("--resume")
+    assert again["records_crc32c"] == whole["records_crc32c"]
+
+
+def test_snapshots_are_kept_and_verified(run: Run) -> None:
+    run("--set", "snapshot_every=2", "--set", "retain=2")
+    result = CliRunner().invoke(cli, ["verify", str(run.store), "--json"])
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["snapshots"] == 2
+
+
+def test_a_flipped_bit_is_found(run: Run) -> None:
+    """By verify, and by the run that reads it: status 1, naming the record."""
+    run()
+    extent = run.store / "extents" / "expert.moments"
+    content = bytearray(extent.read_bytes())
+    content = bytearray(byte ^ 1 if at % 4096 == 100 else byte for at, byte in enumerate(content))
+    extent.write_bytes(content)
+    for arguments in (
+        ["verify", str(run.store)],
+        ["train", str(run.directory / "run.toml"), "--resume", "--steps", "8"],
+    ):
+        if arguments[0] == "train":
+            arguments += ["--store", str(run.store)]
+        result = CliRunner().invoke(cli, arguments)
+        assert result.exit_code == 1, (result.stdout, result.stderr)
+        assert "expert.0" in result.stdout + result.stderr

@@ -1,0 +1,106 @@
+"""A store of two layers of four small experts, and an expert source over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tierstore._native import HugePages
+from tierstore.prefetch import GradientPlan, PredictorName, TieredExperts, make_predictor
+from tierstore.stats import StallLedger
+from tierstore.store import AdamWConfig, Group, Inactive, ParameterStore, RecordSchema, StoreConfig
+from tierstore.tiers import DeviceSlots, open_device_tier
+
+NUMEL, LAYERS, EXPERTS = 1024, (0, 2), 4
+RECORD = 4 * 4096 + 4096  # weights, two moments, gradient (4,096 bytes each), and as much again to spare
+
+
+@dataclass
+class Rig:
+    """``experts`` over ``store``, driven as the trainer drives it."""
+
+    store: ParameterStore
+    experts: TieredExperts
+    ledger: StallLedger
+
+    def forward(self, layer: int, *experts: int) -> dict[int, torch.Tensor]:
+        """The weights that a forward pass of ``layer`` sees."""
+        return {lease.expert: lease.weights.clone() for lease in self.experts.forward(layer, experts)}
+
+    def backward(self, layer: int, gradients: Mapping[int, torch.Tensor]) -> None:
+        for lease in self.experts.backward(layer, sorted(gradients)):
+            assert lease.gradients is not None
+            lease.gradients.copy_(gradients[lease.expert])
+
+    def weight(self, layer: int, expert: int) -> torch.Tensor:
+        key = f"{layer}.{expert}"
+        with self.store.fetch([key], [Group.WEIGHTS]) as lease:
+            return torch.from_numpy(lease[key].copy("weight").copy())
+
+    def initial(self, layer: int, expert: int) -> torch.Tensor:
+        return torch.from_numpy(initial(layer, expert))
+
+
+def initial(layer: int, expert: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    return np.random.default_rng([layer, expert]).normal(size=NUMEL).astype(np.float32)
+
+
+MakeRig = Callable[..., Rig]
+
+
+@pytest.fixture
+def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
+    """Makes rigs over stores of their own, with room for ``room`` whole records."""
+    with ExitStack() as stack:
+        made = 0
+
+        def make(
+            plan: GradientPlan = GradientPlan.IMMEDIATE,
+            *,
+            room: float = 8,
+            depth: int = 0,
+            predictor: PredictorName = PredictorName.NONE,
+            lookahead: int = 0,
+            inactive: Inactive = Inactive.EXACT,
+        ) -> Rig:
+            nonlocal made
+            made += 1
+            store = ParameterStore.create(
+                tmp_path / str(made),
+                [RecordSchema("expert", NUMEL)],
+                StoreConfig(host_budget=int(room * RECORD), lookahead=lookahead),
+                adamw=AdamWConfig(inactive=inactive),
+            )
+            stack.callback(store.close)
+            for layer in LAYERS:
+                for expert in range(EXPERTS):
+                    store.register(f"{layer}.{expert}", "expert", layer=layer, weight=initial(layer, expert))
+            store.reserve()
+            store.reserve_scratch("expert")
+            store.commit()
+            slots = DeviceSlots(NUMEL, torch.float32, weights=2, gradients=2)
+            tier = open_device_tier(store.engine, slots, torch.device("cpu"), HugePages.OFF)
+            stack.callback(tier.close)
+            ledger = StallLedger()
+            records = {
+                layer: [store.record(f"{layer}.{expert}") for expert in range(EXPERTS)] for layer in LAYERS
+            }
+            experts = TieredExperts(
+                store,
+                tier,
+                records,
+                weight_slots=slots.weights,
+                plan=plan,
+                predictor=make_predictor(predictor, EXPERTS),
+                depth=depth,
+                ledger=ledger,
+            )
+            return Rig(store, experts, ledger)
+
+        yield make

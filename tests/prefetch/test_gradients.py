@@ -1,0 +1,138 @@
+"""What becomes of gradients: by hand, and against ``torch.optim.AdamW``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tierstore.prefetch import GradientPlan
+
+LR = 0.01
+MakeRig = Callable[..., Any]
+
+
+def filled(value: float) -> torch.Tensor:
+    return torch.full((1024,), value)
+
+
+def stepped(weight: torch.Tensor, gradients: list[torch.Tensor], adamw: Any) -> torch.Tensor:
+    """``weight`` after one AdamW step for each gradient."""
+    parameter = torch.nn.Parameter(weight.clone())
+    optimizer = torch.optim.AdamW(
+        [parameter], lr=LR, betas=adamw.betas, eps=adamw.eps, weight_decay=adamw.weight_decay
+    )
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    return parameter.detach()
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("room", [8, 1.2], ids=["all in memory", "one at a time"])
+def test_immediate_steps_as_soon_as_a_gradient_is_complete(make_rig: MakeRig, room: float) -> None:
+    rig = make_rig(room=room)
+    adamw = rig.store.history.config
+    rig.store.history.begin(LR)
+    rig.experts.begin_micro(index=0, count=1)
+    seen = rig.forward(0, 1, 3)
+    assert torch.equal(seen[1], rig.initial(0, 1))
+    rig.forward(2, 0)
+    rig.backward(2, {0: filled(3.0)})
+    rig.backward(0, {1: filled(1.0), 3: filled(-2.0)})
+    # Layer 0 is stepped already, and the norm is known: 1024 * (9 + 1 + 4).
+    assert rig.store.step_of("0.1") == 1
+    assert rig.experts.gradients.sum_of_squares() == 1024 * 14.0
+    rig.store.history.finish()
+    close(rig.weight(0, 1), stepped(rig.initial(0, 1), [filled(1.0)], adamw))
+    close(rig.weight(0, 3), stepped(rig.initial(0, 3), [filled(-2.0)], adamw))
+    # Nobody reached expert 2: it is caught up with a gradient of zero.
+    close(rig.weight(0, 2), stepped(rig.initial(0, 2), [filled(0.0)], adamw))
+
+
+@pytest.mark.parametrize("plan", list(GradientPlan))
+@pytest.mark.parametrize("room", [8, 1.2], ids=["all in memory", "one at a time"])
+def test_micro_batches_add_up(make_rig: MakeRig, plan: GradientPlan, room: float) -> None:
+    """Expert 0 in both, 1 only in the first, 2 only in the last."""
+    rig = make_rig(plan, room=room)
+    adamw = rig.store.history.config
+    if plan is GradientPlan.IMMEDIATE:
+        rig.store.history.begin(LR)
+    for index, gradients in enumerate([{0: filled(1.0), 1: filled(5.0)}, {0: filled(2.0), 2: filled(-1.0)}]):
+        rig.experts.begin_micro(index=index, count=2)
+        rig.forward(0, *gradients)
+        rig.backward(0, gradients)
+    assert rig.experts.gradients.sum_of_squares() == 1024 * (9.0 + 25.0 + 1.0)
+    scale = 1.0
+    if plan is GradientPlan.DEFERRED:
+        assert [rig.store.step_of(f"0.{expert}") for expert in range(3)] == [0, 0, 0]
+        scale = 0.5
+        rig.store.history.begin(LR)
+        rig.experts.gradients.apply(scale)
+    rig.store.history.finish()
+    rig.experts.gradients.step_pending()
+    for expert, total in enumerate([3.0, 5.0, -1.0, 0.0]):
+        close(rig.weight(0, expert), stepped(rig.initial(0, expert), [filled(total * scale)], adamw))
+
+
+def test_deferred_steps_come_before_the_next_use(make_rig: MakeRig) -> None:
+    rig = make_rig(GradientPlan.DEFERRED, room=1.2)
+    adamw = rig.store.history.config
+    rig.experts.begin_micro(index=0, count=1)
+    rig.forward(0, 0, 1)
+    rig.backward(0, {0: filled(1.0), 1: filled(2.0)})
+    assert rig.experts.gradients.sum_of_squares() == 1024 * 5.0
+    rig.store.history.begin(LR)
+    rig.experts.gradients.apply(0.25)
+    rig.store.history.finish()
+    assert rig.store.step_of("0.0") == 0
+    rig.experts.begin_micro(index=0, count=1)
+    seen = rig.forward(0, 0, 2)
+    close(seen[0], stepped(rig.initial(0, 0), [filled(0.25)], adamw))
+    close(seen[2], stepped(rig.initial(0, 2), [filled(0.0)], adamw))
+    # Expert 1 was not asked for, and its gradient does not outlive the layer's pass.
+    assert rig.store.step_of("0.1") == 1
+    assert not rig.experts.gradients.is_pending(rig.store.record("0.1"))
+
+
+def test_discarded_gradients_leave_no_trace(make_rig: MakeRig) -> None:
+    rig = make_rig(GradientPlan.DEFERRED, room=1.2)
+    adamw = rig.store.history.config
+    for total in (math.inf, 1.0):
+        rig.experts.begin_micro(index=0, count=1)
+        rig.forward(0, 0, 1)
+        rig.backward(0, {0: filled(total), 1: filled(total)})
+        squares = rig.experts.gradients.sum_of_squares()
+        if math.isfinite(squares):
+            rig.store.history.begin(LR)
+            rig.experts.gradients.apply(1.0)
+            rig.store.history.finish()
+        else:
+            rig.experts.gradients.discard()
+            assert not rig.experts.gradients.is_kept(rig.store.record("0.0"))
+    rig.experts.gradients.step_pending()
+    for expert in (0, 1):
+        close(rig.weight(0, expert), stepped(rig.initial(0, expert), [filled(1.0)], adamw))
+
+
+def test_several_steps_with_sleep(make_rig: MakeRig) -> None:
+    rig = make_rig(room=1.2)
+    adamw = rig.store.history.config
+    for step in range(6):
+        active = 0 if step in (0, 5) else 1
+        rig.store.history.begin(LR)
+        rig.experts.begin_micro(index=0, count=1)
+        rig.forward(0, active)
+        rig.backward(0, {active: filled(1.0)})
+        rig.store.history.finish()
+        rig.store.cache.end_step(step + 1)
+    gradients = [filled(float(step in (0, 5))) for step in range(6)]
+    close(rig.weight(0, 0), stepped(rig.initial(0, 0), gradients, adamw))
+    gradients = [filled(float(0 < step < 5)) for step in range(6)]
+    close(rig.weight(0, 1), stepped(rig.initial(0, 1), gradients, adamw))

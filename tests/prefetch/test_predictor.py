@@ -1,0 +1,57 @@
+"""Predictors, by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierstore.errors import ConfigError
+from tierstore.prefetch import PredictorName, PrefetchConfig, make_predictor
+from tierstore.prefetch.predictor import HistoryPredictor
+
+
+def test_all_and_none() -> None:
+    every, none = (make_predictor(name, 3) for name in (PredictorName.ALL, PredictorName.NONE))
+    for predictor in (every, none):
+        predictor.observe(0, [1])
+    assert every.predict(0) == [0, 1, 2]
+    assert none.predict(0) == []
+
+
+def test_history_by_hand() -> None:
+    """decay 0.75 from one half: used .625, .719, .789..; unused .375, .281..; each layer for itself.
+
+    Expert 0 is used, used, not: .5 .625 .71875 .5390625, still worth a read; once more not: .404, no longer.
+    """
+    predictor = make_predictor(PredictorName.HISTORY, 3)
+    assert predictor.predict(0) == [0, 1, 2]
+    predictor.observe(0, [0, 2])
+    assert predictor.predict(0) == [0, 2]
+    predictor.observe(0, [0])
+    assert predictor.predict(0) == [0]
+    predictor.observe(0, [1])
+    assert predictor.predict(0) == [0]
+    predictor.observe(0, [1])
+    assert predictor.predict(0) == [1]
+    assert predictor.predict(1) == [0, 1, 2]
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.sets(st.integers(0, 4)), max_size=30))
+def test_history_is_an_exponential_average(used: list[set[int]]) -> None:
+    predictor = HistoryPredictor(5, decay=0.6)
+    frequency = [0.5] * 5
+    for experts in used:
+        predictor.observe(7, sorted(experts))
+        frequency = [0.6 * f + 0.4 * (expert in experts) for expert, f in enumerate(frequency)]
+    close = {expert for expert, f in enumerate(frequency) if abs(f - 0.5) < 1e-12}
+    found = set(predictor.predict(7))
+    assert found - close == {expert for expert, f in enumerate(frequency) if f >= 0.5} - close
+    assert predictor.predict(7) == sorted(found)
+
+
+@pytest.mark.parametrize(("field", "value"), [("depth", -1), ("budget", -0.1), ("budget", 0.95)])
+def test_configuration_is_checked(field: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"prefetch.{field}"):
+        PrefetchConfig(**{field: value})  # type: ignore[arg-type]

@@ -1,0 +1,114 @@
+"""The contract of a device tier, for every device here: slots hold what was loaded, gradients land whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from tierstore._native import Arena, Buffer, Engine, HugePages
+from tierstore.tiers import DeviceSlots, DeviceTier, open_device_tier
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+NUMEL = 3000  # not a whole number of pages
+
+
+@dataclass
+class Bench:
+    engine: Engine
+    tier: DeviceTier
+    slots: DeviceSlots
+
+    def source(self, values: torch.Tensor) -> Buffer:
+        """Host memory in two pieces that are not adjacent, as a cache entry's may be."""
+        raw = values.view(torch.uint8).numpy()
+        size = -(-raw.nbytes // 8192) * 4096
+        arena = Arena(3 * size, HugePages.OFF)
+        buffer = Buffer(arena, [(0, size), (2 * size, size)], raw.nbytes)
+        buffer.copy_from(raw)
+        return buffer
+
+
+@pytest.fixture(params=[(d, t) for d in DEVICES for t in (torch.float32, torch.bfloat16)], ids=str)
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    name, dtype = request.param
+    slots = DeviceSlots(NUMEL, dtype, weights=3, gradients=2)
+    with Engine() as engine:
+        tier = open_device_tier(engine, slots, torch.device(name), HugePages.OFF)
+        yield Bench(engine, tier, slots)
+        tier.close()
+
+
+def test_a_loaded_slot_holds_its_source(bench: Bench) -> None:
+    torch.manual_seed(1)
+    values = [torch.randn(NUMEL).to(bench.slots.compute) for _ in range(3)]
+    tickets = [bench.tier.load(slot, bench.source(v), []) for slot, v in enumerate(values)]
+    for slot, ticket in enumerate(tickets):
+        bench.engine.wait_all([ticket])
+        found = bench.tier.weights(slot)
+        assert found.dtype == bench.slots.compute
+        assert found.device.type == bench.tier.device.type
+        assert torch.equal(found.cpu(), values[slot])
+
+
+def test_a_load_follows_its_tickets(bench: Bench) -> None:
+    gate = bench.engine.external()
+    source = bench.source(torch.ones(NUMEL).to(bench.slots.compute))
+    ticket = bench.tier.load(0, source, [gate])
+    assert not bench.engine.done(ticket)
+    source.copy_from(torch.full((NUMEL,), 2.0).to(bench.slots.compute).view(torch.uint8).numpy())
+    bench.engine.complete_external(gate)
+    bench.engine.wait_all([ticket])
+    assert torch.equal(bench.tier.weights(0).cpu(), torch.full((NUMEL,), 2.0).to(bench.slots.compute))
+
+
+def test_a_load_fails_with_what_it_follows(bench: Bench) -> None:
+    gate = bench.engine.external()
+    ticket = bench.tier.load(0, bench.source(torch.ones(NUMEL).to(bench.slots.compute)), [gate])
+    bench.engine.complete_external(gate, "the read failed")
+    with pytest.raises(Exception, match="the read failed"):
+        bench.engine.wait_all([ticket])
+
+
+def test_a_gradient_lands_in_fp32(bench: Bench) -> None:
+    torch.manual_seed(2)
+    expected = []
+    landed = []
+    for _ in range(2):
+        slot, guards = bench.tier.take_gradient()
+        assert guards == []
+        gradient = torch.randn(NUMEL)
+        expected.append(gradient)
+        bench.tier.gradients(slot).copy_(gradient)
+        landed.append(bench.tier.land(slot))
+    for gradient, (buffer, after) in zip(expected, landed, strict=True):
+        bench.engine.wait_all(after)
+        assert np.array_equal(buffer.array().view(np.float32), gradient.numpy())
+
+
+def test_a_gradient_slot_is_guarded_by_all_who_read_it(bench: Bench) -> None:
+    first, _ = bench.tier.take_gradient()
+    second, _ = bench.tier.take_gradient()
+    assert first != second
+    readers = [bench.engine.external(), bench.engine.external()]
+    bench.tier.release_gradient(second, readers)
+    again, guards = bench.tier.take_gradient()
+    assert (again, guards) == (second, readers)
+    for ticket in readers:
+        bench.engine.complete_external(ticket)
+    bench.engine.wait_all(guards)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weights", "gradients", "nbytes"),
+    [
+        (torch.float32, 1, 1, 2 * 12288),  # 3,000 * 4 = 12,000 bytes: three pages each
+        (torch.bfloat16, 1, 1, 8192 + 12288),
+        (torch.bfloat16, 4, 3, 4 * 8192 + 3 * 12288),
+    ],
+)
+def test_bytes_of_slots(dtype: torch.dtype, weights: int, gradients: int, nbytes: int) -> None:
+    assert DeviceSlots(NUMEL, dtype, weights=weights, gradients=gradients).nbytes == nbytes

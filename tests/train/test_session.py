@@ -1,0 +1,152 @@
+"""Sessions at the edges: odd shapes, the smallest budgets, and live runs against their own traces."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tierstore.errors import BudgetError
+from tierstore.lab.trace import load_trace, replay
+from tierstore.stats import delta
+from tierstore.store import verify_store
+from tierstore.train.config import TrainConfig
+from tierstore.train.session import Opening, budgets, open_session
+
+Make = Callable[..., TrainConfig]
+Least = Callable[[TrainConfig], int]
+CPU = torch.device("cpu")
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "one expert a layer": {"model.experts": 1, "model.top_k": 1},
+    "every token to all": {"model.experts": 3, "model.top_k": 3},
+    "few are reached": {"model.experts": 64, "model.top_k": 1, "model.seq_len": 2, "data.batch_size": 1},
+    "dense blocks between": {"model.n_layers": 5, "model.moe_every": 2},
+    "shared expert": {"model.shared_expert_d_ff": 24},
+    "capacity factor": {"model.capacity_factor": 0.5},
+    "noise": {"model.router_noise": "jitter", "model.router_noise_std": 0.3},
+    "untied gelu": {"model.tie_embeddings": "untied", "model.activation": "gelu"},
+    "recomputed experts": {"model.expert_activations": "recompute"},
+    "odd sizes": {"model.d_model": 12, "model.d_ff": 29, "model.n_heads": 3},
+    "uneven frames": {"model.d_model": 32, "model.d_ff": 200, "model.experts": 4},
+    "no warm-up, constant": {"schedule.kind": "constant", "schedule.warmup_steps": 0},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("clip", [0.0, 0.2], ids=["immediate", "clip"])
+def test_every_shape_fits_the_minimum(
+    shape: str, clip: float, configure: Make, train: Any, least: Least
+) -> None:
+    """And computes there what it computes with everything in RAM."""
+    mode = SHAPES[shape] | {"clip_norm": clip, "steps": 6}
+    expected = train(configure(mode))
+    config = configure(mode | {"host_budget": least(configure(mode))})
+    found = train(config, stops=(3,))
+    assert found.bits == expected.bits
+    assert found.stats["evictions"] > 0
+    report = verify_store(config.store)
+    assert report.failures == []
+    assert report.records >= config.model.expert_count
+
+
+def test_one_expert_gets_every_token(configure: Make, train: Any, least: Least) -> None:
+    """A router that has collapsed: one expert of each layer is stepped, the others only replay."""
+    config = configure({"model.top_k": 1, "model.aux_loss_weight": 0.0, "host_budget": least(configure())})
+    with open_session(config, Opening.CREATE) as trainer:
+        with torch.no_grad():
+            for name, parameter in trainer.model.named_parameters():
+                if "router" in name:
+                    parameter.zero_()
+        for _ in range(5):
+            with torch.no_grad():
+                for name, parameter in trainer.model.named_parameters():
+                    if "router" in name:
+                        parameter.zero_()
+            assert trainer.step().active_experts == 2
+        trainer.commit()
+        reached = [trainer.store.step_of(key) for key in trainer.store.keys if key.startswith("expert")]
+        assert sorted(reached) == [0] * 22 + [5] * 2
+
+
+def test_less_than_the_minimum_is_refused(configure: Make, least: Least) -> None:
+    minimum = least(configure())
+    config = configure({"host_budget": minimum - 1})
+    with pytest.raises(BudgetError, match=str(minimum)), open_session(config, Opening.CREATE):
+        pass
+    assert not config.store.exists()
+    with open_session(configure({"host_budget": minimum}), Opening.CREATE) as trainer:
+        trainer.step()
+
+
+@pytest.mark.parametrize("share", [1, 2, 3, 5, 10, 50])
+@pytest.mark.parametrize("depth", [0, 2])
+def test_the_budget_is_divided_whole(share: int, depth: int, configure: Make, least: Least) -> None:
+    config = configure({"prefetch.depth": depth})
+    minimum = least(config)
+    config = configure({"prefetch.depth": depth, "host_budget": share * minimum})
+    divided = budgets(config, CPU)
+    assert divided.cache + divided.device == config.host_budget
+    assert divided.device == divided.slots.nbytes
+    assert divided.slots.weights >= 1
+    assert divided.slots.gradients >= 1
+    assert 0 <= divided.lookahead < divided.cache
+    assert (divided.lookahead > 0) == (depth > 0 and share > 1)
+
+
+TRACED: dict[str, Mapping[str, Any]] = {
+    "lfu": {"prefetch.depth": 2},
+    "lru, no lookahead": {"cache.policy": "lru", "prefetch.depth": 0},
+    "paper": {"cache.variant": "paper", "prefetch.predictor": "all"},
+    "clip": {"clip_norm": 0.3, "data.micro_batches": 2, "prefetch.depth": 1},
+    "checkpoint, written back": {"model.checkpoint_activations": "block", "cache.write_back_every": 2},
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_a_trace_replays_to_the_same_counts(name: str, configure: Make, tmp_path: Path, least: Least) -> None:
+    """Promise 2: the recorded run's hits, misses, evictions and bytes are those of the native replay."""
+    plain = configure(TRACED[name])
+    config = configure({"host_budget": least(plain) * 3, "steps": 15, **TRACED[name]})
+    trace = tmp_path / "trace"
+    with open_session(config, Opening.CREATE, trace=trace) as trainer:
+        for step in range(config.steps):
+            trainer.step()
+            if step % 5 == 4:
+                trainer.commit()
+                trainer.evaluate()
+        trainer.commit()
+        live = trainer.store.cache.residency.stats()
+    assert live["misses"] > 0
+    assert live["evictions"] > 0
+    assert live["written_bytes"] > 0
+    assert len(load_trace(trace)) > 0
+    assert replay(trace) == live
+
+
+@pytest.mark.parametrize("shape", ["dense blocks between", "odd sizes"])
+def test_the_engine_moved_what_the_core_counted(shape: str, configure: Make, least: Least) -> None:
+    """Bytes read and written, by the core's count and by the engine's: whole slots, padding included."""
+    mode = SHAPES[shape] | {"clip_norm": 0.3, "steps": 6}
+    config = configure(mode | {"host_budget": least(configure(mode)) * 2})
+    with open_session(config, Opening.CREATE) as trainer:
+        store = trainer.store
+
+        def moved() -> tuple[dict[str, int], dict[str, int]]:
+            while (engine := store.engine.stats())["waiting"] + engine["in_flight"]:
+                time.sleep(0.001)
+            core = store.cache.residency.stats()
+            names = ("read_bytes", "written_bytes")
+            return {name: engine[name] for name in names}, {name: int(core[name]) for name in names}
+
+        engine_before, core_before = moved()
+        for _ in range(config.steps):
+            trainer.step()
+        engine, core = moved()
+    assert core["read_bytes"] > core_before["read_bytes"]
+    assert core["written_bytes"] > core_before["written_bytes"]
+    assert delta(engine_before, engine) == delta(core_before, core)

@@ -1,0 +1,202 @@
+"""Steps that must not be taken, and steps that are cut short."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tierstore.errors import StorePoisonedError
+from tierstore.train.config import TrainConfig
+from tierstore.train.session import Opening, open_session
+from tierstore.train.trainer import NonFiniteError, Trainer
+
+Make = Callable[..., TrainConfig]
+TIGHT = {"host_budget": "160KiB"}
+
+
+def spoil(trainer: Trainer, value: float) -> torch.Tensor:
+    """Makes the final norm's weight ``value``; returns what it was."""
+    weight = trainer.model.norm.weight
+    before = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(value)
+    return before
+
+
+def mend(trainer: Trainer, weight: torch.Tensor) -> None:
+    with torch.no_grad():
+        trainer.model.norm.weight.copy_(weight)
+
+
+def explode(trainer: Trainer) -> Any:
+    """From now on gradients overflow although the loss is finite."""
+    return trainer.model.embedding.register_hook(lambda gradient: gradient * math.inf)
+
+
+@pytest.mark.parametrize("changes", [{}, {"clip_norm": 0.5}, {"clip_norm": 0.5, "data.micro_batches": 2}])
+def test_a_loss_that_is_not_finite_skips_the_step(configure: Make, changes: dict[str, Any]) -> None:
+    """The step is counted, nothing moves, and the next one goes on from the same state."""
+    config = configure(TIGHT | changes)
+    with open_session(config, Opening.CREATE) as trainer:
+        for _ in range(3):
+            trainer.step()
+        trainer.commit()
+        before = trainer.store.records_crc32c()
+        weight = spoil(trainer, math.nan)
+        result = trainer.step()
+        mend(trainer, weight)
+        assert result.skipped
+        assert (trainer.state.position, trainer.state.skipped, trainer.state.skipped_in_a_row) == (4, 1, 1)
+        assert math.isfinite(trainer.state.train_loss or math.nan)
+        assert trainer.store.history.applied == 3
+        trainer.commit()
+        assert trainer.store.records_crc32c() == before
+        assert math.isfinite(trainer.step().loss)
+        assert (trainer.state.skipped, trainer.state.skipped_in_a_row) == (1, 0)
+        trainer.commit()
+        after = trainer.store.records_crc32c()
+        loss = trainer.step().loss
+    with open_session(config, Opening.RESUME) as trainer:
+        assert trainer.state.skipped == 1
+        assert trainer.store.records_crc32c() == after
+        assert trainer.step().loss == loss
+
+
+def test_in_a_later_micro_batch(configure: Make) -> None:
+    """Gradients of the micro-batches before it are forgotten."""
+    losses = []
+    for spoils in (False, True):
+        config = configure(TIGHT | {"data.micro_batches": 2})
+        with open_session(config, Opening.CREATE) as trainer:
+            trainer.step()
+            if spoils:
+                weight = trainer.model.norm.weight.detach().clone()
+                batch = trainer.data.batch
+
+                def second_is_spoilt(step: int, micro: int, data: Any = batch, to: Trainer = trainer) -> Any:
+                    if micro == 1:
+                        spoil(to, math.inf)
+                    return data(step, micro)
+
+                trainer.data.batch = second_is_spoilt  # type: ignore[method-assign]
+                assert trainer.step().skipped
+                trainer.data.batch = batch  # type: ignore[method-assign]
+                mend(trainer, weight)
+            else:
+                trainer.state.position += 1  # as though the step had been skipped
+            losses.append([trainer.step().loss for _ in range(4)])
+    assert losses[0] == losses[1]
+
+
+def test_with_clipping_a_gradient_that_is_not_finite_skips_the_step(configure: Make) -> None:
+    with open_session(configure(TIGHT | {"clip_norm": 0.5}), Opening.CREATE) as trainer:
+        trainer.step()
+        trainer.commit()
+        before = trainer.store.records_crc32c()
+        hook = explode(trainer)
+        assert trainer.step().skipped
+        hook.remove()
+        trainer.commit()
+        assert trainer.store.records_crc32c() == before
+        assert not trainer.step().skipped
+
+
+def test_without_clipping_it_stops_the_run_at_the_last_commit(configure: Make) -> None:
+    config = configure(TIGHT)
+    with open_session(config, Opening.CREATE) as trainer:
+        trainer.step()
+        trainer.commit()
+        before = trainer.store.records_crc32c()
+        expected = [trainer.step().loss for _ in range(2)]
+    with open_session(config, Opening.RESUME) as trainer:
+        explode(trainer)
+        with pytest.raises(NonFiniteError, match="step 1: a gradient is not finite"):
+            trainer.step()
+        with pytest.raises(StorePoisonedError, match="step 1"):
+            trainer.commit()
+        with pytest.raises(StorePoisonedError, match="step 1"):
+            trainer.step()
+    with open_session(config, Opening.RESUME) as trainer:
+        assert trainer.store.records_crc32c() == before
+        assert [trainer.step().loss for _ in range(2)] == expected
+
+
+def test_too_many_in_a_row_stop_the_run(configure: Make) -> None:
+    config = configure(TIGHT | {"max_skipped": 3, "clip_norm": 1.0})
+    with open_session(config, Opening.CREATE) as trainer:
+        weight = spoil(trainer, math.nan)
+        assert trainer.step().skipped
+        assert trainer.step().skipped
+        mend(trainer, weight)
+        assert not trainer.step().skipped
+        spoil(trainer, math.nan)
+        assert trainer.step().skipped
+        assert trainer.step().skipped
+        with pytest.raises(NonFiniteError, match="3 steps in a row"):
+            trainer.step()
+
+
+class Fault(Exception):
+    pass
+
+
+class Faulty:
+    """An expert source whose user raises at the fourth lease of one kind."""
+
+    def __init__(self, source: Any, kind: str) -> None:
+        self._source, self._kind, self._leases = source, kind, 0
+
+    def forward(self, layer: int, experts: Sequence[int]) -> Iterator[Any]:
+        return self._give("forward", layer, experts)
+
+    def backward(self, layer: int, experts: Sequence[int]) -> Iterator[Any]:
+        return self._give("backward", layer, experts)
+
+    def _give(self, kind: str, layer: int, experts: Sequence[int]) -> Iterator[Any]:
+        for lease in getattr(self._source, kind)(layer, experts):
+            self._leases += kind == self._kind
+            if self._leases > 3:
+                raise Fault
+            yield lease
+
+
+@pytest.mark.parametrize("when", ["forward", "backward", "validation"])
+def test_a_computation_that_raises_wedges_nothing(configure: Make, when: str) -> None:
+    """In the middle of an access: the error surfaces, only the last commit counts, and everything closes."""
+    config = configure(TIGHT)
+    with open_session(config, Opening.CREATE) as trainer:
+        trainer.step()
+        trainer.commit()
+        before = trainer.store.records_crc32c()
+        expected = trainer.step().loss
+    with open_session(config, Opening.RESUME) as trainer:
+        source = trainer.model.get_submodule("blocks.1.mixture").source
+        source.target = Faulty(source.target, "forward" if when == "validation" else when)
+        with pytest.raises(Fault):
+            trainer.evaluate() if when == "validation" else trainer.step()
+        with pytest.raises(StorePoisonedError, match="was cut short"):
+            trainer.commit()
+    with open_session(config, Opening.RESUME) as trainer:
+        assert trainer.store.records_crc32c() == before
+        assert trainer.step().loss == expected
+
+
+def test_validation_changes_nothing(configure: Make) -> None:
+    """Replays are only caught up earlier; gradients that wait for their step are stepped earlier."""
+    for changes in ({}, {"clip_norm": 0.5}):
+        bits = []
+        for every in (0, 2):
+            with open_session(configure(TIGHT | changes), Opening.CREATE) as trainer:
+                losses = []
+                for step in range(8):
+                    losses.append(trainer.step().loss)
+                    if every and step % every == 0:
+                        assert trainer.evaluate() == trainer.evaluate()
+                        trainer.sample(b"t", 3)
+                trainer.commit()
+                bits.append((losses, trainer.store.records_crc32c()))
+        assert bits[0] == bits[1]
