@@ -62,7 +62,8 @@ nb::dict stats_dict(const ResidencyStats& stats) {
     out["wasted_prefetch_bytes"] = stats.wasted_prefetch_bytes;
     nb::dict groups;
     const char* names[] = {"weights", "moments", "gradients"};
-    for (std::uint32_t group = 0; group < kGroups; ++group) groups[names[group]] = traffic(stats.by_group[group]);
+    for (std::uint32_t group = 0; group < kGroups; ++group)
+        groups[names[group]] = traffic(stats.by_group[group]);
     out["by_group"] = groups;
     nb::list layers;
     for (const Traffic& layer : stats.by_layer) layers.append(traffic(layer));
@@ -74,7 +75,8 @@ nb::dict stats_dict(const ResidencyStats& stats) {
 
 void bind_cache(nb::module_& m) {
     // Raised with what was needed, so that a caller can name a minimum in bytes.
-    static PyObject* capacity_error = PyErr_NewException("tierstore._native.CapacityError", PyExc_ValueError, nullptr);
+    static PyObject* capacity_error =
+        PyErr_NewException("tierstore._native.CapacityError", PyExc_ValueError, nullptr);
     m.attr("CapacityError") = nb::borrow(capacity_error);
     nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
         try {
@@ -98,8 +100,10 @@ void bind_cache(nb::module_& m) {
 
     m.def("policy_names", &policy_names, "The names that a cache policy may have.");
     m.def(
-        "check_policy", [](const std::string& name, const PolicyOptions& options) { make_policy(name, options); },
-        "name"_a, "options"_a = PolicyOptions{}, "ValueError if there is no such policy or option, or a value is out of range.");
+        "check_policy",
+        [](const std::string& name, const PolicyOptions& options) { make_policy(name, options); }, "name"_a,
+        "options"_a = PolicyOptions{},
+        "ValueError if there is no such policy or option, or a value is out of range.");
     m.def("half_life", &half_life, "beta"_a, "interval"_a,
           "After how many steps (requests, for the paper variant) LFU-decay counts a hit half.");
     m.def("beta_for_half_life", &beta_for_half_life, "half_life"_a, "interval"_a,
@@ -115,8 +119,9 @@ void bind_cache(nb::module_& m) {
     nb::class_<Residency>(m, "Residency")
         .def(
             "__init__",
-            [](Residency* self, std::uint64_t capacity, const std::string& policy, const PolicyOptions& options,
-               Scope scope, std::uint64_t lookahead, const std::vector<std::uint64_t>& quotas) {
+            [](Residency* self, std::uint64_t capacity, const std::string& policy,
+               const PolicyOptions& options, Scope scope, std::uint64_t lookahead,
+               const std::vector<std::uint64_t>& quotas) {
                 new (self) Residency(ResidencyOptions{.capacity_frames = capacity,
                                                       .lookahead_frames = lookahead,
                                                       .scope = scope,
@@ -124,13 +129,16 @@ void bind_cache(nb::module_& m) {
                                                       .policy = policy,
                                                       .policy_options = options});
             },
-            "capacity_frames"_a, nb::kw_only(), "policy"_a = "lfu-decay", "policy_options"_a = PolicyOptions{},
-            "scope"_a = Scope::GLOBAL, "lookahead_frames"_a = 0, "layer_quotas"_a = std::vector<std::uint64_t>{})
-        .def("add_record", &Residency::add_record, "layer"_a, "group_frames"_a, "group_bytes"_a, "stored_mask"_a)
+            "capacity_frames"_a, nb::kw_only(), "policy"_a = "lfu-decay",
+            "policy_options"_a = PolicyOptions{}, "scope"_a = Scope::GLOBAL, "lookahead_frames"_a = 0,
+            "layer_quotas"_a = std::vector<std::uint64_t>{})
+        .def("add_record", &Residency::add_record, "layer"_a, "group_frames"_a, "group_bytes"_a,
+             "stored_mask"_a)
         .def("set_stored", &Residency::set_stored, "record"_a, "mask"_a)
         .def(
             "begin_access",
-            [](Residency& self, std::uint64_t, std::uint32_t, std::uint32_t layer, Records records, Flags flags) {
+            [](Residency& self, std::uint64_t, std::uint32_t, std::uint32_t layer, Records records,
+               Flags flags) {
                 std::vector<std::uint32_t> bounds =
                     self.begin_access(layer, span_of(records), span_of(flags));
                 const std::size_t groups = bounds.size() - 1;
@@ -142,8 +150,8 @@ void bind_cache(nb::module_& m) {
                  Decided demanded, ahead;
                  const std::uint32_t group = self.groups_begun();
                  self.next_group(demanded, ahead);
-                 return nb::make_tuple(self.bounds()[group], self.bounds()[group + 1], both(std::move(demanded)),
-                                       both(std::move(ahead)));
+                 return nb::make_tuple(self.bounds()[group], self.bounds()[group + 1],
+                                       both(std::move(demanded)), both(std::move(ahead)));
              })
         .def(
             "end_unit",
@@ -161,7 +169,8 @@ void bind_cache(nb::module_& m) {
              })
         .def(
             "prefetch",
-            [](Residency& self, std::uint64_t, std::uint32_t, std::uint32_t layer, Records records, Flags flags) {
+            [](Residency& self, std::uint64_t, std::uint32_t, std::uint32_t layer, Records records,
+               Flags flags) {
                 Decided decided;
                 const std::uint32_t taken = self.prefetch(layer, span_of(records), span_of(flags), decided);
                 return nb::make_tuple(taken, both(std::move(decided)));

@@ -33,8 +33,9 @@ void bind_sim(nb::module_& m) {
         .def(nb::init<Residency&>(), "residency"_a, nb::keep_alive<1, 2>())
         .def(
             "run",
-            [](Replay& self, Column<std::uint8_t> kinds, Column<std::uint32_t> at, Column<std::uint32_t> layers,
-               Column<std::uint64_t> offsets, Column<std::uint32_t> records, Column<std::uint16_t> flags) {
+            [](Replay& self, Column<std::uint8_t> kinds, Column<std::uint32_t> at,
+               Column<std::uint32_t> layers, Column<std::uint64_t> offsets, Column<std::uint32_t> records,
+               Column<std::uint16_t> flags) {
                 const TraceColumns trace{span_of(kinds),   span_of(at),      span_of(layers),
                                          span_of(offsets), span_of(records), span_of(flags)};
                 check_columns(trace);

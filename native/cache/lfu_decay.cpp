@@ -35,7 +35,8 @@ LfuDecayOptions read_lfu_decay_options(const PolicyOptions& options) {
     if (reader.has("half_life") && reader.has("beta")) reader.refuse("half_life", "either it or 'beta'");
     const double half = reader.number("half_life", half_life(read.beta, interval));
     if (!(half > 0.0)) reader.refuse("half_life", "a number > 0");
-    read.beta = reader.number("beta", reader.has("half_life") ? beta_for_half_life(half, interval) : read.beta);
+    read.beta =
+        reader.number("beta", reader.has("half_life") ? beta_for_half_life(half, interval) : read.beta);
     if (!(read.beta > 0.0 && read.beta <= 1.0)) reader.refuse("beta", "a number above 0 and at most 1");
     reader.finish();
     return read;
@@ -120,8 +121,8 @@ void LfuDecay::tick(Clock clock) {
 }
 
 void LfuDecay::decay() {
-    // Each count is multiplied, as in the algorithm: a factor kept aside would round differently. Rounding can
-    // make ties, which the entry number then breaks, so the heaps are ordered again.
+    // Each count is multiplied, as in the algorithm: a factor kept aside would round differently. Rounding
+    // can make ties, which the entry number then breaks, so the heaps are ordered again.
     Heap all;
     all.reserve(ready_.size() + cold_.size());
     all.insert(all.end(), cold_.begin(), cold_.end());

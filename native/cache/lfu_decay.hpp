@@ -18,8 +18,8 @@ enum class LfuVariant : std::uint8_t { PAPER, CORRECTED };
 
 struct LfuDecayOptions {
     LfuVariant variant = LfuVariant::CORRECTED;
-    double threshold = 0.0;  // >= 0
-    double beta = 0.5;       // (0, 1]
+    double threshold = 0.0;       // >= 0
+    double beta = 0.5;            // (0, 1]
     std::uint64_t interval = 16;  // K, >= 1
 };
 
@@ -61,9 +61,7 @@ private:
         std::vector<std::uint32_t>& frontier_;
     };
 
-    bool before(EntryId a, EntryId b) const {
-        return hits_[a] < hits_[b] || (hits_[a] == hits_[b] && a < b);
-    }
+    bool before(EntryId a, EntryId b) const { return hits_[a] < hits_[b] || (hits_[a] == hits_[b] && a < b); }
     Heap& heap_of(EntryId entry) { return hits_[entry] >= options_.threshold ? ready_ : cold_; }
     void push(EntryId entry);
     void take_out(Heap& heap, std::uint32_t at);

@@ -25,8 +25,8 @@ private:
     };
     Link& link(EntryId entry) { return links_[entry + 1]; }
 
-    // links_[0] closes the ring: its `newer` is the oldest entry, its `older` the newest. Entry e is at e + 1,
-    // and inside a Link entries are stored by that position.
+    // links_[0] closes the ring: its `newer` is the oldest entry, its `older` the newest. Entry e is at e +
+    // 1, and inside a Link entries are stored by that position.
     std::vector<Link> links_;
 };
 

@@ -62,15 +62,15 @@ void OptionReader::finish() const {
         if (seen_.find(key) == seen_.end()) {
             std::string known;
             for (const auto& [name, read] : seen_) known += (known.empty() ? "" : ", ") + name;
-            throw std::invalid_argument("cache policy '" + policy_ + "' has no option '" + key + "'; it has: " +
-                                        (known.empty() ? "none" : known));
+            throw std::invalid_argument("cache policy '" + policy_ + "' has no option '" + key +
+                                        "'; it has: " + (known.empty() ? "none" : known));
         }
     }
 }
 
 void OptionReader::refuse(std::string_view key, std::string_view expected) const {
-    throw std::invalid_argument("cache policy '" + policy_ + "', option '" + std::string(key) + "': expected " +
-                                std::string(expected));
+    throw std::invalid_argument("cache policy '" + policy_ + "', option '" + std::string(key) +
+                                "': expected " + std::string(expected));
 }
 
 }  // namespace tierstore

@@ -6,8 +6,8 @@ namespace tierstore {
 namespace {
 
 std::string capacity_message(std::uint64_t needed, std::uint64_t available) {
-    return std::to_string(needed) + " frames must be resident at once, and only " + std::to_string(available) +
-           " can be";
+    return std::to_string(needed) + " frames must be resident at once, and only " +
+           std::to_string(available) + " can be";
 }
 
 std::uint16_t bits(std::uint16_t flags, std::uint16_t shift) { return (flags >> shift) & kGroupMask; }
@@ -25,8 +25,8 @@ Residency::Residency(const ResidencyOptions& options) : options_(options) {
     std::uint64_t total = 0;
     for (const std::uint64_t quota : options.layer_quotas) total += quota;
     if (total > options.capacity_frames) {
-        throw std::invalid_argument("the layers' quotas are " + std::to_string(total) + " frames, the capacity " +
-                                    std::to_string(options.capacity_frames));
+        throw std::invalid_argument("the layers' quotas are " + std::to_string(total) +
+                                    " frames, the capacity " + std::to_string(options.capacity_frames));
     }
     if (options.lookahead_frames > options.capacity_frames) {
         throw std::invalid_argument("a lookahead of " + std::to_string(options.lookahead_frames) +
@@ -45,7 +45,8 @@ Residency::Residency(const ResidencyOptions& options) : options_(options) {
 }
 
 std::uint32_t Residency::add_record(std::uint32_t layer, const std::array<std::uint32_t, kGroups>& frames,
-                                    const std::array<std::uint64_t, kGroups>& bytes, std::uint16_t stored_mask) {
+                                    const std::array<std::uint64_t, kGroups>& bytes,
+                                    std::uint16_t stored_mask) {
     if (options_.scope == Scope::LAYER && layer >= domains_.size()) {
         throw std::invalid_argument("layer " + std::to_string(layer) + " has no quota: there are " +
                                     std::to_string(domains_.size()));
@@ -78,12 +79,13 @@ void Residency::check_units(std::uint32_t layer, std::span<const std::uint32_t> 
                             std::span<const std::uint16_t> flags, Check check) const {
     if (records.size() != flags.size()) throw std::invalid_argument("records and flags differ in length");
     const bool by_layer = options_.scope == Scope::LAYER && check != Check::RECORDS;
-    if (by_layer && layer >= domains_.size()) throw std::invalid_argument("no layer " + std::to_string(layer));
+    if (by_layer && layer >= domains_.size())
+        throw std::invalid_argument("no layer " + std::to_string(layer));
     for (std::size_t i = 0; i < records.size(); ++i) {
         if (records[i] >= record_count()) {
             throw std::invalid_argument("no record " + std::to_string(records[i]));
         }
-        if (check == Check::ACCESS && i > 0 && records[i] <= records[i - 1]) {
+        if (check != Check::PREFETCH && i > 0 && records[i] <= records[i - 1]) {
             throw std::invalid_argument("records must be strictly ascending");
         }
         if (by_layer && layer_of_[records[i]] != layer) {
@@ -251,7 +253,8 @@ void Residency::pin(std::span<const std::uint32_t> records, std::span<const std:
     for (std::size_t i = 0; i < records.size(); ++i) {
         each_needed(records[i], flags[i], [&](EntryId entry) {
             if (pins(entry) == 0) {
-                throw std::logic_error("entry " + std::to_string(entry) + " is not in use: pin it in its access");
+                throw std::logic_error("entry " + std::to_string(entry) +
+                                       " is not in use: pin it in its access");
             }
         });
     }

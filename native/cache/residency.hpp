@@ -1,8 +1,8 @@
 // What of the records is in the budget: every decision of the host cache, taken in program order. It counts
 // frames and knows neither memory nor I/O, so that a replay drives the very object that a live store runs.
 //
-// An entry is one section group of one record. It is ABSENT or RESIDENT; resident, it may be pinned (in use by
-// an access), on hold (brought in or kept for an access to come), dirty (newer than its backing copy).
+// An entry is one section group of one record. It is ABSENT or RESIDENT; resident, it may be pinned (in use
+// by an access), on hold (brought in or kept for an access to come), dirty (newer than its backing copy).
 //
 // An access is one atomic event: the records that one layer needs at one moment. None of its entries evicts
 // another. What does not fit is split in record order into the largest groups that do, each atomic.
@@ -91,8 +91,8 @@ struct EntryState {
     std::uint32_t pins;
 };
 
-// One thread at a time; calls throw std::invalid_argument for bad arguments and std::logic_error for calls out
-// of order, before anything changes.
+// One thread at a time; calls throw std::invalid_argument for bad arguments and std::logic_error for calls
+// out of order, before anything changes.
 class Residency {
 public:
     explicit Residency(const ResidencyOptions& options);
@@ -105,7 +105,8 @@ public:
 
     // Opens an access; records strictly ascending. Returns the boundaries of its groups: group i is units
     // [b[i], b[i+1]).
-    const std::vector<std::uint32_t>& begin_access(std::uint32_t layer, std::span<const std::uint32_t> records,
+    const std::vector<std::uint32_t>& begin_access(std::uint32_t layer,
+                                                   std::span<const std::uint32_t> records,
                                                    std::span<const std::uint16_t> flags);
     // Makes the next group resident and pins it: evictions first, then one decision for each needed entry in
     // order. `ahead`: the following groups, as far as the lookahead allows.
@@ -119,10 +120,11 @@ public:
                            std::span<const std::uint16_t> flags, Decided& decided);
     void cancel_prefetch();
 
-    // Pins across accesses: the entries must be in use by an access or pinned already. unpin applies dirty and
-    // drop (a drop waits for the last pin).
+    // Pins across accesses: the entries must be in use by an access or pinned already. unpin applies dirty
+    // and drop (a drop waits for the last pin).
     void pin(std::span<const std::uint32_t> records, std::span<const std::uint16_t> flags);
-    void unpin(std::span<const std::uint32_t> records, std::span<const std::uint16_t> flags, Decided& decided);
+    void unpin(std::span<const std::uint32_t> records, std::span<const std::uint16_t> flags,
+               Decided& decided);
 
     // Dirty weights and moments that no one has pinned.
     void clean(std::span<const std::uint32_t> records, Decided& decided);
@@ -163,8 +165,8 @@ private:
         std::uint64_t pinned = 0;
     };
 
-    // What to check of units: an access's records ascend; prefetched ones may come in any order; pins may be of
-    // any layer.
+    // What to check of units: an access's records ascend; prefetched ones may come in any order; pins may be
+    // of any layer, ascending.
     enum class Check : std::uint8_t { ACCESS, PREFETCH, RECORDS };
 
     Domain& domain_of(EntryId entry) { return domain_for(layer_of_[entry / kGroupStride]); }

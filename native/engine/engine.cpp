@@ -288,6 +288,7 @@ void Engine::finish(Ticket ticket, FailurePtr failure, Remains& remains) {
     std::vector<Ticket> ready;
     ending.emplace_back(ticket, std::move(failure));
     bool signal = false;
+    bool awaited = false;
     while (!ending.empty()) {
         const auto [ended, why] = std::move(ending.front());
         ending.pop_front();
@@ -300,6 +301,7 @@ void Engine::finish(Ticket ticket, FailurePtr failure, Remains& remains) {
             failed_.emplace(ended, why);
             ++stats_.failed_ops;
         }
+        awaited |= operation->awaited;
         if (operation->notify) {
             notified_.push_back(ended);
             signal = true;
@@ -323,7 +325,7 @@ void Engine::finish(Ticket ticket, FailurePtr failure, Remains& remains) {
     for (Ticket dependent : ready)
         if (Operation* next = find(dependent)) start(*next, remains);
     if (signal) signal_event();
-    if (waiters_ > 0) changed_.notify_all();
+    if (awaited || (closing_ && operations_.empty())) changed_.notify_all();
 }
 
 void Engine::complete_external(Ticket ticket, const std::string& error) {
@@ -350,9 +352,8 @@ bool Engine::wait(Ticket ticket, std::chrono::nanoseconds timeout) {
     if (find(ticket)) {
         if (timeout.count() > 0) {
             promote_locked(ticket);
-            ++waiters_;
+            find(ticket)->awaited = true;
             changed_.wait_for(lock, timeout, [&] { return find(ticket) == nullptr; });
-            --waiters_;
         }
         if (find(ticket)) return false;
     }
@@ -450,9 +451,7 @@ void Engine::close() {
     Remains remains;
     std::unique_lock lock(mutex_);
     if (closing_) {
-        ++waiters_;
         changed_.wait(lock, [this] { return closed_; });
-        --waiters_;
         return;
     }
     closing_ = true;
@@ -461,9 +460,7 @@ void Engine::close() {
     for (const auto& [ticket, operation] : operations_) tickets.push_back(ticket);
     for (Ticket ticket : tickets)
         if (Operation* operation = find(ticket)) cancel_locked(*operation, closed, remains);
-    ++waiters_;
     changed_.wait(lock, [this] { return operations_.empty(); });
-    --waiters_;
     lock.unlock();
     remains.clear();
     backend_->close();

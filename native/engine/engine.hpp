@@ -125,7 +125,8 @@ private:
         size_t nbytes = 0;
         bool in_backend = false;
         bool completed_outside = false;  // External
-        bool notify = false;
+        bool notify = false;   // see notify()
+        bool awaited = false;  // a thread sleeps until it has finished
     };
     using OperationPtr = std::unique_ptr<Operation>;
     // Operations whose memory is to go after the mutex is released: an arena or file may go with them.
@@ -154,7 +155,6 @@ private:
 
     std::mutex mutex_;  // guards what follows, up to the backend; never held while an operation runs
     std::condition_variable changed_;
-    size_t waiters_ = 0;
     Ticket next_ = 1;
     std::unordered_map<Ticket, OperationPtr>
         operations_;                                 // unfinished; an absent earlier ticket succeeded ...

@@ -95,11 +95,16 @@ OpenFilePtr File::open() const {
 
 void File::allocate(uint64_t offset, uint64_t nbytes) const {
     const OpenFilePtr file = open();
+    const uint64_t before = size();
     int rc;
     do {
         rc = fallocate(file->buffered_fd, 0, static_cast<off_t>(offset), static_cast<off_t>(nbytes));
     } while (rc != 0 && errno == EINTR);
-    if (rc != 0) throw SyscallError(errno, "fallocate of " + std::to_string(nbytes) + " bytes", path_);
+    if (rc == 0) return;
+    const int err = errno;
+    // ext4 allocates what it can before it finds that the rest is not there: give it back.
+    if (size() > before) (void)!ftruncate(file->buffered_fd, static_cast<off_t>(before));
+    throw SyscallError(err, "fallocate of " + std::to_string(nbytes) + " bytes", path_);
 }
 
 void File::punch(uint64_t offset, uint64_t nbytes) const {

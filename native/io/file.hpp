@@ -41,7 +41,8 @@ public:
     OpenFilePtr open() const;
 
     // Reserves blocks for [offset, offset + nbytes), lengthening the file: a later write there cannot find
-    // the disk full. Throws SyscallError, with ENOSPC where they are not to be had.
+    // the disk full. Throws SyscallError, with ENOSPC where they are not to be had; the file is then as long
+    // as it was.
     void allocate(uint64_t offset, uint64_t nbytes) const;
     // Gives the blocks of [offset, offset + nbytes) back; they read as zeros. The size stays.
     void punch(uint64_t offset, uint64_t nbytes) const;

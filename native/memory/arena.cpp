@@ -31,12 +31,45 @@ size_t available_bytes() {
     return SIZE_MAX;
 }
 
+size_t read_number(const std::string& path) {
+    std::ifstream file(path);
+    size_t value = SIZE_MAX;  // stays so for "max", and where there is no such file
+    if (!(file >> value)) return SIZE_MAX;
+    return value;
+}
+
+// The tightest memory limit of this process's control groups: beyond it, too, the kernel kills.
+size_t cgroup_limit() {
+    std::ifstream groups("/proc/self/cgroup");
+    std::string line;
+    size_t limit = SIZE_MAX;
+    while (std::getline(groups, line)) {
+        // hierarchy:controllers:path; the unified hierarchy (v2) names no controllers.
+        const size_t first = line.find(':');
+        const size_t second = line.find(':', first + 1);
+        if (second == std::string::npos) continue;
+        const std::string controllers = line.substr(first + 1, second - first - 1);
+        const bool unified = controllers.empty();
+        if (!unified && controllers != "memory") continue;
+        const std::string root = unified ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory";
+        const std::string name = unified ? "/memory.max" : "/memory.limit_in_bytes";
+        std::string path = line.substr(second + 1);
+        while (true) {  // an ancestor's limit holds too; in a container only the root may be there
+            limit = std::min(limit, read_number(root + path + name));
+            const size_t slash = path.rfind('/');
+            if (slash == std::string::npos) break;
+            path.resize(slash);
+        }
+    }
+    return limit;
+}
+
 }  // namespace
 
 Arena::Arena(size_t nbytes, HugePages huge_pages) : nbytes_(nbytes), huge_pages_(huge_pages) {
     if (nbytes == 0) throw std::invalid_argument("an arena has at least 1 byte");
     const std::string what = "an arena of " + std::to_string(nbytes) + " bytes";
-    if (nbytes > available_bytes()) throw SyscallError(ENOMEM, what);
+    if (nbytes > std::min(available_bytes(), cgroup_limit())) throw SyscallError(ENOMEM, what);
     const size_t usable = round_up(nbytes, kPageBytes);
     reserved_ = usable + kHugePageBytes + 2 * kPageBytes;
     void* base = mmap(nullptr, reserved_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);

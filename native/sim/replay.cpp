@@ -17,8 +17,8 @@ void Replay::run(const TraceColumns& trace) {
             } else {
                 advance_to(trace.at[i]);
             }
-            apply(static_cast<TraceEvent>(trace.kinds[i]), trace.layers[i], trace.records.subspan(begin, count),
-                  trace.flags.subspan(begin, count));
+            apply(static_cast<TraceEvent>(trace.kinds[i]), trace.layers[i],
+                  trace.records.subspan(begin, count), trace.flags.subspan(begin, count));
         } catch (const CapacityError&) {
             throw;
         } catch (const std::logic_error& error) {
@@ -50,9 +50,7 @@ void Replay::advance_to(std::uint32_t at) {
     if (!open && residency_.group_open()) end_group();
 }
 
-void Replay::end_group() {
-    residency_.end_group(decided_);
-}
+void Replay::end_group() { residency_.end_group(decided_); }
 
 void Replay::end_units(std::span<const std::uint32_t> units) {
     if (!residency_.group_open()) return;

@@ -219,7 +219,7 @@ void run_failures(Random& random) {
 
 int main() {
     Random random(20240917);
-    for (int i = 0; i < 300; ++i) run_round(random);
+    for (int i = 0; i < 100; ++i) run_round(random);
     for (int i = 0; i < 100; ++i) run_failures(random);
     std::puts("2 passed, 0 failed");
 }

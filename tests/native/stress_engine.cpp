@@ -12,6 +12,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "native/base/align.hpp"
@@ -104,8 +105,11 @@ public:
     }
 
 private:
-    Transfer slot(size_t index, size_t cell) {
-        return {file_.open(), index * kFrames * kPageBytes, {cells_[cell]}, crcs_, index, kPageBytes};
+    Transfer slot(size_t index, size_t cell) { return slot(index, cell, crcs_); }
+
+    Transfer slot(size_t index, size_t cell, std::shared_ptr<CrcTable> crcs) {
+        const uint64_t offset = index * kFrames * kPageBytes;
+        return {file_.open(), offset, {cells_[cell]}, std::move(crcs), index, kPageBytes};
     }
 
     void set_cell(size_t i) {
@@ -164,6 +168,14 @@ private:
                 break;
             }
             case 8: {
+                if (pick(random_, 4) == 0) {
+                    // Far beyond the end of the file: it fails before it moves a byte.
+                    const auto tickets = after({&cell_tickets_[to]});
+                    ticket = engine_.read(slot(1000 + index, to, nullptr), {tickets, priority});
+                    cell_tickets_[to] = ticket;
+                    steps_.push_back({Step::Other, ticket, 0, 0});
+                    break;
+                }
                 const auto tickets = after({&slot_tickets_[index]});
                 ticket = engine_.sync(file_.open(), {tickets, priority});
                 steps_.push_back({Step::Other, ticket, 0, 0});
@@ -191,6 +203,9 @@ private:
             CHECK(engine_.done(ticket));
             return true;
         } catch (const Cancelled&) {
+            return false;
+        } catch (const SyscallError& error) {
+            CHECK(error.err == EIO);
             return false;
         }
     }

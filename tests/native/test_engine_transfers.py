@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -286,6 +287,33 @@ def test_auto_says_what_it_resolved_to() -> None:
     with native.Engine() as engine:
         assert engine.backend in ("uring", "threads")
         assert (engine.backend == "uring") == (engine.backend_reason == "")
+
+
+def test_auto_falls_back_and_says_why(arena: native.Arena, file: native.File) -> None:
+    """With one descriptor left, a ring finds none for itself beside its wake."""
+    try:
+        native.Engine(backend=native.IoBackend.URING).close()
+    except OSError as error:
+        pytest.skip(f"no uring here: {error}")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 8, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY))
+        os.close(taken.pop())
+        with pytest.raises(OSError, match="io_uring_setup") as refused:
+            native.Engine(backend=native.IoBackend.URING)
+        assert refused.value.errno == errno.EMFILE
+        with native.Engine() as engine:
+            assert engine.backend == "threads"
+            assert "io_uring_setup: Too many open files" in engine.backend_reason
+            engine.wait(engine.write(file, 0, [scattered(arena, [1], 4096)]))
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_ring_holds_the_lease(arena: native.Arena, file: native.File, tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_buffers_refuse_what_cannot_be(arena: native.Arena) -> None:
     with pytest.raises(ValueError, match="8 bytes"):
         buffer.copy_to(np.zeros(9, dtype=np.uint8))
     with pytest.raises(TypeError):
-        buffer.copy_to(np.zeros(2, dtype=np.float32))  # type: ignore[arg-type]
+        buffer.copy_to(np.zeros(2, dtype=np.float32))
     with pytest.raises(TypeError):
         buffer.copy_to(np.zeros(16, dtype=np.uint8)[::2])
 

@@ -25,7 +25,8 @@ def _file(path: Path, size: int, seed: int = 0) -> bytes:
 
 
 def _data(*paths: Path, **options: Any) -> TextData:
-    return TextData(DataConfig(paths=tuple(map(str, paths)), **{"seq_len": 8, "batch_size": 4, **options}))
+    seq_len = options.pop("seq_len", 8)
+    return TextData(DataConfig(paths=tuple(map(str, paths)), **{"batch_size": 4, **options}), seq_len=seq_len)
 
 
 def test_split_by_hand(tmp_path: Path) -> None:
@@ -175,7 +176,6 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     ("field", "options"),
     [
         ("max_bytes", {"max_bytes": 0}),
-        ("seq_len", {"seq_len": 0}),
         ("batch_size", {"batch_size": 0}),
         ("micro_batches", {"micro_batches": 0}),
         ("validation_fraction", {"validation_fraction": 0.0}),

@@ -11,8 +11,9 @@ from torch import Tensor
 from tierstore.errors import ConfigError
 from tierstore.model import ModelConfig, TieEmbeddings, Transformer
 from tierstore.moe import Activation, InMemoryExperts
-from tierstore.train.reference import Inactive, PlainTrainer
-from tierstore.train.schedule import AdamWConfig, ScheduleConfig
+from tierstore.store.adamw import AdamWConfig, Inactive
+from tierstore.train.reference import PlainTrainer
+from tierstore.train.schedule import ScheduleConfig
 
 SMALL: dict[str, Any] = {"d_model": 32, "n_layers": 3, "n_heads": 2, "seq_len": 16, "d_ff": 24, "experts": 8}
 VARIANTS: list[dict[str, Any]] = [
@@ -68,8 +69,8 @@ def test_equal_losses_and_gradients(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_trains_as_the_model_over_a_source_does(inactive: Inactive, clip: float | None) -> None:
     config = ModelConfig(**{**SMALL, "top_k": 1, "experts": 12})
-    schedule, adamw = ScheduleConfig(lr=3e-3, warmup_steps=3, total_steps=12), AdamWConfig()
-    plain = PlainTrainer(config, schedule, adamw, inactive=inactive, clip_norm=clip)
+    schedule, adamw = ScheduleConfig(lr=3e-3, warmup_steps=3, total_steps=12), AdamWConfig(inactive=inactive)
+    plain = PlainTrainer(config, schedule, adamw, clip_norm=clip)
     model, source = _tiered(config)
     parameters = [*model.parameters(), *source.masters.values()]
     optimizer = torch.optim.AdamW(parameters, lr=1.0, betas=adamw.betas, eps=adamw.eps, weight_decay=0.1)
@@ -104,7 +105,7 @@ def test_trains_as_the_model_over_a_source_does(inactive: Inactive, clip: float 
 def test_idle_experts() -> None:
     config = ModelConfig(**{**SMALL, "top_k": 1, "experts": 40})
     for inactive in Inactive:
-        plain = PlainTrainer(config, ScheduleConfig(), AdamWConfig(), inactive=inactive)
+        plain = PlainTrainer(config, ScheduleConfig(), AdamWConfig(inactive=inactive))
         before = plain.expert(0, 0).flat()
         loads = plain.step([_batch(0)]).loads
         idle = int((loads[0] == 0).nonzero()[0])

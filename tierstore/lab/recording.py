@@ -21,7 +21,7 @@ Flags = NDArray[np.uint16]
 
 
 class RecordingResidency:
-    """``Residency`` with a trace: the same methods, arguments and answers, written to ``path`` as they succeed.
+    """``Residency`` with a trace: the same methods and answers, written to ``path`` as they succeed.
 
     All records must be added before anything else is asked. ``close()`` (or leaving it as a context manager)
     completes the trace; the core can be used afterwards, unrecorded.

@@ -16,11 +16,12 @@ The format, version 1 (little-endian throughout)::
       records  u32 each unit, the units of all events one after another
       flags    u16 each unit
 
-The kinds of events are ``TraceKind``. ``at`` says where an event fell in the access before it: 0 outside it (whose
-remaining groups are over), ``2g`` while its group g (counted from 1) was open, ``2g + 1`` after g groups, none open.
-A unit is a record with flags (bits 0-2 the groups needed, 3-5 dirtied, 6-8 dropped), but: in DROP an entry; in
-SET_STORED a record and its mask; in END_UNIT the index of a unit in its access; flags are 0 where they mean nothing.
-The groups themselves are not recorded: they follow from the capacity, so a trace can be replayed with another one.
+The kinds of events are ``TraceKind``. ``at`` says where an event fell in the access before it: 0 outside it
+(whose remaining groups are over), ``2g`` while its group g (counted from 1) was open, ``2g + 1`` after g
+groups, none open. A unit is a record with flags (bits 0-2 the groups needed, 3-5 dirtied, 6-8 dropped), but:
+in DROP an entry; in SET_STORED a record and its mask; in END_UNIT the index of a unit in its access; flags
+are 0 where they mean nothing. The groups themselves are not recorded: they follow from the capacity, so a
+trace can be replayed with another one.
 """
 
 from __future__ import annotations
@@ -294,7 +295,9 @@ def read_chunks(file: BinaryIO, header: TraceHeader) -> Iterator[Trace]:
         if tag != b"CHNK":
             raise _refuse(file, start, "the tag CHNK or END.", repr(tag))
         if events > _MAX_CHUNK or units > 2**31:
-            raise _refuse(file, start + 4, f"at most {_MAX_CHUNK} events in a chunk", f"{events} and {units} units")
+            raise _refuse(
+                file, start + 4, f"at most {_MAX_CHUNK} events in a chunk", f"{events} and {units} units"
+            )
         data = _read(file, events * _EVENT.itemsize + units * 6, f"{events} events and {units} units")
         if zlib.crc32(data) != crc:
             raise _refuse(file, start, "a chunk with its crc32", "another one")
@@ -357,8 +360,8 @@ def replay(
 
     What is not given is as it was recorded: then the statistics are those of the live run, exactly. Another
     policy starts with its default options; with layer scope and another capacity or scope, quotas are equal
-    shares unless given. Raises DataError (a malformed trace), ConfigError (a policy or option that cannot be),
-    BudgetError (a capacity too small for the trace; names the least that the refused access needs), OSError.
+    shares unless given. Raises DataError (a malformed trace), ConfigError (a policy or option that cannot
+    be), BudgetError (a capacity too small for the trace; names what the refused access needs), OSError.
     """
     with Path(path).open("rb") as file:
         recorded = read_header(file)

@@ -50,12 +50,12 @@ class ModelConfig:
 
     vocab_size: int = 256
     d_model: int = 256
-    n_layers: int = 4
+    n_layers: int = 2
     n_heads: int = 4
     seq_len: int = 256
     d_ff: int = 1024
     d_ff_dense: int = 0
-    experts: int = 32
+    experts: int = 64
     top_k: int = 2
     moe_every: int = 1
     activation: Activation = Activation.SWIGLU
@@ -196,8 +196,10 @@ class ModelConfig:
         rows = tokens * self.top_k
         # Two norms (fp32 in, out), queries, keys, values before and after rotation, attention, projection,
         # sums.
-        attention = tokens * d * (14 * width + 16)
-        mixture = rows * shape.inner_rows * width + tokens * (2 * d * width + self.experts * 24)
+        attention = tokens * d * (18 * width + 16)
+        kept = rows * shape.inner_rows * width
+        saving = self.expert_activations is SaveActivations.SAVE
+        mixture = (kept if saving else 0) + tokens * (2 * d * width + self.experts * 24)
         dense = tokens * (self.dense_shape.inner_rows + 2 * self.dense_shape.d_ff) * width
         shared = tokens * 4 * self.shared_expert_d_ff * width
         moe = len(self.moe_layers)

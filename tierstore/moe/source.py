@@ -25,6 +25,9 @@ class ExpertLease(Protocol):
     ``weights``: flat, in the compute type, read only. ``gradients``: None in a forward pass; in a backward
     pass a flat tensor of the same numel whose content is undefined until the layer has overwritten all of
     it. Its type is that of the weights or a wider one.
+
+    Both start on a multiple of 64 bytes: below that, products with few rows choose other kernels, and the
+    bits would depend on where an expert happens to lie.
     """
 
     @property

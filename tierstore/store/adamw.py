@@ -36,19 +36,18 @@ class Inactive(Enum):
 class AdamWConfig:
     """Torch's names and formula: decoupled decay, bias correction. The learning rate comes with each step."""
 
-    beta1: float = 0.9
-    beta2: float = 0.999
+    betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
-    weight_decay: float = 0.01
+    weight_decay: float = 0.1
     inactive: Inactive = Inactive.EXACT
 
     def __post_init__(self) -> None:
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"adamw.{name}: expected a number in [0, 1), got {getattr(self, name)}")
-        for name in ("eps", "weight_decay"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"adamw.{name}: expected at least 0, got {getattr(self, name)}")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"betas: expected two numbers from 0 to below 1, got {self.betas}")
+        if not (math.isfinite(self.eps) and self.eps > 0):
+            raise ConfigError(f"eps: expected more than 0, got {self.eps}")
+        if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
+            raise ConfigError(f"weight_decay: expected at least 0, got {self.weight_decay}")
 
     def row(self, lr: float, step: int) -> Row:
         """The hyperparameters of optimizer step ``step`` (from 1) as the kernels take them, float32 [7].
@@ -56,11 +55,11 @@ class AdamWConfig:
         lr, beta1, beta2, eps, weight_decay, 1 - beta1**step, sqrt(1 - beta2**step); computed in double precision
         and rounded once.
         """
-        correction1 = 1 - self.beta1**step
-        correction2 = math.sqrt(1 - self.beta2**step)
-        return np.array(
-            [lr, self.beta1, self.beta2, self.eps, self.weight_decay, correction1, correction2], np.float32
-        )
+        if step < 1:
+            raise ValueError(f"AdamW counts its steps from 1, got {step}")
+        beta1, beta2 = self.betas
+        correction1, correction2 = 1 - beta1**step, math.sqrt(1 - beta2**step)
+        return np.array([lr, beta1, beta2, self.eps, self.weight_decay, correction1, correction2], np.float32)
 
 
 class StepHistory:

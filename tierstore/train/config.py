@@ -23,9 +23,7 @@ class TrainConfig:
     """What ``tierstore train`` does. The defaults are the main job."""
 
     store: Path = field(default=Path("tierstore-store"), metadata={"help": "store directory"})
-    steps: int = field(default=80, metadata={"help": "optimizer steps in all"})
-    batch: int = field(default=16, metadata={"help": "sequences in a micro-batch"})
-    micro_batches: int = field(default=1, metadata={"help": "micro-batches a step"})
+    steps: int = field(default=60, metadata={"help": "optimizer steps in all"})
     clip_norm: float = field(default=0.0, metadata={"help": "largest global gradient norm (0: no clipping)"})
     host_budget: int = field(
         default=256 << 20, metadata={"size": True, "help": "memory for experts: cache, gradients, CPU device tier"}
@@ -51,7 +49,7 @@ class TrainConfig:
     io: IoConfig = field(default_factory=IoConfig)
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "micro_batches", "eval_batches", "max_skipped"):
+        for name in ("steps", "eval_batches", "max_skipped"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
         for name in ("commit_every", "snapshot_every", "retain", "eval_every", "threads", "sample_tokens"):
@@ -79,12 +77,12 @@ class TrainConfig:
     @property
     def keeps_gradients(self) -> bool:
         """Whether expert gradients outlive their backward pass, and may spill to disk."""
-        return self.gradient_plan is GradientPlan.DEFERRED or self.micro_batches > 1
+        return self.gradient_plan is GradientPlan.DEFERRED or self.data.micro_batches > 1
 
     @property
     def tokens_per_micro_batch(self) -> int:
-        return self.batch * self.model.seq_len
+        return self.data.batch_size * self.model.seq_len
 
     @property
     def tokens_per_step(self) -> int:
-        return self.tokens_per_micro_batch * self.micro_batches
+        return self.tokens_per_micro_batch * self.data.micro_batches

@@ -54,13 +54,12 @@ class DataConfig:
     suffixes: tuple[str, ...] = ()
     validation_fraction: float = 0.05
     max_bytes: int = 64 << 20
-    seq_len: int = 256
     batch_size: int = 16
     micro_batches: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("max_bytes", "seq_len", "batch_size", "micro_batches"):
+        for name in ("max_bytes", "batch_size", "micro_batches"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
         if not 0 < self.validation_fraction < 1:
@@ -103,9 +102,12 @@ def _walk(root: Path, suffixes: tuple[str, ...], *, skipped: frozenset[str]) -> 
 class TextData:
     """The two splits, and batches out of them. ``crc32`` covers every byte read, in order."""
 
-    def __init__(self, config: DataConfig) -> None:
+    def __init__(self, config: DataConfig, *, seq_len: int) -> None:
         """Read everything once. Raises DataError naming the file that cannot be read or is empty."""
+        if seq_len < 1:
+            raise ConfigError(f"seq_len: expected at least 1, got {seq_len}")
         self.config = config
+        self.seq_len = seq_len
         files = text_files(config)
         sizes = [_size(path) for path in files]
         self.bytes_found = sum(sizes)
@@ -117,16 +119,16 @@ class TextData:
         block = min(_BLOCK, max(1, int(total * min(fraction, 1 - fraction))))
         bounds = _validation_blocks(total, block, fraction)
         held = sum(stop - start for start, stop in bounds)
-        need = config.seq_len + 1
-        if min(total - held - config.seq_len + 1, held) < need:
+        need = seq_len + 1
+        if min(total - held - seq_len + 1, held) < need:
             raise DataError(
                 f"{name}: {format_bytes(total)} give {total - held} bytes to train on and {held} to validate;"
-                f" expected at least {need + config.seq_len} and {need} (seq_len {config.seq_len})"
+                f" expected at least {need + seq_len} and {need} (seq_len {seq_len})"
             )
         self.train: Bytes = np.empty(total - held, dtype=np.uint8)
         self.validation: Bytes = np.empty(held, dtype=np.uint8)
         self.crc32, self.files = self._fill(files, sizes, bounds)
-        self.windows = (self.train.size - config.seq_len) // config.seq_len
+        self.windows = (self.train.size - seq_len) // seq_len
 
     def _fill(self, files: list[Path], sizes: list[int], bounds: list[tuple[int, int]]) -> tuple[int, int]:
         """Copy the files' bytes to their splits; returns the checksum and how many files were used."""
@@ -158,13 +160,13 @@ class TextData:
             raise ValueError(f"micro-batch {micro} of {config.micro_batches}")
         first = (step * config.micro_batches + micro) * config.batch_size
         starts = [self._start(index) for index in range(first, first + config.batch_size)]
-        return _cut(self.train, starts, config.seq_len)
+        return _cut(self.train, starts, seq_len)
 
     def _start(self, index: int) -> int:
         epoch, place = divmod(index, self.windows)
         window = permute(place, self.windows, derive_seed(self.config.seed, "data", epoch))
-        phase = derive_seed(self.config.seed, "phase", epoch) % self.config.seq_len
-        return phase + window * self.config.seq_len
+        phase = derive_seed(self.config.seed, "phase", epoch) % self.seq_len
+        return phase + window * self.seq_len
 
     def validation_batches(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         """``count`` batches, spread evenly over the validation split: the same ones every time.
@@ -173,11 +175,11 @@ class TextData:
         batch.
         """
         config = self.config
-        windows = (self.validation.size - 1) // config.seq_len
+        windows = (self.validation.size - 1) // seq_len
         wanted = min(windows, count * config.batch_size)
-        starts = [(i * windows // wanted) * config.seq_len for i in range(wanted)]
+        starts = [(i * windows // wanted) * seq_len for i in range(wanted)]
         for i in range(0, wanted, config.batch_size):
-            yield _cut(self.validation, starts[i : i + config.batch_size], config.seq_len)
+            yield _cut(self.validation, starts[i : i + config.batch_size], seq_len)
 
     def describe(self) -> str:
         """One line for the head of a run."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +20,10 @@ from tierstore.errors import ConfigError
 from tierstore.model import ModelConfig, Transformer
 from tierstore.moe import Activation, FeedForward, NoiseKey, Router, RouterNoise, Routing, initial_expert
 from tierstore.moe.experts import ExpertShape
-from tierstore.train.schedule import AdamWConfig, ScheduleConfig
+from tierstore.store.adamw import AdamWConfig, Inactive
+from tierstore.train.schedule import ScheduleConfig
 
-__all__ = ["Inactive", "PlainExpert", "PlainMixture", "PlainStep", "PlainTrainer"]
-
-
-class Inactive(StrEnum):
-    """What happens to an expert that no token reached in a step."""
-
-    EXACT = "exact"  # it is stepped with a gradient of zero, as a dense AdamW does
-    SKIP = "skip"  # it is left alone, as torch does for ``grad is None``
+__all__ = ["PlainExpert", "PlainMixture", "PlainStep", "PlainTrainer"]
 
 
 class PlainExpert(nn.Module):
@@ -130,7 +123,6 @@ class PlainTrainer:
         schedule: ScheduleConfig,
         adamw: AdamWConfig,
         *,
-        inactive: Inactive = Inactive.EXACT,
         clip_norm: float | None = None,
     ) -> None:
         if clip_norm is not None and not (math.isfinite(clip_norm) and clip_norm > 0):
@@ -138,7 +130,7 @@ class PlainTrainer:
         self.model = Transformer(config, None, mixture=lambda layer: PlainMixture(config, layer))
         self.steps = 0
         self._schedule = schedule
-        self._inactive = Inactive(inactive)
+        self._inactive = adamw.inactive
         self._clip_norm = clip_norm
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(),

@@ -130,7 +130,7 @@ def open_session(
             )
     else:
         read_identity(config.store)
-    data = TextData(replace(config.data, seq_len=config.model.seq_len))
+    data = TextData(config.data, seq_len=config.model.seq_len)
     present = conditions(config, threads=torch.get_num_threads(), device=device, data_crc32=data.crc32)
     store_config = StoreConfig(
         host_budget=divided.cache,

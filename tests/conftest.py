@@ -1,0 +1,7 @@
+"""What every test runs under."""
+
+import os
+
+# Before torch is imported. Many tests start processes of their own: one thread each, and no spinning.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -1,0 +1,161 @@
+"""Tiny runs in this process: a text, a configuration by dotted names, and what a run computed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pytest
+import torch
+
+from tierstore.config import dotted_fields, load
+from tierstore.errors import BudgetError
+from tierstore.train.config import TrainConfig
+from tierstore.train.session import Opening, open_session
+from tierstore.train.trainer import StepResult, Trainer
+
+Settings = Mapping[str, Any]
+RAM = 8 << 20  # holds every tiny model whole
+
+_KNOWN = {info.name for info in dotted_fields(TrainConfig)}
+_TINY = {
+    "device": "cpu",
+    "threads": 1,
+    "host_budget": RAM,
+    "steps": 12,
+    "commit_every": 0,
+    "eval_every": 0,
+    "eval_batches": 1,
+    "sample_tokens": 0,
+    "model.d_model": 16,
+    "model.n_layers": 2,
+    "model.n_heads": 2,
+    "model.seq_len": 8,
+    "model.d_ff": 32,
+    "model.experts": 12,
+    "model.top_k": 2,
+    "batch": 2,
+    "schedule.lr": 5e-3,
+    "schedule.warmup_steps": 4,
+    "schedule.total_steps": 40,
+    "io.huge_pages": "off",
+}
+#: Names by which a configuration may know the same thing.
+_ALSO = {"batch": "data.batch_size", "micro_batches": "data.micro_batches"}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 kB of words in an order that is not quite random."""
+    generator = np.random.default_rng(5)
+    words = np.array(["store", "tier", "expert", "page", "evict", "fetch", "slot", "step", "layer", "record"])
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text(" ".join(words[generator.zipf(1.3, 11_000) % len(words)]))
+    return path
+
+
+class MakeConfig(Protocol):
+    def __call__(self, changes: Settings | None = None) -> TrainConfig: ...
+
+
+@pytest.fixture
+def configure(text: Path, tmp_path: Path) -> MakeConfig:
+    """A tiny configuration with ``changes`` by dotted names; each has a store of its own unless it says so."""
+    made = 0
+
+    def make(changes: Settings | None = None) -> TrainConfig:
+        nonlocal made
+        made += 1
+        merged: dict[str, Any] = {"data.paths": (str(text),), "store": tmp_path / f"store{made}"}
+        merged |= _TINY | dict(changes or {})
+        for name, other in _ALSO.items():
+            if name in merged and other in _KNOWN:
+                merged[other] = merged[name]
+        return load(TrainConfig, None, {name: value for name, value in merged.items() if name in _KNOWN})
+
+    return make
+
+
+@dataclass
+class Outcome:
+    """What a run computed, and what it took. ``stepped[i]``: keys of the experts that step i reached."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+    stepped: list[frozenset[str]] = field(default_factory=list)
+    crc: int = 0
+    stats: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def bits(self) -> tuple[list[float], int]:
+        return self.losses, self.crc
+
+    def add(self, result: StepResult, trainer: Trainer) -> None:
+        self.losses.append(result.loss)
+        self.norms.append(result.grad_norm)
+        if result.skipped:
+            self.skipped.append(result.step)
+        store = trainer.store
+        reached = store.history.applied
+        experts = (key for key in store.keys if key.startswith("expert"))
+        self.stepped.append(frozenset(key for key in experts if store.step_of(key) == reached))
+
+
+def run(
+    config: TrainConfig, *, stops: tuple[int, ...] = (), watch: Callable[[Trainer], None] | None = None
+) -> Outcome:
+    """All steps of ``config``, closed and resumed after each step in ``stops``; commits as configured."""
+    outcome = Outcome()
+    opening = Opening.CREATE
+    for stop in (*stops, config.steps):
+        with open_session(config, opening) as trainer:
+            opening = Opening.RESUME
+            while trainer.state.position < stop:
+                outcome.add(trainer.step(), trainer)
+                if config.commit_every and trainer.state.position % config.commit_every == 0:
+                    trainer.commit()
+            trainer.commit()
+            if watch is not None:
+                watch(trainer)
+            outcome.stats = trainer.store.cache.residency.stats()
+            outcome.crc = trainer.store.records_crc32c()
+    return outcome
+
+
+def least_budget(config: TrainConfig, tmp_path: Path) -> int:
+    """The minimum that a refusal names, in bytes."""
+    from dataclasses import replace
+
+    with (
+        pytest.raises(BudgetError) as refused,
+        open_session(replace(config, host_budget=1, store=tmp_path / "refused"), Opening.CREATE),
+    ):
+        pass
+    assert not (tmp_path / "refused").exists()
+    found = re.search(r"minimum is (\d+) bytes", str(refused.value))
+    assert found is not None
+    return int(found[1])
+
+
+class Runner(Protocol):
+    def __call__(self, config: TrainConfig, *, stops: tuple[int, ...] = ...) -> Outcome: ...
+
+
+@pytest.fixture
+def train() -> Runner:
+    return run
+
+
+@pytest.fixture
+def least(tmp_path: Path) -> Callable[[TrainConfig], int]:
+    return lambda config: least_budget(config, tmp_path)
