@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tierstore.cache.config import CacheConfig
@@ -59,14 +59,6 @@ class TrainConfig:
             raise ConfigError(f"clip_norm: expected at least 0, got {self.clip_norm}")
         if self.snapshot_every and not self.retain:
             raise ConfigError("snapshot_every: needs retain of at least 1, or no snapshot would be kept")
-        # The same sizes under two names: the run's own are the ones that count.
-        sizes = {"seq_len": self.model.seq_len, "batch_size": self.batch, "micro_batches": self.micro_batches}
-        plain = DataConfig()
-        for name, value in sizes.items():
-            if getattr(self.data, name) not in (value, getattr(plain, name)):
-                own = {"seq_len": "model.seq_len", "batch_size": "batch"}.get(name, name)
-                raise ConfigError(f"data.{name}: follows from {own}, set that instead")
-        object.__setattr__(self, "data", replace(self.data, **sizes))
         if self.device not in ("auto", "cpu") and not self.device.startswith("cuda"):
             raise ConfigError(f"device: expected auto, cpu or cuda, got {self.device!r}")
 
