@@ -129,7 +129,7 @@ def _show_training(result: dict[str, Any], output: Output) -> None:
 
 
 def _stalled_s(run: dict[str, Any]) -> float:
-    return sum(stall["step_stall_s"] for stall in run["stalls"])
+    return float(sum(stall["step_stall_s"] for stall in run["stalls"]))
 
 
 @bench.command()
