@@ -60,6 +60,7 @@ class _Spec:
     kind: type  # the scalar's or element's type, or the nested dataclass
     optional: bool
     repeated: bool
+    length: int | None  # of a tuple with a fixed number of elements
     size: bool
     default: object  # dataclasses.MISSING when there is none
     help: str
@@ -80,7 +81,7 @@ class _Spec:
                 self.kind
             ]
         if self.repeated:
-            word = f"a list, each {word}"
+            word = f"a list{f' of {self.length}' if self.length else ''}, each {word}"
         return f"{word}, or none" if self.optional else word
 
 
@@ -152,10 +153,13 @@ def _spec(cls: type[object], field: dataclasses.Field[object], annotation: objec
         members = [arg for arg in typing.get_args(annotation) if arg is not type(None)]
         optional = len(members) < len(typing.get_args(annotation))
         annotation = members[0] if optional and len(members) == 1 else None
-    repeated = typing.get_origin(annotation) is tuple
+    repeated, length = typing.get_origin(annotation) is tuple, None
     if repeated:
-        arguments = typing.get_args(annotation)
-        annotation = arguments[0] if len(arguments) == 2 and arguments[1] is Ellipsis else None
+        first, *rest = typing.get_args(annotation)
+        if rest != [Ellipsis]:
+            length = 1 + len(rest)
+        alike = rest == [Ellipsis] or all(other is first for other in rest)
+        annotation = first if alike else None
     scalar = isinstance(annotation, type) and (
         annotation in (int, float, bool, str, Path) or issubclass(annotation, Enum)
     )
@@ -172,6 +176,7 @@ def _spec(cls: type[object], field: dataclasses.Field[object], annotation: objec
         kind=annotation,
         optional=optional,
         repeated=repeated,
+        length=length,
         size=size,
         default=default,
         help=help_text,
@@ -248,7 +253,7 @@ def _convert(
     try:
         if not spec.repeated:
             return scalar(spec, value, name)
-        if not isinstance(value, list | tuple):
+        if not isinstance(value, list | tuple) or spec.length not in (None, len(value)):
             raise ValueError
         return tuple(scalar(spec, element, name) for element in value)
     except ConfigError as exc:  # from parse_size, whole already

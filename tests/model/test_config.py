@@ -16,11 +16,11 @@ def test_sizes_by_hand() -> None:
     assert config.expert_numel == 786_432
     assert config.expert_count == 128
     assert config.expert_parameters == 100_663_296
-    # embedding and head 65536, last norm 256, 4 blocks of 4 * 65536 + 2 * 256, 4 routers of 32 * 256
-    assert config.dense_parameters == 2 * 65_536 + 256 + 4 * (262_144 + 512) + 4 * 8_192
-    assert config.active_parameters == config.dense_parameters + 8 * 786_432
+    # embedding and head 65536, last norm 256, 2 blocks of 4 * 65536 + 2 * 256, 2 routers of 64 * 256
+    assert config.dense_parameters == 2 * 65_536 + 256 + 2 * (262_144 + 512) + 2 * 16_384
+    assert config.active_parameters == config.dense_parameters + 4 * 786_432
     assert config.total_parameters == config.dense_parameters + config.expert_parameters
-    assert config.moe_layers == (0, 1, 2, 3)
+    assert config.moe_layers == (0, 1)
     assert ModelConfig(n_layers=5, moe_every=2).moe_layers == (1, 3)
 
 
@@ -42,7 +42,7 @@ def test_plain_strings_become_choices() -> None:
         ("d_ff", {"d_ff": 2.5}),
         ("d_ff_dense", {"d_ff_dense": -1}),
         ("experts", {"experts": 0}),
-        ("top_k", {"top_k": 33}),
+        ("top_k", {"top_k": 65}),
         ("moe_every", {"moe_every": 5}),
         ("activation", {"activation": "relu"}),
         ("tie_embeddings", {"tie_embeddings": "maybe"}),

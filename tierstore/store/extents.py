@@ -99,6 +99,10 @@ class Extent:
         self._reads.setdefault(slot, []).append(ticket)
         return ticket
 
+    def unfinished_reads(self, slot: int) -> list[int]:
+        """Tickets of the reads of ``slot`` that may still be on their way."""
+        return [ticket for ticket in self._reads.get(slot, ()) if not self._engine.done(ticket)]
+
     def write(
         self, slot: int, sections: Sequence[Buffer], crcs: CrcTable, first_crc: int, after: Sequence[int]
     ) -> int:

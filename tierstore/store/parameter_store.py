@@ -225,8 +225,8 @@ class ParameterStore:
                 self.cache.wrote(entry, 0)
             for section, part in zip((*weights, *moments[:-2]), parts, strict=True):
                 section.copy_from(part.view(np.uint8))
-            for section in moments[-2:]:
-                self.cache.wrote(record.entry(Group.MOMENTS), self.engine.fill_zero(section))
+            zeroed = self.engine.barrier([self.engine.fill_zero(section) for section in moments[-2:]])
+            self.cache.wrote(record.entry(Group.MOMENTS), zeroed)
 
     def reserve(self, counts: Mapping[str, int] | None = None) -> None:
         """Reserves disk for the live records, their last commit and the retained snapshots.

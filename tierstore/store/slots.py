@@ -120,6 +120,9 @@ class SlotMap:
         extent = self._extents[live.schema, Group(group)]
         slot = live.slots[group]
         if slot is None or self._references[live.schema, Group(group)][slot]:
+            if slot is not None:
+                # Reads of the old slot are checked against the checksums that this write replaces.
+                after = [*after, *extent.unfinished_reads(slot)]
             slot = extent.take()
             live.slots[group] = slot
             live.generations[group] = self.generation + 1

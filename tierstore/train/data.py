@@ -160,7 +160,7 @@ class TextData:
             raise ValueError(f"micro-batch {micro} of {config.micro_batches}")
         first = (step * config.micro_batches + micro) * config.batch_size
         starts = [self._start(index) for index in range(first, first + config.batch_size)]
-        return _cut(self.train, starts, seq_len)
+        return _cut(self.train, starts, self.seq_len)
 
     def _start(self, index: int) -> int:
         epoch, place = divmod(index, self.windows)
@@ -175,11 +175,11 @@ class TextData:
         batch.
         """
         config = self.config
-        windows = (self.validation.size - 1) // seq_len
+        windows = (self.validation.size - 1) // self.seq_len
         wanted = min(windows, count * config.batch_size)
-        starts = [(i * windows // wanted) * seq_len for i in range(wanted)]
+        starts = [(i * windows // wanted) * self.seq_len for i in range(wanted)]
         for i in range(0, wanted, config.batch_size):
-            yield _cut(self.validation, starts[i : i + config.batch_size], seq_len)
+            yield _cut(self.validation, starts[i : i + config.batch_size], self.seq_len)
 
     def describe(self) -> str:
         """One line for the head of a run."""
