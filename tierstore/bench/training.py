@@ -165,8 +165,8 @@ def _run(config: TrainConfig, bench: TrainBench, place: Path, say: Callable[[str
                     probe = inner.enter_context(DiskProbe(place, _PROBE_BYTES, sizes, config.io))
                 bandwidth.append(probe.bytes_per_s(_measured(mix)))
             say(f"round {turn + 1} of {bench.rounds}: " + _progress(samples, bandwidth))
-        cached = page_cache_bytes(sorted(tiered_store.rglob("*.ext*")))
-        extents = sum(path.stat().st_size for path in tiered_store.rglob("*.ext*"))
+        cached = page_cache_bytes(sorted(tiered_store.rglob("extents/*")))
+        extents = sum(path.stat().st_size for path in tiered_store.rglob("extents/*"))
         inner.close()
         if limit is not None:
             use = limit.use()
