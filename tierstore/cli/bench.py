@@ -93,12 +93,11 @@ def _show_training(result: dict[str, Any], output: Output) -> None:
         ("stalled a step", *(format_seconds(_stalled_s(run)) for _, run in runs)),
         ("peak resident memory", *(format_bytes(run["peak_resident_bytes"]) for _, run in runs)),
     ]
-    output.table(
+    output.line(
         f"{result['parameters'] / 1e6:.0f} M parameters, {format_bytes(result['record_bytes'])} of expert records, "
-        f"host budget {format_bytes(result['host_budget_bytes'])}",
-        ("", *(title for title, _ in runs)),
-        rows,
+        f"host budget {format_bytes(result['host_budget_bytes'])}"
     )
+    output.table("", ("", *(title for title, _ in runs)), rows)
     for line in result["effective"]:
         output.line(line)
     speed = result["disk_bytes_per_s"]
