@@ -94,8 +94,9 @@ def replayed(trace: Trace, policy: str, begin: int, end: int) -> Bytes:
     for first, last in ((0, begin), (begin, end)):
         _run(loop, trace, first, last)
         stats = residency.stats()
-        moved.append((int(stats["read_bytes"]), int(stats["written_bytes"])))
-    return Bytes(moved[1][0] - moved[0][0], moved[1][1] - moved[0][1])
+        moved.append((stats["read_bytes"], stats["written_bytes"]))
+    (read_before, written_before), (read, written) = moved
+    return Bytes(read - read_before, written - written_before)
 
 
 def _run(loop: Replay, trace: Trace, first: int, last: int) -> None:

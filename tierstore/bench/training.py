@@ -84,6 +84,7 @@ class _Sample:
             "step_p10_s": step.p10,
             "step_p90_s": step.p90,
             "step_least_s": step.least,
+            "step_cpu_s": sum(row["cpu_s"] for row in self.rows) / count,
             "step_read_bytes": total("read_bytes") // count,
             "step_written_bytes": total("written_bytes") // count,
             "hit_ratio": total("hits") / max(total("hits") + total("misses"), 1),

@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -127,12 +128,13 @@ def _train(first: Mapping[str, Any], requests: IO[bytes], answer: Any) -> None:
     with open_session(config, Opening.CREATE, trace=trace) as trainer:
         answer({"fixed_resident_bytes": fixed, "effective": trainer.store.describe()})
         for line in requests:
-            before, stalls = _counts(trainer), _stalls(trainer)
+            before, stalls, cpu = _counts(trainer), _stalls(trainer), time.process_time()
             results = [trainer.step() for _ in range(json.loads(line)["steps"])]
             after = _counts(trainer)
             answer(
                 {
                     "step_s": [result.seconds for result in results],
+                    "cpu_s": time.process_time() - cpu,
                     "losses": [result.loss for result in results],
                     "peak_resident_bytes": peak_resident_bytes(),
                     "stall_s_by_cause": {

@@ -87,6 +87,7 @@ def _show_training(result: dict[str, Any], output: Output) -> None:
             "step, 10% to 90%",
             *(f"{format_seconds(run['step_p10_s'])} to {format_seconds(run['step_p90_s'])}" for _, run in runs),
         ),
+        ("CPU time a step, all threads", *(format_seconds(run["step_cpu_s"]) for _, run in runs)),
         ("read a step", *(format_bytes(run["step_read_bytes"]) for _, run in runs)),
         ("written a step", *(format_bytes(run["step_written_bytes"]) for _, run in runs)),
         ("hits", *(f"{run['hit_ratio']:.1%}" for _, run in runs)),
