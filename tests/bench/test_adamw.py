@@ -1,13 +1,10 @@
 """bench adamw: complete figures that agree with each other, JSON last. Nothing here asserts a speed."""
 
-import io
-import json
-
 import pytest
 import torch
-from rich.console import Console
 
 from tierstore.bench import adamw
+from tierstore.cli.output import Output
 from tierstore.errors import ConfigError
 
 
@@ -49,12 +46,23 @@ def test_every_contestant_is_measured(result):
     assert result["instruction_set"] in ("scalar", "avx2", "avx512")
 
 
-def test_json_is_the_last_line(result):
-    out = io.StringIO()
-    adamw.render(result, Console(file=out, width=100))
-    lines = out.getvalue().splitlines()
-    assert json.loads(lines[-1]) == result
-    assert "torch fused AdamW" in out.getvalue()
+def test_the_table_names_every_contestant(result, capsys):
+    adamw.render(result, Output.for_option(False))
+    out = capsys.readouterr().out
+    assert "torch fused AdamW" in out
+    assert "replay / read" not in out
+
+
+def test_a_record_is_read_where_the_directory_is(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(adamw, "RECORD_PARAMETERS", 4096)
+    monkeypatch.setattr(adamw, "_PROBE_BYTES", 1 << 20)
+    monkeypatch.setattr(adamw, "_READ_BYTES", 1 << 20)
+    result = adamw.run(parameters=1000, threads=1, repeats=2, directory=tmp_path)
+    assert result["record_bytes"] == 4096 * 12
+    assert result["record_replay_to_read_ratio"] > 0
+    assert not list(tmp_path.iterdir())
+    adamw.render(result, Output.for_option(False))
+    assert "replay / read" in capsys.readouterr().out
 
 
 def test_torch_keeps_its_thread_count():

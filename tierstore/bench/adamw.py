@@ -3,6 +3,9 @@
 Each round measures every contestant once, in turn, so that a machine whose speed drifts treats them alike.
 Figures are medians over the rounds with their spread; a ratio is the median of the rounds' ratios.
 
+With a directory, also: the replay of one record of ``RECORD_PARAMETERS`` on one thread, as the engine does it, against
+the read of such a record from a file there (12 bytes a parameter, many reads in flight, past the page cache).
+
 Contestants: ``copy`` (memory to memory), ``torch`` (``torch.optim.AdamW(fused=True)``), ``step`` (one step),
 ``replay`` (``REPLAYED`` missed steps in one pass, without a gradient) and ``subnormal`` (the same over
 moments that are subnormal, or become so).
@@ -14,34 +17,40 @@ not counted, and only the copy has such a destination: a step in place may excee
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
-from rich.table import Table
 
 from tierstore import _native
+from tierstore.bench.bound import Bytes
+from tierstore.bench.disk import DiskProbe
 from tierstore.errors import ConfigError
+from tierstore.store.config import IoConfig
 from tierstore.units import format_bytes, format_seconds
 
-__all__ = ["REPLAYED", "render", "run"]
+__all__ = ["REPLAYED", "Lines", "render", "run"]
 
 BYTES_PER_PARAMETER = 28
 REPLAYED = 16
+RECORD_PARAMETERS = 1 << 20
+_READ_BYTES = 256 << 20
+_PROBE_BYTES = 1 << 30
 
 _Array = npt.NDArray[np.float32]
 _LR, _BETA1, _BETA2, _EPS, _DECAY = 1e-3, 0.9, 0.999, 1e-8, 0.01
 
 
-def run(parameters: int = 100_000_000, threads: int = 2, repeats: int = 7) -> dict[str, Any]:
+def run(
+    parameters: int = 100_000_000, threads: int = 2, repeats: int = 7, *, directory: Path | None = None
+) -> dict[str, Any]:
     """Measure, and return figures ready for JSON; keys name their units, ratios are plain numbers.
 
     ``parameters`` fp32 parameters, ``threads`` threads for every contestant (ours: Python threads over equal
@@ -58,6 +67,7 @@ def run(parameters: int = 100_000_000, threads: int = 2, repeats: int = 7) -> di
     try:
         with ThreadPoolExecutor(threads) as pool:
             samples = _measure(parameters, threads, repeats, pool)
+        record = {} if directory is None else _record(directory, repeats)
     finally:
         torch.set_num_threads(threads_before)
     return {
@@ -71,6 +81,27 @@ def run(parameters: int = 100_000_000, threads: int = 2, repeats: int = 7) -> di
         "replayed_steps": REPLAYED,
         "bytes_per_parameter": BYTES_PER_PARAMETER,
         **_figures(samples, parameters),
+        **record,
+    }
+
+
+def _record(directory: Path, repeats: int) -> dict[str, Any]:
+    """Seconds to replay one record and to read it, in turn."""
+    weight, exp_avg, exp_avg_sq = (np.full(RECORD_PARAMETERS, 1e-3, np.float32) for _ in range(3))
+    nbytes = RECORD_PARAMETERS * 12
+    replays, reads = [], []
+    with DiskProbe(directory, _PROBE_BYTES, (nbytes,), IoConfig()) as probe:
+        for _ in range(repeats):
+            start = time.perf_counter()
+            _native.adamw(weight, exp_avg, exp_avg_sq, None, _steps(REPLAYED))
+            replays.append(time.perf_counter() - start)
+            reads.append(nbytes / probe.bytes_per_s(Bytes(_READ_BYTES, 0)))
+    return {
+        "record_parameters": RECORD_PARAMETERS,
+        "record_bytes": nbytes,
+        "record_replay_s": statistics.median(replays),
+        "record_read_s": statistics.median(reads),
+        "record_replay_to_read_ratio": statistics.median(a / b for a, b in zip(replays, reads, strict=True)),
     }
 
 
@@ -178,15 +209,16 @@ def _figures(samples: dict[str, list[float]], parameters: int) -> dict[str, Any]
     return figures
 
 
-def render(result: dict[str, Any], console: Console | None = None) -> None:
-    """Print the environment and a table for people, then ``result`` as one line of JSON, last."""
-    console = console or Console()
-    console.print(
-        f"AdamW, {result['parameters']:,} fp32 parameters, {result['threads']} threads, "
-        f"{result['instruction_set']}, torch {result['torch_version']}, "
-        f"OMP_WAIT_POLICY {result['omp_wait_policy']}, {result['repeats']} rounds",
-        highlight=False,
-    )
+class Lines(Protocol):
+    """Where figures are shown."""
+
+    def line(self, text: str = "") -> None: ...
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None: ...
+
+
+def render(result: dict[str, Any], output: Lines) -> None:
+    """The environment, a table and the ratios, for people."""
     labels = {
         "copy": "copy",
         "torch": "torch fused AdamW",
@@ -194,20 +226,27 @@ def render(result: dict[str, Any], console: Console | None = None) -> None:
         "replay": f"{result['replayed_steps']} missed steps in one pass",
         "subnormal": "the same, subnormal moments",
     }
-    table = Table("", *("median", "min", "max", "ns/parameter", "bytes/s"))
+    rows = []
     for name, label in labels.items():
         row = result[name]
-        table.add_row(
-            label,
-            *(format_seconds(row[key]) for key in ("median_s", "min_s", "max_s")),
-            f"{row['s_per_parameter'] * 1e9:.3f}",
-            f"{format_bytes(row['median_bytes_per_s'])}/s",
-        )
-    console.print(table)
-    console.print(
+        seconds = [format_seconds(row[key]) for key in ("median_s", "min_s", "max_s")]
+        speed = f"{format_bytes(row['median_bytes_per_s'])}/s"
+        rows.append((label, *seconds, f"{row['s_per_parameter'] * 1e9:.3f}", speed))
+    output.table(
+        f"AdamW, {result['parameters']:,} fp32 parameters, {result['threads']} threads, "
+        f"{result['instruction_set']}, torch {result['torch_version']}, "
+        f"OMP_WAIT_POLICY {result['omp_wait_policy']}, {result['repeats']} rounds",
+        ("", "median", "min", "max", "ns/parameter", "bytes/s"),
+        rows,
+    )
+    output.line(
         f"of torch's speed {result['speed_to_torch_ratio']:.2f}, of copy bandwidth "
         f"{result['speed_to_copy_ratio']:.2f}; replay / step {result['replay_to_step_ratio']:.2f}, "
-        f"subnormal / replay {result['subnormal_to_replay_ratio']:.2f}",
-        highlight=False,
+        f"subnormal / replay {result['subnormal_to_replay_ratio']:.2f}"
     )
-    console.file.write(json.dumps(result) + "\n")
+    if "record_read_s" in result:
+        output.line(
+            f"a record of {format_bytes(result['record_bytes'])}: replay on one thread "
+            f"{format_seconds(result['record_replay_s'])}, read {format_seconds(result['record_read_s'])}; "
+            f"replay / read {result['record_replay_to_read_ratio']:.2f}"
+        )

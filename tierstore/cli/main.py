@@ -40,6 +40,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "verify": CommandEntry(
         "tierstore.cli.verify:verify", "Read and check every record of every snapshot of a store."
     ),
+    "bench": CommandEntry("tierstore.cli.bench:bench", "Benchmarks of training, AdamW and commits."),
 }
 
 

@@ -1,0 +1,101 @@
+"""tierstore bench, end to end on tiny sizes: what it prints and what must hold. Nothing here asserts a speed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierstore.cli.main import cli
+from tierstore.cli.output import unit_violations
+
+TINY = [
+    *("model.d_model=32", "model.d_ff=64", "model.n_layers=2", "model.n_heads=2", "model.experts=8"),
+    *("model.seq_len=16", "data.batch_size=2", "threads=1"),
+]
+
+
+def bench(*args: str | Path) -> int:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["bench", *map(str, args)])
+    assert isinstance(exit_.value.code, int)
+    return exit_.value.code
+
+
+def tiny(tmp_path: Path, *args: str) -> list[str]:
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(256)) * 2048)
+    settings = [f"--set={setting}" for setting in (*TINY, f"data.paths={text}")]
+    return ["train", f"--store={tmp_path / 'bench'}", "--steps=2", "--warmup=1", "--rounds=2", *settings, *args]
+
+
+def last_object(out: str) -> dict[str, Any]:
+    found = json.loads(out.splitlines()[-1])
+    assert isinstance(found, dict)
+    return found
+
+
+def test_train(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert bench(*tiny(tmp_path, "--host-budget=300KiB", "--json")) == 0
+    out, err = capfd.readouterr()
+    found = last_object(out)
+    counts = frozenset({"steps", "rounds", "warmup_steps", "parameters", "experts"})
+    assert list(unit_violations(found, counts=counts)) == []
+    assert found["same_losses"] is True
+    assert found["in_ram"]["step_read_bytes"] == found["in_ram"]["step_written_bytes"] == 0
+    assert found["in_ram"]["hit_ratio"] == 1
+    assert found["tiered"]["step_read_bytes"] > 0
+    moved = found["compulsory_read_bytes"] + found["compulsory_written_bytes"]
+    assert 0 < moved <= min(policy["step_moved_bytes"] for policy in found["policies"]) + 1
+    assert 0 < found["bound_s"]
+    assert found["bound_s"] <= max(found["in_ram"]["step_p90_s"], found["compulsory_s"]) * 2
+    assert found["step_to_bound_ratio"] > 0
+    assert "step / bound" in err
+    assert not (tmp_path / "bench").exists()
+
+
+def test_train_without_a_baseline(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert bench(*tiny(tmp_path, "--host-budget=300KiB", "--baseline=none")) == 0
+    out = capfd.readouterr().out
+    assert "in RAM" not in out
+    assert "step / time of compulsory bytes" in out
+    assert "peak resident memory" in out
+
+
+def test_a_failure_of_a_training_process_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert bench(*tiny(tmp_path, "--host-budget=4KiB")) == 2
+    err = capfd.readouterr().err.splitlines()
+    assert err[-1].startswith("tierstore: error: tiered: BudgetError: host_budget")
+    assert not (tmp_path / "bench").exists()
+
+
+def test_a_directory_that_exists_is_left_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bench").mkdir()
+    assert bench(*tiny(tmp_path)) == 2
+    assert "wants a directory of its own" in capfd.readouterr().err
+    assert (tmp_path / "bench").is_dir()
+
+
+def test_adamw(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from tierstore.bench import adamw
+
+    monkeypatch.setattr(adamw, "RECORD_PARAMETERS", 4096)
+    monkeypatch.setattr(adamw, "_PROBE_BYTES", 1 << 20)
+    monkeypatch.setattr(adamw, "_READ_BYTES", 1 << 20)
+    arguments = ["adamw", "--parameters=1000", "--threads=1", "--repeats=2", f"--store={tmp_path}", "--json"]
+    assert bench(*arguments) == 0
+    found = last_object(capsys.readouterr().out)
+    assert found["record_bytes"] == 4096 * 12
+    assert found["record_replay_to_read_ratio"] > 0
+
+
+def test_commit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["commit", "--records=3", "--record-bytes=48KiB", "--rounds=2", f"--store={tmp_path / 'b'}", "--json"]
+    assert bench(*arguments) == 0
+    found = last_object(capsys.readouterr().out)
+    assert found["dirty_bytes"] == 3 * 48 * 1024
+    assert 0 < found["commit_least_s"] <= found["commit_median_s"] <= found["commit_greatest_s"]
+    assert found["commit_to_write_ratio"] > 0
+    assert not (tmp_path / "b").exists()

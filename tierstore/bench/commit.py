@@ -1,0 +1,79 @@
+"""What a commit costs beyond the bytes that it must write.
+
+Every record of a store is stepped, so that the whole cache is dirty, and the commit is timed from the moment that nothing is
+in flight. In turn with it the same bytes, in transfers of the same sizes, are written to a preallocated file beside
+the store and synced.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tierstore.bench.bound import Bytes
+from tierstore.bench.disk import DiskProbe, Durable
+from tierstore.errors import ConfigError
+from tierstore.stats import spread
+from tierstore.store import ParameterStore, RecordSchema, StoreConfig
+
+__all__ = ["run"]
+
+
+def run(place: Path, *, records: int, record_bytes: int, rounds: int) -> dict[str, Any]:
+    """Measures in ``place`` (made, and removed at exit); figures ready for JSON. Raises ConfigError, OSError."""
+    for name, value in (("records", records), ("record_bytes", record_bytes // 12), ("rounds", rounds)):
+        if value < 1:
+            raise ConfigError(f"{name}: expected more, got {value}")
+    if place.exists():
+        raise ConfigError(f"store: {place} exists; the benchmark wants a directory of its own")
+    place.mkdir(parents=True)
+    try:
+        return _run(place, records, record_bytes // 12, rounds)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _run(place: Path, records: int, numel: int, rounds: int) -> dict[str, Any]:
+    keys = [f"record.{number:05d}" for number in range(records)]
+    gradient = np.full(numel, 1e-3, np.float32)
+    config = StoreConfig(host_budget=(records + 1) * (numel * 12 + numel // 2 + (1 << 20)))
+    commits, writes = [], []
+    dirty = 0
+    with ParameterStore.create(place / "store", [RecordSchema("record", numel)], config) as store:
+        store.reserve({"record": records})
+        for key in keys:
+            store.register(key, "record", weight=gradient)
+        store.commit()
+        with DiskProbe(place, records * numel * 12, (numel * 4, numel * 8), config.io) as probe:
+            for turn in range(rounds + 2):  # two that do not count: the first writes to fresh slots
+                store.update(dict.fromkeys(keys, gradient), lr=1e-3)
+                store.fetch(keys).release()  # waits for the steps
+                before = int(store.engine.stats()["written_bytes"])
+                begun = time.perf_counter()
+                store.commit()
+                seconds = time.perf_counter() - begun
+                dirty = int(store.engine.stats()["written_bytes"]) - before
+                speed = probe.bytes_per_s(Bytes(0, dirty), durable=Durable.YES)
+                if turn >= 2:
+                    commits.append(seconds)
+                    writes.append(dirty / speed)
+    figures: dict[str, Any] = {
+        "bench": "commit",
+        "records": records,
+        "record_bytes": numel * 12,
+        "dirty_bytes": dirty,
+        "rounds": rounds,
+        "commit_to_write_ratio": statistics.median(a / b for a, b in zip(commits, writes, strict=True)),
+    }
+    for name, values in (("commit", commits), ("write", writes)):
+        figures |= {
+            f"{name}_median_s": spread(values).median,
+            f"{name}_least_s": spread(values).least,
+            f"{name}_greatest_s": spread(values).greatest,
+        }
+    return figures

@@ -1,0 +1,180 @@
+"""``tierstore bench``: how fast this machine runs what tierstore does, in ratios measured in one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tierstore.cli.options import SIZE, config_overrides, help_config_option, json_option, set_option
+from tierstore.cli.output import Output
+from tierstore.config import load
+from tierstore.units import format_bytes, format_seconds
+
+__all__ = ["bench"]
+
+_COUNTS = frozenset(
+    {"warmup_steps", "rounds", "replayed_steps", "bytes_per_parameter", "s_per_parameter", "record_parameters"}
+)
+
+
+def _config_class() -> type[object]:
+    from tierstore.train.config import TrainConfig
+
+    return TrainConfig
+
+
+@click.group()
+def bench() -> None:
+    """Stress tests and benchmarks. Each prints a table; with --json the last line is one object."""
+
+
+@bench.command()
+@click.argument("config", required=False, type=click.Path(path_type=Path))
+@click.option("--steps", type=int, default=5, show_default=True, help="Steps of one round.")
+@click.option("--warmup", type=int, default=5, show_default=True, help="Steps before the first round.")
+@click.option("--rounds", type=int, default=3, show_default=True, help="Rounds; the runs take turns.")
+@click.option("--host-budget", type=SIZE, help="Memory for experts in the tiered run.")
+@click.option("--store", type=click.Path(path_type=Path), help="A directory to make, measure in, and remove.")
+@click.option(
+    "--baseline",
+    type=click.Choice(["in-ram", "none"]),
+    default="in-ram",
+    show_default=True,
+    help="What to compare with; none for models that do not fit in RAM.",
+)
+@click.option("--cgroup-limit", type=SIZE, default="0", help="Confine the tiered run to a memory cgroup.")
+@set_option
+@json_option
+@help_config_option(_config_class)
+def train(
+    config: Path | None,
+    steps: int,
+    warmup: int,
+    rounds: int,
+    host_budget: int | None,
+    store: Path | None,
+    baseline: str,
+    cgroup_limit: int,
+    settings: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """The same steps with everything in RAM and with experts on disk, in turns.
+
+    The bound of a step is max(the same step in RAM, compulsory bytes / bandwidth of the same mix of reads and writes).
+    """
+    from tierstore.bench.training import Baseline, TrainBench, run
+    from tierstore.train.config import TrainConfig
+
+    place = store or Path("tierstore-bench")
+    overrides = config_overrides(settings, {"host_budget": host_budget, "store": place})
+    loaded = load(TrainConfig, config, overrides)
+    plan = TrainBench(
+        steps=steps, warmup=warmup, rounds=rounds, baseline=Baseline(baseline), cgroup_limit=cgroup_limit
+    )
+    output = Output.for_option(as_json, counts=_COUNTS)
+    result = run(loaded, plan, output.line)
+    _show_training(result, output)
+    output.emit(result)
+
+
+def _show_training(result: dict[str, Any], output: Output) -> None:
+    runs = [(title, result[key]) for title, key in (("in RAM", "in_ram"), ("tiered", "tiered")) if key in result]
+    rows: list[tuple[str, ...]] = [
+        ("step, median", *(format_seconds(run["step_median_s"]) for _, run in runs)),
+        (
+            "step, 10% to 90%",
+            *(f"{format_seconds(run['step_p10_s'])} to {format_seconds(run['step_p90_s'])}" for _, run in runs),
+        ),
+        ("CPU time a step, all threads", *(format_seconds(run["step_cpu_s"]) for _, run in runs)),
+        ("read a step", *(format_bytes(run["step_read_bytes"]) for _, run in runs)),
+        ("written a step", *(format_bytes(run["step_written_bytes"]) for _, run in runs)),
+        ("hits", *(f"{run['hit_ratio']:.1%}" for _, run in runs)),
+        ("stalled a step", *(format_seconds(_stalled_s(run)) for _, run in runs)),
+        ("peak resident memory", *(format_bytes(run["peak_resident_bytes"]) for _, run in runs)),
+    ]
+    output.line(
+        f"{result['parameters'] / 1e6:.0f} M parameters, {format_bytes(result['record_bytes'])} of expert records, "
+        f"host budget {format_bytes(result['host_budget_bytes'])}"
+    )
+    output.table("", ("", *(title for title, _ in runs)), rows)
+    for line in result["effective"]:
+        output.line(line)
+    speed = result["disk_bytes_per_s"]
+    output.line(
+        f"{result['tokens_per_s']:.0f} tokens/s; compulsory {format_bytes(result['compulsory_read_bytes'])} read and "
+        f"{format_bytes(result['compulsory_written_bytes'])} written a step ({result['compulsory_policy']}; "
+        f"clairvoyant {format_bytes(result['clairvoyant_bytes'])} in all)"
+        + (f" at {format_bytes(int(speed))}/s take {format_seconds(result['compulsory_s'])}" if speed else "")
+    )
+    if result["step_to_in_ram_ratio"] is not None:
+        output.line(
+            f"step / bound {result['step_to_bound_ratio']:.3f}, bound {format_seconds(result['bound_s'])}; "
+            f"step / step in RAM {result['step_to_in_ram_ratio']:.3f}; "
+            f"same losses: {'yes' if result['same_losses'] else 'NO'}"
+        )
+    else:
+        output.line(f"step / time of compulsory bytes {result['step_to_bound_ratio']:.3f}")
+    if result["page_cache_bytes"] is not None:
+        output.line(
+            f"in the page cache: {format_bytes(result['page_cache_bytes'])} of "
+            f"{format_bytes(result['extent_bytes'])} of extents"
+        )
+    if "cgroup_limit_bytes" in result:
+        output.line(
+            f"memory cgroup of {format_bytes(result['cgroup_limit_bytes'])}: peak "
+            f"{format_bytes(result['cgroup_peak_bytes'])}, {result['cgroup_kills_count']} kills"
+        )
+
+
+def _stalled_s(run: dict[str, Any]) -> float:
+    return float(sum(stall["step_stall_s"] for stall in run["stalls"]))
+
+
+@bench.command()
+@click.option("--parameters", type=int, default=100_000_000, show_default=True, help="fp32 parameters.")
+@click.option("--threads", type=int, default=2, show_default=True)
+@click.option("--repeats", type=int, default=7, show_default=True, help="Rounds.")
+@click.option(
+    "--store",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    default=Path("."),
+    help="Where to measure the read of a record.",
+)
+@json_option
+def adamw(parameters: int, threads: int, repeats: int, store: Path, as_json: bool) -> None:
+    """The native AdamW against torch's fused AdamW, the machine's copy bandwidth, and a read from disk."""
+    from tierstore.bench.adamw import render, run
+
+    output = Output.for_option(as_json, counts=_COUNTS)
+    result = run(parameters, threads, repeats, directory=store)
+    render(result, output)
+    output.emit(result)
+
+
+@bench.command()
+@click.option("--records", type=int, default=32, show_default=True)
+@click.option("--record-bytes", type=SIZE, default="24MiB", show_default=True)
+@click.option("--rounds", type=int, default=5, show_default=True)
+@click.option("--store", type=click.Path(path_type=Path), help="A directory to make, measure in, and remove.")
+@json_option
+def commit(records: int, record_bytes: int, rounds: int, store: Path | None, as_json: bool) -> None:
+    """A commit of a cache full of dirty records against durable writes of the same bytes."""
+    from tierstore.bench.commit import run
+
+    output = Output.for_option(as_json, counts=_COUNTS)
+    result = run(store or Path("tierstore-bench"), records=records, record_bytes=record_bytes, rounds=rounds)
+    output.table(
+        f"{records} records, {format_bytes(result['dirty_bytes'])} dirty, {rounds} rounds",
+        ("", "median", "least", "greatest"),
+        [
+            (
+                title,
+                *(format_seconds(result[f"{key}_{which}_s"]) for which in ("median", "least", "greatest")),
+            )
+            for title, key in (("commit", "commit"), ("durable write of the same bytes", "write"))
+        ],
+    )
+    output.line(f"commit / write {result['commit_to_write_ratio']:.3f}")
+    output.emit(result)
