@@ -53,7 +53,13 @@ def format_bytes(count: float) -> str:
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"
+            return (
+                f"{size:.0f} B"
+                if unit == "B"
+                else f"{size:.3g} {unit}"
+                if size < 1000
+                else f"{size:.0f} {unit}"
+            )
         size /= 1024
     return f"{size:.3g} TiB"
 

@@ -17,7 +17,9 @@ from tierstore.lab.trace import TraceHeader, TraceKind, TraceRecord, TraceWriter
 WEIGHTS, STEP = int(Need.WEIGHTS), int(Need.WEIGHTS | Need.DIRTY_WEIGHTS)
 
 
-def write(path: Path, steps: list[list[int]], *, capacity: int, records: int, flags: int, lookahead: int = 0) -> None:
+def write(
+    path: Path, steps: list[list[int]], *, capacity: int, records: int, flags: int, lookahead: int = 0
+) -> None:
     """Steps of accesses to one record each, of one frame and 100 bytes. ``lookahead``: with speculation on the next."""
     record = TraceRecord(0, (1, 1, 1), (100, 100, 100), 0b011)
     header = TraceHeader(
@@ -27,7 +29,9 @@ def write(path: Path, steps: list[list[int]], *, capacity: int, records: int, fl
         for step in steps:
             for number in step:
                 trace.event(
-                    TraceKind.ACCESS, records=np.array([number], np.uint32), flags=np.array([flags], np.uint16)
+                    TraceKind.ACCESS,
+                    records=np.array([number], np.uint32),
+                    flags=np.array([flags], np.uint16),
                 )
                 if lookahead:
                     following = np.array([(number + 1) % records], np.uint32)

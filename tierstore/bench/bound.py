@@ -94,7 +94,7 @@ def replayed(trace: Trace, policy: str, begin: int, end: int) -> Bytes:
     for first, last in ((0, begin), (begin, end)):
         _run(loop, trace, first, last)
         stats = residency.stats()
-        moved.append((stats["read_bytes"], stats["written_bytes"]))
+        moved.append((int(str(stats["read_bytes"])), int(str(stats["written_bytes"]))))
     (read_before, written_before), (read, written) = moved
     return Bytes(read - read_before, written - written_before)
 

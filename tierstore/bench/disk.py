@@ -104,7 +104,10 @@ class DiskProbe:
         call = self._engine.read if kind == "read" else self._engine.write
         before = self._tickets[place]
         self._tickets[place] = call(
-            self._file, slot * self._slot_bytes, [self._buffers[place][size]], after=[before] if before else []
+            self._file,
+            slot * self._slot_bytes,
+            [self._buffers[place][size]],
+            after=[before] if before else [],
         )
 
     def _drain(self, durable: Durable) -> None:

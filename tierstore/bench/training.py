@@ -114,7 +114,9 @@ def in_ram(config: TrainConfig) -> TrainConfig:
     return replace(config, host_budget=records + slots.nbytes, prefetch=prefetch)
 
 
-def run(config: TrainConfig, bench: TrainBench, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+def run(
+    config: TrainConfig, bench: TrainBench, say: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
     """Measures, and returns figures ready for JSON. ``config.store`` is a directory for stores, emptied at exit.
 
     Raises ConfigError (``config.store`` exists), BudgetError, CapabilityError, WorkerError, OSError.
@@ -218,7 +220,8 @@ def _bound(
         "compulsory_read_bytes": moved.read,
         "compulsory_written_bytes": moved.written,
         "policies": [
-            {"policy": name, "step_moved_bytes": total.per(count).total} for name, total in least.by_policy.items()
+            {"policy": name, "step_moved_bytes": total.per(count).total}
+            for name, total in least.by_policy.items()
         ],
         "clairvoyant_bytes": future.total,
         "disk_bytes_per_s": statistics.median(bandwidth) if bandwidth else None,
@@ -226,7 +229,9 @@ def _bound(
         "bound_s": statistics.median(bounds),
         "step_to_bound_ratio": statistics.median(ratios),
         "step_to_in_ram_ratio": (
-            statistics.median(step / ram for step, ram in zip(tiered, whole, strict=True)) if whole[0] else None
+            statistics.median(step / ram for step, ram in zip(tiered, whole, strict=True))
+            if whole[0]
+            else None
         ),
         "same_losses": _same_losses(samples),
     }

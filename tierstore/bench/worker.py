@@ -39,7 +39,9 @@ class TrainingProcess:
         self._name = name
         environment = os.environ | {"OMP_WAIT_POLICY": "passive"}
         package = str(Path(__file__).resolve().parents[2])
-        environment["PYTHONPATH"] = os.pathsep.join([package, environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        environment["PYTHONPATH"] = os.pathsep.join([package, environment.get("PYTHONPATH", "")]).rstrip(
+            os.pathsep
+        )
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tierstore.bench.worker"],
             stdin=subprocess.PIPE,
@@ -50,7 +52,9 @@ class TrainingProcess:
             if limit is not None:
                 limit.add(self._process.pid)
             #: What the process said when its session was open.
-            self.opened = self._ask({"config": as_dict(config), "trace": None if trace is None else str(trace)})
+            self.opened = self._ask(
+                {"config": as_dict(config), "trace": None if trace is None else str(trace)}
+            )
         except BaseException:
             self._process.kill()
             self.close()
@@ -138,7 +142,8 @@ def _train(first: Mapping[str, Any], requests: IO[bytes], answer: Any) -> None:
                     "losses": [result.loss for result in results],
                     "peak_resident_bytes": peak_resident_bytes(),
                     "stall_s_by_cause": {
-                        cause: (total - stalls.get(cause, 0)) / 1e9 for cause, total in _stalls(trainer).items()
+                        cause: (total - stalls.get(cause, 0)) / 1e9
+                        for cause, total in _stalls(trainer).items()
                     },
                     **{name: after[name] - before[name] for name in after},
                 }

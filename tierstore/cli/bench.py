@@ -15,7 +15,14 @@ from tierstore.units import format_bytes, format_seconds
 __all__ = ["bench"]
 
 _COUNTS = frozenset(
-    {"warmup_steps", "rounds", "replayed_steps", "bytes_per_parameter", "s_per_parameter", "record_parameters"}
+    {
+        "warmup_steps",
+        "rounds",
+        "replayed_steps",
+        "bytes_per_parameter",
+        "s_per_parameter",
+        "record_parameters",
+    }
 )
 
 
@@ -80,12 +87,17 @@ def train(
 
 
 def _show_training(result: dict[str, Any], output: Output) -> None:
-    runs = [(title, result[key]) for title, key in (("in RAM", "in_ram"), ("tiered", "tiered")) if key in result]
+    runs = [
+        (title, result[key]) for title, key in (("in RAM", "in_ram"), ("tiered", "tiered")) if key in result
+    ]
     rows: list[tuple[str, ...]] = [
         ("step, median", *(format_seconds(run["step_median_s"]) for _, run in runs)),
         (
             "step, 10% to 90%",
-            *(f"{format_seconds(run['step_p10_s'])} to {format_seconds(run['step_p90_s'])}" for _, run in runs),
+            *(
+                f"{format_seconds(run['step_p10_s'])} to {format_seconds(run['step_p90_s'])}"
+                for _, run in runs
+            ),
         ),
         ("CPU time a step, all threads", *(format_seconds(run["step_cpu_s"]) for _, run in runs)),
         ("read a step", *(format_bytes(run["step_read_bytes"]) for _, run in runs)),

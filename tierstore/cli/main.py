@@ -33,7 +33,9 @@ class CommandEntry:
 
 
 COMMANDS: Mapping[str, CommandEntry] = {
-    "train": CommandEntry("tierstore.cli.train:train", "Train a Mixture-of-Experts model larger than memory."),
+    "train": CommandEntry(
+        "tierstore.cli.train:train", "Train a Mixture-of-Experts model larger than memory."
+    ),
     "doctor": CommandEntry(
         "tierstore.cli.doctor:doctor", "What this machine offers, and what each capability resolved to."
     ),

@@ -34,7 +34,9 @@ def _config_class() -> type[object]:
 
 @click.command()
 @click.argument("config", required=False, type=click.Path(path_type=Path))
-@click.option("--data", multiple=True, help="Text file or directory (any number); default: Python's own source.")
+@click.option(
+    "--data", multiple=True, help="Text file or directory (any number); default: Python's own source."
+)
 @click.option("--store", type=click.Path(path_type=Path), help="Store directory.")
 @click.option("--steps", type=int, help="Optimizer steps in all.")
 @click.option("--host-budget", type=SIZE, help="Memory for experts: cache, gradients, CPU device tier.")
@@ -216,7 +218,12 @@ def _show(summary: object, output: Output, rows: list[tuple[str, str]]) -> None:
             "longest stalls",
             ("layer", "tier", "cause", "time"),
             [
-                (stall["layer"] if stall["layer"] is not None else "-", stall["tier"], stall["cause"], _seconds(stall))
+                (
+                    stall["layer"] if stall["layer"] is not None else "-",
+                    stall["tier"],
+                    stall["cause"],
+                    _seconds(stall),
+                )
                 for stall in summary.stalls[:8]
             ],
         )

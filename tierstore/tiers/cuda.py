@@ -58,7 +58,9 @@ class _CopyThread:
 class CudaDeviceTier:
     """Slots on ``device``. Gradients land in pinned host memory, one place for each gradient slot."""
 
-    def __init__(self, engine: Engine, slots: DeviceSlots, device: torch.device, huge_pages: HugePages) -> None:
+    def __init__(
+        self, engine: Engine, slots: DeviceSlots, device: torch.device, huge_pages: HugePages
+    ) -> None:
         self.device = device
         self._slots = slots
         self._weights = torch.empty(slots.weights, slots.numel, dtype=slots.compute, device=device)

@@ -26,7 +26,8 @@ class TrainConfig:
     steps: int = field(default=60, metadata={"help": "optimizer steps in all"})
     clip_norm: float = field(default=0.0, metadata={"help": "largest global gradient norm (0: no clipping)"})
     host_budget: int = field(
-        default=256 << 20, metadata={"size": True, "help": "memory for experts: cache, gradients, CPU device tier"}
+        default=256 << 20,
+        metadata={"size": True, "help": "memory for experts: cache, gradients, CPU device tier"},
     )
     device_budget: int = field(
         default=0, metadata={"size": True, "help": "memory for experts on the device (0: a few slots)"}

@@ -14,7 +14,13 @@ import psutil
 
 from tierstore.train.config import TrainConfig
 
-__all__ = ["fixed_bytes", "give_back_freed_memory", "keep_freed_memory", "peak_resident_bytes", "resident_bytes"]
+__all__ = [
+    "fixed_bytes",
+    "give_back_freed_memory",
+    "keep_freed_memory",
+    "peak_resident_bytes",
+    "resident_bytes",
+]
 
 #: What torch, its thread pools and the fragmentation of freed activations take beyond that, bytes (measured).
 _WORKING_BYTES = 160 << 20

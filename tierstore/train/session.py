@@ -26,14 +26,13 @@ from tierstore.stats import StallLedger
 from tierstore.store.config import StoreConfig
 from tierstore.store.format import RecordSchema, WeightFormat
 from tierstore.store.opening import IDENTITY, minimum_host_budget, read_identity
-from tierstore.store.optimizer import CachedRecord
 from tierstore.store.parameter_store import NewRecord, ParameterStore
 from tierstore.tiers import DeviceSlots, open_device_tier
 from tierstore.timeline import NullTimeline, TimelineSink
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TextData
-from tierstore.train.footprint import give_back_freed_memory
 from tierstore.train.dense import DenseParameters, dense_schemas
+from tierstore.train.footprint import give_back_freed_memory
 from tierstore.train.state import TrainState, conditions, differences
 from tierstore.train.trainer import Trainer
 from tierstore.units import format_bytes
@@ -214,7 +213,9 @@ def choose_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise CapabilityError(f"device: {name} was asked for, and torch {torch.__version__} finds no CUDA device")
+        raise CapabilityError(
+            f"device: {name} was asked for, and torch {torch.__version__} finds no CUDA device"
+        )
     return torch.device(name)
 
 
@@ -238,7 +239,9 @@ def _register_experts(config: TrainConfig, store: ParameterStore) -> None:
 def _resumed_state(config: TrainConfig, store: ParameterStore, present: dict[str, object]) -> TrainState:
     state = TrainState.unpack(store.state, where=str(config.store))
     changed = differences(state.conditions, present)
-    shape = [line for line in changed if line.startswith("model.") and not line.startswith("model.checkpoint")]
+    shape = [
+        line for line in changed if line.startswith("model.") and not line.startswith("model.checkpoint")
+    ]
     if shape:
         raise StoreFormatError(f"{config.store}: the store holds another model ({'; '.join(shape)})")
     if changed:

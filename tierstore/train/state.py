@@ -40,14 +40,18 @@ class TrainState:
     def unpack(cls, state: Mapping[str, bytes], *, where: str) -> TrainState:
         """Raises StoreFormatError naming ``where`` when the store was not made by training."""
         if STATE_KEY not in state:
-            raise StoreFormatError(f"{where}: the store holds no training state, so there is nothing to resume")
+            raise StoreFormatError(
+                f"{where}: the store holds no training state, so there is nothing to resume"
+            )
         try:
             return cls(**json.loads(state[STATE_KEY]))
         except (TypeError, ValueError) as error:
             raise StoreFormatError(f"{where}: the training state is damaged: {error}") from error
 
 
-def conditions(config: TrainConfig, *, threads: int, device: torch.device, data_crc32: int) -> dict[str, object]:
+def conditions(
+    config: TrainConfig, *, threads: int, device: torch.device, data_crc32: int
+) -> dict[str, object]:
     """Everything that the bits of a run depend on."""
     settings = as_dict(config)
     return {
