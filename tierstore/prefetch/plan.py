@@ -14,9 +14,9 @@ __all__ = ["GradientPlan", "PrefetchConfig"]
 class GradientPlan(Enum):
     """When a complete expert gradient becomes a step.
 
-    ``IMMEDIATE``: during the backward pass, as soon as it is complete. ``DEFERRED``: when the gradient norm of
-    the whole model is known (clipping); until then it waits in the host cache, and spills to disk when it does
-    not fit.
+    ``IMMEDIATE``: during the backward pass, as soon as it is complete. ``DEFERRED``: when the gradient norm
+    of the whole model is known (clipping); until then it waits in the host cache, and spills to disk when it
+    does not fit.
     """
 
     IMMEDIATE = "immediate"
