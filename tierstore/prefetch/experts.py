@@ -1,12 +1,15 @@
-"""The vertical dimension of the schedule (SE-MoE section 2.2): experts move disk -> host -> device as layers need them.
+"""The vertical dimension of the schedule (SE-MoE section 2.2): experts move disk -> host -> device as
+layers need them.
 
-``TieredExperts`` is the model's expert source. Each layer pass is one atomic access of the host cache: while experts of
-one group compute, the next ones are copied to the device and the following groups and layer passes are read. In
-the backward pass an expert's gradient leaves the device as soon as it is complete, and is stepped at once or kept
-for the norm (``GradientPlan``); both are queued on the engine behind whatever they need, so nothing here waits but
-for weights that a layer is about to use.
+``TieredExperts`` is the model's expert source. Each layer pass is one atomic access of the host
+cache: while experts of one group compute, the next ones are copied to the device and the following
+groups and layer passes are read. In the backward pass an expert's gradient leaves the device as
+soon as it is complete, and is stepped at once or kept for the norm (``GradientPlan``); both are
+queued on the engine behind whatever they need, so nothing here waits but for weights that a layer
+is about to use.
 
-Decisions are taken in program order, and do not depend on what has finished: see ``native/cache/residency.hpp``.
+Decisions are taken in program order, and do not depend on what has finished: see
+``native/cache/residency.hpp``.
 """
 
 from __future__ import annotations
@@ -77,7 +80,7 @@ class TieredExperts:
         #: Bytes that were on their way, but not there, when they were needed.
         self.late_prefetch_bytes = 0
 
-    # Where training stands ------------------------------------------------------------------------------------
+    # Where training stands ---------------------------------------------------------------------------------
 
     def begin_micro(self, *, index: int, count: int) -> None:
         """A training micro-batch begins: ``index`` of ``count``. The optimizer's row, if due, is open."""
@@ -91,14 +94,14 @@ class TieredExperts:
         self._training = False
         self._used.clear()
 
-    # The expert source ----------------------------------------------------------------------------------------
+    # The expert source -------------------------------------------------------------------------------------
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[TieredLease]:
-        """Leases of ``experts`` (ascending) for a forward pass. Their weights are caught up with the optimizer,
-        and gradients that wait for their step are stepped first.
+        """Leases of ``experts`` (ascending) for a forward pass. Their weights are caught up with the
+        optimizer, and gradients that wait for their step are stepped first.
 
-        A second forward pass of a layer in a micro-batch is its recomputation (activation checkpointing): the same
-        experts, and the layer's backward pass comes next.
+        A second forward pass of a layer in a micro-batch is its recomputation (activation checkpointing):
+        the same experts, and the layer's backward pass comes next.
         """
         again = self._training and layer in self._used
         if again:
@@ -130,7 +133,7 @@ class TieredExperts:
             self.gradients.take(records[unit], gradient)
         self.gradients.end_layer(layer)
 
-    # One access -------------------------------------------------------------------------------------------------
+    # One access --------------------------------------------------------------------------------------------
 
     def _walk(
         self,
@@ -142,8 +145,8 @@ class TieredExperts:
     ) -> Iterator[tuple[int, int]]:
         """Yields (unit, weight slot) for each record; the slot is loaded when it is yielded.
 
-        Left before its end (the computation raised), the access stays open: the store takes no other, and only its
-        last commit counts.
+        Left before its end (the computation raised), the access stays open: whoever drives this poisons
+        the store, whose last commit stands.
         """
         numbers, flags = self._needs(phase, records, later=0)
         groups = self._store.begin_access(phase, layer, numbers, flags)
@@ -212,7 +215,7 @@ class TieredExperts:
         else:
             self._store.wait(tickets)
 
-    # What passes need ---------------------------------------------------------------------------------------------
+    # What passes need --------------------------------------------------------------------------------------
 
     def _needs(
         self, phase: Phase, records: Sequence[CachedRecord], *, later: int

@@ -1,9 +1,10 @@
 """What becomes of expert gradients: accumulated in fp32, stepped at once or when the norm is known.
 
-A gradient arrives complete for one micro-batch. Where it cannot be stepped at once (more micro-batches follow, or
-clipping waits for the norm) it is added to the record's GRADIENTS entry of the host cache, which spills to disk like any
-other dirty entry. The sum of squares is taken of every final gradient, before any state moves on its account when
-clipping, so the norm is exact and a non-finite gradient is always noticed.
+A gradient arrives complete for one micro-batch. Where it cannot be stepped at once (more
+micro-batches follow, or clipping waits for the norm) it is added to the record's GRADIENTS entry of
+the host cache, which spills to disk like any other dirty entry. The sum of squares is taken of
+every final gradient, before any state moves on its account when clipping, so the norm is exact and
+a non-finite gradient is always noticed.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class GradientKeeper:
         self._scale = 1.0
         self._last_micro = True
 
-    # The backward passes of one step ----------------------------------------------------------------------------
+    # The backward passes of one step -----------------------------------------------------------------------
 
     def begin_micro(self, *, index: int, count: int) -> None:
         if index == 0:
@@ -81,7 +82,7 @@ class GradientKeeper:
         self._device.release_gradient(slot, reading)
 
     def end_layer(self, layer: int) -> None:
-        """``layer``'s last backward pass of a micro-batch is over: finishes records that only earlier ones reached."""
+        """``layer``'s backward pass is over: after the last one, finishes what only earlier ones reached."""
         if not self._last_micro:
             return
         left = [r for r in self._records[layer] if r.number in self._kept - self._squared]
@@ -116,7 +117,7 @@ class GradientKeeper:
         self._squared.add(record.number)
         return ticket
 
-    # The norm, and the steps that waited for it -------------------------------------------------------------------
+    # The norm, and the steps that waited for it ------------------------------------------------------------
 
     def sum_of_squares(self) -> float:
         """The sum of squares of all final expert gradients, added in key order; waits for them."""
@@ -144,7 +145,7 @@ class GradientKeeper:
         return record.number in self._kept
 
     def step(self, record: CachedRecord) -> None:
-        """Queues the step of a pinned record with its kept gradient, which is dropped at the end of the unit."""
+        """Queues the step of a pinned record with its kept gradient, dropped at the end of the unit."""
         entry = record.entry(Group.GRADIENTS)
         gradient = self._cache.sections(entry)[0]
         scale = self._scale if self._plan is GradientPlan.DEFERRED else 1.0

@@ -14,8 +14,9 @@ __all__ = ["GradientPlan", "PrefetchConfig"]
 class GradientPlan(Enum):
     """When a complete expert gradient becomes a step.
 
-    ``IMMEDIATE``: during the backward pass, as soon as it is complete. ``DEFERRED``: when the gradient norm of the whole model is
-    known (clipping); until then it waits in the host cache, and spills to disk when it does not fit.
+    ``IMMEDIATE``: during the backward pass, as soon as it is complete. ``DEFERRED``: when the gradient norm
+    of the whole model is known (clipping); until then it waits in the host cache, and spills to disk when it
+    does not fit.
     """
 
     IMMEDIATE = "immediate"
@@ -27,9 +28,13 @@ class PrefetchConfig:
     """How far ahead experts are fetched. Changes what is waited for, never what is computed."""
 
     depth: int = field(default=1, metadata={"help": "layer passes to look ahead (0: none)"})
+<<<<<<< HEAD
     budget: float = field(
         default=0.45, metadata={"help": "share of the host cache that speculation may hold"}
     )
+=======
+    budget: float = field(default=0.45, metadata={"help": "share of the cache that speculation may hold"})
+>>>>>>> wt-train2
     predictor: PredictorName = field(
         default=PredictorName.HISTORY, metadata={"help": "what forward passes are expected to use"}
     )

@@ -1,7 +1,8 @@
 """Which experts a layer will ask for, before its router has said so.
 
-The exact set is known only after the router; in the backward pass it is what the forward pass used. A predictor sees
-every set that was used and names the experts worth speculating on, in ascending order.
+The exact set is known only after the router; in the backward pass it is what the forward pass used.
+A predictor sees every set that was used and names the experts worth speculating on, in ascending
+order.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class AllExperts:
 class HistoryPredictor:
     """Experts whose decayed activation frequency is at least one half.
 
-    After each pass ``frequency = decay * frequency + (1 - decay) * used``, starting from one half: before anything was
-    seen every expert is worth a read.
+    After each pass ``frequency = decay * frequency + (1 - decay) * used``, starting from one half: before
+    anything was seen every expert is worth a read.
     """
 
     THRESHOLD = 0.5

@@ -1,8 +1,9 @@
-"""The device tier on a CUDA device: slots in device memory, pinned landing places, one copy thread a direction.
+"""The device tier on a CUDA device: slots in device memory, pinned landing places, one copy thread a
+direction.
 
-The engine knows nothing of CUDA. A copy that a stream carries out is an *external* ticket: a thread waits for the
-tickets that it follows, puts the copy on its stream, waits for the stream and completes the ticket. Both threads
-spend their time outside the interpreter lock.
+The engine knows nothing of CUDA. A copy that a stream carries out is an *external* ticket: a thread
+waits for the tickets that it follows, puts the copy on its stream, waits for the stream and
+completes the ticket. Both threads spend their time outside the interpreter lock.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ _Work = tuple[Sequence[int], Callable[[], None], int]
 
 
 class _CopyThread:
-    """Runs copies in order on a stream of its own; the ticket of each completes when its bytes have arrived."""
+    """Runs copies in order on a stream of its own; each ticket completes when the bytes have arrived."""
 
     def __init__(self, engine: Engine, device: torch.device, name: str) -> None:
         self._engine = engine
-        self.stream = torch.cuda.Stream(device)
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -78,7 +79,7 @@ class CudaDeviceTier:
     def load(self, slot: int, source: Buffer, after: Sequence[int]) -> int:
         target = self._weights[slot].view(torch.uint8)
         # The slot's last user may still be running on the compute stream.
-        idle = torch.cuda.Event()
+        idle = torch.cuda.Event()  # type: ignore[no-untyped-call]
         idle.record(torch.cuda.current_stream(self.device))
 
         def copy() -> None:
@@ -101,7 +102,7 @@ class CudaDeviceTier:
         return self._gradients[slot]
 
     def land(self, slot: int) -> tuple[Buffer, list[int]]:
-        made = torch.cuda.Event()
+        made = torch.cuda.Event()  # type: ignore[no-untyped-call]
         made.record(torch.cuda.current_stream(self.device))
         source, target = self._gradients[slot], tensor_of(self._landing[slot], torch.float32)
 
@@ -122,13 +123,13 @@ class CudaDeviceTier:
 
 def pin_arena(arena: Arena) -> None:
     """Registers an arena with CUDA, so that copies to and from it are asynchronous. Raises RuntimeError."""
-    status = torch.cuda.cudart().cudaHostRegister(arena.address, arena.nbytes, 0)
+    status = torch.cuda.cudart().cudaHostRegister(arena.address, arena.nbytes, 0)  # type: ignore[no-untyped-call]
     if int(status) != 0:
         raise RuntimeError(f"cudaHostRegister of {arena.nbytes} bytes failed with status {int(status)}")
 
 
 def unpin_arena(arena: Arena) -> None:
     """Takes back ``pin_arena``; once no copy to or from the arena is in flight. Raises RuntimeError."""
-    status = torch.cuda.cudart().cudaHostUnregister(arena.address)
+    status = torch.cuda.cudart().cudaHostUnregister(arena.address)  # type: ignore[no-untyped-call]
     if int(status) != 0:
         raise RuntimeError(f"cudaHostUnregister failed with status {int(status)}")

@@ -1,8 +1,9 @@
 """The device tier: a few slots for the weights in use and for the gradients being made.
 
-Computation never touches the host cache. Weights are copied into a slot before an expert runs, and its gradient is
-made in a slot and leaves it as soon as it is complete. The CPU stands in for a GPU with slots of its own and real
-copies, so that there is one code path; its slots count against the host budget.
+Computation never touches the host cache. Weights are copied into a slot before an expert runs, and
+its gradient is made in a slot and leaves it as soon as it is complete. The CPU stands in for a GPU
+with slots of its own and real copies, so that there is one code path; its slots count against the
+host budget.
 
 Everything is ordered by tickets of the engine. One caller at a time.
 """
@@ -45,8 +46,9 @@ class DeviceSlots:
 
 
 class DeviceTier(Protocol):
-    """Slots are numbers. A weight slot is loaded, used, and free again when its user says so; a gradient slot is
-    taken, written, landed, and free again when the tickets given to ``release_gradient`` have finished."""
+    """Slots are numbers. A weight slot is loaded, used, and free again when its user says so; a gradient slot
+    is taken, written, landed, and free again when the tickets given to ``release_gradient`` have finished.
+    """
 
     @property
     def device(self) -> torch.device: ...
