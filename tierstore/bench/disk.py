@@ -1,7 +1,7 @@
 """The disk's speed for transfers of the sizes, and in the mix of reads and writes, that a run needs.
 
-Transfers go through the engine, past the page cache where the file system allows it, between a small arena and a file
-that lies where the store lies: preallocated and written once beforehand, as extents are.
+Transfers go through the engine, past the page cache where the file system allows it, between a small arena
+and a file that lies where the store lies: preallocated and written once beforehand, as extents are.
 """
 
 from __future__ import annotations
@@ -104,7 +104,10 @@ class DiskProbe:
         call = self._engine.read if kind == "read" else self._engine.write
         before = self._tickets[place]
         self._tickets[place] = call(
-            self._file, slot * self._slot_bytes, [self._buffers[place][size]], after=[before] if before else []
+            self._file,
+            slot * self._slot_bytes,
+            [self._buffers[place][size]],
+            after=[before] if before else [],
         )
 
     def _drain(self, durable: Durable) -> None:

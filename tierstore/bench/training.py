@@ -1,12 +1,14 @@
-"""The same training steps with everything in RAM and with experts on disk, and how near to the bound the latter are.
+"""The same training steps with everything in RAM and with experts on disk, and how near to the bound the
+latter are.
 
-Both run in processes of their own, which are open side by side and step in turns: a machine whose speed drifts treats
-them alike, each has a peak memory of its own, and only one computes at a time. The disk is measured between them, in
-the same mix of transfer sizes, reads and writes. The machine needs memory for both at once; ``Baseline.NONE`` leaves the
-run in RAM out, for models that do not fit.
+Both run in processes of their own, which are open side by side and step in turns: a machine whose speed
+drifts treats them alike, each has a peak memory of its own, and only one computes at a time. The disk is
+measured between them, in the same mix of transfer sizes, reads and writes. The machine needs memory for both
+at once; ``Baseline.NONE`` leaves the run in RAM out, for models that do not fit.
 
-Each round gives one ratio: median step of that round, tiered, over ``max(median step of that round in RAM, compulsory
-bytes / bandwidth of that round)``. The result is the median of the rounds' ratios. See ``tierstore.bench.bound``.
+Each round gives one ratio: median step of that round, tiered, over ``max(median step of that round in RAM,
+compulsory bytes / bandwidth of that round)``. The result is the median of the rounds' ratios. See
+``tierstore.bench.bound``.
 """
 
 from __future__ import annotations
@@ -102,7 +104,7 @@ class _Sample:
 
 
 def in_ram(config: TrainConfig) -> TrainConfig:
-    """``config`` with a host budget that holds every record, gradients that must be kept, and all device slots."""
+    """``config`` with a host budget for every record, the gradients that are kept, and all device slots."""
     from tierstore.tiers import DeviceSlots
 
     model = config.model
@@ -114,8 +116,11 @@ def in_ram(config: TrainConfig) -> TrainConfig:
     return replace(config, host_budget=records + slots.nbytes, prefetch=prefetch)
 
 
-def run(config: TrainConfig, bench: TrainBench, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Measures, and returns figures ready for JSON. ``config.store`` is a directory for stores, emptied at exit.
+def run(
+    config: TrainConfig, bench: TrainBench, say: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
+    """Measures, and returns figures ready for JSON. ``config.store`` is a directory for stores, emptied at
+    exit.
 
     Raises ConfigError (``config.store`` exists), BudgetError, CapabilityError, WorkerError, OSError.
     """
@@ -218,7 +223,8 @@ def _bound(
         "compulsory_read_bytes": moved.read,
         "compulsory_written_bytes": moved.written,
         "policies": [
-            {"policy": name, "step_moved_bytes": total.per(count).total} for name, total in least.by_policy.items()
+            {"policy": name, "step_moved_bytes": total.per(count).total}
+            for name, total in least.by_policy.items()
         ],
         "clairvoyant_bytes": future.total,
         "disk_bytes_per_s": statistics.median(bandwidth) if bandwidth else None,
@@ -226,7 +232,9 @@ def _bound(
         "bound_s": statistics.median(bounds),
         "step_to_bound_ratio": statistics.median(ratios),
         "step_to_in_ram_ratio": (
-            statistics.median(step / ram for step, ram in zip(tiered, whole, strict=True)) if whole[0] else None
+            statistics.median(step / ram for step, ram in zip(tiered, whole, strict=True))
+            if whole[0]
+            else None
         ),
         "same_losses": _same_losses(samples),
     }

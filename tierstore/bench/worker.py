@@ -1,10 +1,12 @@
 """A training run in a process of its own, that does a few steps whenever it is told to.
 
-``bench train`` compares runs in turns. Each has its own process, so that each has its own peak memory, and the runs
-are open side by side, the one resting while the other steps: both see the same disk and the same neighbours.
+``bench train`` compares runs in turns. Each has its own process, so that each has its own peak memory, and
+the runs are open side by side, the one resting while the other steps: both see the same disk and the same
+neighbours.
 
 The protocol is one JSON object a line. The parent sends ``{"config": .., "trace": ..}``, then any number of
-``{"steps": n}``, then closes the pipe. The child answers each with one line; a failure is ``{"error": text}``.
+``{"steps": n}``, then closes the pipe. The child answers each with one line; a failure is
+``{"error": text}``.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class WorkerError(TierstoreError):
 
 
 class TrainingProcess:
-    """The parent's end. A context manager; ``limit``, if any, is a memory cgroup that the process lives in."""
+    """The parent's end; a context manager. ``limit``: a memory cgroup for the process to live in."""
 
     def __init__(
         self, name: str, config: object, *, trace: Path | None = None, limit: MemoryLimit | None = None
@@ -39,7 +41,9 @@ class TrainingProcess:
         self._name = name
         environment = os.environ | {"OMP_WAIT_POLICY": "passive"}
         package = str(Path(__file__).resolve().parents[2])
-        environment["PYTHONPATH"] = os.pathsep.join([package, environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        environment["PYTHONPATH"] = os.pathsep.join([package, environment.get("PYTHONPATH", "")]).rstrip(
+            os.pathsep
+        )
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tierstore.bench.worker"],
             stdin=subprocess.PIPE,
@@ -50,7 +54,9 @@ class TrainingProcess:
             if limit is not None:
                 limit.add(self._process.pid)
             #: What the process said when its session was open.
-            self.opened = self._ask({"config": as_dict(config), "trace": None if trace is None else str(trace)})
+            self.opened = self._ask(
+                {"config": as_dict(config), "trace": None if trace is None else str(trace)}
+            )
         except BaseException:
             self._process.kill()
             self.close()
@@ -99,7 +105,8 @@ class TrainingProcess:
         self.close()
 
 
-# The child's end ------------------------------------------------------------------------------------------------
+# The child's end
+# ------------------------------------------------------------------------------------------------
 
 
 def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
@@ -138,7 +145,8 @@ def _train(first: Mapping[str, Any], requests: IO[bytes], answer: Any) -> None:
                     "losses": [result.loss for result in results],
                     "peak_resident_bytes": peak_resident_bytes(),
                     "stall_s_by_cause": {
-                        cause: (total - stalls.get(cause, 0)) / 1e9 for cause, total in _stalls(trainer).items()
+                        cause: (total - stalls.get(cause, 0)) / 1e9
+                        for cause, total in _stalls(trainer).items()
                     },
                     **{name: after[name] - before[name] for name in after},
                 }

@@ -15,7 +15,14 @@ from tierstore.units import format_bytes, format_seconds
 __all__ = ["bench"]
 
 _COUNTS = frozenset(
-    {"warmup_steps", "rounds", "replayed_steps", "bytes_per_parameter", "s_per_parameter", "record_parameters"}
+    {
+        "warmup_steps",
+        "rounds",
+        "replayed_steps",
+        "bytes_per_parameter",
+        "s_per_parameter",
+        "record_parameters",
+    }
 )
 
 
@@ -62,7 +69,8 @@ def train(
 ) -> None:
     """The same steps with everything in RAM and with experts on disk, in turns.
 
-    The bound of a step is max(the same step in RAM, compulsory bytes / bandwidth of the same mix of reads and writes).
+    The bound of a step is max(the same step in RAM, compulsory bytes / bandwidth), the bandwidth that of the
+    same mix of reads and writes.
     """
     from tierstore.bench.training import Baseline, TrainBench, run
     from tierstore.train.config import TrainConfig
@@ -80,12 +88,17 @@ def train(
 
 
 def _show_training(result: dict[str, Any], output: Output) -> None:
-    runs = [(title, result[key]) for title, key in (("in RAM", "in_ram"), ("tiered", "tiered")) if key in result]
+    runs = [
+        (title, result[key]) for title, key in (("in RAM", "in_ram"), ("tiered", "tiered")) if key in result
+    ]
     rows: list[tuple[str, ...]] = [
         ("step, median", *(format_seconds(run["step_median_s"]) for _, run in runs)),
         (
             "step, 10% to 90%",
-            *(f"{format_seconds(run['step_p10_s'])} to {format_seconds(run['step_p90_s'])}" for _, run in runs),
+            *(
+                f"{format_seconds(run['step_p10_s'])} to {format_seconds(run['step_p90_s'])}"
+                for _, run in runs
+            ),
         ),
         ("CPU time a step, all threads", *(format_seconds(run["step_cpu_s"]) for _, run in runs)),
         ("read a step", *(format_bytes(run["step_read_bytes"]) for _, run in runs)),
@@ -95,16 +108,16 @@ def _show_training(result: dict[str, Any], output: Output) -> None:
         ("peak resident memory", *(format_bytes(run["peak_resident_bytes"]) for _, run in runs)),
     ]
     output.line(
-        f"{result['parameters'] / 1e6:.0f} M parameters, {format_bytes(result['record_bytes'])} of expert records, "
-        f"host budget {format_bytes(result['host_budget_bytes'])}"
+        f"{result['parameters'] / 1e6:.0f} M parameters, {format_bytes(result['record_bytes'])} of expert "
+        f"records, host budget {format_bytes(result['host_budget_bytes'])}"
     )
     output.table("", ("", *(title for title, _ in runs)), rows)
     for line in result["effective"]:
         output.line(line)
     speed = result["disk_bytes_per_s"]
     output.line(
-        f"{result['tokens_per_s']:.0f} tokens/s; compulsory {format_bytes(result['compulsory_read_bytes'])} read and "
-        f"{format_bytes(result['compulsory_written_bytes'])} written a step ({result['compulsory_policy']}; "
+        f"{result['tokens_per_s']:.0f} tokens/s; compulsory {format_bytes(result['compulsory_read_bytes'])} read "
+        f"and {format_bytes(result['compulsory_written_bytes'])} written a step ({result['compulsory_policy']}; "
         f"clairvoyant {format_bytes(result['clairvoyant_bytes'])} in all)"
         + (f" at {format_bytes(int(speed))}/s take {format_seconds(result['compulsory_s'])}" if speed else "")
     )
