@@ -116,9 +116,10 @@ def _show_training(result: dict[str, Any], output: Output) -> None:
         output.line(line)
     speed = result["disk_bytes_per_s"]
     output.line(
-        f"{result['tokens_per_s']:.0f} tokens/s; compulsory {format_bytes(result['compulsory_read_bytes'])} read "
-        f"and {format_bytes(result['compulsory_written_bytes'])} written a step ({result['compulsory_policy']}; "
-        f"clairvoyant {format_bytes(result['clairvoyant_bytes'])} in all)"
+        f"{result['tokens_per_s']:.0f} tokens/s; compulsory "
+        f"{format_bytes(result['compulsory_read_bytes'])} read "
+        f"and {format_bytes(result['compulsory_written_bytes'])} written a step "
+        f"({result['compulsory_policy']}; clairvoyant {format_bytes(result['clairvoyant_bytes'])} in all)"
         + (f" at {format_bytes(int(speed))}/s take {format_seconds(result['compulsory_s'])}" if speed else "")
     )
     if result["step_to_in_ram_ratio"] is not None:
