@@ -20,7 +20,7 @@ WEIGHTS, STEP = int(Need.WEIGHTS), int(Need.WEIGHTS | Need.DIRTY_WEIGHTS)
 def write(
     path: Path, steps: list[list[int]], *, capacity: int, records: int, flags: int, lookahead: int = 0
 ) -> None:
-    """Steps of accesses to one record each, of one frame and 100 bytes. ``lookahead``: with speculation on the next."""
+    """Accesses to one record each, of one frame, 100 bytes; ``lookahead``: with speculation on the next."""
     record = TraceRecord(0, (1, 1, 1), (100, 100, 100), 0b011)
     header = TraceHeader(
         capacity, lookahead_frames=lookahead, policy="lru", records=tuple(record for _ in range(records))
@@ -50,8 +50,8 @@ def test_the_bound_is_the_slower_of_computing_and_moving() -> None:
 
 
 def test_cyclic_accesses_by_hand(tmp_path: Path) -> None:
-    # Records 0 1 2 in turn with room for two, none dirty. LRU always evicts the one that comes next: 3 reads a step.
-    # A clairvoyant keeps one of them through. From the second step on it reads 0 1 2 | 0 1 2 | 0 1 2:
+    # Records 0 1 2 in turn with room for two, none dirty. LRU always evicts the one that comes next: 3 reads
+    # a step. A clairvoyant keeps one of them through. From the second step on it reads 0 1 2 | 0 1 2 | 0 1 2:
     # hits every other access, as the resident pair shifts by one each turn: 4 or 5 of 9 are misses.
     path = tmp_path / "trace"
     write(path, [[0, 1, 2]] * 4, capacity=2, records=3, flags=WEIGHTS)
@@ -114,8 +114,8 @@ def test_clean_entries_of_one_size_need_as_few_reads_as_can_be(
     trace = load_trace(path)
     moved = clairvoyant(trace, 0, len(trace))
     assert moved.written == 0
-    # The step is taken to come once more, and what is kept for that costs nothing before: whoever is needed again
-    # within the step is needed sooner.
+    # The step is taken to come once more, and what is kept for that costs nothing before: whoever is needed
+    # again within the step is needed sooner.
     assert moved.read == fewest_reads(accesses, capacity) * 100
 
 

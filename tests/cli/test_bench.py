@@ -1,4 +1,4 @@
-"""tierstore bench, end to end on tiny sizes: what it prints and what must hold. Nothing here asserts a speed."""
+"""tierstore bench, end to end on tiny sizes: what it prints what must hold. No test asserts a speed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,6 @@ def test_train(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     moved = found["compulsory_read_bytes"] + found["compulsory_written_bytes"]
     assert 0 < moved <= min(policy["step_moved_bytes"] for policy in found["policies"]) + 1
     assert found["bound_s"] > 0
-    assert found["bound_s"] <= max(found["in_ram"]["step_p90_s"], found["compulsory_s"]) * 2
     assert found["step_to_bound_ratio"] > 0
     assert "step / bound" in err
     assert not (tmp_path / "bench").exists()

@@ -3,8 +3,9 @@
 Each round measures every contestant once, in turn, so that a machine whose speed drifts treats them alike.
 Figures are medians over the rounds with their spread; a ratio is the median of the rounds' ratios.
 
-With a directory, also: the replay of one record of ``RECORD_PARAMETERS`` on one thread, as the engine does it, against
-the read of such a record from a file there (12 bytes a parameter, many reads in flight, past the page cache).
+With a directory, also: the replay of one record of ``RECORD_PARAMETERS`` on one thread, as the engine does
+it, against the read of such a record from a file there (12 bytes a parameter, many reads in flight, past the
+page cache).
 
 Contestants: ``copy`` (memory to memory), ``torch`` (``torch.optim.AdamW(fused=True)``), ``step`` (one step),
 ``replay`` (``REPLAYED`` missed steps in one pass, without a gradient) and ``subnormal`` (the same over

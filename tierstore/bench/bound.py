@@ -1,10 +1,11 @@
-"""What a training step could take at best: its computation, or its compulsory bytes over the disk's bandwidth.
+"""What a training step could take at best: its computation, or its compulsory bytes over the disk's
+bandwidth.
 
-Compulsory bytes come from the trace of a run, its capacity and its sections, not from what the run happened to move: the
-trace is replayed without its speculation, through every policy that a live store has, and the least is taken.
-``clairvoyant`` is lower still: what an eviction that knows the whole future would move (Belady's rule for entries of
-several sizes, demanded entries admitted; it holds one record at a time, so no real run can go below it by
-grouping differently). It is shown beside the bound and does not enter it: no policy can know the future.
+Compulsory bytes come from the trace of a run, its capacity and its sections, not from what the run happened
+to move: the trace is replayed without its speculation, through every policy that a live store has, and the
+least is taken. ``clairvoyant`` is lower still: what an eviction that knows the whole future would move
+(Belady's rule for entries of several sizes, demanded entries admitted, one record pinned at a
+time). It is shown beside the bound and does not enter it: no policy can know the future.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Compulsory:
 
 
 def bound_s(in_ram_s: float, moved: Bytes, bytes_per_s: float) -> float:
-    """Seconds of the best step: ``max(the same step with everything in RAM, compulsory bytes / bandwidth)``."""
+    """The best step, seconds: ``max(the same in RAM, compulsory bytes / bandwidth)``."""
     if bytes_per_s <= 0:
         raise ValueError(f"bandwidth: expected more than 0 bytes per second, got {bytes_per_s}")
     return max(in_ram_s, moved.total / bytes_per_s)
@@ -84,17 +85,21 @@ def compulsory(path: str | os.PathLike[str], *, first_step: int, steps: int) -> 
 
 
 def replayed(trace: Trace, policy: str, begin: int, end: int) -> Bytes:
-    """Bytes that ``policy`` (its recorded options, if it is the recorded one) moves in events ``begin`` to ``end``."""
+    """Bytes that ``policy`` (as recorded, if it is the recorded one) moves in events ``begin`` to ``end``."""
     header = trace.header
     options = header.policy_options if policy == header.policy else {}
     header = replace(header, policy=policy, policy_options=options, lookahead_frames=0)
     residency = make_residency(header)
     loop = Replay(residency)
-    moved = []
+    moved: list[tuple[int, ...]] = []
     for first, last in ((0, begin), (begin, end)):
         _run(loop, trace, first, last)
         stats = residency.stats()
+<<<<<<< HEAD
         moved.append((int(str(stats["read_bytes"])), int(str(stats["written_bytes"]))))
+=======
+        moved.append(tuple(int(str(stats[name])) for name in ("read_bytes", "written_bytes")))
+>>>>>>> wt-bench2
     (read_before, written_before), (read, written) = moved
     return Bytes(read - read_before, written - written_before)
 
@@ -132,7 +137,8 @@ class _Use:
 def clairvoyant(trace: Trace, begin: int, end: int) -> Bytes:
     """Bytes that move in events ``begin`` to ``end`` when the entry evicted is the one that is needed last.
 
-    After the end the last training step is taken to come once more, so that what is kept for the next step is kept here.
+    After the end the last training step is taken to come once more, so that what is kept for the next step is
+    kept here.
     """
     uses = list(_uses(trace, begin, end))
     following = _next_uses(uses)

@@ -1,8 +1,8 @@
 """What a commit costs beyond the bytes that it must write.
 
-Every record of a store is stepped, so that the whole cache is dirty, and the commit is timed from the moment that nothing is
-in flight. In turn with it the same bytes, in transfers of the same sizes, are written to a preallocated file beside
-the store and synced.
+Every record of a store is stepped, so that the whole cache is dirty, and the commit is timed from the moment
+that nothing is in flight. In turn with it the same bytes, in transfers of the same sizes, are written to a
+preallocated file beside the store and synced.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["run"]
 
 
 def run(place: Path, *, records: int, record_bytes: int, rounds: int) -> dict[str, Any]:
-    """Measures in ``place`` (made, and removed at exit); figures ready for JSON. Raises ConfigError, OSError."""
+    """Measures in ``place``, made and removed here; figures ready for JSON. Raises ConfigError, OSError."""
     for name, value in (("records", records), ("record_bytes", record_bytes // 12), ("rounds", rounds)):
         if value < 1:
             raise ConfigError(f"{name}: expected more, got {value}")

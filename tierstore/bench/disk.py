@@ -1,7 +1,7 @@
 """The disk's speed for transfers of the sizes, and in the mix of reads and writes, that a run needs.
 
-Transfers go through the engine, past the page cache where the file system allows it, between a small arena and a file
-that lies where the store lies: preallocated and written once beforehand, as extents are.
+Transfers go through the engine, past the page cache where the file system allows it, between a small arena
+and a file that lies where the store lies: preallocated and written once beforehand, as extents are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A memory cgroup for one process: proof that a run fits, since the kernel kills what does not.
 
-The page cache that the process fills counts too, as it does in a container. Version 1 and version 2 of cgroups; the
-caller needs the right to make one (root, or a delegated subtree).
+The page cache that the process fills counts too, as it does in a container. Version 1 and version 2 of
+cgroups; the caller needs the right to make one (root, or a delegated subtree).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class MemoryLimit:
 
 
 def page_cache_bytes(files: Iterable[Path]) -> int | None:
-    """Bytes of ``files`` that the page cache holds, as fincore (util-linux) says; None where there is none."""
+    """Bytes of ``files`` that the page cache holds, as fincore (util-linux) says; None without it."""
     names = [str(path) for path in files]
     tool = shutil.which("fincore")
     if tool is None or not names:

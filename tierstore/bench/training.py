@@ -1,12 +1,14 @@
-"""The same training steps with everything in RAM and with experts on disk, and how near to the bound the latter are.
+"""The same training steps with everything in RAM and with experts on disk, and how near to the bound the
+latter are.
 
-Both run in processes of their own, which are open side by side and step in turns: a machine whose speed drifts treats
-them alike, each has a peak memory of its own, and only one computes at a time. The disk is measured between them, in
-the same mix of transfer sizes, reads and writes. The machine needs memory for both at once; ``Baseline.NONE`` leaves the
-run in RAM out, for models that do not fit.
+Both run in processes of their own, which are open side by side and step in turns: a machine whose speed
+drifts treats them alike, each has a peak memory of its own, and only one computes at a time. The disk is
+measured between them, in the same mix of transfer sizes, reads and writes. The machine needs memory for both
+at once; ``Baseline.NONE`` leaves the run in RAM out, for models that do not fit.
 
-Each round gives one ratio: median step of that round, tiered, over ``max(median step of that round in RAM, compulsory
-bytes / bandwidth of that round)``. The result is the median of the rounds' ratios. See ``tierstore.bench.bound``.
+Each round gives one ratio: median step of that round, tiered, over ``max(median step of that round in RAM,
+compulsory bytes / bandwidth of that round)``. The result is the median of the rounds' ratios. See
+``tierstore.bench.bound``.
 """
 
 from __future__ import annotations
@@ -102,7 +104,7 @@ class _Sample:
 
 
 def in_ram(config: TrainConfig) -> TrainConfig:
-    """``config`` with a host budget that holds every record, gradients that must be kept, and all device slots."""
+    """``config`` with a host budget for every record, the gradients that are kept, and all device slots."""
     from tierstore.tiers import DeviceSlots
 
     model = config.model
@@ -117,7 +119,12 @@ def in_ram(config: TrainConfig) -> TrainConfig:
 def run(
     config: TrainConfig, bench: TrainBench, say: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
+<<<<<<< HEAD
     """Measures, and returns figures ready for JSON. ``config.store`` is a directory for stores, emptied at exit.
+=======
+    """Measures, and returns figures ready for JSON. ``config.store`` is a directory for stores, emptied at
+    exit.
+>>>>>>> wt-bench2
 
     Raises ConfigError (``config.store`` exists), BudgetError, CapabilityError, WorkerError, OSError.
     """

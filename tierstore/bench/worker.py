@@ -1,10 +1,12 @@
 """A training run in a process of its own, that does a few steps whenever it is told to.
 
-``bench train`` compares runs in turns. Each has its own process, so that each has its own peak memory, and the runs
-are open side by side, the one resting while the other steps: both see the same disk and the same neighbours.
+``bench train`` compares runs in turns. Each has its own process, so that each has its own peak memory, and
+the runs are open side by side, the one resting while the other steps: both see the same disk and the same
+neighbours.
 
 The protocol is one JSON object a line. The parent sends ``{"config": .., "trace": ..}``, then any number of
-``{"steps": n}``, then closes the pipe. The child answers each with one line; a failure is ``{"error": text}``.
+``{"steps": n}``, then closes the pipe. The child answers each with one line; a failure is
+``{"error": text}``.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class WorkerError(TierstoreError):
 
 
 class TrainingProcess:
-    """The parent's end. A context manager; ``limit``, if any, is a memory cgroup that the process lives in."""
+    """The parent's end; a context manager. ``limit``: a memory cgroup for the process to live in."""
 
     def __init__(
         self, name: str, config: object, *, trace: Path | None = None, limit: MemoryLimit | None = None
@@ -103,7 +105,8 @@ class TrainingProcess:
         self.close()
 
 
-# The child's end ------------------------------------------------------------------------------------------------
+# The child's end
+# ------------------------------------------------------------------------------------------------
 
 
 def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:

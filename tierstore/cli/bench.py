@@ -69,7 +69,8 @@ def train(
 ) -> None:
     """The same steps with everything in RAM and with experts on disk, in turns.
 
-    The bound of a step is max(the same step in RAM, compulsory bytes / bandwidth of the same mix of reads and writes).
+    The bound of a step is max(the same step in RAM, compulsory bytes / bandwidth), the bandwidth that of the
+    same mix of reads and writes.
     """
     from tierstore.bench.training import Baseline, TrainBench, run
     from tierstore.train.config import TrainConfig
@@ -107,17 +108,18 @@ def _show_training(result: dict[str, Any], output: Output) -> None:
         ("peak resident memory", *(format_bytes(run["peak_resident_bytes"]) for _, run in runs)),
     ]
     output.line(
-        f"{result['parameters'] / 1e6:.0f} M parameters, {format_bytes(result['record_bytes'])} of expert records, "
-        f"host budget {format_bytes(result['host_budget_bytes'])}"
+        f"{result['parameters'] / 1e6:.0f} M parameters, {format_bytes(result['record_bytes'])} of expert "
+        f"records, host budget {format_bytes(result['host_budget_bytes'])}"
     )
     output.table("", ("", *(title for title, _ in runs)), rows)
     for line in result["effective"]:
         output.line(line)
     speed = result["disk_bytes_per_s"]
     output.line(
-        f"{result['tokens_per_s']:.0f} tokens/s; compulsory {format_bytes(result['compulsory_read_bytes'])} read and "
-        f"{format_bytes(result['compulsory_written_bytes'])} written a step ({result['compulsory_policy']}; "
-        f"clairvoyant {format_bytes(result['clairvoyant_bytes'])} in all)"
+        f"{result['tokens_per_s']:.0f} tokens/s; compulsory "
+        f"{format_bytes(result['compulsory_read_bytes'])} read "
+        f"and {format_bytes(result['compulsory_written_bytes'])} written a step "
+        f"({result['compulsory_policy']}; clairvoyant {format_bytes(result['clairvoyant_bytes'])} in all)"
         + (f" at {format_bytes(int(speed))}/s take {format_seconds(result['compulsory_s'])}" if speed else "")
     )
     if result["step_to_in_ram_ratio"] is not None:

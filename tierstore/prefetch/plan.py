@@ -28,13 +28,7 @@ class PrefetchConfig:
     """How far ahead experts are fetched. Changes what is waited for, never what is computed."""
 
     depth: int = field(default=1, metadata={"help": "layer passes to look ahead (0: none)"})
-<<<<<<< HEAD
-    budget: float = field(
-        default=0.45, metadata={"help": "share of the host cache that speculation may hold"}
-    )
-=======
     budget: float = field(default=0.45, metadata={"help": "share of the cache that speculation may hold"})
->>>>>>> wt-train2
     predictor: PredictorName = field(
         default=PredictorName.HISTORY, metadata={"help": "what forward passes are expected to use"}
     )
