@@ -95,11 +95,7 @@ def replayed(trace: Trace, policy: str, begin: int, end: int) -> Bytes:
     for first, last in ((0, begin), (begin, end)):
         _run(loop, trace, first, last)
         stats = residency.stats()
-<<<<<<< HEAD
-        moved.append((int(str(stats["read_bytes"])), int(str(stats["written_bytes"]))))
-=======
         moved.append(tuple(int(str(stats[name])) for name in ("read_bytes", "written_bytes")))
->>>>>>> wt-bench2
     (read_before, written_before), (read, written) = moved
     return Bytes(read - read_before, written - written_before)
 

@@ -119,12 +119,8 @@ def in_ram(config: TrainConfig) -> TrainConfig:
 def run(
     config: TrainConfig, bench: TrainBench, say: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
-<<<<<<< HEAD
-    """Measures, and returns figures ready for JSON. ``config.store`` is a directory for stores, emptied at exit.
-=======
     """Measures, and returns figures ready for JSON. ``config.store`` is a directory for stores, emptied at
     exit.
->>>>>>> wt-bench2
 
     Raises ConfigError (``config.store`` exists), BudgetError, CapabilityError, WorkerError, OSError.
     """
