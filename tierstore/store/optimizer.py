@@ -45,7 +45,7 @@ class RecordOptimizer:
 
     def catch_up(self, record: CachedRecord) -> None:
         """Queues the replay of every applied step that the record missed, in one pass."""
-        if self.behind(record):
+        if self.behind(record) > 0:
             rows = self.history.rows(record.live.step, self.history.applied)
             self._adamw(record, rows, None, 1.0, ())
             self._reached(record, self.history.applied)
