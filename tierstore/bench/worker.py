@@ -45,7 +45,8 @@ class TrainingProcess:
             os.pathsep
         )
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tierstore.bench.worker"],
+            # -P: the installed package, whatever lies in the directory that this is called from.
+            [sys.executable, "-P", "-m", "tierstore.bench.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
