@@ -108,6 +108,14 @@ def test_the_table_and_the_head_of_a_run(run: Run) -> None:
         assert said in out
 
 
+def test_the_policy_is_named_and_a_starving_one_warned_about(run: Run) -> None:
+    plain = run().stdout
+    assert "cache policy: lfu-decay (corrected), threshold 0, half-life 8 steps, global scope" in plain
+    assert "warning" not in plain
+    starving = run("--set", "cache.threshold=2", store=run.directory / "starving").stdout
+    assert "warning: cache.threshold = 2 with cache.decay = 0.5" in starving
+
+
 def test_metrics_have_a_line_for_each_step(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     summary = run.json("--metrics", str(path))

@@ -173,6 +173,7 @@ def _run(
 
 def _announce(config: object, output: Output, fixed: int) -> None:
     """What the run will take, before the first write."""
+    from tierstore.cache.config import PolicyName
     from tierstore.train.config import TrainConfig
 
     assert isinstance(config, TrainConfig)
@@ -187,6 +188,13 @@ def _announce(config: object, output: Output, fixed: int) -> None:
         f"memory: host budget {format_bytes(config.host_budget)} for all experts, fixed cost about "
         f"{format_bytes(fixed)} (torch, dense parameters, activations, text)"
     )
+    cache = config.cache
+    policy = cache.policy.value
+    if cache.policy is PolicyName.LFU_DECAY:
+        policy += f" ({cache.variant.value}), threshold {cache.threshold:g}, half-life {cache.half_life_steps:g} steps"
+    output.line(f"cache policy: {policy}, {cache.scope.value} scope")
+    if cache.starvation_warning is not None:
+        output.line(f"warning: {cache.starvation_warning}")
     parents = [config.store.absolute(), *config.store.absolute().parents]
     place = disk(next(path for path in parents if path.exists()))
     output.line(
