@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import TYPE_CHECKING
 
 import click
 
@@ -19,6 +20,11 @@ from tierstore.config import load
 from tierstore.machine import disk
 from tierstore.timeline import open_timeline
 from tierstore.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:  # at run time these import torch, which listing the commands must not
+    from tierstore.store.parameter_store import ParameterStore
+    from tierstore.train.config import TrainConfig
+    from tierstore.train.report import RunSummary
 
 __all__ = ["train"]
 
@@ -89,7 +95,7 @@ def train(
 
 
 def _run(
-    config: object,
+    config: TrainConfig,
     output: Output,
     *,
     resume: bool,
@@ -97,12 +103,10 @@ def _run(
     timeline: Path | None,
     record_trace: Path | None,
 ) -> int:
-    from tierstore.train.config import TrainConfig
     from tierstore.train.footprint import fixed_bytes, keep_freed_memory, resident_bytes
     from tierstore.train.report import Metrics, RunSummary, counters, tier_rows
     from tierstore.train.session import Opening, open_session
 
-    assert isinstance(config, TrainConfig)
     keep_freed_memory()
     fixed = fixed_bytes(config, resident_bytes())
     _announce(config, output, fixed)
@@ -171,12 +175,10 @@ def _run(
     return 0
 
 
-def _announce(config: object, output: Output, fixed: int) -> None:
+def _announce(config: TrainConfig, output: Output, fixed: int) -> None:
     """What the run will take, before the first write."""
     from tierstore.cache.config import PolicyName
-    from tierstore.train.config import TrainConfig
 
-    assert isinstance(config, TrainConfig)
     model = config.model
     records = model.expert_parameters * 12
     copies = 2 + config.retain
@@ -203,18 +205,12 @@ def _announce(config: object, output: Output, fixed: int) -> None:
     )
 
 
-def _describe(store: object, output: Output) -> None:
-    from tierstore.store.parameter_store import ParameterStore
-
-    assert isinstance(store, ParameterStore)
+def _describe(store: ParameterStore, output: Output) -> None:
     for line in store.describe():
         output.line(line)
 
 
-def _show(summary: object, output: Output, rows: list[tuple[str, str]]) -> None:
-    from tierstore.train.report import RunSummary
-
-    assert isinstance(summary, RunSummary)
+def _show(summary: RunSummary, output: Output, rows: list[tuple[str, str]]) -> None:
     loss = "-" if summary.val_loss is None else f"{summary.val_loss:.4f}"
     output.table(
         f"{summary.steps} steps, {format_seconds(summary.seconds)}, validation loss {loss} nats a byte",

@@ -92,10 +92,6 @@ class Extent:
         """Frees a slot whose last content nothing on disk refers to any more."""
         heapq.heappush(self._free, slot)
 
-    @property
-    def free_slots(self) -> int:
-        return len(self._free)
-
     def read(
         self,
         slot: int,

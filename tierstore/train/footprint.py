@@ -13,6 +13,7 @@ import resource
 import psutil
 
 from tierstore.train.config import TrainConfig
+from tierstore.train.data import text_files
 
 __all__ = [
     "fixed_bytes",
@@ -44,8 +45,6 @@ def fixed_bytes(config: TrainConfig, baseline: int) -> int:
 
 
 def _text_bytes(config: TrainConfig) -> int:
-    from tierstore.train.data import text_files
-
     return sum(path.stat().st_size for path in text_files(config.data))
 
 

@@ -148,14 +148,13 @@ def open_session(
             store = ParameterStore.create(
                 config.store, schemas, store_config, adamw=config.adamw, trace=trace, io_log=io_log
             )
-            state = TrainState(conditions=present)
         else:
             store = ParameterStore.open(
                 config.store, store_config, adamw=config.adamw, trace=trace, io_log=io_log
             )
-            stack.callback(store.close)
-            state = _resumed_state(config, store, present)
         stack.callback(store.close)
+        resumed = opening is Opening.RESUME
+        state = _resumed_state(config, store, present) if resumed else TrainState(conditions=present)
         dense = DenseParameters(units, device, config.adamw)
         model.to(device)
         if opening is Opening.CREATE:
