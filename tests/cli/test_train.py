@@ -135,8 +135,13 @@ def test_a_timeline_and_a_trace(run: Run, tmp_path: Path) -> None:
     names = {event["name"] for event in events}
     assert {"forward 0.0", "backward 5.0", "validation"} <= names
     assert any(name.startswith("commit") for name in names)
-    stats = replay(trace)
-    assert stats["hits"] >= summary["hits"]  # the trace goes on to the end, the summary to the last commit
+    stalls = {(stall["cause"], stall["intervals"]) for stall in summary["stalls"]}
+    drawn = [event["name"] for event in events if event.get("ph") == "X"]
+    assert ("data", 6) in stalls
+    assert all(drawn.count(cause) >= 1 for cause, _ in stalls)
+    stats = replay(trace)  # both end with the last commit
+    for name in ("hits", "misses", "evictions", "read_bytes", "written_bytes"):
+        assert stats[name] == summary[name], name
     assert stats["steps"] == 6
 
 

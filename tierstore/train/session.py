@@ -22,13 +22,13 @@ from tierstore.model import ComputeDtype, Transformer
 from tierstore.moe import initial_expert
 from tierstore.prefetch import TieredExperts, make_predictor
 from tierstore.prefetch.experts import TieredLease
-from tierstore.stats import StallLedger
+from tierstore.stats import StallKey, StallLedger
 from tierstore.store.config import StoreConfig
 from tierstore.store.format import RecordSchema, WeightFormat
 from tierstore.store.opening import IDENTITY, minimum_host_budget, read_identity
 from tierstore.store.parameter_store import NewRecord, ParameterStore
 from tierstore.tiers import DeviceSlots, open_device_tier
-from tierstore.timeline import NullTimeline, TimelineSink
+from tierstore.timeline import NullTimeline, TimelineSink, Track
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TextData
 from tierstore.train.dense import DenseParameters, dense_schemas
@@ -172,7 +172,8 @@ def open_session(
             store.reserve_scratch(EXPERT_SCHEMA)
         tier = open_device_tier(store.engine, divided.slots, device, HugePages.AUTO)
         stack.callback(tier.close)
-        ledger = StallLedger()
+        sink = timeline or NullTimeline()
+        ledger = StallLedger(listener=_stall_spans(sink) if sink.enabled else None)
         experts = TieredExperts(
             store,
             tier,
@@ -194,12 +195,23 @@ def open_session(
             device=device,
             state=state,
             ledger=ledger,
-            timeline=timeline or NullTimeline(),
+            timeline=sink,
         )
         if opening is Opening.CREATE:
             trainer.commit()
             give_back_freed_memory()
         yield trainer
+
+
+def _stall_spans(sink: TimelineSink) -> Callable[[StallKey, int, int], None]:
+    """Draws each charged interval on the timeline's track of stalls."""
+
+    def draw(key: StallKey, start_ns: int, end_ns: int) -> None:
+        sink.add(
+            Track.STALLS, key.cause.value, start_ns, end_ns, {"layer": key.layer, "tier": key.tier.value}
+        )
+
+    return draw
 
 
 def expert_key(layer: int, expert: int) -> str:
