@@ -455,6 +455,7 @@ class Replay:
     def run(
         self,
         kinds: NDArray[np.uint8],
+        phases: NDArray[np.uint8],
         at: NDArray[np.uint32],
         layers: NDArray[np.uint32],
         offsets: NDArray[np.uint64],

@@ -137,10 +137,10 @@ void bind_cache(nb::module_& m) {
         .def("set_stored", &Residency::set_stored, "record"_a, "mask"_a)
         .def(
             "begin_access",
-            [](Residency& self, std::uint64_t, std::uint32_t, std::uint32_t layer, Records records,
+            [](Residency& self, std::uint64_t, std::uint8_t phase, std::uint32_t layer, Records records,
                Flags flags) {
                 std::vector<std::uint32_t> bounds =
-                    self.begin_access(layer, span_of(records), span_of(flags));
+                    self.begin_access(static_cast<Phase>(phase), layer, span_of(records), span_of(flags));
                 const std::size_t groups = bounds.size() - 1;
                 return nb::make_tuple(groups, numpy(std::move(bounds)));
             },

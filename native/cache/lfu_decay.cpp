@@ -159,7 +159,7 @@ EntryId LfuDecay::Ascent::next() {
 }
 
 std::uint64_t LfuDecay::select(const Candidates& candidates, std::uint64_t frames,
-                               std::vector<EntryId>& victims) const {
+                               std::vector<EntryId>& victims) {
     if (options_.variant == LfuVariant::PAPER) return select_paper(candidates, frames, victims);
     std::uint64_t freed = 0;
     std::uint64_t starved = 0;

@@ -38,7 +38,7 @@ public:
     void remove(EntryId entry) override;
     void tick(Clock clock) override;
     std::uint64_t select(const Candidates& candidates, std::uint64_t frames,
-                         std::vector<EntryId>& victims) const override;
+                         std::vector<EntryId>& victims) override;
 
 private:
     // A binary heap of entries, smallest (hits, entry) first; slot_ says where an entry sits, so that it can

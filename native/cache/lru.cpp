@@ -25,7 +25,7 @@ void Lru::hit(EntryId entry) {
 }
 
 std::uint64_t Lru::select(const Candidates& candidates, std::uint64_t frames,
-                          std::vector<EntryId>& victims) const {
+                          std::vector<EntryId>& victims) {
     std::uint64_t freed = 0;
     for (EntryId at = links_[0].newer; at != 0 && freed < frames; at = links_[at].newer) {
         const EntryId entry = at - 1;

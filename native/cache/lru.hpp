@@ -16,7 +16,7 @@ public:
     void remove(EntryId entry) override;
     void tick(Clock) override {}
     std::uint64_t select(const Candidates& candidates, std::uint64_t frames,
-                         std::vector<EntryId>& victims) const override;
+                         std::vector<EntryId>& victims) override;
 
 private:
     struct Link {

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <variant>
@@ -15,6 +16,16 @@ namespace tierstore {
 using EntryId = std::uint32_t;
 
 enum class Clock : std::uint8_t { REQUEST, STEP };
+
+// Which part of the program an access belongs to.
+enum class Phase : std::uint8_t { INIT, FORWARD, BACKWARD, OPTIMIZER, USER, EXPORT };
+
+// One atomic access as it begins: all of the entries that it will ask for.
+struct AccessInfo {
+    Phase phase;
+    std::uint32_t layer;
+    std::span<const EntryId> entries;
+};
 
 // What a policy may know of entries when it chooses: their size, and whether they can go at all.
 struct Candidates {
@@ -32,15 +43,24 @@ public:
     Policy& operator=(const Policy&) = delete;
     virtual ~Policy() = default;
 
+    // Only for a policy that wants to know the program's schedule: an entry that may be asked for, by layer, and
+    // each access as it begins (with layer scope every layer's policy hears of all accesses).
+    virtual bool follows_accesses() const { return false; }
+    virtual void add(EntryId entry, std::uint32_t layer) {
+        (void)entry, (void)layer;
+    }
+    virtual void access(const AccessInfo& info) { (void)info; }
+
     virtual void insert(EntryId entry) = 0;  // became resident (a request, or a prefetch nobody has used)
     virtual void hit(EntryId entry) = 0;     // requested while resident
     virtual void remove(EntryId entry) = 0;  // no longer resident
     virtual void tick(Clock clock) = 0;      // after each request, and at the end of each training step
     // Appends evictable entries, in the order in which they should go, until their frames sum to at least
-    // `frames` or none is left. Changes nothing: whoever evicts calls remove(). Returns how many of them went
-    // only because nothing met the policy's own condition (LFU-decay's threshold).
+    // `frames` or none is left. Evicts nothing: whoever does calls remove(), and may also not do it (a guess
+    // that does not fit), so ghosts and counts belong into remove(); hands may move and marks may be cleared.
+    // Returns how many went only because nothing met the policy's own condition (LFU-decay's threshold).
     virtual std::uint64_t select(const Candidates& candidates, std::uint64_t frames,
-                                 std::vector<EntryId>& victims) const = 0;
+                                 std::vector<EntryId>& victims) = 0;
 
     std::uint32_t headroom_frames() const { return headroom_frames_; }
 

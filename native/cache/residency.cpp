@@ -64,6 +64,9 @@ std::uint32_t Residency::add_record(std::uint32_t layer, const std::array<std::u
     }
     if (layer >= stats_.by_layer.size()) stats_.by_layer.resize(layer + 1);
     set_stored(record, stored_mask);
+    for (std::uint32_t group = 0; group < kGroups; ++group) {
+        domain_for(layer).policy->add(record * kGroupStride + group, layer);
+    }
     return record;
 }
 
@@ -104,7 +107,7 @@ void Residency::check_units(std::uint32_t layer, std::span<const std::uint32_t> 
 
 // ---- accesses
 
-const std::vector<std::uint32_t>& Residency::begin_access(std::uint32_t layer,
+const std::vector<std::uint32_t>& Residency::begin_access(Phase phase, std::uint32_t layer,
                                                           std::span<const std::uint32_t> records,
                                                           std::span<const std::uint16_t> flags) {
     if (access_open_) throw std::logic_error("an access is open already");
@@ -117,6 +120,7 @@ const std::vector<std::uint32_t>& Residency::begin_access(std::uint32_t layer,
     groups_begun_ = 0;
     access_open_ = !records_.empty();
     ++stats_.accesses;
+    if (domains_.front().policy->follows_accesses()) announce(phase);
     return bounds_;
 }
 
@@ -146,6 +150,14 @@ void Residency::split(Domain& domain) {
         filled += added[i];
     }
     if (!records_.empty()) bounds_.push_back(static_cast<std::uint32_t>(records_.size()));
+}
+
+void Residency::announce(Phase phase) {
+    announced_.clear();
+    for (std::size_t i = 0; i < records_.size(); ++i) {
+        each_needed(records_[i], units_[i], [&](EntryId entry) { announced_.push_back(entry); });
+    }
+    for (Domain& domain : domains_) domain.policy->access(AccessInfo{phase, access_layer_, announced_});
 }
 
 void Residency::refuse_capacity(const Domain& domain, std::uint64_t added) const {

@@ -105,7 +105,7 @@ public:
 
     // Opens an access; records strictly ascending. Returns the boundaries of its groups: group i is units
     // [b[i], b[i+1]).
-    const std::vector<std::uint32_t>& begin_access(std::uint32_t layer,
+    const std::vector<std::uint32_t>& begin_access(Phase phase, std::uint32_t layer,
                                                    std::span<const std::uint32_t> records,
                                                    std::span<const std::uint16_t> flags);
     // Makes the next group resident and pins it: evictions first, then one decision for each needed entry in
@@ -183,6 +183,7 @@ private:
     void check_units(std::uint32_t layer, std::span<const std::uint32_t> records,
                      std::span<const std::uint16_t> flags, Check check) const;
     void split(Domain& domain);
+    void announce(Phase phase);
     [[noreturn]] void refuse_capacity(const Domain& domain, std::uint64_t added) const;
     void request(Domain& domain, EntryId entry, Decided& decided);
     void finish(std::uint32_t record, std::uint16_t unit, Decided& decided);
@@ -224,7 +225,8 @@ private:
     std::vector<std::uint16_t> units_;
     std::vector<std::uint8_t> unit_ended_;
     std::vector<std::uint32_t> bounds_{0};
-    std::vector<EntryId> victims_;  // scratch
+    std::vector<EntryId> victims_;   // scratch
+    std::vector<EntryId> announced_;  // scratch
     ResidencyStats stats_;
 };
 

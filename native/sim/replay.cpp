@@ -17,7 +17,7 @@ void Replay::run(const TraceColumns& trace) {
             } else {
                 advance_to(trace.at[i]);
             }
-            apply(static_cast<TraceEvent>(trace.kinds[i]), trace.layers[i],
+            apply(static_cast<TraceEvent>(trace.kinds[i]), static_cast<Phase>(trace.phases[i]), trace.layers[i],
                   trace.records.subspan(begin, count), trace.flags.subspan(begin, count));
         } catch (const CapacityError&) {
             throw;
@@ -59,10 +59,10 @@ void Replay::end_units(std::span<const std::uint32_t> units) {
     }
 }
 
-void Replay::apply(TraceEvent kind, std::uint32_t layer, std::span<const std::uint32_t> records,
+void Replay::apply(TraceEvent kind, Phase phase, std::uint32_t layer, std::span<const std::uint32_t> records,
                    std::span<const std::uint16_t> flags) {
     switch (kind) {
-        case TraceEvent::ACCESS: residency_.begin_access(layer, records, flags); break;
+        case TraceEvent::ACCESS: residency_.begin_access(phase, layer, records, flags); break;
         case TraceEvent::PREFETCH: residency_.prefetch(layer, records, flags, decided_); break;
         case TraceEvent::CANCEL: residency_.cancel_prefetch(); break;
         case TraceEvent::CLEAN: residency_.clean(records, decided_); break;

@@ -29,6 +29,7 @@ inline constexpr std::uint8_t kTraceEvents = 11;
 // last of them had ended; 2g when group g (counted from 1) was open.
 struct TraceColumns {
     std::span<const std::uint8_t> kinds;
+    std::span<const std::uint8_t> phases;
     std::span<const std::uint32_t> at;
     std::span<const std::uint32_t> layers;
     std::span<const std::uint64_t> offsets;  // one more than events
@@ -45,7 +46,7 @@ public:
     void finish();  // ends the access that is open
 
 private:
-    void apply(TraceEvent kind, std::uint32_t layer, std::span<const std::uint32_t> records,
+    void apply(TraceEvent kind, Phase phase, std::uint32_t layer, std::span<const std::uint32_t> records,
                std::span<const std::uint16_t> flags);
     void advance_to(std::uint32_t at);
     void end_group();

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tierstore.bench.bound import Bytes, bound_s, clairvoyant, compulsory
 from tierstore.cache.access import Need
 from tierstore.errors import DataError
-from tierstore.lab.trace import TraceHeader, TraceKind, TraceRecord, TraceWriter, load_trace
+from tierstore.trace.format import TraceHeader, TraceKind, TraceRecord, TraceWriter, load_trace
 
 WEIGHTS, STEP = int(Need.WEIGHTS), int(Need.WEIGHTS | Need.DIRTY_WEIGHTS)
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tierstore.errors import BudgetError
-from tierstore.lab.trace import load_trace, replay
 from tierstore.stats import delta
 from tierstore.store import verify_store
+from tierstore.trace.format import load_trace, replay
 from tierstore.train.config import TrainConfig
 from tierstore.train.session import Opening, budgets, open_session
 

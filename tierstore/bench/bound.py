@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from tierstore._native import CapacityError, Replay
 from tierstore.cache.config import PolicyName
 from tierstore.errors import DataError
-from tierstore.lab.trace import Trace, TraceHeader, TraceKind, load_trace, make_residency
+from tierstore.trace.format import Trace, TraceHeader, TraceKind, load_trace, make_residency
 
 __all__ = ["Bytes", "Compulsory", "bound_s", "clairvoyant", "compulsory", "replayed"]
 
@@ -110,6 +110,7 @@ def _run(loop: Replay, trace: Trace, first: int, last: int) -> None:
     units = np.repeat(starts - offsets[:-1].astype(np.int64), counts) + np.arange(int(counts.sum()))
     loop.run(
         trace.kinds[keep],
+        trace.phases[keep],
         trace.at[keep],
         trace.layers[keep],
         offsets,

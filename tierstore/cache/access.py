@@ -8,7 +8,7 @@ __all__ = ["Need", "Phase"]
 
 
 class Phase(IntEnum):
-    """Which part of the program an access belongs to (recorded in traces, and used for nothing else)."""
+    """Which part of the program an access belongs to (as in ``native/cache/policy.hpp``; policies may look at it)."""
 
     INIT = 0
     FORWARD = 1

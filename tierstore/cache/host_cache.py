@@ -26,7 +26,7 @@ import numpy.typing as npt
 from tierstore import _native
 from tierstore._native import Buffer, Priority
 from tierstore.cache.frames import frames_of
-from tierstore.lab.recording import RecordingResidency
+from tierstore.trace.recording import RecordingResidency
 
 __all__ = ["Backing", "GroupPlan", "HostCache", "Residency"]
 

@@ -18,13 +18,13 @@ from tierstore.cache.config import CacheConfig, LfuVariant, PolicyName, Scope
 from tierstore.cache.frames import choose_frame_bytes, frames_of
 from tierstore.cache.host_cache import HostCache, Residency
 from tierstore.errors import BudgetError, ConfigError, StoreExistsError, StoreFormatError, StoreMissingError
-from tierstore.lab.recording import RecordingResidency
 from tierstore.store.adamw import AdamWConfig, Inactive
 from tierstore.store.config import Capability, IoBackendName, IoConfig, StoreConfig
 from tierstore.store.format import FORMAT_VERSION, Group, GroupLayout, Placement, RecordSchema
 from tierstore.store.index import Index
 from tierstore.store.lease import Lease
 from tierstore.store.slots import SlotMap
+from tierstore.trace.recording import RecordingResidency
 
 __all__ = [
     "IDENTITY",

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from tierstore._native import Scope
 from tierstore.errors import BudgetError, ConfigError, DataError
-from tierstore.lab.recording import RecordingResidency
-from tierstore.lab.trace import (
+from tierstore.trace.format import (
     TraceHeader,
     TraceKind,
     TraceRecord,
@@ -23,6 +22,7 @@ from tierstore.lab.trace import (
     load_trace,
     replay,
 )
+from tierstore.trace.recording import RecordingResidency
 
 LAYERS, EXPERTS = 3, 6
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore._native import EntryState, Residency, Scope
-from tierstore.lab.trace import TraceHeader, TraceKind, TraceRecord, TraceWriter
+from tierstore.trace.format import TraceHeader, TraceKind, TraceRecord, TraceWriter
 
 __all__ = ["RecordingResidency"]
 
