@@ -109,7 +109,9 @@ Ticket adamw(Engine& self, const nb::sequence& weight, const Buffer& exp_avg, co
         const float* s = steps.data() + 7 * i;
         copied.push_back({s[0], s[1], s[2], s[3], s[4], s[5], s[6]});
     }
-    return self.compute(adamw_work(std::move(record), std::move(copied), grad_scale), {after, priority});
+    return self.compute(
+        adamw_work(std::move(record), std::move(copied), grad_scale, self.compute_threads()),
+        {after, priority});
 }
 
 void bind_transfers(nb::class_<Engine>& engine) {

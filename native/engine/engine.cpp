@@ -85,9 +85,17 @@ Ticket Engine::sync(OpenFilePtr file, Order order) {
 }
 
 Ticket Engine::compute(Work work, Order order) {
+    std::vector<Work> parts;
+    parts.push_back(std::move(work));
+    return compute(std::move(parts), order);
+}
+
+Ticket Engine::compute(std::vector<Work> parts, Order order) {
+    if (parts.empty()) throw std::invalid_argument("an operation of no parts");
     auto operation = std::make_unique<Operation>();
     operation->kind = Kind::Compute;
-    operation->work = std::move(work);
+    operation->unfinished = parts.size();
+    operation->parts = std::move(parts);
     return submit(std::move(operation), order);
 }
 
@@ -164,7 +172,8 @@ void Engine::start(Operation& operation, Remains& remains) {
     operation.state = State::Queued;
     const Ticket ticket = operation.ticket;
     if (operation.kind == Kind::Compute) {
-        pool_->submit([this, ticket] { run_compute(ticket); }, urgency(operation.priority));
+        for (size_t part = 0; part < operation.parts.size(); ++part)
+            pool_->submit([this, ticket, part] { run_compute(ticket, part); }, urgency(operation.priority));
     } else if (operation.kind == Kind::Write) {
         pool_->submit([this, ticket] { run_seal(ticket); }, urgency(operation.priority));
     } else {
@@ -199,21 +208,23 @@ Engine::Operation* Engine::begin(Ticket ticket) {
 }
 
 // On a compute thread, without the mutex.
-void Engine::run_compute(Ticket ticket) {
+void Engine::run_compute(Ticket ticket, size_t part) {
     Operation* operation = begin(ticket);
     if (!operation) return;
     const uint64_t started = monotonic_ns();
     FailurePtr failure;
     try {
-        operation->work();
+        operation->parts[part]();
     } catch (...) {
         failure = current_failure();
     }
     Remains remains;
     std::lock_guard lock(mutex_);
-    stats_.compute_ops += 1;
     stats_.compute_ns += monotonic_ns() - started;
-    finish(ticket, std::move(failure), remains);
+    if (failure && !operation->failure) operation->failure = std::move(failure);
+    if (--operation->unfinished > 0) return;
+    stats_.compute_ops += 1;
+    finish(ticket, std::move(operation->failure), remains);
 }
 
 // On a compute thread, without the mutex: checksums first, then the backend.

@@ -75,6 +75,9 @@ public:
     Ticket write(Transfer transfer, Order order);
     Ticket sync(OpenFilePtr file, Order order);
     Ticket compute(Work work, Order order);
+    // Parts of one operation, which run on as many threads as there are; they write to different memory.
+    Ticket compute(std::vector<Work> parts, Order order);
+    size_t compute_threads() const { return pool_->size(); }
     Ticket barrier(Order order);
     // Done when complete_external() was called and what it follows is done: for events outside the engine.
     Ticket external(Order order);
@@ -121,7 +124,9 @@ private:
         std::vector<Ticket> after;  // unfinished when submitted
         std::vector<Ticket> dependents;
         Transfer transfer;  // Read, Write; of Sync the file
-        Work work;          // Compute
+        std::vector<Work> parts;  // Compute
+        size_t unfinished = 0;    // of those
+        FailurePtr failure;       // of the first of them that failed
         size_t nbytes = 0;
         bool in_backend = false;
         bool completed_outside = false;  // External
@@ -141,7 +146,7 @@ private:
     void promote_locked(Ticket ticket);
     bool cancel_locked(Operation& operation, const FailurePtr& failure, Remains& remains);
     void finish(Ticket ticket, FailurePtr failure, Remains& remains);
-    void run_compute(Ticket ticket);
+    void run_compute(Ticket ticket, size_t part);
     void run_seal(Ticket ticket);
     void run_verify(Ticket ticket);
     void on_io(Ticket ticket, const IoResult& result);

@@ -26,6 +26,7 @@ from tierstore.errors import (
     StoreFormatError,
     StoreMissingError,
 )
+from tierstore.machine import cores
 from tierstore.store.adamw import AdamWConfig, Inactive
 from tierstore.store.config import Capability, IoBackendName, IoConfig, StoreConfig
 from tierstore.store.format import FORMAT_VERSION, Group, GroupLayout, Placement, RecordSchema
@@ -418,7 +419,7 @@ def make_engine(io: IoConfig, *, lease_fd: int = -1, log_path: Path | None = Non
         io_threads=io.threads,
         queue_depth=io.queue_depth,
         chunk_bytes=io.chunk_bytes,
-        compute_threads=io.compute_threads,
+        compute_threads=io.compute_threads or min(cores(), 4),
         lease_fd=lease_fd,
         log_path=None if log_path is None else str(log_path),
     )
