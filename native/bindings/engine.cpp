@@ -88,10 +88,10 @@ nb::dict stats(Engine& self) {
 }
 
 void init(Engine* self, IoBackend backend, size_t io_threads, size_t queue_depth, size_t chunk_bytes,
-          size_t compute_threads, int lease_fd, const nb::object& log_path) {
+          size_t compute_threads, int lease_fd, MapSync map_sync, const nb::object& log_path) {
     EngineOptions options;
     options.backend = backend;
-    options.io = {io_threads, queue_depth, chunk_bytes, lease_fd};
+    options.io = {io_threads, queue_depth, chunk_bytes, lease_fd, map_sync};
     options.compute_threads = compute_threads;
     if (!log_path.is_none())
         options.log_path = nb::cast<std::string>(nb::module_::import_("os").attr("fsdecode")(log_path));
@@ -216,7 +216,7 @@ void bind_engine(nb::module_& m) {
     nb::class_<Engine> engine(m, "Engine", "Background operations, each after the tickets that it names.");
     engine.def("__init__", init, nb::kw_only(), "backend"_a = IoBackend::Auto, "io_threads"_a = 4,
                "queue_depth"_a = 32, "chunk_bytes"_a = 1 << 20, "compute_threads"_a = 1, "lease_fd"_a = -1,
-               "log_path"_a = nb::none());
+               "map_sync"_a = MapSync::Auto, "log_path"_a = nb::none());
     bind_transfers(engine);
     bind_compute(engine);
     bind_waiting(engine);

@@ -23,7 +23,10 @@ Urgency urgency(Priority priority) {
 Engine::Engine(const EngineOptions& options) {
     if (options.compute_threads == 0) throw std::invalid_argument("compute_threads must be at least 1");
     if (!options.log_path.empty()) log_ = std::make_shared<EventLog>(options.log_path);
-    if (options.backend != IoBackend::Threads) {
+    if (options.backend == IoBackend::Pmem) {
+        backend_ = make_pmem_backend(options.io);
+        backend_name_ = "pmem";
+    } else if (options.backend != IoBackend::Threads) {
         try {
             backend_ = make_uring_backend(options.io);
             backend_name_ = "uring";

@@ -343,7 +343,9 @@ void closing(IoBackend backend, unsigned rounds) {
 int main(int argc, char** argv) {
     const std::string name = argc > 1 ? argv[1] : "threads";
     const auto rounds = static_cast<unsigned>(argc > 2 ? std::atoi(argv[2]) : 20);
-    const IoBackend backend = name == "uring" ? IoBackend::Uring : IoBackend::Threads;
+    const IoBackend backend = name == "uring"  ? IoBackend::Uring
+                              : name == "pmem" ? IoBackend::Pmem
+                                               : IoBackend::Threads;
     try {
         Engine probe(options(backend, 1));
     } catch (const SyscallError& error) {

@@ -16,6 +16,7 @@ class IoBackendName(Enum):
     AUTO = "auto"
     URING = "uring"
     THREADS = "threads"
+    PMEM = "pmem"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,11 +24,15 @@ class IoConfig:
     """How the engine moves bytes."""
 
     backend: IoBackendName = field(
-        default=IoBackendName.AUTO, metadata={"help": "io_uring or pread/pwrite threads"}
+        default=IoBackendName.AUTO,
+        metadata={"help": "io_uring, pread/pwrite threads, or mapped files (PMem)"},
     )
     direct: Capability = field(default=Capability.AUTO, metadata={"help": "O_DIRECT"})
+    map_sync: Capability = field(
+        default=Capability.AUTO, metadata={"help": "MAP_SYNC, with backend pmem (else msync)"}
+    )
     huge_pages: Capability = field(default=Capability.AUTO, metadata={"help": "2 MiB pages for arenas"})
-    threads: int = field(default=4, metadata={"help": "threads of the `threads` backend"})
+    threads: int = field(default=4, metadata={"help": "threads of the backends threads and pmem"})
     queue_depth: int = field(default=32, metadata={"help": "transfers in flight at once"})
     chunk_bytes: int = field(default=1 << 20, metadata={"size": True, "help": "size of one transfer"})
     compute_threads: int = field(

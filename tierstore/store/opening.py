@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tierstore import _native
-from tierstore._native import Arena, Buffer, DirectIo, Engine, FileCreate, HugePages, IoBackend
+from tierstore._native import Arena, Buffer, DirectIo, Engine, FileCreate, HugePages, IoBackend, MapSync
 from tierstore.cache.config import CacheConfig, LfuVariant, PolicyName, Scope
 from tierstore.cache.frames import choose_frame_bytes, frames_of
 from tierstore.cache.host_cache import HostCache, Residency
@@ -56,7 +56,9 @@ _BACKENDS = {
     IoBackendName.AUTO: IoBackend.AUTO,
     IoBackendName.URING: IoBackend.URING,
     IoBackendName.THREADS: IoBackend.THREADS,
+    IoBackendName.PMEM: IoBackend.PMEM,
 }
+_MAP_SYNC = {Capability.OFF: MapSync.OFF, Capability.AUTO: MapSync.AUTO, Capability.ON: MapSync.ON}
 _DIRECT = {Capability.OFF: DirectIo.OFF, Capability.AUTO: DirectIo.AUTO, Capability.ON: DirectIo.ON}
 _SCOPES = {Scope.GLOBAL: _native.Scope.GLOBAL, Scope.LAYER: _native.Scope.LAYER}
 _HUGE = {Capability.OFF: HugePages.OFF, Capability.AUTO: HugePages.AUTO, Capability.ON: HugePages.ON}
@@ -421,6 +423,7 @@ def make_engine(io: IoConfig, *, lease_fd: int = -1, log_path: Path | None = Non
         chunk_bytes=io.chunk_bytes,
         compute_threads=io.compute_threads or min(cores(), 4),
         lease_fd=lease_fd,
+        map_sync=_MAP_SYNC[io.map_sync],
         log_path=None if log_path is None else str(log_path),
     )
 
