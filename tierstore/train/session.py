@@ -138,6 +138,7 @@ def open_session(
         layers=config.model.moe_layers,
         cache=config.cache,
         io=config.io,
+        disk=config.links.disk,
     )
     source = _LateSource()
     model = Transformer(config.model, source)
@@ -170,7 +171,7 @@ def open_session(
         }
         if config.keeps_gradients:
             store.reserve_scratch(EXPERT_SCHEMA)
-        tier = open_device_tier(store.engine, divided.slots, device, HugePages.AUTO)
+        tier = open_device_tier(store.engine, divided.slots, device, HugePages.AUTO, config.links.copy.open())
         stack.callback(tier.close)
         sink = timeline or NullTimeline()
         ledger = StallLedger(listener=_stall_spans(sink) if sink.enabled else None)
