@@ -92,4 +92,5 @@ def _module(file: str, loaded: dict[str, ModuleType]) -> ModuleType:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))  # for cases whose file imports the launcher
     serve(sys.argv[1])
