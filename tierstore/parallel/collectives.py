@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from tierstore.errors import PeerError
+from tierstore.links import wait_until
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -73,8 +74,8 @@ class Failure:
 class LimitedLink(Protocol):
     """A link with a bandwidth and a latency of its own."""
 
-    def reserve(self, nbytes: int) -> float:
-        """When (``time.monotonic``) a message of ``nbytes`` that is issued now has passed the link."""
+    def reserve(self, nbytes: int) -> int:
+        """When (CLOCK_MONOTONIC, ns) a message of ``nbytes`` that is issued now has passed the link."""
         ...
 
 
@@ -90,18 +91,18 @@ class Work:
         pending: Any = None,
         *,
         finish: Callable[[], None] | None = None,
-        deadline: float = 0.0,
+        deadline_ns: int = 0,
         explain: Callable[[RuntimeError], PeerError] | None = None,
     ) -> None:
         self._pending = pending
         self._finish = finish
-        self._deadline = deadline
+        self._deadline_ns = deadline_ns
         self._explain = explain
 
     def done(self) -> bool:
         """Whether ``wait`` would return, or raise, without waiting for others."""
         arrived = self._pending is None or bool(self._pending.is_completed())
-        return arrived and time.monotonic() >= self._deadline
+        return arrived and time.monotonic_ns() >= self._deadline_ns
 
     def wait(self) -> None:
         """Wait until the results are there. Raises PeerError. Once it has returned, it always returns."""
@@ -116,9 +117,7 @@ class Work:
         if self._finish is not None:
             self._finish()
             self._finish = None
-        remaining = self._deadline - time.monotonic()
-        if remaining > 0:
-            time.sleep(remaining)
+        wait_until(self._deadline_ns)
 
 
 class Group:
@@ -404,7 +403,7 @@ class Group:
         traffic = self.traffic[operation]
         traffic.calls += 1
         traffic.sent_bytes += sent
-        deadline = 0.0 if self._link is None else self._link.reserve(sent)
+        deadline_ns = 0 if self._link is None else self._link.reserve(sent)
         try:
             pending = start()
         except RuntimeError as error:
@@ -412,7 +411,7 @@ class Group:
         return Work(
             pending,
             finish=finish,
-            deadline=deadline,
+            deadline_ns=deadline_ns,
             explain=lambda error: self._explained(operation, error),
         )
 
