@@ -59,7 +59,7 @@ class TieredExperts:
         self,
         store: ParameterStore,
         device: DeviceTier,
-        records: Mapping[int, Mapping[int, CachedRecord]],
+        records: Mapping[int, Sequence[CachedRecord]],
         *,
         weight_slots: int,
         plan: GradientPlan,
