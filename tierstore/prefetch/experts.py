@@ -15,7 +15,7 @@ Decisions are taken in program order, and do not depend on what has finished: se
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -59,7 +59,7 @@ class TieredExperts:
         self,
         store: ParameterStore,
         device: DeviceTier,
-        records: dict[int, list[CachedRecord]],
+        records: Mapping[int, Mapping[int, CachedRecord]],
         *,
         weight_slots: int,
         plan: GradientPlan,
