@@ -137,7 +137,7 @@ def open_session(
         disk=config.links.disk,
     )
     source = _LateSource()
-    model = Transformer(config.model, source)
+    model = Transformer(config.model, source, mesh=mesh)
     units = model.dense_units()
     with contextlib.ExitStack() as stack:
         if agreed.opening is Opening.CREATE:
@@ -185,6 +185,7 @@ def open_session(
             predictor=make_predictor(config.prefetch.predictor, owned),
             schedule=Schedule.of_layers(config.model.moe_layers, depth=config.prefetch.depth),
             ledger=ledger,
+            replicas=mesh.replica,
         )
         source.target = experts
         trainer = Trainer(

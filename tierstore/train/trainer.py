@@ -145,7 +145,7 @@ class Trainer:
                 return math.nan, 0
             total += loss / count
             with self._timeline.span(Track.COMPUTE, f"backward {position}.{micro}"):
-                torch.autograd.backward(output.objective / (count * self.mesh.world.size))
+                torch.autograd.backward(output.objective / count)
             used = torch.stack(output.loads) > 0
             reached = used if reached is None else reached | used
         assert reached is not None
