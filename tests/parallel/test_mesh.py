@@ -34,7 +34,9 @@ def test_every_expert_has_one_owner(experts: int, ranks: int) -> None:
 
 
 def _groups(mesh: Mesh) -> dict[str, object]:
+    torch_mesh = mesh.device_mesh
     return {
+        "torch": None if torch_mesh is None else (torch_mesh.mesh_dim_names, torch_mesh.mesh.tolist()),
         "world": mesh.world.ranks,
         "expert": (mesh.expert.ranks, mesh.expert.rank, mesh.expert is mesh.world),
         "replica": (mesh.replica.ranks, mesh.replica.rank, mesh.replica is mesh.world),
@@ -50,6 +52,7 @@ def test_groups(ranks: Ranks) -> None:
     for rank, found in enumerate(ranks.run(4, _groups, expert=2)):
         expert, replica = [(0, 1), (2, 3)][rank // 2], [(0, 2), (1, 3)][rank % 2]
         assert found == {
+            "torch": (("replica", "expert"), [[0, 1], [2, 3]]),
             "world": everyone,
             "expert": (expert, rank % 2, False),
             "replica": (replica, rank // 2, False),

@@ -136,8 +136,10 @@ def open_session(
         io=config.io,
         disk=config.links.disk,
     )
+    sink = timeline or NullTimeline()
+    ledger = StallLedger(listener=_stall_spans(sink) if sink.enabled else None)
     source = _LateSource()
-    model = Transformer(config.model, source, mesh=mesh)
+    model = Transformer(config.model, source, mesh=mesh, ledger=ledger)
     units = model.dense_units()
     with contextlib.ExitStack() as stack:
         if agreed.opening is Opening.CREATE:
@@ -174,8 +176,6 @@ def open_session(
             store.reserve_scratch(EXPERT_SCHEMA)
         tier = open_device_tier(store.engine, divided.slots, device, HugePages.AUTO, config.links.copy.open())
         stack.callback(tier.close)
-        sink = timeline or NullTimeline()
-        ledger = StallLedger(listener=_stall_spans(sink) if sink.enabled else None)
         experts = TieredExperts(
             store,
             tier,
