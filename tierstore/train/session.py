@@ -136,8 +136,10 @@ def open_session(
         io=config.io,
         disk=config.links.disk,
     )
+    sink = timeline or NullTimeline()
+    ledger = StallLedger(listener=_stall_spans(sink) if sink.enabled else None)
     source = _LateSource()
-    model = Transformer(config.model, source, mesh=mesh)
+    model = Transformer(config.model, source, mesh=mesh, ledger=ledger)
     units = model.dense_units()
     layouts = unit_layouts(units, ranks=world, narrow=model.cast_parameters(), fusion=config.dense.fusion)
     with contextlib.ExitStack() as stack:
@@ -178,25 +180,22 @@ def open_session(
             mesh.world.barrier()
             store.acknowledge()
         records = {
-            layer: [store.record(expert_key(layer, expert)) for expert in owned]
+            layer: {expert: store.record(expert_key(layer, expert)) for expert in owned}
             for layer in config.model.moe_layers
         }
         if config.keeps_gradients:
             store.reserve_scratch(EXPERT_SCHEMA)
         tier = open_device_tier(store.engine, divided.slots, device, HugePages.AUTO, config.links.copy.open())
         stack.callback(tier.close)
-        sink = timeline or NullTimeline()
-        ledger = StallLedger(listener=_stall_spans(sink) if sink.enabled else None)
         experts = TieredExperts(
             store,
             tier,
             records,
             weight_slots=divided.slots.weights,
             plan=config.gradient_plan,
-            predictor=make_predictor(config.prefetch.predictor, len(owned)),
+            predictor=make_predictor(config.prefetch.predictor, owned),
             schedule=Schedule.of_layers(config.model.moe_layers, depth=config.prefetch.depth),
             ledger=ledger,
-            first_expert=owned.start,
             replicas=mesh.replica,
         )
         source.target = experts
