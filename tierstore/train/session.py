@@ -37,7 +37,7 @@ from tierstore.train.state import TrainState, conditions, differences
 from tierstore.train.trainer import Trainer
 from tierstore.units import format_bytes
 
-__all__ = ["Budgets", "Opening", "budgets", "expert_schema", "open_session"]
+__all__ = ["Budgets", "Opening", "budgets", "expert_schema", "open_session", "stall_spans"]
 
 EXPERT_SCHEMA = "expert"
 
@@ -174,7 +174,7 @@ def open_session(
         tier = open_device_tier(store.engine, divided.slots, device, HugePages.AUTO, config.links.copy.open())
         stack.callback(tier.close)
         sink = timeline or NullTimeline()
-        ledger = StallLedger(listener=_stall_spans(sink) if sink.enabled else None)
+        ledger = StallLedger(listener=stall_spans(sink) if sink.enabled else None)
         experts = TieredExperts(
             store,
             tier,
@@ -204,12 +204,16 @@ def open_session(
         yield trainer
 
 
-def _stall_spans(sink: TimelineSink) -> Callable[[StallKey, int, int], None]:
+def stall_spans(sink: TimelineSink) -> Callable[[StallKey, int, int], None]:
     """Draws each charged interval on the timeline's track of stalls."""
 
     def draw(key: StallKey, start_ns: int, end_ns: int) -> None:
         sink.add(
-            Track.STALLS, key.cause.value, start_ns, end_ns, {"layer": key.layer, "tier": key.tier.value}
+            Track.STALLS,
+            key.cause.value,
+            start_ns,
+            end_ns,
+            {"layer": key.layer, "dimension": key.tier.dimension.value, "tier": key.tier.value},
         )
 
     return draw

@@ -24,7 +24,7 @@ from tierstore.prefetch.experts import TieredExperts
 from tierstore.prefetch.plan import GradientPlan
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store.parameter_store import ParameterStore
-from tierstore.timeline import TimelineSink, Track
+from tierstore.timeline import OperationSpans, TimelineSink, Track
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TextData
 from tierstore.train.dense import DenseParameters
@@ -77,6 +77,7 @@ class Trainer:
         self._dense = dense
         self._device = device
         self._timeline = timeline
+        self._operations = OperationSpans(store.engine, timeline)
 
     def step(self) -> StepResult:
         """One optimizer step. Raises NonFiniteError, ChecksumError, OSError, BudgetError.
@@ -118,6 +119,7 @@ class Trainer:
         if every and self.state.position % every == 0:
             self.store.cache.clean()
         seconds = time.monotonic() - started
+        self._operations.drain()
         return StepResult(position, loss, lr, norm, not math.isfinite(norm), seconds, active)
 
     def _backward(self, position: int) -> tuple[float, int]:
@@ -214,4 +216,8 @@ class Trainer:
             self._experts.gradients.step_pending()
             self._dense.save(self.store, self.store.history.applied)
             state = {STATE_KEY: self.state.pack()}
-            return self.store.commit(state) if snapshot is None else self.store.snapshot(snapshot, state)
+            generation = (
+                self.store.commit(state) if snapshot is None else self.store.snapshot(snapshot, state)
+            )
+        self._operations.drain()
+        return generation
