@@ -17,9 +17,11 @@ import numpy.typing as npt
 import torch
 
 from tierstore._native import HugePages
+from tierstore.dense import DenseSlices, GatherOnDemand, dense_schemas, unit_layouts
 from tierstore.errors import BudgetError, CapabilityError, StoreExistsError, StoreFormatError
 from tierstore.model import ComputeDtype, Transformer
 from tierstore.moe import initial_expert
+from tierstore.parallel import Group
 from tierstore.prefetch import Schedule, TieredExperts, make_predictor
 from tierstore.prefetch.experts import TieredLease
 from tierstore.stats import StallKey, StallLedger
@@ -31,7 +33,6 @@ from tierstore.tiers import DeviceSlots, open_device_tier
 from tierstore.timeline import NullTimeline, TimelineSink, Track
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TextData
-from tierstore.train.dense import DenseParameters, dense_schemas
 from tierstore.train.footprint import give_back_freed_memory
 from tierstore.train.state import TrainState, conditions, differences
 from tierstore.train.trainer import Trainer
@@ -142,10 +143,13 @@ def open_session(
     )
     source = _LateSource()
     model = Transformer(config.model, source)
-    units = model.dense_units()
+    units, group = model.dense_units(), Group.alone()
+    layouts = unit_layouts(
+        units, ranks=group.size, narrow=model.cast_parameters(), fusion=config.dense.fusion
+    )
     with contextlib.ExitStack() as stack:
         if opening is Opening.CREATE:
-            schemas = [expert_schema(config), *dense_schemas(units)]
+            schemas = [expert_schema(config), *dense_schemas(layouts)]
             store = ParameterStore.create(
                 config.store, schemas, store_config, adamw=config.adamw, trace=trace, io_log=io_log
             )
@@ -156,8 +160,18 @@ def open_session(
         stack.callback(store.close)
         resumed = opening is Opening.RESUME
         state = _resumed_state(config, store, present) if resumed else TrainState(conditions=present)
-        dense = DenseParameters(units, device, config.adamw)
+        dense = DenseSlices(
+            units,
+            layouts,
+            group=group,
+            device=device,
+            adamw=config.adamw,
+            config=config.dense,
+            compute=config.model.compute_dtype.torch,
+        )
         model.to(device)
+        gates = dense.attach(model, GatherOnDemand(dense, config.dense.reshard))
+        stack.callback(gates.remove)
         if opening is Opening.CREATE:
             store.reserve({EXPERT_SCHEMA: config.model.expert_count} | dense.record_counts())
             dense.register(store)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tierstore.dense import DenseSlices
 from tierstore.errors import TierstoreError
 from tierstore.model import Transformer
 from tierstore.prefetch.experts import TieredExperts
@@ -27,7 +28,6 @@ from tierstore.store.parameter_store import ParameterStore
 from tierstore.timeline import OperationSpans, TimelineSink, Track
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TextData
-from tierstore.train.dense import DenseParameters
 from tierstore.train.state import STATE_KEY, TrainState
 
 __all__ = ["NonFiniteError", "StepResult", "Trainer"]
@@ -60,7 +60,7 @@ class Trainer:
         store: ParameterStore,
         experts: TieredExperts,
         model: Transformer,
-        dense: DenseParameters,
+        dense: DenseSlices,
         data: TextData,
         device: torch.device,
         state: TrainState,
@@ -131,6 +131,7 @@ class Trainer:
             with self.ledger.stall(layer=None, tier=Tier.HOST, cause=Cause.DATA):
                 tokens, targets = self.data.batch(position, micro)
             self._experts.begin_micro(index=micro, count=count)
+            self._dense.begin_micro()
             self.model.set_step(position, micro)
             with self._timeline.span(Track.COMPUTE, f"forward {position}.{micro}"):
                 output = self.model(tokens.to(self._device), targets.to(self._device))
@@ -142,6 +143,7 @@ class Trainer:
             total += loss / count
             with self._timeline.span(Track.COMPUTE, f"backward {position}.{micro}"):
                 torch.autograd.backward(output.objective / count)
+                self._dense.end_micro()
             used = torch.stack(output.loads) > 0
             reached = used if reached is None else reached | used
         assert reached is not None
