@@ -22,6 +22,10 @@ _COUNTS = frozenset(
         "bytes_per_parameter",
         "s_per_parameter",
         "record_parameters",
+        "ranks",
+        "layers",
+        "collectives",
+        "disk_transfers",
     }
 )
 
