@@ -4,7 +4,8 @@ from tierstore.prefetch.experts import TieredExperts
 from tierstore.prefetch.horizontal import DenseUnits, HorizontalQueue
 from tierstore.prefetch.plan import GradientPlan, PrefetchConfig
 from tierstore.prefetch.predictor import Predictor, PredictorName, make_predictor
-from tierstore.prefetch.schedule import Pass, QueueLimits, Reshard, Schedule, Unit
+from tierstore.prefetch.schedule import Pass, QueueLimits, Schedule, Unit
+from tierstore.prefetch.units import unit_schedule
 
 __all__ = [
     "DenseUnits",
@@ -15,9 +16,9 @@ __all__ = [
     "PredictorName",
     "PrefetchConfig",
     "QueueLimits",
-    "Reshard",
     "Schedule",
     "TieredExperts",
     "Unit",
     "make_predictor",
+    "unit_schedule",
 ]

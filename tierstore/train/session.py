@@ -38,7 +38,7 @@ from tierstore.train.state import TrainState, conditions, differences
 from tierstore.train.trainer import Trainer
 from tierstore.units import format_bytes
 
-__all__ = ["Budgets", "Opening", "budgets", "expert_schema", "open_session"]
+__all__ = ["Budgets", "Opening", "budgets", "expert_schema", "open_session", "stall_spans"]
 
 EXPERT_SCHEMA = "expert"
 
@@ -137,7 +137,7 @@ def open_session(
         disk=config.links.disk,
     )
     sink = timeline or NullTimeline()
-    ledger = StallLedger(listener=_stall_spans(sink) if sink.enabled else None)
+    ledger = StallLedger(listener=stall_spans(sink) if sink.enabled else None)
     source = _LateSource()
     model = Transformer(config.model, source, mesh=mesh, ledger=ledger)
     units = model.dense_units()
@@ -224,12 +224,16 @@ def _check_batch(config: TrainConfig, world: int) -> None:
         )
 
 
-def _stall_spans(sink: TimelineSink) -> Callable[[StallKey, int, int], None]:
+def stall_spans(sink: TimelineSink) -> Callable[[StallKey, int, int], None]:
     """Draws each charged interval on the timeline's track of stalls."""
 
     def draw(key: StallKey, start_ns: int, end_ns: int) -> None:
         sink.add(
-            Track.STALLS, key.cause.value, start_ns, end_ns, {"layer": key.layer, "tier": key.tier.value}
+            Track.STALLS,
+            key.cause.value,
+            start_ns,
+            end_ns,
+            {"layer": key.layer, "dimension": key.tier.dimension.value, "tier": key.tier.value},
         )
 
     return draw

@@ -29,7 +29,7 @@ from tierstore.prefetch.experts import TieredExperts
 from tierstore.prefetch.plan import GradientPlan
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store.parameter_store import ParameterStore
-from tierstore.timeline import TimelineSink, Track
+from tierstore.timeline import OperationSpans, TimelineSink, Track
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TextData
 from tierstore.train.ranks import commit_everywhere
@@ -83,6 +83,7 @@ class Trainer:
         self.mesh = mesh
         self._device = mesh.device
         self._timeline = timeline
+        self._operations = OperationSpans(store.engine, timeline)
 
     def step(self) -> StepResult:
         """One optimizer step. Raises NonFiniteError, ChecksumError, OSError, BudgetError.
@@ -124,6 +125,7 @@ class Trainer:
         if every and self.state.position % every == 0:
             self.store.cache.clean()
         seconds = time.monotonic() - started
+        self._operations.drain()
         return StepResult(position, loss, lr, norm, not math.isfinite(norm), seconds, active)
 
     def _backward(self, position: int) -> tuple[float, int]:
@@ -245,4 +247,7 @@ class Trainer:
         ):
             self._experts.gradients.step_pending()
             self._dense.save(self.store, self.store.history.applied)
-            return commit_everywhere(self.store, self.mesh, {STATE_KEY: self.state.pack()}, snapshot)
+            state = {STATE_KEY: self.state.pack()}
+            generation = commit_everywhere(self.store, self.mesh, state, snapshot)
+        self._operations.drain()
+        return generation
