@@ -103,12 +103,12 @@ def _run(
     timeline: Path | None,
     record_trace: Path | None,
 ) -> int:
-    from tierstore.train.footprint import fixed_bytes, keep_freed_memory, resident_bytes
+    from tierstore.train.footprint import fixed_cost, keep_freed_memory, resident_bytes
     from tierstore.train.report import Metrics, RunSummary, counters, tier_rows
     from tierstore.train.session import Opening, open_session
 
     keep_freed_memory()
-    fixed = fixed_bytes(config, resident_bytes())
+    fixed = fixed_cost(config, resident_bytes()).nbytes
     _announce(config, output, fixed)
     opening = Opening.RESUME if resume else Opening.CREATE
     with (

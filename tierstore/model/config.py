@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
-
-import torch
+from typing import TYPE_CHECKING
 
 from tierstore.errors import ConfigError
-from tierstore.moe import Activation, ExpertShape, RouterConfig, RouterNoise, SaveActivations
+from tierstore.moe.config import Activation, ExpertShape, RouterConfig, RouterNoise, SaveActivations
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["CheckpointActivations", "ComputeDtype", "ModelConfig", "TieEmbeddings"]
 
@@ -21,8 +23,15 @@ class ComputeDtype(StrEnum):
     BF16 = "bf16"
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of one value."""
+        return 4 if self is ComputeDtype.FP32 else 2
+
+    @property
     def torch(self) -> torch.dtype:
         """The same, for torch."""
+        import torch  # a plan reads configurations without it
+
         return torch.float32 if self is ComputeDtype.FP32 else torch.bfloat16
 
 
@@ -191,7 +200,7 @@ class ModelConfig:
         Counts what autograd saves per block, the experts' activations, and the scratch of one layer's
         backward pass with every assignment at one expert.
         """
-        width = 4 if self.compute_dtype is ComputeDtype.FP32 else 2
+        width = self.compute_dtype.itemsize
         d, shape = self.d_model, self.expert_shape
         rows = tokens * self.top_k
         # Two norms (fp32 in, out), queries, keys, values before and after rotation, attention, projection,

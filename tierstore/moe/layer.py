@@ -11,17 +11,15 @@ never asked for.
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from tierstore.moe.config import Activation, ExpertShape, RouterConfig, SaveActivations
 from tierstore.moe.dispatch import Dispatch, combine, combine_weighted, dispatch
 from tierstore.moe.experts import (
-    Activation,
-    ExpertShape,
     Workspace,
     backward_expert,
     feed_forward,
@@ -29,18 +27,11 @@ from tierstore.moe.experts import (
     recompute_inner,
     weight_std,
 )
-from tierstore.moe.router import NoiseKey, Router, RouterConfig, Routing
+from tierstore.moe.router import NoiseKey, Router, Routing
 from tierstore.moe.seeds import keyed_generator
 from tierstore.moe.source import ExpertSource
 
 __all__ = ["FeedForward", "MoELayer", "SaveActivations"]
-
-
-class SaveActivations(StrEnum):
-    """What a layer keeps for its backward pass."""
-
-    SAVE = "save"  # N * P values of the compute type, in one buffer
-    RECOMPUTE = "recompute"  # nothing but the input; the backward pass repeats one product an expert
 
 
 class FeedForward(nn.Module):

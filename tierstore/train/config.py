@@ -8,11 +8,11 @@ from pathlib import Path
 
 from tierstore.cache.config import CacheConfig
 from tierstore.errors import ConfigError
-from tierstore.model import ModelConfig
+from tierstore.model.config import ModelConfig
 from tierstore.prefetch.plan import GradientPlan, PrefetchConfig
 from tierstore.store.adamw import AdamWConfig
 from tierstore.store.config import IoConfig
-from tierstore.train.data import DataConfig
+from tierstore.train.files import DataConfig
 from tierstore.train.schedule import ScheduleConfig
 
 __all__ = ["TrainConfig"]
