@@ -178,10 +178,11 @@ def _run(
 def _announce(config: TrainConfig, output: Output, fixed: int) -> None:
     """What the run will take, before the first write."""
     from tierstore.cache.config import PolicyName
+    from tierstore.store.space import copies
 
     model = config.model
     records = model.expert_parameters * 12
-    copies = 2 + config.retain
+    kept = copies(config.retain)
     output.line(
         f"model: {model.total_parameters / 1e6:.1f} M parameters, {model.expert_count} experts in "
         f"{len(model.moe_layers)} layers, {format_bytes(records)} of expert records, {model.compute_dtype.value}"
@@ -200,7 +201,7 @@ def _announce(config: TrainConfig, output: Output, fixed: int) -> None:
     parents = [config.store.absolute(), *config.store.absolute().parents]
     place = disk(next(path for path in parents if path.exists()))
     output.line(
-        f"disk: {format_bytes(copies * records)} reserved in {config.store} for {copies} copies; "
+        f"disk: {format_bytes(kept * records)} reserved in {config.store} for {kept} copies; "
         f"{format_bytes(place.free_bytes)} free"
     )
 

@@ -168,21 +168,23 @@ class ModelConfig:
         return self.expert_numel * self.expert_count
 
     @property
-    def dense_parameters(self) -> int:
-        """Parameters outside of the experts: those that stay on the device."""
-        d, moe = self.d_model, len(self.moe_layers)
-        block = 4 * d * d + 2 * d
+    def dense_units(self) -> tuple[int, ...]:
+        """Parameters of each unit outside of the experts: the blocks in order, then embedding, norm and head."""
+        d = self.d_model
         shared = 0
         if self.shared_expert_d_ff:
             shared = ExpertShape(d, self.shared_expert_d_ff, self.activation).numel
+        attention = 4 * d * d + 2 * d
+        mixture, plain = self.experts * d + shared, self.dense_shape.numel
+        moe = set(self.moe_layers)
         tables = 1 if self.tie_embeddings is TieEmbeddings.TIED else 2
-        return (
-            tables * self.vocab_size * d
-            + d
-            + self.n_layers * block
-            + moe * (self.experts * d + shared)
-            + (self.n_layers - moe) * self.dense_shape.numel
-        )
+        blocks = [attention + (mixture if layer in moe else plain) for layer in range(self.n_layers)]
+        return (*blocks, tables * self.vocab_size * d + d)
+
+    @property
+    def dense_parameters(self) -> int:
+        """Parameters outside of the experts: those that stay on the device."""
+        return sum(self.dense_units)
 
     @property
     def total_parameters(self) -> int:

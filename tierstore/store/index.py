@@ -34,7 +34,8 @@ def index_bytes(records: int, retain: int) -> int:
     """Bytes to reserve for the index of ``records`` records: the table, ``retain`` snapshots of it and the
     one
     being added, and as much again, for LMDB writes pages anew before it frees the old ones."""
-    return _FIRST_BYTES + records * _ENTRY_BYTES * 2 * (2 + retain)
+    needed = _FIRST_BYTES + records * _ENTRY_BYTES * 2 * (2 + retain)
+    return -(-needed // _FIRST_BYTES) * _FIRST_BYTES
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from tierstore.tiers.slots import SlotSizes
 from tierstore.train.config import TrainConfig
 from tierstore.units import format_bytes
 
-__all__ = ["EXPERT_SCHEMA", "Budgets", "DeviceKind", "budgets", "expert_schema"]
+__all__ = ["EXPERT_SCHEMA", "Budgets", "DeviceKind", "budgets", "expert_schema", "least_host_budget"]
 
 EXPERT_SCHEMA = "expert"
 
@@ -42,16 +42,29 @@ def expert_schema(config: TrainConfig) -> RecordSchema:
     )
 
 
-def budgets(config: TrainConfig, device: DeviceKind) -> Budgets:
-    """Divides the budgets. Raises BudgetError naming the minimum.
+def least_host_budget(config: TrainConfig, device: DeviceKind, schema: RecordSchema | None = None) -> int:
+    """The smallest host budget that ``budgets`` takes, in bytes."""
+    schema = schema or expert_schema(config)
+    cache = minimum_host_budget([schema], config.cache, len(config.model.moe_layers))
+    return cache + (_least_slots(config, schema).nbytes if device is DeviceKind.CPU else 0)
+
+
+def _least_slots(config: TrainConfig, schema: RecordSchema) -> SlotSizes:
+    return SlotSizes(schema.numel, config.model.compute_dtype.itemsize, weights=1, gradients=1)
+
+
+def budgets(config: TrainConfig, device: DeviceKind, schema: RecordSchema | None = None) -> Budgets:
+    """Divides the budgets. Raises BudgetError naming the minimum. ``schema``: the experts', where they are not the
+    configuration's own.
 
     The device tier gets as many slots as ``device_budget`` holds, or without one a few for overlap and fewer when the host
     budget is tight; at least one weight slot and one gradient slot.
     """
-    minimum_cache = minimum_host_budget([expert_schema(config)], config.cache, len(config.model.moe_layers))
-    least = SlotSizes(config.model.expert_numel, config.model.compute_dtype.itemsize, weights=1, gradients=1)
+    schema = schema or expert_schema(config)
+    least = _least_slots(config, schema)
     on_host = device is DeviceKind.CPU
-    minimum = minimum_cache + (least.nbytes if on_host else 0)
+    minimum = least_host_budget(config, device, schema)
+    minimum_cache = minimum - (least.nbytes if on_host else 0)
     if config.host_budget < minimum:
         raise BudgetError(
             f"host_budget: {config.host_budget} bytes ({format_bytes(config.host_budget)}) are too few for one expert "
