@@ -18,7 +18,10 @@
 #include <vector>
 
 #include "native/base/error.hpp"
+#include "native/base/timer.hpp"
 #include "native/base/worker_pool.hpp"
+#include "native/engine/link.hpp"
+#include "native/engine/spans.hpp"
 #include "native/engine/work.hpp"
 #include "native/io/backend.hpp"
 #include "native/io/recording.hpp"
@@ -74,8 +77,13 @@ public:
     Ticket read(Transfer transfer, Order order);
     Ticket write(Transfer transfer, Order order);
     Ticket sync(OpenFilePtr file, Order order);
-    Ticket compute(Work work, Order order);
+    Ticket compute(Work work, Order order, Label label = {});
     Ticket barrier(Order order);
+    // A transfer of `label.nbytes` on a limited link, asked for when all that it follows is done: finished at
+    // the end of its turn there, and never before. Nothing is moved: it stands beside the operation that does,
+    // after the same tickets, and a barrier joins the two. The link serves in the order of asking, whatever
+    // the priorities. Taken back, it keeps its turn: what a real link has begun to send is sent.
+    Ticket hold(std::shared_ptr<Link> link, Order order, Label label);
     // Done when complete_external() was called and what it follows is done: for events outside the engine.
     Ticket external(Order order);
     // A non-empty `error` fails it.
@@ -101,6 +109,10 @@ public:
     const char* backend_name() const { return backend_name_; }
     // Why it is not the one asked for first; empty when it is.
     const std::string& backend_reason() const { return backend_reason_; }
+    // From now on remembers when its last `capacity` operations ran (0: none of them).
+    void record_spans(size_t capacity);
+    // Those that have finished since the last call, and how many more were overwritten before it.
+    std::pair<std::vector<OperationSpan>, uint64_t> drain_spans();
     // A mark in the event log; nothing where there is none.
     void log_mark(const std::string& text);
 
@@ -109,7 +121,7 @@ public:
     void close();
 
 private:
-    enum class Kind { Read, Write, Sync, Compute, Barrier, External };
+    enum class Kind { Read, Write, Sync, Compute, Barrier, External, Hold };
     enum class State { Waiting, Queued, Running };
 
     struct Operation {
@@ -122,6 +134,9 @@ private:
         std::vector<Ticket> dependents;
         Transfer transfer;  // Read, Write; of Sync the file
         Work work;          // Compute
+        std::shared_ptr<Link> link;  // Hold
+        Link::Slot slot = {};        // Hold: its turn, from when it is queued
+        Label label;
         size_t nbytes = 0;
         bool in_backend = false;
         bool completed_outside = false;  // External
@@ -145,6 +160,8 @@ private:
     void run_seal(Ticket ticket);
     void run_verify(Ticket ticket);
     void on_io(Ticket ticket, const IoResult& result);
+    void on_time(Ticket ticket);
+    void record(const Operation& operation, uint64_t start_ns, uint64_t end_ns);
     Operation* begin(Ticket ticket);
     void signal_event();
 
@@ -162,11 +179,13 @@ private:
     std::vector<Ticket> notified_;
     FailurePtr poisoned_;
     EngineStats stats_;
+    SpanRing spans_;
     bool closing_ = false;
     bool closed_ = false;
 
     std::unique_ptr<Backend> backend_;
     std::unique_ptr<WorkerPool> pool_;
+    Timer timer_;
 };
 
 }  // namespace tierstore

@@ -8,27 +8,34 @@ from tierstore.lazy import exports
 
 if TYPE_CHECKING:
     from tierstore.prefetch.experts import TieredExperts
-    from tierstore.prefetch.passes import Pass, PassSequence
+    from tierstore.prefetch.horizontal import DenseUnits, HorizontalQueue
     from tierstore.prefetch.plan import GradientPlan, PrefetchConfig
     from tierstore.prefetch.predictor import Predictor, PredictorName, make_predictor
+    from tierstore.prefetch.schedule import Pass, QueueLimits, Reshard, Schedule, Unit
 else:
     __getattr__ = exports(
         __name__,
         {
             "experts": ["TieredExperts"],
-            "passes": ["Pass", "PassSequence"],
+            "horizontal": ["DenseUnits", "HorizontalQueue"],
             "plan": ["GradientPlan", "PrefetchConfig"],
             "predictor": ["Predictor", "PredictorName", "make_predictor"],
+            "schedule": ["Pass", "QueueLimits", "Reshard", "Schedule", "Unit"],
         },
     )
 
 __all__ = [
+    "DenseUnits",
     "GradientPlan",
+    "HorizontalQueue",
     "Pass",
-    "PassSequence",
     "Predictor",
     "PredictorName",
     "PrefetchConfig",
+    "QueueLimits",
+    "Reshard",
+    "Schedule",
     "TieredExperts",
+    "Unit",
     "make_predictor",
 ]

@@ -18,6 +18,7 @@ from tierstore.train.files import text_bytes
 
 __all__ = [
     "DENSE_STATE_BYTES",
+    "WORKING_BYTES",
     "FixedCost",
     "fixed_cost",
     "give_back_freed_memory",
@@ -29,7 +30,7 @@ __all__ = [
 #: A dense parameter: fp32 weight, gradient, exp_avg and exp_avg_sq.
 DENSE_STATE_BYTES = 16
 #: What torch, its thread pools and the fragmentation of freed activations take beyond that, bytes (measured).
-_WORKING_BYTES = 160 << 20
+WORKING_BYTES = 160 << 20
 
 
 def resident_bytes() -> int:
@@ -64,7 +65,7 @@ def fixed_cost(config: TrainConfig, process: int) -> FixedCost:
         dense=config.model.dense_parameters * DENSE_STATE_BYTES,
         activations=config.model.activation_bytes(config.tokens_per_micro_batch),
         text=text_bytes(config.data),
-        working=_WORKING_BYTES,
+        working=WORKING_BYTES,
     )
 
 

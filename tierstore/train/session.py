@@ -19,7 +19,7 @@ from tierstore._native import HugePages
 from tierstore.errors import CapabilityError, StoreExistsError, StoreFormatError
 from tierstore.model import Transformer
 from tierstore.moe import initial_expert
-from tierstore.prefetch import TieredExperts, make_predictor
+from tierstore.prefetch import Schedule, TieredExperts, make_predictor
 from tierstore.prefetch.experts import TieredLease
 from tierstore.stats import StallKey, StallLedger
 from tierstore.store.config import StoreConfig
@@ -125,7 +125,7 @@ def open_session(
             weight_slots=sizes.weights,
             plan=config.gradient_plan,
             predictor=make_predictor(config.prefetch.predictor, config.model.experts),
-            depth=config.prefetch.depth,
+            schedule=Schedule.of_layers(config.model.moe_layers, depth=config.prefetch.depth),
             ledger=ledger,
         )
         source.target = experts
