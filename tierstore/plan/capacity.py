@@ -21,7 +21,6 @@ from tierstore.store.index import index_bytes
 from tierstore.store.space import copies, extent_bytes, scratch_bytes
 from tierstore.train.budgets import EXPERT_SCHEMA, Budgets, DeviceKind, budgets, expert_schema
 from tierstore.train.config import TrainConfig
-from tierstore.train.files import text_bytes
 from tierstore.train.footprint import DENSE_STATE_BYTES, WORKING_BYTES
 from tierstore.units import format_bytes
 
@@ -47,7 +46,7 @@ class Ranks:
     """How many processes there are, how far they gather ahead, and what they gather in."""
 
     count: int = 1
-    horizontal: QueueLimits = QueueLimits()
+    horizontal: QueueLimits = field(default_factory=QueueLimits)
     reshard: Reshard = Reshard.AFTER_FORWARD
     #: Gradients of so many parameters are scattered together.
     bucket_numel: int = 1 << 22
@@ -73,6 +72,8 @@ class Setting:
     device: DeviceKind = DeviceKind.CPU
     process_bytes: int = PROCESS_BYTES
     process_evidence: Evidence = Evidence.ASSUMED
+    #: What the files hold (``train.files.text_bytes``).
+    text_bytes: int = 0
 
     @property
     def schema(self) -> RecordSchema:
@@ -129,7 +130,7 @@ class Capacity:
 
 
 def capacity(setting: Setting) -> Capacity:
-    """Bytes of one rank on each tier. Raises BudgetError for budgets that no run could start with, DataError."""
+    """Bytes of one rank on each tier. Raises BudgetError for budgets that no run could start with."""
     divided = budgets(setting.config, setting.device, setting.schema)
     terms = [
         *_device_terms(setting, divided),
@@ -225,7 +226,9 @@ def _host_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
         "an interpreter with torch and its libraries",
         setting.process_evidence,
     )
-    yield Term(Tier.HOST, "text", text_bytes(config.data), "the files, at most data.max_bytes")
+    yield Term(
+        Tier.HOST, "text", min(setting.text_bytes, config.data.max_bytes), "the files, at most data.max_bytes"
+    )
     yield Term(Tier.HOST, "working memory", WORKING_BYTES, "thread pools and fragmentation", Evidence.ASSUMED)
 
 

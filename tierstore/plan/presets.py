@@ -118,8 +118,8 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
                 layers=27,
                 d_model=2048,
                 vocab=102400,
-                # Latent attention: queries of 16 x (128 + 64), a latent of 512 with its norm and 64 shared positions, keys and
-                # values of 16 x (128 + 128) from the latent, and the way out.
+                # Latent attention: queries of 16 x (128 + 64), a latent of 512 with its norm and 64 shared
+                # positions, keys and values of 16 x (128 + 128) from the latent, and the way out.
                 attention=2048 * 16 * 192 + 2048 * (512 + 64) + 512 + 512 * 16 * 256 + 16 * 128 * 2048,
                 experts=64,
                 d_ff=1408,
