@@ -1,4 +1,4 @@
-// Several threads submit random graphs of copies, fills, reads, writes and syncs, wait, cancel and close,
+// Several threads submit random graphs of copies, fills, reads, writes, syncs and holds, wait, cancel and close,
 // each against an oracle that replays in ticket order whatever succeeded. Usage: stress_engine
 // [threads|uring] [rounds]
 #include <unistd.h>
@@ -54,9 +54,10 @@ struct Step {
 
 class Submitter {
 public:
-    Submitter(Engine& engine, Board& board, unsigned seed)
+    Submitter(Engine& engine, Board& board, std::shared_ptr<Link> link, unsigned seed)
         : engine_(engine),
           board_(board),
+          link_(std::move(link)),
           random_(seed),
           arena_(std::make_shared<Arena>(kCells * kFrames * kPageBytes, HugePages::Off)),
           crcs_(std::make_shared<CrcTable>(kSlots)),
@@ -95,6 +96,7 @@ public:
             if (pick(random_, 16) == 0) engine_.notify(steps_.back().ticket);
             if (pick(random_, 20) == 0) engine_.drain_notified();
             if (pick(random_, 30) == 0) engine_.stats();
+            if (pick(random_, 30) == 0) engine_.drain_spans();
         }
         for (Ticket ticket : externals) engine_.complete_external(ticket);
         std::fill(cell_tickets_.begin(), cell_tickets_.end(), 0);
@@ -183,11 +185,17 @@ private:
             }
             default: {
                 const auto tickets = after({&cell_tickets_[to], &cell_tickets_[from]});
-                if (pick(random_, 3) == 0) {
-                    ticket = engine_.external({tickets, priority});
-                    externals.push_back(ticket);
-                } else {
-                    ticket = engine_.barrier({tickets, priority});
+                switch (pick(random_, 4)) {
+                    case 0:
+                        ticket = engine_.external({tickets, priority});
+                        externals.push_back(ticket);
+                        break;
+                    case 1: {
+                        const Label label{Activity::Other, pick(random_, 100'000)};
+                        ticket = engine_.hold(link_, {tickets, priority}, label);
+                        break;
+                    }
+                    default: ticket = engine_.barrier({tickets, priority});
                 }
                 cell_tickets_[to] = ticket;
                 steps_.push_back({Step::Other, ticket, 0, 0});
@@ -237,6 +245,7 @@ private:
 
     Engine& engine_;
     Board& board_;
+    std::shared_ptr<Link> link_;
     Random random_;
     std::shared_ptr<Arena> arena_;
     std::shared_ptr<CrcTable> crcs_;
@@ -261,11 +270,14 @@ EngineOptions options(IoBackend backend, unsigned seed) {
 void random_graphs(IoBackend backend, unsigned rounds) {
     for (unsigned seed = 0; seed < 4; ++seed) {
         Engine engine(options(backend, seed));
+        engine.record_spans(seed % 2 == 0 ? 100 : 0);
         Board board;
+        // All submitters share it; so fast that the turns of a round are a few milliseconds.
+        const auto link = std::make_shared<Link>(1e9, 1e-6);
         std::vector<std::thread> threads;
         for (unsigned i = 0; i < kSubmitters; ++i)
             threads.emplace_back([&, i] {
-                Submitter submitter(engine, board, 1000 + 10 * seed + i);
+                Submitter submitter(engine, board, link, 1000 + 10 * seed + i);
                 for (unsigned n = 0; n < rounds; ++n) submitter.round();
             });
         for (auto& thread : threads) thread.join();
@@ -300,10 +312,17 @@ void closing(IoBackend backend, unsigned rounds) {
                                                         tickets.end());
                         Transfer transfer{file.open(), 4 * kPageBytes * pick(random, 16), {cell}, nullptr, 0,
                                           512};
-                        switch (pick(random, 4)) {
+                        switch (pick(random, 5)) {
                             case 0: tickets.push_back(engine.read(transfer, {after})); break;
                             case 1: tickets.push_back(engine.write(transfer, {after})); break;
                             case 2: tickets.push_back(engine.compute(fill_zero_work(cell), {after})); break;
+                            case 3: {
+                                // Some end soon, others would after the program.
+                                auto link = std::make_shared<Link>(1e9, pick(random, 2) ? 1e-5 : 1e5);
+                                const Label label{Activity::Other, 1};
+                                tickets.push_back(engine.hold(std::move(link), {after}, label));
+                                break;
+                            }
                             default: tickets.push_back(engine.external({after}));
                         }
                         if (pick(random, 5) == 0) engine.complete_external(engine.external({}));

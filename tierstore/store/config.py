@@ -8,6 +8,7 @@ from enum import Enum
 from tierstore.cache.config import CacheConfig
 from tierstore.capabilities import Capability
 from tierstore.errors import ConfigError
+from tierstore.links import LinkConfig
 
 __all__ = ["Capability", "IoBackendName", "IoConfig", "StoreConfig"]
 
@@ -47,6 +48,7 @@ class StoreConfig:
     ``host_budget`` (bytes) is allocated up front, whole. ``lookahead`` (bytes) is what speculation may hold
     of it. ``retain`` is how many snapshots are kept. ``layers`` are the layers that have cached records: with
     ``Scope.LAYER`` the budget is divided equally among them (a store that is opened knows its own).
+    ``disk`` limits the speed of reads and write-backs (not of syncs).
     """
 
     host_budget: int = 256 << 20
@@ -55,6 +57,7 @@ class StoreConfig:
     layers: tuple[int, ...] = ()
     cache: CacheConfig = field(default_factory=CacheConfig)
     io: IoConfig = field(default_factory=IoConfig)
+    disk: LinkConfig = field(default_factory=LinkConfig)
 
     def __post_init__(self) -> None:
         if self.host_budget < 1:

@@ -339,7 +339,14 @@ def _assemble(
     frames = max(config.host_budget // frame, 1)
     arena = Arena(frames * frame, _HUGE[config.io.huge_pages])
     create = FileCreate.NO if home.published else FileCreate.YES
-    slots = SlotMap(engine, home.directory, schemas, direct=_DIRECT[config.io.direct], create=create)
+    slots = SlotMap(
+        engine,
+        home.directory,
+        schemas,
+        direct=_DIRECT[config.io.direct],
+        create=create,
+        link=config.disk.open(),
+    )
     stack.callback(slots.close)
     residency, recording = _make_residency(config, frames, frame, trace)
     if recording is not None:

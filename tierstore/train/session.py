@@ -80,6 +80,7 @@ def open_session(
         layers=config.model.moe_layers,
         cache=config.cache,
         io=config.io,
+        disk=config.links.disk,
     )
     source = _LateSource()
     model = Transformer(config.model, source)
@@ -114,7 +115,7 @@ def open_session(
             store.reserve_scratch(EXPERT_SCHEMA)
         sizes = divided.slots
         slots = DeviceSlots(sizes.numel, config.model.compute_dtype.torch, sizes.weights, sizes.gradients)
-        tier = open_device_tier(store.engine, slots, device, HugePages.AUTO)
+        tier = open_device_tier(store.engine, slots, device, HugePages.AUTO, config.links.copy.open())
         stack.callback(tier.close)
         sink = timeline or NullTimeline()
         ledger = StallLedger(listener=_stall_spans(sink) if sink.enabled else None)
