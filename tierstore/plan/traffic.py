@@ -9,7 +9,7 @@ case, nothing is assumed. With fewer, experts are drawn with the probability tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,10 +45,13 @@ _Flags = npt.NDArray[np.uint16]
 
 @dataclass(frozen=True)
 class Traffic:
-    """Means of one step of one rank, in its steady state. ``active``: the share of its experts that a pass reaches."""
+    """Means of one step of one rank, in its steady state. ``read_for`` divides the bytes read by what they were read
+    for; ``active`` is the share of its experts that a pass reaches.
+    """
 
     read_bytes: int
     written_bytes: int
+    read_for: Mapping[Phase, int]
     hits: float
     misses: float
     active: float
@@ -88,6 +91,8 @@ class _Drive:
         self._kept = {layer: np.zeros(self._local, bool) for layer in self._layers}
         self._applied = 0
         self._first = self._last = True
+        self._read_for = dict.fromkeys(Phase, 0)
+        self._read = 0
 
     def _make(self, taken: Capacity) -> Residency:
         setting, schema = self._setting, self._setting.schema
@@ -112,6 +117,7 @@ class _Drive:
         for step in range(_WARM_UP):
             self._step(step)
         before = self._residency.stats()
+        self._read_for = dict.fromkeys(Phase, 0)
         for step in range(_WARM_UP, _WARM_UP + _MEASURED):
             self._step(step)
         after = self._residency.stats()
@@ -122,6 +128,7 @@ class _Drive:
         return Traffic(
             read_bytes=round(mean("read_bytes")),
             written_bytes=round(mean("written_bytes")),
+            read_for={phase: nbytes // _MEASURED for phase, nbytes in self._read_for.items()},
             hits=mean("hits"),
             misses=mean("misses"),
             active=self._reached,
@@ -241,6 +248,13 @@ class _Drive:
     def _access(self, phase: Phase, layer: int, chosen: _Units, flags: _Flags) -> None:
         if len(chosen):
             self._event(TraceKind.ACCESS, self._numbers(layer, chosen), flags, phase=phase, layer=layer)
+            self._event(TraceKind.END_UNIT, at=_LAST_GROUP)  # no unit: walks to the last group
+            self._charge(phase)
+
+    def _charge(self, phase: Phase) -> None:
+        read = int(str(self._residency.stats()["read_bytes"]))
+        self._read_for[phase] += read - self._read
+        self._read = read
 
     def _event(
         self,
