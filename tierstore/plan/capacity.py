@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from tierstore.errors import ConfigError
 from tierstore.plan.architecture import Architecture
@@ -190,6 +191,7 @@ def _horizontal_terms(setting: Setting) -> Iterable[Term]:
     )
 
 
+@lru_cache(maxsize=256)
 def most_gathered(schedule: Schedule) -> int:
     """The most bytes that the horizontal queue holds gathered at a time, over two steps."""
     window = Window(schedule, training=True)

@@ -86,7 +86,7 @@ class Profile:
 
 ASSUMED = Profile(
     evidence=Evidence.ASSUMED,
-    machine="assumed",
+    machine="no profile",
     ranks=2,
     process_bytes=330 << 20,
     gather=Cost(2e-4, 2e9),

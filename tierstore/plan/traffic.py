@@ -73,6 +73,7 @@ class _Drive:
         self._setting = setting
         config, model = setting.config, setting.model
         self._layers = model.moe_layers
+        self._place = {layer: place for place, layer in enumerate(self._layers)}
         self._local = setting.ranks.share(model.experts)
         self._deferred = config.gradient_plan is GradientPlan.DEFERRED
         self._exact = config.adamw.inactive is Inactive.EXACT
@@ -243,7 +244,7 @@ class _Drive:
     # Events ------------------------------------------------------------------------------------------------
 
     def _numbers(self, layer: int, chosen: _Units) -> _Units:
-        return (chosen + self._layers.index(layer) * self._local).astype(np.uint32)
+        return (chosen + self._place[layer] * self._local).astype(np.uint32)
 
     def _access(self, phase: Phase, layer: int, chosen: _Units, flags: _Flags) -> None:
         if len(chosen):
