@@ -224,9 +224,10 @@ def _show(summary: RunSummary, output: Output, rows: list[tuple[str, str]]) -> N
     if summary.stalls:
         output.table(
             "longest stalls",
-            ("layer", "tier", "cause", "time"),
+            ("dimension", "layer", "tier", "cause", "time"),
             [
                 (
+                    stall["dimension"],
                     stall["layer"] if stall["layer"] is not None else "-",
                     stall["tier"],
                     stall["cause"],

@@ -30,13 +30,16 @@ COLUMNS = ("", "pass", "gathers before", "releases after", "scatters after", "fe
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Dense parameters that are gathered together, ``gathered`` bytes of them, and the MoE layer among them,
-    if any.
+    """Dense parameters that are gathered together, and the MoE layer among them, if any.
+
+    ``gathered``: bytes that they occupy while they are gathered (of a fixed buffer, all of it). ``layer``: to which
+    layer waiting for them is charged; by default ``moe_layer``.
     """
 
     name: str
     gathered: int = 0
     moe_layer: int | None = None
+    layer: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,11 @@ import numpy.typing as npt
 import torch
 
 from tierstore._native import HugePages
+from tierstore.dense import DenseSlices, GatherOnDemand, dense_schemas, unit_layouts
 from tierstore.errors import CapabilityError, StoreExistsError, StoreFormatError
 from tierstore.model import Transformer
 from tierstore.moe import initial_expert
+from tierstore.parallel import Group
 from tierstore.prefetch import Schedule, TieredExperts, make_predictor
 from tierstore.prefetch.experts import TieredLease
 from tierstore.stats import StallKey, StallLedger
@@ -30,12 +32,11 @@ from tierstore.timeline import NullTimeline, TimelineSink, Track
 from tierstore.train.budgets import EXPERT_SCHEMA, DeviceKind, budgets, expert_schema
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TextData
-from tierstore.train.dense import DenseParameters, dense_schemas
 from tierstore.train.footprint import give_back_freed_memory
 from tierstore.train.state import TrainState, conditions, differences
 from tierstore.train.trainer import Trainer
 
-__all__ = ["Opening", "open_session"]
+__all__ = ["Opening", "open_session", "stall_spans"]
 
 
 class Opening(Enum):
@@ -84,10 +85,13 @@ def open_session(
     )
     source = _LateSource()
     model = Transformer(config.model, source)
-    units = model.dense_units()
+    units, group = model.dense_units(), Group.alone()
+    layouts = unit_layouts(
+        units, ranks=group.size, narrow=model.cast_parameters(), fusion=config.dense.fusion
+    )
     with contextlib.ExitStack() as stack:
         if opening is Opening.CREATE:
-            schemas = [expert_schema(config), *dense_schemas(units)]
+            schemas = [expert_schema(config), *dense_schemas(layouts)]
             store = ParameterStore.create(
                 config.store, schemas, store_config, adamw=config.adamw, trace=trace, io_log=io_log
             )
@@ -98,8 +102,18 @@ def open_session(
         stack.callback(store.close)
         resumed = opening is Opening.RESUME
         state = _resumed_state(config, store, present) if resumed else TrainState(conditions=present)
-        dense = DenseParameters(units, device, config.adamw)
+        dense = DenseSlices(
+            units,
+            layouts,
+            group=group,
+            device=device,
+            adamw=config.adamw,
+            config=config.dense,
+            compute=config.model.compute_dtype.torch,
+        )
         model.to(device)
+        gates = dense.attach(model, GatherOnDemand(dense, config.dense.reshard))
+        stack.callback(gates.remove)
         if opening is Opening.CREATE:
             store.reserve({EXPERT_SCHEMA: config.model.expert_count} | dense.record_counts())
             dense.register(store)
@@ -118,7 +132,7 @@ def open_session(
         tier = open_device_tier(store.engine, slots, device, HugePages.AUTO, config.links.copy.open())
         stack.callback(tier.close)
         sink = timeline or NullTimeline()
-        ledger = StallLedger(listener=_stall_spans(sink) if sink.enabled else None)
+        ledger = StallLedger(listener=stall_spans(sink) if sink.enabled else None)
         experts = TieredExperts(
             store,
             tier,
@@ -148,12 +162,16 @@ def open_session(
         yield trainer
 
 
-def _stall_spans(sink: TimelineSink) -> Callable[[StallKey, int, int], None]:
+def stall_spans(sink: TimelineSink) -> Callable[[StallKey, int, int], None]:
     """Draws each charged interval on the timeline's track of stalls."""
 
     def draw(key: StallKey, start_ns: int, end_ns: int) -> None:
         sink.add(
-            Track.STALLS, key.cause.value, start_ns, end_ns, {"layer": key.layer, "tier": key.tier.value}
+            Track.STALLS,
+            key.cause.value,
+            start_ns,
+            end_ns,
+            {"layer": key.layer, "dimension": key.tier.dimension.value, "tier": key.tier.value},
         )
 
     return draw

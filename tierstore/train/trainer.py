@@ -18,16 +18,16 @@ from dataclasses import dataclass
 
 import torch
 
+from tierstore.dense import DenseSlices
 from tierstore.errors import TierstoreError
 from tierstore.model import Transformer
 from tierstore.prefetch.experts import TieredExperts
 from tierstore.prefetch.plan import GradientPlan
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store.parameter_store import ParameterStore
-from tierstore.timeline import TimelineSink, Track
+from tierstore.timeline import OperationSpans, TimelineSink, Track
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TextData
-from tierstore.train.dense import DenseParameters
 from tierstore.train.state import STATE_KEY, TrainState
 
 __all__ = ["NonFiniteError", "StepResult", "Trainer"]
@@ -60,7 +60,7 @@ class Trainer:
         store: ParameterStore,
         experts: TieredExperts,
         model: Transformer,
-        dense: DenseParameters,
+        dense: DenseSlices,
         data: TextData,
         device: torch.device,
         state: TrainState,
@@ -77,6 +77,7 @@ class Trainer:
         self._dense = dense
         self._device = device
         self._timeline = timeline
+        self._operations = OperationSpans(store.engine, timeline)
 
     def step(self) -> StepResult:
         """One optimizer step. Raises NonFiniteError, ChecksumError, OSError, BudgetError.
@@ -118,6 +119,7 @@ class Trainer:
         if every and self.state.position % every == 0:
             self.store.cache.clean()
         seconds = time.monotonic() - started
+        self._operations.drain()
         return StepResult(position, loss, lr, norm, not math.isfinite(norm), seconds, active)
 
     def _backward(self, position: int) -> tuple[float, int]:
@@ -129,6 +131,7 @@ class Trainer:
             with self.ledger.stall(layer=None, tier=Tier.HOST, cause=Cause.DATA):
                 tokens, targets = self.data.batch(position, micro)
             self._experts.begin_micro(index=micro, count=count)
+            self._dense.begin_micro()
             self.model.set_step(position, micro)
             with self._timeline.span(Track.COMPUTE, f"forward {position}.{micro}"):
                 output = self.model(tokens.to(self._device), targets.to(self._device))
@@ -140,6 +143,7 @@ class Trainer:
             total += loss / count
             with self._timeline.span(Track.COMPUTE, f"backward {position}.{micro}"):
                 torch.autograd.backward(output.objective / count)
+                self._dense.end_micro()
             used = torch.stack(output.loads) > 0
             reached = used if reached is None else reached | used
         assert reached is not None
@@ -214,4 +218,8 @@ class Trainer:
             self._experts.gradients.step_pending()
             self._dense.save(self.store, self.store.history.applied)
             state = {STATE_KEY: self.state.pack()}
-            return self.store.commit(state) if snapshot is None else self.store.snapshot(snapshot, state)
+            generation = (
+                self.store.commit(state) if snapshot is None else self.store.snapshot(snapshot, state)
+            )
+        self._operations.drain()
+        return generation
