@@ -81,8 +81,10 @@ class RouterNoise(StrEnum):
 class SaveActivations(StrEnum):
     """What a layer keeps for its backward pass."""
 
-    SAVE = "save"  # N * P values of the compute type, in one buffer
-    RECOMPUTE = "recompute"  # nothing but the input; the backward pass repeats one product an expert
+    SAVE = "save"  # N * P values of the compute type, in one buffer; with other ranks' tokens, N * D more
+    RECOMPUTE = (
+        "recompute"  # the input alone; the backward pass repeats one product an expert (and its exchange)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
