@@ -26,7 +26,7 @@ from tierstore._native import Activity, Engine, Link, Priority
 from tierstore.errors import ConfigError
 from tierstore.units import format_bytes, format_seconds
 
-__all__ = ["CollectiveLink", "LinkConfig", "Links", "LinksConfig", "limited", "open_links"]
+__all__ = ["CollectiveLink", "LinkConfig", "Links", "LinksConfig", "limited", "open_links", "wait_until"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ def limited(
 
 
 class CollectiveLink:
-    """What collectives ask of a link: deadlines in seconds of ``time.monotonic``. ``link`` may be None (no limit),
+    """What collectives ask of a link: deadlines in ns of CLOCK_MONOTONIC. ``link`` may be None (no limit),
     and may be replaced.
     """
 
@@ -113,12 +113,18 @@ class CollectiveLink:
         #: Begin and end (ns of CLOCK_MONOTONIC) of the last message's turn, for a timeline.
         self.last_turn = (0, 0)
 
-    def reserve(self, nbytes: int) -> float:
+    def reserve(self, nbytes: int) -> int:
         """When a message of ``nbytes`` that is issued now has passed the link."""
         now = time.monotonic_ns()
         if self.link is None:
             self.last_turn = (now, now)
-            return 0.0
+            return 0
         end = self.link.reserve(nbytes, now)
         self.last_turn = (min(max(now, self.last_turn[1]), end), end)
-        return end / 1e9
+        return end
+
+
+def wait_until(deadline_ns: int) -> None:
+    """Sleeps until CLOCK_MONOTONIC shows ``deadline_ns``, never less."""
+    while (left := deadline_ns - time.monotonic_ns()) > 0:
+        time.sleep(left / 1e9)

@@ -247,7 +247,6 @@ class Trainer:
         ):
             self._experts.gradients.step_pending()
             self._dense.save(self.store, self.store.history.applied)
-            state = {STATE_KEY: self.state.pack()}
-            generation = commit_everywhere(self.store, self.mesh, state, snapshot)
+            generation = commit_everywhere(self.store, self.mesh, {STATE_KEY: self.state.pack()}, snapshot)
         self._operations.drain()
         return generation
