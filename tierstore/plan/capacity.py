@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from tierstore.dense.config import Reshard
 from tierstore.errors import ConfigError
 from tierstore.plan.architecture import Architecture
 from tierstore.plan.evidence import Evidence
-from tierstore.dense.config import Reshard
 from tierstore.prefetch.schedule import QueueLimits, Schedule, Unit, Window
 from tierstore.stats import Tier
 from tierstore.store.format import Placement, RecordSchema, WeightFormat

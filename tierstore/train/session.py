@@ -15,12 +15,12 @@ import numpy.typing as npt
 import torch
 
 from tierstore._native import HugePages
-from tierstore.dense import DenseSlices, GatherOnDemand, dense_schemas, unit_layouts
+from tierstore.dense import DenseSlices, dense_schemas, unit_layouts
 from tierstore.errors import CapabilityError, ConfigError, StoreFormatError
 from tierstore.model import Transformer
 from tierstore.moe import initial_expert
 from tierstore.parallel import Mesh, Place
-from tierstore.prefetch import Schedule, TieredExperts, make_predictor
+from tierstore.prefetch import HorizontalQueue, TieredExperts, make_predictor, unit_schedule
 from tierstore.prefetch.experts import TieredLease
 from tierstore.stats import StallKey, StallLedger
 from tierstore.store.config import StoreConfig
@@ -106,7 +106,16 @@ def open_session(
             compute=config.model.compute_dtype.torch,
         )
         model.to(device)
-        gates = dense.attach(model, GatherOnDemand(dense, config.dense.reshard))
+        schedule = unit_schedule(
+            layouts,
+            config.dense,
+            config.prefetch,
+            moe_layers=config.model.moe_layers,
+            compute=config.model.compute_dtype.torch,
+            micro_batches=config.data.micro_batches,
+        )
+        queue = HorizontalQueue(schedule, dense, ledger)
+        gates = dense.attach(model, queue)
         stack.callback(gates.remove)
         owned = mesh.blocks(config.model.experts).owned(mesh.expert.rank)
         if agreed.opening is Opening.CREATE:
@@ -137,7 +146,7 @@ def open_session(
             weight_slots=sizes.weights,
             plan=config.gradient_plan,
             predictor=make_predictor(config.prefetch.predictor, owned),
-            schedule=Schedule.of_layers(config.model.moe_layers, depth=config.prefetch.depth),
+            schedule=schedule,
             ledger=ledger,
             replicas=mesh.replica,
         )
@@ -148,6 +157,7 @@ def open_session(
             experts=experts,
             model=model,
             dense=dense,
+            queue=queue,
             data=data,
             mesh=mesh,
             state=state,
