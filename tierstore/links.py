@@ -12,7 +12,7 @@ There is one emulation. A link serves one transfer at a time, in order of asking
 and a transfer is complete when the real one is and ``free_at`` has come. So limits change times, and
 neither bits nor decisions. For operations of the ticket engine ``Engine.hold`` waits for the link beside the
 real operation (``limited`` joins the two); for collectives ``Link.reserve`` gives the deadline that whoever
-waits for them waits for too.
+waits for them waits for too (``wait_until``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tierstore._native import Activity, Engine, Link, Priority
 from tierstore.errors import ConfigError
 from tierstore.units import format_bytes, format_seconds
 
-__all__ = ["CollectiveLink", "LinkConfig", "Links", "LinksConfig", "limited", "open_links"]
+__all__ = ["CollectiveLink", "LinkConfig", "Links", "LinksConfig", "limited", "open_links", "wait_until"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,21 +104,27 @@ def limited(
 
 
 class CollectiveLink:
-    """What collectives ask of a link: deadlines in seconds of ``time.monotonic``. ``link`` may be None (no limit),
-    and may be replaced.
+    """The link of a group's collectives: it may have no limit (None), may be given one later, and remembers its last
+    turn, for a timeline.
     """
 
     def __init__(self, link: Link | None) -> None:
         self.link = link
-        #: Begin and end (ns of CLOCK_MONOTONIC) of the last message's turn, for a timeline.
+        #: Begin and end (ns of CLOCK_MONOTONIC) of the last message's turn.
         self.last_turn = (0, 0)
 
-    def reserve(self, nbytes: int) -> float:
-        """When a message of ``nbytes`` that is issued now has passed the link."""
+    def reserve(self, nbytes: int) -> int:
+        """When (ns of CLOCK_MONOTONIC) a message of ``nbytes`` that is issued now has passed the link."""
         now = time.monotonic_ns()
         if self.link is None:
             self.last_turn = (now, now)
-            return 0.0
+            return now
         end = self.link.reserve(nbytes, now)
         self.last_turn = (min(max(now, self.last_turn[1]), end), end)
-        return end / 1e9
+        return end
+
+
+def wait_until(deadline_ns: int) -> None:
+    """Sleeps until CLOCK_MONOTONIC shows ``deadline_ns``, never less."""
+    while (left := deadline_ns - time.monotonic_ns()) > 0:
+        time.sleep(left / 1e9)

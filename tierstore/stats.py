@@ -70,6 +70,7 @@ class Cause(Enum):
     GATHER = "gather"  # of a layer's dense parameters
     REDUCE = "reduce-scatter"  # of their gradients
     ALL_TO_ALL = "all-to-all"  # of tokens, to their experts and back
+    AGREEMENT = "agreement"  # on losses, norms and commits
 
 
 @dataclass(frozen=True, slots=True)

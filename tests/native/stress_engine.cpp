@@ -120,6 +120,19 @@ private:
         cells_[i].scatter(content.data());
     }
 
+    // Each part clears spans of its own; the last one to end, ends the operation.
+    static std::vector<Work> fill_in_parts(const Buffer& cell, size_t parts) {
+        std::vector<Work> works;
+        for (size_t part = 0; part < parts; ++part) {
+            works.push_back([cell, part, parts] {
+                const auto spans = cell.content();
+                for (size_t i = part; i < spans.size(); i += parts)
+                    std::memset(spans[i].data, 0, spans[i].nbytes);
+            });
+        }
+        return works;
+    }
+
     // Everything that touches a cell or slot follows what touched it before.
     std::vector<Ticket> after(std::initializer_list<Ticket*> places) {
         std::vector<Ticket> tickets;
@@ -148,7 +161,7 @@ private:
             }
             case 3: {
                 const auto tickets = after({&cell_tickets_[to]});
-                ticket = engine_.compute(fill_zero_work(cells_[to]), {tickets, priority});
+                ticket = engine_.compute(fill_in_parts(cells_[to], 1 + pick(random_, 4)), {tickets, priority});
                 cell_tickets_[to] = ticket;
                 steps_.push_back({Step::Fill, ticket, to, 0});
                 break;
@@ -349,7 +362,9 @@ void closing(IoBackend backend, unsigned rounds) {
 int main(int argc, char** argv) {
     const std::string name = argc > 1 ? argv[1] : "threads";
     const auto rounds = static_cast<unsigned>(argc > 2 ? std::atoi(argv[2]) : 20);
-    const IoBackend backend = name == "uring" ? IoBackend::Uring : IoBackend::Threads;
+    const IoBackend backend = name == "uring"  ? IoBackend::Uring
+                              : name == "pmem" ? IoBackend::Pmem
+                                               : IoBackend::Threads;
     try {
         Engine probe(options(backend, 1));
     } catch (const SyscallError& error) {

@@ -325,6 +325,11 @@ class SlotMap:
         """Why extents are not read and written past the page cache; empty when they are."""
         return next((e.file.direct_reason for e in self._extents.values() if not e.file.direct), "")
 
+    @property
+    def map_sync_reason(self) -> str:
+        """Why mapped extents need a sync; empty where their stores are durable by themselves."""
+        return next(filter(None, (extent.file.map_sync_reason() for extent in self._extents.values())), "")
+
     def close(self) -> None:
         for extent in self._extents.values():
             extent.close()

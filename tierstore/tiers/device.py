@@ -53,6 +53,8 @@ class DeviceTier(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+    @property
+    def slots(self) -> DeviceSlots: ...
 
     def load(self, slot: int, source: Buffer, after: Sequence[int]) -> int:
         """Queues the copy of ``source`` into weight slot ``slot``; returns its ticket."""
@@ -87,7 +89,7 @@ class HostDeviceTier:
     ) -> None:
         self._engine = engine
         self._link = link
-        self._slots = slots
+        self.slots = slots
         self._arena = Arena(slots.nbytes, huge_pages)
         self.device = torch.device("cpu")
         weight_end = slots.weights * slots.weight_bytes
