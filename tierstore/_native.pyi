@@ -121,6 +121,14 @@ class IoBackend(enum.Enum):
     AUTO = 0
     URING = 1
     THREADS = 2
+    PMEM = 3
+
+class MapSync(enum.Enum):
+    """Whether the pmem backend's mappings make stores durable by themselves. ON fails where they cannot."""
+
+    OFF = 0
+    AUTO = 1
+    ON = 2
 
 class Priority(enum.Enum):
     """DEMAND passes ahead of everything queued; the others go in order of arrival."""
@@ -144,6 +152,9 @@ class File:
     @property
     def direct_reason(self) -> str:
         """Why there is no direct I/O; empty when there is."""
+
+    def map_sync_reason(self) -> str:
+        """Why a mapping of the file needs a sync (msync); empty where stores are durable by themselves."""
 
     @property
     def memory_alignment(self) -> int: ...
@@ -219,6 +230,7 @@ class Engine:
         chunk_bytes: int = 1 << 20,
         compute_threads: int = 1,
         lease_fd: int = -1,
+        map_sync: MapSync = ...,
         log_path: str | os.PathLike[str] | None = None,
     ) -> None: ...
     def read(

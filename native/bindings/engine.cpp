@@ -89,10 +89,10 @@ nb::dict stats(Engine& self) {
 }
 
 void init(Engine* self, IoBackend backend, size_t io_threads, size_t queue_depth, size_t chunk_bytes,
-          size_t compute_threads, int lease_fd, const nb::object& log_path) {
+          size_t compute_threads, int lease_fd, MapSync map_sync, const nb::object& log_path) {
     EngineOptions options;
     options.backend = backend;
-    options.io = {io_threads, queue_depth, chunk_bytes, lease_fd};
+    options.io = {io_threads, queue_depth, chunk_bytes, lease_fd, map_sync};
     options.compute_threads = compute_threads;
     if (!log_path.is_none())
         options.log_path = nb::cast<std::string>(nb::module_::import_("os").attr("fsdecode")(log_path));
@@ -112,8 +112,9 @@ Ticket adamw(Engine& self, const nb::sequence& weight, const Buffer& exp_avg, co
     }
     size_t nbytes = record.exp_avg.nbytes() + record.exp_avg_sq.nbytes();
     for (const Buffer& part : record.weight) nbytes += part.nbytes();
-    return self.compute(adamw_work(std::move(record), std::move(copied), grad_scale), {after, priority},
-                        {Activity::AdamW, nbytes});
+    return self.compute(
+        adamw_work(std::move(record), std::move(copied), grad_scale, self.compute_threads()),
+        {after, priority}, {Activity::AdamW, nbytes});
 }
 
 void bind_transfers(nb::class_<Engine>& engine) {
@@ -277,7 +278,7 @@ void bind_engine(nb::module_& m) {
     nb::class_<Engine> engine(m, "Engine", "Background operations, each after the tickets that it names.");
     engine.def("__init__", init, nb::kw_only(), "backend"_a = IoBackend::Auto, "io_threads"_a = 4,
                "queue_depth"_a = 32, "chunk_bytes"_a = 1 << 20, "compute_threads"_a = 1, "lease_fd"_a = -1,
-               "log_path"_a = nb::none());
+               "map_sync"_a = MapSync::Auto, "log_path"_a = nb::none());
     bind_transfers(engine);
     bind_compute(engine);
     bind_waiting(engine);

@@ -23,7 +23,10 @@ Urgency urgency(Priority priority) {
 Engine::Engine(const EngineOptions& options) {
     if (options.compute_threads == 0) throw std::invalid_argument("compute_threads must be at least 1");
     if (!options.log_path.empty()) log_ = std::make_shared<EventLog>(options.log_path);
-    if (options.backend != IoBackend::Threads) {
+    if (options.backend == IoBackend::Pmem) {
+        backend_ = make_pmem_backend(options.io);
+        backend_name_ = "pmem";
+    } else if (options.backend != IoBackend::Threads) {
         try {
             backend_ = make_uring_backend(options.io);
             backend_name_ = "uring";
@@ -87,9 +90,17 @@ Ticket Engine::sync(OpenFilePtr file, Order order) {
 }
 
 Ticket Engine::compute(Work work, Order order, Label label) {
+    std::vector<Work> parts;
+    parts.push_back(std::move(work));
+    return compute(std::move(parts), order, label);
+}
+
+Ticket Engine::compute(std::vector<Work> parts, Order order, Label label) {
+    if (parts.empty()) throw std::invalid_argument("an operation of no parts");
     auto operation = std::make_unique<Operation>();
     operation->kind = Kind::Compute;
-    operation->work = std::move(work);
+    operation->unfinished = parts.size();
+    operation->parts = std::move(parts);
     operation->label = label;
     return submit(std::move(operation), order);
 }
@@ -179,7 +190,8 @@ void Engine::start(Operation& operation, Remains& remains) {
         operation.slot = operation.link->reserve(operation.label.nbytes, monotonic_ns());
         timer_.at(operation.slot.end_ns, [this, ticket] { on_time(ticket); });
     } else if (operation.kind == Kind::Compute) {
-        pool_->submit([this, ticket] { run_compute(ticket); }, urgency(operation.priority));
+        for (size_t part = 0; part < operation.parts.size(); ++part)
+            pool_->submit([this, ticket, part] { run_compute(ticket, part); }, urgency(operation.priority));
     } else if (operation.kind == Kind::Write) {
         pool_->submit([this, ticket] { run_seal(ticket); }, urgency(operation.priority));
     } else {
@@ -214,23 +226,26 @@ Engine::Operation* Engine::begin(Ticket ticket) {
 }
 
 // On a compute thread, without the mutex.
-void Engine::run_compute(Ticket ticket) {
+void Engine::run_compute(Ticket ticket, size_t part) {
     Operation* operation = begin(ticket);
     if (!operation) return;
     const uint64_t started = monotonic_ns();
     FailurePtr failure;
     try {
-        operation->work();
+        operation->parts[part]();
     } catch (...) {
         failure = current_failure();
     }
     Remains remains;
     std::lock_guard lock(mutex_);
     const uint64_t ended = monotonic_ns();
-    stats_.compute_ops += 1;
     stats_.compute_ns += ended - started;
-    record(*operation, started, ended);
-    finish(ticket, std::move(failure), remains);
+    if (operation->started_ns == 0 || started < operation->started_ns) operation->started_ns = started;
+    if (failure && !operation->failure) operation->failure = std::move(failure);
+    if (--operation->unfinished > 0) return;
+    stats_.compute_ops += 1;
+    record(*operation, operation->started_ns, ended);
+    finish(ticket, std::move(operation->failure), remains);
 }
 
 // On a compute thread, without the mutex: checksums first, then the backend.

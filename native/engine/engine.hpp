@@ -78,6 +78,9 @@ public:
     Ticket write(Transfer transfer, Order order);
     Ticket sync(OpenFilePtr file, Order order);
     Ticket compute(Work work, Order order, Label label = {});
+    // Parts of one operation, which run on as many threads as there are; they write to different memory.
+    Ticket compute(std::vector<Work> parts, Order order, Label label = {});
+    size_t compute_threads() const { return pool_->size(); }
     Ticket barrier(Order order);
     // A transfer of `label.nbytes` on a limited link, asked for when all that it follows is done: finished at
     // the end of its turn there, and never before. Nothing is moved: it stands beside the operation that does,
@@ -133,7 +136,10 @@ private:
         std::vector<Ticket> after;  // unfinished when submitted
         std::vector<Ticket> dependents;
         Transfer transfer;  // Read, Write; of Sync the file
-        Work work;          // Compute
+        std::vector<Work> parts;     // Compute
+        size_t unfinished = 0;       // of those
+        uint64_t started_ns = 0;     // the first of them
+        FailurePtr failure;          // of the first of them that failed
         std::shared_ptr<Link> link;  // Hold
         Link::Slot slot = {};        // Hold: its turn, from when it is queued
         Label label;
@@ -156,7 +162,7 @@ private:
     void promote_locked(Ticket ticket);
     bool cancel_locked(Operation& operation, const FailurePtr& failure, Remains& remains);
     void finish(Ticket ticket, FailurePtr failure, Remains& remains);
-    void run_compute(Ticket ticket);
+    void run_compute(Ticket ticket, size_t part);
     void run_seal(Ticket ticket);
     void run_verify(Ticket ticket);
     void on_io(Ticket ticket, const IoResult& result);

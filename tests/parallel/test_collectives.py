@@ -236,3 +236,28 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         group.all_to_all(torch.empty(2, 2), torch.empty(2, 3), [2], [2])
     with pytest.raises(ValueError, match="expected contiguous"):
         group.all_to_all(torch.empty(2, 2), torch.empty(2, 2).t(), [2], [2])
+
+
+def _summed(mesh: Mesh, sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
+    tensors = [_values(mesh.world.rank + 10 * i, numel, dtype) for i, numel in enumerate(sizes)]
+    works = [mesh.world.all_reduce(*tensors, channel=Channel.STREAM)]
+    again = [_values(mesh.world.rank + 10 * i, numel, dtype) for i, numel in enumerate(sizes)]
+    works += [mesh.world.all_reduce(tensor) for tensor in again]
+    for work in works:
+        work.wait()
+    for together, apart in zip(tensors, again, strict=True):
+        assert torch.equal(together, apart)
+    return tensors
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_are_the_same_alone_together_and_in_parts(ranks: Ranks, size: int, dtype: torch.dtype) -> None:
+    sizes = [5, 9001, 1]
+    found = ranks.run(size, _summed, sizes, dtype)
+    for i, numel in enumerate(sizes):
+        total = _values(10 * i, numel, dtype).float()
+        for rank in range(1, size):
+            total = total + _values(rank + 10 * i, numel, dtype).float()
+        for tensors in found:
+            assert torch.equal(tensors[i], total.to(dtype))

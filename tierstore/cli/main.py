@@ -96,9 +96,15 @@ class LazyGroup(click.Group):
         except click.Abort:
             sys.exit(_INTERRUPTED)
         except (click.ClickException, TierstoreError, OSError) as error:
-            click.echo(f"tierstore: error: {_one_line(error)}", err=True)
+            click.echo(f"tierstore: error: {_rank()}{_one_line(error)}", err=True)
             sys.exit(_NOT_SO if isinstance(error, ChecksumError) else _BAD_INPUT)
         sys.exit(status if isinstance(status, int) else _DONE)
+
+
+def _rank() -> str:
+    """Which of several ranks speaks: torchrun mixes what they print."""
+    several = os.environ.get("WORLD_SIZE", "1") != "1"
+    return f"rank {os.environ['RANK']}: " if several and "RANK" in os.environ else ""
 
 
 def _one_line(error: Exception) -> str:

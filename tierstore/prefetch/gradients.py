@@ -10,7 +10,7 @@ a non-finite gradient is always noticed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tierstore._native import Buffer, DoubleTable
 from tierstore.cache.access import Need, Phase
@@ -24,13 +24,15 @@ __all__ = ["GradientKeeper"]
 
 
 class GradientKeeper:
-    """The gradients of one training step. ``records[layer]`` are the experts of a layer, in key order."""
+    """The gradients of one training step. ``records[layer]`` are the experts of a layer that are kept here, in key
+    order.
+    """
 
     def __init__(
         self,
         store: ParameterStore,
         device: DeviceTier,
-        records: dict[int, list[CachedRecord]],
+        records: Mapping[int, Sequence[CachedRecord]],
         plan: GradientPlan,
     ) -> None:
         self._store = store

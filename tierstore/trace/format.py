@@ -392,7 +392,15 @@ def replay(
         loop = Replay(residency)
         try:
             for chunk in read_chunks(file, header):
-                loop.run(chunk.kinds, chunk.phases, chunk.at, chunk.layers, chunk.offsets, chunk.records, chunk.flags)
+                loop.run(
+                    chunk.kinds,
+                    chunk.phases,
+                    chunk.at,
+                    chunk.layers,
+                    chunk.offsets,
+                    chunk.records,
+                    chunk.flags,
+                )
             loop.finish()
         except CapacityError as error:
             raise BudgetError(

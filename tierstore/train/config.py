@@ -9,7 +9,9 @@ from pathlib import Path
 from tierstore.cache.config import CacheConfig
 from tierstore.dense.config import DenseConfig
 from tierstore.errors import ConfigError
+from tierstore.links import LinksConfig
 from tierstore.model import ModelConfig
+from tierstore.parallel import ParallelConfig
 from tierstore.prefetch.plan import GradientPlan, PrefetchConfig
 from tierstore.store.adamw import AdamWConfig
 from tierstore.store.config import IoConfig
@@ -50,6 +52,8 @@ class TrainConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
     io: IoConfig = field(default_factory=IoConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    links: LinksConfig = field(default_factory=LinksConfig)
 
     def __post_init__(self) -> None:
         for name in ("steps", "eval_batches", "max_skipped"):

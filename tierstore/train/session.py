@@ -9,7 +9,6 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
 
 import numpy as np
@@ -18,22 +17,23 @@ import torch
 
 from tierstore._native import HugePages
 from tierstore.dense import DenseSlices, GatherOnDemand, dense_schemas, unit_layouts
-from tierstore.errors import BudgetError, CapabilityError, StoreExistsError, StoreFormatError
+from tierstore.errors import BudgetError, CapabilityError, ConfigError, StoreFormatError
 from tierstore.model import ComputeDtype, Transformer
 from tierstore.moe import initial_expert
-from tierstore.parallel import Group
+from tierstore.parallel import Mesh, Place
 from tierstore.prefetch import Schedule, TieredExperts, make_predictor
 from tierstore.prefetch.experts import TieredLease
 from tierstore.stats import StallKey, StallLedger
 from tierstore.store.config import StoreConfig
 from tierstore.store.format import RecordSchema, WeightFormat
-from tierstore.store.opening import IDENTITY, minimum_host_budget, read_identity
+from tierstore.store.opening import minimum_host_budget
 from tierstore.store.parameter_store import NewRecord, ParameterStore
 from tierstore.tiers import DeviceSlots, open_device_tier
 from tierstore.timeline import NullTimeline, TimelineSink, Track
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TextData
 from tierstore.train.footprint import give_back_freed_memory
+from tierstore.train.ranks import Opening, agree, rank_directory
 from tierstore.train.state import TrainState, conditions, differences
 from tierstore.train.trainer import Trainer
 from tierstore.units import format_bytes
@@ -41,13 +41,6 @@ from tierstore.units import format_bytes
 __all__ = ["Budgets", "Opening", "budgets", "expert_schema", "open_session"]
 
 EXPERT_SCHEMA = "expert"
-
-
-class Opening(Enum):
-    """Whether a run starts a store or goes on with one."""
-
-    CREATE = "create"
-    RESUME = "resume"
 
 
 @dataclass(frozen=True)
@@ -109,29 +102,31 @@ def open_session(
     config: TrainConfig,
     opening: Opening,
     *,
+    mesh: Mesh | None = None,
     trace: Path | None = None,
     timeline: TimelineSink | None = None,
     io_log: Path | None = None,
 ) -> Iterator[Trainer]:
     """A trainer over ``config.store``, closed at exit whatever happens; what was not committed is gone.
 
-    Raises ConfigError, DataError, BudgetError, CapabilityError, StoreError, OSError; on a failure nothing was created or
-    changed.
+    On several ranks (``mesh``) this is a collective, and each has a store of its own under ``config.store``. Budgets are
+    each rank's. Raises ConfigError, DataError, BudgetError, CapabilityError, StoreError, PeerError, OSError; on a failure
+    nothing was created or changed.
     """
-    device = choose_device(config.device)
+    device = choose_device(config.device) if mesh is None else mesh.device
+    mesh = mesh or Mesh.alone(Place(), device)
+    rank, world = mesh.world.rank, mesh.world.size
+    _check_batch(config, world)
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.use_deterministic_algorithms(True)
     divided = budgets(config, device)
-    if opening is Opening.CREATE:
-        if (config.store / IDENTITY).exists():
-            raise StoreExistsError(
-                f"{config.store}: there is a store here already; --resume goes on with it, --store DIR starts another"
-            )
-    else:
-        read_identity(config.store)
     data = TextData(config.data, seq_len=config.model.seq_len)
-    present = conditions(config, threads=torch.get_num_threads(), device=device, data_crc32=data.crc32)
+    agreed = agree(config.store, opening, mesh)
+    directory = rank_directory(config.store, rank, world)
+    present = conditions(
+        config, threads=torch.get_num_threads(), device=device, data_crc32=data.crc32, mesh=mesh
+    )
     store_config = StoreConfig(
         host_budget=divided.cache,
         lookahead=divided.lookahead,
@@ -139,30 +134,29 @@ def open_session(
         layers=config.model.moe_layers,
         cache=config.cache,
         io=config.io,
+        disk=config.links.disk,
     )
     source = _LateSource()
-    model = Transformer(config.model, source)
-    units, group = model.dense_units(), Group.alone()
-    layouts = unit_layouts(
-        units, ranks=group.size, narrow=model.cast_parameters(), fusion=config.dense.fusion
-    )
+    model = Transformer(config.model, source, mesh=mesh)
+    units = model.dense_units()
+    layouts = unit_layouts(units, ranks=world, narrow=model.cast_parameters(), fusion=config.dense.fusion)
     with contextlib.ExitStack() as stack:
-        if opening is Opening.CREATE:
+        if agreed.opening is Opening.CREATE:
             schemas = [expert_schema(config), *dense_schemas(layouts)]
             store = ParameterStore.create(
-                config.store, schemas, store_config, adamw=config.adamw, trace=trace, io_log=io_log
+                directory, schemas, store_config, adamw=config.adamw, trace=trace, io_log=io_log
             )
         else:
             store = ParameterStore.open(
-                config.store, store_config, adamw=config.adamw, trace=trace, io_log=io_log
+                directory, store_config, adamw=config.adamw, at=agreed.at, trace=trace, io_log=io_log
             )
         stack.callback(store.close)
-        resumed = opening is Opening.RESUME
+        resumed = agreed.opening is Opening.RESUME
         state = _resumed_state(config, store, present) if resumed else TrainState(conditions=present)
         dense = DenseSlices(
             units,
             layouts,
-            group=group,
+            group=mesh.world,
             device=device,
             adamw=config.adamw,
             config=config.dense,
@@ -171,20 +165,25 @@ def open_session(
         model.to(device)
         gates = dense.attach(model, GatherOnDemand(dense, config.dense.reshard))
         stack.callback(gates.remove)
-        if opening is Opening.CREATE:
-            store.reserve({EXPERT_SCHEMA: config.model.expert_count} | dense.record_counts())
+        owned = mesh.blocks(config.model.experts).owned(mesh.expert.rank)
+        if agreed.opening is Opening.CREATE:
+            count = len(owned) * len(config.model.moe_layers)
+            store.reserve({EXPERT_SCHEMA: count} | dense.record_counts())
             dense.register(store)
-            _register_experts(config, store)
+            _register_experts(config, store, owned)
         else:
             store.reserve()
             dense.load(store, store.history.applied)
+            # Everybody is at this step now: what was prepared and not acknowledged is.
+            mesh.world.barrier()
+            store.acknowledge()
         records = {
-            layer: [store.record(expert_key(layer, expert)) for expert in range(config.model.experts)]
+            layer: [store.record(expert_key(layer, expert)) for expert in owned]
             for layer in config.model.moe_layers
         }
         if config.keeps_gradients:
             store.reserve_scratch(EXPERT_SCHEMA)
-        tier = open_device_tier(store.engine, divided.slots, device, HugePages.AUTO)
+        tier = open_device_tier(store.engine, divided.slots, device, HugePages.AUTO, config.links.copy.open())
         stack.callback(tier.close)
         sink = timeline or NullTimeline()
         ledger = StallLedger(listener=_stall_spans(sink) if sink.enabled else None)
@@ -194,9 +193,11 @@ def open_session(
             records,
             weight_slots=divided.slots.weights,
             plan=config.gradient_plan,
-            predictor=make_predictor(config.prefetch.predictor, config.model.experts),
+            predictor=make_predictor(config.prefetch.predictor, len(owned)),
             schedule=Schedule.of_layers(config.model.moe_layers, depth=config.prefetch.depth),
             ledger=ledger,
+            first_expert=owned.start,
+            replicas=mesh.replica,
         )
         source.target = experts
         trainer = Trainer(
@@ -206,15 +207,22 @@ def open_session(
             model=model,
             dense=dense,
             data=data,
-            device=device,
+            mesh=mesh,
             state=state,
             ledger=ledger,
             timeline=sink,
         )
-        if opening is Opening.CREATE:
+        if agreed.opening is Opening.CREATE:
             trainer.commit()
             give_back_freed_memory()
         yield trainer
+
+
+def _check_batch(config: TrainConfig, world: int) -> None:
+    if config.data.batch_size % world:
+        raise ConfigError(
+            f"data.batch_size: expected a multiple of the {world} ranks, got {config.data.batch_size}"
+        )
 
 
 def _stall_spans(sink: TimelineSink) -> Callable[[StallKey, int, int], None]:
@@ -244,7 +252,7 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _register_experts(config: TrainConfig, store: ParameterStore) -> None:
+def _register_experts(config: TrainConfig, store: ParameterStore, owned: range) -> None:
     shape, model = config.model.expert_shape, config.model
 
     def weight_of(layer: int, expert: int) -> Callable[[], npt.NDArray[np.float32]]:
@@ -257,7 +265,7 @@ def _register_experts(config: TrainConfig, store: ParameterStore) -> None:
     store.register_many(
         NewRecord(expert_key(layer, expert), EXPERT_SCHEMA, layer, weight_of(layer, expert))
         for layer in model.moe_layers
-        for expert in range(model.experts)
+        for expert in owned
     )
 
 
@@ -269,6 +277,12 @@ def _resumed_state(config: TrainConfig, store: ParameterStore, present: dict[str
     ]
     if shape:
         raise StoreFormatError(f"{config.store}: the store holds another model ({'; '.join(shape)})")
+    layout = [line for line in changed if line.startswith("parallel.")]
+    if layout:
+        raise StoreFormatError(
+            f"{config.store}: made by ranks that were laid out otherwise ({'; '.join(layout)}); tierstore reshard "
+            "makes a store for this layout"
+        )
     if changed:
         warnings.warn(
             f"{config.store}: this run will not be bit-identical to one that was never interrupted: "

@@ -1,8 +1,11 @@
-"""The training loop of one process.
+"""The training loop of one rank.
 
 A step: for each micro-batch, forward and backward through layers whose experts come and go; then the norm, the dense
 step, and the experts' steps (already queued during the backward pass without clipping, queued before their next use
 with it). Nothing of a step is acknowledged before ``commit``.
+
+On several ranks each takes a contiguous piece of the global batch, and differentiates its share of the mean; losses,
+norms and whether to skip are the same on all of them, bit for bit.
 
 A non-finite loss is seen before any state moves, and skips the step; so does a non-finite gradient with clipping. Without
 clipping experts have been stepped when the norm is known, so a non-finite gradient stops the run at its last commit.
@@ -21,6 +24,7 @@ import torch
 from tierstore.dense import DenseSlices
 from tierstore.errors import TierstoreError
 from tierstore.model import Transformer
+from tierstore.parallel import Mesh
 from tierstore.prefetch.experts import TieredExperts
 from tierstore.prefetch.plan import GradientPlan
 from tierstore.stats import Cause, StallLedger, Tier
@@ -28,6 +32,7 @@ from tierstore.store.parameter_store import ParameterStore
 from tierstore.timeline import TimelineSink, Track
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TextData
+from tierstore.train.ranks import commit_everywhere
 from tierstore.train.state import STATE_KEY, TrainState
 
 __all__ = ["NonFiniteError", "StepResult", "Trainer"]
@@ -62,7 +67,7 @@ class Trainer:
         model: Transformer,
         dense: DenseSlices,
         data: TextData,
-        device: torch.device,
+        mesh: Mesh,
         state: TrainState,
         ledger: StallLedger,
         timeline: TimelineSink,
@@ -75,7 +80,8 @@ class Trainer:
         self.ledger = ledger
         self._experts = experts
         self._dense = dense
-        self._device = device
+        self.mesh = mesh
+        self._device = mesh.device
         self._timeline = timeline
 
     def step(self) -> StepResult:
@@ -127,7 +133,7 @@ class Trainer:
         total, reached = 0.0, None
         for micro in range(count):
             with self.ledger.stall(layer=None, tier=Tier.HOST, cause=Cause.DATA):
-                tokens, targets = self.data.batch(position, micro)
+                tokens, targets = (self._share(part) for part in self.data.batch(position, micro))
             self._experts.begin_micro(index=micro, count=count)
             self._dense.begin_micro()
             self.model.set_step(position, micro)
@@ -135,8 +141,8 @@ class Trainer:
                 output = self.model(tokens.to(self._device), targets.to(self._device))
             assert output.loss is not None
             assert output.objective is not None
-            loss = float(output.loss.detach())
-            if not (math.isfinite(loss) and math.isfinite(float(output.objective.detach()))):
+            loss, objective = self._mean([float(output.loss.detach()), float(output.objective.detach())])
+            if not (math.isfinite(loss) and math.isfinite(objective)):
                 return math.nan, 0
             total += loss / count
             with self._timeline.span(Track.COMPUTE, f"backward {position}.{micro}"):
@@ -147,9 +153,31 @@ class Trainer:
         assert reached is not None
         return total, int(reached.sum())
 
+    def _share(self, batch_BT: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a batch. Of one that ranks cannot share evenly (the last of a validation), what is over
+        is left out; with too few rows for all, each takes all.
+        """
+        world = self.mesh.world
+        rows = batch_BT.shape[0] // world.size
+        return batch_BT[world.rank * rows : (world.rank + 1) * rows] if rows else batch_BT
+
+    def _mean(self, values: list[float]) -> list[float]:
+        """The means over ranks; the same bits on all of them."""
+        world = self.mesh.world
+        if world.size == 1:
+            return values
+        sums = torch.tensor(values, dtype=torch.float64)
+        with self.ledger.stall(layer=None, tier=Tier.RANKS, cause=Cause.AGREEMENT):
+            world.all_reduce(sums).wait()
+        return [float(total) / world.size for total in sums]
+
     def _norm(self) -> float:
         with self.ledger.stall(layer=None, tier=Tier.HOST, cause=Cause.OPTIMIZER):
             squares = self._experts.gradients.sum_of_squares()
+        # Replicas of an expert have the same gradient: it counts once.
+        counted = squares if self.mesh.replica.rank == 0 else 0.0
+        (mean,) = self._mean([counted])
+        squares = mean * self.mesh.world.size
         squares += self._dense.sum_of_squares()
         return math.sqrt(squares) if math.isfinite(squares) else math.nan
 
@@ -186,10 +214,12 @@ class Trainer:
         self.model.eval()
         total, tokens_seen = 0.0, 0
         with self._whole("validation"), self._timeline.span(Track.COMPUTE, "validation"):
-            for tokens, targets in self.data.validation_batches(self.config.eval_batches):
+            for batch in self.data.validation_batches(self.config.eval_batches):
+                tokens, targets = (self._share(part) for part in batch)
                 output = self.model(tokens.to(self._device), targets.to(self._device))
                 assert output.loss is not None
-                total += float(output.loss) * tokens.numel()
+                (loss,) = self._mean([float(output.loss)])
+                total += loss * tokens.numel()
                 tokens_seen += tokens.numel()
         self.model.train()
         self.state.val_loss = total / max(tokens_seen, 1)
@@ -215,5 +245,4 @@ class Trainer:
         ):
             self._experts.gradients.step_pending()
             self._dense.save(self.store, self.store.history.applied)
-            state = {STATE_KEY: self.state.pack()}
-            return self.store.commit(state) if snapshot is None else self.store.snapshot(snapshot, state)
+            return commit_everywhere(self.store, self.mesh, {STATE_KEY: self.state.pack()}, snapshot)
