@@ -74,13 +74,13 @@ class _Drive:
         config, model = setting.config, setting.model
         self._layers = model.moe_layers
         self._place = {layer: place for place, layer in enumerate(self._layers)}
-        self._local = setting.ranks.share(model.experts)
+        self._local = setting.local_experts
         self._deferred = config.gradient_plan is GradientPlan.DEFERRED
         self._exact = config.adamw.inactive is Inactive.EXACT
         self._again = config.model.checkpoint_activations is CheckpointActivations.BLOCK
         self._depth = config.prefetch.depth
         self._schedule = Schedule.of_layers(self._layers, depth=self._depth)
-        tokens = config.tokens_per_micro_batch * setting.ranks.count
+        tokens = setting.tokens * setting.ranks.sharing
         reached = 1 - (1 - model.top_k / model.experts) ** tokens
         self._reached = 1.0 if reached >= _CERTAIN else reached
         self._random = np.random.default_rng(0)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from tierstore.cache.access import Phase
+from tierstore.dense.layout import UnitLayout
 from tierstore.links import LinkConfig
 from tierstore.model.config import CheckpointActivations
 from tierstore.moe.config import SaveActivations
@@ -43,13 +44,16 @@ class Workload:
     def schedule(self) -> Schedule:
         return self.setting.schedule
 
+    @cached_property
+    def layouts(self) -> list[UnitLayout]:
+        return self.setting.layouts
+
     # Bytes -------------------------------------------------------------------------------------------------
 
     @cached_property
     def experts(self) -> int:
         """Experts that one pass of one rank computes."""
-        local = self.setting.ranks.share(self.setting.model.experts)
-        return max(round(self.traffic.active * local), 1)
+        return max(round(self.traffic.active * self.setting.local_experts), 1)
 
     @cached_property
     def parts(self) -> int:
@@ -59,15 +63,17 @@ class Workload:
 
     def sizes(self, item: Pass) -> PassSizes:
         """What the pass ``item`` moves."""
-        count, setting = self.setting.ranks.count, self.setting
-        share = setting.ranks.share(setting.model.units[item.unit])
+        setting, sharing = self.setting, self.setting.ranks.sharing
+        others = setting.ranks.count - 1
         itemsize = setting.config.model.compute_dtype.itemsize
-        gather, reduce = share * (count - 1) * itemsize, share * (count - 1) * 4
+        layout = self.layouts[item.unit]
+        gather = layout.gathered_bytes(setting.config.model.compute_dtype) * others // (others + 1)
+        reduce = layout.slice_numel * others * 4
         if item.moe_layer is None:
             return PassSizes(gather=gather, reduce=reduce)
         config = setting.config
-        rows = config.tokens_per_micro_batch * setting.model.top_k
-        exchanged = rows * config.model.d_model * itemsize * (count - 1) // count
+        rows = setting.tokens * setting.model.top_k
+        exchanged = rows * config.model.d_model * itemsize * (sharing - 1) // sharing
         slots, each = self.taken.divided.slots, self.experts / self.parts
         backward = item.phase is Phase.BACKWARD
         passes = len(setting.model.moe_layers) * config.data.micro_batches
@@ -102,7 +108,7 @@ class Workload:
             return self.profile.dense_flops.seconds(self.dense_flops(item))
         if operation.kind is Kind.EXPERT:
             return self.experts / self.parts * self.profile.expert_flops.seconds(self.expert_flops(item))
-        own = self.setting.ranks.share(self.setting.model.units[item.unit])
+        own = self.layouts[item.unit].slice_numel
         return self._dense_step_s(own) if operation.kind is Kind.STEP else self._expert_step_s()
 
     @cached_property
@@ -127,18 +133,20 @@ class Workload:
     def dense_flops(self, item: Pass) -> int:
         """Of one pass outside its experts."""
         config, model = self.setting.config, self.setting.model
-        tokens, d = config.tokens_per_micro_batch, config.model.d_model
+        tokens, d = self.setting.tokens, config.model.d_model
+        if item.unit == 0:
+            return 0  # the embedding is looked up
         if item.unit == len(model.units) - 1:
             forward = 2 * tokens * config.model.vocab_size * d
         else:
-            forward = 2 * tokens * (model.units[item.unit] + config.model.seq_len * d)
+            forward = 2 * tokens * (model.units[item.unit].numel + config.model.seq_len * d)
         again = config.model.checkpoint_activations is CheckpointActivations.BLOCK
         return forward if item.phase is Phase.FORWARD else forward * (3 if again else 2)
 
     def expert_flops(self, item: Pass) -> float:
         """Of one expert in one pass, with its share of all ranks' tokens."""
         config, model = self.setting.config, self.setting.model
-        tokens = config.tokens_per_micro_batch * self.setting.ranks.count
+        tokens = self.setting.tokens * self.setting.ranks.sharing
         rows = tokens * model.top_k / (model.experts * self.traffic.active)
         forward = 2 * rows * model.expert_numel
         if item.phase is Phase.FORWARD:
