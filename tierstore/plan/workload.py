@@ -8,7 +8,7 @@ usual: 2 a parameter and token forward, 4 backward, and ``2 T S D`` (causal) for
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tierstore.cache.access import Phase
@@ -20,7 +20,7 @@ from tierstore.plan.capacity import Capacity, Setting
 from tierstore.plan.costs import Cost, Profile
 from tierstore.plan.traffic import Traffic
 from tierstore.prefetch.operations import Kind, Operation, PassSizes
-from tierstore.prefetch.schedule import Pass, Schedule
+from tierstore.prefetch.schedule import Pass, QueueLimits, Schedule
 from tierstore.train.budgets import DeviceKind
 
 __all__ = ["Workload"]
@@ -42,7 +42,10 @@ class Workload:
 
     @cached_property
     def schedule(self) -> Schedule:
-        return self.setting.schedule
+        """The schedule, with the lookahead that the store allows."""
+        asked, allowed = self.setting.schedule, self.taken.divided.lookahead
+        vertical = QueueLimits(asked.vertical.depth, allowed) if allowed else QueueLimits(0)
+        return replace(asked, vertical=vertical)
 
     @cached_property
     def layouts(self) -> list[UnitLayout]:
@@ -83,16 +86,17 @@ class Workload:
             reduce=reduce,
             all_to_all=exchanged,
             experts=self.parts,
-            fetch=round(self._read(backward) / (passes * self.parts)),
+            fetch=round(self._read(item) / (config.data.micro_batches * self.parts)),
             load=round(slots.weight_bytes * each),
             land=round(slots.gradient_bytes * each) if backward and on_device else 0,
             write=round(self.traffic.written_bytes / (passes * self.parts)) if backward else 0,
         )
 
-    def _read(self, backward: bool) -> int:
-        """Bytes a step reads for its backward passes, or for all others."""
-        of_backward = self.traffic.read_for.get(Phase.BACKWARD, 0)
-        return of_backward if backward else self.traffic.read_bytes - of_backward
+    def _read(self, item: Pass) -> int:
+        """Bytes that a step reads for the passes of ``item``'s phase and layer; steps that waited go with forward."""
+        assert item.moe_layer is not None
+        phases = [Phase.BACKWARD] if item.phase is Phase.BACKWARD else [Phase.FORWARD, Phase.OPTIMIZER]
+        return sum(self.traffic.read_for.get((phase, item.moe_layer), 0) for phase in phases)
 
     # Seconds -----------------------------------------------------------------------------------------------
 
