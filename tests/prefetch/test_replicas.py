@@ -110,12 +110,13 @@ def _train(mesh: Mesh, path: Path, plan: GradientPlan, slots: int, ranks: int) -
         experts = TieredExperts(
             store,
             tier,
-            {LAYER: {FIRST + i: store.record(key) for i, key in enumerate(keys)}},
+            {LAYER: [store.record(key) for key in keys]},
             weight_slots=shape.weights,
             plan=plan,
-            predictor=make_predictor(PredictorName.NONE, range(FIRST, FIRST + EXPERTS)),
+            predictor=make_predictor(PredictorName.NONE, EXPERTS),
             schedule=Schedule.of_layers([LAYER], depth=1),
             ledger=ledger,
+            first_expert=FIRST,
             replicas=mesh.replica,
         )
         squares = [_step(mesh, store, experts, plan, step, ranks) for step in range(3)]

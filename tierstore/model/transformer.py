@@ -150,12 +150,26 @@ class Transformer(nn.Module):
         self._key = NoiseKey(step, micro)
 
     def dense_units(self) -> list[tuple[str, list[nn.Parameter]]]:
-        """Every dense parameter, in a fixed order: one unit for each block, then embedding, norm and head."""
-        units = [(f"block.{i}", list(block.parameters())) for i, block in enumerate(self.blocks)]
-        ends = [self.embedding, *self.norm.parameters()]
+        """Every dense parameter, in the order of the forward pass: embedding, a unit for each block, norm and head.
+
+        A tied head is the first unit's embedding.
+        """
+        blocks = [(f"block.{i}", list(block.parameters())) for i, block in enumerate(self.blocks)]
+        head = [*self.norm.parameters()]
         if self.head is not None:
-            ends.append(self.head)
-        return [*units, ("ends", ends)]
+            head.append(self.head)
+        return [("embedding", [self.embedding]), *blocks, ("head", head)]
+
+    def cast_parameters(self) -> list[nn.Parameter]:
+        """Parameters whose only use in a pass is a cast to the compute type: a narrower copy serves as well.
+
+        The matrices of blocks. Norms and routers are used in fp32; the embedding is scaled before it is cast; the head
+        may be cast once for each chunk of the loss, whose gradients are then added in fp32.
+        """
+        if self.config.compute_dtype.torch == torch.float32:
+            return []
+        matrices = ("attention.qkv", "attention.out", "ffn.inner", "ffn.down", "shared.inner", "shared.down")
+        return [parameter for name, parameter in self.named_parameters() if name.endswith(matrices)]
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Output:
         """Run the model on int64 ``tokens_BT`` (T at most ``seq_len``), with ``targets_BT`` alike or None."""

@@ -233,7 +233,13 @@ class Group:
     # What the computation blocks on ------------------------------------------------------------------------
 
     def all_to_all(
-        self, out_rows: Tensor, in_rows: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
+        self,
+        out_rows: Tensor,
+        in_rows: Tensor,
+        out_splits: Sequence[int],
+        in_splits: Sequence[int],
+        *,
+        channel: Channel = Channel.EXCHANGE,
     ) -> Work:
         """``in_splits[r]`` rows go to rank r; ``out_splits[r]`` rows come from it. Zeros are fine."""
         if len(out_splits) != self.size or len(in_splits) != self.size:
@@ -255,9 +261,7 @@ class Group:
             return Work()
         elsewhere = in_rows.shape[0] - in_splits[self.rank]
         sent = elsewhere * in_rows[:1].numel() * in_rows.element_size()
-        return self._exchange(
-            Operation.ALL_TO_ALL, Channel.EXCHANGE, out_rows, in_rows, out_splits, in_splits, sent
-        )
+        return self._exchange(Operation.ALL_TO_ALL, channel, out_rows, in_rows, out_splits, in_splits, sent)
 
     def all_reduce(self, *tensors: Tensor, channel: Channel = Channel.EXCHANGE) -> Work:
         """Each of ``tensors`` (of one type) becomes its sum over ranks, in rank order: the same bits everywhere.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tierstore.cache.config import CacheConfig
+from tierstore.dense.config import DenseConfig
 from tierstore.errors import ConfigError
 from tierstore.links import LinksConfig
 from tierstore.model import ModelConfig
@@ -47,6 +48,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     adamw: AdamWConfig = field(default_factory=AdamWConfig)
+    dense: DenseConfig = field(default_factory=DenseConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
     io: IoConfig = field(default_factory=IoConfig)

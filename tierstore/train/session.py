@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from tierstore._native import HugePages
+from tierstore.dense import DenseSlices, GatherOnDemand, dense_schemas, unit_layouts
 from tierstore.errors import BudgetError, CapabilityError, ConfigError, StoreFormatError
 from tierstore.model import ComputeDtype, Transformer
 from tierstore.moe import initial_expert
@@ -31,7 +32,6 @@ from tierstore.tiers import DeviceSlots, open_device_tier
 from tierstore.timeline import NullTimeline, TimelineSink, Track
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TextData
-from tierstore.train.dense import DenseParameters, dense_schemas
 from tierstore.train.footprint import give_back_freed_memory
 from tierstore.train.ranks import Opening, agree, rank_directory
 from tierstore.train.state import TrainState, conditions, differences
@@ -141,9 +141,10 @@ def open_session(
     source = _LateSource()
     model = Transformer(config.model, source, mesh=mesh, ledger=ledger)
     units = model.dense_units()
+    layouts = unit_layouts(units, ranks=world, narrow=model.cast_parameters(), fusion=config.dense.fusion)
     with contextlib.ExitStack() as stack:
         if agreed.opening is Opening.CREATE:
-            schemas = [expert_schema(config), *dense_schemas(units)]
+            schemas = [expert_schema(config), *dense_schemas(layouts)]
             store = ParameterStore.create(
                 directory, schemas, store_config, adamw=config.adamw, trace=trace, io_log=io_log
             )
@@ -154,8 +155,18 @@ def open_session(
         stack.callback(store.close)
         resumed = agreed.opening is Opening.RESUME
         state = _resumed_state(config, store, present) if resumed else TrainState(conditions=present)
-        dense = DenseParameters(units, device, config.adamw)
+        dense = DenseSlices(
+            units,
+            layouts,
+            group=mesh.world,
+            device=device,
+            adamw=config.adamw,
+            config=config.dense,
+            compute=config.model.compute_dtype.torch,
+        )
         model.to(device)
+        gates = dense.attach(model, GatherOnDemand(dense, config.dense.reshard))
+        stack.callback(gates.remove)
         owned = mesh.blocks(config.model.experts).owned(mesh.expert.rank)
         if agreed.opening is Opening.CREATE:
             count = len(owned) * len(config.model.moe_layers)
@@ -169,7 +180,7 @@ def open_session(
             mesh.world.barrier()
             store.acknowledge()
         records = {
-            layer: {expert: store.record(expert_key(layer, expert)) for expert in owned}
+            layer: [store.record(expert_key(layer, expert)) for expert in owned]
             for layer in config.model.moe_layers
         }
         if config.keeps_gradients:
@@ -182,9 +193,10 @@ def open_session(
             records,
             weight_slots=divided.slots.weights,
             plan=config.gradient_plan,
-            predictor=make_predictor(config.prefetch.predictor, owned),
+            predictor=make_predictor(config.prefetch.predictor, len(owned)),
             schedule=Schedule.of_layers(config.model.moe_layers, depth=config.prefetch.depth),
             ledger=ledger,
+            first_expert=owned.start,
             replicas=mesh.replica,
         )
         source.target = experts

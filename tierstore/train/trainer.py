@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tierstore.dense import DenseSlices
 from tierstore.errors import TierstoreError
 from tierstore.model import Transformer
 from tierstore.parallel import Mesh
@@ -31,7 +32,6 @@ from tierstore.store.parameter_store import ParameterStore
 from tierstore.timeline import TimelineSink, Track
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TextData
-from tierstore.train.dense import DenseParameters
 from tierstore.train.ranks import commit_everywhere
 from tierstore.train.state import STATE_KEY, TrainState
 
@@ -65,7 +65,7 @@ class Trainer:
         store: ParameterStore,
         experts: TieredExperts,
         model: Transformer,
-        dense: DenseParameters,
+        dense: DenseSlices,
         data: TextData,
         mesh: Mesh,
         state: TrainState,
@@ -135,6 +135,7 @@ class Trainer:
             with self.ledger.stall(layer=None, tier=Tier.HOST, cause=Cause.DATA):
                 tokens, targets = (self._share(part) for part in self.data.batch(position, micro))
             self._experts.begin_micro(index=micro, count=count)
+            self._dense.begin_micro()
             self.model.set_step(position, micro)
             with self._timeline.span(Track.COMPUTE, f"forward {position}.{micro}"):
                 output = self.model(tokens.to(self._device), targets.to(self._device))
@@ -146,6 +147,7 @@ class Trainer:
             total += loss / count
             with self._timeline.span(Track.COMPUTE, f"backward {position}.{micro}"):
                 torch.autograd.backward(output.objective / count)
+                self._dense.end_micro()
             used = torch.stack(output.loads) > 0
             reached = used if reached is None else reached | used
         assert reached is not None

@@ -1,0 +1,32 @@
+"""ZeRO-3 slices of dense parameters: fusion buffers, gradient buckets, and the gates around layers."""
+
+from __future__ import annotations
+
+from tierstore.dense.config import DenseConfig, Fusion, GatherDtype, OptimizerState, Reshard
+from tierstore.dense.footprint import DenseBytes, dense_bytes
+from tierstore.dense.gates import Gates, PassListener
+from tierstore.dense.layout import Move, UnitLayout, moves, recut, unit_layouts
+from tierstore.dense.parameters import DenseSlices, GatherOnDemand
+from tierstore.dense.slices import dense_schemas
+from tierstore.dense.traffic import DenseTraffic
+
+__all__ = [
+    "DenseBytes",
+    "DenseConfig",
+    "DenseSlices",
+    "DenseTraffic",
+    "Fusion",
+    "Gates",
+    "GatherDtype",
+    "GatherOnDemand",
+    "Move",
+    "OptimizerState",
+    "PassListener",
+    "Reshard",
+    "UnitLayout",
+    "dense_bytes",
+    "dense_schemas",
+    "moves",
+    "recut",
+    "unit_layouts",
+]
