@@ -6,99 +6,21 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
-import torch
 from launcher import Ranks, World
+from rank_cases import MODES, Settings, ahead, alone, train, weights
 
-from tierstore.config import load
 from tierstore.errors import StoreError, StoreExistsError, StoreFormatError, StoreMissingError
-from tierstore.parallel import Mesh, Place
+from tierstore.parallel import Mesh
 from tierstore.store import OpenAt
 from tierstore.store.opening import read_states
-from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening, agree, rank_directory, rank_file, restarted
-from tierstore.train.session import open_session
 from tierstore.train.state import STATE_KEY
-
-Settings = Mapping[str, Any]
-
-TINY: Settings = {
-    "device": "cpu",
-    "threads": 1,
-    "host_budget": 4 << 20,
-    "commit_every": 0,
-    "model.d_model": 16,
-    "model.n_layers": 2,
-    "model.n_heads": 2,
-    "model.seq_len": 8,
-    "model.d_ff": 32,
-    "model.experts": 6,
-    "model.top_k": 2,
-    "data.batch_size": 4,
-    "schedule.lr": 5e-3,
-    "schedule.warmup_steps": 4,
-    "schedule.total_steps": 40,
-    "io.huge_pages": "off",
-}
-
-
-def train(
-    mesh: Mesh, settings: Settings, steps: int, opening: Opening, *, commit_every: int = 0
-) -> tuple[list[float], list[float], int]:
-    """Losses, gradient norms and the checksum of this rank's records after ``steps`` steps in all."""
-    torch.set_num_threads(1)
-    config = load(TrainConfig, None, {**TINY, **settings})
-    losses, norms = [], []
-    with open_session(config, opening, mesh=mesh) as trainer:
-        while trainer.state.position < steps:
-            result = trainer.step()
-            losses.append(result.loss)
-            norms.append(result.grad_norm)
-            if commit_every and trainer.state.position % commit_every == 0:
-                trainer.commit()
-        trainer.commit()
-        return losses, norms, trainer.store.records_crc32c()
-
-
-def weights(mesh: Mesh, settings: Settings) -> dict[str, npt.NDArray[np.float32]]:
-    """The expert weights of this rank at its last commit."""
-    found = {}
-    with open_session(load(TrainConfig, None, {**TINY, **settings}), Opening.RESUME, mesh=mesh) as trainer:
-        for key in trainer.store.keys:
-            if key.startswith("expert"):
-                with trainer.store.fetch([key]) as lease:
-                    found[key] = lease[key].copy("weight")
-    return found
-
-
-def alone() -> Mesh:
-    return Mesh.alone(Place(), torch.device("cpu"))
-
-
-@pytest.fixture
-def settings(text: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """Settings with a store of their own."""
-    made = 0
-
-    def make(changes: Settings | None = None) -> dict[str, Any]:
-        nonlocal made
-        made += 1
-        return {"data.paths": (str(text),), "store": tmp_path / f"store{made}", **(changes or {})}
-
-    return make
-
-
-MODES: dict[str, Settings] = {
-    "immediate": {},
-    "clip": {"clip_norm": 0.5, "data.micro_batches": 2},
-    "checkpoint": {"model.checkpoint_activations": "block", "model.shared_expert_d_ff": 16},
-}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -162,20 +84,6 @@ def agreed(mesh: Mesh, store: Path, wanted: Opening) -> tuple[str, str] | str:
     except StoreError as error:
         return f"{type(error).__name__}: {error}"
     return found.opening.value, found.at.value
-
-
-def ahead(mesh: Mesh, settings: Settings, by: int) -> None:
-    """Two acknowledged steps; rank 1 then prepares ``by`` more, as if the others had been killed before."""
-    config = load(TrainConfig, None, {**TINY, **settings})
-    with open_session(config, Opening.CREATE, mesh=mesh) as trainer:
-        trainer.step()
-        trainer.step()
-        trainer.commit()
-        for _ in range(by):
-            trainer.step()
-        if by and mesh.world.rank == 1:
-            trainer._dense.save(trainer.store, trainer.store.history.applied)
-            trainer.store.prepare({STATE_KEY: trainer.state.pack()})
 
 
 def test_all_resume_at_the_newest_step_that_all_have(

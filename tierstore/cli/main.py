@@ -45,6 +45,9 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "verify": CommandEntry(
         "tierstore.cli.verify:verify", "Read and check every record of every snapshot of a store."
     ),
+    "reshard": CommandEntry(
+        "tierstore.cli.reshard:reshard", "Make a store over for another number of ranks."
+    ),
     "bench": CommandEntry("tierstore.cli.bench:bench", "Benchmarks of training, AdamW and commits."),
 }
 

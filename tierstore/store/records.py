@@ -12,7 +12,7 @@ from tierstore import _native
 from tierstore.cache.access import Need, Phase
 from tierstore.cache.host_cache import HostCache
 from tierstore.errors import BudgetError, StoreError
-from tierstore.store.adamw import StepHistory
+from tierstore.store.adamw import AdamWConfig, StepHistory
 from tierstore.store.committing import Committer
 from tierstore.store.failures import Failures
 from tierstore.store.format import Group, Placement, RecordSchema
@@ -153,6 +153,11 @@ class StoreRecords:
     def state(self) -> Mapping[str, bytes]:
         """Small named state as of the last commit."""
         return self._committer.state
+
+    @property
+    def adamw(self) -> AdamWConfig:
+        """The optimizer's hyperparameters, but for the learning rate."""
+        return self.history.config
 
     @property
     def generation(self) -> int:

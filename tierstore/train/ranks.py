@@ -9,7 +9,7 @@ the newest such step.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -25,6 +25,7 @@ __all__ = [
     "Opening",
     "agree",
     "commit_everywhere",
+    "newest_common",
     "rank_directories",
     "rank_directory",
     "rank_file",
@@ -108,19 +109,44 @@ def agree(store: Path, wanted: Opening, mesh: Mesh) -> Agreed:
     for number, other in enumerate(found):
         if other.problem is not None and not (wanted is Opening.RESTART and not other.exists):
             raise type(other.problem)(f"rank {number}: {other.problem}")
-    common = set.intersection(*(set(other.steps.values()) for other in found))
-    if common:
-        newest = max(common)
-        own = found[rank].steps
-        return Agreed(Opening.RESUME, OpenAt.LAST if own.get(OpenAt.LAST) == newest else OpenAt.PREVIOUS)
-    steps = ", ".join(f"rank {number}: {sorted(other.steps.values())}" for number, other in enumerate(found))
+    common = _newest_common(found)
+    if common is not None:
+        return Agreed(Opening.RESUME, common[rank])
     if wanted is Opening.RESTART and all(set(other.steps.values()) <= {0} for other in found):
         # Killed while they were made: some have their first commit, and nobody has acknowledged it.
         if found[rank].steps:
             _discard(directory)
         mesh.world.barrier()
         return Agreed(Opening.CREATE)
-    raise StoreError(f"{store}: there is no step that every rank has ({steps})")
+    raise _nothing_common(store, found)
+
+
+def newest_common(store: Path, directories: Sequence[Path]) -> list[OpenAt]:
+    """At which of its commits each store in ``directories`` has the newest step that all have.
+
+    Raises StoreMissingError, StoreInUseError, StoreFormatError; StoreError naming ``store`` when there is none.
+    """
+    found = [_look(directory) for directory in directories]
+    for other in found:
+        if other.problem is not None:
+            raise other.problem
+    common = _newest_common(found)
+    if common is None:
+        raise _nothing_common(store, found)
+    return common
+
+
+def _newest_common(found: Sequence[_Found]) -> list[OpenAt] | None:
+    common = set.intersection(*(set(other.steps.values()) for other in found))
+    if not common:
+        return None
+    newest = max(common)
+    return [OpenAt.LAST if other.steps.get(OpenAt.LAST) == newest else OpenAt.PREVIOUS for other in found]
+
+
+def _nothing_common(store: Path, found: Sequence[_Found]) -> StoreError:
+    steps = ", ".join(f"rank {number}: {sorted(other.steps.values())}" for number, other in enumerate(found))
+    return StoreError(f"{store}: there is no step that every rank has ({steps})")
 
 
 def _agree_alone(directory: Path, wanted: Opening) -> Agreed:
@@ -147,15 +173,15 @@ def _refuse_other_layout(store: Path, world: int) -> None:
 def _look(directory: Path) -> _Found:
     try:
         states = read_states(directory, STATE_KEY)
+        if not states:
+            TrainState.unpack({}, where=str(directory))
+        found = {
+            at: TrainState.unpack({STATE_KEY: raw}, where=str(directory)).position
+            for at, raw in states.items()
+        }
     except (TierstoreError, OSError) as error:
         return _Found({}, error)
-    where = str(directory)
-    try:
-        return _Found(
-            {at: TrainState.unpack({STATE_KEY: raw}, where=where).position for at, raw in states.items()}
-        )
-    except StoreFormatError as error:
-        return _Found({}, error)
+    return _Found(found)
 
 
 def _discard(directory: Path) -> None:
