@@ -18,8 +18,9 @@ from rank_cases import MODES, Settings, ahead, alone, train, weights
 from tierstore.errors import StoreError, StoreExistsError, StoreFormatError, StoreMissingError
 from tierstore.parallel import Mesh
 from tierstore.store import OpenAt
+from tierstore.store.directories import rank_directory
 from tierstore.store.opening import read_states
-from tierstore.train.ranks import Opening, agree, rank_directory, rank_file, restarted
+from tierstore.train.ranks import Opening, agree, rank_file, restarted
 from tierstore.train.state import STATE_KEY
 
 

@@ -13,7 +13,8 @@ from rank_cases import MODES, ahead, alone, train, weights
 
 from tierstore.errors import ConfigError, StoreExistsError, StoreFormatError, StoreMissingError
 from tierstore.store import ParameterStore, StoreConfig, verify_store
-from tierstore.train.ranks import Opening, rank_directories
+from tierstore.store.directories import rank_directories
+from tierstore.train.ranks import Opening
 from tierstore.train.reshard import Layout, reshard
 
 Make = Callable[..., dict[str, Any]]

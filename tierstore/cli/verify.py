@@ -35,7 +35,7 @@ class Report(Protocol):
 
 
 class Verifier(Protocol):
-    """``tierstore.store.verify_store``: it reports progress as (groups read, groups in all)."""
+    """``tierstore.store.directories.verify_all``: it reports progress as (groups read, groups in all)."""
 
     def __call__(self, directory: Path, /, *, progress: Callable[[int, int], None]) -> Report: ...
 
@@ -45,10 +45,12 @@ class Verifier(Protocol):
 @json_option
 @click.pass_context
 def verify(ctx: click.Context, store: Path, as_json: bool) -> None:
-    """Read and check every record of every snapshot of STORE; exit status 1 if any is not whole."""
-    from tierstore.store import verify_store
+    """Read and check every record of every snapshot of STORE, of all ranks if it has several; exit status 1 if any is
+    not whole.
+    """
+    from tierstore.store.directories import verify_all
 
-    ctx.exit(run_verify(store, Output.for_option(as_json), verify_store))
+    ctx.exit(run_verify(store, Output.for_option(as_json), verify_all))
 
 
 def run_verify(store: Path, output: Output, verifier: Verifier) -> int:

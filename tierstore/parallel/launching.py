@@ -12,6 +12,7 @@ a collective: no rank goes before all have come; leaving it with one tells the o
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -106,16 +107,26 @@ def launch(
 def _join(config: ParallelConfig, place: Place, device: torch.device) -> None:
     import torch
     import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.set_device(device)
+    # Under torchrun all attempts of a job share one store, and what a dead attempt wrote there (where its ranks listen)
+    # must not be taken for this one's.
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    timeout = timedelta(seconds=config.timeout_s)
     try:
+        store = TCPStore(
+            *place.address, place.world, place.rank == 0 and not hosted, timeout, multi_tenant=True
+        )
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            store=PrefixStore(f"tierstore/{attempt}", store),
             rank=place.rank,
             world_size=place.world,
-            timeout=timedelta(seconds=config.timeout_s),
+            timeout=timeout,
             device_id=device if cuda else None,
         )
     except RuntimeError as error:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tierstore.errors import StoreError, StoreExistsError, StoreFormatError, StoreMissingError, TierstoreError
 from tierstore.parallel import Mesh
+from tierstore.store.directories import rank_directories, rank_directory
 from tierstore.store.opening import IDENTITY, OpenAt, read_identity, read_states
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.train.state import STATE_KEY, TrainState
@@ -26,8 +27,6 @@ __all__ = [
     "agree",
     "commit_everywhere",
     "newest_common",
-    "rank_directories",
-    "rank_directory",
     "rank_file",
     "restarted",
 ]
@@ -59,16 +58,6 @@ class _Found:
     @property
     def exists(self) -> bool:
         return bool(self.steps) or not isinstance(self.problem, StoreMissingError)
-
-
-def rank_directory(store: Path, rank: int, world: int) -> Path:
-    """Where rank ``rank`` of ``world`` keeps its store: a directory of its own, which may be a link to its own drive."""
-    return store if world == 1 else store / f"rank-{rank:04d}"
-
-
-def rank_directories(store: Path) -> list[Path]:
-    """The stores of several ranks that there are under ``store``, in rank order; none for a store of one."""
-    return sorted(found.parent for found in store.glob(f"rank-*/{IDENTITY}"))
 
 
 def rank_file(path: Path | None, rank: int) -> Path | None:

@@ -26,11 +26,12 @@ from tierstore.model import ModelConfig, Transformer
 from tierstore.moe.source import InMemoryExperts
 from tierstore.parallel import ExpertBlocks
 from tierstore.store.config import StoreConfig
+from tierstore.store.directories import rank_directories, rank_directory
 from tierstore.store.format import COMMITTED_GROUPS
 from tierstore.store.opening import fsync_directory, minimum_host_budget, read_schemas
 from tierstore.store.parameter_store import NewRecord, ParameterStore
 from tierstore.train.budgets import EXPERT_SCHEMA
-from tierstore.train.ranks import newest_common, rank_directories, rank_directory
+from tierstore.train.ranks import newest_common
 from tierstore.train.session import expert_key
 from tierstore.train.state import STATE_KEY, TrainState
 

@@ -24,6 +24,7 @@ from tierstore.prefetch import HorizontalQueue, TieredExperts, make_predictor, u
 from tierstore.prefetch.experts import TieredLease
 from tierstore.stats import StallKey, StallLedger
 from tierstore.store.config import StoreConfig
+from tierstore.store.directories import rank_directory
 from tierstore.store.parameter_store import NewRecord, ParameterStore
 from tierstore.tiers import DeviceSlots, open_device_tier
 from tierstore.timeline import NullTimeline, TimelineSink, Track
@@ -31,7 +32,7 @@ from tierstore.train.budgets import EXPERT_SCHEMA, DeviceKind, budgets, expert_s
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TextData
 from tierstore.train.footprint import give_back_freed_memory
-from tierstore.train.ranks import Opening, agree, rank_directory
+from tierstore.train.ranks import Opening, agree
 from tierstore.train.state import TrainState, conditions, differences
 from tierstore.train.trainer import Trainer
 
