@@ -136,8 +136,10 @@ def open_session(
         io=config.io,
         disk=config.links.disk,
     )
+    sink = timeline or NullTimeline()
+    ledger = StallLedger(listener=_stall_spans(sink) if sink.enabled else None)
     source = _LateSource()
-    model = Transformer(config.model, source, mesh=mesh)
+    model = Transformer(config.model, source, mesh=mesh, ledger=ledger)
     units = model.dense_units()
     layouts = unit_layouts(units, ranks=world, narrow=model.cast_parameters(), fusion=config.dense.fusion)
     with contextlib.ExitStack() as stack:
