@@ -137,7 +137,7 @@ def open_session(
         disk=config.links.disk,
     )
     sink = timeline or NullTimeline()
-    ledger = StallLedger(listener=_stall_spans(sink) if sink.enabled else None)
+    ledger = StallLedger(listener=stall_spans(sink) if sink.enabled else None)
     source = _LateSource()
     model = Transformer(config.model, source, mesh=mesh, ledger=ledger)
     units = model.dense_units()
@@ -165,8 +165,6 @@ def open_session(
             compute=config.model.compute_dtype.torch,
         )
         model.to(device)
-        sink = timeline or NullTimeline()
-        ledger = StallLedger(listener=stall_spans(sink) if sink.enabled else None)
         schedule = unit_schedule(
             layouts,
             config.dense,
