@@ -33,7 +33,7 @@ from tierstore.errors import ConfigError
 from tierstore.links import LinkConfig, LinksConfig
 from tierstore.train.config import TrainConfig
 
-__all__ = ["Balance", "OverlapBench", "Prefetch", "Times", "links_for", "run"]
+__all__ = ["Balance", "OverlapBench", "Prefetch", "Ranks", "Stack", "Times", "links_for", "run"]
 
 _RANKS = 2
 #: The device copies are not among the three: their link is that much faster than the disk's.
@@ -76,6 +76,8 @@ class OverlapBench:
     def __post_init__(self) -> None:
         if self.steps < 1 or self.warmup < 1:
             raise ConfigError(f"steps, warmup: expected at least 1, got {self.steps} and {self.warmup}")
+        if self.svg is not None and self.stack is Stack.TRAINER:
+            raise ConfigError("svg: a picture is drawn of the synthetic stack only")
 
 
 @dataclass(frozen=True, slots=True)
