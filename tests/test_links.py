@@ -50,7 +50,10 @@ def test_links_are_a_table_of_the_configuration(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("setting", "complaint"),
-    [("links.copy.bandwidth", "bandwidth: expected a size of at least 0"), ("links.disk.latency", "latency: expected")],
+    [
+        ("links.copy.bandwidth", "bandwidth: expected a size of at least 0"),
+        ("links.disk.latency", "latency: expected"),
+    ],
 )
 def test_what_is_no_speed_is_refused(setting: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):

@@ -23,7 +23,7 @@ from tierstore.links import CollectiveLink, LinksConfig
 from tierstore.parallel import Mesh
 from tierstore.parallel.collectives import Group
 from tierstore.parallel.config import ParallelConfig
-from tierstore.parallel.launch import launch
+from tierstore.parallel.launching import launch
 from tierstore.stats import StallLedger
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.timeline import open_timeline

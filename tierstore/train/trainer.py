@@ -196,6 +196,7 @@ class Trainer:
             self._experts.gradients.apply(scale)
             if scale < 1.0:
                 self._dense.scale_gradients(scale)
+        # Each unit as soon as it is stepped may be gathered for the next step, while the others are.
         for unit in self._queue.optimizer_units:
             with self._queue.during(unit, Phase.OPTIMIZER):
                 self._dense.step_unit(unit, lr)
