@@ -31,7 +31,7 @@ def test_links_are_off_by_default() -> None:
     assert config.describe() is None
     assert open_links(config) == open_links(LinksConfig())
     links = open_links(config)
-    assert links.copy is links.gather is links.disk is None
+    assert links.copy is links.gather is links.exchange is links.disk is None
 
 
 def test_links_are_a_table_of_the_configuration(tmp_path: Path) -> None:
@@ -88,6 +88,7 @@ def test_the_link_of_collectives_remembers_its_last_turn() -> None:
     second = link.reserve(2000)
     assert second == first + 2 * MS  # had the first been over by then, this would be later
     assert link.last_turn == (first, second)
+    assert (link.messages, link.sent_bytes) == (2, 12_000)
     wait_until(second)
     assert time.monotonic_ns() >= second
     wait_until(0)

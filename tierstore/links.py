@@ -1,8 +1,9 @@
 """Links that can be limited, so that overlap can be studied on machines whose own are too fast, or missing.
 
-Three links can be given a bandwidth and a latency: ``copy`` (host <-> device), ``gather`` (collectives
-between ranks; of each, the bytes that this rank sends) and ``disk`` (reads and writes of extents). Off by
-default; a run that has them on says so first.
+Links can be given a bandwidth and a latency: ``copy`` (host <-> device), ``gather`` (collectives between ranks;
+of each, the bytes that this rank sends) and ``disk`` (reads and writes of extents). What computation blocks on
+(all-to-alls, agreements) goes over ``gather`` too, behind the gathers issued before it, unless it is given a
+link of its own, ``exchange``. Off by default; a run that has them on says so first.
 
 There is one emulation. A link serves one transfer at a time, in order of asking::
 
@@ -61,6 +62,7 @@ class LinksConfig:
 
     copy: LinkConfig = field(default_factory=LinkConfig)
     gather: LinkConfig = field(default_factory=LinkConfig)
+    exchange: LinkConfig = field(default_factory=LinkConfig)
     disk: LinkConfig = field(default_factory=LinkConfig)
 
     def describe(self) -> str | None:
@@ -76,12 +78,13 @@ class Links:
 
     copy: Link | None = None
     gather: Link | None = None
+    exchange: Link | None = None
     disk: Link | None = None
 
 
 def open_links(config: LinksConfig) -> Links:
     """Links as ``config`` limits them, each free from now on."""
-    return Links(config.copy.open(), config.gather.open(), config.disk.open())
+    return Links(config.copy.open(), config.gather.open(), config.exchange.open(), config.disk.open())
 
 
 def limited(
@@ -112,10 +115,15 @@ class CollectiveLink:
         self.link = link
         #: Begin and end (ns of CLOCK_MONOTONIC) of the last message's turn.
         self.last_turn = (0, 0)
+        #: Messages so far, and their bytes.
+        self.messages = 0
+        self.sent_bytes = 0
 
     def reserve(self, nbytes: int) -> int:
         """When (ns of CLOCK_MONOTONIC) a message of ``nbytes`` that is issued now has passed the link."""
         now = time.monotonic_ns()
+        self.messages += 1
+        self.sent_bytes += nbytes
         if self.link is None:
             self.last_turn = (now, now)
             return now

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tierstore.bench import overlap_picture as picture
-from tierstore.bench.overlap import Balance, OverlapBench, Prefetch, Times, links_for, run
+from tierstore.bench.overlap import Balance, OverlapBench, Prefetch, Ranks, Stack, Times, links_for, run
+from tierstore.bench.overlap_rank import Measurement
 from tierstore.bench.overlap_rig import Computation, RigShape
+from tierstore.bench.worker import WorkerError
 from tierstore.cache.access import Phase
+from tierstore.config import load
 from tierstore.errors import ConfigError
+from tierstore.train.config import TrainConfig
 
 TINY = RigShape(
     layers=3,
@@ -106,8 +111,40 @@ def test_the_picture_is_the_same_file_twice(tmp_path: Path) -> None:
     assert len(slices["compute"]) == 3
 
 
+def test_the_trainer_steps_over_limited_links(tmp_path: Path) -> None:
+    """Two ranks; a transfer of the copy link takes 1 ms, so a step is no shorter than its loads of experts."""
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(256)) * 1024)
+    settings = {
+        **{
+            "model.d_model": 16,
+            "model.n_layers": 2,
+            "model.n_heads": 2,
+            "model.seq_len": 8,
+            "model.d_ff": 16,
+        },
+        **{"model.experts": 4, "data.batch_size": 4, "data.paths": str(text), "host_budget": "1MiB"},
+        **{"links.gather.bandwidth": "100MiB", "links.copy.latency": 0.001, "threads": 1},
+    }
+    config = load(TrainConfig, None, settings)
+    asked = Measurement(
+        place=tmp_path / "run", steps=1, warmup=1, stack=Stack.TRAINER, train=config, links=config.links
+    )
+    with Ranks() as ranks:
+        found = ranks.measure(asked)
+        assert not asked.place.exists()
+        assert found["sent_bytes"] > 0
+        assert found["step_s"] >= 0.002  # each layer has experts to load, forward and backward
+        assert {"horizontal: gather", "vertical: copy"} <= set(found["stalls"])
+        # It is refused on both ranks, in a line.
+        with pytest.raises(WorkerError, match=r"rank 0: ConfigError: data\.batch_size"):
+            ranks.measure(replace(asked, train=replace(config, data=replace(config.data, batch_size=3))))
+
+
 def test_bad_requests(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="exists"):
         run(OverlapBench(place=tmp_path))
     with pytest.raises(ConfigError, match="at least 1"):
         OverlapBench(steps=0)
+    with pytest.raises(ConfigError, match="synthetic"):
+        OverlapBench(stack=Stack.TRAINER, svg=tmp_path / "picture.svg")

@@ -329,3 +329,18 @@ class _Link:
 
 def test_a_limited_link_delays_what_has_arrived(ranks: Ranks) -> None:
     assert ranks.run(2, _over_a_link) == [(False, [40])] * 2
+
+
+def _over_two_links(mesh: Mesh) -> tuple[list[int], list[int]]:
+    """A gather ahead of computation, and an exchange that it blocks on."""
+    link, exchange = _Link(), _Link()
+    world = mesh.world
+    group = Group(world.rank, world.ranks, world._communicators, link=link, exchange=exchange)
+    gathering = group.all_gather(torch.empty(20), torch.ones(10))
+    group.all_to_all(torch.empty(2, 3), torch.ones(2, 3), [1, 1], [1, 1]).wait()
+    gathering.wait()
+    return link.messages, exchange.messages
+
+
+def test_what_computation_blocks_on_may_have_a_link_of_its_own(ranks: Ranks) -> None:
+    assert ranks.run(2, _over_two_links) == [([40], [12])] * 2

@@ -49,6 +49,8 @@ def test_ranks_compute_what_one_process_does(
 
 
 HOLDS: dict[str, Settings] = {
+    "nothing gathered ahead": {"prefetch.gather_depth": 0},
+    "far ahead": {"prefetch.gather_depth": 4, "dense.buffers": 2},
     "tight": {"host_budget": 60_000, "cache.policy": "lru", "prefetch.depth": 0},
     "deep": {"host_budget": 120_000, "prefetch.depth": 3, "io.backend": "threads"},
     "small buckets": {"dense.bucket_bytes": 512, "dense.gradient_buffers": 1, "dense.buffers": 2},

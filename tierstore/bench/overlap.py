@@ -1,8 +1,8 @@
 """How much of gathers and expert fetches disappears behind computation, and behind each other.
 
-Two ranks step the same stack of layers (``tierstore.bench.overlap_rig``) over links that are limited such that
-computation, gathers and expert fetches each take a chosen time of their own. Serial, a step would take their
-sum; overlapped perfectly, the longest of them. The figure is the step over the longest.
+Two ranks step the same stack of layers (``tierstore.bench.overlap_rig``, or the trainer) over links that are
+limited such that computation, gathers and expert fetches each take a chosen time of their own. Serial, a step
+would take their sum; overlapped perfectly, the longest of them. The figure is the step over the longest.
 
 The three times: computation is measured in the same run, alone; the other two are what the run moved in a step,
 by what its link carries. A first run over unlimited links says how many bytes that will be.
@@ -25,14 +25,15 @@ from pathlib import Path
 from typing import IO, Any
 
 from tierstore.bench import overlap_picture as picture
-from tierstore.bench.overlap_rank import Measurement
+from tierstore.bench.overlap_rank import Measurement, Stack
 from tierstore.bench.overlap_rig import RigShape
 from tierstore.bench.worker import WorkerError
 from tierstore.config import as_dict
 from tierstore.errors import ConfigError
 from tierstore.links import LinkConfig, LinksConfig
+from tierstore.train.config import TrainConfig
 
-__all__ = ["Balance", "OverlapBench", "Prefetch", "Times", "links_for", "run"]
+__all__ = ["Balance", "OverlapBench", "Prefetch", "Ranks", "Stack", "Times", "links_for", "run"]
 
 _RANKS = 2
 #: The device copies are not among the three: their link is that much faster than the disk's.
@@ -68,11 +69,15 @@ class OverlapBench:
     warmup: int = 3
     timeline: Path | None = None
     svg: Path | None = None
+    stack: Stack = Stack.SYNTHETIC
     shape: RigShape = field(default_factory=RigShape)
+    train: TrainConfig = field(default_factory=TrainConfig)
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.warmup < 1:
             raise ConfigError(f"steps, warmup: expected at least 1, got {self.steps} and {self.warmup}")
+        if self.svg is not None and self.stack is Stack.TRAINER:
+            raise ConfigError("svg: a picture is drawn of the synthetic stack only")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +123,14 @@ def run(bench: OverlapBench, say: Callable[[str], None] = lambda _: None) -> dic
 
 
 def _run(bench: OverlapBench, ranks: Ranks, say: Callable[[str], None]) -> dict[str, Any]:
-    asked = Measurement(place=bench.place, steps=bench.steps, warmup=bench.warmup, shape=bench.shape)
+    asked = Measurement(
+        place=bench.place / "run",
+        steps=bench.steps,
+        warmup=bench.warmup,
+        stack=bench.stack,
+        shape=bench.shape,
+        train=bench.train,
+    )
     timeline = bench.timeline
     if bench.svg is not None:
         picture.check()
@@ -132,16 +144,16 @@ def _run(bench: OverlapBench, ranks: Ranks, say: Callable[[str], None]) -> dict[
         say(f"{balance}, prefetch {prefetch}")
         links = links_for(balance, free["computing_s"], free["sent_bytes"], free["disk_bytes"])
         drawn = timeline if (balance, prefetch) == (Balance.EQUAL, Prefetch.BOTH) else None
-        shape = _limited_to(bench.shape, prefetch)
-        found = ranks.measure(replace(asked, links=links, shape=shape, timeline=drawn))
+        found = ranks.measure(_limited_to(replace(asked, links=links, timeline=drawn), prefetch))
+        if bench.stack is Stack.TRAINER:
+            found["computing_s"] = free["computing_s"]
         rows.append(_row(balance, prefetch, links, found))
     if bench.svg is not None:
         assert timeline is not None
         picture.draw(timeline, bench.svg)
     return {
         "ranks": _RANKS,
-        "layers": bench.shape.layers,
-        "computation": bench.shape.computation.value,
+        "stack": bench.stack.value,
         "unlimited_step_s": free["step_s"],
         "unlimited_computing_s": free["computing_s"],
         "sent_bytes": free["sent_bytes"],
@@ -152,12 +164,14 @@ def _run(bench: OverlapBench, ranks: Ranks, say: Callable[[str], None]) -> dict[
     }
 
 
-def _limited_to(shape: RigShape, prefetch: Prefetch) -> RigShape:
+def _limited_to(asked: Measurement, prefetch: Prefetch) -> Measurement:
+    """The measurement with the lookahead of the other queue taken away."""
+    shape, ahead = asked.shape, asked.train.prefetch
     if prefetch in (Prefetch.NONE, Prefetch.VERTICAL):
-        shape = replace(shape, horizontal_depth=0)
+        shape, ahead = replace(shape, horizontal_depth=0), replace(ahead, gather_depth=0)
     if prefetch in (Prefetch.NONE, Prefetch.HORIZONTAL):
-        shape = replace(shape, vertical_depth=0)
-    return shape
+        shape, ahead = replace(shape, vertical_depth=0), replace(ahead, depth=0)
+    return replace(asked, shape=shape, train=replace(asked.train, prefetch=ahead))
 
 
 def _row(balance: Balance, prefetch: Prefetch, links: LinksConfig, found: dict[str, Any]) -> dict[str, Any]:

@@ -41,19 +41,22 @@ def draw(timeline: Path, svg: Path) -> None:
     from matplotlib import pyplot
 
     slices, step = last_step(json.loads(timeline.read_text()))
-    begin = step[0]
+    begin, end = step
     figure, axes = pyplot.subplots(figsize=(11, 3.2))
     for row, (title, track, link_only, colour) in enumerate(_ROWS):
-        for name, start, end in slices.get(track.value, []):
-            if link_only and not name.endswith("(link)"):
-                continue
-            kind = name.split()[0]
-            face = _PASS_COLOURS.get(kind, colour) if track is Track.COMPUTE else colour
-            span = [((start - begin) / 1e3, (end - start) / 1e3)]
-            axes.broken_barh(span, (row - 0.4, 0.8), facecolors=face, edgecolor="white", linewidth=0.3)
+        kept = [part for part in slices.get(track.value, []) if part[0].endswith("(link)") or not link_only]
+        colours: dict[str, list[tuple[float, float]]] = {}
+        for name, start, stop in kept:
+            face = _PASS_COLOURS.get(name.split()[0], colour) if track is Track.COMPUTE else colour
+            colours.setdefault(face, []).append((start - begin, stop - begin))
+        for face, spans in colours.items():
+            # Transfers that follow one another at once are one bar: nobody sees them apart.
+            bars = _merged(spans, (end - begin) / 1000) if link_only else spans
+            widths = [(start / 1e3, (stop - start) / 1e3) for start, stop in bars]
+            axes.broken_barh(widths, (row - 0.4, 0.8), facecolors=face, edgecolor="white", linewidth=0.3)
         axes.text(-0.005, row, title, ha="right", va="center", transform=axes.get_yaxis_transform())
     axes.set_ylim(len(_ROWS) - 0.5, -0.5)
-    axes.set_xlim(0, (step[1] - begin) / 1e3)
+    axes.set_xlim(0, (end - begin) / 1e3)
     axes.set_yticks([])
     axes.set_xlabel("ms: one step of one of two ranks (forward blue, backward orange)")
     for side in ("top", "right", "left"):
@@ -61,6 +64,17 @@ def draw(timeline: Path, svg: Path) -> None:
     figure.tight_layout()
     figure.savefig(svg, metadata={"Date": None})
     pyplot.close(figure)
+
+
+def _merged(spans: list[tuple[float, float]], gap: float) -> list[tuple[float, float]]:
+    """``spans`` with those joined that are no more than ``gap`` apart."""
+    joined: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if joined and start - joined[-1][1] <= gap:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    return joined
 
 
 def last_step(

@@ -11,34 +11,49 @@ import os
 import shutil
 import statistics
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import IO, Any
 
-from tierstore._native import Link
 from tierstore.bench.overlap_rig import Rig, RigShape, open_rig
 from tierstore.config import from_dict
 from tierstore.errors import TierstoreError
 from tierstore.links import CollectiveLink, LinksConfig
+from tierstore.parallel import Mesh
 from tierstore.parallel.collectives import Group
 from tierstore.parallel.config import ParallelConfig
 from tierstore.parallel.launching import launch
 from tierstore.stats import StallLedger
+from tierstore.store.parameter_store import ParameterStore
 from tierstore.timeline import open_timeline
-from tierstore.train.session import stall_spans
+from tierstore.train.config import TrainConfig
+from tierstore.train.ranks import Opening
+from tierstore.train.session import open_session, stall_spans
 
-__all__ = ["Measurement"]
+__all__ = ["Measurement", "Stack"]
+
+
+class Stack(StrEnum):
+    """What steps."""
+
+    SYNTHETIC = "synthetic"  # layers that do nothing but take time: tierstore.bench.overlap_rig
+    TRAINER = "trainer"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What a rank is to run and measure; ``place`` is a directory to make, use and remove."""
+    """What a rank is to run and measure; ``place`` is a directory to make, use and remove. ``shape`` is for the synthetic
+    stack, ``train`` for the trainer.
+    """
 
     place: Path
     steps: int = 5
     warmup: int = 3
     timeline: Path | None = None
+    stack: Stack = Stack.SYNTHETIC
     shape: RigShape = field(default_factory=RigShape)
+    train: TrainConfig = field(default_factory=TrainConfig)
     links: LinksConfig = field(default_factory=LinksConfig)
 
 
@@ -59,7 +74,7 @@ def _measure(asked: Measurement, world: Group, link: CollectiveLink) -> dict[str
                 ledger=ledger,
             ) as rig:
                 world.barrier()
-                found = _steps(rig, asked, world, link.link)
+                found = _steps(rig, asked, world, link)
                 rig.drain()
         return found
     finally:
@@ -67,13 +82,13 @@ def _measure(asked: Measurement, world: Group, link: CollectiveLink) -> dict[str
         shutil.rmtree(place, ignore_errors=True)
 
 
-def _steps(rig: Rig, asked: Measurement, world: Group, link: Link | None) -> dict[str, Any]:
+def _steps(rig: Rig, asked: Measurement, world: Group, link: CollectiveLink) -> dict[str, Any]:
     for _ in range(asked.warmup):
         rig.step()
     computing = [rig.compute_only()]
-    before, stalls = _counts(rig, world), _stalls(rig)
+    before, stalls = _counts(rig.store, link), _stalls(rig.ledger)
     seconds = [rig.step() for _ in range(asked.steps)]
-    after, stalled = _counts(rig, world), _stalls(rig)
+    after, stalled = _counts(rig.store, link), _stalls(rig.ledger)
     world.barrier()
     computing += [rig.compute_only() for _ in range(2)]
     return {
@@ -84,20 +99,52 @@ def _steps(rig: Rig, asked: Measurement, world: Group, link: Link | None) -> dic
     }
 
 
-def _counts(rig: Rig, world: Group) -> dict[str, float]:
-    engine = rig.store.engine.stats()
+def _counts(store: ParameterStore, link: CollectiveLink) -> dict[str, float]:
+    engine = store.engine.stats()
     return {
         "disk_bytes": engine["read_bytes"] + engine["written_bytes"],
         "disk_transfers": engine["reads"] + engine["writes"],
-        "sent_bytes": sum(traffic.sent_bytes for traffic in world.traffic.values()),
-        "collectives": sum(traffic.calls for traffic in world.traffic.values()),
+        "sent_bytes": link.sent_bytes,
+        "collectives": link.messages,
     }
 
 
-def _stalls(rig: Rig) -> dict[str, float]:
+def _stalls(ledger: StallLedger) -> dict[str, float]:
     """Seconds by dimension and cause."""
-    totals = rig.ledger.totals(lambda key: f"{key.tier.dimension.value}: {key.cause.value}")
+    totals = ledger.totals(lambda key: f"{key.tier.dimension.value}: {key.cause.value}")
     return {str(name): spent / 1e9 for name, spent in totals.items()}
+
+
+def _measure_training(asked: Measurement, mesh: Mesh, link: CollectiveLink) -> dict[str, Any]:
+    """As ``_measure``, of the trainer. Its computation cannot be had alone: it is taken to be the step over unlimited
+    links.
+    """
+    link.link = asked.links.gather.open()
+    config = replace(asked.train, store=asked.place, links=asked.links)
+    try:
+        with (
+            open_timeline(asked.timeline) as timeline,
+            open_session(config, Opening.CREATE, mesh=mesh, timeline=timeline) as trainer,
+        ):
+            for _ in range(asked.warmup):
+                trainer.step()
+            before, stalls = _counts(trainer.store, link), _stalls(trainer.ledger)
+            seconds = [trainer.step().seconds for _ in range(asked.steps)]
+            after, stalled = _counts(trainer.store, link), _stalls(trainer.ledger)
+        spent = {name: (total - stalls.get(name, 0.0)) / asked.steps for name, total in stalled.items()}
+        # Nobody begins the next measurement, in the same place, before all have ended this one.
+        mesh.world.barrier()
+        if mesh.world.rank == 0:
+            shutil.rmtree(asked.place)
+        mesh.world.barrier()
+        return {
+            "step_s": seconds,
+            "computing_s": statistics.median(seconds),
+            **{name: (after[name] - before[name]) / asked.steps for name in after},
+            "stalls": spent,
+        }
+    finally:
+        link.link = None
 
 
 def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
@@ -108,11 +155,16 @@ def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
     import torch
 
     torch.set_num_threads(1)
-    link = CollectiveLink(None)
+    # The exchanges' link is never the gathers': what is measured is the overlap of the queues.
+    link, exchange = CollectiveLink(None), CollectiveLink(None)
     try:
-        with launch(ParallelConfig(timeout_s=60.0), device="cpu", link=link) as mesh:
+        with launch(ParallelConfig(timeout_s=60.0), device="cpu", link=link, exchange=exchange) as mesh:
             for line in requests:
-                answer(_measure(from_dict(Measurement, json.loads(line)), mesh.world, link))
+                asked = from_dict(Measurement, json.loads(line))
+                if asked.stack is Stack.TRAINER:
+                    answer(_measure_training(asked, mesh, link))
+                else:
+                    answer(_measure(asked, mesh.world, link))
     except (TierstoreError, OSError) as error:
         answer({"error": f"{type(error).__name__}: {error}"})
 

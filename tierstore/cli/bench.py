@@ -199,9 +199,17 @@ def commit(records: int, record_bytes: int, rounds: int, store: Path | None, as_
 
 
 @bench.command()
+@click.argument("config", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--stack",
+    type=click.Choice(["synthetic", "trainer"]),
+    default="synthetic",
+    show_default=True,
+    help="Layers that only take time, or the trainer as CONFIG and --set say.",
+)
 @click.option("--steps", type=int, default=5, show_default=True, help="Steps measured of each run.")
 @click.option("--warmup", type=int, default=3, show_default=True, help="Steps before them.")
-@click.option("--layers", type=int, default=16, show_default=True)
+@click.option("--layers", type=int, default=16, show_default=True, help="Of the synthetic stack.")
 @click.option(
     "--forward-ms", type=float, default=20.0, show_default=True, help="Computation of a layer's pass."
 )
@@ -219,8 +227,12 @@ def commit(records: int, record_bytes: int, rounds: int, store: Path | None, as_
 @click.option(
     "--svg", type=click.Path(path_type=Path), help="A picture of one of its steps (needs matplotlib)."
 )
+@set_option
 @json_option
+@help_config_option(_config_class)
 def overlap(
+    config: Path | None,
+    stack: str,
     steps: int,
     warmup: int,
     layers: int,
@@ -229,11 +241,13 @@ def overlap(
     store: Path | None,
     timeline: Path | None,
     svg: Path | None,
+    settings: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Two ranks over limited links: how much of gathers and expert fetches is hidden, and by which queue."""
-    from tierstore.bench.overlap import OverlapBench, run
+    from tierstore.bench.overlap import OverlapBench, Stack, run
     from tierstore.bench.overlap_rig import Computation, RigShape
+    from tierstore.train.config import TrainConfig
 
     shape = RigShape(
         layers=layers,
@@ -243,11 +257,20 @@ def overlap(
         computation=Computation(computation),
     )
     place = store or Path("tierstore-bench")
-    plan = OverlapBench(place=place, steps=steps, warmup=warmup, timeline=timeline, svg=svg, shape=shape)
+    plan = OverlapBench(
+        place=place,
+        steps=steps,
+        warmup=warmup,
+        timeline=timeline,
+        svg=svg,
+        stack=Stack(stack),
+        shape=shape,
+        train=load(TrainConfig, config, config_overrides(settings, {"threads": 1})),
+    )
     output = Output.for_option(as_json, counts=_COUNTS)
     result = run(plan, output.line)
     output.table(
-        f"{result['ranks']} ranks, {layers} layers, links limited",
+        f"{result['ranks']} ranks, {stack} layers, links limited",
         (
             "",
             "prefetch",

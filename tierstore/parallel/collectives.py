@@ -146,15 +146,19 @@ class Group:
         *,
         native_gather: bool = False,
         link: LimitedLink | None = None,
+        exchange: LimitedLink | None = None,
         blame: Callable[[], Failure | None] | None = None,
     ) -> None:
-        """``blame`` says who ended first; ``native_gather``: the backend's gather is as good as any (NCCL)."""
+        """``blame`` says who ended first; ``native_gather``: the backend's gather is as good as any (NCCL).
+
+        ``link`` limits what this rank sends; ``exchange``, if given, that on the channel EXCHANGE instead.
+        """
         self.rank = rank
         self.ranks = tuple(ranks)
         self.traffic: dict[Operation, Traffic] = {operation: Traffic() for operation in Operation}
         self._communicators = communicators
         self._native_gather = native_gather
-        self._link = link
+        self._links = {Channel.STREAM: link, Channel.EXCHANGE: exchange or link}
         self._blame = blame
 
     @classmethod
@@ -380,7 +384,10 @@ class Group:
         pieces = list(out_flat.view(self.size, piece.numel()).unbind())
         group = self._communicators[channel]
         return self._issue(
-            Operation.ALL_GATHER, sent, lambda: dist.all_gather(pieces, piece, group=group, async_op=True)
+            Operation.ALL_GATHER,
+            channel,
+            sent,
+            lambda: dist.all_gather(pieces, piece, group=group, async_op=True),
         )
 
     def _exchange(
@@ -401,6 +408,7 @@ class Group:
         out_bytes, in_bytes = _rows_of_bytes(out), _rows_of_bytes(given)
         return self._issue(
             operation,
+            channel,
             sent,
             lambda: dist.all_to_all_single(
                 out_bytes, in_bytes, list(out_splits), list(in_splits), group=group, async_op=True
@@ -411,6 +419,7 @@ class Group:
     def _issue(
         self,
         operation: Operation,
+        channel: Channel,
         sent: int,
         start: Callable[[], Any],
         finish: Callable[[], None] | None = None,
@@ -418,7 +427,8 @@ class Group:
         traffic = self.traffic[operation]
         traffic.calls += 1
         traffic.sent_bytes += sent
-        deadline_ns = 0 if self._link is None else self._link.reserve(sent)
+        link = self._links[channel]
+        deadline_ns = 0 if link is None else link.reserve(sent)
         try:
             pending = start()
         except RuntimeError as error:

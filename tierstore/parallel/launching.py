@@ -60,8 +60,10 @@ def launch(
     *,
     device: str = "auto",
     link: LimitedLink | None = None,
+    exchange: LimitedLink | None = None,
 ) -> Iterator[Mesh]:
-    """The mesh of this process. ``link`` limits what this rank's collectives send.
+    """The mesh of this process. ``link`` limits what this rank's collectives send; ``exchange``, if
+    given, those that computation blocks on.
 
     Raises ConfigError for an environment or a layout that cannot work, PeerError when the ranks cannot meet.
     """
@@ -86,7 +88,7 @@ def launch(
 
     try:
         _join(config, place, chosen)
-        mesh, communicators = build_mesh(config, place, chosen, link=link, blame=blame)
+        mesh, communicators = build_mesh(config, place, chosen, link=link, exchange=exchange, blame=blame)
         watch = DeathWatch(
             place, mesh.world, grace_s=config.grace_s, timeout_s=config.timeout_s, on_failure=abort
         )

@@ -96,6 +96,7 @@ def build_mesh(
     device: torch.device,
     *,
     link: LimitedLink | None,
+    exchange: LimitedLink | None,
     blame: Callable[[], Failure | None],
 ) -> tuple[Mesh, list[ProcessGroup]]:
     """The mesh and its communicators. A collective, behind ``init_process_group``. Raises ConfigError.
@@ -124,7 +125,9 @@ def build_mesh(
         communicators = {Channel.STREAM: stream, Channel.EXCHANGE: communicator(rows)}
         native = device.type == "cuda"
         rank = ranks.index(place.rank)
-        return Group(rank, ranks, communicators, native_gather=native, link=link, blame=blame)
+        return Group(
+            rank, ranks, communicators, native_gather=native, link=link, exchange=exchange, blame=blame
+        )
 
     everyone = dist.group.WORLD
     assert everyone is not None  # only behind init_process_group
