@@ -12,7 +12,7 @@ There is one emulation. A link serves one transfer at a time, in order of asking
 and a transfer is complete when the real one is and ``free_at`` has come. So limits change times, and
 neither bits nor decisions. For operations of the ticket engine ``Engine.hold`` waits for the link beside the
 real operation (``limited`` joins the two); for collectives ``Link.reserve`` gives the deadline that whoever
-waits for them waits for too (``wait_until``).
+waits for them waits for too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tierstore._native import Activity, Engine, Link, Priority
 from tierstore.errors import ConfigError
 from tierstore.units import format_bytes, format_seconds
 
-__all__ = ["LinkConfig", "Links", "LinksConfig", "limited", "open_links", "wait_until"]
+__all__ = ["CollectiveLink", "LinkConfig", "Links", "LinksConfig", "limited", "open_links", "wait_until"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +101,27 @@ def limited(
         return ticket
     turn = engine.hold(link, nbytes, activity, after=after, priority=priority)
     return engine.barrier([ticket, turn], priority=priority)
+
+
+class CollectiveLink:
+    """What collectives ask of a link: deadlines in ns of CLOCK_MONOTONIC. ``link`` may be None (no limit),
+    and may be replaced.
+    """
+
+    def __init__(self, link: Link | None) -> None:
+        self.link = link
+        #: Begin and end (ns of CLOCK_MONOTONIC) of the last message's turn, for a timeline.
+        self.last_turn = (0, 0)
+
+    def reserve(self, nbytes: int) -> int:
+        """When a message of ``nbytes`` that is issued now has passed the link."""
+        now = time.monotonic_ns()
+        if self.link is None:
+            self.last_turn = (now, now)
+            return 0
+        end = self.link.reserve(nbytes, now)
+        self.last_turn = (min(max(now, self.last_turn[1]), end), end)
+        return end
 
 
 def wait_until(deadline_ns: int) -> None:

@@ -36,6 +36,9 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "train": CommandEntry(
         "tierstore.cli.train:train", "Train a Mixture-of-Experts model larger than memory."
     ),
+    "plan": CommandEntry(
+        "tierstore.cli.plan:plan", "What a model needs on each tier, whether it fits, the time of a step."
+    ),
     "doctor": CommandEntry(
         "tierstore.cli.doctor:doctor", "What this machine offers, and what each capability resolved to."
     ),

@@ -127,12 +127,12 @@ def _run(config: TrainConfig, files: _Files, *, resume: bool, as_json: bool) -> 
 def _train(
     config: TrainConfig, output: Output, opening: Opening, files: _Files, mesh: Mesh, interrupts: _Interrupts
 ) -> int:
-    from tierstore.train.footprint import fixed_bytes, keep_freed_memory, resident_bytes
+    from tierstore.train.footprint import fixed_cost, keep_freed_memory, resident_bytes
     from tierstore.train.report import Metrics, RunSummary, tier_rows, totals
     from tierstore.train.session import open_session
 
     keep_freed_memory()
-    fixed = fixed_bytes(config, resident_bytes())
+    fixed = fixed_cost(config, resident_bytes()).nbytes
     _announce(config, output, fixed, mesh)
     with (
         open_timeline(files.timeline) as sink,
@@ -212,10 +212,11 @@ def _steps(
 def _announce(config: TrainConfig, output: Output, fixed: int, mesh: Mesh) -> None:
     """What the run will take, before the first write."""
     from tierstore.cache.config import PolicyName
+    from tierstore.store.space import copies
 
     model = config.model
     records = model.expert_parameters * 12
-    copies = 2 + config.retain
+    kept = copies(config.retain)
     output.line(
         f"model: {model.total_parameters / 1e6:.1f} M parameters, {model.expert_count} experts in "
         f"{len(model.moe_layers)} layers, {format_bytes(records)} of expert records, {model.compute_dtype.value}"
@@ -242,7 +243,7 @@ def _announce(config: TrainConfig, output: Output, fixed: int, mesh: Mesh) -> No
     parents = [config.store.absolute(), *config.store.absolute().parents]
     place = disk(next(path for path in parents if path.exists()))
     output.line(
-        f"disk: {format_bytes(copies * records)} reserved in {config.store} for {copies} copies; "
+        f"disk: {format_bytes(kept * records)} reserved in {config.store} for {kept} copies; "
         f"{format_bytes(place.free_bytes)} free"
     )
 
@@ -262,9 +263,10 @@ def _show(summary: RunSummary, output: Output, rows: list[tuple[str, str]]) -> N
     if summary.stalls:
         output.table(
             "longest stalls",
-            ("layer", "tier", "cause", "time"),
+            ("dimension", "layer", "tier", "cause", "time"),
             [
                 (
+                    stall["dimension"],
                     stall["layer"] if stall["layer"] is not None else "-",
                     stall["tier"],
                     stall["cause"],

@@ -16,18 +16,17 @@ its gradient from their own tokens; summing it over them is the source's part (s
 
 from __future__ import annotations
 
-from enum import StrEnum
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from tierstore.moe.config import Activation, ExpertShape, RouterConfig, SaveActivations
 from tierstore.moe.dispatch import Dispatch, combine, combine_weighted, dispatch
-from tierstore.moe.exchange import LocalRows, Rows, rows_of
+from tierstore.moe.exchange import Charge, LocalRows, Rows, rows_of
 from tierstore.moe.experts import (
-    Activation,
-    ExpertShape,
     Workspace,
     backward_expert,
     feed_forward,
@@ -35,21 +34,13 @@ from tierstore.moe.experts import (
     recompute_inner,
     weight_std,
 )
-from tierstore.moe.router import NoiseKey, Router, RouterConfig, Routing
+from tierstore.moe.router import NoiseKey, Router, Routing
 from tierstore.moe.seeds import keyed_generator
 from tierstore.moe.source import ExpertSource
 from tierstore.parallel import Mesh
+from tierstore.stats import Cause, StallLedger, Tier
 
 __all__ = ["FeedForward", "MoELayer", "SaveActivations"]
-
-
-class SaveActivations(StrEnum):
-    """What a layer keeps for its backward pass."""
-
-    SAVE = "save"  # N * P values of the compute type, in one buffer; with other ranks' tokens, N * D more
-    RECOMPUTE = (
-        "recompute"  # the input alone; the backward pass repeats one product an expert (and its exchange)
-    )
 
 
 class FeedForward(nn.Module):
@@ -71,7 +62,8 @@ class FeedForward(nn.Module):
 class MoELayer(nn.Module):
     """A mixture of experts whose experts live in ``source``. ``layer`` is their layer number there.
 
-    ``mesh``: the ranks whose tokens make up the global batch, and how experts are spread over them.
+    ``mesh``: the ranks whose tokens make up the global batch, and how experts are spread over them; what is waited
+    for on their account is charged to ``ledger``.
     """
 
     def __init__(
@@ -85,14 +77,18 @@ class MoELayer(nn.Module):
         shared_d_ff: int = 0,
         save_activations: SaveActivations = SaveActivations.SAVE,
         mesh: Mesh | None = None,
+        ledger: StallLedger | None = None,
     ) -> None:
         super().__init__()
         self.shape = shape
         self.mesh = mesh
+        self._charge: Charge | None = None
+        if ledger is not None:
+            self._charge = partial(ledger.stall, layer=layer, tier=Tier.RANKS, cause=Cause.ALL_TO_ALL)
         self.layer = layer
         self.save_activations = SaveActivations(save_activations)
         data = None if mesh is None else mesh.world
-        self.router = Router(router, shape.d_model, layer=layer, seed=seed, data=data)
+        self.router = Router(router, shape.d_model, layer=layer, seed=seed, data=data, charge=self._charge)
         self.shared: FeedForward | None = None
         if shared_d_ff:
             shared = ExpertShape(shape.d_model, shared_d_ff, shape.activation)
@@ -115,7 +111,8 @@ class MoELayer(nn.Module):
     def _rows(self, plan: Dispatch, routing: Routing) -> Rows:
         if self.mesh is None:
             return LocalRows(plan, plan.experts)
-        return rows_of(plan, routing.load_RE, self.mesh, training=torch.is_grad_enabled())
+        training = torch.is_grad_enabled()
+        return rows_of(plan, routing.load_RE, self.mesh, training=training, charge=self._charge)
 
     @property
     def source(self) -> ExpertSource:

@@ -1,0 +1,116 @@
+"""How many parameters a model has, and where they are: what a plan needs to know of it.
+
+``Architecture`` counts any decoder with MoE layers; ``of`` counts tierstore's own model, ``gpt`` the GPT-2/3 blocks that
+the papers scale (biases, learned positions, GELU, tied embedding), ``gated`` the blocks of today's open models
+(RMSNorm, SwiGLU, no biases, attention given by its parameters). D and S are the paper's names (SE-MoE section 2.1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tierstore.model.config import ModelConfig
+
+__all__ = ["Architecture"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """``units``: dense parameters that are gathered together, the blocks in order and then embedding, norm and head.
+
+    ``moe_layers``: which blocks hold ``experts`` networks of ``expert_numel`` parameters, ``top_k`` of them a token.
+    """
+
+    units: tuple[int, ...]
+    moe_layers: tuple[int, ...]
+    experts: int
+    expert_numel: int
+    top_k: int
+
+    @property
+    def dense(self) -> int:
+        """D: parameters that every token uses, routers included."""
+        return sum(self.units)
+
+    @property
+    def sparse(self) -> int:
+        """S: parameters of all experts."""
+        return self.expert_numel * self.experts * len(self.moe_layers)
+
+    @property
+    def parameters(self) -> int:
+        """P = S + D (SE-MoE equation 2)."""
+        return self.dense + self.sparse
+
+    @property
+    def active(self) -> int:
+        """Parameters that one token uses."""
+        return self.dense + self.expert_numel * self.top_k * len(self.moe_layers)
+
+    @property
+    def records(self) -> int:
+        """Experts of the whole model."""
+        return self.experts * len(self.moe_layers)
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> Architecture:
+        """tierstore's own model."""
+        return cls(
+            units=model.dense_units,
+            moe_layers=model.moe_layers,
+            experts=model.experts,
+            expert_numel=model.expert_numel,
+            top_k=model.top_k,
+        )
+
+    @classmethod
+    def gpt(
+        cls, *, layers: int, d_model: int, vocab: int, positions: int, experts: int, moe_every: int
+    ) -> Architecture:
+        """GPT-2 and GPT-3 blocks (4 d wide, biases everywhere but in the router), top-1 routing.
+
+        A block: attention 4 d^2 + 4 d, two norms 4 d; a feed-forward network, expert or not, 8 d^2 + 5 d.
+        """
+        d = d_model
+        network = 8 * d * d + 5 * d
+        moe = tuple(range(moe_every - 1, layers, moe_every)) if experts > 1 else ()
+        block = 4 * d * d + 8 * d
+        units = [block + (experts * d if layer in moe else network) for layer in range(layers)]
+        ends = (vocab + positions) * d + 2 * d
+        return cls(
+            units=(*units, ends), moe_layers=moe, experts=experts if moe else 0, expert_numel=network, top_k=1
+        )
+
+    @classmethod
+    def gated(
+        cls,
+        *,
+        layers: int,
+        d_model: int,
+        vocab: int,
+        attention: int,
+        experts: int,
+        d_ff: int,
+        top_k: int,
+        shared_d_ff: int = 0,
+        dense_layers: tuple[int, ...] = (),
+        dense_d_ff: int = 0,
+    ) -> Architecture:
+        """SwiGLU blocks with two RMSNorms and untied embeddings; ``attention`` parameters a block, its inner norms
+        included. ``dense_layers`` have one network of width ``dense_d_ff`` instead of experts.
+        """
+        d = d_model
+        mixture = experts * d + 3 * d * shared_d_ff
+        units = [
+            attention + 2 * d + (3 * d * dense_d_ff if layer in dense_layers else mixture)
+            for layer in range(layers)
+        ]
+        moe = tuple(layer for layer in range(layers) if layer not in dense_layers)
+        ends = 2 * vocab * d + d
+        return cls(
+            units=(*units, ends),
+            moe_layers=moe,
+            experts=experts,
+            expert_numel=3 * d * d_ff,
+            top_k=top_k,
+        )
