@@ -49,7 +49,7 @@ def setting(tmp_path: Path) -> MakeSetting:
         return Setting(
             config=config,
             model=Architecture.of(config.model),
-            ranks=Ranks(count=ranks),
+            ranks=Ranks(count=ranks, expert=config.parallel.expert),
             text_bytes=text_bytes(config.data),
         )
 

@@ -13,7 +13,6 @@ import torch
 from tierstore.errors import BudgetError, ConfigError
 from tierstore.plan.capacity import Ranks, Setting, capacity
 from tierstore.plan.traffic import step_traffic
-from tierstore.prefetch.schedule import QueueLimits
 from tierstore.stats import Tier
 from tierstore.store.index import index_bytes
 from tierstore.train.budgets import DeviceKind
@@ -80,16 +79,16 @@ def _extents(store: Path) -> int:
 def test_by_hand(setting: Make) -> None:
     """2 layers of 12 experts of 3 x 16 x 32 = 1,536 parameters: 6 KiB a section, padded to 8.
 
-    A block: 4 x 16^2 + 2 x 16 + 12 x 16 = 1,248 dense parameters; embedding, head and norm 2 x 256 x 16 + 16.
+    Embedding 256 x 16 = 4,096 dense parameters; a block 4 x 16^2 + 2 x 16 + 12 x 16 = 1,248; norm and head 4,112.
     """
     taken = capacity(setting({"retain": 1, "clip_norm": 1.0}))
     by_name = {term.name: term.nbytes for term in taken.terms}
-    assert by_name["dense state"] == 16 * (2 * 1248 + 8208)
+    assert by_name["dense state"] == 16 * (4096 + 2 * 1248 + 4112)
     assert by_name["expert extents"] == 24 * 3 * 8192 * 3
-    # 1,248 x 4 = 4,992 and 8,208 x 4 = 32,832 bytes a section, padded to 8,192 and 36,864.
-    assert by_name["dense extents"] == (2 * 3 * 8192 + 3 * 36864) * 3
+    # 16,384, 4,992 and 16,448 bytes a section, padded to 16,384, 8,192 and 20,480.
+    assert by_name["dense extents"] == (3 * 16384 + 2 * 3 * 8192 + 3 * 20480) * 3
     assert by_name["gradient scratch"] == 24 * 8192
-    assert by_name["index"] == index_bytes(24 + 3, 1)
+    assert by_name["index"] == index_bytes(24 + 4, 1)
     assert by_name["expert cache"] + by_name["expert slots"] == 200 << 10
 
 
@@ -97,17 +96,18 @@ def test_by_hand(setting: Make) -> None:
 def test_dense_state_is_cut_and_gathered_units_are_not(count: int, setting: Make) -> None:
     alone, together = setting(), setting(ranks=count)
     one, each = capacity(alone), capacity(together)
-    assert each.term("dense state").nbytes == one.term("dense state").nbytes // count
+    assert each.term("dense state").nbytes == pytest.approx(one.term("dense state").nbytes / count, rel=0.02)
     assert each.term("expert extents").nbytes == one.term("expert extents").nbytes // count
-    assert "fusion buffers" not in {term.name for term in one.terms}
-    # One pass ahead: at most a block and the ends, or two blocks, gathered at a time.
-    assert each.term("fusion buffers").nbytes == (1248 + 8208) * 4
+    assert not {"fusion buffers", "gradient buffers"} & {term.name for term in one.terms}
+    # Embedding, head, and all of the two blocks; on four ranks Gloo sends from a copy.
+    gathered = {2: 4096 + 4128 + 2 * 1248, 4: 2 * (4096 + 4160 + 2 * 1280)}[count] * 4
+    assert each.term("fusion buffers").nbytes == gathered
 
 
 def test_fusion_buffers_do_not_grow_with_depth(setting: Make) -> None:
     sizes = {
         capacity(setting({"model.n_layers": layers}, ranks=2)).term("fusion buffers").nbytes
-        for layers in (2, 4, 16)
+        for layers in (3, 4, 16)
     }
     assert len(sizes) == 1
 
@@ -126,6 +126,8 @@ def test_budgets_that_cannot_be(setting: Make) -> None:
         capacity(setting({"host_budget": 4096}))
     with pytest.raises(ConfigError, match="--ranks"):
         Ranks(count=0)
-    with pytest.raises(ConfigError, match="bucket_numel"):
-        Ranks(bucket_numel=0)
-    assert Ranks(count=3, horizontal=QueueLimits(2)).share(10) == 4
+    with pytest.raises(ConfigError, match=r"parallel\.expert"):
+        Ranks(count=4, expert=3)
+    with pytest.raises(ConfigError, match=r"data\.batch_size"):
+        setting(ranks=3)
+    assert Ranks(count=3).share(10) == 4

@@ -34,16 +34,17 @@ def _only(**costs: Cost) -> Profile:
 
 
 def test_the_bytes_of_passes_by_hand(setting: Make) -> None:
-    """Two ranks: each sends half of a block of 1,248 parameters, gathers and scatters alike; six experts of its own,
-    whose weights are 6 KiB, padded to 8. 32 tokens to 12 experts each, of 16 x 4 bytes, half of them to the other rank.
+    """Two ranks: each sends half of a block of 1,248 parameters (624, a multiple of 16), gathers and scatters alike; six
+    experts of its own, whose weights are 6 KiB, padded to 8. Of 32 tokens each rank has 16, for 12 experts each, of
+    16 x 4 bytes, half of them on the other rank.
     """
     work = _workload(setting(ranks=2))
-    forward = work.sizes(Pass(Phase.FORWARD, 0, 0))
+    forward = work.sizes(Pass(Phase.FORWARD, 1, 0))
     assert (forward.gather, forward.reduce, forward.experts) == (624 * 4, 624 * 4, 6)
     assert (forward.load, forward.land, forward.write) == (8192, 0, 0)
-    assert forward.all_to_all == 32 * 12 * 16 * 4 // 2
-    ends = work.sizes(Pass(Phase.BACKWARD, 2))
-    assert (ends.gather, ends.experts, ends.fetch) == (4104 * 4, 0, 0)
+    assert forward.all_to_all == 16 * 12 * 16 * 4 // 2
+    head = work.sizes(Pass(Phase.BACKWARD, 3))  # 4,112 parameters, padded to 2 x 2,064
+    assert (head.gather, head.experts, head.fetch) == (2064 * 4, 0, 0)
 
 
 def test_a_step_moves_its_traffic_and_computes_its_flops(setting: Make) -> None:
@@ -54,10 +55,11 @@ def test_a_step_moves_its_traffic_and_computes_its_flops(setting: Make) -> None:
     assert moved[Kind.FETCH] == pytest.approx(work.traffic.read_bytes, rel=0.01)
     assert moved[Kind.WRITE] == pytest.approx(work.traffic.written_bytes, rel=0.01)
     # 32 tokens through every expert of 1,536 parameters: 2 operations forward, 4 backward.
-    assert work.expert_flops(Pass(Phase.FORWARD, 0, 0)) == 2 * 32 * 1536
-    assert work.expert_flops(Pass(Phase.BACKWARD, 0, 0)) == 4 * 32 * 1536
-    assert work.dense_flops(Pass(Phase.FORWARD, 0)) == 2 * 32 * (1248 + 8 * 16)
-    assert work.dense_flops(Pass(Phase.BACKWARD, 2)) == 4 * 32 * 256 * 16
+    assert work.expert_flops(Pass(Phase.FORWARD, 1, 0)) == 2 * 32 * 1536
+    assert work.expert_flops(Pass(Phase.BACKWARD, 1, 0)) == 4 * 32 * 1536
+    assert work.dense_flops(Pass(Phase.FORWARD, 0)) == 0
+    assert work.dense_flops(Pass(Phase.FORWARD, 1)) == 2 * 32 * (1248 + 8 * 16)
+    assert work.dense_flops(Pass(Phase.BACKWARD, 3)) == 4 * 32 * 256 * 16
 
 
 def test_computation_alone(setting: Make) -> None:
@@ -102,7 +104,7 @@ def test_many_experts_are_simulated_in_parts(setting: Make) -> None:
     """40 experts go as 16 operations, and take as long as 40."""
     work = _workload(setting({"model.experts": 40, "model.top_k": 40, "host_budget": "8MiB"}))
     assert (work.experts, work.parts) == (40, 16)
-    sizes = work.sizes(Pass(Phase.FORWARD, 0, 0))
+    sizes = work.sizes(Pass(Phase.FORWARD, 1, 0))
     assert sizes.load == 8192 * 40 / 16
     load = work.seconds(Operation(Kind.LOAD, 0, sizes.load, ()))
     assert 16 * load == pytest.approx(40 * ASSUMED.copy.seconds(8192))

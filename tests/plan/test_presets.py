@@ -71,7 +71,7 @@ def test_every_preset(name: str) -> None:
     model = load(TrainConfig, None, dict(preset.settings)).model
     assert model.experts == counted.experts
     assert model.top_k == counted.top_k
-    assert len(counted.units) == model.n_layers + 1
+    assert len(counted.units) == model.n_layers + 2
     # tierstore's own blocks have neither biases nor grouped queries, but are otherwise these.
     assert abs(model.expert_numel / counted.expert_numel - 1) < 1e-3
 
@@ -106,8 +106,8 @@ def test_the_built_in_model_counts_as_torch_does(changes: dict[str, Any]) -> Non
     # The plain model's experts are parameters of its blocks.
     here = counted.expert_numel * counted.experts
     moe = set(counted.moe_layers)
-    expected = [sum(unit) - (here if i in moe else 0) for i, unit in enumerate(units)]
-    assert list(counted.units) == expected
+    expected = [sum(unit) - (here if i - 1 in moe else 0) for i, unit in enumerate(units)]
+    assert [unit.numel for unit in counted.units] == expected
 
 
 def test_unknown_names() -> None:

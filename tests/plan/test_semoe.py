@@ -7,13 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.errors import ConfigError
+from tierstore.model.config import DenseUnit
 from tierstore.plan.architecture import Architecture
 from tierstore.plan.semoe import Device, largest_sparse, paper_bytes
 
 
 def _model(dense: int, expert: int, experts: int, layers: int) -> Architecture:
     return Architecture(
-        units=(dense,), moe_layers=tuple(range(layers)), experts=experts, expert_numel=expert, top_k=1
+        units=(DenseUnit(matrices=0, others=dense),),
+        moe_layers=tuple(range(layers)),
+        experts=experts,
+        expert_numel=expert,
+        top_k=1,
     )
 
 

@@ -75,6 +75,13 @@ class RigShape:
     def expert_numel(self) -> int:
         return self.expert_side**2
 
+    @property
+    def budgets(self) -> tuple[int, int]:
+        """Bytes of the host cache, and how many of them speculation may hold."""
+        layer = self.experts * 16 * self.expert_numel
+        lookahead = int(max(self.cached_layers - 1.0, 0.0) * layer) if self.vertical_depth else 0
+        return int(self.cached_layers * layer), lookahead
+
     def schedule(self) -> Schedule:
         units = tuple(Unit(f"layer {i}", 4 * self.dense_numel, i) for i in range(self.layers))
         return Schedule(
@@ -267,12 +274,10 @@ def open_rig(
     """A rig over a new store in ``place``. ``link`` is that of ``group``."""
     schedule = shape.schedule()
     schema = RecordSchema("expert", shape.expert_numel)
-    record = 16 * shape.expert_numel
+    host_budget, lookahead = shape.budgets
     config = StoreConfig(
-        host_budget=int(shape.cached_layers * shape.experts * record),
-        lookahead=int(max(shape.cached_layers - 1.0, 0.0) * shape.experts * record)
-        if shape.vertical_depth
-        else 0,
+        host_budget=host_budget,
+        lookahead=lookahead,
         layers=tuple(range(shape.layers)),
         disk=disk,
     )

@@ -84,7 +84,10 @@ def plan(
         return
     chosen = None if preset is None else find_preset(preset)
     overrides = config_overrides(settings, {"host_budget": host_budget})
-    loaded = load(TrainConfig, config, (dict(chosen.settings) if chosen else {}) | overrides)
+    published: dict[str, object] = {}
+    if chosen is not None:  # one sequence a rank, unless the file or an option says otherwise
+        published = {**chosen.settings, **({} if config else {"data.batch_size": max(ranks, 1)})}
+    loaded = load(TrainConfig, config, published | overrides)
     costs = load_profile(profile) if profile else ASSUMED
     setting = _setting(loaded, chosen, costs, ranks=ranks, device=device)
     limits = _limits(setting, ranks_per_node or ranks, memory=memory, disk=disk, device=device_memory)
@@ -107,7 +110,7 @@ def _setting(
     return Setting(
         config=config,
         model=preset.architecture if preset else Architecture.of(config.model),
-        ranks=Ranks(count=ranks),
+        ranks=Ranks(count=ranks, expert=config.parallel.expert),
         device=DeviceKind(device),
         process_bytes=costs.process_bytes,
         process_evidence=costs.evidence,

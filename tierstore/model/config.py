@@ -13,7 +13,7 @@ from tierstore.moe.config import Activation, ExpertShape, RouterConfig, RouterNo
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CheckpointActivations", "ComputeDtype", "ModelConfig", "TieEmbeddings"]
+__all__ = ["CheckpointActivations", "ComputeDtype", "DenseUnit", "ModelConfig", "TieEmbeddings"]
 
 
 class ComputeDtype(StrEnum):
@@ -47,6 +47,20 @@ class TieEmbeddings(StrEnum):
 
     TIED = "tied"
     UNTIED = "untied"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseUnit:
+    """Parameters outside of the experts that are needed together. ``matrices``: how many are cast to the compute type
+    before their only use; ``others`` are used in fp32.
+    """
+
+    matrices: int
+    others: int
+
+    @property
+    def numel(self) -> int:
+        return self.matrices + self.others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,23 +182,26 @@ class ModelConfig:
         return self.expert_numel * self.expert_count
 
     @property
-    def dense_units(self) -> tuple[int, ...]:
-        """Parameters of each unit outside of the experts: the blocks in order, then embedding, norm and head."""
+    def dense_units(self) -> tuple[DenseUnit, ...]:
+        """The units outside of the experts, in the order of the forward pass: embedding, blocks, norm and head."""
         d = self.d_model
         shared = 0
         if self.shared_expert_d_ff:
             shared = ExpertShape(d, self.shared_expert_d_ff, self.activation).numel
-        attention = 4 * d * d + 2 * d
-        mixture, plain = self.experts * d + shared, self.dense_shape.numel
-        moe = set(self.moe_layers)
-        tables = 1 if self.tie_embeddings is TieEmbeddings.TIED else 2
-        blocks = [attention + (mixture if layer in moe else plain) for layer in range(self.n_layers)]
-        return (*blocks, tables * self.vocab_size * d + d)
+        table = self.vocab_size * d
+        units = [DenseUnit(matrices=0, others=table)]
+        for layer in range(self.n_layers):
+            if layer in self.moe_layers:
+                units.append(DenseUnit(matrices=4 * d * d + shared, others=2 * d + self.experts * d))
+            else:
+                units.append(DenseUnit(matrices=4 * d * d + self.dense_shape.numel, others=2 * d))
+        tied = self.tie_embeddings is TieEmbeddings.TIED
+        return (*units, DenseUnit(matrices=0, others=d if tied else d + table))
 
     @property
     def dense_parameters(self) -> int:
         """Parameters outside of the experts: those that stay on the device."""
-        return sum(self.dense_units)
+        return sum(unit.numel for unit in self.dense_units)
 
     @property
     def total_parameters(self) -> int:

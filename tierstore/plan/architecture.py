@@ -9,19 +9,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tierstore.model.config import ModelConfig
+from tierstore.model.config import DenseUnit, ModelConfig
 
 __all__ = ["Architecture"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """``units``: dense parameters that are gathered together, the blocks in order and then embedding, norm and head.
+    """``units``: dense parameters that are gathered together: embedding, the blocks in order, norm and head.
 
     ``moe_layers``: which blocks hold ``experts`` networks of ``expert_numel`` parameters, ``top_k`` of them a token.
     """
 
-    units: tuple[int, ...]
+    units: tuple[DenseUnit, ...]
     moe_layers: tuple[int, ...]
     experts: int
     expert_numel: int
@@ -30,7 +30,7 @@ class Architecture:
     @property
     def dense(self) -> int:
         """D: parameters that every token uses, routers included."""
-        return sum(self.units)
+        return sum(unit.numel for unit in self.units)
 
     @property
     def sparse(self) -> int:
@@ -74,11 +74,17 @@ class Architecture:
         d = d_model
         network = 8 * d * d + 5 * d
         moe = tuple(range(moe_every - 1, layers, moe_every)) if experts > 1 else ()
-        block = 4 * d * d + 8 * d
-        units = [block + (experts * d if layer in moe else network) for layer in range(layers)]
-        ends = (vocab + positions) * d + 2 * d
+        units = [DenseUnit(matrices=0, others=(vocab + positions) * d)]
+        for layer in range(layers):
+            # Biases and norms stay as they are; so does the router.
+            own = (0, experts * d) if layer in moe else (8 * d * d, 5 * d)
+            units.append(DenseUnit(matrices=4 * d * d + own[0], others=8 * d + own[1]))
         return cls(
-            units=(*units, ends), moe_layers=moe, experts=experts if moe else 0, expert_numel=network, top_k=1
+            units=(*units, DenseUnit(matrices=0, others=2 * d)),
+            moe_layers=moe,
+            experts=experts if moe else 0,
+            expert_numel=network,
+            top_k=1,
         )
 
     @classmethod
@@ -100,15 +106,15 @@ class Architecture:
         included. ``dense_layers`` have one network of width ``dense_d_ff`` instead of experts.
         """
         d = d_model
-        mixture = experts * d + 3 * d * shared_d_ff
-        units = [
-            attention + 2 * d + (3 * d * dense_d_ff if layer in dense_layers else mixture)
-            for layer in range(layers)
-        ]
+        units = [DenseUnit(matrices=0, others=vocab * d)]
+        for layer in range(layers):
+            if layer in dense_layers:
+                units.append(DenseUnit(matrices=attention + 3 * d * dense_d_ff, others=2 * d))
+            else:
+                units.append(DenseUnit(matrices=attention + 3 * d * shared_d_ff, others=2 * d + experts * d))
         moe = tuple(layer for layer in range(layers) if layer not in dense_layers)
-        ends = 2 * vocab * d + d
         return cls(
-            units=(*units, ends),
+            units=(*units, DenseUnit(matrices=0, others=vocab * d + d)),
             moe_layers=moe,
             experts=experts,
             expert_numel=3 * d * d_ff,

@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import lru_cache
 
-from tierstore.dense.config import Reshard
+from tierstore.dense.config import OptimizerState, Reshard
+from tierstore.dense.footprint import blocks_held, dense_bytes, gather_copies, needs_gather
+from tierstore.dense.layout import Narrow, Place, Region, UnitLayout
 from tierstore.errors import ConfigError
+from tierstore.model.config import ComputeDtype
 from tierstore.plan.architecture import Architecture
 from tierstore.plan.evidence import Evidence
-from tierstore.prefetch.schedule import QueueLimits, Schedule, Unit, Window
+from tierstore.prefetch.schedule import QueueLimits, Schedule, Unit
 from tierstore.stats import Tier
 from tierstore.store.format import Placement, RecordSchema, WeightFormat
 from tierstore.store.index import index_bytes
@@ -24,7 +26,6 @@ from tierstore.store.space import copies, extent_bytes, scratch_bytes
 from tierstore.train.budgets import EXPERT_SCHEMA, Budgets, DeviceKind, budgets, expert_schema
 from tierstore.train.config import TrainConfig
 from tierstore.train.footprint import DENSE_STATE_BYTES, WORKING_BYTES
-from tierstore.units import format_bytes
 
 __all__ = ["PROCESS_BYTES", "Capacity", "Ranks", "Setting", "Term", "capacity"]
 
@@ -45,19 +46,26 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """How many processes there are, how far they gather ahead, and what they gather in."""
+    """``count`` processes; ``expert`` of them share one copy of the experts (0: all). ``lookahead``: passes that dense
+    parameters are gathered ahead, None for as many as there are fusion buffers to spare.
+    """
 
     count: int = 1
-    horizontal: QueueLimits = field(default_factory=QueueLimits)
-    reshard: Reshard = Reshard.AFTER_FORWARD
-    #: Gradients of so many parameters are scattered together.
-    bucket_numel: int = 1 << 22
+    expert: int = 0
+    lookahead: int | None = None
 
     def __post_init__(self) -> None:
         if self.count < 1:
             raise ConfigError(f"--ranks: expected at least 1, got {self.count}")
-        if self.bucket_numel < 1:
-            raise ConfigError(f"bucket_numel: expected at least 1, got {self.bucket_numel}")
+        if self.expert < 0 or (self.expert and self.count % self.expert):
+            raise ConfigError(
+                f"parallel.expert: expected a divisor of the {self.count} ranks, got {self.expert}"
+            )
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that share one copy of the experts."""
+        return self.expert or self.count
 
     def share(self, whole: int) -> int:
         """The largest part of ``whole`` that one rank has."""
@@ -77,6 +85,13 @@ class Setting:
     #: What the files hold (``train.files.text_bytes``).
     text_bytes: int = 0
 
+    def __post_init__(self) -> None:
+        if self.config.data.batch_size % self.ranks.count:
+            raise ConfigError(
+                f"data.batch_size: expected a multiple of the {self.ranks.count} ranks, "
+                f"got {self.config.data.batch_size}"
+            )
+
     @property
     def schema(self) -> RecordSchema:
         """The experts' records."""
@@ -84,32 +99,58 @@ class Setting:
         return RecordSchema(EXPERT_SCHEMA, self.model.expert_numel, own.weight_format)
 
     @property
+    def local_experts(self) -> int:
+        """Experts of one layer on one rank, at most."""
+        return -(-self.model.experts // self.ranks.sharing)
+
+    @property
     def records(self) -> int:
         """Experts of one rank, at most."""
-        return self.ranks.share(self.model.experts) * len(self.model.moe_layers)
+        return self.local_experts * len(self.model.moe_layers)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one micro-batch on one rank: a batch is shared by all of them."""
+        return self.ranks.share(self.config.tokens_per_micro_batch)
+
+    @property
+    def layouts(self) -> list[UnitLayout]:
+        """How the dense units are cut."""
+        narrows = self.config.model.compute_dtype is ComputeDtype.BF16
+        found = []
+        for number, unit in enumerate(self.model.units):
+            parts = [(Narrow.NO, unit.others), (Narrow.YES, unit.matrices)]
+            if not narrows:
+                parts = [(Narrow.NO, unit.numel)]
+            regions = [
+                Region((Place(0, 0, (numel,)),), self.ranks.count, kind) for kind, numel in parts if numel
+            ]
+            found.append(UnitLayout(f"unit {number}", tuple(regions)))
+        return found
 
     @property
     def schedule(self) -> Schedule:
         """One step's passes over the units, as the scheduler would walk them."""
-        itemsize = self.config.model.compute_dtype.itemsize
-        moe = set(self.model.moe_layers)
-        *blocks, ends = self.model.units
+        config, moe = self.config, set(self.model.moe_layers)
+        width = config.model.compute_dtype
+        gathers = needs_gather(self.layouts, config.dense, self.ranks.count, width)
         units = [
-            Unit(f"block {i}", self.gathered(numel, itemsize), i if i in moe else None)
-            for i, numel in enumerate(blocks)
+            Unit(
+                layout.name,
+                layout.gathered_bytes(width) if gathers else 0,
+                number - 1 if number - 1 in moe else None,
+            )
+            for number, layout in enumerate(self.layouts)
         ]
+        lookahead = self.ranks.lookahead
         return Schedule(
-            units=(*units, Unit("ends", self.gathered(ends, itemsize))),
-            horizontal=self.ranks.horizontal,
-            vertical=QueueLimits(self.config.prefetch.depth),
-            plan=self.config.gradient_plan,
-            reshard=self.ranks.reshard,
-            micro_batches=self.config.data.micro_batches,
+            units=tuple(units),
+            horizontal=QueueLimits(config.dense.buffers - 1 if lookahead is None else lookahead),
+            vertical=QueueLimits(config.prefetch.depth),
+            plan=config.gradient_plan,
+            reshard=config.dense.reshard,
+            micro_batches=config.data.micro_batches,
         )
-
-    def gathered(self, numel: int, itemsize: int) -> int:
-        """Bytes of a unit put together from its slices: nothing on one rank, which has it whole."""
-        return self.ranks.share(numel) * self.ranks.count * itemsize if self.ranks.count > 1 else 0
 
 
 @dataclass(frozen=True)
@@ -144,15 +185,35 @@ def capacity(setting: Setting) -> Capacity:
 
 def _device_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
     config, model, ranks = setting.config, setting.model, setting.ranks
-    own = sum(ranks.share(numel) for numel in model.units)
+    layouts, on_cpu = setting.layouts, setting.device is DeviceKind.CPU
+    dense = dense_bytes(
+        layouts,
+        config.dense,
+        ranks=ranks.count,
+        compute=config.model.compute_dtype,
+        device_type=setting.device.value,
+    )
+    on_host = config.dense.optimizer_state is OptimizerState.HOST and not on_cpu
+    own = sum(layout.slice_numel for layout in layouts)
+    yield Term(
+        Tier.HOST if on_host else Tier.DEVICE,
+        "dense state",
+        dense.slices,
+        f"{DENSE_STATE_BYTES} B x {own} parameters, the slices of 1/{ranks.count} of {model.dense}, padded",
+    )
     yield Term(
         Tier.DEVICE,
-        "dense state",
-        own * DENSE_STATE_BYTES,
-        f"{DENSE_STATE_BYTES} B x {own} parameters, the slices of 1/{ranks.count} of {model.dense}",
+        "fusion buffers",
+        dense.fusion,
+        f"embedding, head and {blocks_held(layouts, config.dense)} blocks gathered at once, of depth independent"
+        + (", and as much to send from" if gather_copies(ranks.count, setting.device.value) else ""),
     )
-    if ranks.count > 1:
-        yield from _horizontal_terms(setting)
+    yield Term(
+        Tier.DEVICE,
+        "gradient buffers",
+        dense.gradients,
+        f"4 B x 2 (own, other ranks') x the larger end and {config.dense.gradient_buffers} blocks",
+    )
     slots = divided.slots
     yield Term(
         Tier.DEVICE,
@@ -161,47 +222,14 @@ def _device_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
         f"{slots.weights} of weights x {slots.weight_bytes} B + {slots.gradients} of gradients x "
         f"{slots.gradient_bytes} B",
     )
-    tokens = config.tokens_per_micro_batch
     yield Term(
         Tier.DEVICE,
         "activations",
-        config.model.activation_bytes(tokens),
-        f"upper estimate for {tokens} tokens, checkpoint_activations = {config.model.checkpoint_activations.value}, "
-        f"expert_activations = {config.model.expert_activations.value}",
+        config.model.activation_bytes(setting.tokens),
+        f"upper estimate for {setting.tokens} tokens, checkpoint_activations = "
+        f"{config.model.checkpoint_activations.value}, expert_activations = "
+        f"{config.model.expert_activations.value}",
     )
-
-
-def _horizontal_terms(setting: Setting) -> Iterable[Term]:
-    schedule, ranks = setting.schedule, setting.ranks
-    peak = most_gathered(schedule)
-    yield Term(
-        Tier.DEVICE,
-        "fusion buffers",
-        peak,
-        f"the most that {ranks.horizontal.depth} passes ahead hold gathered at once: of depth independent, "
-        f"unless kept to backward",
-    )
-    # One bucket fills while the one before it is on its way.
-    largest = max(setting.model.units)
-    bucket = min(ranks.bucket_numel, sum(setting.model.units)) * 4
-    yield Term(
-        Tier.DEVICE,
-        "gradient buckets",
-        2 * bucket,
-        f"2 x {format_bytes(bucket)} of fp32 gradients (the largest unit has {largest} parameters)",
-    )
-
-
-@lru_cache(maxsize=256)
-def most_gathered(schedule: Schedule) -> int:
-    """The most bytes that the horizontal queue holds gathered at a time, over two steps."""
-    window = Window(schedule, training=True)
-    window.begin()
-    most = window.nbytes
-    for position in range(2 * len(schedule.passes)):
-        window.leave(position)
-        most = max(most, window.nbytes)
-    return most
 
 
 def _host_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
@@ -220,7 +248,7 @@ def _host_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
             slots.gradients * slots.gradient_bytes,
             f"{slots.gradients} x {slots.gradient_bytes} B, pinned",
         )
-        own = sum(setting.ranks.share(numel) for numel in setting.model.units)
+        own = sum(layout.slice_numel for layout in setting.layouts)
         yield Term(Tier.HOST, "dense staging", 12 * own, f"12 B x {own} parameters, for commits")
     yield Term(
         Tier.HOST,
@@ -244,7 +272,7 @@ def _disk_terms(setting: Setting) -> Iterable[Term]:
         extent_bytes(schema, setting.records, retain),
         f"{setting.records} records x {record_slot_bytes(schema)} B (12 B x {schema.numel}, sections padded) {of}",
     )
-    dense = Counter(setting.ranks.share(numel) for numel in setting.model.units)
+    dense = Counter(layout.slice_numel for layout in setting.layouts)
     slices = [
         (RecordSchema(f"dense-{numel}", numel, WeightFormat.FP32, Placement.DIRECT), count)
         for numel, count in dense.items()

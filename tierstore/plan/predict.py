@@ -36,7 +36,7 @@ def predict(setting: Setting, profile: Profile, taken: Capacity | None = None) -
     taken = taken or capacity(setting)
     traffic = step_traffic(setting, taken)
     result = simulated(Workload(setting, taken, traffic, profile))
-    tokens = setting.config.tokens_per_step * setting.ranks.count
+    tokens = setting.config.tokens_per_step
     return Prediction(
         step_s=result.step_s,
         tokens_per_s=tokens / result.step_s,

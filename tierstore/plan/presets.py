@@ -43,7 +43,6 @@ def _settings(
         "model.experts": experts,
         "model.top_k": top_k,
         "model.compute_dtype": "bf16",
-        "data.batch_size": 1,
     }
 
 

@@ -9,6 +9,7 @@ case, nothing is assumed. With fewer, experts are drawn with the probability tha
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -45,13 +46,13 @@ _Flags = npt.NDArray[np.uint16]
 
 @dataclass(frozen=True)
 class Traffic:
-    """Means of one step of one rank, in its steady state. ``read_for`` divides the bytes read by what they were read
-    for; ``active`` is the share of its experts that a pass reaches.
+    """Means of one step of one rank, in its steady state. ``read_for`` divides the bytes read by the phase and
+    the layer that they were read for; ``active`` is the share of its experts that a pass reaches.
     """
 
     read_bytes: int
     written_bytes: int
-    read_for: Mapping[Phase, int]
+    read_for: Mapping[tuple[Phase, int], int]
     hits: float
     misses: float
     active: float
@@ -74,13 +75,13 @@ class _Drive:
         config, model = setting.config, setting.model
         self._layers = model.moe_layers
         self._place = {layer: place for place, layer in enumerate(self._layers)}
-        self._local = setting.ranks.share(model.experts)
+        self._local = setting.local_experts
         self._deferred = config.gradient_plan is GradientPlan.DEFERRED
         self._exact = config.adamw.inactive is Inactive.EXACT
         self._again = config.model.checkpoint_activations is CheckpointActivations.BLOCK
         self._depth = config.prefetch.depth
         self._schedule = Schedule.of_layers(self._layers, depth=self._depth)
-        tokens = config.tokens_per_micro_batch * setting.ranks.count
+        tokens = setting.tokens * setting.ranks.sharing
         reached = 1 - (1 - model.top_k / model.experts) ** tokens
         self._reached = 1.0 if reached >= _CERTAIN else reached
         self._random = np.random.default_rng(0)
@@ -92,7 +93,7 @@ class _Drive:
         self._kept = {layer: np.zeros(self._local, bool) for layer in self._layers}
         self._applied = 0
         self._first = self._last = True
-        self._read_for = dict.fromkeys(Phase, 0)
+        self._read_for: Counter[tuple[Phase, int]] = Counter()
         self._read = 0
 
     def _make(self, taken: Capacity) -> Residency:
@@ -118,7 +119,7 @@ class _Drive:
         for step in range(_WARM_UP):
             self._step(step)
         before = self._residency.stats()
-        self._read_for = dict.fromkeys(Phase, 0)
+        self._read_for.clear()
         for step in range(_WARM_UP, _WARM_UP + _MEASURED):
             self._step(step)
         after = self._residency.stats()
@@ -129,7 +130,7 @@ class _Drive:
         return Traffic(
             read_bytes=round(mean("read_bytes")),
             written_bytes=round(mean("written_bytes")),
-            read_for={phase: nbytes // _MEASURED for phase, nbytes in self._read_for.items()},
+            read_for={what: nbytes // _MEASURED for what, nbytes in self._read_for.items()},
             hits=mean("hits"),
             misses=mean("misses"),
             active=self._reached,
@@ -237,6 +238,7 @@ class _Drive:
             if len(chosen):
                 numbers = self._numbers(layer, chosen)
                 self._event(TraceKind.PREFETCH, numbers, flags, phase=item.phase, layer=layer, at=_LAST_GROUP)
+                self._charge(item.phase, layer)
 
     def _expected(self, layer: int) -> _Units:
         return np.array(self._predictor.predict(layer), np.uint32)
@@ -250,11 +252,11 @@ class _Drive:
         if len(chosen):
             self._event(TraceKind.ACCESS, self._numbers(layer, chosen), flags, phase=phase, layer=layer)
             self._event(TraceKind.END_UNIT, at=_LAST_GROUP)  # no unit: walks to the last group
-            self._charge(phase)
+            self._charge(phase, layer)
 
-    def _charge(self, phase: Phase) -> None:
+    def _charge(self, phase: Phase, layer: int) -> None:
         read = int(str(self._residency.stats()["read_bytes"]))
-        self._read_for[phase] += read - self._read
+        self._read_for[phase, layer] += read - self._read
         self._read = read
 
     def _event(

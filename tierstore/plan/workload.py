@@ -8,10 +8,11 @@ usual: 2 a parameter and token forward, 4 backward, and ``2 T S D`` (causal) for
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tierstore.cache.access import Phase
+from tierstore.dense.layout import UnitLayout
 from tierstore.links import LinkConfig
 from tierstore.model.config import CheckpointActivations
 from tierstore.moe.config import SaveActivations
@@ -19,7 +20,7 @@ from tierstore.plan.capacity import Capacity, Setting
 from tierstore.plan.costs import Cost, Profile
 from tierstore.plan.traffic import Traffic
 from tierstore.prefetch.operations import Kind, Operation, PassSizes
-from tierstore.prefetch.schedule import Pass, Schedule
+from tierstore.prefetch.schedule import Pass, QueueLimits, Schedule
 from tierstore.train.budgets import DeviceKind
 
 __all__ = ["Workload"]
@@ -41,15 +42,21 @@ class Workload:
 
     @cached_property
     def schedule(self) -> Schedule:
-        return self.setting.schedule
+        """The schedule, with the lookahead that the store allows."""
+        asked, allowed = self.setting.schedule, self.taken.divided.lookahead
+        vertical = QueueLimits(asked.vertical.depth, allowed) if allowed else QueueLimits(0)
+        return replace(asked, vertical=vertical)
+
+    @cached_property
+    def layouts(self) -> list[UnitLayout]:
+        return self.setting.layouts
 
     # Bytes -------------------------------------------------------------------------------------------------
 
     @cached_property
     def experts(self) -> int:
         """Experts that one pass of one rank computes."""
-        local = self.setting.ranks.share(self.setting.model.experts)
-        return max(round(self.traffic.active * local), 1)
+        return max(round(self.traffic.active * self.setting.local_experts), 1)
 
     @cached_property
     def parts(self) -> int:
@@ -59,15 +66,17 @@ class Workload:
 
     def sizes(self, item: Pass) -> PassSizes:
         """What the pass ``item`` moves."""
-        count, setting = self.setting.ranks.count, self.setting
-        share = setting.ranks.share(setting.model.units[item.unit])
+        setting, sharing = self.setting, self.setting.ranks.sharing
+        others = setting.ranks.count - 1
         itemsize = setting.config.model.compute_dtype.itemsize
-        gather, reduce = share * (count - 1) * itemsize, share * (count - 1) * 4
+        layout = self.layouts[item.unit]
+        gather = layout.gathered_bytes(setting.config.model.compute_dtype) * others // (others + 1)
+        reduce = layout.slice_numel * others * 4
         if item.moe_layer is None:
             return PassSizes(gather=gather, reduce=reduce)
         config = setting.config
-        rows = config.tokens_per_micro_batch * setting.model.top_k
-        exchanged = rows * config.model.d_model * itemsize * (count - 1) // count
+        rows = setting.tokens * setting.model.top_k
+        exchanged = rows * config.model.d_model * itemsize * (sharing - 1) // sharing
         slots, each = self.taken.divided.slots, self.experts / self.parts
         backward = item.phase is Phase.BACKWARD
         passes = len(setting.model.moe_layers) * config.data.micro_batches
@@ -77,16 +86,17 @@ class Workload:
             reduce=reduce,
             all_to_all=exchanged,
             experts=self.parts,
-            fetch=round(self._read(backward) / (passes * self.parts)),
+            fetch=round(self._read(item) / (config.data.micro_batches * self.parts)),
             load=round(slots.weight_bytes * each),
             land=round(slots.gradient_bytes * each) if backward and on_device else 0,
             write=round(self.traffic.written_bytes / (passes * self.parts)) if backward else 0,
         )
 
-    def _read(self, backward: bool) -> int:
-        """Bytes a step reads for its backward passes, or for all others."""
-        of_backward = self.traffic.read_for.get(Phase.BACKWARD, 0)
-        return of_backward if backward else self.traffic.read_bytes - of_backward
+    def _read(self, item: Pass) -> int:
+        """Bytes that a step reads for the passes of ``item``'s phase and layer; steps that waited go with forward."""
+        assert item.moe_layer is not None
+        phases = [Phase.BACKWARD] if item.phase is Phase.BACKWARD else [Phase.FORWARD, Phase.OPTIMIZER]
+        return sum(self.traffic.read_for.get((phase, item.moe_layer), 0) for phase in phases)
 
     # Seconds -----------------------------------------------------------------------------------------------
 
@@ -102,7 +112,7 @@ class Workload:
             return self.profile.dense_flops.seconds(self.dense_flops(item))
         if operation.kind is Kind.EXPERT:
             return self.experts / self.parts * self.profile.expert_flops.seconds(self.expert_flops(item))
-        own = self.setting.ranks.share(self.setting.model.units[item.unit])
+        own = self.layouts[item.unit].slice_numel
         return self._dense_step_s(own) if operation.kind is Kind.STEP else self._expert_step_s()
 
     @cached_property
@@ -127,18 +137,20 @@ class Workload:
     def dense_flops(self, item: Pass) -> int:
         """Of one pass outside its experts."""
         config, model = self.setting.config, self.setting.model
-        tokens, d = config.tokens_per_micro_batch, config.model.d_model
+        tokens, d = self.setting.tokens, config.model.d_model
+        if item.unit == 0:
+            return 0  # the embedding is looked up
         if item.unit == len(model.units) - 1:
             forward = 2 * tokens * config.model.vocab_size * d
         else:
-            forward = 2 * tokens * (model.units[item.unit] + config.model.seq_len * d)
+            forward = 2 * tokens * (model.units[item.unit].numel + config.model.seq_len * d)
         again = config.model.checkpoint_activations is CheckpointActivations.BLOCK
         return forward if item.phase is Phase.FORWARD else forward * (3 if again else 2)
 
     def expert_flops(self, item: Pass) -> float:
         """Of one expert in one pass, with its share of all ranks' tokens."""
         config, model = self.setting.config, self.setting.model
-        tokens = config.tokens_per_micro_batch * self.setting.ranks.count
+        tokens = self.setting.tokens * self.setting.ranks.sharing
         rows = tokens * model.top_k / (model.experts * self.traffic.active)
         forward = 2 * rows * model.expert_numel
         if item.phase is Phase.FORWARD:
