@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tierstore.dense.config import OptimizerState, Reshard
+from tierstore.dense.config import OptimizerState
 from tierstore.dense.footprint import blocks_held, dense_bytes, gather_copies, needs_gather
 from tierstore.dense.layout import Narrow, Place, Region, UnitLayout
 from tierstore.errors import ConfigError
@@ -193,7 +193,7 @@ def _device_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
         compute=config.model.compute_dtype,
         device_type=setting.device.value,
     )
-    on_host = config.dense.optimizer_state is OptimizerState.HOST and not on_cpu
+    on_host = config.dense.optimizer_state is not OptimizerState.DEVICE and not on_cpu
     own = sum(layout.slice_numel for layout in layouts)
     yield Term(
         Tier.HOST if on_host else Tier.DEVICE,
