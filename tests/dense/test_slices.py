@@ -148,6 +148,23 @@ def test_moments_on_disk_change_no_bit(tmp_path: Path) -> None:
     assert stores[0] == stores[1] == (stores[0][0], 4)
 
 
+def test_moments_of_steps_that_no_commit_holds_are_gone(tmp_path: Path) -> None:
+    given = asdict(Setting(pieces=1, dense={"optimizer_state": "nvme"}))
+    _steps(Group.alone(), tmp_path / "whole", given, 0, 2)
+    expected = _steps(Group.alone(), tmp_path / "whole", given, 2, 4)
+    _steps(Group.alone(), tmp_path / "cut", given, 0, 2)
+    model = make_model({})
+    dense = slice_model(model, Group.alone(), given["dense"])
+    with _open(tmp_path / "cut" / "rank0", list(dense.layouts), create=False) as store:
+        dense.load(store, 2)
+        for step in (7, 8):
+            backward(model, dense, Group.alone(), Setting(pieces=1), step)
+            dense.step(LR)
+    found = _steps(Group.alone(), tmp_path / "cut", given, 2, 4)
+    for name, value in expected.items():
+        assert torch.equal(value, found[name])
+
+
 def test_moments_without_a_store_are_an_error_and_new_ones_are_zero(tmp_path: Path) -> None:
     dense = slice_model(make_model({}), Group.alone(), {"optimizer_state": "nvme"})
     with pytest.raises(RuntimeError, match="no records yet"):
