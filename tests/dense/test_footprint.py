@@ -82,6 +82,8 @@ def test_by_hand() -> None:
     assert found.gradients == 2 * 4 * 2 * (336 + 2 * 2064)
     assert found.total == found.slices + found.fusion + found.gradients
     alone = by_formula(Setting(), 1)
+    # Moments on disk: 8 bytes an element, and 2 x 2 arrays of 8256 bytes, in pages, for the largest slices.
+    assert by_formula(Setting(dense={"optimizer_state": "nvme"}), 2).slices == 8 * 5936 + 4 * 12288
     assert (alone.slices, alone.fusion, alone.gradients) == (16 * (640 + 4128 + 2288 + 4128 + 656), 0, 0)
 
 
@@ -101,6 +103,13 @@ CHANGES = [
 def test_the_formula_is_what_is_allocated(model: dict[str, Any], changes: dict[str, Any]) -> None:
     setting = Setting(model=model, dense=changes)
     assert measured(Group.alone(), setting)[0] == by_formula(setting, 1)
+
+
+def test_moments_on_disk_leave_half_of_the_state_in_memory() -> None:
+    setting = Setting(dense={"optimizer_state": "nvme"})
+    found = slice_model(make_model({}), Group.alone(), setting.dense).nbytes
+    assert found == by_formula(setting, 1)
+    assert found.fusion == by_formula(Setting(dense={"optimizer_state": "host"}), 1).fusion
 
 
 @pytest.mark.parametrize("size", [2, 4])

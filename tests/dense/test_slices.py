@@ -54,7 +54,7 @@ def test_slices_step_as_torch_steps_the_whole() -> None:
         optimizer.param_groups[0]["lr"] = LR * (step + 1)
         optimizer.step()
     for array, of in (("weight", None), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
-        found = torch.cat([getattr(held, array) for held in slices])
+        found = torch.cat([held.host[array] for held in slices])
         for place in layout.regions[0].places:
             wanted = plain[place.index] if of is None else optimizer.state[plain[place.index]][of]
             part = found[place.offset : place.offset + place.numel].view(place.shape)
@@ -123,13 +123,64 @@ def _recut(path: Path, target: Path, before: int, after: int) -> None:
             store.commit()
 
 
-def test_a_commit_brings_the_very_bits_back(ranks: Ranks, tmp_path: Path) -> None:
-    given = asdict(Setting(model={"compute_dtype": "bf16"}))
+@pytest.mark.parametrize("state", ["device", "nvme"])
+def test_a_commit_brings_the_very_bits_back(ranks: Ranks, tmp_path: Path, state: str) -> None:
+    given = asdict(Setting(model={"compute_dtype": "bf16"}, dense={"optimizer_state": state}))
     whole = ranks.run(2, steps, tmp_path / "whole", given, 0, 6)
     ranks.run(2, steps, tmp_path / "cut", given, 0, 3)
     resumed = ranks.run(2, steps, tmp_path / "cut", given, 3, 6)
     for name, value in whole[0].items():
         assert torch.equal(value, resumed[0][name])
+
+
+def test_moments_on_disk_change_no_bit(tmp_path: Path) -> None:
+    """Every store comes back with the same content, too, and a unit that was never stepped has zeros."""
+    found, stores = [], []
+    for state in ("host", "nvme"):
+        path = tmp_path / state
+        given = asdict(Setting(pieces=1, dense={"optimizer_state": state}))
+        _steps(Group.alone(), path, given, 0, 2)
+        found.append(_steps(Group.alone(), path, given, 2, 4))
+        with ParameterStore.open(path / "rank0", BUDGET) as store:
+            stores.append((store.records_crc32c(), store.step_of("dense.head")))
+    for name, value in found[0].items():
+        assert torch.equal(value, found[1][name])
+    assert stores[0] == stores[1] == (stores[0][0], 4)
+
+
+def test_moments_of_steps_that_no_commit_holds_are_gone(tmp_path: Path) -> None:
+    given = asdict(Setting(pieces=1, dense={"optimizer_state": "nvme"}))
+    _steps(Group.alone(), tmp_path / "whole", given, 0, 2)
+    expected = _steps(Group.alone(), tmp_path / "whole", given, 2, 4)
+    _steps(Group.alone(), tmp_path / "cut", given, 0, 2)
+    model = make_model({})
+    dense = slice_model(model, Group.alone(), given["dense"])
+    with _open(tmp_path / "cut" / "rank0", list(dense.layouts), create=False) as store:
+        dense.load(store, 2)
+        for step in (7, 8):
+            backward(model, dense, Group.alone(), Setting(pieces=1), step)
+            dense.step(LR)
+    found = _steps(Group.alone(), tmp_path / "cut", given, 2, 4)
+    for name, value in expected.items():
+        assert torch.equal(value, found[name])
+
+
+def test_moments_without_a_store_are_an_error_and_new_ones_are_zero(tmp_path: Path) -> None:
+    dense = slice_model(make_model({}), Group.alone(), {"optimizer_state": "nvme"})
+    with pytest.raises(RuntimeError, match="no records yet"):
+        dense.step(LR)
+    with _open(tmp_path / "store", list(dense.layouts), create=True) as store:
+        dense.register(store)
+        dense.save(store, 0)
+        store.commit()
+        assert store.verify().failures == []
+        whole = slice_model(make_model({}), Group.alone(), {})
+        whole.load(store, 0)
+        for one, other in zip(whole.slices, dense.slices, strict=True):
+            assert torch.equal(one.host["weight"], other.host["weight"])
+            assert (
+                torch.count_nonzero(one.host["exp_avg"]) == torch.count_nonzero(one.host["exp_avg_sq"]) == 0
+            )
 
 
 @pytest.mark.parametrize("after", [1, 4])

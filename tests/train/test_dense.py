@@ -21,6 +21,7 @@ BASE: dict[str, Any] = {"steps": 4, "model.compute_dtype": "bf16", "data.micro_b
     [
         {"dense.gather": "fp32"},
         {"dense.optimizer_state": "host", "dense.buffers": 1, "dense.bucket_bytes": "1KiB"},
+        {"dense.optimizer_state": "nvme"},
         {"dense.reshard": "after-backward", "model.checkpoint_activations": "block"},
         {"dense.optimizer_state": "host", "model.tie_embeddings": "untied", "dense.gradient_buffers": 1},
     ],

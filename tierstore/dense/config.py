@@ -11,10 +11,11 @@ __all__ = ["DenseConfig", "Fusion", "GatherDtype", "OptimizerState", "Reshard"]
 
 
 class OptimizerState(StrEnum):
-    """Where a rank's slices live: fp32 weights and moments, stepped where they are."""
+    """Where a rank's slices live, fp32 weights and moments, and are stepped: in host memory unless on the device."""
 
     DEVICE = "device"
     HOST = "host"  # the device holds gathered parameters only
+    NVME = "nvme"  # as HOST, with moments in the store's records: two units of them in memory at a time
 
 
 class GatherDtype(StrEnum):

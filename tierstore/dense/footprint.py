@@ -12,11 +12,25 @@ from typing import TYPE_CHECKING
 
 from tierstore.dense.config import DenseConfig, GatherDtype, OptimizerState, Reshard
 from tierstore.dense.layout import ElementType, Narrow, UnitLayout
+from tierstore.store.format import SECTION_ALIGNMENT
 
 if TYPE_CHECKING:  # a plan reckons without torch
     import torch
 
-__all__ = ["DenseBytes", "blocks_held", "dense_bytes", "gather_dtype", "needs_exchange", "needs_gather"]
+__all__ = [
+    "MOMENT_PLACES",
+    "DenseBytes",
+    "blocks_held",
+    "dense_bytes",
+    "gather_copies",
+    "gather_dtype",
+    "moment_bytes",
+    "needs_exchange",
+    "needs_gather",
+]
+
+#: Units whose moments are in memory at once when they live on disk: one is stepped, one write drains.
+MOMENT_PLACES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +45,7 @@ _FP32 = _Width(4)
 class DenseBytes:
     """Bytes of dense parameters on one rank, by what they are for."""
 
-    slices: int  # weights, gradients and moments; in host memory with OptimizerState.HOST
+    slices: int  # weights, gradients and moments that are in memory: the host's unless OptimizerState.DEVICE
     fusion: int  # fusion buffers, with what the backend's gather needs beside them
     gradients: int  # gradient buffers: a unit's own gradients, and what the other ranks send
 
@@ -68,7 +82,10 @@ def dense_bytes(
         gradients = max(padded[unit] for unit in ends)
         gradients += min(config.gradient_buffers, len(blocks)) * max(blocks, default=0)
         gradients *= 2
-    return DenseBytes(16 * sum(layout.slice_numel for layout in layouts), fusion, gradients)
+    held, most = sum(layout.slice_numel for layout in layouts), max(layout.slice_numel for layout in layouts)
+    if config.optimizer_state is OptimizerState.NVME:
+        return DenseBytes(8 * held + moment_bytes(most), fusion, gradients)
+    return DenseBytes(16 * held, fusion, gradients)
 
 
 def gather_dtype(config: DenseConfig, compute: torch.dtype) -> torch.dtype:
@@ -76,6 +93,11 @@ def gather_dtype(config: DenseConfig, compute: torch.dtype) -> torch.dtype:
     import torch
 
     return compute if config.gather is GatherDtype.COMPUTE else torch.float32
+
+
+def moment_bytes(largest: int) -> int:
+    """Memory through which moments on disk pass: two arrays of ``largest`` elements at each place."""
+    return MOMENT_PLACES * 2 * (-(-largest * 4 // SECTION_ALIGNMENT) * SECTION_ALIGNMENT)
 
 
 def gather_copies(ranks: int, device_type: str) -> bool:

@@ -39,6 +39,7 @@ from tierstore.dense.footprint import DenseBytes, blocks_held, gather_dtype, nee
 from tierstore.dense.fusion import FusionBuffer, FusionPool, GatheredUnit
 from tierstore.dense.gates import Gates, PassListener
 from tierstore.dense.layout import UnitLayout
+from tierstore.dense.moments import DiskMoments
 from tierstore.dense.saved import saved_by_place
 from tierstore.dense.slices import UnitSlices, schema_name
 from tierstore.dense.traffic import DenseTraffic
@@ -77,7 +78,10 @@ class DenseSlices:
         self._device = device
         self._narrow = gather_dtype(config, compute)
         home = device if config.optimizer_state is OptimizerState.DEVICE else torch.device("cpu")
-        self.slices = [UnitSlices(layout, group.rank, home, adamw) for layout in self.layouts]
+        self._moments: DiskMoments | None = None
+        if config.optimizer_state is OptimizerState.NVME:
+            self._moments = DiskMoments(max(layout.slice_numel for layout in self.layouts))
+        self.slices = [UnitSlices(layout, group.rank, home, adamw, self._moments) for layout in self.layouts]
         self._pool: FusionPool | None = None
         if needs_gather(self.layouts, config, group.size, self._narrow):
             self._pool = FusionPool(
@@ -125,7 +129,8 @@ class DenseSlices:
     def nbytes(self) -> DenseBytes:
         """What is allocated for as long as this lives."""
         return DenseBytes(
-            slices=sum(unit.nbytes for unit in self.slices),
+            slices=sum(unit.nbytes for unit in self.slices)
+            + (self._moments.nbytes if self._moments is not None else 0),
             fusion=self._pool.nbytes if self._pool is not None else 0,
             gradients=self._exchange.nbytes if self._exchange is not None else 0,
         )
@@ -250,8 +255,11 @@ class DenseSlices:
         return dict(Counter(schema_name(layout) for layout in self.layouts))
 
     def register(self, store: ParameterStore) -> None:
+        """Adds the records to ``store``, which a commit needs, and without which NVME cannot step."""
         for layout in self.layouts:
             store.register(layout.key, schema_name(layout))
+        if self._moments is not None:
+            self._moments.attach(store, written=set())
 
     def save(self, store: ParameterStore, step: int) -> None:
         """Queues the write of this rank's slices; nothing may change until the commit has returned."""
@@ -263,6 +271,8 @@ class DenseSlices:
         for number, unit in enumerate(self.slices):
             self._stale(number)
             unit.load(store, step)
+        if self._moments is not None:
+            self._moments.attach(store, written={layout.key for layout in self.layouts})
 
 
 class GatherOnDemand:

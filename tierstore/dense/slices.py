@@ -13,6 +13,7 @@ from torch import nn
 
 from tierstore._native import Arena, Buffer, HugePages
 from tierstore.dense.layout import UnitLayout
+from tierstore.dense.moments import DiskMoments
 from tierstore.store.adamw import AdamWConfig
 from tierstore.store.format import SECTION_ALIGNMENT, Group, Placement, RecordSchema
 from tierstore.store.parameter_store import ParameterStore
@@ -37,25 +38,35 @@ def dense_schemas(layouts: Sequence[UnitLayout]) -> list[RecordSchema]:
 class UnitSlices:
     """The slices that ``rank`` holds of one unit, on ``home``. Arrays are flat, fp32 [slice_numel]."""
 
-    def __init__(self, layout: UnitLayout, rank: int, home: torch.device, config: AdamWConfig) -> None:
+    def __init__(
+        self,
+        layout: UnitLayout,
+        rank: int,
+        home: torch.device,
+        config: AdamWConfig,
+        moments: DiskMoments | None = None,
+    ) -> None:
+        """``moments``: where they live; None is with the weights."""
         self.layout = layout
+        self._moments = moments
         self._rank = rank
         self._config = config
         nbytes = layout.slice_numel * 4
         size = -(-nbytes // SECTION_ALIGNMENT) * SECTION_ALIGNMENT
-        arena = Arena(size * len(_ARRAYS), HugePages.AUTO)
-        self._staging = {a: Buffer(arena, [(i * size, size)], nbytes) for i, a in enumerate(_ARRAYS)}
-        self._host = {a: tensor_of(self._staging[a], torch.float32) for a in _ARRAYS}
+        kept = _ARRAYS if moments is None else _ARRAYS[:1]
+        arena = Arena(size * len(kept), HugePages.AUTO)
+        self._staging = {a: Buffer(arena, [(i * size, size)], nbytes) for i, a in enumerate(kept)}
+        self._host = {a: tensor_of(self._staging[a], torch.float32) for a in kept}
         on_host = home.type == "cpu"
-        own = {a: self._host[a] if on_host else self._host[a].to(home) for a in _ARRAYS}
-        self.weight, self.exp_avg, self.exp_avg_sq = (own[a] for a in _ARRAYS)
+        self._own = {a: self._host[a] if on_host else self._host[a].to(home) for a in kept}
+        self.weight = self._own["weight"]
         self.gradient = torch.zeros(layout.slice_numel, device=home)
         self._steps = torch.zeros((), device=home)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of weights, gradients and moments."""
-        return self.layout.slice_numel * 16
+        """Bytes of weights and gradients, and of the moments that are kept with them."""
+        return self.layout.slice_numel * 4 * (1 + len(self._own))
 
     def fill(self, parameters: Sequence[nn.Parameter]) -> None:
         """Takes this rank's part of the whole ``parameters``."""
@@ -88,11 +99,18 @@ class UnitSlices:
         It is called without ``torch.optim``, whose classes import the whole of the compiler: 80 MiB and a second.
         """
         self._steps += 1
+        if self._moments is None:
+            self._adamw(lr, self._own["exp_avg"], self._own["exp_avg_sq"])
+            return
+        with self._moments.borrow(self.layout, int(self._steps)) as (exp_avg, exp_avg_sq):
+            self._adamw(lr, exp_avg, exp_avg_sq)
+
+    def _adamw(self, lr: float, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
         torch._fused_adamw_(
             [self.weight],
             [self.gradient],
-            [self.exp_avg],
-            [self.exp_avg_sq],
+            [exp_avg],
+            [exp_avg_sq],
             [],
             [self._steps],
             lr=lr,
@@ -108,9 +126,11 @@ class UnitSlices:
 
     def save(self, store: ParameterStore, step: int) -> None:
         """Queues the write of the record; nothing may change until the commit has returned."""
-        for name, own in self._own():
+        for name, own in self._own.items():
             if own is not self._host[name]:
                 self._host[name].copy_(own)
+        if self._moments is not None:
+            self._moments.ensure(self.layout, step)
         store.write_through(self.layout.key, self._groups(), step=step)
 
     def load(self, store: ParameterStore, step: int) -> None:
@@ -120,21 +140,18 @@ class UnitSlices:
 
     def loaded(self, step: int) -> None:
         """The arrays of ``host`` have been filled with the state after ``step`` optimizer steps."""
-        for name, own in self._own():
+        for name, own in self._own.items():
             if own is not self._host[name]:
                 own.copy_(self._host[name])
         self._steps.fill_(float(step))
 
     @property
     def host(self) -> dict[str, torch.Tensor]:
-        """``weight``, ``exp_avg`` and ``exp_avg_sq`` in host memory, as a commit or a load passes them."""
+        """``weight``, and ``exp_avg`` and ``exp_avg_sq`` unless they live on disk, as a commit or a load passes them."""
         return self._host
 
-    def _own(self) -> list[tuple[str, torch.Tensor]]:
-        return [("weight", self.weight), ("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq)]
-
     def _groups(self) -> dict[Group, list[Buffer]]:
-        return {
-            Group.WEIGHTS: [self._staging["weight"]],
-            Group.MOMENTS: [self._staging["exp_avg"], self._staging["exp_avg_sq"]],
-        }
+        groups = {Group.WEIGHTS: [self._staging["weight"]]}
+        if self._moments is None:
+            groups[Group.MOMENTS] = [self._staging["exp_avg"], self._staging["exp_avg_sq"]]
+        return groups

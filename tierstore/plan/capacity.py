@@ -193,7 +193,7 @@ def _device_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
         compute=config.model.compute_dtype,
         device_type=setting.device.value,
     )
-    on_host = config.dense.optimizer_state is OptimizerState.HOST and not on_cpu
+    on_host = config.dense.optimizer_state is not OptimizerState.DEVICE and not on_cpu
     own = sum(layout.slice_numel for layout in layouts)
     yield Term(
         Tier.HOST if on_host else Tier.DEVICE,

@@ -382,18 +382,21 @@ class ParameterStore(StoreRecords):
 
     # Records that their owner holds -------------------------------------------------------------------------
 
-    def write_through(self, key: str, groups: Mapping[Group, Sequence[_native.Buffer]], *, step: int) -> None:
+    def write_through(
+        self, key: str, groups: Mapping[Group, Sequence[_native.Buffer]], *, step: int
+    ) -> list[int]:
         """Queues the write of a DIRECT record from the owner's memory, which must not change until
-        ``commit``.
+        ``commit``, or until the tickets that are returned have been waited for.
         """
         self._failures.check()
         if not self._space_reserved:
             self.reserve()
         number = self._direct[key]
-        for group, sections in groups.items():
-            self._committer.writes.append(self.slots.write(number, group, sections, ()))
+        tickets = [self.slots.write(number, group, sections, ()) for group, sections in groups.items()]
+        self._committer.writes += tickets
         self.slots.records[number].step = step
         self.slots.touch(number)
+        return tickets
 
     def read_through(self, key: str, groups: Mapping[Group, Sequence[_native.Buffer]]) -> None:
         """Reads a DIRECT record into the owner's memory and waits for it."""

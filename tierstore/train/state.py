@@ -64,7 +64,7 @@ def conditions(
         "clip_norm": config.clip_norm,
         "dense": {
             "fusion": config.dense.fusion.value,  # says where in a slice a parameter lies
-            "stepped_on": "cpu" if config.dense.optimizer_state is OptimizerState.HOST else device.type,
+            "stepped_on": device.type if config.dense.optimizer_state is OptimizerState.DEVICE else "cpu",
         },
         "parallel": {
             "ranks": mesh.world.size,
