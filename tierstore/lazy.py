@@ -15,6 +15,9 @@ __all__ = ["exports"]
 def exports(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[str], object]:
     """``__getattr__`` of ``package``: ``modules`` names its modules and what each of them exports."""
     home = {name: module for module, names in modules.items() for name in names}
+    hidden = home.keys() & modules.keys()
+    if hidden:  # importing the module makes it an attribute of the package, and that one is found first
+        raise ValueError(f"{package}: {sorted(hidden)} are modules and cannot be exported names too")
 
     def find(name: str) -> object:
         if name not in home:

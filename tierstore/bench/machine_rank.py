@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from tierstore.parallel.collectives import Group, Work
 from tierstore.parallel.config import ParallelConfig
-from tierstore.parallel.launch import launch
+from tierstore.parallel.launching import launch
 
 __all__ = ["measure"]
 

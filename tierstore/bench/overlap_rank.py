@@ -22,7 +22,7 @@ from tierstore.errors import TierstoreError
 from tierstore.links import CollectiveLink, LinksConfig
 from tierstore.parallel.collectives import Group
 from tierstore.parallel.config import ParallelConfig
-from tierstore.parallel.launch import launch
+from tierstore.parallel.launching import launch
 from tierstore.stats import StallLedger
 from tierstore.timeline import open_timeline
 from tierstore.train.session import stall_spans

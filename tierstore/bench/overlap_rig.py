@@ -293,12 +293,12 @@ def open_rig(
                 store,
                 tier,
                 {
-                    layer: [store.record(f"{layer}.{expert}") for expert in range(shape.experts)]
+                    layer: {expert: store.record(f"{layer}.{expert}") for expert in range(shape.experts)}
                     for layer in range(shape.layers)
                 },
                 weight_slots=slots.weights,
                 plan=GradientPlan.IMMEDIATE,
-                predictor=make_predictor(PredictorName.ALL, shape.experts),
+                predictor=make_predictor(PredictorName.ALL, range(shape.experts)),
                 schedule=schedule,
                 ledger=ledger,
             )

@@ -24,6 +24,10 @@ _COUNTS = frozenset(
         "bytes_per_parameter",
         "s_per_parameter",
         "record_parameters",
+        "ranks",
+        "layers",
+        "collectives",
+        "disk_transfers",
     }
 )
 

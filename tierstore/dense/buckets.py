@@ -68,7 +68,7 @@ def buckets_of(layout: UnitLayout, bucket_bytes: int) -> list[Bucket]:
     return found
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Slot:
     """Flat fp32 memory for one unit's gradients, and for what the other ranks send of them."""
 
@@ -77,7 +77,7 @@ class _Slot:
     ends: bool
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Flight:
     """A unit whose gradients arrive, or are being reduced."""
 
@@ -111,14 +111,16 @@ class GradientExchange:
         self._free = [_slot(max(sizes[unit] for unit in self._ends), device, ends=True)]
         self._free += [_slot(max(between), device, ends=False) for _ in range(min(buffers, len(between)))]
         self.nbytes = sum((slot.sent.numel() + slot.received.numel()) * 4 for slot in self._free)
-        self._flights: dict[int, _Flight] = {}  # open or under way, in the order in which they were opened
+        self._filling: dict[int, _Flight] = {}  # units with buckets that have not been sent
+        self._under_way: deque[_Flight] = deque()  # units whose buckets all have, oldest first
         self._due = -1  # the unit whose buckets are sent next; all above it have been
 
     def begin(self) -> None:
         """A backward pass may follow. Raises RuntimeError when the last one was left in the middle."""
-        if self._flights and self._due >= 0:
+        last = len(self._slices) - 1
+        if self._filling or 0 <= self._due < last:
             raise RuntimeError("a backward pass begins before the last one has ended")
-        self._due = len(self._slices) - 1
+        self._due = last
 
     def arrive(self, unit: int, index: int, gradient: Tensor) -> None:
         """The gradient of parameter ``index`` of ``unit`` is complete for this backward pass."""
@@ -126,44 +128,39 @@ class GradientExchange:
             raise RuntimeError(
                 f"a gradient of {self._slices[unit].layout.name} arrives behind its unit's backward pass"
             )
-        flight = self._flights.get(unit) or self._open(unit)
+        flight = self._filling.get(unit) or self._open(unit)
         offset, place = self._places[unit][index]
         flight.slot.sent[offset : offset + place.numel].view(place.shape).copy_(gradient)
         flight.arrived.add(index)
-        while self._due >= 0 and (next_flight := self._flights.get(self._due)) is not None:
-            if not self._send_complete(next_flight):
-                break
-            self._due -= 1
+        while self._due in self._filling and self._send_complete(self._filling[self._due]):
+            self._sent(self._due)
 
     def flush(self, unit: int) -> None:
         """The backward passes of ``unit`` and of all units above it are over: what has not arrived is zero."""
         while self._due >= unit:
-            flight = self._flights.get(self._due) or self._open(self._due)
-            offsets = self._places[self._due]
-            for index, (offset, place) in offsets.items():
+            flight = self._filling.get(self._due) or self._open(self._due)
+            for index, (offset, place) in self._places[self._due].items():
                 if index not in flight.arrived:
                     flight.slot.sent[offset : offset + place.numel].zero_()
                     flight.arrived.add(index)
             self._send_complete(flight)
-            self._due -= 1
+            self._sent(self._due)
 
     def finish(self, unit: int | None = None) -> None:
         """Waits until the gradient of ``unit`` (None: of all units) is in its slices. Their passes are over."""
-        if self._flights and self._due >= (unit or 0):
+        if self._filling and self._due >= (unit or 0):
             raise RuntimeError("gradients are asked for before their backward pass has ended")
-        if unit is None:
-            while self._flights:
-                self._complete(next(iter(self._flights)))
-        elif unit in self._flights:
-            self._complete(unit)
+        for flight in [f for f in self._under_way if unit is None or f.unit == unit]:
+            self._complete(flight)
 
     def discard(self) -> None:
-        """The backward pass was cut short on all ranks: waits for what is under way, and forgets it."""
-        for flight in self._flights.values():
+        """The backward pass was cut short, on all ranks at one place: waits for what was sent, and forgets it."""
+        for flight in (*self._under_way, *self._filling.values()):
             for _, work in flight.works:
                 work.wait()
             self._free.append(flight.slot)
-        self._flights.clear()
+        self._under_way.clear()
+        self._filling.clear()
         self._due = -1
 
     # One unit -----------------------------------------------------------------------------------------------
@@ -171,16 +168,20 @@ class GradientExchange:
     def _open(self, unit: int) -> _Flight:
         ends = unit in self._ends
         while (slot := next((s for s in self._free if s.ends is ends), None)) is None:
-            sent = [u for u, f in self._flights.items() if f.slot.ends is ends and u > self._due]
-            if not sent:
+            oldest = next((flight for flight in self._under_way if flight.slot.ends is ends), None)
+            if oldest is None:
                 raise BudgetError(
                     f"dense.gradient_buffers: gradients of {self._slices[unit].layout.name} arrive while those of "
                     "as many units as there are buffers are incomplete; one more is needed"
                 )
-            self._complete(sent[0])
+            self._complete(oldest)
         self._free.remove(slot)
-        flight = self._flights[unit] = _Flight(unit, slot)
+        flight = self._filling[unit] = _Flight(unit, slot)
         return flight
+
+    def _sent(self, unit: int) -> None:
+        self._under_way.append(self._filling.pop(unit))
+        self._due = unit - 1
 
     def _send_complete(self, flight: _Flight) -> bool:
         """Sends the next buckets as far as they are complete; whether all have been sent."""
@@ -210,9 +211,9 @@ class GradientExchange:
         start = bucket.base + (low - self._group.rank * bucket.region.slice_numel) * size if high > low else 0
         return slot.received[start : start + (high - low) * size]
 
-    def _complete(self, unit: int) -> None:
-        flight = self._flights.pop(unit)
-        slices, rank = self._slices[unit], self._group.rank
+    def _complete(self, flight: _Flight) -> None:
+        self._under_way.remove(flight)
+        slices, rank = self._slices[flight.unit], self._group.rank
         for bucket, work in flight.works:
             work.wait()
             low, high = bucket.part(rank)

@@ -16,15 +16,26 @@ from tierstore.dense.layout import ElementType, Narrow, UnitLayout
 if TYPE_CHECKING:  # a plan reckons without torch
     import torch
 
-__all__ = ["DenseBytes", "blocks_held", "dense_bytes", "gather_dtype", "needs_exchange", "needs_gather"]
+__all__ = [
+    "FP32",
+    "DenseBytes",
+    "blocks_held",
+    "dense_bytes",
+    "gather_dtype",
+    "gather_width",
+    "needs_exchange",
+    "needs_gather",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class _Width:
+class Width:
+    """A type by its size alone."""
+
     itemsize: int
 
 
-_FP32 = _Width(4)
+FP32 = Width(4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +56,11 @@ def dense_bytes(
     config: DenseConfig,
     *,
     ranks: int,
-    compute: ElementType = _FP32,
+    compute: ElementType = FP32,
     device_type: str = "cpu",
 ) -> DenseBytes:
     """What a DenseSlices of ``layouts``, cut for ``ranks``, allocates. The first and the last unit are the ends."""
-    narrow = compute if config.gather is GatherDtype.COMPUTE else _FP32
+    narrow = gather_width(config, compute)
     ends = {0, len(layouts) - 1}
     gathered = [layout.gathered_bytes(narrow) for layout in layouts]
     padded = [layout.padded_numel * 4 for layout in layouts]
@@ -69,6 +80,11 @@ def dense_bytes(
         gradients += min(config.gradient_buffers, len(blocks)) * max(blocks, default=0)
         gradients *= 2
     return DenseBytes(16 * sum(layout.slice_numel for layout in layouts), fusion, gradients)
+
+
+def gather_width(config: DenseConfig, compute: ElementType) -> ElementType:
+    """As ``gather_dtype``, where only the size of the type counts."""
+    return compute if config.gather is GatherDtype.COMPUTE else FP32
 
 
 def gather_dtype(config: DenseConfig, compute: torch.dtype) -> torch.dtype:
@@ -91,7 +107,7 @@ def blocks_held(layouts: Sequence[UnitLayout], config: DenseConfig) -> int:
 
 def needs_gather(layouts: Sequence[UnitLayout], config: DenseConfig, ranks: int, narrow: ElementType) -> bool:
     """Whether parameters are anything but views of the slices."""
-    narrows = narrow.itemsize != _FP32.itemsize and any(
+    narrows = narrow.itemsize != FP32.itemsize and any(
         region.narrow is Narrow.YES for layout in layouts for region in layout.regions
     )
     return ranks > 1 or narrows or config.optimizer_state is not OptimizerState.DEVICE

@@ -29,6 +29,7 @@ from tierstore.model.loss import cross_entropy
 from tierstore.moe import ExpertSource, FeedForward, MoELayer, NoiseKey, Routing
 from tierstore.moe.seeds import keyed_generator
 from tierstore.parallel import Mesh
+from tierstore.stats import StallLedger
 
 __all__ = ["Block", "MixtureFactory", "Output", "Transformer"]
 
@@ -92,8 +93,12 @@ class Transformer(nn.Module):
         *,
         mixture: MixtureFactory | None = None,
         mesh: Mesh | None = None,
+        ledger: StallLedger | None = None,
     ) -> None:
-        """``mixture`` replaces the MoE layer (the plain reference does so); ``source`` is then not used."""
+        """``mixture`` replaces the MoE layer (the plain reference does so); ``source`` is then not used.
+
+        Waiting for other ranks is charged to ``ledger``.
+        """
         super().__init__()
         if source is None and mixture is None:
             raise ValueError("a Transformer needs an expert source, or a factory of mixtures")
@@ -111,6 +116,7 @@ class Transformer(nn.Module):
                 shared_d_ff=config.shared_expert_d_ff,
                 save_activations=config.expert_activations,
                 mesh=mesh,
+                ledger=ledger,
             )
 
         make = mixture or from_source

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -21,22 +22,25 @@ from torch import Tensor
 from tierstore.moe.dispatch import Dispatch
 from tierstore.parallel import Group, Mesh, Work
 
-__all__ = ["Arrival", "ExchangedRows", "LocalRows", "Rows", "rows_of"]
+__all__ = ["Arrival", "Charge", "ExchangedRows", "LocalRows", "Rows", "rows_of"]
+
+Charge = Callable[[], AbstractContextManager[None]]
 
 
 class Arrival:
-    """Rows that may still be on their way."""
+    """Rows that may still be on their way. ``charge`` makes the context in which they are waited for."""
 
-    def __init__(self, work: Work | None, take: Callable[[], Tensor]) -> None:
+    def __init__(self, work: Work | None, take: Callable[[], Tensor], charge: Charge | None = None) -> None:
         self._work = work
         self._take = take
+        self._charge = charge
         self._taken: Tensor | None = None
 
     def rows(self) -> Tensor:
         """The rows, waited for by the first call. Raises PeerError."""
         if self._taken is None:
             if self._work is not None:
-                self._work.wait()
+                self._work.wait(self._charge)
             self._taken = self._take()
         return self._taken
 
@@ -95,9 +99,15 @@ class ExchangedRows:
     """
 
     def __init__(
-        self, group: Group, starts: tuple[int, ...], load_SE: Tensor, asked: tuple[int, ...]
+        self,
+        group: Group,
+        starts: tuple[int, ...],
+        load_SE: Tensor,
+        asked: tuple[int, ...],
+        charge: Charge | None = None,
     ) -> None:
         self._group = group
+        self._charge = charge
         self.asked = asked
         self._first, last = starts[group.rank], starts[group.rank + 1]
         load_SE = load_SE.cpu()
@@ -125,7 +135,7 @@ class ExchangedRows:
         def take() -> Tensor:
             return arrived_M if order_M is None else arrived_M.index_select(0, order_M.to(arrived_M.device))
 
-        return Arrival(work, take)
+        return Arrival(work, take, self._charge)
 
     def results(self, rows_N: Tensor) -> Tensor:
         return rows_N.new_empty((self.rows, *rows_N.shape[1:]))
@@ -137,10 +147,12 @@ class ExchangedRows:
             leaving_M[self._order_M.to(rows_M.device)] = rows_M
         count = sum(self._to)
         work = self._group.all_to_all(rows_N[:count], leaving_M, self._to, self._from)
-        return Arrival(work, lambda: rows_N)
+        return Arrival(work, lambda: rows_N, self._charge)
 
 
-def rows_of(plan: Dispatch, load_RE: Tensor, mesh: Mesh, *, training: bool) -> Rows:
+def rows_of(
+    plan: Dispatch, load_RE: Tensor, mesh: Mesh, *, training: bool, charge: Charge | None = None
+) -> Rows:
     """The way of the rows of ``plan``, given ``load_RE`` of all data ranks (those of ``mesh.world``).
 
     In training, replicas must step the same experts: each asks for every expert of its block that any data rank
@@ -156,7 +168,7 @@ def rows_of(plan: Dispatch, load_RE: Tensor, mesh: Mesh, *, training: bool) -> R
     if mesh.expert.size == 1:
         return LocalRows(plan, asked)
     starts = tuple(blocks.start(rank) for rank in range(mesh.expert.size + 1))
-    return ExchangedRows(mesh.expert, starts, load_SE, asked)
+    return ExchangedRows(mesh.expert, starts, load_SE, asked, charge)
 
 
 def _needs_sorting(count_SE: Tensor) -> bool:

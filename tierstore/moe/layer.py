@@ -16,6 +16,7 @@ its gradient from their own tokens; summing it over them is the source's part (s
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from tierstore.moe.config import Activation, ExpertShape, RouterConfig, SaveActivations
 from tierstore.moe.dispatch import Dispatch, combine, combine_weighted, dispatch
-from tierstore.moe.exchange import LocalRows, Rows, rows_of
+from tierstore.moe.exchange import Charge, LocalRows, Rows, rows_of
 from tierstore.moe.experts import (
     Workspace,
     backward_expert,
@@ -37,6 +38,7 @@ from tierstore.moe.router import NoiseKey, Router, Routing
 from tierstore.moe.seeds import keyed_generator
 from tierstore.moe.source import ExpertSource
 from tierstore.parallel import Mesh
+from tierstore.stats import Cause, StallLedger, Tier
 
 __all__ = ["FeedForward", "MoELayer", "SaveActivations"]
 
@@ -60,7 +62,8 @@ class FeedForward(nn.Module):
 class MoELayer(nn.Module):
     """A mixture of experts whose experts live in ``source``. ``layer`` is their layer number there.
 
-    ``mesh``: the ranks whose tokens make up the global batch, and how experts are spread over them.
+    ``mesh``: the ranks whose tokens make up the global batch, and how experts are spread over them; what is waited
+    for on their account is charged to ``ledger``.
     """
 
     def __init__(
@@ -74,14 +77,18 @@ class MoELayer(nn.Module):
         shared_d_ff: int = 0,
         save_activations: SaveActivations = SaveActivations.SAVE,
         mesh: Mesh | None = None,
+        ledger: StallLedger | None = None,
     ) -> None:
         super().__init__()
         self.shape = shape
         self.mesh = mesh
+        self._charge: Charge | None = None
+        if ledger is not None:
+            self._charge = partial(ledger.stall, layer=layer, tier=Tier.RANKS, cause=Cause.ALL_TO_ALL)
         self.layer = layer
         self.save_activations = SaveActivations(save_activations)
         data = None if mesh is None else mesh.world
-        self.router = Router(router, shape.d_model, layer=layer, seed=seed, data=data)
+        self.router = Router(router, shape.d_model, layer=layer, seed=seed, data=data, charge=self._charge)
         self.shared: FeedForward | None = None
         if shared_d_ff:
             shared = ExpertShape(shape.d_model, shared_d_ff, shape.activation)
@@ -104,7 +111,8 @@ class MoELayer(nn.Module):
     def _rows(self, plan: Dispatch, routing: Routing) -> Rows:
         if self.mesh is None:
             return LocalRows(plan, plan.experts)
-        return rows_of(plan, routing.load_RE, self.mesh, training=torch.is_grad_enabled())
+        training = torch.is_grad_enabled()
+        return rows_of(plan, routing.load_RE, self.mesh, training=training, charge=self._charge)
 
     @property
     def source(self) -> ExpertSource:

@@ -28,6 +28,8 @@ of ranks decides what one process would:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -79,7 +81,8 @@ class Routing:
 class Router(nn.Module):
     """Linear router with top-k choice. ``layer`` and ``seed`` key its noise.
 
-    ``data``: the ranks that hold the global batch; with more than one, a forward pass is a collective.
+    ``data``: the ranks that hold the global batch; with more than one, a forward pass is a collective, and
+    ``charge`` makes the context in which the others are waited for.
     """
 
     def __init__(
@@ -90,9 +93,11 @@ class Router(nn.Module):
         layer: int = 0,
         seed: int = 0,
         data: Group | None = None,
+        charge: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
         super().__init__()
         self.config = config
+        self._charge = charge
         self.layer = layer
         self.seed = seed
         self._data = Group.alone() if data is None else data
@@ -139,7 +144,7 @@ class Router(nn.Module):
         if size > 1:
             own = torch.cat([count, count.new_tensor([tokens])])
             all_R = own.new_empty(size * own.numel())
-            self._data.all_gather(all_R, own, channel=Channel.EXCHANGE).wait()
+            self._data.all_gather(all_R, own, channel=Channel.EXCHANGE).wait(self._charge)
             tokens = int(all_R.view(size, -1)[:, -1].sum())
             count = all_R.view(size, -1)[:, :-1]
         return tokens, count.reshape(size, top_k, experts)
@@ -150,7 +155,7 @@ class Router(nn.Module):
         if self._data.size > 1:
             own = torch.tensor(tokens)
             all_R = own.new_empty(self._data.size)
-            self._data.all_gather(all_R, own, channel=Channel.EXCHANGE).wait()
+            self._data.all_gather(all_R, own, channel=Channel.EXCHANGE).wait(self._charge)
             tokens = all_R.tolist()
         generator = keyed_generator(self.seed, "noise", key.step, key.micro, self.layer)
         noise_TD = torch.rand((sum(tokens), x_TD.shape[1]), generator=generator, dtype=torch.float32)

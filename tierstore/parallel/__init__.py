@@ -9,7 +9,7 @@ from tierstore.lazy import exports
 if TYPE_CHECKING:
     from tierstore.parallel.collectives import Channel, Failure, Group, LimitedLink, Operation, Traffic, Work
     from tierstore.parallel.config import ParallelConfig
-    from tierstore.parallel.launch import launch, rank_device
+    from tierstore.parallel.launching import launch, rank_device
     from tierstore.parallel.mesh import ExpertBlocks, Mesh
     from tierstore.parallel.place import Place
 else:
@@ -18,7 +18,7 @@ else:
         {
             "collectives": ["Channel", "Failure", "Group", "LimitedLink", "Operation", "Traffic", "Work"],
             "config": ["ParallelConfig"],
-            "launch": ["launch", "rank_device"],
+            "launching": ["launch", "rank_device"],
             "mesh": ["ExpertBlocks", "Mesh"],
             "place": ["Place"],
         },

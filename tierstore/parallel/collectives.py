@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -104,8 +105,18 @@ class Work:
         arrived = self._pending is None or bool(self._pending.is_completed())
         return arrived and time.monotonic_ns() >= self._deadline_ns
 
-    def wait(self) -> None:
-        """Wait until the results are there. Raises PeerError. Once it has returned, it always returns."""
+    def wait(self, charge: Callable[[], AbstractContextManager[None]] | None = None) -> None:
+        """Wait until the results are there. Raises PeerError. Once it has returned, it always returns.
+
+        ``charge`` makes the context in which it blocks (a ledger's stall), if it has to.
+        """
+        if charge is None or self.done():
+            self._complete()
+        else:
+            with charge():
+                self._complete()
+
+    def _complete(self) -> None:
         if self._pending is not None:
             try:
                 self._pending.wait()

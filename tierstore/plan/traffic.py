@@ -87,7 +87,7 @@ class _Drive:
         self._random = np.random.default_rng(0)
         self._residency = self._make(taken)
         self._loop = Replay(self._residency)
-        self._predictor = make_predictor(config.prefetch.predictor, self._local)
+        self._predictor = make_predictor(config.prefetch.predictor, range(self._local))
         #: Of each expert of each layer: steps that its content has had, and whether a gradient of it is kept.
         self._steps = {layer: np.zeros(self._local, np.int64) for layer in self._layers}
         self._kept = {layer: np.zeros(self._local, bool) for layer in self._layers}

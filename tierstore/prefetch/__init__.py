@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from tierstore.prefetch.horizontal import DenseUnits, HorizontalQueue
     from tierstore.prefetch.plan import GradientPlan, PrefetchConfig
     from tierstore.prefetch.predictor import Predictor, PredictorName, make_predictor
-    from tierstore.prefetch.schedule import Pass, QueueLimits, Reshard, Schedule, Unit
+    from tierstore.prefetch.schedule import Pass, QueueLimits, Schedule, Unit
+    from tierstore.prefetch.units import unit_schedule
 else:
     __getattr__ = exports(
         __name__,
@@ -20,7 +21,8 @@ else:
             "horizontal": ["DenseUnits", "HorizontalQueue"],
             "plan": ["GradientPlan", "PrefetchConfig"],
             "predictor": ["Predictor", "PredictorName", "make_predictor"],
-            "schedule": ["Pass", "QueueLimits", "Reshard", "Schedule", "Unit"],
+            "schedule": ["Pass", "QueueLimits", "Schedule", "Unit"],
+            "units": ["unit_schedule"],
         },
     )
 
@@ -33,9 +35,9 @@ __all__ = [
     "PredictorName",
     "PrefetchConfig",
     "QueueLimits",
-    "Reshard",
     "Schedule",
     "TieredExperts",
     "Unit",
     "make_predictor",
+    "unit_schedule",
 ]

@@ -63,6 +63,11 @@ class HorizontalQueue:
             self._release(self._window.adopt(window))
         self._gather(self._window.begin().gathers)
 
+    @property
+    def optimizer_units(self) -> list[int]:
+        """The units in the order of their optimizer passes."""
+        return [item.unit for item in self._schedule.passes if item.phase is Phase.OPTIMIZER]
+
     def reset(self) -> None:
         """Lets go of everything: the step was cut short, or the slices have been replaced."""
         if self._window is not None:

@@ -25,6 +25,7 @@ __all__ = [
     "Opening",
     "agree",
     "commit_everywhere",
+    "rank_directories",
     "rank_directory",
     "rank_file",
     "restarted",
@@ -64,6 +65,11 @@ def rank_directory(store: Path, rank: int, world: int) -> Path:
     return store if world == 1 else store / f"rank-{rank:04d}"
 
 
+def rank_directories(store: Path) -> list[Path]:
+    """The stores of several ranks that there are under ``store``, in rank order; none for a store of one."""
+    return sorted(found.parent for found in store.glob(f"rank-*/{IDENTITY}"))
+
+
 def rank_file(path: Path | None, rank: int) -> Path | None:
     """The file that rank ``rank`` writes where all were told ``path``: rank 0 that one, others one beside it."""
     if path is None or rank == 0:
@@ -86,9 +92,9 @@ def agree(store: Path, wanted: Opening, mesh: Mesh) -> Agreed:
     """
     rank, world = mesh.world.rank, mesh.world.size
     directory = rank_directory(store, rank, world)
+    _refuse_other_layout(store, world)
     if world == 1 and wanted is not Opening.RESTART:
         return _agree_alone(directory, wanted)
-    _refuse_other_layout(store, world)
     found: list[_Found] = mesh.world.all_gather_object(_look(directory))
     if wanted is Opening.CREATE:
         taken = [number for number, other in enumerate(found) if other.exists]
@@ -129,10 +135,9 @@ def _agree_alone(directory: Path, wanted: Opening) -> Agreed:
 
 def _refuse_other_layout(store: Path, world: int) -> None:
     """Raises StoreFormatError for the stores of another number of ranks."""
-    present = len(list(store.glob(f"rank-*/{IDENTITY}")))
-    if (store / IDENTITY).exists():
-        present = 1
-    if present > world or (world > 1 and (store / IDENTITY).exists()):
+    several = len(rank_directories(store))
+    present = 1 if (store / IDENTITY).exists() else several
+    if present > world or (world == 1 and several) or (world > 1 and not several and present):
         raise StoreFormatError(
             f"{store}: the store of {present} rank{'s' * (present > 1)}, and this run has {world}; tierstore reshard "
             f"makes one for {world}"

@@ -15,12 +15,12 @@ import numpy.typing as npt
 import torch
 
 from tierstore._native import HugePages
-from tierstore.dense import DenseSlices, GatherOnDemand, dense_schemas, unit_layouts
+from tierstore.dense import DenseSlices, dense_schemas, unit_layouts
 from tierstore.errors import CapabilityError, ConfigError, StoreFormatError
 from tierstore.model import Transformer
 from tierstore.moe import initial_expert
 from tierstore.parallel import Mesh, Place
-from tierstore.prefetch import Schedule, TieredExperts, make_predictor
+from tierstore.prefetch import HorizontalQueue, TieredExperts, make_predictor, unit_schedule
 from tierstore.prefetch.experts import TieredLease
 from tierstore.stats import StallKey, StallLedger
 from tierstore.store.config import StoreConfig
@@ -77,8 +77,10 @@ def open_session(
         io=config.io,
         disk=config.links.disk,
     )
+    sink = timeline or NullTimeline()
+    ledger = StallLedger(listener=stall_spans(sink) if sink.enabled else None)
     source = _LateSource()
-    model = Transformer(config.model, source, mesh=mesh)
+    model = Transformer(config.model, source, mesh=mesh, ledger=ledger)
     units = model.dense_units()
     layouts = unit_layouts(units, ranks=world, narrow=model.cast_parameters(), fusion=config.dense.fusion)
     with contextlib.ExitStack() as stack:
@@ -104,7 +106,16 @@ def open_session(
             compute=config.model.compute_dtype.torch,
         )
         model.to(device)
-        gates = dense.attach(model, GatherOnDemand(dense, config.dense.reshard))
+        schedule = unit_schedule(
+            layouts,
+            config.dense,
+            config.prefetch,
+            moe_layers=config.model.moe_layers,
+            compute=config.model.compute_dtype.torch,
+            micro_batches=config.data.micro_batches,
+        )
+        queue = HorizontalQueue(schedule, dense, ledger)
+        gates = dense.attach(model, queue)
         stack.callback(gates.remove)
         owned = mesh.blocks(config.model.experts).owned(mesh.expert.rank)
         if agreed.opening is Opening.CREATE:
@@ -119,7 +130,7 @@ def open_session(
             mesh.world.barrier()
             store.acknowledge()
         records = {
-            layer: [store.record(expert_key(layer, expert)) for expert in owned]
+            layer: {expert: store.record(expert_key(layer, expert)) for expert in owned}
             for layer in config.model.moe_layers
         }
         if config.keeps_gradients:
@@ -128,18 +139,15 @@ def open_session(
         slots = DeviceSlots(sizes.numel, config.model.compute_dtype.torch, sizes.weights, sizes.gradients)
         tier = open_device_tier(store.engine, slots, device, HugePages.AUTO, config.links.copy.open())
         stack.callback(tier.close)
-        sink = timeline or NullTimeline()
-        ledger = StallLedger(listener=stall_spans(sink) if sink.enabled else None)
         experts = TieredExperts(
             store,
             tier,
             records,
             weight_slots=sizes.weights,
             plan=config.gradient_plan,
-            predictor=make_predictor(config.prefetch.predictor, len(owned)),
-            schedule=Schedule.of_layers(config.model.moe_layers, depth=config.prefetch.depth),
+            predictor=make_predictor(config.prefetch.predictor, owned),
+            schedule=schedule,
             ledger=ledger,
-            first_expert=owned.start,
             replicas=mesh.replica,
         )
         source.target = experts
@@ -149,6 +157,7 @@ def open_session(
             experts=experts,
             model=model,
             dense=dense,
+            queue=queue,
             data=data,
             mesh=mesh,
             state=state,

@@ -21,11 +21,13 @@ from dataclasses import dataclass
 
 import torch
 
+from tierstore.cache.access import Phase
 from tierstore.dense import DenseSlices
 from tierstore.errors import TierstoreError
 from tierstore.model import Transformer
 from tierstore.parallel import Mesh
 from tierstore.prefetch.experts import TieredExperts
+from tierstore.prefetch.horizontal import HorizontalQueue
 from tierstore.prefetch.plan import GradientPlan
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store.parameter_store import ParameterStore
@@ -66,6 +68,7 @@ class Trainer:
         experts: TieredExperts,
         model: Transformer,
         dense: DenseSlices,
+        queue: HorizontalQueue,
         data: TextData,
         mesh: Mesh,
         state: TrainState,
@@ -80,6 +83,7 @@ class Trainer:
         self.ledger = ledger
         self._experts = experts
         self._dense = dense
+        self._queue = queue
         self.mesh = mesh
         self._device = mesh.device
         self._timeline = timeline
@@ -132,6 +136,7 @@ class Trainer:
         """Gradients of all micro-batches; returns the loss (not finite: nothing was stepped) and active experts."""
         count = self.config.data.micro_batches
         self._dense.zero_grad()
+        self._queue.begin(training=True)
         total, reached = 0.0, None
         for micro in range(count):
             with self.ledger.stall(layer=None, tier=Tier.HOST, cause=Cause.DATA):
@@ -191,7 +196,10 @@ class Trainer:
             self._experts.gradients.apply(scale)
             if scale < 1.0:
                 self._dense.scale_gradients(scale)
-        self._dense.step(lr)
+        # Each unit as soon as it is stepped may be gathered for the next step, while the others are.
+        for unit in self._queue.optimizer_units:
+            with self._queue.during(unit, Phase.OPTIMIZER):
+                self._dense.step_unit(unit, lr)
         self.store.history.finish()
 
     def _skip(self, position: int, loss: float, immediate: bool) -> None:
@@ -201,6 +209,7 @@ class Trainer:
                 "the last commit stands"
             )
         self.store.history.abandon()
+        self._queue.reset()
         self._experts.gradients.discard()
         self.state.skipped += 1
         self.state.skipped_in_a_row += 1
@@ -213,6 +222,7 @@ class Trainer:
     def evaluate(self) -> float:
         """Mean cross entropy over the validation batches, in nats a token. Changes no record's logical content."""
         self._experts.begin_evaluation()
+        self._queue.begin(training=False)
         self.model.eval()
         total, tokens_seen = 0.0, 0
         with self._whole("validation"), self._timeline.span(Track.COMPUTE, "validation"):
@@ -235,6 +245,7 @@ class Trainer:
     def sample(self, prompt: bytes, count: int) -> bytes:
         """``count`` bytes that the model writes after ``prompt``."""
         self._experts.begin_evaluation()
+        self._queue.begin(training=False)
         with self._whole("sampling"):
             return bytes(token % 256 for token in self.model.generate(prompt, count))
 
