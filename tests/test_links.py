@@ -14,7 +14,7 @@ import torch
 from tierstore._native import Activity, Arena, Buffer, Engine, HugePages, Link
 from tierstore.config import load
 from tierstore.errors import ConfigError
-from tierstore.links import CollectiveLink, LinkConfig, LinksConfig, limited, open_links
+from tierstore.links import CollectiveLink, LinkConfig, LinksConfig, limited, open_links, wait_until
 from tierstore.store import ParameterStore, RecordSchema, StoreConfig
 from tierstore.tiers import DeviceSlots, open_device_tier
 
@@ -78,17 +78,19 @@ def test_a_limited_operation_follows_what_it_followed() -> None:
             engine.wait(ticket)
 
 
-def test_collectives_ask_in_seconds() -> None:
+def test_the_link_of_collectives_remembers_its_last_turn() -> None:
     unlimited = CollectiveLink(None)
-    assert unlimited.reserve(1 << 30) == 0.0
+    assert unlimited.reserve(1 << 30) <= time.monotonic_ns()
+    before = time.monotonic_ns()
     link = CollectiveLink(Link(1e6))
-    before = time.monotonic()
-    first, second = link.reserve(1000), link.reserve(2000)
-    assert first >= before + 0.001
-    assert second == pytest.approx(first + 0.002, abs=1e-6)
-    begin, end = link.last_turn
-    assert end - begin == 2 * MS
-    assert begin == pytest.approx(first * 1e9, abs=1000)
+    first = link.reserve(10_000)
+    assert first >= before + 10 * MS
+    second = link.reserve(2000)
+    assert second == first + 2 * MS  # had the first been over by then, this would be later
+    assert link.last_turn == (first, second)
+    wait_until(second)
+    assert time.monotonic_ns() >= second
+    wait_until(0)
 
 
 def test_a_limited_disk_stores_the_same_bytes(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ There is one emulation. A link serves one transfer at a time, in order of asking
 and a transfer is complete when the real one is and ``free_at`` has come. So limits change times, and
 neither bits nor decisions. For operations of the ticket engine ``Engine.hold`` waits for the link beside the
 real operation (``limited`` joins the two); for collectives ``Link.reserve`` gives the deadline that whoever
-waits for them waits for too.
+waits for them waits for too (``wait_until``).
 """
 
 from __future__ import annotations
@@ -104,21 +104,21 @@ def limited(
 
 
 class CollectiveLink:
-    """What collectives ask of a link: deadlines in ns of CLOCK_MONOTONIC. ``link`` may be None (no limit),
-    and may be replaced.
+    """The link of a group's collectives: it may have no limit (None), may be given one later, and remembers its last
+    turn, for a timeline.
     """
 
     def __init__(self, link: Link | None) -> None:
         self.link = link
-        #: Begin and end (ns of CLOCK_MONOTONIC) of the last message's turn, for a timeline.
+        #: Begin and end (ns of CLOCK_MONOTONIC) of the last message's turn.
         self.last_turn = (0, 0)
 
     def reserve(self, nbytes: int) -> int:
-        """When a message of ``nbytes`` that is issued now has passed the link."""
+        """When (ns of CLOCK_MONOTONIC) a message of ``nbytes`` that is issued now has passed the link."""
         now = time.monotonic_ns()
         if self.link is None:
             self.last_turn = (now, now)
-            return 0
+            return now
         end = self.link.reserve(nbytes, now)
         self.last_turn = (min(max(now, self.last_turn[1]), end), end)
         return end

@@ -7,13 +7,22 @@ has one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tierstore.dense import DenseConfig, DenseSlices, DenseTraffic, GatherOnDemand, unit_layouts
+from tierstore.config import load
+from tierstore.dense import (
+    DenseConfig,
+    DenseSlices,
+    DenseTraffic,
+    GatherOnDemand,
+    PassListener,
+    unit_layouts,
+)
 from tierstore.dense.footprint import DenseBytes
 from tierstore.model import ModelConfig, Transformer
 from tierstore.moe import ExpertShape, FeedForward, NoiseKey, Routing
@@ -74,8 +83,14 @@ class Outcome:
     nbytes: DenseBytes = field(default_factory=lambda: DenseBytes(0, 0, 0))
 
 
-def slice_model(model: Transformer, group: Group, changes: dict[str, Any]) -> DenseSlices:
-    config = DenseConfig(**changes)
+def slice_model(
+    model: Transformer,
+    group: Group,
+    changes: dict[str, Any],
+    listen: Callable[[DenseSlices], PassListener] | None = None,
+) -> DenseSlices:
+    """The model's dense parameters, sliced, with gates that ``listen`` (None: gathers on demand) hears."""
+    config = load(DenseConfig, None, changes)
     units = model.dense_units()
     layouts = unit_layouts(units, ranks=group.size, narrow=model.cast_parameters(), fusion=config.fusion)
     dense = DenseSlices(
@@ -87,7 +102,7 @@ def slice_model(model: Transformer, group: Group, changes: dict[str, Any]) -> De
         config=config,
         compute=model.config.compute_dtype.torch,
     )
-    dense.attach(model, GatherOnDemand(dense, config.reshard))
+    dense.attach(model, GatherOnDemand(dense, config.reshard) if listen is None else listen(dense))
     return dense
 
 

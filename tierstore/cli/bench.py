@@ -281,3 +281,20 @@ def overlap(
 
 def _stalled_along(run: dict[str, Any], dimension: str) -> float:
     return float(sum(s["step_stall_s"] for s in run["stalls"] if s["cause"].startswith(dimension)))
+
+
+@bench.command()
+@click.option("--ranks", type=int, default=2, show_default=True)
+@click.option("--layers", type=int, default=8, show_default=True, help="Dense blocks.")
+@click.option("--d-model", type=int, default=128, show_default=True, help="Their width.")
+@click.option("--tokens", type=int, default=64, show_default=True, help="Tokens of a step on each rank.")
+@click.option("--rounds", type=int, default=7, show_default=True)
+@json_option
+def collectives(ranks: int, layers: int, d_model: int, tokens: int, rounds: int, as_json: bool) -> None:
+    """Fused gathers and gradient buckets against a message a parameter, over ranks on Gloo."""
+    from tierstore.bench.collectives import CollectivesBench, render, run
+
+    output = Output.for_option(as_json, counts=_COUNTS)
+    result = run(CollectivesBench(ranks=ranks, layers=layers, d_model=d_model, tokens=tokens, rounds=rounds))
+    render(result, output)
+    output.emit(result)

@@ -19,6 +19,7 @@ import click
 from tierstore.cli.options import SIZE, config_overrides, help_config_option, json_option, set_option
 from tierstore.cli.output import Output, OutputMode
 from tierstore.config import load
+from tierstore.links import CollectiveLink
 from tierstore.machine import disk
 from tierstore.timeline import open_timeline
 from tierstore.units import format_bytes, format_seconds
@@ -116,7 +117,8 @@ def _run(config: TrainConfig, files: _Files, *, resume: bool, as_json: bool) -> 
 
     counts = frozenset({"write_backs"})
     # Ranks end together or not at all: from here on a signal to one of them is everybody's.
-    with _Interrupts() as interrupts, launch(config.parallel, device=config.device) as mesh:
+    link = CollectiveLink(config.links.gather.open())
+    with _Interrupts() as interrupts, launch(config.parallel, device=config.device, link=link) as mesh:
         first = mesh.world.rank == 0
         output = Output.for_option(as_json, counts=counts) if first else Output(OutputMode.NOBODY)
         again = Opening.RESTART if restarted() else Opening.CREATE

@@ -171,7 +171,8 @@ class GatheredUnit:
             own = out[begin : begin + region.slice_numel]
             own.copy_(self.slices.weight[span])
             self._works.append(self._group.all_gather(out, own, scratch=scratch))
-            self._traffic.gathered(own.nbytes * (self._group.size - 1))
+            if self._group.size > 1:
+                self._traffic.gathered(own.nbytes * (self._group.size - 1))
             offset += nbytes
         self._state = _State.GATHERING
 

@@ -51,6 +51,11 @@ class HorizontalQueue:
         self._open = False
         self._recomputing = False
 
+    @property
+    def optimizer_units(self) -> list[int]:
+        """The units in the order of their optimizer passes."""
+        return [item.unit for item in self._schedule.passes if item.phase is Phase.OPTIMIZER]
+
     def begin(self, *, training: bool) -> None:
         """A step (or a forward-only run) begins. What was gathered for its first passes stays."""
         if self._open:
@@ -62,11 +67,6 @@ class HorizontalQueue:
         if window is not None:
             self._release(self._window.adopt(window))
         self._gather(self._window.begin().gathers)
-
-    @property
-    def optimizer_units(self) -> list[int]:
-        """The units in the order of their optimizer passes."""
-        return [item.unit for item in self._schedule.passes if item.phase is Phase.OPTIMIZER]
 
     def reset(self) -> None:
         """Lets go of everything: the step was cut short, or the slices have been replaced."""

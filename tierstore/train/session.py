@@ -229,7 +229,9 @@ def _resumed_state(config: TrainConfig, store: ParameterStore, present: dict[str
     state = TrainState.unpack(store.state, where=str(config.store))
     changed = differences(state.conditions, present)
     shape = [
-        line for line in changed if line.startswith("model.") and not line.startswith("model.checkpoint")
+        line
+        for line in changed
+        if line.startswith(("model.", "dense.fusion")) and not line.startswith("model.checkpoint")
     ]
     if shape:
         raise StoreFormatError(f"{config.store}: the store holds another model ({'; '.join(shape)})")

@@ -112,6 +112,7 @@ class Trainer:
         immediate = self.config.gradient_plan is GradientPlan.IMMEDIATE
         if immediate:
             self.store.history.begin(lr)
+        self._queue.begin(training=True)
         loss, active = self._backward(position)
         norm = math.nan
         if math.isfinite(loss):
@@ -136,7 +137,6 @@ class Trainer:
         """Gradients of all micro-batches; returns the loss (not finite: nothing was stepped) and active experts."""
         count = self.config.data.micro_batches
         self._dense.zero_grad()
-        self._queue.begin(training=True)
         total, reached = 0.0, None
         for micro in range(count):
             with self.ledger.stall(layer=None, tier=Tier.HOST, cause=Cause.DATA):
@@ -208,8 +208,8 @@ class Trainer:
                 f"step {position}: a gradient is not finite, and without clipping experts have been stepped already; "
                 "the last commit stands"
             )
-        self.store.history.abandon()
         self._queue.reset()
+        self.store.history.abandon()
         self._experts.gradients.discard()
         self.state.skipped += 1
         self.state.skipped_in_a_row += 1
@@ -222,12 +222,12 @@ class Trainer:
     def evaluate(self) -> float:
         """Mean cross entropy over the validation batches, in nats a token. Changes no record's logical content."""
         self._experts.begin_evaluation()
-        self._queue.begin(training=False)
         self.model.eval()
         total, tokens_seen = 0.0, 0
         with self._whole("validation"), self._timeline.span(Track.COMPUTE, "validation"):
             for batch in self.data.validation_batches(self.config.eval_batches):
                 tokens, targets = (self._share(part) for part in batch)
+                self._queue.begin(training=False)
                 output = self.model(tokens.to(self._device), targets.to(self._device))
                 assert output.loss is not None
                 (loss,) = self._mean([float(output.loss)])
@@ -245,8 +245,8 @@ class Trainer:
     def sample(self, prompt: bytes, count: int) -> bytes:
         """``count`` bytes that the model writes after ``prompt``."""
         self._experts.begin_evaluation()
-        self._queue.begin(training=False)
         with self._whole("sampling"):
+            self._queue.begin(training=False)
             return bytes(token % 256 for token in self.model.generate(prompt, count))
 
     def commit(self, *, snapshot: str | None = None) -> int:
