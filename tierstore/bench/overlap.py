@@ -12,12 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
-import socket
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -27,6 +23,7 @@ from typing import IO, Any
 from tierstore.bench import overlap_picture as picture
 from tierstore.bench.overlap_rank import Measurement, Stack
 from tierstore.bench.overlap_rig import RigShape
+from tierstore.bench.spawn import start_ranks
 from tierstore.bench.worker import WorkerError
 from tierstore.config import as_dict
 from tierstore.errors import ConfigError
@@ -198,28 +195,7 @@ class Ranks:
     """The processes of the ranks; a context manager."""
 
     def __init__(self) -> None:
-        self._processes: list[subprocess.Popen[bytes]] = []
-        port = _free_port()
-        for rank in range(_RANKS):
-            environment = os.environ | {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(_RANKS),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "OMP_WAIT_POLICY": "passive",
-                "PYTHONPATH": os.pathsep.join(
-                    [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
-                ).rstrip(os.pathsep),
-            }
-            self._processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-P", "-m", "tierstore.bench.overlap_rank"],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    env=environment,
-                )
-            )
+        self._processes = start_ranks("tierstore.bench.overlap_rank", _RANKS)
 
     def measure(self, asked: Measurement) -> dict[str, Any]:
         """What the ranks found, of each figure that of the slower rank (a step is over when both are).
@@ -270,9 +246,3 @@ class Ranks:
 def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
     assert pipe is not None
     return pipe
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

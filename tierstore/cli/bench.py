@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from tierstore.cli.bench_machine import machine
+from tierstore.cli.bench_prediction import prediction
 from tierstore.cli.options import SIZE, config_overrides, help_config_option, json_option, set_option
 from tierstore.cli.output import Output
 from tierstore.config import load
@@ -39,6 +41,10 @@ def _config_class() -> type[object]:
 @click.group()
 def bench() -> None:
     """Stress tests and benchmarks. Each prints a table; with --json the last line is one object."""
+
+
+bench.add_command(machine)
+bench.add_command(prediction)
 
 
 @bench.command()

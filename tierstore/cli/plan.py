@@ -199,7 +199,7 @@ def _show(made: Plan, costs: Profile, output: Output) -> None:
 
 
 def _show_bytes(made: Plan, output: Output) -> None:
-    from tierstore.stats import Tier
+    from tierstore.plan.capacity import TIERS
 
     taken = made.verdict.capacity
     if taken is None:
@@ -210,7 +210,7 @@ def _show_bytes(made: Plan, output: Output) -> None:
     ]
     title = "one rank" if made.setting.ranks.count == 1 else f"each of {made.setting.ranks.count} ranks"
     output.table(f"Bytes of {title}", ("tier", "what", "bytes", "evidence", "formula"), rows)
-    totals = ", ".join(f"{tier.value} {format_bytes(taken.total(tier))}" for tier in Tier)
+    totals = ", ".join(f"{tier.value} {format_bytes(taken.total(tier))}" for tier in TIERS)
     output.line(f"in all: {totals}")
 
 

@@ -18,12 +18,14 @@ if TYPE_CHECKING:  # a plan reckons without torch
     import torch
 
 __all__ = [
+    "FP32",
     "MOMENT_PLACES",
     "DenseBytes",
     "blocks_held",
     "dense_bytes",
     "gather_copies",
     "gather_dtype",
+    "gather_width",
     "moment_bytes",
     "needs_exchange",
     "needs_gather",
@@ -34,11 +36,13 @@ MOMENT_PLACES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class _Width:
+class Width:
+    """A type by its size alone."""
+
     itemsize: int
 
 
-_FP32 = _Width(4)
+FP32 = Width(4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +63,11 @@ def dense_bytes(
     config: DenseConfig,
     *,
     ranks: int,
-    compute: ElementType = _FP32,
+    compute: ElementType = FP32,
     device_type: str = "cpu",
 ) -> DenseBytes:
     """What a DenseSlices of ``layouts``, cut for ``ranks``, allocates. The first and the last unit are the ends."""
-    narrow = compute if config.gather is GatherDtype.COMPUTE else _FP32
+    narrow = gather_width(config, compute)
     ends = {0, len(layouts) - 1}
     gathered = [layout.gathered_bytes(narrow) for layout in layouts]
     padded = [layout.padded_numel * 4 for layout in layouts]
@@ -86,6 +90,11 @@ def dense_bytes(
     if config.optimizer_state is OptimizerState.NVME:
         return DenseBytes(8 * held + moment_bytes(most), fusion, gradients)
     return DenseBytes(16 * held, fusion, gradients)
+
+
+def gather_width(config: DenseConfig, compute: ElementType) -> ElementType:
+    """As ``gather_dtype``, where only the size of the type counts."""
+    return compute if config.gather is GatherDtype.COMPUTE else FP32
 
 
 def gather_dtype(config: DenseConfig, compute: torch.dtype) -> torch.dtype:
@@ -113,7 +122,7 @@ def blocks_held(layouts: Sequence[UnitLayout], config: DenseConfig) -> int:
 
 def needs_gather(layouts: Sequence[UnitLayout], config: DenseConfig, ranks: int, narrow: ElementType) -> bool:
     """Whether parameters are anything but views of the slices."""
-    narrows = narrow.itemsize != _FP32.itemsize and any(
+    narrows = narrow.itemsize != FP32.itemsize and any(
         region.narrow is Narrow.YES for layout in layouts for region in layout.regions
     )
     return ranks > 1 or narrows or config.optimizer_state is not OptimizerState.DEVICE

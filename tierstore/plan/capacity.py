@@ -12,13 +12,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tierstore.dense.config import OptimizerState
-from tierstore.dense.footprint import blocks_held, dense_bytes, gather_copies, needs_gather
+from tierstore.dense.footprint import blocks_held, dense_bytes, gather_copies
 from tierstore.dense.layout import Narrow, Place, Region, UnitLayout
 from tierstore.errors import ConfigError
 from tierstore.model.config import ComputeDtype
 from tierstore.plan.architecture import Architecture
 from tierstore.plan.evidence import Evidence
-from tierstore.prefetch.schedule import QueueLimits, Schedule, Unit
+from tierstore.prefetch.schedule import Schedule
+from tierstore.prefetch.units import unit_schedule
 from tierstore.stats import Tier
 from tierstore.store.format import Placement, RecordSchema, WeightFormat
 from tierstore.store.index import index_bytes
@@ -27,8 +28,10 @@ from tierstore.train.budgets import EXPERT_SCHEMA, Budgets, DeviceKind, budgets,
 from tierstore.train.config import TrainConfig
 from tierstore.train.footprint import DENSE_STATE_BYTES, WORKING_BYTES
 
-__all__ = ["PROCESS_BYTES", "Capacity", "Ranks", "Setting", "Term", "capacity"]
+__all__ = ["PROCESS_BYTES", "TIERS", "Capacity", "Ranks", "Setting", "Term", "capacity"]
 
+#: The tiers that hold bytes of a run, from the top.
+TIERS = (Tier.DEVICE, Tier.HOST, Tier.NVME)
 #: An interpreter that has imported torch and tierstore, where no profile says what it takes here.
 PROCESS_BYTES = 330 << 20
 
@@ -46,13 +49,10 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """``count`` processes; ``expert`` of them share one copy of the experts (0: all). ``lookahead``: passes that dense
-    parameters are gathered ahead, None for as many as there are fusion buffers to spare.
-    """
+    """``count`` processes; ``expert`` of them share one copy of the experts (0: all)."""
 
     count: int = 1
     expert: int = 0
-    lookahead: int | None = None
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -130,25 +130,15 @@ class Setting:
 
     @property
     def schedule(self) -> Schedule:
-        """One step's passes over the units, as the scheduler would walk them."""
-        config, moe = self.config, set(self.model.moe_layers)
-        width = config.model.compute_dtype
-        gathers = needs_gather(self.layouts, config.dense, self.ranks.count, width)
-        units = [
-            Unit(
-                layout.name,
-                layout.gathered_bytes(width) if gathers else 0,
-                number - 1 if number - 1 in moe else None,
-            )
-            for number, layout in enumerate(self.layouts)
-        ]
-        lookahead = self.ranks.lookahead
-        return Schedule(
-            units=tuple(units),
-            horizontal=QueueLimits(config.dense.buffers - 1 if lookahead is None else lookahead),
-            vertical=QueueLimits(config.prefetch.depth),
+        """One step's passes over the units, as the trainer walks them."""
+        config = self.config
+        return unit_schedule(
+            self.layouts,
+            config.dense,
+            config.prefetch,
+            moe_layers=self.model.moe_layers,
+            compute=config.model.compute_dtype,
             plan=config.gradient_plan,
-            reshard=config.dense.reshard,
             micro_batches=config.data.micro_batches,
         )
 

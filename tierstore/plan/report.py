@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tierstore.plan.capacity import Setting
+from tierstore.plan.capacity import TIERS, Setting
 from tierstore.plan.costs import Profile
 from tierstore.plan.fitting import Limits, Remedy, Verdict, judge, shortest_remedy
 from tierstore.plan.predict import Prediction, predict
 from tierstore.plan.presets import Preset
 from tierstore.plan.semoe import PaperBytes, paper_bytes
 from tierstore.prefetch.operations import Resource
-from tierstore.stats import Tier
 
 __all__ = ["Plan", "make_plan"]
 
@@ -89,7 +88,7 @@ class Plan:
 
     def _totals(self) -> dict[str, int]:
         taken = self.verdict.capacity
-        return {f"{tier.value}_bytes": taken.total(tier) for tier in Tier} if taken else {}
+        return {f"{tier.value}_bytes": taken.total(tier) for tier in TIERS} if taken else {}
 
     def _prediction(self) -> dict[str, object] | None:
         made = self.prediction

@@ -10,13 +10,13 @@ case, nothing is assumed. With fewer, experts are drawn with the probability tha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from tierstore._native import CapacityError, Replay, Residency
+from tierstore._native import CapacityError, Residency
 from tierstore.cache.access import Need, Phase
 from tierstore.cache.frames import frames_of
 from tierstore.errors import BudgetError
@@ -30,15 +30,12 @@ from tierstore.store.adamw import Inactive
 from tierstore.store.config import StoreConfig
 from tierstore.store.format import Group
 from tierstore.store.opening import make_residency, record_frame_bytes
-from tierstore.trace.format import TraceKind
 
 __all__ = ["Traffic", "step_traffic"]
 
 _WARM_UP, _MEASURED = 6, 8
 #: An expert that is reached with at least this probability is taken to be reached.
 _CERTAIN = 1 - 1e-6
-#: Inside an access, a place past any group: replay takes the last one, where the trainer speculates.
-_LAST_GROUP = 2 * (1 << 30)
 
 _Units = npt.NDArray[np.uint32]
 _Flags = npt.NDArray[np.uint16]
@@ -68,7 +65,7 @@ def step_traffic(setting: Setting, taken: Capacity) -> Traffic:
 
 
 class _Drive:
-    """The trainer's accesses, as events of a trace."""
+    """The trainer's accesses, in its order."""
 
     def __init__(self, setting: Setting, taken: Capacity) -> None:
         self._setting = setting
@@ -86,7 +83,6 @@ class _Drive:
         self._reached = 1.0 if reached >= _CERTAIN else reached
         self._random = np.random.default_rng(0)
         self._residency = self._make(taken)
-        self._loop = Replay(self._residency)
         self._predictor = make_predictor(config.prefetch.predictor, range(self._local))
         #: Of each expert of each layer: steps that its content has had, and whether a gradient of it is kept.
         self._steps = {layer: np.zeros(self._local, np.int64) for layer in self._layers}
@@ -149,11 +145,10 @@ class _Drive:
             for layer in reversed(self._layers):
                 self._backward(layer, used)
         self._applied += 1
-        self._event(TraceKind.END_STEP)
+        self._residency.end_step(self._applied)
         every = self._setting.config.cache.write_back_every
         if every and (step + 1) % every == 0:
-            self._event(TraceKind.CLEAN_ALL)
-        self._loop.finish()
+            self._residency.clean()
 
     def _draw(self) -> _Units:
         if self._reached == 1.0:
@@ -161,19 +156,21 @@ class _Drive:
         return np.flatnonzero(self._random.random(self._local) < self._reached).astype(np.uint32)
 
     def _forward(self, layer: int, used: dict[int, _Units]) -> None:
-        chosen, kept = used[layer], self._kept[layer]
+        chosen, kept, steps = used[layer], self._kept[layer], self._steps[layer]
+        pending = self._first and self._deferred
+        following = self._schedule.following(Phase.FORWARD, layer, training=True)
+
+        def caught_up(part: _Units, flags: _Flags) -> None:
+            steps[part[flags != Need.WEIGHTS]] = self._applied
+            if pending:
+                kept[part] = False
+
         flags = self._forward_flags(layer, chosen)
-        self._access(Phase.FORWARD, layer, chosen, flags)
-        self._speculate(self._schedule.following(Phase.FORWARD, layer, training=True), used)
-        self._steps[layer][chosen[flags != Need.WEIGHTS]] = self._applied
+        self._access(Phase.FORWARD, layer, chosen, flags, caught_up, following, used)
         self._predictor.observe(layer, chosen.tolist())
-        if self._first and self._deferred:
-            # Gradients of experts that this pass did not ask for are stepped behind it.
-            kept[chosen] = False
+        if pending:  # gradients of experts that this pass did not ask for are stepped behind it
             rest = np.flatnonzero(kept).astype(np.uint32)
-            self._access(Phase.OPTIMIZER, layer, rest, _all(Need.STEP_SPILLED, rest))
-            self._steps[layer][rest] = self._applied
-            kept[:] = False
+            self._access(Phase.OPTIMIZER, layer, rest, _all(Need.STEP_SPILLED, rest), caught_up)
 
     def _forward_flags(self, layer: int, chosen: _Units) -> _Flags:
         """As the present micro-batch asks for experts: what waits of the step before is stepped first."""
@@ -190,31 +187,25 @@ class _Drive:
         if self._again:
             own = next(p for p in self._schedule.passes if p.phase is Phase.BACKWARD and p.moe_layer == layer)
             ahead = [own, *following][: self._depth]
-            self._access(
-                Phase.FORWARD, layer, chosen, self._flags(chosen, layer, self._applied, pending=False)
-            )
-            self._speculate(ahead, used)
-        self._access(Phase.BACKWARD, layer, chosen, self._backward_flags(layer, chosen))
-        steps_now = self._last and not self._deferred
-        if steps_now:
-            # As if all groups but the last had been stepped, when the next passes are speculated on: the last one
-            # is pinned, so that whatever is asked of it is there.
-            self._steps[layer][chosen] = self._applied + 1
-        else:
-            kept[chosen] = True
+            flags = self._flags(chosen, layer, self._applied, pending=False)
+            self._access(Phase.FORWARD, layer, chosen, flags, _nothing, ahead, used)
         before = kept.copy()
-        if steps_now:
-            kept[chosen] = False
-        self._speculate(following, used)
+        steps_now = self._last and not self._deferred
+
+        def taken(part: _Units, _: _Flags) -> None:
+            kept[part] = not steps_now
+            if steps_now:
+                self._steps[layer][part] = self._applied + 1
+
+        flags = self._backward_flags(layer, chosen)
+        self._access(Phase.BACKWARD, layer, chosen, flags, taken, following, used)
         if not self._last:
             return
         rest = np.setdiff1d(np.flatnonzero(before), chosen).astype(np.uint32)
         if self._deferred:
-            self._access(Phase.BACKWARD, layer, rest, _all(Need.GRADIENTS, rest))
+            self._access(Phase.BACKWARD, layer, rest, _all(Need.GRADIENTS, rest), _nothing)
         else:
-            self._access(Phase.OPTIMIZER, layer, rest, _all(Need.STEP_SPILLED, rest))
-            self._steps[layer][rest] = self._applied + 1
-            kept[:] = False
+            self._access(Phase.OPTIMIZER, layer, rest, _all(Need.STEP_SPILLED, rest), taken)
 
     def _backward_flags(self, layer: int, chosen: _Units) -> _Flags:
         if self._deferred or not self._last:
@@ -235,51 +226,56 @@ class _Drive:
                 next_step = item.later > 0 and self._last
                 pending = next_step or (item.later == 0 and self._first and self._deferred)
                 flags = self._flags(chosen, layer, self._applied + next_step, pending=pending)
-            if len(chosen):
-                numbers = self._numbers(layer, chosen)
-                self._event(TraceKind.PREFETCH, numbers, flags, phase=item.phase, layer=layer, at=_LAST_GROUP)
-                self._charge(item.phase, layer)
+            if not len(chosen):
+                continue
+            numbers = self._numbers(layer, chosen)
+            taken, _ = self._residency.prefetch(self._applied, item.phase, layer, numbers, flags)
+            self._charge(item.phase, layer)
+            if taken < len(chosen):  # nearer passes first, and none further once there is no room
+                return
 
     def _expected(self, layer: int) -> _Units:
         return np.array(self._predictor.predict(layer), np.uint32)
 
-    # Events ------------------------------------------------------------------------------------------------
+    # The residency core ------------------------------------------------------------------------------------
 
     def _numbers(self, layer: int, chosen: _Units) -> _Units:
         return (chosen + self._place[layer] * self._local).astype(np.uint32)
 
-    def _access(self, phase: Phase, layer: int, chosen: _Units, flags: _Flags) -> None:
-        if len(chosen):
-            self._event(TraceKind.ACCESS, self._numbers(layer, chosen), flags, phase=phase, layer=layer)
-            self._event(TraceKind.END_UNIT, at=_LAST_GROUP)  # no unit: walks to the last group
+    def _access(
+        self,
+        phase: Phase,
+        layer: int,
+        chosen: _Units,
+        flags: _Flags,
+        done: Callable[[_Units, _Flags], None],
+        ahead: Sequence[Pass] = (),
+        used: dict[int, _Units] | None = None,
+    ) -> None:
+        """One atomic access. ``done`` hears of each group, with its flags, when it has been worked on; while the last one
+        is open, the passes ``ahead`` are speculated on.
+        """
+        if not len(chosen):
+            return
+        numbers = self._numbers(layer, chosen)
+        groups, _ = self._residency.begin_access(self._applied, phase, layer, numbers, flags)
+        for group in range(groups):
+            begin, end, _, _ = self._residency.next_group()
             self._charge(phase, layer)
+            if group == groups - 1:
+                self._speculate(ahead, used or {})
+            self._residency.end_group()
+            done(chosen[begin:end], flags[begin:end])
 
     def _charge(self, phase: Phase, layer: int) -> None:
         read = int(str(self._residency.stats()["read_bytes"]))
         self._read_for[phase, layer] += read - self._read
         self._read = read
 
-    def _event(
-        self,
-        kind: TraceKind,
-        records: _Units | None = None,
-        flags: _Flags | None = None,
-        *,
-        phase: Phase = Phase.INIT,
-        layer: int = 0,
-        at: int = 0,
-    ) -> None:
-        units = np.zeros(0, np.uint32) if records is None else records
-        self._loop.run(
-            np.array([kind], np.uint8),
-            np.array([phase], np.uint8),
-            np.array([at], np.uint32),
-            np.array([layer], np.uint32),
-            np.array([0, len(units)], np.uint64),
-            units,
-            np.zeros(0, np.uint16) if flags is None else flags,
-        )
-
 
 def _all(need: Need, chosen: _Units) -> _Flags:
     return np.full(len(chosen), int(need), np.uint16)
+
+
+def _nothing(_: _Units, __: _Flags) -> None:
+    return

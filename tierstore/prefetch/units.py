@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from tierstore.dense.config import DenseConfig
-from tierstore.dense.footprint import blocks_held, gather_dtype
-from tierstore.dense.layout import UnitLayout
+from tierstore.dense.footprint import FP32, blocks_held, gather_width
+from tierstore.dense.layout import ElementType, UnitLayout
 from tierstore.prefetch.plan import GradientPlan, PrefetchConfig
 from tierstore.prefetch.schedule import QueueLimits, Schedule, Unit
 
@@ -21,7 +19,7 @@ def unit_schedule(
     prefetch: PrefetchConfig,
     *,
     moe_layers: Sequence[int],
-    compute: torch.dtype = torch.float32,
+    compute: ElementType = FP32,
     plan: GradientPlan = GradientPlan.DEFERRED,
     micro_batches: int = 1,
 ) -> Schedule:
@@ -30,7 +28,7 @@ def unit_schedule(
     Its horizontal budget is that of the fusion buffers: each block takes one, whatever its size; the first and the
     last unit have buffers of their own.
     """
-    narrow = gather_dtype(dense, compute)
+    narrow = gather_width(dense, compute)
     last = len(layouts) - 1
     buffer = max((layout.gathered_bytes(narrow) for layout in layouts[1:last]), default=0)
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from tierstore.cache.access import Phase
-from tierstore.dense import DenseSlices
+from tierstore.dense import DenseBytes, DenseSlices
 from tierstore.errors import TierstoreError
 from tierstore.model import Transformer
 from tierstore.parallel import Mesh
@@ -236,6 +236,11 @@ class Trainer:
         self.model.train()
         self.state.val_loss = total / max(tokens_seen, 1)
         return self.state.val_loss
+
+    @property
+    def dense_bytes(self) -> DenseBytes:
+        """What this rank's dense parameters were given, bytes."""
+        return self._dense.nbytes
 
     @property
     def late_prefetch_bytes(self) -> int:

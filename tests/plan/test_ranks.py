@@ -1,0 +1,61 @@
+"""Plans of several ranks against real ones: what each has on disk and on its device, reads, writes and sends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from tierstore.config import as_dict, from_dict
+from tierstore.parallel import Mesh
+from tierstore.plan.capacity import Setting, capacity
+from tierstore.plan.traffic import step_traffic
+from tierstore.train.config import TrainConfig
+from tierstore.train.session import Opening, open_session
+
+if TYPE_CHECKING:
+    from launcher import Ranks
+
+
+def trained(mesh: Mesh, config: dict[str, object]) -> dict[str, int]:
+    """What one rank took: bytes of its extents, of its dense parameters, and of eight steps after six."""
+    torch.set_num_threads(1)
+    with open_session(from_dict(TrainConfig, config), Opening.CREATE, mesh=mesh) as trainer:
+        moved = []
+        for steps in (6, 8):
+            for _ in range(steps):
+                trainer.step()
+            stats = trainer.store.cache.residency.stats()
+            moved.append([int(str(stats[key])) for key in ("read_bytes", "written_bytes")])
+        trainer.commit()
+        directory = trainer.store.directory
+        return {
+            "extents": sum(path.stat().st_size for path in (directory / "extents").iterdir()),
+            "index": (directory / "index" / "data.mdb").stat().st_size,
+            "dense": trainer.dense_bytes.total,
+            "read": (moved[1][0] - moved[0][0]) // 8,
+            "written": (moved[1][1] - moved[0][1]) // 8,
+        }
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("kind", ["fp32", "bf16, clipped"])
+def test_each_rank_takes_what_its_plan_says(
+    kind: str, count: int, setting: Callable[..., Setting], ranks: Ranks
+) -> None:
+    changes = {} if kind == "fp32" else {"model.compute_dtype": "bf16", "clip_norm": 0.3}
+    planned = setting({"host_budget": 120 << 10, "model.n_layers": 4} | changes, ranks=count)
+    taken = capacity(planned)
+    by_name = {term.name: term.nbytes for term in taken.terms}
+    traffic = step_traffic(planned, taken)
+    for found in ranks.run(count, trained, as_dict(planned.config)):
+        assert found["extents"] == by_name["expert extents"] + by_name["dense extents"]
+        assert found["index"] == by_name["index"]
+        assert found["dense"] == sum(
+            by_name.get(name, 0) for name in ("dense state", "fusion buffers", "gradient buffers")
+        )
+        # What registering left in the cache may still show after six steps.
+        assert found["read"] == pytest.approx(traffic.read_bytes, rel=0.05)
+        assert found["written"] == pytest.approx(traffic.written_bytes, rel=0.05)

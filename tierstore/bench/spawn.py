@@ -1,0 +1,40 @@
+"""Starting the ranks of a benchmark: processes of their own on this machine, that meet on the loopback."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["start_ranks"]
+
+
+def start_ranks(module: str, count: int, arguments: Sequence[str] = ()) -> list[subprocess.Popen[bytes]]:
+    """``python -m module arguments`` as each of ``count`` ranks, with pipes to and from it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    package = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join([package, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    return [
+        subprocess.Popen(
+            # -P: the installed package, whatever lies in the directory that this is called from.
+            [sys.executable, "-P", "-m", module, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ
+            | {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(count),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_WAIT_POLICY": "passive",
+                "PYTHONPATH": path,
+            },
+        )
+        for rank in range(count)
+    ]
