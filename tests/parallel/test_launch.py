@@ -30,13 +30,16 @@ with launch(ParallelConfig(timeout_s=60, grace_s=1), device="cpu") as mesh:
         print(f"pid {os.getpid()}", flush=True)
     if sys.argv[1] != "leave":
         time.sleep(120)
+    several = len(os.listdir("/proc/self/task"))
+left = len(os.listdir("/proc/self/task"))
+assert left == 1 < several, f"{left} of {several} threads are left"
 """
 
 
-def _torchrun(tmp_path: Path, what: str) -> subprocess.Popen[str]:
+def _torchrun(tmp_path: Path, what: str, ranks: int = 2) -> subprocess.Popen[str]:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return subprocess.Popen(
         [*command, str(program), what], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -56,11 +59,12 @@ def test_a_failure_ends_the_job_with_its_reason(tmp_path: Path) -> None:
     assert "tierstore: rank 0: rank 1 failed: ValueError: a reason of its own" in err
 
 
-def test_ranks_end_with_a_killed_torchrun(tmp_path: Path) -> None:
-    run = _torchrun(tmp_path, "stay")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_end_with_a_killed_torchrun(tmp_path: Path, ranks: int) -> None:
+    run = _torchrun(tmp_path, "stay", ranks)
     assert run.stdout is not None
     pids: list[int] = []
-    while len(pids) < 2:
+    while len(pids) < ranks:
         line = run.stdout.readline()
         assert line, "the ranks ended early"
         pids += [int(line.split()[1])] if line.startswith("pid") else []

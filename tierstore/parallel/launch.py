@@ -5,8 +5,9 @@
     with launch(config) as mesh:
         ...  # mesh.world, mesh.expert, mesh.replica, mesh.device
 
-A single process imports no distributed backend and starts no thread. Leaving the context without an error is
-a collective: no rank goes before all have come; leaving it with one tells the others the reason.
+A single process imports no distributed backend, and starts no thread unless ``torchrun`` has to be watched.
+Leaving the context without an error is a collective: no rank goes before all have come; leaving it with one tells
+the others the reason.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from tierstore.errors import ConfigError, PeerError
-from tierstore.parallel.collectives import Failure, LimitedLink
+from tierstore.parallel.collectives import Failure, Group, LimitedLink
 from tierstore.parallel.config import ParallelConfig
 from tierstore.parallel.mesh import Mesh, build_mesh, expert_ranks
 from tierstore.parallel.place import Place
@@ -68,10 +69,12 @@ def launch(
     expert_ranks(config, place.world)
     chosen = rank_device(device, place)
     if place.world == 1:
-        yield Mesh.alone(place, chosen)
+        with _watched_alone(config, place):
+            yield Mesh.alone(place, chosen)
         return
     import torch.distributed as dist
 
+    mesh: Mesh | None = None
     watch: DeathWatch | None = None
     communicators: list[ProcessGroup] = []
 
@@ -99,8 +102,32 @@ def launch(
     else:
         watch.leave()
     finally:
+        # The last references, so that the backend's threads are joined here: one that still lets go of a tensor
+        # while the interpreter ends would abort the process.
+        if mesh is not None:
+            mesh.close()
+        communicators.clear()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _watched_alone(config: ParallelConfig, place: Place) -> Iterator[None]:
+    """One rank has no peers, and ends with its ``torchrun`` all the same."""
+    if not place.supervised:
+        yield
+        return
+    watch = DeathWatch(
+        place,
+        Group.alone(),
+        grace_s=config.grace_s,
+        timeout_s=config.timeout_s,
+        on_failure=lambda: None,
+    )
+    try:
+        yield
+    finally:
+        watch.leave()
 
 
 def _join(config: ParallelConfig, place: Place, device: torch.device) -> None:
