@@ -110,13 +110,12 @@ def _train(mesh: Mesh, path: Path, plan: GradientPlan, slots: int, ranks: int) -
         experts = TieredExperts(
             store,
             tier,
-            {LAYER: [store.record(key) for key in keys]},
+            {LAYER: {FIRST + i: store.record(key) for i, key in enumerate(keys)}},
             weight_slots=shape.weights,
             plan=plan,
-            predictor=make_predictor(PredictorName.NONE, EXPERTS),
+            predictor=make_predictor(PredictorName.NONE, range(FIRST, FIRST + EXPERTS)),
             schedule=Schedule.of_layers([LAYER], depth=1),
             ledger=ledger,
-            first_expert=FIRST,
             replicas=mesh.replica,
         )
         squares = [_step(mesh, store, experts, plan, step, ranks) for step in range(3)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,9 @@ from tierstore.errors import BudgetError
 from tierstore.train.config import TrainConfig
 from tierstore.train.session import Opening, open_session
 from tierstore.train.trainer import StepResult, Trainer
+
+# For the modules of cases beside this file.
+sys.path.insert(0, str(Path(__file__).parent))
 
 Settings = Mapping[str, Any]
 RAM = 8 << 20  # holds every tiny model whole
@@ -153,3 +157,16 @@ def train() -> Runner:
 @pytest.fixture
 def least(tmp_path: Path) -> Callable[[TrainConfig], int]:
     return lambda config: least_budget(config, tmp_path)
+
+
+@pytest.fixture
+def settings(text: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Settings with a store of their own."""
+    made = 0
+
+    def make(changes: Settings | None = None) -> dict[str, Any]:
+        nonlocal made
+        made += 1
+        return {"data.paths": (str(text),), "store": tmp_path / f"store{made}", **(changes or {})}
+
+    return make

@@ -36,11 +36,17 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "train": CommandEntry(
         "tierstore.cli.train:train", "Train a Mixture-of-Experts model larger than memory."
     ),
+    "plan": CommandEntry(
+        "tierstore.cli.plan:plan", "What a model needs on each tier, whether it fits, the time of a step."
+    ),
     "doctor": CommandEntry(
         "tierstore.cli.doctor:doctor", "What this machine offers, and what each capability resolved to."
     ),
     "verify": CommandEntry(
         "tierstore.cli.verify:verify", "Read and check every record of every snapshot of a store."
+    ),
+    "reshard": CommandEntry(
+        "tierstore.cli.reshard:reshard", "Make a store over for another number of ranks."
     ),
     "bench": CommandEntry("tierstore.cli.bench:bench", "Benchmarks of training, AdamW and commits."),
 }

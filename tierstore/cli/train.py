@@ -19,6 +19,7 @@ import click
 from tierstore.cli.options import SIZE, config_overrides, help_config_option, json_option, set_option
 from tierstore.cli.output import Output, OutputMode
 from tierstore.config import load
+from tierstore.links import CollectiveLink
 from tierstore.machine import disk
 from tierstore.timeline import open_timeline
 from tierstore.units import format_bytes, format_seconds
@@ -116,7 +117,8 @@ def _run(config: TrainConfig, files: _Files, *, resume: bool, as_json: bool) -> 
 
     counts = frozenset({"write_backs"})
     # Ranks end together or not at all: from here on a signal to one of them is everybody's.
-    with _Interrupts() as interrupts, launch(config.parallel, device=config.device) as mesh:
+    link = CollectiveLink(config.links.gather.open())
+    with _Interrupts() as interrupts, launch(config.parallel, device=config.device, link=link) as mesh:
         first = mesh.world.rank == 0
         output = Output.for_option(as_json, counts=counts) if first else Output(OutputMode.NOBODY)
         again = Opening.RESTART if restarted() else Opening.CREATE
@@ -127,12 +129,12 @@ def _run(config: TrainConfig, files: _Files, *, resume: bool, as_json: bool) -> 
 def _train(
     config: TrainConfig, output: Output, opening: Opening, files: _Files, mesh: Mesh, interrupts: _Interrupts
 ) -> int:
-    from tierstore.train.footprint import fixed_bytes, keep_freed_memory, resident_bytes
+    from tierstore.train.footprint import fixed_cost, keep_freed_memory, resident_bytes
     from tierstore.train.report import Metrics, RunSummary, tier_rows, totals
     from tierstore.train.session import open_session
 
     keep_freed_memory()
-    fixed = fixed_bytes(config, resident_bytes())
+    fixed = fixed_cost(config, resident_bytes()).nbytes
     _announce(config, output, fixed, mesh)
     with (
         open_timeline(files.timeline) as sink,
@@ -212,10 +214,11 @@ def _steps(
 def _announce(config: TrainConfig, output: Output, fixed: int, mesh: Mesh) -> None:
     """What the run will take, before the first write."""
     from tierstore.cache.config import PolicyName
+    from tierstore.store.space import copies
 
     model = config.model
     records = model.expert_parameters * 12
-    copies = 2 + config.retain
+    kept = copies(config.retain)
     output.line(
         f"model: {model.total_parameters / 1e6:.1f} M parameters, {model.expert_count} experts in "
         f"{len(model.moe_layers)} layers, {format_bytes(records)} of expert records, {model.compute_dtype.value}"
@@ -242,7 +245,7 @@ def _announce(config: TrainConfig, output: Output, fixed: int, mesh: Mesh) -> No
     parents = [config.store.absolute(), *config.store.absolute().parents]
     place = disk(next(path for path in parents if path.exists()))
     output.line(
-        f"disk: {format_bytes(copies * records)} reserved in {config.store} for {copies} copies; "
+        f"disk: {format_bytes(kept * records)} reserved in {config.store} for {kept} copies; "
         f"{format_bytes(place.free_bytes)} free"
     )
 
@@ -262,9 +265,10 @@ def _show(summary: RunSummary, output: Output, rows: list[tuple[str, str]]) -> N
     if summary.stalls:
         output.table(
             "longest stalls",
-            ("layer", "tier", "cause", "time"),
+            ("dimension", "layer", "tier", "cause", "time"),
             [
                 (
+                    stall["dimension"],
                     stall["layer"] if stall["layer"] is not None else "-",
                     stall["tier"],
                     stall["cause"],

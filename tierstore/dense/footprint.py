@@ -8,13 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from tierstore.dense.config import DenseConfig, GatherDtype, OptimizerState, Reshard
-from tierstore.dense.layout import Narrow, UnitLayout
+from tierstore.dense.layout import ElementType, Narrow, UnitLayout
+
+if TYPE_CHECKING:  # a plan reckons without torch
+    import torch
 
 __all__ = ["DenseBytes", "blocks_held", "dense_bytes", "gather_dtype", "needs_exchange", "needs_gather"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Width:
+    itemsize: int
+
+
+_FP32 = _Width(4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +45,11 @@ def dense_bytes(
     config: DenseConfig,
     *,
     ranks: int,
-    compute: torch.dtype = torch.float32,
+    compute: ElementType = _FP32,
     device_type: str = "cpu",
 ) -> DenseBytes:
     """What a DenseSlices of ``layouts``, cut for ``ranks``, allocates. The first and the last unit are the ends."""
-    narrow = gather_dtype(config, compute)
+    narrow = compute if config.gather is GatherDtype.COMPUTE else _FP32
     ends = {0, len(layouts) - 1}
     gathered = [layout.gathered_bytes(narrow) for layout in layouts]
     padded = [layout.padded_numel * 4 for layout in layouts]
@@ -63,6 +73,8 @@ def dense_bytes(
 
 def gather_dtype(config: DenseConfig, compute: torch.dtype) -> torch.dtype:
     """The type in which narrow regions are gathered."""
+    import torch
+
     return compute if config.gather is GatherDtype.COMPUTE else torch.float32
 
 
@@ -77,9 +89,9 @@ def blocks_held(layouts: Sequence[UnitLayout], config: DenseConfig) -> int:
     return blocks if config.reshard is Reshard.AFTER_BACKWARD else min(config.buffers, blocks)
 
 
-def needs_gather(layouts: Sequence[UnitLayout], config: DenseConfig, ranks: int, narrow: torch.dtype) -> bool:
+def needs_gather(layouts: Sequence[UnitLayout], config: DenseConfig, ranks: int, narrow: ElementType) -> bool:
     """Whether parameters are anything but views of the slices."""
-    narrows = narrow != torch.float32 and any(
+    narrows = narrow.itemsize != _FP32.itemsize and any(
         region.narrow is Narrow.YES for layout in layouts for region in layout.regions
     )
     return ranks > 1 or narrows or config.optimizer_state is not OptimizerState.DEVICE

@@ -15,14 +15,17 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Protocol
 
 from tierstore.dense.config import Fusion
 
+if TYPE_CHECKING:  # a plan lays units out without torch
+    import torch
+    from torch import nn
+
 __all__ = [
     "SLICE_ALIGNMENT",
+    "ElementType",
     "Move",
     "Narrow",
     "Place",
@@ -36,6 +39,15 @@ __all__ = [
 
 #: Slices are multiples of this many elements: 64 bytes in fp32, 32 in bf16. Then no vector kernel meets a tail.
 SLICE_ALIGNMENT = 16
+
+
+class ElementType(Protocol):
+    """A torch.dtype, or whatever else knows the size of its elements."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        ...
 
 
 class Narrow(Enum):
@@ -117,13 +129,18 @@ class UnitLayout:
             yield region, slice(start, start + region.slice_numel)
             start += region.slice_numel
 
-    def gathered_bytes(self, narrow: torch.dtype) -> int:
-        """Bytes of the gathered unit, with its narrow regions in ``narrow``."""
-        return sum(region.padded_numel * gathered_dtype(region, narrow).itemsize for region in self.regions)
+    def gathered_bytes(self, narrow: ElementType) -> int:
+        """Bytes of the gathered unit, with its narrow regions in ``narrow``, the others in fp32."""
+        return sum(
+            region.padded_numel * (narrow.itemsize if region.narrow is Narrow.YES else 4)
+            for region in self.regions
+        )
 
 
 def gathered_dtype(region: Region, narrow: torch.dtype) -> torch.dtype:
     """The type in which ``region`` is gathered."""
+    import torch
+
     return narrow if region.narrow is Narrow.YES else torch.float32
 
 
@@ -201,6 +218,8 @@ def recut(
     old: UnitLayout, new: UnitLayout, rank: int, read: Callable[[int, int, int], torch.Tensor]
 ) -> torch.Tensor:
     """The slices of ``rank`` in ``new``, fp32 [slice_numel], of what ``read(old rank, offset, count)`` gives."""
+    import torch
+
     slices = torch.zeros(new.slice_numel)
     for move in moves(old, new, rank):
         slices[move.target : move.target + move.count] = read(move.rank, move.source, move.count)

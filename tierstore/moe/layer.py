@@ -16,7 +16,6 @@ its gradient from their own tokens; summing it over them is the source's part (s
 
 from __future__ import annotations
 
-from enum import StrEnum
 from functools import partial
 from typing import Any
 
@@ -24,11 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from tierstore.moe.config import Activation, ExpertShape, RouterConfig, SaveActivations
 from tierstore.moe.dispatch import Dispatch, combine, combine_weighted, dispatch
 from tierstore.moe.exchange import Charge, LocalRows, Rows, rows_of
 from tierstore.moe.experts import (
-    Activation,
-    ExpertShape,
     Workspace,
     backward_expert,
     feed_forward,
@@ -36,22 +34,13 @@ from tierstore.moe.experts import (
     recompute_inner,
     weight_std,
 )
-from tierstore.moe.router import NoiseKey, Router, RouterConfig, Routing
+from tierstore.moe.router import NoiseKey, Router, Routing
 from tierstore.moe.seeds import keyed_generator
 from tierstore.moe.source import ExpertSource
 from tierstore.parallel import Mesh
 from tierstore.stats import Cause, StallLedger, Tier
 
 __all__ = ["FeedForward", "MoELayer", "SaveActivations"]
-
-
-class SaveActivations(StrEnum):
-    """What a layer keeps for its backward pass."""
-
-    SAVE = "save"  # N * P values of the compute type, in one buffer; with other ranks' tokens, N * D more
-    RECOMPUTE = (
-        "recompute"  # the input alone; the backward pass repeats one product an expert (and its exchange)
-    )
 
 
 class FeedForward(nn.Module):

@@ -51,7 +51,7 @@ class TieredLease:
 class TieredExperts:
     """Experts of ``store`` as the MoE layers ask for them.
 
-    ``records[layer][expert - first_expert]`` says which record each is; ``schedule`` knows those layers, and how far to
+    ``records[layer][expert]`` says which record each is; ``schedule`` knows those layers, and how far to
     look ahead. ``replicas``: the ranks whose stores hold these experts too; their gradients are summed before a step.
     """
 
@@ -59,21 +59,19 @@ class TieredExperts:
         self,
         store: ParameterStore,
         device: DeviceTier,
-        records: Mapping[int, Sequence[CachedRecord]],
+        records: Mapping[int, Mapping[int, CachedRecord]],
         *,
         weight_slots: int,
         plan: GradientPlan,
         predictor: Predictor,
         schedule: Schedule,
         ledger: StallLedger,
-        first_expert: int = 0,
         replicas: parallel.Group | None = None,
     ) -> None:
         self._store = store
         self._cache = store.cache
         self._device = device
         self._records = records
-        self._first_expert = first_expert
         self._predictor = predictor
         self._ledger = ledger
         self._schedule = schedule
@@ -110,19 +108,18 @@ class TieredExperts:
         A second forward pass of a layer in a micro-batch is its recomputation (activation checkpointing):
         the same experts, and the layer's backward pass comes next.
         """
-        places = self._places(experts)
         again = self._training and layer in self._used
         if again:
             ahead = self._schedule.recomputed(layer)
         else:
             ahead = self._following(Phase.FORWARD, layer)
-            self._used[layer] = places
-        records = [self._records[layer][place] for place in places]
+            self._used[layer] = list(experts)
+        records = [self._records[layer][expert] for expert in experts]
         for unit, slot, _ in self._walk(Phase.FORWARD, layer, records, ahead, self._prepare_forward):
             yield TieredLease(experts[unit], self._device.weights(slot))
             self._cache.end_unit(unit)
         if not again:
-            self._predictor.observe(layer, places)
+            self._predictor.observe(layer, experts)
             self.gradients.step_pending(layer)
 
     def _prepare_forward(self, record: CachedRecord) -> None:
@@ -135,7 +132,7 @@ class TieredExperts:
         """Leases with gradient slots. Advancing past one takes its gradient as complete, once it has been summed
         over the replicas.
         """
-        records = [self._records[layer][place] for place in self._places(experts)]
+        records = [self._records[layer][expert] for expert in experts]
         ahead = self._following(Phase.BACKWARD, layer)
         for unit, slot, last in self._walk(Phase.BACKWARD, layer, records, ahead, None):
             taken, guards = self._device.take_gradient()
@@ -150,10 +147,6 @@ class TieredExperts:
     def _complete(self, records: Sequence[CachedRecord], unit: int, gradient: int) -> None:
         self.gradients.take(records[unit], gradient)
         self._cache.end_unit(unit)
-
-    def _places(self, experts: Sequence[int]) -> list[int]:
-        """Where ``experts`` stand among those of this rank: what records and predictions are numbered by."""
-        return [expert - self._first_expert for expert in experts]
 
     # One access --------------------------------------------------------------------------------------------
 
@@ -265,17 +258,17 @@ class TieredExperts:
 
     def _speculate(self, ahead: Sequence[Pass]) -> None:
         for following in ahead:
-            layer, places = self._expected(following)
-            if not places:
+            layer, experts = self._expected(following)
+            if not experts:
                 continue
-            records = [self._records[layer][place] for place in places]
+            records = [self._records[layer][expert] for expert in experts]
             numbers, flags = self._needs(following.phase, records, later=following.later)
             taken = self._cache.prefetch(self._store.history.applied, following.phase, layer, numbers, flags)
-            if taken < len(places):
+            if taken < len(experts):
                 return
 
     def _expected(self, item: Pass) -> tuple[int, list[int]]:
-        """The MoE layer of a pass, and the places of the experts that it is expected to use."""
+        """The MoE layer of a pass, and the experts that it is expected to use."""
         layer = item.moe_layer
         assert layer is not None
         if item.phase is Phase.BACKWARD and item.later == 0 and layer in self._used:

@@ -50,12 +50,18 @@ _NEED = {Group.WEIGHTS: Need.WEIGHTS, Group.MOMENTS: Need.MOMENTS}
 
 @dataclass(frozen=True)
 class NewRecord:
-    """A record to register; ``weight`` makes its initial weights (float32 [numel]), or None for zeros."""
+    """A record to register; ``weight`` makes its initial weights (float32 [numel]), or None for zeros.
+
+    A record that comes from another store has ``sections`` instead: what makes all of them, in the schema's order,
+    as they were after ``step`` optimizer steps.
+    """
 
     key: str
     schema: str
     layer: int = 0
     weight: Callable[[], npt.NDArray[np.float32] | None] = lambda: None
+    sections: Callable[[], Sequence[npt.NDArray[np.generic]]] | None = None
+    step: int | None = None
 
 
 class ParameterStore(StoreRecords):
@@ -146,12 +152,13 @@ class ParameterStore(StoreRecords):
         for new, schema in zip(records, schemas, strict=True):
             live = self.slots.add_record(new.key, schema, new.layer)
             # A new record is up to date; where missed steps are dropped each counts its own, from nothing.
-            live.step = self.history.applied if self.history.replays else 0
+            fresh = self.history.applied if self.history.replays else 0
+            live.step = fresh if new.step is None else new.step
             self._attach(live, stored=False)
         unfilled = [new for new in records if new.key in self._records]
         try:
             while unfilled:
-                self._fill(self._records[unfilled[0].key], unfilled[0].weight())
+                self._fill(self._records[unfilled[0].key], unfilled[0])
                 unfilled.pop(0)
         except BaseException:
             for new in unfilled:
@@ -175,15 +182,29 @@ class ParameterStore(StoreRecords):
                 raise ValueError(f"record {new.key!r}: expected a layer from 0 to 65535, got {new.layer}")
         return [self._schema_index(new.schema) for new in records]
 
-    def _fill(self, record: CachedRecord, weight: npt.NDArray[np.float32] | None) -> None:
-        shape = self.slots.schemas[record.live.schema]
+    def _content(self, new: NewRecord) -> list[npt.NDArray[np.generic]]:
+        """The leading sections of a new record; those that are not there begin as zeros."""
+        shape = self.slots.schemas[self._schema_index(new.schema)]
+        if new.sections is not None:
+            parts = [np.ascontiguousarray(part) for part in new.sections()]
+            layout = [section for group in COMMITTED_GROUPS for section in shape.layout(group).sections]
+            sizes = [section.nbytes for section in layout]
+            if [part.nbytes for part in parts] != sizes:
+                raise ValueError(
+                    f"record {new.key!r}: sections of {[part.nbytes for part in parts]} bytes, expected {sizes}"
+                )
+            return parts
+        weight = new.weight()
         values = np.zeros(shape.numel, np.float32) if weight is None else weight
-        _check_array(f"record {record.live.key!r}: weight", values, shape.numel)
-        parts: list[npt.NDArray[np.generic]] = [np.ascontiguousarray(values)]
-        if shape.weight_format is WeightFormat.SPLIT_BF16:
-            high, low = np.empty(shape.numel, np.uint16), np.empty(shape.numel, np.int16)
-            _native.split_bf16(high, low, np.ascontiguousarray(values))
-            parts = [high, low]
+        _check_array(f"record {new.key!r}: weight", values, shape.numel)
+        if shape.weight_format is not WeightFormat.SPLIT_BF16:
+            return [np.ascontiguousarray(values)]
+        high, low = np.empty(shape.numel, np.uint16), np.empty(shape.numel, np.int16)
+        _native.split_bf16(high, low, np.ascontiguousarray(values))
+        return [high, low]
+
+    def _fill(self, record: CachedRecord, new: NewRecord) -> None:
+        parts = self._content(new)
         for _ in self.access(Phase.INIT, record.live.layer, [record], Need.STEP):
             try:
                 moments = record.entry(Group.MOMENTS)
@@ -193,7 +214,7 @@ class ParameterStore(StoreRecords):
                     self.cache.wrote(record.entry(group), 0)
                 for section, part in zip(sections, parts, strict=False):
                     section.copy_from(part.view(np.uint8))
-                for section in sections[-2:]:
+                for section in sections[len(parts) :]:
                     self.cache.wrote(moments, self.engine.fill_zero(section, after=self.cache.ready(moments)))
             except BaseException as error:
                 self._failures.poison(f"registering {record.live.key!r} was interrupted: {error}")

@@ -12,7 +12,7 @@ from tierstore import _native
 from tierstore.cache.access import Need, Phase
 from tierstore.cache.host_cache import HostCache
 from tierstore.errors import BudgetError, StoreError
-from tierstore.store.adamw import StepHistory
+from tierstore.store.adamw import AdamWConfig, StepHistory
 from tierstore.store.committing import Committer
 from tierstore.store.failures import Failures
 from tierstore.store.format import Group, Placement, RecordSchema
@@ -20,6 +20,7 @@ from tierstore.store.index import index_bytes
 from tierstore.store.opening import Parts
 from tierstore.store.optimizer import CachedRecord, RecordOptimizer
 from tierstore.store.slots import LiveRecord
+from tierstore.store.space import copies
 
 __all__ = ["StoreRecords", "by_layer"]
 
@@ -102,7 +103,7 @@ class StoreRecords:
         opened.
         """
         retain = max(self.config.retain, len(self._committer.snapshots))
-        self.slots.reserve(2 + retain, counts or {})
+        self.slots.reserve(copies(retain), counts or {})
         records = max(len(self.slots.records), sum((counts or {}).values()))
         self._parts.index.reserve(index_bytes(records, retain))
         self._space_reserved = True
@@ -152,6 +153,11 @@ class StoreRecords:
     def state(self) -> Mapping[str, bytes]:
         """Small named state as of the last commit."""
         return self._committer.state
+
+    @property
+    def adamw(self) -> AdamWConfig:
+        """The optimizer's hyperparameters, but for the learning rate."""
+        return self.history.config
 
     @property
     def generation(self) -> int:

@@ -10,12 +10,12 @@ from tierstore.cache.config import CacheConfig
 from tierstore.dense.config import DenseConfig
 from tierstore.errors import ConfigError
 from tierstore.links import LinksConfig
-from tierstore.model import ModelConfig
-from tierstore.parallel import ParallelConfig
+from tierstore.model.config import ModelConfig
+from tierstore.parallel.config import ParallelConfig
 from tierstore.prefetch.plan import GradientPlan, PrefetchConfig
 from tierstore.store.adamw import AdamWConfig
 from tierstore.store.config import IoConfig
-from tierstore.train.data import DataConfig
+from tierstore.train.files import DataConfig
 from tierstore.train.schedule import ScheduleConfig
 
 __all__ = ["TrainConfig"]

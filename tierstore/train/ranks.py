@@ -9,7 +9,7 @@ the newest such step.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -25,6 +25,8 @@ __all__ = [
     "Opening",
     "agree",
     "commit_everywhere",
+    "newest_common",
+    "rank_directories",
     "rank_directory",
     "rank_file",
     "restarted",
@@ -64,6 +66,11 @@ def rank_directory(store: Path, rank: int, world: int) -> Path:
     return store if world == 1 else store / f"rank-{rank:04d}"
 
 
+def rank_directories(store: Path) -> list[Path]:
+    """The stores of several ranks that there are under ``store``, in rank order; none for a store of one."""
+    return sorted(found.parent for found in store.glob(f"rank-*/{IDENTITY}"))
+
+
 def rank_file(path: Path | None, rank: int) -> Path | None:
     """The file that rank ``rank`` writes where all were told ``path``: rank 0 that one, others one beside it."""
     if path is None or rank == 0:
@@ -86,9 +93,9 @@ def agree(store: Path, wanted: Opening, mesh: Mesh) -> Agreed:
     """
     rank, world = mesh.world.rank, mesh.world.size
     directory = rank_directory(store, rank, world)
+    _refuse_other_layout(store, world)
     if world == 1 and wanted is not Opening.RESTART:
         return _agree_alone(directory, wanted)
-    _refuse_other_layout(store, world)
     found: list[_Found] = mesh.world.all_gather_object(_look(directory))
     if wanted is Opening.CREATE:
         taken = [number for number, other in enumerate(found) if other.exists]
@@ -102,19 +109,44 @@ def agree(store: Path, wanted: Opening, mesh: Mesh) -> Agreed:
     for number, other in enumerate(found):
         if other.problem is not None and not (wanted is Opening.RESTART and not other.exists):
             raise type(other.problem)(f"rank {number}: {other.problem}")
-    common = set.intersection(*(set(other.steps.values()) for other in found))
-    if common:
-        newest = max(common)
-        own = found[rank].steps
-        return Agreed(Opening.RESUME, OpenAt.LAST if own.get(OpenAt.LAST) == newest else OpenAt.PREVIOUS)
-    steps = ", ".join(f"rank {number}: {sorted(other.steps.values())}" for number, other in enumerate(found))
+    common = _newest_common(found)
+    if common is not None:
+        return Agreed(Opening.RESUME, common[rank])
     if wanted is Opening.RESTART and all(set(other.steps.values()) <= {0} for other in found):
         # Killed while they were made: some have their first commit, and nobody has acknowledged it.
         if found[rank].steps:
             _discard(directory)
         mesh.world.barrier()
         return Agreed(Opening.CREATE)
-    raise StoreError(f"{store}: there is no step that every rank has ({steps})")
+    raise _nothing_common(store, found)
+
+
+def newest_common(store: Path, directories: Sequence[Path]) -> list[OpenAt]:
+    """At which of its commits each store in ``directories`` has the newest step that all have.
+
+    Raises StoreMissingError, StoreInUseError, StoreFormatError; StoreError naming ``store`` when there is none.
+    """
+    found = [_look(directory) for directory in directories]
+    for other in found:
+        if other.problem is not None:
+            raise other.problem
+    common = _newest_common(found)
+    if common is None:
+        raise _nothing_common(store, found)
+    return common
+
+
+def _newest_common(found: Sequence[_Found]) -> list[OpenAt] | None:
+    common = set.intersection(*(set(other.steps.values()) for other in found))
+    if not common:
+        return None
+    newest = max(common)
+    return [OpenAt.LAST if other.steps.get(OpenAt.LAST) == newest else OpenAt.PREVIOUS for other in found]
+
+
+def _nothing_common(store: Path, found: Sequence[_Found]) -> StoreError:
+    steps = ", ".join(f"rank {number}: {sorted(other.steps.values())}" for number, other in enumerate(found))
+    return StoreError(f"{store}: there is no step that every rank has ({steps})")
 
 
 def _agree_alone(directory: Path, wanted: Opening) -> Agreed:
@@ -129,10 +161,9 @@ def _agree_alone(directory: Path, wanted: Opening) -> Agreed:
 
 def _refuse_other_layout(store: Path, world: int) -> None:
     """Raises StoreFormatError for the stores of another number of ranks."""
-    present = len(list(store.glob(f"rank-*/{IDENTITY}")))
-    if (store / IDENTITY).exists():
-        present = 1
-    if present > world or (world > 1 and (store / IDENTITY).exists()):
+    several = len(rank_directories(store))
+    present = 1 if (store / IDENTITY).exists() else several
+    if present > world or (world == 1 and several) or (world > 1 and not several and present):
         raise StoreFormatError(
             f"{store}: the store of {present} rank{'s' * (present > 1)}, and this run has {world}; tierstore reshard "
             f"makes one for {world}"
@@ -142,15 +173,15 @@ def _refuse_other_layout(store: Path, world: int) -> None:
 def _look(directory: Path) -> _Found:
     try:
         states = read_states(directory, STATE_KEY)
+        if not states:
+            TrainState.unpack({}, where=str(directory))
+        found = {
+            at: TrainState.unpack({STATE_KEY: raw}, where=str(directory)).position
+            for at, raw in states.items()
+        }
     except (TierstoreError, OSError) as error:
         return _Found({}, error)
-    where = str(directory)
-    try:
-        return _Found(
-            {at: TrainState.unpack({STATE_KEY: raw}, where=where).position for at, raw in states.items()}
-        )
-    except StoreFormatError as error:
-        return _Found({}, error)
+    return _Found(found)
 
 
 def _discard(directory: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,85 +15,27 @@ import numpy.typing as npt
 import torch
 
 from tierstore._native import HugePages
-from tierstore.dense import DenseSlices, GatherOnDemand, dense_schemas, unit_layouts
-from tierstore.errors import BudgetError, CapabilityError, ConfigError, StoreFormatError
-from tierstore.model import ComputeDtype, Transformer
+from tierstore.dense import DenseSlices, dense_schemas, unit_layouts
+from tierstore.errors import CapabilityError, ConfigError, StoreFormatError
+from tierstore.model import Transformer
 from tierstore.moe import initial_expert
 from tierstore.parallel import Mesh, Place
-from tierstore.prefetch import Schedule, TieredExperts, make_predictor
+from tierstore.prefetch import HorizontalQueue, TieredExperts, make_predictor, unit_schedule
 from tierstore.prefetch.experts import TieredLease
 from tierstore.stats import StallKey, StallLedger
 from tierstore.store.config import StoreConfig
-from tierstore.store.format import RecordSchema, WeightFormat
-from tierstore.store.opening import minimum_host_budget
 from tierstore.store.parameter_store import NewRecord, ParameterStore
 from tierstore.tiers import DeviceSlots, open_device_tier
 from tierstore.timeline import NullTimeline, TimelineSink, Track
+from tierstore.train.budgets import EXPERT_SCHEMA, DeviceKind, budgets, expert_schema
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TextData
 from tierstore.train.footprint import give_back_freed_memory
 from tierstore.train.ranks import Opening, agree, rank_directory
 from tierstore.train.state import TrainState, conditions, differences
 from tierstore.train.trainer import Trainer
-from tierstore.units import format_bytes
 
-__all__ = ["Budgets", "Opening", "budgets", "expert_schema", "open_session"]
-
-EXPERT_SCHEMA = "expert"
-
-
-@dataclass(frozen=True)
-class Budgets:
-    """How ``host_budget`` is divided, in bytes. On a CPU the device slots come out of it."""
-
-    cache: int
-    device: int
-    lookahead: int
-    slots: DeviceSlots
-
-
-def expert_schema(config: TrainConfig) -> RecordSchema:
-    split = config.model.compute_dtype is ComputeDtype.BF16
-    return RecordSchema(
-        EXPERT_SCHEMA, config.model.expert_numel, WeightFormat.SPLIT_BF16 if split else WeightFormat.FP32
-    )
-
-
-def budgets(config: TrainConfig, device: torch.device) -> Budgets:
-    """Divides the budgets. Raises BudgetError naming the minimum.
-
-    The device tier gets as many slots as ``device_budget`` holds, or without one a few for overlap and fewer when the host
-    budget is tight; at least one weight slot and one gradient slot.
-    """
-    minimum_cache = minimum_host_budget([expert_schema(config)], config.cache, len(config.model.moe_layers))
-    least = DeviceSlots(config.model.expert_numel, config.model.compute_dtype.torch, weights=1, gradients=1)
-    on_host = device.type == "cpu"
-    minimum = minimum_cache + (least.nbytes if on_host else 0)
-    if config.host_budget < minimum:
-        raise BudgetError(
-            f"host_budget: {config.host_budget} bytes ({format_bytes(config.host_budget)}) are too few for one expert "
-            f"with its gradient; the minimum is {minimum} bytes ({format_bytes(minimum)})"
-        )
-    if config.device_budget and config.device_budget < least.nbytes:
-        raise BudgetError(
-            f"device_budget: {config.device_budget} bytes cannot hold one expert and its gradient; the minimum is "
-            f"{least.nbytes} bytes"
-        )
-    allowance = config.device_budget or (max(config.host_budget // 8, least.nbytes) if on_host else 1 << 62)
-    if on_host:
-        allowance = min(allowance, config.host_budget - minimum_cache)
-    weights, gradients = 1, 1
-    while weights < 4:
-        more = replace(least, weights=weights + 1, gradients=min(gradients + 1, 3))
-        if more.nbytes > allowance:
-            break
-        weights, gradients = more.weights, more.gradients
-    slots = replace(least, weights=weights, gradients=gradients)
-    cache = config.host_budget - (slots.nbytes if on_host else 0)
-    lookahead = int(cache * config.prefetch.budget) if config.prefetch.depth else 0
-    if cache - lookahead < minimum_cache:
-        lookahead = max(cache - minimum_cache, 0)
-    return Budgets(cache=cache, device=slots.nbytes, lookahead=lookahead, slots=slots)
+__all__ = ["Opening", "open_session", "stall_spans"]
 
 
 @contextlib.contextmanager
@@ -120,7 +61,7 @@ def open_session(
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.use_deterministic_algorithms(True)
-    divided = budgets(config, device)
+    divided = budgets(config, DeviceKind(device.type))
     data = TextData(config.data, seq_len=config.model.seq_len)
     agreed = agree(config.store, opening, mesh)
     directory = rank_directory(config.store, rank, world)
@@ -137,7 +78,7 @@ def open_session(
         disk=config.links.disk,
     )
     sink = timeline or NullTimeline()
-    ledger = StallLedger(listener=_stall_spans(sink) if sink.enabled else None)
+    ledger = StallLedger(listener=stall_spans(sink) if sink.enabled else None)
     source = _LateSource()
     model = Transformer(config.model, source, mesh=mesh, ledger=ledger)
     units = model.dense_units()
@@ -165,7 +106,16 @@ def open_session(
             compute=config.model.compute_dtype.torch,
         )
         model.to(device)
-        gates = dense.attach(model, GatherOnDemand(dense, config.dense.reshard))
+        schedule = unit_schedule(
+            layouts,
+            config.dense,
+            config.prefetch,
+            moe_layers=config.model.moe_layers,
+            compute=config.model.compute_dtype.torch,
+            micro_batches=config.data.micro_batches,
+        )
+        queue = HorizontalQueue(schedule, dense, ledger)
+        gates = dense.attach(model, queue)
         stack.callback(gates.remove)
         owned = mesh.blocks(config.model.experts).owned(mesh.expert.rank)
         if agreed.opening is Opening.CREATE:
@@ -180,23 +130,24 @@ def open_session(
             mesh.world.barrier()
             store.acknowledge()
         records = {
-            layer: [store.record(expert_key(layer, expert)) for expert in owned]
+            layer: {expert: store.record(expert_key(layer, expert)) for expert in owned}
             for layer in config.model.moe_layers
         }
         if config.keeps_gradients:
             store.reserve_scratch(EXPERT_SCHEMA)
-        tier = open_device_tier(store.engine, divided.slots, device, HugePages.AUTO, config.links.copy.open())
+        sizes = divided.slots
+        slots = DeviceSlots(sizes.numel, config.model.compute_dtype.torch, sizes.weights, sizes.gradients)
+        tier = open_device_tier(store.engine, slots, device, HugePages.AUTO, config.links.copy.open())
         stack.callback(tier.close)
         experts = TieredExperts(
             store,
             tier,
             records,
-            weight_slots=divided.slots.weights,
+            weight_slots=sizes.weights,
             plan=config.gradient_plan,
-            predictor=make_predictor(config.prefetch.predictor, len(owned)),
-            schedule=Schedule.of_layers(config.model.moe_layers, depth=config.prefetch.depth),
+            predictor=make_predictor(config.prefetch.predictor, owned),
+            schedule=schedule,
             ledger=ledger,
-            first_expert=owned.start,
             replicas=mesh.replica,
         )
         source.target = experts
@@ -206,6 +157,7 @@ def open_session(
             experts=experts,
             model=model,
             dense=dense,
+            queue=queue,
             data=data,
             mesh=mesh,
             state=state,
@@ -225,12 +177,16 @@ def _check_batch(config: TrainConfig, world: int) -> None:
         )
 
 
-def _stall_spans(sink: TimelineSink) -> Callable[[StallKey, int, int], None]:
+def stall_spans(sink: TimelineSink) -> Callable[[StallKey, int, int], None]:
     """Draws each charged interval on the timeline's track of stalls."""
 
     def draw(key: StallKey, start_ns: int, end_ns: int) -> None:
         sink.add(
-            Track.STALLS, key.cause.value, start_ns, end_ns, {"layer": key.layer, "tier": key.tier.value}
+            Track.STALLS,
+            key.cause.value,
+            start_ns,
+            end_ns,
+            {"layer": key.layer, "dimension": key.tier.dimension.value, "tier": key.tier.value},
         )
 
     return draw
@@ -273,7 +229,9 @@ def _resumed_state(config: TrainConfig, store: ParameterStore, present: dict[str
     state = TrainState.unpack(store.state, where=str(config.store))
     changed = differences(state.conditions, present)
     shape = [
-        line for line in changed if line.startswith("model.") and not line.startswith("model.checkpoint")
+        line
+        for line in changed
+        if line.startswith(("model.", "dense.fusion")) and not line.startswith("model.checkpoint")
     ]
     if shape:
         raise StoreFormatError(f"{config.store}: the store holds another model ({'; '.join(shape)})")

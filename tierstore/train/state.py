@@ -14,6 +14,7 @@ import torch
 
 from tierstore import _native
 from tierstore.config import as_dict
+from tierstore.dense import OptimizerState
 from tierstore.errors import StoreFormatError
 from tierstore.parallel import Mesh
 from tierstore.train.config import TrainConfig
@@ -61,6 +62,10 @@ def conditions(
         "schedule": settings["schedule"],
         "adamw": settings["adamw"],
         "clip_norm": config.clip_norm,
+        "dense": {
+            "fusion": config.dense.fusion.value,  # says where in a slice a parameter lies
+            "stepped_on": "cpu" if config.dense.optimizer_state is OptimizerState.HOST else device.type,
+        },
         "parallel": {
             "ranks": mesh.world.size,
             "expert_ranks": mesh.expert.size,

@@ -21,15 +21,17 @@ from dataclasses import dataclass
 
 import torch
 
+from tierstore.cache.access import Phase
 from tierstore.dense import DenseSlices
 from tierstore.errors import TierstoreError
 from tierstore.model import Transformer
 from tierstore.parallel import Mesh
 from tierstore.prefetch.experts import TieredExperts
+from tierstore.prefetch.horizontal import HorizontalQueue
 from tierstore.prefetch.plan import GradientPlan
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store.parameter_store import ParameterStore
-from tierstore.timeline import TimelineSink, Track
+from tierstore.timeline import OperationSpans, TimelineSink, Track
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TextData
 from tierstore.train.ranks import commit_everywhere
@@ -66,6 +68,7 @@ class Trainer:
         experts: TieredExperts,
         model: Transformer,
         dense: DenseSlices,
+        queue: HorizontalQueue,
         data: TextData,
         mesh: Mesh,
         state: TrainState,
@@ -80,9 +83,11 @@ class Trainer:
         self.ledger = ledger
         self._experts = experts
         self._dense = dense
+        self._queue = queue
         self.mesh = mesh
         self._device = mesh.device
         self._timeline = timeline
+        self._operations = OperationSpans(store.engine, timeline)
 
     def step(self) -> StepResult:
         """One optimizer step. Raises NonFiniteError, ChecksumError, OSError, BudgetError.
@@ -107,6 +112,7 @@ class Trainer:
         immediate = self.config.gradient_plan is GradientPlan.IMMEDIATE
         if immediate:
             self.store.history.begin(lr)
+        self._queue.begin(training=True)
         loss, active = self._backward(position)
         norm = math.nan
         if math.isfinite(loss):
@@ -124,6 +130,7 @@ class Trainer:
         if every and self.state.position % every == 0:
             self.store.cache.clean()
         seconds = time.monotonic() - started
+        self._operations.drain()
         return StepResult(position, loss, lr, norm, not math.isfinite(norm), seconds, active)
 
     def _backward(self, position: int) -> tuple[float, int]:
@@ -189,7 +196,10 @@ class Trainer:
             self._experts.gradients.apply(scale)
             if scale < 1.0:
                 self._dense.scale_gradients(scale)
-        self._dense.step(lr)
+        # Each unit as soon as it is stepped may be gathered for the next step, while the others are.
+        for unit in self._queue.optimizer_units:
+            with self._queue.during(unit, Phase.OPTIMIZER):
+                self._dense.step_unit(unit, lr)
         self.store.history.finish()
 
     def _skip(self, position: int, loss: float, immediate: bool) -> None:
@@ -198,6 +208,7 @@ class Trainer:
                 f"step {position}: a gradient is not finite, and without clipping experts have been stepped already; "
                 "the last commit stands"
             )
+        self._queue.reset()
         self.store.history.abandon()
         self._experts.gradients.discard()
         self.state.skipped += 1
@@ -216,6 +227,7 @@ class Trainer:
         with self._whole("validation"), self._timeline.span(Track.COMPUTE, "validation"):
             for batch in self.data.validation_batches(self.config.eval_batches):
                 tokens, targets = (self._share(part) for part in batch)
+                self._queue.begin(training=False)
                 output = self.model(tokens.to(self._device), targets.to(self._device))
                 assert output.loss is not None
                 (loss,) = self._mean([float(output.loss)])
@@ -234,6 +246,7 @@ class Trainer:
         """``count`` bytes that the model writes after ``prompt``."""
         self._experts.begin_evaluation()
         with self._whole("sampling"):
+            self._queue.begin(training=False)
             return bytes(token % 256 for token in self.model.generate(prompt, count))
 
     def commit(self, *, snapshot: str | None = None) -> int:
@@ -245,4 +258,6 @@ class Trainer:
         ):
             self._experts.gradients.step_pending()
             self._dense.save(self.store, self.store.history.applied)
-            return commit_everywhere(self.store, self.mesh, {STATE_KEY: self.state.pack()}, snapshot)
+            generation = commit_everywhere(self.store, self.mesh, {STATE_KEY: self.state.pack()}, snapshot)
+        self._operations.drain()
+        return generation

@@ -1,0 +1,92 @@
+"""What ranks run in tests of training: module-level functions that ``Ranks.run`` calls on each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tierstore.config import load
+from tierstore.parallel import Mesh, Place
+from tierstore.train.config import TrainConfig
+from tierstore.train.ranks import Opening
+from tierstore.train.session import open_session
+from tierstore.train.state import STATE_KEY
+
+Settings = Mapping[str, Any]
+
+TINY: Settings = {
+    "device": "cpu",
+    "threads": 1,
+    "host_budget": 4 << 20,
+    "commit_every": 0,
+    "model.d_model": 16,
+    "model.n_layers": 2,
+    "model.n_heads": 2,
+    "model.seq_len": 8,
+    "model.d_ff": 32,
+    "model.experts": 6,
+    "model.top_k": 2,
+    "data.batch_size": 4,
+    "schedule.lr": 5e-3,
+    "schedule.warmup_steps": 4,
+    "schedule.total_steps": 40,
+    "io.huge_pages": "off",
+}
+
+
+def train(
+    mesh: Mesh, settings: Settings, steps: int, opening: Opening, *, commit_every: int = 0
+) -> tuple[list[float], list[float], int]:
+    """Losses, gradient norms and the checksum of this rank's records after ``steps`` steps in all."""
+    torch.set_num_threads(1)
+    config = load(TrainConfig, None, {**TINY, **settings})
+    losses, norms = [], []
+    with open_session(config, opening, mesh=mesh) as trainer:
+        while trainer.state.position < steps:
+            result = trainer.step()
+            losses.append(result.loss)
+            norms.append(result.grad_norm)
+            if commit_every and trainer.state.position % commit_every == 0:
+                trainer.commit()
+        trainer.commit()
+        return losses, norms, trainer.store.records_crc32c()
+
+
+def weights(mesh: Mesh, settings: Settings) -> dict[str, npt.NDArray[np.float32]]:
+    """The expert weights of this rank at its last commit."""
+    found = {}
+    with open_session(load(TrainConfig, None, {**TINY, **settings}), Opening.RESUME, mesh=mesh) as trainer:
+        for key in trainer.store.keys:
+            if key.startswith("expert"):
+                with trainer.store.fetch([key]) as lease:
+                    found[key] = lease[key].copy("weight")
+    return found
+
+
+def alone() -> Mesh:
+    return Mesh.alone(Place(), torch.device("cpu"))
+
+
+MODES: dict[str, Settings] = {
+    "immediate": {},
+    "clip": {"clip_norm": 0.5, "data.micro_batches": 2},
+    "checkpoint": {"model.checkpoint_activations": "block", "model.shared_expert_d_ff": 16},
+}
+
+
+def ahead(mesh: Mesh, settings: Settings, by: int) -> None:
+    """Two acknowledged steps; rank 1 then prepares ``by`` more, as if the others had been killed before."""
+    config = load(TrainConfig, None, {**TINY, **settings})
+    with open_session(config, Opening.CREATE, mesh=mesh) as trainer:
+        trainer.step()
+        trainer.step()
+        trainer.commit()
+        for _ in range(by):
+            trainer.step()
+        if by and mesh.world.rank == 1:
+            trainer._dense.save(trainer.store, trainer.store.history.applied)
+            trainer.store.prepare({STATE_KEY: trainer.state.pack()})

@@ -1,0 +1,123 @@
+"""A store made over for another number of ranks holds what it held, and training goes on from there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from launcher import Ranks
+from rank_cases import MODES, ahead, alone, train, weights
+
+from tierstore.errors import ConfigError, StoreExistsError, StoreFormatError, StoreMissingError
+from tierstore.store import ParameterStore, StoreConfig, verify_store
+from tierstore.train.ranks import Opening, rank_directories
+from tierstore.train.reshard import Layout, reshard
+
+Make = Callable[..., dict[str, Any]]
+
+
+def contents(store: Path) -> list[int]:
+    """The checksum of each rank's records, caught up."""
+    found = []
+    for directory in rank_directories(store) or [store]:
+        assert not verify_store(directory).failures
+        with ParameterStore.open(directory, StoreConfig(host_budget=1 << 20)) as opened:
+            found.append(opened.records_crc32c())
+    return found
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"model.compute_dtype": "bf16"}, {"adamw.inactive": "skip"}, MODES["clip"]]
+)
+def test_there_and_back_is_the_same_store(
+    ranks: Ranks, settings: Make, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """Two ranks to one, to four in pairs, and back to two: every byte of every record."""
+    made = settings({**changes, "model.experts": 5})
+    ranks.run(2, train, made, 4, Opening.CREATE)
+    before = contents(made["store"])
+    seen: list[tuple[int, int]] = []
+    done = reshard(made["store"], tmp_path / "one", Layout(1, 1), lambda *at: seen.append(at))
+    assert (done.before, done.after, done.step) == (Layout(2, 2), Layout(1, 1), 4)
+    assert seen == [(i + 1, done.records) for i in range(done.records)]
+    reshard(tmp_path / "one", tmp_path / "four", Layout(4, 2))
+    reshard(tmp_path / "four", tmp_path / "two", Layout(2, 2))
+    assert contents(tmp_path / "two") == before
+    assert contents(made["store"]) == before
+    four = contents(tmp_path / "four")
+    assert len(four) == 4
+    again = ranks.run(2, train, made, 6, Opening.RESUME)
+    assert ranks.run(2, train, {**made, "store": tmp_path / "two"}, 6, Opening.RESUME) == again
+
+
+def test_training_goes_on_with_other_ranks(ranks: Ranks, settings: Make, tmp_path: Path) -> None:
+    single, several = settings(), settings()
+    expected, _, _ = train(alone(), single, 10, Opening.CREATE)
+    first = ranks.run(2, train, several, 4, Opening.CREATE)[0][0]
+    store = several["store"]
+    for name, layout, until in (("a", Layout(4, 4), 6), ("b", Layout(1, 1), 8), ("c", Layout(2, 1), 10)):
+        reshard(store, tmp_path / name, layout)
+        store = tmp_path / name
+        moved = {**several, "store": store}
+        if layout.ranks == 1:
+            first += train(alone(), moved, until, Opening.RESUME)[0]
+        else:
+            expert = layout.expert_ranks
+            first += ranks.run(layout.ranks, train, moved, until, Opening.RESUME, expert=expert)[0][0]
+    np.testing.assert_allclose(first, expected, rtol=2e-5)
+    want = weights(alone(), single)
+    got = ranks.run(2, weights, {**several, "store": store}, expert=1)
+    for key, weight in want.items():
+        np.testing.assert_allclose(got[0][key], weight, atol=2e-4)
+        assert np.array_equal(got[0][key], got[1][key])
+
+
+def test_a_step_that_not_all_have_is_not_taken(ranks: Ranks, settings: Make, tmp_path: Path) -> None:
+    straight, behind = settings(), settings()
+    ranks.run(2, train, straight, 2, Opening.CREATE)
+    ranks.run(2, ahead, behind, 1)
+    assert reshard(behind["store"], tmp_path / "one", Layout(1, 1)).step == 2
+    reshard(straight["store"], tmp_path / "other", Layout(1, 1))
+    assert contents(tmp_path / "one") == contents(tmp_path / "other")
+
+
+def test_what_cannot_be_is_refused_and_leaves_nothing(settings: Make, tmp_path: Path) -> None:
+    made = settings()
+    train(alone(), made, 1, Opening.CREATE)
+    for ranks_, expert in ((0, 0), (4, 3), (2, 0)):
+        with pytest.raises(ConfigError, match=r"ranks: expected"):
+            Layout(ranks_, expert)
+    with pytest.raises(ConfigError, match="at most the 6 experts"):
+        reshard(made["store"], tmp_path / "new", Layout(8, 8))
+    with pytest.raises(StoreMissingError):
+        reshard(tmp_path / "none", tmp_path / "new", Layout(2, 2))
+    with pytest.raises(StoreExistsError, match="already"):
+        reshard(made["store"], made["store"], Layout(2, 2))
+    plain = tmp_path / "plain"
+    from tierstore.store import RecordSchema
+
+    with ParameterStore.create(plain, [RecordSchema("a", 64)], StoreConfig(host_budget=1 << 20)) as store:
+        store.register("x", "a")
+        store.commit()
+    with pytest.raises(StoreFormatError, match="no training state"):
+        reshard(plain, tmp_path / "new", Layout(2, 2))
+    assert not (tmp_path / "new").exists()
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_an_interrupted_one_leaves_nothing(settings: Make, tmp_path: Path) -> None:
+    made = settings()
+    train(alone(), made, 1, Opening.CREATE)
+
+    def interrupt(done: int, total: int) -> None:
+        if done == total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        reshard(made["store"], tmp_path / "new", Layout(2, 2), interrupt)
+    assert not (tmp_path / "new").exists()
+    assert not list(tmp_path.glob("*.partial"))
+    reshard(made["store"], tmp_path / "new", Layout(2, 2))

@@ -1,0 +1,224 @@
+"""The store of a training run, made over for another number of ranks: dense slices re-cut, experts moved.
+
+An explicit step. The old store stays as it is, but for a commit that was never acknowledged. The new one is built
+beside its final name, and takes that name when it is whole. Contents are those of the newest step that every old rank
+has, caught up with the optimizer, so training goes on as if it had always had this many ranks (up to the rounding of
+other shapes of computation).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tierstore.config import from_dict
+from tierstore.dense import Fusion, UnitLayout, dense_schemas, recut, unit_layouts
+from tierstore.dense.slices import UnitSlices, schema_name
+from tierstore.errors import ConfigError, StoreExistsError, StoreFormatError
+from tierstore.model import ModelConfig, Transformer
+from tierstore.moe.source import InMemoryExperts
+from tierstore.parallel import ExpertBlocks
+from tierstore.store.config import StoreConfig
+from tierstore.store.format import COMMITTED_GROUPS
+from tierstore.store.opening import fsync_directory, minimum_host_budget, read_schemas
+from tierstore.store.parameter_store import NewRecord, ParameterStore
+from tierstore.train.budgets import EXPERT_SCHEMA
+from tierstore.train.ranks import newest_common, rank_directories, rank_directory
+from tierstore.train.session import expert_key
+from tierstore.train.state import STATE_KEY, TrainState
+
+__all__ = ["Layout", "Resharded", "reshard"]
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``ranks`` ranks, in expert groups of ``expert_ranks``."""
+
+    ranks: int
+    expert_ranks: int
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise ConfigError(f"ranks: expected at least 1, got {self.ranks}")
+        if self.expert_ranks < 1 or self.ranks % self.expert_ranks:
+            raise ConfigError(f"expert_ranks: expected a divisor of {self.ranks}, got {self.expert_ranks}")
+
+
+@dataclass(frozen=True)
+class Resharded:
+    """What was done: ``step`` is where training stands, ``nbytes`` what was written."""
+
+    before: Layout
+    after: Layout
+    step: int
+    records: int
+    nbytes: int
+
+
+def reshard(source: Path, target: Path, layout: Layout, progress: Progress | None = None) -> Resharded:
+    """Makes at ``target`` the store of ``source`` for ``layout``. ``progress`` is told records done and in all.
+
+    Raises StoreMissingError, StoreInUseError, StoreExistsError, StoreFormatError, ConfigError, OSError; on a failure
+    there is nothing at ``target``.
+    """
+    if target.exists():
+        raise StoreExistsError(f"{target}: there is something here already")
+    with contextlib.ExitStack() as stack:
+        old = stack.enter_context(_open(source))
+        if layout.expert_ranks > old.model.experts:
+            raise ConfigError(
+                f"expert_ranks: expected at most the {old.model.experts} experts of a layer, got {layout.expert_ranks}"
+            )
+        partial = target.with_name(f"{target.name}.partial")
+        if partial.exists():
+            shutil.rmtree(partial)
+        stack.callback(shutil.rmtree, partial, ignore_errors=True)
+        written = _Writer(old, layout, partial, progress).run()
+        for path in (partial, *rank_directories(partial)):
+            fsync_directory(path)
+        partial.rename(target)
+        fsync_directory(target.absolute().parent)
+    return Resharded(old.layout, layout, old.state.position, *written)
+
+
+@dataclass
+class _Old:
+    """The stores of all old ranks, open at one step."""
+
+    stores: list[ParameterStore]
+    layout: Layout
+    state: TrainState
+    model: ModelConfig
+    fusion: Fusion
+    layouts: dict[int, list[UnitLayout]] = field(default_factory=dict)
+
+    def cut(self, ranks: int) -> list[UnitLayout]:
+        """The dense units as ``ranks`` ranks hold them."""
+        if ranks not in self.layouts:
+            experts = InMemoryExperts(self.model.expert_shape, layers=(), experts=0)
+            model = Transformer(self.model, experts)
+            self.layouts[ranks] = unit_layouts(
+                model.dense_units(), ranks=ranks, narrow=model.cast_parameters(), fusion=self.fusion
+            )
+        return self.layouts[ranks]
+
+    def holder(self, expert: int) -> ParameterStore:
+        """The store of the first rank that has ``expert``."""
+        return self.stores[ExpertBlocks(self.model.experts, self.layout.expert_ranks).owner(expert)]
+
+    def sections(self, key: str, expert: int) -> list[npt.NDArray[np.generic]]:
+        """All committed sections of an expert, caught up."""
+        store = self.holder(expert)
+        with store.fetch([key], COMMITTED_GROUPS) as lease:
+            return [lease[key].copy(name) for name in lease[key].sections]
+
+
+@contextlib.contextmanager
+def _open(source: Path) -> Iterator[_Old]:
+    directories = rank_directories(source) or [source]
+    at = newest_common(source, directories)
+    with contextlib.ExitStack() as stack:
+        stores: list[ParameterStore] = []
+        for directory, opened_at in zip(directories, at, strict=True):
+            budget = 2 * minimum_host_budget(read_schemas(directory))
+            stores.append(ParameterStore.open(directory, StoreConfig(host_budget=budget), at=opened_at))
+            stack.callback(stores[-1].close)
+        state = TrainState.unpack(stores[0].state, where=str(directories[0]))
+        try:
+            parallel, dense = state.conditions["parallel"], state.conditions["dense"]
+            model = from_dict(ModelConfig, state.conditions["model"], origin=str(source))  # type: ignore[arg-type]
+            layout = Layout(parallel["ranks"], parallel["expert_ranks"])  # type: ignore[index]
+            fusion = Fusion(dense["fusion"])  # type: ignore[index]
+        except (KeyError, TypeError, ValueError) as error:
+            raise StoreFormatError(f"{source}: the conditions of the run are damaged: {error}") from error
+        if layout.ranks != len(stores):
+            raise StoreFormatError(
+                f"{source}: made by {layout.ranks} ranks, and there are {len(stores)} stores"
+            )
+        yield _Old(stores, layout, state, model, fusion)
+
+
+class _Writer:
+    """Writes the stores of the new ranks, one after another."""
+
+    def __init__(self, old: _Old, layout: Layout, target: Path, progress: Progress | None) -> None:
+        self._old = old
+        self._layout = layout
+        self._target = target
+        self._progress = progress or (lambda done, total: None)
+        self._done = 0
+        self._nbytes = 0
+        units = len(old.cut(layout.ranks))
+        copies = layout.ranks // layout.expert_ranks
+        experts = len(old.model.moe_layers) * old.model.experts * copies
+        self._total = experts + units * layout.ranks
+
+    def run(self) -> tuple[int, int]:
+        for rank in range(self._layout.ranks):
+            self._write_rank(rank)
+        return self._done, self._nbytes
+
+    def _write_rank(self, rank: int) -> None:
+        first, model = self._old.stores[0], self._old.model
+        expert_schema = next(s for s in first.slots.schemas if s.name == EXPERT_SCHEMA)
+        cuts = self._old.cut(self._layout.ranks)
+        directory = rank_directory(self._target, rank, self._layout.ranks)
+        schemas = [expert_schema, *dense_schemas(cuts)]
+        config = StoreConfig(host_budget=2 * minimum_host_budget(schemas), layers=model.moe_layers)
+        with ParameterStore.create(directory, schemas, config, adamw=first.adamw) as store:
+            store.history.unpack(first.history.pack())
+            for cut in cuts:
+                store.register(cut.key, schema_name(cut))
+            blocks = ExpertBlocks(model.experts, self._layout.expert_ranks)
+            for layer in model.moe_layers:
+                for expert in blocks.owned(rank % self._layout.expert_ranks):
+                    self._write_expert(store, layer, expert)
+            held = [self._write_unit(store, number, rank) for number in range(len(cuts))]
+            state = replace(self._old.state, conditions=self._conditions(rank))
+            store.commit({STATE_KEY: state.pack()})
+            del held  # the commit wrote out of their memory
+
+    def _conditions(self, rank: int) -> dict[str, object]:
+        parallel = {"ranks": self._layout.ranks, "expert_ranks": self._layout.expert_ranks, "rank": rank}
+        return {**self._old.state.conditions, "parallel": parallel}
+
+    def _write_expert(self, store: ParameterStore, layer: int, expert: int) -> None:
+        key = expert_key(layer, expert)
+        sections = self._old.sections(key, expert)
+        step = self._old.holder(expert).step_of(key)
+        store.register_many([NewRecord(key, EXPERT_SCHEMA, layer, sections=lambda: sections, step=step)])
+        self._wrote(sections)
+
+    def _write_unit(self, store: ParameterStore, number: int, rank: int) -> UnitSlices:
+        before, after = (
+            self._old.cut(ranks)[number] for ranks in (self._old.layout.ranks, self._layout.ranks)
+        )
+        cpu, applied = torch.device("cpu"), store.history.applied
+        olds: list[UnitSlices] = []
+        for old_rank, old_store in enumerate(self._old.stores):
+            olds.append(UnitSlices(before, old_rank, cpu, old_store.adamw))
+            olds[-1].load(old_store, applied)
+        new = UnitSlices(after, rank, cpu, store.adamw)
+        for name, target in new.host.items():
+
+            def read(old_rank: int, offset: int, count: int, name: str = name) -> torch.Tensor:
+                return olds[old_rank].host[name][offset : offset + count]
+
+            target.copy_(recut(before, after, rank, read))
+        new.save(store, applied)
+        self._wrote([array.numpy() for array in new.host.values()])
+        return new
+
+    def _wrote(self, sections: Sequence[npt.NDArray[np.generic]]) -> None:
+        self._done += 1
+        self._nbytes += sum(section.nbytes for section in sections)
+        self._progress(self._done, self._total)
