@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from tierstore.errors import ConfigError, PeerError
+from tierstore.errors import CapabilityError, ConfigError, PeerError
 from tierstore.parallel.collectives import Failure, Group, LimitedLink
 from tierstore.parallel.config import ParallelConfig
 from tierstore.parallel.mesh import Mesh, build_mesh, expert_ranks
@@ -32,22 +32,29 @@ __all__ = ["launch", "rank_device"]
 
 
 def rank_device(asked: str, place: Place) -> torch.device:
-    """The device of this rank: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``. Raises ConfigError.
+    """The device of this rank: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``. ``auto`` is CUDA where there is one.
 
-    With CUDA, rank ``local_rank`` of a machine has GPU ``local_rank``.
+    With CUDA, rank ``local_rank`` of a machine has GPU ``local_rank``. Raises ConfigError, and CapabilityError for
+    CUDA on a machine without.
     """
     import torch
 
-    if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
+    kind, _, index = asked.partition(":")
+    if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
+        raise ConfigError(f"device: expected auto, cpu, cuda or cuda:N, got {asked!r}")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if kind == "cpu" or (kind == "auto" and not count):
         return torch.device("cpu")
-    _, _, index = asked.partition(":")
+    if not count:
+        raise CapabilityError(
+            f"device: {asked} was asked for, and torch {torch.__version__} finds no CUDA device"
+        )
     if index and place.world > 1:
         raise ConfigError(
             f"device: {asked} is one GPU for {place.world} ranks; expected auto, cpu or cuda, "
             "and rank LOCAL_RANK of a machine then takes GPU LOCAL_RANK"
         )
-    count = torch.cuda.device_count()
-    number = int(index) if index.isdigit() else place.local_rank
+    number = int(index) if index else place.local_rank
     if number >= count:
         what = f"LOCAL_RANK: {number} needs GPU {number}" if place.world > 1 else f"device: no GPU {number}"
         raise ConfigError(f"{what}; this machine has {count}")
@@ -72,8 +79,6 @@ def launch(
         with _watched_alone(config, place):
             yield Mesh.alone(place, chosen)
         return
-    import torch.distributed as dist
-
     mesh: Mesh | None = None
     watch: DeathWatch | None = None
     communicators: list[ProcessGroup] = []
@@ -102,13 +107,7 @@ def launch(
     else:
         watch.leave()
     finally:
-        # The last references, so that the backend's threads are joined here: one that still lets go of a tensor
-        # while the interpreter ends would abort the process.
-        if mesh is not None:
-            mesh.close()
-        communicators.clear()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        _part(mesh, communicators)
 
 
 @contextlib.contextmanager
@@ -128,6 +127,19 @@ def _watched_alone(config: ParallelConfig, place: Place) -> Iterator[None]:
         yield
     finally:
         watch.leave()
+
+
+def _part(mesh: Mesh | None, communicators: list[ProcessGroup]) -> None:
+    """Drops the last references, so that the backend's threads are joined here: one that still lets go of a tensor
+    while the interpreter ends would abort the process.
+    """
+    import torch.distributed as dist
+
+    if mesh is not None:
+        mesh.close()
+    communicators.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _join(config: ParallelConfig, place: Place, device: torch.device) -> None:
