@@ -41,6 +41,10 @@ def _gather(mesh: Mesh, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]
     work.wait()
     assert work.done()
     assert torch.equal(in_place, ours)
+    native = Group(group.rank, group.ranks, group._communicators, native_gather=True)
+    through_backend = torch.zeros_like(ours)
+    native.all_gather(through_backend, piece).wait()
+    assert torch.equal(through_backend, ours)
     return ours, torch.cat(theirs)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tierstore.errors import ConfigError, PeerError
+from tierstore.errors import CapabilityError, ConfigError, PeerError
 from tierstore.parallel import ParallelConfig, Place, launch, rank_device
 
 PROGRAM = """
@@ -30,13 +30,16 @@ with launch(ParallelConfig(timeout_s=60, grace_s=1), device="cpu") as mesh:
         print(f"pid {os.getpid()}", flush=True)
     if sys.argv[1] != "leave":
         time.sleep(120)
+    several = len(os.listdir("/proc/self/task"))
+left = len(os.listdir("/proc/self/task"))
+assert left == 1 < several, f"{left} of {several} threads are left"
 """
 
 
-def _torchrun(tmp_path: Path, what: str) -> subprocess.Popen[str]:
+def _torchrun(tmp_path: Path, what: str, ranks: int = 2) -> subprocess.Popen[str]:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return subprocess.Popen(
         [*command, str(program), what], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -56,11 +59,12 @@ def test_a_failure_ends_the_job_with_its_reason(tmp_path: Path) -> None:
     assert "tierstore: rank 0: rank 1 failed: ValueError: a reason of its own" in err
 
 
-def test_ranks_end_with_a_killed_torchrun(tmp_path: Path) -> None:
-    run = _torchrun(tmp_path, "stay")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_end_with_a_killed_torchrun(tmp_path: Path, ranks: int) -> None:
+    run = _torchrun(tmp_path, "stay", ranks)
     assert run.stdout is not None
     pids: list[int] = []
-    while len(pids) < 2:
+    while len(pids) < ranks:
         line = run.stdout.readline()
         assert line, "the ranks ended early"
         pids += [int(line.split()[1])] if line.startswith("pid") else []
@@ -111,21 +115,31 @@ def test_no_one_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
-def test_devices() -> None:
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     alone, third = Place(), Place(rank=2, world=4, local_rank=2)
+    for asked in ("tpu", "cuda:x", "cpu:0", "auto:1"):
+        with pytest.raises(ConfigError, match=f"^device: expected auto, cpu, cuda or cuda:N, got '{asked}'"):
+            rank_device(asked, alone)
     assert rank_device("cpu", third) == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert rank_device("auto", third) == torch.device("cpu")
+    with pytest.raises(
+        CapabilityError, match=r"^device: cuda was asked for, and torch .* finds no CUDA device"
+    ):
+        rank_device("cuda", alone)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert rank_device("auto", alone) == torch.device("cuda", 0)
+    assert rank_device("cuda:1", alone) == torch.device("cuda", 1)
+    assert rank_device("cuda", Place(rank=5, world=8, local_rank=1)) == torch.device("cuda", 1)
     with pytest.raises(
         ConfigError, match=r"^device: cuda:0 is one GPU for 4 ranks; expected auto, cpu or cuda"
     ):
         rank_device("cuda:0", third)
-    count = torch.cuda.device_count()
-    with pytest.raises(ConfigError, match=f"^device: no GPU 99; this machine has {count}"):
-        rank_device("cuda:99", alone)
-    if count <= 2:
-        with pytest.raises(ConfigError, match=f"^LOCAL_RANK: 2 needs GPU 2; this machine has {count}"):
-            rank_device("cuda", third)
-    else:
-        assert rank_device("cuda", third) == torch.device("cuda", 2)
+    with pytest.raises(ConfigError, match=r"^device: no GPU 9; this machine has 2"):
+        rank_device("cuda:9", alone)
+    with pytest.raises(ConfigError, match=r"^LOCAL_RANK: 2 needs GPU 2; this machine has 2"):
+        rank_device("cuda", third)
 
 
 def test_a_process_alone_starts_no_thread_and_imports_no_backend() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from launcher import Ranks
 
 from tierstore.errors import ConfigError
-from tierstore.parallel import ExpertBlocks, Mesh, ParallelConfig
+from tierstore.parallel import ExpertBlocks, Mesh, Operation, ParallelConfig, Place
 from tierstore.parallel.mesh import expert_ranks
 
 
@@ -34,9 +36,11 @@ def test_every_expert_has_one_owner(experts: int, ranks: int) -> None:
 
 
 def _groups(mesh: Mesh) -> dict[str, object]:
-    torch_mesh = mesh.device_mesh
+    torch_mesh = mesh.device_mesh()
+    names = torch_mesh.mesh_dim_names or ()
+    inner = [dist.get_process_group_ranks(torch_mesh.get_group(name)) for name in names]
     return {
-        "torch": None if torch_mesh is None else (torch_mesh.mesh_dim_names, torch_mesh.mesh.tolist()),
+        "torch": (names, torch_mesh.mesh.tolist(), inner),
         "world": mesh.world.ranks,
         "expert": (mesh.expert.ranks, mesh.expert.rank, mesh.expert is mesh.world),
         "replica": (mesh.replica.ranks, mesh.replica.rank, mesh.replica is mesh.world),
@@ -52,18 +56,40 @@ def test_groups(ranks: Ranks) -> None:
     for rank, found in enumerate(ranks.run(4, _groups, expert=2)):
         expert, replica = [(0, 1), (2, 3)][rank // 2], [(0, 2), (1, 3)][rank % 2]
         assert found == {
-            "torch": (("replica", "expert"), [[0, 1], [2, 3]]),
+            "torch": (("replica", "expert"), [[0, 1], [2, 3]], [list(replica), list(expert)]),
             "world": everyone,
             "expert": (expert, rank % 2, False),
             "replica": (replica, rank // 2, False),
             "heard": (list(expert), list(replica)),
         }
     for rank, found in enumerate(ranks.run(4, _groups)):
+        assert found["torch"] == (("expert",), [0, 1, 2, 3], [[0, 1, 2, 3]])
         assert found["expert"] == (everyone, rank, True)
         assert found["replica"] == ((rank,), 0, False)
     for rank, found in enumerate(ranks.run(4, _groups, expert=1)):
+        assert found["torch"] == (("replica",), [0, 1, 2, 3], [[0, 1, 2, 3]])
         assert found["expert"] == ((rank,), 0, False)
         assert found["replica"] == (everyone, rank, True)
+
+
+def test_one_process_has_no_device_mesh() -> None:
+    alone = Mesh.alone(Place(), torch.device("cpu"))
+    assert alone.traffic()[Operation.ALL_GATHER].calls == 0
+    with pytest.raises(ValueError, match="a single process has no device mesh"):
+        alone.device_mesh()
+
+
+def _sent(mesh: Mesh) -> tuple[int, int]:
+    before = mesh.traffic()[Operation.ALL_REDUCE]
+    for group in (mesh.world, mesh.expert, mesh.replica):
+        group.all_reduce(torch.ones(2)).wait()
+    after = mesh.traffic()[Operation.ALL_REDUCE]
+    return after.calls - before.calls, after.sent_bytes - before.sent_bytes
+
+
+def test_traffic_is_that_of_all_groups_once(ranks: Ranks) -> None:
+    assert ranks.run(4, _sent, expert=2) == [(3, 8 * (3 + 1 + 1))] * 4
+    assert ranks.run(4, _sent) == [(2, 8 * (3 + 3))] * 4  # world and expert group are one
 
 
 def test_expert_groups_divide_the_world() -> None:

@@ -171,6 +171,14 @@ class Group:
         """How many ranks there are."""
         return len(self.ranks)
 
+    def communicator(self, channel: Channel) -> ProcessGroup:
+        """The process group behind ``channel``. What is issued there directly must be issued by all ranks alike."""
+        return self._communicators[channel]
+
+    def close(self) -> None:
+        """Lets go of the communicators; only a group of one can be used any more."""
+        self._communicators = {}
+
     # Ahead of the computation ------------------------------------------------------------------------------
 
     def all_gather(
@@ -194,7 +202,7 @@ class Group:
         if self.size == 1:
             return Work()
         sent = numel * piece.element_size() * (self.size - 1)
-        if self._native_gather and piece.is_cuda:
+        if self._native_gather:
             return self._gather_natively(out_flat, piece, channel, sent)
         if self.size == 2:
             # To and from the other only: no byte is copied that does not travel.

@@ -5,8 +5,9 @@
     with launch(config) as mesh:
         ...  # mesh.world, mesh.expert, mesh.replica, mesh.device
 
-A single process imports no distributed backend and starts no thread. Leaving the context without an error is
-a collective: no rank goes before all have come; leaving it with one tells the others the reason.
+A single process imports no distributed backend, and starts no thread unless ``torchrun`` has to be watched.
+Leaving the context without an error is a collective: no rank goes before all have come; leaving it with one tells
+the others the reason.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from tierstore.errors import ConfigError, PeerError
-from tierstore.parallel.collectives import Failure, LimitedLink
+from tierstore.errors import CapabilityError, ConfigError, PeerError
+from tierstore.parallel.collectives import Failure, Group, LimitedLink
 from tierstore.parallel.config import ParallelConfig
 from tierstore.parallel.mesh import Mesh, build_mesh, expert_ranks
 from tierstore.parallel.place import Place
@@ -32,22 +33,29 @@ __all__ = ["launch", "rank_device"]
 
 
 def rank_device(asked: str, place: Place) -> torch.device:
-    """The device of this rank: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``. Raises ConfigError.
+    """The device of this rank: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``. ``auto`` is CUDA where there is one.
 
-    With CUDA, rank ``local_rank`` of a machine has GPU ``local_rank``.
+    With CUDA, rank ``local_rank`` of a machine has GPU ``local_rank``. Raises ConfigError, and CapabilityError for
+    CUDA on a machine without.
     """
     import torch
 
-    if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
+    kind, _, index = asked.partition(":")
+    if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
+        raise ConfigError(f"device: expected auto, cpu, cuda or cuda:N, got {asked!r}")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if kind == "cpu" or (kind == "auto" and not count):
         return torch.device("cpu")
-    _, _, index = asked.partition(":")
+    if not count:
+        raise CapabilityError(
+            f"device: {asked} was asked for, and torch {torch.__version__} finds no CUDA device"
+        )
     if index and place.world > 1:
         raise ConfigError(
             f"device: {asked} is one GPU for {place.world} ranks; expected auto, cpu or cuda, "
             "and rank LOCAL_RANK of a machine then takes GPU LOCAL_RANK"
         )
-    count = torch.cuda.device_count()
-    number = int(index) if index.isdigit() else place.local_rank
+    number = int(index) if index else place.local_rank
     if number >= count:
         what = f"LOCAL_RANK: {number} needs GPU {number}" if place.world > 1 else f"device: no GPU {number}"
         raise ConfigError(f"{what}; this machine has {count}")
@@ -71,10 +79,10 @@ def launch(
     expert_ranks(config, place.world)
     chosen = rank_device(device, place)
     if place.world == 1:
-        yield Mesh.alone(place, chosen)
+        with _watched_alone(config, place):
+            yield Mesh.alone(place, chosen)
         return
-    import torch.distributed as dist
-
+    mesh: Mesh | None = None
     watch: DeathWatch | None = None
     communicators: list[ProcessGroup] = []
 
@@ -102,8 +110,39 @@ def launch(
     else:
         watch.leave()
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        _part(mesh, communicators)
+
+
+@contextlib.contextmanager
+def _watched_alone(config: ParallelConfig, place: Place) -> Iterator[None]:
+    """One rank has no peers, and ends with its ``torchrun`` all the same."""
+    if not place.supervised:
+        yield
+        return
+    watch = DeathWatch(
+        place,
+        Group.alone(),
+        grace_s=config.grace_s,
+        timeout_s=config.timeout_s,
+        on_failure=lambda: None,
+    )
+    try:
+        yield
+    finally:
+        watch.leave()
+
+
+def _part(mesh: Mesh | None, communicators: list[ProcessGroup]) -> None:
+    """Drops the last references, so that the backend's threads are joined here: one that still lets go of a tensor
+    while the interpreter ends would abort the process.
+    """
+    import torch.distributed as dist
+
+    if mesh is not None:
+        mesh.close()
+    communicators.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _join(config: ParallelConfig, place: Place, device: torch.device) -> None:

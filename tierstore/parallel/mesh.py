@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import torch
+
 from tierstore.errors import ConfigError
-from tierstore.parallel.collectives import Channel, Failure, Group, LimitedLink
+from tierstore.parallel.collectives import Channel, Failure, Group, LimitedLink, Operation, Traffic
 from tierstore.parallel.config import ParallelConfig
 from tierstore.parallel.place import Place
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -55,8 +56,7 @@ class Mesh:
 
     ``world``: all ranks. ``expert``: the ranks that share one copy of the experts with this one.
     ``replica``: the ranks that hold the same experts as this one, in the other copies. Groups with the same
-    ranks are the same object. ``device_mesh``: the same two dimensions for torch's own parallel modules; None
-    where one of them has a single rank.
+    ranks are the same object.
     """
 
     place: Place
@@ -64,7 +64,6 @@ class Mesh:
     world: Group
     expert: Group
     replica: Group
-    device_mesh: DeviceMesh | None = None
 
     @classmethod
     def alone(cls, place: Place, device: torch.device) -> Mesh:
@@ -76,6 +75,35 @@ class Mesh:
     def replicas(self) -> int:
         """How many copies of the experts there are."""
         return self.replica.size
+
+    def device_mesh(self) -> DeviceMesh:
+        """The same dimensions, those of more than one rank, for torch's own parallel modules (``fully_shard``).
+
+        It keeps the groups alive: let go of it before leaving. Raises ValueError for a single process.
+        """
+        from torch.distributed.device_mesh import DeviceMesh
+
+        dimensions = {"replica": self.replica, "expert": self.expert}
+        named = {name: group for name, group in dimensions.items() if group.size > 1}
+        if not named:
+            raise ValueError("a single process has no device mesh")
+        ranks = torch.arange(self.world.size).view([group.size for group in named.values()])
+        groups = [group.communicator(Channel.STREAM) for group in named.values()]
+        return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=tuple(named))
+
+    def close(self) -> None:
+        """Lets go of the communicators; no collective is possible any more."""
+        for group in (self.world, self.expert, self.replica):
+            group.close()
+
+    def traffic(self) -> dict[Operation, Traffic]:
+        """What this rank has sent to others so far, over all groups."""
+        total = {operation: Traffic() for operation in Operation}
+        for group in {id(group): group for group in (self.world, self.expert, self.replica)}.values():
+            for operation, sent in group.traffic.items():
+                total[operation].calls += sent.calls
+                total[operation].sent_bytes += sent.sent_bytes
+        return total
 
     def blocks(self, experts: int) -> ExpertBlocks:
         """How ``experts`` are spread over an expert group."""
@@ -105,7 +133,6 @@ def build_mesh(
     more for each of the two. On Gloo each costs three threads that mostly sleep.
     """
     import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
 
     expert = expert_ranks(config, place.world)
     layout = [list(range(start, start + expert)) for start in range(0, place.world, expert)]
@@ -138,10 +165,6 @@ def build_mesh(
         experts, replicas = (world, alone) if expert > 1 else (alone, world)
         return Mesh(place, device, world, experts, replicas), made
     columns = [list(column) for column in zip(*layout, strict=True)]
-    streams = communicator(columns), communicator(layout)
-    mesh = DeviceMesh.from_group(
-        list(streams), device.type, mesh=layout, mesh_dim_names=("replica", "expert")
-    )
-    experts = group(layout, mesh.get_group("expert"))
-    replicas = group(columns, mesh.get_group("replica"))
-    return Mesh(place, device, world, experts, replicas, mesh), made
+    experts = group(layout, communicator(layout))
+    replicas = group(columns, communicator(columns))
+    return Mesh(place, device, world, experts, replicas), made

@@ -137,9 +137,9 @@ class DeathWatch:
             self._failure = failure
         if self._place.rank == 0 and failure.rank is not None:
             self._tell({"failed": failure.rank, "reason": failure.reason})
-        self._found.set()
         who = "the job" if failure.rank is None else f"rank {failure.rank}"
         self._say(f"{who} failed: {failure.reason}; ending within {self._grace_s:g} s")
+        self._found.set()
         self._on_failure()
 
     def _tell(self, message: dict[str, Any]) -> None:
@@ -159,6 +159,8 @@ class DeathWatch:
 
 def _connect(place: Place, world: Group, timeout_s: float) -> dict[int, socket.socket]:
     """Rank 0: a connection from every other rank. The others: one to rank 0. By rank."""
+    if world.size == 1:
+        return {}
     listener = None
     offer: tuple[int, str] | None = None
     if place.rank == 0:

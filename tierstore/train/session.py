@@ -16,10 +16,10 @@ import torch
 
 from tierstore._native import HugePages
 from tierstore.dense import DenseSlices, dense_schemas, unit_layouts
-from tierstore.errors import CapabilityError, ConfigError, StoreFormatError
+from tierstore.errors import ConfigError, StoreFormatError
 from tierstore.model import Transformer
 from tierstore.moe import initial_expert
-from tierstore.parallel import Mesh, Place
+from tierstore.parallel import Mesh, Place, rank_device
 from tierstore.prefetch import HorizontalQueue, TieredExperts, make_predictor, unit_schedule
 from tierstore.prefetch.experts import TieredLease
 from tierstore.stats import StallKey, StallLedger
@@ -55,7 +55,7 @@ def open_session(
     each rank's. Raises ConfigError, DataError, BudgetError, CapabilityError, StoreError, PeerError, OSError; on a failure
     nothing was created or changed.
     """
-    device = choose_device(config.device) if mesh is None else mesh.device
+    device = rank_device(config.device, Place()) if mesh is None else mesh.device
     mesh = mesh or Mesh.alone(Place(), device)
     rank, world = mesh.world.rank, mesh.world.size
     _check_batch(config, world)
@@ -196,17 +196,6 @@ def stall_spans(sink: TimelineSink) -> Callable[[StallKey, int, int], None]:
 def expert_key(layer: int, expert: int) -> str:
     """The record key of an expert: key order is layer order, then expert order."""
     return f"expert.{layer:04d}.{expert:05d}"
-
-
-def choose_device(name: str) -> torch.device:
-    """``auto`` is CUDA where there is one. Raises CapabilityError for a CUDA device that is not there."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise CapabilityError(
-            f"device: {name} was asked for, and torch {torch.__version__} finds no CUDA device"
-        )
-    return torch.device(name)
 
 
 def _register_experts(config: TrainConfig, store: ParameterStore, owned: range) -> None:
