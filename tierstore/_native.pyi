@@ -4,7 +4,7 @@ import enum
 import os
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -463,3 +463,54 @@ class Replay:
         flags: NDArray[np.uint16],
     ) -> None: ...
     def finish(self) -> None: ...
+
+class Contract(enum.Enum):
+    """How an event's entries are asked for: as one set none of which evicts another, or one after another."""
+
+    ATOMIC = 0
+    SEQUENTIAL = 1
+
+class SimulationResult(TypedDict):
+    """Counts after the warm-up; ``step_*`` by step in the order of steps, ``layer_*`` by layer (or empty)."""
+
+    requests: int
+    hits: int
+    misses: int
+    evictions: int
+    write_backs: int
+    missed_frames: int
+    written_frames: int
+    starved: int
+    step_requests: NDArray[np.uint64]
+    step_misses: NDArray[np.uint64]
+    step_write_backs: NDArray[np.uint64]
+    layer_hits: NDArray[np.uint64]
+    layer_misses: NDArray[np.uint64]
+
+def simulate(
+    offsets: NDArray[np.uint64],
+    entries: NDArray[np.uint32],
+    writes: NDArray[np.uint8] | None = None,
+    layers: NDArray[np.uint32] | None = None,
+    phases: NDArray[np.uint8] | None = None,
+    steps: NDArray[np.uint32] | None = None,
+    sizes: NDArray[np.uint32] | None = None,
+    entry_layers: NDArray[np.uint32] | None = None,
+    pinned: NDArray[np.uint8] | None = None,
+    *,
+    policy: str,
+    options: Mapping[str, float | str] = ...,
+    capacity_frames: int,
+    scope: Scope = ...,
+    layer_quotas: Sequence[int] = ...,
+    contract: Contract = ...,
+    warmup_events: int = 0,
+) -> SimulationResult:
+    """One cache policy over columns of requests: event i asks for ``entries[offsets[i]:offsets[i + 1]]``.
+
+    ``writes`` is by request; ``layers``, ``phases`` and ``steps`` (non-decreasing) are by event; ``sizes``
+    (frames; 1 each), ``entry_layers`` and ``pinned`` (never leaves once resident) are by entry, entries being
+    numbered from 0. Counts exactly what a Residency of this policy counts. The first ``warmup_events`` are
+    carried out and not counted. ValueError, naming the column, for what does not fit together; CapacityError
+    when what must be resident at once does not fit.
+    """
