@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from tierstore.cli.main import cli
 from tierstore.cli.output import unit_violations
-from tierstore.trace.format import replay
+from tierstore.trace.replay import replay
 
 TINY = """
 steps = 6

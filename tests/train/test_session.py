@@ -13,7 +13,8 @@ import torch
 from tierstore.errors import BudgetError
 from tierstore.stats import delta
 from tierstore.store import verify_store
-from tierstore.trace.format import load_trace, replay
+from tierstore.trace.reader import load_trace
+from tierstore.trace.replay import replay
 from tierstore.train.config import TrainConfig
 from tierstore.train.session import Opening, budgets, open_session
 

@@ -21,7 +21,9 @@ from numpy.typing import NDArray
 from tierstore._native import CapacityError, Replay
 from tierstore.cache.config import PolicyName
 from tierstore.errors import DataError
-from tierstore.trace.format import Trace, TraceHeader, TraceKind, load_trace, make_residency
+from tierstore.trace.format import Trace, TraceHeader, TraceKind
+from tierstore.trace.reader import load_trace
+from tierstore.trace.replay import make_residency
 
 __all__ = ["Bytes", "Compulsory", "bound_s", "clairvoyant", "compulsory", "replayed"]
 
@@ -179,13 +181,13 @@ class _Clairvoyant:
     """Residency under Belady's rule."""
 
     def __init__(self, header: TraceHeader) -> None:
-        self._header = header
+        self._records = tuple(header.records)
         self._free = header.capacity_frames
         self._dirty: dict[int, bool] = {}  # of what is resident
         self._next: dict[int, int] = {}
         self._stored = {
             number * 4 + group
-            for number, record in enumerate(header.records)
+            for number, record in enumerate(self._records)
             for group in range(_GROUPS)
             if record.stored >> group & 1
         }
@@ -194,7 +196,7 @@ class _Clairvoyant:
         self.written = 0
 
     def use(self, use: _Use, following: int) -> None:
-        record, group = self._header.records[use.entry // 4], use.entry % 4
+        record, group = self._records[use.entry // 4], use.entry % 4
         if use.entry not in self._dirty:
             self._make_room(record.frames[group], use)
             self._free -= record.frames[group]
@@ -223,7 +225,7 @@ class _Clairvoyant:
             heapq.heappush(self._heap, item)
 
     def _evict(self, use: _Use) -> None:
-        record, group = self._header.records[use.entry // 4], use.entry % 4
+        record, group = self._records[use.entry // 4], use.entry % 4
         if self._dirty.pop(use.entry):
             self._stored.add(use.entry)
             if use.counted:

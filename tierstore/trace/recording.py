@@ -11,7 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore._native import EntryState, Residency, Scope
-from tierstore.trace.format import TraceHeader, TraceKind, TraceRecord, TraceWriter
+from tierstore.trace.format import TraceHeader, TraceKind
+from tierstore.trace.records import TraceRecord
+from tierstore.trace.writer import TraceWriter
 
 __all__ = ["RecordingResidency"]
 
