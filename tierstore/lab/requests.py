@@ -199,6 +199,15 @@ class Requests:
             total_bytes=self.total_bytes,
         )
 
+    @cached_property
+    def records_per_event(self) -> float:
+        """Records that an event asks for, the mean: the groups of one record count once."""
+        records = self.entry_keys[self.entries] // _GROUPS
+        new = np.ones(len(records), np.bool_)
+        new[1:] = records[1:] != records[:-1]
+        new[self.offsets[:-1].astype(np.int64)] = True
+        return float(new.sum()) / max(self.events, 1)
+
     def frames_of(self, capacity: Capacity, *, name: str = "capacity") -> int:
         """``capacity`` in frames, at least 1. ``name`` is what the error calls it. Raises ConfigError."""
         frames = self._frames(capacity, name)
@@ -226,6 +235,22 @@ class Requests:
     def events_before(self, step: int) -> int:
         """How many events come before ``step`` (counted from 0)."""
         return int(np.searchsorted(self.steps, step))
+
+    def head(self, most_requests: int) -> Requests:
+        """The first steps, as many as have at most ``most_requests``; one at least."""
+        if len(self.entries) <= most_requests:
+            return self
+        events = int(np.searchsorted(self.offsets, most_requests, side="right")) - 1
+        return self.between(0, max(1, int(self.steps[min(events, self.events - 1)])))
+
+    def tail(self, most_requests: int) -> Requests:
+        """The last steps, as many as have at most ``most_requests``; one at least."""
+        if len(self.entries) <= most_requests:
+            return self
+        skipped = len(self.entries) - most_requests
+        event = min(int(np.searchsorted(self.offsets, skipped)), self.events - 1)
+        first = int(self.steps[event]) + (1 if event and self.steps[event] == self.steps[event - 1] else 0)
+        return self.between(min(first, self.step_count - 1), self.step_count)
 
     def between(self, first_step: int, end_step: int) -> Requests:
         """The requests of steps ``first_step`` up to ``end_step``, which is not among them; all entries stay."""
