@@ -87,6 +87,7 @@ void bind_sim(nb::module_& m) {
     nb::enum_<Contract>(m, "Contract")
         .value("ATOMIC", Contract::ATOMIC)
         .value("SEQUENTIAL", Contract::SEQUENTIAL);
+    m.def("bound_names", &bound_names, "The bounds that simulate() takes in the place of a policy.");
     using Bytes = std::optional<Column<std::uint8_t>>;
     using Words = std::optional<Column<std::uint32_t>>;
     m.def(
