@@ -498,6 +498,7 @@ class SimulationResult(TypedDict):
     layer_hits: NDArray[np.uint64]
     layer_misses: NDArray[np.uint64]
 
+def bound_names() -> list[str]: ...
 def simulate(
     offsets: NDArray[np.uint64],
     entries: NDArray[np.uint32],
@@ -518,7 +519,7 @@ def simulate(
     warmup_events: int = 0,
     detail: Detail = ...,
 ) -> SimulationResult:
-    """One cache policy over columns of requests: event i asks for ``entries[offsets[i]:offsets[i + 1]]``.
+    """A policy (or a bound: Belady 1966) over columns: event i asks for ``entries[offsets[i]:offsets[i + 1]]``.
 
     ``writes`` is by request; ``layers``, ``phases`` and ``steps`` (non-decreasing) are by event; ``sizes``
     (frames; 1 each), ``entry_layers`` and ``pinned`` (never leaves once resident) are by entry, entries being

@@ -90,6 +90,7 @@ void bind_sim(nb::module_& m) {
         .value("ATOMIC", Contract::ATOMIC)
         .value("SEQUENTIAL", Contract::SEQUENTIAL);
     nb::enum_<Detail>(m, "Detail").value("STEPS", Detail::STEPS).value("EVENTS", Detail::EVENTS);
+    m.def("bound_names", &bound_names, "The bounds that simulate() takes in the place of a policy.");
     using Bytes = std::optional<Column<std::uint8_t>>;
     using Words = std::optional<Column<std::uint32_t>>;
     m.def(

@@ -35,7 +35,7 @@ struct RequestColumns {
 };
 
 struct SimulationOptions {
-    std::string policy = "lru";  // or a bound: "belady", "belady-bypass", "unbounded"
+    std::string policy = "lru";  // or one of bound_names()
     PolicyOptions policy_options;
     std::uint64_t capacity_frames = 0;
     Scope scope = Scope::GLOBAL;
@@ -59,6 +59,10 @@ struct SimulationResult {
     // By layer; empty when nothing says which layer anything belongs to.
     std::vector<std::uint64_t> layer_hits, layer_misses;
 };
+
+// What no policy can beat: "belady" (everything that is asked for is admitted), "belady-bypass" (it need not
+// be), see belady.hpp, and "unbounded" (each entry misses once, whatever the capacity). They take no options.
+std::vector<std::string> bound_names();
 
 // Throws std::invalid_argument, naming the column, for columns that do not fit together, for an entry twice
 // in one atomic event, and for whatever make_policy refuses; CapacityError when what must be resident at once

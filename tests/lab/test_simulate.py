@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tierstore.errors import BudgetError, ConfigError
 from tierstore.lab.results import Role
 from tierstore.lab.simulate import (
-    BOUNDS,
     Contract,
     PolicySpec,
     Scope,
@@ -143,5 +142,5 @@ def test_every_policy_that_is_known_runs():
     rng = np.random.default_rng(0)
     events = [sorted(rng.choice(12, 3, replace=False).tolist()) for _ in range(200)]
     requests = requests_of(events)
-    for found in simulate(requests, [name for name in known_policies() if name not in BOUNDS], [0.5]):
+    for found in simulate(requests, known_policies(), [0.5]):
         assert 0 < found.misses < found.requests == 600

@@ -57,7 +57,7 @@ class Scope(enum.Enum):
     LAYER = "layer"
 
 
-BOUNDS = ("belady", "belady-bypass", "unbounded")
+BOUNDS = tuple(_native.bound_names())
 
 _CONTRACTS = {Contract.ATOMIC: _native.Contract.ATOMIC, Contract.SEQUENTIAL: _native.Contract.SEQUENTIAL}
 _SCOPES = {Scope.GLOBAL: _native.Scope.GLOBAL, Scope.LAYER: _native.Scope.LAYER}
