@@ -527,3 +527,22 @@ def simulate(
     carried out and not counted. ValueError, naming the column, for what does not fit together; CapacityError
     when what must be resident at once does not fit.
     """
+
+class StackDistances(TypedDict):
+    """LRU at every capacity c: misses = cold + the sum of ``depths[c + 1:]``, evictions written ``write_backs[c]``."""
+
+    requests: int
+    cold: int  # asked for the first time
+    largest_event: int  # capacities below it split an atomic event: there the counts do not hold
+    depths: NDArray[np.uint64]  # [entries + 1]: requests that found their entry at this depth, from 1
+    write_backs: NDArray[np.uint64]  # [entries + 1], or empty without ``writes``
+
+def stack_distances(
+    offsets: NDArray[np.uint64],
+    entries: NDArray[np.uint32],
+    writes: NDArray[np.uint8] | None = None,
+    *,
+    contract: Contract = ...,
+    warmup_events: int = 0,
+) -> StackDistances:
+    """One pass over columns as of :func:`simulate`, entries of one size, one cache for all (Mattson et al. 1970)."""

@@ -8,6 +8,7 @@
 #include "native/bindings/bindings.hpp"
 #include "native/sim/replay.hpp"
 #include "native/sim/simulate.hpp"
+#include "native/sim/stack_distances.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -132,4 +133,26 @@ void bind_sim(nb::module_& m) {
         "scope"_a = Scope::GLOBAL, "layer_quotas"_a = std::vector<std::uint64_t>{},
         "contract"_a = Contract::ATOMIC, "warmup_events"_a = 0, "detail"_a = Detail::STEPS,
         "What a policy does with columns of requests; see native/sim/simulate.hpp.");
+    m.def(
+        "stack_distances",
+        [](Column<std::uint64_t> offsets, Column<std::uint32_t> entries, Bytes writes, Contract contract,
+           std::uint64_t warmup) {
+            const RequestColumns requests{
+                .offsets = span_of(offsets), .entries = span_of(entries), .writes = span_of(writes)};
+            StackDistances found;
+            {
+                nb::gil_scoped_release release;
+                found = stack_distances(requests, contract, warmup);
+            }
+            nb::dict out;
+            out["requests"] = found.requests;
+            out["cold"] = found.cold;
+            out["largest_event"] = found.largest_event;
+            out["depths"] = numpy(std::move(found.depths));
+            out["write_backs"] = numpy(std::move(found.write_backs));
+            return out;
+        },
+        "offsets"_a.noconvert(), "entries"_a.noconvert(), "writes"_a.noconvert().none() = nb::none(),
+        nb::kw_only(), "contract"_a = Contract::ATOMIC, "warmup_events"_a = 0,
+        "LRU at every capacity in one pass; see native/sim/stack_distances.hpp.");
 }
