@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from tierstore.cache.config import CacheConfig, PolicyName
 from tierstore.cache.config import Scope as CacheScope
-from tierstore.config import dump
 from tierstore.lab.quotas import least_quotas
 from tierstore.lab.requests import Requests
 from tierstore.lab.simulate import Contract, PolicySpec, Scope, Setting
+from tierstore.units import format_bytes
 
 __all__ = [
     "SIMPLEST_FIRST",
     "Candidate",
     "cache_configuration",
+    "configuration_text",
     "default_candidate",
     "live_policies",
     "neighbours",
@@ -138,7 +139,7 @@ def _half_life(options: Mapping[str, float | str]) -> float:
     return float(options["half_life"]) if "half_life" in options else _NEVER
 
 
-def cache_configuration(requests: Requests, candidate: Candidate, capacity_frames: int) -> CacheConfig | None:
+def cache_configuration(requests: Requests, candidate: Candidate) -> CacheConfig | None:
     """The candidate as ``tierstore train`` takes it, or None for a policy that it does not run."""
     if candidate.policy.name not in live_policies():
         return None
@@ -153,4 +154,24 @@ def cache_configuration(requests: Requests, candidate: Candidate, capacity_frame
         settings["decay"] = 1.0 if math.isinf(half_life) else 0.5 ** (interval / half_life)
         settings["decay_every"] = interval
         settings["threshold"] = float(options.get("threshold", 0.0))
+    if candidate.layer_quotas:
+        quotas = [quota for quota in candidate.layer_quotas if quota]
+        settings["layer_shares"] = tuple(round(quota / sum(quotas), 6) for quota in quotas)
     return CacheConfig(**settings)  # type: ignore[arg-type]
+
+
+def configuration_text(requests: Requests, candidate: Candidate, capacity_frames: int) -> str:
+    """TOML to paste into a configuration of ``tierstore train``: its ``[cache]`` table, as far as it matters."""
+    capacity = format_bytes(capacity_frames * requests.frame_bytes)
+    share = capacity_frames / requests.total_frames
+    head = f"# for a cache of {capacity}, {share:.1%} of what {requests.name} asks for\n"
+    config = cache_configuration(requests, candidate)
+    if config is None:
+        return head + f"# {candidate.policy.name} is not a policy of tierstore train: nothing to configure\n"
+    matters = {"policy", "scope"}
+    if candidate.policy.name == "lfu-decay":
+        matters |= {"variant", "threshold", "decay", "decay_every"}
+    if candidate.layer_quotas:
+        matters.add("layer_shares")
+    lines = [line for line in dump(config).splitlines() if line.partition(" ")[0] in matters]
+    return head + "[cache]\n" + "\n".join(lines) + "\n"

@@ -9,6 +9,7 @@ can be had no worse than by mixing them, and greedy choice on convex curves is t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,7 +84,7 @@ def greedy_split(curves: Sequence[Curve], capacity_frames: int) -> tuple[int, ..
     pieces = [
         ((after[1] - before[1]) / (after[0] - before[0]), layer, after[0] - before[0])
         for layer, hull in enumerate(hulls)
-        for before, after in zip(hull, hull[1:], strict=False)
+        for before, after in pairwise(hull)
     ]
     for _, layer, frames in sorted(pieces):
         taken = min(frames, left)

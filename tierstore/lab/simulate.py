@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import product
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +29,9 @@ from tierstore.machine import cores
 
 __all__ = [
     "BOUNDS",
+    "NATIVE_CONTRACTS",
     "Contract",
+    "OnProgress",
     "PolicySpec",
     "Replayed",
     "Scope",
@@ -40,7 +43,7 @@ __all__ = [
     "simulate",
 ]
 
-OnProgress = Callable[[int, int], None]
+OnProgress: TypeAlias = Callable[[int, int], None]
 
 
 class Contract(enum.Enum):
@@ -59,7 +62,10 @@ class Scope(enum.Enum):
 
 BOUNDS = tuple(_native.bound_names())
 
-_CONTRACTS = {Contract.ATOMIC: _native.Contract.ATOMIC, Contract.SEQUENTIAL: _native.Contract.SEQUENTIAL}
+NATIVE_CONTRACTS = {
+    Contract.ATOMIC: _native.Contract.ATOMIC,
+    Contract.SEQUENTIAL: _native.Contract.SEQUENTIAL,
+}
 _SCOPES = {Scope.GLOBAL: _native.Scope.GLOBAL, Scope.LAYER: _native.Scope.LAYER}
 
 
@@ -224,7 +230,7 @@ def _replay(requests: Requests, setting: Setting, warmup_events: int) -> Replaye
             capacity_frames=setting.capacity_frames,
             scope=_SCOPES[setting.scope],
             layer_quotas=list(setting.quotas(requests)),
-            contract=_CONTRACTS[setting.contract],
+            contract=NATIVE_CONTRACTS[setting.contract],
             warmup_events=warmup_events,
             detail=_native.Detail.EVENTS,
         )
