@@ -25,7 +25,7 @@ from tierstore.lab.candidates import (
 from tierstore.lab.costs import Machine, Objective
 from tierstore.lab.results import Verdict
 from tierstore.lab.simulate import PolicySpec, Scope, known_policies
-from tierstore.lab.tune import TuneOptions, tune
+from tierstore.lab.tune import Hindsight, TuneOptions, tune
 from tierstore.store.opening import layer_quotas
 from tierstore.train.config import TrainConfig
 
@@ -88,7 +88,17 @@ def test_the_choice_looks_at_the_prefix_only():
     turned = tune(single(np.concatenate((first, second))), "100f", TuneOptions(policies=CHEAP))
     assert turned.chosen == whole.chosen
     assert turned.result.regret > 0.2
-    assert turned.result.best.policy == "lru"
+
+
+def test_hindsight_over_everything_that_was_tried():
+    first, second = scans()[: STEPS * EACH // 2], walk(1)[: STEPS * EACH // 2]
+    requests = single(np.concatenate((first, second)))
+    finalists = tune(requests, "100f", TuneOptions(policies=CHEAP))
+    everything = tune(requests, "100f", TuneOptions(policies=CHEAP, hindsight=Hindsight.ALL))
+    assert everything.chosen == finalists.chosen
+    assert everything.result.best.policy == "lru"
+    assert everything.result.regret > finalists.result.regret
+    assert len(everything.ranked) > len(finalists.ranked)
 
 
 def test_an_uneven_model_gets_uneven_quotas():
