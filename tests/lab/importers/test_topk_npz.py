@@ -105,4 +105,4 @@ def test_what_is_wrong_is_named(imported):
     refused(npz(topk=TOPK), "regime: expected one of decode, train", ConfigError, regime="serve")
     one = io.BytesIO()
     np.save(one, TOPK)
-    refused(one.getvalue(), "found a single one")
+    refused(one.getvalue(), "found a single array")

@@ -70,9 +70,10 @@ def load_topk(path: Path) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
     with open_source(path) as file:
         content = file.read()
     try:
-        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-            if not isinstance(arrays, np.lib.npyio.NpzFile):
-                raise DataError(f"{path}: expected an .npz of arrays, found a single one")
+        arrays = np.load(io.BytesIO(content), allow_pickle=False)
+        if not isinstance(arrays, np.lib.npyio.NpzFile):
+            raise ValueError("found a single array")
+        with arrays:
             found = {name: np.asarray(arrays[name]) for name in ("topk", "prompt_len") if name in arrays}
     except (ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
         raise DataError(f"{path}: expected an .npz of plain arrays: {error}") from error
