@@ -2,9 +2,13 @@
 #include <stdexcept>
 #include <string>
 
+#include "native/cache/clock.hpp"
+#include "native/cache/fifo.hpp"
+#include "native/cache/lfu.hpp"
 #include "native/cache/lfu_decay.hpp"
 #include "native/cache/lru.hpp"
 #include "native/cache/policy.hpp"
+#include "native/cache/sieve.hpp"
 
 namespace tierstore {
 namespace {
@@ -15,8 +19,12 @@ struct Registered {
 };
 
 constexpr Registered kPolicies[] = {
+    {"fifo", &make_fifo},
+    {"clock", &make_clock},
     {"lru", &make_lru},
+    {"lfu", &make_lfu},
     {"lfu-decay", &make_lfu_decay},
+    {"sieve", &make_sieve},
 };
 
 }  // namespace

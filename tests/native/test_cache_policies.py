@@ -98,7 +98,7 @@ def test_unequal_sizes_go_until_the_newcomer_fits():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("mru", {}, "unknown cache policy 'mru'; there are: lru, lfu-decay"),
+        ("mru", {}, "unknown cache policy 'mru'; there are: fifo, clock, lru"),
         ("lru", {"beta": 0.5}, "'lru' has no option 'beta'; it has: none"),
         ("lfu-decay", {"treshold": 1}, "no option 'treshold'"),
         ("lfu-decay", {"beta": 0}, "option 'beta'"),

@@ -170,7 +170,8 @@ class HalfLifeMap:
 class TuneResult:
     """A configuration chosen on a prefix of the trace; all outcomes are of the held-out rest.
 
-    ``gain`` is the baseline's miss ratio less the chosen one's, with a block-bootstrap interval over steps.
+    ``gain`` is the baseline's cost less the chosen one's, with a block-bootstrap interval over steps: a miss
+    ratio, or with another objective bytes or stalled seconds a step.
     """
 
     chosen: Outcome
@@ -184,13 +185,23 @@ class TuneResult:
     tuned_steps: int
     advice: str  # whether tuning is worth anything in this regime, in a sentence
     configuration: str  # to paste into a configuration of ``tierstore train``
+    objective: str = "misses"  # or "bytes" (read and written), or "stall"
 
     @property
     def regret(self) -> float:
-        """How much worse than the best in hindsight, as a fraction of the best's misses."""
-        if self.best.misses == 0:
-            return 0.0 if self.chosen.misses == 0 else float("inf")
-        return self.chosen.misses / self.best.misses - 1.0
+        """How much worse than the best in hindsight, as a fraction of the best's cost."""
+        best, chosen = self.cost(self.best), self.cost(self.chosen)
+        if best == 0:
+            return 0.0 if chosen == 0 else float("inf")
+        return chosen / best - 1.0
+
+    def cost(self, outcome: Outcome) -> float:
+        """What the objective counts of ``outcome``, over all of its steps (stall: a step)."""
+        if self.objective == "bytes":
+            return float(outcome.read_bytes + outcome.written_bytes)
+        if self.objective == "stall":
+            return outcome.stall_s_per_step or 0.0
+        return float(outcome.misses)
 
 
 @dataclass(frozen=True, slots=True)

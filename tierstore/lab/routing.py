@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstore.cache.access import Phase
 from tierstore.trace.format import EventColumns, TraceKind
 from tierstore.trace.records import RecordTable
 
@@ -29,7 +30,7 @@ __all__ = [
     "step_blocks",
 ]
 
-FORWARD, BACKWARD = 0, 1
+FORWARD, BACKWARD = Phase.FORWARD.value, Phase.BACKWARD.value
 _STEPS_AT_ONCE_CELLS = 1 << 24  # of masks held at a time
 
 
@@ -87,11 +88,11 @@ def routing_events(
     """
     steps, layers, experts = masks.shape
     order = np.arange(layers)
-    phase = np.zeros(layers, np.uint8)
+    phase = np.full(layers, FORWARD, np.uint8)
     if passes is Passes.FORWARD_BACKWARD:
         masks = np.concatenate((masks, masks[:, ::-1]), axis=1)
         order = np.concatenate((order, order[::-1]))
-        phase = np.concatenate((phase, np.ones(layers, np.uint8)))
+        phase = np.concatenate((phase, np.full(layers, BACKWARD, np.uint8)))
     width = len(order)
     _, pass_of, expert = np.nonzero(masks)
     counts = np.zeros((steps, width + 1), np.int64)  # the last column: the step's end
