@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from tierstore.cache.access import Phase
 from tierstore.errors import ConfigError
 from tierstore.lab.generators import KeyWorkload, RoutingWorkload, Scan, Tenants, Zipf, in_memory
 from tierstore.lab.routing import Passes, Sections
@@ -160,7 +161,7 @@ def test_training_is_a_palindrome(layers, experts, tokens_per_step, steps, seed,
             forward, backward = events[layer], events[2 * layers - 1 - layer]
             asked = sorted({layer * experts + int(expert) for expert in here[:, layer].ravel()})
             assert forward.records.tolist() == backward.records.tolist() == asked
-            assert (int(forward.phases[0]), int(backward.phases[0])) == (0, 1)
+            assert (int(forward.phases[0]), int(backward.phases[0])) == (Phase.FORWARD, Phase.BACKWARD)
             assert (int(forward.layers[0]), int(backward.layers[0])) == (layer, layer)
             assert set(forward.flags.tolist()) == {1}
             assert set(backward.flags.tolist()) == {0b011011 if sections is Sections.SPLIT else 0b001001}

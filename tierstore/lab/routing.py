@@ -104,7 +104,7 @@ def routing_events(
         counts[asked],
         order[pass_of] * experts + expert,
         kinds=kinds[asked],
-        phases=np.broadcast_to(np.append(phase, FORWARD), asked.shape)[asked],
+        phases=np.broadcast_to(np.append(phase, Phase.INIT), asked.shape)[asked],
         layers=np.broadcast_to(np.append(order, 0), asked.shape)[asked],
         steps=np.repeat(np.arange(first_step, first_step + steps), asked.sum(axis=1)),
         flags=expert_unit_flags(phase[pass_of], sections),

@@ -31,9 +31,9 @@ def test_a_token_a_line(imported, packed):
     accesses, trace, keys = imported(packed(log))
     assert keys == ["4.1", "4.9", "4.3", "6.2", "6.9"]  # as they first appear; those of one line ascending
     assert accesses == [
-        (0, 0, 0, [0, 1, 2], [1]),
-        (0, 0, 1, [3, 4], [1]),
-        (1, 0, 0, [0, 1], [1]),
+        (0, 1, 0, [0, 1, 2], [1]),
+        (0, 1, 1, [3, 4], [1]),
+        (1, 1, 0, [0, 1], [1]),
     ]
     assert trace.header.table.layers.tolist() == [0, 0, 0, 1, 1]
 
@@ -63,12 +63,12 @@ def test_training_comes_back_in_reverse(imported):
     accesses, _, keys = imported(log)
     assert keys == ["1.0", "1.2", "2.1"]
     assert accesses == [
-        (0, 0, 0, [0, 1], [1]),
-        (0, 0, 1, [2], [1]),
-        (0, 1, 1, [2], [9]),
-        (0, 1, 0, [0, 1], [9]),
-        (1, 0, 0, [1], [1]),
-        (1, 1, 0, [1], [9]),
+        (0, 1, 0, [0, 1], [1]),
+        (0, 1, 1, [2], [1]),
+        (0, 2, 1, [2], [9]),
+        (0, 2, 0, [0, 1], [9]),
+        (1, 1, 0, [1], [1]),
+        (1, 2, 0, [1], [9]),
     ]
     accesses, _, _ = imported(log, passes="as-logged")
     assert len(accesses) == 3
@@ -82,14 +82,14 @@ def test_micro_batches_each_have_their_passes(imported):
     ]
     accesses, _, _ = imported(lines(*rows))
     assert [(a[0], a[1], a[2], a[3]) for a in accesses] == [
-        (0, 0, 0, [0]),
-        (0, 0, 1, [1]),
-        (0, 1, 1, [1]),
         (0, 1, 0, [0]),
-        (0, 0, 0, [2]),
-        (0, 0, 1, [3]),
-        (0, 1, 1, [3]),
+        (0, 1, 1, [1]),
+        (0, 2, 1, [1]),
+        (0, 2, 0, [0]),
         (0, 1, 0, [2]),
+        (0, 1, 1, [3]),
+        (0, 2, 1, [3]),
+        (0, 2, 0, [2]),
     ]
 
 
@@ -107,7 +107,7 @@ def test_phases_and_names_that_are_given(imported):
         experts="who",
         phase="way",
     )
-    assert [a[:3] for a in accesses] == [(0, 0, 0), (0, 0, 1), (0, 1, 1), (0, 1, 0), (1, 0, 0)]
+    assert [a[:3] for a in accesses] == [(0, 1, 0), (0, 1, 1), (0, 2, 1), (0, 2, 0), (1, 1, 0)]
     assert accesses[2][4] == [9]
 
 

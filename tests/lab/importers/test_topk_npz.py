@@ -25,14 +25,14 @@ def test_decoding_by_hand(imported, packed):
     accesses, trace, keys = imported(packed(npz(topk=TOPK, prompt_len=np.array([3, 1]))))
     # Records are layer * 4 + expert, ascending; one token a step.
     assert accesses == [
-        (0, 0, 0, [0, 1], [1]),
-        (0, 0, 1, [6, 7], [1]),
-        (1, 0, 0, [1, 2], [1]),
-        (1, 0, 1, [6, 7], [1]),
-        (2, 0, 0, [0, 3], [1]),
-        (2, 0, 1, [4, 5], [1]),
-        (3, 0, 0, [0, 2], [1]),
-        (3, 0, 1, [5, 7], [1]),
+        (0, 1, 0, [0, 1], [1]),
+        (0, 1, 1, [6, 7], [1]),
+        (1, 1, 0, [1, 2], [1]),
+        (1, 1, 1, [6, 7], [1]),
+        (2, 1, 0, [0, 3], [1]),
+        (2, 1, 1, [4, 5], [1]),
+        (3, 1, 0, [0, 2], [1]),
+        (3, 1, 1, [5, 7], [1]),
     ]
     assert keys[5] == "1.1"
     assert trace.header.capacity_frames == 8
@@ -42,17 +42,17 @@ def test_decoding_by_hand(imported, packed):
 def test_sequences_are_decoded_side_by_side(imported):
     # Slot 0 decodes the first prompt, slot 1 the second, and finds no third after one step.
     accesses, _, _ = imported(npz(topk=TOPK, prompt_len=np.array([3, 1])), sequences=2)
-    assert accesses == [(0, 0, 0, [0, 1, 2], [1]), (0, 0, 1, [5, 6, 7], [1])]
+    assert accesses == [(0, 1, 0, [0, 1, 2], [1]), (0, 1, 1, [5, 6, 7], [1])]
 
 
 def test_training_by_hand(imported):
     accesses, trace, _ = imported(npz(topk=TOPK[:3]), regime="train", tokens_per_step=2, experts=5)
     # Tokens 0 and 1; the third does not fill a step. Backward: layers in reverse, dirty.
     assert accesses == [
-        (0, 0, 0, [0, 1, 2], [1]),
-        (0, 0, 1, [7, 8], [1]),
-        (0, 1, 1, [7, 8], [9]),
-        (0, 1, 0, [0, 1, 2], [9]),
+        (0, 1, 0, [0, 1, 2], [1]),
+        (0, 1, 1, [7, 8], [1]),
+        (0, 2, 1, [7, 8], [9]),
+        (0, 2, 0, [0, 1, 2], [9]),
     ]
     assert len(trace.header.records) == 10
 
