@@ -36,6 +36,7 @@ from tierstore.trace.writer import TraceWriter
 __all__ = ["ImportSummary", "SourceKind", "detect_kind", "import_trace", "options_of", "write_trace"]
 
 _HEAD_BYTES = 1 << 16
+_MAX_REQUESTS = 1 << 40  # that a trace is believed to have
 
 
 class SourceKind(enum.Enum):
@@ -216,5 +217,5 @@ def _is_oracle_general(head: bytes) -> bool:
     rows = np.frombuffer(head[: len(head) // ORACLE_RECORD.itemsize * ORACLE_RECORD.itemsize], ORACLE_RECORD)
     if b"\0" not in head or not len(rows):
         return False
-    ahead = (rows["next"] == -1) | (rows["next"] > np.arange(len(rows)))
+    ahead = (rows["next"] == -1) | ((rows["next"] > np.arange(len(rows))) & (rows["next"] < _MAX_REQUESTS))
     return bool(ahead.all() and (np.diff(rows["time"].astype(np.int64)) >= 0).all())

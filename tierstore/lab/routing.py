@@ -70,14 +70,12 @@ def expert_unit_flags(phases: NDArray[np.uint8], sections: Sections) -> NDArray[
 def expert_masks(topk: NDArray[np.integer], tokens: NDArray[np.int64], experts: int) -> NDArray[np.bool_]:
     """Which experts any token of a step chose: [steps, layers, experts].
 
-    ``topk`` [all tokens, layers, k] are expert ids, ``tokens`` [steps, tokens a step] indices into it; a
-    negative one is no token.
+    ``topk`` [all tokens, layers, k] are expert ids, ``tokens`` [steps, tokens a step] indices into it.
     """
     steps, layers = len(tokens), topk.shape[1]
     masks = np.zeros((steps, layers, experts), np.bool_)
-    step, column = np.nonzero(tokens >= 0)
-    chosen = topk[tokens[step, column]]
-    masks[step[:, None, None], np.arange(layers)[None, :, None], chosen] = True
+    step = np.arange(steps)[:, None, None, None]
+    masks[step, np.arange(layers)[:, None], topk[tokens]] = True
     return masks
 
 
@@ -106,7 +104,7 @@ def routing_events(
         counts[asked],
         order[pass_of] * experts + expert,
         kinds=kinds[asked],
-        phases=np.broadcast_to(np.append(phase, FORWARD), asked.shape)[asked],
+        phases=np.broadcast_to(np.append(phase, Phase.INIT), asked.shape)[asked],
         layers=np.broadcast_to(np.append(order, 0), asked.shape)[asked],
         steps=np.repeat(np.arange(first_step, first_step + steps), asked.sum(axis=1)),
         flags=expert_unit_flags(phase[pass_of], sections),
@@ -123,10 +121,10 @@ def step_blocks(
 
 
 def decode_tokens(prompt_len: NDArray[np.integer], sequences: int) -> NDArray[np.int64]:
-    """Which token each of ``sequences`` slots decodes at each step: [steps, sequences], -1 for none.
+    """Which token each of ``sequences`` slots decodes at each step: [steps, sequences], indices.
 
     Prompts are taken in order, each by the slot that is free first (of equals the lowest), and decoded one
-    token a step.
+    token a step. It ends when a slot is free and no prompt is left, so that every step has all sequences.
     """
     starts = np.concatenate(([0], np.cumsum(prompt_len, dtype=np.int64)))
     free_at = np.zeros(sequences, np.int64)
@@ -135,7 +133,9 @@ def decode_tokens(prompt_len: NDArray[np.integer], sequences: int) -> NDArray[np
         slot = int(np.argmin(free_at))
         places.append((slot, int(free_at[slot]), int(starts[prompt]), length))
         free_at[slot] += length
-    tokens = np.full((int(free_at.max(initial=0)), sequences), -1, np.int64)
+    steps = int(free_at.min())
+    tokens = np.zeros((steps, sequences), np.int64)
     for slot, begin, token, length in places:
-        tokens[begin : begin + length, slot] = np.arange(token, token + length)
+        kept = max(0, min(length, steps - begin))
+        tokens[begin : begin + kept, slot] = np.arange(token, token + kept)
     return tokens

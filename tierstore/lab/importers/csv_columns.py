@@ -20,7 +20,7 @@ from tierstore.trace.records import RecordTable
 
 __all__ = ["CsvImporter", "CsvOptions"]
 
-_BLOCK = 1 << 17  # rows
+_BLOCK = 1 << 13  # rows: few enough that the garbage collector stays out of the old ones
 _MAX_SIZE = 2**62
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstore.cache.access import Phase
 from tierstore.errors import ConfigError
 from tierstore.trace.format import EventColumns, TraceKind
 from tierstore.trace.records import RecordTable
@@ -110,4 +111,4 @@ def stepped(records: NDArray[np.uint32], first: int, per_step: int) -> EventColu
     counts[place] = 1
     # An end belongs to the step it ends: as many steps as there were ends before it.
     steps = first // per_step + np.cumsum(kinds == TraceKind.END_STEP) - (kinds == TraceKind.END_STEP)
-    return EventColumns.build(counts, records, kinds=kinds, steps=steps)
+    return EventColumns.build(counts, records, kinds=kinds, phases=Phase.USER, steps=steps)

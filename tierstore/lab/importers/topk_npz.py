@@ -70,10 +70,11 @@ def load_topk(path: Path) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
     with open_source(path) as file:
         content = file.read()
     try:
-        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-            if not isinstance(arrays, np.lib.npyio.NpzFile):
-                raise DataError(f"{path}: expected an .npz of arrays, found a single one")
-            found = {name: arrays[name] for name in ("topk", "prompt_len") if name in arrays}
+        arrays = np.load(io.BytesIO(content), allow_pickle=False)
+        if not isinstance(arrays, np.lib.npyio.NpzFile):
+            raise ValueError("found a single array")
+        with arrays:
+            found = {name: np.asarray(arrays[name]) for name in ("topk", "prompt_len") if name in arrays}
     except (ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
         raise DataError(f"{path}: expected an .npz of plain arrays: {error}") from error
     if "topk" not in found:
@@ -128,6 +129,10 @@ class TopkImporter:
             tokens = np.arange(steps * options.tokens_per_step).reshape(steps, -1)
         else:
             tokens = decode_tokens(prompt_len, options.sequences)
+            if not len(tokens):
+                raise DataError(
+                    f"{self._path}: prompt_len: {len(prompt_len)} prompts cannot fill {options.sequences} sequences"
+                )
         for first, block in step_blocks(tokens, self._layers, self._experts):
             masks = expert_masks(topk, block, self._experts)
             yield routing_events(masks, first_step=first, passes=passes, sections=options.sections)
