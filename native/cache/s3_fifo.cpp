@@ -26,7 +26,8 @@ void S3Fifo::miss(EntryId entry) {
 }
 
 void S3Fifo::insert(EntryId entry) {
-    lists_.move_newest(lists_.list_of(entry) == EntryLists::kNone ? SMALL : MAIN, entry);
+    const bool fills_main = filling_ && lists_.frames(SMALL) >= small_frames_;
+    lists_.move_newest(lists_.list_of(entry) == EntryLists::kNone && !fills_main ? SMALL : MAIN, entry);
     hits_[entry] = 0;
 }
 
@@ -76,6 +77,7 @@ EntryId S3Fifo::from_main(const Candidates& candidates, Hands& hands) {
 
 std::uint64_t S3Fifo::select(const Candidates& candidates, std::uint64_t frames,
                              std::vector<EntryId>& victims) {
+    filling_ = false;
     Hands hands{lists_.oldest(SMALL), lists_.oldest(MAIN), lists_.frames(SMALL)};
     std::uint64_t freed = 0;
     while (freed < frames) {

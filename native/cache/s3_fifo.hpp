@@ -17,7 +17,8 @@ struct S3FifoOptions {
 // S3-FIFO: Yang et al., "FIFO queues are all you need for cache eviction", 2023. A newcomer enters the small
 // queue, or the main one if its ghost is found. The small queue gives the victim while it has its share: its
 // oldest entry moves to the main queue if it was hit often enough, else it goes and leaves a ghost. The main
-// queue gives its oldest entry another turn for each of at most 3 hits.
+// queue gives its oldest entry another turn for each of at most 3 hits. Until the first victim is named,
+// newcomers beyond the small queue's share fill the main one (the authors' code; the paper does not say).
 class S3Fifo final : public Policy {
 public:
     explicit S3Fifo(const S3FifoOptions& options) : options_(options), lists_(4) {}
@@ -48,6 +49,7 @@ private:
     S3FifoOptions options_;
     std::uint64_t small_frames_ = 0;
     std::uint64_t ghost_frames_ = 0;
+    bool filling_ = true;
     EntryLists lists_;
     std::vector<std::uint8_t> hits_;
 };

@@ -247,6 +247,7 @@ class NaiveS3Fifo(NaivePolicy):
         self.ghost_limit = int(capacity * ghost_fraction)
         self.threshold = move_threshold
         self.small, self.main, self.ghosts, self.found, self.hits = [], [], [], set(), {}
+        self.filling = True
 
     def miss(self, e):
         if e in self.ghosts:
@@ -258,6 +259,8 @@ class NaiveS3Fifo(NaivePolicy):
         self.found.discard(e)
         if e in self.ghosts:
             self.ghosts.remove(e)
+        if self.filling and self.size(self.small) >= self.small_limit:
+            known = True
         (self.main if known else self.small).append(e)
         self.hits[e] = 0
 
@@ -292,6 +295,7 @@ class NaiveS3Fifo(NaivePolicy):
         return []
 
     def victims(self, free, need):
+        self.filling = False
         if self.small and self.size(self.small) >= self.small_limit:
             return self.from_small(free) or self.from_main(free)
         return self.from_main(free) or self.from_small(free) or self.from_main(free)
