@@ -102,9 +102,7 @@ def tune(
             f"{requests.name}: expected at least {_LEAST_STEPS} steps to tune on and to score, found "
             f"{requests.step_count}"
         )
-    tuner = _Tuner(
-        requests, requests.frames_of(capacity), chosen_options, machine or Machine(), progress
-    )
+    tuner = _Tuner(requests, requests.frames_of(capacity), chosen_options, machine or Machine(), progress)
     return tuner.run()
 
 
@@ -137,9 +135,7 @@ class _Tuner:
         self._options = options
         self._machine = machine
         self._progress = progress
-        self._split = min(
-            max(2, round(requests.step_count * options.prefix)), requests.step_count - 2
-        )
+        self._split = min(max(2, round(requests.step_count * options.prefix)), requests.step_count - 2)
 
     def run(self) -> Tuning:
         options = self._options
