@@ -96,28 +96,30 @@ def outcome_json(outcome: Outcome, frame_bytes: int) -> dict[str, object]:
     }
 
 
-def show_outcomes(outcomes: Sequence[Outcome], frame_bytes: int, output: Output, *, title: str = "") -> None:
+_COLUMNS = (
+    "policy",
+    "scope",
+    "capacity",
+    "misses",
+    "read",
+    "written",
+    "stall/step",
+    "drive/day",
+    "life",
+    "CPU",
+)
+
+
+def show_outcomes(outcomes: Sequence[Outcome], frame_bytes: int, output: Output) -> None:
     """A row for each outcome."""
-    columns = (
-        "policy",
-        "capacity",
-        "misses",
-        "read",
-        "written",
-        "stall a step",
-        "drive a day",
-        "life",
-        "CPU",
-    )
-    output.table(title, columns, [_row(outcome, frame_bytes) for outcome in outcomes])
+    output.table("", _COLUMNS, [_row(outcome, frame_bytes) for outcome in outcomes])
 
 
 def _row(outcome: Outcome, frame_bytes: int, scope: str = "") -> tuple[str, ...]:
-    shown = outcome.label if outcome.role.value == "policy" else f"{outcome.label} (bound)"
-    size = format_bytes(outcome.capacity_frames * frame_bytes)
     return (
-        f"{shown}, {outcome.scope}",
-        f"{outcome.capacity_fraction:.1%} = {size}",
+        _label(outcome),
+        scope or outcome.scope,
+        f"{outcome.capacity_fraction:.1%}, {format_bytes(outcome.capacity_frames * frame_bytes)}",
         f"{outcome.miss_ratio:.4f}",
         format_bytes(outcome.read_bytes),
         format_bytes(outcome.written_bytes),
@@ -207,11 +209,14 @@ def show_tuning(tuning: Tuning, frame_bytes: int, output: Output) -> None:
     result = tuning.result
     output.line(result.advice)
     rows = [
-        _row(outcome, frame_bytes, "layer, tuned" if candidate.layer_quotas else "")
+        (
+            *_row(outcome, frame_bytes, "layer, tuned" if candidate.layer_quotas else ""),
+            "chosen" if candidate == tuning.chosen else "baseline" if outcome is result.baseline else "",
+        )
         for candidate, outcome in tuning.ranked
     ]
     title = f"on the {result.chosen.steps} steps after the first {result.tuned_steps}, best first"
-    output.table(title, _COLUMNS, rows)
+    output.table(title, (*_COLUMNS, ""), rows)
     what = {"misses": "of the requests", "bytes": "bytes a step", "stall": "s a step"}[result.objective]
     said = {
         "better": "better than the baseline",

@@ -233,6 +233,16 @@ class RegimeStudy:
     half_lives: HalfLifeMap | None = None
     tuned: TuneResult | None = None
     advice: str = ""
+    focus: float = (
+        0.4  # capacity (fraction) of the tables and charts that show one; the nearest on the curves
+    )
+
+    def focused(self) -> tuple[Outcome, ...]:
+        """Each curve's outcome at the capacity nearest to the focus."""
+        return tuple(
+            min(curve.points, key=lambda point: abs(point.capacity_fraction - self.focus))
+            for curve in self.curves
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
