@@ -160,7 +160,7 @@ def simulate(
         )
     outcomes = [point for curve in found for point in curve.points]
     show_outcomes(outcomes, requests.frame_bytes, output)
-    show_assumptions(machine, replay["contract"].value, output)
+    show_assumptions(machine, f"{replay['contract'].value}, {replay['scope'].value} scope", output)
     output.emit(
         {
             "trace": trace_json(requests),

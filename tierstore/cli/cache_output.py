@@ -112,14 +112,19 @@ _COLUMNS = (
 
 def show_outcomes(outcomes: Sequence[Outcome], frame_bytes: int, output: Output) -> None:
     """A row for each outcome."""
-    output.table("", _COLUMNS, [_row(outcome, frame_bytes) for outcome in outcomes])
+    rows = [
+        (
+            _label(outcome),
+            f"{outcome.capacity_fraction:.1%}, {format_bytes(outcome.capacity_frames * frame_bytes)}",
+            *_costs(outcome),
+        )
+        for outcome in outcomes
+    ]
+    output.table("", ("policy", "capacity", *_COSTS), rows)
 
 
-def _row(outcome: Outcome, frame_bytes: int, scope: str = "") -> tuple[str, ...]:
+def _costs(outcome: Outcome) -> tuple[str, ...]:
     return (
-        _label(outcome),
-        scope or outcome.scope,
-        f"{outcome.capacity_fraction:.1%}, {format_bytes(outcome.capacity_frames * frame_bytes)}",
         f"{outcome.miss_ratio:.4f}",
         format_bytes(outcome.read_bytes),
         format_bytes(outcome.written_bytes),
@@ -140,11 +145,11 @@ def _each(seconds: float | None, requests: int) -> str:
     return "-" if seconds is None or not requests else f"{seconds / requests * 1e9:.0f} ns"
 
 
-def show_assumptions(machine: Machine, contract: str, output: Output) -> None:
-    """What the numbers are: simulated, measured, estimated, and from what."""
+def show_assumptions(machine: Machine, replayed: str, output: Output) -> None:
+    """What was ``replayed`` (contract, scope), and what the numbers are: simulated, measured or estimated."""
     said = "; ".join(f"{name} {value}" for name, value in machine.assumptions.items())
     output.line(
-        f"{contract}; counts and bytes simulated; CPU time a request measured (cache core and policy); stalls, "
+        f"{replayed}; counts and bytes simulated; CPU time a request measured (cache core and policy); stalls, "
         f"drive writes (whole drives a day) and life estimated: {said}"
     )
 
@@ -210,13 +215,19 @@ def show_tuning(tuning: Tuning, frame_bytes: int, output: Output) -> None:
     output.line(result.advice)
     rows = [
         (
-            *_row(outcome, frame_bytes, "layer, tuned" if candidate.layer_quotas else ""),
+            _label(outcome),
+            "layer, tuned" if candidate.layer_quotas else outcome.scope,
+            *_costs(outcome),
             "chosen" if candidate == tuning.chosen else "baseline" if outcome is result.baseline else "",
         )
         for candidate, outcome in tuning.ranked
     ]
-    title = f"on the {result.chosen.steps} steps after the first {result.tuned_steps}, best first"
-    output.table(title, (*_COLUMNS, ""), rows)
+    size = format_bytes(result.chosen.capacity_frames * frame_bytes)
+    title = (
+        f"with {size}, {result.chosen.capacity_fraction:.1%}, on the {result.chosen.steps} steps after the first "
+        f"{result.tuned_steps}; best first"
+    )
+    output.table(title, ("policy", "scope", *_COSTS, ""), rows)
     what = {"misses": "of the requests", "bytes": "bytes a step", "stall": "s a step"}[result.objective]
     said = {
         "better": "better than the baseline",
