@@ -80,6 +80,7 @@ private:
     enum Flag : std::uint8_t { RESIDENT = 1, DIRTY = 2, IN_SET = 4, FRESH = 8, STAYS = 16 };
     static constexpr std::uint64_t kAhead = 16;  // requests between a prefetch and its use
 
+    std::uint32_t size_of(EntryId entry) const { return unit_sizes_ ? 1 : frames_[entry]; }
     Cache& cache_for(std::uint32_t layer) { return caches_[options_.scope == Scope::LAYER ? layer : 0]; }
 
     void introduce() {
@@ -115,8 +116,8 @@ private:
         if ((flags_[entry] & RESIDENT) == 0) {
             cache.policy->miss(entry);
             if (room_ == Room::BEFORE) {
-                if (frames_[entry] + cache.pinned > cache.limit) refuse_capacity(cache, frames_[entry]);
-                make_room(cache, frames_[entry]);
+                if (size_of(entry) + cache.pinned > cache.limit) refuse_capacity(cache, size_of(entry));
+                make_room(cache, size_of(entry));
             }
         }
         request(cache, at);
@@ -145,7 +146,7 @@ private:
         std::uint64_t filled = 0;
         for (std::uint64_t at = begin; at < end; ++at) {
             const EntryId entry = requests_.entries[at];
-            const std::uint64_t added = busy_[entry] != 0 ? 0 : frames_[entry];
+            const std::uint64_t added = busy_[entry] != 0 ? 0 : size_of(entry);
             if (added > room) refuse_capacity(cache, added);
             if (filled + added > room) return at;
             filled += added;
@@ -162,7 +163,7 @@ private:
             const std::uint8_t flags = flags_[entry];
             if ((flags & IN_SET) != 0) refuse_twice(entry);
             if ((flags & RESIDENT) == 0) {
-                missing += frames_[entry];
+                missing += size_of(entry);
                 cache.policy->miss(entry);
             }
             flags_[entry] = flags | IN_SET;
@@ -189,8 +190,8 @@ private:
             cache.policy->hit(entry);
         } else {
             ++counts_.misses;
-            counts_.missed_frames += frames_[entry];
-            cache.used += frames_[entry];
+            counts_.missed_frames += size_of(entry);
+            cache.used += size_of(entry);
             flags |= room_ == Room::AFTER ? RESIDENT | FRESH : RESIDENT;
             if ((flags & STAYS) != 0) keep(cache, entry);
             cache.policy->insert(entry);
@@ -206,7 +207,7 @@ private:
 
     void keep(Cache& cache, EntryId entry) {
         busy_[entry] = 1;
-        cache.pinned += frames_[entry];
+        cache.pinned += size_of(entry);
         if (cache.pinned > cache.limit) refuse_capacity(cache, 0);
     }
 
@@ -223,11 +224,11 @@ private:
         const std::uint8_t flags = flags_[entry];
         cache.policy->remove(entry);
         flags_[entry] = flags & (STAYS | IN_SET);
-        cache.used -= frames_[entry];
+        cache.used -= size_of(entry);
         counts_.evictions += (flags & FRESH) == 0 ? 1 : 0;
         if ((flags & DIRTY) != 0) {
             ++counts_.write_backs;
-            counts_.written_frames += frames_[entry];
+            counts_.written_frames += size_of(entry);
         }
     }
 
