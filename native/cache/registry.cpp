@@ -8,6 +8,7 @@
 #include "native/cache/lfu_decay.hpp"
 #include "native/cache/lirs.hpp"
 #include "native/cache/lru.hpp"
+#include "native/cache/next_use.hpp"
 #include "native/cache/policy.hpp"
 #include "native/cache/s3_fifo.hpp"
 #include "native/cache/slru.hpp"
@@ -31,6 +32,7 @@ constexpr Registered kPolicies[] = {
     {"lirs", &make_lirs},
     {"s3-fifo", &make_s3_fifo},
     {"w-tinylfu", &make_w_tinylfu},
+    {"next-use", &make_next_use},
 };
 
 }  // namespace
