@@ -88,7 +88,9 @@ private:
         for (Cache& cache : caches_) cache.policy->set_capacity(cache.limit);
         for (EntryId entry = 0; entry < flags_.size(); ++entry) {
             const std::uint32_t layer = layer_of_.empty() ? 0 : layer_of_[entry];
-            if (layer != kNoLayer) cache_for(layer).policy->add(entry, layer, frames_[entry]);
+            if (layer == kNoLayer) continue;
+            const std::uint32_t record = requests_.records.empty() ? entry : requests_.records[entry];
+            cache_for(layer).policy->add(entry, EntryInfo{record, layer, frames_[entry]});
         }
     }
 
@@ -96,8 +98,14 @@ private:
         for (std::size_t event = begin; event < end; ++event) {
             const std::uint64_t first = requests_.offsets[event];
             const std::uint64_t last = requests_.offsets[event + 1];
-            if (first == last) continue;
             event_ = event;
+            if (first == last) {
+                // Nothing is asked for, but the program has come to this layer.
+                if (requests_.layers.empty() || options_.contract == Contract::SEQUENTIAL) continue;
+                layer_ = requests_.layers[event];
+                if (follows_accesses_) announce(first, last);
+                continue;
+            }
             layer_ = layer_at(first);
             if (last - first == 1 || options_.contract == Contract::SEQUENTIAL) {
                 for (std::uint64_t at = first; at < last; ++at) run_alone(at);

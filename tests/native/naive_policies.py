@@ -16,6 +16,7 @@ class NaivePolicy:
 
     def __init__(self, capacity, frames):
         self.capacity, self.frames = capacity, frames
+        self.layers = {}
 
     def size(self, entries):
         return sum(self.frames[e] for e in entries)
@@ -382,6 +383,119 @@ class NaiveWTinyLfu(NaivePolicy):
             return [oldest]
 
 
+class NaiveNextUse(NaivePolicy):
+    """Every expected time from its formula, for every resident entry, at every choice.
+
+    ``layers`` maps entries to layers. Phases: 1 forward, 2 backward, 4 the user's (forward).
+    """
+
+    def __init__(self, capacity, frames, half_life=8.0):
+        super().__init__(capacity, frames)
+        self.decay = 2 ** (-1 / half_life)
+        self.seen, self.trains, self.last, self.position = set(), False, None, 0
+        self.forward, self.backward_only, self.backward = {}, {}, {}
+        self.forward_passes, self.backward_passes, self.due = {}, {}, {}
+        self.used_forward, self.active = set(), set()
+        self.resident, self.pending = set(), set()
+
+    def known(self):
+        return sorted({layer for e, layer in self.layers.items() if self.frames[e]} | self.seen)
+
+    def rank(self, layer):
+        return self.known().index(layer)
+
+    def entries(self, layer):
+        return [e for e, of in self.layers.items() if of == layer and self.frames[e]]
+
+    def enter(self, phase, layer):
+        """Which pass of the cycle an access is, and where that leaves the program."""
+        if phase not in (1, 2, 4):
+            return None
+        kind = "backward" if phase == 2 else "forward"
+        if kind == "forward" and self.trains and self.last:
+            before, where = self.last
+            if (before in ("forward", "again") and where == layer) or (before == "backward" and where > layer):
+                kind = "again"
+        self.seen.add(layer)
+        if kind == "backward":
+            self.trains = True
+        if kind == "forward" and self.last and self.last[0] == "forward" and layer <= self.last[1]:
+            self.trains = False
+        self.last = kind, layer
+        return kind
+
+    def now(self):
+        kind, layer = self.last or ("forward", self.known()[0])
+        rank = self.rank(layer) if self.last else 0
+        return rank if kind == "forward" else 2 * len(self.known()) - 1 - rank
+
+    def cycle(self):
+        return len(self.known()) * (2 if self.trains else 1)
+
+    def until(self, place):
+        return (place - self.now()) % self.cycle() or self.cycle()
+
+    def access(self, phase, layer, entries):
+        kind = self.enter(phase, layer)
+        self.pending = {e for e in entries if e in self.layers}
+        if kind not in ("forward", "backward"):
+            return
+        passes = self.forward_passes if kind == "forward" else self.backward_passes
+        passes[layer] = passes.get(layer, 0) + 1
+        fresh = max(1 - self.decay, 1 / passes[layer])
+        mine = self.entries(layer)
+        for e in mine:
+            if kind == "forward":
+                value = self.forward.get(e, 0.0)
+                self.forward[e] = value + fresh * ((e in self.pending) - value)
+            else:
+                value = self.backward_only.get(e, 0.0)
+                used = e in self.pending and e not in self.used_forward
+                self.backward_only[e] = value + fresh * (used - value)
+                if e // 4 in self.active:
+                    value = self.backward.get(e, 1.0)
+                    self.backward[e] = value + fresh * ((e in self.pending) - value)
+        self.due[layer] = kind == "forward"
+        if kind == "forward":
+            self.used_forward -= set(mine)
+            self.active -= {e // 4 for e in mine}
+            self.used_forward |= self.pending & set(mine)
+            self.active |= {e // 4 for e in self.pending & set(mine)}
+
+    def insert(self, e):
+        self.resident.add(e)
+        self.pending.discard(e)
+
+    def hit(self, e):
+        self.pending.discard(e)
+
+    def remove(self, e):
+        self.resident.remove(e)
+
+    def expected(self, e):
+        layer = self.layers[e]
+        rank, count, cycle = self.rank(layer), len(self.known()), self.cycle()
+        records = sorted({other // 4 for other in self.entries(layer)})
+        place = records.index(e // 4) / len(records)
+        if e in self.pending:
+            return place
+        forward, only = self.forward.get(e, 0.0), self.backward_only.get(e, 0.0)
+        if not self.trains:
+            use = max(forward, 1e-9)
+            tail = cycle * (1.0 - use) / use
+        else:
+            use = min(max(forward + only, 1e-9), 1.0)
+            tail = ((2.0 * count - 1 - 2 * rank) * min(only, use) + cycle * (1.0 - use)) / use
+        if self.trains and self.due.get(layer) and e // 4 in self.active:
+            rest = (1.0 - self.backward.get(e, 1.0)) * (2.0 * rank + 1.0 + tail)
+            return self.until(2 * count - 1 - rank) + (place + rest)
+        return self.until(rank) + (place + tail)
+
+    def victims(self, free, need):
+        known = [e for e in self.resident if e in free]
+        return [min(known, key=lambda e: (-self.expected(e), e))] if known else []
+
+
 NAIVE = {
     "slru": NaiveSlru,
     "2q": NaiveTwoQ,
@@ -389,4 +503,5 @@ NAIVE = {
     "lirs": NaiveLirs,
     "s3-fifo": NaiveS3Fifo,
     "w-tinylfu": NaiveWTinyLfu,
+    "next-use": NaiveNextUse,
 }

@@ -66,6 +66,7 @@ def simulated(trace, capacity, quotas, pinned, **keywords):
         np.array([step for step, _, _, _ in trace.events], np.uint32),
         np.array(trace.sizes, np.uint32)[every],
         every % np.uint32(trace.layers),
+        every,
         np.isin(every, pinned).astype(np.uint8),
         capacity_frames=capacity,
         scope=Scope.LAYER if quotas else Scope.GLOBAL,
