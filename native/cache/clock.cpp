@@ -1,7 +1,5 @@
 #include "native/cache/clock.hpp"
 
-#include <cmath>
-
 namespace tierstore {
 
 void ClockPolicy::insert(EntryId entry) {
@@ -33,10 +31,9 @@ std::uint64_t ClockPolicy::select(const Candidates& candidates, std::uint64_t fr
 
 std::unique_ptr<Policy> make_clock(const PolicyOptions& options) {
     OptionReader reader("clock", options);
-    const double bits = reader.number("bits", 1);
-    if (!(bits >= 1 && bits <= 8) || bits != std::floor(bits)) reader.refuse("bits", "a whole number from 1 to 8");
+    const std::uint32_t bits = reader.whole_in("bits", 1, 1, 8);
     reader.finish();
-    return std::make_unique<ClockPolicy>(static_cast<std::uint8_t>((1u << static_cast<unsigned>(bits)) - 1));
+    return std::make_unique<ClockPolicy>(static_cast<std::uint8_t>((1u << bits) - 1));
 }
 
 }  // namespace tierstore

@@ -163,6 +163,7 @@ private:
         std::uint64_t lookahead = 0;
         std::uint64_t used = 0;
         std::uint64_t pinned = 0;
+        std::uint64_t busy = 0;  // pinned or on hold: what no policy can give up
     };
 
     // What to check of units: an access's records ascend; prefetched ones may come in any order; pins may be
@@ -194,6 +195,7 @@ private:
     std::uint32_t hold_units(Domain& domain, std::span<const std::uint32_t> records,
                              std::span<const std::uint16_t> units, Decided& decided);
     bool hold(Domain& domain, EntryId entry, Decided& decided);
+    void release(EntryId entry);
     void unhold(EntryId entry);
     bool make_room(Domain& domain, std::uint64_t frames, Decided& decided);
     void cancel_holds_for(Domain& domain, std::uint64_t frames, Decided& decided);

@@ -97,23 +97,23 @@ void check_layers(const RequestColumns& requests, const std::vector<std::uint32_
     if (layer_of.empty() && !requests.entries.empty()) {
         throw std::invalid_argument("layer scope needs the column 'layers' or 'entry_layers'");
     }
-    const bool mixed = requests.layers.empty() && options.contract == Contract::SEQUENTIAL;
+    for (std::size_t entry = 0; entry < layer_of.size(); ++entry) {
+        if (layer_of[entry] == kNoLayer || layer_of[entry] < options.layer_quotas.size()) continue;
+        throw std::invalid_argument("entry " + std::to_string(entry) + " is of layer " +
+                                    std::to_string(layer_of[entry]) + ", and there are quotas for " +
+                                    std::to_string(options.layer_quotas.size()));
+    }
+    if (requests.layers.empty() && options.contract == Contract::SEQUENTIAL) return;
     for (std::size_t event = 0; event < requests.events(); ++event) {
         const std::uint64_t begin = requests.offsets[event];
         for (std::uint64_t i = begin; i < requests.offsets[event + 1]; ++i) {
             const EntryId entry = requests.entries[i];
-            const std::uint32_t layer = layer_of[entry];
-            if (layer >= options.layer_quotas.size()) {
-                throw std::invalid_argument("layer " + std::to_string(layer) + " has no quota: there are " +
-                                            std::to_string(options.layer_quotas.size()));
-            }
             const std::uint32_t expected =
                 requests.layers.empty() ? layer_of[requests.entries[begin]] : requests.layers[event];
-            if (!mixed && layer != expected) {
-                throw std::invalid_argument("event " + std::to_string(event) + ": entry " +
-                                            std::to_string(entry) + " is not of layer " +
-                                            std::to_string(expected) + ", and the scope is the layer");
-            }
+            if (layer_of[entry] == expected) continue;
+            throw std::invalid_argument("event " + std::to_string(event) + ": entry " +
+                                        std::to_string(entry) + " is not of layer " +
+                                        std::to_string(expected) + ", and the scope is the layer");
         }
     }
 }

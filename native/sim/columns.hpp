@@ -14,8 +14,7 @@ std::uint32_t check_columns(const RequestColumns& requests);
 inline constexpr std::uint32_t kNoLayer = ~0u;
 std::vector<std::uint32_t> layers_of_entries(const RequestColumns& requests, std::uint32_t entry_count);
 
-// With layer scope: every entry asked for has a quota, and is of its event's layer where events are atomic or
-// have a layer.
+// With layer scope: every entry's layer has a quota, and events that are atomic or have a layer keep to one.
 void check_layers(const RequestColumns& requests, const std::vector<std::uint32_t>& layer_of,
                   const SimulationOptions& options);
 

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "native/sim/columns.hpp"
 #include "native/sim/simulate.hpp"
 
 namespace tierstore {
@@ -87,12 +88,10 @@ private:
 
     void introduce() {
         follows_accesses_ = caches_.front().policy->follows_accesses();
-        if (!follows_accesses_) return;
+        for (Cache& cache : caches_) cache.policy->set_capacity(cache.limit);
         for (EntryId entry = 0; entry < flags_.size(); ++entry) {
             const std::uint32_t layer = layer_of_.empty() ? 0 : layer_of_[entry];
-            if (layer < std::max<std::size_t>(1, result_.layer_hits.size())) {
-                cache_for(layer).policy->add(entry, layer);
-            }
+            if (layer != kNoLayer) cache_for(layer).policy->add(entry, layer, frames_[entry]);
         }
     }
 
@@ -127,9 +126,12 @@ private:
         Cache& cache = cache_for(layer_);
         const EntryId entry = requests_.entries[at];
         if (follows_accesses_) announce(at, at + 1);
-        if ((flags_[entry] & RESIDENT) == 0 && room_ == Room::BEFORE) {
-            if (frames_[entry] + cache.pinned > cache.limit) refuse_capacity(cache, frames_[entry]);
-            make_room(cache, frames_[entry]);
+        if ((flags_[entry] & RESIDENT) == 0) {
+            cache.policy->miss(entry);
+            if (room_ == Room::BEFORE) {
+                if (frames_[entry] + cache.pinned > cache.limit) refuse_capacity(cache, frames_[entry]);
+                make_room(cache, frames_[entry]);
+            }
         }
         request(cache, at);
         if (room_ == Room::AFTER) {
@@ -173,7 +175,10 @@ private:
             const EntryId entry = requests_.entries[at];
             const std::uint8_t flags = flags_[entry];
             if ((flags & IN_SET) != 0) refuse_twice(entry);
-            if ((flags & RESIDENT) == 0) missing += frames_[entry];
+            if ((flags & RESIDENT) == 0) {
+                missing += frames_[entry];
+                cache.policy->miss(entry);
+            }
             flags_[entry] = flags | IN_SET;
         }
         if (room_ == Room::BEFORE && cache.used + missing > cache.limit) {

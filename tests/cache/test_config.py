@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tierstore.cache import CacheConfig, PolicyName
+from tierstore.cache import CacheConfig, PolicyName, Scope
 from tierstore.errors import ConfigError
 
 
@@ -26,3 +26,12 @@ def test_starvation_is_warned_about() -> None:
     assert CacheConfig().starvation_warning is None
     assert "threshold = 2" in str(CacheConfig(threshold=2.0).starvation_warning)
     assert CacheConfig(threshold=2.0, policy=PolicyName.LRU).starvation_warning is None
+
+
+def test_shares_of_layers_belong_to_layer_scope() -> None:
+    assert CacheConfig(scope=Scope.LAYER, layer_shares=(1.0, 2.5)).layer_shares == (1.0, 2.5)
+    with pytest.raises(ConfigError, match=r"cache\.layer_shares: expected cache\.scope = layer"):
+        CacheConfig(layer_shares=(1.0,))
+    for bad in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ConfigError, match=r"cache\.layer_shares: expected numbers above 0"):
+            CacheConfig(scope=Scope.LAYER, layer_shares=(1.0, bad))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,12 @@ import pytest
 
 from tierstore import _native as native
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 MakeEngine = Callable[..., native.Engine]
 
 
-@pytest.fixture(params=["threads", "uring"])
+@pytest.fixture(params=["threads", "uring", "pmem"])
 def make_engine(request: pytest.FixtureRequest) -> Iterator[MakeEngine]:
     """Makes engines of the parametrised backend with the options given, and closes them."""
     backend = native.IoBackend[request.param.upper()]

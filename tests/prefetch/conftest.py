@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tierstore._native import HugePages
-from tierstore.prefetch import GradientPlan, PredictorName, TieredExperts, make_predictor
+from tierstore.prefetch import GradientPlan, PredictorName, Schedule, TieredExperts, make_predictor
 from tierstore.stats import StallLedger
 from tierstore.store import AdamWConfig, Group, Inactive, ParameterStore, RecordSchema, StoreConfig
 from tierstore.tiers import DeviceSlots, open_device_tier
@@ -98,7 +98,7 @@ def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
                 weight_slots=slots.weights,
                 plan=plan,
                 predictor=make_predictor(predictor, EXPERTS),
-                depth=depth,
+                schedule=Schedule.of_layers(LAYERS, depth=depth),
                 ledger=ledger,
             )
             return Rig(store, experts, ledger)

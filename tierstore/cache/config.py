@@ -43,6 +43,9 @@ class CacheConfig:
     policy: PolicyName = field(default=PolicyName.LFU_DECAY, metadata={"help": "eviction policy"})
     variant: LfuVariant = field(default=LfuVariant.CORRECTED, metadata={"help": "variant of Algorithm 1"})
     scope: Scope = field(default=Scope.GLOBAL, metadata={"help": "one cache, or a quota for each layer"})
+    layer_shares: tuple[float, ...] = field(
+        default=(), metadata={"help": "with scope layer: each layer's part of the cache (empty: equal parts)"}
+    )
     threshold: float = field(default=0.0, metadata={"help": "fewest hits that make an entry a victim"})
     decay: float = field(default=0.5, metadata={"help": "beta: what hit counts are multiplied by"})
     decay_every: int = field(default=8, metadata={"help": "K: training steps between two decays"})
@@ -58,6 +61,10 @@ class CacheConfig:
             raise ConfigError(f"cache.decay_every: expected at least 1 step, got {self.decay_every}")
         if self.threshold < 0:
             raise ConfigError(f"cache.threshold: expected at least 0 hits, got {self.threshold}")
+        if self.layer_shares and self.scope is not Scope.LAYER:
+            raise ConfigError("cache.layer_shares: expected cache.scope = layer, got global")
+        if any(not (math.isfinite(share) and share > 0) for share in self.layer_shares):
+            raise ConfigError(f"cache.layer_shares: expected numbers above 0, got {list(self.layer_shares)}")
         if self.write_back_every < 0:
             raise ConfigError(f"cache.write_back_every: expected at least 0, got {self.write_back_every}")
 

@@ -197,6 +197,9 @@ def _announce(config: TrainConfig, output: Output, fixed: int) -> None:
     output.line(f"cache policy: {policy}, {cache.scope.value} scope")
     if cache.starvation_warning is not None:
         output.line(f"warning: {cache.starvation_warning}")
+    limits = config.links.describe()
+    if limits is not None:
+        output.line(limits)
     parents = [config.store.absolute(), *config.store.absolute().parents]
     place = disk(next(path for path in parents if path.exists()))
     output.line(

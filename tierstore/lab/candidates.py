@@ -14,6 +14,7 @@ import numpy as np
 
 from tierstore.cache.config import CacheConfig, PolicyName
 from tierstore.cache.config import Scope as CacheScope
+from tierstore.config import dump
 from tierstore.lab.quotas import least_quotas
 from tierstore.lab.requests import Requests
 from tierstore.lab.simulate import Contract, PolicySpec, Scope, Setting
@@ -25,6 +26,8 @@ __all__ = [
     "cache_configuration",
     "configuration_text",
     "default_candidate",
+    "half_lives",
+    "lfu_decay",
     "live_policies",
     "neighbours",
     "starting_grid",
@@ -139,7 +142,7 @@ def _half_life(options: Mapping[str, float | str]) -> float:
     return float(options["half_life"]) if "half_life" in options else _NEVER
 
 
-def cache_configuration(requests: Requests, candidate: Candidate) -> CacheConfig | None:
+def cache_configuration(candidate: Candidate) -> CacheConfig | None:
     """The candidate as ``tierstore train`` takes it, or None for a policy that it does not run."""
     if candidate.policy.name not in live_policies():
         return None
@@ -156,7 +159,7 @@ def cache_configuration(requests: Requests, candidate: Candidate) -> CacheConfig
         settings["threshold"] = float(options.get("threshold", 0.0))
     if candidate.layer_quotas:
         quotas = [quota for quota in candidate.layer_quotas if quota]
-        settings["layer_shares"] = tuple(round(quota / sum(quotas), 6) for quota in quotas)
+        settings["layer_shares"] = tuple(round(quota / sum(quotas), 9) for quota in quotas)
     return CacheConfig(**settings)  # type: ignore[arg-type]
 
 
@@ -165,7 +168,7 @@ def configuration_text(requests: Requests, candidate: Candidate, capacity_frames
     capacity = format_bytes(capacity_frames * requests.frame_bytes)
     share = capacity_frames / requests.total_frames
     head = f"# for a cache of {capacity}, {share:.1%} of what {requests.name} asks for\n"
-    config = cache_configuration(requests, candidate)
+    config = cache_configuration(candidate)
     if config is None:
         return head + f"# {candidate.policy.name} is not a policy of tierstore train: nothing to configure\n"
     matters = {"policy", "scope"}

@@ -176,7 +176,7 @@ class TuneResult:
 
     chosen: Outcome
     baseline: Outcome
-    best: Outcome  # the best of all candidates in hindsight
+    best: Outcome  # the best in hindsight
     gain: float
     gain_low: float
     gain_high: float

@@ -69,9 +69,9 @@ NATIVE_CONTRACTS = {
 _SCOPES = {Scope.GLOBAL: _native.Scope.GLOBAL, Scope.LAYER: _native.Scope.LAYER}
 
 
-def known_policies() -> list[str]:
-    """Names of all policies and bounds that can be simulated."""
-    return [*_native.policy_names(), *BOUNDS]
+def known_policies(*, bounds: bool = True) -> list[str]:
+    """Names of all policies, and of the bounds, that can be simulated."""
+    return [*_native.policy_names(), *(BOUNDS if bounds else ())]
 
 
 @dataclass(frozen=True, slots=True)

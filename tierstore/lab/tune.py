@@ -13,6 +13,7 @@ Steps 1 and 2 cost the same whatever the trace's length, steps 3 and 4 some twen
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -37,7 +38,7 @@ from tierstore.lab.requests import Capacity, Requests
 from tierstore.lab.results import Outcome, TuneResult, Verdict
 from tierstore.lab.simulate import Contract, Replayed, Scope, outcome, replay_all
 
-__all__ = ["OnStage", "TuneOptions", "Tuning", "tune"]
+__all__ = ["Hindsight", "OnStage", "TuneOptions", "Tuning", "tune"]
 
 OnStage: TypeAlias = Callable[[str, int, int], None]
 """Hears the stage, and how many of how many replays are done."""
@@ -48,6 +49,13 @@ _SIMPLEST = 4  # finalists by simplicity, of those this close to the best:
 _CLOSE = 1.01
 _TIED = 1.005  # what a simpler setting may cost more, if it cannot be told from the best
 _LEAST_STEPS = 4
+
+
+class Hindsight(enum.Enum):
+    """What the choice is compared with on the rest: the finalists, or everything that was tried (slower)."""
+
+    FINALISTS = "finalists"
+    ALL = "all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +71,7 @@ class TuneOptions:
     seed: int = 0
     threads: int = 0
     baseline: Candidate = field(default_factory=default_candidate)
+    hindsight: Hindsight = Hindsight.FINALISTS
 
     def __post_init__(self) -> None:
         if not 0 < self.prefix < 1:
@@ -75,12 +84,12 @@ class TuneOptions:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """A tuned choice, what the regime is like, and the held-out outcomes of all finalists, best first."""
+    """A tuned choice, what the regime is like, and the held-out outcomes that it is compared with, best first."""
 
     result: TuneResult
     regime: Regime
     chosen: Candidate
-    finalists: tuple[tuple[Candidate, Outcome], ...]
+    ranked: tuple[tuple[Candidate, Outcome], ...]
 
 
 def tune(
@@ -141,15 +150,16 @@ class _Tuner:
         options = self._options
         regime = survey(self._requests, self._capacity, contract=options.contract, threads=options.threads)
         prefix = self._requests.between(0, self._split)
-        finalists = self._search(prefix)
+        finalists, tried = self._search(prefix)
         scored = self._replay(prefix, finalists, "prefix", prefix.step_count // 8)
         chosen = self._choose(scored)
-        # By what they did on the prefix the finalists are known; now the rest, which no choice has seen.
-        held_out = self._replay(self._requests, finalists, "rest", self._split)
+        # The choice is made. What comes now it has not seen.
+        rest = tried if options.hindsight is Hindsight.ALL else finalists
+        held_out = self._replay(self._requests, rest, "rest", self._split)
         return self._result(regime, chosen, held_out)
 
-    def _search(self, prefix: Requests) -> list[Candidate]:
-        """The finalists, the baseline among them."""
+    def _search(self, prefix: Requests) -> tuple[list[Candidate], list[Candidate]]:
+        """The finalists, the baseline among them, and everything that was tried."""
         options, part = self._options, prefix.tail(_COARSE_REQUESTS)
         warmup = part.step_count // 4
         names = options.policies or live_policies()
@@ -172,12 +182,10 @@ class _Tuner:
         ranked = sorted(tried, key=lambda one: (one.total, one.candidate.complexity))
         close = [one for one in ranked if one.total <= _CLOSE * ranked[0].total]
         close.sort(key=lambda one: one.candidate.complexity)
-        return _distinct(
-            [
-                options.baseline,
-                *(one.candidate for one in ranked[:_BEST]),
-                *(one.candidate for one in close[:_SIMPLEST]),
-            ]
+        finalists = [*ranked[:_BEST], *close[:_SIMPLEST]]
+        return (
+            _distinct([options.baseline, *(one.candidate for one in finalists)]),
+            [one.candidate for one in ranked],
         )
 
     def _tuned_split(self, part: Requests, candidate: Candidate, warmup: int) -> Iterable[Candidate]:
@@ -251,8 +259,8 @@ class _Tuner:
             configuration=configuration_text(self._requests, recommended, self._capacity),
             objective=options.objective.value,
         )
-        finalists = tuple((one.candidate, outcomes[one.candidate.key]) for one in ranked)
-        return Tuning(result, regime, chosen, finalists)
+        held = tuple((one.candidate, outcomes[one.candidate.key]) for one in ranked)
+        return Tuning(result, regime, chosen, held)
 
     def _outcome(self, one: _Scored) -> Outcome:
         plain = outcome(self._requests, one.replayed)

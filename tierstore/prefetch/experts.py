@@ -24,9 +24,9 @@ import torch
 
 from tierstore.cache.access import Need, Phase
 from tierstore.prefetch.gradients import GradientKeeper
-from tierstore.prefetch.passes import Pass, PassSequence
 from tierstore.prefetch.plan import GradientPlan
 from tierstore.prefetch.predictor import Predictor
+from tierstore.prefetch.schedule import Pass, Schedule
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store.format import Group
 from tierstore.store.optimizer import CachedRecord
@@ -48,7 +48,7 @@ class TieredLease:
 class TieredExperts:
     """Experts of ``store`` as the MoE layers ask for them.
 
-    ``records[layer][expert]`` says which record each is. ``depth`` layer passes are looked ahead.
+    ``records[layer][expert]`` says which record each is; ``schedule`` knows those layers, and how far to look ahead.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class TieredExperts:
         weight_slots: int,
         plan: GradientPlan,
         predictor: Predictor,
-        depth: int,
+        schedule: Schedule,
         ledger: StallLedger,
     ) -> None:
         self._store = store
@@ -68,9 +68,8 @@ class TieredExperts:
         self._device = device
         self._records = records
         self._predictor = predictor
-        self._depth = depth
         self._ledger = ledger
-        self._passes = PassSequence(sorted(records))
+        self._schedule = schedule
         self._free_slots = deque(range(weight_slots))
         #: What the forward passes of the present micro-batch used, by layer.
         self._used: dict[int, list[int]] = {}
@@ -105,7 +104,7 @@ class TieredExperts:
         """
         again = self._training and layer in self._used
         if again:
-            ahead = [Pass(Phase.BACKWARD, layer), *self._following(Phase.BACKWARD, layer)][: self._depth]
+            ahead = self._schedule.recomputed(layer)
         else:
             ahead = self._following(Phase.FORWARD, layer)
             self._used[layer] = list(experts)
@@ -238,22 +237,23 @@ class TieredExperts:
         return Need.STEP if history.replays and behind > 0 else Need.WEIGHTS
 
     def _following(self, phase: Phase, layer: int) -> list[Pass]:
-        return self._passes.after(phase, layer, self._depth, training=self._training)
+        return self._schedule.following(phase, layer, training=self._training)
 
     def _speculate(self, ahead: Sequence[Pass]) -> None:
         for following in ahead:
-            experts = self._expected(following)
+            layer, experts = self._expected(following)
             if not experts:
                 continue
-            records = [self._records[following.layer][expert] for expert in experts]
+            records = [self._records[layer][expert] for expert in experts]
             numbers, flags = self._needs(following.phase, records, later=following.later)
-            taken = self._cache.prefetch(
-                self._store.history.applied, following.phase, following.layer, numbers, flags
-            )
+            taken = self._cache.prefetch(self._store.history.applied, following.phase, layer, numbers, flags)
             if taken < len(experts):
                 return
 
-    def _expected(self, item: Pass) -> list[int]:
-        if item.phase is Phase.BACKWARD and item.later == 0 and item.layer in self._used:
-            return self._used[item.layer]
-        return self._predictor.predict(item.layer)
+    def _expected(self, item: Pass) -> tuple[int, list[int]]:
+        """The MoE layer of a pass, and the experts that it is expected to use."""
+        layer = item.moe_layer
+        assert layer is not None
+        if item.phase is Phase.BACKWARD and item.later == 0 and layer in self._used:
+            return layer, self._used[layer]
+        return layer, self._predictor.predict(layer)

@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from tierstore import _native
-from tierstore._native import Arena, Buffer, DirectIo, Engine, FileCreate, HugePages, IoBackend
+from tierstore._native import Arena, Buffer, DirectIo, Engine, FileCreate, HugePages, IoBackend, MapSync
 from tierstore.cache.config import CacheConfig, LfuVariant, PolicyName, Scope
 from tierstore.cache.frames import choose_frame_bytes, frames_of
 from tierstore.cache.host_cache import HostCache, Residency
-from tierstore.errors import BudgetError, ConfigError, StoreExistsError, StoreFormatError, StoreMissingError
+from tierstore.errors import (
+    BudgetError,
+    ConfigError,
+    StoreError,
+    StoreExistsError,
+    StoreFormatError,
+    StoreMissingError,
+)
+from tierstore.machine import cores
 from tierstore.store.adamw import AdamWConfig, Inactive
 from tierstore.store.config import Capability, IoBackendName, IoConfig, StoreConfig
 from tierstore.store.format import FORMAT_VERSION, Group, GroupLayout, Placement, RecordSchema
-from tierstore.store.index import Index
+from tierstore.store.index import PREVIOUS, Index
 from tierstore.store.lease import Lease
 from tierstore.store.slots import SlotMap
 from tierstore.trace.recording import RecordingResidency
@@ -29,6 +39,7 @@ from tierstore.trace.recording import RecordingResidency
 __all__ = [
     "IDENTITY",
     "Home",
+    "OpenAt",
     "Parts",
     "create",
     "fsync_directory",
@@ -36,6 +47,7 @@ __all__ = [
     "open_existing",
     "read_identity",
     "read_schemas",
+    "read_states",
     "scratch_buffers",
 ]
 
@@ -45,10 +57,19 @@ _BACKENDS = {
     IoBackendName.AUTO: IoBackend.AUTO,
     IoBackendName.URING: IoBackend.URING,
     IoBackendName.THREADS: IoBackend.THREADS,
+    IoBackendName.PMEM: IoBackend.PMEM,
 }
+_MAP_SYNC = {Capability.OFF: MapSync.OFF, Capability.AUTO: MapSync.AUTO, Capability.ON: MapSync.ON}
 _DIRECT = {Capability.OFF: DirectIo.OFF, Capability.AUTO: DirectIo.AUTO, Capability.ON: DirectIo.ON}
 _SCOPES = {Scope.GLOBAL: _native.Scope.GLOBAL, Scope.LAYER: _native.Scope.LAYER}
 _HUGE = {Capability.OFF: HugePages.OFF, Capability.AUTO: HugePages.AUTO, Capability.ON: HugePages.ON}
+
+
+class OpenAt(Enum):
+    """Which commit an opening takes up."""
+
+    LAST = "last"
+    PREVIOUS = "previous"
 
 
 @dataclass
@@ -196,6 +217,7 @@ def open_existing(
     directory: Path,
     config: StoreConfig,
     adamw: AdamWConfig | None,
+    at: OpenAt,
     trace: Path | None,
     io_log: Path | None,
 ) -> Parts:
@@ -209,6 +231,11 @@ def open_existing(
             raise StoreFormatError(
                 f"{directory}: made with inactive = {inactive.value}, not {adamw.inactive.value}"
             )
+        if at is OpenAt.PREVIOUS:
+            try:
+                index.roll_back(PREVIOUS)
+            except KeyError as error:
+                raise StoreError(f"{directory}: there is no prepared commit to go back from") from error
         layers = config.layers or tuple(sorted({e.layer for e in index.read_commit().records.values()}))
         check_budget(config, schemas, layers)
         adamw = adamw or AdamWConfig(inactive=inactive)
@@ -223,6 +250,20 @@ def read_schemas(directory: Path) -> list[RecordSchema]:
     home = Home(directory, read_identity(directory), published=True)
     with Lease(directory), contextlib.closing(Index(directory / "index")) as index:
         return _read_meta(home, index)[0]
+
+
+def read_states(directory: Path, name: str) -> dict[OpenAt, bytes]:
+    """State ``name`` at each commit that the store in ``directory`` can be opened at. Nobody may have it open.
+
+    Raises StoreMissingError, StoreInUseError, StoreFormatError.
+    """
+    home = Home(directory, read_identity(directory), published=True)
+    with Lease(directory), contextlib.closing(Index(directory / "index")) as index:
+        _read_meta(home, index)
+        commits = {OpenAt.LAST: index.read_commit()}
+        if PREVIOUS in index.snapshots():
+            commits[OpenAt.PREVIOUS] = index.read_commit(PREVIOUS)
+    return {at: commit.state[name] for at, commit in commits.items() if name in commit.state}
 
 
 def _read_meta(home: Home, index: Index) -> tuple[list[RecordSchema], Inactive]:
@@ -280,15 +321,20 @@ def minimum_host_budget(
 ) -> int:
     """Fewest bytes of host cache that one record of each schema can be worked on in: all its groups at once.
 
-    With a quota for each of ``layers`` layers, so much in each. Algorithm 1 as printed leaves one frame
-    empty.
+    With a quota for each of ``layers`` layers, so much in each, the smallest included. Algorithm 1 as printed
+    leaves one frame empty.
     """
     sizes = _section_sizes(schemas)
     frame = choose_frame_bytes([size for sections in sizes for size in sections])
     frames = max((frames_of(sections, frame) for sections in sizes), default=1)
     if cache is not None:
         paper = cache.policy is PolicyName.LFU_DECAY and cache.variant is LfuVariant.PAPER
-        frames = (frames + (1 if paper else 0)) * (max(layers, 1) if cache.scope is Scope.LAYER else 1)
+        frames += 1 if paper else 0
+        if cache.layer_shares:
+            smallest = min(cache.layer_shares) / sum(cache.layer_shares)
+            frames = math.ceil(frames / smallest)
+        elif cache.scope is Scope.LAYER:
+            frames *= max(layers, 1)
     return frames * frame
 
 
@@ -299,6 +345,11 @@ def check_budget(config: StoreConfig, schemas: Sequence[RecordSchema], layers: S
         raise ConfigError(
             "cache.scope: a quota for each layer needs StoreConfig.layers, the layers that have records"
         )
+    shares = len(config.cache.layer_shares)
+    if shares and shares != len(set(layers)):
+        raise ConfigError(
+            f"cache.layer_shares: expected {len(set(layers))}, one for each layer, got {shares}"
+        )
     minimum = minimum_host_budget(schemas, config.cache, len(layers))
     if config.host_budget < minimum:
         each = f" in each of {len(layers)} layers" if by_layer else ""
@@ -308,13 +359,17 @@ def check_budget(config: StoreConfig, schemas: Sequence[RecordSchema], layers: S
         )
 
 
-def layer_quotas(layers: Sequence[int], frames: int) -> list[int]:
-    """Frames of each layer number up to the last: equal shares for ``layers``, none for those without
-    records.
+def layer_quotas(layers: Sequence[int], frames: int, shares: Sequence[float] = ()) -> list[int]:
+    """Frames of each layer number up to the last: parts of ``frames`` in proportion to ``shares`` (empty: equal)
+    for ``layers``, none for those without records. The first layers get the frames that are left over.
     """
-    quotas = [0] * (max(layers) + 1)
-    for place, layer in enumerate(sorted(set(layers))):
-        quotas[layer] = frames // len(set(layers)) + (place < frames % len(set(layers)))
+    present = sorted(set(layers))
+    parts = list(shares) or [1.0] * len(present)
+    # A part that is a whole number of frames but for rounding in its share is that number.
+    whole = [int(frames * part / sum(parts) + 1e-8 * frames) for part in parts]
+    quotas = [0] * (present[-1] + 1)
+    for place, layer in enumerate(present):
+        quotas[layer] = whole[place] + (place < frames - sum(whole))
     return quotas
 
 
@@ -339,7 +394,14 @@ def _assemble(
     frames = max(config.host_budget // frame, 1)
     arena = Arena(frames * frame, _HUGE[config.io.huge_pages])
     create = FileCreate.NO if home.published else FileCreate.YES
-    slots = SlotMap(engine, home.directory, schemas, direct=_DIRECT[config.io.direct], create=create)
+    slots = SlotMap(
+        engine,
+        home.directory,
+        schemas,
+        direct=_DIRECT[config.io.direct],
+        create=create,
+        link=config.disk.open(),
+    )
     stack.callback(slots.close)
     residency, recording = _make_residency(config, frames, frame, trace)
     if recording is not None:
@@ -367,7 +429,7 @@ def _make_residency(
         "lookahead_frames": min(config.lookahead // frame_bytes, frames),
     }
     if config.cache.scope is Scope.LAYER:
-        settings["layer_quotas"] = layer_quotas(config.layers, frames)
+        settings["layer_quotas"] = layer_quotas(config.layers, frames, config.cache.layer_shares)
     if trace is not None:
         recording = RecordingResidency(trace, frames, **settings)
         return recording, recording
@@ -381,8 +443,9 @@ def make_engine(io: IoConfig, *, lease_fd: int = -1, log_path: Path | None = Non
         io_threads=io.threads,
         queue_depth=io.queue_depth,
         chunk_bytes=io.chunk_bytes,
-        compute_threads=io.compute_threads,
+        compute_threads=io.compute_threads or min(cores(), 4),
         lease_fd=lease_fd,
+        map_sync=_MAP_SYNC[io.map_sync],
         log_path=None if log_path is None else str(log_path),
     )
 

@@ -178,10 +178,15 @@ class StoreRecords:
         """One line for each capability: what is in effect, and why where AUTO fell back."""
         engine, budget = self.engine, self._parts.arena.nbytes
         huge = self._parts.arena.huge_bytes
-        direct = self.slots.direct_reason
+        if engine.backend == "pmem":
+            reason = self.slots.map_sync_reason
+            past_cache = "MAP_SYNC: " + (f"off, extents are synced by msync ({reason})" if reason else "on")
+        else:
+            reason = self.slots.direct_reason
+            past_cache = "direct I/O: " + (f"off ({reason})" if reason else "on")
         return [
             f"I/O: {engine.backend}" + (f" ({engine.backend_reason})" if engine.backend_reason else ""),
-            "direct I/O: " + (f"off ({direct})" if direct else "on"),
+            past_cache,
             f"host cache: {budget} bytes, {huge} of them in huge pages",
         ]
 

@@ -17,7 +17,8 @@ from typing import Protocol
 
 import torch
 
-from tierstore._native import Arena, Buffer, Engine, HugePages
+from tierstore._native import Activity, Arena, Buffer, Engine, HugePages, Link
+from tierstore.links import limited
 
 __all__ = ["DeviceSlots", "DeviceTier", "HostDeviceTier"]
 
@@ -79,10 +80,13 @@ class DeviceTier(Protocol):
 
 
 class HostDeviceTier:
-    """The CPU as a device: slots in an arena of its own."""
+    """The CPU as a device: slots in an arena of its own. ``link`` limits the speed of copies, both ways."""
 
-    def __init__(self, engine: Engine, slots: DeviceSlots, huge_pages: HugePages) -> None:
+    def __init__(
+        self, engine: Engine, slots: DeviceSlots, huge_pages: HugePages, link: Link | None = None
+    ) -> None:
         self._engine = engine
+        self._link = link
         self._slots = slots
         self._arena = Arena(slots.nbytes, huge_pages)
         self.device = torch.device("cpu")
@@ -103,7 +107,9 @@ class HostDeviceTier:
         return Buffer(self._arena, [(offset, capacity)], nbytes)
 
     def load(self, slot: int, source: Buffer, after: Sequence[int]) -> int:
-        return self._engine.copy(self._weights[slot], source, after=list(after))
+        before = list(after)
+        ticket = self._engine.copy(self._weights[slot], source, after=before)
+        return limited(self._engine, self._link, ticket, source.nbytes, activity=Activity.COPY, after=before)
 
     def weights(self, slot: int) -> torch.Tensor:
         return self._weight_tensors[slot]
@@ -116,7 +122,10 @@ class HostDeviceTier:
 
     def land(self, slot: int) -> tuple[Buffer, list[int]]:
         # The device's memory is the host's: the optimizer reads the slot itself.
-        return self._gradients[slot], []
+        landed = self._gradients[slot]
+        if self._link is None:
+            return landed, []
+        return landed, [self._engine.hold(self._link, landed.nbytes, Activity.COPY)]
 
     def release_gradient(self, slot: int, after: Sequence[int]) -> None:
         self._free.append((slot, list(after)))

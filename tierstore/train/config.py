@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tierstore.cache.config import CacheConfig
 from tierstore.errors import ConfigError
+from tierstore.links import LinksConfig
 from tierstore.model import ModelConfig
 from tierstore.prefetch.plan import GradientPlan, PrefetchConfig
 from tierstore.store.adamw import AdamWConfig
@@ -48,6 +49,7 @@ class TrainConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
     io: IoConfig = field(default_factory=IoConfig)
+    links: LinksConfig = field(default_factory=LinksConfig)
 
     def __post_init__(self) -> None:
         for name in ("steps", "eval_batches", "max_skipped"):

@@ -20,7 +20,7 @@ from tierstore._native import HugePages
 from tierstore.errors import BudgetError, CapabilityError, StoreExistsError, StoreFormatError
 from tierstore.model import ComputeDtype, Transformer
 from tierstore.moe import initial_expert
-from tierstore.prefetch import TieredExperts, make_predictor
+from tierstore.prefetch import Schedule, TieredExperts, make_predictor
 from tierstore.prefetch.experts import TieredLease
 from tierstore.stats import StallKey, StallLedger
 from tierstore.store.config import StoreConfig
@@ -138,6 +138,7 @@ def open_session(
         layers=config.model.moe_layers,
         cache=config.cache,
         io=config.io,
+        disk=config.links.disk,
     )
     source = _LateSource()
     model = Transformer(config.model, source)
@@ -170,7 +171,7 @@ def open_session(
         }
         if config.keeps_gradients:
             store.reserve_scratch(EXPERT_SCHEMA)
-        tier = open_device_tier(store.engine, divided.slots, device, HugePages.AUTO)
+        tier = open_device_tier(store.engine, divided.slots, device, HugePages.AUTO, config.links.copy.open())
         stack.callback(tier.close)
         sink = timeline or NullTimeline()
         ledger = StallLedger(listener=_stall_spans(sink) if sink.enabled else None)
@@ -181,7 +182,7 @@ def open_session(
             weight_slots=divided.slots.weights,
             plan=config.gradient_plan,
             predictor=make_predictor(config.prefetch.predictor, config.model.experts),
-            depth=config.prefetch.depth,
+            schedule=Schedule.of_layers(config.model.moe_layers, depth=config.prefetch.depth),
             ledger=ledger,
         )
         source.target = experts
