@@ -465,11 +465,8 @@ class NaiveNextUse(NaivePolicy):
                 self.close(layer)
 
     def past(self, e):
-        age = self.age.get(e)
-        if age is None or age >= 32:
-            row = 7
-        else:
-            row = next(i for i, top in enumerate((0, 1, 2, 3, 7, 15, 31)) if age <= top)
+        age = self.age.get(e, 2**30)
+        row = next((i for i, top in enumerate((0, 1, 2, 3, 7, 15, 31)) if age <= top), 7)
         return row, min(int(self.use.get(e, 0.0) * 16), 15)
 
     def close(self, layer):
