@@ -147,8 +147,8 @@ def simulate(
     from tierstore.lab.curves import curves
 
     output = Output.for_option(as_json, counts=COUNTS)
-    specs = specs_of(policies, ("lru", "lfu-decay", "belady"))
     requests = _load(trace, output, replay["warmup_steps"])
+    specs = specs_of(requests, policies, ("lru", "lfu-decay", "belady"))
     with _progress(output, "simulate") as heard:
         found = curves(
             requests,
@@ -194,9 +194,9 @@ def curve(
     from tierstore.lab.curves import curve_capacities, curves, keep_ratio
 
     output = Output.for_option(as_json, counts=COUNTS)
-    specs = specs_of(policies, ("all",))
     _check_html(html)
     requests = _load(trace, output, replay["warmup_steps"])
+    specs = specs_of(requests, policies, ("all",))
     capacities = curve_capacities(requests, points, scope=replay["scope"])
     extra: dict[str, Any] = {} if html is None else {"machine": machine, "windows": 50}
     with _progress(output, "curve") as heard:
