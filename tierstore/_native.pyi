@@ -574,6 +574,7 @@ def simulate(
     steps: NDArray[np.uint32] | None = None,
     sizes: NDArray[np.uint32] | None = None,
     entry_layers: NDArray[np.uint32] | None = None,
+    records: NDArray[np.uint32] | None = None,
     pinned: NDArray[np.uint8] | None = None,
     *,
     policy: str,
@@ -588,8 +589,8 @@ def simulate(
     """A policy (or a bound: Belady 1966) over columns: event i asks for ``entries[offsets[i]:offsets[i + 1]]``.
 
     ``writes`` is by request; ``layers``, ``phases`` and ``steps`` (non-decreasing) are by event; ``sizes``
-    (frames; 1 each), ``entry_layers`` and ``pinned`` (never leaves once resident) are by entry, entries being
-    numbered from 0. Counts exactly what a Residency of this policy counts. The first ``warmup_events`` are
+    (frames; 1 each), ``entry_layers``, ``records`` (which entries are of one record; each of its own) and
+    ``pinned`` (never leaves once resident) are by entry, entries being numbered from 0. Counts exactly what a Residency of this policy counts. The first ``warmup_events`` are
     carried out and not counted. ValueError, naming the column, for what does not fit together; CapacityError
     when what must be resident at once does not fit.
     """

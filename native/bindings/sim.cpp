@@ -97,7 +97,7 @@ void bind_sim(nb::module_& m) {
     m.def(
         "simulate",
         [](Column<std::uint64_t> offsets, Column<std::uint32_t> entries, Bytes writes, Words layers, Bytes phases,
-           Words steps, Words sizes, Words entry_layers, Bytes pinned, const std::string& policy,
+           Words steps, Words sizes, Words entry_layers, Words records, Bytes pinned, const std::string& policy,
            const PolicyOptions& policy_options, std::uint64_t capacity, Scope scope,
            const std::vector<std::uint64_t>& quotas, Contract contract, std::uint64_t warmup,
            Detail detail) {
@@ -109,6 +109,7 @@ void bind_sim(nb::module_& m) {
                                           .steps = span_of(steps),
                                           .sizes = span_of(sizes),
                                           .layer_of = span_of(entry_layers),
+                                          .records = span_of(records),
                                           .pinned = span_of(pinned)};
             const SimulationOptions options{.policy = policy,
                                             .policy_options = policy_options,
@@ -128,7 +129,7 @@ void bind_sim(nb::module_& m) {
         "offsets"_a.noconvert(), "entries"_a.noconvert(), "writes"_a.noconvert().none() = nb::none(),
         "layers"_a.noconvert().none() = nb::none(), "phases"_a.noconvert().none() = nb::none(),
         "steps"_a.noconvert().none() = nb::none(), "sizes"_a.noconvert().none() = nb::none(),
-        "entry_layers"_a.noconvert().none() = nb::none(), "pinned"_a.noconvert().none() = nb::none(),
+        "entry_layers"_a.noconvert().none() = nb::none(), "records"_a.noconvert().none() = nb::none(), "pinned"_a.noconvert().none() = nb::none(),
         nb::kw_only(), "policy"_a, "options"_a = PolicyOptions{}, "capacity_frames"_a,
         "scope"_a = Scope::GLOBAL, "layer_quotas"_a = std::vector<std::uint64_t>{},
         "contract"_a = Contract::ATOMIC, "warmup_events"_a = 0, "detail"_a = Detail::STEPS,

@@ -6,7 +6,7 @@
 
 namespace tierstore {
 
-void Arc::add(EntryId entry, std::uint32_t, std::uint32_t frames) { lists_.add(entry, frames); }
+void Arc::add(EntryId entry, const EntryInfo& info) { lists_.add(entry, info.frames); }
 
 void Arc::miss(EntryId entry) {
     const EntryLists::List ghost = lists_.list_of(entry);

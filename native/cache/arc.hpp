@@ -16,7 +16,7 @@ class Arc final : public Policy {
 public:
     Arc() : lists_(5) {}
     void set_capacity(std::uint64_t frames) override { capacity_ = frames; }
-    void add(EntryId entry, std::uint32_t layer, std::uint32_t frames) override;
+    void add(EntryId entry, const EntryInfo& info) override;
     void miss(EntryId entry) override;
     void insert(EntryId entry) override;
     void hit(EntryId entry) override { lists_.move_newest(T2, entry); }

@@ -11,9 +11,9 @@ void Lirs::set_capacity(std::uint64_t frames) {
     stack_frames_ = static_cast<std::uint64_t>(static_cast<double>(frames) * options_.stack_fraction);
 }
 
-void Lirs::add(EntryId entry, std::uint32_t, std::uint32_t frames) {
-    stack_.add(entry, frames);
-    status_.add(entry, frames);
+void Lirs::add(EntryId entry, const EntryInfo& info) {
+    stack_.add(entry, info.frames);
+    status_.add(entry, info.frames);
 }
 
 // Used while it was in S: from here on LIR, for which the bottom of S makes place.

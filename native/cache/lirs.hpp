@@ -22,7 +22,7 @@ class Lirs final : public Policy {
 public:
     explicit Lirs(const LirsOptions& options) : options_(options), stack_(1), status_(3) {}
     void set_capacity(std::uint64_t frames) override;
-    void add(EntryId entry, std::uint32_t layer, std::uint32_t frames) override;
+    void add(EntryId entry, const EntryInfo& info) override;
     void insert(EntryId entry) override;
     void hit(EntryId entry) override;
     void remove(EntryId entry) override;

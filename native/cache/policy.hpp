@@ -20,6 +20,13 @@ enum class Clock : std::uint8_t { REQUEST, STEP };
 // Which part of the program an access belongs to.
 enum class Phase : std::uint8_t { INIT, FORWARD, BACKWARD, OPTIMIZER, USER, EXPORT };
 
+// What is known of an entry beforehand. Entries of one record are asked for by the same accesses, or some of them.
+struct EntryInfo {
+    std::uint32_t record;
+    std::uint32_t layer;
+    std::uint32_t frames;  // its size; 0 for one that never comes
+};
+
 // One atomic access as it begins: all of the entries that it will ask for.
 struct AccessInfo {
     Phase phase;
@@ -45,10 +52,8 @@ public:
 
     // First of all, once: the frames that this policy's entries may occupy (its headroom excluded).
     virtual void set_capacity(std::uint64_t frames) { (void)frames; }
-    // Before anything else is said of it: an entry that may be asked for, its layer and its size.
-    virtual void add(EntryId entry, std::uint32_t layer, std::uint32_t frames) {
-        (void)entry, (void)layer, (void)frames;
-    }
+    // Before anything else is said of it: an entry that may be asked for.
+    virtual void add(EntryId entry, const EntryInfo& info) { (void)entry, (void)info; }
     // Only for a policy that wants to know the program's schedule: each access as it begins (with layer scope
     // every layer's policy hears of all accesses).
     virtual bool follows_accesses() const { return false; }

@@ -11,6 +11,7 @@
 #include "native/cache/lfu_decay.hpp"
 #include "native/cache/lirs.hpp"
 #include "native/cache/lru.hpp"
+#include "native/cache/next_use.hpp"
 #include "native/cache/policy.hpp"
 #include "native/cache/s3_fifo.hpp"
 #include "native/cache/sieve.hpp"
@@ -39,6 +40,7 @@ constexpr Registered kPolicies[] = {
     {"s3-fifo", &make_s3_fifo},
     {"sieve", &make_sieve},
     {"w-tinylfu", &make_w_tinylfu},
+    {"next-use", &make_next_use},
 };
 
 }  // namespace

@@ -16,8 +16,8 @@ void S3Fifo::set_capacity(std::uint64_t frames) {
     ghost_frames_ = static_cast<std::uint64_t>(static_cast<double>(frames) * options_.ghost_fraction);
 }
 
-void S3Fifo::add(EntryId entry, std::uint32_t, std::uint32_t frames) {
-    lists_.add(entry, frames);
+void S3Fifo::add(EntryId entry, const EntryInfo& info) {
+    lists_.add(entry, info.frames);
     if (entry >= hits_.size()) hits_.resize(entry + 1, 0);
 }
 

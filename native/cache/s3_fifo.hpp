@@ -23,7 +23,7 @@ class S3Fifo final : public Policy {
 public:
     explicit S3Fifo(const S3FifoOptions& options) : options_(options), lists_(4) {}
     void set_capacity(std::uint64_t frames) override;
-    void add(EntryId entry, std::uint32_t layer, std::uint32_t frames) override;
+    void add(EntryId entry, const EntryInfo& info) override;
     void miss(EntryId entry) override;
     void insert(EntryId entry) override;
     void hit(EntryId entry) override;

@@ -11,7 +11,7 @@ void Slru::set_capacity(std::uint64_t frames) {
     share_[1] += frames % segments;
 }
 
-void Slru::add(EntryId entry, std::uint32_t, std::uint32_t frames) { lists_.add(entry, frames); }
+void Slru::add(EntryId entry, const EntryInfo& info) { lists_.add(entry, info.frames); }
 
 void Slru::insert(EntryId entry) {
     EntryLists::List into = 1;

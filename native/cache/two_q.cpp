@@ -9,7 +9,7 @@ void TwoQ::set_capacity(std::uint64_t frames) {
     out_frames_ = static_cast<std::uint64_t>(static_cast<double>(frames) * options_.out_fraction);
 }
 
-void TwoQ::add(EntryId entry, std::uint32_t, std::uint32_t frames) { lists_.add(entry, frames); }
+void TwoQ::add(EntryId entry, const EntryInfo& info) { lists_.add(entry, info.frames); }
 
 void TwoQ::miss(EntryId entry) {
     if (lists_.list_of(entry) == OUT) lists_.move_newest(WANTED, entry);

@@ -20,7 +20,7 @@ class TwoQ final : public Policy {
 public:
     explicit TwoQ(const TwoQOptions& options) : options_(options), lists_(4) {}
     void set_capacity(std::uint64_t frames) override;
-    void add(EntryId entry, std::uint32_t layer, std::uint32_t frames) override;
+    void add(EntryId entry, const EntryInfo& info) override;
     void miss(EntryId entry) override;
     void insert(EntryId entry) override;
     void hit(EntryId entry) override;

@@ -14,7 +14,7 @@ void WTinyLfu::set_capacity(std::uint64_t frames) {
     sketch_.reset(frames, std::max<std::uint64_t>(1, static_cast<std::uint64_t>(whole * options_.sample_factor)));
 }
 
-void WTinyLfu::add(EntryId entry, std::uint32_t, std::uint32_t frames) { lists_.add(entry, frames); }
+void WTinyLfu::add(EntryId entry, const EntryInfo& info) { lists_.add(entry, info.frames); }
 
 void WTinyLfu::insert(EntryId entry) {
     sketch_.count(entry, lists_.frames_of(entry));

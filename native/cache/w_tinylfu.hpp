@@ -24,7 +24,7 @@ class WTinyLfu final : public Policy {
 public:
     explicit WTinyLfu(const WTinyLfuOptions& options) : options_(options), lists_(3) {}
     void set_capacity(std::uint64_t frames) override;
-    void add(EntryId entry, std::uint32_t layer, std::uint32_t frames) override;
+    void add(EntryId entry, const EntryInfo& info) override;
     void insert(EntryId entry) override;
     void hit(EntryId entry) override;
     void remove(EntryId entry) override { lists_.take(entry); }

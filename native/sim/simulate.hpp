@@ -30,6 +30,7 @@ struct RequestColumns {
     std::span<const std::uint32_t> steps{};  // by event, non-decreasing; one step
     std::span<const std::uint32_t> sizes{};  // by entry, in frames, at least 1; 1
     std::span<const std::uint32_t> layer_of{};  // by entry; the layer of the first event that asks for it
+    std::span<const std::uint32_t> records{};  // by entry: which are of one record; each of its own
     std::span<const std::uint8_t> pinned{};  // by entry: non-zero never leaves once resident; none is
     std::size_t events() const { return offsets.empty() ? 0 : offsets.size() - 1; }
 };

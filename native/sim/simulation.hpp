@@ -84,6 +84,7 @@ private:
     enum Flag : std::uint8_t { RESIDENT = 1, DIRTY = 2, IN_SET = 4, FRESH = 8, STAYS = 16 };
     static constexpr std::uint64_t kAhead = 16;  // requests between a prefetch and its use
 
+    std::uint32_t size_of(EntryId entry) const { return unit_sizes_ ? 1 : frames_[entry]; }
     Cache& cache_for(std::uint32_t layer) { return caches_[options_.scope == Scope::LAYER ? layer : 0]; }
 
     void introduce() {
@@ -91,7 +92,9 @@ private:
         for (Cache& cache : caches_) cache.policy->set_capacity(cache.limit);
         for (EntryId entry = 0; entry < flags_.size(); ++entry) {
             const std::uint32_t layer = layer_of_.empty() ? 0 : layer_of_[entry];
-            if (layer != kNoLayer) cache_for(layer).policy->add(entry, layer, frames_[entry]);
+            if (layer == kNoLayer) continue;
+            const std::uint32_t record = requests_.records.empty() ? entry : requests_.records[entry];
+            cache_for(layer).policy->add(entry, EntryInfo{record, layer, frames_[entry]});
         }
     }
 
@@ -99,8 +102,14 @@ private:
         for (std::size_t event = begin; event < end; ++event) {
             const std::uint64_t first = requests_.offsets[event];
             const std::uint64_t last = requests_.offsets[event + 1];
-            if (first == last) continue;
             event_ = event;
+            if (first == last) {
+                // Nothing is asked for, but the program has come to this layer.
+                if (requests_.layers.empty() || options_.contract == Contract::SEQUENTIAL) continue;
+                layer_ = requests_.layers[event];
+                if (follows_accesses_) announce(first, last);
+                continue;
+            }
             layer_ = layer_at(first);
             if (last - first == 1 || options_.contract == Contract::SEQUENTIAL) {
                 for (std::uint64_t at = first; at < last; ++at) run_alone(at);
@@ -129,8 +138,8 @@ private:
         if ((flags_[entry] & RESIDENT) == 0) {
             cache.policy->miss(entry);
             if (room_ == Room::BEFORE) {
-                if (frames_[entry] + cache.pinned > cache.limit) refuse_capacity(cache, frames_[entry]);
-                make_room(cache, frames_[entry]);
+                if (size_of(entry) + cache.pinned > cache.limit) refuse_capacity(cache, size_of(entry));
+                make_room(cache, size_of(entry));
             }
         }
         request(cache, at);
@@ -159,7 +168,7 @@ private:
         std::uint64_t filled = 0;
         for (std::uint64_t at = begin; at < end; ++at) {
             const EntryId entry = requests_.entries[at];
-            const std::uint64_t added = busy_[entry] != 0 ? 0 : frames_[entry];
+            const std::uint64_t added = busy_[entry] != 0 ? 0 : size_of(entry);
             if (added > room) refuse_capacity(cache, added);
             if (filled + added > room) return at;
             filled += added;
@@ -176,7 +185,7 @@ private:
             const std::uint8_t flags = flags_[entry];
             if ((flags & IN_SET) != 0) refuse_twice(entry);
             if ((flags & RESIDENT) == 0) {
-                missing += frames_[entry];
+                missing += size_of(entry);
                 cache.policy->miss(entry);
             }
             flags_[entry] = flags | IN_SET;
@@ -203,8 +212,8 @@ private:
             cache.policy->hit(entry);
         } else {
             ++counts_.misses;
-            counts_.missed_frames += frames_[entry];
-            cache.used += frames_[entry];
+            counts_.missed_frames += size_of(entry);
+            cache.used += size_of(entry);
             flags |= room_ == Room::AFTER ? RESIDENT | FRESH : RESIDENT;
             if ((flags & STAYS) != 0) keep(cache, entry);
             cache.policy->insert(entry);
@@ -220,7 +229,7 @@ private:
 
     void keep(Cache& cache, EntryId entry) {
         busy_[entry] = 1;
-        cache.pinned += frames_[entry];
+        cache.pinned += size_of(entry);
         if (cache.pinned > cache.limit) refuse_capacity(cache, 0);
     }
 
@@ -237,11 +246,11 @@ private:
         const std::uint8_t flags = flags_[entry];
         cache.policy->remove(entry);
         flags_[entry] = flags & (STAYS | IN_SET);
-        cache.used -= frames_[entry];
+        cache.used -= size_of(entry);
         counts_.evictions += (flags & FRESH) == 0 ? 1 : 0;
         if ((flags & DIRTY) != 0) {
             ++counts_.write_backs;
-            counts_.written_frames += frames_[entry];
+            counts_.written_frames += size_of(entry);
         }
     }
 

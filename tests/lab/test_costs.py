@@ -94,8 +94,9 @@ def test_a_policy_s_own_time_is_measured():
 
 
 def test_assumptions_are_said():
-    said = Machine(mixed_bytes_per_s=2**30, steps_per_s=2, overlap=Overlap.SERIAL).assumptions
-    assert said["mixed bandwidth"] == "1 GiB/s"
+    said = Machine(mixed_bytes_per_s=1.5e9, steps_per_s=2, overlap=Overlap.SERIAL).assumptions
+    assert said["mixed bandwidth"] == "1.5 GB/s"
+    assert (said["endurance"], said["drive"]) == ("600 TB written", "1 TB")
     assert said["speed"] == "2 steps/s"
     assert "needed" in said["overlap"]
 

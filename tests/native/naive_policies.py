@@ -16,6 +16,7 @@ class NaivePolicy:
 
     def __init__(self, capacity, frames):
         self.capacity, self.frames = capacity, frames
+        self.layers = {}
 
     def size(self, entries):
         return sum(self.frames[e] for e in entries)
@@ -38,6 +39,99 @@ class NaivePolicy:
 
 def first(entries, free):
     return next((e for e in entries if e in free), None)
+
+
+class NaiveFifo(NaivePolicy):
+    def __init__(self, capacity, frames):
+        super().__init__(capacity, frames)
+        self.queue = []
+
+    def insert(self, e):
+        self.queue.append(e)
+
+    def remove(self, e):
+        self.queue.remove(e)
+
+    def victims(self, free, need):
+        victim = first(self.queue, free)
+        return [] if victim is None else [victim]
+
+
+class NaiveClock(NaiveFifo):
+    def __init__(self, capacity, frames, bits=1):
+        super().__init__(capacity, frames)
+        self.most, self.count = 2**bits - 1, {}
+
+    def insert(self, e):
+        super().insert(e)
+        self.count[e] = 0
+
+    def hit(self, e):
+        self.count[e] = min(self.count[e] + 1, self.most)
+
+    def victims(self, free, need):
+        while (victim := first(self.queue, free)) is not None:
+            if self.count[victim] == 0:
+                return [victim]
+            self.count[victim] -= 1
+            self.queue.remove(victim)
+            self.queue.append(victim)
+        return []
+
+
+class NaiveLfu(NaiveFifo):
+    """The queue is in the order of last requests."""
+
+    def __init__(self, capacity, frames):
+        super().__init__(capacity, frames)
+        self.count = {}
+
+    def insert(self, e):
+        super().insert(e)
+        self.count[e] = 1
+
+    def hit(self, e):
+        self.count[e] += 1
+        self.queue.remove(e)
+        self.queue.append(e)
+
+    def victims(self, free, need):
+        return super().victims({e for e in free if self.count.get(e) == self.least(free)}, need)
+
+    def least(self, free):
+        return min((self.count[e] for e in self.queue if e in free), default=0)
+
+
+class NaiveSieve(NaiveFifo):
+    """``hand`` is an entry, or None before the oldest."""
+
+    def __init__(self, capacity, frames):
+        super().__init__(capacity, frames)
+        self.visited, self.hand = set(), None
+
+    def hit(self, e):
+        self.visited.add(e)
+
+    def move_hand_past(self, e):
+        at = self.queue.index(e) + 1
+        self.hand = self.queue[at] if at < len(self.queue) else None
+
+    def remove(self, e):
+        if self.hand == e:
+            self.move_hand_past(e)
+        self.visited.discard(e)
+        super().remove(e)
+
+    def victims(self, free, need):
+        if first(self.queue, free) is None:
+            return []
+        while True:
+            at = self.queue[0] if self.hand is None else self.hand
+            self.move_hand_past(at)
+            if at in free:
+                if at not in self.visited:
+                    return [at]
+                self.visited.remove(at)
 
 
 class NaiveSlru(NaivePolicy):
@@ -382,11 +476,129 @@ class NaiveWTinyLfu(NaivePolicy):
             return [oldest]
 
 
+class NaiveNextUse(NaivePolicy):
+    """Every expected time from its formula, for every resident entry, at every choice.
+
+    ``layers`` maps entries to layers. Phases: 1 forward, 2 backward, 4 the user's (forward).
+    """
+
+    def __init__(self, capacity, frames, half_life=8.0):
+        super().__init__(capacity, frames)
+        self.decay = 2 ** (-1 / half_life)
+        self.seen, self.trains, self.last, self.position = set(), False, None, 0
+        self.forward, self.backward_only, self.backward = {}, {}, {}
+        self.forward_passes, self.backward_passes, self.due = {}, {}, {}
+        self.used_forward, self.active = set(), set()
+        self.resident, self.pending = set(), set()
+
+    def known(self):
+        return sorted({layer for e, layer in self.layers.items() if self.frames[e]} | self.seen)
+
+    def rank(self, layer):
+        return self.known().index(layer)
+
+    def entries(self, layer):
+        return [e for e, of in self.layers.items() if of == layer and self.frames[e]]
+
+    def enter(self, phase, layer):
+        """Which pass of the cycle an access is, and where that leaves the program."""
+        if phase not in (1, 2, 4):
+            return None
+        kind = "backward" if phase == 2 else "forward"
+        if kind == "forward" and self.trains and self.last:
+            before, where = self.last
+            if (before in ("forward", "again") and where == layer) or (before == "backward" and where > layer):
+                kind = "again"
+        self.seen.add(layer)
+        if kind == "backward":
+            self.trains = True
+        if kind == "forward" and self.last and self.last[0] == "forward" and layer <= self.last[1]:
+            self.trains = False
+        self.last = kind, layer
+        return kind
+
+    def now(self):
+        kind, layer = self.last or ("forward", self.known()[0])
+        rank = self.rank(layer) if self.last else 0
+        return rank if kind == "forward" else 2 * len(self.known()) - 1 - rank
+
+    def cycle(self):
+        return len(self.known()) * (2 if self.trains else 1)
+
+    def until(self, place):
+        return (place - self.now()) % self.cycle() or self.cycle()
+
+    def access(self, phase, layer, entries):
+        kind = self.enter(phase, layer)
+        self.pending = {e for e in entries if e in self.layers}
+        if kind not in ("forward", "backward"):
+            return
+        passes = self.forward_passes if kind == "forward" else self.backward_passes
+        passes[layer] = passes.get(layer, 0) + 1
+        fresh = max(1 - self.decay, 1 / passes[layer])
+        mine = self.entries(layer)
+        for e in mine:
+            if kind == "forward":
+                value = self.forward.get(e, 0.0)
+                self.forward[e] = value + fresh * ((e in self.pending) - value)
+            else:
+                value = self.backward_only.get(e, 0.0)
+                used = e in self.pending and e not in self.used_forward
+                self.backward_only[e] = value + fresh * (used - value)
+                if e // 4 in self.active:
+                    value = self.backward.get(e, 1.0)
+                    self.backward[e] = value + fresh * ((e in self.pending) - value)
+        self.due[layer] = kind == "forward"
+        if kind == "forward":
+            self.used_forward -= set(mine)
+            self.active -= {e // 4 for e in mine}
+            self.used_forward |= self.pending & set(mine)
+            self.active |= {e // 4 for e in self.pending & set(mine)}
+
+    def insert(self, e):
+        self.resident.add(e)
+        self.pending.discard(e)
+
+    def hit(self, e):
+        self.pending.discard(e)
+
+    def remove(self, e):
+        self.resident.remove(e)
+
+    def expected(self, e):
+        layer = self.layers[e]
+        rank, count, cycle = self.rank(layer), len(self.known()), self.cycle()
+        records = sorted({other // 4 for other in self.entries(layer)})
+        place = records.index(e // 4) / len(records)
+        if e in self.pending:
+            return place
+        forward, only = self.forward.get(e, 0.0), self.backward_only.get(e, 0.0)
+        if not self.trains:
+            use = max(forward, 1e-9)
+            tail = cycle * (1.0 - use) / use
+        else:
+            use = min(max(forward + only, 1e-9), 1.0)
+            tail = ((2.0 * count - 1 - 2 * rank) * min(only, use) + cycle * (1.0 - use)) / use
+        if self.trains and self.due.get(layer) and e // 4 in self.active:
+            rest = (1.0 - self.backward.get(e, 1.0)) * (2.0 * rank + 1.0 + tail)
+            return self.until(2 * count - 1 - rank) + (place + rest)
+        return self.until(rank) + (place + tail)
+
+    def victims(self, free, need):
+        known = [e for e in self.resident if e in free]
+        return [min(known, key=lambda e: (-self.expected(e), e))] if known else []
+
+
 NAIVE = {
+    "fifo": NaiveFifo,
+    "clock": NaiveClock,
+    "lfu": NaiveLfu,
+    "sieve": NaiveSieve,
     "slru": NaiveSlru,
     "2q": NaiveTwoQ,
     "arc": NaiveArc,
     "lirs": NaiveLirs,
     "s3-fifo": NaiveS3Fifo,
     "w-tinylfu": NaiveWTinyLfu,
+    "next-use": NaiveNextUse,
 }

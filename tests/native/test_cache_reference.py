@@ -118,6 +118,7 @@ class Naive:
         for g in range(3):
             e = record * 4 + g
             self.layer[e], self.frames[e], self.bytes[e] = layer, frames[g], sizes[g]
+            self.policies[self.domain(e)].layers[e] = layer
             if stored >> g & 1:
                 self.stored.add(e)
 
@@ -179,7 +180,7 @@ class Naive:
 
     # -- accesses
 
-    def begin_access(self, layer, units):
+    def begin_access(self, phase, layer, units):
         d = layer if self.by_layer else 0
         pinned = self.size([e for e, n in self.pins.items() if n], d)
         room = self.limits[d] - pinned
@@ -197,6 +198,8 @@ class Naive:
                 groups.append([i])
                 total = add
         self.access, self.groups, self.d = units, groups, d
+        for policy in self.policies:
+            policy.access(phase, layer, [e for u in units for e in self.needs(u)])
         return groups
 
     def next_group(self, g):
@@ -310,7 +313,12 @@ def arrays(units):
 
 
 POLICIES = [
+    ("fifo", {}),
+    ("clock", {}),
+    ("clock", {"bits": 2}),
     ("lru", {}),
+    ("lfu", {}),
+    ("sieve", {}),
     ("lfu-decay", {"variant": "corrected", "threshold": 0, "beta": 0.5, "interval": 1}),
     ("lfu-decay", {"variant": "corrected", "threshold": 1.5, "beta": 0.3, "interval": 2}),
     ("lfu-decay", {"variant": "paper", "threshold": 0, "beta": 0.7, "interval": 3}),
@@ -324,6 +332,8 @@ POLICIES = [
     ("lirs", {"hir_fraction": 0.3, "stack_fraction": 1.5}),
     ("s3-fifo", {}),
     ("s3-fifo", {"small_fraction": 0.3, "move_threshold": 1}),
+    ("next-use", {}),
+    ("next-use", {"half_life": 0.7}),
     ("w-tinylfu", {}),
     ("w-tinylfu", {"window_fraction": 0.3, "protected_fraction": 0.5, "sample_factor": 2}),
 ]
@@ -421,12 +431,13 @@ def test_every_decision_is_the_naive_one(data):
                 naive.stored.discard(record * 4 + 2)
             else:
                 layer, chosen = some_units()
-                groups = naive.begin_access(layer, chosen)
+                phase = draw(st.sampled_from([1, 1, 2, 2, 4, 0]))
+                groups = naive.begin_access(phase, layer, chosen)
                 if groups is None:
                     with pytest.raises(_native.CapacityError):
-                        core.begin_access(step, 0, layer, *arrays(chosen))
+                        core.begin_access(step, phase, layer, *arrays(chosen))
                     continue
-                number, bounds = core.begin_access(step, 0, layer, *arrays(chosen))
+                number, bounds = core.begin_access(step, phase, layer, *arrays(chosen))
                 assert [list(range(a, b)) for a, b in itertools.pairwise(bounds)] == groups
                 assert number == len(groups)
                 for g, members in enumerate(groups):

@@ -21,7 +21,9 @@ def mixed(length, seed):
         elif kind == 1:
             piece = begin + np.arange(size) % int(random.integers(5, 200))
         else:
-            piece = begin // 500 * 500 + zipf(500, size, random.uniform(0.4, 1.3), int(random.integers(2**32)))
+            piece = begin // 500 * 500 + zipf(
+                500, size, random.uniform(0.4, 1.3), int(random.integers(2**32))
+            )
         pieces.append(piece)
         made += size
     return np.concatenate(pieces)[:length]

@@ -40,11 +40,11 @@ class Trace:
 
 @st.composite
 def traces(draw, largest=7):
-    layers, experts = draw(st.integers(1, 3)), draw(st.integers(1, 8))
+    layers, experts = draw(st.integers(1, 3)), draw(st.integers(3, 8))
     most_frames = draw(st.sampled_from([1, 5]))
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     step, events = 0, []
-    for _ in range(draw(st.integers(1, 60))):
+    for _ in range(draw(st.integers(10, 80))):
         layer = int(random.integers(layers))
         chosen = random.choice(experts, random.integers(min(largest, experts) + 1), replace=False)
         records = sorted(int(expert) * layers + layer for expert in chosen)
@@ -66,6 +66,7 @@ def simulated(trace, capacity, quotas, pinned, **keywords):
         np.array([step for step, _, _, _ in trace.events], np.uint32),
         np.array(trace.sizes, np.uint32)[every],
         every % np.uint32(trace.layers),
+        every,
         np.isin(every, pinned).astype(np.uint8),
         capacity_frames=capacity,
         scope=Scope.LAYER if quotas else Scope.GLOBAL,
@@ -134,8 +135,8 @@ def compare(trace, capacity, quotas, pinned, policy, options, contract):
 @given(
     trace=traces(),
     contract=st.sampled_from(Contract),
-    quotas=st.one_of(st.just([]), st.lists(st.integers(1, 12), min_size=3, max_size=3)),
-    capacity=st.integers(1, 20),
+    quotas=st.one_of(st.just([]), st.lists(st.integers(4, 12), min_size=3, max_size=3)),
+    capacity=st.integers(4, 16),
 )
 def test_the_simulator_counts_what_the_core_counts(policy, options, trace, contract, quotas, capacity):
     quotas = quotas[: trace.layers]
@@ -144,7 +145,7 @@ def test_the_simulator_counts_what_the_core_counts(policy, options, trace, contr
 
 @pytest.mark.parametrize("policy", _native.policy_names())
 @settings(deadline=None, max_examples=10)
-@given(trace=traces(largest=3), seed=st.integers(0, 2**32), slack=st.integers(1, 9))
+@given(trace=traces(largest=3), seed=st.integers(0, 2**32), slack=st.integers(0, 3))
 def test_what_is_pinned_stays_as_it_does_in_the_core(policy, trace, seed, slack):
     random = np.random.default_rng(seed)
     pinned = np.flatnonzero(random.random(len(trace.sizes)) < 0.3).tolist()

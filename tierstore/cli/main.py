@@ -42,6 +42,9 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "verify": CommandEntry(
         "tierstore.cli.verify:verify", "Read and check every record of every snapshot of a store."
     ),
+    "cache": CommandEntry(
+        "tierstore.cli.cache:cache", "Record, replay, bound and tune cache policies from traces."
+    ),
     "bench": CommandEntry("tierstore.cli.bench:bench", "Benchmarks of training, AdamW and commits."),
 }
 

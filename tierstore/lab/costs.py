@@ -31,7 +31,7 @@ from tierstore.errors import ConfigError
 from tierstore.lab.requests import Requests
 from tierstore.lab.results import Outcome
 from tierstore.lab.simulate import Replayed, Setting, replay_all
-from tierstore.units import format_bytes, format_seconds
+from tierstore.units import format_seconds
 
 __all__ = ["Machine", "Objective", "Overlap", "cost_by_step", "policy_time", "with_costs"]
 
@@ -85,9 +85,9 @@ class Machine:
         """For a report's foot."""
         mixed = self.mixed_bytes_per_s
         said = {
-            "read bandwidth": f"{format_bytes(self.read_bytes_per_s)}/s",
-            "write bandwidth": f"{format_bytes(self.write_bytes_per_s)}/s",
-            "mixed bandwidth": "read and write in turn" if mixed is None else f"{format_bytes(mixed)}/s",
+            "read bandwidth": f"{_decimal(self.read_bytes_per_s)}/s",
+            "write bandwidth": f"{_decimal(self.write_bytes_per_s)}/s",
+            "mixed bandwidth": "read and write in turn" if mixed is None else f"{_decimal(mixed)}/s",
             "computation": f"{format_seconds(self.compute_s_per_step)} a step",
             "overlap": {
                 Overlap.LOOKAHEAD: "a pass is fetched while the one before it computes",
@@ -95,9 +95,9 @@ class Machine:
             }[self.overlap],
         }
         if self.endurance_bytes is not None:
-            said["endurance"] = f"{format_bytes(self.endurance_bytes)} written"
+            said["endurance"] = f"{_decimal(self.endurance_bytes)} written"
         if self.drive_bytes is not None:
-            said["drive"] = format_bytes(self.drive_bytes)
+            said["drive"] = _decimal(self.drive_bytes)
         if self.steps_per_s is not None:
             said["speed"] = f"{self.steps_per_s:g} steps/s"
         return said
@@ -155,3 +155,11 @@ def policy_time(requests: Requests, settings: Sequence[Setting], *, repeats: int
         [replayed.policy_s for replayed in replay_all(requests, settings, threads=1)] for _ in range(repeats)
     ]
     return [median(times) / max(len(requests.entries), 1) for times in zip(*rounds, strict=True)]
+
+
+def _decimal(count: float) -> str:
+    """Bytes as makers of drives count them: ``3 GB``, ``600 TB``."""
+    for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
+        if count >= size:
+            return f"{count / size:.4g} {unit}"
+    return f"{count:.4g} B"

@@ -21,10 +21,19 @@ from tierstore.errors import CapabilityError
 from tierstore.lab.results import Evidence, Outcome, RegimeStudy, Role, Study, TuneResult
 from tierstore.units import format_bytes, format_seconds
 
-__all__ = ["render_report", "write_report"]
+__all__ = ["check_report", "render_report", "write_report"]
 
 _NEEDED = ("matplotlib", "jinja2")
 _LAYER_COLUMNS = 6  # policies of the table by layer
+
+
+def check_report() -> None:
+    """Before the work that a report is to show. Raises CapabilityError if the extra is not installed."""
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise CapabilityError(
+            f"the HTML report needs {' and '.join(missing)}: pip install 'tierstore[report]'"
+        )
 
 
 def write_report(study: Study, path: str | os.PathLike[str]) -> None:
@@ -34,11 +43,7 @@ def write_report(study: Study, path: str | os.PathLike[str]) -> None:
 
 def render_report(study: Study) -> str:
     """The page. Raises CapabilityError if the extra is not installed."""
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise CapabilityError(
-            f"the HTML report needs {' and '.join(missing)}: pip install 'tierstore[report]'"
-        )
+    check_report()
     import jinja2  # an extra, like matplotlib in tierstore.lab.plots
 
     source = resources.files("tierstore.lab").joinpath("report.html").read_text(encoding="utf-8")

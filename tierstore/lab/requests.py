@@ -26,7 +26,7 @@ from tierstore.trace.reader import read_chunks, read_summary
 from tierstore.trace.records import RecordTable
 from tierstore.units import parse_size
 
-__all__ = ["Capacity", "Creations", "Requests", "load_requests"]
+__all__ = ["Capacity", "Creations", "Requests", "load_requests", "trace_requests"]
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -284,6 +284,13 @@ def load_requests(path: str | os.PathLike[str], *, name: str | None = None) -> R
     return reader.finish(
         name=name if name is not None else Path(path).name, sha256=summary.sha256, path=shown
     )
+
+
+def trace_requests(trace: Trace, *, name: str = "trace") -> Requests:
+    """The requests of a trace in memory, such as a generator makes. Raises DataError if it has none."""
+    reader = _Reader(trace.header)
+    reader.add(trace, name)
+    return reader.finish(name=name, sha256="", path=name)
 
 
 class _Reader:
