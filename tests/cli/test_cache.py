@@ -103,7 +103,7 @@ def test_simulate_says_what_its_numbers_are(trace: Path) -> None:
     out = done("simulate", trace, "--policy", "lru", "--policy", "lfu-decay:half_life=4").stdout
     for said in (
         "lfu-decay(half_life=4)",
-        "50.0% = 12 MiB",
+        "50.0%, 12 MiB",
         "event-atomic;",
         "measured",
         "estimated",

@@ -96,18 +96,7 @@ def outcome_json(outcome: Outcome, frame_bytes: int) -> dict[str, object]:
     }
 
 
-_COLUMNS = (
-    "policy",
-    "scope",
-    "capacity",
-    "misses",
-    "read",
-    "written",
-    "stall/step",
-    "drive/day",
-    "life",
-    "CPU",
-)
+_COSTS = ("misses", "read", "written", "stall/step", "drive/day", "life", "CPU")
 
 
 def show_outcomes(outcomes: Sequence[Outcome], frame_bytes: int, output: Output) -> None:

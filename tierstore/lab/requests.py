@@ -142,6 +142,11 @@ class Requests:
         return int(self.entry_layers.max()) + 1 if len(self.entry_layers) else 0
 
     @cached_property
+    def entry_records(self) -> NDArray[np.uint32]:
+        """Which record each entry is a group of [entries]."""
+        return self.entry_keys // np.uint32(_GROUPS)
+
+    @cached_property
     def total_frames(self) -> int:
         """The footprint: frames of all entries that the trace asks for."""
         return int(self.sizes.sum(dtype=np.uint64))
@@ -193,7 +198,7 @@ class Requests:
             steps=self.step_count,
             events=self.events,
             requests=len(self.entries),
-            records=len(np.unique(self.entry_keys // _GROUPS)),
+            records=len(np.unique(self.entry_records)),
             layers=len(np.unique(self.entry_layers)),
             total_frames=self.total_frames,
             total_bytes=self.total_bytes,
@@ -202,7 +207,7 @@ class Requests:
     @cached_property
     def records_per_event(self) -> float:
         """Records that an event asks for, the mean: the groups of one record count once."""
-        records = self.entry_keys[self.entries] // _GROUPS
+        records = self.entry_records[self.entries]
         new = np.ones(len(records), np.bool_)
         new[1:] = records[1:] != records[:-1]
         new[self.offsets[:-1].astype(np.int64)] = True

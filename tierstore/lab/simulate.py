@@ -225,6 +225,7 @@ def _replay(requests: Requests, setting: Setting, warmup_events: int) -> Replaye
             requests.steps,
             requests.sizes,
             requests.entry_layers,
+            requests.entry_records,
             policy=setting.policy.name,
             options=dict(setting.policy.options),
             capacity_frames=setting.capacity_frames,
