@@ -36,10 +36,12 @@ def study_markdown(study: Study) -> str:
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; all but the first column are numbers."""
-    lines = ["| " + " | ".join(columns) + " |", "|---" + "|--:" * (len(columns) - 1) + "|"]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
+    """A Markdown table, its first column set left; nothing without rows."""
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    if not lines:
+        return ""
+    head = ["| " + " | ".join(columns) + " |", "|---" + "|--:" * (len(columns) - 1) + "|"]
+    return "\n".join([*head, *lines]) + "\n"
 
 
 def _ratio(value: float) -> str:
