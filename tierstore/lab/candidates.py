@@ -12,12 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tierstore.cache.config import CacheConfig, PolicyName
+from tierstore.cache.config import CacheConfig
 from tierstore.cache.config import Scope as CacheScope
-from tierstore.config import dump
 from tierstore.lab.quotas import least_quotas
 from tierstore.lab.requests import Requests
-from tierstore.lab.simulate import Contract, PolicySpec, Scope, Setting
+from tierstore.lab.simulate import Contract, PolicySpec, Scope, Setting, known_policies
 from tierstore.units import format_bytes
 
 __all__ = [
@@ -43,6 +42,7 @@ before a quota for each layer, equal quotas before tuned ones, and fewer options
 _COARSE = 4.0  # between half-lives of the grid
 _THRESHOLDS = (1.0, 2.0)
 _NEVER = math.inf
+_PASSES = (2.0, 8.0, 32.0, 128.0)  # half-lives of next-use
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +65,17 @@ class Candidate:
     @property
     def complexity(self) -> tuple[int, int, int, int]:
         """Less is simpler."""
-        known = SIMPLEST_FIRST.index(self.policy.name) if self.policy.name in SIMPLEST_FIRST else 99
         layered = int(self.scope is Scope.LAYER)
-        return (known, layered, int(bool(self.layer_quotas)), len(self.policy.options))
+        return (_place(self.policy.name), layered, int(bool(self.layer_quotas)), len(self.policy.options))
 
 
 def live_policies() -> tuple[str, ...]:
     """Policies that ``tierstore train`` runs, in the order of ``SIMPLEST_FIRST``."""
-    live = {policy.value for policy in PolicyName}
-    return tuple(name for name in SIMPLEST_FIRST if name in live)
+    return tuple(sorted(known_policies(bounds=False), key=_place))
+
+
+def _place(policy: str) -> int:
+    return SIMPLEST_FIRST.index(policy) if policy in SIMPLEST_FIRST else len(SIMPLEST_FIRST)
 
 
 def lfu_decay(half_life: float, threshold: float = 0.0) -> PolicySpec:
@@ -91,9 +93,9 @@ def lfu_decay(half_life: float, threshold: float = 0.0) -> PolicySpec:
 def default_candidate() -> Candidate:
     """What ``tierstore train`` does when nothing is configured."""
     config = CacheConfig()
-    if config.policy is not PolicyName.LFU_DECAY:
-        return Candidate(PolicySpec(config.policy.value), Scope(config.scope.value))
-    return Candidate(lfu_decay(config.half_life_steps, config.threshold), Scope(config.scope.value))
+    if config.half_life is not None:  # as the grid writes it, so that it is not tried twice
+        return Candidate(lfu_decay(config.half_life), Scope(config.scope.value))
+    return Candidate(PolicySpec(config.policy, config.options), Scope(config.scope.value))
 
 
 def half_lives(steps: int) -> list[float]:
@@ -107,11 +109,16 @@ def half_lives(steps: int) -> list[float]:
 def starting_grid(
     requests: Requests, capacity_frames: int, policies: Sequence[str], scopes: Sequence[Scope]
 ) -> list[Candidate]:
-    """Every policy with its defaults, LFU-decay over half-lives; layer scope where every layer's share fits."""
+    """Every policy with its defaults, but LFU-decay and next-use over half-lives.
+
+    Layer scope comes only where each layer's share holds its largest entry.
+    """
     specs: list[PolicySpec] = []
     for name in policies:
         if name == "lfu-decay":
             specs += [lfu_decay(half_life) for half_life in half_lives(requests.step_count)]
+        elif name == "next-use":
+            specs += [PolicySpec(name, {"half_life": half_life}) for half_life in _PASSES]
         else:
             specs.append(PolicySpec(name))
     candidates = [Candidate(spec, scope) for scope in scopes for spec in specs]
@@ -143,24 +150,16 @@ def _half_life(options: Mapping[str, float | str]) -> float:
 
 
 def cache_configuration(candidate: Candidate) -> CacheConfig | None:
-    """The candidate as ``tierstore train`` takes it, or None for a policy that it does not run."""
+    """The candidate as ``tierstore train`` takes it, or None for what it does not run (a bound)."""
     if candidate.policy.name not in live_policies():
         return None
-    settings: dict[str, object] = {
-        "policy": PolicyName(candidate.policy.name),
-        "scope": CacheScope(candidate.scope.value),
-    }
-    options = candidate.policy.options
-    if candidate.policy.name == "lfu-decay":
-        half_life = _half_life(options)
-        interval = int(float(options.get("interval", 1)))
-        settings["decay"] = 1.0 if math.isinf(half_life) else 0.5 ** (interval / half_life)
-        settings["decay_every"] = interval
-        settings["threshold"] = float(options.get("threshold", 0.0))
-    if candidate.layer_quotas:
-        quotas = [quota for quota in candidate.layer_quotas if quota]
-        settings["layer_shares"] = tuple(round(quota / sum(quotas), 9) for quota in quotas)
-    return CacheConfig(**settings)  # type: ignore[arg-type]
+    quotas = [quota for quota in candidate.layer_quotas if quota]
+    return CacheConfig(
+        policy=candidate.policy.name,
+        options=candidate.policy.options,
+        scope=CacheScope(candidate.scope.value),
+        layer_shares=tuple(round(quota / sum(quotas), 9) for quota in quotas),
+    )
 
 
 def configuration_text(requests: Requests, candidate: Candidate, capacity_frames: int) -> str:
@@ -171,10 +170,14 @@ def configuration_text(requests: Requests, candidate: Candidate, capacity_frames
     config = cache_configuration(candidate)
     if config is None:
         return head + f"# {candidate.policy.name} is not a policy of tierstore train: nothing to configure\n"
-    matters = {"policy", "scope"}
-    if candidate.policy.name == "lfu-decay":
-        matters |= {"variant", "threshold", "decay", "decay_every"}
-    if candidate.layer_quotas:
-        matters.add("layer_shares")
-    lines = [line for line in dump(config).splitlines() if line.partition(" ")[0] in matters]
+    lines = [f'policy = "{config.policy}"', f'scope = "{config.scope.value}"']
+    if config.layer_shares:
+        lines.append(f"layer_shares = {list(config.layer_shares)}")
+    if config.options:
+        shown = (f"{key} = {_toml(value)}" for key, value in config.options.items())
+        lines.append("options = { " + ", ".join(shown) + " }")
     return head + "[cache]\n" + "\n".join(lines) + "\n"
+
+
+def _toml(value: float | str) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)

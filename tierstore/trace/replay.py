@@ -101,5 +101,7 @@ def replay(
         except DataError:
             raise
         except ValueError as error:
+            if residency.policy_failed:  # the user's own, from a policy written in Python
+                raise
             raise DataError(f"{os.fspath(path)}: {error}") from error
     return residency.stats()
