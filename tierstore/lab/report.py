@@ -88,8 +88,9 @@ class _Regime:
     summary: Mapping[str, str]
     plots: Mapping[str, str]
     outcomes: _Table
+    layered: _Table | None
     layers: _Table | None
-    tuned: _Table | None
+    tunings: Sequence[tuple[str, TuneResult, _Table]]
     evidence: Evidence
 
 
@@ -104,8 +105,9 @@ def _regime(regime: RegimeStudy, numbers: count[int]) -> _Regime:
         summary=_summary(outcomes, regime.tuned),
         plots=_plots(regime, outcomes, numbers),
         outcomes=_outcome_table(outcomes),
+        layered=_outcome_table(regime.layered) if regime.layered else None,
         layers=_layer_table(outcomes),
-        tuned=None if regime.tuned is None else _tuned_table(regime.tuned),
+        tunings=[(title, tuned, _tuned_table(tuned)) for title, tuned in _tunings(regime)],
         evidence=first.evidence,
     )
 
@@ -216,6 +218,15 @@ def _layer_table(outcomes: Sequence[Outcome]) -> _Table | None:
     return _Table(columns, rows)
 
 
+def _tunings(regime: RegimeStudy) -> list[tuple[str, TuneResult]]:
+    found = [
+        ("The tuner's choice", tuned) for tuned in (regime.tuned, *regime.elsewhere) if tuned is not None
+    ]
+    if regime.against_lru is not None:
+        found.append(("LFU-decay alone, against LRU", regime.against_lru))
+    return [(f"{title}, capacity {tuned.chosen.capacity_fraction:.0%}", tuned) for title, tuned in found]
+
+
 def _tuned_table(tuned: TuneResult) -> _Table:
     counted = tuned.chosen.evidence
     rows = [
@@ -227,7 +238,7 @@ def _tuned_table(tuned: TuneResult) -> _Table:
         ]
         for name, one in (
             ("chosen on the first part", tuned.chosen),
-            ("default", tuned.baseline),
+            ("baseline", tuned.baseline),
             ("best in hindsight", tuned.best),
         )
     ]

@@ -232,6 +232,9 @@ class RegimeStudy:
     curves: tuple[Curve, ...]
     half_lives: HalfLifeMap | None = None
     tuned: TuneResult | None = None
+    elsewhere: tuple[TuneResult, ...] = ()  # at other capacities
+    against_lru: TuneResult | None = None  # LFU-decay alone, tuned, with LRU as the baseline
+    layered: tuple[Outcome, ...] = ()  # at the focus, with a quota for each layer (``curves`` being global)
     advice: str = ""
     focus: float = (
         0.4  # capacity (fraction) of the tables and charts that show one; the nearest on the curves
