@@ -14,6 +14,7 @@ from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
     from tierstore.lab.costs import Machine
+    from tierstore.lab.requests import Requests
     from tierstore.lab.simulate import PolicySpec
 
 __all__ = [
