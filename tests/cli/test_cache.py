@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from tierstore.cli.cache_output import COUNTS
@@ -235,3 +236,67 @@ def test_too_short_a_trace_cannot_be_tuned(tmp_path: Path) -> None:
     source.write_text("a\nb\n")
     done("import", source, short)
     assert "expected at least 4 steps" in refused("tune", short, "--capacity", "1.0")
+
+
+# A real run --------------------------------------------------------------------------------------------------
+
+TINY = """
+steps = 8
+device = "cpu"
+threads = 1
+host_budget = "192KiB"
+commit_every = 0
+eval_every = 0
+eval_batches = 1
+sample_tokens = 0
+[model]
+d_model = 16
+n_layers = 2
+n_heads = 2
+seq_len = 8
+d_ff = 32
+experts = 8
+[data]
+batch_size = 2
+paths = ["{text}"]
+"""
+
+
+def test_record_tune_paste_and_train_again(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    text, config, trace = tmp_path / "text.txt", tmp_path / "run.toml", tmp_path / "run.trace"
+    text.write_text("the expert fetched its page from the slower tier; " * 400)
+    config.write_text(TINY.format(text=text))
+    first = found("record", trace, config, "--store", tmp_path / "first")
+    tuned = found("tune", trace, "--capacity", "0.4", "--scope", "layer")
+    assert tuned["trace"]["steps"] >= 8
+    config.write_text(TINY.format(text=text) + tuned["configuration"])
+    arguments = ["train", str(config), "--store", str(tmp_path / "second"), "--json"]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 0, (result.stderr, result.exception)
+    second = json.loads(result.stdout)
+    assert second["records_crc32c"] == first["records_crc32c"]
+    assert f"cache policy: {tuned['chosen']['policy']}" in result.stderr
+
+
+# Reports -----------------------------------------------------------------------------------------------------
+
+
+def test_reports(trace: Path, tmp_path: Path) -> None:
+    for number, arguments in enumerate((("curve", "--points", 3), ("report", "--points", 3))):
+        html = tmp_path / f"{number}.html"
+        value = found(arguments[0], trace, *arguments[1:], "--html", html)
+        page = html.read_text()
+        assert page.startswith("<!doctype html>") or page.startswith("<!DOCTYPE html>")
+        for said in ("run.trace", value["trace"]["sha256"][:12], "event-atomic", "simulated", "estimated"):
+            assert said in page, (arguments, said)
+
+
+def test_study(trace: Path, tmp_path: Path) -> None:
+    tables = tmp_path / "study.md"
+    value = found("study", trace, "--markdown", tables)
+    (regime,) = value["regimes"]
+    assert len(regime["sha256"]) == 64
+    assert regime["chosen_miss_ratio"] >= regime["best_miss_ratio"]
+    assert "### Distance from the bound" in tables.read_text()
+    assert "expected a trace or an npz" in refused("study", tables)
