@@ -144,3 +144,42 @@ def test_every_policy_that_is_known_runs():
     requests = requests_of(events)
     for found in simulate(requests, known_policies(), [0.5]):
         assert 0 < found.misses < found.requests == 600
+
+
+class Mru:
+    """Evicts what was asked for last; raises when it is told to."""
+
+    def __init__(self, fail: float = 0.0) -> None:
+        self.order: dict[int, None] = {}
+        self.fail = fail
+
+    def insert(self, entry: int) -> None:
+        self.order[entry] = None
+
+    def hit(self, entry: int) -> None:
+        del self.order[entry]
+        self.order[entry] = None
+
+    def remove(self, entry: int) -> None:
+        del self.order[entry]
+
+    def tick(self, clock) -> None:
+        if self.fail:
+            raise KeyError("told to")
+
+    def select(self, frames, candidates):
+        return [entry for entry in reversed(self.order) if candidates.evictable(entry)]
+
+
+def test_a_policy_of_ones_own():
+    # A loop over four through three slots: LRU never hits; MRU keeps two of them.
+    requests = requests_of([[step % 4] for step in range(40)])
+    mine = f"{__name__}:Mru"
+    lru, mru = simulate(requests, ["lru", mine], ["3f"])
+    assert lru.hits == 0
+    assert mru.hits == 24
+    assert mru.policy == mine
+    with pytest.raises(KeyError, match="told to"):
+        simulate(requests, [f"{mine}:fail=1"], ["3f"])
+    with pytest.raises(ConfigError, match="nowhere"):
+        PolicySpec.parse("nowhere:Mru")

@@ -16,6 +16,7 @@ from tierstore.cache.config import CacheConfig
 from tierstore.cache.config import Scope as CacheScope
 from tierstore.lab.quotas import least_quotas
 from tierstore.lab.requests import Requests
+from tierstore.lab.results import Role
 from tierstore.lab.simulate import Contract, PolicySpec, Scope, Setting, known_policies
 from tierstore.units import format_bytes
 
@@ -151,7 +152,7 @@ def _half_life(options: Mapping[str, float | str]) -> float:
 
 def cache_configuration(candidate: Candidate) -> CacheConfig | None:
     """The candidate as ``tierstore train`` takes it, or None for what it does not run (a bound)."""
-    if candidate.policy.name not in live_policies():
+    if candidate.policy.role is Role.BOUND:
         return None
     quotas = [quota for quota in candidate.layer_quotas if quota]
     return CacheConfig(

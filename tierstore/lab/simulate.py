@@ -92,13 +92,16 @@ def suits(requests: Requests, policy: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PolicySpec:
-    """A policy with its options; what is not given has the policy's default."""
+    """A policy with its options; what is not given has the policy's default.
+
+    ``name`` may be a class of your own, ``package.module:Class`` (see ``tierstore.cache.policy``).
+    """
 
     name: str
     options: Mapping[str, float | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.name not in known_policies():
+        if not self.own and self.name not in known_policies():
             raise ConfigError(f"policy {self.name!r}: expected one of {', '.join(known_policies())}")
         if self.name in BOUNDS:
             if self.options:
@@ -112,13 +115,21 @@ class PolicySpec:
             raise ConfigError(str(error)) from error
 
     @property
+    def own(self) -> bool:
+        """Whether it is a class of the user's."""
+        return ":" in self.name
+
+    @property
     def role(self) -> Role:
         return Role.BOUND if self.name in BOUNDS else Role.POLICY
 
     @staticmethod
     def parse(text: str) -> PolicySpec:
-        """``lru`` or ``lfu-decay:half_life=8,threshold=1``. Raises ConfigError."""
+        """``lru``, ``lfu-decay:half_life=8,threshold=1`` or ``module:Class:option=1``. Raises ConfigError."""
         name, _, rest = text.partition(":")
+        if rest and name.strip() not in known_policies():
+            own, _, rest = rest.partition(":")
+            name = f"{name}:{own}"
         options: dict[str, float | str] = {}
         for item in rest.split(",") if rest else []:
             key, equals, value = (part.strip() for part in item.partition("="))
@@ -257,6 +268,8 @@ def _replay(requests: Requests, setting: Setting, warmup_events: int) -> Replaye
             f"{setting.policy.name} with {setting.scope.value} scope: {error}"
         ) from error
     except (ValueError, TypeError) as error:
+        if setting.policy.own:  # the user's own
+            raise
         raise ConfigError(str(error)) from error
     elapsed = time.thread_time() - began
     created = requests.creations.since(warmup_events)
