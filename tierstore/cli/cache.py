@@ -32,6 +32,7 @@ from tierstore.cli.cache_output import (
     trace_json,
     tuning_json,
 )
+from tierstore.cli.cache_study import study
 from tierstore.cli.options import SIZE, config_overrides, describe_config, json_option, set_option
 from tierstore.cli.output import Output
 from tierstore.errors import ConfigError
@@ -53,6 +54,9 @@ _KINDS = ("npz", "vllm", "megatron", "oracle-general", "csv", "text")
 @click.group()
 def cache() -> None:
     """Record, import, replay, bound and tune cache policies. A trace is a file; see docs/CACHE_LAB.md."""
+
+
+cache.add_command(study)
 
 
 @cache.command()
