@@ -12,7 +12,7 @@ from tierstore.errors import BudgetError
 from tierstore.lab.costs import Machine
 from tierstore.lab.curves import all_policies, curve_capacities, curves, has_one_pass, keep_ratio, lru_curve
 from tierstore.lab.results import Role
-from tierstore.lab.simulate import Contract, Scope, simulate
+from tierstore.lab.simulate import Contract, Scope, known_policies, simulate, suits
 
 
 @settings(deadline=None, max_examples=25)
@@ -92,5 +92,12 @@ def test_where_one_pass_does_not_hold():
         lru_curve(requests_of([[0, 1]]), [1])
 
 
-def test_all_policies_have_one_bound():
-    assert [spec.name for spec in all_policies() if spec.role is Role.BOUND] == ["belady"]
+def test_all_policies_have_one_bound_and_suit():
+    keys = requests_of([[entry] for entry in range(20)])
+    assert [spec.name for spec in all_policies(keys) if spec.role is Role.BOUND] == ["belady"]
+    assert "next-use" not in [spec.name for spec in all_policies(keys)]
+    passes = requests_of([[0, 1], [2, 3]], layers=[0, 1])
+    assert {spec.name for spec in all_policies(passes)} == {*known_policies(bounds=False), "belady"}
+    # Two layers of 5000 entries, of which a pass asks for one: 5000 looked at for each request.
+    sparse = requests_of([[entry] for entry in range(10_000)], layers=[entry % 2 for entry in range(10_000)])
+    assert not suits(sparse, "next-use")

@@ -14,6 +14,7 @@ from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
     from tierstore.lab.costs import Machine
+    from tierstore.lab.requests import Requests
     from tierstore.lab.simulate import PolicySpec
 
 __all__ = [
@@ -206,7 +207,7 @@ def _as_typed(message: str) -> str:
     return f"{_TYPED.get(name, name)}{colon}{rest}"
 
 
-def specs_of(policies: tuple[str, ...], default: tuple[str, ...]) -> list[PolicySpec]:
+def specs_of(requests: Requests, policies: tuple[str, ...], default: tuple[str, ...]) -> list[PolicySpec]:
     """The policies asked for, without repetition. Raises ConfigError naming ``--policy``."""
     from tierstore.lab.curves import all_policies
     from tierstore.lab.simulate import PolicySpec
@@ -214,7 +215,7 @@ def specs_of(policies: tuple[str, ...], default: tuple[str, ...]) -> list[Policy
     found: list[PolicySpec] = []
     for text in policies or default:
         try:
-            found += all_policies() if text == "all" else [PolicySpec.parse(text)]
+            found += all_policies(requests) if text == "all" else [PolicySpec.parse(text)]
         except ConfigError as error:
             raise ConfigError(f"--policy: {error}") from error
     return [spec for index, spec in enumerate(found) if spec not in found[:index]]

@@ -72,7 +72,7 @@ def regime_study(
     """
     drawn = found or curves(
         requests,
-        all_policies() if policies is None else policies,
+        all_policies(requests) if policies is None else policies,
         capacities,
         scope=scope,
         contract=contract,

@@ -19,7 +19,6 @@ from tierstore.lab.quotas import least_quotas
 from tierstore.lab.requests import Capacity, Requests
 from tierstore.lab.results import Curve, Outcome
 from tierstore.lab.simulate import (
-    BOUNDS,
     NATIVE_CONTRACTS,
     Contract,
     OnProgress,
@@ -29,14 +28,16 @@ from tierstore.lab.simulate import (
     known_policies,
     outcome,
     replay_all,
+    suits,
 )
 
 __all__ = ["all_policies", "curve_capacities", "curves", "has_one_pass", "keep_ratio", "lru_curve"]
 
 
-def all_policies() -> list[PolicySpec]:
-    """Every policy with its defaults, and the bound with forced admission, as a live cache admits."""
-    return [PolicySpec(name) for name in known_policies() if name not in BOUNDS or name == "belady"]
+def all_policies(requests: Requests) -> list[PolicySpec]:
+    """Every policy that suits ``requests``, with its defaults, and the bound that admits as a live cache does."""
+    names = [name for name in known_policies(bounds=False) if suits(requests, name)]
+    return [PolicySpec(name) for name in (*names, "belady")]
 
 
 def keep_ratio(requests: Requests, capacity_frames: int) -> float:

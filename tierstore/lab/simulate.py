@@ -41,6 +41,7 @@ __all__ = [
     "outcome",
     "replay_all",
     "simulate",
+    "suits",
 ]
 
 OnProgress: TypeAlias = Callable[[int, int], None]
@@ -62,6 +63,8 @@ class Scope(enum.Enum):
 
 BOUNDS = tuple(_native.bound_names())
 
+_MOST_LOOKED_AT = 100  # entries for each request
+
 NATIVE_CONTRACTS = {
     Contract.ATOMIC: _native.Contract.ATOMIC,
     Contract.SEQUENTIAL: _native.Contract.SEQUENTIAL,
@@ -72,6 +75,19 @@ _SCOPES = {Scope.GLOBAL: _native.Scope.GLOBAL, Scope.LAYER: _native.Scope.LAYER}
 def known_policies(*, bounds: bool = True) -> list[str]:
     """Names of all policies, and of the bounds, that can be simulated."""
     return [*_native.policy_names(), *(BOUNDS if bounds else ())]
+
+
+def suits(requests: Requests, policy: str) -> bool:
+    """Whether a policy is for such requests: next-use looks at all entries of a layer in each of its passes.
+
+    So it is for passes through several layers that ask for a good part of them; on plain keys it would take
+    hours, and learn nothing.
+    """
+    if policy != "next-use":
+        return True
+    layers = int(np.count_nonzero(requests.layer_frames))
+    looked_at = requests.events * len(requests.sizes) / max(layers, 1)
+    return layers > 1 and looked_at <= _MOST_LOOKED_AT * len(requests.entries)
 
 
 @dataclass(frozen=True, slots=True)

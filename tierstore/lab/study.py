@@ -156,7 +156,7 @@ def _layered(requests: Requests, options: StudyOptions) -> tuple[Outcome, ...]:
     if requests.info.layers < 2:
         return ()
     capacity = requests.frames_of(options.focus)
-    settings = [Setting(spec, capacity, Scope.LAYER, options.contract) for spec in all_policies()]
+    settings = [Setting(spec, capacity, Scope.LAYER, options.contract) for spec in all_policies(requests)]
     return tuple(
         with_costs(requests, replayed, outcome(requests, replayed), options.machine)
         for replayed in replay_all(requests, settings, threads=options.threads)

@@ -36,7 +36,7 @@ from tierstore.lab.quotas import split_capacity
 from tierstore.lab.regime import Regime, survey
 from tierstore.lab.requests import Capacity, Requests
 from tierstore.lab.results import Outcome, TuneResult, Verdict
-from tierstore.lab.simulate import Contract, Replayed, Scope, outcome, replay_all
+from tierstore.lab.simulate import Contract, Replayed, Scope, outcome, replay_all, suits
 
 __all__ = ["Hindsight", "OnStage", "TuneOptions", "Tuning", "tune"]
 
@@ -60,7 +60,7 @@ class Hindsight(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneOptions:
-    """What is searched, for what. ``policies`` empty: those that ``tierstore train`` runs."""
+    """What is searched, for what. ``policies`` empty: those that ``tierstore train`` runs and that suit."""
 
     policies: tuple[str, ...] = ()
     scopes: tuple[Scope, ...] = (Scope.GLOBAL, Scope.LAYER)
@@ -162,7 +162,7 @@ class _Tuner:
         """The finalists, the baseline among them, and everything that was tried."""
         options, part = self._options, prefix.tail(_COARSE_REQUESTS)
         warmup = part.step_count // 4
-        names = options.policies or live_policies()
+        names = options.policies or [name for name in live_policies() if suits(self._requests, name)]
         grid = starting_grid(self._requests, self._capacity, names, options.scopes)
         tried = self._replay(part, _distinct([options.baseline, *grid]), "grid", warmup)
         finer = [
