@@ -20,19 +20,18 @@ def source(tmp_path):
 
 
 def test_a_study_of_a_trace(source, tmp_path):
-    out = tmp_path / "results" / "here"
-    ran = CliRunner().invoke(
-        cli, ["cache", "study", str(source), "--out", str(out), "--json", "--threads", "2"]
-    )
+    markdown, html = tmp_path / "study.md", tmp_path / "study.html"
+    options = ["--markdown", str(markdown), "--html", str(html), "--json", "--threads", "2"]
+    ran = CliRunner().invoke(cli, ["cache", "study", str(source), *options])
     assert ran.exit_code == 0, ran.output
     found = json.loads(ran.stdout.splitlines()[-1])
     assert [regime["name"] for regime in found["regimes"]] == ["run"]
-    assert "### Distance from the bound" in (out / "study.md").read_text()
-    assert found["regimes"][0]["sha256"] in (out / "study.html").read_text()
+    assert "### Distance from the bound" in markdown.read_text()
+    assert found["regimes"][0]["sha256"] in html.read_text()
 
 
 def test_what_is_no_source(tmp_path):
     (tmp_path / "keys").write_text("1\n2\n")
-    ran = CliRunner().invoke(cli, ["cache", "study", str(tmp_path / "keys"), "--out", str(tmp_path / "out")])
+    ran = CliRunner().invoke(cli, ["cache", "study", str(tmp_path / "keys")])
     assert ran.exit_code == 2
     assert "expected a trace or an npz with topk; import it first" in ran.output
