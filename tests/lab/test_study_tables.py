@@ -46,6 +46,7 @@ def test_every_table_by_hand():
         "-",
     ]
     assert found["Written back, MB a step"][1] == ["lru", "10", "10"]
+    assert found["Read and written, MB a step"][1] == ["lru", "63", "63"]
     assert found["LFU-decay tuned on the first half, against LRU on the second"][1][1:] == [
         "lfu-decay",
         ".2500",

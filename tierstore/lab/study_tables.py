@@ -23,6 +23,7 @@ def study_markdown(study: Study) -> str:
         ),
         ("Distance from the bound", _distances(regimes)),
         ("Written back, MB a step", _by_policy(_writing(regimes), RegimeStudy.focused, _written)),
+        ("Read and written, MB a step", _by_policy(_writing(regimes), RegimeStudy.focused, _moved)),
         ("LFU-decay tuned on the first half, against LRU on the second", _against_lru(regimes)),
         ("The tuner's choice on the first half, scored on the second", _choices(regimes)),
         ("Miss ratio over capacity", _over_capacity(regimes)),
@@ -45,7 +46,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _ratio(value: float) -> str:
-    return f"{value:.4f}".removeprefix("0") if value < 1 else "1.000"
+    return f"{value:.4f}".removeprefix("0")
 
 
 def _miss_ratio(one: Outcome) -> str:
@@ -54,6 +55,10 @@ def _miss_ratio(one: Outcome) -> str:
 
 def _written(one: Outcome) -> str:
     return f"{one.written_bytes / max(one.steps, 1) / 1e6:,.0f}"
+
+
+def _moved(one: Outcome) -> str:
+    return f"{(one.read_bytes + one.written_bytes) / max(one.steps, 1) / 1e6:,.0f}"
 
 
 def _writing(regimes: Sequence[RegimeStudy]) -> list[RegimeStudy]:
