@@ -1,10 +1,23 @@
 // The policies there are, by name: an explicit table.
+#include <cmath>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 
+#include "native/cache/arc.hpp"
+#include "native/cache/clock.hpp"
+#include "native/cache/fifo.hpp"
+#include "native/cache/lfu.hpp"
 #include "native/cache/lfu_decay.hpp"
+#include "native/cache/lirs.hpp"
 #include "native/cache/lru.hpp"
+#include "native/cache/next_use.hpp"
 #include "native/cache/policy.hpp"
+#include "native/cache/s3_fifo.hpp"
+#include "native/cache/sieve.hpp"
+#include "native/cache/slru.hpp"
+#include "native/cache/two_q.hpp"
+#include "native/cache/w_tinylfu.hpp"
 
 namespace tierstore {
 namespace {
@@ -15,8 +28,19 @@ struct Registered {
 };
 
 constexpr Registered kPolicies[] = {
+    {"fifo", &make_fifo},
+    {"clock", &make_clock},
     {"lru", &make_lru},
+    {"lfu", &make_lfu},
     {"lfu-decay", &make_lfu_decay},
+    {"slru", &make_slru},
+    {"2q", &make_two_q},
+    {"arc", &make_arc},
+    {"lirs", &make_lirs},
+    {"s3-fifo", &make_s3_fifo},
+    {"sieve", &make_sieve},
+    {"w-tinylfu", &make_w_tinylfu},
+    {"next-use", &make_next_use},
 };
 
 }  // namespace
@@ -47,6 +71,23 @@ double OptionReader::number(std::string_view key, double otherwise) {
     if (found == options_.end()) return otherwise;
     if (const double* value = std::get_if<double>(&found->second)) return *value;
     refuse(key, "a number");
+}
+
+double OptionReader::number_in(std::string_view key, double otherwise, double least, double most) {
+    const double value = number(key, otherwise);
+    if (value >= least && value <= most) return value;
+    std::ostringstream expected;
+    expected << "a number from " << least << " to " << most;
+    refuse(key, expected.str());
+}
+
+std::uint32_t OptionReader::whole_in(std::string_view key, std::uint32_t otherwise, std::uint32_t least,
+                                     std::uint32_t most) {
+    const double value = number(key, otherwise);
+    if (value >= least && value <= most && value == std::floor(value)) {
+        return static_cast<std::uint32_t>(value);
+    }
+    refuse(key, "a whole number from " + std::to_string(least) + " to " + std::to_string(most));
 }
 
 std::string OptionReader::text(std::string_view key, std::string_view otherwise) {

@@ -36,10 +36,11 @@ Residency::Residency(const ResidencyOptions& options) : options_(options) {
     domains_.resize(by_layer ? options.layer_quotas.size() : 1);
     for (std::size_t i = 0; i < domains_.size(); ++i) {
         Domain& domain = domains_[i];
-        domain.policy = make_policy(options.policy, options.policy_options);
+        domain.policy = options.make(options.policy, options.policy_options);
         const std::uint64_t frames = by_layer ? options.layer_quotas[i] : options.capacity_frames;
         const std::uint64_t headroom = domain.policy->headroom_frames();
         domain.limit = frames > headroom ? frames - headroom : 0;
+        domain.policy->set_capacity(domain.limit);
         domain.lookahead = options.lookahead_frames / domains_.size();
     }
 }
@@ -65,7 +66,7 @@ std::uint32_t Residency::add_record(std::uint32_t layer, const std::array<std::u
     if (layer >= stats_.by_layer.size()) stats_.by_layer.resize(layer + 1);
     set_stored(record, stored_mask);
     for (std::uint32_t group = 0; group < kGroups; ++group) {
-        domain_for(layer).policy->add(record * kGroupStride + group, layer);
+        domain_for(layer).policy->add(record * kGroupStride + group, EntryInfo{record, layer, frames[group]});
     }
     return record;
 }
@@ -183,7 +184,10 @@ void Residency::next_group(Decided& demanded, Decided& ahead) {
     if (added + domain.pinned > domain.limit) refuse_capacity(domain, added);
     // All are pinned before anything is evicted: none of the group's entries evicts another.
     for (std::uint32_t unit = begin; unit < end; ++unit) {
-        each_needed(records_[unit], units_[unit], [&](EntryId entry) { pin_entry(domain, entry); });
+        each_needed(records_[unit], units_[unit], [&](EntryId entry) {
+            pin_entry(domain, entry);
+            if ((flags_[entry] & RESIDENT) == 0) domain.policy->miss(entry);
+        });
     }
     if (!make_room(domain, missing, demanded)) cancel_holds_for(domain, missing, demanded);
     for (std::uint32_t unit = begin; unit < end; ++unit) {
@@ -353,6 +357,11 @@ std::vector<EntryId> Residency::entries_with(std::uint8_t flag) const {
         if ((flags_[entry] & flag) != 0) found.push_back(entry);
     }
     return found;
+}
+
+bool Residency::policy_failed() const {
+    return std::any_of(domains_.begin(), domains_.end(),
+                       [](const Domain& domain) { return domain.policy->failed(); });
 }
 
 std::uint64_t Residency::used_frames() const {

@@ -84,6 +84,7 @@ struct ResidencyOptions {
     std::vector<std::uint64_t> layer_quotas;  // with LAYER: frames of each layer, at most the capacity in sum
     std::string policy = "lfu-decay";
     PolicyOptions policy_options;
+    PolicyFactory make = &make_policy;
 };
 
 struct EntryState {
@@ -137,6 +138,7 @@ public:
     std::vector<EntryId> resident_entries() const;
     std::vector<EntryId> dirty_entries() const;
     std::uint64_t used_frames() const;
+    bool policy_failed() const;
     std::uint64_t capacity_frames() const { return options_.capacity_frames; }
     std::uint32_t record_count() const { return static_cast<std::uint32_t>(layer_of_.size()); }
     // The open access, for whoever drives it: groups begun, groups in all, whether one is open now.
@@ -163,6 +165,7 @@ private:
         std::uint64_t lookahead = 0;
         std::uint64_t used = 0;
         std::uint64_t pinned = 0;
+        std::uint64_t busy = 0;  // pinned or on hold: what no policy can give up
     };
 
     // What to check of units: an access's records ascend; prefetched ones may come in any order; pins may be
@@ -194,6 +197,7 @@ private:
     std::uint32_t hold_units(Domain& domain, std::span<const std::uint32_t> records,
                              std::span<const std::uint16_t> units, Decided& decided);
     bool hold(Domain& domain, EntryId entry, Decided& decided);
+    void release(EntryId entry);
     void unhold(EntryId entry);
     bool make_room(Domain& domain, std::uint64_t frames, Decided& decided);
     void cancel_holds_for(Domain& domain, std::uint64_t frames, Decided& decided);

@@ -12,12 +12,15 @@ void Residency::pin_entry(Domain& domain, EntryId entry) {
     // A hold has served its purpose when its entry is asked for. The policy hears of it in request().
     if (held(entry)) unhold(entry);
     if (pins(entry) == 0) domain.pinned += frames_[entry];
+    if (busy_[entry] == 0) domain.busy += frames_[entry];
     ++busy_[entry];
 }
 
 void Residency::unpin_entry(EntryId entry) {
     --busy_[entry];
-    if (pins(entry) == 0) domain_of(entry).pinned -= frames_[entry];
+    Domain& domain = domain_of(entry);
+    if (pins(entry) == 0) domain.pinned -= frames_[entry];
+    if (busy_[entry] == 0) domain.busy -= frames_[entry];
 }
 
 // No longer resident, whatever its backing copy.
@@ -95,23 +98,16 @@ bool Residency::hold(Domain& domain, EntryId entry, Decided& decided) {
         const std::uint32_t frames = frames_[entry];
         if (fresh_held_frames_ + frames > options_.lookahead_frames) return false;
         // Looks before it evicts: a guess that does not fit must cost nothing.
-        if (domain.used + frames > domain.limit) {
-            victims_.clear();
-            const std::uint64_t short_of = domain.used + frames - domain.limit;
-            const std::uint64_t starved =
-                domain.policy->select(Candidates{frames_.data(), busy_.data()}, short_of, victims_);
-            std::uint64_t freed = 0;
-            for (const EntryId victim : victims_) freed += frames_[victim];
-            if (freed < short_of) return false;
-            stats_.starved += starved;
-            for (const EntryId victim : victims_) evict(domain, victim, decided);
-        }
+        if (domain.busy + frames > domain.limit) return false;
+        domain.policy->miss(entry);
+        make_room(domain, frames, decided);
         domain.used += frames;
         flags_[entry] |= RESIDENT | FRESH;
         stats_.read_bytes += bytes_[entry];
         stats_.prefetch_read_bytes += bytes_[entry];
         decided.add(Decision::FETCH, entry);
     }
+    if (busy_[entry] == 0) domain.busy += frames_[entry];
     busy_[entry] |= kHeld;
     hold_slot_[entry] = static_cast<std::uint32_t>(holds_.size());
     holds_.push_back(entry);
@@ -119,8 +115,13 @@ bool Residency::hold(Domain& domain, EntryId entry, Decided& decided) {
     return true;
 }
 
-void Residency::unhold(EntryId entry) {
+void Residency::release(EntryId entry) {
     busy_[entry] &= ~kHeld;
+    if (busy_[entry] == 0) domain_of(entry).busy -= frames_[entry];
+}
+
+void Residency::unhold(EntryId entry) {
+    release(entry);
     if ((flags_[entry] & FRESH) != 0) fresh_held_frames_ -= frames_[entry];
     holds_[hold_slot_[entry]] = kNobody;
     while (!holds_.empty() && holds_.back() == kNobody) holds_.pop_back();
@@ -131,7 +132,7 @@ void Residency::cancel_prefetch() {
     holds_.clear();
     for (const EntryId entry : released) {
         if (entry == kNobody) continue;
-        busy_[entry] &= ~kHeld;
+        release(entry);
         // Nobody has asked for it; from now on it can be a victim, so the policy must know of it.
         if ((flags_[entry] & KNOWN) == 0) tell_policy(domain_of(entry), entry);
     }

@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from tierstore.bench.bound import Bytes, bound_s, clairvoyant, compulsory
 from tierstore.cache.access import Need
 from tierstore.errors import DataError
-from tierstore.trace.format import TraceHeader, TraceKind, TraceRecord, TraceWriter, load_trace
+from tierstore.trace.format import TraceHeader, TraceKind
+from tierstore.trace.reader import load_trace
+from tierstore.trace.records import TraceRecord
+from tierstore.trace.writer import TraceWriter
 
 WEIGHTS, STEP = int(Need.WEIGHTS), int(Need.WEIGHTS | Need.DIRTY_WEIGHTS)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from naive_policies import NAIVE, NaivePolicy
 
 from tierstore import _native
 from tierstore._native import Decision as D
@@ -15,12 +16,10 @@ from tierstore._native import Decision as D
 WEIGHTS, MOMENTS, GRADIENTS = 0, 1, 2
 
 
-class NaiveLru:
-    headroom = 0
-
-    def __init__(self):
+class NaiveLru(NaivePolicy):
+    def __init__(self, capacity, frames):
+        super().__init__(capacity, frames)
         self.order = []
-        self.starved = 0
 
     def insert(self, e):
         self.order.append(e)
@@ -32,25 +31,18 @@ class NaiveLru:
     def remove(self, e):
         self.order.remove(e)
 
-    def request(self):
-        pass
-
-    def step(self):
-        pass
-
-    def victims(self, free):
-        """The next to go (several at once only where the policy says so), or []."""
+    def victims(self, free, need):
         return [e for e in self.order if e in free][:1]
 
 
-class NaiveLfu:
-    def __init__(self, variant="corrected", threshold=0, beta=0.5, interval=16):
+class NaiveLfu(NaivePolicy):
+    def __init__(self, capacity, frames, variant="corrected", threshold=0, beta=0.5, interval=16):
+        super().__init__(capacity, frames)
         self.paper = variant == "paper"
         self.threshold, self.beta, self.interval = threshold, beta, interval
         self.headroom = 1 if self.paper else 0
         self.hits = {}
         self.count = 0
-        self.starved = 0
 
     def insert(self, e):
         self.hits[e] = 1.0
@@ -76,7 +68,7 @@ class NaiveLfu:
         if not self.paper:
             self._tick()
 
-    def victims(self, free):
+    def victims(self, free, need):
         known = [e for e in self.hits if e in free]
         if not known:
             return []
@@ -98,10 +90,10 @@ class Naive:
     def __init__(self, capacity, make_policy, lookahead, quotas):
         self.quotas = quotas or [capacity]
         self.by_layer = bool(quotas)
-        self.policies = [make_policy() for _ in self.quotas]
-        self.limits = [max(0, q - self.policies[0].headroom) for q in self.quotas]
         self.lookahead = lookahead
         self.layer, self.frames, self.bytes = {}, {}, {}
+        self.policies = [make_policy(quota, self.frames) for quota in self.quotas]
+        self.limits = [max(0, q - self.policies[0].headroom) for q in self.quotas]
         self.resident, self.dirty, self.stored, self.fresh, self.known = set(), set(), set(), set(), set()
         self.pins, self.holds = {}, []
         self.count = dict.fromkeys(
@@ -126,6 +118,7 @@ class Naive:
         for g in range(3):
             e = record * 4 + g
             self.layer[e], self.frames[e], self.bytes[e] = layer, frames[g], sizes[g]
+            self.policies[self.domain(e)].layers[e] = layer
             if stored >> g & 1:
                 self.stored.add(e)
 
@@ -171,7 +164,7 @@ class Naive:
 
     def make_room(self, d, frames, out):
         while self.free(d) < frames:
-            victims = self.policies[d].victims(self.evictable(d))
+            victims = self.policies[d].victims(self.evictable(d), frames - self.free(d))
             if not victims:
                 break
             for e in victims:
@@ -187,7 +180,7 @@ class Naive:
 
     # -- accesses
 
-    def begin_access(self, layer, units):
+    def begin_access(self, phase, layer, units):
         d = layer if self.by_layer else 0
         pinned = self.size([e for e, n in self.pins.items() if n], d)
         room = self.limits[d] - pinned
@@ -205,6 +198,8 @@ class Naive:
                 groups.append([i])
                 total = add
         self.access, self.groups, self.d = units, groups, d
+        for policy in self.policies:
+            policy.access(phase, layer, [e for u in units for e in self.needs(u)])
         return groups
 
     def next_group(self, g):
@@ -216,6 +211,9 @@ class Naive:
                 self.holds.remove(e)
             self.pins[e] = self.pins.get(e, 0) + 1
         missing = self.size([e for e in entries if e not in self.resident])
+        for e in entries:
+            if e not in self.resident:
+                self.policies[self.d].miss(e)
         self.make_room(self.d, missing, out)
         while self.free(self.d) < missing:
             mine = [e for e in self.holds if self.domain(e) == self.d and not self.pins.get(e)]
@@ -270,6 +268,7 @@ class Naive:
                         return n
                     if self.free(d) + self.size(self.evictable(d)) < self.frames[e]:
                         return n
+                    self.policies[d].miss(e)
                     self.make_room(d, self.frames[e], out)
                     self.resident.add(e)
                     self.fresh.add(e)
@@ -314,16 +313,35 @@ def arrays(units):
 
 
 POLICIES = [
+    ("fifo", {}),
+    ("clock", {}),
+    ("clock", {"bits": 2}),
     ("lru", {}),
+    ("lfu", {}),
+    ("sieve", {}),
     ("lfu-decay", {"variant": "corrected", "threshold": 0, "beta": 0.5, "interval": 1}),
     ("lfu-decay", {"variant": "corrected", "threshold": 1.5, "beta": 0.3, "interval": 2}),
     ("lfu-decay", {"variant": "paper", "threshold": 0, "beta": 0.7, "interval": 3}),
     ("lfu-decay", {"variant": "paper", "threshold": 2, "beta": 0.1, "interval": 7}),
+    ("slru", {"segments": 2}),
+    ("slru", {"segments": 4}),
+    ("2q", {}),
+    ("2q", {"in_fraction": 0.5, "out_fraction": 2}),
+    ("arc", {}),
+    ("lirs", {}),
+    ("lirs", {"hir_fraction": 0.3, "stack_fraction": 1.5}),
+    ("s3-fifo", {}),
+    ("s3-fifo", {"small_fraction": 0.3, "move_threshold": 1}),
+    ("next-use", {}),
+    ("next-use", {"half_life": 0.7}),
+    ("w-tinylfu", {}),
+    ("w-tinylfu", {"window_fraction": 0.3, "protected_fraction": 0.5, "sample_factor": 2}),
 ]
 
 
 def naive_policy(name, options):
-    return NaiveLru() if name == "lru" else NaiveLfu(**options)
+    kinds = {"lru": NaiveLru, "lfu-decay": NaiveLfu, **NAIVE}
+    return lambda capacity, frames: kinds[name](capacity, frames, **options)
 
 
 @st.composite
@@ -361,7 +379,7 @@ def test_every_decision_is_the_naive_one(data):
         lookahead_frames=lookahead,
         layer_quotas=quotas,
     )
-    naive = Naive(total, lambda: naive_policy(name, options), lookahead, quotas)
+    naive = Naive(total, naive_policy(name, options), lookahead, quotas)
     count = 5 * layers
     for record in range(count):
         frames = [f + (record % 3 if unequal else 0) for f in sizes]
@@ -413,12 +431,13 @@ def test_every_decision_is_the_naive_one(data):
                 naive.stored.discard(record * 4 + 2)
             else:
                 layer, chosen = some_units()
-                groups = naive.begin_access(layer, chosen)
+                phase = draw(st.sampled_from([1, 1, 2, 2, 4, 0]))
+                groups = naive.begin_access(phase, layer, chosen)
                 if groups is None:
                     with pytest.raises(_native.CapacityError):
-                        core.begin_access(step, 0, layer, *arrays(chosen))
+                        core.begin_access(step, phase, layer, *arrays(chosen))
                     continue
-                number, bounds = core.begin_access(step, 0, layer, *arrays(chosen))
+                number, bounds = core.begin_access(step, phase, layer, *arrays(chosen))
                 assert [list(range(a, b)) for a, b in itertools.pairwise(bounds)] == groups
                 assert number == len(groups)
                 for g, members in enumerate(groups):

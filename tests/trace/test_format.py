@@ -1,9 +1,9 @@
-"""What is recorded replays as it was; what is malformed is refused where it is."""
+"""Events in columns, their hash, and their bytes in a chunk."""
 
 from __future__ import annotations
 
-import json
-import struct
+import hashlib
+import itertools
 import zlib
 
 import numpy as np
@@ -11,259 +11,129 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstore._native import Scope
-from tierstore.errors import BudgetError, ConfigError, DataError
 from tierstore.trace.format import (
+    CHUNK,
+    Coding,
+    EventColumns,
+    EventDigest,
     TraceHeader,
     TraceKind,
-    TraceRecord,
-    TraceWriter,
-    equal_quotas,
-    load_trace,
-    replay,
+    decode_chunk,
+    encode_chunk,
 )
-from tierstore.trace.recording import RecordingResidency
+from tierstore.trace.records import RecordTable, TraceRecord
 
-LAYERS, EXPERTS = 3, 6
-
-
-def units(records, flags=1):
-    return np.array(records, np.uint32), np.full(len(records), flags, np.uint16)
+NAMES = ("kinds", "phases", "layers", "at", "steps", "offsets", "records", "flags")
 
 
-def train(core, rng, steps=4, tangled=False):
-    """Forward and backward passes over a small model, with everything that a run does in between."""
-    for layer in range(LAYERS):
-        for _ in range(EXPERTS):
-            core.add_record(layer, [1, 2, 1], [4096, 8192, 4096], 3)
-
-    def experts(layer):
-        return layer * EXPERTS + np.flatnonzero(rng.random(EXPERTS) < 0.5)
-
-    def run(step, phase, layer, chosen, flags):
-        groups, _ = core.begin_access(step, phase, layer, *units(chosen, flags))
-        if tangled and rng.random() < 0.3:
-            core.prefetch(step, phase, layer, *units(experts(layer)))
-        for _ in range(groups):
-            begin, end, _, _ = core.next_group()
-            for unit in range(begin, end):
-                core.end_unit(unit)
-                if tangled and rng.random() < 0.3:
-                    core.prefetch(step, phase, layer, *units(experts(layer), 3))
-            if not tangled:
-                core.prefetch(step, phase, layer, *units(experts(layer)))
-            core.end_group()
-            if tangled and rng.random() < 0.2:
-                core.clean()
-
-    for step in range(steps):
-        chosen = [experts(layer) for layer in range(LAYERS)]
-        for layer in range(LAYERS):
-            run(step, 0, layer, chosen[layer], 1)
-        for layer in reversed(range(LAYERS)):
-            run(step, 1, layer, chosen[layer], 7 | 3 << 3 | 4 << 6)
-        if step % 2:
-            core.clean(np.arange(5, dtype=np.uint32))
-            core.set_stored(0, 3)
-        core.drop(np.array([2], np.uint32))
-        core.cancel_prefetch()
-        core.end_step(step)
+def same(one, other):
+    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in NAMES)
 
 
-SETTINGS = [
-    {"policy": "lru"},
-    {"policy": "lfu-decay", "policy_options": {"variant": "corrected", "half_life": 2, "interval": 1}},
-    {
-        "policy": "lfu-decay",
-        "policy_options": {"variant": "paper", "threshold": 1, "beta": 0.5, "interval": 5},
-    },
-]
+def test_columns_from_single_values():
+    columns = EventColumns.build([2, 0, 1], [5, 6, 7], kinds=[0, 10, 0], steps=3)
+    assert columns.offsets.tolist() == [0, 2, 2, 3]
+    assert columns.counts.tolist() == [2, 0, 1]
+    assert columns.steps.tolist() == [3, 3, 3]
+    assert columns.flags.tolist() == [1, 1, 1]
+    assert [column.dtype for column in (columns.kinds, columns.layers, columns.flags)] == [
+        np.uint8,
+        np.uint32,
+        np.uint16,
+    ]
+    with pytest.raises(ValueError, match="2 units in all, but 3 records"):
+        EventColumns.build([2], [1, 2, 3])
+    with pytest.raises(ValueError, match="a column of 1 values"):
+        EventColumns.build([2], [1, 2], steps=[1, 2])
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    setting=st.sampled_from(SETTINGS),
-    seed=st.integers(0, 2**31),
-    capacity=st.integers(5, 40),
-    lookahead=st.integers(0, 5),
-    by_layer=st.booleans(),
-    tangled=st.booleans(),
-)
-def test_a_replay_decides_as_the_live_run_did(
-    tmp_path_factory, setting, seed, capacity, lookahead, by_layer, tangled
-):
-    path = tmp_path_factory.mktemp("trace") / "run.trace"
-    scope = {}
-    if by_layer:
-        scope = {"scope": Scope.LAYER, "layer_quotas": [capacity] * LAYERS}
-        capacity *= LAYERS
-    with RecordingResidency(path, capacity, lookahead_frames=lookahead, **setting, **scope) as core:
-        train(core, np.random.default_rng(seed), tangled=tangled)
-    assert replay(path) == core.stats()
+@settings(max_examples=60, deadline=None)
+@given(counts=st.lists(st.integers(0, 6), max_size=30), limit=st.integers(1, 12))
+def test_parts_are_the_whole(counts, limit):
+    columns = EventColumns.build(counts, np.arange(sum(counts)), steps=np.arange(len(counts)))
+    parts = list(columns.parts(limit))
+    assert all(len(part) <= limit and (len(part.records) <= limit or len(part) == 1) for part in parts)
+    assert same(EventColumns.joined(parts), columns)
+    for one, following in itertools.pairwise(parts):  # none could have held another event
+        assert len(one) == limit or len(one.records) + int(following.counts[0]) > limit
 
 
-@pytest.fixture
-def recorded(tmp_path):
-    path = tmp_path / "run.trace"
-    with RecordingResidency(path, 12, policy="lru", lookahead_frames=3) as core:
-        train(core, np.random.default_rng(5), steps=6)
-    return path, core.stats()
+def test_the_hash_is_the_documented_one(columns):
+    table = RecordTable([TraceRecord(0, (1, 0, 0), (10, 0, 0), 1)] * 4)
+    digest = EventDigest()
+    for part in columns.parts(100):
+        digest.update(part)
+    run = (4).to_bytes(4, "little") + b"".join(n.to_bytes(4, "little") for n in (0, 1, 0, 0))
+    run += b"".join(n.to_bytes(8, "little") for n in (10, 0, 0)) + (1).to_bytes(4, "little")
+    stored = [
+        run,
+        columns.kinds.tobytes(),
+        columns.phases.tobytes(),
+        columns.layers.astype("<u2").tobytes(),
+        columns.at.tobytes(),
+        columns.counts.astype("<u4").tobytes(),
+        columns.steps.tobytes(),
+        columns.records.tobytes(),
+        columns.flags.tobytes(),
+    ]
+    expected = hashlib.sha256(b"".join(hashlib.sha256(column).digest() for column in stored))
+    assert digest.digest(table) == expected.digest()
+    assert (digest.events, digest.units) == (len(columns), len(columns.records))
 
 
-def test_other_capacities_and_policies(recorded):
-    path, live = recorded
-    assert replay(path, policy="lru", capacity_frames=12) == live
-    larger = replay(path, capacity_frames=200)
-    assert larger["evictions"] == 0
-    assert larger["misses"] < live["misses"]
-    asked = ("hits", "misses", "creates")
-    assert sum(larger[key] for key in asked) == sum(live[key] for key in asked)
-    smaller = replay(path, capacity_frames=4, lookahead_frames=0)
-    assert smaller["groups"] > live["groups"]
-    assert smaller["accesses"] == live["accesses"]
-    assert replay(path, policy="lfu-decay")["steps"] == 6
-    assert replay(path, scope="layer", capacity_frames=36)["steps"] == 6
-    with pytest.raises(BudgetError, match="4 frames must be resident at once"):
-        replay(path, capacity_frames=3, lookahead_frames=0)
-    with pytest.raises(ConfigError, match="unknown cache policy"):
-        replay(path, policy="mru")
-    with pytest.raises(ConfigError, match="scope"):
-        replay(path, scope="rank")
+@pytest.mark.parametrize("coding", Coding)
+def test_a_chunk_comes_back(columns, coding):
+    data = encode_chunk(columns, coding)
+    tag, events, units, size, crc, stored_coding, constant, zero = CHUNK.unpack_from(data)
+    payload = data[CHUNK.size :]
+    assert (tag, events, units, zero) == (b"CHNK", len(columns), len(columns.records), 0)
+    assert (size, crc, stored_coding, constant) == (len(payload), zlib.crc32(payload), coding, 0)
+    back = decode_chunk(payload, events=events, units=units, coding=coding, constant=constant)
+    assert same(back, columns)
 
 
-def test_pins_are_replayed(tmp_path):
-    path = tmp_path / "pins.trace"
-    with RecordingResidency(path, 2, policy="lru") as core:
-        for _ in range(4):
-            core.add_record(0, [1, 0, 0], [1, 0, 0], 1)
-        for record in (0, 1, 2, 3):
-            core.begin_access(0, 0, 0, *units([record]))
-            core.next_group()
-            if record == 0:
-                core.pin(*units([0]))
-            core.end_group()
-        core.unpin(*units([0], 1 | 1 << 3))
-    assert core.stats()["evictions"] == 2
-    assert replay(path) == core.stats()
+def test_constant_columns_are_one_value():
+    accesses = EventColumns.build(np.ones(1000), np.arange(1000))
+    data = encode_chunk(accesses, Coding.PLAIN)
+    constant = CHUNK.unpack_from(data)[6]
+    assert constant == 0b1011_1111
+    assert len(data) == CHUNK.size + 1 + 1 + 2 + 4 + 4 + 4 + 4 * 1000 + 2
+    payload = data[CHUNK.size :]
+    back = decode_chunk(payload, events=1000, units=1000, coding=0, constant=constant)
+    assert same(back, accesses)
 
 
-def test_columns(tmp_path):
-    path = tmp_path / "small.trace"
-    header = TraceHeader(8, policy="lru", records=(TraceRecord(0, (1, 0, 0), (10, 0, 0), 1),) * 3)
-    with TraceWriter(path, header) as writer:
-        writer.event(
-            TraceKind.ACCESS, step=4, phase=1, layer=0, records=units([0, 2])[0], flags=units([0, 2])[1]
-        )
-        writer.event(TraceKind.END_STEP, step=4)
-    trace = load_trace(path)
-    assert trace.header == header
-    assert len(trace) == 2
-    assert trace.kinds.tolist() == [TraceKind.ACCESS, TraceKind.END_STEP]
-    assert (trace.steps.tolist(), trace.phases.tolist(), trace.at.tolist()) == ([4, 4], [1, 0], [0, 0])
-    assert (trace.offsets.tolist(), trace.records.tolist(), trace.flags.tolist()) == (
-        [0, 2, 2],
-        [0, 2],
-        [1, 1],
+def test_payloads_that_are_none():
+    good = encode_chunk(EventColumns.build([1, 1], [3, 4], kinds=[0, 10]), Coding.ZLIB)
+    _, events, units, _, _, coding, constant, _ = CHUNK.unpack_from(good)
+    payload = good[CHUNK.size :]
+
+    def refused(payload, message, *, coding=coding, events=events, units=units):
+        with pytest.raises(ValueError, match=message):
+            decode_chunk(payload, events=events, units=units, coding=coding, constant=constant)
+
+    refused(payload, "coding 2", coding=2)
+    refused(payload, "bytes of columns", coding=0)
+    refused(payload[:-1], "of another length")
+    refused(payload + b"x", "of another length")
+    refused(b"junk", "header")
+    refused(payload, "bytes of columns", events=1)
+    refused(payload, "bytes of columns", units=7)
+    plain = bytearray(zlib.decompress(payload))
+    plain[1] = 11
+    refused(bytes(plain), "kind 11", coding=0)
+    plain[1] = 10
+    plain[2 + 1 + 2 + 4] = 9  # units of each event (a constant column)
+    refused(bytes(plain), "18 units in all", coding=0)
+
+
+def test_a_header_is_its_json():
+    header = TraceHeader(
+        9, scope="layer", layer_quotas=(4, 5), policy_options={"half_life": 2.0}, origin="a test"
     )
-    assert replay(path)["misses"] == 2
-    assert path.stat().st_size == 16 + len(header.to_json()) + 4 + 16 + 2 * 16 + 2 * 6 + 16
-
-
-def test_many_chunks_are_one_trace(tmp_path):
-    path = tmp_path / "long.trace"
-    records, flags = units(range(3))
-    with TraceWriter(
-        path, TraceHeader(2, policy="lru", records=(TraceRecord(0, (1, 0, 0), (1, 0, 0), 1),) * 3)
-    ) as w:
-        for step in range(50_000):
-            w.event(TraceKind.ACCESS, step=step, records=records, flags=flags)
-    trace = load_trace(path)
-    assert len(trace) == 50_000
-    assert trace.offsets[-1] == 150_000
-    assert (trace.steps == np.arange(50_000)).all()
-    # Groups {0,1} and {2}: 1 is evicted by 2 (0 is older), then 0 is, ...: worked for the first two accesses.
-    stats = replay(path)
-    assert stats["groups"] == 100_000
-    assert stats["hits"] + stats["misses"] == 150_000
-
-
-def test_an_empty_trace(tmp_path):
-    path = tmp_path / "empty.trace"
-    TraceWriter(path, TraceHeader(1)).close()
-    assert len(load_trace(path)) == 0
-    assert replay(path)["accesses"] == 0
-
-
-def test_malformed_files_are_refused_where_they_are_wrong(recorded, tmp_path):
-    path, _ = recorded
-    whole = path.read_bytes()
-    (length,) = struct.unpack_from("<I", whole, 12)
-    chunk = 16 + length + 4
-    end = len(whole) - 16
-    bad = tmp_path / "bad.trace"
-
-    def refused(data, message):
-        bad.write_bytes(data)
-        for read in (load_trace, replay):
-            with pytest.raises(DataError, match=message) as caught:
-                read(bad)
-            assert str(bad) in str(caught.value)
-
-    refused(b"", "byte 0: expected a trace")
-    refused(b"PK\x03\x04" + whole[4:], "byte 0: expected a trace")
-    refused(whole[:8] + b"\x02" + whole[9:], "byte 8: expected version 1, found 2")
-    refused(whole[:40], "byte 16: expected the header")
-    refused(whole[:20] + b"#" + whole[21:], "byte 16: expected a header with its crc32")
-    refused(whole[:chunk] + b"JUNK" + whole[chunk + 4 :], f"byte {chunk}: expected the tag")
-    refused(whole[:-40], "expected .* events and")
-    refused(whole[:end], f"byte {end}: expected a chunk or the end of the trace")
-    refused(whole + b"x", f"byte {len(whole)}: expected nothing after the end")
-    flipped = bytearray(whole)
-    flipped[chunk + 50] ^= 1
-    refused(bytes(flipped), f"byte {chunk}: expected a chunk with its crc32")
-
-
-def with_header(text):
-    return b"tsrtrace" + struct.pack("<II", 1, len(text)) + text + struct.pack("<I", zlib.crc32(text))
-
-
-def test_headers_that_are_none(tmp_path):
-    bad = tmp_path / "bad.trace"
-    good = json.loads(TraceHeader(4).to_json())
-    for text in (
-        "[]",
-        "{",
-        "{}",
-        json.dumps({**good, "colour": 1}),
-        json.dumps({**good, "records": {"layer": [1]}}),
-    ):
-        bad.write_bytes(with_header(text.encode()))
-        with pytest.raises(DataError, match="byte 16: expected a header"):
-            load_trace(bad)
-
-
-def test_an_event_that_cannot_be_is_named(tmp_path):
-    path = tmp_path / "wrong.trace"
-    with TraceWriter(path, TraceHeader(4, records=(TraceRecord(0, (1, 0, 0), (1, 0, 0), 1),))) as writer:
-        writer.event(TraceKind.ACCESS, records=units([0])[0], flags=units([0])[1])
-        writer.event(TraceKind.ACCESS, records=units([7])[0], flags=units([7])[1])
-    with pytest.raises(DataError, match=r"wrong\.trace: event 1: no record 7"):
-        replay(path)
-
-
-def test_an_unfinished_trace_is_refused(tmp_path):
-    path = tmp_path / "cut.trace"
-    core = RecordingResidency(path, 4)
-    core.add_record(0, [1, 0, 0], [1, 0, 0], 1)
-    core.end_step(0)
-    core._writer._file.flush()
-    with pytest.raises(DataError, match="expected a chunk or the end of the trace"):
-        replay(path)
-    core.close()
-    assert replay(path)["steps"] == 1
-    with pytest.raises(ValueError, match="before anything else"):
-        core.add_record(0, [1, 0, 0], [1, 0, 0], 1)
-
-
-def test_equal_quotas():
-    assert equal_quotas(10, 3) == (4, 3, 3)
+    assert TraceHeader.from_json(header.to_json(), header.table) == header
+    assert "records" not in header.to_json()
+    assert TraceHeader(9, records=[TraceRecord(0, (1, 0, 0), (1, 0, 0), 1)] * 2).table == RecordTable(
+        [TraceRecord(0, (1, 0, 0), (1, 0, 0), 1)] * 2
+    )
+    assert max(TraceKind) == TraceKind.END_STEP

@@ -13,7 +13,8 @@ import torch
 from tierstore.errors import BudgetError
 from tierstore.stats import delta
 from tierstore.store import verify_store
-from tierstore.trace.format import load_trace, replay
+from tierstore.trace.reader import load_trace
+from tierstore.trace.replay import replay
 from tierstore.train.budgets import DeviceKind, budgets
 from tierstore.train.config import TrainConfig
 from tierstore.train.session import Opening, open_session
@@ -101,7 +102,7 @@ def test_the_budget_is_divided_whole(share: int, depth: int, configure: Make, le
 TRACED: dict[str, Mapping[str, Any]] = {
     "lfu": {"prefetch.depth": 2},
     "lru, no lookahead": {"cache.policy": "lru", "prefetch.depth": 0},
-    "paper": {"cache.variant": "paper", "prefetch.predictor": "all"},
+    "paper": {"cache.options.variant": "paper", "prefetch.predictor": "all"},
     "clip": {"clip_norm": 0.3, "data.micro_batches": 2, "prefetch.depth": 1},
     "checkpoint, written back": {"model.checkpoint_activations": "block", "cache.write_back_every": 2},
 }

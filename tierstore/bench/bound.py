@@ -18,10 +18,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore._native import CapacityError, Replay
-from tierstore.cache.config import PolicyName
+from tierstore._native import CapacityError, Replay, policy_names
 from tierstore.errors import DataError
-from tierstore.trace.format import Trace, TraceHeader, TraceKind, load_trace, make_residency
+from tierstore.trace.format import Trace, TraceHeader, TraceKind
+from tierstore.trace.reader import load_trace
+from tierstore.trace.replay import make_residency
 
 __all__ = ["Bytes", "Compulsory", "bound_s", "clairvoyant", "compulsory", "replayed"]
 
@@ -75,9 +76,9 @@ def compulsory(path: str | os.PathLike[str], *, first_step: int, steps: int) -> 
     begin = int(ends[first_step - 1]) + 1 if first_step else 0
     end = int(ends[first_step + steps - 1]) + 1
     by_policy = {}
-    for policy in PolicyName:
+    for policy in dict.fromkeys([*policy_names(), trace.header.policy]):
         try:
-            by_policy[policy.value] = replayed(trace, policy.value, begin, end)
+            by_policy[policy] = replayed(trace, policy, begin, end)
         except CapacityError:  # a policy that needs more room than the one that ran
             continue
     best = min(by_policy, key=lambda name: by_policy[name].total)
@@ -179,13 +180,13 @@ class _Clairvoyant:
     """Residency under Belady's rule."""
 
     def __init__(self, header: TraceHeader) -> None:
-        self._header = header
+        self._records = tuple(header.records)
         self._free = header.capacity_frames
         self._dirty: dict[int, bool] = {}  # of what is resident
         self._next: dict[int, int] = {}
         self._stored = {
             number * 4 + group
-            for number, record in enumerate(header.records)
+            for number, record in enumerate(self._records)
             for group in range(_GROUPS)
             if record.stored >> group & 1
         }
@@ -194,7 +195,7 @@ class _Clairvoyant:
         self.written = 0
 
     def use(self, use: _Use, following: int) -> None:
-        record, group = self._header.records[use.entry // 4], use.entry % 4
+        record, group = self._records[use.entry // 4], use.entry % 4
         if use.entry not in self._dirty:
             self._make_room(record.frames[group], use)
             self._free -= record.frames[group]
@@ -223,7 +224,7 @@ class _Clairvoyant:
             heapq.heappush(self._heap, item)
 
     def _evict(self, use: _Use) -> None:
-        record, group = self._header.records[use.entry // 4], use.entry % 4
+        record, group = self._records[use.entry // 4], use.entry % 4
         if self._dirty.pop(use.entry):
             self._stored.add(use.entry)
             if use.counted:

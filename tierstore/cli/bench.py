@@ -321,3 +321,53 @@ def collectives(ranks: int, layers: int, d_model: int, tokens: int, rounds: int,
     result = run(CollectivesBench(ranks=ranks, layers=layers, d_model=d_model, tokens=tokens, rounds=rounds))
     render(result, output)
     output.emit(result)
+
+
+@bench.command()
+@click.option("--requests", type=int, default=2_000_000, show_default=True, help="Of each trace.")
+@click.option("--keys", type=int, default=100_000, show_default=True, help="Of the trace of single keys.")
+@click.option("--repeats", type=int, default=3, show_default=True, help="Rounds.")
+@click.option(
+    "--curve-points",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Also time every policy's curve of so many points.",
+)
+@json_option
+def cache(requests: int, keys: int, repeats: int, curve_points: int, as_json: bool) -> None:
+    """Requests a second of every cache policy in the simulator.
+
+    --requests 20000000 --repeats 1 --curve-points 10 shows how long all curves of a large trace take.
+    """
+    from tierstore.bench.cache import run
+
+    output = Output.for_option(as_json, counts=_COUNTS | {"requests", "keys", "points"})
+    result = run(
+        requests=requests, keys=keys, repeats=repeats, curve_points=curve_points, announce=output.line
+    )
+    _show_cache(result, output)
+    output.emit(result)
+
+
+def _show_cache(result: dict[str, Any], output: Output) -> None:
+    kinds = ("keys", "passes")
+    rows = [
+        (
+            name,
+            *(
+                f"{found[f'{kind}_requests_per_s'] / 1e6:.1f} M/s"
+                if f"{kind}_requests_per_s" in found
+                else "-"
+                for kind in kinds
+            ),
+        )
+        for name, found in result["policies"].items()
+    ]
+    title = f"requests a second and thread with {result['capacity_ratio']:.0%} of the footprint (measured)"
+    output.table(title, ("policy", "single keys", "layer passes, event-atomic"), rows)
+    if "curves" in result:
+        timed = result["curves"]
+        output.line(
+            f"{timed['policies_count']} curves of {timed['points']} points over {result['requests']} requests: "
+            f"{format_seconds(timed['elapsed_s'])} on {result['cores']} cores"
+        )

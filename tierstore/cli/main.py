@@ -48,6 +48,9 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "reshard": CommandEntry(
         "tierstore.cli.reshard:reshard", "Make a store over for another number of ranks."
     ),
+    "cache": CommandEntry(
+        "tierstore.cli.cache:cache", "Record, replay, bound and tune cache policies from traces."
+    ),
     "bench": CommandEntry("tierstore.cli.bench:bench", "Benchmarks of training, AdamW and commits."),
 }
 

@@ -214,7 +214,6 @@ def _steps(
 
 def _announce(config: TrainConfig, output: Output, fixed: int, mesh: Mesh) -> None:
     """What the run will take, before the first write."""
-    from tierstore.cache.config import PolicyName
     from tierstore.store.space import copies
 
     model = config.model
@@ -234,10 +233,7 @@ def _announce(config: TrainConfig, output: Output, fixed: int, mesh: Mesh) -> No
         f"{format_bytes(fixed)} (torch, dense parameters, activations, text)"
     )
     cache = config.cache
-    policy = cache.policy.value
-    if cache.policy is PolicyName.LFU_DECAY:
-        policy += f" ({cache.variant.value}), threshold {cache.threshold:g}, half-life {cache.half_life_steps:g} steps"
-    output.line(f"cache policy: {policy}, {cache.scope.value} scope")
+    output.line(f"cache policy: {cache.summary}, {cache.scope.value} scope")
     if cache.starvation_warning is not None:
         output.line(f"warning: {cache.starvation_warning}")
     limits = config.links.describe()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import uuid
@@ -15,7 +16,7 @@ from typing import Any
 
 from tierstore import _native
 from tierstore._native import Arena, Buffer, DirectIo, Engine, FileCreate, HugePages, IoBackend, MapSync
-from tierstore.cache.config import CacheConfig, LfuVariant, PolicyName, Scope
+from tierstore.cache.config import CacheConfig, Scope
 from tierstore.cache.frames import choose_frame_bytes, frames_of
 from tierstore.cache.host_cache import HostCache, Residency
 from tierstore.errors import (
@@ -327,15 +328,19 @@ def minimum_host_budget(
 ) -> int:
     """Fewest bytes of host cache that one record of each schema can be worked on in: all its groups at once.
 
-    With a quota for each of ``layers`` layers, so much in each. Algorithm 1 as printed leaves one frame
-    empty.
+    With a quota for each of ``layers`` layers, so much in each, the smallest included. Algorithm 1 as printed
+    leaves one frame empty.
     """
     sizes = _section_sizes(schemas)
     frame = record_frame_bytes(schemas)
     frames = max((frames_of(sections, frame) for sections in sizes), default=1)
     if cache is not None:
-        paper = cache.policy is PolicyName.LFU_DECAY and cache.variant is LfuVariant.PAPER
-        frames = (frames + (1 if paper else 0)) * (max(layers, 1) if cache.scope is Scope.LAYER else 1)
+        frames += cache.headroom_frames
+        if cache.layer_shares:
+            smallest = min(cache.layer_shares) / sum(cache.layer_shares)
+            frames = math.ceil(frames / smallest)
+        elif cache.scope is Scope.LAYER:
+            frames *= max(layers, 1)
     return frames * frame
 
 
@@ -346,6 +351,11 @@ def check_budget(config: StoreConfig, schemas: Sequence[RecordSchema], layers: S
         raise ConfigError(
             "cache.scope: a quota for each layer needs StoreConfig.layers, the layers that have records"
         )
+    shares = len(config.cache.layer_shares)
+    if shares and shares != len(set(layers)):
+        raise ConfigError(
+            f"cache.layer_shares: expected {len(set(layers))}, one for each layer, got {shares}"
+        )
     minimum = minimum_host_budget(schemas, config.cache, len(layers))
     if config.host_budget < minimum:
         each = f" in each of {len(layers)} layers" if by_layer else ""
@@ -355,13 +365,17 @@ def check_budget(config: StoreConfig, schemas: Sequence[RecordSchema], layers: S
         )
 
 
-def layer_quotas(layers: Sequence[int], frames: int) -> list[int]:
-    """Frames of each layer number up to the last: equal shares for ``layers``, none for those without
-    records.
+def layer_quotas(layers: Sequence[int], frames: int, shares: Sequence[float] = ()) -> list[int]:
+    """Frames of each layer number up to the last: parts of ``frames`` in proportion to ``shares`` (empty: equal)
+    for ``layers``, none for those without records. The first layers get the frames that are left over.
     """
-    quotas = [0] * (max(layers) + 1)
-    for place, layer in enumerate(sorted(set(layers))):
-        quotas[layer] = frames // len(set(layers)) + (place < frames % len(set(layers)))
+    present = sorted(set(layers))
+    parts = list(shares) or [1.0] * len(present)
+    # A part that is a whole number of frames but for rounding in its share is that number.
+    whole = [int(frames * part / sum(parts) + 1e-8 * frames) for part in parts]
+    quotas = [0] * (present[-1] + 1)
+    for place, layer in enumerate(present):
+        quotas[layer] = whole[place] + (place < frames - sum(whole))
     return quotas
 
 
@@ -406,22 +420,14 @@ def make_residency(
     config: StoreConfig, frames: int, frame_bytes: int, trace: Path | None = None
 ) -> tuple[Residency, RecordingResidency | None]:
     """The residency core that ``config`` asks for; with ``trace``, in a wrapper that records its input."""
-    options: dict[str, str | float] = {}
-    if config.cache.policy is PolicyName.LFU_DECAY:
-        options = {
-            "variant": config.cache.variant.value,
-            "threshold": config.cache.threshold,
-            "beta": config.cache.decay,
-            "interval": config.cache.decay_every,
-        }
     settings: dict[str, Any] = {
-        "policy": config.cache.policy.value,
-        "policy_options": options,
+        "policy": config.cache.policy,
+        "policy_options": dict(config.cache.options),
         "scope": _SCOPES[config.cache.scope],
         "lookahead_frames": min(config.lookahead // frame_bytes, frames),
     }
     if config.cache.scope is Scope.LAYER:
-        settings["layer_quotas"] = layer_quotas(config.layers, frames)
+        settings["layer_quotas"] = layer_quotas(config.layers, frames, config.cache.layer_shares)
     if trace is not None:
         recording = RecordingResidency(trace, frames, **settings)
         return recording, recording

@@ -11,7 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore._native import EntryState, Residency, Scope
-from tierstore.trace.format import TraceHeader, TraceKind, TraceRecord, TraceWriter
+from tierstore.trace.format import TraceHeader, TraceKind
+from tierstore.trace.records import TraceRecord
+from tierstore.trace.writer import TraceWriter
 
 __all__ = ["RecordingResidency"]
 
@@ -191,6 +193,10 @@ class RecordingResidency:
 
     def dirty_entries(self) -> NDArray[np.uint32]:
         return self._core.dirty_entries()
+
+    @property
+    def policy_failed(self) -> bool:
+        return self._core.policy_failed
 
     @property
     def used_frames(self) -> int:

@@ -1,0 +1,61 @@
+// Several ordered lists of entries over one pair of links an entry: an entry is in at most one of them.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "native/cache/policy.hpp"
+
+namespace tierstore {
+
+// Lists are numbered from 1; an entry whose list is kNone is in none. Each list runs from oldest to newest and
+// knows the frames of its entries.
+class EntryLists {
+public:
+    using List = std::uint8_t;
+    static constexpr List kNone = 0;
+    static constexpr EntryId kEnd = ~0u;
+
+    explicit EntryLists(List lists);
+
+    // An entry in no list, with its size.
+    void add(EntryId entry, std::uint32_t frames);
+
+    List list_of(EntryId entry) const { return nodes_[entry].list; }
+    std::uint32_t frames_of(EntryId entry) const { return nodes_[entry].frames; }
+    std::uint64_t frames(List list) const { return ends_[list].frames; }
+    bool empty(List list) const { return ends_[list].oldest == kEnd; }
+
+    EntryId oldest(List list) const { return ends_[list].oldest; }
+    EntryId newer(EntryId entry) const { return nodes_[entry].newer; }
+
+    void push_newest(List list, EntryId entry);
+    void take(EntryId entry);  // out of the list that it is in; nothing if it is in none
+    void move_newest(List list, EntryId entry) {
+        take(entry);
+        push_newest(list, entry);
+    }
+    EntryId take_oldest(List list) {
+        const EntryId entry = oldest(list);
+        take(entry);
+        return entry;
+    }
+
+private:
+    struct Node {
+        EntryId older = kEnd;
+        EntryId newer = kEnd;
+        std::uint32_t frames = 0;
+        List list = kNone;
+    };
+    struct Ends {
+        EntryId oldest = kEnd;
+        EntryId newest = kEnd;
+        std::uint64_t frames = 0;
+    };
+
+    std::vector<Ends> ends_;
+    std::vector<Node> nodes_;
+};
+
+}  // namespace tierstore

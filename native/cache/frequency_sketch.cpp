@@ -1,0 +1,56 @@
+#include "native/cache/frequency_sketch.hpp"
+
+#include <algorithm>
+#include <bit>
+
+namespace tierstore {
+namespace {
+
+constexpr std::uint64_t kMostCounters = 1ull << 28;
+constexpr std::uint64_t kLowHalves = 0x7777777777777777ull;
+
+// The finalizer of SplitMix64 (Steele, Lea and Flood, 2014), a different stream for each row.
+std::uint64_t mix(std::uint64_t value) {
+    value = (value ^ value >> 30) * 0xbf58476d1ce4e5b9ull;
+    value = (value ^ value >> 27) * 0x94d049bb133111ebull;
+    return value ^ value >> 31;
+}
+
+}  // namespace
+
+void FrequencySketch::reset(std::uint64_t entries, std::uint64_t sample) {
+    const std::uint64_t counters = std::bit_ceil(std::clamp<std::uint64_t>(entries, 16, kMostCounters));
+    table_.assign(counters * kRows / 16, 0);
+    mask_ = counters - 1;
+    sample_ = sample;
+    counted_ = 0;
+}
+
+std::uint64_t FrequencySketch::slot(EntryId entry, std::uint32_t row) const {
+    const std::uint64_t key = entry + (row + 1) * 0x9e3779b97f4a7c15ull;
+    return row * (mask_ + 1) + (mix(key) & mask_);
+}
+
+std::uint32_t FrequencySketch::estimate(EntryId entry) const {
+    std::uint32_t least = kMost;
+    for (std::uint32_t row = 0; row < kRows; ++row) least = std::min(least, at(slot(entry, row)));
+    return least;
+}
+
+void FrequencySketch::count(EntryId entry, std::uint32_t weight) {
+    std::uint64_t slots[kRows];
+    std::uint32_t least = kMost;
+    for (std::uint32_t row = 0; row < kRows; ++row) {
+        slots[row] = slot(entry, row);
+        least = std::min(least, at(slots[row]));
+    }
+    for (const std::uint64_t slot : slots) {
+        if (least < kMost && at(slot) == least) table_[slot / 16] += 1ull << (slot % 16 * 4);
+    }
+    counted_ += weight;
+    if (counted_ < sample_) return;
+    counted_ /= 2;
+    for (std::uint64_t& word : table_) word = word >> 1 & kLowHalves;
+}
+
+}  // namespace tierstore

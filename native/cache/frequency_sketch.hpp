@@ -1,0 +1,37 @@
+// How often entries were asked for lately, in half a byte a counter.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "native/cache/policy.hpp"
+
+namespace tierstore {
+
+// A count-min sketch of 4 rows of 4-bit counters with conservative update and aging: Einziger, Friedman and
+// Manes, "TinyLFU: a highly efficient cache admission policy", 2017. Estimates never fall short of the count
+// (up to 15) since the last halvings.
+class FrequencySketch {
+public:
+    // Counters for about `entries` entries; all counts are halved once `sample` has been counted.
+    void reset(std::uint64_t entries, std::uint64_t sample);
+    // One request, which counts `weight` towards the sample.
+    void count(EntryId entry, std::uint32_t weight);
+    std::uint32_t estimate(EntryId entry) const;
+
+private:
+    static constexpr std::uint32_t kRows = 4;
+    static constexpr std::uint32_t kMost = 15;
+
+    std::uint64_t slot(EntryId entry, std::uint32_t row) const;
+    std::uint32_t at(std::uint64_t slot) const {
+        return static_cast<std::uint32_t>(table_[slot / 16] >> (slot % 16 * 4) & kMost);
+    }
+
+    std::vector<std::uint64_t> table_;  // 16 counters a word
+    std::uint64_t mask_ = 0;            // counters of a row, less one
+    std::uint64_t sample_ = 0;
+    std::uint64_t counted_ = 0;
+};
+
+}  // namespace tierstore

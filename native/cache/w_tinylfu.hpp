@@ -1,0 +1,65 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "native/cache/entry_lists.hpp"
+#include "native/cache/frequency_sketch.hpp"
+#include "native/cache/policy.hpp"
+
+namespace tierstore {
+
+struct WTinyLfuOptions {
+    double window_fraction = 0.01;    // of the capacity: the LRU window for newcomers
+    double protected_fraction = 0.8;  // of the rest: the upper segment of the main SLRU
+    double sample_factor = 10.0;      // of the capacity: frames asked for between two halvings of the counts
+};
+
+// W-TinyLFU: Einziger, Friedman and Manes, "TinyLFU: a highly efficient cache admission policy", 2017. What is
+// asked for is always taken, into the window. What the window has too much of is a candidate for the main cache:
+// where there is no room, the candidate and the oldest entry of the main cache are compared by how often they
+// were asked for lately, and the one asked for less is the victim (the candidate, if equal). So a rejection
+// evicts the candidate; nothing that is asked for is ever turned away.
+class WTinyLfu final : public Policy {
+public:
+    explicit WTinyLfu(const WTinyLfuOptions& options) : options_(options), lists_(3) {}
+    void set_capacity(std::uint64_t frames) override;
+    void add(EntryId entry, const EntryInfo& info) override;
+    void insert(EntryId entry) override;
+    void hit(EntryId entry) override;
+    void remove(EntryId entry) override { lists_.take(entry); }
+    void tick(Clock) override {}
+    std::uint64_t select(const Candidates& candidates, std::uint64_t frames,
+                         std::vector<EntryId>& victims) override;
+
+private:
+    enum : EntryLists::List { WINDOW = 1, PROBATION, PROTECTED };
+
+    // Where a choice of victims has got to: the oldest that is neither chosen nor busy in each list, and the
+    // frames that are left in window and main cache.
+    struct Ends {
+        EntryId window;
+        EntryId probation;
+        EntryId protect;
+        std::uint64_t window_frames;
+        std::uint64_t main_frames;
+
+        EntryId main() const { return probation != EntryLists::kEnd ? probation : protect; }
+        bool done() const { return window == EntryLists::kEnd && main() == EntryLists::kEnd; }
+    };
+    EntryId past_busy(const Candidates& candidates, EntryId at) const;
+    EntryId take_window(const Candidates& candidates, Ends& ends) const;
+    EntryId take_main(const Candidates& candidates, Ends& ends) const;
+    void admit(const Candidates& candidates, Ends& ends);
+
+    WTinyLfuOptions options_;
+    std::uint64_t window_frames_ = 0;
+    std::uint64_t main_frames_ = 0;
+    std::uint64_t protected_frames_ = 0;
+    EntryLists lists_;
+    FrequencySketch sketch_;
+};
+
+std::unique_ptr<Policy> make_w_tinylfu(const PolicyOptions& options);
+
+}  // namespace tierstore

@@ -1,0 +1,163 @@
+"""Routing logs of inference and of training."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from tierstore.errors import DataError
+from tierstore.lab.importing import SourceKind, detect_kind, import_trace
+from tierstore.trace.reader import load_trace
+
+
+def lines(*rows):
+    return "\n".join(json.dumps(row) for row in rows).encode() + b"\n"
+
+
+def route(token, layer, *ids):
+    return {"type": "route", "req_id": "r1", "token_idx": token, "layer": layer, "topk_ids": list(ids)}
+
+
+META = {"type": "meta", "model_id": "a model", "top_k": 2}
+
+
+def test_a_token_a_line(imported, packed):
+    # A batch of two tokens, then one token; each through layers 4 and 6. The layer falls: a new step.
+    log = lines(
+        META, route(0, 4, 9, 1), route(1, 4, 1, 3), route(0, 6, 9, 2), route(1, 6, 9, 2), route(0, 4, 9, 1)
+    )
+    accesses, trace, keys = imported(packed(log))
+    assert keys == ["4.1", "4.9", "4.3", "6.2", "6.9"]  # as they first appear; those of one line ascending
+    assert accesses == [
+        (0, 1, 0, [0, 1, 2], [1]),
+        (0, 1, 1, [3, 4], [1]),
+        (1, 1, 0, [0, 1], [1]),
+    ]
+    assert trace.header.table.layers.tolist() == [0, 0, 0, 1, 1]
+
+
+def test_a_log_of_one_layer(imported):
+    # Tokens 0 and 1 of a prompt, then one decoded token at a time: its number does not rise.
+    accesses, _, _ = imported(lines(route(0, 0, 1), route(1, 0, 2), route(0, 0, 2), route(0, 0, 3)))
+    assert [(step, records) for step, _, _, records, _ in accesses] == [(0, [0, 1]), (1, [1]), (2, [2])]
+
+
+def test_a_batch_a_line_with_its_number(imported):
+    log = lines(
+        {"layer": 0, "batch_id": 12, "topk_experts": [[3, 7], [7, 1]]},
+        {"layer": 1, "batch_id": 12, "topk_experts": [[3, 7], [7, 3]]},
+        {"layer": 1, "batch_id": 13, "topk_experts": [[0]]},
+    )
+    accesses, _, _ = imported(log)
+    assert [(a[0], a[2], len(a[3])) for a in accesses] == [(0, 0, 3), (0, 1, 2), (1, 1, 1)]
+
+
+def test_training_comes_back_in_reverse(imported):
+    log = lines(
+        {"iteration": 5, "layer_number": 1, "tokens_per_expert": [2, 0, 1]},
+        {"iteration": 5, "layer_number": 2, "tokens_per_expert": [0, 3, 0]},
+        {"iteration": 6, "layer_number": 1, "tokens_per_expert": [0, 0, 3]},
+    )
+    accesses, _, keys = imported(log)
+    assert keys == ["1.0", "1.2", "2.1"]
+    assert accesses == [
+        (0, 1, 0, [0, 1], [1]),
+        (0, 1, 1, [2], [1]),
+        (0, 2, 1, [2], [9]),
+        (0, 2, 0, [0, 1], [9]),
+        (1, 1, 0, [1], [1]),
+        (1, 2, 0, [1], [9]),
+    ]
+    accesses, _, _ = imported(log, passes="as-logged")
+    assert len(accesses) == 3
+
+
+def test_micro_batches_each_have_their_passes(imported):
+    rows = [
+        {"iteration": 1, "layer_number": layer, "topk_indices": [[micro]]}
+        for micro in (0, 1)
+        for layer in (1, 2)
+    ]
+    accesses, _, _ = imported(lines(*rows))
+    assert [(a[0], a[1], a[2], a[3]) for a in accesses] == [
+        (0, 1, 0, [0]),
+        (0, 1, 1, [1]),
+        (0, 2, 1, [1]),
+        (0, 2, 0, [0]),
+        (0, 1, 0, [2]),
+        (0, 1, 1, [3]),
+        (0, 2, 1, [3]),
+        (0, 2, 0, [2]),
+    ]
+
+
+def test_phases_and_names_that_are_given(imported):
+    rows = [
+        {"n": 3, "l": layer, "who": [1], "way": way}
+        for way, order in (("fwd", (0, 1)), ("bwd", (1, 0)))
+        for layer in order
+    ]
+    accesses, _, _ = imported(
+        lines(*rows, {"n": 4, "l": 0, "who": [1], "way": "forward"}),
+        SourceKind.VLLM,
+        step="n",
+        layer="l",
+        experts="who",
+        phase="way",
+    )
+    assert [a[:3] for a in accesses] == [(0, 1, 0), (0, 1, 1), (0, 2, 1), (0, 2, 0), (1, 1, 0)]
+    assert accesses[2][4] == [9]
+
+
+def test_the_step_without_a_number_ends_with_its_backward_pass(imported):
+    rows = [
+        {"layer": layer, "topk_ids": [1], "phase": phase}
+        for phase, order in (("forward", (0, 1)), ("backward", (1, 0)))
+        for layer in order
+    ]
+    accesses, _, _ = imported(lines(*rows, *rows), SourceKind.VLLM)
+    assert [a[0] for a in accesses] == [0] * 4 + [1] * 4
+
+
+def test_long_logs_are_several_chunks(tmp_path, monkeypatch):
+    rng = np.random.default_rng(2)
+    source, one, other = tmp_path / "log", tmp_path / "one", tmp_path / "other"
+    rows = [route(0, layer, *rng.integers(0, 9, 2).tolist()) for _ in range(50) for layer in range(4)]
+    source.write_bytes(lines(META, *rows))
+    import_trace(source, one)
+    monkeypatch.setattr("tierstore.lab.importers.json_lines._FLUSH_UNITS", 7)
+    import_trace(source, other)
+    left, right = load_trace(one), load_trace(other)
+    assert np.array_equal(left.records, right.records)
+    assert np.array_equal(left.kinds, right.kinds)
+    assert np.array_equal(left.steps, right.steps)
+    assert len(left.records) >= 200
+
+
+def test_what_is_wrong_is_named(imported, tmp_path):
+    good = route(0, 0, 1)
+
+    def refused(data, message, kind=SourceKind.VLLM, **options):
+        with pytest.raises(DataError, match=message):
+            imported(data, kind, **options)
+
+    refused(lines(good) + b"{oops\n", "line 2: expected a JSON object: .* column 2")
+    refused(lines(good) + b"\n" + lines(good), "line 2: an empty line")
+    refused(lines(good, 3), "line 2: expected an object, found 3")
+    refused(lines({"type": "route"}), "line 1: expected fields layer")
+    refused(lines(META), "expected lines with routing, found none")
+    refused(lines(good, {**good, "layer": "three"}), 'line 2: layer: expected a layer number, found "three"')
+    refused(lines(good, {**good, "layer": -1}), "line 2: layer: expected a layer number, found -1")
+    refused(lines(good, {**good, "topk_ids": "many"}), "line 2: topk_ids: expected expert ids")
+    refused(lines(good, {**good, "topk_ids": [1, True]}), "line 2: topk_ids: expected expert ids")
+    refused(lines(good, {"layer": 1, "token_idx": 1}), "line 2: expected the field topk_ids")
+    refused(lines(good), "line 1: expected the field lap", step="lap")
+    refused(lines({**good, "phase": "sideways"}), "line 1: phase: expected one of forward")
+    counts = {"iteration": 1, "layer_number": 1, "tokens_per_expert": [1, "two"]}
+    refused(lines(counts), "line 1: tokens_per_expert: expected a list of token counts", SourceKind.MEGATRON)
+    unknown = tmp_path / "unknown"
+    unknown.write_bytes(lines({"stage": 1}))
+    with pytest.raises(DataError, match="JSON lines of no known routing log"):
+        detect_kind(unknown)

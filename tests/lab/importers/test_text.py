@@ -1,0 +1,71 @@
+"""One key a line."""
+
+from __future__ import annotations
+
+import gzip
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierstore.errors import DataError
+from tierstore.lab.importers.keys import stepped
+from tierstore.lab.importing import SourceKind
+from tierstore.trace.format import TraceKind
+
+
+def test_by_hand(imported, packed):
+    accesses, trace, keys = imported(packed(b"7\nabc\n7\r\n 8 \n07"), SourceKind.TEXT, requests_per_step=2)
+    assert [(step, records) for step, _, _, records, _ in accesses] == [
+        (0, [0]),
+        (0, [1]),
+        (1, [0]),
+        (1, [2]),
+        (2, [3]),
+    ]
+    assert keys == ["7", "abc", "8", "07"]
+    assert trace.kinds.tolist() == [0, 0, 10, 0, 0, 10, 0, 10]
+    assert trace.steps.tolist() == [0, 0, 0, 1, 1, 1, 2, 2]
+    assert trace.header.capacity_frames == 4
+    assert trace.header.table.bytes[:, 0].tolist() == [1, 1, 1, 1]
+
+
+def test_a_line_can_be_left_out(imported):
+    accesses, _, keys = imported(b"1\n*\n2\n*\n", SourceKind.TEXT, skip="*")
+    assert [records for *_, records, _ in accesses] == [[0], [1]]
+    assert keys == ["1", "2"]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 9), max_size=6), st.integers(1, 4))
+def test_steps_do_not_depend_on_blocks(cuts, per_step):
+    records = np.arange(sum(cuts), dtype=np.uint32)
+    whole = stepped(records, 0, per_step)
+    first, kinds, steps = 0, [], []
+    for length in cuts:
+        part = stepped(records[first : first + length], first, per_step)
+        kinds += part.kinds.tolist()
+        steps += part.steps.tolist()
+        first += length
+    assert kinds == whole.kinds.tolist()
+    assert steps == whole.steps.tolist()
+    # Request g belongs to step g // per_step, and a step's end comes after each per_step requests.
+    asked = whole.kinds == TraceKind.ACCESS
+    assert whole.steps[asked].tolist() == [number // per_step for number in range(len(records))]
+    assert int((~asked).sum()) == len(records) // per_step
+
+
+def test_malformed_lines_are_named(imported):
+    for data, message in (
+        (b"1\n\n2\n", "line 2: expected one key, found an empty line"),
+        (b"1\n2\n3 4\n", "line 3: expected one key, found '3 4'"),
+        (b" \na b\n", "line 1: expected one key"),
+        (b"1\n\x00\n", "line 2: expected one key"),
+        (gzip.compress(b"1\n" * 1000)[:-9], "damaged gzip"),
+        (b"\x28\xb5\x2f\xfd123", "zstd"),
+        (b"", "expected at least one request"),
+    ):
+        with pytest.raises(DataError, match=message) as caught:
+            imported(data, SourceKind.TEXT)
+        assert "source" in str(caught.value)

@@ -1,0 +1,82 @@
+"""Intervals that hold what they should as often as they say, and notice that neighbours are alike."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tierstore.lab.bootstrap import block_length, paired_interval
+
+
+def test_by_hand():
+    found = paired_interval([1, 2, 3, 4, 5, 6], [10] * 6)
+    assert found.estimate == pytest.approx(21 / 60)
+    assert found.low <= found.estimate <= found.high
+    constant = paired_interval([2] * 20, [10] * 20)
+    assert (constant.low, constant.estimate, constant.high) == pytest.approx((0.2, 0.2, 0.2))
+    assert not constant.holds_zero
+
+
+def test_few_steps_say_nothing():
+    found = paired_interval([5] * 5, [10] * 5)
+    assert (found.low, found.high, found.blocks) == (-np.inf, np.inf, 0)
+    assert found.holds_zero
+
+
+def test_equal_replays_are_a_tie():
+    found = paired_interval(np.zeros(100), np.full(100, 7))
+    assert (found.estimate, found.low, found.high) == (0, 0, 0)
+    assert found.holds_zero
+
+
+def test_independent_steps_have_the_normal_interval():
+    values = np.random.default_rng(3).normal(1, 2, 400)
+    found = paired_interval(values, np.ones(400))
+    error = values.std(ddof=1) / np.sqrt(400)
+    assert found.low == pytest.approx(values.mean() - 1.96 * error, abs=0.5 * error)
+    assert found.high == pytest.approx(values.mean() + 1.96 * error, abs=0.5 * error)
+
+
+def test_it_covers_the_truth_of_correlated_steps():
+    # First-order autoregression, true mean 0: single steps as the sample would cover about 60%.
+    rng = np.random.default_rng(0)
+    held = 0
+    for _ in range(100):
+        noise = rng.normal(size=1200)
+        series = np.empty(1200)
+        level = 0.0
+        for i, step in enumerate(noise):
+            level = 0.8 * level + step
+            series[i] = level
+        held += paired_interval(series[200:], np.ones(1000), resamples=400).holds_zero
+    assert held >= 86
+
+
+def test_blocks_are_longer_where_neighbours_are_alike():
+    rng = np.random.default_rng(1)
+    white = rng.normal(size=1000)
+    assert block_length(white) <= 12
+    assert block_length(np.repeat(white[:50], 20)) >= 20
+    assert block_length(np.arange(8.0)) == 2
+
+
+def test_the_seed_decides():
+    values = np.random.default_rng(2).normal(size=200)
+    assert paired_interval(values, np.ones(200), seed=1) == paired_interval(values, np.ones(200), seed=1)
+    assert paired_interval(values, np.ones(200), seed=1) != paired_interval(values, np.ones(200), seed=2)
+
+
+def test_long_series_are_summed_first():
+    values = np.random.default_rng(2).normal(1, 1, size=100_000)
+    found = paired_interval(values, np.ones(100_000))
+    assert found.estimate == pytest.approx(values.mean())
+    assert found.high - found.low == pytest.approx(2 * 1.96 / np.sqrt(100_000), rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("differences", "weights", "confidence"),
+    [([], [], 0.95), ([1], [1, 2], 0.95), ([[1]], [[1]], 0.95), ([1], [1], 1.0)],
+)
+def test_what_cannot_be(differences, weights, confidence):
+    with pytest.raises(ValueError, match=r"shape|confidence"):
+        paired_interval(differences, weights, confidence=confidence)

@@ -1,0 +1,44 @@
+"""The example of docs/CACHE_LAB.md runs, and the page names what there is."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import tomllib
+from pathlib import Path
+
+from tierstore.config import from_dict
+from tierstore.lab.candidates import SIMPLEST_FIRST
+from tierstore.train.config import TrainConfig
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/CACHE_LAB.md").read_text()
+
+
+def test_the_example_runs(capsys):
+    spec = importlib.util.spec_from_file_location("tune_cache", ROOT / "examples/tune_cache.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.main()
+    out = capsys.readouterr().out
+    assert "43416 requests for 2048 MiB" in out
+    assert "better: misses" in out
+    pasted = out[out.index("# for a cache") :]
+    from_dict(TrainConfig, tomllib.loads(pasted))
+
+
+def test_the_page_s_configuration_is_what_train_takes():
+    (text,) = re.findall(r"```toml\n(.*?)```", PAGE, flags=re.DOTALL)
+    cache = from_dict(TrainConfig, tomllib.loads(text)).cache
+    assert cache.half_life == 16
+
+
+def test_the_page_s_names_exist():
+    assert ", ".join(SIMPLEST_FIRST) in " ".join(PAGE.split())
+    for module in re.findall(r"`(tierstore\.lab\.\w+)`", PAGE):
+        importlib.import_module(module)
+    for row in re.findall(r"^\| `tierstore\.lab\.(\w+)` \| (.*) \|$", PAGE, flags=re.MULTILINE):
+        module = importlib.import_module(f"tierstore.lab.{row[0]}")
+        for name in re.findall(r"`(\w+)\(", row[1]):
+            assert hasattr(module, name), name

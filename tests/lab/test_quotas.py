@@ -1,0 +1,86 @@
+"""Splitting a capacity between layers: by hand, against every split there is, and on a trace."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from cases import requests_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierstore.lab.quotas import greedy_split, layer_curves, least_quotas, lower_hull, split_capacity
+from tierstore.lab.simulate import PolicySpec, Scope, Setting, replay_all
+
+LRU = PolicySpec("lru")
+
+
+def test_hull_by_hand():
+    # (2, 9) lies above the line from (1, 10) to (3, 4); after (4, 3) nothing falls.
+    assert lower_hull([(1, 10), (2, 9), (3, 4), (4, 3), (5, 3)]) == [(1, 10), (3, 4), (4, 3)]
+
+
+def test_split_by_hand():
+    # A first frame for each. Then layer 1 saves 5 a frame for two frames, layer 0 saves 3 for one.
+    first, second = [(1, 8), (2, 5), (4, 4)], [(1, 20), (3, 10), (4, 9)]
+    assert greedy_split([first, second, []], 3) == (1, 2, 0)
+    assert greedy_split([first, second, []], 5) == (2, 3, 0)
+    assert greedy_split([first, second, []], 99) == (4, 4, 0)
+    with pytest.raises(ValueError, match="1 frames for layers that need 2"):
+        greedy_split([first, second], 1)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    falls=st.lists(st.lists(st.integers(0, 20), min_size=3, max_size=5), min_size=2, max_size=3),
+    capacity=st.integers(3, 14),
+)
+def test_greedy_is_the_best_split_of_convex_curves(falls, capacity):
+    curves = []
+    for layer in falls:
+        misses = np.concatenate(([200], 200 - np.cumsum(sorted(layer, reverse=True))))
+        curves.append([(frames + 1, float(miss)) for frames, miss in enumerate(misses)])
+    found = greedy_split(curves, capacity)
+    assert sum(found) <= capacity
+    cost = sum(dict(curve)[quota] for curve, quota in zip(curves, found, strict=True))
+    best = min(
+        sum(curve[index][1] for curve, index in zip(curves, split, strict=True))
+        for split in product(*(range(len(curve)) for curve in curves))
+        if sum(index + 1 for index in split) <= capacity
+    )
+    assert cost == best
+
+
+def uneven():
+    """Layer 0 asks for 4 of 4 entries over and over, layer 2 for any of 40."""
+    rng = np.random.default_rng(0)
+    events, layers = [], []
+    for step in range(1500):
+        events += [[step % 4], [4 + int(rng.integers(40))]]
+        layers += [0, 2]
+    return requests_of(events, layers=layers, steps=np.repeat(np.arange(1500), 2))
+
+
+def test_curves_of_layers():
+    curves = layer_curves(uneven(), LRU)
+    assert curves[1] == []
+    frames, misses = zip(*curves[0], strict=True)
+    assert (frames[-1], misses[-1]) == (4, 4)
+    assert misses[0] == 1500  # a loop over 4 through 2 slots
+    assert [y for _, y in curves[2]] == sorted((y for _, y in curves[2]), reverse=True)
+    assert least_quotas(uneven(), headroom=1).tolist() == [2, 0, 2]
+
+
+def test_a_split_gives_the_loop_what_it_needs():
+    requests = uneven()
+    quotas = split_capacity(requests, LRU, 12)
+    assert quotas == (4, 0, 8)
+    equal, tuned = replay_all(
+        requests, [Setting(LRU, 8, Scope.LAYER), Setting(LRU, 8, Scope.LAYER, layer_quotas=(4, 0, 4))]
+    )
+    assert equal.layer_misses[0] == tuned.layer_misses[0] == 4
+    small_equal, small_tuned = replay_all(
+        requests, [Setting(LRU, 6, Scope.LAYER), Setting(LRU, 6, Scope.LAYER, layer_quotas=(4, 0, 2))]
+    )
+    assert small_equal.misses > 1.5 * small_tuned.misses

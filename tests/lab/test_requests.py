@@ -1,0 +1,130 @@
+"""Columns from traces: groups become entries, steps lose their gaps, what a policy cannot help is left out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tierstore.errors import ConfigError, DataError
+from tierstore.lab.requests import Requests, load_requests
+from tierstore.trace.format import TraceHeader, TraceKind, TraceRecord
+from tierstore.trace.writer import TraceWriter
+
+W, M, G = 1, 2, 4  # groups needed
+RECORD = TraceRecord(0, (1, 2, 1), (4096, 8000, 4096), 3)
+
+
+def write(path, events, records=4, record=RECORD):
+    """Events (kind, step, phase, layer, records, flags)."""
+    header = TraceHeader(capacity_frames=8, records=(record,) * records)
+    with TraceWriter(path, header) as writer:
+        for kind, step, phase, layer, asked, flags in events:
+            writer.event(
+                kind,
+                step=step,
+                phase=phase,
+                layer=layer,
+                records=np.array(asked, np.uint32),
+                flags=np.array(flags, np.uint16),
+            )
+    return path
+
+
+def access(step, asked, flags, phase=1, layer=0):
+    return (TraceKind.ACCESS, step, phase, layer, asked, flags)
+
+
+def test_groups_become_entries(tmp_path):
+    path = write(
+        tmp_path / "trace",
+        [
+            access(3, [0, 2], [W, W | M]),
+            (TraceKind.PREFETCH, 3, 1, 0, [1], [W]),
+            access(3, [2], [W | M | M << 3], phase=2),
+            (TraceKind.END_STEP, 3, 0, 0, [], []),
+            access(7, [0], [W]),
+        ],
+    )
+    found = load_requests(path)
+    assert found.name == "trace"
+    assert len(found.sha256) == 64
+    # Entries asked for, by key: weights of 0, weights of 2, moments of 2.
+    assert found.entry_keys.tolist() == [0, 6, 7]
+    assert found.offsets.tolist() == [0, 3, 5, 6]
+    assert found.entries.tolist() == [0, 1, 2, 1, 2, 0]
+    assert found.writes.tolist() == [0, 0, 0, 0, 1, 0]
+    assert found.phases.tolist() == [1, 2, 1]
+    assert found.steps.tolist() == [0, 0, 1]
+    assert found.sizes.tolist() == [1, 1, 2]
+    assert found.entry_bytes.tolist() == [4096, 4096, 8000]
+    assert (found.total_frames, found.total_bytes, found.frame_bytes) == (4, 16192, 4096)
+    assert found.largest_event_frames == 4
+    assert found.left_out == {"prefetch": 1}
+    assert (found.info.records, found.info.requests, found.info.events, found.info.steps) == (2, 6, 3, 2)
+
+
+def test_what_a_run_discards_is_left_out(tmp_path):
+    flags = W | G | G << 3 | G << 6
+    found = load_requests(
+        write(tmp_path / "trace", [access(0, [0, 1], [W, W]), access(0, [0, 1], [flags] * 2)])
+    )
+    assert found.entry_keys.tolist() == [0, 3]
+    assert found.offsets.tolist() == [0, 2, 4]
+    assert found.left_out == {"discarded requests": 2}
+
+
+def test_the_first_request_of_what_has_no_copy_makes_it(tmp_path):
+    record = TraceRecord(0, (1, 2, 1), (4096, 8192, 4096), 1)
+    events = [access(0, [1], [W | M]), access(1, [0, 1], [W, W | M]), access(2, [0], [W | M])]
+    found = load_requests(write(tmp_path / "trace", events, record=record))
+    assert found.entry_keys[found.creations.entries].tolist() == [4, 1]
+    assert found.creations.events.tolist() == [0, 2]
+    assert found.creations.since(1).events.tolist() == [2]
+    later = found.between(1, 3)
+    assert later.entry_keys[later.creations.entries].tolist() == [1]
+    assert later.creations.events.tolist() == [1]
+
+
+def test_many_chunks_are_one(tmp_path):
+    rng = np.random.default_rng(1)
+    events = [access(i, np.flatnonzero(rng.random(300) < 0.5), None) for i in range(1000)]
+    events = [(k, s, p, layer, asked, np.full(len(asked), 1)) for k, s, p, layer, asked, _ in events]
+    found = load_requests(write(tmp_path / "trace", events, records=300))
+    assert found.entries.tolist() == [entry for event in events for entry in event[4].tolist()]
+    assert np.diff(found.offsets).tolist() == [len(event[4]) for event in events]
+
+
+@pytest.mark.parametrize(
+    ("capacity", "frames"),
+    [(3, 3), (0.5, 5), ("0.5", 5), ("50%", 5), ("8KiB", 2), ("9000", 2), ("7f", 7), (1.0, 10)],
+)
+def test_capacities(capacity, frames):
+    requests = Requests.of_columns([0, 2], [0, 1], sizes=[4, 6], frame_bytes=4096)
+    assert requests.frames_of(capacity) == frames
+
+
+@pytest.mark.parametrize("capacity", [0, -1, 0.0, 1.5, "2KiB", "0.01", "1.5", "none", "", "-1f", "150%"])
+def test_capacities_that_cannot_be(capacity):
+    requests = Requests.of_columns([0, 2], [0, 1], sizes=[4, 6], frame_bytes=4096)
+    with pytest.raises(ConfigError, match="--capacity"):
+        requests.frames_of(capacity, name="--capacity")
+
+
+def test_a_span_of_steps():
+    requests = Requests.of_columns([0, 1, 3, 4, 6], [0, 1, 2, 0, 3, 1], steps=[0, 0, 1, 2])
+    part = requests.between(1, 3)
+    assert (part.offsets.tolist(), part.entries.tolist()) == ([0, 1, 3], [0, 3, 1])
+    assert part.steps.tolist() == [0, 1]
+    assert part.total_frames == requests.total_frames
+
+
+def test_traces_that_cannot_be(tmp_path):
+    with pytest.raises(DataError, match="accesses, found none"):
+        load_requests(write(tmp_path / "empty", [(TraceKind.END_STEP, 0, 0, 0, [], [])]))
+    with pytest.raises(DataError, match="records up to 3, found 9"):
+        load_requests(write(tmp_path / "unknown", [access(0, [9], [W])]))
+    bare = TraceRecord(0, (1, 0, 0), (4096, 0, 0), 1)
+    with pytest.raises(DataError, match="record 2: group 1 is asked for and has no frames"):
+        load_requests(write(tmp_path / "bare", [access(0, [2], [W | M])], record=bare))
+    with pytest.raises(ValueError, match="other lengths"):
+        Requests.of_columns([0, 1], [0], layers=[0, 0])

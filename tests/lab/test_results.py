@@ -1,0 +1,63 @@
+"""Values of the lab: what follows from their fields."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from tierstore.lab.results import Curve, Outcome, TuneResult, Verdict
+
+
+def outcome(frames, misses, **more):
+    return Outcome(
+        policy="lru",
+        capacity_frames=frames,
+        capacity_fraction=frames / 100,
+        scope="global",
+        contract="event-atomic",
+        steps=1,
+        requests=100,
+        hits=100 - misses,
+        misses=misses,
+        **more,
+    )
+
+
+def test_ratios_and_labels():
+    one = outcome(10, 25, policy_options={"threshold": 0.0, "half_life": 8, "variant": "paper"})
+    assert (one.miss_ratio, one.hit_ratio) == (0.25, 0.75)
+    assert one.label == "lru(half_life=8, threshold=0, variant=paper)"
+    assert replace(one, requests=0, hits=0, misses=0).miss_ratio == 0.0
+    assert outcome(1, 1).label == "lru"
+
+
+def test_curves_ascend():
+    curve = Curve((outcome(10, 50), outcome(20, 30)))
+    assert (curve.policy, curve.label) == ("lru", "lru")
+    tuned = Curve((outcome(10, 50, policy_options={"k": 1}), outcome(20, 30, policy_options={"k": 2})))
+    assert tuned.label == "lru"
+    for points in ((), (outcome(20, 30), outcome(10, 50)), (outcome(10, 30), outcome(10, 50))):
+        with pytest.raises(ValueError, match="ascending capacities"):
+            Curve(points)
+
+
+def test_regret_is_relative_to_the_best_in_hindsight():
+    result = TuneResult(
+        chosen=outcome(10, 11),
+        baseline=outcome(10, 20),
+        best=outcome(10, 10),
+        gain=0.09,
+        gain_low=0.05,
+        gain_high=0.1,
+        confidence=0.95,
+        verdict=Verdict.BETTER,
+        tuned_steps=1,
+        advice="",
+        configuration="",
+    )
+    assert result.regret == pytest.approx(0.1)
+    assert replace(result, best=outcome(10, 0)).regret == math.inf
+    assert replace(result, best=outcome(10, 0), chosen=outcome(10, 0)).regret == 0.0
+    assert replace(result, objective="stall").regret == 0.0

@@ -1,0 +1,185 @@
+"""Replays in parallel: exact counts, in the order asked for, with the contract in every result."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cases import NaiveLru, requests_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierstore.errors import BudgetError, ConfigError
+from tierstore.lab.results import Role
+from tierstore.lab.simulate import (
+    Contract,
+    PolicySpec,
+    Scope,
+    Setting,
+    equal_quotas,
+    known_policies,
+    outcome,
+    replay_all,
+    simulate,
+)
+
+LRU = PolicySpec("lru")
+
+
+def literature(**columns):
+    sets = ([0, 1], [0, 2], [0, 1], [0, 3], [0, 1])
+    events = [[4 * layer + expert for expert in chosen] for chosen in sets for layer in range(3)]
+    return requests_of(events, layers=list(range(3)) * 5, steps=np.repeat(np.arange(5), 3), **columns)
+
+
+def test_the_case_from_the_literature():
+    (found,) = simulate(literature(), ["lru"], ["6f"], scope=Scope.LAYER, windows=5)
+    assert (found.requests, found.hits, found.misses, found.steps) == (30, 12, 18, 5)
+    assert (found.contract, found.scope, found.role) == ("event-atomic", "layer", Role.POLICY)
+    assert [(layer.requests, layer.misses) for layer in found.layers] == [(10, 6)] * 3
+    assert [window.hits for window in found.windows] == [0, 3, 3, 3, 3]
+    assert [window.first_step for window in found.windows] == [0, 1, 2, 3, 4]
+    assert found.capacity_fraction == 0.5
+
+
+def test_by_event():
+    # Two slots: 0, 1 come; 2 takes the place of 0 (dirty); 0 that of 1; both go on.
+    requests = requests_of([[0], [1], [2], [0]], writes=[[1], [0], [0], [0]], frame_bytes=100)
+    (replayed,) = replay_all(requests, [Setting(LRU, 2)])
+    assert replayed.event_read_frames.tolist() == [1, 1, 1, 1]
+    assert replayed.event_written_frames.tolist() == [0, 0, 1, 0]
+    found = outcome(requests, replayed)
+    assert (found.read_bytes, found.written_bytes, found.write_backs, found.evictions) == (400, 100, 1, 2)
+
+
+def test_a_warm_up_is_carried_out_and_not_counted():
+    requests = requests_of([[0], [1], [0], [2], [0]])
+    (replayed,) = replay_all(requests, [Setting(LRU, 2)], warmup_steps=2)
+    assert (replayed.hits, replayed.misses) == (2, 1)
+    assert replayed.event_read_frames.tolist() == [0, 0, 0, 1, 0]
+    assert outcome(requests, replayed).steps == 3
+
+
+def test_creations_are_neither_hits_nor_misses():
+    requests = requests_of([[0], [1], [0], [1]])
+    requests.entry_stored[0] = False
+    (found,) = simulate(requests, ["lru"], ["1f"], windows=4)
+    assert (found.requests, found.hits, found.misses, found.read_bytes) == (4, 0, 3, 3)
+    assert sum(layer.misses for layer in found.layers) == 3
+    assert [window.hits for window in found.windows] == [0, 0, 0, 0]
+
+
+def test_policies_come_first_then_capacities_whatever_finishes_first():
+    rng = np.random.default_rng(0)
+    requests = requests_of([[entry] for entry in rng.integers(0, 50, 3000)])
+    heard = []
+    found = simulate(
+        requests,
+        ["lru", "lfu-decay:half_life=4"],
+        [0.9, 0.1],
+        threads=4,
+        progress=lambda done, total: heard.append((done, total)),
+    )
+    assert [(one.policy, one.capacity_frames) for one in found] == [
+        *(("lru", 45), ("lru", 5)),
+        *(("lfu-decay", 45), ("lfu-decay", 5)),
+    ]
+    assert heard == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    alone = simulate(requests, ["lru", "lfu-decay:half_life=4"], [0.9, 0.1], threads=1)
+    assert [one.misses for one in found] == [one.misses for one in alone]
+
+
+@settings(deadline=None, max_examples=30)
+@given(data=st.data())
+def test_against_a_naive_cache(data):
+    events = data.draw(
+        st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True), min_size=1, max_size=30)
+    )
+    writes = [data.draw(st.lists(st.integers(0, 1), min_size=len(e), max_size=len(e))) for e in events]
+    capacity = data.draw(st.integers(4, 8))
+    requests = requests_of(events, writes=writes)
+    (replayed,) = replay_all(requests, [Setting(LRU, capacity)])
+    naive = NaiveLru(capacity)
+    expected = [naive.event(*pair) for pair in zip(events, writes, strict=True)]
+    assert replayed.event_read_frames.tolist() == [misses for misses, _ in expected]
+    assert replayed.event_written_frames.tolist() == [written for _, written in expected]
+    assert replayed.misses == sum(misses for misses, _ in expected)
+
+
+def test_sequential_requests_evict_each_other():
+    requests = requests_of([[0, 1, 2]] * 3)
+    atomic, sequential = (simulate(requests, ["lru"], ["3f"], contract=contract)[0] for contract in Contract)
+    assert (atomic.misses, sequential.misses) == (3, 3)
+    split = [simulate(requests, ["lru"], ["2f"], contract=contract)[0] for contract in Contract]
+    assert [one.contract for one in split] == ["event-atomic", "sequential"]
+    assert split[1].misses == 9
+
+
+def test_equal_quotas_leave_out_layers_without_requests():
+    requests = requests_of([[0, 1], [2], [3]], layers=[0, 2, 3])
+    assert equal_quotas(requests, 10) == (4, 0, 3, 3)
+    with pytest.raises(ConfigError, match="4 of at most 4 frames in all, got 4 of 5"):
+        Setting(LRU, 4, Scope.LAYER, layer_quotas=(2, 1, 1, 1)).quotas(requests)
+
+
+def test_what_cannot_be():
+    requests = requests_of([[0, 1]])
+    with pytest.raises(ConfigError, match="policy 'mru': expected one of"):
+        simulate(requests, ["mru"], [1])
+    with pytest.raises(ConfigError, match="has no option 'speed'"):
+        PolicySpec.parse("lru:speed=3")
+    with pytest.raises(ConfigError, match="got 'half_life'"):
+        PolicySpec.parse("lfu-decay:half_life")
+    with pytest.raises(ConfigError, match="half_life is given twice"):
+        PolicySpec.parse("lfu-decay:half_life=1,half_life=2")
+    with pytest.raises(ConfigError, match="a bound has no options"):
+        PolicySpec.parse("belady:half_life=1")
+    wide = requests_of([[0], [1]], sizes=[1, 5])
+    with pytest.raises(BudgetError, match="capacity: 4 frames"):
+        simulate(wide, ["lru"], [4])
+
+
+def test_every_policy_that_is_known_runs():
+    rng = np.random.default_rng(0)
+    events = [sorted(rng.choice(12, 3, replace=False).tolist()) for _ in range(200)]
+    requests = requests_of(events)
+    for found in simulate(requests, known_policies(), [0.5]):
+        assert 0 < found.misses < found.requests == 600
+
+
+class Mru:
+    """Evicts what was asked for last; raises when it is told to."""
+
+    def __init__(self, fail: float = 0.0) -> None:
+        self.order: dict[int, None] = {}
+        self.fail = fail
+
+    def insert(self, entry: int) -> None:
+        self.order[entry] = None
+
+    def hit(self, entry: int) -> None:
+        del self.order[entry]
+        self.order[entry] = None
+
+    def remove(self, entry: int) -> None:
+        del self.order[entry]
+
+    def tick(self, clock) -> None:
+        if self.fail:
+            raise KeyError("told to")
+
+    def select(self, frames, candidates):
+        return [entry for entry in reversed(self.order) if candidates.evictable(entry)]
+
+
+def test_a_policy_of_ones_own():
+    # A loop over four through three slots: LRU never hits; MRU keeps two of them.
+    requests = requests_of([[step % 4] for step in range(40)])
+    mine = f"{__name__}:Mru"
+    lru, mru = simulate(requests, ["lru", mine], ["3f"])
+    assert lru.hits == 0
+    assert mru.hits == 24
+    assert mru.policy == mine
+    with pytest.raises(KeyError, match="told to"):
+        simulate(requests, [f"{mine}:fail=1"], ["3f"])
+    with pytest.raises(ConfigError, match="nowhere"):
+        PolicySpec.parse("nowhere:Mru")

@@ -1,0 +1,191 @@
+"""What is recorded replays as it was."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierstore._native import Scope
+from tierstore.errors import BudgetError, ConfigError, DataError
+from tierstore.trace.format import TraceHeader, TraceKind
+from tierstore.trace.reader import load_trace
+from tierstore.trace.recording import RecordingResidency
+from tierstore.trace.records import TraceRecord
+from tierstore.trace.replay import equal_quotas, replay
+from tierstore.trace.writer import TraceWriter
+
+LAYERS, EXPERTS = 3, 6
+
+
+def units(records, flags=1):
+    return np.array(records, np.uint32), np.full(len(records), flags, np.uint16)
+
+
+def train(core, rng, steps=4, tangled=False):
+    """Forward and backward passes over a small model, with everything that a run does in between."""
+    for layer in range(LAYERS):
+        for _ in range(EXPERTS):
+            core.add_record(layer, [1, 2, 1], [4096, 8192, 4096], 3)
+
+    def experts(layer):
+        return layer * EXPERTS + np.flatnonzero(rng.random(EXPERTS) < 0.5)
+
+    def run(step, phase, layer, chosen, flags):
+        groups, _ = core.begin_access(step, phase, layer, *units(chosen, flags))
+        if tangled and rng.random() < 0.3:
+            core.prefetch(step, phase, layer, *units(experts(layer)))
+        for _ in range(groups):
+            begin, end, _, _ = core.next_group()
+            for unit in range(begin, end):
+                core.end_unit(unit)
+                if tangled and rng.random() < 0.3:
+                    core.prefetch(step, phase, layer, *units(experts(layer), 3))
+            if not tangled:
+                core.prefetch(step, phase, layer, *units(experts(layer)))
+            core.end_group()
+            if tangled and rng.random() < 0.2:
+                core.clean()
+
+    for step in range(steps):
+        chosen = [experts(layer) for layer in range(LAYERS)]
+        for layer in range(LAYERS):
+            run(step, 0, layer, chosen[layer], 1)
+        for layer in reversed(range(LAYERS)):
+            run(step, 1, layer, chosen[layer], 7 | 3 << 3 | 4 << 6)
+        if step % 2:
+            core.clean(np.arange(5, dtype=np.uint32))
+            core.set_stored(0, 3)
+        core.drop(np.array([2], np.uint32))
+        core.cancel_prefetch()
+        core.end_step(step)
+
+
+SETTINGS = [
+    {"policy": "lru"},
+    {"policy": "lfu-decay", "policy_options": {"variant": "corrected", "half_life": 2, "interval": 1}},
+    {
+        "policy": "lfu-decay",
+        "policy_options": {"variant": "paper", "threshold": 1, "beta": 0.5, "interval": 5},
+    },
+]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    setting=st.sampled_from(SETTINGS),
+    seed=st.integers(0, 2**31),
+    capacity=st.integers(5, 40),
+    lookahead=st.integers(0, 5),
+    by_layer=st.booleans(),
+    tangled=st.booleans(),
+)
+def test_a_replay_decides_as_the_live_run_did(
+    tmp_path_factory, setting, seed, capacity, lookahead, by_layer, tangled
+):
+    path = tmp_path_factory.mktemp("trace") / "run.trace"
+    scope = {}
+    if by_layer:
+        scope = {"scope": Scope.LAYER, "layer_quotas": [capacity] * LAYERS}
+        capacity *= LAYERS
+    with RecordingResidency(path, capacity, lookahead_frames=lookahead, **setting, **scope) as core:
+        train(core, np.random.default_rng(seed), tangled=tangled)
+    assert replay(path) == core.stats()
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    path = tmp_path / "run.trace"
+    with RecordingResidency(path, 12, policy="lru", lookahead_frames=3) as core:
+        train(core, np.random.default_rng(5), steps=6)
+    return path, core.stats()
+
+
+def test_other_capacities_and_policies(recorded):
+    path, live = recorded
+    assert replay(path, policy="lru", capacity_frames=12) == live
+    larger = replay(path, capacity_frames=200)
+    assert larger["evictions"] == 0
+    assert larger["misses"] < live["misses"]
+    asked = ("hits", "misses", "creates")
+    assert sum(larger[key] for key in asked) == sum(live[key] for key in asked)
+    smaller = replay(path, capacity_frames=4, lookahead_frames=0)
+    assert smaller["groups"] > live["groups"]
+    assert smaller["accesses"] == live["accesses"]
+    assert replay(path, policy="lfu-decay")["steps"] == 6
+    assert replay(path, scope="layer", capacity_frames=36)["steps"] == 6
+    with pytest.raises(BudgetError, match="4 frames must be resident at once"):
+        replay(path, capacity_frames=3, lookahead_frames=0)
+    with pytest.raises(ConfigError, match="unknown cache policy"):
+        replay(path, policy="mru")
+    with pytest.raises(ConfigError, match="scope"):
+        replay(path, scope="rank")
+
+
+def test_pins_are_replayed(tmp_path):
+    path = tmp_path / "pins.trace"
+    with RecordingResidency(path, 2, policy="lru") as core:
+        for _ in range(4):
+            core.add_record(0, [1, 0, 0], [1, 0, 0], 1)
+        for record in (0, 1, 2, 3):
+            core.begin_access(0, 0, 0, *units([record]))
+            core.next_group()
+            if record == 0:
+                core.pin(*units([0]))
+            core.end_group()
+        core.unpin(*units([0], 1 | 1 << 3))
+    assert core.stats()["evictions"] == 2
+    assert replay(path) == core.stats()
+
+
+def test_many_chunks_are_one_trace(tmp_path):
+    path = tmp_path / "long.trace"
+    records, flags = units(range(3))
+    with TraceWriter(
+        path, TraceHeader(2, policy="lru", records=(TraceRecord(0, (1, 0, 0), (1, 0, 0), 1),) * 3)
+    ) as w:
+        for step in range(50_000):
+            w.event(TraceKind.ACCESS, step=step, records=records, flags=flags)
+    trace = load_trace(path)
+    assert len(trace) == 50_000
+    assert trace.offsets[-1] == 150_000
+    assert (trace.steps == np.arange(50_000)).all()
+    # Groups {0,1} and {2}: 1 is evicted by 2 (0 is older), then 0 is, ...: worked for the first two accesses.
+    stats = replay(path)
+    assert stats["groups"] == 100_000
+    assert stats["hits"] + stats["misses"] == 150_000
+
+
+def test_an_empty_trace(tmp_path):
+    path = tmp_path / "empty.trace"
+    TraceWriter(path, TraceHeader(1)).close()
+    assert len(load_trace(path)) == 0
+    assert replay(path)["accesses"] == 0
+
+
+def test_an_event_that_cannot_be_is_named(tmp_path):
+    path = tmp_path / "wrong.trace"
+    with TraceWriter(path, TraceHeader(4, records=(TraceRecord(0, (1, 0, 0), (1, 0, 0), 1),))) as writer:
+        writer.event(TraceKind.ACCESS, records=units([0])[0], flags=units([0])[1])
+        writer.event(TraceKind.ACCESS, records=units([7])[0], flags=units([7])[1])
+    with pytest.raises(DataError, match=r"wrong\.trace: event 1: no record 7"):
+        replay(path)
+
+
+def test_an_unfinished_trace_is_refused(tmp_path):
+    path = tmp_path / "cut.trace"
+    core = RecordingResidency(path, 4)
+    core.add_record(0, [1, 0, 0], [1, 0, 0], 1)
+    core.end_step(0)
+    core._writer._file.flush()
+    with pytest.raises(DataError, match="the trace was not completed"):
+        replay(path)
+    core.close()
+    assert replay(path)["steps"] == 1
+    with pytest.raises(ValueError, match="before anything else"):
+        core.add_record(0, [1, 0, 0], [1, 0, 0], 1)
+
+
+def test_equal_quotas():
+    assert equal_quotas(10, 3) == (4, 3, 3)

@@ -1,0 +1,114 @@
+"""How fast cache policies are simulated: requests a second of each, and the time of a whole set of curves.
+
+Two kinds of requests: single keys with Zipf popularity, and the experts of layer passes, each pass one atomic
+event. Times are CPU time of one thread; the median of the repeats, which take turns. The curves are timed by
+the clock, on all cores.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from tierstore.errors import ConfigError
+from tierstore.lab.curves import all_policies, curve_capacities, curves
+from tierstore.lab.requests import Requests
+from tierstore.lab.simulate import PolicySpec, Setting, replay_all, suits
+from tierstore.machine import cores
+
+__all__ = ["key_requests", "pass_requests", "run"]
+
+_LAYERS, _EXPERTS, _ACTIVE = 26, 64, 20
+_CAPACITY = 0.2  # of the footprint
+
+
+def key_requests(count: int, keys: int, *, seed: int = 0) -> Requests:
+    """``count`` single requests for ``keys`` keys, the r-th of which is asked for in proportion to 1/r."""
+    rng = np.random.default_rng(seed)
+    popularity = np.cumsum(1 / np.arange(1, keys + 1))
+    rank = np.searchsorted(popularity, rng.random(count) * popularity[-1])
+    asked = rng.permutation(keys)[np.minimum(rank, keys - 1)]
+    return Requests.of_columns(np.arange(count + 1), asked, steps=np.arange(count) // 1000, name="keys")
+
+
+def pass_requests(count: int, *, seed: int = 0) -> Requests:
+    """About ``count`` requests of passes through 26 layers, each for 20 of 64 experts."""
+    rng = np.random.default_rng(seed)
+    events = max(count // _ACTIVE, 1)
+    weights = rng.random((events, _EXPERTS)) * np.arange(1, _EXPERTS + 1)
+    chosen = np.sort(np.argpartition(weights, -_ACTIVE, axis=1)[:, -_ACTIVE:], axis=1)
+    layers = np.arange(events) % _LAYERS
+    return Requests.of_columns(
+        np.arange(events + 1) * _ACTIVE,
+        (chosen + layers[:, None] * _EXPERTS).reshape(-1),
+        layers=layers,
+        steps=np.arange(events) // _LAYERS,
+        name="passes",
+    )
+
+
+def run(
+    *,
+    requests: int,
+    keys: int,
+    repeats: int,
+    curve_points: int = 0,
+    announce: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Rates of every policy; with ``curve_points``, the time of all curves with so many points, too.
+
+    Raises ConfigError for counts below 1.
+    """
+    for name, value in (("requests", requests), ("keys", keys), ("repeats", repeats)):
+        if value < 1:
+            raise ConfigError(f"--{name}: expected at least 1, got {value}")
+    kinds = (key_requests(requests, keys), pass_requests(requests))
+    rates: dict[str, dict[str, float]] = {}
+    for kind in kinds:
+        announce(f"{kind.name}: {len(kind.entries)} requests, {kind.total_frames} entries")
+        for name, seconds in _times(kind, all_policies(kind), repeats).items():
+            rates.setdefault(name, {})[f"{kind.name}_request_s"] = seconds
+            rates[name][f"{kind.name}_requests_per_s"] = 1 / seconds
+    result: dict[str, Any] = {
+        "requests": requests,
+        "keys": keys,
+        "repeats": repeats,
+        "cores": cores(),
+        "capacity_ratio": _CAPACITY,
+        "policies": rates,
+    }
+    if curve_points:
+        result["curves"] = _time_curves(kinds[0], curve_points, announce)
+    return result
+
+
+def _times(requests: Requests, policies: Sequence[PolicySpec], repeats: int) -> dict[str, float]:
+    """CPU seconds a request of each policy, the median of the repeats."""
+    capacity = requests.frames_of(_CAPACITY)
+    settings = [Setting(policy, capacity) for policy in policies if suits(requests, policy.name)]
+    rounds = [
+        [replayed.policy_s for replayed in replay_all(requests, settings, threads=1)] for _ in range(repeats)
+    ]
+    return {
+        setting.policy.name: median(times) / len(requests.entries)
+        for setting, times in zip(settings, zip(*rounds, strict=True), strict=True)
+    }
+
+
+def _time_curves(requests: Requests, points: int, announce: Callable[[str], None]) -> dict[str, object]:
+    policies = all_policies(requests)
+    capacities = curve_capacities(requests, points)
+    announce(f"curves: {len(policies)} policies, {len(capacities)} capacities")
+    began = time.monotonic()
+    found = curves(requests, policies, capacities)
+    elapsed = time.monotonic() - began
+    return {
+        "elapsed_s": elapsed,
+        "policies_count": len(found),
+        "points": len(capacities),
+        "replayed_requests_per_s": len(found) * len(capacities) * len(requests.entries) / elapsed,
+    }

@@ -1,0 +1,108 @@
+"""Everything about one trace under one contract, put together for a report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+from tierstore.lab.candidates import half_lives, lfu_decay
+from tierstore.lab.costs import Machine
+from tierstore.lab.curves import all_policies, curves
+from tierstore.lab.regime import Regime, survey
+from tierstore.lab.requests import Capacity, Requests
+from tierstore.lab.results import Curve, HalfLifeMap, RegimeStudy
+from tierstore.lab.simulate import Contract, OnProgress, PolicySpec, Scope, Setting, replay_all
+from tierstore.lab.tune import Tuning
+
+__all__ = ["half_life_map", "regime_study"]
+
+_WINDOWS = 50
+
+
+def half_life_map(
+    requests: Requests,
+    capacities: Sequence[Capacity],
+    *,
+    scope: Scope = Scope.GLOBAL,
+    contract: Contract = Contract.ATOMIC,
+    warmup_steps: int = 0,
+    threads: int = 0,
+    progress: OnProgress | None = None,
+) -> HalfLifeMap:
+    """Miss ratios of LFU-decay over half-lives (a step to the trace's length, and never) and capacities."""
+    frames = sorted({requests.frames_of(capacity) for capacity in capacities})
+    tried = half_lives(requests.step_count)
+    settings = [
+        Setting(lfu_decay(half_life), size, scope, contract) for half_life, size in product(tried, frames)
+    ]
+    ratios = [
+        replayed.misses / max(replayed.requests, 1)
+        for replayed in replay_all(
+            requests, settings, warmup_steps=warmup_steps, threads=threads, progress=progress
+        )
+    ]
+    width = len(frames)
+    return HalfLifeMap(
+        half_lives=tuple(tried),
+        capacity_fractions=tuple(size / requests.total_frames for size in frames),
+        miss_ratios=tuple(tuple(ratios[at : at + width]) for at in range(0, len(ratios), width)),
+    )
+
+
+def regime_study(
+    requests: Requests,
+    capacities: Sequence[Capacity],
+    *,
+    name: str | None = None,
+    policies: Sequence[PolicySpec | str] | None = None,
+    scope: Scope = Scope.GLOBAL,
+    contract: Contract = Contract.ATOMIC,
+    warmup_steps: int = 0,
+    machine: Machine | None = None,
+    tuning: Tuning | None = None,
+    found: Sequence[Curve] | None = None,
+    half_life: HalfLifeMap | None = None,
+    threads: int = 0,
+    progress: OnProgress | None = None,
+) -> RegimeStudy:
+    """A regime of a report: curves with costs and hits over time of ``policies`` (None: all of them).
+
+    ``found``, ``half_life`` and ``tuning`` are taken as they are where they are known already. Raises
+    ConfigError or BudgetError.
+    """
+    drawn = found or curves(
+        requests,
+        all_policies(requests) if policies is None else policies,
+        capacities,
+        scope=scope,
+        contract=contract,
+        warmup_steps=warmup_steps,
+        machine=machine or Machine(),
+        windows=_WINDOWS,
+        threads=threads,
+        progress=progress,
+    )
+    regime = _regime(requests, drawn, tuning, contract, threads)
+    return RegimeStudy(
+        name=name or requests.name,
+        trace=requests.info,
+        contract=contract.value,
+        scope=scope.value,
+        active_per_layer=regime.active_records,
+        records_per_layer=regime.layer_records,
+        curves=tuple(drawn),
+        half_lives=half_life,
+        tuned=None if tuning is None else tuning.result,
+        advice=regime.advice,
+    )
+
+
+def _regime(
+    requests: Requests, drawn: Sequence[Curve], tuning: Tuning | None, contract: Contract, threads: int
+) -> Regime:
+    """The tuned regime, or that of the middle of the curves."""
+    if tuning is not None:
+        return tuning.regime
+    points = drawn[0].points
+    middle = points[len(points) // 2].capacity_frames
+    return survey(requests, middle, contract=contract, threads=threads)

@@ -1,0 +1,105 @@
+"""Confidence in a difference between two replays of one trace, by the moving-block bootstrap over steps.
+
+Neighbouring steps are alike (the same tokens, the same experts), so single steps are no independent sample:
+blocks of consecutive steps are drawn instead (Kunsch 1989), longer than the differences stay correlated.
+The two replays see the same requests, so their difference is taken step by step (paired).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+__all__ = ["Interval", "block_length", "paired_interval"]
+
+_LEAST_STEPS = 6  # below, no interval says anything
+_MOST_BINS = 4096  # longer series are summed in bins of consecutive steps first
+_RESAMPLES = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """An estimate with its confidence interval. ``blocks``: independent pieces that it rests on."""
+
+    estimate: float
+    low: float
+    high: float
+    confidence: float
+    blocks: int
+
+    @property
+    def holds_zero(self) -> bool:
+        return self.low <= 0 <= self.high
+
+
+def paired_interval(
+    differences: ArrayLike,
+    weights: ArrayLike,
+    *,
+    confidence: float = 0.95,
+    resamples: int = _RESAMPLES,
+    seed: int = 0,
+) -> Interval:
+    """``sum(differences) / sum(weights)`` over steps, with a percentile interval.
+
+    ``differences`` and ``weights`` [steps] are one replay's cost less the other's, and what it is measured
+    against (requests for a miss ratio). Fewer than 6 steps give an interval without ends: nothing is known.
+    Raises ValueError for arrays of different lengths, no steps, or a confidence outside (0, 1).
+    """
+    values, scale = np.asarray(differences, np.float64), np.asarray(weights, np.float64)
+    if values.shape != scale.shape or values.ndim != 1 or not len(values):
+        raise ValueError(f"differences of shape {values.shape} and weights of shape {scale.shape}")
+    if not 0 < confidence < 1:
+        raise ValueError(f"a confidence of {confidence}")
+    total = float(scale.sum())
+    estimate = float(values.sum()) / total if total else 0.0
+    if len(values) < _LEAST_STEPS:
+        return Interval(estimate, -np.inf, np.inf, confidence, 0)
+    if not values.any() or not total:
+        return Interval(estimate, estimate, estimate, confidence, len(values))
+    values, scale = _binned(values), _binned(scale)
+    block = block_length(values)
+    drawn = _resample(np.stack((values, scale)), block, resamples, np.random.default_rng(seed))
+    ratios = drawn[0] / np.maximum(drawn[1], np.finfo(float).tiny)
+    low, high = np.quantile(ratios, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return Interval(estimate, float(low), float(high), confidence, len(values) // block)
+
+
+def block_length(values: ArrayLike) -> int:
+    """Steps of a block: the cube root of their number, or twice the time that they stay correlated for.
+
+    That time is ``1 + 2 * sum(autocorrelations)``, summed until they fall below the noise of white noise.
+    At least four blocks remain.
+    """
+    series = np.asarray(values, np.float64)
+    steps = len(series)
+    centred = series - series.mean()
+    variance = float(centred @ centred)
+    correlated = 1.0
+    if variance > 0:
+        size = 1 << (2 * steps - 1).bit_length()
+        spectrum = np.abs(np.fft.rfft(centred, size)) ** 2
+        correlations = np.fft.irfft(spectrum, size)[1 : steps // 2 + 1] / variance
+        below = np.flatnonzero(correlations < 2 / np.sqrt(steps))
+        correlated += 2 * float(correlations[: below[0] if len(below) else None].sum())
+    return max(1, min(int(np.ceil(max(steps ** (1 / 3), 2 * correlated))), steps // 4))
+
+
+def _binned(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    if len(values) <= _MOST_BINS:
+        return values
+    edges = np.linspace(0, len(values), _MOST_BINS, endpoint=False).astype(np.int64)
+    return np.add.reduceat(values, edges)
+
+
+def _resample(
+    series: NDArray[np.float64], block: int, resamples: int, rng: np.random.Generator
+) -> NDArray[np.float64]:
+    """Sums of each resample, [series, resamples]: every block of ``block`` steps is equally likely."""
+    steps = series.shape[1]
+    sums = np.concatenate((np.zeros((len(series), 1)), np.cumsum(series, axis=1)), axis=1)
+    blocks = sums[:, block:] - sums[:, :-block]
+    starts = rng.integers(0, steps - block + 1, size=(resamples, -(-steps // block)))
+    return np.stack([row[starts].sum(axis=1) for row in blocks])

@@ -1,0 +1,184 @@
+"""What a tuner tries: settings of the cache that ``tierstore train`` has, and how they are written there.
+
+The half-life is what matters of LFU-decay's K and beta (they act through it alone), so that is what is
+searched: whole half-lives as ``decay = 0.5`` every so many steps, shorter ones as a decay at every step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tierstore.cache.config import CacheConfig
+from tierstore.cache.config import Scope as CacheScope
+from tierstore.lab.quotas import least_quotas
+from tierstore.lab.requests import Requests
+from tierstore.lab.results import Role
+from tierstore.lab.simulate import Contract, PolicySpec, Scope, Setting, known_policies
+from tierstore.units import format_bytes
+
+__all__ = [
+    "SIMPLEST_FIRST",
+    "Candidate",
+    "cache_configuration",
+    "configuration_text",
+    "default_candidate",
+    "half_lives",
+    "lfu_decay",
+    "live_policies",
+    "neighbours",
+    "starting_grid",
+]
+
+SIMPLEST_FIRST = (
+    *("fifo", "clock", "sieve", "lru", "lfu", "slru", "s3-fifo", "2q", "w-tinylfu", "arc", "lirs"),
+    *("lfu-decay", "next-use"),
+)
+"""Policies by what they cost to run and to understand; among equals the first is taken. Then one cache comes
+before a quota for each layer, equal quotas before tuned ones, and fewer options before more."""
+
+_COARSE = 4.0  # between half-lives of the grid
+_THRESHOLDS = (1.0, 2.0)
+_NEVER = math.inf
+_PASSES = (2.0, 8.0, 32.0, 128.0)  # half-lives of next-use
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A policy with its options, scope and, with layer scope, quotas (empty: equal ones)."""
+
+    policy: PolicySpec
+    scope: Scope = Scope.GLOBAL
+    layer_quotas: tuple[int, ...] = ()
+
+    def setting(self, capacity_frames: int, contract: Contract) -> Setting:
+        """This candidate at a capacity."""
+        return Setting(self.policy, capacity_frames, self.scope, contract, self.layer_quotas)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for candidates that do the same."""
+        return (self.policy.name, tuple(sorted(self.policy.options.items())), self.scope, self.layer_quotas)
+
+    @property
+    def complexity(self) -> tuple[int, int, int, int]:
+        """Less is simpler."""
+        layered = int(self.scope is Scope.LAYER)
+        return (_place(self.policy.name), layered, int(bool(self.layer_quotas)), len(self.policy.options))
+
+
+def live_policies() -> tuple[str, ...]:
+    """Policies that ``tierstore train`` runs, in the order of ``SIMPLEST_FIRST``."""
+    return tuple(sorted(known_policies(bounds=False), key=_place))
+
+
+def _place(policy: str) -> int:
+    return SIMPLEST_FIRST.index(policy) if policy in SIMPLEST_FIRST else len(SIMPLEST_FIRST)
+
+
+def lfu_decay(half_life: float, threshold: float = 0.0) -> PolicySpec:
+    """LFU-decay (corrected) with a half-life in steps; infinite: hits count for ever."""
+    options: dict[str, float | str] = {}
+    if math.isinf(half_life):
+        options = {"beta": 1.0, "interval": 1.0}
+    else:
+        options = {"half_life": half_life, "interval": max(1.0, math.floor(half_life))}
+    if threshold:
+        options["threshold"] = threshold
+    return PolicySpec("lfu-decay", options)
+
+
+def default_candidate() -> Candidate:
+    """What ``tierstore train`` does when nothing is configured."""
+    config = CacheConfig()
+    if config.half_life is not None:  # as the grid writes it, so that it is not tried twice
+        return Candidate(lfu_decay(config.half_life), Scope(config.scope.value))
+    return Candidate(PolicySpec(config.policy, config.options), Scope(config.scope.value))
+
+
+def half_lives(steps: int) -> list[float]:
+    """The grid: from a step up to the length of the trace, and never."""
+    grid = [1.0]
+    while grid[-1] * _COARSE <= max(steps, 1):
+        grid.append(grid[-1] * _COARSE)
+    return [*grid, _NEVER]
+
+
+def starting_grid(
+    requests: Requests, capacity_frames: int, policies: Sequence[str], scopes: Sequence[Scope]
+) -> list[Candidate]:
+    """Every policy with its defaults, but LFU-decay and next-use over half-lives.
+
+    Layer scope comes only where each layer's share holds its largest entry.
+    """
+    specs: list[PolicySpec] = []
+    for name in policies:
+        if name == "lfu-decay":
+            specs += [lfu_decay(half_life) for half_life in half_lives(requests.step_count)]
+        elif name == "next-use":
+            specs += [PolicySpec(name, {"half_life": half_life}) for half_life in _PASSES]
+        else:
+            specs.append(PolicySpec(name))
+    candidates = [Candidate(spec, scope) for scope in scopes for spec in specs]
+    return [one for one in candidates if _fits(requests, one, capacity_frames)]
+
+
+def _fits(requests: Requests, candidate: Candidate, capacity_frames: int) -> bool:
+    if candidate.scope is Scope.GLOBAL:
+        return True
+    quotas = np.array(candidate.setting(capacity_frames, Contract.ATOMIC).quotas(requests))
+    layers = int(np.count_nonzero(requests.layer_frames))
+    return layers > 1 and bool((quotas >= least_quotas(requests, headroom=1)).all())
+
+
+def neighbours(candidate: Candidate) -> Iterator[Candidate]:
+    """Settings around ``candidate`` that the grid skipped: half-lives between its points, thresholds."""
+    if candidate.policy.name != "lfu-decay":
+        return
+    half_life = _half_life(candidate.policy.options)
+    if math.isfinite(half_life):
+        for factor in (0.25 * _COARSE**0.5, 0.5 * _COARSE**0.5, _COARSE**0.5, 0.75 * _COARSE):
+            yield Candidate(lfu_decay(half_life * factor), candidate.scope)
+    for threshold in _THRESHOLDS:
+        yield Candidate(lfu_decay(half_life, threshold), candidate.scope)
+
+
+def _half_life(options: Mapping[str, float | str]) -> float:
+    return float(options["half_life"]) if "half_life" in options else _NEVER
+
+
+def cache_configuration(candidate: Candidate) -> CacheConfig | None:
+    """The candidate as ``tierstore train`` takes it, or None for what it does not run (a bound)."""
+    if candidate.policy.role is Role.BOUND:
+        return None
+    quotas = [quota for quota in candidate.layer_quotas if quota]
+    return CacheConfig(
+        policy=candidate.policy.name,
+        options=candidate.policy.options,
+        scope=CacheScope(candidate.scope.value),
+        layer_shares=tuple(round(quota / sum(quotas), 9) for quota in quotas),
+    )
+
+
+def configuration_text(requests: Requests, candidate: Candidate, capacity_frames: int) -> str:
+    """TOML to paste into a configuration of ``tierstore train``: its ``[cache]`` table, as far as it matters."""
+    capacity = format_bytes(capacity_frames * requests.frame_bytes)
+    share = capacity_frames / requests.total_frames
+    head = f"# for a cache of {capacity}, {share:.1%} of what {requests.name} asks for\n"
+    config = cache_configuration(candidate)
+    if config is None:
+        return head + f"# {candidate.policy.name} is not a policy of tierstore train: nothing to configure\n"
+    lines = [f'policy = "{config.policy}"', f'scope = "{config.scope.value}"']
+    if config.layer_shares:
+        lines.append(f"layer_shares = {list(config.layer_shares)}")
+    if config.options:
+        shown = (f"{key} = {_toml(value)}" for key, value in config.options.items())
+        lines.append("options = { " + ", ".join(shown) + " }")
+    return head + "[cache]\n" + "\n".join(lines) + "\n"
+
+
+def _toml(value: float | str) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)

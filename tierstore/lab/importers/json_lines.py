@@ -1,0 +1,298 @@
+"""JSON lines of routing logs: what inference and training logs have in common.
+
+Every line is one object: a layer, and the experts that one token (a list of ids) or several tokens (a list
+of lists, or the tokens that each expert got) chose in it. Neighbouring lines of one step, layer and phase
+are one access. Names of fields are options; a default is the first name known for the kind that the first
+routing line has.
+
+Where no field says the step, one begins when the layer number falls, or when the layer stays and the token's
+number does not rise (a log of one layer only). Where no field says the phase, it is forward.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from tierstore.errors import DataError
+from tierstore.lab.importers.keys import KeyNumbers
+from tierstore.lab.importers.source import line_blocks, open_source, refuse_line
+from tierstore.lab.routing import BACKWARD, FORWARD, Sections, expert_table, expert_unit_flags
+from tierstore.trace.format import EventColumns, TraceKind
+from tierstore.trace.records import RecordTable
+
+__all__ = ["JsonOptions", "LoggedPasses", "RoutingLog", "TrainingJsonOptions", "known_fields"]
+
+_FLUSH_UNITS = 1 << 18
+_MAX_ID = 1 << 32
+_NAMES = ("step", "layer", "experts", "counts", "token", "phase")
+_KNOWN: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "vllm": {
+        "step": ("step", "batch_id", "forward_id"),
+        "layer": ("layer", "layer_id", "layer_idx"),
+        "experts": ("topk_ids", "expert_ids", "topk_experts", "selected_experts", "experts"),
+        "counts": (),
+        "token": ("token_idx", "token_id", "position"),
+        "phase": ("phase", "pass"),
+    },
+    "megatron": {
+        "step": ("iteration", "step", "global_step"),
+        "layer": ("layer_number", "layer"),
+        "experts": ("topk_indices", "top_indices", "expert_indices", "expert_ids", "topk_ids"),
+        "counts": ("tokens_per_expert", "expert_counts"),
+        "token": (),
+        "phase": ("phase", "pass"),
+    },
+}
+_PHASES = {"forward": FORWARD, "fwd": FORWARD, "backward": BACKWARD, "bwd": BACKWARD}
+
+
+def known_fields(kind: str) -> Mapping[str, Sequence[str]]:
+    """The names that fields of a kind have by default, most usual first."""
+    return _KNOWN[kind]
+
+
+class LoggedPasses(enum.Enum):
+    """What the log holds of a step: its passes as they are, or forward passes whose backward is to be added."""
+
+    AS_LOGGED = "as-logged"
+    ADD_BACKWARD = "add-backward"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonOptions:
+    """Names of fields (None: a known one) and what the log holds."""
+
+    step: str | None = field(default=None, metadata={"help": "field of the step"})
+    layer: str | None = field(default=None, metadata={"help": "field of the layer"})
+    experts: str | None = field(default=None, metadata={"help": "field of the expert ids"})
+    counts: str | None = field(default=None, metadata={"help": "field of the tokens that each expert got"})
+    token: str | None = field(default=None, metadata={"help": "field of the token's number"})
+    phase: str | None = field(default=None, metadata={"help": "field that says forward or backward"})
+    passes: LoggedPasses = field(
+        default=LoggedPasses.AS_LOGGED, metadata={"help": "add-backward: each pass comes back in reverse"}
+    )
+    sections: Sections = field(
+        default=Sections.WHOLE, metadata={"help": "records as one group, or weights and moments (split)"}
+    )
+    weight_bytes: int = field(
+        default=1, metadata={"help": "bytes of a record's weights, which are one frame", "size": True}
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingJsonOptions(JsonOptions):
+    """The same, of a training run: its logs hold forward passes only."""
+
+    passes: LoggedPasses = field(
+        default=LoggedPasses.ADD_BACKWARD, metadata={"help": "add-backward: each pass comes back in reverse"}
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    step: object
+    layer: int
+    phase: int
+    token: int | None
+    experts: set[int]
+
+
+class _Fields:
+    """Which field of a line is what; settled by the first line that has a layer and experts."""
+
+    def __init__(self, kind: str, options: JsonOptions) -> None:
+        given = {name: getattr(options, name) for name in _NAMES}
+        self._known = {name: (given[name],) if given[name] else _KNOWN[kind][name] for name in _NAMES}
+        self._required = {name for name in _NAMES if given[name]}
+        self._chosen: dict[str, str | None] | None = None
+
+    def read(self, row: Mapping[str, object]) -> _Line | None:
+        """The line, or None for one without routing (a ``meta`` line). Raises ValueError saying what is wrong."""
+        if self._chosen is None:
+            chosen = {name: next((key for key in self._known[name] if key in row), None) for name in _NAMES}
+            if chosen["layer"] is None or (chosen["experts"] is None and chosen["counts"] is None):
+                if row.get("type") == "meta":
+                    return None
+                wanted = [*self._known["layer"], "and", *self._known["experts"], *self._known["counts"]]
+                raise ValueError(f"expected fields {' '.join(wanted)}, found {', '.join(row) or 'none'}")
+            missing = [name for name in self._required if chosen[name] is None]
+            if missing:
+                raise ValueError(f"expected the field {self._known[missing[0]][0]}, found {', '.join(row)}")
+            self._chosen = chosen
+        elif row.get("type") == "meta":
+            return None
+        layer = _whole(row, self._chosen["layer"], "layer")
+        token = _whole(row, self._chosen["token"], "token")
+        assert layer is not None
+        return _Line(self._step(row), layer, self._phase(row), token, self._experts(row))
+
+    def _step(self, row: Mapping[str, object]) -> object:
+        assert self._chosen is not None
+        return _whole(row, self._chosen["step"], "step")
+
+    def _phase(self, row: Mapping[str, object]) -> int:
+        assert self._chosen is not None
+        name = self._chosen["phase"]
+        if name is None:
+            return FORWARD
+        said = str(row.get(name)).lower()
+        if said not in _PHASES:
+            raise ValueError(f"{name}: expected one of {', '.join(_PHASES)}, found {row.get(name)!r}")
+        return _PHASES[said]
+
+    def _experts(self, row: Mapping[str, object]) -> set[int]:
+        assert self._chosen is not None
+        name = self._chosen["experts"]
+        if name is not None and name in row:
+            return _ids(name, row[name])
+        name = self._chosen["counts"]
+        if name is None or name not in row:
+            raise ValueError(f"expected the field {name or self._chosen['experts']}, found {', '.join(row)}")
+        counts = row[name]
+        if not isinstance(counts, list) or not all(_is_whole(count) for count in counts):
+            raise ValueError(f"{name}: expected a list of token counts, found {_shown(counts)}")
+        return {expert for expert, count in enumerate(counts) if count}
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_ID
+
+
+def _whole(row: Mapping[str, object], name: str | None, what: str) -> int | None:
+    if name is None:
+        return None
+    value = row.get(name)
+    if not isinstance(value, int) or not _is_whole(value):
+        raise ValueError(f"{name}: expected a {what} number, found {_shown(value)}")
+    return value
+
+
+def _ids(name: str, value: object) -> set[int]:
+    rows = value if isinstance(value, list) else None
+    if rows and all(isinstance(row, list) for row in rows):
+        rows = [expert for row in rows for expert in row]
+    if rows is None or not all(map(_is_whole, rows)):
+        raise ValueError(
+            f"{name}: expected expert ids, or a list of them for each token, found {_shown(value)}"
+        )
+    return set(rows)
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+class RoutingLog:
+    """Reads a log. Layers and experts are numbered densely as they first appear, so gaps do no harm."""
+
+    def __init__(self, path: Path, kind: str, options: JsonOptions) -> None:
+        self._path = path
+        self._options = options
+        self._fields = _Fields(kind, options)
+        self._layers = KeyNumbers()
+        self._records = KeyNumbers()  # (layer, expert) as the log numbers them
+        self._pass: list[tuple[int, int, set[int]]] = []  # accesses of the pass: layer, phase, experts
+        self._rows: list[tuple[int, int, int, list[int]]] = []  # events: kind, phase, layer, records
+        self._steps: list[int] = []
+        self._units = 0
+        self._step_number = 0
+
+    def chunks(self) -> Iterator[EventColumns]:
+        last: _Line | None = None
+        with open_source(self._path) as file:
+            for block in line_blocks(file):
+                for number, text in enumerate(block.lines, block.first):
+                    line = self._line(number, text)
+                    if line is None:
+                        continue
+                    self._take(line, last)
+                    last = line
+                    if self._units >= _FLUSH_UNITS:
+                        yield self._flushed()
+        if last is None:
+            raise DataError(f"{self._path}: expected lines with routing, found none")
+        self._end_step()
+        yield self._flushed()
+
+    def _line(self, number: int, text: bytes) -> _Line | None:
+        try:
+            row = json.loads(text)
+            if not isinstance(row, dict):
+                raise ValueError(f"expected an object, found {_shown(row)}")
+            return self._fields.read(row)
+        except json.JSONDecodeError as error:
+            reason = f"expected a JSON object: {error.msg} at column {error.colno}"
+            raise refuse_line(self._path, number, reason if text.strip() else "an empty line") from error
+        except (ValueError, RecursionError) as error:
+            raise refuse_line(self._path, number, str(error)) from error
+
+    def _take(self, line: _Line, last: _Line | None) -> None:
+        if last is not None:
+            falls = line.layer < last.layer
+            if last.step is not None:
+                ends = line.step != last.step
+            else:
+                again = line.layer == last.layer and line.phase == last.phase
+                stays = (
+                    again and line.token is not None and last.token is not None and line.token <= last.token
+                )
+                ends = (falls and line.phase == FORWARD) or stays or line.phase < last.phase
+            if ends:
+                self._end_step()
+            elif falls and line.phase == FORWARD:
+                self._end_pass()
+        layer = self._layers[line.layer]
+        if self._pass and self._pass[-1][:2] == (layer, line.phase):
+            self._pass[-1][2].update(self._numbers(line))
+        else:
+            self._pass.append((layer, line.phase, self._numbers(line)))
+
+    def _numbers(self, line: _Line) -> set[int]:
+        return {self._records[line.layer, expert] for expert in sorted(line.experts)}
+
+    def _end_pass(self) -> None:
+        accesses = self._pass
+        if self._options.passes is LoggedPasses.ADD_BACKWARD:
+            accesses = accesses + [(layer, BACKWARD, records) for layer, _, records in reversed(accesses)]
+        for layer, phase, records in accesses:
+            if records:
+                self._rows.append((TraceKind.ACCESS, phase, layer, sorted(records)))
+                self._steps.append(self._step_number)
+                self._units += len(records)
+        self._pass = []
+
+    def _end_step(self) -> None:
+        self._end_pass()
+        self._rows.append((TraceKind.END_STEP, 0, 0, []))
+        self._steps.append(self._step_number)
+        self._step_number += 1
+
+    def _flushed(self) -> EventColumns:
+        kinds, phases, layers, records = zip(*self._rows, strict=True)
+        counts = [len(units) for units in records]
+        columns = EventColumns.build(
+            counts,
+            np.array([record for units in records for record in units], np.uint32),
+            kinds=kinds,
+            phases=phases,
+            layers=layers,
+            steps=self._steps,
+            flags=expert_unit_flags(np.repeat(np.array(phases, np.uint8), counts), self._options.sections),
+        )
+        self._rows, self._steps, self._units = [], [], 0
+        return columns
+
+    def table(self) -> RecordTable:
+        layers = np.array([self._layers[layer] for layer, _ in self._records], np.uint32)
+        return expert_table(layers, sections=self._options.sections, weight_bytes=self._options.weight_bytes)
+
+    def names(self) -> Iterator[str]:
+        for layer, expert in self._records:
+            yield f"{layer}.{expert}"

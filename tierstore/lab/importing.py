@@ -1,0 +1,221 @@
+"""Other people's traces: any of several formats in, a trace of ours out, streamed.
+
+What each format holds and which options it has is in docs/TRACES.md.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tierstore import config
+from tierstore.errors import DataError
+from tierstore.lab.importers.csv_columns import CsvImporter, CsvOptions
+from tierstore.lab.importers.json_lines import JsonOptions, RoutingLog, TrainingJsonOptions, known_fields
+from tierstore.lab.importers.oracle_general import (
+    ORACLE_RECORD,
+    OracleGeneralImporter,
+    OracleGeneralOptions,
+)
+from tierstore.lab.importers.source import Importer, open_source
+from tierstore.lab.importers.text import TextImporter, TextOptions
+from tierstore.lab.importers.topk_npz import TopkImporter, TopkOptions
+from tierstore.trace.format import EventColumns, TraceHeader, TraceKind
+from tierstore.trace.reader import read_summary
+from tierstore.trace.records import RecordTable
+from tierstore.trace.writer import TraceWriter
+
+__all__ = ["ImportSummary", "SourceKind", "detect_kind", "import_trace", "options_of", "write_trace"]
+
+_HEAD_BYTES = 1 << 16
+_MAX_REQUESTS = 1 << 40  # that a trace is believed to have
+
+
+class SourceKind(enum.Enum):
+    """Formats that can be imported."""
+
+    NPZ = "npz"
+    VLLM = "vllm"
+    MEGATRON = "megatron"
+    ORACLE_GENERAL = "oracle-general"
+    CSV = "csv"
+    TEXT = "text"
+
+
+_OPTIONS: Mapping[SourceKind, type[Any]] = {
+    SourceKind.NPZ: TopkOptions,
+    SourceKind.VLLM: JsonOptions,
+    SourceKind.MEGATRON: TrainingJsonOptions,
+    SourceKind.ORACLE_GENERAL: OracleGeneralOptions,
+    SourceKind.CSV: CsvOptions,
+    SourceKind.TEXT: TextOptions,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ImportSummary:
+    """What was written. ``requests`` are units of accesses, ``total_bytes`` those of all records."""
+
+    kind: SourceKind
+    events: int
+    requests: int
+    steps: int
+    records: int
+    layers: int
+    total_bytes: int
+    sha256: str
+
+
+def options_of(kind: SourceKind) -> type[Any]:
+    """The dataclass of a kind's options; ``tierstore.config.dotted_fields`` lists them."""
+    return _OPTIONS[kind]
+
+
+def import_trace(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    kind: SourceKind | None = None,
+    options: Mapping[str, object] | None = None,
+    keys: str | os.PathLike[str] | None = None,
+) -> ImportSummary:
+    """Writes the trace in ``source`` to ``target``; ``kind`` None: what ``detect_kind`` says.
+
+    ``options`` are those of the kind by name, as text or typed. ``keys``: a file that gets the source's name
+    of each record, one a line (experts as ``layer.expert``). The target appears when it is whole. Raises
+    DataError naming file, line or byte, and reason; ConfigError for an option; OSError.
+    """
+    path = Path(source)
+    chosen = detect_kind(path) if kind is None else kind
+    importer = _importer(path, chosen, config.load(_OPTIONS[chosen], None, options))
+    origin = f"imported from {path.name} ({chosen.value})"
+    with _replacing(Path(target)) as partial:
+        summary = _written(partial, importer, chosen, origin)
+    if keys is not None:
+        with Path(keys).open("w", encoding="utf-8", errors="surrogateescape") as file:
+            file.writelines(f"{name}\n" for name in importer.names())
+    return summary
+
+
+def _importer(path: Path, kind: SourceKind, options: Any) -> Importer:
+    match kind:
+        case SourceKind.NPZ:
+            return TopkImporter(path, options)
+        case SourceKind.VLLM | SourceKind.MEGATRON:
+            return RoutingLog(path, kind.value, options)
+        case SourceKind.ORACLE_GENERAL:
+            return OracleGeneralImporter(path, options)
+        case SourceKind.CSV:
+            return CsvImporter(path, options)
+        case SourceKind.TEXT:
+            return TextImporter(path, options)
+
+
+def _written(partial: Path, importer: Importer, kind: SourceKind, origin: str) -> ImportSummary:
+    requests = steps = 0
+    with TraceWriter(partial, TraceHeader(0, policy="lru", origin=origin)) as writer:
+        for chunk in importer.chunks():
+            writer.extend(chunk)
+            requests += len(chunk.records)
+            steps += int(np.count_nonzero(chunk.kinds == TraceKind.END_STEP))
+        if requests == 0:
+            raise DataError(f"{origin}: expected at least one request, found none")
+        table = importer.table()
+        writer.header = replace(writer.header, capacity_frames=_total_frames(table), records=table)
+    with partial.open("rb") as file:
+        summary = read_summary(file)
+    return ImportSummary(
+        kind=kind,
+        events=summary.events,
+        requests=requests,
+        steps=steps,
+        records=len(table),
+        layers=len(np.unique(table.layers)),
+        total_bytes=int(table.bytes.sum()),
+        sha256=summary.sha256,
+    )
+
+
+def _total_frames(table: RecordTable) -> int:
+    return int(table.frames.sum(dtype=np.uint64))
+
+
+def write_trace(
+    target: str | os.PathLike[str], table: RecordTable, chunks: Iterator[EventColumns], *, origin: str
+) -> None:
+    """Writes events to ``target``, as a trace in which everything fits."""
+    with _replacing(Path(target)) as partial:
+        header = TraceHeader(_total_frames(table), policy="lru", records=table, origin=origin)
+        with TraceWriter(partial, header) as writer:
+            for chunk in chunks:
+                writer.extend(chunk)
+
+
+@contextmanager
+def _replacing(target: Path) -> Iterator[Path]:
+    """A path beside ``target`` that takes its name when the block ends, and is removed if it fails."""
+    partial = target.with_name(f"{target.name}.partial")
+    try:
+        yield partial
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def detect_kind(source: str | os.PathLike[str]) -> SourceKind:
+    """What ``source`` looks like, from its first bytes (unpacked). Raises DataError if like nothing known."""
+    path = Path(source)
+    with open_source(path) as file:
+        head = file.read(_HEAD_BYTES)
+    if not head:
+        raise DataError(f"{path}: expected a trace, found an empty file")
+    if head.startswith(b"PK\x03\x04"):
+        return SourceKind.NPZ
+    if head.lstrip().startswith(b"{"):
+        return _json_kind(path, head)
+    if _is_oracle_general(head):
+        return SourceKind.ORACLE_GENERAL
+    if b"\0" in head:
+        raise DataError(f"{path}: a binary file of no known kind; expected one of {_names()}")
+    first = head.split(b"\n", 1)[0]
+    return SourceKind.CSV if b"," in first or b"\t" in first.strip() else SourceKind.TEXT
+
+
+def _names() -> str:
+    return ", ".join(kind.value for kind in SourceKind)
+
+
+def _json_kind(path: Path, head: bytes) -> SourceKind:
+    for line in head.splitlines()[:100]:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            break
+        if isinstance(row, dict) and row.get("type") != "meta":
+            for kind in (SourceKind.MEGATRON, SourceKind.VLLM):
+                fields = known_fields(kind.value)
+                if fields["layer"][0] in row and any(
+                    name in row for name in (*fields["experts"], *fields["counts"])
+                ):
+                    return kind
+            break
+    raise DataError(
+        f"{path}: JSON lines of no known routing log; name the kind ({_names()}) and its fields as options"
+    )
+
+
+def _is_oracle_general(head: bytes) -> bool:
+    """Whether the head reads as such records: next accesses lie ahead, and times do not fall."""
+    rows = np.frombuffer(head[: len(head) // ORACLE_RECORD.itemsize * ORACLE_RECORD.itemsize], ORACLE_RECORD)
+    if b"\0" not in head or not len(rows):
+        return False
+    ahead = (rows["next"] == -1) | ((rows["next"] > np.arange(len(rows))) & (rows["next"] < _MAX_REQUESTS))
+    return bool(ahead.all() and (np.diff(rows["time"].astype(np.int64)) >= 0).all())

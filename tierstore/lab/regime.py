@@ -1,0 +1,112 @@
+"""Whether tuning a policy is worth anything, before any is tuned.
+
+Where a pass asks for most of a layer's records, every sensible policy keeps a part and misses the rest: the
+miss ratio is close to 1 - C/N and to the clairvoyant bound. (On real routing of 64 experts a layer that is so
+from about 512 tokens a step.) There the time is won with fewer bytes written back, earlier fetches, or more
+memory. It is measured here, not assumed: sensible policies and the bound are replayed on a part of the trace.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import numpy as np
+
+from tierstore.lab.requests import Requests
+from tierstore.lab.simulate import Contract, PolicySpec, Setting, replay_all
+
+__all__ = ["Regime", "Worth", "survey"]
+
+#: In the order of preference among equals.
+SENSIBLE = ("lru", "lfu-decay")
+BOUND = "belady"
+_AT_BOUND = 1e-3  # of miss ratio: a policy this close to the bound has nothing left to gain
+_MOST_REQUESTS = 2_000_000
+
+
+class Worth(enum.Enum):
+    """What there is to gain from a better policy."""
+
+    FITS = "fits"  # nothing is ever evicted
+    AT_BOUND = "at bound"  # every sensible policy is
+    CHOICE = "choice"  # a sensible policy is, but not every one
+    TUNE = "tune"  # there is room between the best of them and the bound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regime:
+    """Active against capacity (frames), and simulated miss ratios of a part of the trace."""
+
+    active_frames: float  # that one event asks for, the mean
+    layer_frames: float  # of a layer's entries, the mean
+    capacity_frames: float  # for each layer, if all had the same
+    active_records: float
+    layer_records: float
+    miss_ratios: dict[str, float]  # of the sensible policies
+    bound: float
+    worth: Worth
+
+    @property
+    def advice(self) -> str:
+        """What to do, in a sentence or two."""
+        asked = (
+            f"A pass asks for {self.active_frames:.1f} of a layer's {self.layer_frames:.1f} frames, "
+            f"{self.capacity_frames:.1f} fit"
+        )
+        if self.worth is Worth.FITS:
+            return f"{asked}: everything fits, and no policy has anything to choose."
+        best = min(self.miss_ratios, key=lambda name: self.miss_ratios[name])
+        worst = max(self.miss_ratios, key=lambda name: self.miss_ratios[name])
+        said = f"{asked}; misses: bound {self.bound:.4f}, " + ", ".join(
+            f"{name} {ratio:.4f}" for name, ratio in self.miss_ratios.items()
+        )
+        if self.worth is Worth.AT_BOUND:
+            return (
+                f"{said}. Tuning is not worth anything here: every sensible policy is within {_AT_BOUND:g} of "
+                "the bound. Write-back, prefetch or memory is where the gain is."
+            )
+        if self.worth is Worth.CHOICE:
+            return f"{said}. Choose {best} over {worst}; beyond that there is nothing to tune."
+        room = self.miss_ratios[best] - self.bound
+        return (
+            f"{said}. Tuning may be worth it: at most {room:.4f} of the requests "
+            f"({room / self.miss_ratios[best]:.0%} of the misses) lie between {best} and the bound."
+        )
+
+
+def survey(
+    requests: Requests, capacity_frames: int, *, contract: Contract = Contract.ATOMIC, threads: int = 0
+) -> Regime:
+    """What ``requests`` are like at ``capacity_frames`` (global scope), from at most two million of them.
+
+    Raises BudgetError for a capacity that an entry does not fit.
+    """
+    part = requests.head(_MOST_REQUESTS)
+    settings = [Setting(PolicySpec(name), capacity_frames, contract=contract) for name in (*SENSIBLE, BOUND)]
+    warmup = part.step_count // 4
+    replays = list(replay_all(part, settings, warmup_steps=warmup, threads=threads))
+    ratios = {
+        replayed.setting.policy.name: replayed.misses / max(replayed.requests, 1) for replayed in replays
+    }
+    bound = ratios.pop(BOUND)
+    layers = max(int(np.count_nonzero(requests.layer_frames)), 1)
+    info = requests.info
+    return Regime(
+        active_frames=float(requests.sizes[part.entries].sum(dtype=np.uint64)) / part.events,
+        layer_frames=requests.total_frames / layers,
+        capacity_frames=capacity_frames / layers,
+        active_records=part.records_per_event,
+        layer_records=info.records / layers,
+        miss_ratios=ratios,
+        bound=bound,
+        worth=_worth(requests, capacity_frames, ratios, bound),
+    )
+
+
+def _worth(requests: Requests, capacity_frames: int, ratios: dict[str, float], bound: float) -> Worth:
+    if capacity_frames >= requests.total_frames:
+        return Worth.FITS
+    if max(ratios.values()) - bound <= _AT_BOUND:
+        return Worth.AT_BOUND
+    return Worth.CHOICE if min(ratios.values()) - bound <= _AT_BOUND else Worth.TUNE

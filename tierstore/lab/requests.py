@@ -1,0 +1,416 @@
+"""Columns for the simulator, from a trace: what was asked for, without how it was held.
+
+Only accesses count. Speculation (PREFETCH, CANCEL), pins, write-backs asked for from outside (CLEAN) and
+DROP are left out: they depend on how the recorded run was configured, and a study asks what a policy does
+with the program's own requests. ``tierstore.trace.format.replay`` repeats all of them, exactly. Entries that
+a run discards (gradients, made and dropped within a step) are left out, too: they are never read again.
+``Requests.left_out`` says how many of each there were.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from tierstore.errors import ConfigError, DataError
+from tierstore.lab.results import TraceInfo
+from tierstore.trace.format import Trace, TraceHeader, TraceKind
+from tierstore.trace.reader import read_chunks, read_summary
+from tierstore.trace.records import RecordTable
+from tierstore.units import parse_size
+
+__all__ = ["Capacity", "Creations", "Requests", "load_requests", "trace_requests"]
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+_GROUPS = 3
+_DIRTY, _DROP = 3, 6  # shifts of a unit's flags
+
+Capacity: TypeAlias = int | float | str
+"""Frames (an int), a fraction of the footprint (a float, at most 1), or text: ``512MiB``, ``0.4``, ``40%``,
+``900f`` (frames)."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Creations:
+    """First requests of entries without a backing copy: nothing is read, whatever the policy. In event order."""
+
+    events: NDArray[np.int64]
+    entries: NDArray[np.uint32]
+
+    def since(self, event: int) -> Creations:
+        """Those of ``event`` and later."""
+        first = int(np.searchsorted(self.events, event))
+        return Creations(self.events[first:], self.entries[first:])
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Requests:
+    """A trace's requests as columns. Event i asks for ``entries[offsets[i]:offsets[i + 1]]`` at once.
+
+    An entry is one section group of one record; entries are numbered densely in the order of their keys.
+    ``writes`` is 1 where the request leaves its entry dirty. ``steps`` counts from 0 without gaps.
+    """
+
+    name: str
+    sha256: str
+    offsets: NDArray[np.uint64]  # [events + 1]
+    entries: NDArray[np.uint32]  # [requests]
+    writes: NDArray[np.uint8]  # [requests]
+    layers: NDArray[np.uint32]  # [events]
+    phases: NDArray[np.uint8]  # [events]
+    steps: NDArray[np.uint32]  # [events]
+    sizes: NDArray[np.uint32]  # [entries]: frames
+    entry_layers: NDArray[np.uint32]  # [entries]
+    entry_bytes: NDArray[np.uint64]  # [entries]
+    entry_keys: NDArray[np.uint32]  # [entries]: record * 3 + group
+    entry_stored: NDArray[np.bool_]  # [entries]: whether there is a backing copy at the start
+    left_out: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        events = len(self.layers)
+        if len(self.offsets) != events + 1 or len(self.phases) != events or len(self.steps) != events:
+            raise ValueError(f"{events} events with columns of other lengths")
+        if len(self.entries) != len(self.writes) or int(self.offsets[-1]) != len(self.entries):
+            raise ValueError(f"{len(self.entries)} requests with columns of other lengths")
+
+    @classmethod
+    def of_columns(
+        cls,
+        offsets: ArrayLike,
+        entries: ArrayLike,
+        *,
+        steps: ArrayLike | None = None,
+        layers: ArrayLike | None = None,
+        phases: ArrayLike | None = None,
+        writes: ArrayLike | None = None,
+        sizes: ArrayLike | None = None,
+        entry_layers: ArrayLike | None = None,
+        frame_bytes: int = 1,
+        name: str = "columns",
+    ) -> Requests:
+        """Requests from arrays, without a trace. Entries are numbered from 0; all have a backing copy.
+
+        What is not given: a step for each event, layer 0, forward, no writes, a frame each; an entry's layer
+        is that of the first event that asks for it. Raises ValueError for columns that do not fit together.
+        """
+        bounds, asked = np.asarray(offsets, np.uint64), np.asarray(entries, np.uint32)
+        events, known = len(bounds) - 1, int(asked.max()) + 1 if len(asked) else 0
+        frames = np.ones(known, np.uint32) if sizes is None else np.asarray(sizes, np.uint32)
+        by_event = np.zeros(events, np.uint32) if layers is None else np.asarray(layers, np.uint32)
+        if len(by_event) != events or not events or int(bounds[-1]) != len(asked):
+            raise ValueError(f"{events} events and {len(asked)} requests with columns of other lengths")
+        if entry_layers is None:
+            of_entry = np.zeros(len(frames), np.uint32)
+            of_entry[asked[::-1]] = np.repeat(by_event, np.diff(bounds).astype(np.int64))[::-1]
+        else:
+            of_entry = np.asarray(entry_layers, np.uint32)
+        return cls(
+            name=name,
+            sha256="",
+            offsets=bounds,
+            entries=asked,
+            writes=np.zeros(len(asked), np.uint8) if writes is None else np.asarray(writes, np.uint8),
+            layers=by_event,
+            phases=np.ones(events, np.uint8) if phases is None else np.asarray(phases, np.uint8),
+            steps=np.arange(events, dtype=np.uint32) if steps is None else _numbered(np.asarray(steps)),
+            sizes=frames,
+            entry_layers=of_entry,
+            entry_bytes=frames.astype(np.uint64) * np.uint64(frame_bytes),
+            entry_keys=np.arange(len(frames), dtype=np.uint32) * np.uint32(_GROUPS),
+            entry_stored=np.ones(len(frames), np.bool_),
+        )
+
+    @property
+    def events(self) -> int:
+        return len(self.layers)
+
+    @property
+    def step_count(self) -> int:
+        return int(self.steps[-1]) + 1 if len(self.steps) else 0
+
+    @property
+    def layer_count(self) -> int:
+        """One more than the highest layer."""
+        return int(self.entry_layers.max()) + 1 if len(self.entry_layers) else 0
+
+    @cached_property
+    def entry_records(self) -> NDArray[np.uint32]:
+        """Which record each entry is a group of [entries]."""
+        return self.entry_keys // np.uint32(_GROUPS)
+
+    @cached_property
+    def total_frames(self) -> int:
+        """The footprint: frames of all entries that the trace asks for."""
+        return int(self.sizes.sum(dtype=np.uint64))
+
+    @cached_property
+    def total_bytes(self) -> int:
+        return int(self.entry_bytes.sum(dtype=np.uint64))
+
+    @cached_property
+    def frame_bytes(self) -> int:
+        """Bytes of a frame: the least that every entry fits its frames with."""
+        if not len(self.sizes):
+            return 1
+        return max(1, int(np.ceil((self.entry_bytes / np.maximum(self.sizes, 1)).max())))
+
+    @cached_property
+    def layer_frames(self) -> NDArray[np.uint64]:
+        """Frames of each layer's entries [layers]."""
+        return np.bincount(self.entry_layers, weights=self.sizes, minlength=self.layer_count).astype(
+            np.uint64
+        )
+
+    @cached_property
+    def largest_event_frames(self) -> int:
+        """Frames of the largest event: below this capacity an event is split."""
+        if not len(self.entries):
+            return 0
+        starts = self.offsets[:-1][np.diff(self.offsets) > 0].astype(np.int64)
+        return int(np.add.reduceat(self.sizes[self.entries].astype(np.uint64), starts).max())
+
+    @cached_property
+    def creations(self) -> Creations:
+        """The requests that make their entry."""
+        if self.entry_stored.all():
+            return Creations(np.zeros(0, np.int64), np.zeros(0, np.uint32))
+        positions = np.flatnonzero(~self.entry_stored[self.entries])
+        entries, first = np.unique(self.entries[positions], return_index=True)
+        order = np.argsort(first, kind="stable")
+        asked = positions[first[order]].astype(np.uint64)
+        events = np.searchsorted(self.offsets, asked, side="right").astype(np.int64) - 1
+        return Creations(events, entries[order])
+
+    @property
+    def info(self) -> TraceInfo:
+        """What is replayed, for a report."""
+        return TraceInfo(
+            name=self.name,
+            sha256=self.sha256,
+            steps=self.step_count,
+            events=self.events,
+            requests=len(self.entries),
+            records=len(np.unique(self.entry_records)),
+            layers=len(np.unique(self.entry_layers)),
+            total_frames=self.total_frames,
+            total_bytes=self.total_bytes,
+        )
+
+    @cached_property
+    def records_per_event(self) -> float:
+        """Records that an event asks for, the mean: the groups of one record count once."""
+        records = self.entry_records[self.entries]
+        new = np.ones(len(records), np.bool_)
+        new[1:] = records[1:] != records[:-1]
+        new[self.offsets[:-1].astype(np.int64)] = True
+        return float(new.sum()) / max(self.events, 1)
+
+    def frames_of(self, capacity: Capacity, *, name: str = "capacity") -> int:
+        """``capacity`` in frames, at least 1. ``name`` is what the error calls it. Raises ConfigError."""
+        frames = self._frames(capacity, name)
+        if frames < 1:
+            raise ConfigError(
+                f"{name}: {capacity!r} is less than a frame of {self.frame_bytes} bytes "
+                f"(the trace asks for {self.total_frames} frames in all)"
+            )
+        return frames
+
+    def _frames(self, capacity: Capacity, name: str) -> int:
+        if isinstance(capacity, float):
+            if not 0 < capacity <= 1:
+                raise ConfigError(f"{name}: expected a fraction of the footprint in (0, 1], got {capacity:g}")
+            return int(capacity * self.total_frames)
+        if isinstance(capacity, int):
+            return capacity
+        text = capacity.strip()
+        if text.endswith("f") and text[:-1].isdigit():
+            return int(text[:-1])
+        if text.endswith("%") or (text.replace(".", "", 1).isdigit() and "." in text):
+            return parse_size(text, whole=self.total_frames, name=name)
+        return parse_size(text, name=name) // self.frame_bytes
+
+    def events_before(self, step: int) -> int:
+        """How many events come before ``step`` (counted from 0)."""
+        return int(np.searchsorted(self.steps, step))
+
+    def head(self, most_requests: int) -> Requests:
+        """The first steps, as many as have at most ``most_requests``; one at least."""
+        if len(self.entries) <= most_requests:
+            return self
+        events = int(np.searchsorted(self.offsets, most_requests, side="right")) - 1
+        return self.between(0, max(1, int(self.steps[min(events, self.events - 1)])))
+
+    def tail(self, most_requests: int) -> Requests:
+        """The last steps, as many as have at most ``most_requests``; one at least."""
+        if len(self.entries) <= most_requests:
+            return self
+        skipped = len(self.entries) - most_requests
+        event = min(int(np.searchsorted(self.offsets, skipped)), self.events - 1)
+        first = int(self.steps[event]) + (1 if event and self.steps[event] == self.steps[event - 1] else 0)
+        return self.between(min(first, self.step_count - 1), self.step_count)
+
+    def between(self, first_step: int, end_step: int) -> Requests:
+        """The requests of steps ``first_step`` up to ``end_step``, which is not among them; all entries stay."""
+        begin, end = self.events_before(first_step), self.events_before(end_step)
+        first, last = int(self.offsets[begin]), int(self.offsets[end])
+        stored = self.entry_stored.copy()
+        stored[self.entries[:first]] = True
+        return replace(
+            self,
+            entry_stored=stored,
+            offsets=self.offsets[begin : end + 1] - self.offsets[begin],
+            entries=self.entries[first:last],
+            writes=self.writes[first:last],
+            layers=self.layers[begin:end],
+            phases=self.phases[begin:end],
+            steps=self.steps[begin:end] - np.uint32(first_step),
+        )
+
+
+def load_requests(path: str | os.PathLike[str], *, name: str | None = None) -> Requests:
+    """The requests of the trace at ``path``, read a chunk at a time: about 6 bytes a request, 20 an event.
+
+    Raises DataError (a malformed trace, or one without a request) or OSError.
+    """
+    shown = os.fspath(path)
+    with Path(path).open("rb") as file:
+        summary = read_summary(file)
+        reader = _Reader(summary.header)
+        for chunk in read_chunks(file, summary.header):
+            reader.add(chunk, shown)
+    return reader.finish(
+        name=name if name is not None else Path(path).name, sha256=summary.sha256, path=shown
+    )
+
+
+def trace_requests(trace: Trace, *, name: str = "trace") -> Requests:
+    """The requests of a trace in memory, such as a generator makes. Raises DataError if it has none."""
+    reader = _Reader(trace.header)
+    reader.add(trace, name)
+    return reader.finish(name=name, sha256="", path=name)
+
+
+class _Reader:
+    """Gathers the columns of one trace."""
+
+    def __init__(self, header: TraceHeader) -> None:
+        self._table = RecordTable.of(header.records)
+        self._dropped = np.zeros(len(self._table) * _GROUPS, np.bool_)
+        self._keys: list[NDArray[np.uint32]] = []
+        self._writes: list[NDArray[np.uint8]] = []
+        self._counts: list[NDArray[np.uint32]] = []
+        self._layers: list[NDArray[np.uint32]] = []
+        self._phases: list[NDArray[np.uint8]] = []
+        self._steps: list[NDArray[np.uint32]] = []
+        self._kinds = np.zeros(len(TraceKind), np.int64)
+
+    def add(self, chunk: Trace, path: str) -> None:
+        """Takes the accesses of ``chunk``. Raises DataError for a record that the header does not have."""
+        self._kinds += np.bincount(chunk.kinds, minlength=len(TraceKind))
+        accesses = chunk.kinds == TraceKind.ACCESS
+        per_event = np.diff(chunk.offsets).astype(np.int64)
+        units = np.repeat(accesses, per_event)
+        records, flags = chunk.records[units], chunk.flags[units]
+        if len(records) and int(records.max()) >= len(self._table):
+            raise DataError(
+                f"{path}: expected records up to {len(self._table) - 1}, found {int(records.max())}"
+            )
+        needed = (flags[:, None] >> np.arange(_GROUPS, dtype=np.uint16) & 1).astype(np.bool_)
+        bits = np.arange(_GROUPS, dtype=np.uint16)
+        keys = records[:, None] * np.uint32(_GROUPS) + bits.astype(np.uint32)
+        self._keys.append(keys[needed])
+        self._writes.append((flags[:, None] >> (bits + _DIRTY) & 1)[needed].astype(np.uint8))
+        self._dropped[keys[(flags[:, None] >> (bits + _DROP) & 1).astype(np.bool_)]] = True
+        ends = np.concatenate(([0], np.cumsum(needed.sum(axis=1), dtype=np.int64)))
+        bounds = np.concatenate(([0], np.cumsum(per_event[accesses])))
+        self._counts.append(np.diff(ends[bounds]).astype(np.uint32))
+        self._layers.append(chunk.layers[accesses])
+        self._phases.append(chunk.phases[accesses])
+        self._steps.append(chunk.steps[accesses])
+
+    def finish(self, *, name: str, sha256: str, path: str) -> Requests:
+        """The whole, with entries numbered densely. Raises DataError if nothing was asked for."""
+        keys = _joined(self._keys, np.uint32)
+        writes = _joined(self._writes, np.uint8)
+        counts = _joined(self._counts, np.uint32)
+        discarded = 0
+        if self._dropped.any():
+            keep = ~self._dropped[keys]
+            discarded = len(keys) - int(keep.sum())
+            kept_before = np.concatenate(([0], np.cumsum(keep, dtype=np.int64)))
+            counts = np.diff(kept_before[_offsets(counts).astype(np.int64)]).astype(np.uint32)
+            keys, writes = keys[keep], writes[keep]
+        if not len(keys):
+            raise DataError(f"{path}: expected a trace with accesses, found none")
+        used = np.zeros(len(self._table) * _GROUPS, np.bool_)
+        used[keys] = True
+        number = np.cumsum(used, dtype=np.uint32) - np.uint32(1)
+        used_keys = np.flatnonzero(used).astype(np.uint32)
+        sizes = self._table.frames.reshape(-1)[used_keys]
+        if (sizes == 0).any():
+            key = int(used_keys[np.argmin(sizes)])
+            raise DataError(
+                f"{path}: record {key // _GROUPS}: group {key % _GROUPS} is asked for and has no frames"
+            )
+        np.take(number, keys, out=keys)
+        keep_events = counts > 0
+        return Requests(
+            name=name,
+            sha256=sha256,
+            offsets=_offsets(counts[keep_events]),
+            entries=keys,
+            writes=writes,
+            layers=_joined(self._layers, np.uint32)[keep_events],
+            phases=_joined(self._phases, np.uint8)[keep_events],
+            steps=_numbered(_joined(self._steps, np.uint32)[keep_events]),
+            sizes=sizes,
+            entry_layers=self._table.layers[used_keys // _GROUPS],
+            entry_bytes=self._table.bytes.reshape(-1)[used_keys],
+            entry_keys=used_keys,
+            entry_stored=self._stored(used_keys),
+            left_out=self._left_out(discarded),
+        )
+
+    def _stored(self, keys: NDArray[np.uint32]) -> NDArray[np.bool_]:
+        masks = self._table.stored[keys // _GROUPS]
+        return (masks >> (keys % _GROUPS).astype(np.uint16) & 1).astype(np.bool_)
+
+    def _left_out(self, discarded: int) -> dict[str, int]:
+        events = {
+            kind.name.lower().replace("_", "-"): int(self._kinds[kind])
+            for kind in (
+                TraceKind.PREFETCH,
+                TraceKind.CLEAN,
+                TraceKind.CLEAN_ALL,
+                TraceKind.DROP,
+                TraceKind.PIN,
+            )
+        }
+        return {name: count for name, count in {**events, "discarded requests": discarded}.items() if count}
+
+
+def _joined(parts: list[NDArray[Scalar]], kind: type[Scalar]) -> NDArray[Scalar]:
+    whole = np.concatenate([np.zeros(0, kind), *parts]).astype(kind, copy=False)
+    parts.clear()
+    return whole
+
+
+def _offsets(counts: NDArray[np.uint32]) -> NDArray[np.uint64]:
+    offsets = np.zeros(len(counts) + 1, np.uint64)
+    np.cumsum(counts, out=offsets[1:], dtype=np.uint64)
+    return offsets
+
+
+def _numbered(steps: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """Steps from 0 without gaps: a new one begins where the number changes."""
+    changed = np.zeros(len(steps), np.uint32)
+    changed[1:] = steps[1:] != steps[:-1]
+    return np.cumsum(changed, dtype=np.uint32)

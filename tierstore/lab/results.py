@@ -1,0 +1,258 @@
+"""What the lab finds: plain values that commands print, studies compare and the report draws.
+
+::
+
+    Study                 one report: where it comes from, and its regimes
+    └── RegimeStudy       one trace under one replay contract and scope
+        ├── TraceInfo     what was replayed, by hash
+        ├── Curve         one policy (or bound) over capacities
+        │   └── Outcome   one replay: counts, traffic, costs, by layer, over time
+        ├── HalfLifeMap   miss ratios of LFU-decay over half-life and capacity
+        └── TuneResult    a choice on a prefix, scored on the rest
+
+Counts of a replay are ``Outcome.evidence`` (simulated, or measured in a live run). A policy's own time is
+always measured; stalls, drive writes and drive life always come from a model and are estimated.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = [
+    "Curve",
+    "Evidence",
+    "HalfLifeMap",
+    "LayerOutcome",
+    "Outcome",
+    "RegimeStudy",
+    "Role",
+    "Study",
+    "TraceInfo",
+    "TuneResult",
+    "Verdict",
+    "Window",
+]
+
+
+class Evidence(enum.Enum):
+    """Where a number comes from."""
+
+    MEASURED = "measured"
+    SIMULATED = "simulated"
+    ESTIMATED = "estimated"
+
+
+class Role(enum.Enum):
+    """A policy that could run, or a bound that knows the future."""
+
+    POLICY = "policy"
+    BOUND = "bound"
+
+
+class Verdict(enum.Enum):
+    """What tuning gained over its baseline on the held-out rest; a tie when the interval holds zero."""
+
+    BETTER = "better"
+    TIE = "tie"
+    WORSE = "worse"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOutcome:
+    """One layer's part of an outcome."""
+
+    layer: int
+    requests: int
+    misses: int
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Counts over consecutive steps, from ``first_step`` up to the next window's."""
+
+    first_step: int
+    requests: int
+    hits: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One replay. Capacities in frames (records, where all are equal), sizes in bytes, times in seconds.
+
+    ``requests`` is ``hits + misses + creates``: a created entry had no backing copy and was not read.
+    What a replay did not ask for is None or empty.
+    """
+
+    policy: str
+    policy_options: Mapping[str, float | str] = field(default_factory=dict)
+    role: Role = Role.POLICY
+    capacity_frames: int
+    capacity_fraction: float  # of the frames of all entries that the trace asks for
+    scope: str  # "global" or "layer"
+    contract: str  # "event-atomic" or "sequential"
+    steps: int
+    requests: int
+    hits: int
+    misses: int
+    evictions: int = 0
+    write_backs: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    evidence: Evidence = Evidence.SIMULATED
+    policy_s: float | None = None  # the policy's and the core's own time, measured
+    stall_s_per_step: float | None = None  # estimated
+    drive_writes_per_day: float | None = None  # estimated; the whole drive once a day is 1
+    drive_life_years: float | None = None  # estimated
+    layers: tuple[LayerOutcome, ...] = ()
+    windows: tuple[Window, ...] = ()
+
+    @property
+    def miss_ratio(self) -> float:
+        """Misses of all requests; 0 without any."""
+        return self.misses / self.requests if self.requests else 0.0
+
+    @property
+    def hit_ratio(self) -> float:
+        return 1.0 - self.miss_ratio
+
+    @property
+    def label(self) -> str:
+        """The policy with its options: ``lfu-decay(half_life=8)``."""
+        if not self.policy_options:
+            return self.policy
+        shown = ", ".join(f"{key}={_plain(value)}" for key, value in sorted(self.policy_options.items()))
+        return f"{self.policy}({shown})"
+
+
+def _plain(value: float | str) -> str:
+    return f"{value:g}" if isinstance(value, int | float) else value
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One policy over capacities, ascending."""
+
+    points: tuple[Outcome, ...]
+
+    def __post_init__(self) -> None:
+        capacities = [point.capacity_frames for point in self.points]
+        if not capacities or capacities != sorted(set(capacities)):
+            raise ValueError(f"a curve needs outcomes of ascending capacities, got {capacities}")
+
+    @property
+    def policy(self) -> str:
+        return self.points[0].policy
+
+    @property
+    def label(self) -> str:
+        """The policy with its options, where they are the same at all capacities."""
+        labels = {point.label for point in self.points}
+        return labels.pop() if len(labels) == 1 else self.policy
+
+    @property
+    def role(self) -> Role:
+        return self.points[0].role
+
+
+@dataclass(frozen=True, slots=True)
+class HalfLifeMap:
+    """Miss ratios of LFU-decay: ``miss_ratios[i][j]`` at ``half_lives[i]`` (steps), ``capacity_fractions[j]``."""
+
+    half_lives: tuple[float, ...]
+    capacity_fractions: tuple[float, ...]
+    miss_ratios: tuple[tuple[float, ...], ...]
+    evidence: Evidence = Evidence.SIMULATED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneResult:
+    """A configuration chosen on a prefix of the trace; all outcomes are of the held-out rest.
+
+    ``gain`` is the baseline's cost less the chosen one's, with a block-bootstrap interval over steps: a miss
+    ratio, or with another objective bytes or stalled seconds a step.
+    """
+
+    chosen: Outcome
+    baseline: Outcome
+    best: Outcome  # the best in hindsight
+    gain: float
+    gain_low: float
+    gain_high: float
+    confidence: float  # of the interval, such as 0.95
+    verdict: Verdict
+    tuned_steps: int
+    advice: str  # whether tuning is worth anything in this regime, in a sentence
+    configuration: str  # to paste into a configuration of ``tierstore train``
+    objective: str = "misses"  # or "bytes" (read and written), or "stall"
+
+    @property
+    def regret(self) -> float:
+        """How much worse than the best in hindsight, as a fraction of the best's cost."""
+        best, chosen = self.cost(self.best), self.cost(self.chosen)
+        if best == 0:
+            return 0.0 if chosen == 0 else float("inf")
+        return chosen / best - 1.0
+
+    def cost(self, outcome: Outcome) -> float:
+        """What the objective counts of ``outcome``, over all of its steps (stall: a step)."""
+        if self.objective == "bytes":
+            return float(outcome.read_bytes + outcome.written_bytes)
+        if self.objective == "stall":
+            return outcome.stall_s_per_step or 0.0
+        return float(outcome.misses)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceInfo:
+    """What was replayed. ``sha256`` is of the events (see docs/TRACES.md), whatever file they came from."""
+
+    name: str
+    sha256: str
+    steps: int
+    events: int
+    requests: int
+    records: int
+    layers: int
+    total_frames: int  # of all entries that the trace asks for
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegimeStudy:
+    """One trace under one contract and scope."""
+
+    name: str
+    trace: TraceInfo
+    contract: str
+    scope: str
+    active_per_layer: float  # records that one access asks for, the mean
+    records_per_layer: float
+    curves: tuple[Curve, ...]
+    half_lives: HalfLifeMap | None = None
+    tuned: TuneResult | None = None
+    elsewhere: tuple[TuneResult, ...] = ()  # at other capacities
+    against_lru: TuneResult | None = None  # LFU-decay alone, tuned, with LRU as the baseline
+    layered: tuple[Outcome, ...] = ()  # at the focus, with a quota for each layer (``curves`` being global)
+    advice: str = ""
+    focus: float = (
+        0.4  # capacity (fraction) of the tables and charts that show one; the nearest on the curves
+    )
+
+    def focused(self) -> tuple[Outcome, ...]:
+        """Each curve's outcome at the capacity nearest to the focus."""
+        return tuple(
+            min(curve.points, key=lambda point: abs(point.capacity_fraction - self.focus))
+            for curve in self.curves
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    """Everything that one report shows. ``assumptions`` are what estimates rest on: bandwidth, endurance."""
+
+    title: str
+    regimes: tuple[RegimeStudy, ...]
+    assumptions: Mapping[str, str] = field(default_factory=dict)
+    version: str = ""

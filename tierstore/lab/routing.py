@@ -1,0 +1,141 @@
+"""Expert routing as events: from the experts that tokens chose to the accesses of decoding and of training.
+
+A record is one expert of one layer, number ``layer * experts + expert``. A step of *decoding* is one access a
+layer, forward. A step of *training* is layers 0 to L-1 forward, then L-1 to 0 backward, where each expert
+that took part is needed again and is dirty when the access is over (its optimizer step).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore.cache.access import Phase
+from tierstore.trace.format import EventColumns, TraceKind
+from tierstore.trace.records import RecordTable
+
+__all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "Passes",
+    "Sections",
+    "decode_tokens",
+    "expert_masks",
+    "expert_table",
+    "expert_unit_flags",
+    "routing_events",
+    "step_blocks",
+]
+
+FORWARD, BACKWARD = Phase.FORWARD.value, Phase.BACKWARD.value
+_STEPS_AT_ONCE_CELLS = 1 << 24  # of masks held at a time
+
+
+class Passes(enum.Enum):
+    """The passes of a step."""
+
+    FORWARD = "forward"
+    FORWARD_BACKWARD = "forward-backward"
+
+
+class Sections(enum.Enum):
+    """What a record is made of: one group, or weights and (twice as large) moments that move separately."""
+
+    WHOLE = "whole"
+    SPLIT = "split"
+
+
+def expert_table(layers: NDArray[np.integer], *, sections: Sections, weight_bytes: int) -> RecordTable:
+    """Experts of one size, all stored; ``layers`` [experts] is the layer of each. Weights are one frame."""
+    split = sections is Sections.SPLIT
+    moments = 2 if split else 0
+    return RecordTable.of_columns(
+        layers,
+        (1, moments, 0),
+        (weight_bytes, moments * weight_bytes, 0),
+        0b011 if split else 0b001,
+        count=len(layers),
+    )
+
+
+def expert_unit_flags(phases: NDArray[np.uint8], sections: Sections) -> NDArray[np.uint16]:
+    """Flags of units in accesses of these phases: backward needs every section and leaves it dirty."""
+    backward = 0b011_011 if sections is Sections.SPLIT else 0b001_001
+    return np.where(phases == BACKWARD, np.uint16(backward), np.uint16(1)).astype(np.uint16)
+
+
+def expert_masks(topk: NDArray[np.integer], tokens: NDArray[np.int64], experts: int) -> NDArray[np.bool_]:
+    """Which experts any token of a step chose: [steps, layers, experts].
+
+    ``topk`` [all tokens, layers, k] are expert ids, ``tokens`` [steps, tokens a step] indices into it.
+    """
+    steps, layers = len(tokens), topk.shape[1]
+    masks = np.zeros((steps, layers, experts), np.bool_)
+    step = np.arange(steps)[:, None, None, None]
+    masks[step, np.arange(layers)[:, None], topk[tokens]] = True
+    return masks
+
+
+def routing_events(
+    masks: NDArray[np.bool_], *, first_step: int, passes: Passes, sections: Sections
+) -> EventColumns:
+    """The accesses of the steps in ``masks`` [steps, layers, experts], each step followed by its end.
+
+    A layer that nobody chose is no access.
+    """
+    steps, layers, experts = masks.shape
+    order = np.arange(layers)
+    phase = np.full(layers, FORWARD, np.uint8)
+    if passes is Passes.FORWARD_BACKWARD:
+        masks = np.concatenate((masks, masks[:, ::-1]), axis=1)
+        order = np.concatenate((order, order[::-1]))
+        phase = np.concatenate((phase, np.full(layers, BACKWARD, np.uint8)))
+    width = len(order)
+    _, pass_of, expert = np.nonzero(masks)
+    counts = np.zeros((steps, width + 1), np.int64)  # the last column: the step's end
+    counts[:, :width] = masks.sum(axis=2)
+    kinds = np.full((steps, width + 1), TraceKind.ACCESS, np.uint8)
+    kinds[:, width] = TraceKind.END_STEP
+    asked = (counts > 0) | (kinds == TraceKind.END_STEP)
+    return EventColumns.build(
+        counts[asked],
+        order[pass_of] * experts + expert,
+        kinds=kinds[asked],
+        phases=np.broadcast_to(np.append(phase, Phase.INIT), asked.shape)[asked],
+        layers=np.broadcast_to(np.append(order, 0), asked.shape)[asked],
+        steps=np.repeat(np.arange(first_step, first_step + steps), asked.sum(axis=1)),
+        flags=expert_unit_flags(phase[pass_of], sections),
+    )
+
+
+def step_blocks(
+    tokens: NDArray[np.int64], layers: int, experts: int
+) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """``tokens`` [steps, tokens a step] in blocks of steps whose masks are of a moderate size, with their first."""
+    at_once = max(1, _STEPS_AT_ONCE_CELLS // max(1, 2 * layers * experts))
+    for first in range(0, len(tokens), at_once):
+        yield first, tokens[first : first + at_once]
+
+
+def decode_tokens(prompt_len: NDArray[np.integer], sequences: int) -> NDArray[np.int64]:
+    """Which token each of ``sequences`` slots decodes at each step: [steps, sequences], indices.
+
+    Prompts are taken in order, each by the slot that is free first (of equals the lowest), and decoded one
+    token a step. It ends when a slot is free and no prompt is left, so that every step has all sequences.
+    """
+    starts = np.concatenate(([0], np.cumsum(prompt_len, dtype=np.int64)))
+    free_at = np.zeros(sequences, np.int64)
+    places = []
+    for prompt, length in enumerate(prompt_len.tolist()):
+        slot = int(np.argmin(free_at))
+        places.append((slot, int(free_at[slot]), int(starts[prompt]), length))
+        free_at[slot] += length
+    steps = int(free_at.min())
+    tokens = np.zeros((steps, sequences), np.int64)
+    for slot, begin, token, length in places:
+        kept = max(0, min(length, steps - begin))
+        tokens[begin : begin + kept, slot] = np.arange(token, token + kept)
+    return tokens

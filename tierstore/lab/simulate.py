@@ -1,0 +1,366 @@
+"""Replays of requests through policies: many settings in parallel, results in the order asked for.
+
+The native simulator runs the very policy objects of the live store and releases the interpreter lock, so
+threads are enough. Every result names its contract:
+
+- *event-atomic* (the default, and what the live cache does): what one event asks for is one set, and none of
+  it evicts another; a set that does not fit is split into the largest groups that do.
+- *sequential*: each request on its own, as caches are usually compared.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import product
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore import _native
+from tierstore.errors import BudgetError, ConfigError
+from tierstore.lab.requests import Capacity, Requests
+from tierstore.lab.results import LayerOutcome, Outcome, Role, Window
+from tierstore.machine import cores
+
+__all__ = [
+    "BOUNDS",
+    "NATIVE_CONTRACTS",
+    "Contract",
+    "OnProgress",
+    "PolicySpec",
+    "Replayed",
+    "Scope",
+    "Setting",
+    "equal_quotas",
+    "known_policies",
+    "outcome",
+    "replay_all",
+    "simulate",
+    "suits",
+]
+
+OnProgress: TypeAlias = Callable[[int, int], None]
+
+
+class Contract(enum.Enum):
+    """Whether an event's requests are one set, or one after another."""
+
+    ATOMIC = "event-atomic"
+    SEQUENTIAL = "sequential"
+
+
+class Scope(enum.Enum):
+    """One cache, or a quota for each layer."""
+
+    GLOBAL = "global"
+    LAYER = "layer"
+
+
+BOUNDS = tuple(_native.bound_names())
+
+_MOST_LOOKED_AT = 100  # entries for each request
+
+NATIVE_CONTRACTS = {
+    Contract.ATOMIC: _native.Contract.ATOMIC,
+    Contract.SEQUENTIAL: _native.Contract.SEQUENTIAL,
+}
+_SCOPES = {Scope.GLOBAL: _native.Scope.GLOBAL, Scope.LAYER: _native.Scope.LAYER}
+
+
+def known_policies(*, bounds: bool = True) -> list[str]:
+    """Names of all policies, and of the bounds, that can be simulated."""
+    return [*_native.policy_names(), *(BOUNDS if bounds else ())]
+
+
+def suits(requests: Requests, policy: str) -> bool:
+    """Whether a policy is for such requests: next-use looks at all entries of a layer in each of its passes.
+
+    So it is for passes through several layers that ask for a good part of them; on plain keys it would take
+    hours, and learn nothing.
+    """
+    if policy != "next-use":
+        return True
+    layers = int(np.count_nonzero(requests.layer_frames))
+    looked_at = requests.events * len(requests.sizes) / max(layers, 1)
+    return layers > 1 and looked_at <= _MOST_LOOKED_AT * len(requests.entries)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySpec:
+    """A policy with its options; what is not given has the policy's default.
+
+    ``name`` may be a class of your own, ``package.module:Class`` (see ``tierstore.cache.policy``).
+    """
+
+    name: str
+    options: Mapping[str, float | str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.own and self.name not in known_policies():
+            raise ConfigError(f"policy {self.name!r}: expected one of {', '.join(known_policies())}")
+        if self.name in BOUNDS:
+            if self.options:
+                raise ConfigError(
+                    f"policy {self.name!r}: a bound has no options, got {', '.join(self.options)}"
+                )
+            return
+        try:
+            _native.check_policy(self.name, dict(self.options))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(str(error)) from error
+
+    @property
+    def own(self) -> bool:
+        """Whether it is a class of the user's."""
+        return ":" in self.name
+
+    @property
+    def role(self) -> Role:
+        return Role.BOUND if self.name in BOUNDS else Role.POLICY
+
+    @staticmethod
+    def parse(text: str) -> PolicySpec:
+        """``lru``, ``lfu-decay:half_life=8,threshold=1`` or ``module:Class:option=1``. Raises ConfigError."""
+        name, _, rest = text.partition(":")
+        if rest and name.strip() not in known_policies():
+            own, _, rest = rest.partition(":")
+            name = f"{name}:{own}"
+        options: dict[str, float | str] = {}
+        for item in rest.split(",") if rest else []:
+            key, equals, value = (part.strip() for part in item.partition("="))
+            if not equals or not key or not value:
+                raise ConfigError(f"policy {text!r}: expected NAME or NAME:OPTION=VALUE,..., got {item!r}")
+            if key in options:
+                raise ConfigError(f"policy {text!r}: option {key} is given twice")
+            options[key] = _value(value)
+        return PolicySpec(name.strip(), options)
+
+
+def _value(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One thing to replay. ``layer_quotas`` (frames) with layer scope; empty means equal shares."""
+
+    policy: PolicySpec
+    capacity_frames: int
+    scope: Scope = Scope.GLOBAL
+    contract: Contract = Contract.ATOMIC
+    layer_quotas: tuple[int, ...] = ()
+
+    def quotas(self, requests: Requests) -> tuple[int, ...]:
+        """Frames of each layer; empty with global scope. Raises ConfigError for too few or too much."""
+        if self.scope is Scope.GLOBAL:
+            return ()
+        if self.layer_quotas:
+            if len(self.layer_quotas) < requests.layer_count or sum(self.layer_quotas) > self.capacity_frames:
+                raise ConfigError(
+                    f"layer quotas: expected {requests.layer_count} of at most {self.capacity_frames} frames "
+                    f"in all, got {len(self.layer_quotas)} of {sum(self.layer_quotas)}"
+                )
+            return self.layer_quotas
+        return equal_quotas(requests, self.capacity_frames)
+
+
+def equal_quotas(requests: Requests, capacity_frames: int) -> tuple[int, ...]:
+    """``capacity_frames`` in equal shares for the layers that ask for anything, none for the others."""
+    present = np.flatnonzero(requests.layer_frames)
+    share, rest = divmod(capacity_frames, len(present))
+    quotas = np.zeros(requests.layer_count, np.int64)
+    quotas[present] = share
+    quotas[present[:rest]] += 1
+    return tuple(quotas.tolist())
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Replayed:
+    """One replay's counts after its warm-up. Columns over steps and events cover the warm-up as zeros.
+
+    A creation is the first request of an entry that had no backing copy: it is no hit and reads nothing.
+    """
+
+    setting: Setting
+    requests: int
+    hits: int
+    misses: int  # without creations
+    evictions: int
+    write_backs: int
+    starved: int
+    step_requests: NDArray[np.uint64]  # [steps]
+    step_misses: NDArray[np.int64]  # [steps]: without creations
+    step_creations: NDArray[np.int64]  # [steps]
+    event_read_frames: NDArray[np.uint32]  # [events]
+    event_written_frames: NDArray[np.uint32]  # [events]
+    layer_requests: NDArray[np.uint64]  # [layers]
+    layer_misses: NDArray[np.int64]  # [layers]: without creations
+    policy_s: float  # CPU time of the replay, measured
+
+    @property
+    def event_frames(self) -> tuple[int, int]:
+        """Frames read and written in all."""
+        return int(self.event_read_frames.sum(dtype=np.uint64)), int(
+            self.event_written_frames.sum(dtype=np.uint64)
+        )
+
+
+def replay_all(
+    requests: Requests,
+    settings: Sequence[Setting],
+    *,
+    warmup_steps: int = 0,
+    threads: int = 0,
+    progress: OnProgress | None = None,
+) -> Iterator[Replayed]:
+    """Each setting's replay, in the order given, on ``threads`` threads (0: one for each core).
+
+    The first ``warmup_steps`` steps are carried out and not counted. ``progress`` hears how many of how many
+    are done. Raises ConfigError (an option that the policy does not have) or BudgetError (a capacity that
+    the largest request does not fit).
+    """
+    warmup = requests.events_before(warmup_steps)
+    with ThreadPoolExecutor(threads or cores()) as pool:
+        futures = [pool.submit(_replay, requests, setting, warmup) for setting in settings]
+        try:
+            for done, future in enumerate(futures, 1):
+                yield future.result()
+                if progress is not None:
+                    progress(done, len(futures))
+        finally:
+            for future in futures:
+                future.cancel()
+
+
+def _replay(requests: Requests, setting: Setting, warmup_events: int) -> Replayed:
+    began = time.thread_time()
+    try:
+        found = _native.simulate(
+            requests.offsets,
+            requests.entries,
+            requests.writes,
+            requests.layers,
+            requests.phases,
+            requests.steps,
+            requests.sizes,
+            requests.entry_layers,
+            requests.entry_records,
+            policy=setting.policy.name,
+            options=dict(setting.policy.options),
+            capacity_frames=setting.capacity_frames,
+            scope=_SCOPES[setting.scope],
+            layer_quotas=list(setting.quotas(requests)),
+            contract=NATIVE_CONTRACTS[setting.contract],
+            warmup_events=warmup_events,
+            detail=_native.Detail.EVENTS,
+        )
+    except _native.CapacityError as error:
+        raise BudgetError(
+            f"capacity: {setting.capacity_frames} frames of {requests.frame_bytes} bytes are too small for "
+            f"{setting.policy.name} with {setting.scope.value} scope: {error}"
+        ) from error
+    except (ValueError, TypeError) as error:
+        if setting.policy.own:  # the user's own
+            raise
+        raise ConfigError(str(error)) from error
+    elapsed = time.thread_time() - began
+    created = requests.creations.since(warmup_events)
+    read_frames = found["event_missed_frames"]
+    np.subtract.at(read_frames, created.events, requests.sizes[created.entries])
+    layer_misses = found["layer_misses"].astype(np.int64)
+    np.subtract.at(layer_misses, requests.layers[created.events], 1)
+    step_creations = np.bincount(requests.steps[created.events], minlength=requests.step_count)
+    return Replayed(
+        setting=setting,
+        requests=found["requests"],
+        hits=found["hits"],
+        misses=found["misses"] - len(created.events),
+        evictions=found["evictions"],
+        write_backs=found["write_backs"],
+        starved=found["starved"],
+        step_requests=found["step_requests"],
+        step_misses=found["step_misses"].astype(np.int64) - step_creations,
+        step_creations=step_creations,
+        event_read_frames=read_frames,
+        event_written_frames=found["event_written_frames"],
+        layer_requests=found["layer_hits"] + found["layer_misses"],
+        layer_misses=layer_misses,
+        policy_s=elapsed,
+    )
+
+
+def simulate(
+    requests: Requests,
+    policies: Sequence[PolicySpec | str],
+    capacities: Sequence[Capacity],
+    *,
+    scope: Scope = Scope.GLOBAL,
+    contract: Contract = Contract.ATOMIC,
+    warmup_steps: int = 0,
+    windows: int = 0,
+    threads: int = 0,
+    progress: OnProgress | None = None,
+) -> list[Outcome]:
+    """Every policy at every capacity: the first policy's outcomes come first, in the order of capacities.
+
+    ``windows`` > 0 asks for the hits over time, in that many windows of equal steps. Raises ConfigError or
+    BudgetError.
+    """
+    specs = [PolicySpec.parse(policy) if isinstance(policy, str) else policy for policy in policies]
+    frames = [requests.frames_of(capacity) for capacity in capacities]
+    settings = [Setting(spec, size, scope, contract) for spec, size in product(specs, frames)]
+    replays = replay_all(requests, settings, warmup_steps=warmup_steps, threads=threads, progress=progress)
+    return [outcome(requests, replayed, windows=windows) for replayed in replays]
+
+
+def outcome(requests: Requests, replayed: Replayed, *, windows: int = 0) -> Outcome:
+    """The lab's result of one replay, without the costs that need a model of the machine."""
+    setting = replayed.setting
+    read, written = replayed.event_frames
+    counted = np.flatnonzero(replayed.step_requests)
+    return Outcome(
+        policy=setting.policy.name,
+        policy_options=setting.policy.options,
+        role=setting.policy.role,
+        capacity_frames=setting.capacity_frames,
+        capacity_fraction=setting.capacity_frames / requests.total_frames,
+        scope=setting.scope.value,
+        contract=setting.contract.value,
+        steps=len(counted),
+        requests=replayed.requests,
+        hits=replayed.hits,
+        misses=replayed.misses,
+        evictions=replayed.evictions,
+        write_backs=replayed.write_backs,
+        read_bytes=read * requests.frame_bytes,
+        written_bytes=written * requests.frame_bytes,
+        policy_s=replayed.policy_s,
+        layers=tuple(
+            LayerOutcome(layer, int(asked), int(replayed.layer_misses[layer]))
+            for layer, asked in enumerate(replayed.layer_requests)
+            if asked
+        ),
+        windows=_windows(replayed, windows) if windows else (),
+    )
+
+
+def _windows(replayed: Replayed, count: int) -> tuple[Window, ...]:
+    """Hits over ``count`` windows of equal steps, creations among the misses, the warm-up left out."""
+    asked = replayed.step_requests.astype(np.int64)
+    first = int(np.flatnonzero(asked)[0]) if asked.any() else 0
+    edges = np.unique(np.linspace(first, len(asked), count + 1).astype(np.int64)[:-1])
+    hits = asked - replayed.step_misses - replayed.step_creations
+    return tuple(
+        Window(int(edge), int(requested), int(hit))
+        for edge, requested, hit in zip(
+            edges, np.add.reduceat(asked, edges), np.add.reduceat(hits, edges), strict=True
+        )
+    )

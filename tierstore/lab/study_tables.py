@@ -1,0 +1,211 @@
+"""A study as tables in Markdown, for people who read documents rather than reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from tierstore.lab.results import Outcome, RegimeStudy, Role, Study, TuneResult
+
+__all__ = ["study_markdown"]
+
+_WITHIN = 0.01  # of the best in hindsight: what a choice is held to
+
+
+def study_markdown(study: Study) -> str:
+    """Every table of the study, each under a heading."""
+    regimes = study.regimes
+    parts = [
+        ("Regimes", _regimes(regimes)),
+        ("Miss ratio, one cache for all layers", _by_policy(regimes, RegimeStudy.focused, _miss_ratio)),
+        (
+            "Miss ratio, a quota for each layer",
+            _by_policy(regimes, lambda regime: regime.layered, _miss_ratio),
+        ),
+        ("Distance from the bound", _distances(regimes)),
+        ("Written back, MB a step", _by_policy(_writing(regimes), RegimeStudy.focused, _written)),
+        ("Read and written, MB a step", _by_policy(_writing(regimes), RegimeStudy.focused, _moved)),
+        ("LFU-decay tuned on the first half, against LRU on the second", _against_lru(regimes)),
+        ("The tuner's choice on the first half, scored on the second", _choices(regimes)),
+        ("Miss ratio over capacity", _over_capacity(regimes)),
+    ]
+    focus = regimes[0].focus if regimes else 0.0
+    head = (
+        f"All miss ratios and bytes are simulated, at a capacity of {focus:.0%} of what the trace asks for unless "
+        "said otherwise; contract and hash of each trace are in the first table.\n"
+    )
+    return head + "".join(f"\n### {title}\n\n{table}" for title, table in parts if table)
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table, its first column set left; nothing without rows."""
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    if not lines:
+        return ""
+    head = ["| " + " | ".join(columns) + " |", "|---" + "|--:" * (len(columns) - 1) + "|"]
+    return "\n".join([*head, *lines]) + "\n"
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.4f}".removeprefix("0")
+
+
+def _miss_ratio(one: Outcome) -> str:
+    return _ratio(one.miss_ratio)
+
+
+def _written(one: Outcome) -> str:
+    return f"{one.written_bytes / max(one.steps, 1) / 1e6:,.0f}"
+
+
+def _moved(one: Outcome) -> str:
+    return f"{(one.read_bytes + one.written_bytes) / max(one.steps, 1) / 1e6:,.0f}"
+
+
+def _writing(regimes: Sequence[RegimeStudy]) -> list[RegimeStudy]:
+    return [regime for regime in regimes if any(one.written_bytes for one in regime.focused())]
+
+
+def _regimes(regimes: Sequence[RegimeStudy]) -> str:
+    columns = ("regime", "steps", "requests", "records", "asked for of a layer", "contract", "trace")
+    return _table(
+        columns,
+        (
+            (
+                regime.name,
+                f"{regime.trace.steps:,}",
+                f"{regime.trace.requests:,}",
+                f"{regime.trace.records:,}",
+                f"{regime.active_per_layer:.1f} of {regime.records_per_layer:.0f}",
+                regime.contract,
+                f"`{regime.trace.sha256[:12]}`",
+            )
+            for regime in regimes
+        ),
+    )
+
+
+def _by_policy(
+    regimes: Sequence[RegimeStudy],
+    outcomes_of: Callable[[RegimeStudy], Sequence[Outcome]],
+    shown: Callable[[Outcome], str],
+) -> str:
+    """A row a policy, a column a regime; the best policy of a column is bold."""
+    found = [(regime.name, {one.label: one for one in outcomes_of(regime)}) for regime in regimes]
+    found = [(name, outcomes) for name, outcomes in found if outcomes]
+    labels = list(dict.fromkeys(label for _, outcomes in found for label in outcomes))
+    if not found:
+        return ""
+
+    def cell(outcomes: dict[str, Outcome], label: str) -> str:
+        if label not in outcomes:
+            return "-"
+        text = shown(outcomes[label])
+        policies = [one for one in outcomes.values() if one.role is Role.POLICY]
+        least = min(policies, key=lambda one: float(shown(one).replace(",", "")))
+        return f"**{text}**" if outcomes[label] in policies and text == shown(least) else text
+
+    rows = [[label, *(cell(outcomes, label) for _, outcomes in found)] for label in labels]
+    return _table(["policy", *(name for name, _ in found)], rows)
+
+
+def _distances(regimes: Sequence[RegimeStudy]) -> str:
+    rows = []
+    for regime in regimes:
+        outcomes = regime.focused()
+        policies = [one for one in outcomes if one.role is Role.POLICY]
+        bounds = [one.miss_ratio for one in outcomes if one.role is Role.BOUND]
+        if not bounds:
+            continue
+        best = min(policies, key=lambda one: one.miss_ratio)
+        named = {one.policy: one for one in policies}
+        above = [
+            f"{named[name].miss_ratio - bounds[0]:+.4f}" if name in named else "-"
+            for name in ("lru", "lfu-decay", "next-use")
+        ]
+        rows.append(
+            (regime.name, _ratio(bounds[0]), best.label, f"{best.miss_ratio - bounds[0]:+.4f}", *above)
+        )
+    columns = ("regime", "bound", "best policy", "best above it", "LRU above it", "LFU-decay", "next-use")
+    return _table(columns, rows)
+
+
+def _described(one: Outcome) -> str:
+    return f"{one.label}, {one.scope}"
+
+
+def _against_lru(regimes: Sequence[RegimeStudy]) -> str:
+    rows = [
+        (
+            regime.name,
+            tuned.chosen.label,
+            _ratio(tuned.baseline.miss_ratio),
+            _ratio(tuned.chosen.miss_ratio),
+            f"{tuned.gain:+.4f} ({tuned.gain_low:+.4f} to {tuned.gain_high:+.4f})",
+            tuned.verdict.value,
+        )
+        for regime in regimes
+        if (tuned := regime.against_lru) is not None
+    ]
+    return _table(("regime", "tuned", "LRU", "LFU-decay", "gain, 95% interval", "verdict"), rows)
+
+
+def _choices(regimes: Sequence[RegimeStudy]) -> str:
+    tunings = [(regime, tuned) for regime in regimes for tuned in _tunings(regime)]
+    rows = [
+        (
+            f"{regime.name}, {tuned.chosen.capacity_fraction:.0%}",
+            _described(tuned.chosen),
+            _ratio(tuned.chosen.miss_ratio),
+            _ratio(tuned.baseline.miss_ratio),
+            _described(tuned.best),
+            _ratio(tuned.best.miss_ratio),
+            f"{tuned.regret:.2%}",
+            tuned.verdict.value,
+        )
+        for regime, tuned in tunings
+    ]
+    if not rows:
+        return ""
+    near = sum(tuned.regret <= _WITHIN for _, tuned in tunings)
+    table = _table(
+        (
+            "regime, capacity",
+            "chosen",
+            "misses",
+            "default",
+            "best in hindsight",
+            "misses",
+            "regret",
+            "verdict",
+        ),
+        rows,
+    )
+    return f"{table}\nWithin {_WITHIN:.0%} of the best in hindsight: {near} of {len(tunings)}.\n"
+
+
+def _tunings(regime: RegimeStudy) -> list[TuneResult]:
+    found = [*regime.elsewhere, *([regime.tuned] if regime.tuned is not None else [])]
+    return sorted(found, key=lambda tuned: tuned.chosen.capacity_fraction)
+
+
+def _over_capacity(regimes: Sequence[RegimeStudy]) -> str:
+    """LRU, LFU-decay, the best policy of each capacity, and the bound."""
+    if not regimes:
+        return ""
+    fractions = [point.capacity_fraction for point in regimes[0].curves[0].points]
+    rows = []
+    for regime in regimes:
+        points = list(zip(*(curve.points for curve in regime.curves), strict=True))
+        if len(points) != len(fractions):
+            continue
+        for name in ("lru", "lfu-decay", "best", "bound"):
+            cells = [_chosen(name, at_capacity) for at_capacity in points]
+            if any(cells):
+                rows.append((f"{regime.name}: {name}", *(cell or "-" for cell in cells)))
+    return _table(["regime, policy", *(f"{fraction:.0%}" for fraction in fractions)], rows)
+
+
+def _chosen(name: str, outcomes: Sequence[Outcome]) -> str:
+    role = Role.BOUND if name == "bound" else Role.POLICY
+    among = [one for one in outcomes if one.role is role and name in ("best", "bound", one.policy)]
+    return _ratio(min(one.miss_ratio for one in among)) if among else ""

@@ -1,0 +1,282 @@
+"""Choosing a cache setting on the first part of a trace, and saying what it is worth on the rest.
+
+1. A coarse grid (policies, half-lives, scopes) is replayed on the last million requests of the prefix.
+2. The best settings get neighbours: half-lives between the grid's, thresholds, a tuned split of the capacity.
+3. The best of all of them, and the simplest of those close to the best, are replayed on the whole prefix. The
+   simplest is chosen that cannot be told from the best (block bootstrap, corrected for the number of tries)
+   and costs at most half a percent more.
+4. They are replayed once more on the whole trace; only the steps after the prefix count, and the cache keeps
+   what it held (warm). That is what the choice is scored on, against the default of ``tierstore train``.
+
+Steps 1 and 2 cost the same whatever the trace's length, steps 3 and 4 some twenty replays.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore.errors import ConfigError, DataError
+from tierstore.lab.bootstrap import Interval, paired_interval
+from tierstore.lab.candidates import (
+    Candidate,
+    configuration_text,
+    default_candidate,
+    live_policies,
+    neighbours,
+    starting_grid,
+)
+from tierstore.lab.costs import Machine, Objective, cost_by_step, with_costs
+from tierstore.lab.quotas import split_capacity
+from tierstore.lab.regime import Regime, survey
+from tierstore.lab.requests import Capacity, Requests
+from tierstore.lab.results import Outcome, TuneResult, Verdict
+from tierstore.lab.simulate import Contract, Replayed, Scope, outcome, replay_all, suits
+
+__all__ = ["Hindsight", "OnStage", "TuneOptions", "Tuning", "tune"]
+
+OnStage: TypeAlias = Callable[[str, int, int], None]
+"""Hears the stage, and how many of how many replays are done."""
+
+_COARSE_REQUESTS = 1_000_000
+_BEST = 6  # finalists by cost
+_SIMPLEST = 4  # finalists by simplicity, of those this close to the best:
+_CLOSE = 1.01
+_TIED = 1.005  # what a simpler setting may cost more, if it cannot be told from the best
+_LEAST_STEPS = 4
+
+
+class Hindsight(enum.Enum):
+    """What the choice is compared with on the rest: the finalists, or everything that was tried (slower)."""
+
+    FINALISTS = "finalists"
+    ALL = "all"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneOptions:
+    """What is searched, for what. ``policies`` empty: those that ``tierstore train`` runs and that suit."""
+
+    policies: tuple[str, ...] = ()
+    scopes: tuple[Scope, ...] = (Scope.GLOBAL, Scope.LAYER)
+    objective: Objective = Objective.MISSES
+    contract: Contract = Contract.ATOMIC
+    prefix: float = 0.5  # of the steps
+    confidence: float = 0.95
+    seed: int = 0
+    threads: int = 0
+    baseline: Candidate = field(default_factory=default_candidate)
+    hindsight: Hindsight = Hindsight.FINALISTS
+
+    def __post_init__(self) -> None:
+        if not 0 < self.prefix < 1:
+            raise ConfigError(f"prefix: expected a fraction of the steps in (0, 1), got {self.prefix}")
+        if not 0 < self.confidence < 1:
+            raise ConfigError(f"confidence: expected a number in (0, 1), got {self.confidence}")
+        if not self.scopes:
+            raise ConfigError("scopes: expected at least one")
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """A tuned choice, what the regime is like, and the held-out outcomes that it is compared with, best first."""
+
+    result: TuneResult
+    regime: Regime
+    chosen: Candidate
+    ranked: tuple[tuple[Candidate, Outcome], ...]
+
+
+def tune(
+    requests: Requests,
+    capacity: Capacity,
+    options: TuneOptions | None = None,
+    *,
+    machine: Machine | None = None,
+    progress: OnStage | None = None,
+) -> Tuning:
+    """The setting for ``capacity``, chosen on the first part of the steps and scored on the rest.
+
+    ``machine`` is what stalls are estimated from. Raises ConfigError, BudgetError (a capacity that no entry
+    fits), or DataError for a trace of fewer than four steps.
+    """
+    chosen_options = options or TuneOptions()
+    if requests.step_count < _LEAST_STEPS:
+        raise DataError(
+            f"{requests.name}: expected at least {_LEAST_STEPS} steps to tune on and to score, found "
+            f"{requests.step_count}"
+        )
+    tuner = _Tuner(requests, requests.frames_of(capacity), chosen_options, machine or Machine(), progress)
+    return tuner.run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """A candidate with its cost by step, warm-up steps being 0."""
+
+    candidate: Candidate
+    replayed: Replayed
+    costs: NDArray[np.float64]
+
+    @property
+    def total(self) -> float:
+        return float(self.costs.sum())
+
+
+class _Tuner:
+    """One search."""
+
+    def __init__(
+        self,
+        requests: Requests,
+        capacity_frames: int,
+        options: TuneOptions,
+        machine: Machine,
+        progress: OnStage | None,
+    ) -> None:
+        self._requests = requests
+        self._capacity = capacity_frames
+        self._options = options
+        self._machine = machine
+        self._progress = progress
+        self._split = min(max(2, round(requests.step_count * options.prefix)), requests.step_count - 2)
+
+    def run(self) -> Tuning:
+        options = self._options
+        regime = survey(self._requests, self._capacity, contract=options.contract, threads=options.threads)
+        prefix = self._requests.between(0, self._split)
+        finalists, tried = self._search(prefix)
+        scored = self._replay(prefix, finalists, "prefix", prefix.step_count // 8)
+        chosen = self._choose(scored)
+        # The choice is made. What comes now it has not seen.
+        rest = tried if options.hindsight is Hindsight.ALL else finalists
+        held_out = self._replay(self._requests, rest, "rest", self._split)
+        return self._result(regime, chosen, held_out)
+
+    def _search(self, prefix: Requests) -> tuple[list[Candidate], list[Candidate]]:
+        """The finalists, the baseline among them, and everything that was tried."""
+        options, part = self._options, prefix.tail(_COARSE_REQUESTS)
+        warmup = part.step_count // 4
+        names = options.policies or [name for name in live_policies() if suits(self._requests, name)]
+        grid = starting_grid(self._requests, self._capacity, names, options.scopes)
+        tried = self._replay(part, _distinct([options.baseline, *grid]), "grid", warmup)
+        finer = [
+            near
+            for scope in options.scopes
+            for best in _best_of(tried, scope, "lfu-decay")
+            for near in neighbours(best.candidate)
+        ]
+        finer += [
+            tuned
+            for best in _best_of(tried, Scope.LAYER)
+            for tuned in self._tuned_split(part, best.candidate, warmup)
+        ]
+        known = {one.candidate.key for one in tried}
+        fresh = [one for one in _distinct(finer) if one.key not in known]
+        tried += self._replay(part, fresh, "neighbours", warmup)
+        ranked = sorted(tried, key=lambda one: (one.total, one.candidate.complexity))
+        close = [one for one in ranked if one.total <= _CLOSE * ranked[0].total]
+        close.sort(key=lambda one: one.candidate.complexity)
+        finalists = [*ranked[:_BEST], *close[:_SIMPLEST]]
+        return (
+            _distinct([options.baseline, *(one.candidate for one in finalists)]),
+            [one.candidate for one in ranked],
+        )
+
+    def _tuned_split(self, part: Requests, candidate: Candidate, warmup: int) -> Iterable[Candidate]:
+        options = self._options
+        quotas = split_capacity(
+            part,
+            candidate.policy,
+            self._capacity,
+            contract=options.contract,
+            warmup_steps=warmup,
+            threads=options.threads,
+        )
+        return [Candidate(candidate.policy, Scope.LAYER, quotas)]
+
+    def _replay(
+        self, requests: Requests, candidates: Sequence[Candidate], stage: str, warmup_steps: int
+    ) -> list[_Scored]:
+        options, notify = self._options, self._progress
+        settings = [one.setting(self._capacity, options.contract) for one in candidates]
+        replays = replay_all(
+            requests,
+            settings,
+            warmup_steps=warmup_steps,
+            threads=options.threads,
+            progress=None if notify is None else lambda done, total: notify(stage, done, total),
+        )
+        return [
+            _Scored(candidate, replayed, cost_by_step(requests, replayed, options.objective, self._machine))
+            for candidate, replayed in zip(candidates, replays, strict=True)
+        ]
+
+    def _interval(self, one: _Scored, other: _Scored, confidence: float) -> Interval:
+        """What ``one`` costs more than ``other``: a request for misses, a step otherwise."""
+        counted = np.flatnonzero(one.replayed.step_requests)
+        weights = one.replayed.step_requests[counted].astype(np.float64)
+        if self._options.objective is not Objective.MISSES:
+            weights = np.ones(len(counted))
+        difference = (one.costs - other.costs)[counted]
+        return paired_interval(difference, weights, confidence=confidence, seed=self._options.seed)
+
+    def _choose(self, scored: Sequence[_Scored]) -> Candidate:
+        """The simplest that cannot be told from the best, on the prefix."""
+        best = min(scored, key=lambda one: (one.total, one.candidate.complexity))
+        confidence = 1 - (1 - self._options.confidence) / len(scored)
+        for one in sorted(scored, key=lambda one: one.candidate.complexity):
+            near = one.total <= _TIED * best.total
+            if one is best or (near and self._interval(one, best, confidence).holds_zero):
+                return one.candidate
+        raise AssertionError("the best is one of them")
+
+    def _result(self, regime: Regime, chosen: Candidate, held_out: list[_Scored]) -> Tuning:
+        options = self._options
+        by_key = {one.candidate.key: one for one in held_out}
+        winner, baseline = by_key[chosen.key], by_key[options.baseline.key]
+        gain = self._interval(baseline, winner, options.confidence)
+        verdict = Verdict.BETTER if gain.low > 0 else Verdict.WORSE if gain.high < 0 else Verdict.TIE
+        ranked = sorted(held_out, key=lambda one: (one.total, one.candidate.complexity))
+        outcomes = {one.candidate.key: self._outcome(one) for one in ranked}
+        recommended = options.baseline if verdict is Verdict.WORSE else chosen
+        result = TuneResult(
+            chosen=outcomes[chosen.key],
+            baseline=outcomes[options.baseline.key],
+            best=outcomes[ranked[0].candidate.key],
+            gain=gain.estimate,
+            gain_low=gain.low,
+            gain_high=gain.high,
+            confidence=gain.confidence,
+            verdict=verdict,
+            tuned_steps=self._split,
+            advice=regime.advice,
+            configuration=configuration_text(self._requests, recommended, self._capacity),
+            objective=options.objective.value,
+        )
+        held = tuple((one.candidate, outcomes[one.candidate.key]) for one in ranked)
+        return Tuning(result, regime, chosen, held)
+
+    def _outcome(self, one: _Scored) -> Outcome:
+        plain = outcome(self._requests, one.replayed)
+        return with_costs(self._requests, one.replayed, plain, self._machine)
+
+
+def _distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Without those that do the same as an earlier one."""
+    return list({one.key: one for one in reversed(list(candidates))}.values())[::-1]
+
+
+def _best_of(scored: Sequence[_Scored], scope: Scope, policy: str | None = None) -> list[_Scored]:
+    """The cheapest of a scope (and policy), if there is any."""
+    among = [
+        one
+        for one in scored
+        if one.candidate.scope is scope and (policy is None or one.candidate.policy.name == policy)
+    ]
+    return sorted(among, key=lambda one: (one.total, one.candidate.complexity))[:1]

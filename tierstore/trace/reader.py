@@ -1,0 +1,133 @@
+"""Reads traces, whole or a chunk at a time. What is malformed is refused with file and byte."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from tierstore.errors import DataError
+from tierstore.trace.format import (
+    CHUNK,
+    DESCRIPTION,
+    MAGIC,
+    MAX_CHUNK,
+    PREAMBLE,
+    VERSION,
+    EventColumns,
+    Trace,
+    TraceHeader,
+    decode_chunk,
+)
+from tierstore.trace.records import RecordTable
+
+__all__ = ["TraceSummary", "load_trace", "read_chunks", "read_header", "read_summary"]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSummary:
+    """What a trace says of itself, read without its events. ``sha256`` is hexadecimal."""
+
+    header: TraceHeader
+    events: int
+    units: int
+    sha256: str
+
+
+def _read(file: BinaryIO, count: int, what: str) -> bytes:
+    offset = file.tell()
+    data = file.read(count)
+    if len(data) != count:
+        raise DataError(
+            f"{file.name}: at byte {offset}: expected {what} ({count} bytes), found {len(data)} bytes"
+        )
+    return data
+
+
+def _refuse(file: BinaryIO, offset: int, expected: str, found: object) -> DataError:
+    return DataError(f"{file.name}: at byte {offset}: expected {expected}, found {found}")
+
+
+def _description_at(file: BinaryIO) -> int:
+    """Checks the preamble and returns the byte of the description."""
+    magic = file.read(len(MAGIC))
+    if magic != MAGIC:
+        raise _refuse(file, 0, f"a trace (it starts with {MAGIC!r})", repr(magic))
+    rest = _read(file, PREAMBLE.size - len(MAGIC), "the rest of the preamble")
+    _, version, _, start = PREAMBLE.unpack(MAGIC + rest)
+    if version != VERSION:
+        raise _refuse(file, 8, f"version {VERSION}", version)
+    if start == 0:
+        raise _refuse(file, 16, "where the description is", "none: the trace was not completed")
+    return int(start)
+
+
+def read_summary(file: BinaryIO) -> TraceSummary:
+    """The description of the trace that ``file`` (at its start) holds; leaves it at the first chunk.
+
+    Raises DataError.
+    """
+    start = _description_at(file)
+    file.seek(start)
+    head = _read(file, DESCRIPTION.size, "the description of the trace")
+    tag, text_bytes, table_bytes, crc, events, units, sha256 = DESCRIPTION.unpack(head)
+    if tag != b"DESC":
+        raise _refuse(file, start, "the tag DESC", repr(tag))
+    text = _read(file, text_bytes, "the header")
+    table = _read(file, table_bytes, "the table of records")
+    if file.read(1):
+        raise _refuse(file, file.tell() - 1, "nothing after the description", "more")
+    if crc != zlib.crc32(text + table):
+        raise _refuse(file, start, "a description with its crc32", "another one")
+    try:
+        records = RecordTable.decode(table)
+    except ValueError as error:
+        raise _refuse(file, start + DESCRIPTION.size + text_bytes, "a table of records", error) from error
+    try:
+        header = TraceHeader.from_json(text.decode(), records)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise _refuse(file, start + DESCRIPTION.size, "a header", f"JSON that is none ({error})") from error
+    file.seek(PREAMBLE.size)
+    return TraceSummary(header, events, units, sha256.hex())
+
+
+def read_header(file: BinaryIO) -> TraceHeader:
+    """The header alone, as ``read_summary`` reads it."""
+    return read_summary(file).header
+
+
+def read_chunks(file: BinaryIO, header: TraceHeader) -> Iterator[Trace]:
+    """The chunks, of a file that is at the first of them, each as columns of its own. Raises DataError."""
+    while True:
+        start = file.tell()
+        head = _read(file, CHUNK.size, "a chunk or the description")
+        tag, events, units, size, crc, coding, constant, _ = CHUNK.unpack(head)
+        if tag == b"DESC":
+            return
+        if tag != b"CHNK":
+            raise _refuse(file, start, "the tag CHNK or DESC", repr(tag))
+        if max(events, units) > MAX_CHUNK:
+            raise _refuse(
+                file, start + 4, f"at most {MAX_CHUNK} events or units in a chunk", f"{events} and {units}"
+            )
+        payload = _read(file, size, f"a chunk of {events} events and {units} units")
+        if zlib.crc32(payload) != crc:
+            raise _refuse(file, start, "a chunk with its crc32", "another one")
+        try:
+            columns = decode_chunk(payload, events=events, units=units, coding=coding, constant=constant)
+        except ValueError as error:
+            raise _refuse(file, start, f"a chunk of {events} events and {units} units", error) from error
+        yield Trace(header=header, **vars(columns))
+
+
+def load_trace(path: str | os.PathLike[str]) -> Trace:
+    """The whole trace in memory. Raises DataError naming file, byte and what was expected, or OSError."""
+    with Path(path).open("rb") as file:
+        header = read_header(file)
+        chunks = list(read_chunks(file, header))
+    if len(chunks) == 1:
+        return chunks[0]
+    return Trace(header=header, **vars(EventColumns.joined(chunks)))
