@@ -24,8 +24,12 @@ std::span<const T> span_of(const Column<T>& array) {
     return std::span(array.data(), array.shape(0));
 }
 
+// An empty span stands for a column that is not there: one that is there must not look like it.
 template <typename T>
-std::span<const T> span_of(const std::optional<Column<T>>& array) {
+std::span<const T> span_of(const std::optional<Column<T>>& array, const char* name, std::size_t entries) {
+    if (array && array->shape(0) == 0 && entries > 0) {
+        throw std::invalid_argument(std::string("column '") + name + "': expected values, or to be left out");
+    }
     return array ? span_of(*array) : std::span<const T>();
 }
 
@@ -97,16 +101,17 @@ void bind_sim(nb::module_& m) {
            Words steps, Words sizes, Words entry_layers, Words records, Bytes pinned, const std::string& policy,
            const PolicyOptions& policy_options, std::uint64_t capacity, Scope scope,
            const std::vector<std::uint64_t>& quotas, Contract contract, std::uint64_t warmup) {
+            const std::size_t asked = entries.shape(0);
             const RequestColumns requests{.offsets = span_of(offsets),
                                           .entries = span_of(entries),
-                                          .writes = span_of(writes),
-                                          .layers = span_of(layers),
-                                          .phases = span_of(phases),
-                                          .steps = span_of(steps),
-                                          .sizes = span_of(sizes),
-                                          .layer_of = span_of(entry_layers),
-                                          .records = span_of(records),
-                                          .pinned = span_of(pinned)};
+                                          .writes = span_of(writes, "writes", asked),
+                                          .layers = span_of(layers, "layers", asked),
+                                          .phases = span_of(phases, "phases", asked),
+                                          .steps = span_of(steps, "steps", asked),
+                                          .sizes = span_of(sizes, "sizes", asked),
+                                          .layer_of = span_of(entry_layers, "entry_layers", asked),
+                                          .records = span_of(records, "records", asked),
+                                          .pinned = span_of(pinned, "pinned", asked)};
             const SimulationOptions options{.policy = policy,
                                             .policy_options = policy_options,
                                             .capacity_frames = capacity,
@@ -133,8 +138,9 @@ void bind_sim(nb::module_& m) {
         "stack_distances",
         [](Column<std::uint64_t> offsets, Column<std::uint32_t> entries, Bytes writes, Contract contract,
            std::uint64_t warmup) {
-            const RequestColumns requests{
-                .offsets = span_of(offsets), .entries = span_of(entries), .writes = span_of(writes)};
+            const RequestColumns requests{.offsets = span_of(offsets),
+                                          .entries = span_of(entries),
+                                          .writes = span_of(writes, "writes", entries.shape(0))};
             StackDistances found;
             {
                 nb::gil_scoped_release release;
