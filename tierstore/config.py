@@ -5,7 +5,8 @@ TOML table. The same names serve the file and the command line: ``[model] d_mode
 ``model.d_model=256`` as an override, and the override wins.
 
 A field is one of ``int``, ``float``, ``bool``, ``str``, ``Path``, an ``Enum`` (by value), a nested
-dataclass, ``T | None``, or ``tuple[T, ...]``. Metadata: ``help`` is what ``dotted_fields`` shows, and
+dataclass, ``T | None``, ``tuple[T, ...]``, or ``Mapping[str, float | str]``: an open table, whose keys the
+component checks. Metadata: ``help`` is what ``dotted_fields`` shows, and
 ``size`` marks bytes: an ``int`` then also takes ``"512MiB"``; a ``str`` stays the text, checked, so that
 a fraction such as ``"25%"`` can be resolved once the whole is known.
 
@@ -57,7 +58,7 @@ class _Spec:
     """A field's declaration, with its annotation taken apart once."""
 
     name: str
-    kind: type  # the scalar's or element's type, or the nested dataclass
+    kind: type  # the scalar's or element's type, the nested dataclass, or dict for an open table
     optional: bool
     repeated: bool
     length: int | None  # of a tuple with a fixed number of elements
@@ -70,8 +71,14 @@ class _Spec:
         return dataclasses.is_dataclass(self.kind)
 
     @property
+    def open(self) -> bool:
+        return self.kind is dict
+
+    @property
     def expected(self) -> str:
         """The type in words, as errors and listings name it."""
+        if self.open:
+            return "a table of numbers and text"
         if self.size:
             word = "a size such as 512MiB, 4GB" + (" or 25%" if self.kind is str else "")
         elif issubclass(self.kind, Enum):
@@ -160,11 +167,14 @@ def _spec(cls: type[object], field: dataclasses.Field[object], annotation: objec
             length = 1 + len(rest)
         alike = rest == [Ellipsis] or all(other is first for other in rest)
         annotation = first if alike else None
+    if annotation == Mapping[str, float | str]:
+        annotation = dict
     scalar = isinstance(annotation, type) and (
         annotation in (int, float, bool, str, Path) or issubclass(annotation, Enum)
     )
     size = bool(field.metadata.get("size", False))
     table = dataclasses.is_dataclass(annotation) and not optional and not repeated
+    table = table or annotation is dict
     if not isinstance(annotation, type) or not (scalar or table) or (size and annotation not in (int, str)):
         raise TypeError(f"{cls.__name__}.{field.name}: a configuration cannot hold {field.type!r}")
     default = field.default
@@ -214,25 +224,57 @@ def _read_table(
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{origin}{name}: expected a table, got {_shown(value)}")
             values[key] = _read_table(spec.kind, value, prefix=f"{name}.", origin=origin)
+        elif spec.open:
+            values[key] = _read_open(value, name=name, origin=origin)
         else:
             values[key] = _convert(spec, value, name=name, origin=origin, scalar=_from_value)
     return values
 
 
+def _read_open(value: object, *, name: str, origin: str) -> dict[str, object]:
+    """The items of an open table, as they were typed."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{origin}{name}: expected a table, got {_shown(value)}")
+    for key, item in value.items():
+        finite = not isinstance(item, float) or math.isfinite(item)
+        if isinstance(item, bool) or not isinstance(item, int | float | str) or not finite:
+            raise ConfigError(f"{origin}{name}.{key}: expected a number or text, got {_shown(item)}")
+    return dict(value)
+
+
+def _open_item(value: object) -> object:
+    """An item of an open table that was typed on a command line: a number if it reads as one."""
+    if not isinstance(value, str):
+        return value
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value
+
+
 def _override(cls: type[object], values: dict[str, object], name: str, value: object) -> None:
     known = [info.name for info in dotted_fields(cls)]
     *tables, key = name.split(".")
-    for table in tables:
-        spec = next((spec for spec in _specs(cls) if spec.name == table and spec.nested), None)
+    for depth, table in enumerate(tables):
+        spec = next((spec for spec in _specs(cls) if spec.name == table and (spec.nested or spec.open)), None)
         if spec is None:
             raise ConfigError(_unknown(name, known, cls))
-        cls = spec.kind
         inner = values.setdefault(table, {})
         assert isinstance(inner, dict)
+        if spec.open:
+            item = ".".join([*tables[depth + 1 :], key])
+            inner.update(_read_open({item: _open_item(value)}, name=name.removesuffix(f".{item}"), origin=""))
+            return
+        cls = spec.kind
         values = inner
     spec = next((spec for spec in _specs(cls) if spec.name == key), None)
     if spec is None:
         raise ConfigError(_unknown(name, known, cls))
+    if spec.open:
+        values[key] = _read_open(value, name=name, origin="")
+        return
     if spec.nested:
         inside = [candidate for candidate in known if candidate.startswith(f"{name}.")]
         raise ConfigError(f"{name}: a table has no value of its own; set one of {', '.join(inside)}")
@@ -357,6 +399,8 @@ def _shown(value: object) -> str:
 def _plain(value: object) -> object:
     if isinstance(value, tuple):
         return [_plain(element) for element in value]
+    if isinstance(value, Mapping):
+        return dict(value)
     if isinstance(value, Enum):
         return value.value
     return str(value) if isinstance(value, Path) else value
@@ -371,6 +415,12 @@ def _dump_table(config: object, *, prefix: str) -> list[str]:
         if spec.nested:
             inner = _dump_table(value, prefix=f"{name}.")
             tables += ["", f"[{name}]", *inner] if inner else []
+        elif spec.open:
+            items = [
+                f"{_toml_key(key)} = {_toml_scalar(spec, item, f'{name}.{key}')}"
+                for key, item in value.items()
+            ]
+            tables += ["", f"[{name}]", *items] if items else []
         else:
             lines.append(f"{spec.name} = {_toml(spec, value, name)}")
     return lines + tables
@@ -405,6 +455,11 @@ def _toml_scalar(spec: _Spec, value: object, name: str) -> str:
             raise ConfigError(f"{name}: {plain!r} is not text that UTF-8 can hold") from exc
         return _toml_string(plain)
     raise TypeError(f"{name}: a configuration cannot hold {plain!r}")
+
+
+def _toml_key(key: str) -> str:
+    bare = key.isascii() and key.replace("-", "_").isidentifier()
+    return key if bare else _toml_string(key)
 
 
 def _toml_string(text: str) -> str:

@@ -8,6 +8,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "native/bindings/bindings.hpp"
+#include "native/bindings/python_policy.hpp"
 #include "native/cache/lfu_decay.hpp"
 #include "native/cache/residency.hpp"
 
@@ -101,9 +102,28 @@ void bind_cache(nb::module_& m) {
     m.def("policy_names", &policy_names, "The names that a cache policy may have.");
     m.def(
         "check_policy",
-        [](const std::string& name, const PolicyOptions& options) { make_policy(name, options); }, "name"_a,
-        "options"_a = PolicyOptions{},
+        [](const std::string& name, const PolicyOptions& options) { make_any_policy(name, options); },
+        "name"_a, "options"_a = PolicyOptions{},
         "ValueError if there is no such policy or option, or a value is out of range.");
+    m.def(
+        "policy_headroom_frames",
+        [](const std::string& name, const PolicyOptions& options) {
+            return make_any_policy(name, options)->headroom_frames();
+        },
+        "name"_a, "options"_a = PolicyOptions{}, "Frames of its capacity that a policy leaves empty.");
+    nb::class_<LfuDecayOptions>(m, "LfuDecayOptions")
+        .def_prop_ro("variant",
+                     [](const LfuDecayOptions& self) {
+                         return self.variant == LfuVariant::PAPER ? "paper" : "corrected";
+                     })
+        .def_ro("threshold", &LfuDecayOptions::threshold)
+        .def_ro("beta", &LfuDecayOptions::beta)
+        .def_ro("interval", &LfuDecayOptions::interval)
+        .def_prop_ro("half_life", [](const LfuDecayOptions& self) {
+            return half_life(self.beta, static_cast<double>(self.interval));
+        });
+    m.def("lfu_decay_options", &read_lfu_decay_options, "options"_a = PolicyOptions{},
+          "What 'lfu-decay' makes of its options, defaults included.");
     m.def("half_life", &half_life, "beta"_a, "interval"_a,
           "After how many steps (requests, for the paper variant) LFU-decay counts a hit half.");
     m.def("beta_for_half_life", &beta_for_half_life, "half_life"_a, "interval"_a,
@@ -127,7 +147,8 @@ void bind_cache(nb::module_& m) {
                                                       .scope = scope,
                                                       .layer_quotas = quotas,
                                                       .policy = policy,
-                                                      .policy_options = options});
+                                                      .policy_options = options,
+                                                      .make = &make_any_policy});
             },
             "capacity_frames"_a, nb::kw_only(), "policy"_a = "lfu-decay",
             "policy_options"_a = PolicyOptions{}, "scope"_a = Scope::GLOBAL, "lookahead_frames"_a = 0,
@@ -216,6 +237,7 @@ void bind_cache(nb::module_& m) {
         .def("resident_entries", [](const Residency& self) { return numpy(self.resident_entries()); })
         .def("dirty_entries", [](const Residency& self) { return numpy(self.dirty_entries()); })
         .def_prop_ro("used_frames", &Residency::used_frames)
+        .def_prop_ro("policy_failed", &Residency::policy_failed)
         .def_prop_ro("capacity_frames", &Residency::capacity_frames)
         .def_prop_ro("record_count", &Residency::record_count)
         .def_prop_ro("access_open", &Residency::access_open)

@@ -20,7 +20,7 @@ struct LfuDecayOptions {
     LfuVariant variant = LfuVariant::CORRECTED;
     double threshold = 0.0;       // >= 0
     double beta = 0.5;            // (0, 1]
-    std::uint64_t interval = 16;  // K, >= 1
+    std::uint64_t interval = 8;  // K, >= 1
 };
 
 // K and beta act through one number: after this many steps (requests, in PAPER) a hit counts half.

@@ -6,8 +6,8 @@
 namespace tierstore {
 namespace {
 
-// What an entry that no pass has used yet is taken to be used.
-constexpr double kLeastUse = 1e-9;
+// The chance of an entry that no cycle has used yet.
+constexpr double kLeastChance = 1e-9;
 
 }  // namespace
 
@@ -35,10 +35,6 @@ void NextUse::add(EntryId entry, const EntryInfo& info) {
     layer.sorted = false;
 }
 
-double NextUse::weight(std::uint64_t passes) const {
-    return std::max(1.0 - decay_, 1.0 / static_cast<double>(passes));
-}
-
 void NextUse::access(const AccessInfo& info) {
     const LayerCycle::Pass pass = cycle_.enter(info.phase, info.layer);
     for (const EntryId entry : pending_) entries_[entry].pending = false;
@@ -52,30 +48,51 @@ void NextUse::access(const AccessInfo& info) {
     if (info.layer >= layers_.size()) return;
     Layer& layer = layers_[info.layer];
     layer.sorted = false;
-    if (pass == LayerCycle::Pass::FORWARD) learn_forward(layer);
-    if (pass == LayerCycle::Pass::BACKWARD) learn_backward(layer);
+    if (pass == LayerCycle::Pass::FORWARD) pass_forward(layer);
+    if (pass == LayerCycle::Pass::BACKWARD) pass_backward(layer);
 }
 
-void NextUse::learn_forward(Layer& layer) {
-    const double fresh = weight(++layer.forward_passes);
-    layer.backward_due = true;
+void NextUse::pass_forward(Layer& layer) {
+    if (layer.backward_due) close_cycle(layer);  // there was no backward pass
     for (const std::uint32_t record : layer.records) record_active_[record] = 0;
     for (const EntryId entry : layer.entries) {
         Entry& of = entries_[entry];
         of.used_forward = of.pending;
-        of.forward += fresh * ((of.pending ? 1.0 : 0.0) - of.forward);
+        of.used_backward = false;
         if (of.pending) record_active_[of.record] = 1;
     }
+    layer.backward_due = true;
+    if (!cycle_.trains()) close_cycle(layer);
 }
 
-void NextUse::learn_backward(Layer& layer) {
-    const double fresh = weight(++layer.backward_passes);
-    layer.backward_due = false;
+void NextUse::pass_backward(Layer& layer) {
     for (const EntryId entry : layer.entries) {
         Entry& of = entries_[entry];
-        const bool only = of.pending && !of.used_forward;
-        of.backward_only += fresh * ((only ? 1.0 : 0.0) - of.backward_only);
-        if (record_active_[of.record] != 0) of.backward += fresh * ((of.pending ? 1.0 : 0.0) - of.backward);
+        of.used_backward = of.pending;
+        if (!layer.backward_due || record_active_[of.record] == 0) continue;
+        const double fresh = of.ever_active ? 1.0 - decay_ : 1.0;
+        of.backward += fresh * ((of.pending ? 1.0 : 0.0) - of.backward);
+        of.ever_active = true;
+    }
+    if (layer.backward_due) close_cycle(layer);
+}
+
+void NextUse::close_cycle(Layer& layer) {
+    layer.backward_due = false;
+    const double fresh = std::max(1.0 - decay_, 1.0 / static_cast<double>(++layer.cycles));
+    odds_.fade(cycle_.layers());
+    for (const EntryId entry : layer.entries) {
+        const Entry& of = entries_[entry];
+        odds_.count(of.age, of.use, of.used_forward || of.used_backward);
+    }
+    for (const EntryId entry : layer.entries) {
+        Entry& of = entries_[entry];
+        const bool used = of.used_forward || of.used_backward;
+        if (used) of.late += (of.age == kNever ? 1.0 : 1.0 - decay_) * ((of.used_forward ? 0.0 : 1.0) - of.late);
+        of.use += fresh * ((used ? 1.0 : 0.0) - of.use);
+        of.age = used ? 0 : std::min(of.age + 1, kNever);
+        of.chance = odds_.chance(of.age, of.use);
+        of.used_forward = of.used_backward = false;
     }
 }
 
@@ -95,14 +112,10 @@ double NextUse::phase_of(const Entry& entry) const {
 }
 
 double NextUse::tail(const Entry& entry) const {
-    const double cycle = cycle_.length();
-    if (!cycle_.trains()) {
-        const double use = std::max(entry.forward, kLeastUse);
-        return cycle * (1.0 - use) / use;
-    }
-    const double use = std::clamp(entry.forward + entry.backward_only, kLeastUse, 1.0);
-    const double turn = 2.0 * cycle_.layers() - 1.0 - 2.0 * cycle_.rank(entry.layer);
-    return (turn * std::min(entry.backward_only, use) + cycle * (1.0 - use)) / use;
+    const double chance = std::max(entry.chance, kLeastChance);
+    const double wait = cycle_.length() * (1.0 - chance) / chance;
+    if (!cycle_.trains()) return wait;
+    return (2.0 * cycle_.layers() - 1.0 - 2.0 * cycle_.rank(entry.layer)) * entry.late + wait;
 }
 
 void NextUse::sort(Layer& layer) {
@@ -115,7 +128,8 @@ void NextUse::sort(Layer& layer) {
         if (!of.resident) continue;
         double key = phase_of(of);
         State state = PENDING;
-        if (!of.pending && cycle_.trains() && layer.backward_due && record_active_[of.record] != 0) {
+        if (!of.pending && cycle_.trains() && layer.backward_due &&
+            record_active_[of.record] != 0) {
             state = ACTIVE;
             key += (1.0 - of.backward) * (2.0 * cycle_.rank(of.layer) + 1.0 + tail(of));
         } else if (!of.pending) {

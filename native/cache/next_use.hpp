@@ -6,29 +6,33 @@
 
 #include "native/cache/layer_cycle.hpp"
 #include "native/cache/policy.hpp"
+#include "native/cache/use_odds.hpp"
 
 namespace tierstore {
 
 struct NextUseOptions {
-    double half_life = 8.0;  // passes of its layer after which a use counts half
+    double half_life = 16.0;  // cycles after which a use counts half
 };
 
 // A cycle has C passes (layer_cycle.hpp): L forward ones, and L backward ones if the program trains. Time is
 // counted in passes. Within the pass of a layer, records are used in ascending order: the j-th of the n records of
 // a layer is used r = j / n after the pass begins.
 //
-// Learned for each entry, as averages over the passes of its layer in which a pass counts half after `half_life`
-// later ones (plain averages until there are that many):
-//   f  the part of the cycles in which a forward pass uses it,
-//   g  the part in which not the forward but the backward pass uses it,
-//   b  the part of the cycles in which its record was used forward, in which the backward pass uses the entry.
-// Weights have f > 0, g = 0, b = 1; the moments of an expert that is stepped in its backward pass f = 0, g > 0,
-// b = 1.
+// Learned for each entry when the cycle is over for its layer (after the backward pass, or the forward one if
+// there is none), each an average in which a cycle counts half after `half_life` later ones:
+//   u  the part of the cycles in which it is used,
+//   k  of those, the part in which its first use is in the backward pass,
+//   b  of the cycles in which its record is used forward, the part in which the backward pass uses the entry.
+// Weights have k = 0, b = 1; the moments of an expert that is stepped in its backward pass k = 1, b = 1.
 //
-// With D_F and D_B passes until the next forward and backward pass of the layer, delta = D_B - D_F of one cycle,
-// u = f + g the part of the cycles with a use, and the cycles taken as independent, the expected time until the
-// next use, counted from the next forward pass, is geometric:
-//     tail = delta g / u + C (1 - u) / u
+// Entries are not used independently from cycle to cycle: what was just used is likelier to be used again. So u
+// is calibrated: of all entries that had been used last a cycles ago, and had a certain u, the part that the
+// next cycle did use is counted (use_odds.hpp), and that is p, the chance of a use in the next cycle.
+//
+// With D_F and D_B passes until the next forward and backward pass of layer l, of which d = 2 L - 1 - 2 l lie
+// between the two in one cycle, and the waiting time in cycles taken as geometric, the expected time until the
+// next use, counted from the next forward pass, is
+//     tail = d k + C (1 - p) / p
 // An entry is in one of three states, each with its expected time until the next use:
 //     PENDING  announced by the open access, and not asked for yet:        r
 //     ACTIVE   its record was used forward, and the backward pass is due:  D_B + r + (1 - b) (2 l + 1 + tail)
@@ -39,7 +43,7 @@ struct NextUseOptions {
 // All but D_F and D_B changes only in passes of the entry's own layer: the entries of a layer in one state keep
 // their order while the program walks on, and the layers' lists only shift against each other. So each layer has
 // a list for each state, sorted when it is first needed after a pass (of the layer's n entries: O(n log n), once
-// a pass), and a victim is the first of 3 L lists. Averages are updated once a pass, in O(n).
+// a pass), and a victim is the first of 3 L lists. Averages are updated once a cycle, in O(n).
 class NextUse final : public Policy {
 public:
     explicit NextUse(const NextUseOptions& options);
@@ -56,17 +60,22 @@ public:
 private:
     enum State : std::uint8_t { PENDING, ACTIVE, IDLE };
     static constexpr std::size_t kStates = 3;
+    static constexpr std::uint32_t kNever = 1u << 30;
 
     struct Entry {
-        double forward = 0.0;        // f
-        double backward_only = 0.0;  // g
-        double backward = 1.0;       // b
+        double use = 0.0;        // u
+        double late = 0.0;       // k
+        double backward = 1.0;   // b
+        double chance = 0.0;     // p
+        std::uint32_t age = kNever;  // cycles since the last use
         std::uint32_t record = 0;
         std::uint32_t layer = 0;
         bool real = false;
         bool resident = false;
         bool pending = false;
-        bool used_forward = false;  // in the present cycle
+        bool used_forward = false;   // in the present cycle
+        bool used_backward = false;  // in the present cycle
+        bool ever_active = false;    // b is known
     };
     struct Ranked {
         double key;  // the expected time, but for D_F or D_B
@@ -82,24 +91,24 @@ private:
     struct Layer {
         std::vector<EntryId> entries;
         std::vector<std::uint32_t> records;  // ascending
-        std::uint64_t forward_passes = 0;
-        std::uint64_t backward_passes = 0;
+        std::uint64_t cycles = 0;
         bool backward_due = false;
         bool sorted = false;
         List lists[kStates];
     };
 
-    double weight(std::uint64_t passes) const;
-    void learn_forward(Layer& layer);
-    void learn_backward(Layer& layer);
+    void pass_forward(Layer& layer);
+    void pass_backward(Layer& layer);
+    void close_cycle(Layer& layer);
     void used(EntryId entry);
     double phase_of(const Entry& entry) const;
     double tail(const Entry& entry) const;
     void sort(Layer& layer);
     const Ranked* first_of(List& list, const Candidates& candidates) const;
 
-    double decay_;  // of one pass
+    double decay_;  // of one cycle
     LayerCycle cycle_;
+    UseOdds odds_;
     std::uint32_t version_ = 0;  // of the cycle, when the lists were last sorted
     std::vector<Entry> entries_;
     std::vector<Layer> layers_;

@@ -74,9 +74,15 @@ public:
                                  std::vector<EntryId>& victims) = 0;
 
     std::uint32_t headroom_frames() const { return headroom_frames_; }
+    // It has thrown, so decisions are missing: its cache cannot go on.
+    bool failed() const { return failed_; }
+
+protected:
+    void set_failed() { failed_ = true; }
 
 private:
     std::uint32_t headroom_frames_;
+    bool failed_ = false;
 };
 
 using PolicyValue = std::variant<double, std::string>;
@@ -84,6 +90,7 @@ using PolicyOptions = std::map<std::string, PolicyValue, std::less<>>;
 
 // Throws std::invalid_argument for an unknown name, an unknown option, or a value out of range.
 std::unique_ptr<Policy> make_policy(std::string_view name, const PolicyOptions& options);
+using PolicyFactory = std::unique_ptr<Policy> (*)(std::string_view name, const PolicyOptions& options);
 std::vector<std::string> policy_names();
 
 // Reads options one by one and refuses what was not asked for.

@@ -36,7 +36,7 @@ Residency::Residency(const ResidencyOptions& options) : options_(options) {
     domains_.resize(by_layer ? options.layer_quotas.size() : 1);
     for (std::size_t i = 0; i < domains_.size(); ++i) {
         Domain& domain = domains_[i];
-        domain.policy = make_policy(options.policy, options.policy_options);
+        domain.policy = options.make(options.policy, options.policy_options);
         const std::uint64_t frames = by_layer ? options.layer_quotas[i] : options.capacity_frames;
         const std::uint64_t headroom = domain.policy->headroom_frames();
         domain.limit = frames > headroom ? frames - headroom : 0;
@@ -357,6 +357,11 @@ std::vector<EntryId> Residency::entries_with(std::uint8_t flag) const {
         if ((flags_[entry] & flag) != 0) found.push_back(entry);
     }
     return found;
+}
+
+bool Residency::policy_failed() const {
+    return std::any_of(domains_.begin(), domains_.end(),
+                       [](const Domain& domain) { return domain.policy->failed(); });
 }
 
 std::uint64_t Residency::used_frames() const {

@@ -84,6 +84,7 @@ struct ResidencyOptions {
     std::vector<std::uint64_t> layer_quotas;  // with LAYER: frames of each layer, at most the capacity in sum
     std::string policy = "lfu-decay";
     PolicyOptions policy_options;
+    PolicyFactory make = &make_policy;
 };
 
 struct EntryState {
@@ -137,6 +138,7 @@ public:
     std::vector<EntryId> resident_entries() const;
     std::vector<EntryId> dirty_entries() const;
     std::uint64_t used_frames() const;
+    bool policy_failed() const;
     std::uint64_t capacity_frames() const { return options_.capacity_frames; }
     std::uint32_t record_count() const { return static_cast<std::uint32_t>(layer_of_.size()); }
     // The open access, for whoever drives it: groups begun, groups in all, whether one is open now.

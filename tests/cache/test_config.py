@@ -6,23 +6,53 @@ import math
 
 import pytest
 
-from tierstore.cache import CacheConfig, PolicyName
+from tierstore._native import policy_names
+from tierstore.cache import CacheConfig
 from tierstore.errors import ConfigError
 
 
-@pytest.mark.parametrize("bad", [{"decay": 0.0}, {"decay": 1.5}, {"decay_every": 0}, {"threshold": -1.0}])
-def test_bad_settings_name_themselves(bad: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match=f"cache.{next(iter(bad))}: expected"):
-        CacheConfig(**bad)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"policy": "mru"}, "cache.policy: unknown cache policy 'mru'; there are: "),
+        ({"options": {"beta": 0.0}}, "cache.policy: .*'lfu-decay', option 'beta': expected"),
+        ({"options": {"decay": 0.5}}, "has no option 'decay'; it has: beta, half_life, interval"),
+        ({"policy": "arc", "options": {"p": 1.0}}, "'arc' has no option 'p'; it has: none"),
+        ({"policy": "s3-fifo", "options": {"move_threshold": 0}}, "a whole number from 1 to 255"),
+        ({"policy": "no.such.module:Policy"}, "cache.policy: .*no.such.module:Policy.*No module named"),
+        ({"policy": "tierstore.cache:Nothing"}, "cache.policy: .*no attribute 'Nothing'"),
+        ({"policy": "tierstore.cache:CacheConfig"}, "has no method 'insert'"),
+        ({"write_back_every": -1}, "cache.write_back_every"),
+    ],
+)
+def test_bad_settings_name_themselves(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CacheConfig(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("policy", policy_names())
+def test_every_policy_can_be_had_by_name(policy: str) -> None:
+    assert CacheConfig(policy=policy).summary.startswith(policy)
 
 
 def test_half_life() -> None:
-    assert CacheConfig(decay=0.5, decay_every=8).half_life_steps == 8
-    assert CacheConfig(decay=0.25, decay_every=8).half_life_steps == 4
-    assert CacheConfig(decay=1.0).half_life_steps == math.inf
+    assert CacheConfig().half_life == 8
+    assert CacheConfig(options={"beta": 0.25, "interval": 8}).half_life == 4
+    assert CacheConfig(options={"half_life": 3}).half_life == pytest.approx(3)
+    assert CacheConfig(options={"beta": 1}).half_life == math.inf
+    assert CacheConfig(policy="lru").half_life is None
+
+
+def test_the_summary_says_what_counts() -> None:
+    assert CacheConfig().summary == "lfu-decay (corrected), threshold 0, half-life 8 steps"
+    paper = CacheConfig(options={"variant": "paper", "half_life": 5})
+    assert paper.summary == "lfu-decay (paper), threshold 0, half-life 5 requests"
+    assert CacheConfig(policy="slru", options={"segments": 2}).summary == "slru, segments 2"
 
 
 def test_starvation_is_warned_about() -> None:
     assert CacheConfig().starvation_warning is None
-    assert "threshold = 2" in str(CacheConfig(threshold=2.0).starvation_warning)
-    assert CacheConfig(threshold=2.0, policy=PolicyName.LRU).starvation_warning is None
+    warned = CacheConfig(options={"threshold": 2.0}).starvation_warning
+    assert "cache.options.threshold = 2" in str(warned)
+    assert CacheConfig(options={"threshold": 2.0, "beta": 1}).starvation_warning is None
+    assert CacheConfig(policy="lru").starvation_warning is None

@@ -112,8 +112,8 @@ def test_the_policy_is_named_and_a_starving_one_warned_about(run: Run) -> None:
     plain = run().stdout
     assert "cache policy: lfu-decay (corrected), threshold 0, half-life 8 steps, global scope" in plain
     assert "warning" not in plain
-    starving = run("--set", "cache.threshold=2", store=run.directory / "starving").stdout
-    assert "warning: cache.threshold = 2 with cache.decay = 0.5" in starving
+    starving = run("--set", "cache.options.threshold=2", store=run.directory / "starving").stdout
+    assert "warning: cache.options.threshold = 2 with a half-life of 8" in starving
 
 
 def test_metrics_have_a_line_for_each_step(run: Run, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore import _native
-from tierstore.cache.config import CacheConfig, LfuVariant, PolicyName, Scope
+from tierstore.cache.config import CacheConfig, Scope
 from tierstore.store import (
     AdamWConfig,
     Group,
@@ -60,9 +60,11 @@ def weight_of(store: ParameterStore, key: str, split: WeightFormat) -> np.ndarra
     cache=st.sampled_from(
         [
             CacheConfig(),
-            CacheConfig(policy=PolicyName.LRU),
-            CacheConfig(variant=LfuVariant.PAPER),
-            CacheConfig(scope=Scope.LAYER, policy=PolicyName.LRU),
+            CacheConfig(policy="lru"),
+            CacheConfig(options={"variant": "paper"}),
+            CacheConfig(scope=Scope.LAYER, policy="arc"),
+            CacheConfig(policy="next-use"),
+            CacheConfig(policy="w-tinylfu"),
         ]
     ),
     lookahead=st.sampled_from([0, 20_000, 60_000]),

@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore._native import CapacityError, Replay
-from tierstore.cache.config import PolicyName
+from tierstore._native import CapacityError, Replay, policy_names
 from tierstore.errors import DataError
 from tierstore.trace.format import Trace, TraceHeader, TraceKind, load_trace, make_residency
 
@@ -75,9 +74,9 @@ def compulsory(path: str | os.PathLike[str], *, first_step: int, steps: int) -> 
     begin = int(ends[first_step - 1]) + 1 if first_step else 0
     end = int(ends[first_step + steps - 1]) + 1
     by_policy = {}
-    for policy in PolicyName:
+    for policy in dict.fromkeys([*policy_names(), trace.header.policy]):
         try:
-            by_policy[policy.value] = replayed(trace, policy.value, begin, end)
+            by_policy[policy] = replayed(trace, policy, begin, end)
         except CapacityError:  # a policy that needs more room than the one that ran
             continue
     best = min(by_policy, key=lambda name: by_policy[name].total)

@@ -1,6 +1,6 @@
 """The host cache: executes what the native residency core decides, through the ticket engine."""
 
-from tierstore.cache.config import CacheConfig, LfuVariant, PolicyName, Scope
+from tierstore.cache.config import CacheConfig, Scope
 from tierstore.cache.host_cache import Backing, GroupPlan, HostCache
 
-__all__ = ["Backing", "CacheConfig", "GroupPlan", "HostCache", "LfuVariant", "PolicyName", "Scope"]
+__all__ = ["Backing", "CacheConfig", "GroupPlan", "HostCache", "Scope"]

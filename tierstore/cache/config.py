@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from tierstore import _native
 from tierstore.errors import ConfigError
 
-__all__ = ["CacheConfig", "LfuVariant", "PolicyName", "Scope"]
+__all__ = ["CacheConfig", "Scope"]
 
-
-class PolicyName(Enum):
-    """Eviction policies that a live store runs."""
-
-    LRU = "lru"
-    LFU_DECAY = "lfu-decay"
-
-
-class LfuVariant(Enum):
-    """Algorithm 1 of SE-MoE as printed, or with its slips mended (see ``native/cache/lfu_decay.hpp``)."""
-
-    PAPER = "paper"
-    CORRECTED = "corrected"
+_LFU_DECAY = "lfu-decay"
 
 
 class Scope(Enum):
@@ -34,37 +23,53 @@ class Scope(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """Policy of the host cache (SE-MoE section 2.2, Algorithm 1).
+    """Policy of the host cache, by name, with its options (docs/CACHE.md lists both).
 
-    ``decay`` (the paper's beta) multiplies every hit count once in ``decay_every`` (K) training steps; only
-    the half-life that the two give together matters, see ``half_life_steps``.
+    ``policy`` may also be a class of your own, ``"package.module:Class"`` (see ``tierstore.cache.policy``).
+    Raises ConfigError for a policy or an option that does not exist, naming those that do.
     """
 
-    policy: PolicyName = field(default=PolicyName.LFU_DECAY, metadata={"help": "eviction policy"})
-    variant: LfuVariant = field(default=LfuVariant.CORRECTED, metadata={"help": "variant of Algorithm 1"})
+    policy: str = field(default=_LFU_DECAY, metadata={"help": "eviction policy"})
     scope: Scope = field(default=Scope.GLOBAL, metadata={"help": "one cache, or a quota for each layer"})
-    threshold: float = field(default=0.0, metadata={"help": "fewest hits that make an entry a victim"})
-    decay: float = field(default=0.5, metadata={"help": "beta: what hit counts are multiplied by"})
-    decay_every: int = field(default=8, metadata={"help": "K: training steps between two decays"})
     write_back_every: int = field(
         default=0,
         metadata={"help": "update cycle: write dirty entries back every so many steps (0: on eviction)"},
     )
+    options: Mapping[str, float | str] = field(
+        default_factory=dict, metadata={"help": "options of the policy, by name"}
+    )
 
     def __post_init__(self) -> None:
-        if not 0 < self.decay <= 1:
-            raise ConfigError(f"cache.decay: expected a number in (0, 1], got {self.decay}")
-        if self.decay_every < 1:
-            raise ConfigError(f"cache.decay_every: expected at least 1 step, got {self.decay_every}")
-        if self.threshold < 0:
-            raise ConfigError(f"cache.threshold: expected at least 0 hits, got {self.threshold}")
         if self.write_back_every < 0:
             raise ConfigError(f"cache.write_back_every: expected at least 0, got {self.write_back_every}")
+        try:
+            _native.check_policy(self.policy, dict(self.options))
+        except ValueError as error:
+            raise ConfigError(f"cache.policy: {error}") from error
 
     @property
-    def half_life_steps(self) -> float:
-        """Training steps after which a hit counts half; infinite when nothing decays."""
-        return math.inf if self.decay == 1 else self.decay_every * math.log(0.5) / math.log(self.decay)
+    def headroom_frames(self) -> int:
+        """Frames that the policy leaves empty."""
+        return _native.policy_headroom_frames(self.policy, dict(self.options))
+
+    @property
+    def half_life(self) -> float | None:
+        """LFU-decay: training steps (requests, for the paper variant) after which a hit counts half."""
+        if self.policy != _LFU_DECAY:
+            return None
+        return _native.lfu_decay_options(dict(self.options)).half_life
+
+    @property
+    def summary(self) -> str:
+        """The policy and its options in a few words."""
+        if self.policy == _LFU_DECAY:
+            known = _native.lfu_decay_options(dict(self.options))
+            unit = "requests" if known.variant == "paper" else "steps"
+            return (
+                f"{self.policy} ({known.variant}), threshold {known.threshold:g}, "
+                f"half-life {known.half_life:g} {unit}"
+            )
+        return ", ".join([self.policy, *(f"{name} {value}" for name, value in self.options.items())])
 
     @property
     def starvation_warning(self) -> str | None:
@@ -72,10 +77,13 @@ class CacheConfig:
 
         Entries whose hits decay below the threshold can no longer be chosen and spoil the cache.
         """
-        if self.policy is PolicyName.LFU_DECAY and self.threshold > 0 and self.decay < 1:
-            return (
-                f"cache.threshold = {self.threshold:g} with cache.decay = {self.decay:g}: entries that decay "
-                "below the threshold are kept although nobody asks for them; the fallback victim is the "
-                "least hit entry"
-            )
-        return None
+        if self.policy != _LFU_DECAY:
+            return None
+        known = _native.lfu_decay_options(dict(self.options))
+        if known.threshold == 0 or known.beta == 1:
+            return None
+        return (
+            f"cache.options.threshold = {known.threshold:g} with a half-life of {known.half_life:g}: entries that "
+            "decay below the threshold are kept although nobody asks for them; the fallback victim is the "
+            "least hit entry"
+        )

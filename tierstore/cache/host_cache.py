@@ -102,9 +102,16 @@ class HostCache:
         self._guards: dict[int, tuple[int, ...]] = {}
         self._pending_writes: list[int] = []
         self._sweep_at = _SWEEP_WRITES
-        #: Why decisions that the core has taken were not carried out; nothing here can be relied on after
-        #: that.
-        self.broken = ""
+        self._broken = ""
+
+    @property
+    def broken(self) -> str:
+        """Why decisions that the core has taken, or was about to take, were not carried out; nothing here can be
+        relied on after that. Empty if all is well.
+        """
+        if self.residency.policy_failed:
+            return self._broken or "the cache policy failed"
+        return self._broken
 
     def add_record(
         self,
@@ -240,7 +247,7 @@ class HostCache:
             self._carry_out(decisions, priority)
         except BaseException as error:
             # The core has moved on: what it believes and what is so differ from here on.
-            self.broken = self.broken or f"the host cache could not carry out a decision: {error}"
+            self._broken = self._broken or f"the host cache could not carry out a decision: {error}"
             raise
 
     def _carry_out(

@@ -177,8 +177,6 @@ def _run(
 
 def _announce(config: TrainConfig, output: Output, fixed: int) -> None:
     """What the run will take, before the first write."""
-    from tierstore.cache.config import PolicyName
-
     model = config.model
     records = model.expert_parameters * 12
     copies = 2 + config.retain
@@ -191,10 +189,7 @@ def _announce(config: TrainConfig, output: Output, fixed: int) -> None:
         f"{format_bytes(fixed)} (torch, dense parameters, activations, text)"
     )
     cache = config.cache
-    policy = cache.policy.value
-    if cache.policy is PolicyName.LFU_DECAY:
-        policy += f" ({cache.variant.value}), threshold {cache.threshold:g}, half-life {cache.half_life_steps:g} steps"
-    output.line(f"cache policy: {policy}, {cache.scope.value} scope")
+    output.line(f"cache policy: {cache.summary}, {cache.scope.value} scope")
     if cache.starvation_warning is not None:
         output.line(f"warning: {cache.starvation_warning}")
     parents = [config.store.absolute(), *config.store.absolute().parents]

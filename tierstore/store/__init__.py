@@ -1,6 +1,6 @@
 """The parameter store: record format, extents, index, commits and snapshots. Imports no torch."""
 
-from tierstore.cache.config import CacheConfig, LfuVariant, PolicyName, Scope
+from tierstore.cache.config import CacheConfig, Scope
 from tierstore.store.adamw import AdamWConfig, Inactive
 from tierstore.store.config import Capability, IoBackendName, IoConfig, StoreConfig
 from tierstore.store.fetching import Lease, RecordView
@@ -17,11 +17,9 @@ __all__ = [
     "IoBackendName",
     "IoConfig",
     "Lease",
-    "LfuVariant",
     "NewRecord",
     "ParameterStore",
     "Placement",
-    "PolicyName",
     "RecordSchema",
     "RecordView",
     "Scope",

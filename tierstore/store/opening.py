@@ -14,7 +14,7 @@ from typing import Any
 
 from tierstore import _native
 from tierstore._native import Arena, Buffer, DirectIo, Engine, FileCreate, HugePages, IoBackend
-from tierstore.cache.config import CacheConfig, LfuVariant, PolicyName, Scope
+from tierstore.cache.config import CacheConfig, Scope
 from tierstore.cache.frames import choose_frame_bytes, frames_of
 from tierstore.cache.host_cache import HostCache, Residency
 from tierstore.errors import BudgetError, ConfigError, StoreExistsError, StoreFormatError, StoreMissingError
@@ -287,8 +287,7 @@ def minimum_host_budget(
     frame = choose_frame_bytes([size for sections in sizes for size in sections])
     frames = max((frames_of(sections, frame) for sections in sizes), default=1)
     if cache is not None:
-        paper = cache.policy is PolicyName.LFU_DECAY and cache.variant is LfuVariant.PAPER
-        frames = (frames + (1 if paper else 0)) * (max(layers, 1) if cache.scope is Scope.LAYER else 1)
+        frames = (frames + cache.headroom_frames) * (max(layers, 1) if cache.scope is Scope.LAYER else 1)
     return frames * frame
 
 
@@ -352,17 +351,9 @@ def _make_residency(
     config: StoreConfig, frames: int, frame_bytes: int, trace: Path | None
 ) -> tuple[Residency, RecordingResidency | None]:
     """The residency core that ``config`` asks for; with ``trace``, in a wrapper that records its input."""
-    options: dict[str, str | float] = {}
-    if config.cache.policy is PolicyName.LFU_DECAY:
-        options = {
-            "variant": config.cache.variant.value,
-            "threshold": config.cache.threshold,
-            "beta": config.cache.decay,
-            "interval": config.cache.decay_every,
-        }
     settings: dict[str, Any] = {
-        "policy": config.cache.policy.value,
-        "policy_options": options,
+        "policy": config.cache.policy,
+        "policy_options": dict(config.cache.options),
         "scope": _SCOPES[config.cache.scope],
         "lookahead_frames": min(config.lookahead // frame_bytes, frames),
     }

@@ -392,7 +392,15 @@ def replay(
         loop = Replay(residency)
         try:
             for chunk in read_chunks(file, header):
-                loop.run(chunk.kinds, chunk.phases, chunk.at, chunk.layers, chunk.offsets, chunk.records, chunk.flags)
+                loop.run(
+                    chunk.kinds,
+                    chunk.phases,
+                    chunk.at,
+                    chunk.layers,
+                    chunk.offsets,
+                    chunk.records,
+                    chunk.flags,
+                )
             loop.finish()
         except CapacityError as error:
             raise BudgetError(
@@ -401,5 +409,7 @@ def replay(
         except DataError:
             raise
         except ValueError as error:
+            if residency.policy_failed:  # the user's own, from a policy written in Python
+                raise
             raise DataError(f"{os.fspath(path)}: {error}") from error
     return residency.stats()

@@ -193,6 +193,10 @@ class RecordingResidency:
         return self._core.dirty_entries()
 
     @property
+    def policy_failed(self) -> bool:
+        return self._core.policy_failed
+
+    @property
     def used_frames(self) -> int:
         return self._core.used_frames
 

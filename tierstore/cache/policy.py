@@ -1,0 +1,47 @@
+"""Cache policies of your own, written in Python.
+
+``[cache] policy = "package.module:Class"`` names a class with the methods of ``PythonPolicy``; ``[cache.options]``
+are its keyword arguments (numbers arrive as floats). The live store, ``tierstore.trace.format.replay`` and the
+simulator call the same object, some ten times slower than a native policy.
+
+A policy must be deterministic: it looks at no clock, and iterates over no set. What it raises comes out of the
+store as it is, with a note that names the class; the store then refuses to go on and reopens at its last commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from tierstore._native import Candidates, Clock
+
+__all__ = ["Candidates", "Clock", "PythonPolicy"]
+
+
+class PythonPolicy(Protocol):
+    """What a policy is told, and the one thing that it is asked. Entries are numbers.
+
+    More methods are called if the class has them: ``set_capacity(frames)`` first of all;
+    ``add(entry, record, layer, frames)`` for each entry before anything else is said of it (0 frames: it never
+    comes); ``access(phase, layer, entries)`` as each access begins (``tierstore.cache.access.Phase``); and
+    ``miss(entry)`` before room is made for an entry.
+    """
+
+    def insert(self, entry: int) -> None:
+        """``entry`` has become resident: for a request, or by a prefetch that nobody has used."""
+
+    def hit(self, entry: int) -> None:
+        """``entry`` was requested while resident."""
+
+    def remove(self, entry: int) -> None:
+        """``entry`` is no longer resident: it was evicted or dropped."""
+
+    def tick(self, clock: Clock) -> None:
+        """``Clock.REQUEST`` after each request, ``Clock.STEP`` at the end of each training step."""
+
+    def select(self, frames: int, candidates: Candidates) -> Iterable[int]:
+        """Entries to evict, in order: of those for which ``candidates.evictable(entry)``, until their
+        ``candidates.frames(entry)`` sum to ``frames``, or all. What follows after that is not looked at.
+
+        Evicts nothing: ``remove`` is called for each.
+        """
