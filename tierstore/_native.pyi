@@ -4,7 +4,7 @@ import enum
 import os
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -489,3 +489,75 @@ class Replay:
         flags: NDArray[np.uint16],
     ) -> None: ...
     def finish(self) -> None: ...
+
+class Contract(enum.Enum):
+    """How an event's entries are asked for: as one set none of which evicts another, or one after another."""
+
+    ATOMIC = 0
+    SEQUENTIAL = 1
+
+class SimulationResult(TypedDict):
+    """Counts after the warm-up; ``step_*`` by step in the order of steps, ``layer_*`` by layer (or empty)."""
+
+    requests: int
+    hits: int
+    misses: int
+    evictions: int
+    write_backs: int
+    missed_frames: int
+    written_frames: int
+    starved: int
+    step_requests: NDArray[np.uint64]
+    step_misses: NDArray[np.uint64]
+    step_write_backs: NDArray[np.uint64]
+    layer_hits: NDArray[np.uint64]
+    layer_misses: NDArray[np.uint64]
+
+def bound_names() -> list[str]: ...
+def simulate(
+    offsets: NDArray[np.uint64],
+    entries: NDArray[np.uint32],
+    writes: NDArray[np.uint8] | None = None,
+    layers: NDArray[np.uint32] | None = None,
+    phases: NDArray[np.uint8] | None = None,
+    steps: NDArray[np.uint32] | None = None,
+    sizes: NDArray[np.uint32] | None = None,
+    entry_layers: NDArray[np.uint32] | None = None,
+    records: NDArray[np.uint32] | None = None,
+    pinned: NDArray[np.uint8] | None = None,
+    *,
+    policy: str,
+    options: Mapping[str, float | str] = ...,
+    capacity_frames: int,
+    scope: Scope = ...,
+    layer_quotas: Sequence[int] = ...,
+    contract: Contract = ...,
+    warmup_events: int = 0,
+) -> SimulationResult:
+    """A policy (or a bound: Belady 1966) over columns: event i asks for ``entries[offsets[i]:offsets[i + 1]]``.
+
+    ``writes`` is by request; ``layers``, ``phases`` and ``steps`` (non-decreasing) are by event; ``sizes``
+    (frames; 1 each), ``entry_layers``, ``records`` (which entries are of one record; each of its own) and
+    ``pinned`` (never leaves once resident) are by entry, entries being numbered from 0. Counts exactly what a Residency of this policy counts. The first ``warmup_events`` are
+    carried out and not counted. ValueError, naming the column, for what does not fit together; CapacityError
+    when what must be resident at once does not fit.
+    """
+
+class StackDistances(TypedDict):
+    """LRU at every capacity c: misses = cold + the sum of ``depths[c + 1:]``, evictions written ``write_backs[c]``."""
+
+    requests: int
+    cold: int  # asked for the first time
+    largest_event: int  # capacities below it split an atomic event: there the counts do not hold
+    depths: NDArray[np.uint64]  # [entries + 1]: requests that found their entry at this depth, from 1
+    write_backs: NDArray[np.uint64]  # [entries + 1], or empty without ``writes``
+
+def stack_distances(
+    offsets: NDArray[np.uint64],
+    entries: NDArray[np.uint32],
+    writes: NDArray[np.uint8] | None = None,
+    *,
+    contract: Contract = ...,
+    warmup_events: int = 0,
+) -> StackDistances:
+    """One pass over columns as of :func:`simulate`, entries of one size, one cache for all (Mattson et al. 1970)."""

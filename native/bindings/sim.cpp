@@ -1,7 +1,14 @@
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
 
 #include "native/bindings/bindings.hpp"
 #include "native/sim/replay.hpp"
+#include "native/sim/simulate.hpp"
+#include "native/sim/stack_distances.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -15,6 +22,41 @@ using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 template <typename T>
 std::span<const T> span_of(const Column<T>& array) {
     return std::span(array.data(), array.shape(0));
+}
+
+// An empty span stands for a column that is not there: one that is there must not look like it.
+template <typename T>
+std::span<const T> span_of(const std::optional<Column<T>>& array, const char* name, std::size_t entries) {
+    if (array && array->shape(0) == 0 && entries > 0) {
+        throw std::invalid_argument(std::string("column '") + name + "': expected values, or to be left out");
+    }
+    return array ? span_of(*array) : std::span<const T>();
+}
+
+template <typename T>
+nb::object numpy(std::vector<T>&& values) {
+    auto* owned = new std::vector<T>(std::move(values));
+    nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+    return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(owned->data(), {owned->size()}, owner));
+}
+
+nb::dict result_dict(SimulationResult&& result) {
+    const SimulationCounts& counts = result.counts;
+    nb::dict out;
+    out["requests"] = counts.hits + counts.misses;
+    out["hits"] = counts.hits;
+    out["misses"] = counts.misses;
+    out["evictions"] = counts.evictions;
+    out["write_backs"] = counts.write_backs;
+    out["missed_frames"] = counts.missed_frames;
+    out["written_frames"] = counts.written_frames;
+    out["starved"] = counts.starved;
+    out["step_requests"] = numpy(std::move(result.step_requests));
+    out["step_misses"] = numpy(std::move(result.step_misses));
+    out["step_write_backs"] = numpy(std::move(result.step_write_backs));
+    out["layer_hits"] = numpy(std::move(result.layer_hits));
+    out["layer_misses"] = numpy(std::move(result.layer_misses));
+    return out;
 }
 
 void check_columns(const TraceColumns& trace) {
@@ -46,4 +88,73 @@ void bind_sim(nb::module_& m) {
             "kinds"_a.noconvert(), "phases"_a.noconvert(), "at"_a.noconvert(), "layers"_a.noconvert(), "offsets"_a.noconvert(),
             "records"_a.noconvert(), "flags"_a.noconvert())
         .def("finish", &Replay::finish, nb::call_guard<nb::gil_scoped_release>());
+
+    nb::enum_<Contract>(m, "Contract")
+        .value("ATOMIC", Contract::ATOMIC)
+        .value("SEQUENTIAL", Contract::SEQUENTIAL);
+    m.def("bound_names", &bound_names, "The bounds that simulate() takes in the place of a policy.");
+    using Bytes = std::optional<Column<std::uint8_t>>;
+    using Words = std::optional<Column<std::uint32_t>>;
+    m.def(
+        "simulate",
+        [](Column<std::uint64_t> offsets, Column<std::uint32_t> entries, Bytes writes, Words layers, Bytes phases,
+           Words steps, Words sizes, Words entry_layers, Words records, Bytes pinned, const std::string& policy,
+           const PolicyOptions& policy_options, std::uint64_t capacity, Scope scope,
+           const std::vector<std::uint64_t>& quotas, Contract contract, std::uint64_t warmup) {
+            const std::size_t asked = entries.shape(0);
+            const RequestColumns requests{.offsets = span_of(offsets),
+                                          .entries = span_of(entries),
+                                          .writes = span_of(writes, "writes", asked),
+                                          .layers = span_of(layers, "layers", asked),
+                                          .phases = span_of(phases, "phases", asked),
+                                          .steps = span_of(steps, "steps", asked),
+                                          .sizes = span_of(sizes, "sizes", asked),
+                                          .layer_of = span_of(entry_layers, "entry_layers", asked),
+                                          .records = span_of(records, "records", asked),
+                                          .pinned = span_of(pinned, "pinned", asked)};
+            const SimulationOptions options{.policy = policy,
+                                            .policy_options = policy_options,
+                                            .capacity_frames = capacity,
+                                            .scope = scope,
+                                            .layer_quotas = quotas,
+                                            .contract = contract,
+                                            .warmup_events = warmup};
+            SimulationResult result;
+            {
+                nb::gil_scoped_release release;
+                result = simulate(requests, options);
+            }
+            return result_dict(std::move(result));
+        },
+        "offsets"_a.noconvert(), "entries"_a.noconvert(), "writes"_a.noconvert().none() = nb::none(),
+        "layers"_a.noconvert().none() = nb::none(), "phases"_a.noconvert().none() = nb::none(),
+        "steps"_a.noconvert().none() = nb::none(), "sizes"_a.noconvert().none() = nb::none(),
+        "entry_layers"_a.noconvert().none() = nb::none(), "records"_a.noconvert().none() = nb::none(), "pinned"_a.noconvert().none() = nb::none(),
+        nb::kw_only(), "policy"_a, "options"_a = PolicyOptions{}, "capacity_frames"_a,
+        "scope"_a = Scope::GLOBAL, "layer_quotas"_a = std::vector<std::uint64_t>{},
+        "contract"_a = Contract::ATOMIC, "warmup_events"_a = 0,
+        "What a policy does with columns of requests; see native/sim/simulate.hpp.");
+    m.def(
+        "stack_distances",
+        [](Column<std::uint64_t> offsets, Column<std::uint32_t> entries, Bytes writes, Contract contract,
+           std::uint64_t warmup) {
+            const RequestColumns requests{.offsets = span_of(offsets),
+                                          .entries = span_of(entries),
+                                          .writes = span_of(writes, "writes", entries.shape(0))};
+            StackDistances found;
+            {
+                nb::gil_scoped_release release;
+                found = stack_distances(requests, contract, warmup);
+            }
+            nb::dict out;
+            out["requests"] = found.requests;
+            out["cold"] = found.cold;
+            out["largest_event"] = found.largest_event;
+            out["depths"] = numpy(std::move(found.depths));
+            out["write_backs"] = numpy(std::move(found.write_backs));
+            return out;
+        },
+        "offsets"_a.noconvert(), "entries"_a.noconvert(), "writes"_a.noconvert().none() = nb::none(),
+        nb::kw_only(), "contract"_a = Contract::ATOMIC, "warmup_events"_a = 0,
+        "LRU at every capacity in one pass; see native/sim/stack_distances.hpp.");
 }

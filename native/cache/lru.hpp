@@ -1,33 +1,25 @@
 #pragma once
 
 #include <memory>
-#include <vector>
 
+#include "native/cache/entry_queue.hpp"
 #include "native/cache/policy.hpp"
 
 namespace tierstore {
 
-// Least recently used: an intrusive list through vectors indexed by entry.
+// Least recently used. What cannot go keeps its place.
 class Lru final : public Policy {
 public:
-    Lru();
-    void insert(EntryId entry) override;
-    void hit(EntryId entry) override;
-    void remove(EntryId entry) override;
+    void insert(EntryId entry) override { queue_.push(entry); }
+    void hit(EntryId entry) override { queue_.renew(entry); }
+    void remove(EntryId entry) override { queue_.erase(entry); }
     void tick(Clock) override {}
     std::uint64_t select(const Candidates& candidates, std::uint64_t frames,
                          std::vector<EntryId>& victims) override;
+    void prefetch(EntryId entry) const { queue_.prefetch(entry); }
 
 private:
-    struct Link {
-        EntryId older;
-        EntryId newer;
-    };
-    Link& link(EntryId entry) { return links_[entry + 1]; }
-
-    // links_[0] closes the ring: its `newer` is the oldest entry, its `older` the newest. Entry e is at e +
-    // 1, and inside a Link entries are stored by that position.
-    std::vector<Link> links_;
+    EntryQueue queue_;
 };
 
 std::unique_ptr<Policy> make_lru(const PolicyOptions& options);

@@ -5,12 +5,16 @@
 #include <string>
 
 #include "native/cache/arc.hpp"
+#include "native/cache/clock.hpp"
+#include "native/cache/fifo.hpp"
+#include "native/cache/lfu.hpp"
 #include "native/cache/lfu_decay.hpp"
 #include "native/cache/lirs.hpp"
 #include "native/cache/lru.hpp"
 #include "native/cache/next_use.hpp"
 #include "native/cache/policy.hpp"
 #include "native/cache/s3_fifo.hpp"
+#include "native/cache/sieve.hpp"
 #include "native/cache/slru.hpp"
 #include "native/cache/two_q.hpp"
 #include "native/cache/w_tinylfu.hpp"
@@ -24,13 +28,17 @@ struct Registered {
 };
 
 constexpr Registered kPolicies[] = {
+    {"fifo", &make_fifo},
+    {"clock", &make_clock},
     {"lru", &make_lru},
+    {"lfu", &make_lfu},
     {"lfu-decay", &make_lfu_decay},
     {"slru", &make_slru},
     {"2q", &make_two_q},
     {"arc", &make_arc},
     {"lirs", &make_lirs},
     {"s3-fifo", &make_s3_fifo},
+    {"sieve", &make_sieve},
     {"w-tinylfu", &make_w_tinylfu},
     {"next-use", &make_next_use},
 };

@@ -41,6 +41,99 @@ def first(entries, free):
     return next((e for e in entries if e in free), None)
 
 
+class NaiveFifo(NaivePolicy):
+    def __init__(self, capacity, frames):
+        super().__init__(capacity, frames)
+        self.queue = []
+
+    def insert(self, e):
+        self.queue.append(e)
+
+    def remove(self, e):
+        self.queue.remove(e)
+
+    def victims(self, free, need):
+        victim = first(self.queue, free)
+        return [] if victim is None else [victim]
+
+
+class NaiveClock(NaiveFifo):
+    def __init__(self, capacity, frames, bits=1):
+        super().__init__(capacity, frames)
+        self.most, self.count = 2**bits - 1, {}
+
+    def insert(self, e):
+        super().insert(e)
+        self.count[e] = 0
+
+    def hit(self, e):
+        self.count[e] = min(self.count[e] + 1, self.most)
+
+    def victims(self, free, need):
+        while (victim := first(self.queue, free)) is not None:
+            if self.count[victim] == 0:
+                return [victim]
+            self.count[victim] -= 1
+            self.queue.remove(victim)
+            self.queue.append(victim)
+        return []
+
+
+class NaiveLfu(NaiveFifo):
+    """The queue is in the order of last requests."""
+
+    def __init__(self, capacity, frames):
+        super().__init__(capacity, frames)
+        self.count = {}
+
+    def insert(self, e):
+        super().insert(e)
+        self.count[e] = 1
+
+    def hit(self, e):
+        self.count[e] += 1
+        self.queue.remove(e)
+        self.queue.append(e)
+
+    def victims(self, free, need):
+        return super().victims({e for e in free if self.count.get(e) == self.least(free)}, need)
+
+    def least(self, free):
+        return min((self.count[e] for e in self.queue if e in free), default=0)
+
+
+class NaiveSieve(NaiveFifo):
+    """``hand`` is an entry, or None before the oldest."""
+
+    def __init__(self, capacity, frames):
+        super().__init__(capacity, frames)
+        self.visited, self.hand = set(), None
+
+    def hit(self, e):
+        self.visited.add(e)
+
+    def move_hand_past(self, e):
+        at = self.queue.index(e) + 1
+        self.hand = self.queue[at] if at < len(self.queue) else None
+
+    def remove(self, e):
+        if self.hand == e:
+            self.move_hand_past(e)
+        self.visited.discard(e)
+        super().remove(e)
+
+    def victims(self, free, need):
+        if first(self.queue, free) is None:
+            return []
+        while True:
+            at = self.queue[0] if self.hand is None else self.hand
+            self.move_hand_past(at)
+            if at in free:
+                if at not in self.visited:
+                    return [at]
+                self.visited.remove(at)
+
+
 class NaiveSlru(NaivePolicy):
     def __init__(self, capacity, frames, segments=4):
         super().__init__(capacity, frames)
@@ -531,6 +624,10 @@ class NaiveNextUse(NaivePolicy):
 
 
 NAIVE = {
+    "fifo": NaiveFifo,
+    "clock": NaiveClock,
+    "lfu": NaiveLfu,
+    "sieve": NaiveSieve,
     "slru": NaiveSlru,
     "2q": NaiveTwoQ,
     "arc": NaiveArc,

@@ -39,6 +39,41 @@ def test_lru_evicts_what_was_asked_for_longest_ago():
     assert [cache.ask(key) for key in (0, 1, 2, 0, 3, 4, 0, 1)] == [[], [], [], [], [1], [2], [], [3]]
 
 
+def test_fifo_evicts_what_came_first_however_often_it_was_asked_for():
+    cache = Keys(3, "fifo")
+    assert [cache.ask(key) for key in (0, 1, 2, 0, 0, 3, 0, 4)] == [[], [], [], [], [], [0], [1], [2]]
+
+
+def test_clock_spares_what_was_hit_once_more():
+    cache = Keys(3, "clock")
+    # 0 and 1 were hit: the hand passes them, takes their marks, and evicts 2; then 0, whose mark is gone.
+    assert [cache.ask(key) for key in (0, 1, 2, 0, 0, 1, 3, 4)] == [[], [], [], [], [], [], [2], [0]]
+
+
+def test_clock_with_two_bits_counts_to_three():
+    cache = Keys(2, "clock", bits=2)
+    for key in (0, 0, 0, 1, 1):
+        cache.ask(key)
+    # 0 has 2, 1 has 1: the hand takes one of each, the other of 0, and finds 1 with none; then 0.
+    assert [cache.ask(key) for key in (2, 3)] == [[1], [0]]
+
+
+def test_lfu_evicts_the_least_asked_for_ties_by_age_of_the_last_request():
+    cache = Keys(3, "lfu")
+    for key in (0, 1, 2, 1, 0, 2, 2):
+        cache.ask(key)
+    # 0 and 1 were asked for twice, 1 longer ago; the newcomer 3 goes before 0.
+    assert [cache.ask(key) for key in (3, 4, 3)] == [[1], [3], [4]]
+
+
+def test_sieve_moves_its_hand_to_newer_entries_and_round():
+    cache = Keys(4, "sieve")
+    for key in (0, 1, 2, 3, 0, 2):
+        cache.ask(key)
+    # The hand clears 0 and evicts 1; it stands at 2: cleared, and 3 goes; 4 and 5 are cleared: round to 0.
+    assert [cache.ask(key) for key in (4, 5, 4, 5, 6)] == [[1], [3], [], [], [0]]
+
+
 def test_corrected_evicts_the_least_hits_ties_by_key():
     cache = Keys(3, "lfu-decay", threshold=0)
     for key in (0, 1, 2, 1):
@@ -98,8 +133,13 @@ def test_unequal_sizes_go_until_the_newcomer_fits():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("mru", {}, "unknown cache policy 'mru'; there are: lru, lfu-decay"),
+        ("mru", {}, "unknown cache policy 'mru'; there are: fifo, clock, lru"),
         ("lru", {"beta": 0.5}, "'lru' has no option 'beta'; it has: none"),
+        ("clock", {"bits": 0}, "option 'bits': expected a whole number from 1 to 8"),
+        ("clock", {"bits": 1.5}, "option 'bits'"),
+        ("fifo", {"bits": 1}, "'fifo' has no option 'bits'; it has: none"),
+        ("lfu", {"beta": 0.5}, "'lfu' has no option 'beta'; it has: none"),
+        ("sieve", {"bits": 1}, "'sieve' has no option 'bits'; it has: none"),
         ("lfu-decay", {"treshold": 1}, "no option 'treshold'"),
         ("lfu-decay", {"beta": 0}, "option 'beta'"),
         ("lfu-decay", {"beta": 1.5}, "option 'beta'"),

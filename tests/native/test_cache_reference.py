@@ -313,7 +313,12 @@ def arrays(units):
 
 
 POLICIES = [
+    ("fifo", {}),
+    ("clock", {}),
+    ("clock", {"bits": 2}),
     ("lru", {}),
+    ("lfu", {}),
+    ("sieve", {}),
     ("lfu-decay", {"variant": "corrected", "threshold": 0, "beta": 0.5, "interval": 1}),
     ("lfu-decay", {"variant": "corrected", "threshold": 1.5, "beta": 0.3, "interval": 2}),
     ("lfu-decay", {"variant": "paper", "threshold": 0, "beta": 0.7, "interval": 3}),

@@ -1,0 +1,45 @@
+// Belady's MIN (1966): what is asked for furthest in the future goes. A bound, not a policy: it must know all
+// of the requests beforehand.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "native/cache/policy.hpp"
+#include "native/sim/ordered_bits.hpp"
+
+namespace tierstore {
+
+// `requests` is every request that this cache will hear of, in order; it must outlive the policy. Those that
+// no one will ask for again go first, smallest entry first; then by next request. Atomic sets need nothing
+// more: entries of one later set differ by their place in it, and which of them goes changes no count, unless
+// that set is split into groups, which follow the same order.
+//
+// With entries of one size this is the fewest misses that forced admission allows, sets or not: keeping an
+// entry from one request to the next saves a miss and occupies a frame at every event between, and of those
+// that cannot all be kept the one that ends last stands in the way of most. With optional admission (room is
+// made after a request, see simulation.hpp) it is the fewest of all. With unequal sizes both are heuristics,
+// and neither minimises write-backs.
+class Belady final : public Policy {
+public:
+    Belady(std::span<const EntryId> requests, std::uint32_t entry_count);
+    void insert(EntryId entry) override { advance(entry); }
+    void hit(EntryId entry) override;
+    void remove(EntryId entry) override;
+    void tick(Clock) override {}
+    std::uint64_t select(const Candidates& candidates, std::uint64_t frames,
+                         std::vector<EntryId>& victims) override;
+    void prefetch(EntryId entry) const { __builtin_prefetch(&next_[entry], 1); }
+
+private:
+    static constexpr std::uint32_t kNever = ~0u;
+    void advance(EntryId entry);
+
+    std::span<const EntryId> requests_;
+    std::vector<std::uint32_t> after_;  // by request: the next one for the same entry, or kNever
+    std::vector<std::uint32_t> next_;   // by entry: its next request, resident or not
+    OrderedBits ahead_;                 // next requests of what is resident
+    OrderedBits done_;                  // resident, and never asked for again; counted down from the last entry
+};
+
+}  // namespace tierstore

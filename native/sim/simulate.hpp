@@ -1,0 +1,67 @@
+// The fast simulator: one cache policy over columns of requests, with no decisions kept. It drives the very
+// policy objects that a live store runs, and counts what a Residency would count on the same accesses.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "native/cache/residency.hpp"
+
+namespace tierstore {
+
+// ATOMIC: an event's entries are one set, none of which evicts another; a set that does not fit is split, in
+// the order given, into the largest groups that do. SEQUENTIAL: each entry is a request of its own.
+enum class Contract : std::uint8_t { ATOMIC, SEQUENTIAL };
+
+// Event i asks for entries [offsets[i], offsets[i + 1]). Only `offsets` and `entries` are needed; an empty
+// column means what stands behind it.
+struct RequestColumns {
+    std::span<const std::uint64_t> offsets{};  // one more than events
+    std::span<const EntryId> entries{};  // by request
+    std::span<const std::uint8_t> writes{};  // by request: non-zero makes dirty; nothing does
+    std::span<const std::uint32_t> layers{};  // by event; the layer of its first entry
+    std::span<const std::uint8_t> phases{};  // by event; Phase::FORWARD
+    std::span<const std::uint32_t> steps{};  // by event, non-decreasing; one step
+    std::span<const std::uint32_t> sizes{};  // by entry, in frames, at least 1; 1
+    std::span<const std::uint32_t> layer_of{};  // by entry; the layer of the first event that asks for it
+    std::span<const std::uint32_t> records{};  // by entry: which are of one record; each of its own
+    std::span<const std::uint8_t> pinned{};  // by entry: non-zero never leaves once resident; none is
+    std::size_t events() const { return offsets.empty() ? 0 : offsets.size() - 1; }
+};
+
+struct SimulationOptions {
+    std::string policy = "lru";  // or one of bound_names()
+    PolicyOptions policy_options;
+    std::uint64_t capacity_frames = 0;
+    Scope scope = Scope::GLOBAL;
+    std::vector<std::uint64_t> layer_quotas;  // with LAYER: frames of each layer, at most the capacity in sum
+    Contract contract = Contract::ATOMIC;
+    std::uint64_t warmup_events = 0;  // carried out, and not counted anywhere
+};
+
+struct SimulationCounts {
+    std::uint64_t requests = 0, hits = 0, misses = 0, evictions = 0, write_backs = 0;
+    std::uint64_t missed_frames = 0, written_frames = 0, starved = 0;
+};
+
+struct SimulationResult {
+    SimulationCounts counts;
+    // By step, numbered in the order in which they come.
+    std::vector<std::uint64_t> step_requests, step_misses, step_write_backs;
+    // By layer; empty when nothing says which layer anything belongs to.
+    std::vector<std::uint64_t> layer_hits, layer_misses;
+};
+
+// What no policy can beat: "belady" (everything that is asked for is admitted), "belady-bypass" (it need not
+// be), see belady.hpp, and "unbounded" (each entry misses once, whatever the capacity). They take no options.
+std::vector<std::string> bound_names();
+
+// Throws std::invalid_argument, naming the column, for columns that do not fit together, for an entry twice
+// in one atomic event, and for whatever make_policy refuses; CapacityError when what must be resident at once
+// does not fit.
+SimulationResult simulate(const RequestColumns& requests, const SimulationOptions& options);
+
+}  // namespace tierstore

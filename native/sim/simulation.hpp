@@ -1,0 +1,320 @@
+// The loop of the simulator, for any policy class: where that is a final one, its calls are direct.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "native/sim/columns.hpp"
+#include "native/sim/simulate.hpp"
+
+namespace tierstore {
+
+// BEFORE: what is asked for is always admitted, and others make room for it first. AFTER: it passes through
+// a buffer of its own and then competes with the others for a place; sets of any size fit.
+enum class Room : std::uint8_t { BEFORE, AFTER };
+
+// One cache: the whole capacity, or one layer's quota.
+template <typename P>
+struct SimulatedCache {
+    std::unique_ptr<P> policy;
+    std::uint64_t limit = 0;  // frames that may be used: capacity or quota, less the policy's headroom
+    std::uint64_t used = 0;
+    std::uint64_t pinned = 0;
+};
+
+template <typename P>
+class Simulation {
+public:
+    using Cache = SimulatedCache<P>;
+
+    // layer_of: by entry, or empty. The columns were checked.
+    Simulation(const RequestColumns& requests, const SimulationOptions& options, std::uint32_t entry_count,
+               std::span<const std::uint32_t> layer_of, std::vector<Cache> caches, Room room)
+        : requests_(requests),
+          options_(options),
+          layer_of_(layer_of),
+          caches_(std::move(caches)),
+          room_(room),
+          unit_sizes_(requests.sizes.empty()),
+          flags_(entry_count, 0),
+          frames_(requests.sizes.begin(), requests.sizes.end()),
+          busy_(entry_count, 0) {
+        if (unit_sizes_) frames_.assign(entry_count, 1);
+        for (std::size_t entry = 0; entry < requests.pinned.size(); ++entry) {
+            if (requests.pinned[entry] != 0) flags_[entry] = STAYS;
+        }
+        std::uint32_t layers = 0;
+        for (const std::uint32_t layer : layer_of) layers = std::max(layers, layer + 1);  // kNoLayer: 0
+        for (const std::uint32_t layer : requests.layers) layers = std::max(layers, layer + 1);
+        if (options.scope == Scope::LAYER) layers = static_cast<std::uint32_t>(options.layer_quotas.size());
+        result_.layer_hits.assign(layers, 0);
+        result_.layer_misses.assign(layers, 0);
+    }
+
+    SimulationResult run() {
+        introduce();
+        const auto& steps = requests_.steps;
+        const std::size_t events = requests_.events();
+        const std::size_t warm = std::min<std::uint64_t>(options_.warmup_events, events);
+        for (std::size_t begin = 0; begin < events;) {
+            std::size_t step_end = events;
+            if (!steps.empty()) {
+                step_end = std::upper_bound(steps.begin() + begin, steps.end(), steps[begin]) - steps.begin();
+            }
+            const std::size_t end = begin < warm ? std::min(warm, step_end) : step_end;
+            run_events(begin, end);
+            if (end == warm) forget_counts();
+            if (end == step_end) close_step();
+            begin = end;
+        }
+        result_.counts = counts_;
+        return std::move(result_);
+    }
+
+private:
+    // Of an entry. IN_SET: asked for by the open group. FRESH: fetched by it, and not admitted yet.
+    enum Flag : std::uint8_t { RESIDENT = 1, DIRTY = 2, IN_SET = 4, FRESH = 8, STAYS = 16 };
+    static constexpr std::uint64_t kAhead = 16;  // requests between a prefetch and its use
+
+    std::uint32_t size_of(EntryId entry) const { return unit_sizes_ ? 1 : frames_[entry]; }
+    Cache& cache_for(std::uint32_t layer) { return caches_[options_.scope == Scope::LAYER ? layer : 0]; }
+
+    void introduce() {
+        follows_accesses_ = caches_.front().policy->follows_accesses();
+        for (Cache& cache : caches_) cache.policy->set_capacity(cache.limit);
+        for (EntryId entry = 0; entry < flags_.size(); ++entry) {
+            const std::uint32_t layer = layer_of_.empty() ? 0 : layer_of_[entry];
+            if (layer == kNoLayer) continue;
+            const std::uint32_t record = requests_.records.empty() ? entry : requests_.records[entry];
+            cache_for(layer).policy->add(entry, EntryInfo{record, layer, frames_[entry]});
+        }
+    }
+
+    void run_events(std::size_t begin, std::size_t end) {
+        for (std::size_t event = begin; event < end; ++event) {
+            const std::uint64_t first = requests_.offsets[event];
+            const std::uint64_t last = requests_.offsets[event + 1];
+            event_ = event;
+            if (first == last) {
+                // Nothing is asked for, but the program has come to this layer.
+                if (requests_.layers.empty() || options_.contract == Contract::SEQUENTIAL) continue;
+                layer_ = requests_.layers[event];
+                if (follows_accesses_) announce(first, last);
+                continue;
+            }
+            layer_ = layer_at(first);
+            if (last - first == 1 || options_.contract == Contract::SEQUENTIAL) {
+                for (std::uint64_t at = first; at < last; ++at) run_alone(at);
+            } else {
+                run_set(first, last);
+            }
+        }
+    }
+
+    void run_alone(std::uint64_t at) {
+        prefetch(at);
+        if (requests_.layers.empty()) layer_ = layer_at(at);
+        Cache& cache = cache_for(layer_);
+        const EntryId entry = requests_.entries[at];
+        if (follows_accesses_) announce(at, at + 1);
+        if ((flags_[entry] & RESIDENT) == 0) {
+            cache.policy->miss(entry);
+            if (room_ == Room::BEFORE) {
+                if (size_of(entry) + cache.pinned > cache.limit) refuse_capacity(cache, size_of(entry));
+                make_room(cache, size_of(entry));
+            }
+        }
+        request(cache, at);
+        if (room_ == Room::AFTER) {
+            make_room(cache, 0);
+            flags_[entry] &= static_cast<std::uint8_t>(~FRESH);
+        }
+    }
+
+    void run_set(std::uint64_t begin, std::uint64_t end) {
+        Cache& cache = cache_for(layer_);
+        if (follows_accesses_) announce(begin, end);
+        std::uint64_t first = begin;
+        while (first < end) {
+            const std::uint64_t last = room_ == Room::AFTER ? end : group_end(cache, first, end);
+            if (first == begin && last != end) check_set(begin, end);
+            run_group(cache, first, last);
+            first = last;
+        }
+    }
+
+    // What is pinned already stays anyway: a group adds the frames of the rest.
+    std::uint64_t group_end(const Cache& cache, std::uint64_t begin, std::uint64_t end) {
+        const std::uint64_t room = cache.limit > cache.pinned ? cache.limit - cache.pinned : 0;
+        if (unit_sizes_ && end - begin <= room) return end;
+        std::uint64_t filled = 0;
+        for (std::uint64_t at = begin; at < end; ++at) {
+            const EntryId entry = requests_.entries[at];
+            const std::uint64_t added = busy_[entry] != 0 ? 0 : size_of(entry);
+            if (added > room) refuse_capacity(cache, added);
+            if (filled + added > room) return at;
+            filled += added;
+        }
+        return end;
+    }
+
+    void run_group(Cache& cache, std::uint64_t begin, std::uint64_t end) {
+        const auto group = requests_.entries.subspan(begin, end - begin);
+        std::uint64_t missing = 0;
+        for (std::uint64_t at = begin; at < end; ++at) {
+            prefetch(at);
+            const EntryId entry = requests_.entries[at];
+            const std::uint8_t flags = flags_[entry];
+            if ((flags & IN_SET) != 0) refuse_twice(entry);
+            if ((flags & RESIDENT) == 0) {
+                missing += size_of(entry);
+                cache.policy->miss(entry);
+            }
+            flags_[entry] = flags | IN_SET;
+        }
+        if (room_ == Room::BEFORE && cache.used + missing > cache.limit) {
+            // All are in use before anything is evicted: none of the group's entries evicts another.
+            for (const EntryId entry : group) ++busy_[entry];
+            make_room(cache, missing);
+            for (const EntryId entry : group) --busy_[entry];
+        }
+        for (std::uint64_t at = begin; at < end; ++at) request(cache, at);
+        if (room_ == Room::AFTER) {
+            make_room(cache, 0);
+            for (const EntryId entry : group) flags_[entry] &= static_cast<std::uint8_t>(~FRESH);
+        }
+    }
+
+    void request(Cache& cache, std::uint64_t at) {
+        const EntryId entry = requests_.entries[at];
+        std::uint8_t flags = flags_[entry] & static_cast<std::uint8_t>(~IN_SET);
+        const bool hit = (flags & RESIDENT) != 0;
+        if (hit) {
+            ++counts_.hits;
+            cache.policy->hit(entry);
+        } else {
+            ++counts_.misses;
+            counts_.missed_frames += size_of(entry);
+            cache.used += size_of(entry);
+            flags |= room_ == Room::AFTER ? RESIDENT | FRESH : RESIDENT;
+            if ((flags & STAYS) != 0) keep(cache, entry);
+            cache.policy->insert(entry);
+        }
+        if (!requests_.writes.empty() && requests_.writes[at] != 0) flags |= DIRTY;
+        flags_[entry] = flags;
+        if (!result_.layer_hits.empty()) {
+            const std::uint32_t layer = requests_.layers.empty() ? layer_of_[entry] : layer_;
+            ++(hit ? result_.layer_hits : result_.layer_misses)[layer];
+        }
+        cache.policy->tick(Clock::REQUEST);
+    }
+
+    void keep(Cache& cache, EntryId entry) {
+        busy_[entry] = 1;
+        cache.pinned += size_of(entry);
+        if (cache.pinned > cache.limit) refuse_capacity(cache, 0);
+    }
+
+    void make_room(Cache& cache, std::uint64_t frames) {
+        if (cache.used + frames <= cache.limit) return;
+        victims_.clear();
+        const Candidates candidates{frames_.data(), busy_.data()};
+        counts_.starved += cache.policy->select(candidates, cache.used + frames - cache.limit, victims_);
+        for (const EntryId victim : victims_) evict(cache, victim);
+        if (cache.used + frames > cache.limit) throw std::logic_error("the policy named too few victims");
+    }
+
+    void evict(Cache& cache, EntryId entry) {
+        const std::uint8_t flags = flags_[entry];
+        cache.policy->remove(entry);
+        flags_[entry] = flags & (STAYS | IN_SET);
+        cache.used -= size_of(entry);
+        counts_.evictions += (flags & FRESH) == 0 ? 1 : 0;
+        if ((flags & DIRTY) != 0) {
+            ++counts_.write_backs;
+            counts_.written_frames += size_of(entry);
+        }
+    }
+
+    void announce(std::uint64_t begin, std::uint64_t end) {
+        const Phase phase =
+            requests_.phases.empty() ? Phase::FORWARD : static_cast<Phase>(requests_.phases[event_]);
+        const AccessInfo info{phase, layer_, requests_.entries.subspan(begin, end - begin)};
+        for (Cache& cache : caches_) cache.policy->access(info);
+    }
+
+    void close_step() {
+        for (Cache& cache : caches_) cache.policy->tick(Clock::STEP);
+        const auto requests = [](const SimulationCounts& counts) { return counts.hits + counts.misses; };
+        result_.step_requests.push_back(requests(counts_) - requests(step_began_));
+        result_.step_misses.push_back(counts_.misses - step_began_.misses);
+        result_.step_write_backs.push_back(counts_.write_backs - step_began_.write_backs);
+        step_began_ = counts_;
+    }
+
+    void forget_counts() {
+        counts_ = step_began_ = SimulationCounts{};
+        for (auto* column : {&result_.step_requests, &result_.step_misses, &result_.step_write_backs,
+                             &result_.layer_hits, &result_.layer_misses}) {
+            std::fill(column->begin(), column->end(), 0);
+        }
+    }
+
+    // The future is known: what a request will touch is on its way long before.
+    void prefetch(std::uint64_t at) const {
+        if (at + kAhead >= requests_.entries.size()) return;
+        const EntryId entry = requests_.entries[at + kAhead];
+        __builtin_prefetch(&flags_[entry], 1);
+        if constexpr (requires(const P& policy) { policy.prefetch(entry); }) {
+            caches_.front().policy->prefetch(entry);
+        }
+    }
+
+    std::uint32_t layer_at(std::uint64_t at) const {
+        if (!requests_.layers.empty()) return requests_.layers[event_];
+        return layer_of_.empty() ? 0 : layer_of_[requests_.entries[at]];
+    }
+
+    // Sets that are split would hide an entry that comes twice.
+    void check_set(std::uint64_t begin, std::uint64_t end) {
+        const auto set = requests_.entries.subspan(begin, end - begin);
+        std::vector<EntryId> sorted(set.begin(), set.end());
+        std::sort(sorted.begin(), sorted.end());
+        const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
+        if (twice != sorted.end()) refuse_twice(*twice);
+    }
+
+    [[noreturn]] void refuse_twice(EntryId entry) const {
+        throw std::invalid_argument("event " + std::to_string(event_) + " asks for entry " +
+                                    std::to_string(entry) + " twice, and atomic events are sets");
+    }
+
+    [[noreturn]] void refuse_capacity(const Cache& cache, std::uint64_t added) const {
+        const std::uint64_t headroom = cache.policy->headroom_frames();
+        throw CapacityError(added + cache.pinned + headroom, cache.limit + headroom);
+    }
+
+    const RequestColumns& requests_;
+    const SimulationOptions& options_;
+    std::span<const std::uint32_t> layer_of_;
+    std::vector<Cache> caches_;
+    Room room_;
+    bool unit_sizes_;
+    bool follows_accesses_ = false;
+    std::size_t event_ = 0;  // under way
+    std::uint32_t layer_ = 0;
+    // By entry.
+    std::vector<std::uint8_t> flags_;
+    std::vector<std::uint32_t> frames_;
+    std::vector<std::uint32_t> busy_;
+    std::vector<EntryId> victims_;  // scratch
+    SimulationCounts counts_;
+    SimulationCounts step_began_;
+    SimulationResult result_;
+};
+
+}  // namespace tierstore

@@ -1,0 +1,137 @@
+"""The bounds against a brute-force optimum on small cases, and worked by hand."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sim_columns import columns
+
+from tierstore import _native
+from tierstore._native import Contract, Scope
+
+
+def misses(events, policy, capacity, contract=Contract.ATOMIC, **keywords):
+    result = _native.simulate(
+        *columns(events), policy=policy, capacity_frames=capacity, contract=contract, **keywords
+    )
+    return result["misses"]
+
+
+def fewest(sets, capacity, sizes, forced):
+    """Every choice of what to keep, after every set; ``forced``: the set must be in the cache while it is used."""
+
+    def room_for(kept):
+        return sum(sizes[entry] for entry in kept) <= capacity
+
+    best = {frozenset(): 0}
+    for asked in sets:
+        after = {}
+        for cache, count in best.items():
+            total = count + len(asked - cache)
+            have = cache | asked
+            for size in range(len(have) + 1):
+                for kept in map(frozenset, itertools.combinations(sorted(have), size)):
+                    if room_for(kept) and (not forced or asked <= kept):
+                        after[kept] = min(total, after.get(kept, total))
+        best = after
+    return min(best.values())
+
+
+def groups(events, capacity):
+    """Sets as the atomic contract splits them, entries being of one size."""
+    return [frozenset(event[i : i + capacity]) for event in events for i in range(0, len(event), capacity)]
+
+
+EVENTS = st.lists(st.lists(st.integers(0, 5), max_size=5, unique=True), max_size=9)
+
+
+@settings(deadline=None, max_examples=70)
+@given(events=EVENTS, capacity=st.integers(1, 4))
+def test_both_are_the_fewest_misses_that_there_can_be(events, capacity):
+    singles = [frozenset([entry]) for event in events for entry in event]
+    ones = [1] * 6
+    whole = [frozenset(event) for event in events]
+    assert misses(events, "belady", capacity, Contract.SEQUENTIAL) == fewest(singles, capacity, ones, True)
+    assert misses(events, "belady-bypass", capacity, Contract.SEQUENTIAL) == fewest(
+        singles, capacity, ones, False
+    )
+    assert misses(events, "belady", capacity) == fewest(groups(events, capacity), capacity, ones, True)
+    assert misses(events, "belady-bypass", capacity) == fewest(whole, capacity, ones, False)
+
+
+@settings(deadline=None, max_examples=40)
+@given(events=EVENTS, capacity=st.integers(5, 9), sizes=st.lists(st.integers(1, 4), min_size=6, max_size=6))
+def test_with_unequal_sizes_no_heuristic_beats_the_optimum(events, capacity, sizes):
+    frames = np.array(sizes, np.uint32)
+    singles = [frozenset([entry]) for event in events for entry in event]
+    for policy, forced in (("belady", True), ("belady-bypass", False)):
+        found = misses(events, policy, capacity, Contract.SEQUENTIAL, sizes=frames)
+        assert found >= fewest(singles, capacity, sizes, forced)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    events=st.lists(st.lists(st.integers(0, 11), max_size=4, unique=True), max_size=60),
+    capacity=st.integers(4, 10),
+    contract=st.sampled_from(Contract),
+)
+def test_no_policy_beats_the_bounds_and_they_are_in_order(events, capacity, contract):
+    bounds = [
+        misses(events, policy, capacity, contract) for policy in ("unbounded", "belady-bypass", "belady")
+    ]
+    assert bounds[0] == len({entry for event in events for entry in event})
+    assert bounds == sorted(bounds)
+    assert all(misses(events, p, capacity, contract) >= bounds[2] for p in _native.policy_names())
+
+
+def test_worked_by_hand():
+    # Two frames. Forced: 0 1 miss; 2 takes the place of 1 (next at 4; 0 comes at 3); 0 hits; 1 takes the place
+    # of 2, which never comes again; 0 hits. With the choice, 2 is not kept at all: 1 hits as well.
+    keys = [[0], [1], [2], [0], [1], [0]]
+    assert misses(keys, "belady", 2) == 4
+    assert misses(keys, "belady-bypass", 2) == 3
+    assert misses(keys, "unbounded", 2) == 3
+
+
+def test_what_is_not_kept_is_no_eviction_but_is_written_back():
+    result = _native.simulate(
+        *columns([[0], [1], [2], [0], [1]]),
+        np.array([0, 0, 1, 1, 0], np.uint8),
+        policy="belady-bypass",
+        capacity_frames=2,
+    )
+    assert (result["misses"], result["evictions"], result["write_backs"]) == (3, 0, 1)
+
+
+def test_sets_larger_than_the_cache_pass_by():
+    events = [[0, 1, 2, 3], [0, 1], [2, 3], [0, 1]]
+    # The four do not fit two frames: forced, they come as two pairs and every pair evicts the other.
+    assert misses(events, "belady", 2) == 10
+    assert misses(events, "belady-bypass", 2) == 4 + 2
+
+
+def test_each_layer_has_a_future_of_its_own():
+    result = _native.simulate(
+        *columns([[0], [1], [2], [3], [0], [1], [4], [5], [0], [1]]),
+        layers=np.array([0, 1] * 5, np.uint32),
+        policy="belady",
+        capacity_frames=3,
+        scope=Scope.LAYER,
+        layer_quotas=[1, 2],
+    )
+    # Layer 0 has one frame for 0 2 0 4 0; layer 1 two for 1 3 1 5 1.
+    assert result["layer_misses"].tolist() == [5, 3]
+
+
+@pytest.mark.parametrize("policy", _native.bound_names())
+def test_bounds_have_no_options(policy):
+    with pytest.raises(ValueError, match=f"'{policy}' has no option 'beta'; it has: none"):
+        _native.simulate(*columns([[0]]), policy=policy, options={"beta": 1}, capacity_frames=1)
+
+
+def test_bounds_are_none_of_the_policies():
+    assert not set(_native.bound_names()) & set(_native.policy_names())
