@@ -61,6 +61,7 @@ HOLDS: dict[str, dict[str, Any]] = {
     "least-paper": {"budget": 0.0, "cache.options.variant": "paper"},
     "busy": {"budget": 0.15, "cache.write_back_every": 1, "commit_every": 3, "io.compute_threads": 2},
     "uring": {"budget": 0.25, "io.backend": "uring", "io.chunk_bytes": 4096, "io.queue_depth": 3},
+    "pmem": {"budget": 0.2, "io.backend": "pmem", "io.threads": 2},
 }
 
 #: Those that every mode is held in; two modes are held in all.
