@@ -35,6 +35,7 @@ struct RequestColumns {
 struct SimulationOptions {
     std::string policy = "lru";  // or one of bound_names()
     PolicyOptions policy_options;
+    PolicyFactory make = &make_policy;
     std::uint64_t capacity_frames = 0;
     Scope scope = Scope::GLOBAL;
     std::vector<std::uint64_t> layer_quotas;  // with LAYER: frames of each layer, at most the capacity in sum

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from sim_columns import columns
+from sim_columns import columns, zipf
 
 from tierstore import _native
 from tierstore._native import Contract, Scope
@@ -111,6 +111,26 @@ def test_steps_are_the_clock_of_decay():
     assert run(keys, 2, "lfu-decay", options=options, steps=[0, 0, 0, 2, 3, 3])["hits"] == 2
     assert run(keys, 2, "lfu-decay", options=options, steps=[0, 0, 0, 1, 2, 2])["hits"] == 2
     assert run(keys, 2, "lfu-decay", options=options, steps=[0, 1, 2, 3, 4, 4])["hits"] == 3
+
+
+def test_a_policy_written_in_python_counts_as_its_native_twin():
+    keys = zipf(50, 3000, 0.7, 2)
+    offsets = np.arange(0, 3001, 3, dtype=np.uint64)
+    sizes = np.arange(50, dtype=np.uint32) % 4 + 1
+    layers = np.zeros(1000, np.uint32)
+
+    def result(policy, **keywords):
+        found = _native.simulate(
+            offsets, keys, (keys % 2).astype(np.uint8), layers, sizes=sizes,
+            policy=policy, capacity_frames=60, contract=Contract.SEQUENTIAL, **keywords,
+        )  # fmt: skip
+        return {name: np.asarray(value).tolist() for name, value in found.items()}
+
+    assert result("python_lru:PythonLru") == result("lru")
+    with pytest.raises(ZeroDivisionError, match="as the test wants it"):
+        result("python_lru:PythonLru", options={"fails_at": int(keys[7])})
+    with pytest.raises(ValueError, match="no_such_module"):
+        result("no_such_module:Lru")
 
 
 def test_nothing_asked_for_counts_nothing():
