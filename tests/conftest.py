@@ -1,9 +1,35 @@
-"""What every test runs under."""
+"""What every test runs under, and real ranks for those that need several."""
+
+from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
 
 # Before torch is imported. Many tests start processes of their own: one thread each, and no spinning.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Those processes find the installed package, not the checkout that pytest was called from.
 os.environ.setdefault("PYTHONSAFEPATH", "1")
+# Ranks meet on this machine alone, whatever its name resolves to.
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+# For ``from launcher import ...`` in any room's tests.
+sys.path.insert(0, str(Path(__file__).parent / "parallel"))
+
+if TYPE_CHECKING:
+    from launcher import Ranks
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Worlds of real processes on Gloo: see ``tests/parallel/launcher.py``."""
+    from launcher import Ranks
+
+    started = Ranks()
+    yield started
+    started.close()

@@ -121,6 +121,14 @@ class IoBackend(enum.Enum):
     AUTO = 0
     URING = 1
     THREADS = 2
+    PMEM = 3
+
+class MapSync(enum.Enum):
+    """Whether the pmem backend's mappings make stores durable by themselves. ON fails where they cannot."""
+
+    OFF = 0
+    AUTO = 1
+    ON = 2
 
 class Priority(enum.Enum):
     """DEMAND passes ahead of everything queued; the others go in order of arrival."""
@@ -144,6 +152,9 @@ class File:
     @property
     def direct_reason(self) -> str:
         """Why there is no direct I/O; empty when there is."""
+
+    def map_sync_reason(self) -> str:
+        """Why a mapping of the file needs a sync (msync); empty where stores are durable by themselves."""
 
     @property
     def memory_alignment(self) -> int: ...
@@ -171,6 +182,37 @@ class Dtype(enum.Enum):
     FP32 = 0
     BF16 = 1
 
+class Activity(enum.Enum):
+    """What an operation does."""
+
+    OTHER = 0
+    READ = 1
+    WRITE = 2
+    SYNC = 3
+    COPY = 4
+    FILL_ZERO = 5
+    ACCUMULATE = 6
+    SUM_OF_SQUARES = 7
+    ADAMW = 8
+
+class Link:
+    """A link of ``bandwidth`` (bytes a second) and ``latency`` (seconds) whose transfers follow one another.
+
+    A transfer that is asked for at ``now`` ends at ``max(now, end of the one before) + latency + nbytes / bandwidth``,
+    rounded up to a nanosecond. ValueError unless the bandwidth is positive and the latency finite and not negative.
+    """
+
+    def __init__(self, bandwidth: float = ..., latency: float = 0.0) -> None: ...
+    @property
+    def bandwidth(self) -> float: ...
+    @property
+    def latency(self) -> float: ...
+    def reserve(self, nbytes: int, now_ns: int | None = None) -> int:
+        """The end of a transfer asked for now, in ns of CLOCK_MONOTONIC. Whoever transfers waits until then."""
+
+    def stats(self) -> dict[str, Any]:
+        """``transfers``, ``nbytes``, ``busy_s`` since it was made."""
+
 class Engine:
     """Background operations. Each method returns a ticket at once; ``after`` names earlier tickets only.
 
@@ -188,6 +230,7 @@ class Engine:
         chunk_bytes: int = 1 << 20,
         compute_threads: int = 1,
         lease_fd: int = -1,
+        map_sync: MapSync = ...,
         log_path: str | os.PathLike[str] | None = None,
     ) -> None: ...
     def read(
@@ -275,6 +318,21 @@ class Engine:
     def external(self, *, after: Sequence[int] = (), priority: Priority = ...) -> int:
         """Done when complete_external() was called and ``after`` is done: for events outside the engine."""
 
+    def hold(
+        self,
+        link: Link,
+        nbytes: int,
+        activity: Activity = ...,
+        *,
+        after: Sequence[int] = (),
+        priority: Priority = ...,
+    ) -> int:
+        """Done at the end of a transfer of ``nbytes`` on ``link`` that is asked for when ``after`` is done.
+
+        It moves nothing: it stands beside the operation that does, and a barrier joins the two. The link serves in
+        order of asking, whatever the priorities. Cancelled, it keeps its turn on the link.
+        """
+
     def complete_external(self, ticket: int, error: str = "") -> None:
         """Ends an external operation; with an ``error`` it fails (RuntimeError)."""
 
@@ -314,6 +372,14 @@ class Engine:
     @property
     def poisoned(self) -> str | None:
         """The error of the first write or sync that failed."""
+
+    def record_spans(self, capacity: int) -> None:
+        """From now on remembers when the last ``capacity`` operations ran (0: none of them)."""
+
+    def drain_spans(self) -> tuple[list[tuple[Activity, bool, int, int, int, int]], int]:
+        """(activity, held, ticket, start_ns, end_ns, nbytes) of what ended since the last call, in order of ending, and
+        how many more were overwritten before it. ``held``: the turn on a limited link, not the operation itself.
+        """
 
     def log_mark(self, text: str) -> None:
         """A mark in the event log; nothing without ``log_path``."""

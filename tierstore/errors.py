@@ -7,6 +7,7 @@
     ├── DataError (ValueError)        training data that cannot be read or is too short
     ├── BudgetError (MemoryError)     a budget too small for what must fit; names the minimum
     ├── CapabilityError               a capability set to ON that this machine lacks
+    ├── PeerError                     a collective failed: a rank died, hung or lost its connection
     └── StoreError
         ├── StoreMissingError         no store where one was expected
         ├── StoreExistsError          a store where none was expected
@@ -26,6 +27,7 @@ __all__ = [
     "ChecksumError",
     "ConfigError",
     "DataError",
+    "PeerError",
     "StoreError",
     "StoreExistsError",
     "StoreFormatError",
@@ -54,6 +56,18 @@ class BudgetError(TierstoreError, MemoryError):
 
 class CapabilityError(TierstoreError):
     """A capability was set to ON and this machine lacks it. The message says why."""
+
+
+class PeerError(TierstoreError):
+    """A collective failed: another rank died, hung or lost its connection.
+
+    ``operation`` is the collective; ``rank`` the rank of the world that is to blame, or None where unknown.
+    """
+
+    def __init__(self, operation: str, reason: str, *, rank: int | None = None) -> None:
+        super().__init__(f"{operation}: {'a rank' if rank is None else f'rank {rank}'} failed: {reason}")
+        self.operation = operation
+        self.rank = rank
 
 
 class StoreError(TierstoreError):

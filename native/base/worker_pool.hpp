@@ -25,6 +25,8 @@ public:
 
     void submit(std::function<void()> task, Urgency urgency = Urgency::Normal);
 
+    size_t size() const { return threads_.size(); }
+
     // Runs what is queued, then joins the threads. Later calls do nothing.
     void close();
 

@@ -23,6 +23,7 @@ using Steps = nb::ndarray<const float, nb::shape<-1, 7>, nb::c_contig, nb::devic
 using HeldFile = Held<File>;
 using HeldCrcs = Held<CrcTable>;
 using HeldDoubles = Held<DoubleTable>;
+using HeldLink = Held<Link>;
 
 std::vector<Buffer> buffers(const nb::sequence& sequence) {
     std::vector<Buffer> out;
@@ -88,10 +89,10 @@ nb::dict stats(Engine& self) {
 }
 
 void init(Engine* self, IoBackend backend, size_t io_threads, size_t queue_depth, size_t chunk_bytes,
-          size_t compute_threads, int lease_fd, const nb::object& log_path) {
+          size_t compute_threads, int lease_fd, MapSync map_sync, const nb::object& log_path) {
     EngineOptions options;
     options.backend = backend;
-    options.io = {io_threads, queue_depth, chunk_bytes, lease_fd};
+    options.io = {io_threads, queue_depth, chunk_bytes, lease_fd, map_sync};
     options.compute_threads = compute_threads;
     if (!log_path.is_none())
         options.log_path = nb::cast<std::string>(nb::module_::import_("os").attr("fsdecode")(log_path));
@@ -109,7 +110,11 @@ Ticket adamw(Engine& self, const nb::sequence& weight, const Buffer& exp_avg, co
         const float* s = steps.data() + 7 * i;
         copied.push_back({s[0], s[1], s[2], s[3], s[4], s[5], s[6]});
     }
-    return self.compute(adamw_work(std::move(record), std::move(copied), grad_scale), {after, priority});
+    size_t nbytes = record.exp_avg.nbytes() + record.exp_avg_sq.nbytes();
+    for (const Buffer& part : record.weight) nbytes += part.nbytes();
+    return self.compute(
+        adamw_work(std::move(record), std::move(copied), grad_scale, self.compute_threads()),
+        {after, priority}, {Activity::AdamW, nbytes});
 }
 
 void bind_transfers(nb::class_<Engine>& engine) {
@@ -146,20 +151,23 @@ void bind_compute(nb::class_<Engine>& engine) {
         .def(
             "copy",
             [](Engine& self, const Buffer& dst, const Buffer& src, const Tickets& after, Priority priority) {
-                return self.compute(copy_work(dst, src), {after, priority});
+                return self.compute(copy_work(dst, src), {after, priority},
+                                    {Activity::Copy, dst.nbytes()});
             },
             "dst"_a, "src"_a, nb::kw_only(), "after"_a = nb::make_tuple(), "priority"_a = Priority::Demand)
         .def(
             "fill_zero",
             [](Engine& self, const Buffer& dst, const Tickets& after, Priority priority) {
-                return self.compute(fill_zero_work(dst), {after, priority});
+                return self.compute(fill_zero_work(dst), {after, priority},
+                                    {Activity::FillZero, dst.nbytes()});
             },
             "dst"_a, nb::kw_only(), "after"_a = nb::make_tuple(), "priority"_a = Priority::Demand)
         .def(
             "accumulate",
             [](Engine& self, const Buffer& dst, const Buffer& src, Dtype src_dtype, const Tickets& after,
                Priority priority) {
-                return self.compute(accumulate_work(dst, src, src_dtype), {after, priority});
+                return self.compute(accumulate_work(dst, src, src_dtype), {after, priority},
+                                    {Activity::Accumulate, dst.nbytes()});
             },
             "dst"_a, "src"_a, "src_dtype"_a = Dtype::Fp32, nb::kw_only(), "after"_a = nb::make_tuple(),
             "priority"_a = Priority::Demand)
@@ -167,7 +175,8 @@ void bind_compute(nb::class_<Engine>& engine) {
             "sum_of_squares",
             [](Engine& self, const Buffer& src, const HeldDoubles& out, size_t index, const Tickets& after,
                Priority priority) {
-                return self.compute(sum_of_squares_work(src, out.ptr, index), {after, priority});
+                return self.compute(sum_of_squares_work(src, out.ptr, index), {after, priority},
+                                    {Activity::SumOfSquares, src.nbytes()});
             },
             "src"_a, "out"_a, "index"_a, nb::kw_only(), "after"_a = nb::make_tuple(),
             "priority"_a = Priority::Demand)
@@ -190,6 +199,14 @@ void bind_waiting(nb::class_<Engine>& engine) {
                 return self.external({after, priority});
             },
             nb::kw_only(), "after"_a = nb::make_tuple(), "priority"_a = Priority::Demand)
+        .def(
+            "hold",
+            [](Engine& self, const HeldLink& link, size_t nbytes, Activity activity, const Tickets& after,
+               Priority priority) {
+                return self.hold(link.ptr, {after, priority}, {activity, nbytes});
+            },
+            "link"_a, "nbytes"_a, "activity"_a = Activity::Other, nb::kw_only(),
+            "after"_a = nb::make_tuple(), "priority"_a = Priority::Demand)
         .def("complete_external", &Engine::complete_external, "ticket"_a, "error"_a = "")
         .def(
             "wait",
@@ -206,15 +223,62 @@ void bind_waiting(nb::class_<Engine>& engine) {
         .def("drain_notified", &Engine::drain_notified);
 }
 
+void bind_link(nb::module_& m) {
+    nb::class_<HeldLink>(m, "Link", "A link of limited bandwidth and latency; transfers follow one another.")
+        .def(
+            "__init__",
+            [](HeldLink* self, double bandwidth, double latency) {
+                new (self) HeldLink(HeldLink::make(bandwidth, latency));
+            },
+            "bandwidth"_a = std::numeric_limits<double>::infinity(), "latency"_a = 0.0)
+        .def_prop_ro("bandwidth", [](const HeldLink& self) { return self.ptr->bandwidth(); })
+        .def_prop_ro("latency", [](const HeldLink& self) { return self.ptr->latency_s(); })
+        .def(
+            "reserve",
+            [](const HeldLink& self, size_t nbytes, std::optional<uint64_t> now_ns) {
+                return self.ptr->reserve(nbytes, now_ns ? *now_ns : monotonic_ns()).end_ns;
+            },
+            "nbytes"_a, "now_ns"_a = nb::none())
+        .def("stats", [](const HeldLink& self) {
+            const Link::Stats s = self.ptr->stats();
+            nb::dict d;
+            d["transfers"] = s.transfers;
+            d["nbytes"] = s.nbytes;
+            d["busy_s"] = static_cast<double>(s.busy_ns) * 1e-9;
+            return d;
+        });
+}
+
+// As tuples: a timeline drains thousands of them at once.
+nb::tuple drain_spans(Engine& self) {
+    const auto [spans, overwritten] = self.drain_spans();
+    nb::list out;
+    for (const OperationSpan& span : spans)
+        out.append(nb::make_tuple(span.label.activity, span.held, span.ticket, span.start_ns, span.end_ns,
+                                  span.label.nbytes));
+    return nb::make_tuple(out, overwritten);
+}
+
 }  // namespace
 
 void bind_engine(nb::module_& m) {
+    nb::enum_<Activity>(m, "Activity")
+        .value("OTHER", Activity::Other)
+        .value("READ", Activity::Read)
+        .value("WRITE", Activity::Write)
+        .value("SYNC", Activity::Sync)
+        .value("COPY", Activity::Copy)
+        .value("FILL_ZERO", Activity::FillZero)
+        .value("ACCUMULATE", Activity::Accumulate)
+        .value("SUM_OF_SQUARES", Activity::SumOfSquares)
+        .value("ADAMW", Activity::AdamW);
+    bind_link(m);
     nb::enum_<Dtype>(m, "Dtype").value("FP32", Dtype::Fp32).value("BF16", Dtype::Bf16);
 
     nb::class_<Engine> engine(m, "Engine", "Background operations, each after the tickets that it names.");
     engine.def("__init__", init, nb::kw_only(), "backend"_a = IoBackend::Auto, "io_threads"_a = 4,
                "queue_depth"_a = 32, "chunk_bytes"_a = 1 << 20, "compute_threads"_a = 1, "lease_fd"_a = -1,
-               "log_path"_a = nb::none());
+               "map_sync"_a = MapSync::Auto, "log_path"_a = nb::none());
     bind_transfers(engine);
     bind_compute(engine);
     bind_waiting(engine);
@@ -226,6 +290,8 @@ void bind_engine(nb::module_& m) {
                          const FailurePtr failure = self.poisoned();
                          return failure ? std::optional(failure->message()) : std::nullopt;
                      })
+        .def("record_spans", &Engine::record_spans, "capacity"_a)
+        .def("drain_spans", drain_spans)
         .def(
             "log_mark", [](Engine& self, const std::string& text) { self.log_mark(text); }, "text"_a)
         .def("close", &Engine::close, nb::call_guard<nb::gil_scoped_release>())

@@ -28,7 +28,12 @@ void bind_io(nb::module_& m) {
     nb::enum_<IoBackend>(m, "IoBackend")
         .value("AUTO", IoBackend::Auto)
         .value("URING", IoBackend::Uring)
-        .value("THREADS", IoBackend::Threads);
+        .value("THREADS", IoBackend::Threads)
+        .value("PMEM", IoBackend::Pmem);
+    nb::enum_<MapSync>(m, "MapSync", "Whether the pmem backend's mappings make stores durable by themselves.")
+        .value("OFF", MapSync::Off)
+        .value("AUTO", MapSync::Auto)
+        .value("ON", MapSync::On);
     nb::enum_<Priority>(m, "Priority", "DEMAND passes ahead of everything queued.")
         .value("DEMAND", Priority::Demand)
         .value("SPECULATIVE", Priority::Speculative)
@@ -47,6 +52,13 @@ void bind_io(nb::module_& m) {
         .def_prop_ro("size", [](const Held<File>& self) { return self.ptr->size(); })
         .def_prop_ro("direct", [](const Held<File>& self) { return self.ptr->open()->direct_fd >= 0; })
         .def_prop_ro("direct_reason", [](const Held<File>& self) { return self.ptr->open()->direct_reason; })
+        .def("map_sync_reason",
+             [](const Held<File>& self) {
+                 const OpenFilePtr file = self.ptr->open();
+                 const MappedPtr mapped =
+                     file->mapping.covering(file->buffered_fd, file->path, 1, MapSync::Auto);
+                 return mapped ? mapped->reason() : std::string("the file is empty");
+             })
         .def_prop_ro("memory_alignment",
                      [](const Held<File>& self) { return self.ptr->open()->memory_alignment; })
         .def_prop_ro("offset_alignment",

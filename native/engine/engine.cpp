@@ -23,7 +23,10 @@ Urgency urgency(Priority priority) {
 Engine::Engine(const EngineOptions& options) {
     if (options.compute_threads == 0) throw std::invalid_argument("compute_threads must be at least 1");
     if (!options.log_path.empty()) log_ = std::make_shared<EventLog>(options.log_path);
-    if (options.backend != IoBackend::Threads) {
+    if (options.backend == IoBackend::Pmem) {
+        backend_ = make_pmem_backend(options.io);
+        backend_name_ = "pmem";
+    } else if (options.backend != IoBackend::Threads) {
         try {
             backend_ = make_uring_backend(options.io);
             backend_name_ = "uring";
@@ -66,6 +69,7 @@ Engine::OperationPtr Engine::transfer_operation(Kind kind, Transfer transfer) {
     }
     if (operation->nbytes == 0) throw std::invalid_argument("a transfer of no bytes");
     operation->transfer = std::move(transfer);
+    operation->label = {kind == Kind::Read ? Activity::Read : Activity::Write, operation->nbytes};
     return operation;
 }
 
@@ -80,14 +84,33 @@ Ticket Engine::write(Transfer transfer, Order order) {
 Ticket Engine::sync(OpenFilePtr file, Order order) {
     auto operation = std::make_unique<Operation>();
     operation->kind = Kind::Sync;
+    operation->label.activity = Activity::Sync;
     operation->transfer.file = std::move(file);
     return submit(std::move(operation), order);
 }
 
-Ticket Engine::compute(Work work, Order order) {
+Ticket Engine::compute(Work work, Order order, Label label) {
+    std::vector<Work> parts;
+    parts.push_back(std::move(work));
+    return compute(std::move(parts), order, label);
+}
+
+Ticket Engine::compute(std::vector<Work> parts, Order order, Label label) {
+    if (parts.empty()) throw std::invalid_argument("an operation of no parts");
     auto operation = std::make_unique<Operation>();
     operation->kind = Kind::Compute;
-    operation->work = std::move(work);
+    operation->unfinished = parts.size();
+    operation->parts = std::move(parts);
+    operation->label = label;
+    return submit(std::move(operation), order);
+}
+
+Ticket Engine::hold(std::shared_ptr<Link> link, Order order, Label label) {
+    if (!link) throw std::invalid_argument("a hold needs a link");
+    auto operation = std::make_unique<Operation>();
+    operation->kind = Kind::Hold;
+    operation->link = std::move(link);
+    operation->label = label;
     return submit(std::move(operation), order);
 }
 
@@ -163,8 +186,12 @@ void Engine::start(Operation& operation, Remains& remains) {
     }
     operation.state = State::Queued;
     const Ticket ticket = operation.ticket;
-    if (operation.kind == Kind::Compute) {
-        pool_->submit([this, ticket] { run_compute(ticket); }, urgency(operation.priority));
+    if (operation.kind == Kind::Hold) {
+        operation.slot = operation.link->reserve(operation.label.nbytes, monotonic_ns());
+        timer_.at(operation.slot.end_ns, [this, ticket] { on_time(ticket); });
+    } else if (operation.kind == Kind::Compute) {
+        for (size_t part = 0; part < operation.parts.size(); ++part)
+            pool_->submit([this, ticket, part] { run_compute(ticket, part); }, urgency(operation.priority));
     } else if (operation.kind == Kind::Write) {
         pool_->submit([this, ticket] { run_seal(ticket); }, urgency(operation.priority));
     } else {
@@ -199,21 +226,26 @@ Engine::Operation* Engine::begin(Ticket ticket) {
 }
 
 // On a compute thread, without the mutex.
-void Engine::run_compute(Ticket ticket) {
+void Engine::run_compute(Ticket ticket, size_t part) {
     Operation* operation = begin(ticket);
     if (!operation) return;
     const uint64_t started = monotonic_ns();
     FailurePtr failure;
     try {
-        operation->work();
+        operation->parts[part]();
     } catch (...) {
         failure = current_failure();
     }
     Remains remains;
     std::lock_guard lock(mutex_);
+    const uint64_t ended = monotonic_ns();
+    stats_.compute_ns += ended - started;
+    if (operation->started_ns == 0 || started < operation->started_ns) operation->started_ns = started;
+    if (failure && !operation->failure) operation->failure = std::move(failure);
+    if (--operation->unfinished > 0) return;
     stats_.compute_ops += 1;
-    stats_.compute_ns += monotonic_ns() - started;
-    finish(ticket, std::move(failure), remains);
+    record(*operation, operation->started_ns, ended);
+    finish(ticket, std::move(operation->failure), remains);
 }
 
 // On a compute thread, without the mutex: checksums first, then the backend.
@@ -258,6 +290,8 @@ void Engine::on_io(Ticket ticket, const IoResult& result) {
     operation.state = State::Running;
     stats_.continued_transfers += result.continued;
     const uint64_t moved = result.failure ? 0 : operation.nbytes;
+    const uint64_t now = monotonic_ns();
+    record(operation, now - result.service_ns, now);
     switch (operation.kind) {
         case Kind::Read:
             stats_.reads += 1;
@@ -280,6 +314,20 @@ void Engine::on_io(Ticket ticket, const IoResult& result) {
     }
     if (result.failure && operation.kind != Kind::Read && !poisoned_) poisoned_ = result.failure;
     finish(ticket, result.failure, remains);
+}
+
+// On the timer's thread, without the mutex.
+void Engine::on_time(Ticket ticket) {
+    Remains remains;
+    std::lock_guard lock(mutex_);
+    const Operation* operation = find(ticket);
+    if (!operation) return;  // taken back meanwhile
+    record(*operation, operation->slot.start_ns, operation->slot.end_ns);
+    finish(ticket, nullptr, remains);
+}
+
+void Engine::record(const Operation& operation, uint64_t start_ns, uint64_t end_ns) {
+    spans_.add({operation.label, operation.kind == Kind::Hold, operation.ticket, start_ns, end_ns});
 }
 
 // Ends an operation, and with it, one after another, what fails or becomes ready (and ends at once) by that.
@@ -443,6 +491,16 @@ FailurePtr Engine::poisoned() {
     return poisoned_;
 }
 
+void Engine::record_spans(size_t capacity) {
+    std::lock_guard lock(mutex_);
+    spans_.resize(capacity);
+}
+
+std::pair<std::vector<OperationSpan>, uint64_t> Engine::drain_spans() {
+    std::lock_guard lock(mutex_);
+    return spans_.drain();
+}
+
 void Engine::log_mark(const std::string& text) {
     if (log_) log_->mark(text);
 }
@@ -463,6 +521,7 @@ void Engine::close() {
     changed_.wait(lock, [this] { return operations_.empty(); });
     lock.unlock();
     remains.clear();
+    timer_.close();
     backend_->close();
     pool_->close();
     backend_.reset();  // and with it the ring, and the lease that it holds

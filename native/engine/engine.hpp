@@ -18,7 +18,10 @@
 #include <vector>
 
 #include "native/base/error.hpp"
+#include "native/base/timer.hpp"
 #include "native/base/worker_pool.hpp"
+#include "native/engine/link.hpp"
+#include "native/engine/spans.hpp"
 #include "native/engine/work.hpp"
 #include "native/io/backend.hpp"
 #include "native/io/recording.hpp"
@@ -74,8 +77,16 @@ public:
     Ticket read(Transfer transfer, Order order);
     Ticket write(Transfer transfer, Order order);
     Ticket sync(OpenFilePtr file, Order order);
-    Ticket compute(Work work, Order order);
+    Ticket compute(Work work, Order order, Label label = {});
+    // Parts of one operation, which run on as many threads as there are; they write to different memory.
+    Ticket compute(std::vector<Work> parts, Order order, Label label = {});
+    size_t compute_threads() const { return pool_->size(); }
     Ticket barrier(Order order);
+    // A transfer of `label.nbytes` on a limited link, asked for when all that it follows is done: finished at
+    // the end of its turn there, and never before. Nothing is moved: it stands beside the operation that does,
+    // after the same tickets, and a barrier joins the two. The link serves in the order of asking, whatever
+    // the priorities. Taken back, it keeps its turn: what a real link has begun to send is sent.
+    Ticket hold(std::shared_ptr<Link> link, Order order, Label label);
     // Done when complete_external() was called and what it follows is done: for events outside the engine.
     Ticket external(Order order);
     // A non-empty `error` fails it.
@@ -101,6 +112,10 @@ public:
     const char* backend_name() const { return backend_name_; }
     // Why it is not the one asked for first; empty when it is.
     const std::string& backend_reason() const { return backend_reason_; }
+    // From now on remembers when its last `capacity` operations ran (0: none of them).
+    void record_spans(size_t capacity);
+    // Those that have finished since the last call, and how many more were overwritten before it.
+    std::pair<std::vector<OperationSpan>, uint64_t> drain_spans();
     // A mark in the event log; nothing where there is none.
     void log_mark(const std::string& text);
 
@@ -109,7 +124,7 @@ public:
     void close();
 
 private:
-    enum class Kind { Read, Write, Sync, Compute, Barrier, External };
+    enum class Kind { Read, Write, Sync, Compute, Barrier, External, Hold };
     enum class State { Waiting, Queued, Running };
 
     struct Operation {
@@ -121,7 +136,13 @@ private:
         std::vector<Ticket> after;  // unfinished when submitted
         std::vector<Ticket> dependents;
         Transfer transfer;  // Read, Write; of Sync the file
-        Work work;          // Compute
+        std::vector<Work> parts;     // Compute
+        size_t unfinished = 0;       // of those
+        uint64_t started_ns = 0;     // the first of them
+        FailurePtr failure;          // of the first of them that failed
+        std::shared_ptr<Link> link;  // Hold
+        Link::Slot slot = {};        // Hold: its turn, from when it is queued
+        Label label;
         size_t nbytes = 0;
         bool in_backend = false;
         bool completed_outside = false;  // External
@@ -141,10 +162,12 @@ private:
     void promote_locked(Ticket ticket);
     bool cancel_locked(Operation& operation, const FailurePtr& failure, Remains& remains);
     void finish(Ticket ticket, FailurePtr failure, Remains& remains);
-    void run_compute(Ticket ticket);
+    void run_compute(Ticket ticket, size_t part);
     void run_seal(Ticket ticket);
     void run_verify(Ticket ticket);
     void on_io(Ticket ticket, const IoResult& result);
+    void on_time(Ticket ticket);
+    void record(const Operation& operation, uint64_t start_ns, uint64_t end_ns);
     Operation* begin(Ticket ticket);
     void signal_event();
 
@@ -162,11 +185,13 @@ private:
     std::vector<Ticket> notified_;
     FailurePtr poisoned_;
     EngineStats stats_;
+    SpanRing spans_;
     bool closing_ = false;
     bool closed_ = false;
 
     std::unique_ptr<Backend> backend_;
     std::unique_ptr<WorkerPool> pool_;
+    Timer timer_;
 };
 
 }  // namespace tierstore

@@ -31,6 +31,13 @@ public:
     T* as() const {
         return reinterpret_cast<T*>(data());
     }
+    void skip(size_t nbytes) {
+        while (nbytes > 0) {
+            const size_t n = std::min(nbytes, here());
+            advance(n);
+            nbytes -= n;
+        }
+    }
     void advance(size_t nbytes) {
         within_ += nbytes;
         if (at_ < spans_.size() && within_ == spans_[at_].nbytes) {
@@ -176,25 +183,24 @@ Work sum_of_squares_work(Buffer src, std::shared_ptr<DoubleTable> out, size_t in
     };
 }
 
-Work adamw_work(AdamWRecord record, std::vector<AdamWStep> steps, float grad_scale) {
-    require(record.weight.size() == 1 || record.weight.size() == 2,
-            "adamw: weight is [fp32], or [bf16 rounding, int16 remainder]");
-    require(record.grad.size() <= 1, "adamw: at most one gradient");
-    require(!steps.empty(), "adamw: at least one step");
-    require(record.exp_avg.nbytes() % 4 == 0, "adamw: exp_avg is not a whole number of elements");
-    const bool split = record.weight.size() == 2;
-    const size_t numel = record.exp_avg.nbytes() / 4;
-    for (const Buffer& part : record.weight) require_elements(part, split ? 2 : 4, numel, "adamw: weight");
-    require_elements(record.exp_avg, 4, numel, "adamw: exp_avg");
-    require_elements(record.exp_avg_sq, 4, numel, "adamw: exp_avg_sq");
-    for (const Buffer& part : record.grad) require_elements(part, 4, numel, "adamw: grad");
-    return [record = std::move(record), steps = std::move(steps), grad_scale, split, numel] {
+namespace {
+
+struct AdamWTask {
+    AdamWRecord record;
+    std::vector<AdamWStep> steps;
+    float grad_scale;
+    bool split;
+
+    void run(size_t begin, size_t end) const {
         const size_t weight_unit = split ? 2 : 4;
         Cursor first(record.weight.front()), second(record.weight.back());
         Cursor exp_avg(record.exp_avg), exp_avg_sq(record.exp_avg_sq);
         const bool has_grad = !record.grad.empty();
         Cursor grad(has_grad ? record.grad.front() : record.exp_avg);
-        for (size_t left = numel; left > 0;) {
+        first.skip(begin * weight_unit);
+        second.skip(begin * weight_unit);
+        for (Cursor* cursor : {&exp_avg, &exp_avg_sq, &grad}) cursor->skip(begin * 4);
+        for (size_t left = end - begin; left > 0;) {
             const size_t n = std::min({left, first.here() / weight_unit, second.here() / weight_unit,
                                        exp_avg.here() / 4, exp_avg_sq.here() / 4, grad.here() / 4});
             const AdamWSpan span{
@@ -209,12 +215,39 @@ Work adamw_work(AdamWRecord record, std::vector<AdamWStep> steps, float grad_sca
             adamw(span, steps, grad_scale);
             first.advance(n * weight_unit);
             second.advance(n * weight_unit);
-            exp_avg.advance(n * 4);
-            exp_avg_sq.advance(n * 4);
-            grad.advance(n * 4);
+            for (Cursor* cursor : {&exp_avg, &exp_avg_sq, &grad}) cursor->advance(n * 4);
             left -= n;
         }
-    };
+    }
+};
+
+}  // namespace
+
+std::vector<Work> adamw_work(AdamWRecord record, std::vector<AdamWStep> steps, float grad_scale,
+                             size_t most_parts) {
+    require(record.weight.size() == 1 || record.weight.size() == 2,
+            "adamw: weight is [fp32], or [bf16 rounding, int16 remainder]");
+    require(record.grad.size() <= 1, "adamw: at most one gradient");
+    require(!steps.empty(), "adamw: at least one step");
+    require(record.exp_avg.nbytes() % 4 == 0, "adamw: exp_avg is not a whole number of elements");
+    const bool split = record.weight.size() == 2;
+    const size_t numel = record.exp_avg.nbytes() / 4;
+    for (const Buffer& part : record.weight) require_elements(part, split ? 2 : 4, numel, "adamw: weight");
+    require_elements(record.exp_avg, 4, numel, "adamw: exp_avg");
+    require_elements(record.exp_avg_sq, 4, numel, "adamw: exp_avg_sq");
+    for (const Buffer& part : record.grad) require_elements(part, 4, numel, "adamw: grad");
+    // Less than this in a part, elements times steps, and waking another thread costs more than it saves.
+    constexpr size_t kPartWork = size_t{1} << 19;
+    constexpr size_t kWhole = 1024;  // parts begin at multiples: no cache line belongs to two
+    const size_t parts = std::clamp<size_t>(numel * steps.size() / kPartWork, 1, most_parts);
+    const size_t each = round_up((numel + parts - 1) / parts, kWhole);
+    const auto task =
+        std::make_shared<AdamWTask>(AdamWTask{std::move(record), std::move(steps), grad_scale, split});
+    std::vector<Work> works;
+    for (size_t begin = 0; begin < numel; begin += each) {
+        works.push_back([task, begin, end = std::min(begin + each, numel)] { task->run(begin, end); });
+    }
+    return works;
 }
 
 void flush_subnormals() {

@@ -51,8 +51,10 @@ struct AdamWRecord {
     std::vector<Buffer> grad;  // {fp32}, or none: zero gradient
 };
 
-// One or more AdamW steps over a record in one pass; all but the last have zero gradient.
-Work adamw_work(AdamWRecord record, std::vector<AdamWStep> steps, float grad_scale);
+// One or more AdamW steps over a record in one pass; all but the last have zero gradient. Long ones come in up
+// to `most_parts` pieces for as many threads: elements are independent, so the bits are those of one.
+std::vector<Work> adamw_work(AdamWRecord record, std::vector<AdamWStep> steps, float grad_scale,
+                             size_t most_parts);
 
 // Flushes subnormals to zero on this thread.
 void flush_subnormals();

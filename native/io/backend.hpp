@@ -15,7 +15,7 @@
 
 namespace tierstore {
 
-enum class IoBackend { Auto, Uring, Threads };
+enum class IoBackend { Auto, Uring, Threads, Pmem };
 enum class IoKind { Read, Write, Sync };
 
 // How urgent an operation is. Demand passes ahead of everything queued; the other two go in order of arrival.
@@ -56,10 +56,11 @@ public:
 };
 
 struct BackendOptions {
-    size_t threads = 4;            // of the threads backend: so many chunks in flight
+    size_t threads = 4;            // of the threads and pmem backends: so many chunks in flight
     size_t queue_depth = 32;       // of the uring backend: so many chunks in flight
     size_t chunk_bytes = 1 << 20;  // a larger request is cut into chunks of this
     int lease_fd = -1;             // see make_uring_backend
+    MapSync map_sync = MapSync::Auto;  // of the pmem backend
 };
 
 std::unique_ptr<Backend> make_threads_backend(const BackendOptions& options);
@@ -70,6 +71,11 @@ std::unique_ptr<Backend> make_threads_backend(const BackendOptions& options);
 // another process before. (Blocking writes of the threads backend end before their dead process's files are
 // closed.)
 std::unique_ptr<Backend> make_uring_backend(const BackendOptions& options);
+
+// Files in memory: threads copy to and from mappings. Where a mapping is synchronous a write is durable when it
+// completes, and a sync costs nothing; elsewhere a sync is msync. Writes never meet a missing block, which would be
+// a SIGBUS: blocks are reserved first, and ENOSPC is an error like any other.
+std::unique_ptr<Backend> make_pmem_backend(const BackendOptions& options);
 
 uint64_t monotonic_ns();
 

@@ -7,6 +7,8 @@
 #include <mutex>
 #include <string>
 
+#include "native/io/mapping.hpp"
+
 namespace tierstore {
 
 enum class FileCreate { No, Yes };
@@ -27,6 +29,7 @@ struct OpenFile {
     bool direct_required = false;
     size_t memory_alignment = 1;  // of a direct transfer's memory, bytes
     size_t offset_alignment = 1;  // of a direct transfer's offset and length, bytes
+    mutable FileMapping mapping;  // of the pmem backend
 };
 
 using OpenFilePtr = std::shared_ptr<const OpenFile>;

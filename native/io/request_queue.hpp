@@ -47,6 +47,7 @@ public:
     Progress advance(ssize_t result);
 
     IoKind kind() const { return owner_->request.kind; }
+    const OpenFile& file() const { return *owner_->request.file; }
     int fd() const { return fd_; }
     uint64_t offset() const { return owner_->request.offset + begin_ + done_; }
     const std::vector<iovec>& vector() const { return vector_; }

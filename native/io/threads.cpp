@@ -1,4 +1,5 @@
-// The backend that works everywhere: threads that block in preadv, pwritev and fdatasync.
+// Threads that move chunks, each blocking in one at a time; and the backend that works everywhere, whose threads do
+// so with preadv, pwritev and fdatasync.
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -12,14 +13,15 @@
 #include <vector>
 
 #include "native/base/thread.hpp"
-#include "native/io/request_queue.hpp"
+#include "native/io/threads.hpp"
 
 namespace tierstore {
 namespace {
 
 class ThreadsBackend final : public Backend {
 public:
-    explicit ThreadsBackend(const BackendOptions& options) : queue_(options.chunk_bytes) {
+    ThreadsBackend(const BackendOptions& options, std::unique_ptr<Mover> mover)
+        : queue_(options.chunk_bytes), mover_(std::move(mover)) {
         if (options.threads == 0) throw std::invalid_argument("io_threads must be at least 1");
         try {
             for (size_t i = 0; i < options.threads; ++i) threads_.emplace_back([this] { work(); });
@@ -68,26 +70,12 @@ public:
     }
 
 private:
-    static ssize_t transfer(const Chunk& chunk) {
-        ssize_t result;
-        if (chunk.kind() == IoKind::Sync) {
-            result = fdatasync(chunk.fd());
-        } else {
-            const auto& v = chunk.vector();
-            const auto count = static_cast<int>(v.size());
-            const auto offset = static_cast<off_t>(chunk.offset());
-            result = chunk.kind() == IoKind::Read ? preadv(chunk.fd(), v.data(), count, offset)
-                                                  : pwritev(chunk.fd(), v.data(), count, offset);
-        }
-        return result < 0 ? -errno : result;
-    }
-
-    static void run(Chunk& chunk) {
+    void run(Chunk& chunk) {
         Progress progress;
         do {
             if (chunk.must_pause()) std::this_thread::sleep_for(std::chrono::microseconds(100));
             if (chunk.kind() != IoKind::Sync) chunk.prepare();
-            progress = chunk.advance(transfer(chunk));
+            progress = chunk.advance(mover_->transfer(chunk));
         } while (progress == Progress::Again);
     }
 
@@ -123,13 +111,35 @@ private:
     RequestQueue queue_;
     size_t calling_back_ = 0;
     bool closing_ = false;
+    const std::unique_ptr<Mover> mover_;
     std::vector<std::thread> threads_;
+};
+
+class SystemCalls final : public Mover {
+public:
+    ssize_t transfer(const Chunk& chunk) override {
+        ssize_t result;
+        if (chunk.kind() == IoKind::Sync) {
+            result = fdatasync(chunk.fd());
+        } else {
+            const auto& v = chunk.vector();
+            const auto count = static_cast<int>(v.size());
+            const auto offset = static_cast<off_t>(chunk.offset());
+            result = chunk.kind() == IoKind::Read ? preadv(chunk.fd(), v.data(), count, offset)
+                                                  : pwritev(chunk.fd(), v.data(), count, offset);
+        }
+        return result < 0 ? -errno : result;
+    }
 };
 
 }  // namespace
 
 std::unique_ptr<Backend> make_threads_backend(const BackendOptions& options) {
-    return std::make_unique<ThreadsBackend>(options);
+    return make_threaded_backend(options, std::make_unique<SystemCalls>());
+}
+
+std::unique_ptr<Backend> make_threaded_backend(const BackendOptions& options, std::unique_ptr<Mover> mover) {
+    return std::make_unique<ThreadsBackend>(options, std::move(mover));
 }
 
 }  // namespace tierstore

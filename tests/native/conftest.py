@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 MakeEngine = Callable[..., native.Engine]
 
 
-@pytest.fixture(params=["threads", "uring"])
+@pytest.fixture(params=["threads", "uring", "pmem"])
 def make_engine(request: pytest.FixtureRequest) -> Iterator[MakeEngine]:
     """Makes engines of the parametrised backend with the options given, and closes them."""
     backend = native.IoBackend[request.param.upper()]

@@ -1,4 +1,4 @@
-// Several threads submit random graphs of copies, fills, reads, writes and syncs, wait, cancel and close,
+// Several threads submit random graphs of copies, fills, reads, writes, syncs and holds, wait, cancel and close,
 // each against an oracle that replays in ticket order whatever succeeded. Usage: stress_engine
 // [threads|uring] [rounds]
 #include <unistd.h>
@@ -54,9 +54,10 @@ struct Step {
 
 class Submitter {
 public:
-    Submitter(Engine& engine, Board& board, unsigned seed)
+    Submitter(Engine& engine, Board& board, std::shared_ptr<Link> link, unsigned seed)
         : engine_(engine),
           board_(board),
+          link_(std::move(link)),
           random_(seed),
           arena_(std::make_shared<Arena>(kCells * kFrames * kPageBytes, HugePages::Off)),
           crcs_(std::make_shared<CrcTable>(kSlots)),
@@ -95,6 +96,7 @@ public:
             if (pick(random_, 16) == 0) engine_.notify(steps_.back().ticket);
             if (pick(random_, 20) == 0) engine_.drain_notified();
             if (pick(random_, 30) == 0) engine_.stats();
+            if (pick(random_, 30) == 0) engine_.drain_spans();
         }
         for (Ticket ticket : externals) engine_.complete_external(ticket);
         std::fill(cell_tickets_.begin(), cell_tickets_.end(), 0);
@@ -116,6 +118,19 @@ private:
         std::vector<std::byte> content(kContent, std::byte(1 + pick(random_, 255)));
         cell_values_[i] = content[0];
         cells_[i].scatter(content.data());
+    }
+
+    // Each part clears spans of its own; the last one to end, ends the operation.
+    static std::vector<Work> fill_in_parts(const Buffer& cell, size_t parts) {
+        std::vector<Work> works;
+        for (size_t part = 0; part < parts; ++part) {
+            works.push_back([cell, part, parts] {
+                const auto spans = cell.content();
+                for (size_t i = part; i < spans.size(); i += parts)
+                    std::memset(spans[i].data, 0, spans[i].nbytes);
+            });
+        }
+        return works;
     }
 
     // Everything that touches a cell or slot follows what touched it before.
@@ -146,7 +161,7 @@ private:
             }
             case 3: {
                 const auto tickets = after({&cell_tickets_[to]});
-                ticket = engine_.compute(fill_zero_work(cells_[to]), {tickets, priority});
+                ticket = engine_.compute(fill_in_parts(cells_[to], 1 + pick(random_, 4)), {tickets, priority});
                 cell_tickets_[to] = ticket;
                 steps_.push_back({Step::Fill, ticket, to, 0});
                 break;
@@ -183,11 +198,17 @@ private:
             }
             default: {
                 const auto tickets = after({&cell_tickets_[to], &cell_tickets_[from]});
-                if (pick(random_, 3) == 0) {
-                    ticket = engine_.external({tickets, priority});
-                    externals.push_back(ticket);
-                } else {
-                    ticket = engine_.barrier({tickets, priority});
+                switch (pick(random_, 4)) {
+                    case 0:
+                        ticket = engine_.external({tickets, priority});
+                        externals.push_back(ticket);
+                        break;
+                    case 1: {
+                        const Label label{Activity::Other, pick(random_, 100'000)};
+                        ticket = engine_.hold(link_, {tickets, priority}, label);
+                        break;
+                    }
+                    default: ticket = engine_.barrier({tickets, priority});
                 }
                 cell_tickets_[to] = ticket;
                 steps_.push_back({Step::Other, ticket, 0, 0});
@@ -237,6 +258,7 @@ private:
 
     Engine& engine_;
     Board& board_;
+    std::shared_ptr<Link> link_;
     Random random_;
     std::shared_ptr<Arena> arena_;
     std::shared_ptr<CrcTable> crcs_;
@@ -261,11 +283,14 @@ EngineOptions options(IoBackend backend, unsigned seed) {
 void random_graphs(IoBackend backend, unsigned rounds) {
     for (unsigned seed = 0; seed < 4; ++seed) {
         Engine engine(options(backend, seed));
+        engine.record_spans(seed % 2 == 0 ? 100 : 0);
         Board board;
+        // All submitters share it; so fast that the turns of a round are a few milliseconds.
+        const auto link = std::make_shared<Link>(1e9, 1e-6);
         std::vector<std::thread> threads;
         for (unsigned i = 0; i < kSubmitters; ++i)
             threads.emplace_back([&, i] {
-                Submitter submitter(engine, board, 1000 + 10 * seed + i);
+                Submitter submitter(engine, board, link, 1000 + 10 * seed + i);
                 for (unsigned n = 0; n < rounds; ++n) submitter.round();
             });
         for (auto& thread : threads) thread.join();
@@ -300,10 +325,17 @@ void closing(IoBackend backend, unsigned rounds) {
                                                         tickets.end());
                         Transfer transfer{file.open(), 4 * kPageBytes * pick(random, 16), {cell}, nullptr, 0,
                                           512};
-                        switch (pick(random, 4)) {
+                        switch (pick(random, 5)) {
                             case 0: tickets.push_back(engine.read(transfer, {after})); break;
                             case 1: tickets.push_back(engine.write(transfer, {after})); break;
                             case 2: tickets.push_back(engine.compute(fill_zero_work(cell), {after})); break;
+                            case 3: {
+                                // Some end soon, others would after the program.
+                                auto link = std::make_shared<Link>(1e9, pick(random, 2) ? 1e-5 : 1e5);
+                                const Label label{Activity::Other, 1};
+                                tickets.push_back(engine.hold(std::move(link), {after}, label));
+                                break;
+                            }
                             default: tickets.push_back(engine.external({after}));
                         }
                         if (pick(random, 5) == 0) engine.complete_external(engine.external({}));
@@ -330,7 +362,9 @@ void closing(IoBackend backend, unsigned rounds) {
 int main(int argc, char** argv) {
     const std::string name = argc > 1 ? argv[1] : "threads";
     const auto rounds = static_cast<unsigned>(argc > 2 ? std::atoi(argv[2]) : 20);
-    const IoBackend backend = name == "uring" ? IoBackend::Uring : IoBackend::Threads;
+    const IoBackend backend = name == "uring"  ? IoBackend::Uring
+                              : name == "pmem" ? IoBackend::Pmem
+                                               : IoBackend::Threads;
     try {
         Engine probe(options(backend, 1));
     } catch (const SyscallError& error) {

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tierstore import _native as native
+
+MakeEngine = Callable[..., native.Engine]
 
 
 class Frames:
@@ -210,3 +214,29 @@ def test_sizes_that_do_not_match(engine: native.Engine, arena: native.Arena) -> 
         with pytest.raises(TypeError):
             engine.adamw([good], good, good, None, wrong)  # type: ignore[arg-type]
     assert engine.stats()["compute_ops"] == 0
+
+
+@pytest.mark.parametrize("missed", [0, 7])
+def test_a_long_adamw_on_several_threads_has_the_bits_of_one(
+    make_engine: MakeEngine, rng: np.random.Generator, missed: int
+) -> None:
+    """Parts begin in the middle of spans: sections lie differently, and the number of elements is odd."""
+    count = (1 << 20) + 12_347
+    weight, m, grad = rng.standard_normal((3, count)).astype(np.float32)
+    v = rng.random(count).astype(np.float32)
+    table = np.array([step(1e-2 / (i + 1), i + 1) for i in range(missed + 1)], dtype=np.float32)
+    results = []
+    for threads in (1, 2, 3):
+        engine = make_engine(compute_threads=threads)
+        frames = Frames(native.Arena(24 << 20), rng)
+        buffers = [frames.buffer(x) for x in (weight, m, v, grad)]
+        engine.wait(engine.adamw(buffers[:1], buffers[1], buffers[2], buffers[3], table, 0.5))
+        assert engine.stats()["compute_ops"] == 1
+        results.append([content(buffer, np.uint32) for buffer in buffers[:3]])
+    for other in results[1:]:
+        for got, want in zip(other, results[0], strict=True):
+            assert np.array_equal(got, want)
+    alone = [weight.copy(), m.copy(), v.copy()]
+    native.adamw(*alone, grad, table, 0.5)
+    for got, want in zip(results[0], alone, strict=True):
+        assert np.array_equal(got, want.view(np.uint32))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tierstore._native import HugePages
-from tierstore.prefetch import GradientPlan, PredictorName, TieredExperts, make_predictor
+from tierstore.prefetch import GradientPlan, PredictorName, Schedule, TieredExperts, make_predictor
 from tierstore.stats import StallLedger
 from tierstore.store import AdamWConfig, Group, Inactive, ParameterStore, RecordSchema, StoreConfig
 from tierstore.tiers import DeviceSlots, open_device_tier
@@ -89,7 +89,8 @@ def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
             stack.callback(tier.close)
             ledger = StallLedger()
             records = {
-                layer: [store.record(f"{layer}.{expert}") for expert in range(EXPERTS)] for layer in LAYERS
+                layer: {expert: store.record(f"{layer}.{expert}") for expert in range(EXPERTS)}
+                for layer in LAYERS
             }
             experts = TieredExperts(
                 store,
@@ -97,8 +98,8 @@ def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
                 records,
                 weight_slots=slots.weights,
                 plan=plan,
-                predictor=make_predictor(predictor, EXPERTS),
-                depth=depth,
+                predictor=make_predictor(predictor, range(EXPERTS)),
+                schedule=Schedule.of_layers(LAYERS, depth=depth),
                 ledger=ledger,
             )
             return Rig(store, experts, ledger)

@@ -65,6 +65,7 @@ class CrashState:
     cut: int
     acknowledged: int
     generations: list[int]
+    unacknowledged: bool  # the last durable commit may still be undone
     pages: dict[str, dict[int, bytes]] = field(default_factory=dict)
 
 
@@ -80,6 +81,7 @@ class Disk:
         self.syncs: dict[int, tuple[str, set[int]]] = {}
         self.acknowledged = 0
         self.transaction: int | None = None
+        self.unacknowledged = False
 
     def follow(self, entry: Entry) -> None:
         if entry.event is Event.WRITE_SUBMIT:
@@ -96,11 +98,14 @@ class Disk:
             self.transaction = int(entry.text.removeprefix("index "))
         elif entry.text.startswith("commit "):
             self.acknowledged, self.transaction = int(entry.text.removeprefix("commit ")), None
+            self.unacknowledged = True
+        elif entry.text.startswith("acknowledge "):
+            self.unacknowledged = False
 
     def state(self, cut: int, rng: random.Random) -> CrashState:
         """One legal state at this cut. The chance of a page in the air is drawn anew for each state."""
         generations = [self.acknowledged] + ([self.transaction] if self.transaction else [])
-        state = CrashState(cut, self.acknowledged, [g for g in generations if g])
+        state = CrashState(cut, self.acknowledged, [g for g in generations if g], self.unacknowledged)
         whole, landed = rng.random(), rng.random()
         for ident in self.order:
             write = self.writes[ident]

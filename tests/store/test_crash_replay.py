@@ -12,7 +12,9 @@ from conftest_store import small_store
 from crash_states import CrashState, Entry, crash_states, read_log, without_syncs
 
 from tierstore.errors import StoreError
-from tierstore.store import ParameterStore, StoreConfig
+from tierstore.store import OpenAt, ParameterStore, StoreConfig
+from tierstore.store.committing import Committer
+from tierstore.store.index import PREVIOUS, Commit
 from tierstore.store.slots import SlotMap
 
 NUMEL = 1500  # two pages a section: writes can tear
@@ -26,11 +28,12 @@ class Run:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.images: dict[int, bytes] = {}
+        self.prepared: dict[int, bytes] = {}  # images between a prepared commit and its acknowledgement
         self.crcs: dict[int, int] = {}
         self.log: list[Entry] = []
         self.sizes: dict[str, int] = {}
 
-    def record(self, commits: int = 16) -> Run:
+    def record(self, commits: int = 16, *, prepare: bool = False) -> Run:
         log = self.directory / "io.log"
         rng = np.random.default_rng(1)
         path = self.directory / "run"
@@ -45,27 +48,43 @@ class Run:
                         f"e{i}": rng.standard_normal(NUMEL).astype(np.float32) for i in sorted(chosen)
                     }
                     store.update(gradients, lr=1e-2)
-                store.commit({"n": b"%d" % number}, snapshot=f"s{number}" if number % 5 == 2 else None)
+                snapshot = f"s{number}" if number % 5 == 2 else None
+                if prepare:
+                    store.prepare({"n": b"%d" % number}, snapshot=snapshot)
+                    self.prepared[store.generation] = self._image(store)
+                    store.acknowledge()
+                else:
+                    store.commit({"n": b"%d" % number}, snapshot=snapshot)
                 self._committed(store)
         self.log = read_log(log)
         self.sizes = {file.name: file.stat().st_size for file in (path / "extents").iterdir()}
         return self
 
-    def _committed(self, store: ParameterStore) -> None:
+    def _image(self, store: ParameterStore) -> bytes:
         # What is zero at its end is so again when the file is made as long as it was.
-        self.images[store.generation] = (store.directory / "index" / "data.mdb").read_bytes().rstrip(b"\0")
+        return (store.directory / "index" / "data.mdb").read_bytes().rstrip(b"\0")
+
+    def _committed(self, store: ParameterStore) -> None:
+        self.images[store.generation] = self._image(store)
         # This catches records up and evicts some: writes that belong to no commit yet are in the log too.
         self.crcs[store.generation] = store.records_crc32c()
 
     def reopen(self, state: CrashState, generation: int) -> str:
         """What is wrong with the store that ``state`` leaves; empty when it is the commit it should be."""
+        return self._reopen(state, generation, self.images[generation], OpenAt.LAST)
+
+    def go_back(self, state: CrashState, generation: int) -> str:
+        """What is wrong with the store when commit ``generation``, prepared, is undone."""
+        return self._reopen(state, generation, self.prepared[generation], OpenAt.PREVIOUS)
+
+    def _reopen(self, state: CrashState, generation: int, image: bytes, at: OpenAt) -> str:
         path = self.directory / "crashed"
         if not path.exists():
             (path / "index").mkdir(parents=True)
             (path / "extents").mkdir()
             shutil.copy(self.directory / "run" / "tierstore.json", path)
         with open(path / "index" / "data.mdb", "wb") as file:
-            file.write(self.images[generation])
+            file.write(image)
             file.truncate(max(file.tell(), 1 << 20))
         for name, size in self.sizes.items():
             with open(path / "extents" / name, "wb") as file:
@@ -74,17 +93,30 @@ class Run:
                     file.seek(page * 4096)
                     file.write(data)
         try:
-            with ParameterStore.open(path, CONFIG) as store:
+            with ParameterStore.open(path, CONFIG, at=at) as store:
                 failures = store.verify().failures
                 if failures:
                     return failures[0]
                 if store.generation != generation or store.generation < state.acknowledged:
                     return f"generation {store.generation}, acknowledged {state.acknowledged}"
-                if store.records_crc32c() != self.crcs[generation]:
-                    return f"content is not that of commit {generation}"
+                expected = generation - (at is OpenAt.PREVIOUS)
+                if store.records_crc32c() != self.crcs[expected]:
+                    return f"content is not that of commit {expected}"
         except (StoreError, OSError) as error:
             return str(error)
         return ""
+
+    def undo_violation(self, count: int) -> tuple[int, str]:
+        """States tried in which the last commit is not acknowledged, and the first that cannot be undone."""
+        tried = 0
+        for state in crash_states(self.log, count, 0):
+            for generation in state.generations:
+                if generation in self.prepared and (state.unacknowledged or generation > state.acknowledged):
+                    tried += 1
+                    wrong = self.go_back(state, generation)
+                    if wrong:
+                        return tried, f"cut {state.cut}, undoing generation {generation}: {wrong}"
+        return tried, ""
 
     def violation(self, log: list[Entry], count: int, seed: int = 0) -> tuple[int, str]:
         """States tried, and the first thing found wrong."""
@@ -97,6 +129,42 @@ class Run:
             if wrong:
                 return tried, f"cut {state.cut}, generation {generation}: {wrong}"
         return tried, ""
+
+
+def test_a_prepared_commit_can_be_undone_until_it_is_acknowledged(fast_path: Path) -> None:
+    run = Run(fast_path).record(prepare=True)
+    assert run.violation(run.log, 500)[1] == ""
+    tried, wrong = run.undo_violation(2000)
+    assert wrong == ""
+    assert tried >= 100
+
+
+def test_letting_the_previous_commit_go_too_early_fails_the_replay(
+    fast_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slots are free when its removal is durable; freed at the prepare, they are overwritten before that."""
+    write_index = Committer._write_index
+
+    def eager(self: Committer, *arguments: object) -> None:
+        write_index(self, *arguments)  # type: ignore[arg-type]
+        if PREVIOUS in self.snapshots:
+            self._parts.slots.let_go(self.snapshots[PREVIOUS].records.values())
+            self.snapshots[PREVIOUS] = Commit(0, {}, {})
+
+    monkeypatch.setattr(Committer, "_write_index", eager)
+    run = Run(fast_path)
+    acknowledge = ParameterStore.acknowledge
+
+    def late(self: ParameterStore) -> None:
+        # What another rank's delay leaves time for.
+        self.update({"e0": np.ones(NUMEL, np.float32), "e1": np.ones(NUMEL, np.float32)}, lr=1e-2)
+        self.fetch(["e2", "e3"]).release()
+        acknowledge(self)
+
+    monkeypatch.setattr(ParameterStore, "acknowledge", late)
+    run.record(prepare=True)
+    monkeypatch.undo()
+    assert run.undo_violation(2000)[1] != ""
 
 
 @pytest.fixture

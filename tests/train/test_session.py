@@ -14,12 +14,12 @@ from tierstore.errors import BudgetError
 from tierstore.stats import delta
 from tierstore.store import verify_store
 from tierstore.trace.format import load_trace, replay
+from tierstore.train.budgets import DeviceKind, budgets
 from tierstore.train.config import TrainConfig
-from tierstore.train.session import Opening, budgets, open_session
+from tierstore.train.session import Opening, open_session
 
 Make = Callable[..., TrainConfig]
 Least = Callable[[TrainConfig], int]
-CPU = torch.device("cpu")
 
 SHAPES: dict[str, dict[str, Any]] = {
     "one expert a layer": {"model.experts": 1, "model.top_k": 1},
@@ -89,7 +89,7 @@ def test_the_budget_is_divided_whole(share: int, depth: int, configure: Make, le
     config = configure({"prefetch.depth": depth})
     minimum = least(config)
     config = configure({"prefetch.depth": depth, "host_budget": share * minimum})
-    divided = budgets(config, CPU)
+    divided = budgets(config, DeviceKind.CPU)
     assert divided.cache + divided.device == config.host_budget
     assert divided.device == divided.slots.nbytes
     assert divided.slots.weights >= 1
@@ -101,7 +101,7 @@ def test_the_budget_is_divided_whole(share: int, depth: int, configure: Make, le
 TRACED: dict[str, Mapping[str, Any]] = {
     "lfu": {"prefetch.depth": 2},
     "lru, no lookahead": {"cache.policy": "lru", "prefetch.depth": 0},
-    "paper": {"cache.variant": "paper", "prefetch.predictor": "all"},
+    "paper": {"cache.options.variant": "paper", "prefetch.predictor": "all"},
     "clip": {"clip_norm": 0.3, "data.micro_batches": 2, "prefetch.depth": 1},
     "checkpoint, written back": {"model.checkpoint_activations": "block", "cache.write_back_every": 2},
 }

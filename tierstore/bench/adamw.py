@@ -3,8 +3,8 @@
 Each round measures every contestant once, in turn, so that a machine whose speed drifts treats them alike.
 Figures are medians over the rounds with their spread; a ratio is the median of the rounds' ratios.
 
-With a directory, also: the replay of one record of ``RECORD_PARAMETERS`` on one thread, as the engine does
-it, against the read of such a record from a file there (12 bytes a parameter, many reads in flight, past the
+With a directory, also: the replay of one record of ``RECORD_PARAMETERS`` by an engine with the store's default
+settings, against the read of such a record from a file there (12 bytes a parameter, many reads in flight, past the
 page cache).
 
 Contestants: ``copy`` (memory to memory), ``torch`` (``torch.optim.AdamW(fused=True)``), ``step`` (one step),
@@ -18,6 +18,7 @@ not counted, and only the copy has such a destination: a step in place may excee
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import time
@@ -35,6 +36,7 @@ from tierstore.bench.bound import Bytes
 from tierstore.bench.disk import DiskProbe
 from tierstore.errors import ConfigError
 from tierstore.store.config import IoConfig
+from tierstore.store.opening import make_engine
 from tierstore.units import format_bytes, format_seconds
 
 __all__ = ["REPLAYED", "Lines", "render", "run"]
@@ -87,14 +89,21 @@ def run(
 
 
 def _record(directory: Path, repeats: int) -> dict[str, Any]:
-    """Seconds to replay one record and to read it, in turn."""
-    weight, exp_avg, exp_avg_sq = (np.full(RECORD_PARAMETERS, 1e-3, np.float32) for _ in range(3))
-    nbytes = RECORD_PARAMETERS * 12
+    """Seconds to replay one record, as the store's engine does it, and to read it, in turn."""
+    section = RECORD_PARAMETERS * 4
+    nbytes = section * 3
+    arena = _native.Arena(nbytes, _native.HugePages.AUTO)
+    parts = [_native.Buffer(arena, [(i * section, section)], section) for i in range(3)]
+    for part in parts:
+        part.array().view(np.float32)[:] = 1e-3
     replays, reads = [], []
-    with DiskProbe(directory, _PROBE_BYTES, (nbytes,), IoConfig()) as probe:
+    with (
+        contextlib.closing(make_engine(IoConfig())) as engine,
+        DiskProbe(directory, _PROBE_BYTES, (nbytes,), IoConfig()) as probe,
+    ):
         for _ in range(repeats):
             start = time.perf_counter()
-            _native.adamw(weight, exp_avg, exp_avg_sq, None, _steps(REPLAYED))
+            engine.wait(engine.adamw(parts[:1], parts[1], parts[2], None, _steps(REPLAYED)))
             replays.append(time.perf_counter() - start)
             reads.append(nbytes / probe.bytes_per_s(Bytes(_READ_BYTES, 0)))
     return {
@@ -247,7 +256,7 @@ def render(result: dict[str, Any], output: Lines) -> None:
     )
     if "record_read_s" in result:
         output.line(
-            f"a record of {format_bytes(result['record_bytes'])}: replay on one thread "
+            f"a record of {format_bytes(result['record_bytes'])}: replay in the engine "
             f"{format_seconds(result['record_replay_s'])}, read {format_seconds(result['record_read_s'])}; "
             f"replay / read {result['record_replay_to_read_ratio']:.2f}"
         )

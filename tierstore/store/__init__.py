@@ -5,6 +5,7 @@ from tierstore.store.adamw import AdamWConfig, Inactive
 from tierstore.store.config import Capability, IoBackendName, IoConfig, StoreConfig
 from tierstore.store.fetching import Lease, RecordView
 from tierstore.store.format import Group, Placement, RecordSchema, WeightFormat
+from tierstore.store.opening import OpenAt
 from tierstore.store.parameter_store import NewRecord, ParameterStore, verify_store
 from tierstore.store.verify import VerifyReport
 
@@ -18,6 +19,7 @@ __all__ = [
     "IoConfig",
     "Lease",
     "NewRecord",
+    "OpenAt",
     "ParameterStore",
     "Placement",
     "RecordSchema",

@@ -5,24 +5,36 @@ synced by their directories, and only then the index transaction says where thin
 transaction leaves behind are free once it is durable, and not before: until then a crash reopens at the
 commit that refers to them.
 
+A commit of several ranks has two phases. A rank's local commit is a *prepare*: it keeps the commit before it
+under a name of its own, so that the rank can go back if another one never got as far. When all ranks have
+theirs, ``acknowledge`` lets that one go.
+
 In a log of I/O events the marks ``index G`` and ``commit G`` stand before and after the transaction of
-generation G.
+generation G, and ``acknowledge G`` after the one that lets go of the commit before it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from enum import Enum
 
 from tierstore.errors import StoreError, StoreFormatError
 from tierstore.store.adamw import StepHistory
 from tierstore.store.failures import Failures
 from tierstore.store.format import RecordEntry, check_name
-from tierstore.store.index import Commit
+from tierstore.store.index import PREVIOUS, Commit
 from tierstore.store.opening import Parts, fsync_directory
 
-__all__ = ["Committer"]
+__all__ = ["Committer", "Keep"]
 
 _HISTORY = "adamw-history"
+
+
+class Keep(Enum):
+    """What becomes of the commit before this one."""
+
+    NOTHING = "nothing"
+    PREVIOUS = "previous"
 
 
 class Committer:
@@ -78,6 +90,8 @@ class Committer:
             )
         if snapshot is not None:
             check_name("snapshot", snapshot)
+            if snapshot == PREVIOUS:
+                raise ValueError(f"snapshot {snapshot!r}: the store keeps its own under that name")
             if self._parts.config.retain < 1:
                 raise StoreError(
                     "snapshot: the store was opened with retain = 0, so no space is reserved for snapshots"
@@ -100,11 +114,15 @@ class Committer:
             )
         self.writes += cache.take_pending_writes()
 
-    def commit(self, reached: Iterable[int], state: Mapping[str, bytes], snapshot: str | None) -> int:
+    def commit(
+        self, reached: Iterable[int], state: Mapping[str, bytes], snapshot: str | None, keep: Keep
+    ) -> int:
         """Makes everything so far durable; ``reached`` are the steps of the cached records. Returns the
         generation.
         """
         self.check(state, snapshot)
+        if keep is Keep.PREVIOUS and PREVIOUS in self.snapshots:
+            raise StoreError("prepare: the prepared commit before this one was not acknowledged")
         self.write_back()
         slots = self._parts.slots
         try:
@@ -115,28 +133,47 @@ class Committer:
                 fsync_directory(directory)
             self._failures.wait(syncs)
             self._history.forget_before(self._history.oldest(list(reached)))
-            self._write_index({**state, _HISTORY: self._history.pack()}, snapshot)
+            self._write_index({**state, _HISTORY: self._history.pack()}, snapshot, keep)
         except BaseException as error:
             self._failures.poison(f"a commit failed: {error}")
             raise
         return slots.generation
 
-    def _write_index(self, state: dict[str, bytes], snapshot: str | None) -> None:
+    def acknowledge(self) -> None:
+        """Lets the commit before a prepared one go, durably; without one, nothing."""
+        if PREVIOUS not in self.snapshots:
+            return
+        try:
+            self._parts.index.drop_snapshot(PREVIOUS)
+        except BaseException as error:
+            self._failures.poison(f"acknowledging a commit failed: {error}")
+            raise
+        self._parts.engine.log_mark(f"acknowledge {self._parts.slots.generation}")
+        self._parts.slots.let_go(self.snapshots.pop(PREVIOUS).records.values())
+
+    def _write_index(self, state: dict[str, bytes], snapshot: str | None, keep: Keep) -> None:
         parts, slots = self._parts, self._parts.slots
         changed = slots.changed_entries()
         generation = slots.generation + 1
         table, merged = self.table | changed, self.state | state
-        added = (snapshot, Commit(generation, table, merged)) if snapshot is not None else None
-        excess = max(len(self.snapshots) + 1 - parts.config.retain, 0) if added else 0
-        dropped = list(self.snapshots)[:excess]
+        added: dict[str, Commit] = {}
+        dropped: list[str] = []
+        if snapshot is not None:
+            added[snapshot] = Commit(generation, table, merged)
+            named = [name for name in self.snapshots if name != PREVIOUS]
+            dropped = named[: max(len(named) + 1 - parts.config.retain, 0)]
+        if keep is Keep.PREVIOUS and slots.generation:
+            added[PREVIOUS] = Commit(slots.generation, self.table, self.state)
+        elif PREVIOUS in self.snapshots:
+            dropped.append(PREVIOUS)
         parts.engine.log_mark(f"index {generation}")
         parts.index.write(
             generation=generation,
             meta=parts.meta(),
             changed=changed,
             state=state,
-            add_snapshot=added,
-            drop_snapshots=tuple(dropped),
+            add_snapshots=added,
+            drop_snapshots=dropped,
         )
         if not parts.home.published:
             parts.home.publish()
@@ -144,10 +181,10 @@ class Committer:
         # The transaction is durable: only now may the slots that it left behind be used again.
         slots.generation = generation
         slots.retain(changed.values())
+        for name, commit in added.items():
+            slots.retain(commit.records.values())
+            self.snapshots[name] = commit
         slots.let_go(self.table[key] for key in changed if key in self.table)
-        if added is not None:
-            slots.retain(table.values())
-            self.snapshots[added[0]] = added[1]
         for name in dropped:
             slots.let_go(self.snapshots.pop(name).records.values())
         self.table, self.state = table, merged

@@ -8,6 +8,7 @@ from enum import Enum
 from tierstore.cache.config import CacheConfig
 from tierstore.capabilities import Capability
 from tierstore.errors import ConfigError
+from tierstore.links import LinkConfig
 
 __all__ = ["Capability", "IoBackendName", "IoConfig", "StoreConfig"]
 
@@ -16,6 +17,7 @@ class IoBackendName(Enum):
     AUTO = "auto"
     URING = "uring"
     THREADS = "threads"
+    PMEM = "pmem"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,19 +25,25 @@ class IoConfig:
     """How the engine moves bytes."""
 
     backend: IoBackendName = field(
-        default=IoBackendName.AUTO, metadata={"help": "io_uring or pread/pwrite threads"}
+        default=IoBackendName.AUTO,
+        metadata={"help": "io_uring, pread/pwrite threads, or mapped files (PMem)"},
     )
     direct: Capability = field(default=Capability.AUTO, metadata={"help": "O_DIRECT"})
+    map_sync: Capability = field(
+        default=Capability.AUTO, metadata={"help": "MAP_SYNC, with backend pmem (else msync)"}
+    )
     huge_pages: Capability = field(default=Capability.AUTO, metadata={"help": "2 MiB pages for arenas"})
-    threads: int = field(default=4, metadata={"help": "threads of the `threads` backend"})
+    threads: int = field(default=4, metadata={"help": "threads of the backends threads and pmem"})
     queue_depth: int = field(default=32, metadata={"help": "transfers in flight at once"})
     chunk_bytes: int = field(default=1 << 20, metadata={"size": True, "help": "size of one transfer"})
-    compute_threads: int = field(default=1, metadata={"help": "threads for checksums, copies and AdamW"})
+    compute_threads: int = field(
+        default=0, metadata={"help": "threads for checksums, copies and AdamW (0: one a core, at most 4)"}
+    )
 
     def __post_init__(self) -> None:
-        for name in ("threads", "queue_depth", "compute_threads"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"io.{name}: expected at least 1, got {getattr(self, name)}")
+        for name, least in (("threads", 1), ("queue_depth", 1), ("compute_threads", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"io.{name}: expected at least {least}, got {getattr(self, name)}")
         if self.chunk_bytes < 4096 or self.chunk_bytes % 4096:
             raise ConfigError(f"io.chunk_bytes: expected a multiple of 4096, got {self.chunk_bytes}")
 
@@ -47,6 +55,7 @@ class StoreConfig:
     ``host_budget`` (bytes) is allocated up front, whole. ``lookahead`` (bytes) is what speculation may hold
     of it. ``retain`` is how many snapshots are kept. ``layers`` are the layers that have cached records: with
     ``Scope.LAYER`` the budget is divided equally among them (a store that is opened knows its own).
+    ``disk`` limits the speed of reads and write-backs (not of syncs).
     """
 
     host_budget: int = 256 << 20
@@ -55,6 +64,7 @@ class StoreConfig:
     layers: tuple[int, ...] = ()
     cache: CacheConfig = field(default_factory=CacheConfig)
     io: IoConfig = field(default_factory=IoConfig)
+    disk: LinkConfig = field(default_factory=LinkConfig)
 
     def __post_init__(self) -> None:
         if self.host_budget < 1:

@@ -14,7 +14,18 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tierstore._native import Buffer, CrcTable, DirectIo, Engine, File, FileCreate, Priority
+from tierstore._native import (
+    Activity,
+    Buffer,
+    CrcTable,
+    DirectIo,
+    Engine,
+    File,
+    FileCreate,
+    Link,
+    Priority,
+)
+from tierstore.links import limited
 from tierstore.store.format import SECTION_ALIGNMENT, GroupLayout
 
 __all__ = ["Extent"]
@@ -24,16 +35,27 @@ _PRUNE_READS = 16
 
 
 class Extent:
-    """Slots of ``layout`` in the file ``path``. With ``FileCreate.NO`` a missing one is OSError (ENOENT)."""
+    """Slots of ``layout`` in the file ``path``. With ``FileCreate.NO`` a missing one is OSError (ENOENT).
+
+    ``link``, if any, limits the speed of its transfers.
+    """
 
     def __init__(
-        self, engine: Engine, path: Path, layout: GroupLayout, *, direct: DirectIo, create: FileCreate
+        self,
+        engine: Engine,
+        path: Path,
+        layout: GroupLayout,
+        *,
+        direct: DirectIo,
+        create: FileCreate,
+        link: Link | None = None,
     ) -> None:
         self.path = path
         self.layout = layout
         #: The file or its size changed since the directory was last synced.
         self.unsynced_directory = not path.exists()
         self._engine = engine
+        self._link = link
         self._free: list[int] = []
         self._last_write: dict[int, int] = {}
         self._reads: dict[int, list[int]] = {}
@@ -103,6 +125,7 @@ class Extent:
     ) -> int:
         """Queues a checked read of a whole slot, after the last write to it."""
         write = self._last_write.get(slot)
+        before = [*after, write] if write else list(after)
         ticket = self._engine.read(
             self.file,
             slot * self.layout.slot_bytes,
@@ -110,7 +133,16 @@ class Extent:
             crcs,
             first_crc,
             align=SECTION_ALIGNMENT,
-            after=[*after, write] if write else list(after),
+            after=before,
+            priority=priority,
+        )
+        ticket = limited(
+            self._engine,
+            self._link,
+            ticket,
+            self.layout.slot_bytes,
+            activity=Activity.READ,
+            after=before,
             priority=priority,
         )
         reads = self._reads.setdefault(slot, [])
@@ -141,6 +173,15 @@ class Extent:
             crcs,
             first_crc,
             align=SECTION_ALIGNMENT,
+            after=before,
+            priority=Priority.WRITE_BACK,
+        )
+        ticket = limited(
+            self._engine,
+            self._link,
+            ticket,
+            self.layout.slot_bytes,
+            activity=Activity.WRITE,
             after=before,
             priority=Priority.WRITE_BACK,
         )

@@ -14,16 +14,20 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import lmdb
 
 from tierstore.errors import StoreFormatError
 from tierstore.store.format import RecordEntry, pack_table, unpack_table
 
-__all__ = ["Commit", "Index", "index_bytes"]
+__all__ = ["PREVIOUS", "Commit", "Index", "index_bytes"]
+
+#: The snapshot that a prepared commit keeps of the one before it.
+PREVIOUS = ".previous"
 
 _PAGE = 4096
 _FIRST_BYTES = 1 << 20
@@ -31,10 +35,11 @@ _ENTRY_BYTES = 256  # a record's key and entry with LMDB's overhead, rounded up
 
 
 def index_bytes(records: int, retain: int) -> int:
-    """Bytes to reserve for the index of ``records`` records: the table, ``retain`` snapshots of it and the
-    one
-    being added, and as much again, for LMDB writes pages anew before it frees the old ones."""
-    return _FIRST_BYTES + records * _ENTRY_BYTES * 2 * (2 + retain)
+    """Bytes to reserve for the index of ``records`` records: the table, ``retain`` snapshots of it, the
+    one being added and the previous commit, and as much again, for LMDB writes pages anew before it frees the
+    old ones."""
+    needed = _FIRST_BYTES + records * _ENTRY_BYTES * 2 * (3 + retain)
+    return -(-needed // _FIRST_BYTES) * _FIRST_BYTES
 
 
 @dataclass(frozen=True)
@@ -148,28 +153,65 @@ class Index:
         meta: Mapping[str, object],
         changed: Mapping[str, RecordEntry],
         state: Mapping[str, bytes],
-        add_snapshot: tuple[str, Commit] | None = None,
-        drop_snapshots: tuple[str, ...] = (),
+        add_snapshots: Mapping[str, Commit] = MappingProxyType({}),
+        drop_snapshots: Sequence[str] = (),
     ) -> None:
         """Commits: when this returns, all of it is durable. When it raises, a reopened index has all or none
         of it.
 
         ``changed`` and ``state`` are merged into what is there. An index that is too small grows.
         """
+
+        def work(txn: lmdb.Transaction) -> None:
+            txn.put(b"store", json.dumps(meta, sort_keys=True).encode(), db=self._meta)
+            txn.put(b"generation", str(generation).encode(), db=self._meta)
+            self._put(txn, changed, state)
+            for name in drop_snapshots:
+                txn.delete(name.encode(), db=self._snapshots)
+            for name, commit in add_snapshots.items():
+                txn.put(name.encode(), _pack_snapshot(commit), db=self._snapshots)
+
+        self._transact(work)
+
+    def drop_snapshot(self, name: str) -> None:
+        """Forgets one snapshot; durable when this returns."""
+
+        def work(txn: lmdb.Transaction) -> None:
+            txn.delete(name.encode(), db=self._snapshots)
+
+        self._transact(work)
+
+    def roll_back(self, snapshot: str) -> None:
+        """Makes ``snapshot`` the last commit, and forgets it and those after it. Raises KeyError.
+
+        Generations go on counting, so that what is written next is newer than what is given up.
+        """
+        commit = self.read_commit(snapshot)
+        later = [name for name, generation in self.snapshots().items() if generation > commit.generation]
+
+        def work(txn: lmdb.Transaction) -> None:
+            txn.drop(self._records, delete=False)
+            txn.drop(self._state, delete=False)
+            self._put(txn, commit.records, commit.state)
+            for name in {snapshot, *later}:
+                txn.delete(name.encode(), db=self._snapshots)
+
+        self._transact(work)
+
+    def _put(
+        self, txn: lmdb.Transaction, records: Mapping[str, RecordEntry], state: Mapping[str, bytes]
+    ) -> None:
+        for key, entry in records.items():
+            txn.put(key.encode(), entry.pack(), db=self._records)
+        for name, value in state.items():
+            txn.put(name.encode(), value, db=self._state)
+
+    def _transact(self, work: Callable[[lmdb.Transaction], None]) -> None:
+        """Runs ``work`` in one synchronous transaction. An index that is too small grows."""
         while True:
             try:
                 with self._env.begin(write=True) as txn:
-                    txn.put(b"store", json.dumps(meta, sort_keys=True).encode(), db=self._meta)
-                    txn.put(b"generation", str(generation).encode(), db=self._meta)
-                    for key, entry in changed.items():
-                        txn.put(key.encode(), entry.pack(), db=self._records)
-                    for name, value in state.items():
-                        txn.put(name.encode(), value, db=self._state)
-                    for name in drop_snapshots:
-                        txn.delete(name.encode(), db=self._snapshots)
-                    if add_snapshot is not None:
-                        name, commit = add_snapshot
-                        txn.put(name.encode(), _pack_snapshot(commit), db=self._snapshots)
+                    work(txn)
                 return
             except lmdb.MapFullError:  # nothing was written
                 self.reserve(2 * self._map_bytes)

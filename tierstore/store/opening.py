@@ -9,19 +9,28 @@ import shutil
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from tierstore import _native
-from tierstore._native import Arena, Buffer, DirectIo, Engine, FileCreate, HugePages, IoBackend
+from tierstore._native import Arena, Buffer, DirectIo, Engine, FileCreate, HugePages, IoBackend, MapSync
 from tierstore.cache.config import CacheConfig, Scope
 from tierstore.cache.frames import choose_frame_bytes, frames_of
 from tierstore.cache.host_cache import HostCache, Residency
-from tierstore.errors import BudgetError, ConfigError, StoreExistsError, StoreFormatError, StoreMissingError
+from tierstore.errors import (
+    BudgetError,
+    ConfigError,
+    StoreError,
+    StoreExistsError,
+    StoreFormatError,
+    StoreMissingError,
+)
+from tierstore.machine import cores
 from tierstore.store.adamw import AdamWConfig, Inactive
 from tierstore.store.config import Capability, IoBackendName, IoConfig, StoreConfig
 from tierstore.store.format import FORMAT_VERSION, Group, GroupLayout, Placement, RecordSchema
-from tierstore.store.index import Index
+from tierstore.store.index import PREVIOUS, Index
 from tierstore.store.lease import Lease
 from tierstore.store.slots import SlotMap
 from tierstore.trace.recording import RecordingResidency
@@ -29,13 +38,17 @@ from tierstore.trace.recording import RecordingResidency
 __all__ = [
     "IDENTITY",
     "Home",
+    "OpenAt",
     "Parts",
     "create",
     "fsync_directory",
+    "make_residency",
     "minimum_host_budget",
     "open_existing",
     "read_identity",
     "read_schemas",
+    "read_states",
+    "record_frame_bytes",
     "scratch_buffers",
 ]
 
@@ -45,10 +58,19 @@ _BACKENDS = {
     IoBackendName.AUTO: IoBackend.AUTO,
     IoBackendName.URING: IoBackend.URING,
     IoBackendName.THREADS: IoBackend.THREADS,
+    IoBackendName.PMEM: IoBackend.PMEM,
 }
+_MAP_SYNC = {Capability.OFF: MapSync.OFF, Capability.AUTO: MapSync.AUTO, Capability.ON: MapSync.ON}
 _DIRECT = {Capability.OFF: DirectIo.OFF, Capability.AUTO: DirectIo.AUTO, Capability.ON: DirectIo.ON}
 _SCOPES = {Scope.GLOBAL: _native.Scope.GLOBAL, Scope.LAYER: _native.Scope.LAYER}
 _HUGE = {Capability.OFF: HugePages.OFF, Capability.AUTO: HugePages.AUTO, Capability.ON: HugePages.ON}
+
+
+class OpenAt(Enum):
+    """Which commit an opening takes up."""
+
+    LAST = "last"
+    PREVIOUS = "previous"
 
 
 @dataclass
@@ -196,6 +218,7 @@ def open_existing(
     directory: Path,
     config: StoreConfig,
     adamw: AdamWConfig | None,
+    at: OpenAt,
     trace: Path | None,
     io_log: Path | None,
 ) -> Parts:
@@ -209,6 +232,11 @@ def open_existing(
             raise StoreFormatError(
                 f"{directory}: made with inactive = {inactive.value}, not {adamw.inactive.value}"
             )
+        if at is OpenAt.PREVIOUS:
+            try:
+                index.roll_back(PREVIOUS)
+            except KeyError as error:
+                raise StoreError(f"{directory}: there is no prepared commit to go back from") from error
         layers = config.layers or tuple(sorted({e.layer for e in index.read_commit().records.values()}))
         check_budget(config, schemas, layers)
         adamw = adamw or AdamWConfig(inactive=inactive)
@@ -223,6 +251,20 @@ def read_schemas(directory: Path) -> list[RecordSchema]:
     home = Home(directory, read_identity(directory), published=True)
     with Lease(directory), contextlib.closing(Index(directory / "index")) as index:
         return _read_meta(home, index)[0]
+
+
+def read_states(directory: Path, name: str) -> dict[OpenAt, bytes]:
+    """State ``name`` at each commit that the store in ``directory`` can be opened at. Nobody may have it open.
+
+    Raises StoreMissingError, StoreInUseError, StoreFormatError.
+    """
+    home = Home(directory, read_identity(directory), published=True)
+    with Lease(directory), contextlib.closing(Index(directory / "index")) as index:
+        _read_meta(home, index)
+        commits = {OpenAt.LAST: index.read_commit()}
+        if PREVIOUS in index.snapshots():
+            commits[OpenAt.PREVIOUS] = index.read_commit(PREVIOUS)
+    return {at: commit.state[name] for at, commit in commits.items() if name in commit.state}
 
 
 def _read_meta(home: Home, index: Index) -> tuple[list[RecordSchema], Inactive]:
@@ -275,6 +317,11 @@ def _section_sizes(schemas: Sequence[RecordSchema]) -> list[list[int]]:
     return [[s.nbytes for group in Group for s in schema.layout(group).sections] for schema in cached]
 
 
+def record_frame_bytes(schemas: Sequence[RecordSchema]) -> int:
+    """The frame size of an arena for cached records of ``schemas``."""
+    return choose_frame_bytes([size for sections in _section_sizes(schemas) for size in sections])
+
+
 def minimum_host_budget(
     schemas: Sequence[RecordSchema], cache: CacheConfig | None = None, layers: int = 1
 ) -> int:
@@ -284,7 +331,7 @@ def minimum_host_budget(
     empty.
     """
     sizes = _section_sizes(schemas)
-    frame = choose_frame_bytes([size for sections in sizes for size in sections])
+    frame = record_frame_bytes(schemas)
     frames = max((frames_of(sections, frame) for sections in sizes), default=1)
     if cache is not None:
         frames = (frames + cache.headroom_frames) * (max(layers, 1) if cache.scope is Scope.LAYER else 1)
@@ -334,21 +381,28 @@ def _assemble(
     """The rest of the parts; what fails takes back, through ``stack``, what was made."""
     engine = make_engine(config.io, lease_fd=lease.fd, log_path=io_log)
     stack.callback(engine.close)
-    frame = choose_frame_bytes([size for sections in _section_sizes(schemas) for size in sections])
+    frame = record_frame_bytes(schemas)
     frames = max(config.host_budget // frame, 1)
     arena = Arena(frames * frame, _HUGE[config.io.huge_pages])
     create = FileCreate.NO if home.published else FileCreate.YES
-    slots = SlotMap(engine, home.directory, schemas, direct=_DIRECT[config.io.direct], create=create)
+    slots = SlotMap(
+        engine,
+        home.directory,
+        schemas,
+        direct=_DIRECT[config.io.direct],
+        create=create,
+        link=config.disk.open(),
+    )
     stack.callback(slots.close)
-    residency, recording = _make_residency(config, frames, frame, trace)
+    residency, recording = make_residency(config, frames, frame, trace)
     if recording is not None:
         stack.callback(recording.close)
     cache = HostCache(engine=engine, arena=arena, frame_bytes=frame, residency=residency, backing=slots)
     return Parts(home, config, adamw, lease, engine, arena, index, slots, cache, recording)
 
 
-def _make_residency(
-    config: StoreConfig, frames: int, frame_bytes: int, trace: Path | None
+def make_residency(
+    config: StoreConfig, frames: int, frame_bytes: int, trace: Path | None = None
 ) -> tuple[Residency, RecordingResidency | None]:
     """The residency core that ``config`` asks for; with ``trace``, in a wrapper that records its input."""
     settings: dict[str, Any] = {
@@ -372,8 +426,9 @@ def make_engine(io: IoConfig, *, lease_fd: int = -1, log_path: Path | None = Non
         io_threads=io.threads,
         queue_depth=io.queue_depth,
         chunk_bytes=io.chunk_bytes,
-        compute_threads=io.compute_threads,
+        compute_threads=io.compute_threads or min(cores(), 4),
         lease_fd=lease_fd,
+        map_sync=_MAP_SYNC[io.map_sync],
         log_path=None if log_path is None else str(log_path),
     )
 

@@ -35,6 +35,7 @@ from tierstore.errors import BudgetError, StoreError, StoreExistsError
 from tierstore.store import content, opening
 from tierstore.store.adamw import AdamWConfig
 from tierstore.store.awaiting import TicketAwaiter
+from tierstore.store.committing import Keep
 from tierstore.store.config import StoreConfig
 from tierstore.store.fetching import Lease, RecordView
 from tierstore.store.format import COMMITTED_GROUPS, Group, RecordSchema, WeightFormat, check_name
@@ -99,15 +100,17 @@ class ParameterStore(StoreRecords):
         config: StoreConfig | None = None,
         *,
         adamw: AdamWConfig | None = None,
+        at: opening.OpenAt = opening.OpenAt.LAST,
         trace: Path | None = None,
         io_log: Path | None = None,
     ) -> ParameterStore:
-        """The store in ``directory`` as of its last commit.
+        """The store in ``directory`` as of its last commit, or of the one before a prepared one, which is
+        then undone.
 
         ``adamw`` may differ from the last time but in ``inactive``, which None takes from the store. Raises
         StoreMissingError, StoreInUseError, StoreFormatError, BudgetError, OSError.
         """
-        store = cls(opening.open_existing(Path(directory), config or StoreConfig(), adamw, trace, io_log))
+        store = cls(opening.open_existing(Path(directory), config or StoreConfig(), adamw, at, trace, io_log))
         try:
             for key, entry in store._committer.load().items():
                 store._attach(store.slots.add_record(key, entry.schema, entry.layer, entry), stored=True)
@@ -395,7 +398,23 @@ class ParameterStore(StoreRecords):
         """
         self._failures.check()
         reached = [record.live.step for record in self._records.values()]
-        return self._committer.commit(reached, state or {}, snapshot)
+        return self._committer.commit(reached, state or {}, snapshot, Keep.NOTHING)
+
+    def prepare(self, state: Mapping[str, bytes] | None = None, *, snapshot: str | None = None) -> int:
+        """``commit``, keeping the one before until ``acknowledge``: the local half of a commit of several
+        ranks.
+
+        Until then ``open(at=OpenAt.PREVIOUS)`` goes back to it. It takes no more space than a commit does, for
+        nothing may be written before the acknowledgement.
+        """
+        self._failures.check()
+        reached = [record.live.step for record in self._records.values()]
+        return self._committer.commit(reached, state or {}, snapshot, Keep.PREVIOUS)
+
+    def acknowledge(self) -> None:
+        """Every rank has its prepared commit: the one before it is let go, durably."""
+        self._failures.check()
+        self._committer.acknowledge()
 
     async def commit_async(
         self, state: Mapping[str, bytes] | None = None, *, snapshot: str | None = None

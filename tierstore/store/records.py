@@ -20,6 +20,7 @@ from tierstore.store.index import index_bytes
 from tierstore.store.opening import Parts
 from tierstore.store.optimizer import CachedRecord, RecordOptimizer
 from tierstore.store.slots import LiveRecord
+from tierstore.store.space import copies
 
 __all__ = ["StoreRecords", "by_layer"]
 
@@ -102,7 +103,7 @@ class StoreRecords:
         opened.
         """
         retain = max(self.config.retain, len(self._committer.snapshots))
-        self.slots.reserve(2 + retain, counts or {})
+        self.slots.reserve(copies(retain), counts or {})
         records = max(len(self.slots.records), sum((counts or {}).values()))
         self._parts.index.reserve(index_bytes(records, retain))
         self._space_reserved = True
@@ -178,10 +179,15 @@ class StoreRecords:
         """One line for each capability: what is in effect, and why where AUTO fell back."""
         engine, budget = self.engine, self._parts.arena.nbytes
         huge = self._parts.arena.huge_bytes
-        direct = self.slots.direct_reason
+        if engine.backend == "pmem":
+            reason = self.slots.map_sync_reason
+            past_cache = "MAP_SYNC: " + (f"off, extents are synced by msync ({reason})" if reason else "on")
+        else:
+            reason = self.slots.direct_reason
+            past_cache = "direct I/O: " + (f"off ({reason})" if reason else "on")
         return [
             f"I/O: {engine.backend}" + (f" ({engine.backend_reason})" if engine.backend_reason else ""),
-            "direct I/O: " + (f"off ({direct})" if direct else "on"),
+            past_cache,
             f"host cache: {budget} bytes, {huge} of them in huge pages",
         ]
 

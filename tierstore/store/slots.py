@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tierstore._native import Buffer, CrcTable, DirectIo, Engine, FileCreate, Priority
+from tierstore._native import Buffer, CrcTable, DirectIo, Engine, FileCreate, Link, Priority
 from tierstore.errors import StoreFormatError
 from tierstore.store.extents import Extent
 from tierstore.store.format import (
@@ -55,8 +55,10 @@ class SlotMap:
         *,
         direct: DirectIo,
         create: FileCreate,
+        link: Link | None = None,
     ) -> None:
         self._engine = engine
+        self._link = link
         self._directory = directory / "extents"
         self._scratch_directory = directory / "scratch"
         self._direct = direct
@@ -85,7 +87,14 @@ class SlotMap:
         for group in COMMITTED_GROUPS:
             path = self._directory / f"{schema.name}.{group.label}"
             try:
-                extent = Extent(self._engine, path, schema.layout(group), direct=self._direct, create=create)
+                extent = Extent(
+                    self._engine,
+                    path,
+                    schema.layout(group),
+                    direct=self._direct,
+                    create=create,
+                    link=self._link,
+                )
             except FileNotFoundError as error:
                 raise StoreFormatError(f"{path}: the extent file is missing") from error
             self._extents[index, group] = extent
@@ -185,6 +194,7 @@ class SlotMap:
                 shape.layout(Group.GRADIENTS),
                 direct=self._direct,
                 create=FileCreate.YES,
+                link=self._link,
             )
             # Nobody resumes from gradients: without a name the space is given back however the process ends.
             path.unlink()
@@ -314,6 +324,11 @@ class SlotMap:
     def direct_reason(self) -> str:
         """Why extents are not read and written past the page cache; empty when they are."""
         return next((e.file.direct_reason for e in self._extents.values() if not e.file.direct), "")
+
+    @property
+    def map_sync_reason(self) -> str:
+        """Why mapped extents need a sync; empty where their stores are durable by themselves."""
+        return next(filter(None, (extent.file.map_sync_reason() for extent in self._extents.values())), "")
 
     def close(self) -> None:
         for extent in self._extents.values():

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tierstore._native import Arena, Buffer, Engine, HugePages
+from tierstore._native import Activity, Arena, Buffer, Engine, HugePages, Link
+from tierstore.links import limited
 from tierstore.tiers.device import DeviceSlots, tensor_of
 
 __all__ = ["CudaDeviceTier", "pin_arena", "unpin_arena"]
@@ -57,13 +58,23 @@ class _CopyThread:
 
 
 class CudaDeviceTier:
-    """Slots on ``device``. Gradients land in pinned host memory, one place for each gradient slot."""
+    """Slots on ``device``. Gradients land in pinned host memory, one place for each gradient slot.
+
+    ``link`` limits the speed of copies, both ways.
+    """
 
     def __init__(
-        self, engine: Engine, slots: DeviceSlots, device: torch.device, huge_pages: HugePages
+        self,
+        engine: Engine,
+        slots: DeviceSlots,
+        device: torch.device,
+        huge_pages: HugePages,
+        link: Link | None = None,
     ) -> None:
         self.device = device
-        self._slots = slots
+        self._engine = engine
+        self._link = link
+        self.slots = slots
         self._weights = torch.empty(slots.weights, slots.numel, dtype=slots.compute, device=device)
         self._gradients = torch.empty(slots.gradients, slots.numel, dtype=torch.float32, device=device)
         self._landing_arena = Arena(slots.gradients * slots.gradient_bytes, huge_pages)
@@ -90,7 +101,11 @@ class CudaDeviceTier:
                 target[offset : offset + part.numel()].copy_(part, non_blocking=True)
                 offset += part.numel()
 
-        return self._up.submit(after, copy)
+        return self._limited(self._up.submit(after, copy), source.nbytes, after)
+
+    def _limited(self, ticket: int, nbytes: int, after: Sequence[int]) -> int:
+        before = [earlier for earlier in after if earlier]
+        return limited(self._engine, self._link, ticket, nbytes, activity=Activity.COPY, after=before)
 
     def weights(self, slot: int) -> torch.Tensor:
         return self._weights[slot]
@@ -110,7 +125,8 @@ class CudaDeviceTier:
             self._down.stream.wait_event(made)
             target.copy_(source, non_blocking=True)
 
-        return self._landing[slot], [self._down.submit((), copy)]
+        ticket = self._down.submit((), copy)
+        return self._landing[slot], [self._limited(ticket, self._landing[slot].nbytes, ())]
 
     def release_gradient(self, slot: int, after: Sequence[int]) -> None:
         self._free.append((slot, list(after)))

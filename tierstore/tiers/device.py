@@ -17,7 +17,9 @@ from typing import Protocol
 
 import torch
 
-from tierstore._native import Arena, Buffer, Engine, HugePages
+from tierstore._native import Activity, Arena, Buffer, Engine, HugePages, Link
+from tierstore.links import limited
+from tierstore.tiers.slots import SlotSizes
 
 __all__ = ["DeviceSlots", "DeviceTier", "HostDeviceTier"]
 
@@ -32,17 +34,21 @@ class DeviceSlots:
     gradients: int = 3
 
     @property
+    def sizes(self) -> SlotSizes:
+        return SlotSizes(self.numel, self.compute.itemsize, self.weights, self.gradients)
+
+    @property
     def weight_bytes(self) -> int:
-        return _padded(self.numel * self.compute.itemsize)
+        return self.sizes.weight_bytes
 
     @property
     def gradient_bytes(self) -> int:
-        return _padded(self.numel * 4)
+        return self.sizes.gradient_bytes
 
     @property
     def nbytes(self) -> int:
         """Bytes of all slots."""
-        return self.weights * self.weight_bytes + self.gradients * self.gradient_bytes
+        return self.sizes.nbytes
 
 
 class DeviceTier(Protocol):
@@ -52,6 +58,8 @@ class DeviceTier(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+    @property
+    def slots(self) -> DeviceSlots: ...
 
     def load(self, slot: int, source: Buffer, after: Sequence[int]) -> int:
         """Queues the copy of ``source`` into weight slot ``slot``; returns its ticket."""
@@ -79,11 +87,14 @@ class DeviceTier(Protocol):
 
 
 class HostDeviceTier:
-    """The CPU as a device: slots in an arena of its own."""
+    """The CPU as a device: slots in an arena of its own. ``link`` limits the speed of copies, both ways."""
 
-    def __init__(self, engine: Engine, slots: DeviceSlots, huge_pages: HugePages) -> None:
+    def __init__(
+        self, engine: Engine, slots: DeviceSlots, huge_pages: HugePages, link: Link | None = None
+    ) -> None:
         self._engine = engine
-        self._slots = slots
+        self._link = link
+        self.slots = slots
         self._arena = Arena(slots.nbytes, huge_pages)
         self.device = torch.device("cpu")
         weight_end = slots.weights * slots.weight_bytes
@@ -103,7 +114,9 @@ class HostDeviceTier:
         return Buffer(self._arena, [(offset, capacity)], nbytes)
 
     def load(self, slot: int, source: Buffer, after: Sequence[int]) -> int:
-        return self._engine.copy(self._weights[slot], source, after=list(after))
+        before = list(after)
+        ticket = self._engine.copy(self._weights[slot], source, after=before)
+        return limited(self._engine, self._link, ticket, source.nbytes, activity=Activity.COPY, after=before)
 
     def weights(self, slot: int) -> torch.Tensor:
         return self._weight_tensors[slot]
@@ -116,7 +129,10 @@ class HostDeviceTier:
 
     def land(self, slot: int) -> tuple[Buffer, list[int]]:
         # The device's memory is the host's: the optimizer reads the slot itself.
-        return self._gradients[slot], []
+        landed = self._gradients[slot]
+        if self._link is None:
+            return landed, []
+        return landed, [self._engine.hold(self._link, landed.nbytes, Activity.COPY)]
 
     def release_gradient(self, slot: int, after: Sequence[int]) -> None:
         self._free.append((slot, list(after)))
@@ -129,7 +145,3 @@ class HostDeviceTier:
 def tensor_of(buffer: Buffer, dtype: torch.dtype) -> torch.Tensor:
     """A flat tensor over a contiguous buffer, without a copy. The tensor keeps the memory alive."""
     return torch.from_numpy(buffer.array()).view(dtype)
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // 4096) * 4096

@@ -1,0 +1,67 @@
+#include "native/io/mapping.hpp"
+
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "native/base/error.hpp"
+#include "native/memory/persist.hpp"
+
+namespace tierstore {
+
+Mapped::Mapped(int fd, const std::string& path, size_t nbytes, MapSync wanted) : size_(nbytes) {
+    void* at = MAP_FAILED;
+    if (wanted != MapSync::Off && !can_persist()) {
+        if (wanted == MapSync::On) throw SyscallError(ENOTSUP, "mmap with MAP_SYNC", path);
+        reason_ = "this processor's cache lines cannot be written back by user code";
+    } else if (wanted != MapSync::Off) {
+        at = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED_VALIDATE | MAP_SYNC, fd, 0);
+        if (at == MAP_FAILED) {
+            const int err = errno;
+            if (wanted == MapSync::On) throw SyscallError(err, "mmap with MAP_SYNC", path);
+            reason_ = err == EOPNOTSUPP ? "the file system is not DAX" : std::strerror(err);
+        }
+    } else {
+        reason_ = "MAP_SYNC is off";
+    }
+    if (at == MAP_FAILED) {
+        at = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+        if (at == MAP_FAILED)
+            throw SyscallError(errno, "mmap of " + std::to_string(nbytes) + " bytes", path);
+    }
+    data_ = static_cast<std::byte*>(at);
+}
+
+Mapped::~Mapped() { munmap(data_, size_); }
+
+int Mapped::sync(int fd, bool grown) const {
+    // With MAP_SYNC the stores were flushed as they were made, and a fault made the block that it maps durable;
+    // the file's length is not the mapping's.
+    if (!synchronous() && msync(data_, size_, MS_SYNC) != 0) return errno;
+    if (grown && fdatasync(fd) != 0) return errno;
+    return 0;
+}
+
+MappedPtr FileMapping::covering(int fd, const std::string& path, uint64_t end, MapSync wanted) {
+    std::lock_guard lock(mutex_);
+    if (mapped_ && mapped_->size() >= end) return mapped_;
+    struct stat status;
+    if (fstat(fd, &status) != 0) throw SyscallError(errno, "fstat", path);
+    const auto size = static_cast<uint64_t>(status.st_size);
+    if (size < end || size == 0) return nullptr;
+    mapped_ = std::make_shared<const Mapped>(fd, path, size, wanted);
+    grown_ = true;
+    return mapped_;
+}
+
+MappedPtr FileMapping::for_sync(bool& grown) {
+    std::lock_guard lock(mutex_);
+    grown = std::exchange(grown_, false);
+    return mapped_;
+}
+
+}  // namespace tierstore

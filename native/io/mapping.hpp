@@ -1,0 +1,56 @@
+// Files in memory: for persistent memory behind a DAX file system, whose bytes the processor reads and writes
+// itself, and for any other file.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+
+namespace tierstore {
+
+// Whether stores are durable once they have left the processor's caches (MAP_SYNC on a DAX file system), with no
+// system call. Auto: where it can be had; elsewhere a sync does.
+enum class MapSync { Off, Auto, On };
+
+// The whole of a file as it was when it was mapped.
+class Mapped {
+public:
+    // Throws SyscallError; with MapSync::On also where the file system has no MAP_SYNC.
+    Mapped(int fd, const std::string& path, size_t nbytes, MapSync wanted);
+    ~Mapped();
+    Mapped(const Mapped&) = delete;
+    Mapped& operator=(const Mapped&) = delete;
+
+    std::byte* data() const { return data_; }
+    size_t size() const { return size_; }
+    bool synchronous() const { return reason_.empty(); }
+    // Why stores need a sync; empty when they do not.
+    const std::string& reason() const { return reason_; }
+    // Durable when it returns: 0 or an errno. `grown`: the file has become longer since the last one.
+    int sync(int fd, bool grown) const;
+
+private:
+    std::byte* data_ = nullptr;
+    size_t size_;
+    std::string reason_;
+};
+
+using MappedPtr = std::shared_ptr<const Mapped>;
+
+// The mapping of one open file, made anew when the file has grown; users keep the one that they have.
+class FileMapping {
+public:
+    // One that holds [0, end). A file that is shorter is not lengthened: null. Throws SyscallError.
+    MappedPtr covering(int fd, const std::string& path, uint64_t end, MapSync wanted);
+    // What is mapped, or null; and whether the file has been mapped longer since the last call.
+    MappedPtr for_sync(bool& grown);
+
+private:
+    std::mutex mutex_;
+    MappedPtr mapped_;
+    bool grown_ = false;
+};
+
+}  // namespace tierstore

@@ -1,0 +1,22 @@
+// A backend of threads, each of which moves one chunk at a time in whatever way a Mover knows.
+#pragma once
+
+#include <sys/types.h>
+
+#include <memory>
+
+#include "native/io/request_queue.hpp"
+
+namespace tierstore {
+
+// Called by several threads at once.
+class Mover {
+public:
+    virtual ~Mover() = default;
+    // Moves the prepared chunk, or a part of it: bytes moved, or a negative errno.
+    virtual ssize_t transfer(const Chunk& chunk) = 0;
+};
+
+std::unique_ptr<Backend> make_threaded_backend(const BackendOptions& options, std::unique_ptr<Mover> mover);
+
+}  // namespace tierstore

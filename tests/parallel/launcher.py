@@ -1,0 +1,162 @@
+"""Real ranks on Gloo for tests: processes that live for the whole session and run one case after another.
+
+``ranks.run(2, case, *arguments)`` calls the module-level function ``case(mesh, *arguments)`` on two ranks and
+gives what each returned, in rank order. Arguments and results are pickled (tensors too). ``ranks.fresh(2)`` is
+a world of its own, for cases that end ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+from tierstore.parallel import ParallelConfig
+
+Case = Callable[..., Any]
+_JOIN_S = 60.0
+_CASE_S = 120.0
+
+
+class RankFailedError(AssertionError):
+    """A case raised, or did not answer, on the ranks named in the message."""
+
+
+@dataclass
+class World:
+    """The processes of one world, by rank."""
+
+    pids: list[int] = field(default_factory=list)
+    connections: list[Connection] = field(default_factory=list)
+
+    def send(self, rank: int, case: Case, *arguments: Any) -> None:
+        """Start ``case`` on one rank."""
+        # Not send(): its pickler shares tensors' memory instead of sending them.
+        self.connections[rank].send_bytes(pickle.dumps((inspect.getfile(case), case.__name__, arguments)))
+
+    def receive(self, rank: int, timeout_s: float = _CASE_S) -> Any:
+        """What the case returned. Raises RankFailedError with its traceback, EOFError if the rank ended."""
+        connection = self.connections[rank]
+        if not connection.poll(timeout_s):
+            raise RankFailedError(f"rank {rank}: no answer within {timeout_s:g} s")
+        passed, answer = pickle.loads(connection.recv_bytes())
+        if not passed:
+            raise RankFailedError(f"rank {rank}:\n{answer}")
+        return answer
+
+    def run(self, case: Case, *arguments: Any) -> list[Any]:
+        """``case`` on all ranks. Raises RankFailedError when it raised on any."""
+        for rank in range(len(self.pids)):
+            self.send(rank, case, *arguments)
+        answers: list[Any] = []
+        failures: list[str] = []
+        for rank in range(len(self.pids)):
+            try:
+                # Once one has failed, the others may be waiting for it.
+                answers.append(self.receive(rank, _CASE_S if not failures else 5.0))
+            except (RankFailedError, EOFError) as error:
+                failures.append(str(error) or f"rank {rank} ended")
+        if failures:
+            raise RankFailedError("\n".join(failures))
+        return answers
+
+    def end(self) -> None:
+        """Ask every rank to leave; they may be gone already."""
+        for connection in self.connections:
+            with contextlib.suppress(OSError):
+                connection.send_bytes(pickle.dumps(None))
+            connection.close()
+
+    def kill(self) -> None:
+        """End every rank at once."""
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.end()
+
+
+class Ranks:
+    """Starts worlds, and keeps those whose cases all passed for the next test."""
+
+    def __init__(self) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._address = str(Path(self._directory.name, "socket"))
+        self._listener = Listener(self._address, "AF_UNIX", backlog=64)
+        program = Path(__file__).with_name("rank_server.py")
+        self._server = subprocess.Popen([sys.executable, str(program), self._address])
+        self._control = self._listener.accept()
+        self._control.recv()
+        self._worlds: dict[tuple[int, ParallelConfig], World] = {}
+
+    def run(self, size: int, case: Case, *arguments: Any, expert: int = 0) -> list[Any]:
+        """``case(mesh, *arguments)`` on ``size`` ranks in expert groups of ``expert`` (0: all)."""
+        config = ParallelConfig(expert=expert, timeout_s=30.0)
+        key = (size, config)
+        if key not in self._worlds:
+            self._worlds[key] = self._start(size, config, None)
+        try:
+            return self._worlds[key].run(case, *arguments)
+        except RankFailedError:
+            self._worlds.pop(key).kill()
+            raise
+
+    @contextlib.contextmanager
+    def fresh(
+        self, size: int, config: ParallelConfig | None = None, stderr: Path | None = None
+    ) -> Iterator[World]:
+        """A world of its own; killed at the end if it still stands. ``stderr``: a file for all its ranks."""
+        world = self._start(size, config or ParallelConfig(timeout_s=30.0, grace_s=2.0), stderr)
+        try:
+            yield world
+        finally:
+            world.kill()
+
+    def exit_code(self, pid: int) -> int:
+        """Waits for a rank of this session to end: its exit code, or minus the signal."""
+        self._control.send(("wait", pid))
+        code: int = self._control.recv()
+        return code
+
+    def close(self) -> None:
+        for world in self._worlds.values():
+            world.end()
+        self._control.close()
+        self._server.wait(30)
+        self._listener.close()
+        self._directory.cleanup()
+
+    def _start(self, size: int, config: ParallelConfig, stderr: Path | None) -> World:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        environments = [
+            {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+            for rank in range(size)
+        ]
+        self._control.send(("start", environments, config, None if stderr is None else str(stderr)))
+        pids: list[int] = self._control.recv()
+        called = [self._listener.accept() for _ in pids]
+        by_pid = {connection.recv()[1]: connection for connection in called}
+        world = World(pids, [by_pid[pid] for pid in pids])
+        for rank, connection in enumerate(world.connections):
+            if not connection.poll(_JOIN_S):
+                world.kill()
+                raise RankFailedError(f"rank {rank} did not join within {_JOIN_S:g} s")
+            connection.recv()
+        return world

@@ -1,0 +1,100 @@
+"""Forks ranks from a process that has imported everything once: the program behind ``launcher.Ranks``.
+
+Arguments: the socket of the test process. Each rank calls back there, joins its world through ``launch``, and
+then runs cases, one ``(file, function, arguments)`` after another, until it is sent None.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import pickle
+import sys
+import traceback
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def serve(address: str) -> None:
+    """Answers ``("start", environments, config, stderr)`` with pids, ``("wait", pid)`` with an exit code."""
+    import pytest  # noqa: F401 - cases live in test files, which import it
+    import torch
+    import torch.distributed.device_mesh
+    from torch.utils.checkpoint import checkpoint
+
+    import tierstore.model
+    import tierstore.parallel  # noqa: F401
+
+    # Its first call imports for seconds.
+    checkpoint(torch.square, torch.ones(1, requires_grad=True), use_reentrant=False)
+
+    with Client(address, "AF_UNIX") as control:
+        control.send(("server", os.getpid()))
+        while True:
+            try:
+                what, *details = control.recv()
+            except EOFError:
+                return
+            if what == "start":
+                environments, config, stderr = details
+                control.send([_fork(control, address, e, config, stderr) for e in environments])
+            else:
+                control.send(os.waitstatus_to_exitcode(os.waitpid(details[0], 0)[1]))
+
+
+def _fork(control: Connection, address: str, environ: dict[str, str], config: Any, stderr: str | None) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 70
+    try:
+        control.close()
+        os.environ.update(environ)
+        if stderr is not None:
+            target = os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(target, 2)
+        status = _rank(address, config)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _rank(address: str, config: Any) -> int:
+    from tierstore.parallel import launch
+
+    with Client(address, "AF_UNIX") as test:
+        test.send(("rank", os.getpid()))
+        with contextlib.suppress(EOFError), launch(config, device="cpu") as mesh:
+            test.send(("joined", mesh.place.rank))
+            modules: dict[str, ModuleType] = {}
+            while (case := pickle.loads(test.recv_bytes())) is not None:
+                file, name, arguments = case
+                try:
+                    function = getattr(_module(file, modules), name)
+                    answer = (True, function(mesh, *arguments))
+                except BaseException:
+                    answer = (False, traceback.format_exc())
+                test.send_bytes(pickle.dumps(answer))
+    return 0
+
+
+def _module(file: str, loaded: dict[str, ModuleType]) -> ModuleType:
+    if file not in loaded:
+        sys.path.insert(0, str(Path(file).parent))
+        spec = importlib.util.spec_from_file_location(f"cases_{len(loaded)}", file)
+        assert spec is not None
+        assert spec.loader is not None
+        loaded[file] = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = loaded[file]
+        spec.loader.exec_module(loaded[file])
+    return loaded[file]
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))  # for cases whose file imports the launcher
+    serve(sys.argv[1])

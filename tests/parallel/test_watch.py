@@ -1,0 +1,93 @@
+"""Ranks that die: the others learn who and why within seconds, whatever they are doing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from launcher import Ranks
+
+from tierstore.errors import PeerError
+from tierstore.parallel import Mesh, ParallelConfig
+
+
+def _blocked(mesh: Mesh, operation: str) -> tuple[str, int | None, str]:
+    """Waits for a collective that not all join."""
+    group = mesh.world
+    try:
+        if operation == "all_to_all":
+            rows, splits = torch.ones(group.size, 4), [1] * group.size
+            group.all_to_all(torch.empty_like(rows), rows, splits, splits).wait()
+        elif operation == "all_gather":
+            group.all_gather(torch.empty(group.size * 8), torch.ones(8)).wait()
+        elif operation == "reduce_scatter":
+            group.reduce_scatter(torch.empty(group.size * 8), torch.ones(8)).wait()
+        else:
+            group.barrier()
+    except PeerError as error:
+        return error.operation, error.rank, str(error)
+    raise AssertionError("the collective came to an end")
+
+
+def _kill_myself(mesh: Mesh) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _sleep(mesh: Mesh, seconds: float) -> None:
+    time.sleep(seconds)
+
+
+@pytest.mark.parametrize(
+    ("size", "operation"), [(2, "all_to_all"), (2, "all_gather"), (4, "reduce_scatter"), (4, "all_reduce")]
+)
+def test_survivors_of_a_kill_get_an_error_that_names_the_rank(
+    ranks: Ranks, tmp_path: Path, size: int, operation: str
+) -> None:
+    config = ParallelConfig(timeout_s=30.0, grace_s=20.0)
+    victim = size - 1
+    with ranks.fresh(size, config, tmp_path / "stderr") as world:
+        for rank in range(victim):
+            world.send(rank, _blocked, operation)
+        world.send(victim, _kill_myself)
+        for rank in range(victim):
+            assert world.receive(rank, 15.0) == (
+                operation,
+                victim,
+                f"{operation}: rank {victim} failed: its process ended",
+            )
+        assert ranks.exit_code(world.pids[victim]) == -signal.SIGKILL
+    said = (tmp_path / "stderr").read_text()
+    for rank in range(victim):
+        assert f"tierstore: rank {rank}: rank {victim} failed: its process ended" in said
+
+
+def test_a_rank_that_hangs_fails_the_collective_in_time(ranks: Ranks) -> None:
+    with ranks.fresh(2, ParallelConfig(timeout_s=1.0, grace_s=20.0)) as world:
+        world.send(1, _sleep, 60.0)
+        world.send(0, _blocked, "all_to_all")
+        operation, rank, message = world.receive(0, 20.0)
+        assert (operation, rank) == ("all_to_all", None)
+        assert "Timed out" in message
+
+
+def test_a_rank_that_does_nothing_is_ended(ranks: Ranks, tmp_path: Path) -> None:
+    config = ParallelConfig(timeout_s=30.0, grace_s=0.2)
+    with ranks.fresh(2, config, tmp_path / "stderr") as world:
+        world.send(1, _sleep, 60.0)
+        world.send(0, _kill_myself)
+        assert ranks.exit_code(world.pids[1]) == 1
+    said = (tmp_path / "stderr").read_text()
+    assert "rank 1: rank 0 failed: its process ended; ending within 0.2 s" in said
+    assert "rank 1: not ended within 0.2 s of the failure, so ended now" in said
+
+
+def test_ranks_that_end_in_order_say_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    with ranks.fresh(4, stderr=tmp_path / "stderr") as world:
+        world.run(_sleep, 0.0)
+        world.end()
+        assert [ranks.exit_code(pid) for pid in world.pids] == [0] * 4
+    assert (tmp_path / "stderr").read_text() == ""

@@ -1,0 +1,127 @@
+"""Commits of several ranks: a prepared commit can be undone until it is acknowledged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest_store import small_store
+
+from tierstore.errors import StoreError
+from tierstore.store import OpenAt, ParameterStore, StoreConfig
+from tierstore.store.opening import read_states
+
+NUMEL = 3000
+
+
+def step(store: ParameterStore, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    store.update({f"e{i}": rng.standard_normal(NUMEL).astype(np.float32) for i in range(4)}, lr=1e-2)
+
+
+def content(path: Path, at: OpenAt = OpenAt.LAST) -> tuple[int, bytes]:
+    with ParameterStore.open(path, StoreConfig(host_budget=1 << 20), at=at) as store:
+        assert not store.verify().failures
+        return store.records_crc32c(), store.state["n"]
+
+
+def test_the_commit_before_a_prepared_one_is_there_until_acknowledged(tmp_path: Path) -> None:
+    with small_store(tmp_path / "s") as store:
+        step(store, 1)
+        store.commit({"n": b"1"})
+        first = store.records_crc32c()
+        step(store, 2)
+        store.prepare({"n": b"2"})
+        second = store.records_crc32c()
+    assert first != second
+    assert read_states(tmp_path / "s", "n") == {OpenAt.LAST: b"2", OpenAt.PREVIOUS: b"1"}
+    assert content(tmp_path / "s") == (second, b"2")
+    assert content(tmp_path / "s", OpenAt.PREVIOUS) == (first, b"1")
+    # Undone for good: it is the last commit now, and there is none before it.
+    assert content(tmp_path / "s") == (first, b"1")
+    assert read_states(tmp_path / "s", "n") == {OpenAt.LAST: b"1"}
+    with pytest.raises(StoreError, match="no prepared commit"):
+        content(tmp_path / "s", OpenAt.PREVIOUS)
+
+
+def test_after_going_back_training_goes_on_as_if_never_ahead(tmp_path: Path) -> None:
+    crcs = []
+    for name, ahead in (("straight", False), ("back", True)):
+        path = tmp_path / name
+        with small_store(path) as store:
+            step(store, 1)
+            store.prepare({"n": b"1"})
+            store.acknowledge()
+            if ahead:
+                step(store, 7)
+                store.prepare({"n": b"2"})
+        at = OpenAt.PREVIOUS if ahead else OpenAt.LAST
+        with ParameterStore.open(path, StoreConfig(host_budget=1 << 20), at=at) as store:
+            step(store, 2)
+            store.prepare({"n": b"2"})
+            store.acknowledge()
+            step(store, 3)
+            store.commit()
+            crcs.append(store.records_crc32c())
+        assert content(path)[0] == crcs[-1]
+    assert crcs[0] == crcs[1]
+
+
+def test_acknowledging_frees_the_slots_and_survives_reopening(tmp_path: Path) -> None:
+    """A loop of prepare and acknowledge stays within two copies: an extent that had to grow would show."""
+    path = tmp_path / "s"
+    with small_store(path) as store:
+        sizes = None
+        for number in range(6):
+            step(store, number)
+            store.prepare({"n": b"%d" % number})
+            store.acknowledge()
+            store.acknowledge()  # again is nothing
+            now = {file.name: file.stat().st_size for file in (path / "extents").iterdir()}
+            assert sizes in (None, now)
+            sizes = now
+        crc = store.records_crc32c()
+    assert content(path) == (crc, b"5")
+    assert set(read_states(path, "n")) == {OpenAt.LAST}
+
+
+def test_a_second_prepare_needs_the_acknowledgement_of_the_first(tmp_path: Path) -> None:
+    with small_store(tmp_path / "s") as store:
+        step(store, 1)
+        store.prepare({"n": b"1"})
+        step(store, 2)
+        with pytest.raises(StoreError, match="not acknowledged"):
+            store.prepare({"n": b"2"})
+        store.acknowledge()
+        store.prepare({"n": b"2"})
+        # An ordinary commit acknowledges by itself.
+        step(store, 3)
+        store.commit({"n": b"3"})
+    assert set(read_states(tmp_path / "s", "n")) == {OpenAt.LAST}
+
+
+def test_named_snapshots_and_the_previous_commit_do_not_count_each_other(tmp_path: Path) -> None:
+    with small_store(tmp_path / "s", retain=1) as store:
+        for number in range(3):
+            step(store, number)
+            store.prepare({"n": b"%d" % number}, snapshot=f"named-{number}")
+            assert [name for name in store.snapshots if name.startswith("named")] == [f"named-{number}"]
+            store.acknowledge()
+        with pytest.raises(ValueError, match="keeps its own"):
+            store.commit(snapshot=".previous")
+    with ParameterStore.open(tmp_path / "s", StoreConfig(host_budget=1 << 20, retain=1)) as store:
+        assert list(store.snapshots) == ["named-2"]
+        assert not store.verify().failures
+
+
+def test_a_first_prepare_has_nothing_before_it(tmp_path: Path) -> None:
+    from tierstore.store import RecordSchema
+
+    with ParameterStore.create(
+        tmp_path / "s", [RecordSchema("expert", 64)], StoreConfig(host_budget=1 << 20)
+    ) as s:
+        s.register("e0", "expert")
+        s.prepare({"n": b"0"})
+        s.acknowledge()
+    assert read_states(tmp_path / "s", "n") == {OpenAt.LAST: b"0"}

@@ -1,0 +1,130 @@
+"""Links that can be limited, so that overlap can be studied on machines whose own are too fast, or missing.
+
+Three links can be given a bandwidth and a latency: ``copy`` (host <-> device), ``gather`` (collectives
+between ranks; of each, the bytes that this rank sends) and ``disk`` (reads and writes of extents). Off by
+default; a run that has them on says so first.
+
+There is one emulation. A link serves one transfer at a time, in order of asking::
+
+    start = max(now, free_at)
+    free_at = start + latency + nbytes / bandwidth
+
+and a transfer is complete when the real one is and ``free_at`` has come. So limits change times, and
+neither bits nor decisions. For operations of the ticket engine ``Engine.hold`` waits for the link beside the
+real operation (``limited`` joins the two); for collectives ``Link.reserve`` gives the deadline that whoever
+waits for them waits for too (``wait_until``).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+
+from tierstore._native import Activity, Engine, Link, Priority
+from tierstore.errors import ConfigError
+from tierstore.units import format_bytes, format_seconds
+
+__all__ = ["CollectiveLink", "LinkConfig", "Links", "LinksConfig", "limited", "open_links", "wait_until"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkConfig:
+    """One link's limits; the defaults are none."""
+
+    bandwidth: int = field(default=0, metadata={"size": True, "help": "bytes a second (0: no limit)"})
+    latency: float = field(default=0.0, metadata={"help": "seconds that each transfer takes besides"})
+
+    def __post_init__(self) -> None:
+        if self.bandwidth < 0:
+            raise ConfigError(f"bandwidth: expected at least 0 bytes a second, got {self.bandwidth}")
+        if not (math.isfinite(self.latency) and self.latency >= 0):
+            raise ConfigError(f"latency: expected at least 0 seconds, got {self.latency}")
+
+    @property
+    def on(self) -> bool:
+        return self.bandwidth > 0 or self.latency > 0
+
+    def open(self) -> Link | None:
+        """The link, or None for one that is not limited."""
+        return Link(self.bandwidth or math.inf, self.latency) if self.on else None
+
+    def describe(self) -> str:
+        speed = f"{format_bytes(self.bandwidth)}/s" if self.bandwidth else "any speed"
+        return f"{speed} after {format_seconds(self.latency)}" if self.latency else speed
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinksConfig:
+    """The links of one rank."""
+
+    copy: LinkConfig = field(default_factory=LinkConfig)
+    gather: LinkConfig = field(default_factory=LinkConfig)
+    disk: LinkConfig = field(default_factory=LinkConfig)
+
+    def describe(self) -> str | None:
+        """One line for the head of a run; None when nothing is limited."""
+        links = [(link.name, getattr(self, link.name)) for link in fields(self)]
+        limits = [f"{name} {config.describe()}" for name, config in links if config.on]
+        return f"links limited: {', '.join(limits)}" if limits else None
+
+
+@dataclass(frozen=True)
+class Links:
+    """The limited links of a run; None where the machine's own speed holds."""
+
+    copy: Link | None = None
+    gather: Link | None = None
+    disk: Link | None = None
+
+
+def open_links(config: LinksConfig) -> Links:
+    """Links as ``config`` limits them, each free from now on."""
+    return Links(config.copy.open(), config.gather.open(), config.disk.open())
+
+
+def limited(
+    engine: Engine,
+    link: Link | None,
+    ticket: int,
+    nbytes: int,
+    *,
+    activity: Activity,
+    after: Sequence[int] = (),
+    priority: Priority = Priority.DEMAND,
+) -> int:
+    """A ticket for the operation ``ticket`` over ``link``: done when both are. ``after`` is what the operation
+    follows too. Without a link it is ``ticket`` itself.
+    """
+    if link is None:
+        return ticket
+    turn = engine.hold(link, nbytes, activity, after=after, priority=priority)
+    return engine.barrier([ticket, turn], priority=priority)
+
+
+class CollectiveLink:
+    """The link of a group's collectives: it may have no limit (None), may be given one later, and remembers its last
+    turn, for a timeline.
+    """
+
+    def __init__(self, link: Link | None) -> None:
+        self.link = link
+        #: Begin and end (ns of CLOCK_MONOTONIC) of the last message's turn.
+        self.last_turn = (0, 0)
+
+    def reserve(self, nbytes: int) -> int:
+        """When (ns of CLOCK_MONOTONIC) a message of ``nbytes`` that is issued now has passed the link."""
+        now = time.monotonic_ns()
+        if self.link is None:
+            self.last_turn = (now, now)
+            return now
+        end = self.link.reserve(nbytes, now)
+        self.last_turn = (min(max(now, self.last_turn[1]), end), end)
+        return end
+
+
+def wait_until(deadline_ns: int) -> None:
+    """Sleeps until CLOCK_MONOTONIC shows ``deadline_ns``, never less."""
+    while (left := deadline_ns - time.monotonic_ns()) > 0:
+        time.sleep(left / 1e9)

@@ -1,0 +1,466 @@
+"""Collectives whose sums have the same bits whatever arrived first and however messages were cut.
+
+Sums are composed from all-to-alls of bytes and an addition in rank order, element by element, in fp32 for
+bf16 and fp16: so no bit depends on arrival, on the backend's ring, or on the size of a message. It is also
+faster than Gloo's own: its all-to-all runs at several times the bandwidth of its reduce-scatter and
+all-gather, which is why gathers go through it too where the backend is Gloo. NCCL gathers itself.
+
+Order. All ranks of a group issue the same collectives in the same order, each from one thread at a time; what
+has been issued may be waited for in any order.
+
+Channels. A group has two communicators: STREAM for what runs ahead of computation (gathers, reductions), and
+EXCHANGE for what computation blocks on (all-to-alls of tokens, flags), so that neither queues behind the
+other. With Gloo a communicator costs three threads, which sleep unless it is used: one that polls its sockets
+and two that run collectives, so that two of them can be under way on each channel.
+
+A group of one rank needs no process group: nothing is sent, and only copies that a caller asked for are made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tierstore.errors import PeerError
+from tierstore.links import wait_until
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Channel", "Failure", "Group", "LimitedLink", "Operation", "Traffic", "Work"]
+
+_SMALL_BYTES = 1 << 14  # below that, one message of everything is faster than two of parts
+
+
+class Operation(StrEnum):
+    """The kinds of collectives, as counters and errors name them."""
+
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    ALL_REDUCE = "all_reduce"
+    OBJECTS = "all_gather_object"
+
+
+class Channel(StrEnum):
+    """Which of a group's two communicators carries a collective."""
+
+    STREAM = "stream"
+    EXCHANGE = "exchange"
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What this rank has sent to others of a group: ``sent_bytes`` in ``calls`` collectives."""
+
+    calls: int = 0
+    sent_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why the job cannot go on: the rank of the world that ended first (None: unknown), and its reason."""
+
+    rank: int | None
+    reason: str
+
+
+class LimitedLink(Protocol):
+    """A link with a bandwidth and a latency of its own."""
+
+    def reserve(self, nbytes: int) -> int:
+        """When (CLOCK_MONOTONIC, ns) a message of ``nbytes`` that is issued now has passed the link."""
+        ...
+
+
+class Work:
+    """One collective under way. Its tensors are in use, and its results undefined, until ``wait`` returns.
+
+    With NCCL, ``wait`` orders the present stream behind the collective instead of blocking the thread. A
+    collective over a limited link is complete when it really is and its time on the link has passed.
+    """
+
+    def __init__(
+        self,
+        pending: Any = None,
+        *,
+        finish: Callable[[], None] | None = None,
+        deadline_ns: int = 0,
+        explain: Callable[[RuntimeError], PeerError] | None = None,
+    ) -> None:
+        self._pending = pending
+        self._finish = finish
+        self._deadline_ns = deadline_ns
+        self._explain = explain
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return, or raise, without waiting for others."""
+        arrived = self._pending is None or bool(self._pending.is_completed())
+        return arrived and time.monotonic_ns() >= self._deadline_ns
+
+    def wait(self, charge: Callable[[], AbstractContextManager[None]] | None = None) -> None:
+        """Wait until the results are there. Raises PeerError. Once it has returned, it always returns.
+
+        ``charge`` makes the context in which it blocks (a ledger's stall), if it has to.
+        """
+        if charge is None or self.done():
+            self._complete()
+        else:
+            with charge():
+                self._complete()
+
+    def _complete(self) -> None:
+        if self._pending is not None:
+            try:
+                self._pending.wait()
+            except RuntimeError as error:
+                if self._explain is None:
+                    raise
+                raise self._explain(error) from error
+            self._pending = None
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+        wait_until(self._deadline_ns)
+
+
+class Group:
+    """The ranks of ``ranks`` (of the world, ascending), of which this process is number ``rank``.
+
+    Raises ValueError for tensors that do not fit together. Every method but ``done`` and ``wait`` of a Work
+    is a collective: all ranks call it, with the same shapes where not said otherwise.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: Sequence[int],
+        communicators: dict[Channel, ProcessGroup],
+        *,
+        native_gather: bool = False,
+        link: LimitedLink | None = None,
+        blame: Callable[[], Failure | None] | None = None,
+    ) -> None:
+        """``blame`` says who ended first; ``native_gather``: the backend's gather is as good as any (NCCL)."""
+        self.rank = rank
+        self.ranks = tuple(ranks)
+        self.traffic: dict[Operation, Traffic] = {operation: Traffic() for operation in Operation}
+        self._communicators = communicators
+        self._native_gather = native_gather
+        self._link = link
+        self._blame = blame
+
+    @classmethod
+    def alone(cls, world_rank: int = 0) -> Group:
+        """The group of one rank."""
+        return cls(0, (world_rank,), {})
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self.ranks)
+
+    # Ahead of the computation ------------------------------------------------------------------------------
+
+    def all_gather(
+        self,
+        out_flat: Tensor,
+        piece: Tensor,
+        *,
+        scratch: Tensor | None = None,
+        channel: Channel = Channel.STREAM,
+    ) -> Work:
+        """Rank r's ``piece`` (n,) becomes ``out_flat[r * n : (r + 1) * n]`` on all ranks.
+
+        ``piece`` may be a view of its own place in ``out_flat``. ``scratch``: as ``out_flat``, in use until
+        the Work is complete; needed on Gloo with three ranks and more, and made when not given.
+        """
+        numel = piece.numel()
+        _check_flat(out_flat, piece, self.size)
+        own = out_flat[self.rank * numel : (self.rank + 1) * numel]
+        if own.data_ptr() != piece.data_ptr():
+            own.copy_(piece)
+        if self.size == 1:
+            return Work()
+        sent = numel * piece.element_size() * (self.size - 1)
+        if self._native_gather and piece.is_cuda:
+            return self._gather_natively(out_flat, piece, channel, sent)
+        if self.size == 2:
+            # To and from the other only: no byte is copied that does not travel.
+            other = 1 - self.rank
+            splits = [numel if r == other else 0 for r in range(2)]
+            target = out_flat[other * numel : (other + 1) * numel]
+            return self._exchange(Operation.ALL_GATHER, channel, target, piece, splits, splits, sent)
+        repeated = torch.empty_like(out_flat) if scratch is None else scratch
+        repeated.view(self.size, numel).copy_(piece.unsqueeze(0))
+        splits = [numel] * self.size
+        return self._exchange(Operation.ALL_GATHER, channel, out_flat, repeated, splits, splits, sent)
+
+    def reduce_scatter(self, in_flat: Tensor, out_piece: Tensor, *, scratch: Tensor | None = None) -> Work:
+        """``out_piece`` (n,) becomes the sum over ranks, in rank order, of ``in_flat[r * n : (r + 1) * n]``.
+
+        The sum is taken in the wider of fp32 and the type of ``out_piece``, which may be wider than
+        ``in_flat``, and rounded once. ``out_piece`` may be any memory but ``scratch``: as ``in_flat``, in use
+        until the Work is complete, and made when not given.
+        """
+        _check_flat(in_flat, out_piece, self.size, same_type=False)
+        numel = out_piece.numel()
+        if self.size == 1:
+            if out_piece.data_ptr() != in_flat.data_ptr():
+                out_piece.copy_(in_flat)
+            return Work()
+        received = torch.empty_like(in_flat) if scratch is None else scratch
+        splits = [numel] * self.size
+        sent = numel * in_flat.element_size() * (self.size - 1)
+        return self._exchange(
+            Operation.REDUCE_SCATTER,
+            Channel.STREAM,
+            received,
+            in_flat,
+            splits,
+            splits,
+            sent,
+            finish=lambda: _ordered_sum(received.view(self.size, numel), out_piece),
+        )
+
+    # What the computation blocks on ------------------------------------------------------------------------
+
+    def all_to_all(
+        self,
+        out_rows: Tensor,
+        in_rows: Tensor,
+        out_splits: Sequence[int],
+        in_splits: Sequence[int],
+        *,
+        channel: Channel = Channel.EXCHANGE,
+    ) -> Work:
+        """``in_splits[r]`` rows go to rank r; ``out_splits[r]`` rows come from it. Zeros are fine."""
+        if len(out_splits) != self.size or len(in_splits) != self.size:
+            raise ValueError(f"expected {self.size} splits, got {len(out_splits)} and {len(in_splits)}")
+        if out_rows.shape[0] != sum(out_splits) or in_rows.shape[0] != sum(in_splits):
+            raise ValueError(
+                f"splits of {sum(out_splits)} and {sum(in_splits)} rows do not fit tensors of "
+                f"{out_rows.shape[0]} and {in_rows.shape[0]}"
+            )
+        if out_rows.dtype != in_rows.dtype or out_rows.shape[1:] != in_rows.shape[1:]:
+            raise ValueError(
+                f"rows must be alike: {out_rows.dtype} {tuple(out_rows.shape[1:])} and "
+                f"{in_rows.dtype} {tuple(in_rows.shape[1:])}"
+            )
+        if not (out_rows.is_contiguous() and in_rows.is_contiguous()):
+            raise ValueError("expected contiguous tensors")
+        if self.size == 1:
+            out_rows.copy_(in_rows)
+            return Work()
+        elsewhere = in_rows.shape[0] - in_splits[self.rank]
+        sent = elsewhere * in_rows[:1].numel() * in_rows.element_size()
+        return self._exchange(Operation.ALL_TO_ALL, channel, out_rows, in_rows, out_splits, in_splits, sent)
+
+    def all_reduce(self, *tensors: Tensor, channel: Channel = Channel.EXCHANGE) -> Work:
+        """Each of ``tensors`` (of one type) becomes its sum over ranks, in rank order: the same bits everywhere.
+
+        They travel in one message. On more than two ranks, a large sum is a reduction of one part on each rank
+        and a gathering of the parts, which ``wait`` issues: ranks then wait in the same order too.
+        """
+        if self.size == 1:
+            return Work()
+        if not all(tensor.is_contiguous() for tensor in tensors):
+            raise ValueError("expected contiguous tensors")
+        flats = [tensor.view(-1) for tensor in tensors]
+        flat = flats[0] if len(flats) == 1 else torch.cat(flats)
+
+        def spread() -> None:
+            if len(flats) > 1:
+                for own, summed in zip(flats, torch.split(flat, [own.numel() for own in flats]), strict=True):
+                    own.copy_(summed)
+
+        if self.size == 2:
+            return self._swap_and_add(flat, channel, spread)
+        if flat.numel() * flat.element_size() <= _SMALL_BYTES:
+            gathered = flat.new_empty((self.size, flat.numel()))
+
+            def finish() -> None:
+                _ordered_sum(gathered, flat)
+                spread()
+
+            return self._gather_small(gathered, flat, channel, finish)
+        return self._reduce_and_gather(flat, channel, spread)
+
+    def max(self, tensor: Tensor) -> None:
+        """``tensor`` becomes its maximum over ranks, element by element; NaN where any rank has one."""
+        if self.size > 1:
+            gathered = tensor.new_empty((self.size, tensor.numel()))
+
+            def finish() -> None:
+                torch.amax(gathered, dim=0, out=tensor.view(-1))
+
+            self._gather_small(gathered, tensor, Channel.EXCHANGE, finish).wait()
+
+    def any(self, flag: bool) -> bool:
+        """Whether any rank's ``flag`` is set."""
+        value = torch.tensor([int(flag)])
+        self.max(value)
+        return bool(value)
+
+    def barrier(self) -> None:
+        """Returns when all ranks have called it."""
+        self.any(False)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, in rank order: pickled, for small control data."""
+        if self.size == 1:
+            return [value]
+        import torch.distributed as dist
+
+        found: list[Any] = [None] * self.size
+        self.traffic[Operation.OBJECTS].calls += 1
+        try:
+            dist.all_gather_object(found, value, group=self._communicators[Channel.EXCHANGE])
+        except RuntimeError as error:
+            raise self._explained(Operation.OBJECTS, error) from error
+        return found
+
+    # What all of them are made of --------------------------------------------------------------------------
+
+    def _swap_and_add(self, flat: Tensor, channel: Channel, spread: Callable[[], None]) -> Work:
+        theirs = torch.empty_like(flat)
+
+        def finish() -> None:
+            # Of two, the order does not matter: addition commutes.
+            _ordered_sum([flat, theirs], flat)
+            spread()
+
+        splits = [0 if r == self.rank else flat.numel() for r in range(2)]
+        sent = flat.numel() * flat.element_size()
+        return self._exchange(
+            Operation.ALL_REDUCE, channel, theirs, flat, splits, splits, sent, finish=finish
+        )
+
+    def _reduce_and_gather(self, flat: Tensor, channel: Channel, spread: Callable[[], None]) -> Work:
+        share, more = divmod(flat.numel(), self.size)
+        parts = [share + (r < more) for r in range(self.size)]
+        mine = [parts[self.rank]] * self.size
+        received = flat.new_empty(sum(mine))
+        width = flat.element_size()
+
+        def finish() -> None:
+            piece = flat.new_empty(mine[0])
+            _ordered_sum(received.view(self.size, mine[0]), piece)
+            repeated = piece.repeat(self.size)
+            sent = mine[0] * width * (self.size - 1)
+            gathering = self._exchange(Operation.ALL_REDUCE, channel, flat, repeated, parts, mine, sent)
+            gathering.wait()
+            spread()
+
+        sent = (flat.numel() - mine[0]) * width
+        return self._exchange(Operation.ALL_REDUCE, channel, received, flat, mine, parts, sent, finish=finish)
+
+    def _gather_small(
+        self, gathered: Tensor, tensor: Tensor, channel: Channel, finish: Callable[[], None]
+    ) -> Work:
+        if not tensor.is_contiguous():
+            raise ValueError("expected a contiguous tensor")
+        repeated = tensor.view(1, -1).repeat(self.size, 1)
+        sent = tensor.numel() * tensor.element_size() * (self.size - 1)
+        splits = [1] * self.size
+        return self._exchange(
+            Operation.ALL_REDUCE, channel, gathered, repeated, splits, splits, sent, finish=finish
+        )
+
+    def _gather_natively(self, out_flat: Tensor, piece: Tensor, channel: Channel, sent: int) -> Work:
+        import torch.distributed as dist
+
+        pieces = list(out_flat.view(self.size, piece.numel()).unbind())
+        group = self._communicators[channel]
+        return self._issue(
+            Operation.ALL_GATHER, sent, lambda: dist.all_gather(pieces, piece, group=group, async_op=True)
+        )
+
+    def _exchange(
+        self,
+        operation: Operation,
+        channel: Channel,
+        out: Tensor,
+        given: Tensor,
+        out_splits: Sequence[int],
+        in_splits: Sequence[int],
+        sent: int,
+        *,
+        finish: Callable[[], None] | None = None,
+    ) -> Work:
+        import torch.distributed as dist
+
+        group = self._communicators[channel]
+        out_bytes, in_bytes = _rows_of_bytes(out), _rows_of_bytes(given)
+        return self._issue(
+            operation,
+            sent,
+            lambda: dist.all_to_all_single(
+                out_bytes, in_bytes, list(out_splits), list(in_splits), group=group, async_op=True
+            ),
+            finish,
+        )
+
+    def _issue(
+        self,
+        operation: Operation,
+        sent: int,
+        start: Callable[[], Any],
+        finish: Callable[[], None] | None = None,
+    ) -> Work:
+        traffic = self.traffic[operation]
+        traffic.calls += 1
+        traffic.sent_bytes += sent
+        deadline_ns = 0 if self._link is None else self._link.reserve(sent)
+        try:
+            pending = start()
+        except RuntimeError as error:
+            raise self._explained(operation, error) from error
+        return Work(
+            pending,
+            finish=finish,
+            deadline_ns=deadline_ns,
+            explain=lambda error: self._explained(operation, error),
+        )
+
+    def _explained(self, operation: Operation, error: RuntimeError) -> PeerError:
+        failure = None if self._blame is None else self._blame()
+        if failure is None:
+            return PeerError(operation, str(error).split("\n", 1)[0])
+        return PeerError(operation, failure.reason, rank=failure.rank)
+
+
+def _check_flat(whole: Tensor, piece: Tensor, size: int, *, same_type: bool = True) -> None:
+    if whole.dim() != 1 or piece.dim() != 1 or whole.numel() != size * piece.numel():
+        raise ValueError(
+            f"expected flat tensors of {size} x n and n elements, got {tuple(whole.shape)} and "
+            f"{tuple(piece.shape)}"
+        )
+    if same_type and whole.dtype != piece.dtype:
+        raise ValueError(f"expected one type, got {whole.dtype} and {piece.dtype}")
+    if not (whole.is_contiguous() and piece.is_contiguous()):
+        raise ValueError("expected contiguous tensors")
+
+
+def _rows_of_bytes(rows: Tensor) -> Tensor:
+    """The same memory as bytes: no backend's choice of types or of rounding can matter."""
+    return rows.view(rows.shape[0], -1).view(torch.uint8) if rows.numel() else rows.new_empty(0).byte()
+
+
+def _ordered_sum(pieces: Sequence[Tensor] | Tensor, out_N: Tensor) -> None:
+    """``out = pieces[0] + pieces[1] + ...``, from the left. ``out`` may be the first piece itself."""
+    narrow = out_N.dtype in (torch.bfloat16, torch.float16)
+    total_N = out_N.new_empty(out_N.shape, dtype=torch.float32) if narrow else out_N
+    if total_N.data_ptr() != pieces[0].data_ptr():
+        total_N.copy_(pieces[0])
+    for piece_N in pieces[1:]:
+        total_N.add_(piece_N)
+    if narrow:
+        out_N.copy_(total_N)

@@ -1,0 +1,33 @@
+"""Configuration of a run on several ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from tierstore.errors import ConfigError
+
+__all__ = ["ParallelConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the ranks that ``torchrun`` started share the work. Without effect in a single process."""
+
+    expert: int = field(
+        default=0, metadata={"help": "ranks that share one copy of the experts (0: all; divides the world)"}
+    )
+    timeout_s: float = field(
+        default=600.0, metadata={"help": "seconds after which a collective that no one answers fails"}
+    )
+    grace_s: float = field(
+        default=5.0, metadata={"help": "seconds that a rank has to end by itself once another has died"}
+    )
+
+    def __post_init__(self) -> None:
+        if self.expert < 0:
+            raise ConfigError(f"parallel.expert: expected at least 0, got {self.expert}")
+        for name in ("timeout_s", "grace_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"parallel.{name}: expected more than 0, got {value}")

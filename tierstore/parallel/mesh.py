@@ -1,0 +1,144 @@
+"""The world as (replica x expert): which ranks share the experts, and who owns which.
+
+Rank = replica * E + place in the expert group, for expert groups of E ranks: so a global batch that is cut into
+contiguous pieces by rank is also cut contiguously by expert group, and within each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from tierstore.errors import ConfigError
+from tierstore.parallel.collectives import Channel, Failure, Group, LimitedLink
+from tierstore.parallel.config import ParallelConfig
+from tierstore.parallel.place import Place
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["ExpertBlocks", "Mesh"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertBlocks:
+    """``experts`` in contiguous blocks over ``ranks`` of an expert group, the first ones larger by one."""
+
+    experts: int
+    ranks: int
+
+    def start(self, rank: int) -> int:
+        """The first expert of ``rank``; the number of experts for ``ranks``."""
+        share, more = divmod(self.experts, self.ranks)
+        return rank * share + min(rank, more)
+
+    def owned(self, rank: int) -> range:
+        """The experts of ``rank``; none where there are fewer experts than ranks."""
+        return range(self.start(rank), self.start(rank + 1))
+
+    def owner(self, expert: int) -> int:
+        """The rank of the expert group that holds ``expert``. Raises ValueError if there is none such."""
+        if not 0 <= expert < self.experts:
+            raise ValueError(f"expected an expert of 0 to {self.experts - 1}, got {expert}")
+        share, more = divmod(self.experts, self.ranks)
+        large = more * (share + 1)
+        return expert // (share + 1) if expert < large else more + (expert - large) // share
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """This process among the others.
+
+    ``world``: all ranks. ``expert``: the ranks that share one copy of the experts with this one.
+    ``replica``: the ranks that hold the same experts as this one, in the other copies. Groups with the same
+    ranks are the same object. ``device_mesh``: the same two dimensions for torch's own parallel modules; None
+    where one of them has a single rank.
+    """
+
+    place: Place
+    device: torch.device
+    world: Group
+    expert: Group
+    replica: Group
+    device_mesh: DeviceMesh | None = None
+
+    @classmethod
+    def alone(cls, place: Place, device: torch.device) -> Mesh:
+        """One process, without any process group."""
+        group = Group.alone()
+        return cls(place, device, group, group, group)
+
+    @property
+    def replicas(self) -> int:
+        """How many copies of the experts there are."""
+        return self.replica.size
+
+    def blocks(self, experts: int) -> ExpertBlocks:
+        """How ``experts`` are spread over an expert group."""
+        return ExpertBlocks(experts, self.expert.size)
+
+
+def expert_ranks(config: ParallelConfig, world: int) -> int:
+    """The ranks of an expert group. Raises ConfigError unless they divide ``world``."""
+    size = config.expert or world
+    if world % size:
+        raise ConfigError(f"parallel.expert: expected a divisor of the {world} ranks, got {size}")
+    return size
+
+
+def build_mesh(
+    config: ParallelConfig,
+    place: Place,
+    device: torch.device,
+    *,
+    link: LimitedLink | None,
+    blame: Callable[[], Failure | None],
+) -> tuple[Mesh, list[ProcessGroup]]:
+    """The mesh and its communicators. A collective, behind ``init_process_group``. Raises ConfigError.
+
+    Communicators: 2 for the world; with more than one replica and more than one rank in an expert group, 2
+    more for each of the two. On Gloo each costs three threads that mostly sleep.
+    """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    expert = expert_ranks(config, place.world)
+    layout = [list(range(start, start + expert)) for start in range(0, place.world, expert)]
+    made: list[ProcessGroup] = []
+    timeout = timedelta(seconds=config.timeout_s)
+
+    def communicator(rows: list[list[int]]) -> ProcessGroup:
+        # Every rank takes part in making every group of a dimension, in the same order. Groups do not inherit
+        # the world's timeout.
+        mine: ProcessGroup
+        mine, _ = dist.new_subgroups_by_enumeration(rows, timeout=timeout)  # type: ignore[no-untyped-call]
+        made.append(mine)
+        return mine
+
+    def group(rows: list[list[int]], stream: ProcessGroup) -> Group:
+        ranks = next(row for row in rows if place.rank in row)
+        communicators = {Channel.STREAM: stream, Channel.EXCHANGE: communicator(rows)}
+        native = device.type == "cuda"
+        rank = ranks.index(place.rank)
+        return Group(rank, ranks, communicators, native_gather=native, link=link, blame=blame)
+
+    everyone = dist.group.WORLD
+    assert everyone is not None  # only behind init_process_group
+    made.append(everyone)
+    world = group([list(range(place.world))], everyone)
+    alone = Group.alone(place.rank)
+    if expert in (1, place.world):
+        experts, replicas = (world, alone) if expert > 1 else (alone, world)
+        return Mesh(place, device, world, experts, replicas), made
+    columns = [list(column) for column in zip(*layout, strict=True)]
+    streams = communicator(columns), communicator(layout)
+    mesh = DeviceMesh.from_group(
+        list(streams), device.type, mesh=layout, mesh_dim_names=("replica", "expert")
+    )
+    experts = group(layout, mesh.get_group("expert"))
+    replicas = group(columns, mesh.get_group("replica"))
+    return Mesh(place, device, world, experts, replicas, mesh), made

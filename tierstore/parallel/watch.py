@@ -1,0 +1,219 @@
+"""A death watch: a rank that ends without leaving takes the others down within seconds, reason printed.
+
+Every rank holds one TCP connection to a hub on rank 0, silent until something happens. The kernel closes a
+dead process's connection whatever killed it, so its end is seen at once, by the hub or, if rank 0 died, by
+all; the hub passes it on. A rank that fails says why before it ends. Keepalive probes notice a machine that
+vanished. Under ``torchrun`` each rank also watches its parent through a pidfd, since a killed ``torchrun``
+cannot stop its ranks.
+
+What a rank then does: the watch prints the reason and calls ``on_failure`` (which aborts the communicators, so
+that collectives raise), and the process has ``grace_s`` to end by itself. After that it is ended here: a store
+stands at its last commit at any instant. One thread, asleep in ``select``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from tierstore.errors import PeerError
+from tierstore.parallel.collectives import Failure, Group
+from tierstore.parallel.place import Place
+
+__all__ = ["EXIT_STATUS", "DeathWatch"]
+
+EXIT_STATUS = 1  # of a process that the watch had to end
+_LINE_BYTES = 65536
+_ENDED = "its process ended"
+
+
+class DeathWatch:
+    """Watches the ranks of ``world`` from the construction (a collective) until ``leave``.
+
+    ``failure`` is what was found, for good, or None. Methods may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        world: Group,
+        *,
+        grace_s: float,
+        timeout_s: float,
+        on_failure: Callable[[], None],
+        end: Callable[[int], None] = os._exit,
+    ) -> None:
+        self._place = place
+        self._grace_s = grace_s
+        self._on_failure = on_failure
+        self._end = end
+        self._lock = threading.Lock()  # guards failure and the sending on connections
+        self._failure: Failure | None = None
+        self._found = threading.Event()
+        self._left = threading.Event()
+        self._selector = selectors.DefaultSelector()
+        self._peers = _connect(place, world, timeout_s)
+        for rank, connection in self._peers.items():
+            self._selector.register(connection, selectors.EVENT_READ, rank)
+        self._parent = _parent_pidfd() if place.supervised else None
+        if self._parent is not None:
+            self._selector.register(self._parent, selectors.EVENT_READ, None)
+        self._wake_read, self._wake_write = os.pipe()
+        self._selector.register(self._wake_read, selectors.EVENT_READ, None)
+        self._thread = threading.Thread(target=self._watch, name="death watch", daemon=True)
+        self._thread.start()
+
+    def blame(self, within_s: float = 1.0) -> Failure | None:
+        """Who ended first, if that becomes known within ``within_s``: a broken collective often knows first."""
+        self._found.wait(within_s)
+        return self._failure
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """This rank's part is over: done, or failed with ``error``, which the others are then told."""
+        if self._left.is_set():
+            return
+        if error is None:
+            self._tell({"left": self._place.rank})
+        elif self._failure is None:
+            reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            blamed = error.rank if isinstance(error, PeerError) else None
+            rank = self._place.rank if blamed is None else blamed
+            self._tell({"failed": rank, "reason": reason.split("\n", 1)[0]})
+        self._left.set()
+        os.write(self._wake_write, b".")
+        self._thread.join()
+        self._selector.close()
+        for connection in self._peers.values():
+            connection.close()
+        for descriptor in (self._wake_read, self._wake_write, self._parent):
+            if descriptor is not None:
+                os.close(descriptor)
+
+    # The thread --------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        buffers = dict.fromkeys(self._peers, b"")
+        while not self._left.is_set() and self._failure is None:
+            for key, _ in self._selector.select():
+                if key.fd == self._parent:
+                    self._fail(Failure(None, "the torchrun process that started this rank ended"))
+                elif key.data is not None:
+                    self._read(key.data, buffers)
+        if self._failure is not None and not self._left.wait(self._grace_s):
+            self._say(f"not ended within {self._grace_s:g} s of the failure, so ended now")
+            self._end(EXIT_STATUS)
+
+    def _read(self, rank: int, buffers: dict[int, bytes]) -> None:
+        connection = self._peers[rank]
+        try:
+            data = connection.recv(_LINE_BYTES)
+        except OSError as error:
+            data, reason = b"", f"{_ENDED} or its machine vanished ({error.strerror})"
+        else:
+            reason = _ENDED
+        *lines, buffers[rank] = (buffers[rank] + data).split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            if "left" in message:
+                self._selector.unregister(connection)
+                return
+            self._fail(Failure(message["failed"], message["reason"]))
+        if not data:
+            self._selector.unregister(connection)
+            self._fail(Failure(rank, reason))
+
+    def _fail(self, failure: Failure) -> None:
+        with self._lock:
+            if self._failure is not None or self._left.is_set():
+                return
+            self._failure = failure
+        if self._place.rank == 0 and failure.rank is not None:
+            self._tell({"failed": failure.rank, "reason": failure.reason})
+        self._found.set()
+        who = "the job" if failure.rank is None else f"rank {failure.rank}"
+        self._say(f"{who} failed: {failure.reason}; ending within {self._grace_s:g} s")
+        self._on_failure()
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        line = json.dumps(message).encode() + b"\n"
+        with self._lock:
+            for connection in self._peers.values():
+                with contextlib.suppress(OSError):  # that one is gone itself
+                    connection.sendall(line)
+
+    def _say(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            print(f"tierstore: rank {self._place.rank}: {text}", file=sys.stderr, flush=True)
+
+
+# Connections ------------------------------------------------------------------------------------------------
+
+
+def _connect(place: Place, world: Group, timeout_s: float) -> dict[int, socket.socket]:
+    """Rank 0: a connection from every other rank. The others: one to rank 0. By rank."""
+    listener = None
+    offer: tuple[int, str] | None = None
+    if place.rank == 0:
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        listener = socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=world.size)
+        listener.settimeout(timeout_s)
+        offer = (listener.getsockname()[1], secrets.token_hex(16))
+    offer = world.all_gather_object(offer)[0]
+    assert offer is not None
+    port, token = offer
+    try:
+        if listener is None:
+            connection = socket.create_connection((place.address[0], port), timeout_s)
+            connection.sendall(f"{token} {place.rank}\n".encode())
+            return {0: _kept_alive(connection)}
+        with listener:
+            return _accept(listener, token, world.size - 1)
+    except OSError as error:
+        reason = f"no connection with the death watch of rank 0 at {place.address[0]}:{port}: {error}"
+        raise PeerError("joining", reason) from error
+
+
+def _accept(listener: socket.socket, token: str, count: int) -> dict[int, socket.socket]:
+    peers: dict[int, socket.socket] = {}
+    while len(peers) < count:
+        connection, _ = listener.accept()
+        connection.settimeout(listener.gettimeout())
+        hello = b""
+        while not hello.endswith(b"\n") and (part := connection.recv(1)):
+            hello += part
+        given, _, rank = hello.decode("ascii", "replace").strip().partition(" ")
+        if given == token and rank.isdigit():
+            peers[int(rank)] = _kept_alive(connection)
+        else:  # a stranger that knocked at the port
+            connection.close()
+    return peers
+
+
+def _kept_alive(connection: socket.socket) -> socket.socket:
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, seconds in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
+        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
+    return connection
+
+
+def _parent_pidfd() -> int:
+    """A descriptor that becomes readable when the parent ends. Raises PeerError if it has already."""
+    parent = os.getppid()
+    try:
+        descriptor = os.pidfd_open(parent)
+    except ProcessLookupError as error:
+        raise PeerError("joining", "the torchrun process that started this rank ended") from error
+    if os.getppid() != parent:
+        os.close(descriptor)
+        raise PeerError("joining", "the torchrun process that started this rank ended")
+    return descriptor

@@ -1,0 +1,323 @@
+"""The explicit sequence of layer passes, and what each of two independent queues does around each of them
+(SE-MoE section 2.2, the parallel block of Algorithm 1).
+
+A step is, for each micro-batch, forward passes over the *units* 0 .. U-1 (groups of dense parameters that are
+gathered together: embedding, layers, head), backward passes U-1 .. 0, and then optimizer passes. The
+**horizontal** queue gathers the parameters of a unit before its pass and scatters its gradients after it;
+the **vertical** one moves experts disk -> host -> device and back. Each has its lookahead, in passes, and its
+budget, in bytes.
+
+What a queue does, and when, follows from the sequence alone, never from what has completed. So all ranks
+issue their collectives in one order, whatever their disks do, and one object can be printed (``str``),
+executed (``HorizontalQueue``, ``TieredExperts``) and simulated (``operations``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from tierstore.cache.access import Phase
+from tierstore.dense.config import Reshard
+from tierstore.errors import ConfigError
+from tierstore.prefetch.plan import GradientPlan
+
+__all__ = ["COLUMNS", "Movement", "Pass", "QueueLimits", "Schedule", "Unit", "Window"]
+
+#: The titles of ``Schedule.rows``.
+COLUMNS = ("", "pass", "gathers before", "releases after", "scatters after", "fetches meanwhile")
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Dense parameters that are gathered together, and the MoE layer among them, if any.
+
+    ``gathered``: bytes that they occupy while they are gathered (of a fixed buffer, all of it). ``layer``: to which
+    layer waiting for them is charged; by default ``moe_layer``.
+    """
+
+    name: str
+    gathered: int = 0
+    moe_layer: int | None = None
+    layer: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One unit's turn. ``later``: how many micro-batches (in ``Schedule.following``) or steps (elsewhere) after
+    the present one.
+    """
+
+    phase: Phase
+    unit: int
+    moe_layer: int | None = None
+    later: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """How far a queue looks ahead: ``depth`` passes beyond the present one, ``nbytes`` held at a time (None: any)."""
+
+    depth: int = 1
+    nbytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.depth < 0:
+            raise ConfigError(f"depth: expected at least 0 passes, got {self.depth}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The passes of a step over ``units``, and the limits of the two queues. Immutable.
+
+    With ``GradientPlan.IMMEDIATE`` the optimizer pass of a unit comes as soon as its gradients had
+    ``horizontal.depth`` passes to be scattered; with ``DEFERRED`` all come last, in forward order, so that the
+    first units of the next step can be gathered while the others are stepped.
+    With ``Reshard.AFTER_FORWARD`` a unit is let go after every pass, unless a pass within the lookahead needs it
+    again; with ``AFTER_BACKWARD`` it stays from its forward to its backward pass.
+    Raises ConfigError for units that cannot fit the horizontal budget.
+    """
+
+    units: tuple[Unit, ...]
+    horizontal: QueueLimits = QueueLimits()
+    vertical: QueueLimits = QueueLimits()
+    plan: GradientPlan = GradientPlan.DEFERRED
+    reshard: Reshard = Reshard.AFTER_FORWARD
+    micro_batches: int = 1
+    #: The passes of one step, in program order.
+    passes: tuple[Pass, ...] = field(init=False)
+    #: The passes of a forward-only run (validation, generation).
+    forward_passes: tuple[Pass, ...] = field(init=False)
+    _cycle: tuple[Pass, ...] = field(init=False, repr=False)
+    _forward_cycle: tuple[Pass, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.units or self.micro_batches < 1:
+            raise ConfigError("a schedule needs at least one unit and one micro-batch")
+        self._check_budget()
+        backward = tuple(self._passes(Phase.BACKWARD, reversed(range(len(self.units)))))
+        forward = tuple(self._passes(Phase.FORWARD, range(len(self.units))))
+        last = self._with_optimizer(backward)
+        put = object.__setattr__  # frozen: these follow from the arguments
+        put(self, "forward_passes", forward)
+        put(self, "passes", (*((forward + backward) * (self.micro_batches - 1)), *forward, *last))
+        put(self, "_forward_cycle", tuple(item for item in forward if item.moe_layer is not None))
+        put(self, "_cycle", tuple(item for item in forward + backward if item.moe_layer is not None))
+
+    @classmethod
+    def of_layers(cls, layers: Sequence[int], *, depth: int) -> Schedule:
+        """A schedule of the vertical queue alone: experts of MoE layers ``layers`` (in model order), nothing to
+        gather.
+        """
+        units = tuple(Unit(f"layer {layer}", 0, layer) for layer in layers)
+        return cls(units=units, vertical=QueueLimits(depth))
+
+    def _check_budget(self) -> None:
+        budget = self.horizontal.nbytes
+        if budget is None:
+            return
+        largest = max(self.units, key=lambda unit: unit.gathered)
+        if largest.gathered > budget:
+            raise ConfigError(
+                f"horizontal budget: {budget} bytes cannot hold {largest.name}, which has {largest.gathered}"
+            )
+        total = sum(unit.gathered for unit in self.units)
+        if self.reshard is Reshard.AFTER_BACKWARD and total > budget:
+            raise ConfigError(
+                f"horizontal budget: {budget} bytes cannot hold all units ({total} bytes), which resharding "
+                "after backward keeps"
+            )
+
+    def _passes(self, phase: Phase, units: Iterable[int]) -> Iterator[Pass]:
+        for unit in units:
+            yield Pass(phase, unit, None if phase is Phase.OPTIMIZER else self.units[unit].moe_layer)
+
+    def _with_optimizer(self, backward: Sequence[Pass]) -> list[Pass]:
+        """The backward passes of the last micro-batch with the optimizer passes in their places."""
+        if self.plan is GradientPlan.DEFERRED:
+            return [*backward, *self._passes(Phase.OPTIMIZER, range(len(self.units)))]
+        placed: list[Pass] = []
+        lag, count = self.horizontal.depth, len(self.units)
+        for done, item in enumerate(backward):
+            placed.append(item)
+            if done >= lag:
+                placed += self._passes(Phase.OPTIMIZER, [count - 1 - (done - lag)])
+        placed += self._passes(Phase.OPTIMIZER, reversed(range(min(lag, count))))
+        return placed
+
+    # The vertical queue -------------------------------------------------------------------------------------
+
+    def following(self, phase: Phase, layer: int, *, training: bool) -> list[Pass]:
+        """The passes of MoE layers that the vertical queue looks ahead to from ``layer``'s ``phase``, nearest first."""
+        cycle = self._cycle if training else self._forward_cycle
+        here = next(i for i, item in enumerate(cycle) if item.phase is phase and item.moe_layer == layer)
+        ahead = []
+        for position in range(here + 1, here + 1 + self.vertical.depth):
+            turn, index = divmod(position, len(cycle))
+            item = cycle[index]
+            ahead.append(Pass(item.phase, item.unit, item.moe_layer, turn))
+        return ahead
+
+    def recomputed(self, layer: int) -> list[Pass]:
+        """What ``following`` is for the recomputation of ``layer`` (activation checkpointing): its own backward pass
+        comes next.
+        """
+        own = next(item for item in self._cycle if item.phase is Phase.BACKWARD and item.moe_layer == layer)
+        return [own, *self.following(Phase.BACKWARD, layer, training=True)][: self.vertical.depth]
+
+    # Reading ------------------------------------------------------------------------------------------------
+
+    def rows(self, step: int = 1) -> list[tuple[str, ...]]:
+        """What a table of step ``step`` shows, one row a pass: its number and name; the units whose gathers are issued
+        before it, when the pass before it ends; those released after it; the unit whose gradients are then
+        scattered; the MoE passes whose experts are fetched meanwhile. Step 0 starts with nothing gathered.
+        """
+        window = Window(self, training=True)
+        issued = window.begin().gathers
+        rows = []
+        for position in range((step + 1) * len(self.passes)):
+            item = window.at(position)
+            movement = window.leave(position)
+            if item.later == step:
+                rows.append(self._row(position % len(self.passes), item, issued, movement.releases))
+            issued = movement.gathers
+        return rows
+
+    def _row(self, index: int, item: Pass, issued: Sequence[int], releases: Sequence[int]) -> tuple[str, ...]:
+        def names(units: Sequence[int]) -> str:
+            return ", ".join(self.units[unit].name for unit in units)
+
+        fetched = []
+        if item.moe_layer is not None:
+            fetched = self.following(item.phase, item.moe_layer, training=True)
+        return (
+            str(index),
+            f"{item.phase.name.lower()} {self.units[item.unit].name}",
+            names(issued),
+            names(releases),
+            names([item.unit] if item.phase is Phase.BACKWARD else []),
+            ", ".join(f"{ahead.phase.name.lower()} {self.units[ahead.unit].name}" for ahead in fetched),
+        )
+
+    def __str__(self) -> str:
+        rows = [COLUMNS, *self.rows()]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
+        ]
+        return "\n".join(line.rstrip() for line in lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Movement:
+    """What happens at one end of a pass: units whose gathers are issued, and units that are released.
+
+    ``early`` are issued before the releases, ``late`` after them, in what they gave back.
+    """
+
+    early: tuple[int, ...] = ()
+    releases: tuple[int, ...] = ()
+    late: tuple[int, ...] = ()
+
+    @property
+    def gathers(self) -> tuple[int, ...]:
+        return self.early + self.late
+
+
+class Window:
+    """The decisions of the horizontal queue, over the endlessly repeated passes of ``schedule`` (forward passes only
+    when not ``training``). They see passes beginning and ending, and nothing else.
+
+    A cursor walks the passes that need parameters, in program order, at most ``depth`` of them ahead and within
+    the budget, and never past an optimizer pass that has yet to change what it would gather. Positions count
+    passes from 0 and go on from step to step.
+    """
+
+    def __init__(self, schedule: Schedule, *, training: bool) -> None:
+        self.passes = schedule.passes if training else schedule.forward_passes
+        self._schedule = schedule
+        self._limits = schedule.horizontal
+        #: In one cycle: the positions of passes that need parameters, and how many lie before each position.
+        self._needy = [i for i, item in enumerate(self.passes) if item.phase is not Phase.OPTIMIZER]
+        self._before = [sum(n < i for n in self._needy) for i in range(len(self.passes))]
+        self._changes = {item.unit: i for i, item in enumerate(self.passes) if item.phase is Phase.OPTIMIZER}
+        self._cursor = 0  # passes that need parameters, counted from the start
+        #: Of each unit that is gathered: the last position that is to find it so.
+        self._held: dict[int, int] = {}
+        self.nbytes = 0
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The units that are gathered, or on their way."""
+        return tuple(self._held)
+
+    def at(self, position: int) -> Pass:
+        """The pass at ``position``; its ``later`` is the step that it belongs to."""
+        turn, index = divmod(position, len(self.passes))
+        item = self.passes[index]
+        return Pass(item.phase, item.unit, item.moe_layer, turn)
+
+    def begin(self) -> Movement:
+        """Before the first pass."""
+        return Movement(early=self._advance(0))
+
+    def leave(self, position: int) -> Movement:
+        """The pass at ``position`` ends; the next one is about to begin."""
+        early = self._advance(position + 1)
+        releases = tuple(unit for unit, until in self._held.items() if until == position)
+        for unit in releases:
+            del self._held[unit]
+            self.nbytes -= self._schedule.units[unit].gathered
+        return Movement(early, releases, self._advance(position + 1))
+
+    def adopt(self, other: Window) -> tuple[int, ...]:
+        """Starts with what ``other`` holds for its next passes; returns the units that it holds in vain."""
+        while (unit := self._next_unit()) in other.held and unit not in self._held:
+            self._take(unit)
+        return tuple(unit for unit in other.held if unit not in self._held)
+
+    def _next_unit(self) -> int:
+        return self.at(self._position(self._cursor)).unit
+
+    def _position(self, cursor: int) -> int:
+        turn, index = divmod(cursor, len(self._needy))
+        return turn * len(self.passes) + self._needy[index]
+
+    def _advance(self, position: int) -> tuple[int, ...]:
+        """Moves the cursor as far as the pass at ``position``, which begins, allows; the units to gather."""
+        turn, index = divmod(position, len(self.passes))
+        horizon = turn * len(self._needy) + self._before[index] + self._limits.depth
+        gathers = []
+        while self._cursor <= horizon and self._allowed(position):
+            unit = self._next_unit()
+            if unit not in self._held:
+                gathers.append(unit)
+            self._take(unit)
+        return tuple(gathers)
+
+    def _allowed(self, position: int) -> bool:
+        target = self._position(self._cursor)
+        turn, _ = divmod(target, len(self.passes))
+        unit = self.at(target).unit
+        change = self._changes.get(unit)
+        if change is not None and turn > 0 and position <= (turn - 1) * len(self.passes) + change:
+            return False
+        if unit in self._held or self._limits.nbytes is None:
+            return True
+        return self.nbytes + self._schedule.units[unit].gathered <= self._limits.nbytes
+
+    def _take(self, unit: int) -> None:
+        until = self._position(self._cursor)
+        if unit not in self._held:
+            self.nbytes += self._schedule.units[unit].gathered
+        if self._schedule.reshard is Reshard.AFTER_BACKWARD and self.at(until).phase is Phase.FORWARD:
+            until = self._backward_of(until, unit)
+        self._held[unit] = max(until, self._held.get(unit, until))
+        self._cursor += 1
+
+    def _backward_of(self, position: int, unit: int) -> int:
+        for later in range(position + 1, position + len(self.passes)):
+            item = self.at(later)
+            if item.unit == unit and item.phase is Phase.BACKWARD:
+                return later
+        return position  # forward passes only
