@@ -13,7 +13,7 @@ namespace tierstore {
 // O(log entries). When the log is full, what is not an entry's last mention is squeezed out.
 class RecencyStack {
 public:
-    explicit RecencyStack(std::uint32_t entry_count);
+    explicit RecencyStack(std::uint32_t entry_count);  // below 2^30
 
     static constexpr std::uint32_t kNever = 0;
     // How many entries, itself included, were touched no earlier than its last touch; kNever if it was not.
