@@ -58,7 +58,7 @@ private:
     std::vector<std::uint32_t> where_;  // by entry
     std::vector<EntryId> log_;
     std::vector<std::uint64_t> bits_;
-    std::vector<std::uint32_t> tree_;  // tree_[b] sums the blocks of Fenwick's range that ends with block b - 1
+    std::vector<std::uint32_t> tree_;  // tree_[b] sums the blocks of Fenwick's range that ends with b - 1
     std::uint32_t end_ = 0;
     std::uint32_t live_ = 0;
 };

@@ -38,7 +38,7 @@ struct SimulationOptions {
     PolicyFactory make = &make_policy;
     std::uint64_t capacity_frames = 0;
     Scope scope = Scope::GLOBAL;
-    std::vector<std::uint64_t> layer_quotas{};  // with LAYER: frames of each layer, at most the capacity in sum
+    std::vector<std::uint64_t> layer_quotas{};  // with LAYER: frames of each, at most the capacity in sum
     Contract contract = Contract::ATOMIC;
     std::uint64_t warmup_events = 0;  // carried out, and not counted anywhere
 };

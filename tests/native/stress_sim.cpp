@@ -1,5 +1,5 @@
-// Every policy and bound over random columns, with everything that columns can say, on two threads over the same
-// arrays. What is counted is checked against itself; the sanitizers look at the rest.
+// Every policy and bound over random columns, with everything that columns can say, on two threads over the
+// same arrays. What is counted is checked against itself; the sanitizers look at the rest.
 #include <algorithm>
 #include <numeric>
 #include <random>
@@ -103,8 +103,8 @@ void run_stack(const Columns& columns) {
             SimulationOptions options{
                 .policy = "lru", .capacity_frames = capacity, .contract = contract, .warmup_events = 100};
             const SimulationCounts counts = simulate(columns.plain(), options).counts;
-            const auto misses = std::accumulate(found.depths.begin() + static_cast<std::ptrdiff_t>(capacity) + 1,
-                                                found.depths.end(), found.cold);
+            const auto deeper = found.depths.begin() + static_cast<std::ptrdiff_t>(capacity) + 1;
+            const std::uint64_t misses = std::accumulate(deeper, found.depths.end(), found.cold);
             CHECK(counts.misses == misses);
             CHECK(counts.write_backs == found.write_backs[capacity]);
         }
