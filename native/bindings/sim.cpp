@@ -93,8 +93,7 @@ void bind_sim(nb::module_& m) {
         [](Column<std::uint64_t> offsets, Column<std::uint32_t> entries, Bytes writes, Words layers,
            Bytes phases, Words steps, Words sizes, Words entry_layers, Words records, Bytes pinned,
            const std::string& policy, const PolicyOptions& policy_options, std::uint64_t capacity,
-           Scope scope,
-           const std::vector<std::uint64_t>& quotas, Contract contract, std::uint64_t warmup) {
+           Scope scope, const std::vector<std::uint64_t>& quotas, Contract contract, std::uint64_t warmup) {
             const std::size_t asked = entries.shape(0);
             const RequestColumns requests{.offsets = span_of(offsets),
                                           .entries = span_of(entries),
