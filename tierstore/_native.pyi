@@ -562,8 +562,17 @@ class Contract(enum.Enum):
     ATOMIC = 0
     SEQUENTIAL = 1
 
+class Detail(enum.Enum):
+    """What is counted beside the totals: by step and layer, or by event as well."""
+
+    STEPS = 0
+    EVENTS = 1
+
 class SimulationResult(TypedDict):
-    """Counts after the warm-up; ``step_*`` by step in the order of steps, ``layer_*`` by layer (or empty)."""
+    """Counts after the warm-up; ``step_*`` by step in the order of steps, ``layer_*`` by layer (or empty).
+
+    ``event_*`` are by event, empty unless asked for.
+    """
 
     requests: int
     hits: int
@@ -576,6 +585,8 @@ class SimulationResult(TypedDict):
     step_requests: NDArray[np.uint64]
     step_misses: NDArray[np.uint64]
     step_write_backs: NDArray[np.uint64]
+    event_missed_frames: NDArray[np.uint32]
+    event_written_frames: NDArray[np.uint32]
     layer_hits: NDArray[np.uint64]
     layer_misses: NDArray[np.uint64]
 
@@ -599,6 +610,7 @@ def simulate(
     layer_quotas: Sequence[int] = ...,
     contract: Contract = ...,
     warmup_events: int = 0,
+    detail: Detail = ...,
 ) -> SimulationResult:
     """A policy (or a bound: Belady 1966) over columns: event i asks for ``entries[offsets[i]:offsets[i + 1]]``.
 

@@ -47,6 +47,8 @@ nb::dict result_dict(SimulationResult&& result) {
     out["step_requests"] = numpy(std::move(result.step_requests));
     out["step_misses"] = numpy(std::move(result.step_misses));
     out["step_write_backs"] = numpy(std::move(result.step_write_backs));
+    out["event_missed_frames"] = numpy(std::move(result.event_missed_frames));
+    out["event_written_frames"] = numpy(std::move(result.event_written_frames));
     out["layer_hits"] = numpy(std::move(result.layer_hits));
     out["layer_misses"] = numpy(std::move(result.layer_misses));
     return out;
@@ -85,6 +87,7 @@ void bind_sim(nb::module_& m) {
     nb::enum_<Contract>(m, "Contract")
         .value("ATOMIC", Contract::ATOMIC)
         .value("SEQUENTIAL", Contract::SEQUENTIAL);
+    nb::enum_<Detail>(m, "Detail").value("STEPS", Detail::STEPS).value("EVENTS", Detail::EVENTS);
     m.def("bound_names", &bound_names, "The bounds that simulate() takes in the place of a policy.");
     using Bytes = std::optional<Column<std::uint8_t>>;
     using Words = std::optional<Column<std::uint32_t>>;
@@ -93,7 +96,8 @@ void bind_sim(nb::module_& m) {
         [](Column<std::uint64_t> offsets, Column<std::uint32_t> entries, Bytes writes, Words layers,
            Bytes phases, Words steps, Words sizes, Words entry_layers, Words records, Bytes pinned,
            const std::string& policy, const PolicyOptions& policy_options, std::uint64_t capacity,
-           Scope scope, const std::vector<std::uint64_t>& quotas, Contract contract, std::uint64_t warmup) {
+           Scope scope, const std::vector<std::uint64_t>& quotas, Contract contract, std::uint64_t warmup,
+           Detail detail) {
             const std::size_t asked = entries.shape(0);
             const RequestColumns requests{.offsets = span_of(offsets),
                                           .entries = span_of(entries),
@@ -112,7 +116,8 @@ void bind_sim(nb::module_& m) {
                                             .scope = scope,
                                             .layer_quotas = quotas,
                                             .contract = contract,
-                                            .warmup_events = warmup};
+                                            .warmup_events = warmup,
+                                            .detail = detail};
             SimulationResult result;
             {
                 nb::gil_scoped_release release;
@@ -127,7 +132,7 @@ void bind_sim(nb::module_& m) {
         "records"_a.noconvert().none() = nb::none(), "pinned"_a.noconvert().none() = nb::none(),
         nb::kw_only(), "policy"_a, "options"_a = PolicyOptions{}, "capacity_frames"_a,
         "scope"_a = Scope::GLOBAL, "layer_quotas"_a = std::vector<std::uint64_t>{},
-        "contract"_a = Contract::ATOMIC, "warmup_events"_a = 0,
+        "contract"_a = Contract::ATOMIC, "warmup_events"_a = 0, "detail"_a = Detail::STEPS,
         "What a policy does with columns of requests; see native/sim/simulate.hpp.");
     m.def(
         "stack_distances",

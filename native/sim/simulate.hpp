@@ -16,6 +16,9 @@ namespace tierstore {
 // the order given, into the largest groups that do. SEQUENTIAL: each entry is a request of its own.
 enum class Contract : std::uint8_t { ATOMIC, SEQUENTIAL };
 
+// What is counted beside the totals: by step and layer, or by event as well.
+enum class Detail : std::uint8_t { STEPS, EVENTS };
+
 // Event i asks for entries [offsets[i], offsets[i + 1]). Only `offsets` and `entries` are needed; an empty
 // column means what stands behind it.
 struct RequestColumns {
@@ -41,6 +44,7 @@ struct SimulationOptions {
     std::vector<std::uint64_t> layer_quotas{};  // with LAYER: frames of each, at most the capacity in sum
     Contract contract = Contract::ATOMIC;
     std::uint64_t warmup_events = 0;  // carried out, and not counted anywhere
+    Detail detail = Detail::STEPS;
 };
 
 struct SimulationCounts {
@@ -52,6 +56,8 @@ struct SimulationResult {
     SimulationCounts counts;
     // By step, numbered in the order in which they come.
     std::vector<std::uint64_t> step_requests, step_misses, step_write_backs;
+    // By event, in frames; empty unless the detail is EVENTS.
+    std::vector<std::uint32_t> event_missed_frames, event_written_frames;
     // By layer; empty when nothing says which layer anything belongs to.
     std::vector<std::uint64_t> layer_hits, layer_misses;
 };

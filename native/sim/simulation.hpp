@@ -53,6 +53,10 @@ public:
         if (options.scope == Scope::LAYER) layers = static_cast<std::uint32_t>(options.layer_quotas.size());
         result_.layer_hits.assign(layers, 0);
         result_.layer_misses.assign(layers, 0);
+        if (options.detail == Detail::EVENTS) {
+            result_.event_missed_frames.assign(requests.events(), 0);
+            result_.event_written_frames.assign(requests.events(), 0);
+        }
     }
 
     SimulationResult run() {
@@ -112,7 +116,17 @@ private:
             } else {
                 run_set(first, last);
             }
+            if (options_.detail == Detail::EVENTS) close_event();
         }
+    }
+
+    void close_event() {
+        const auto since = [](std::uint64_t now, std::uint64_t before) {
+            return static_cast<std::uint32_t>(now - before);
+        };
+        result_.event_missed_frames[event_] = since(counts_.missed_frames, event_began_.missed_frames);
+        result_.event_written_frames[event_] = since(counts_.written_frames, event_began_.written_frames);
+        event_began_ = counts_;
     }
 
     void run_alone(std::uint64_t at) {
@@ -257,7 +271,10 @@ private:
     }
 
     void forget_counts() {
-        counts_ = step_began_ = SimulationCounts{};
+        counts_ = step_began_ = event_began_ = SimulationCounts{};
+        for (auto* column : {&result_.event_missed_frames, &result_.event_written_frames}) {
+            std::fill(column->begin(), column->end(), 0);
+        }
         for (auto* column : {&result_.step_requests, &result_.step_misses, &result_.step_write_backs,
                              &result_.layer_hits, &result_.layer_misses}) {
             std::fill(column->begin(), column->end(), 0);
@@ -314,6 +331,7 @@ private:
     std::vector<EntryId> victims_;  // scratch
     SimulationCounts counts_;
     SimulationCounts step_began_;
+    SimulationCounts event_began_;
     SimulationResult result_;
 };
 
