@@ -606,8 +606,7 @@ def simulate(
     (frames; 1 each), ``entry_layers``, ``records`` (which entries are of one record; each of its own) and
     ``pinned`` (never leaves once resident) are by entry, entries being numbered from 0. Counts exactly what a
     Residency of this policy counts. The first ``warmup_events`` are carried out and not counted. ValueError,
-    naming the column, for what does not fit together; CapacityError when what must be resident at once does
-    not fit.
+    naming the column, for what does not fit together; CapacityError when what must be resident at once does not.
     """
 
 class StackDistances(TypedDict):

@@ -25,8 +25,9 @@ std::unique_ptr<Policy> make_policy_without_gil(std::string_view name, const Pol
 
 // An empty span stands for a column that is not there: one that is there must not look like it.
 template <typename T>
-std::span<const T> column_or_none(const std::optional<Column<T>>& array, const char* name, std::size_t entries) {
-    if (array && array->shape(0) == 0 && entries > 0) {
+std::span<const T> column_or_none(const std::optional<Column<T>>& array, const char* name,
+                                  std::size_t asked) {
+    if (array && array->shape(0) == 0 && asked > 0) {
         throw std::invalid_argument(std::string("column '") + name + "': expected values, or to be left out");
     }
     return array ? span_of(*array) : std::span<const T>();
@@ -89,10 +90,10 @@ void bind_sim(nb::module_& m) {
     using Words = std::optional<Column<std::uint32_t>>;
     m.def(
         "simulate",
-        [](Column<std::uint64_t> offsets, Column<std::uint32_t> entries, Bytes writes, Words layers, Bytes phases,
-           Words steps, Words sizes, Words entry_layers, Words records, Bytes pinned, const std::string& policy,
-           const PolicyOptions& policy_options, std::uint64_t capacity, Scope scope,
-           const std::vector<std::uint64_t>& quotas, Contract contract, std::uint64_t warmup) {
+        [](Column<std::uint64_t> offsets, Column<std::uint32_t> entries, Bytes writes, Words layers,
+           Bytes phases, Words steps, Words sizes, Words entry_layers, Words records, Bytes pinned,
+           const std::string& policy, const PolicyOptions& policy_options, std::uint64_t capacity,
+           Scope scope, const std::vector<std::uint64_t>& quotas, Contract contract, std::uint64_t warmup) {
             const std::size_t asked = entries.shape(0);
             const RequestColumns requests{.offsets = span_of(offsets),
                                           .entries = span_of(entries),
@@ -122,7 +123,8 @@ void bind_sim(nb::module_& m) {
         "offsets"_a.noconvert(), "entries"_a.noconvert(), "writes"_a.noconvert().none() = nb::none(),
         "layers"_a.noconvert().none() = nb::none(), "phases"_a.noconvert().none() = nb::none(),
         "steps"_a.noconvert().none() = nb::none(), "sizes"_a.noconvert().none() = nb::none(),
-        "entry_layers"_a.noconvert().none() = nb::none(), "records"_a.noconvert().none() = nb::none(), "pinned"_a.noconvert().none() = nb::none(),
+        "entry_layers"_a.noconvert().none() = nb::none(),
+        "records"_a.noconvert().none() = nb::none(), "pinned"_a.noconvert().none() = nb::none(),
         nb::kw_only(), "policy"_a, "options"_a = PolicyOptions{}, "capacity_frames"_a,
         "scope"_a = Scope::GLOBAL, "layer_quotas"_a = std::vector<std::uint64_t>{},
         "contract"_a = Contract::ATOMIC, "warmup_events"_a = 0,

@@ -199,6 +199,13 @@ def test_offsets_that_are_no_offsets_are_refused(offsets, message):
         )
 
 
+def test_entries_that_are_not_numbered_densely_are_refused_before_memory_is_taken_for_them():
+    with pytest.raises(
+        ValueError, match="column 'entries': 4294967296 entries, numbered from 0 on; 536870912 are"
+    ):
+        run([[0], [2**32 - 1]], 2)
+
+
 @pytest.mark.parametrize("capacity", [1, 2, 9])
 def test_an_entry_twice_in_a_set_is_refused(capacity):
     with pytest.raises(ValueError, match="event 1 asks for entry 1 twice, and atomic events are sets"):
