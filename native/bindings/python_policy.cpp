@@ -92,7 +92,7 @@ public:
         const nb::object named = call("select", frames, lent);
         const std::uint64_t freed = take(named, candidates, frames, victims);
         view->expire();
-        if (freed < frames) check_none_left(candidates, freed, frames, victims);
+        if (freed < frames) check_none_left(candidates, freed, frames);
         return 0;
     }
 
@@ -142,8 +142,7 @@ private:
         return freed;
     }
 
-    void check_none_left(const Candidates& candidates, std::uint64_t freed, std::uint64_t frames,
-                         const std::vector<EntryId>&) {
+    void check_none_left(const Candidates& candidates, std::uint64_t freed, std::uint64_t frames) {
         for (EntryId entry = 0; entry < resident_.size(); ++entry) {
             if (resident_[entry] != 1 || !candidates.evictable(entry)) continue;
             refuse("select() named " + std::to_string(freed) + " of " + std::to_string(frames) +

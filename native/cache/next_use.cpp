@@ -22,6 +22,7 @@ void NextUse::add(EntryId entry, const EntryInfo& info) {
     added.layer = info.layer;
     if (info.layer >= layers_.size()) layers_.resize(info.layer + 1);
     Layer& layer = layers_[info.layer];
+    if (layer.entries.empty()) ++own_layers_;
     layer.entries.push_back(entry);
     cycle_.add_layer(info.layer);
     if (info.record >= record_rank_.size()) {
@@ -45,7 +46,7 @@ void NextUse::access(const AccessInfo& info) {
         pending_.push_back(entry);
     }
     for (const EntryId entry : pending_) layers_[entries_[entry].layer].sorted = false;
-    if (info.layer >= layers_.size()) return;
+    if (info.layer >= layers_.size() || layers_[info.layer].entries.empty()) return;
     Layer& layer = layers_[info.layer];
     layer.sorted = false;
     if (pass == LayerCycle::Pass::FORWARD) pass_forward(layer);
@@ -80,7 +81,7 @@ void NextUse::pass_backward(Layer& layer) {
 void NextUse::close_cycle(Layer& layer) {
     layer.backward_due = false;
     const double fresh = std::max(1.0 - decay_, 1.0 / static_cast<double>(++layer.cycles));
-    odds_.fade(cycle_.layers());
+    odds_.fade(own_layers_);
     for (const EntryId entry : layer.entries) {
         const Entry& of = entries_[entry];
         odds_.count(of.past, of.used_forward || of.used_backward);

@@ -121,6 +121,7 @@ private:
     std::uint32_t version_ = 0;  // of the cycle, when the lists were last sorted
     std::vector<Entry> entries_;
     std::vector<Layer> layers_;
+    std::uint32_t own_layers_ = 0;  // those that have entries here
     std::vector<EntryId> pending_;  // what the open access announced
     std::vector<Offer> offers_;     // scratch: the first of each list
     List announced_;                // scratch

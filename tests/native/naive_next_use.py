@@ -96,7 +96,7 @@ class NaiveNextUse(NaivePolicy):
         self.due[layer] = False
         self.cycles[layer] = self.cycles.get(layer, 0) + 1
         fresh = max(1 - self.decay, 1 / self.cycles[layer])
-        fade = 2 ** (-1 / (64 * len(self.known())))
+        fade = 2 ** (-1 / (64 * len({of for e, of in self.layers.items() if self.frames[e]})))
         for counts in (self.trials, self.uses):
             for past in counts:
                 counts[past] *= fade
