@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tierstore.dense.config import OptimizerState, Reshard
+from tierstore.dense.config import OptimizerState
 from tierstore.dense.footprint import blocks_held, dense_bytes, gather_copies, needs_gather
 from tierstore.dense.layout import Narrow, Place, Region, UnitLayout
 from tierstore.errors import ConfigError
