@@ -18,13 +18,14 @@ import socket
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import IO, Any
 
 from tierstore.bench import overlap_picture as picture
+from tierstore.bench.namespaces import RankNamespace
 from tierstore.bench.overlap_rank import Measurement, Stack
 from tierstore.bench.overlap_rig import RigShape
 from tierstore.bench.worker import WorkerError
@@ -195,9 +196,9 @@ def _row(balance: Balance, prefetch: Prefetch, links: LinksConfig, found: dict[s
 
 
 class Ranks:
-    """The processes of the ranks; a context manager."""
+    """The processes of the ranks; a context manager. ``namespaces``: one for each to live in, if any."""
 
-    def __init__(self) -> None:
+    def __init__(self, namespaces: Sequence[RankNamespace] = ()) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
         port = _free_port()
         for rank in range(_RANKS):
@@ -212,13 +213,12 @@ class Ranks:
                     [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
                 ).rstrip(os.pathsep),
             }
+            command = [sys.executable, "-P", "-m", "tierstore.bench.overlap_rank"]
+            if namespaces:
+                environment |= namespaces[rank].environment
+                command = namespaces[rank].command(command)
             self._processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-P", "-m", "tierstore.bench.overlap_rank"],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    env=environment,
-                )
+                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
             )
 
     def measure(self, asked: Measurement) -> dict[str, Any]:
