@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tierstore.bench import overlap_picture as picture
+from tierstore.bench.namespaces import rank_namespaces
 from tierstore.bench.overlap import Balance, OverlapBench, Prefetch, Ranks, Stack, Times, links_for, run
 from tierstore.bench.overlap_rank import Measurement
 from tierstore.bench.overlap_rig import Computation, RigShape
@@ -109,6 +110,14 @@ def test_the_picture_is_the_same_file_twice(tmp_path: Path) -> None:
     slices, step_ends = picture.last_step(events)
     assert step_ends == (1000.0, 1850.0)
     assert len(slices["compute"]) == 3
+
+
+def test_ranks_meet_through_namespaces_where_there_are_some(tmp_path: Path) -> None:
+    """At 1 MiB/s: 7 messages of 2 KiB a step fit the bucket, so nothing is asserted of their time."""
+    asked = Measurement(place=tmp_path / "run", steps=1, warmup=1, shape=TINY)
+    with rank_namespaces(2, bandwidth=1 << 20) as (resolution, namespaces), Ranks(namespaces) as ranks:
+        assert len(namespaces) == (2 if resolution else 0)
+        assert ranks.measure(asked)["sent_bytes"] == 7 * 4 * 32 * 32 / 2
 
 
 def test_the_trainer_steps_over_limited_links(tmp_path: Path) -> None:

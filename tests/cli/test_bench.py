@@ -124,3 +124,18 @@ def test_collectives(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["apart"]["collectives_count"] > found["fused"]["collectives_count"]
     assert bench("collectives", "--ranks=1") == 2
     assert "ranks: expected at least 2" in capsys.readouterr().err
+
+
+def test_overlap(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    small = ["--layers=2", "--forward-ms=1", "--computation=device", "--steps=1", "--warmup=1"]
+    assert bench("overlap", *small, f"--store={tmp_path / 'bench'}", "--json") == 0
+    out, err = capfd.readouterr()
+    found = last_object(out)
+    counts = frozenset({"ranks", "collectives", "disk_transfers"})
+    assert list(unit_violations(found, counts=counts)) == []
+    assert [run["prefetch"] for run in found["runs"]] == ["both"] * 4 + [
+        "horizontal only",
+        "vertical only",
+        "none",
+    ]
+    assert "/ longest" in err

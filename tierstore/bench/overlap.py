@@ -14,13 +14,14 @@ import contextlib
 import json
 import shutil
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import IO, Any
 
 from tierstore.bench import overlap_picture as picture
+from tierstore.bench.namespaces import RankNamespace
 from tierstore.bench.overlap_rank import Measurement, Stack
 from tierstore.bench.overlap_rig import RigShape
 from tierstore.bench.spawn import start_ranks
@@ -192,10 +193,10 @@ def _row(balance: Balance, prefetch: Prefetch, links: LinksConfig, found: dict[s
 
 
 class Ranks:
-    """The processes of the ranks; a context manager."""
+    """The processes of the ranks; a context manager. ``namespaces``: one for each to live in, if any."""
 
-    def __init__(self) -> None:
-        self._processes = start_ranks("tierstore.bench.overlap_rank", _RANKS)
+    def __init__(self, namespaces: Sequence[RankNamespace] = ()) -> None:
+        self._processes = start_ranks("tierstore.bench.overlap_rank", _RANKS, namespaces=namespaces)
 
     def measure(self, asked: Measurement) -> dict[str, Any]:
         """What the ranks found, of each figure that of the slower rank (a step is over when both are).

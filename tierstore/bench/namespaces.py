@@ -1,0 +1,114 @@
+"""Ranks in network namespaces of their own, with a token-bucket limit on what each sends.
+
+The limit of ``tierstore.links`` is emulated beside the real messages; this one is the kernel's, on the messages
+themselves: one bridge, one virtual cable to each rank, and ``tc tbf`` at the rank's end. It wants root, ``ip`` and
+``tc``; where they are not to be had, the capability says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tierstore.capabilities import Capability, Finding, Resolution, resolve
+from tierstore.errors import CapabilityError, ConfigError
+
+__all__ = ["RankNamespace", "probe_namespaces", "rank_namespaces"]
+
+_INTERFACE = "eth0"
+#: What a bucket holds: a few of the largest frames that a virtual cable carries.
+_BURST_BYTES = 256 << 10
+#: How long a message may wait for tokens before the kernel drops it, and TCP has to send it again.
+_QUEUE_MS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class RankNamespace:
+    """Where one rank lives. ``environment`` is what it needs besides its rank to find the others."""
+
+    name: str
+    address: str
+    environment: dict[str, str]
+
+    def command(self, arguments: Sequence[str]) -> list[str]:
+        """``arguments`` as a command that runs inside."""
+        return ["ip", "netns", "exec", self.name, *arguments]
+
+
+def probe_namespaces() -> Finding:
+    """Whether network namespaces can be made here: one is, and removed."""
+    if os.geteuid() != 0:
+        return Finding(False, "only root may make network namespaces")
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return Finding(False, f"there is no {' and no '.join(missing)}")
+    try:
+        with _network(f"tierstore-probe-{os.getpid()}", 1, 1 << 20):
+            return Finding(True, "a limited namespace was made")
+    except CapabilityError as error:
+        return Finding(False, str(error))
+
+
+@contextlib.contextmanager
+def rank_namespaces(
+    ranks: int, *, bandwidth: int, setting: Capability = Capability.AUTO
+) -> Iterator[tuple[Resolution, list[RankNamespace]]]:
+    """``ranks`` namespaces, each of which sends at most ``bandwidth`` bytes a second; none where the capability
+    resolves to OFF. They are removed at exit, with whatever still runs in them left without a network.
+
+    Raises CapabilityError for ON where it is lacking, ConfigError for what is no bandwidth.
+    """
+    if ranks < 1 or bandwidth < 1:
+        raise ConfigError(
+            f"namespaces: expected at least 1 rank and 1 byte a second, got {ranks}, {bandwidth}"
+        )
+    resolution = resolve("network namespaces", setting, probe_namespaces)
+    if not resolution:
+        yield resolution, []
+        return
+    with _network(f"tierstore-{os.getpid()}", ranks, bandwidth) as made:
+        yield resolution, made
+
+
+@contextlib.contextmanager
+def _network(prefix: str, ranks: int, bandwidth: int) -> Iterator[list[RankNamespace]]:
+    with contextlib.ExitStack() as stack:
+        hub = f"{prefix}-hub"
+        _add_namespace(hub, stack)
+        _ip("-n", hub, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", hub, "link", "set", "bridge", "up")
+        made = []
+        for rank in range(ranks):
+            name, cable, address = f"{prefix}-{rank}", f"rank{rank}", f"10.77.{rank // 250}.{rank % 250 + 1}"
+            _add_namespace(name, stack)
+            _ip("link", "add", cable, "netns", hub, "type", "veth", "peer", "name", _INTERFACE, "netns", name)
+            _ip("-n", hub, "link", "set", cable, "master", "bridge", "up")
+            _ip("-n", name, "addr", "add", f"{address}/16", "dev", _INTERFACE)
+            _ip("-n", name, "link", "set", _INTERFACE, "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+            bucket = ["rate", f"{bandwidth}bps", "burst", str(_BURST_BYTES), "latency", f"{_QUEUE_MS}ms"]
+            _run(["tc", "-n", name, "qdisc", "add", "dev", _INTERFACE, "root", "tbf", *bucket])
+            environment = {"GLOO_SOCKET_IFNAME": _INTERFACE, "MASTER_ADDR": "10.77.0.1"}
+            made.append(RankNamespace(name, address, environment))
+        yield made
+
+
+def _add_namespace(name: str, stack: contextlib.ExitStack) -> None:
+    _ip("netns", "add", name)
+    # Its cables go with it.
+    stack.callback(_ip, "netns", "delete", name)
+
+
+def _ip(*arguments: str) -> None:
+    _run(["ip", *arguments])
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        reason = done.stderr.strip().splitlines()[:1]
+        raise CapabilityError(f"{' '.join(command)}: {reason[0] if reason else done.returncode}")
