@@ -56,6 +56,5 @@ def test_each_rank_takes_what_its_plan_says(
         assert found["dense"] == sum(
             by_name.get(name, 0) for name in ("dense state", "fusion buffers", "gradient buffers")
         )
-        # What registering left in the cache may still show after six steps.
-        assert found["read"] == pytest.approx(traffic.read_bytes, rel=0.05)
-        assert found["written"] == pytest.approx(traffic.written_bytes, rel=0.05)
+        assert found["read"] == pytest.approx(traffic.read_bytes, abs=1)
+        assert found["written"] == pytest.approx(traffic.written_bytes, abs=1)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import shutil
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from tierstore.plan.architecture import Architecture
 from tierstore.plan.capacity import Capacity, Setting
 from tierstore.plan.costs import ASSUMED, Cost
 from tierstore.plan.simulate import Outcome, outcome, simulate
-from tierstore.plan.traffic import Traffic, step_traffic
+from tierstore.plan.traffic import Span, Traffic, step_traffic
 from tierstore.prefetch.operations import Kind, Operation, PassSizes, operations
 from tierstore.prefetch.plan import PrefetchConfig
 from tierstore.prefetch.predictor import PredictorName
@@ -66,7 +66,7 @@ class PredictionBench:
 
     place: Path = Path("tierstore-bench")
     steps: int = 4
-    warmup: int = 3
+    warmup: int = 6
     forward_s: float = 0.02
     computation: Computation = Computation.DEVICE
 
@@ -75,6 +75,11 @@ class PredictionBench:
             raise ConfigError(f"steps, warmup: expected at least 1, got {self.steps} and {self.warmup}")
         if self.forward_s <= 0:
             raise ConfigError(f"forward_s: expected more than 0, got {self.forward_s}")
+
+    @property
+    def span(self) -> Span:
+        """The steps that are measured, counted from the first."""
+        return Span(self.warmup, self.steps)
 
 
 def cases(bench: PredictionBench) -> list[Case]:
@@ -118,6 +123,8 @@ class RigWorkload:
     shape: RigShape
     links: LinksConfig
     calibration: Calibration
+    #: The steps that are measured.
+    span: Span = field(default_factory=Span)
 
     @cached_property
     def setting(self) -> Setting:
@@ -143,7 +150,7 @@ class RigWorkload:
         cache, lookahead = self.shape.budgets
         slots = SlotSizes(self.shape.expert_numel, 4, _SLOTS, _SLOTS)
         divided = Budgets(cache=cache, device=slots.nbytes, lookahead=lookahead, slots=slots)
-        return step_traffic(self.setting, Capacity((), divided))
+        return step_traffic(self.setting, Capacity((), divided), self.span)
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -235,7 +242,7 @@ def _run(bench: PredictionBench, ranks: Ranks, say: Callable[[str], None]) -> di
         part = every[begin : begin + _BETWEEN]
         for case in part:
             say(case.name)
-            free = RigWorkload(case.shape, LinksConfig(), _NOTHING)
+            free = RigWorkload(case.shape, LinksConfig(), _NOTHING, bench.span)
             sent, moved = free.moved_bytes()
             links = links_for(case.balance, _computing_s(case.shape), sent, moved)
             found = ranks.measure(replace(asked, shape=case.shape, links=links))
@@ -243,7 +250,13 @@ def _run(bench: PredictionBench, ranks: Ranks, say: Callable[[str], None]) -> di
         say("calibration")
         calibrations.append(_calibrate(bench, ranks, asked))
     rows = [
-        _row(case, links, found, _between(calibrations[place], calibrations[place + 1]))
+        _row(
+            RigWorkload(
+                case.shape, links, _between(calibrations[place], calibrations[place + 1]), bench.span
+            ),
+            case.name,
+            found,
+        )
         for case, links, found, place in measured
     ]
     errors = [abs(row["predicted_to_measured_ratio"] - 1) for row in rows]
@@ -283,12 +296,11 @@ def _between(before: Calibration, after: Calibration) -> Calibration:
     return Calibration((before.dense_s + after.dense_s) / 2, (before.expert_s + after.expert_s) / 2)
 
 
-def _row(case: Case, links: LinksConfig, found: dict[str, Any], machine: Calibration) -> dict[str, Any]:
-    work = RigWorkload(case.shape, links, machine)
+def _row(work: RigWorkload, name: str, found: dict[str, Any]) -> dict[str, Any]:
     predicted = work.run()
     sent, moved = work.moved_bytes()
     return {
-        "case": case.name,
+        "case": name,
         "predicted_step_s": predicted.step_s,
         "measured_step_s": found["step_s"],
         "predicted_to_measured_ratio": predicted.step_s / found["step_s"],
@@ -297,8 +309,8 @@ def _row(case: Case, links: LinksConfig, found: dict[str, Any], machine: Calibra
         "measured_sent_bytes": found["sent_bytes"],
         "predicted_disk_bytes": moved,
         "measured_disk_bytes": found["disk_bytes"],
-        "gather_link_bytes_per_s": links.gather.bandwidth,
-        "disk_link_bytes_per_s": links.disk.bandwidth,
+        "gather_link_bytes_per_s": work.links.gather.bandwidth,
+        "disk_link_bytes_per_s": work.links.disk.bandwidth,
     }
 
 

@@ -14,7 +14,7 @@ __all__ = ["prediction"]
 
 @click.command()
 @click.option("--steps", type=int, default=4, show_default=True, help="Steps measured in each case.")
-@click.option("--warmup", type=int, default=3, show_default=True, help="Steps before them.")
+@click.option("--warmup", type=int, default=6, show_default=True, help="Steps before them.")
 @click.option(
     "--forward-ms", type=float, default=20.0, show_default=True, help="Computation of a layer's forward pass."
 )

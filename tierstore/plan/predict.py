@@ -20,7 +20,7 @@ _STEPS, _SETTLED = 3, 1
 
 @dataclass(frozen=True)
 class Prediction:
-    """``evidence`` is that of the weakest figure that went in. ``compute_s`` alone: what no link can hide."""
+    """``evidence`` is that of the weakest figure that went in; ``path_s`` divides one step's critical path by kind."""
 
     step_s: float
     tokens_per_s: float

@@ -31,9 +31,17 @@ from tierstore.store.config import StoreConfig
 from tierstore.store.format import Group
 from tierstore.store.opening import make_residency, record_frame_bytes
 
-__all__ = ["Traffic", "step_traffic"]
+__all__ = ["Span", "Traffic", "step_traffic"]
 
-_WARM_UP, _MEASURED = 6, 8
+
+@dataclass(frozen=True)
+class Span:
+    """Which steps of a run count: ``steps`` of them, after ``warm_up``."""
+
+    warm_up: int = 6
+    steps: int = 8
+
+
 #: An expert that is reached with at least this probability is taken to be reached.
 _CERTAIN = 1 - 1e-6
 
@@ -56,10 +64,13 @@ class Traffic:
     evidence: Evidence
 
 
-def step_traffic(setting: Setting, taken: Capacity) -> Traffic:
-    """Bytes of a step under the budgets of ``taken``. Commits are not counted. Raises BudgetError."""
+def step_traffic(setting: Setting, taken: Capacity, span: Span | None = None) -> Traffic:
+    """Bytes of a step under the budgets of ``taken``, a mean over ``span``. Commits are not counted.
+
+    Raises BudgetError.
+    """
     try:
-        return _Drive(setting, taken).run()
+        return _Drive(setting, taken).run(span or Span())
     except CapacityError as error:
         raise BudgetError(f"host_budget: {error}") from error
 
@@ -108,25 +119,34 @@ class _Drive:
         sizes = [one.slot_bytes for one in layouts]
         for layer in self._layers:
             for _ in range(self._local):
-                residency.add_record(layer, frames, sizes, 0b011)
+                residency.add_record(layer, frames, sizes, 0)
         return residency
 
-    def run(self) -> Traffic:
-        for step in range(_WARM_UP):
+    def _register(self) -> None:
+        """Fills every record, one access each, and commits: what this leaves in the cache can show for ever."""
+        for layer in self._layers:
+            for expert in range(self._local):
+                one = np.array([expert], np.uint32)
+                self._access(Phase.INIT, layer, one, _all(Need.STEP, one), _nothing)
+        self._residency.clean()
+
+    def run(self, span: Span) -> Traffic:
+        self._register()
+        for step in range(span.warm_up):
             self._step(step)
         before = self._residency.stats()
         self._read_for.clear()
-        for step in range(_WARM_UP, _WARM_UP + _MEASURED):
+        for step in range(span.warm_up, span.warm_up + span.steps):
             self._step(step)
         after = self._residency.stats()
 
         def mean(name: str) -> float:
-            return (int(str(after[name])) - int(str(before[name]))) / _MEASURED
+            return (int(str(after[name])) - int(str(before[name]))) / span.steps
 
         return Traffic(
             read_bytes=round(mean("read_bytes")),
             written_bytes=round(mean("written_bytes")),
-            read_for={what: nbytes // _MEASURED for what, nbytes in self._read_for.items()},
+            read_for={what: nbytes // span.steps for what, nbytes in self._read_for.items()},
             hits=mean("hits"),
             misses=mean("misses"),
             active=self._reached,

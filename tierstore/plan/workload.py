@@ -119,7 +119,11 @@ class Workload:
     def _moved(self) -> dict[Kind, tuple[Cost, LinkConfig]]:
         """What moving bytes costs, by the machine and by the link that may be limited."""
         profile, links = self.profile, self.setting.config.links
-        disk = profile.disk_mixed if self.traffic.written_bytes else profile.disk_read
+        disk = profile.disk_mixed
+        if not self.traffic.written_bytes:
+            disk = profile.disk_read
+        elif not self.traffic.read_bytes:
+            disk = profile.disk_write
         return {
             Kind.GATHER: (profile.gather, links.gather),
             Kind.REDUCE: (profile.reduce_scatter, links.gather),
