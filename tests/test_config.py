@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -335,3 +336,60 @@ def test_as_dict_comes_back(run: Run) -> None:
 def test_from_dict_names_its_origin() -> None:
     with pytest.raises(ConfigError, match=r"^store: model: expected a table"):
         from_dict(Run, {"model": 3}, origin="store")
+
+
+# Open tables ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plugin:
+    kind: str = "plain"
+    options: Mapping[str, float | str] = field(default_factory=dict, metadata={"help": "its own"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    plugin: Plugin = field(default_factory=Plugin)
+
+
+def test_an_open_table_takes_any_number_or_text(write) -> None:
+    path = write('[plugin]\nkind = "a"\n[plugin.options]\nsize = 3\nshare = 0.5\nname = "x"\n')
+    assert load(Host, path, {}).plugin.options == {"size": 3, "share": 0.5, "name": "x"}
+    typed = {"plugin.options.size": "4", "plugin.options.rate": "1e-3", "plugin.options.word": "on"}
+    merged = {"size": 4, "share": 0.5, "name": "x", "rate": 1e-3, "word": "on"}
+    assert load(Host, path, typed).plugin.options == merged
+    assert load(Host, path, {"plugin.options": {"size": 1}}).plugin.options == {"size": 1}
+    assert load(Host, None, {}).plugin.options == {}
+    (info,) = [info for info in dotted_fields(Host) if info.name == "plugin.options"]
+    assert (info.type, info.default, info.help) == ("a table of numbers and text", {}, "its own")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("options = 3", r"run\.toml: plugin\.options: expected a table, got 3"),
+        ("options.on = true", r"plugin\.options\.on: expected a number or text, got True"),
+        ("options.many = [1]", r"plugin\.options\.many: expected a number or text"),
+        ("options.much = inf", r"plugin\.options\.much: expected a number or text, got inf"),
+    ],
+)
+def test_what_an_open_table_cannot_hold(write, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(Host, write(f"[plugin]\n{text}\n"), {})
+    with pytest.raises(ConfigError, match=r"plugin\.options: expected a table, got 'all'"):
+        load(Host, None, {"plugin.options": "all"})
+
+
+items = st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False) | texts
+
+
+@settings(deadline=None, max_examples=60)
+@given(options=st.dictionaries(texts, items, max_size=4))
+def test_open_tables_come_back(
+    options: dict[str, float | str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    host = Host(plugin=Plugin(options=options))
+    path = tmp_path_factory.mktemp("dump") / "run.toml"
+    path.write_bytes(dump(host).encode())
+    assert load(Host, path, {}) == host
+    assert from_dict(Host, as_dict(host)) == host

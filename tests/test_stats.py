@@ -52,6 +52,7 @@ def test_by_hand() -> None:
     assert heard == [(READ, 1000, 1005), (READ, 1105, 1112), (COMMIT, 1112, 1132)]
     assert ledger.rows()[1].as_dict() == {
         "layer": 3,
+        "dimension": "vertical",
         "tier": "nvme",
         "cause": "demand read",
         "stall_s": 12e-9,

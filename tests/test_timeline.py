@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstore.timeline import NullTimeline, Timeline, TimelineSink, Track, open_timeline
+from tierstore._native import Activity, Arena, Buffer, Engine, File, FileCreate, HugePages, Link
+from tierstore.timeline import NullTimeline, OperationSpans, Timeline, TimelineSink, Track, open_timeline
 
 
 def events(path: Path, phase: str = "X") -> list[dict[str, Any]]:
@@ -140,3 +141,52 @@ def test_off_is_the_same_interface(tmp_path: Path) -> None:
             sink.add(Track.COMMITS, "c", 0, 1)
             sink.count("d", {"e": 1})
         sink.close()
+
+
+def test_the_engines_operations_lie_on_their_tracks(tmp_path: Path) -> None:
+    """A write, a read and a copy, and a copy's turn on a limited link; fills and steps are the optimizer's."""
+    path = tmp_path / "timeline.json"
+    arena = Arena(8192, HugePages.OFF)
+    one, two = (Buffer(arena, [(at, 4096)], 4096) for at in (0, 4096))
+    with Timeline(path) as timeline, Engine() as engine:
+        operations = OperationSpans(engine, timeline)
+        file = File(tmp_path / "data", create=FileCreate.YES)
+        file.allocate(0, 4096)
+        ticket = engine.write(file, 0, [one])
+        ticket = engine.read(file, 0, [one], after=[ticket])
+        ticket = engine.copy(two, one, after=[ticket])
+        ticket = engine.fill_zero(one, after=[ticket])
+        engine.wait(engine.hold(Link(), 4096, Activity.COPY, after=[ticket]))
+        operations.drain()
+        operations.drain()  # nothing more
+    events = json.loads(path.read_text())
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    drawn = [(tracks[e["tid"]], e["name"], e["args"]["nbytes"]) for e in events if e["ph"] == "X"]
+    assert drawn == [
+        ("disk writes", "write", 4096),
+        ("disk reads", "read", 4096),
+        ("device copies", "copy", 4096),
+        ("optimizer", "fill zero", 4096),
+        ("device copies", "copy (link)", 4096),
+    ]
+
+
+def test_operations_beyond_the_ring_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OperationSpans, "CAPACITY", 1)
+    path = tmp_path / "timeline.json"
+    with Timeline(path) as timeline, Engine() as engine:
+        operations = OperationSpans(engine, timeline)
+        for _ in range(3):
+            engine.wait(engine.hold(Link(), 0, Activity.READ))
+        operations.drain()
+    events = json.loads(path.read_text())
+    assert sum(event["ph"] == "X" for event in events) == 1
+    assert [event["args"] for event in events if event["ph"] == "C"] == [{"operations": 2}]
+
+
+def test_nobody_asks_the_engine_without_a_timeline() -> None:
+    with Engine() as engine:
+        operations = OperationSpans(engine, NullTimeline())
+        engine.wait(engine.hold(Link(), 0, Activity.READ))
+        operations.drain()
+        assert engine.drain_spans() == ([], 0)

@@ -616,9 +616,9 @@ def simulate(
 
     ``writes`` is by request; ``layers``, ``phases`` and ``steps`` (non-decreasing) are by event; ``sizes``
     (frames; 1 each), ``entry_layers``, ``records`` (which entries are of one record; each of its own) and
-    ``pinned`` (never leaves once resident) are by entry, entries being numbered from 0. Counts exactly what a Residency of this policy counts. The first ``warmup_events`` are
-    carried out and not counted. ValueError, naming the column, for what does not fit together; CapacityError
-    when what must be resident at once does not fit.
+    ``pinned`` (never leaves once resident) are by entry, entries being numbered from 0. Counts exactly what a
+    Residency of this policy counts. The first ``warmup_events`` are carried out and not counted. ValueError,
+    naming the column, for what does not fit together; CapacityError when what must be resident at once does not.
     """
 
 class StackDistances(TypedDict):

@@ -26,7 +26,7 @@ from tierstore._native import Activity, Engine, Link, Priority
 from tierstore.errors import ConfigError
 from tierstore.units import format_bytes, format_seconds
 
-__all__ = ["LinkConfig", "Links", "LinksConfig", "limited", "open_links", "wait_until"]
+__all__ = ["CollectiveLink", "LinkConfig", "Links", "LinksConfig", "limited", "open_links", "wait_until"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +101,27 @@ def limited(
         return ticket
     turn = engine.hold(link, nbytes, activity, after=after, priority=priority)
     return engine.barrier([ticket, turn], priority=priority)
+
+
+class CollectiveLink:
+    """The link of a group's collectives: it may have no limit (None), may be given one later, and remembers its last
+    turn, for a timeline.
+    """
+
+    def __init__(self, link: Link | None) -> None:
+        self.link = link
+        #: Begin and end (ns of CLOCK_MONOTONIC) of the last message's turn.
+        self.last_turn = (0, 0)
+
+    def reserve(self, nbytes: int) -> int:
+        """When (ns of CLOCK_MONOTONIC) a message of ``nbytes`` that is issued now has passed the link."""
+        now = time.monotonic_ns()
+        if self.link is None:
+            self.last_turn = (now, now)
+            return now
+        end = self.link.reserve(nbytes, now)
+        self.last_turn = (min(max(now, self.last_turn[1]), end), end)
+        return end
 
 
 def wait_until(deadline_ns: int) -> None:

@@ -24,6 +24,7 @@ from types import TracebackType
 __all__ = [
     "Cause",
     "Counters",
+    "Dimension",
     "Spread",
     "Stall",
     "StallKey",
@@ -35,12 +36,24 @@ __all__ = [
 ]
 
 
+class Dimension(Enum):
+    """Along which way it was to come: from other ranks, or up and down the tiers of this one."""
+
+    HORIZONTAL = "horizontal"
+    VERTICAL = "vertical"
+
+
 class Tier(Enum):
     """What was waited for."""
 
     DEVICE = "device"
     HOST = "host"
     NVME = "nvme"
+    RANKS = "ranks"  # what the other ranks hold, or have computed
+
+    @property
+    def dimension(self) -> Dimension:
+        return Dimension.HORIZONTAL if self is Tier.RANKS else Dimension.VERTICAL
 
 
 class Cause(Enum):
@@ -54,6 +67,10 @@ class Cause(Enum):
     COPY = "copy"  # a transfer between host and device
     COMMIT = "commit"
     DATA = "data"  # the next batch
+    GATHER = "gather"  # of a layer's dense parameters
+    REDUCE = "reduce-scatter"  # of their gradients
+    ALL_TO_ALL = "all-to-all"  # of tokens, to their experts and back
+    AGREEMENT = "agreement"  # on losses, norms and commits
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +94,7 @@ class Stall:
         """The row as JSON shows it, with seconds."""
         return {
             "layer": self.key.layer,
+            "dimension": self.key.tier.dimension.value,
             "tier": self.key.tier.value,
             "cause": self.key.cause.value,
             "stall_s": self.stall_ns / 1e9,

@@ -25,7 +25,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-__all__ = ["NullTimeline", "Timeline", "TimelineSink", "Track", "open_timeline"]
+from tierstore._native import Activity, Engine
+
+__all__ = ["NullTimeline", "OperationSpans", "Timeline", "TimelineSink", "Track", "open_timeline"]
 
 Args = Mapping[str, str | int | float | bool | None]
 
@@ -38,11 +40,21 @@ class Track(Enum):
 
     COMPUTE = "compute"
     STALLS = "stalls"
+    GATHERS = "gathers"
+    REDUCTIONS = "reduce-scatters"
     DEVICE_COPIES = "device copies"
     DISK_READS = "disk reads"
     DISK_WRITES = "disk writes"
     OPTIMIZER = "optimizer"
     COMMITS = "commits"
+
+
+_TRACKS = {
+    Activity.READ: Track.DISK_READS,
+    Activity.WRITE: Track.DISK_WRITES,
+    Activity.SYNC: Track.DISK_WRITES,
+    Activity.COPY: Track.DEVICE_COPIES,
+}
 
 
 class TimelineSink(Protocol):
@@ -234,6 +246,34 @@ class _Span:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._timeline._record(self._track, self._name, self._start_ns, self._args)
+
+
+class OperationSpans:
+    """Draws what the ticket engine does: ``engine`` remembers when its operations ran, and ``drain`` (say, after each
+    step) puts them on their tracks. Where a link is limited, its turns are drawn too, named so.
+
+    ``CAPACITY`` operations between two drains are kept; what comes beyond is counted, not drawn.
+    """
+
+    CAPACITY = 1 << 16
+
+    def __init__(self, engine: Engine, sink: TimelineSink) -> None:
+        self._engine = engine
+        self._sink = sink
+        if sink.enabled:
+            engine.record_spans(self.CAPACITY)
+
+    def drain(self) -> None:
+        """Draws what ended since the last call."""
+        if not self._sink.enabled:
+            return
+        spans, lost = self._engine.drain_spans()
+        for activity, held, ticket, start_ns, end_ns, nbytes in spans:
+            name = activity.name.lower().replace("_", " ") + (" (link)" if held else "")
+            args = {"ticket": ticket, "nbytes": nbytes}
+            self._sink.add(_TRACKS.get(activity, Track.OPTIMIZER), name, start_ns, end_ns, args)
+        if lost:
+            self._sink.count("operations not drawn", {"operations": lost})
 
 
 def open_timeline(path: Path | None) -> Timeline | NullTimeline:

@@ -7,6 +7,7 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include "native/bindings/arrays.hpp"
 #include "native/bindings/bindings.hpp"
 #include "native/bindings/python_policy.hpp"
 #include "native/cache/lfu_decay.hpp"
@@ -18,20 +19,8 @@ using namespace tierstore;
 
 namespace {
 
-using Records = nb::ndarray<const std::uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Flags = nb::ndarray<const std::uint16_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-template <typename Array>
-auto span_of(const Array& array) {
-    return std::span(array.data(), array.shape(0));
-}
-
-template <typename T>
-nb::object numpy(std::vector<T>&& values) {
-    auto* owned = new std::vector<T>(std::move(values));
-    nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-    return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(owned->data(), {owned->size()}, owner));
-}
+using Records = Column<std::uint32_t>;
+using Flags = Column<std::uint16_t>;
 
 nb::tuple both(Decided&& decided) {
     return nb::make_tuple(numpy(std::move(decided.kinds)), numpy(std::move(decided.entries)));

@@ -5,7 +5,9 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include "native/bindings/arrays.hpp"
 #include "native/bindings/bindings.hpp"
+#include "native/bindings/python_policy.hpp"
 #include "native/sim/replay.hpp"
 #include "native/sim/simulate.hpp"
 #include "native/sim/stack_distances.hpp"
@@ -16,24 +18,19 @@ using namespace tierstore;
 
 namespace {
 
-template <typename T>
-using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-template <typename T>
-std::span<const T> span_of(const Column<T>& array) {
-    return std::span(array.data(), array.shape(0));
+std::unique_ptr<Policy> make_policy_without_gil(std::string_view name, const PolicyOptions& options) {
+    const nb::gil_scoped_acquire gil;
+    return make_any_policy(name, options);
 }
 
+// An empty span stands for a column that is not there: one that is there must not look like it.
 template <typename T>
-std::span<const T> span_of(const std::optional<Column<T>>& array) {
+std::span<const T> column_or_none(const std::optional<Column<T>>& array, const char* name,
+                                  std::size_t asked) {
+    if (array && array->shape(0) == 0 && asked > 0) {
+        throw std::invalid_argument(std::string("column '") + name + "': expected values, or to be left out");
+    }
     return array ? span_of(*array) : std::span<const T>();
-}
-
-template <typename T>
-nb::object numpy(std::vector<T>&& values) {
-    auto* owned = new std::vector<T>(std::move(values));
-    nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-    return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(owned->data(), {owned->size()}, owner));
 }
 
 nb::dict result_dict(SimulationResult&& result) {
@@ -96,23 +93,25 @@ void bind_sim(nb::module_& m) {
     using Words = std::optional<Column<std::uint32_t>>;
     m.def(
         "simulate",
-        [](Column<std::uint64_t> offsets, Column<std::uint32_t> entries, Bytes writes, Words layers, Bytes phases,
-           Words steps, Words sizes, Words entry_layers, Words records, Bytes pinned, const std::string& policy,
-           const PolicyOptions& policy_options, std::uint64_t capacity, Scope scope,
-           const std::vector<std::uint64_t>& quotas, Contract contract, std::uint64_t warmup,
+        [](Column<std::uint64_t> offsets, Column<std::uint32_t> entries, Bytes writes, Words layers,
+           Bytes phases, Words steps, Words sizes, Words entry_layers, Words records, Bytes pinned,
+           const std::string& policy, const PolicyOptions& policy_options, std::uint64_t capacity,
+           Scope scope, const std::vector<std::uint64_t>& quotas, Contract contract, std::uint64_t warmup,
            Detail detail) {
+            const std::size_t asked = entries.shape(0);
             const RequestColumns requests{.offsets = span_of(offsets),
                                           .entries = span_of(entries),
-                                          .writes = span_of(writes),
-                                          .layers = span_of(layers),
-                                          .phases = span_of(phases),
-                                          .steps = span_of(steps),
-                                          .sizes = span_of(sizes),
-                                          .layer_of = span_of(entry_layers),
-                                          .records = span_of(records),
-                                          .pinned = span_of(pinned)};
+                                          .writes = column_or_none(writes, "writes", asked),
+                                          .layers = column_or_none(layers, "layers", asked),
+                                          .phases = column_or_none(phases, "phases", asked),
+                                          .steps = column_or_none(steps, "steps", asked),
+                                          .sizes = column_or_none(sizes, "sizes", asked),
+                                          .layer_of = column_or_none(entry_layers, "entry_layers", asked),
+                                          .records = column_or_none(records, "records", asked),
+                                          .pinned = column_or_none(pinned, "pinned", asked)};
             const SimulationOptions options{.policy = policy,
                                             .policy_options = policy_options,
+                                            .make = &make_policy_without_gil,
                                             .capacity_frames = capacity,
                                             .scope = scope,
                                             .layer_quotas = quotas,
@@ -129,7 +128,8 @@ void bind_sim(nb::module_& m) {
         "offsets"_a.noconvert(), "entries"_a.noconvert(), "writes"_a.noconvert().none() = nb::none(),
         "layers"_a.noconvert().none() = nb::none(), "phases"_a.noconvert().none() = nb::none(),
         "steps"_a.noconvert().none() = nb::none(), "sizes"_a.noconvert().none() = nb::none(),
-        "entry_layers"_a.noconvert().none() = nb::none(), "records"_a.noconvert().none() = nb::none(), "pinned"_a.noconvert().none() = nb::none(),
+        "entry_layers"_a.noconvert().none() = nb::none(),
+        "records"_a.noconvert().none() = nb::none(), "pinned"_a.noconvert().none() = nb::none(),
         nb::kw_only(), "policy"_a, "options"_a = PolicyOptions{}, "capacity_frames"_a,
         "scope"_a = Scope::GLOBAL, "layer_quotas"_a = std::vector<std::uint64_t>{},
         "contract"_a = Contract::ATOMIC, "warmup_events"_a = 0, "detail"_a = Detail::STEPS,
@@ -138,8 +138,9 @@ void bind_sim(nb::module_& m) {
         "stack_distances",
         [](Column<std::uint64_t> offsets, Column<std::uint32_t> entries, Bytes writes, Contract contract,
            std::uint64_t warmup) {
-            const RequestColumns requests{
-                .offsets = span_of(offsets), .entries = span_of(entries), .writes = span_of(writes)};
+            const RequestColumns requests{.offsets = span_of(offsets),
+                                          .entries = span_of(entries),
+                                          .writes = column_or_none(writes, "writes", entries.shape(0))};
             StackDistances found;
             {
                 nb::gil_scoped_release release;

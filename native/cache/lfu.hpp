@@ -7,9 +7,9 @@
 
 namespace tierstore {
 
-// Least frequently used, in constant time (Shah, Mitra and Matani 2010): a list of entries for each count, and
-// the counts in order. Requests are counted while an entry is resident and forgotten when it leaves; of those
-// with the least, the one that was asked for longest ago goes. What cannot go keeps its place.
+// Least frequently used, in constant time (Shah, Mitra and Matani 2010): a list of entries for each count,
+// and the counts in order. Requests are counted while an entry is resident and forgotten when it leaves; of
+// those with the least, the one that was asked for longest ago goes. What cannot go keeps its place.
 class Lfu final : public Policy {
 public:
     Lfu();

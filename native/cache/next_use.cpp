@@ -83,7 +83,7 @@ void NextUse::close_cycle(Layer& layer) {
     odds_.fade(cycle_.layers());
     for (const EntryId entry : layer.entries) {
         const Entry& of = entries_[entry];
-        odds_.count(of.age, of.use, of.used_forward || of.used_backward);
+        odds_.count(of.past, of.used_forward || of.used_backward);
     }
     for (const EntryId entry : layer.entries) {
         Entry& of = entries_[entry];
@@ -91,7 +91,8 @@ void NextUse::close_cycle(Layer& layer) {
         if (used) of.late += (of.age == kNever ? 1.0 : 1.0 - decay_) * ((of.used_forward ? 0.0 : 1.0) - of.late);
         of.use += fresh * ((used ? 1.0 : 0.0) - of.use);
         of.age = used ? 0 : std::min(of.age + 1, kNever);
-        of.chance = odds_.chance(of.age, of.use);
+        of.past = UseOdds::past(of.age, of.use);
+        of.chance = odds_.chance(of.past, of.use);
         of.used_forward = of.used_backward = false;
     }
 }
@@ -118,82 +119,96 @@ double NextUse::tail(const Entry& entry) const {
     return (2.0 * cycle_.layers() - 1.0 - 2.0 * cycle_.rank(entry.layer)) * entry.late + wait;
 }
 
+void NextUse::rank(List& list) {
+    std::sort(list.ranked.begin(), list.ranked.end(), [](const Ranked& a, const Ranked& b) {
+        return a.key > b.key || (a.key == b.key && a.entry < b.entry);
+    });
+}
+
 void NextUse::sort(Layer& layer) {
     for (List& list : layer.lists) {
         list.ranked.clear();
         list.next = 0;
     }
+    const bool turns = cycle_.trains() && layer.backward_due;
     for (const EntryId entry : layer.entries) {
         const Entry& of = entries_[entry];
-        if (!of.resident) continue;
+        if (!of.resident || of.pending) continue;
         double key = phase_of(of);
-        State state = PENDING;
-        if (!of.pending && cycle_.trains() && layer.backward_due &&
-            record_active_[of.record] != 0) {
-            state = ACTIVE;
+        const bool active = turns && record_active_[of.record] != 0;
+        if (active) {
             key += (1.0 - of.backward) * (2.0 * cycle_.rank(of.layer) + 1.0 + tail(of));
-        } else if (!of.pending) {
-            state = IDLE;
+        } else {
             key += tail(of);
         }
-        layer.lists[state].ranked.push_back(Ranked{key, entry});
+        layer.lists[active ? ACTIVE : IDLE].ranked.push_back(Ranked{key, entry});
     }
-    for (List& list : layer.lists) {
-        std::sort(list.ranked.begin(), list.ranked.end(), [](const Ranked& a, const Ranked& b) {
-            return a.key > b.key || (a.key == b.key && a.entry < b.entry);
-        });
-    }
+    for (List& list : layer.lists) rank(list);
     layer.sorted = true;
 }
 
-// The next of a list that can go, or null.
-const NextUse::Ranked* NextUse::first_of(List& list, const Candidates& candidates) const {
+// The next of a list that can go joins the choice.
+void NextUse::offer(List& list, const Candidates& candidates) {
     for (; list.at < list.ranked.size(); ++list.at) {
         const Ranked& ranked = list.ranked[list.at];
         if (!entries_[ranked.entry].resident) {
             if (list.at == list.next) ++list.next;
         } else if (candidates.evictable(ranked.entry)) {
-            return &ranked;
+            offers_.push_back(Offer{list.shift + ranked.key, ranked.entry, &list});
+            return;
         }
     }
-    return nullptr;
+}
+
+std::uint64_t NextUse::choose(const Candidates& candidates, std::uint64_t frames,
+                              std::vector<EntryId>& victims) {
+    std::uint64_t freed = 0;
+    while (freed < frames && !offers_.empty()) {
+        std::size_t worst = 0;
+        for (std::size_t i = 1; i < offers_.size(); ++i) {
+            const Offer &a = offers_[i], &b = offers_[worst];
+            if (a.distance > b.distance || (a.distance == b.distance && a.entry < b.entry)) worst = i;
+        }
+        const Offer chosen = offers_[worst];
+        offers_[worst] = offers_.back();
+        offers_.pop_back();
+        victims.push_back(chosen.entry);
+        freed += candidates.frames[chosen.entry];
+        ++chosen.list->at;
+        offer(*chosen.list, candidates);
+    }
+    return freed;
 }
 
 std::uint64_t NextUse::select(const Candidates& candidates, std::uint64_t frames,
                               std::vector<EntryId>& victims) {
     const bool changed = version_ != cycle_.version();
     version_ = cycle_.version();
+    offers_.clear();
     for (std::uint32_t number = 0; number < layers_.size(); ++number) {
         Layer& layer = layers_[number];
         if (layer.entries.empty()) continue;
         if (changed || !layer.sorted) sort(layer);
-        layer.lists[PENDING].shift = 0.0;
         layer.lists[ACTIVE].shift = cycle_.trains() ? cycle_.to_backward(number) : 0.0;
         layer.lists[IDLE].shift = cycle_.to_forward(number);
-        for (List& list : layer.lists) list.at = list.next;
-    }
-    std::uint64_t freed = 0;
-    while (freed < frames) {
-        List* from = nullptr;
-        Ranked worst{0.0, 0};
-        for (Layer& layer : layers_) {
-            for (List& list : layer.lists) {
-                const Ranked* first = first_of(list, candidates);
-                if (first == nullptr) continue;
-                const double distance = list.shift + first->key;
-                if (from != nullptr && (distance < worst.key ||
-                                        (distance == worst.key && first->entry > worst.entry))) {
-                    continue;
-                }
-                from = &list;
-                worst = Ranked{distance, first->entry};
-            }
+        for (const State state : {ACTIVE, IDLE}) {
+            layer.lists[state].at = layer.lists[state].next;
+            offer(layer.lists[state], candidates);
         }
-        if (from == nullptr) break;
-        ++from->at;
-        victims.push_back(worst.entry);
-        freed += candidates.frames[worst.entry];
     }
+    const std::uint64_t freed = choose(candidates, frames, victims);
+    if (freed >= frames) return 0;
+    // What is announced goes last: it is needed within a pass.
+    for (const EntryId entry : pending_) {
+        const Entry& of = entries_[entry];
+        if (of.pending && of.resident && candidates.evictable(entry)) {
+            announced_.ranked.push_back(Ranked{phase_of(of), entry});
+        }
+    }
+    rank(announced_);
+    offer(announced_, candidates);
+    choose(candidates, frames - freed, victims);
+    announced_ = List{};
     return 0;
 }
 

@@ -42,8 +42,9 @@ struct NextUseOptions {
 //
 // All but D_F and D_B changes only in passes of the entry's own layer: the entries of a layer in one state keep
 // their order while the program walks on, and the layers' lists only shift against each other. So each layer has
-// a list for each state, sorted when it is first needed after a pass (of the layer's n entries: O(n log n), once
-// a pass), and a victim is the first of 3 L lists. Averages are updated once a cycle, in O(n).
+// a list for ACTIVE and one for IDLE, sorted when it is first needed after a pass (of the layer's n entries:
+// O(n log n), once a pass), and a victim is the first of 2 L lists; PENDING entries are sorted if they must go,
+// after all others. Averages are updated once a cycle, in O(n).
 class NextUse final : public Policy {
 public:
     explicit NextUse(const NextUseOptions& options);
@@ -58,8 +59,8 @@ public:
                          std::vector<EntryId>& victims) override;
 
 private:
-    enum State : std::uint8_t { PENDING, ACTIVE, IDLE };
-    static constexpr std::size_t kStates = 3;
+    enum State : std::uint8_t { ACTIVE, IDLE };
+    static constexpr std::size_t kStates = 2;
     static constexpr std::uint32_t kNever = 1u << 30;
 
     struct Entry {
@@ -68,6 +69,7 @@ private:
         double backward = 1.0;   // b
         double chance = 0.0;     // p
         std::uint32_t age = kNever;  // cycles since the last use
+        std::uint32_t past = UseOdds::past(kNever, 0.0);
         std::uint32_t record = 0;
         std::uint32_t layer = 0;
         bool real = false;
@@ -88,6 +90,11 @@ private:
         double shift = 0.0;  // D_F or D_B, of the present choice
         std::size_t at = 0;  // how far the present choice has got
     };
+    struct Offer {
+        double distance;
+        EntryId entry;
+        List* list;
+    };
     struct Layer {
         std::vector<EntryId> entries;
         std::vector<std::uint32_t> records;  // ascending
@@ -103,8 +110,10 @@ private:
     void used(EntryId entry);
     double phase_of(const Entry& entry) const;
     double tail(const Entry& entry) const;
+    static void rank(List& list);
     void sort(Layer& layer);
-    const Ranked* first_of(List& list, const Candidates& candidates) const;
+    void offer(List& list, const Candidates& candidates);
+    std::uint64_t choose(const Candidates& candidates, std::uint64_t frames, std::vector<EntryId>& victims);
 
     double decay_;  // of one cycle
     LayerCycle cycle_;
@@ -112,7 +121,9 @@ private:
     std::uint32_t version_ = 0;  // of the cycle, when the lists were last sorted
     std::vector<Entry> entries_;
     std::vector<Layer> layers_;
-    std::vector<EntryId> pending_;
+    std::vector<EntryId> pending_;  // what the open access announced
+    std::vector<Offer> offers_;     // scratch: the first of each list
+    List announced_;                // scratch
     std::vector<std::uint8_t> record_active_;      // used forward in the present cycle
     std::vector<std::uint32_t> record_rank_;       // its place among the records of its layer
 };

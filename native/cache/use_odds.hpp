@@ -22,15 +22,23 @@ public:
         }
     }
 
-    void count(std::uint32_t age, double use, bool used) {
-        Cell& cell = cells_[index(age, use)];
+    // Which counts are those of entries with this past.
+    static std::uint32_t past(std::uint32_t age, double use) {
+        const auto bits = static_cast<std::uint32_t>(std::bit_width(age));
+        const std::uint32_t row = std::min(age < 4 ? age : bits + 1, kAges - 1);
+        const auto column = std::min(static_cast<std::uint32_t>(use * kUses), kUses - 1);
+        return row * kUses + column;
+    }
+
+    void count(std::uint32_t past, bool used) {
+        Cell& cell = cells_[past];
         cell.trials += 1.0;
         if (used) cell.uses += 1.0;
     }
 
     // Where little was counted yet, `use` itself weighs as much as a few trials.
-    double chance(std::uint32_t age, double use) const {
-        const Cell& cell = cells_[index(age, use)];
+    double chance(std::uint32_t past, double use) const {
+        const Cell& cell = cells_[past];
         return (cell.uses + kPrior * use) / (cell.trials + kPrior);
     }
 
@@ -44,13 +52,6 @@ private:
         double trials = 0.0;
         double uses = 0.0;
     };
-
-    static std::uint32_t index(std::uint32_t age, double use) {
-        const auto bits = static_cast<std::uint32_t>(std::bit_width(age));
-        const std::uint32_t row = std::min(age < 4 ? age : bits + 1, kAges - 1);
-        const auto column = std::min(static_cast<std::uint32_t>(use * kUses), kUses - 1);
-        return row * kUses + column;
-    }
 
     std::array<Cell, kAges * kUses> cells_{};
 };

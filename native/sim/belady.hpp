@@ -39,7 +39,7 @@ private:
     std::vector<std::uint32_t> after_;  // by request: the next one for the same entry, or kNever
     std::vector<std::uint32_t> next_;   // by entry: its next request, resident or not
     OrderedBits ahead_;                 // next requests of what is resident
-    OrderedBits done_;                  // resident, and never asked for again; counted down from the last entry
+    OrderedBits done_;                  // resident and never asked for again, counted from the last entry
 };
 
 }  // namespace tierstore

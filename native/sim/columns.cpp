@@ -7,6 +7,9 @@
 namespace tierstore {
 namespace {
 
+// Positions in the logs of policies, several for an entry, have 32 bits.
+constexpr std::size_t kMostEntries = std::size_t{1} << 29;
+
 void expect_length(const char* column, std::size_t got, std::size_t expected, const char* unit) {
     if (got == 0 || got == expected) return;
     throw std::invalid_argument(std::string("column '") + column + "': expected " + std::to_string(expected) +
@@ -32,13 +35,18 @@ std::uint32_t count_entries(const RequestColumns& requests) {
     for (const EntryId entry : requests.entries) largest = std::max(largest, entry);
     const std::size_t asked = requests.entries.empty() ? 0 : std::size_t{largest} + 1;
     const std::size_t given =
-        std::max({requests.sizes.size(), requests.layer_of.size(), requests.records.size(), requests.pinned.size()});
+        std::max({requests.sizes.size(), requests.layer_of.size(), requests.records.size(),
+                  requests.pinned.size()});
     if (given != 0 && asked > given) {
-        throw std::invalid_argument("column 'entries': entry " + std::to_string(largest) + ", and there are " +
-                                    std::to_string(given));
+        throw std::invalid_argument("column 'entries': entry " + std::to_string(largest) +
+                                    ", and there are " + std::to_string(given));
     }
     const std::size_t entries = std::max(asked, given);
-    if (entries > 0xfffffffeu) throw std::invalid_argument("column 'entries': 4294967295 is no entry");
+    if (entries > kMostEntries) {
+        throw std::invalid_argument("column 'entries': " + std::to_string(entries) +
+                                    " entries, numbered from 0 on; " + std::to_string(kMostEntries) +
+                                    " are the most that there can be");
+    }
     expect_length("sizes", requests.sizes.size(), entries, "entry");
     expect_length("entry_layers", requests.layer_of.size(), entries, "entry");
     expect_length("records", requests.records.size(), entries, "entry");

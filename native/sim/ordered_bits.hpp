@@ -6,8 +6,8 @@
 
 namespace tierstore {
 
-// A set of numbers below a bound, ordered: a bit for each, and above each 64 words one that says which of them
-// are not empty. Finding a neighbour looks at a handful of words.
+// A set of numbers below a bound, ordered: a bit for each, and above each 64 words one that says which of
+// them are not empty. Finding a neighbour looks at a handful of words.
 class OrderedBits {
 public:
     using Number = std::uint32_t;

@@ -1,14 +1,12 @@
 #include "native/sim/recency_stack.hpp"
 
 #include <algorithm>
-#include <stdexcept>
 
 namespace tierstore {
 
 RecencyStack::RecencyStack(std::uint32_t entry_count) : where_(entry_count, kNowhere) {
     constexpr std::uint64_t kSpread = 4;  // length of the log, by what can live in it
     const std::uint64_t blocks = kSpread * entry_count / kBlock + 2;
-    if (blocks * kBlock > kNowhere) throw std::invalid_argument("column 'entries': more than 2^30 entries");
     log_.resize(blocks * kBlock);
     bits_.resize(blocks * kBlock / 64);
     tree_.resize(blocks + 1);

@@ -13,7 +13,7 @@ namespace tierstore {
 // O(log entries). When the log is full, what is not an entry's last mention is squeezed out.
 class RecencyStack {
 public:
-    explicit RecencyStack(std::uint32_t entry_count);
+    explicit RecencyStack(std::uint32_t entry_count);  // below 2^30
 
     static constexpr std::uint32_t kNever = 0;
     // How many entries, itself included, were touched no earlier than its last touch; kNever if it was not.
@@ -58,7 +58,7 @@ private:
     std::vector<std::uint32_t> where_;  // by entry
     std::vector<EntryId> log_;
     std::vector<std::uint64_t> bits_;
-    std::vector<std::uint32_t> tree_;  // tree_[b] sums the blocks of Fenwick's range that ends with block b - 1
+    std::vector<std::uint32_t> tree_;  // tree_[b] sums the blocks of Fenwick's range that ends with b - 1
     std::uint32_t end_ = 0;
     std::uint32_t live_ = 0;
 };

@@ -45,7 +45,7 @@ public:
     SimulationResult policy() {
         std::vector<std::unique_ptr<Policy>> policies;
         for (std::size_t i = 0; i < capacities_.size(); ++i) {
-            policies.push_back(make_policy(options_.policy, options_.policy_options));
+            policies.push_back(options_.make(options_.policy, options_.policy_options));
         }
         return direct<Lru, Fifo, ClockPolicy, Lfu, Sieve>(std::move(policies));
     }

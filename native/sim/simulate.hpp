@@ -37,10 +37,11 @@ struct RequestColumns {
 
 struct SimulationOptions {
     std::string policy = "lru";  // or one of bound_names()
-    PolicyOptions policy_options;
+    PolicyOptions policy_options{};
+    PolicyFactory make = &make_policy;
     std::uint64_t capacity_frames = 0;
     Scope scope = Scope::GLOBAL;
-    std::vector<std::uint64_t> layer_quotas;  // with LAYER: frames of each layer, at most the capacity in sum
+    std::vector<std::uint64_t> layer_quotas{};  // with LAYER: frames of each, at most the capacity in sum
     Contract contract = Contract::ATOMIC;
     std::uint64_t warmup_events = 0;  // carried out, and not counted anywhere
     Detail detail = Detail::STEPS;

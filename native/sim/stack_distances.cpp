@@ -71,7 +71,7 @@ private:
                                     " asks for an entry twice, and atomic events are sets");
     }
 
-    // At this depth the entry has left all smaller caches: it was written back by those in which it was dirty.
+    // At this depth the entry has left all smaller caches: those in which it was dirty have written it back.
     void leave(EntryId entry, std::uint32_t depth) {
         std::uint32_t& clean_below = clean_below_[entry];
         if (clean_below == kClean || depth <= clean_below) return;
@@ -108,12 +108,13 @@ private:
     StackDistances found_;
     // By entry: it is clean in caches smaller than this, dirty in the rest; kClean: in all.
     std::vector<std::uint32_t> clean_below_;
-    std::vector<std::int64_t> write_backs_;  // by capacity: how many begin to count there, less those that end
+    std::vector<std::int64_t> write_backs_;  // by capacity: how many begin to count, less those that end
 };
 
 }  // namespace
 
-StackDistances stack_distances(const RequestColumns& requests, Contract contract, std::uint64_t warmup_events) {
+StackDistances stack_distances(const RequestColumns& requests, Contract contract,
+                               std::uint64_t warmup_events) {
     const std::uint32_t entry_count = check_columns(requests);
     return StackPass(requests, entry_count).run(contract, warmup_events);
 }

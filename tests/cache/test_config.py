@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 
@@ -33,6 +35,17 @@ def test_bad_settings_name_themselves(settings: dict[str, object], message: str)
 @pytest.mark.parametrize("policy", policy_names())
 def test_every_policy_can_be_had_by_name(policy: str) -> None:
     assert CacheConfig(policy=policy).summary.startswith(policy)
+
+
+def test_the_documentation_names_every_policy_and_its_options() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "CACHE.md").read_text()
+    rows = [line.split("|")[1:4] for line in text.splitlines() if line.startswith("| `")]
+    assert [name.strip(" `") for name, _, _ in rows] == policy_names()
+    for name, _, described in rows:
+        settings = dict(re.findall(r"`(\w+)` = ([\w.]+)", described))
+        settings.pop("half_life" if "beta" in settings else "", None)  # beta and half_life are one thing
+        options = {key: float(value) if value[0].isdigit() else value for key, value in settings.items()}
+        CacheConfig(policy=name.strip(" `"), options=options)
 
 
 def test_half_life() -> None:

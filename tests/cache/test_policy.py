@@ -10,7 +10,7 @@ import pytest
 
 from tierstore._native import Candidates, Clock, Residency
 from tierstore.cache.policy import PythonPolicy
-from tierstore.errors import DataError
+from tierstore.errors import ConfigError, DataError
 from tierstore.trace.replay import replay
 from tierstore.trace.recording import RecordingResidency
 
@@ -173,6 +173,18 @@ def test_errors_are_the_users_own(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="hit by 0") as replayed:
         replay(path, policy=f"{HERE}:Hurt")
     assert not isinstance(replayed.value, DataError)
+
+
+def test_a_trace_alone_does_not_choose_the_code_that_runs(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    with RecordingResidency(path, 2, policy=f"{HERE}:Talkative", policy_options={"word": "on"}) as core:
+        core.add_record(0, [1, 0, 0], [1, 0, 0], 1)
+        ask(core, [0])
+        live = core.stats()
+    with pytest.raises(ConfigError, match=f"recorded under {HERE}:Talkative, a policy written in Python"):
+        replay(path)
+    assert replay(path, policy=f"{HERE}:Talkative") == live
+    assert Talkative.told[0] == ("word", "on")
 
 
 @pytest.mark.parametrize(

@@ -115,3 +115,12 @@ def test_commit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert 0 < found["commit_least_s"] <= found["commit_median_s"] <= found["commit_greatest_s"]
     assert found["commit_to_write_ratio"] > 0
     assert not (tmp_path / "b").exists()
+
+
+def test_collectives(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("collectives", "--layers=1", "--d-model=16", "--tokens=4", "--rounds=1", "--json") == 0
+    found = last_object(capsys.readouterr().out)
+    assert found["same_bits"] is True
+    assert found["apart"]["collectives_count"] > found["fused"]["collectives_count"]
+    assert bench("collectives", "--ranks=1") == 2
+    assert "ranks: expected at least 2" in capsys.readouterr().err

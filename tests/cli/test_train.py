@@ -88,6 +88,7 @@ def test_the_json_object(run: Run) -> None:
         "evictions",
         "write_backs",
         "intervals",
+        "ranks",
         "layer",
     }
     plain = {"train_loss", "val_loss", "records_crc32c", "tier", "cause"}

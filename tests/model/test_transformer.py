@@ -62,7 +62,7 @@ def test_counts_units_and_losses(options: dict[str, Any]) -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == config.dense_parameters
     assert sum(flat.numel() for flat in source.masters.values()) == config.expert_parameters
     units = model.dense_units()
-    assert [name for name, _ in units] == ["block.0", "block.1", "block.2", "ends"]
+    assert [name for name, _ in units] == ["embedding", "block.0", "block.1", "block.2", "head"]
     listed = [id(parameter) for _, parameters in units for parameter in parameters]
     assert sorted(listed) == sorted(id(parameter) for parameter in model.parameters())
     output = model(*_batch())

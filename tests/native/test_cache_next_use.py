@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from naive_policies import NaiveNextUse
+from naive_next_use import NaiveNextUse
 
 from tierstore import _native
 from tierstore._native import Decision

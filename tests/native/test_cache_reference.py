@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from naive_next_use import NaiveNextUse
 from naive_policies import NAIVE, NaivePolicy
 
 from tierstore import _native
@@ -340,7 +341,7 @@ POLICIES = [
 
 
 def naive_policy(name, options):
-    kinds = {"lru": NaiveLru, "lfu-decay": NaiveLfu, **NAIVE}
+    kinds = {"lru": NaiveLru, "lfu-decay": NaiveLfu, "next-use": NaiveNextUse, **NAIVE}
     return lambda capacity, frames: kinds[name](capacity, frames, **options)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -181,7 +182,7 @@ def test_the_ring_of_spans_keeps_the_last(make_engine: MakeEngine) -> None:
     assert [span[2] for span in spans] == tickets[-4:]
     assert lost == 6
     assert all(span[0] is Activity.FILL_ZERO and not span[1] and span[5] == 4096 for span in spans)
-    assert all(a[4] <= b[3] for a, b in zip(spans, spans[1:], strict=False))
+    assert all(a[4] <= b[3] for a, b in itertools.pairwise(spans))
     assert all(span[3] <= span[4] for span in spans)
     assert engine.drain_spans() == ([], 0)
     engine.record_spans(0)

@@ -22,10 +22,14 @@ def serve(address: str) -> None:
     """Answers ``("start", environments, config, stderr)`` with pids, ``("wait", pid)`` with an exit code."""
     import pytest  # noqa: F401 - cases live in test files, which import it
     import torch
-    import torch.distributed.device_mesh  # noqa: F401
+    import torch.distributed.device_mesh
+    from torch.utils.checkpoint import checkpoint
 
     import tierstore.model
     import tierstore.parallel  # noqa: F401
+
+    # Its first call imports for seconds.
+    checkpoint(torch.square, torch.ones(1, requires_grad=True), use_reentrant=False)
 
     with Client(address, "AF_UNIX") as control:
         control.send(("server", os.getpid()))
@@ -92,4 +96,5 @@ def _module(file: str, loaded: dict[str, ModuleType]) -> ModuleType:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))  # for cases whose file imports the launcher
     serve(sys.argv[1])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ import torch.distributed as dist
 from launcher import Ranks
 from torch import Tensor
 
-from tierstore.parallel import Channel, Group, Mesh, Operation
+from tierstore.parallel import Channel, Group, Mesh, Operation, Work
 
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
 
@@ -236,3 +239,93 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         group.all_to_all(torch.empty(2, 2), torch.empty(2, 3), [2], [2])
     with pytest.raises(ValueError, match="expected contiguous"):
         group.all_to_all(torch.empty(2, 2), torch.empty(2, 2).t(), [2], [2])
+
+
+def _summed(mesh: Mesh, sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
+    tensors = [_values(mesh.world.rank + 10 * i, numel, dtype) for i, numel in enumerate(sizes)]
+    works = [mesh.world.all_reduce(*tensors, channel=Channel.STREAM)]
+    again = [_values(mesh.world.rank + 10 * i, numel, dtype) for i, numel in enumerate(sizes)]
+    works += [mesh.world.all_reduce(tensor) for tensor in again]
+    for work in works:
+        work.wait()
+    for together, apart in zip(tensors, again, strict=True):
+        assert torch.equal(together, apart)
+    return tensors
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_are_the_same_alone_together_and_in_parts(ranks: Ranks, size: int, dtype: torch.dtype) -> None:
+    sizes = [5, 9001, 1]
+    found = ranks.run(size, _summed, sizes, dtype)
+    for i, numel in enumerate(sizes):
+        total = _values(10 * i, numel, dtype).float()
+        for rank in range(1, size):
+            total = total + _values(rank + 10 * i, numel, dtype).float()
+        for tensors in found:
+            assert torch.equal(tensors[i], total.to(dtype))
+
+
+class _Pending:
+    """A collective of the backend that completes when it is waited for."""
+
+    def __init__(self) -> None:
+        self.completed = False
+
+    def is_completed(self) -> bool:
+        return self.completed
+
+    def wait(self) -> None:
+        self.completed = True
+
+
+def test_waiting_is_charged_when_it_blocks_and_results_come_once() -> None:
+    events: list[str] = []
+
+    @contextlib.contextmanager
+    def charge() -> Iterator[None]:
+        events.append("blocked")
+        yield
+        events.append("went on")
+
+    work = Work(_Pending(), finish=lambda: events.append("finished"))
+    assert not work.done()
+    work.wait(charge)
+    assert events == ["blocked", "finished", "went on"]
+    assert work.done()
+    work.wait(charge)
+    assert len(events) == 3
+    pending = _Pending()
+    pending.completed = True
+    Work(pending, finish=lambda: events.append("at once")).wait(charge)
+    assert events[3:] == ["at once"]
+
+
+def _over_a_link(mesh: Mesh) -> tuple[bool, list[int]]:
+    """A gather of 40 bytes to one other, over a link that lets them pass at a time of its own."""
+    link = _Link()
+    group = Group(mesh.world.rank, mesh.world.ranks, mesh.world._communicators, link=link)
+    out = torch.empty(20)
+    work = group.all_gather(out, torch.full((10,), float(group.rank)))
+    group.all_gather_object(None)
+    passed_before = time.monotonic_ns() >= link.passes_ns
+    early = work.done() and not passed_before
+    work.wait()
+    assert time.monotonic_ns() >= link.passes_ns
+    assert torch.equal(out, torch.arange(2.0).repeat_interleave(10))
+    return early, link.messages
+
+
+class _Link:
+    def __init__(self) -> None:
+        self.messages: list[int] = []
+        self.passes_ns = 0
+
+    def reserve(self, nbytes: int) -> int:
+        self.messages.append(nbytes)
+        self.passes_ns = time.monotonic_ns() + 50_000_000
+        return self.passes_ns
+
+
+def test_a_limited_link_delays_what_has_arrived(ranks: Ranks) -> None:
+    assert ranks.run(2, _over_a_link) == [(False, [40])] * 2

@@ -65,6 +65,15 @@ def test_survivors_of_a_kill_get_an_error_that_names_the_rank(
         assert f"tierstore: rank {rank}: rank {victim} failed: its process ended" in said
 
 
+def test_a_rank_that_hangs_fails_the_collective_in_time(ranks: Ranks) -> None:
+    with ranks.fresh(2, ParallelConfig(timeout_s=1.0, grace_s=20.0)) as world:
+        world.send(1, _sleep, 60.0)
+        world.send(0, _blocked, "all_to_all")
+        operation, rank, message = world.receive(0, 20.0)
+        assert (operation, rank) == ("all_to_all", None)
+        assert "Timed out" in message
+
+
 def test_a_rank_that_does_nothing_is_ended(ranks: Ranks, tmp_path: Path) -> None:
     config = ParallelConfig(timeout_s=30.0, grace_s=0.2)
     with ranks.fresh(2, config, tmp_path / "stderr") as world:

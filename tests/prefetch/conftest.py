@@ -89,7 +89,8 @@ def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
             stack.callback(tier.close)
             ledger = StallLedger()
             records = {
-                layer: [store.record(f"{layer}.{expert}") for expert in range(EXPERTS)] for layer in LAYERS
+                layer: {expert: store.record(f"{layer}.{expert}") for expert in range(EXPERTS)}
+                for layer in LAYERS
             }
             experts = TieredExperts(
                 store,
@@ -97,7 +98,7 @@ def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
                 records,
                 weight_slots=slots.weights,
                 plan=plan,
-                predictor=make_predictor(predictor, EXPERTS),
+                predictor=make_predictor(predictor, range(EXPERTS)),
                 schedule=Schedule.of_layers(LAYERS, depth=depth),
                 ledger=ledger,
             )

@@ -144,3 +144,20 @@ def test_weights_of_a_layer_larger_than_the_cache(make_rig: MakeRig) -> None:
     for layer in (2, 0):
         rig.backward(layer, {expert: torch.ones(1024) for expert in range(4)})
     assert rig.experts.gradients.sum_of_squares() == 8 * 1024.0
+
+
+def test_a_layer_of_which_no_expert_is_here(make_rig: MakeRig) -> None:
+    """On several ranks, one whose experts got no token still passes through every layer."""
+    rig = make_rig(depth=1, predictor=PredictorName.HISTORY, lookahead=4 * RECORD)
+    rig.store.history.begin(0.01)
+    rig.experts.begin_micro(index=0, count=1)
+    before = {expert: rig.weight(2, expert) for expert in range(4)}
+    for layer in (0, 2):
+        assert rig.forward(layer) == {}
+    for layer in (2, 0):
+        rig.backward(layer, {})
+    assert rig.experts.gradients.sum_of_squares() == 0.0
+    rig.store.history.finish()
+    rig.forward(2, 0, 1, 2, 3)
+    for expert, weight in before.items():  # weight decay moved them all the same
+        assert not torch.equal(rig.weight(2, expert), weight)

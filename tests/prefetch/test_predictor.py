@@ -12,7 +12,7 @@ from tierstore.prefetch.predictor import HistoryPredictor
 
 
 def test_all_and_none() -> None:
-    every, none = (make_predictor(name, 3) for name in (PredictorName.ALL, PredictorName.NONE))
+    every, none = (make_predictor(name, range(3)) for name in (PredictorName.ALL, PredictorName.NONE))
     for predictor in (every, none):
         predictor.observe(0, [1])
     assert every.predict(0) == [0, 1, 2]
@@ -24,7 +24,7 @@ def test_history_by_hand() -> None:
 
     Expert 0 is used, used, not: .5 .625 .71875 .5390625, still worth a read; once more not: .404, no longer.
     """
-    predictor = make_predictor(PredictorName.HISTORY, 3)
+    predictor = make_predictor(PredictorName.HISTORY, range(3))
     assert predictor.predict(0) == [0, 1, 2]
     predictor.observe(0, [0, 2])
     assert predictor.predict(0) == [0, 2]
@@ -40,7 +40,7 @@ def test_history_by_hand() -> None:
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.sets(st.integers(0, 4)), max_size=30))
 def test_history_is_an_exponential_average(used: list[set[int]]) -> None:
-    predictor = HistoryPredictor(5, decay=0.6)
+    predictor = HistoryPredictor(range(5), decay=0.6)
     frequency = [0.5] * 5
     for experts in used:
         predictor.observe(7, sorted(experts))

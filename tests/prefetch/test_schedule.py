@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.cache.access import Phase
+from tierstore.dense.config import Reshard
 from tierstore.errors import ConfigError
-from tierstore.prefetch import GradientPlan, HorizontalQueue, QueueLimits, Reshard, Schedule, Unit
+from tierstore.prefetch import GradientPlan, HorizontalQueue, QueueLimits, Schedule, Unit
 from tierstore.prefetch.schedule import Pass, Window
 
 F, B, S = Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER

@@ -82,7 +82,7 @@ def test_every_policy_computes_the_same_and_replays_exactly(
         bits = losses, trainer.store.records_crc32c()
         live = trainer.store.cache.residency.stats()
     assert live["evictions"]
-    assert replay(tmp_path / "trace") == live
+    assert replay(tmp_path / "trace", policy=policy) == live
     assert expected.setdefault("bits", bits) == bits
 
 
@@ -95,7 +95,7 @@ def test_what_a_policy_of_the_users_raises_comes_out_and_the_store_stays_whole(
         with pytest.raises(ZeroDivisionError, match="no more choices") as raised:
             [trainer.step() for _ in range(config.steps)]
         assert f"in cache policy {__name__}:Newest, select()" in raised.value.__notes__
-        with pytest.raises(StorePoisonedError, match="no more choices|the cache policy failed"):
+        with pytest.raises(StorePoisonedError, match="no more choices"):
             trainer.commit()
     with ParameterStore.open(config.store) as store:
         assert store.verify().failures == []

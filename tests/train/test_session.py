@@ -15,12 +15,12 @@ from tierstore.stats import delta
 from tierstore.store import verify_store
 from tierstore.trace.reader import load_trace
 from tierstore.trace.replay import replay
+from tierstore.train.budgets import DeviceKind, budgets
 from tierstore.train.config import TrainConfig
-from tierstore.train.session import Opening, budgets, open_session
+from tierstore.train.session import Opening, open_session
 
 Make = Callable[..., TrainConfig]
 Least = Callable[[TrainConfig], int]
-CPU = torch.device("cpu")
 
 SHAPES: dict[str, dict[str, Any]] = {
     "one expert a layer": {"model.experts": 1, "model.top_k": 1},
@@ -90,7 +90,7 @@ def test_the_budget_is_divided_whole(share: int, depth: int, configure: Make, le
     config = configure({"prefetch.depth": depth})
     minimum = least(config)
     config = configure({"prefetch.depth": depth, "host_budget": share * minimum})
-    divided = budgets(config, CPU)
+    divided = budgets(config, DeviceKind.CPU)
     assert divided.cache + divided.device == config.host_budget
     assert divided.device == divided.slots.nbytes
     assert divided.slots.weights >= 1

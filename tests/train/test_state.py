@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tierstore.errors import StoreFormatError
+from tierstore.parallel import Mesh, Place
 from tierstore.store import ParameterStore, RecordSchema, StoreConfig
 from tierstore.train.config import TrainConfig
 from tierstore.train.session import Opening, open_session
@@ -42,7 +43,10 @@ def test_differences_name_each_condition() -> None:
 
 def test_budgets_are_no_conditions(configure: Make) -> None:
     def of(changes: dict[str, Any]) -> dict[str, object]:
-        return conditions(configure(changes), threads=1, device=torch.device("cpu"), data_crc32=3)
+        cpu = torch.device("cpu")
+        return conditions(
+            configure(changes), threads=1, device=cpu, data_crc32=3, mesh=Mesh.alone(Place(), cpu)
+        )
 
     plain = of({})
     assert of({"host_budget": "1MiB", "cache.policy": "lru", "prefetch.depth": 3, "steps": 9}) == plain

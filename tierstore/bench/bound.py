@@ -2,8 +2,8 @@
 bandwidth.
 
 Compulsory bytes come from the trace of a run, its capacity and its sections, not from what the run happened
-to move: the trace is replayed without its speculation, through every policy that a live store has, and the
-least is taken. ``clairvoyant`` is lower still: what an eviction that knows the whole future would move
+to move: the trace is replayed without its speculation, through every native policy (with its default options, or
+as recorded), and the least is taken. ``clairvoyant`` is lower still: what an eviction that knows the whole future would move
 (Belady's rule for entries of several sizes, demanded entries admitted, one record pinned at a
 time). It is shown beside the bound and does not enter it: no policy can know the future.
 """
@@ -76,7 +76,7 @@ def compulsory(path: str | os.PathLike[str], *, first_step: int, steps: int) -> 
     begin = int(ends[first_step - 1]) + 1 if first_step else 0
     end = int(ends[first_step + steps - 1]) + 1
     by_policy = {}
-    for policy in dict.fromkeys([*policy_names(), trace.header.policy]):
+    for policy in policy_names():
         try:
             by_policy[policy] = replayed(trace, policy, begin, end)
         except CapacityError:  # a policy that needs more room than the one that ran

@@ -126,13 +126,13 @@ def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
 
 def _train(first: Mapping[str, Any], requests: IO[bytes], answer: Any) -> None:
     from tierstore.train.config import TrainConfig
-    from tierstore.train.footprint import fixed_bytes, keep_freed_memory, peak_resident_bytes, resident_bytes
+    from tierstore.train.footprint import fixed_cost, keep_freed_memory, peak_resident_bytes, resident_bytes
     from tierstore.train.session import Opening, open_session
 
     config = from_dict(TrainConfig, first["config"])
     trace = None if first["trace"] is None else Path(first["trace"])
     keep_freed_memory()
-    fixed = fixed_bytes(config, resident_bytes())
+    fixed = fixed_cost(config, resident_bytes()).nbytes
     with open_session(config, Opening.CREATE, trace=trace) as trainer:
         answer({"fixed_resident_bytes": fixed, "effective": trainer.store.describe()})
         for line in requests:

@@ -22,6 +22,10 @@ _COUNTS = frozenset(
         "bytes_per_parameter",
         "s_per_parameter",
         "record_parameters",
+        "ranks",
+        "layers",
+        "collectives",
+        "disk_transfers",
     }
 )
 
@@ -242,3 +246,99 @@ def _show_cache(result: dict[str, Any], output: Output) -> None:
             f"{timed['policies_count']} curves of {timed['points']} points over {result['requests']} requests: "
             f"{format_seconds(timed['elapsed_s'])} on {result['cores']} cores"
         )
+
+
+@bench.command()
+@click.option("--steps", type=int, default=5, show_default=True, help="Steps measured of each run.")
+@click.option("--warmup", type=int, default=3, show_default=True, help="Steps before them.")
+@click.option("--layers", type=int, default=16, show_default=True)
+@click.option(
+    "--forward-ms", type=float, default=20.0, show_default=True, help="Computation of a layer's pass."
+)
+@click.option(
+    "--computation",
+    type=click.Choice(["matmul", "device"]),
+    default="matmul",
+    show_default=True,
+    help="On the processor, or as a device would: a time in which the processor is free.",
+)
+@click.option("--store", type=click.Path(path_type=Path), help="A directory to make, measure in, and remove.")
+@click.option(
+    "--timeline", type=click.Path(path_type=Path), help="Rank 0's Chrome trace of the balanced run."
+)
+@click.option(
+    "--svg", type=click.Path(path_type=Path), help="A picture of one of its steps (needs matplotlib)."
+)
+@json_option
+def overlap(
+    steps: int,
+    warmup: int,
+    layers: int,
+    forward_ms: float,
+    computation: str,
+    store: Path | None,
+    timeline: Path | None,
+    svg: Path | None,
+    as_json: bool,
+) -> None:
+    """Two ranks over limited links: how much of gathers and expert fetches is hidden, and by which queue."""
+    from tierstore.bench.overlap import OverlapBench, run
+    from tierstore.bench.overlap_rig import Computation, RigShape
+
+    shape = RigShape(
+        layers=layers,
+        cached_layers=layers / 2,
+        vertical_depth=max(1, layers * 3 // 4),
+        forward_s=forward_ms / 1e3,
+        computation=Computation(computation),
+    )
+    place = store or Path("tierstore-bench")
+    plan = OverlapBench(place=place, steps=steps, warmup=warmup, timeline=timeline, svg=svg, shape=shape)
+    output = Output.for_option(as_json, counts=_COUNTS)
+    result = run(plan, output.line)
+    output.table(
+        f"{result['ranks']} ranks, {layers} layers, links limited",
+        (
+            "",
+            "prefetch",
+            "computation",
+            "gathers",
+            "fetches",
+            "step",
+            "/ longest",
+            "stalled: horizontal",
+            "vertical",
+        ),
+        [
+            (
+                row["balance"],
+                row["prefetch"],
+                *(format_seconds(row[f"{what}_s"]) for what in ("computation", "gathers", "fetches", "step")),
+                f"{row['ratio']:.3f}",
+                *(format_seconds(_stalled_along(row, way)) for way in ("horizontal", "vertical")),
+            )
+            for row in result["runs"]
+        ],
+    )
+    output.emit(result)
+
+
+def _stalled_along(run: dict[str, Any], dimension: str) -> float:
+    return float(sum(s["step_stall_s"] for s in run["stalls"] if s["cause"].startswith(dimension)))
+
+
+@bench.command()
+@click.option("--ranks", type=int, default=2, show_default=True)
+@click.option("--layers", type=int, default=8, show_default=True, help="Dense blocks.")
+@click.option("--d-model", type=int, default=128, show_default=True, help="Their width.")
+@click.option("--tokens", type=int, default=64, show_default=True, help="Tokens of a step on each rank.")
+@click.option("--rounds", type=int, default=7, show_default=True)
+@json_option
+def collectives(ranks: int, layers: int, d_model: int, tokens: int, rounds: int, as_json: bool) -> None:
+    """Fused gathers and gradient buckets against a message a parameter, over ranks on Gloo."""
+    from tierstore.bench.collectives import CollectivesBench, render, run
+
+    output = Output.for_option(as_json, counts=_COUNTS)
+    result = run(CollectivesBench(ranks=ranks, layers=layers, d_model=d_model, tokens=tokens, rounds=rounds))
+    render(result, output)
+    output.emit(result)

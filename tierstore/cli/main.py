@@ -36,6 +36,9 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "train": CommandEntry(
         "tierstore.cli.train:train", "Train a Mixture-of-Experts model larger than memory."
     ),
+    "plan": CommandEntry(
+        "tierstore.cli.plan:plan", "What a model needs on each tier, whether it fits, the time of a step."
+    ),
     "doctor": CommandEntry(
         "tierstore.cli.doctor:doctor", "What this machine offers, and what each capability resolved to."
     ),
@@ -99,9 +102,15 @@ class LazyGroup(click.Group):
         except click.Abort:
             sys.exit(_INTERRUPTED)
         except (click.ClickException, TierstoreError, OSError) as error:
-            click.echo(f"tierstore: error: {_one_line(error)}", err=True)
+            click.echo(f"tierstore: error: {_rank()}{_one_line(error)}", err=True)
             sys.exit(_NOT_SO if isinstance(error, ChecksumError) else _BAD_INPUT)
         sys.exit(status if isinstance(status, int) else _DONE)
+
+
+def _rank() -> str:
+    """Which of several ranks speaks: torchrun mixes what they print."""
+    several = os.environ.get("WORLD_SIZE", "1") != "1"
+    return f"rank {os.environ['RANK']}: " if several and "RANK" in os.environ else ""
 
 
 def _one_line(error: Exception) -> str:

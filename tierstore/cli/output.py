@@ -65,6 +65,8 @@ _COUNTS = frozenset(
         "frames",
         "depth",
         "repeats",
+        "ranks",
+        "rank",
     }
 )
 _PLAIN_WIDTH = 120  # columns for tables where there is no terminal to ask
@@ -76,6 +78,7 @@ class OutputMode(Enum):
 
     HUMAN = "human"
     JSON = "json"
+    NOBODY = "nobody"  # one of several ranks: the first one speaks for all
 
 
 class Output:
@@ -84,7 +87,13 @@ class Output:
     def __init__(self, mode: OutputMode, *, counts: frozenset[str] = frozenset()) -> None:
         self.mode = mode
         self._counts = _COUNTS | counts
-        self.console = Console(stderr=mode is OutputMode.JSON, highlight=False, markup=False, emoji=False)
+        self.console = Console(
+            stderr=mode is OutputMode.JSON,
+            quiet=mode is OutputMode.NOBODY,
+            highlight=False,
+            markup=False,
+            emoji=False,
+        )
         if not self.console.is_terminal:
             self.console.width = _PLAIN_WIDTH
 
@@ -147,7 +156,7 @@ class Progress:
         self._last_line_s = -math.inf
         self._last_step = -1
         self._bar: RichProgress | None = None
-        if console.is_terminal:
+        if console.is_terminal and not console.quiet:
             self._bar = RichProgress(
                 TextColumn("{task.description}"),
                 BarColumn(),

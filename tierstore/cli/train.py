@@ -1,6 +1,7 @@
 """``tierstore train``: the main job.
 
-SIGINT and SIGTERM end the run after the step in progress, with a commit; a second one exits at once.
+SIGINT and SIGTERM end the run after the step in progress, with a commit; a second one exits at once. Under
+``torchrun`` all ranks end with it, and the first one speaks for all.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
@@ -15,16 +17,20 @@ from typing import TYPE_CHECKING
 import click
 
 from tierstore.cli.options import SIZE, config_overrides, help_config_option, json_option, set_option
-from tierstore.cli.output import Output
+from tierstore.cli.output import Output, OutputMode
 from tierstore.config import load
+from tierstore.links import CollectiveLink
 from tierstore.machine import disk
 from tierstore.timeline import open_timeline
 from tierstore.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:  # at run time these import torch, which listing the commands must not
+    from tierstore.parallel import Mesh
     from tierstore.store.parameter_store import ParameterStore
     from tierstore.train.config import TrainConfig
-    from tierstore.train.report import RunSummary
+    from tierstore.train.ranks import Opening
+    from tierstore.train.report import Metrics, RunSummary
+    from tierstore.train.trainer import Trainer
 
 __all__ = ["train"]
 
@@ -88,64 +94,58 @@ def train(
         "commit_every": commit_every,
     }
     loaded = load(TrainConfig, config, config_overrides(settings, given))
-    output = Output.for_option(as_json, counts=frozenset({"write_backs"}))
-    ctx.exit(
-        _run(loaded, output, resume=resume, metrics=metrics, timeline=timeline, record_trace=record_trace)
-    )
+    ctx.exit(_run(loaded, _Files(metrics, timeline, record_trace), resume=resume, as_json=as_json))
 
 
-def _run(
-    config: TrainConfig,
-    output: Output,
-    *,
-    resume: bool,
-    metrics: Path | None,
-    timeline: Path | None,
-    record_trace: Path | None,
+@dataclass(frozen=True)
+class _Files:
+    """What a run writes besides its store; each rank has files of its own."""
+
+    metrics: Path | None
+    timeline: Path | None
+    trace: Path | None
+
+    def of_rank(self, rank: int) -> _Files:
+        from tierstore.train.ranks import rank_file
+
+        return _Files(*(rank_file(path, rank) for path in (self.metrics, self.timeline, self.trace)))
+
+
+def _run(config: TrainConfig, files: _Files, *, resume: bool, as_json: bool) -> int:
+    from tierstore.parallel import launch
+    from tierstore.train.ranks import Opening, restarted
+
+    counts = frozenset({"write_backs"})
+    # Ranks end together or not at all: from here on a signal to one of them is everybody's.
+    link = CollectiveLink(config.links.gather.open())
+    with _Interrupts() as interrupts, launch(config.parallel, device=config.device, link=link) as mesh:
+        first = mesh.world.rank == 0
+        output = Output.for_option(as_json, counts=counts) if first else Output(OutputMode.NOBODY)
+        again = Opening.RESTART if restarted() else Opening.CREATE
+        opening = Opening.RESUME if resume else again
+        return _train(config, output, opening, files.of_rank(mesh.world.rank), mesh, interrupts)
+
+
+def _train(
+    config: TrainConfig, output: Output, opening: Opening, files: _Files, mesh: Mesh, interrupts: _Interrupts
 ) -> int:
-    from tierstore.train.footprint import fixed_bytes, keep_freed_memory, resident_bytes
-    from tierstore.train.report import Metrics, RunSummary, counters, tier_rows
-    from tierstore.train.session import Opening, open_session
+    from tierstore.train.footprint import fixed_cost, keep_freed_memory, resident_bytes
+    from tierstore.train.report import Metrics, RunSummary, tier_rows, totals
+    from tierstore.train.session import open_session
 
     keep_freed_memory()
-    fixed = fixed_bytes(config, resident_bytes())
-    _announce(config, output, fixed)
-    opening = Opening.RESUME if resume else Opening.CREATE
+    fixed = fixed_cost(config, resident_bytes()).nbytes
+    _announce(config, output, fixed, mesh)
     with (
-        open_timeline(timeline) as sink,
-        Metrics(metrics) as log,
-        _Interrupts() as interrupts,
-        open_session(config, opening, trace=record_trace, timeline=sink) as trainer,
+        open_timeline(files.timeline) as sink,
+        Metrics(files.metrics) as log,
+        open_session(config, opening, mesh=mesh, trace=files.trace, timeline=sink) as trainer,
     ):
         _describe(trainer.store, output)
         log.start(trainer)
         begun, first = time.monotonic(), trainer.state.position
-        with output.progress(config.steps, label="train") as progress:
-            while trainer.state.position < config.steps and not interrupts.asked:
-                result = trainer.step()
-                done = trainer.state.position
-                val_loss = None
-                if config.eval_every and done % config.eval_every == 0 and done < config.steps:
-                    val_loss = trainer.evaluate()
-                counts = counters(trainer)
-                progress.update(
-                    done,
-                    config.steps,
-                    {
-                        "loss": result.loss,
-                        "val": trainer.state.val_loss if trainer.state.val_loss is not None else "-",
-                        "tokens/s": config.tokens_per_step * (done - first) / (time.monotonic() - begun),
-                        "hits": f"{counts['hits'] / max(counts['hits'] + counts['misses'], 1):.0%}",
-                        "read": format_bytes(counts["read_bytes"]),
-                        "written": format_bytes(counts["written_bytes"]),
-                    },
-                )
-                log.record(trainer, result, val_loss)
-                if config.snapshot_every and done % config.snapshot_every == 0:
-                    trainer.commit(snapshot=f"step-{done}")
-                elif config.commit_every and done % config.commit_every == 0 and done < config.steps:
-                    trainer.commit()
-        if not interrupts.asked:
+        stopped = _steps(config, output, trainer, log, interrupts)
+        if not stopped:
             trainer.evaluate()
         trainer.commit()
         trainer.store.end_trace()
@@ -158,32 +158,75 @@ def _run(
             seconds=seconds,
             tokens=config.tokens_per_step * (trainer.state.position - first),
             fixed_resident_bytes=fixed,
-            counts=counters(trainer),
-            late_prefetch_bytes=trainer.late_prefetch_bytes,
             stalls=[stall.as_dict() for stall in trainer.ledger.rows()],
             stall_s=trainer.ledger.total_s,
-            records_crc32c=trainer.store.records_crc32c(),
+            totals=totals(trainer),
         )
-        if config.sample_tokens and not interrupts.asked:
+        if config.sample_tokens and not stopped:
             text = trainer.sample(_PROMPT, config.sample_tokens)
             output.line("sample: " + (_PROMPT + text).decode(errors="replace"))
     _show(summary, output, tier_rows(summary))
-    output.emit(summary.as_json())
-    if interrupts.asked:
+    if mesh.world.rank == 0:
+        output.emit(summary.as_json())
+    if stopped:
         output.line(f"stopped by a signal after step {summary.steps}, committed; --resume goes on")
         return _INTERRUPTED
     return 0
 
 
-def _announce(config: TrainConfig, output: Output, fixed: int) -> None:
+def _steps(
+    config: TrainConfig, output: Output, trainer: Trainer, log: Metrics, interrupts: _Interrupts
+) -> bool:
+    """Steps to the end, or until a signal reaches any rank: then True."""
+    from tierstore.train.report import counters
+
+    begun, first = time.monotonic(), trainer.state.position
+    with output.progress(config.steps, label="train") as progress:
+        while trainer.state.position < config.steps:
+            if trainer.mesh.world.any(interrupts.asked):
+                return True
+            result = trainer.step()
+            done = trainer.state.position
+            val_loss = None
+            if config.eval_every and done % config.eval_every == 0 and done < config.steps:
+                val_loss = trainer.evaluate()
+            counts = counters(trainer)
+            progress.update(
+                done,
+                config.steps,
+                {
+                    "loss": result.loss,
+                    "val": trainer.state.val_loss if trainer.state.val_loss is not None else "-",
+                    "tokens/s": config.tokens_per_step * (done - first) / (time.monotonic() - begun),
+                    "hits": f"{counts['hits'] / max(counts['hits'] + counts['misses'], 1):.0%}",
+                    "read": format_bytes(counts["read_bytes"]),
+                    "written": format_bytes(counts["written_bytes"]),
+                },
+            )
+            log.record(trainer, result, val_loss)
+            if config.snapshot_every and done % config.snapshot_every == 0:
+                trainer.commit(snapshot=f"step-{done}")
+            elif config.commit_every and done % config.commit_every == 0 and done < config.steps:
+                trainer.commit()
+    return False
+
+
+def _announce(config: TrainConfig, output: Output, fixed: int, mesh: Mesh) -> None:
     """What the run will take, before the first write."""
+    from tierstore.store.space import copies
+
     model = config.model
     records = model.expert_parameters * 12
-    copies = 2 + config.retain
+    kept = copies(config.retain)
     output.line(
         f"model: {model.total_parameters / 1e6:.1f} M parameters, {model.expert_count} experts in "
         f"{len(model.moe_layers)} layers, {format_bytes(records)} of expert records, {model.compute_dtype.value}"
     )
+    if mesh.world.size > 1:
+        output.line(
+            f"ranks: {mesh.world.size}, in {mesh.replicas} expert group{'s' * (mesh.replicas > 1)} of "
+            f"{mesh.expert.size}; budgets and memory below are each rank's"
+        )
     output.line(
         f"memory: host budget {format_bytes(config.host_budget)} for all experts, fixed cost about "
         f"{format_bytes(fixed)} (torch, dense parameters, activations, text)"
@@ -198,7 +241,7 @@ def _announce(config: TrainConfig, output: Output, fixed: int) -> None:
     parents = [config.store.absolute(), *config.store.absolute().parents]
     place = disk(next(path for path in parents if path.exists()))
     output.line(
-        f"disk: {format_bytes(copies * records)} reserved in {config.store} for {copies} copies; "
+        f"disk: {format_bytes(kept * records)} reserved in {config.store} for {kept} copies; "
         f"{format_bytes(place.free_bytes)} free"
     )
 
@@ -218,9 +261,10 @@ def _show(summary: RunSummary, output: Output, rows: list[tuple[str, str]]) -> N
     if summary.stalls:
         output.table(
             "longest stalls",
-            ("layer", "tier", "cause", "time"),
+            ("dimension", "layer", "tier", "cause", "time"),
             [
                 (
+                    stall["dimension"],
                     stall["layer"] if stall["layer"] is not None else "-",
                     stall["tier"],
                     stall["cause"],

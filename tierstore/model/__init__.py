@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
-from tierstore.model.config import CheckpointActivations, ComputeDtype, ModelConfig, TieEmbeddings
-from tierstore.model.transformer import Output, Transformer
+from typing import TYPE_CHECKING
+
+from tierstore.lazy import exports
+
+if TYPE_CHECKING:
+    from tierstore.model.config import CheckpointActivations, ComputeDtype, ModelConfig, TieEmbeddings
+    from tierstore.model.transformer import Output, Transformer
+else:
+    __getattr__ = exports(
+        __name__,
+        {
+            "config": ["CheckpointActivations", "ComputeDtype", "ModelConfig", "TieEmbeddings"],
+            "transformer": ["Output", "Transformer"],
+        },
+    )
 
 __all__ = [
     "CheckpointActivations",

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
-
-import torch
+from typing import TYPE_CHECKING
 
 from tierstore.errors import ConfigError
-from tierstore.moe import Activation, ExpertShape, RouterConfig, RouterNoise, SaveActivations
+from tierstore.moe.config import Activation, ExpertShape, RouterConfig, RouterNoise, SaveActivations
 
-__all__ = ["CheckpointActivations", "ComputeDtype", "ModelConfig", "TieEmbeddings"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["CheckpointActivations", "ComputeDtype", "DenseUnit", "ModelConfig", "TieEmbeddings"]
 
 
 class ComputeDtype(StrEnum):
@@ -21,8 +23,15 @@ class ComputeDtype(StrEnum):
     BF16 = "bf16"
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of one value."""
+        return 4 if self is ComputeDtype.FP32 else 2
+
+    @property
     def torch(self) -> torch.dtype:
         """The same, for torch."""
+        import torch  # a plan reads configurations without it
+
         return torch.float32 if self is ComputeDtype.FP32 else torch.bfloat16
 
 
@@ -38,6 +47,20 @@ class TieEmbeddings(StrEnum):
 
     TIED = "tied"
     UNTIED = "untied"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseUnit:
+    """Parameters outside of the experts that are needed together. ``matrices``: how many are cast to the compute type
+    before their only use; ``others`` are used in fp32.
+    """
+
+    matrices: int
+    others: int
+
+    @property
+    def numel(self) -> int:
+        return self.matrices + self.others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,21 +182,26 @@ class ModelConfig:
         return self.expert_numel * self.expert_count
 
     @property
-    def dense_parameters(self) -> int:
-        """Parameters outside of the experts: those that stay on the device."""
-        d, moe = self.d_model, len(self.moe_layers)
-        block = 4 * d * d + 2 * d
+    def dense_units(self) -> tuple[DenseUnit, ...]:
+        """The units outside of the experts, in the order of the forward pass: embedding, blocks, norm and head."""
+        d = self.d_model
         shared = 0
         if self.shared_expert_d_ff:
             shared = ExpertShape(d, self.shared_expert_d_ff, self.activation).numel
-        tables = 1 if self.tie_embeddings is TieEmbeddings.TIED else 2
-        return (
-            tables * self.vocab_size * d
-            + d
-            + self.n_layers * block
-            + moe * (self.experts * d + shared)
-            + (self.n_layers - moe) * self.dense_shape.numel
-        )
+        table = self.vocab_size * d
+        units = [DenseUnit(matrices=0, others=table)]
+        for layer in range(self.n_layers):
+            if layer in self.moe_layers:
+                units.append(DenseUnit(matrices=4 * d * d + shared, others=2 * d + self.experts * d))
+            else:
+                units.append(DenseUnit(matrices=4 * d * d + self.dense_shape.numel, others=2 * d))
+        tied = self.tie_embeddings is TieEmbeddings.TIED
+        return (*units, DenseUnit(matrices=0, others=d if tied else d + table))
+
+    @property
+    def dense_parameters(self) -> int:
+        """Parameters outside of the experts: those that stay on the device."""
+        return sum(unit.numel for unit in self.dense_units)
 
     @property
     def total_parameters(self) -> int:
@@ -191,7 +219,7 @@ class ModelConfig:
         Counts what autograd saves per block, the experts' activations, and the scratch of one layer's
         backward pass with every assignment at one expert.
         """
-        width = 4 if self.compute_dtype is ComputeDtype.FP32 else 2
+        width = self.compute_dtype.itemsize
         d, shape = self.d_model, self.expert_shape
         rows = tokens * self.top_k
         # Two norms (fp32 in, out), queries, keys, values before and after rotation, attention, projection,

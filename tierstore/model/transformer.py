@@ -6,6 +6,9 @@ Pre-norm blocks: ``x += attention(norm(x))``, ``x += mixture(norm(x))``. In bf16
 products are bf16, through explicit casts of fp32 masters; autocast would choose for us, and differently
 from one release to the next. Norms, softmax, router and loss are fp32. First weights are a function of the
 seed and of what they are for, so that changing one layer changes nothing else.
+
+On several ranks (``mesh``) each has a part of the global batch, all parts alike in shape. ``objective`` is then this
+rank's share of the global one: the shares, and their gradients, add up to it.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from tierstore.model.config import CheckpointActivations, ModelConfig, TieEmbedd
 from tierstore.model.loss import cross_entropy
 from tierstore.moe import ExpertSource, FeedForward, MoELayer, NoiseKey, Routing
 from tierstore.moe.seeds import keyed_generator
+from tierstore.parallel import Mesh
+from tierstore.stats import StallLedger
 
 __all__ = ["Block", "MixtureFactory", "Output", "Transformer"]
 
@@ -36,9 +41,10 @@ MixtureFactory = Callable[[int], nn.Module]
 class Output:
     """One forward pass.
 
-    ``loss``: mean cross entropy in nats, fp32. ``aux_loss``, ``z_loss``: unweighted, summed over the MoE
-    layers. ``objective``: what to differentiate, ``loss`` plus both by their weights. ``loads``: assignments
-    per expert, one int64 (E,) for each MoE layer. ``logits``: fp32 (B, T, V) if no targets were given.
+    ``loss``: mean cross entropy of this rank's tokens in nats, fp32. ``aux_loss``, ``z_loss``: unweighted, summed
+    over the MoE layers, this rank's shares. ``objective``: what to differentiate, this rank's share of ``loss``
+    (its W-th part on W ranks) plus both by their weights. ``loads``: assignments per expert from the global batch,
+    one int64 (E,) for each MoE layer. ``logits``: fp32 (B, T, V) if no targets were given.
     """
 
     loss: Tensor | None
@@ -81,14 +87,24 @@ class Transformer(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, source: ExpertSource | None, *, mixture: MixtureFactory | None = None
+        self,
+        config: ModelConfig,
+        source: ExpertSource | None,
+        *,
+        mixture: MixtureFactory | None = None,
+        mesh: Mesh | None = None,
+        ledger: StallLedger | None = None,
     ) -> None:
-        """``mixture`` replaces the MoE layer (the plain reference does so); ``source`` is then not used."""
+        """``mixture`` replaces the MoE layer (the plain reference does so); ``source`` is then not used.
+
+        Waiting for other ranks is charged to ``ledger``.
+        """
         super().__init__()
         if source is None and mixture is None:
             raise ValueError("a Transformer needs an expert source, or a factory of mixtures")
         self.config = config
         self._key = NoiseKey()
+        self._ranks = 1 if mesh is None else mesh.world.size
 
         def from_source(layer: int) -> nn.Module:
             return MoELayer(
@@ -99,6 +115,8 @@ class Transformer(nn.Module):
                 seed=config.seed,
                 shared_d_ff=config.shared_expert_d_ff,
                 save_activations=config.expert_activations,
+                mesh=mesh,
+                ledger=ledger,
             )
 
         make = mixture or from_source
@@ -132,12 +150,26 @@ class Transformer(nn.Module):
         self._key = NoiseKey(step, micro)
 
     def dense_units(self) -> list[tuple[str, list[nn.Parameter]]]:
-        """Every dense parameter, in a fixed order: one unit for each block, then embedding, norm and head."""
-        units = [(f"block.{i}", list(block.parameters())) for i, block in enumerate(self.blocks)]
-        ends = [self.embedding, *self.norm.parameters()]
+        """Every dense parameter, in the order of the forward pass: embedding, a unit for each block, norm and head.
+
+        A tied head is the first unit's embedding.
+        """
+        blocks = [(f"block.{i}", list(block.parameters())) for i, block in enumerate(self.blocks)]
+        head = [*self.norm.parameters()]
         if self.head is not None:
-            ends.append(self.head)
-        return [*units, ("ends", ends)]
+            head.append(self.head)
+        return [("embedding", [self.embedding]), *blocks, ("head", head)]
+
+    def cast_parameters(self) -> list[nn.Parameter]:
+        """Parameters whose only use in a pass is a cast to the compute type: a narrower copy serves as well.
+
+        The matrices of blocks. Norms and routers are used in fp32; the embedding is scaled before it is cast; the head
+        may be cast once for each chunk of the loss, whose gradients are then added in fp32.
+        """
+        if self.config.compute_dtype.torch == torch.float32:
+            return []
+        matrices = ("attention.qkv", "attention.out", "ffn.inner", "ffn.down", "shared.inner", "shared.down")
+        return [parameter for name, parameter in self.named_parameters() if name.endswith(matrices)]
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Output:
         """Run the model on int64 ``tokens_BT`` (T at most ``seq_len``), with ``targets_BT`` alike or None."""
@@ -168,7 +200,8 @@ class Transformer(nn.Module):
             logits = F.linear(x, head.to(x.dtype)).to(zero.dtype)
             return Output(None, aux_loss, z_loss, None, tuple(loads), logits)
         loss = cross_entropy(x.flatten(0, 1), head, targets_BT.flatten())
-        objective = loss + config.aux_loss_weight * aux_loss + config.z_loss_weight * z_loss
+        share = loss if self._ranks == 1 else loss / self._ranks
+        objective = share + config.aux_loss_weight * aux_loss + config.z_loss_weight * z_loss
         return Output(loss, aux_loss, z_loss, objective, tuple(loads), None)
 
     @torch.no_grad()

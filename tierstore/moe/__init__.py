@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
-from tierstore.moe.experts import Activation, ExpertShape, initial_expert
-from tierstore.moe.layer import FeedForward, MoELayer, SaveActivations
-from tierstore.moe.router import NoiseKey, Router, RouterConfig, RouterNoise, Routing
-from tierstore.moe.source import ExpertLease, ExpertSource, InMemoryExperts, MemoryLease
+from typing import TYPE_CHECKING
+
+from tierstore.lazy import exports
+
+if TYPE_CHECKING:
+    from tierstore.moe.config import Activation, ExpertShape, RouterConfig, RouterNoise, SaveActivations
+    from tierstore.moe.experts import initial_expert
+    from tierstore.moe.layer import FeedForward, MoELayer
+    from tierstore.moe.router import NoiseKey, Router, Routing
+    from tierstore.moe.source import ExpertLease, ExpertSource, InMemoryExperts, MemoryLease
+else:
+    __getattr__ = exports(
+        __name__,
+        {
+            "config": ["Activation", "ExpertShape", "RouterConfig", "RouterNoise", "SaveActivations"],
+            "experts": ["initial_expert"],
+            "layer": ["FeedForward", "MoELayer"],
+            "router": ["NoiseKey", "Router", "Routing"],
+            "source": ["ExpertLease", "ExpertSource", "InMemoryExperts", "MemoryLease"],
+        },
+    )
 
 __all__ = [
     "Activation",

@@ -15,14 +15,12 @@ autograd: the formulas write into buffers that the layer owns, and their shapes 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tierstore.errors import ConfigError
+from tierstore.moe.config import Activation, ExpertShape, ExpertViews
 from tierstore.moe.seeds import keyed_generator
 
 __all__ = [
@@ -37,59 +35,6 @@ __all__ = [
     "recompute_inner",
     "weight_std",
 ]
-
-
-class Activation(StrEnum):
-    """The nonlinearity of a feed-forward network."""
-
-    SWIGLU = "swiglu"
-    GELU = "gelu"
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertViews:
-    """Views into a flat expert: ``inner`` (P, D) and ``down`` (D, F)."""
-
-    inner: Tensor
-    down: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertShape:
-    """The shape of one expert. Raises ConfigError naming the field."""
-
-    d_model: int
-    d_ff: int
-    activation: Activation = Activation.SWIGLU
-
-    def __post_init__(self) -> None:
-        if self.d_model < 1:
-            raise ConfigError(f"d_model: expected at least 1, got {self.d_model}")
-        if self.d_ff < 1:
-            raise ConfigError(f"d_ff: expected at least 1, got {self.d_ff}")
-        if self.activation not in tuple(Activation):
-            raise ConfigError(f"activation: expected one of {', '.join(Activation)}, got {self.activation!r}")
-
-    @property
-    def inner_rows(self) -> int:
-        """P: the width of what feeds the activation."""
-        return 2 * self.d_ff if self.activation == Activation.SWIGLU else self.d_ff
-
-    @property
-    def numel(self) -> int:
-        """Weights of one expert."""
-        return (self.inner_rows + self.d_ff) * self.d_model
-
-    def views(self, flat: Tensor) -> ExpertViews:
-        """``inner`` and ``down`` inside ``flat``. Raises ValueError unless it is 1-D of ``numel``."""
-        if flat.dim() != 1 or flat.numel() != self.numel:
-            raise ValueError(
-                f"an expert is a flat tensor of {self.numel} elements, got shape {tuple(flat.shape)}"
-            )
-        split = self.inner_rows * self.d_model
-        return ExpertViews(
-            flat[:split].view(self.inner_rows, self.d_model), flat[split:].view(self.d_model, self.d_ff)
-        )
 
 
 def weight_std(d_model: int) -> float:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tierstore.moe.experts import ExpertShape, initial_expert
+from tierstore.parallel import Group
 
 __all__ = ["ExpertLease", "ExpertSource", "InMemoryExperts", "MemoryLease"]
 
@@ -43,6 +44,10 @@ class ExpertSource(Protocol):
 
     The layer runs every iterator to its end, unless the computation raises. With activation checkpointing,
     or when a layer recomputes, ``forward`` is also called inside the backward pass.
+
+    Where an expert has replicas on other ranks, what the layer leaves in ``gradients`` is of this replica's
+    tokens. A backward pass then asks for the same experts, in the same order, on all of them, and the source sums
+    each gradient over the replicas, in rank order, before it takes it as complete.
     """
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]: ...
@@ -63,7 +68,7 @@ class InMemoryExperts:
 
     ``masters[layer, expert]`` is flat; ``grads[layer, expert]`` appears with the first backward pass that
     reaches the expert; ``zero_grad()`` forgets them all. ``compute`` is the type in which leases give the
-    weights.
+    weights. ``replicas``: the ranks that hold these experts too.
     """
 
     def __init__(
@@ -75,7 +80,9 @@ class InMemoryExperts:
         seed: int = 0,
         depth: int | None = None,
         compute: torch.dtype = torch.float32,
+        replicas: Group | None = None,
     ) -> None:
+        self._replicas = Group.alone() if replicas is None else replicas
         self._compute = compute
         dtype = torch.float64 if compute == torch.float64 else torch.float32
         depth = len(layers) if depth is None else depth
@@ -101,6 +108,7 @@ class InMemoryExperts:
             weights = self.masters[layer, expert].to(self._compute)
             gradients = torch.full_like(weights, float("nan"))  # undefined content: a partial write must show
             yield MemoryLease(expert, weights, gradients)
+            self._replicas.all_reduce(gradients).wait()
             held = self.grads.get((layer, expert))
             if held is None:
                 self.grads[layer, expert] = gradients.to(self.masters[layer, expert].dtype)

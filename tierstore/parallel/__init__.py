@@ -1,10 +1,28 @@
 """Several ranks: joining them, their groups, and collectives with fixed orders of summation."""
 
-from tierstore.parallel.collectives import Channel, Failure, Group, LimitedLink, Operation, Traffic, Work
-from tierstore.parallel.config import ParallelConfig
-from tierstore.parallel.launch import launch, rank_device
-from tierstore.parallel.mesh import ExpertBlocks, Mesh
-from tierstore.parallel.place import Place
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tierstore.lazy import exports
+
+if TYPE_CHECKING:
+    from tierstore.parallel.collectives import Channel, Failure, Group, LimitedLink, Operation, Traffic, Work
+    from tierstore.parallel.config import ParallelConfig
+    from tierstore.parallel.launching import launch, rank_device
+    from tierstore.parallel.mesh import ExpertBlocks, Mesh
+    from tierstore.parallel.place import Place
+else:
+    __getattr__ = exports(
+        __name__,
+        {
+            "collectives": ["Channel", "Failure", "Group", "LimitedLink", "Operation", "Traffic", "Work"],
+            "config": ["ParallelConfig"],
+            "launching": ["launch", "rank_device"],
+            "mesh": ["ExpertBlocks", "Mesh"],
+            "place": ["Place"],
+        },
+    )
 
 __all__ = [
     "Channel",

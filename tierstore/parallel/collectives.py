@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -28,11 +29,14 @@ import torch
 from torch import Tensor
 
 from tierstore.errors import PeerError
+from tierstore.links import wait_until
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["Channel", "Failure", "Group", "LimitedLink", "Operation", "Traffic", "Work"]
+
+_SMALL_BYTES = 1 << 14  # below that, one message of everything is faster than two of parts
 
 
 class Operation(StrEnum):
@@ -71,8 +75,8 @@ class Failure:
 class LimitedLink(Protocol):
     """A link with a bandwidth and a latency of its own."""
 
-    def reserve(self, nbytes: int) -> float:
-        """When (``time.monotonic``) a message of ``nbytes`` that is issued now has passed the link."""
+    def reserve(self, nbytes: int) -> int:
+        """When (CLOCK_MONOTONIC, ns) a message of ``nbytes`` that is issued now has passed the link."""
         ...
 
 
@@ -88,21 +92,31 @@ class Work:
         pending: Any = None,
         *,
         finish: Callable[[], None] | None = None,
-        deadline: float = 0.0,
+        deadline_ns: int = 0,
         explain: Callable[[RuntimeError], PeerError] | None = None,
     ) -> None:
         self._pending = pending
         self._finish = finish
-        self._deadline = deadline
+        self._deadline_ns = deadline_ns
         self._explain = explain
 
     def done(self) -> bool:
         """Whether ``wait`` would return, or raise, without waiting for others."""
         arrived = self._pending is None or bool(self._pending.is_completed())
-        return arrived and time.monotonic() >= self._deadline
+        return arrived and time.monotonic_ns() >= self._deadline_ns
 
-    def wait(self) -> None:
-        """Wait until the results are there. Raises PeerError. Once it has returned, it always returns."""
+    def wait(self, charge: Callable[[], AbstractContextManager[None]] | None = None) -> None:
+        """Wait until the results are there. Raises PeerError. Once it has returned, it always returns.
+
+        ``charge`` makes the context in which it blocks (a ledger's stall), if it has to.
+        """
+        if charge is None or self.done():
+            self._complete()
+        else:
+            with charge():
+                self._complete()
+
+    def _complete(self) -> None:
         if self._pending is not None:
             try:
                 self._pending.wait()
@@ -114,9 +128,7 @@ class Work:
         if self._finish is not None:
             self._finish()
             self._finish = None
-        remaining = self._deadline - time.monotonic()
-        if remaining > 0:
-            time.sleep(remaining)
+        wait_until(self._deadline_ns)
 
 
 class Group:
@@ -157,7 +169,14 @@ class Group:
 
     # Ahead of the computation ------------------------------------------------------------------------------
 
-    def all_gather(self, out_flat: Tensor, piece: Tensor, *, scratch: Tensor | None = None) -> Work:
+    def all_gather(
+        self,
+        out_flat: Tensor,
+        piece: Tensor,
+        *,
+        scratch: Tensor | None = None,
+        channel: Channel = Channel.STREAM,
+    ) -> Work:
         """Rank r's ``piece`` (n,) becomes ``out_flat[r * n : (r + 1) * n]`` on all ranks.
 
         ``piece`` may be a view of its own place in ``out_flat``. ``scratch``: as ``out_flat``, in use until
@@ -172,17 +191,17 @@ class Group:
             return Work()
         sent = numel * piece.element_size() * (self.size - 1)
         if self._native_gather and piece.is_cuda:
-            return self._gather_natively(out_flat, piece, sent)
+            return self._gather_natively(out_flat, piece, channel, sent)
         if self.size == 2:
             # To and from the other only: no byte is copied that does not travel.
             other = 1 - self.rank
             splits = [numel if r == other else 0 for r in range(2)]
             target = out_flat[other * numel : (other + 1) * numel]
-            return self._exchange(Operation.ALL_GATHER, Channel.STREAM, target, piece, splits, splits, sent)
+            return self._exchange(Operation.ALL_GATHER, channel, target, piece, splits, splits, sent)
         repeated = torch.empty_like(out_flat) if scratch is None else scratch
         repeated.view(self.size, numel).copy_(piece.unsqueeze(0))
         splits = [numel] * self.size
-        return self._exchange(Operation.ALL_GATHER, Channel.STREAM, out_flat, repeated, splits, splits, sent)
+        return self._exchange(Operation.ALL_GATHER, channel, out_flat, repeated, splits, splits, sent)
 
     def reduce_scatter(self, in_flat: Tensor, out_piece: Tensor, *, scratch: Tensor | None = None) -> Work:
         """``out_piece`` (n,) becomes the sum over ranks, in rank order, of ``in_flat[r * n : (r + 1) * n]``.
@@ -214,7 +233,13 @@ class Group:
     # What the computation blocks on ------------------------------------------------------------------------
 
     def all_to_all(
-        self, out_rows: Tensor, in_rows: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
+        self,
+        out_rows: Tensor,
+        in_rows: Tensor,
+        out_splits: Sequence[int],
+        in_splits: Sequence[int],
+        *,
+        channel: Channel = Channel.EXCHANGE,
     ) -> Work:
         """``in_splits[r]`` rows go to rank r; ``out_splits[r]`` rows come from it. Zeros are fine."""
         if len(out_splits) != self.size or len(in_splits) != self.size:
@@ -236,19 +261,37 @@ class Group:
             return Work()
         elsewhere = in_rows.shape[0] - in_splits[self.rank]
         sent = elsewhere * in_rows[:1].numel() * in_rows.element_size()
-        return self._exchange(
-            Operation.ALL_TO_ALL, Channel.EXCHANGE, out_rows, in_rows, out_splits, in_splits, sent
-        )
+        return self._exchange(Operation.ALL_TO_ALL, channel, out_rows, in_rows, out_splits, in_splits, sent)
 
-    def all_reduce(self, tensor: Tensor, *, channel: Channel = Channel.EXCHANGE) -> Work:
-        """``tensor`` becomes its sum over ranks, in rank order: the same bits on all of them.
+    def all_reduce(self, *tensors: Tensor, channel: Channel = Channel.EXCHANGE) -> Work:
+        """Each of ``tensors`` (of one type) becomes its sum over ranks, in rank order: the same bits everywhere.
 
-        Each rank gathers all and adds: for small tensors and for groups of two.
+        They travel in one message. On more than two ranks, a large sum is a reduction of one part on each rank
+        and a gathering of the parts, which ``wait`` issues: ranks then wait in the same order too.
         """
         if self.size == 1:
             return Work()
-        gathered = tensor.new_empty((self.size, tensor.numel()))
-        return self._gather_small(gathered, tensor, channel, lambda: _ordered_sum(gathered, tensor.view(-1)))
+        if not all(tensor.is_contiguous() for tensor in tensors):
+            raise ValueError("expected contiguous tensors")
+        flats = [tensor.view(-1) for tensor in tensors]
+        flat = flats[0] if len(flats) == 1 else torch.cat(flats)
+
+        def spread() -> None:
+            if len(flats) > 1:
+                for own, summed in zip(flats, torch.split(flat, [own.numel() for own in flats]), strict=True):
+                    own.copy_(summed)
+
+        if self.size == 2:
+            return self._swap_and_add(flat, channel, spread)
+        if flat.numel() * flat.element_size() <= _SMALL_BYTES:
+            gathered = flat.new_empty((self.size, flat.numel()))
+
+            def finish() -> None:
+                _ordered_sum(gathered, flat)
+                spread()
+
+            return self._gather_small(gathered, flat, channel, finish)
+        return self._reduce_and_gather(flat, channel, spread)
 
     def max(self, tensor: Tensor) -> None:
         """``tensor`` becomes its maximum over ranks, element by element; NaN where any rank has one."""
@@ -286,6 +329,39 @@ class Group:
 
     # What all of them are made of --------------------------------------------------------------------------
 
+    def _swap_and_add(self, flat: Tensor, channel: Channel, spread: Callable[[], None]) -> Work:
+        theirs = torch.empty_like(flat)
+
+        def finish() -> None:
+            # Of two, the order does not matter: addition commutes.
+            _ordered_sum([flat, theirs], flat)
+            spread()
+
+        splits = [0 if r == self.rank else flat.numel() for r in range(2)]
+        sent = flat.numel() * flat.element_size()
+        return self._exchange(
+            Operation.ALL_REDUCE, channel, theirs, flat, splits, splits, sent, finish=finish
+        )
+
+    def _reduce_and_gather(self, flat: Tensor, channel: Channel, spread: Callable[[], None]) -> Work:
+        share, more = divmod(flat.numel(), self.size)
+        parts = [share + (r < more) for r in range(self.size)]
+        mine = [parts[self.rank]] * self.size
+        received = flat.new_empty(sum(mine))
+        width = flat.element_size()
+
+        def finish() -> None:
+            piece = flat.new_empty(mine[0])
+            _ordered_sum(received.view(self.size, mine[0]), piece)
+            repeated = piece.repeat(self.size)
+            sent = mine[0] * width * (self.size - 1)
+            gathering = self._exchange(Operation.ALL_REDUCE, channel, flat, repeated, parts, mine, sent)
+            gathering.wait()
+            spread()
+
+        sent = (flat.numel() - mine[0]) * width
+        return self._exchange(Operation.ALL_REDUCE, channel, received, flat, mine, parts, sent, finish=finish)
+
     def _gather_small(
         self, gathered: Tensor, tensor: Tensor, channel: Channel, finish: Callable[[], None]
     ) -> Work:
@@ -298,11 +374,11 @@ class Group:
             Operation.ALL_REDUCE, channel, gathered, repeated, splits, splits, sent, finish=finish
         )
 
-    def _gather_natively(self, out_flat: Tensor, piece: Tensor, sent: int) -> Work:
+    def _gather_natively(self, out_flat: Tensor, piece: Tensor, channel: Channel, sent: int) -> Work:
         import torch.distributed as dist
 
         pieces = list(out_flat.view(self.size, piece.numel()).unbind())
-        group = self._communicators[Channel.STREAM]
+        group = self._communicators[channel]
         return self._issue(
             Operation.ALL_GATHER, sent, lambda: dist.all_gather(pieces, piece, group=group, async_op=True)
         )
@@ -342,7 +418,7 @@ class Group:
         traffic = self.traffic[operation]
         traffic.calls += 1
         traffic.sent_bytes += sent
-        deadline = 0.0 if self._link is None else self._link.reserve(sent)
+        deadline_ns = 0 if self._link is None else self._link.reserve(sent)
         try:
             pending = start()
         except RuntimeError as error:
@@ -350,7 +426,7 @@ class Group:
         return Work(
             pending,
             finish=finish,
-            deadline=deadline,
+            deadline_ns=deadline_ns,
             explain=lambda error: self._explained(operation, error),
         )
 
@@ -378,12 +454,13 @@ def _rows_of_bytes(rows: Tensor) -> Tensor:
     return rows.view(rows.shape[0], -1).view(torch.uint8) if rows.numel() else rows.new_empty(0).byte()
 
 
-def _ordered_sum(pieces_RN: Tensor, out_N: Tensor) -> None:
-    """``out = pieces[0] + pieces[1] + ...``, from the left."""
+def _ordered_sum(pieces: Sequence[Tensor] | Tensor, out_N: Tensor) -> None:
+    """``out = pieces[0] + pieces[1] + ...``, from the left. ``out`` may be the first piece itself."""
     narrow = out_N.dtype in (torch.bfloat16, torch.float16)
     total_N = out_N.new_empty(out_N.shape, dtype=torch.float32) if narrow else out_N
-    total_N.copy_(pieces_RN[0])
-    for piece_N in pieces_RN[1:]:
+    if total_N.data_ptr() != pieces[0].data_ptr():
+        total_N.copy_(pieces[0])
+    for piece_N in pieces[1:]:
         total_N.add_(piece_N)
     if narrow:
         out_N.copy_(total_N)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from tierstore.errors import ConfigError
@@ -18,6 +19,7 @@ from tierstore.parallel.place import Place
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["ExpertBlocks", "Mesh"]
 
@@ -53,7 +55,8 @@ class Mesh:
 
     ``world``: all ranks. ``expert``: the ranks that share one copy of the experts with this one.
     ``replica``: the ranks that hold the same experts as this one, in the other copies. Groups with the same
-    ranks are the same object.
+    ranks are the same object. ``device_mesh``: the same two dimensions for torch's own parallel modules; None
+    where one of them has a single rank.
     """
 
     place: Place
@@ -61,6 +64,7 @@ class Mesh:
     world: Group
     expert: Group
     replica: Group
+    device_mesh: DeviceMesh | None = None
 
     @classmethod
     def alone(cls, place: Place, device: torch.device) -> Mesh:
@@ -100,33 +104,41 @@ def build_mesh(
     more for each of the two. On Gloo each costs three threads that mostly sleep.
     """
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh
 
     expert = expert_ranks(config, place.world)
-    mesh = init_device_mesh(
-        device.type, (place.world // expert, expert), mesh_dim_names=("replica", "expert")
-    )
+    layout = [list(range(start, start + expert)) for start in range(0, place.world, expert)]
     made: list[ProcessGroup] = []
+    timeout = timedelta(seconds=config.timeout_s)
 
-    def group(name: str) -> Group:
-        stream = dist.group.WORLD if name == "world" else mesh.get_group(name)
-        assert stream is not None  # only a rank outside of a group has none
-        # Every rank takes part in making every group of a dimension, in the same order.
-        rows = [list(range(place.world))]
-        if name != "world":
-            dimension = mesh.mesh if name == "expert" else mesh.mesh.t()
-            rows = dimension.tolist()
-        mine = next(row for row in rows if place.rank in row)
-        exchange, _ = dist.new_subgroups_by_enumeration(rows)  # type: ignore[no-untyped-call]
-        made.extend((stream, exchange))
-        communicators = {Channel.STREAM: stream, Channel.EXCHANGE: exchange}
+    def communicator(rows: list[list[int]]) -> ProcessGroup:
+        # Every rank takes part in making every group of a dimension, in the same order. Groups do not inherit
+        # the world's timeout.
+        mine: ProcessGroup
+        mine, _ = dist.new_subgroups_by_enumeration(rows, timeout=timeout)  # type: ignore[no-untyped-call]
+        made.append(mine)
+        return mine
+
+    def group(rows: list[list[int]], stream: ProcessGroup) -> Group:
+        ranks = next(row for row in rows if place.rank in row)
+        communicators = {Channel.STREAM: stream, Channel.EXCHANGE: communicator(rows)}
         native = device.type == "cuda"
-        rank = mine.index(place.rank)
-        return Group(rank, mine, communicators, native_gather=native, link=link, blame=blame)
+        rank = ranks.index(place.rank)
+        return Group(rank, ranks, communicators, native_gather=native, link=link, blame=blame)
 
-    world = group("world")
-    if expert == place.world:
-        return Mesh(place, device, world, world, Group.alone(place.rank)), made
-    if expert == 1:
-        return Mesh(place, device, world, Group.alone(place.rank), world), made
-    return Mesh(place, device, world, group("expert"), group("replica")), made
+    everyone = dist.group.WORLD
+    assert everyone is not None  # only behind init_process_group
+    made.append(everyone)
+    world = group([list(range(place.world))], everyone)
+    alone = Group.alone(place.rank)
+    if expert in (1, place.world):
+        experts, replicas = (world, alone) if expert > 1 else (alone, world)
+        return Mesh(place, device, world, experts, replicas), made
+    columns = [list(column) for column in zip(*layout, strict=True)]
+    streams = communicator(columns), communicator(layout)
+    mesh = DeviceMesh.from_group(
+        list(streams), device.type, mesh=layout, mesh_dim_names=("replica", "expert")
+    )
+    experts = group(layout, mesh.get_group("expert"))
+    replicas = group(columns, mesh.get_group("replica"))
+    return Mesh(place, device, world, experts, replicas, mesh), made

@@ -1,10 +1,30 @@
 """What the next layers need, and bringing it in time: the expert source that the trainer uses."""
 
-from tierstore.prefetch.experts import TieredExperts
-from tierstore.prefetch.horizontal import DenseUnits, HorizontalQueue
-from tierstore.prefetch.plan import GradientPlan, PrefetchConfig
-from tierstore.prefetch.predictor import Predictor, PredictorName, make_predictor
-from tierstore.prefetch.schedule import Pass, QueueLimits, Reshard, Schedule, Unit
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tierstore.lazy import exports
+
+if TYPE_CHECKING:
+    from tierstore.prefetch.experts import TieredExperts
+    from tierstore.prefetch.horizontal import DenseUnits, HorizontalQueue
+    from tierstore.prefetch.plan import GradientPlan, PrefetchConfig
+    from tierstore.prefetch.predictor import Predictor, PredictorName, make_predictor
+    from tierstore.prefetch.schedule import Pass, QueueLimits, Schedule, Unit
+    from tierstore.prefetch.units import unit_schedule
+else:
+    __getattr__ = exports(
+        __name__,
+        {
+            "experts": ["TieredExperts"],
+            "horizontal": ["DenseUnits", "HorizontalQueue"],
+            "plan": ["GradientPlan", "PrefetchConfig"],
+            "predictor": ["Predictor", "PredictorName", "make_predictor"],
+            "schedule": ["Pass", "QueueLimits", "Schedule", "Unit"],
+            "units": ["unit_schedule"],
+        },
+    )
 
 __all__ = [
     "DenseUnits",
@@ -15,9 +35,9 @@ __all__ = [
     "PredictorName",
     "PrefetchConfig",
     "QueueLimits",
-    "Reshard",
     "Schedule",
     "TieredExperts",
     "Unit",
     "make_predictor",
+    "unit_schedule",
 ]

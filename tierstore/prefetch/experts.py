@@ -15,17 +15,20 @@ Decisions are taken in program order, and do not depend on what has finished: se
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from tierstore import parallel
 from tierstore.cache.access import Need, Phase
 from tierstore.prefetch.gradients import GradientKeeper
 from tierstore.prefetch.plan import GradientPlan
 from tierstore.prefetch.predictor import Predictor
+from tierstore.prefetch.replicas import ReplicaSums
 from tierstore.prefetch.schedule import Pass, Schedule
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store.format import Group
@@ -48,20 +51,22 @@ class TieredLease:
 class TieredExperts:
     """Experts of ``store`` as the MoE layers ask for them.
 
-    ``records[layer][expert]`` says which record each is; ``schedule`` knows those layers, and how far to look ahead.
+    ``records[layer][expert]`` says which record each is; ``schedule`` knows those layers, and how far to
+    look ahead. ``replicas``: the ranks whose stores hold these experts too; their gradients are summed before a step.
     """
 
     def __init__(
         self,
         store: ParameterStore,
         device: DeviceTier,
-        records: dict[int, list[CachedRecord]],
+        records: Mapping[int, Mapping[int, CachedRecord]],
         *,
         weight_slots: int,
         plan: GradientPlan,
         predictor: Predictor,
         schedule: Schedule,
         ledger: StallLedger,
+        replicas: parallel.Group | None = None,
     ) -> None:
         self._store = store
         self._cache = store.cache
@@ -76,6 +81,7 @@ class TieredExperts:
         self._training = False
         self._last_micro = True
         self.gradients = GradientKeeper(store, device, records, plan)
+        self._sums = ReplicaSums(replicas or parallel.Group.alone(), device.slots, ledger=ledger)
         #: Bytes that were on their way, but not there, when they were needed.
         self.late_prefetch_bytes = 0
 
@@ -109,8 +115,9 @@ class TieredExperts:
             ahead = self._following(Phase.FORWARD, layer)
             self._used[layer] = list(experts)
         records = [self._records[layer][expert] for expert in experts]
-        for unit, slot in self._walk(Phase.FORWARD, layer, records, ahead, self._prepare_forward):
+        for unit, slot, _ in self._walk(Phase.FORWARD, layer, records, ahead, self._prepare_forward):
             yield TieredLease(experts[unit], self._device.weights(slot))
+            self._cache.end_unit(unit)
         if not again:
             self._predictor.observe(layer, experts)
             self.gradients.step_pending(layer)
@@ -122,15 +129,24 @@ class TieredExperts:
             self._store.optimizer.catch_up(record)
 
     def backward(self, layer: int, experts: Sequence[int]) -> Iterator[TieredLease]:
-        """Leases with gradient slots. Advancing past one takes its gradient as complete."""
+        """Leases with gradient slots. Advancing past one takes its gradient as complete, once it has been summed
+        over the replicas.
+        """
         records = [self._records[layer][expert] for expert in experts]
         ahead = self._following(Phase.BACKWARD, layer)
-        for unit, slot in self._walk(Phase.BACKWARD, layer, records, ahead, None):
-            gradient, guards = self._device.take_gradient()
+        for unit, slot, last in self._walk(Phase.BACKWARD, layer, records, ahead, None):
+            taken, guards = self._device.take_gradient()
             self._wait(guards, layer, Tier.HOST, Cause.OPTIMIZER)
-            yield TieredLease(experts[unit], self._device.weights(slot), self._device.gradients(gradient))
-            self.gradients.take(records[unit], gradient)
+            gradient = self._device.gradients(taken)
+            yield TieredLease(experts[unit], self._device.weights(slot), gradient)
+            self._sums.add(gradient, partial(self._complete, records, unit, taken), layer=layer)
+            if last:
+                self._sums.flush(layer=layer)
         self.gradients.end_layer(layer)
+
+    def _complete(self, records: Sequence[CachedRecord], unit: int, gradient: int) -> None:
+        self.gradients.take(records[unit], gradient)
+        self._cache.end_unit(unit)
 
     # One access --------------------------------------------------------------------------------------------
 
@@ -141,8 +157,10 @@ class TieredExperts:
         records: Sequence[CachedRecord],
         ahead: Sequence[Pass],
         prepare: Callable[[CachedRecord], None] | None,
-    ) -> Iterator[tuple[int, int]]:
-        """Yields (unit, weight slot) for each record; the slot is loaded when it is yielded.
+    ) -> Iterator[tuple[int, int, bool]]:
+        """Yields (unit, weight slot, last of its group) for each record; the slot is loaded when it is yielded.
+
+        The caller ends each unit, at the latest when the last one of its group has been yielded.
 
         Left before its end (the computation raised), the access stays open: whoever drives this poisons
         the store, whose last commit stands.
@@ -164,9 +182,8 @@ class TieredExperts:
                     following += 1
                 slot, ticket = staged.popleft()
                 self._wait_weights(records[unit], ticket, layer)
-                yield unit, slot
+                yield unit, slot, unit == plan.end - 1
                 self._free_slots.append(slot)
-                self._cache.end_unit(unit)
             self._cache.end_group()
 
     def _stage(self, record: CachedRecord) -> tuple[int, int]:

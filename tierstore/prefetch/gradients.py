@@ -10,7 +10,7 @@ a non-finite gradient is always noticed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tierstore._native import Buffer, DoubleTable
 from tierstore.cache.access import Need, Phase
@@ -24,13 +24,15 @@ __all__ = ["GradientKeeper"]
 
 
 class GradientKeeper:
-    """The gradients of one training step. ``records[layer]`` are the experts of a layer, in key order."""
+    """The gradients of one training step. ``records[layer]`` are the experts of a layer, in key order, by
+    number.
+    """
 
     def __init__(
         self,
         store: ParameterStore,
         device: DeviceTier,
-        records: dict[int, list[CachedRecord]],
+        records: Mapping[int, Mapping[int, CachedRecord]],
         plan: GradientPlan,
     ) -> None:
         self._store = store
@@ -39,7 +41,7 @@ class GradientKeeper:
         self._device = device
         self._records = records
         self._plan = plan
-        count = 1 + max((r.number for layer in records.values() for r in layer), default=0)
+        count = 1 + max((r.number for layer in records.values() for r in layer.values()), default=0)
         self._squares = DoubleTable(count)
         self._square_tickets: list[int] = []
         self._squared: set[int] = set()  # records whose sum of squares is that of their final gradient
@@ -85,7 +87,7 @@ class GradientKeeper:
         """``layer``'s backward pass is over: after the last one, finishes what only earlier ones reached."""
         if not self._last_micro:
             return
-        left = [r for r in self._records[layer] if r.number in self._kept - self._squared]
+        left = [r for r in self._records[layer].values() if r.number in self._kept - self._squared]
         if self._steps_now:
             for record in self._store.access(Phase.OPTIMIZER, layer, left, Need.STEP_SPILLED):
                 self._square_kept(record)
@@ -157,6 +159,6 @@ class GradientKeeper:
     def step_pending(self, layer: int | None = None) -> None:
         """Steps the pending records of ``layer`` (of all layers when None)."""
         for number in sorted(self._records) if layer is None else [layer]:
-            due = [record for record in self._records[number] if record.number in self._pending]
+            due = [record for record in self._records[number].values() if record.number in self._pending]
             for record in self._store.access(Phase.OPTIMIZER, number, due, Need.STEP_SPILLED):
                 self.step(record)

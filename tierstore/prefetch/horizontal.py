@@ -12,6 +12,7 @@ from typing import Protocol
 
 from tierstore.cache.access import Phase
 from tierstore.prefetch.schedule import Pass, Schedule, Window
+from tierstore.stats import Cause, StallLedger, Tier
 
 __all__ = ["DenseUnits", "HorizontalQueue"]
 
@@ -36,17 +37,24 @@ class HorizontalQueue:
     """Drives ``units`` through ``schedule``. It listens to the gates of the units: ``enter`` and ``leave``.
 
     A pass that is not the next one of the schedule is a RuntimeError. A forward pass of the unit whose backward
-    pass is due is its recomputation (activation checkpointing), and belongs to that.
+    pass is due is its recomputation (activation checkpointing), and belongs to that. Waiting for a gather is
+    charged to ``ledger``.
     """
 
-    def __init__(self, schedule: Schedule, units: DenseUnits) -> None:
+    def __init__(self, schedule: Schedule, units: DenseUnits, ledger: StallLedger | None = None) -> None:
         self._schedule = schedule
         self._units = units
+        self._ledger = ledger or StallLedger()
         self._window: Window | None = None
         self._training = True
         self._position = 0
         self._open = False
         self._recomputing = False
+
+    @property
+    def optimizer_units(self) -> list[int]:
+        """The units in the order of their optimizer passes."""
+        return [item.unit for item in self._schedule.passes if item.phase is Phase.OPTIMIZER]
 
     def begin(self, *, training: bool) -> None:
         """A step (or a forward-only run) begins. What was gathered for its first passes stays."""
@@ -80,7 +88,10 @@ class HorizontalQueue:
             )
         self._open, self._recomputing = True, recomputing
         if phase is not Phase.OPTIMIZER:
-            self._units.use(unit)
+            named = self._schedule.units[unit]
+            layer = named.moe_layer if named.layer is None else named.layer
+            with self._ledger.stall(layer=layer, tier=Tier.RANKS, cause=Cause.GATHER):
+                self._units.use(unit)
 
     def leave(self, unit: int, phase: Phase) -> None:
         """The pass ends: issues the gathers that come into reach, releases what no pass in reach needs."""

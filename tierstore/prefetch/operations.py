@@ -157,15 +157,16 @@ class _Writer:
         for ahead in range(1, self._schedule.vertical.depth + 1):
             turn, index = divmod(place + ahead, len(self._experts))
             cycle = position // len(self._window.passes) + turn
-            self._fetch(cycle * len(self._window.passes) + self._experts[index], begun)
+            if not self._fetch(cycle * len(self._window.passes) + self._experts[index], begun):
+                break
         self._run_experts(position, item, size, begun)
         if size.all_to_all:
             self._last = (self._add(Kind.ALL_TO_ALL, position, size.all_to_all, *self._last),)
 
-    def _fetch(self, position: int, begun: tuple[int, ...]) -> None:
-        """The reads of the experts of a pass, unless an earlier one has asked for them."""
+    def _fetch(self, position: int, begun: tuple[int, ...]) -> bool:
+        """The reads of the experts of a pass, unless an earlier one has asked for them; whether they fit."""
         if position in self._fetched:
-            return
+            return True
         item = self._window.at(position)
         size = self._sizes(item)
         after, budget = list(begun), self._schedule.vertical.nbytes
@@ -177,12 +178,13 @@ class _Writer:
         while budget is not None and self._outstanding and self._held() + wanted > budget:
             _, freed = self._outstanding[0]
             if freed not in self._computed:
-                return  # nothing is asked for that does not fit; its own pass will ask again
+                return False  # nothing further ahead is asked for either; its own pass will ask again
             after.append(self._computed[freed])
             self._outstanding.popleft()
         self._outstanding.append((wanted, position))
         reads = range(size.experts if size.fetch else 0)
         self._fetched[position] = [self._add(Kind.FETCH, position, size.fetch, *after) for _ in reads]
+        return True
 
     def _held(self) -> int:
         return sum(nbytes for nbytes, _ in self._outstanding)

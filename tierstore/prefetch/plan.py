@@ -28,6 +28,9 @@ class PrefetchConfig:
     """How far ahead experts are fetched. Changes what is waited for, never what is computed."""
 
     depth: int = field(default=1, metadata={"help": "layer passes to look ahead (0: none)"})
+    gather_depth: int = field(
+        default=1, metadata={"help": "passes ahead of which dense parameters are gathered (0: none)"}
+    )
     budget: float = field(default=0.45, metadata={"help": "share of the cache that speculation may hold"})
     predictor: PredictorName = field(
         default=PredictorName.HISTORY, metadata={"help": "what forward passes are expected to use"}
@@ -36,5 +39,7 @@ class PrefetchConfig:
     def __post_init__(self) -> None:
         if self.depth < 0:
             raise ConfigError(f"prefetch.depth: expected at least 0, got {self.depth}")
+        if self.gather_depth < 0:
+            raise ConfigError(f"prefetch.gather_depth: expected at least 0, got {self.gather_depth}")
         if not 0 <= self.budget <= 0.9:
             raise ConfigError(f"prefetch.budget: expected a share from 0 to 0.9, got {self.budget}")

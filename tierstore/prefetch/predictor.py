@@ -43,10 +43,10 @@ class NoPrediction:
 
 
 class AllExperts:
-    """Every expert: right when a step has enough tokens to reach nearly all of them."""
+    """Every expert of ``experts``: right when a step has enough tokens to reach nearly all of them."""
 
-    def __init__(self, experts: int) -> None:
-        self._all = list(range(experts))
+    def __init__(self, experts: range) -> None:
+        self._all = list(experts)
 
     def observe(self, layer: int, experts: Sequence[int]) -> None:
         return
@@ -64,25 +64,27 @@ class HistoryPredictor:
 
     THRESHOLD = 0.5
 
-    def __init__(self, experts: int, *, decay: float = 0.75) -> None:
+    def __init__(self, experts: range, *, decay: float = 0.75) -> None:
         self._experts = experts
         self._decay = decay
         self._frequency: dict[int, np.ndarray[tuple[int], np.dtype[np.float64]]] = {}
 
     def observe(self, layer: int, experts: Sequence[int]) -> None:
-        used = np.zeros(self._experts)
-        used[list(experts)] = 1.0
+        used = np.zeros(len(self._experts))
+        used[[self._experts.index(expert) for expert in experts]] = 1.0
         old = self._frequency.get(layer)
-        before = np.full(self._experts, self.THRESHOLD) if old is None else old
+        before = np.full(len(self._experts), self.THRESHOLD) if old is None else old
         self._frequency[layer] = self._decay * before + (1 - self._decay) * used
 
     def predict(self, layer: int) -> list[int]:
         if layer not in self._frequency:
-            return list(range(self._experts))
-        return [int(expert) for expert in np.flatnonzero(self._frequency[layer] >= self.THRESHOLD)]
+            return list(self._experts)
+        likely = np.flatnonzero(self._frequency[layer] >= self.THRESHOLD)
+        return [self._experts[int(place)] for place in likely]
 
 
-def make_predictor(name: PredictorName, experts: int) -> Predictor:
+def make_predictor(name: PredictorName, experts: range) -> Predictor:
+    """The predictor called ``name`` for the ``experts`` of each layer that are kept here."""
     if name is PredictorName.ALL:
         return AllExperts(experts)
     return HistoryPredictor(experts) if name is PredictorName.HISTORY else NoPrediction()

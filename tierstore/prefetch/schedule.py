@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 from tierstore.cache.access import Phase
+from tierstore.dense.config import Reshard
 from tierstore.errors import ConfigError
 from tierstore.prefetch.plan import GradientPlan
 
-__all__ = ["COLUMNS", "Movement", "Pass", "QueueLimits", "Reshard", "Schedule", "Unit", "Window"]
+__all__ = ["COLUMNS", "Movement", "Pass", "QueueLimits", "Schedule", "Unit", "Window"]
 
 #: The titles of ``Schedule.rows``.
 COLUMNS = ("", "pass", "gathers before", "releases after", "scatters after", "fetches meanwhile")
@@ -30,13 +30,16 @@ COLUMNS = ("", "pass", "gathers before", "releases after", "scatters after", "fe
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Dense parameters that are gathered together, ``gathered`` bytes of them, and the MoE layer among them,
-    if any.
+    """Dense parameters that are gathered together, and the MoE layer among them, if any.
+
+    ``gathered``: bytes that they occupy while they are gathered (of a fixed buffer, all of it). ``layer``: to which
+    layer waiting for them is charged; by default ``moe_layer``.
     """
 
     name: str
     gathered: int = 0
     moe_layer: int | None = None
+    layer: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +66,6 @@ class QueueLimits:
             raise ConfigError(f"depth: expected at least 0 passes, got {self.depth}")
 
 
-class Reshard(Enum):
-    """When the gathered parameters of a unit are let go.
-
-    ``AFTER_FORWARD``: after every pass, unless a pass within the lookahead needs them again. ``AFTER_BACKWARD``:
-    they stay from the forward to the backward pass, which then needs no gather, and all units must fit the
-    budget.
-    """
-
-    AFTER_FORWARD = "after forward"
-    AFTER_BACKWARD = "after backward"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """The passes of a step over ``units``, and the limits of the two queues. Immutable.
@@ -82,6 +73,8 @@ class Schedule:
     With ``GradientPlan.IMMEDIATE`` the optimizer pass of a unit comes as soon as its gradients had
     ``horizontal.depth`` passes to be scattered; with ``DEFERRED`` all come last, in forward order, so that the
     first units of the next step can be gathered while the others are stepped.
+    With ``Reshard.AFTER_FORWARD`` a unit is let go after every pass, unless a pass within the lookahead needs it
+    again; with ``AFTER_BACKWARD`` it stays from its forward to its backward pass.
     Raises ConfigError for units that cannot fit the horizontal budget.
     """
 

@@ -38,7 +38,8 @@ def index_bytes(records: int, retain: int) -> int:
     """Bytes to reserve for the index of ``records`` records: the table, ``retain`` snapshots of it, the
     one being added and the previous commit, and as much again, for LMDB writes pages anew before it frees the
     old ones."""
-    return _FIRST_BYTES + records * _ENTRY_BYTES * 2 * (3 + retain)
+    needed = _FIRST_BYTES + records * _ENTRY_BYTES * 2 * (3 + retain)
+    return -(-needed // _FIRST_BYTES) * _FIRST_BYTES
 
 
 @dataclass(frozen=True)

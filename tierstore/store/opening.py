@@ -43,11 +43,13 @@ __all__ = [
     "Parts",
     "create",
     "fsync_directory",
+    "make_residency",
     "minimum_host_budget",
     "open_existing",
     "read_identity",
     "read_schemas",
     "read_states",
+    "record_frame_bytes",
     "scratch_buffers",
 ]
 
@@ -316,6 +318,11 @@ def _section_sizes(schemas: Sequence[RecordSchema]) -> list[list[int]]:
     return [[s.nbytes for group in Group for s in schema.layout(group).sections] for schema in cached]
 
 
+def record_frame_bytes(schemas: Sequence[RecordSchema]) -> int:
+    """The frame size of an arena for cached records of ``schemas``."""
+    return choose_frame_bytes([size for sections in _section_sizes(schemas) for size in sections])
+
+
 def minimum_host_budget(
     schemas: Sequence[RecordSchema], cache: CacheConfig | None = None, layers: int = 1
 ) -> int:
@@ -325,7 +332,7 @@ def minimum_host_budget(
     leaves one frame empty.
     """
     sizes = _section_sizes(schemas)
-    frame = choose_frame_bytes([size for sections in sizes for size in sections])
+    frame = record_frame_bytes(schemas)
     frames = max((frames_of(sections, frame) for sections in sizes), default=1)
     if cache is not None:
         frames += cache.headroom_frames
@@ -389,7 +396,7 @@ def _assemble(
     """The rest of the parts; what fails takes back, through ``stack``, what was made."""
     engine = make_engine(config.io, lease_fd=lease.fd, log_path=io_log)
     stack.callback(engine.close)
-    frame = choose_frame_bytes([size for sections in _section_sizes(schemas) for size in sections])
+    frame = record_frame_bytes(schemas)
     frames = max(config.host_budget // frame, 1)
     arena = Arena(frames * frame, _HUGE[config.io.huge_pages])
     create = FileCreate.NO if home.published else FileCreate.YES
@@ -402,15 +409,15 @@ def _assemble(
         link=config.disk.open(),
     )
     stack.callback(slots.close)
-    residency, recording = _make_residency(config, frames, frame, trace)
+    residency, recording = make_residency(config, frames, frame, trace)
     if recording is not None:
         stack.callback(recording.close)
     cache = HostCache(engine=engine, arena=arena, frame_bytes=frame, residency=residency, backing=slots)
     return Parts(home, config, adamw, lease, engine, arena, index, slots, cache, recording)
 
 
-def _make_residency(
-    config: StoreConfig, frames: int, frame_bytes: int, trace: Path | None
+def make_residency(
+    config: StoreConfig, frames: int, frame_bytes: int, trace: Path | None = None
 ) -> tuple[Residency, RecordingResidency | None]:
     """The residency core that ``config`` asks for; with ``trace``, in a wrapper that records its input."""
     settings: dict[str, Any] = {

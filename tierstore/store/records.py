@@ -20,6 +20,7 @@ from tierstore.store.index import index_bytes
 from tierstore.store.opening import Parts
 from tierstore.store.optimizer import CachedRecord, RecordOptimizer
 from tierstore.store.slots import LiveRecord
+from tierstore.store.space import copies
 
 __all__ = ["StoreRecords", "by_layer"]
 
@@ -102,7 +103,7 @@ class StoreRecords:
         opened.
         """
         retain = max(self.config.retain, len(self._committer.snapshots))
-        self.slots.reserve(2 + retain, counts or {})
+        self.slots.reserve(copies(retain), counts or {})
         records = max(len(self.slots.records), sum((counts or {}).values()))
         self._parts.index.reserve(index_bytes(records, retain))
         self._space_reserved = True

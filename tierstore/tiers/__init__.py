@@ -1,6 +1,21 @@
 """The device tier: where computation reads weights and leaves gradients."""
 
-from tierstore.tiers.device import DeviceSlots, DeviceTier, HostDeviceTier
-from tierstore.tiers.opening import open_device_tier
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tierstore.lazy import exports
+
+if TYPE_CHECKING:
+    from tierstore.tiers.device import DeviceSlots, DeviceTier, HostDeviceTier
+    from tierstore.tiers.opening import open_device_tier
+else:
+    __getattr__ = exports(
+        __name__,
+        {
+            "device": ["DeviceSlots", "DeviceTier", "HostDeviceTier"],
+            "opening": ["open_device_tier"],
+        },
+    )
 
 __all__ = ["DeviceSlots", "DeviceTier", "HostDeviceTier", "open_device_tier"]

@@ -74,7 +74,7 @@ class CudaDeviceTier:
         self.device = device
         self._engine = engine
         self._link = link
-        self._slots = slots
+        self.slots = slots
         self._weights = torch.empty(slots.weights, slots.numel, dtype=slots.compute, device=device)
         self._gradients = torch.empty(slots.gradients, slots.numel, dtype=torch.float32, device=device)
         self._landing_arena = Arena(slots.gradients * slots.gradient_bytes, huge_pages)

@@ -19,6 +19,7 @@ import torch
 
 from tierstore._native import Activity, Arena, Buffer, Engine, HugePages, Link
 from tierstore.links import limited
+from tierstore.tiers.slots import SlotSizes
 
 __all__ = ["DeviceSlots", "DeviceTier", "HostDeviceTier"]
 
@@ -33,17 +34,21 @@ class DeviceSlots:
     gradients: int = 3
 
     @property
+    def sizes(self) -> SlotSizes:
+        return SlotSizes(self.numel, self.compute.itemsize, self.weights, self.gradients)
+
+    @property
     def weight_bytes(self) -> int:
-        return _padded(self.numel * self.compute.itemsize)
+        return self.sizes.weight_bytes
 
     @property
     def gradient_bytes(self) -> int:
-        return _padded(self.numel * 4)
+        return self.sizes.gradient_bytes
 
     @property
     def nbytes(self) -> int:
         """Bytes of all slots."""
-        return self.weights * self.weight_bytes + self.gradients * self.gradient_bytes
+        return self.sizes.nbytes
 
 
 class DeviceTier(Protocol):
@@ -53,6 +58,8 @@ class DeviceTier(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+    @property
+    def slots(self) -> DeviceSlots: ...
 
     def load(self, slot: int, source: Buffer, after: Sequence[int]) -> int:
         """Queues the copy of ``source`` into weight slot ``slot``; returns its ticket."""
@@ -87,7 +94,7 @@ class HostDeviceTier:
     ) -> None:
         self._engine = engine
         self._link = link
-        self._slots = slots
+        self.slots = slots
         self._arena = Arena(slots.nbytes, huge_pages)
         self.device = torch.device("cpu")
         weight_end = slots.weights * slots.weight_bytes
@@ -138,7 +145,3 @@ class HostDeviceTier:
 def tensor_of(buffer: Buffer, dtype: torch.dtype) -> torch.Tensor:
     """A flat tensor over a contiguous buffer, without a copy. The tensor keeps the memory alive."""
     return torch.from_numpy(buffer.array()).view(dtype)
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // 4096) * 4096

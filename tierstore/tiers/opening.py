@@ -17,7 +17,10 @@ def open_device_tier(
     huge_pages: HugePages,
     link: Link | None = None,
 ) -> DeviceTier:
-    """The tier for ``device``; ``link`` limits the speed of its copies. Raises OSError or torch's OutOfMemoryError when the slots do not fit."""
+    """The tier for ``device``; ``link`` limits the speed of its copies.
+
+    Raises OSError or torch's OutOfMemoryError when the slots do not fit.
+    """
     if device.type == "cuda":
         from tierstore.tiers.cuda import CudaDeviceTier
 

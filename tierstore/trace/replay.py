@@ -51,7 +51,8 @@ def replay(
     """Replays a trace in the native loop, chunk by chunk, and returns ``Residency.stats()``.
 
     What is not given is as it was recorded: then the statistics are those of the live run, exactly. Another
-    policy starts with its default options; with layer scope and another capacity or scope, quotas are equal
+    policy starts with its default options; one written in Python must be given, as a file alone shall not
+    decide which code runs; with layer scope and another capacity or scope, quotas are equal
     shares unless given. Raises DataError (a malformed trace), ConfigError (a policy or option that cannot
     be), BudgetError (a capacity too small for the trace; names what the refused access needs), OSError.
     """
@@ -70,7 +71,12 @@ def replay(
             else:
                 layers = 1 + max((record.layer for record in recorded.records), default=0)
                 quotas = equal_quotas(capacity, layers)
-        options = recorded.policy_options if policy is None else {}
+        if policy is None and ":" in recorded.policy:
+            raise ConfigError(
+                f"{os.fspath(path)}: recorded under {recorded.policy}, a policy written in Python: "
+                "name it as the policy of the replay"
+            )
+        options = recorded.policy_options if policy in (None, recorded.policy) else {}
         header = TraceHeader(
             capacity_frames=capacity,
             lookahead_frames=recorded.lookahead_frames if lookahead_frames is None else lookahead_frames,

@@ -7,13 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tierstore.cache.config import CacheConfig
+from tierstore.dense.config import DenseConfig
 from tierstore.errors import ConfigError
 from tierstore.links import LinksConfig
-from tierstore.model import ModelConfig
+from tierstore.model.config import ModelConfig
+from tierstore.parallel.config import ParallelConfig
 from tierstore.prefetch.plan import GradientPlan, PrefetchConfig
 from tierstore.store.adamw import AdamWConfig
 from tierstore.store.config import IoConfig
-from tierstore.train.data import DataConfig
+from tierstore.train.files import DataConfig
 from tierstore.train.schedule import ScheduleConfig
 
 __all__ = ["TrainConfig"]
@@ -46,9 +48,11 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     adamw: AdamWConfig = field(default_factory=AdamWConfig)
+    dense: DenseConfig = field(default_factory=DenseConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
     io: IoConfig = field(default_factory=IoConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     links: LinksConfig = field(default_factory=LinksConfig)
 
     def __post_init__(self) -> None:

@@ -16,10 +16,8 @@ sequence i is found without the ones before it, so that resuming needs the step 
 from __future__ import annotations
 
 import os
-import sysconfig
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -29,74 +27,16 @@ from torch import Tensor
 
 from tierstore.errors import ConfigError, DataError
 from tierstore.moe.seeds import derive_seed
+from tierstore.train.files import DataConfig, text_files
 from tierstore.units import format_bytes
 
 __all__ = ["DataConfig", "TextData", "permute", "text_files"]
 
 _BLOCK = 65_536
 _READ = 1 << 20
-_SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 _ROUNDS = 4
 
 Bytes = npt.NDArray[np.uint8]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataConfig:
-    """What to train on. Raises ConfigError naming the field.
-
-    No ``paths``: the source of Python's standard library (``*.py``, without site-packages and tests). A
-    file is taken whatever its name; a directory gives the files whose names end in one of ``suffixes``
-    (all if empty).
-    """
-
-    paths: tuple[str, ...] = ()
-    suffixes: tuple[str, ...] = ()
-    validation_fraction: float = 0.05
-    max_bytes: int = 64 << 20
-    batch_size: int = 16
-    micro_batches: int = 1
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("max_bytes", "batch_size", "micro_batches"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        if not 0 < self.validation_fraction < 1:
-            raise ConfigError(
-                f"validation_fraction: expected more than 0 and less than 1, got {self.validation_fraction}"
-            )
-
-
-def text_files(config: DataConfig) -> list[Path]:
-    """The files of ``config``, in order. Raises DataError naming what is missing or empty of files."""
-    if not config.paths:
-        root = Path(sysconfig.get_path("stdlib"))
-        return _walk(root, (".py",), skipped=_SKIPPED)
-    files: list[Path] = []
-    for text in config.paths:
-        path = Path(text)
-        if path.is_dir():
-            files += _walk(path, config.suffixes, skipped=frozenset())
-        elif path.exists():
-            files.append(path)
-        else:
-            raise DataError(f"{path}: expected a text file or a directory of them, found nothing there")
-    return files
-
-
-def _walk(root: Path, suffixes: tuple[str, ...], *, skipped: frozenset[str]) -> list[Path]:
-    def refuse(error: OSError) -> None:
-        raise DataError(f"{error.filename}: cannot be listed: {error.strerror}") from error
-
-    found: list[Path] = []
-    for directory, names, files in os.walk(root, onerror=refuse):
-        names[:] = [name for name in names if name not in skipped]
-        found += [Path(directory, name) for name in files if not suffixes or name.endswith(suffixes)]
-    if not found:
-        wanted = f" ending in {', '.join(suffixes)}" if suffixes else ""
-        raise DataError(f"{root}: expected files{wanted}, found none")
-    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
 class TextData:

@@ -9,22 +9,28 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import resource
+from dataclasses import dataclass
 
 import psutil
 
 from tierstore.train.config import TrainConfig
-from tierstore.train.data import text_files
+from tierstore.train.files import text_bytes
 
 __all__ = [
-    "fixed_bytes",
+    "DENSE_STATE_BYTES",
+    "WORKING_BYTES",
+    "FixedCost",
+    "fixed_cost",
     "give_back_freed_memory",
     "keep_freed_memory",
     "peak_resident_bytes",
     "resident_bytes",
 ]
 
+#: A dense parameter: fp32 weight, gradient, exp_avg and exp_avg_sq.
+DENSE_STATE_BYTES = 16
 #: What torch, its thread pools and the fragmentation of freed activations take beyond that, bytes (measured).
-_WORKING_BYTES = 160 << 20
+WORKING_BYTES = 160 << 20
 
 
 def resident_bytes() -> int:
@@ -37,15 +43,30 @@ def peak_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def fixed_bytes(config: TrainConfig, baseline: int) -> int:
-    """The fixed cost of a run whose process holds ``baseline`` bytes after its imports, in bytes."""
-    dense = config.model.dense_parameters * 16
-    activations = config.model.activation_bytes(config.tokens_per_micro_batch)
-    return baseline + dense + activations + min(config.data.max_bytes, _text_bytes(config)) + _WORKING_BYTES
+@dataclass(frozen=True)
+class FixedCost:
+    """What a run takes outside of its budgets, in bytes, part by part."""
+
+    process: int
+    dense: int
+    activations: int
+    text: int
+    working: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.process + self.dense + self.activations + self.text + self.working
 
 
-def _text_bytes(config: TrainConfig) -> int:
-    return sum(path.stat().st_size for path in text_files(config.data))
+def fixed_cost(config: TrainConfig, process: int) -> FixedCost:
+    """The fixed cost of a run whose process holds ``process`` bytes after its imports. Raises DataError."""
+    return FixedCost(
+        process=process,
+        dense=config.model.dense_parameters * DENSE_STATE_BYTES,
+        activations=config.model.activation_bytes(config.tokens_per_micro_batch),
+        text=text_bytes(config.data),
+        working=WORKING_BYTES,
+    )
 
 
 def keep_freed_memory() -> None:

@@ -97,7 +97,7 @@ class PlainMixture(nn.Module):
         aux_loss = experts * (first_E * probability_TE.mean(dim=0)).sum()
         z_loss = (torch.logsumexp(logits_TE, dim=-1) ** 2).mean()
         load_E = F.one_hot(expert_TK, experts).sum(dim=(0, 1))
-        return y_TD, Routing(expert_TK, weight_TK, aux_loss, z_loss, load_E)
+        return y_TD, Routing(expert_TK, weight_TK, aux_loss, z_loss, load_E.unsqueeze(0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+import numpy as np
+
+from tierstore import _native
 from tierstore.stats import delta
 from tierstore.train.config import TrainConfig
 from tierstore.train.footprint import peak_resident_bytes
 from tierstore.train.trainer import StepResult, Trainer
 from tierstore.units import format_bytes, format_seconds
 
-__all__ = ["Metrics", "RunSummary", "counters", "tier_rows"]
+__all__ = ["Metrics", "RunSummary", "Totals", "counters", "tier_rows", "totals"]
 
 
 def counters(trainer: Trainer) -> dict[str, int]:
@@ -22,6 +25,33 @@ def counters(trainer: Trainer) -> dict[str, int]:
     names = ("hits", "misses", "evictions", "write_backs", "read_bytes", "written_bytes")
     speculation = ("prefetch_read_bytes", "useful_prefetch_bytes", "wasted_prefetch_bytes")
     return {name: int(str(stats[name])) for name in (*names, *speculation)}
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What all ranks did together: sums of ``counts``, the ``peaks`` of resident bytes in rank order.
+
+    ``records_crc32c``: of one rank that of its records; of several, the checksum of theirs in rank order.
+    """
+
+    counts: dict[str, int]
+    peaks: list[int]
+    records_crc32c: int
+
+
+def totals(trainer: Trainer) -> Totals:
+    """A collective: the same on all ranks."""
+    own = (
+        counters(trainer) | {"late_prefetch_bytes": trainer.late_prefetch_bytes},
+        peak_resident_bytes(),
+        trainer.store.records_crc32c(),
+    )
+    ranks = trainer.mesh.world.all_gather_object(own)
+    counts = {name: sum(rank[0][name] for rank in ranks) for name in own[0]}
+    crc = own[2]
+    if len(ranks) > 1:
+        crc = _native.crc32c(np.array([rank[2] for rank in ranks], "<u4"))
+    return Totals(counts, [rank[1] for rank in ranks], crc)
 
 
 @dataclass(frozen=True)
@@ -35,11 +65,9 @@ class RunSummary:
     seconds: float
     tokens: int
     fixed_resident_bytes: int
-    records_crc32c: int
-    counts: dict[str, int]
-    late_prefetch_bytes: int
     stalls: list[dict[str, object]]
     stall_s: float
+    totals: Totals
 
     def as_json(self) -> dict[str, object]:
         model = self.config.model
@@ -53,19 +81,19 @@ class RunSummary:
             "experts": model.expert_count,
             "record_bytes": model.expert_parameters * 12,
             "host_budget_bytes": self.config.host_budget,
-            "peak_resident_bytes": peak_resident_bytes(),
+            "ranks": len(self.totals.peaks),
+            "peak_resident_bytes": max(self.totals.peaks),
             "fixed_resident_bytes": self.fixed_resident_bytes,
-            **self.counts,
-            "late_prefetch_bytes": self.late_prefetch_bytes,
+            **self.totals.counts,
             "stall_s": self.stall_s,
             "stalls": self.stalls,
-            "records_crc32c": self.records_crc32c,
+            "records_crc32c": self.totals.records_crc32c,
         }
 
 
 def tier_rows(summary: RunSummary) -> list[tuple[str, str]]:
     """The final table: what and how much."""
-    counts = summary.counts
+    counts = summary.totals.counts
     asked = counts["hits"] + counts["misses"]
     rows = [
         ("read from disk", format_bytes(counts["read_bytes"])),
@@ -73,12 +101,12 @@ def tier_rows(summary: RunSummary) -> list[tuple[str, str]]:
         ("hits of the host cache", f"{counts['hits']} of {asked} ({counts['hits'] / max(asked, 1):.1%})"),
         ("evictions", str(counts["evictions"])),
         ("prefetched: useful", format_bytes(counts["useful_prefetch_bytes"])),
-        ("prefetched: late", format_bytes(summary.late_prefetch_bytes)),
+        ("prefetched: late", format_bytes(counts["late_prefetch_bytes"])),
         ("prefetched: wasted", format_bytes(counts["wasted_prefetch_bytes"])),
         ("stalled", f"{format_seconds(summary.stall_s)} of {format_seconds(summary.seconds)}"),
         ("host budget", format_bytes(summary.config.host_budget)),
         ("fixed memory, as announced", format_bytes(summary.fixed_resident_bytes)),
-        ("peak resident memory", format_bytes(peak_resident_bytes())),
+        ("peak resident memory", format_bytes(max(summary.totals.peaks))),
     ]
     return rows
 

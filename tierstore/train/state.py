@@ -14,7 +14,9 @@ import torch
 
 from tierstore import _native
 from tierstore.config import as_dict
+from tierstore.dense import OptimizerState
 from tierstore.errors import StoreFormatError
+from tierstore.parallel import Mesh
 from tierstore.train.config import TrainConfig
 
 __all__ = ["STATE_KEY", "TrainState", "conditions", "differences"]
@@ -50,7 +52,7 @@ class TrainState:
 
 
 def conditions(
-    config: TrainConfig, *, threads: int, device: torch.device, data_crc32: int
+    config: TrainConfig, *, threads: int, device: torch.device, data_crc32: int, mesh: Mesh
 ) -> dict[str, object]:
     """Everything that the bits of a run depend on."""
     settings = as_dict(config)
@@ -60,6 +62,15 @@ def conditions(
         "schedule": settings["schedule"],
         "adamw": settings["adamw"],
         "clip_norm": config.clip_norm,
+        "dense": {
+            "fusion": config.dense.fusion.value,  # says where in a slice a parameter lies
+            "stepped_on": "cpu" if config.dense.optimizer_state is OptimizerState.HOST else device.type,
+        },
+        "parallel": {
+            "ranks": mesh.world.size,
+            "expert_ranks": mesh.expert.size,
+            "rank": mesh.world.rank,
+        },
         "torch": torch.__version__,
         "threads": threads,
         "device": device.type,

@@ -1,8 +1,11 @@
-"""The training loop of one process.
+"""The training loop of one rank.
 
 A step: for each micro-batch, forward and backward through layers whose experts come and go; then the norm, the dense
 step, and the experts' steps (already queued during the backward pass without clipping, queued before their next use
 with it). Nothing of a step is acknowledged before ``commit``.
+
+On several ranks each takes a contiguous piece of the global batch, and differentiates its share of the mean; losses,
+norms and whether to skip are the same on all of them, bit for bit.
 
 A non-finite loss is seen before any state moves, and skips the step; so does a non-finite gradient with clipping. Without
 clipping experts have been stepped when the norm is known, so a non-finite gradient stops the run at its last commit.
@@ -18,16 +21,20 @@ from dataclasses import dataclass
 
 import torch
 
+from tierstore.cache.access import Phase
+from tierstore.dense import DenseSlices
 from tierstore.errors import TierstoreError
 from tierstore.model import Transformer
+from tierstore.parallel import Mesh
 from tierstore.prefetch.experts import TieredExperts
+from tierstore.prefetch.horizontal import HorizontalQueue
 from tierstore.prefetch.plan import GradientPlan
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store.parameter_store import ParameterStore
-from tierstore.timeline import TimelineSink, Track
+from tierstore.timeline import OperationSpans, TimelineSink, Track
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TextData
-from tierstore.train.dense import DenseParameters
+from tierstore.train.ranks import commit_everywhere
 from tierstore.train.state import STATE_KEY, TrainState
 
 __all__ = ["NonFiniteError", "StepResult", "Trainer"]
@@ -60,9 +67,10 @@ class Trainer:
         store: ParameterStore,
         experts: TieredExperts,
         model: Transformer,
-        dense: DenseParameters,
+        dense: DenseSlices,
+        queue: HorizontalQueue,
         data: TextData,
-        device: torch.device,
+        mesh: Mesh,
         state: TrainState,
         ledger: StallLedger,
         timeline: TimelineSink,
@@ -75,8 +83,11 @@ class Trainer:
         self.ledger = ledger
         self._experts = experts
         self._dense = dense
-        self._device = device
+        self._queue = queue
+        self.mesh = mesh
+        self._device = mesh.device
         self._timeline = timeline
+        self._operations = OperationSpans(store.engine, timeline)
 
     def step(self) -> StepResult:
         """One optimizer step. Raises NonFiniteError, ChecksumError, OSError, BudgetError.
@@ -101,6 +112,7 @@ class Trainer:
         immediate = self.config.gradient_plan is GradientPlan.IMMEDIATE
         if immediate:
             self.store.history.begin(lr)
+        self._queue.begin(training=True)
         loss, active = self._backward(position)
         norm = math.nan
         if math.isfinite(loss):
@@ -118,6 +130,7 @@ class Trainer:
         if every and self.state.position % every == 0:
             self.store.cache.clean()
         seconds = time.monotonic() - started
+        self._operations.drain()
         return StepResult(position, loss, lr, norm, not math.isfinite(norm), seconds, active)
 
     def _backward(self, position: int) -> tuple[float, int]:
@@ -127,27 +140,51 @@ class Trainer:
         total, reached = 0.0, None
         for micro in range(count):
             with self.ledger.stall(layer=None, tier=Tier.HOST, cause=Cause.DATA):
-                tokens, targets = self.data.batch(position, micro)
+                tokens, targets = (self._share(part) for part in self.data.batch(position, micro))
             self._experts.begin_micro(index=micro, count=count)
+            self._dense.begin_micro()
             self.model.set_step(position, micro)
             with self._timeline.span(Track.COMPUTE, f"forward {position}.{micro}"):
                 output = self.model(tokens.to(self._device), targets.to(self._device))
             assert output.loss is not None
             assert output.objective is not None
-            loss = float(output.loss.detach())
-            if not (math.isfinite(loss) and math.isfinite(float(output.objective.detach()))):
+            loss, objective = self._mean([float(output.loss.detach()), float(output.objective.detach())])
+            if not (math.isfinite(loss) and math.isfinite(objective)):
                 return math.nan, 0
             total += loss / count
             with self._timeline.span(Track.COMPUTE, f"backward {position}.{micro}"):
                 torch.autograd.backward(output.objective / count)
+                self._dense.end_micro()
             used = torch.stack(output.loads) > 0
             reached = used if reached is None else reached | used
         assert reached is not None
         return total, int(reached.sum())
 
+    def _share(self, batch_BT: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a batch. Of one that ranks cannot share evenly (the last of a validation), what is over
+        is left out; with too few rows for all, each takes all.
+        """
+        world = self.mesh.world
+        rows = batch_BT.shape[0] // world.size
+        return batch_BT[world.rank * rows : (world.rank + 1) * rows] if rows else batch_BT
+
+    def _mean(self, values: list[float]) -> list[float]:
+        """The means over ranks; the same bits on all of them."""
+        world = self.mesh.world
+        if world.size == 1:
+            return values
+        sums = torch.tensor(values, dtype=torch.float64)
+        with self.ledger.stall(layer=None, tier=Tier.RANKS, cause=Cause.AGREEMENT):
+            world.all_reduce(sums).wait()
+        return [float(total) / world.size for total in sums]
+
     def _norm(self) -> float:
         with self.ledger.stall(layer=None, tier=Tier.HOST, cause=Cause.OPTIMIZER):
             squares = self._experts.gradients.sum_of_squares()
+        # Replicas of an expert have the same gradient: it counts once.
+        counted = squares if self.mesh.replica.rank == 0 else 0.0
+        (mean,) = self._mean([counted])
+        squares = mean * self.mesh.world.size
         squares += self._dense.sum_of_squares()
         return math.sqrt(squares) if math.isfinite(squares) else math.nan
 
@@ -159,7 +196,10 @@ class Trainer:
             self._experts.gradients.apply(scale)
             if scale < 1.0:
                 self._dense.scale_gradients(scale)
-        self._dense.step(lr)
+        # Each unit as soon as it is stepped may be gathered for the next step, while the others are.
+        for unit in self._queue.optimizer_units:
+            with self._queue.during(unit, Phase.OPTIMIZER):
+                self._dense.step_unit(unit, lr)
         self.store.history.finish()
 
     def _skip(self, position: int, loss: float, immediate: bool) -> None:
@@ -168,6 +208,7 @@ class Trainer:
                 f"step {position}: a gradient is not finite, and without clipping experts have been stepped already; "
                 "the last commit stands"
             )
+        self._queue.reset()
         self.store.history.abandon()
         self._experts.gradients.discard()
         self.state.skipped += 1
@@ -184,10 +225,13 @@ class Trainer:
         self.model.eval()
         total, tokens_seen = 0.0, 0
         with self._whole("validation"), self._timeline.span(Track.COMPUTE, "validation"):
-            for tokens, targets in self.data.validation_batches(self.config.eval_batches):
+            for batch in self.data.validation_batches(self.config.eval_batches):
+                tokens, targets = (self._share(part) for part in batch)
+                self._queue.begin(training=False)
                 output = self.model(tokens.to(self._device), targets.to(self._device))
                 assert output.loss is not None
-                total += float(output.loss) * tokens.numel()
+                (loss,) = self._mean([float(output.loss)])
+                total += loss * tokens.numel()
                 tokens_seen += tokens.numel()
         self.model.train()
         self.state.val_loss = total / max(tokens_seen, 1)
@@ -202,6 +246,7 @@ class Trainer:
         """``count`` bytes that the model writes after ``prompt``."""
         self._experts.begin_evaluation()
         with self._whole("sampling"):
+            self._queue.begin(training=False)
             return bytes(token % 256 for token in self.model.generate(prompt, count))
 
     def commit(self, *, snapshot: str | None = None) -> int:
@@ -213,5 +258,6 @@ class Trainer:
         ):
             self._experts.gradients.step_pending()
             self._dense.save(self.store, self.store.history.applied)
-            state = {STATE_KEY: self.state.pack()}
-            return self.store.commit(state) if snapshot is None else self.store.snapshot(snapshot, state)
+            generation = commit_everywhere(self.store, self.mesh, {STATE_KEY: self.state.pack()}, snapshot)
+        self._operations.drain()
+        return generation

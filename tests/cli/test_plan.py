@@ -1,0 +1,134 @@
+"""``tierstore plan``: what it prints, its exit status, and that it never imports torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierstore.cli.main import cli
+from tierstore.plan.costs import ASSUMED, save_profile
+from tierstore.plan.presets import PRESETS
+
+ROOMY = ["--memory", "4GiB", "--disk", "100GB"]
+
+
+def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any], str]:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", *arguments, "--json"])
+    captured = capsys.readouterr()
+    assert isinstance(ended.value.code, int)
+    last = captured.out.splitlines()[-1] if captured.out else "{}"
+    return ended.value.code, json.loads(last), captured.err
+
+
+def test_the_main_job_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    status, found, shown = _run(capsys, *ROOMY)
+    assert status == 0
+    assert found["fits"] is True
+    assert found["remedy"] == []
+    assert {term["evidence"] for term in found["terms"]} <= {"measured", "formula", "assumed"}
+    for tier in ("device", "host", "nvme"):
+        terms = [term["term_bytes"] for term in found["terms"] if term["tier"] == tier]
+        assert found["totals"][f"{tier}_bytes"] == sum(terms)
+    assert found["prediction"]["evidence"] == "assumed"
+    assert found["prediction"]["step_s"] > 0
+    assert found["paper"]["ssd_bytes"] == 12 * found["sparse_parameters_count"]
+    assert "it fits" in shown
+    assert "expert cache" in shown
+
+
+def test_what_does_not_fit_exits_1_with_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
+    status, found, shown = _run(capsys, "--memory", "4GiB", "--disk", "3GB", "--set", "retain=2")
+    assert status == 1
+    assert found["fits"] is False
+    assert [s["place"] for s in found["shortfalls"]] == ["disk"]
+    assert found["remedy"] == [{"change": "retain = 0", "effect": "the same bits"}]
+    assert "does not fit: disk" in shown
+    assert "shortest way to make it fit: retain = 0" in shown
+
+
+def test_a_budget_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
+    status, found, _ = _run(capsys, *ROOMY, "--host-budget", "1MiB")
+    assert status == 1
+    assert found["shortfalls"][0]["place"] == "host_budget"
+    assert found["prediction"] is None
+    assert found["terms"] == []
+    assert found["remedy"][0]["change"].startswith("host_budget = ")
+
+
+def test_ranks_share_a_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    _, alone, _ = _run(capsys, *ROOMY)
+    _, shared, _ = _run(capsys, *ROOMY, "--ranks", "4")
+    _, apart, _ = _run(capsys, *ROOMY, "--ranks", "4", "--ranks-per-node", "1")
+    assert shared["limits"]["memory_bytes"] == alone["limits"]["memory_bytes"] // 4
+    assert apart["limits"] == alone["limits"]
+    assert shared["terms"] == apart["terms"]
+
+
+def test_a_profile_is_named_as_evidence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    from tierstore.plan.evidence import Evidence
+
+    path = tmp_path / "profile.json"
+    save_profile(replace(ASSUMED, evidence=Evidence.MEASURED, machine="four cores"), path)
+    _, found, shown = _run(capsys, *ROOMY, "--profile", str(path))
+    assert found["prediction"]["evidence"] == "measured"
+    assert "four cores" in shown
+    path.write_text("{}")
+    status, _, shown = _run(capsys, "--profile", str(path))
+    assert status == 2
+    assert str(path) in shown
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    many = ["--memory", "2TB", "--disk", "8TB", "--ranks", "2", "--ranks-per-node", "1"]
+    status, found, _ = _run(capsys, "--preset", name, *many, "--device", "cuda", "--device-memory", "1TB")
+    assert found["parameters"] == PRESETS[name].architecture.parameters
+    assert found["preset"]["source"] == PRESETS[name].source
+    assert status == (0 if found["fits"] else 1)
+    assert found["host_budget_bytes"] == 10**12
+
+
+def test_the_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    status, found, _ = _run(capsys, "--preset", "list")
+    assert status == 0
+    assert [one["name"] for one in found["presets"]] == list(PRESETS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--preset", "gpt-5"], "--preset"),
+        (["--ranks", "0"], "--ranks"),
+        (["--ranks", "2", "--ranks-per-node", "3"], "--ranks-per-node"),
+        (["--memory", "much"], "--memory"),
+        (["--alpha", "2"], "alpha"),
+        (["--profile", "nowhere.json"], "nowhere.json"),
+        (["--set", "model.d_modl=3"], "model.d_model"),
+        (["nowhere.toml"], "nowhere.toml"),
+    ],
+)
+def test_bad_input(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, shown = _run(capsys, *arguments)
+    assert status == 2
+    assert named in shown.splitlines()[-1]
+
+
+def test_it_answers_without_torch() -> None:
+    """Torch alone takes a second to import."""
+    code = (
+        "import sys\n"
+        "from tierstore.cli.main import cli\n"
+        "try:\n"
+        "    cli.main(['plan', '--preset', 'olmoe-1b-7b', '--json'])\n"
+        "except SystemExit:\n"
+        "    assert 'torch' not in sys.modules, 'torch was imported'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -1,0 +1,24 @@
+"""Runs of ``dense_cases`` on real ranks. A file of its own: ranks load the file of a case under another name."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from dense_cases import Outcome, Setting, train_group
+
+from tierstore.parallel import Mesh
+
+if TYPE_CHECKING:
+    from launcher import Ranks
+
+
+def train(mesh: Mesh, setting: dict[str, Any]) -> Outcome:
+    """The case of one rank."""
+    return train_group(mesh.world, Setting(**setting))
+
+
+def on_ranks(ranks: Ranks, size: int, setting: Setting) -> list[Outcome]:
+    """``setting`` over ``size`` ranks: what each saw."""
+    outcomes: list[Outcome] = ranks.run(size, train, asdict(setting))
+    return outcomes

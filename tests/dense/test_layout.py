@@ -1,0 +1,79 @@
+"""The slice index: by hand, and re-cutting against whole arrays."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tierstore.dense.config import Fusion
+from tierstore.dense.layout import Move, Narrow, Place, UnitLayout, moves, recut, unit_layouts
+
+quick = settings(deadline=None, max_examples=40)
+shapes = st.lists(
+    st.tuples(st.lists(st.integers(1, 9), min_size=1, max_size=2).map(tuple), st.booleans()),
+    min_size=1,
+    max_size=5,
+)
+
+
+def layout_of(
+    parameters: list[tuple[tuple[int, ...], bool]], ranks: int, fusion: Fusion = Fusion.UNIT
+) -> UnitLayout:
+    made = [nn.Parameter(torch.empty(shape)) for shape, _ in parameters]
+    narrow = [p for p, (_, cast) in zip(made, parameters, strict=True) if cast]
+    return unit_layouts([("u", made)], ranks=ranks, narrow=narrow, fusion=fusion)[0]
+
+
+def test_by_hand() -> None:
+    # 20 + 6 + 7 elements for two ranks. One region: 33, so slices of 32 (a multiple of 16, and 2 x 16 < 33), 64 in all.
+    one = layout_of([((4, 5), False), ((6,), False), ((7,), False)], 2)
+    assert one.key == "dense.u"
+    assert one.regions[0].places == (Place(0, 0, (4, 5)), Place(1, 20, (6,)), Place(2, 26, (7,)))
+    assert (one.slice_numel, one.padded_numel, one.gathered_bytes(torch.bfloat16)) == (32, 64, 256)
+    # The matrix may travel in bf16: 13 fp32 elements in slices of 16 come first, then 20 in slices of 16.
+    two = layout_of([((4, 5), True), ((6,), False), ((7,), False)], 2)
+    assert [region.narrow for region in two.regions] == [Narrow.NO, Narrow.YES]
+    assert [region.slice_numel for region in two.regions] == [16, 16]
+    assert two.gathered_bytes(torch.bfloat16) == 32 * 4 + 32 * 2
+    assert [span for _, span in two.spans()] == [slice(0, 16), slice(16, 32)]
+    assert len(layout_of([((4, 5), True), ((6,), False)], 2, Fusion.PARAMETER).regions) == 2
+
+
+def test_moves_by_hand() -> None:
+    # 40 elements: 2 slices of 32 become 3 of 16. Rank 1 of 3 has elements 16 to 31, rank 2 has 32 to 39 and padding.
+    old, new = layout_of([((40,), False)], 2), layout_of([((40,), False)], 3)
+    assert list(moves(old, new, 1)) == [Move(0, 16, 0, 16)]
+    assert list(moves(old, new, 2)) == [Move(1, 0, 0, 8)]
+    assert list(moves(new, old, 0)) == [Move(0, 0, 0, 16), Move(1, 0, 16, 16)]
+
+
+def slices_of(layout: UnitLayout, values: list[torch.Tensor], ranks: int) -> list[torch.Tensor]:
+    """What each rank holds of parameters ``values``, from whole padded regions."""
+    regions = []
+    for region in layout.regions:
+        whole = torch.zeros(region.padded_numel)
+        for place in region.places:
+            whole[place.offset : place.offset + place.numel] = values[place.index].flatten()
+        regions.append(whole.view(ranks, region.slice_numel))
+    return [torch.cat([region[rank] for region in regions]) for rank in range(ranks)]
+
+
+@quick
+@given(shapes, st.integers(1, 5), st.integers(1, 5), st.sampled_from(list(Fusion)))
+def test_recut_is_cutting_the_whole(
+    parameters: list[tuple[tuple[int, ...], bool]], before: int, after: int, fusion: Fusion
+) -> None:
+    values = [torch.randn(shape) for shape, _ in parameters]
+    old, new = layout_of(parameters, before, fusion), layout_of(parameters, after, fusion)
+    held = slices_of(old, values, before)
+    for rank, expected in enumerate(slices_of(new, values, after)):
+        found = recut(old, new, rank, lambda r, start, count: held[r][start : start + count])
+        assert torch.equal(found, expected)
+
+
+def test_other_parameters_cannot_be_recut() -> None:
+    with pytest.raises(ValueError, match=r"dense\.u.*not the same parameters"):
+        list(moves(layout_of([((4,), False)], 1), layout_of([((5,), False)], 2), 0))

@@ -1,0 +1,249 @@
+"""The MoE layer over several ranks against one process on the same global batch.
+
+Logits are exact here (small dyadic numbers), so that routing and its weights have the same bits however the batch
+is cut. Then, where an expert has no replica, its products have the same shapes and operands as in one process:
+outputs and expert gradients must be equal to the bit. What is a sum over ranks in another order than the sum over
+tokens (replicated experts' and the router's gradients, the losses) is equal within rounding.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from launcher import Ranks
+from torch import Tensor
+
+from tierstore.moe import (
+    ExpertShape,
+    InMemoryExperts,
+    MoELayer,
+    NoiseKey,
+    RouterConfig,
+    RouterNoise,
+    SaveActivations,
+)
+from tierstore.moe.dispatch import dispatch
+from tierstore.moe.exchange import ExchangedRows
+from tierstore.parallel import Group, Mesh, Place
+
+WIDTH = 16
+Found = dict[str, Any]
+
+
+def _global_batch(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Inputs with few bits, and the gradient that comes back for each."""
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randint(-4, 5, (tokens, WIDTH), generator=generator).to(dtype) / 4
+    return x, torch.randn(tokens, WIDTH, generator=generator).to(dtype)
+
+
+def _pass(mesh: Mesh, tokens: list[int], dtype: torch.dtype, options: Found, times: int = 1) -> Found:
+    """Passes over this rank's ``tokens[rank]`` tokens, and all that they computed."""
+    options = dict(options)
+    save = options.pop("save", SaveActivations.SAVE)
+    experts = options.setdefault("experts", 6)
+    shape = ExpertShape(WIDTH, 24)
+    source = InMemoryExperts(shape, layers=[3], experts=experts, compute=dtype, replicas=mesh.replica)
+    config = RouterConfig(**options)
+    layer = MoELayer(config, shape, source, layer=3, seed=1, save_activations=save, mesh=mesh)
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        weight = layer.router.weight
+        weight.copy_(torch.randint(-2, 3, weight.shape, generator=generator) / 4)
+    if dtype == torch.float64:
+        layer = layer.double()
+    starts = list(itertools.accumulate(tokens, initial=0))
+    own = slice(starts[mesh.world.rank], starts[mesh.world.rank + 1])
+    x, factors = (whole[own] for whole in _global_batch(sum(tokens), dtype))
+    x = x.clone().requires_grad_()
+    for micro in range(times):
+        y, routing = layer(x, NoiseKey(5, micro))
+        wide = torch.promote_types(dtype, torch.float32)
+        objective = (y.to(wide) * factors.to(wide)).sum() + 3 * routing.aux_loss + 2 * routing.z_loss
+        objective.backward()
+    assert x.grad is not None
+    return {
+        "y": y.detach(),
+        "expert_TK": routing.expert_TK,
+        "weight_TK": routing.weight_TK.detach(),
+        "load_E": routing.load_E,
+        "aux_loss": routing.aux_loss.detach(),
+        "z_loss": routing.z_loss.detach(),
+        "x_grad": x.grad,
+        "router_grad": layer.router.weight.grad,
+        "expert_grads": {expert: grad for (_, expert), grad in source.grads.items()},
+    }
+
+
+def _alone() -> Mesh:
+    return Mesh.alone(Place(), torch.device("cpu"))
+
+
+def _compare(
+    ranks: Ranks,
+    tokens: list[int],
+    options: Found,
+    *,
+    expert: int = 0,
+    dtype: torch.dtype = torch.float32,
+    times: int = 1,
+) -> list[Found]:
+    """Runs both, and compares all that must be the same. Returns what the ranks found."""
+    size = len(tokens)
+    one = _pass(_alone(), [sum(tokens)], dtype, options, times)
+    many: list[Found] = ranks.run(size, _pass, tokens, dtype, options, times, expert=expert)
+    replicas = size // (expert or size)
+    for name in ("expert_TK", "weight_TK", *(["y"] if replicas == 1 else [])):
+        assert torch.equal(torch.cat([found[name] for found in many]), one[name]), name
+    for found in many:
+        assert torch.equal(found["load_E"], one["load_E"])
+    close: Found = {
+        torch.float64: {"rtol": 1e-10, "atol": 1e-10},
+        torch.float32: {"rtol": 2e-5, "atol": 2e-5},
+    }
+    near = close.get(dtype, {"rtol": 0.02, "atol": 0.05})
+    for name in ("aux_loss", "z_loss", "router_grad"):
+        torch.testing.assert_close(sum(found[name] for found in many), one[name], **near)
+    for name in ("x_grad", "y"):
+        torch.testing.assert_close(torch.cat([found[name] for found in many]), one[name], **near)
+    held: dict[int, list[Tensor]] = {}
+    for found in many:
+        for number, grad in found["expert_grads"].items():
+            held.setdefault(number, []).append(grad)
+    assert held.keys() == one["expert_grads"].keys()
+    for number, grads in held.items():
+        assert len(grads) == replicas
+        assert all(torch.equal(grads[0], grad) for grad in grads)
+        if replicas == 1:
+            assert torch.equal(grads[0], one["expert_grads"][number])
+        else:
+            torch.testing.assert_close(grads[0], one["expert_grads"][number], **near)
+    return many
+
+
+LAYOUTS = [([20, 20], 0), ([12, 12, 12, 12], 0), ([12, 12, 12, 12], 2), ([20, 20], 1)]
+
+
+@pytest.mark.parametrize(("tokens", "expert"), LAYOUTS)
+@pytest.mark.parametrize("save", list(SaveActivations))
+def test_as_one_process(ranks: Ranks, tokens: list[int], expert: int, save: SaveActivations) -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        _compare(ranks, tokens, {"save": save, "top_k": 2}, expert=expert, dtype=dtype)
+
+
+@pytest.mark.parametrize(("tokens", "expert"), LAYOUTS)
+@pytest.mark.parametrize("top_k", [1, 3])
+@pytest.mark.parametrize("factor", [0.5, 1.0])
+def test_capacity_is_that_of_the_global_batch(
+    ranks: Ranks, tokens: list[int], expert: int, top_k: int, factor: float
+) -> None:
+    options = {"top_k": top_k, "capacity_factor": factor}
+    found = _compare(ranks, tokens, options, expert=expert, dtype=torch.float64)
+    assert any(bool((one["expert_TK"] < 0).any()) for one in found)
+
+
+@pytest.mark.parametrize("expert", [0, 2])
+@pytest.mark.parametrize("tokens", [[7, 0, 30, 3], [0, 0, 0, 11], [1, 0, 0, 0], [0, 0, 0, 0]])
+@pytest.mark.parametrize("experts", [3, 6, 9])
+def test_uneven_ranks_and_blocks(ranks: Ranks, tokens: list[int], experts: int, expert: int) -> None:
+    # With three experts on four ranks one owns none; with one token most ranks' experts get none.
+    _compare(ranks, tokens, {"experts": experts, "top_k": 2}, expert=expert)
+
+
+@pytest.mark.parametrize(("tokens", "expert"), LAYOUTS)
+def test_noise_is_drawn_for_the_global_batch(ranks: Ranks, tokens: list[int], expert: int) -> None:
+    options = {"noise": RouterNoise.JITTER, "noise_std": 0.3, "experts": 6}
+    one = _pass(_alone(), [sum(tokens)], torch.float64, options)
+    many = ranks.run(len(tokens), _pass, tokens, torch.float64, options, expert=expert)
+    assert torch.equal(torch.cat([found["expert_TK"] for found in many]), one["expert_TK"])
+    torch.testing.assert_close(torch.cat([found["y"] for found in many]), one["y"], rtol=1e-6, atol=1e-6)
+
+
+def test_passes_follow_each_other(ranks: Ranks) -> None:
+    _compare(ranks, [9, 14], {"top_k": 2}, times=3)
+    _compare(ranks, [9, 4, 0, 3], {"top_k": 2}, expert=2, times=3, dtype=torch.float64)
+
+
+def _evaluate(mesh: Mesh) -> dict[str, Any]:
+    """What a pass without gradients asks of the source: nothing for another replica's sake."""
+    shape = ExpertShape(WIDTH, 8)
+
+    class Asked(InMemoryExperts):
+        asked: tuple[int, ...] = ()
+
+        def forward(self, layer: int, experts: Any) -> Any:
+            self.asked = tuple(experts)
+            return super().forward(layer, experts)
+
+    source = Asked(shape, layers=[0], experts=4, replicas=mesh.replica)
+    layer = MoELayer(RouterConfig(experts=4, top_k=1), shape, source, mesh=mesh)
+    with torch.no_grad():
+        layer.router.weight.copy_(torch.eye(4, WIDTH))
+        # The tokens of world rank r all go to expert r.
+        x = torch.zeros(3, WIDTH)
+        x[:, mesh.world.rank] = 1.0
+        layer(x, NoiseKey())
+        without = source.asked
+    layer(x, NoiseKey())[0].sum().backward()
+    return {"evaluating": without, "training": source.asked, "stepped": sorted(e for _, e in source.grads)}
+
+
+def test_replicas_step_the_same_experts(ranks: Ranks) -> None:
+    # Ranks 0, 1 are one copy of the experts (0, 1 | 2, 3), ranks 2, 3 the other.
+    found = ranks.run(4, _evaluate, expert=2)
+    assert [one["evaluating"] for one in found] == [(0, 1), (), (), (2, 3)]
+    assert [one["training"] for one in found] == [(0, 1), (2, 3), (0, 1), (2, 3)]
+    assert [one["stepped"] for one in found] == [[0, 1], [2, 3], [0, 1], [2, 3]]
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 4), st.integers(1, 6), st.data())
+def test_rows_arrive_by_expert_then_source_then_token(ranks_: int, experts: int, data: st.DataObject) -> None:
+    """Against a sort: with every rank's messages delivered by hand."""
+    tokens = [data.draw(st.integers(0, 6)) for _ in range(ranks_)]
+    choices = [
+        torch.tensor(
+            [[data.draw(st.integers(-1, experts - 1))] for _ in range(count)], dtype=torch.int64
+        ).view(-1, 1)
+        for count in tokens
+    ]
+    load_SE = torch.stack([torch.bincount(c.flatten() + 1, minlength=experts + 1)[1:] for c in choices])
+    cuts = sorted(data.draw(st.lists(st.integers(0, experts), min_size=ranks_ - 1, max_size=ranks_ - 1)))
+    starts = (0, *cuts, experts)
+    plans = [dispatch(c, load) for c, load in zip(choices, load_SE, strict=True)]
+    rows = [ExchangedRows(_Told(r, ranks_), starts, load_SE, ()) for r in range(ranks_)]
+    sent = [plan.token_N + 100 * r for r, plan in enumerate(plans)]
+    parts = [list(sent[r].split(rows[r]._to)) for r in range(ranks_)]
+    for r, mine in enumerate(rows):
+        mine._group.delivers = torch.cat([parts[s][r] for s in range(ranks_)])  # type: ignore[attr-defined]
+        arrived = mine.to_experts(sent[r]).rows().tolist()
+        for expert in range(starts[r], starts[r + 1]):
+            wanted = [
+                100 * s + t for s in range(ranks_) for t in range(tokens[s]) if int(choices[s][t]) == expert
+            ]
+            assert arrived[mine.span(expert)] == wanted
+        # And the way back undoes the way there.
+        back = torch.empty_like(sent[r])
+        mine._group.expects = mine._group.delivers  # type: ignore[attr-defined]
+        mine.to_tokens(torch.tensor(arrived, dtype=torch.int64), back)
+
+
+class _Told(Group):
+    """A group whose exchanges deliver, and are checked against, what a test says."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, range(size), {})
+        self.delivers: Tensor | None = None
+        self.expects: Tensor | None = None
+
+    def all_to_all(self, out_rows: Tensor, in_rows: Tensor, out_splits: Any, in_splits: Any) -> Any:
+        assert (sum(out_splits), sum(in_splits)) == (len(out_rows), len(in_rows))
+        if self.expects is not None:
+            assert torch.equal(in_rows, self.expects)
+        elif self.delivers is not None:
+            out_rows.copy_(self.delivers)

@@ -1,0 +1,56 @@
+"""Tiny configurations, and the settings that a plan makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from tierstore.config import load
+from tierstore.plan.architecture import Architecture
+from tierstore.plan.capacity import Ranks, Setting
+from tierstore.train.config import TrainConfig
+from tierstore.train.files import text_bytes
+
+TINY: dict[str, Any] = {
+    "device": "cpu",
+    "threads": 1,
+    "host_budget": 200 << 10,
+    "commit_every": 0,
+    "eval_every": 0,
+    "sample_tokens": 0,
+    "model.d_model": 16,
+    "model.n_layers": 2,
+    "model.n_heads": 2,
+    "model.seq_len": 8,
+    "model.d_ff": 32,
+    "model.experts": 12,
+    "model.top_k": 12,
+    "data.batch_size": 4,
+    "io.huge_pages": "off",
+}
+
+
+class MakeSetting(Protocol):
+    def __call__(self, changes: Mapping[str, Any] | None = None, *, ranks: int = 1) -> Setting: ...
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> MakeSetting:
+    """A setting of a tiny run, every expert of which gets tokens, with ``changes`` by dotted names."""
+    text = tmp_path / "text.txt"
+    text.write_bytes(bytes(range(32, 127)) * 600)
+
+    def make(changes: Mapping[str, Any] | None = None, *, ranks: int = 1) -> Setting:
+        own = {"data.paths": (str(text),), "store": tmp_path / "store"}
+        config = load(TrainConfig, None, TINY | own | dict(changes or {}))
+        return Setting(
+            config=config,
+            model=Architecture.of(config.model),
+            ranks=Ranks(count=ranks, expert=config.parallel.expert),
+            text_bytes=text_bytes(config.data),
+        )
+
+    return make

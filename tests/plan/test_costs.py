@@ -1,0 +1,96 @@
+"""Fitted lines, and profiles as files."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import theilslopes
+
+from tierstore.errors import DataError
+from tierstore.plan.costs import ASSUMED, Cost, fit_cost, load_profile, save_profile
+from tierstore.plan.evidence import Evidence
+
+
+def test_a_line_by_hand() -> None:
+    """1 ms and 100 bytes a second, with one wild measurement a size: medians do not see it."""
+    sizes = [100.0, 100.0, 100.0, 200.0, 200.0, 200.0, 400.0, 400.0, 400.0]
+    times = [1.001, 1.001, 9.0, 2.001, 2.001, 0.1, 4.001, 4.001, 30.0]
+    found = fit_cost(sizes, times)
+    assert found.latency_s == pytest.approx(0.001)
+    assert found.per_s == pytest.approx(100.0)
+    assert found.seconds(300) == pytest.approx(3.001)
+    assert found.seconds(0) == 0.0
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 2**32 - 1))
+def test_the_slope_is_theil_and_sens(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    sizes = np.sort(random.choice(1000, 9, replace=False) + 1.0)
+    times = 0.5 + sizes / 50 + random.normal(0, 0.5, 9)
+    slope = theilslopes(times, sizes).slope
+    assert slope > 0
+    assert 1 / fit_cost(sizes.tolist(), times.tolist()).per_s == pytest.approx(slope)
+
+
+def test_what_is_all_latency() -> None:
+    found = fit_cost([1.0, 2.0, 3.0], [5.0, 5.0, 4.0])
+    assert found.latency_s == 5.0
+    assert math.isinf(found.per_s)
+    with pytest.raises(ValueError, match="two different"):
+        fit_cost([1.0, 1.0], [1.0, 2.0])
+
+
+def test_a_limited_link_is_as_slow_as_the_slower() -> None:
+    real, link = Cost(0.0, 100.0), Cost(1.0, 1000.0)
+    assert real.slower(link, 100) == pytest.approx(1.1)
+    assert real.slower(link, 1000) == pytest.approx(10.0)
+
+
+def test_a_profile_comes_back_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    measured = replace(ASSUMED, evidence=Evidence.MEASURED, copy=Cost(0.0, math.inf), machine="two cores")
+    save_profile(measured, path)
+    assert load_profile(path) == measured
+    json.loads(path.read_text(), parse_constant=pytest.fail)  # every number is one that JSON has
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        ({"profile_version": 2}, "version 1"),
+        ({"copy": None}, "copy"),
+        ({"copy": {"latency_s": 0.0}}, "copy"),
+        ({"copy": {"latency_s": "fast", "per_s": 1.0}}, "copy"),
+        ({"copy": {"latency_s": -1.0, "per_s": 1.0}}, "copy.*at least 0"),
+        ({"copy": {"latency_s": 0.0, "per_s": 0}}, "copy.*more than 0"),
+        ({"evidence": "felt"}, "evidence"),
+        ({"ranks": 0}, "ranks"),
+        ({"ranks": True}, "ranks"),
+        ({"process_bytes": 1.5}, "process_bytes"),
+        ({"unknown": 1}, "unknown"),
+    ],
+)
+def test_a_malformed_profile_is_refused_by_name(
+    change: dict[str, object], wrong: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "profile.json"
+    save_profile(ASSUMED, path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(DataError, match=f"profile.json.*{wrong}"):
+        load_profile(path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "{}", '{"profile_version": 1}', "\x80"])
+def test_what_is_no_profile(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(DataError, match="profile"):
+        load_profile(path)

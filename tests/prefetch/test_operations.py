@@ -1,0 +1,124 @@
+"""A schedule as a graph of operations: a small one written out, and what holds of any."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierstore.cache.access import Phase
+from tierstore.prefetch import GradientPlan, QueueLimits, Schedule, Unit
+from tierstore.prefetch.operations import Kind, Operation, PassSizes, Resource, operations
+from tierstore.prefetch.schedule import Pass
+
+SIZES = {
+    Phase.FORWARD: PassSizes(gather=10, reduce=12, all_to_all=5, experts=2, fetch=100, load=50),
+    Phase.BACKWARD: PassSizes(
+        gather=10, reduce=12, all_to_all=5, experts=2, fetch=300, load=50, land=40, write=300
+    ),
+}
+
+
+def sizes(item: Pass) -> PassSizes:
+    return SIZES[item.phase]
+
+
+def test_one_dense_and_one_moe_unit() -> None:
+    """a (dense) and b (layer 0), one pass of lookahead each. Positions: forward a 0, b 1, backward b 2, a 3, optimizer
+    a 4, b 5; each line: kind, position, bytes, what it follows.
+    """
+    schedule = Schedule(
+        units=(Unit("a", 10), Unit("b", 10, 0)), horizontal=QueueLimits(1), vertical=QueueLimits(1)
+    )
+    found = [(op.kind, op.position, op.nbytes, op.after) for op in operations(schedule, sizes, slots=2)]
+    assert found == [
+        (Kind.GATHER, 0, 10, ()),  # 0: a
+        (Kind.GATHER, 0, 10, ()),  # 1: b, while a is computed
+        (Kind.DENSE, 0, 0, (0,)),
+        (Kind.DENSE, 1, 0, (2, 1)),  # 3
+        (Kind.ALL_TO_ALL, 1, 5, (3,)),  # 4: tokens to their experts
+        (Kind.FETCH, 1, 100, (4,)),  # 5, 6: nobody could know them before
+        (Kind.FETCH, 1, 100, (4,)),
+        (Kind.FETCH, 2, 300, (4,)),  # 7, 8: of the backward pass
+        (Kind.FETCH, 2, 300, (4,)),
+        (Kind.LOAD, 1, 50, (4, 5)),  # 9
+        (Kind.EXPERT, 1, 0, (4, 9)),  # 10
+        (Kind.LOAD, 1, 50, (4, 6)),
+        (Kind.EXPERT, 1, 0, (10, 11)),  # 12
+        (Kind.ALL_TO_ALL, 1, 5, (12,)),  # 13: and back
+        (Kind.GATHER, 2, 10, (13,)),  # 14: a, again; b stays
+        (Kind.ALL_TO_ALL, 2, 5, (13, 1)),  # 15
+        (Kind.FETCH, 7, 100, (15,)),  # 16, 17: of the next step
+        (Kind.FETCH, 7, 100, (15,)),
+        (Kind.LOAD, 2, 50, (15, 7)),  # 18
+        (Kind.EXPERT, 2, 0, (15, 18)),  # 19
+        (Kind.LAND, 2, 40, (19,)),
+        (Kind.EXPERT_STEP, 2, 0, (20,)),
+        (Kind.WRITE, 2, 300, (21,)),
+        (Kind.LOAD, 2, 50, (15, 8)),  # 23
+        (Kind.EXPERT, 2, 0, (19, 23)),  # 24
+        (Kind.LAND, 2, 40, (24,)),
+        (Kind.EXPERT_STEP, 2, 0, (25,)),
+        (Kind.WRITE, 2, 300, (26,)),
+        (Kind.ALL_TO_ALL, 2, 5, (24,)),  # 28
+        (Kind.DENSE, 2, 0, (28,)),  # 29
+        (Kind.REDUCE, 2, 12, (29,)),  # 30
+        (Kind.DENSE, 3, 0, (29, 14)),  # 31
+        (Kind.REDUCE, 3, 12, (31,)),  # 32
+        (Kind.STEP, 4, 0, (31, 32, 30)),  # 33: clipping wants all gradients
+        (Kind.GATHER, 5, 10, (33,)),  # a, of the next step
+        (Kind.STEP, 5, 0, (33, 32, 30)),
+        (Kind.GATHER, 6, 10, (35,)),
+    ]
+
+
+def test_a_budget_lets_a_fetch_wait() -> None:
+    """Room for the forward passes' experts; each backward pass has to ask for its own."""
+    schedule = Schedule(units=(Unit("b", 0, 0), Unit("c", 0, 1)), vertical=QueueLimits(3, 700))
+    found = operations(schedule, sizes)
+    fetches = [(op.position, _issued(found, op)) for op in found if op.kind is Kind.FETCH][::2]
+    assert fetches[:4] == [(0, 0), (1, 0), (2, 2), (3, 3)]
+
+
+def _issued(found: list[Operation], fetch: Operation) -> int:
+    """The pass during which it is asked for."""
+    return max(found[index].position for index in fetch.after)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(st.booleans(), min_size=1, max_size=5),
+    st.integers(0, 4),
+    st.integers(0, 4),
+    st.none() | st.integers(0, 2000),
+    st.sampled_from(GradientPlan),
+)
+def test_any_graph_computes_in_order_and_moves_every_byte_once(
+    moe: list[bool], horizontal: int, vertical: int, budget: int | None, plan: GradientPlan
+) -> None:
+    units = tuple(Unit(str(i), 10, i if has else None) for i, has in enumerate(moe))
+    schedule = Schedule(
+        units=units, horizontal=QueueLimits(horizontal), vertical=QueueLimits(vertical, budget), plan=plan
+    )
+    steps, count = 2, len(schedule.passes)
+    found = operations(schedule, sizes, steps=steps)
+    assert all(earlier < index for index, op in enumerate(found) for earlier in op.after)
+    computed = [op for op in found if op.resource is Resource.COMPUTE]
+    assert [op.position for op in computed] == sorted(op.position for op in computed)
+    assert {op.position for op in computed} == set(range(steps * count))
+    # Each computation follows the one before it: the main thread does one thing at a time.
+    reach: list[set[int]] = []
+    for op in found:
+        reach.append(set(op.after).union(*(reach[earlier] for earlier in op.after)))
+    order = [index for index, op in enumerate(found) if op.resource is Resource.COMPUTE]
+    assert all(before in reach[index] for before, index in itertools.pairwise(order))
+    # Every expert is fetched once a pass, before it is loaded; every unit reduced once a step.
+    passes = [p for p in schedule.passes if p.moe_layer is not None]
+    fetched = [op.position for op in found if op.kind is Kind.FETCH and op.position < steps * count]
+    assert len(fetched) == 2 * len(passes) * steps
+    for index, op in enumerate(found):
+        if op.kind is Kind.EXPERT:
+            fetches = [i for i in reach[index] if found[i].kind is Kind.FETCH]
+            assert any(found[i].position == op.position for i in fetches)
+    assert sum(op.kind is Kind.REDUCE for op in found) == len(units) * steps

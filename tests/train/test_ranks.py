@@ -1,0 +1,299 @@
+"""Training on several ranks: as one process does, with the same bits however it is held, and after any kill."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from launcher import Ranks, World
+
+from tierstore.config import load
+from tierstore.errors import StoreError, StoreExistsError, StoreFormatError, StoreMissingError
+from tierstore.parallel import Mesh, Place
+from tierstore.store import OpenAt
+from tierstore.store.opening import read_states
+from tierstore.train.config import TrainConfig
+from tierstore.train.ranks import Opening, agree, rank_directory, rank_file, restarted
+from tierstore.train.session import open_session
+from tierstore.train.state import STATE_KEY
+
+Settings = Mapping[str, Any]
+
+TINY: Settings = {
+    "device": "cpu",
+    "threads": 1,
+    "host_budget": 4 << 20,
+    "commit_every": 0,
+    "model.d_model": 16,
+    "model.n_layers": 2,
+    "model.n_heads": 2,
+    "model.seq_len": 8,
+    "model.d_ff": 32,
+    "model.experts": 6,
+    "model.top_k": 2,
+    "data.batch_size": 4,
+    "schedule.lr": 5e-3,
+    "schedule.warmup_steps": 4,
+    "schedule.total_steps": 40,
+    "io.huge_pages": "off",
+}
+
+
+def train(
+    mesh: Mesh, settings: Settings, steps: int, opening: Opening, *, commit_every: int = 0
+) -> tuple[list[float], list[float], int]:
+    """Losses, gradient norms and the checksum of this rank's records after ``steps`` steps in all."""
+    torch.set_num_threads(1)
+    config = load(TrainConfig, None, {**TINY, **settings})
+    losses, norms = [], []
+    with open_session(config, opening, mesh=mesh) as trainer:
+        while trainer.state.position < steps:
+            result = trainer.step()
+            losses.append(result.loss)
+            norms.append(result.grad_norm)
+            if commit_every and trainer.state.position % commit_every == 0:
+                trainer.commit()
+        trainer.commit()
+        return losses, norms, trainer.store.records_crc32c()
+
+
+def weights(mesh: Mesh, settings: Settings) -> dict[str, npt.NDArray[np.float32]]:
+    """The expert weights of this rank at its last commit."""
+    found = {}
+    with open_session(load(TrainConfig, None, {**TINY, **settings}), Opening.RESUME, mesh=mesh) as trainer:
+        for key in trainer.store.keys:
+            if key.startswith("expert"):
+                with trainer.store.fetch([key]) as lease:
+                    found[key] = lease[key].copy("weight")
+    return found
+
+
+def alone() -> Mesh:
+    return Mesh.alone(Place(), torch.device("cpu"))
+
+
+@pytest.fixture
+def settings(text: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Settings with a store of their own."""
+    made = 0
+
+    def make(changes: Settings | None = None) -> dict[str, Any]:
+        nonlocal made
+        made += 1
+        return {"data.paths": (str(text),), "store": tmp_path / f"store{made}", **(changes or {})}
+
+    return make
+
+
+MODES: dict[str, Settings] = {
+    "immediate": {},
+    "clip": {"clip_norm": 0.5, "data.micro_batches": 2},
+    "checkpoint": {"model.checkpoint_activations": "block", "model.shared_expert_d_ff": 16},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("size", "expert"), [(2, 0), (2, 1), (4, 0), (4, 2)])
+def test_ranks_compute_what_one_process_does(
+    ranks: Ranks, settings: Callable[..., dict[str, Any]], mode: str, size: int, expert: int
+) -> None:
+    """20 steps of the same global batches: losses within fp32 rounding of one process, and experts alike."""
+    single = settings(MODES[mode])
+    expected, norms, _ = train(alone(), single, 20, Opening.CREATE)
+    several = settings(MODES[mode])
+    found = ranks.run(size, train, several, 20, Opening.CREATE, expert=expert)
+    assert all(rank[:2] == found[0][:2] for rank in found), "losses and norms are the same bits on all ranks"
+    np.testing.assert_allclose(found[0][0], expected, rtol=2e-5)
+    np.testing.assert_allclose(found[0][1], norms, rtol=2e-3)
+    want = weights(alone(), single)
+    got = ranks.run(size, weights, several, expert=expert)
+    group = expert or size
+    for key, weight in want.items():
+        holders = [rank for rank in range(size) if key in got[rank]]
+        assert len(holders) == size // group
+        for rank in holders:
+            np.testing.assert_allclose(got[rank][key], weight, atol=2e-4)
+            assert np.array_equal(got[rank][key], got[holders[0]][key]), "replicas hold the same bits"
+
+
+HOLDS: dict[str, Settings] = {
+    "tight": {"host_budget": 60_000, "cache.policy": "lru", "prefetch.depth": 0},
+    "deep": {"host_budget": 120_000, "prefetch.depth": 3, "io.backend": "threads"},
+    "small buckets": {"dense.bucket_bytes": 512, "dense.gradient_buffers": 1, "dense.buffers": 2},
+    "one message each": {"dense.fusion": "parameter"},
+    "kept gathered": {"dense.reshard": "after-backward", "dense.buffers": 4},
+    "slow links": {"links.gather.latency": 0.001, "links.copy.latency": 0.0005, "links.disk.latency": 0.0005},
+}
+
+
+@pytest.mark.parametrize("expert", [0, 1])
+def test_however_it_is_held_the_bits_are_the_same(
+    ranks: Ranks, settings: Callable[..., dict[str, Any]], expert: int
+) -> None:
+    mode = {"clip_norm": 0.5, "data.micro_batches": 2} if expert else {}
+    expected = ranks.run(2, train, settings(mode), 8, Opening.CREATE, expert=expert)
+    for name, hold in HOLDS.items():
+        held = settings({**mode, **hold})
+        found = ranks.run(2, train, held, 4, Opening.CREATE, expert=expert)
+        rest = ranks.run(2, train, held, 8, Opening.RESUME, expert=expert)
+        for rank in range(2):
+            losses = found[rank][0] + rest[rank][0]
+            assert losses == expected[rank][0], name
+            # Sliced by parameter, ranks hold other parts of the dense weights: the same bits elsewhere.
+            if "dense.fusion" not in hold:
+                assert rest[rank][2] == expected[rank][2], name
+
+
+# Openings ---------------------------------------------------------------------------------------------------
+
+
+def agreed(mesh: Mesh, store: Path, wanted: Opening) -> tuple[str, str] | str:
+    try:
+        found = agree(store, wanted, mesh)
+    except StoreError as error:
+        return f"{type(error).__name__}: {error}"
+    return found.opening.value, found.at.value
+
+
+def ahead(mesh: Mesh, settings: Settings, by: int) -> None:
+    """Two acknowledged steps; rank 1 then prepares ``by`` more, as if the others had been killed before."""
+    config = load(TrainConfig, None, {**TINY, **settings})
+    with open_session(config, Opening.CREATE, mesh=mesh) as trainer:
+        trainer.step()
+        trainer.step()
+        trainer.commit()
+        for _ in range(by):
+            trainer.step()
+        if by and mesh.world.rank == 1:
+            trainer._dense.save(trainer.store, trainer.store.history.applied)
+            trainer.store.prepare({STATE_KEY: trainer.state.pack()})
+
+
+def test_all_resume_at_the_newest_step_that_all_have(
+    ranks: Ranks, settings: Callable[..., dict[str, Any]]
+) -> None:
+    straight, behind = settings(), settings()
+    expected = ranks.run(2, train, straight, 6, Opening.CREATE)
+    ranks.run(2, ahead, behind, 1)
+    positions = [read_states(rank_directory(behind["store"], rank, 2), STATE_KEY) for rank in range(2)]
+    assert [set(position) for position in positions] == [{OpenAt.LAST}, {OpenAt.LAST, OpenAt.PREVIOUS}]
+    assert ranks.run(2, agreed, behind["store"], Opening.RESUME) == [
+        ("resume", "last"),
+        ("resume", "previous"),
+    ]
+    found = ranks.run(2, train, behind, 6, Opening.RESUME)
+    for rank in range(2):
+        assert found[rank][0] == expected[rank][0][2:]
+        assert found[rank][2] == expected[rank][2]
+
+
+def test_openings_that_cannot_be_are_refused_by_all_ranks_alike(
+    ranks: Ranks, settings: Callable[..., dict[str, Any]]
+) -> None:
+    made = settings()
+    missing = ranks.run(2, agreed, made["store"], Opening.RESUME)
+    assert len(set(missing)) == 1
+    assert missing[0].startswith("StoreMissingError: rank 0: ")
+    ranks.run(2, ahead, made, 0)
+    exists = ranks.run(2, agreed, made["store"], Opening.CREATE)
+    assert len(set(exists)) == 1
+    assert exists[0].startswith("StoreExistsError")
+    for size in (1, 4):
+        other = ranks.run(size, agreed, made["store"], Opening.RESUME)
+        if size == 1:
+            assert "the store of 2 ranks, and this run has 1; tierstore reshard" in other[0]
+    (made["store"] / "rank-0001" / "tierstore.json").unlink()
+    assert "rank 1: " in ranks.run(2, agreed, made["store"], Opening.RESUME)[0]
+
+
+def test_a_restarted_job_creates_again_what_was_never_acknowledged(
+    ranks: Ranks, settings: Callable[..., dict[str, Any]]
+) -> None:
+    """Killed during creation: one rank has its first commit, the other has nothing."""
+    made = settings()
+    assert ranks.run(2, agreed, made["store"], Opening.RESTART) == [("create", "last")] * 2
+    expected = ranks.run(2, train, settings(), 2, Opening.RESTART)
+    ranks.run(2, train, made, 0, Opening.CREATE)
+    (made["store"] / "rank-0001" / "tierstore.json").unlink()
+    assert ranks.run(2, train, made, 2, Opening.RESTART) == expected
+    assert ranks.run(2, agreed, made["store"], Opening.RESTART) == [("resume", "last")] * 2
+
+
+def test_one_process_refuses_as_ever(tmp_path: Path, settings: Callable[..., dict[str, Any]]) -> None:
+    with pytest.raises(StoreMissingError):
+        agree(tmp_path / "none", Opening.RESUME, alone())
+    made = settings()
+    train(alone(), made, 1, Opening.CREATE)
+    with pytest.raises(StoreExistsError, match="--resume goes on"):
+        agree(made["store"], Opening.CREATE, alone())
+    (tmp_path / "two" / "rank-0000").mkdir(parents=True)
+    (tmp_path / "two" / "rank-0000" / "tierstore.json").write_text("{}")
+    with pytest.raises(StoreFormatError, match="reshard"):
+        agree(tmp_path / "two", Opening.CREATE, alone())
+
+
+def test_files_and_restarts_by_rank() -> None:
+    assert rank_file(Path("a/m.jsonl"), 0) == Path("a/m.jsonl")
+    assert rank_file(Path("a/m.jsonl"), 3) == Path("a/m.rank-0003.jsonl")
+    assert rank_file(None, 3) is None
+    assert not restarted({})
+    assert not restarted({"TORCHELASTIC_RESTART_COUNT": "0"})
+    assert restarted({"TORCHELASTIC_RESTART_COUNT": "2"})
+
+
+# Kills ------------------------------------------------------------------------------------------------------
+
+KILLS = 50
+LAP = 60
+
+
+def end_of(ranks: Ranks, world: World, victim: int) -> list[int]:
+    """Kills one rank and waits for all to end."""
+    os.kill(world.pids[victim], signal.SIGKILL)
+    started = time.monotonic()
+    codes = [ranks.exit_code(pid) for pid in world.pids]
+    assert time.monotonic() - started < 30, "a survivor hung"
+    return codes
+
+
+def test_fifty_kills_of_random_ranks_change_no_bit(
+    ranks: Ranks, settings: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """Each is followed by a resume; every lap that is completed ends in the bits of an undisturbed run."""
+    mode = {"host_budget": 60_000}
+    expected = ranks.run(2, train, settings(mode), LAP, Opening.CREATE)
+    random_ = random.Random(11)
+    kills, laps = 0, 0
+    store = settings(mode)
+    while kills < KILLS or laps == 0:
+        with ranks.fresh(2, stderr=tmp_path / "stderr") as world:
+            for rank in range(2):
+                world.send(rank, _commit_often, store, LAP)
+            deadline = time.monotonic() + random_.uniform(0.02, 0.5)
+            done = all(c.poll(max(deadline - time.monotonic(), 0)) for c in world.connections)
+            if done or kills >= KILLS:
+                found = [world.receive(rank) for rank in range(2)]
+                for rank in range(2):
+                    assert found[rank][2] == expected[rank][2], f"lap {laps}, after {kills} kills"
+                    kept = found[rank][0]
+                    assert kept == expected[rank][0][LAP - len(kept) :], f"lap {laps}, after {kills} kills"
+                laps += 1
+                store = settings(mode)
+                continue
+            codes = end_of(ranks, world, random_.randrange(2))
+            assert -signal.SIGKILL in codes
+            kills += 1
+    assert laps >= 1
+
+
+def _commit_often(mesh: Mesh, settings: Settings, steps: int) -> tuple[list[float], list[float], int]:
+    return train(mesh, settings, steps, Opening.RESTART, commit_every=2)

@@ -1,0 +1,264 @@
+"""How much of gathers and expert fetches disappears behind computation, and behind each other.
+
+Two ranks step the same stack of layers (``tierstore.bench.overlap_rig``) over links that are limited such that
+computation, gathers and expert fetches each take a chosen time of their own. Serial, a step would take their
+sum; overlapped perfectly, the longest of them. The figure is the step over the longest.
+
+The three times: computation is measured in the same run, alone; the other two are what the run moved in a step,
+by what its link carries. A first run over unlimited links says how many bytes that will be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import IO, Any
+
+from tierstore.bench import overlap_picture as picture
+from tierstore.bench.overlap_rank import Measurement
+from tierstore.bench.overlap_rig import RigShape
+from tierstore.bench.worker import WorkerError
+from tierstore.config import as_dict
+from tierstore.errors import ConfigError
+from tierstore.links import LinkConfig, LinksConfig
+
+__all__ = ["Balance", "OverlapBench", "Prefetch", "Times", "links_for", "run"]
+
+_RANKS = 2
+#: The device copies are not among the three: their link is that much faster than the disk's.
+_COPY_SPEED = 4.0
+
+
+class Balance(StrEnum):
+    """Which of the three takes three times as long as each of the others."""
+
+    EQUAL = "all equal"
+    COMPUTATION = "computation 3x"
+    GATHERS = "gathers 3x"
+    FETCHES = "expert fetches 3x"
+
+
+class Prefetch(StrEnum):
+    """Which queues look ahead."""
+
+    BOTH = "both"
+    HORIZONTAL = "horizontal only"
+    VERTICAL = "vertical only"
+    NONE = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapBench:
+    """What to measure. ``timeline``: a file for rank 0's timeline of the balanced run with both queues; ``svg``: one for
+    a picture of its last step.
+    """
+
+    place: Path = Path("tierstore-bench")
+    steps: int = 5
+    warmup: int = 3
+    timeline: Path | None = None
+    svg: Path | None = None
+    shape: RigShape = field(default_factory=RigShape)
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.warmup < 1:
+            raise ConfigError(f"steps, warmup: expected at least 1, got {self.steps} and {self.warmup}")
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds that each of the three takes in a step when nothing else does."""
+
+    computation: float
+    gathers: float
+    fetches: float
+
+    @property
+    def longest(self) -> float:
+        return max(self.computation, self.gathers, self.fetches)
+
+    @property
+    def serial(self) -> float:
+        return self.computation + self.gathers + self.fetches
+
+
+def links_for(balance: Balance, computing_s: float, sent_bytes: float, disk_bytes: float) -> LinksConfig:
+    """Links over which gathers and fetches take as long as ``balance`` says."""
+    least = computing_s / 3 if balance is Balance.COMPUTATION else computing_s
+    gathers = 3 * least if balance is Balance.GATHERS else least
+    fetches = 3 * least if balance is Balance.FETCHES else least
+    disk = disk_bytes / fetches
+    return LinksConfig(
+        gather=LinkConfig(bandwidth=round(sent_bytes / gathers)),
+        disk=LinkConfig(bandwidth=round(disk)),
+        copy=LinkConfig(bandwidth=round(disk_bytes / least * _COPY_SPEED)),
+    )
+
+
+def run(bench: OverlapBench, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """Measures, and returns figures ready for JSON. Raises ConfigError (``place`` exists), WorkerError, OSError."""
+    if bench.place.exists():
+        raise ConfigError(f"store: {bench.place} exists; the benchmark wants a directory of its own")
+    bench.place.mkdir(parents=True)
+    try:
+        with Ranks() as ranks:
+            return _run(bench, ranks, say)
+    finally:
+        shutil.rmtree(bench.place, ignore_errors=True)
+
+
+def _run(bench: OverlapBench, ranks: Ranks, say: Callable[[str], None]) -> dict[str, Any]:
+    asked = Measurement(place=bench.place, steps=bench.steps, warmup=bench.warmup, shape=bench.shape)
+    timeline = bench.timeline
+    if bench.svg is not None:
+        picture.check()
+        timeline = timeline or bench.place / "timeline.json"
+    say("unlimited links")
+    free = ranks.measure(asked)
+    cases = [(balance, Prefetch.BOTH) for balance in Balance]
+    cases += [(Balance.EQUAL, prefetch) for prefetch in Prefetch if prefetch is not Prefetch.BOTH]
+    rows = []
+    for balance, prefetch in cases:
+        say(f"{balance}, prefetch {prefetch}")
+        links = links_for(balance, free["computing_s"], free["sent_bytes"], free["disk_bytes"])
+        drawn = timeline if (balance, prefetch) == (Balance.EQUAL, Prefetch.BOTH) else None
+        shape = _limited_to(bench.shape, prefetch)
+        found = ranks.measure(replace(asked, links=links, shape=shape, timeline=drawn))
+        rows.append(_row(balance, prefetch, links, found))
+    if bench.svg is not None:
+        assert timeline is not None
+        picture.draw(timeline, bench.svg)
+    return {
+        "ranks": _RANKS,
+        "layers": bench.shape.layers,
+        "computation": bench.shape.computation.value,
+        "unlimited_step_s": free["step_s"],
+        "unlimited_computing_s": free["computing_s"],
+        "sent_bytes": free["sent_bytes"],
+        "collectives": free["collectives"],
+        "disk_bytes": free["disk_bytes"],
+        "disk_transfers": free["disk_transfers"],
+        "runs": rows,
+    }
+
+
+def _limited_to(shape: RigShape, prefetch: Prefetch) -> RigShape:
+    if prefetch in (Prefetch.NONE, Prefetch.VERTICAL):
+        shape = replace(shape, horizontal_depth=0)
+    if prefetch in (Prefetch.NONE, Prefetch.HORIZONTAL):
+        shape = replace(shape, vertical_depth=0)
+    return shape
+
+
+def _row(balance: Balance, prefetch: Prefetch, links: LinksConfig, found: dict[str, Any]) -> dict[str, Any]:
+    times = Times(
+        found["computing_s"],
+        found["sent_bytes"] / links.gather.bandwidth,
+        found["disk_bytes"] / links.disk.bandwidth,
+    )
+    return {
+        "balance": balance.value,
+        "prefetch": prefetch.value,
+        "step_s": found["step_s"],
+        "computation_s": times.computation,
+        "gathers_s": times.gathers,
+        "fetches_s": times.fetches,
+        "longest_s": times.longest,
+        "serial_s": times.serial,
+        "ratio": found["step_s"] / times.longest,
+        "stalls": [{"cause": name, "step_stall_s": spent} for name, spent in sorted(found["stalls"].items())],
+    }
+
+
+class Ranks:
+    """The processes of the ranks; a context manager."""
+
+    def __init__(self) -> None:
+        self._processes: list[subprocess.Popen[bytes]] = []
+        port = _free_port()
+        for rank in range(_RANKS):
+            environment = os.environ | {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(_RANKS),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_WAIT_POLICY": "passive",
+                "PYTHONPATH": os.pathsep.join(
+                    [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
+                ).rstrip(os.pathsep),
+            }
+            self._processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-P", "-m", "tierstore.bench.overlap_rank"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    env=environment,
+                )
+            )
+
+    def measure(self, asked: Measurement) -> dict[str, Any]:
+        """What the ranks found, of each figure that of the slower rank (a step is over when both are).
+
+        Raises WorkerError.
+        """
+        for rank, process in enumerate(self._processes):
+            # One timeline is enough, and one file cannot hold two.
+            mine = asked if rank == 0 else replace(asked, timeline=None)
+            with contextlib.suppress(BrokenPipeError):  # it died: the missing answer says so
+                stdin = _pipe(process.stdin)
+                stdin.write(json.dumps(as_dict(mine)).encode() + b"\n")
+                stdin.flush()
+        answers = [self._answer(rank) for rank in range(_RANKS)]
+        steps = [max(times) for times in zip(*(answer["step_s"] for answer in answers), strict=True)]
+        names = [name for name in answers[0] if name not in ("step_s", "stalls")]
+        causes = sorted({cause for answer in answers for cause in answer["stalls"]})
+        return {
+            **{name: max(answer[name] for answer in answers) for name in names},
+            "step_s": statistics.median(steps),
+            "stalls": {
+                cause: max(answer["stalls"].get(cause, 0.0) for answer in answers) for cause in causes
+            },
+        }
+
+    def _answer(self, rank: int) -> dict[str, Any]:
+        line = _pipe(self._processes[rank].stdout).readline()
+        if not line:
+            raise WorkerError(f"rank {rank}: exited with status {self._processes[rank].wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise WorkerError(f"rank {rank}: {answer['error']}")
+        return answer
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for process in self._processes:
+            _pipe(process.stdin).close()
+            if kind is not None:
+                process.kill()
+        for process in self._processes:
+            process.wait()
+            _pipe(process.stdout).close()
+
+
+def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
+    assert pipe is not None
+    return pipe
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

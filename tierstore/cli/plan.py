@@ -1,0 +1,236 @@
+"""``tierstore plan``: what a run would take on each tier, whether it fits, and how long a step would take.
+
+Nothing is opened, allocated or measured, and torch is not imported: it answers in under a second. Exit status 1: it does
+not fit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from tierstore.cli.options import SIZE, config_overrides, help_config_option, json_option, set_option
+from tierstore.cli.output import Output
+from tierstore.config import load
+from tierstore.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:  # numpy and LMDB, which listing the commands need not
+    from tierstore.plan.capacity import Setting
+    from tierstore.plan.costs import Profile
+    from tierstore.plan.fitting import Limits
+    from tierstore.plan.presets import Preset
+    from tierstore.plan.report import Plan
+    from tierstore.train.config import TrainConfig
+
+__all__ = ["plan"]
+
+_NOT_SO = 1
+
+
+def _config_class() -> type[object]:
+    from tierstore.train.config import TrainConfig
+
+    return TrainConfig
+
+
+@click.command()
+@click.argument("config", required=False, type=click.Path(path_type=Path))
+@click.option("--preset", help="A published model; `--preset list` names them.")
+@click.option("--ranks", type=int, default=1, show_default=True, help="Processes that share the model.")
+@click.option("--ranks-per-node", type=int, help="How many of them share a machine (default: all).")
+@click.option("--host-budget", type=SIZE, help="Memory for experts, of each rank.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option("--memory", type=SIZE, help="Memory of a machine (default: of this one).")
+@click.option("--disk", type=SIZE, help="Disk space of a machine (default: free under the store).")
+@click.option("--device-memory", type=SIZE, help="Memory of one CUDA device (default: not held against it).")
+@click.option(
+    "--alpha", type=float, help="Share of activated experts in SE-MoE's formulas (default: a step's)."
+)
+@click.option(
+    "--profile", type=click.Path(path_type=Path), help="Costs measured by `tierstore bench machine`."
+)
+@set_option
+@json_option
+@help_config_option(_config_class)
+@click.pass_context
+def plan(
+    ctx: click.Context,
+    config: Path | None,
+    preset: str | None,
+    ranks: int,
+    ranks_per_node: int | None,
+    host_budget: int | None,
+    device: str,
+    memory: int | None,
+    disk: int | None,
+    device_memory: int | None,
+    alpha: float | None,
+    profile: Path | None,
+    settings: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Bytes on each tier, whether they fit, the time of a step and its bottleneck, and what to change."""
+    from tierstore.plan.costs import ASSUMED, load_profile
+    from tierstore.plan.presets import find_preset
+    from tierstore.plan.report import make_plan
+    from tierstore.train.config import TrainConfig
+
+    output = Output.for_option(as_json)
+    if preset == "list":
+        _list_presets(output)
+        return
+    chosen = None if preset is None else find_preset(preset)
+    overrides = config_overrides(settings, {"host_budget": host_budget})
+    published: dict[str, object] = {}
+    if chosen is not None:  # one sequence a rank, unless the file or an option says otherwise
+        published = {**chosen.settings, **({} if config else {"data.batch_size": max(ranks, 1)})}
+    loaded = load(TrainConfig, config, published | overrides)
+    costs = load_profile(profile) if profile else ASSUMED
+    setting = _setting(loaded, chosen, costs, ranks=ranks, device=device)
+    limits = _limits(setting, ranks_per_node or ranks, memory=memory, disk=disk, device=device_memory)
+    if chosen is not None and "host_budget" not in overrides and config is None:
+        setting = replace(setting, config=replace(loaded, host_budget=max(limits.memory // 2, 1)))
+    made = make_plan(setting, limits, costs, alpha=alpha, preset=chosen)
+    _show(made, costs, output)
+    output.emit(made.as_json())
+    ctx.exit(0 if made.verdict.fits else _NOT_SO)
+
+
+def _setting(
+    config: TrainConfig, preset: Preset | None, costs: Profile, *, ranks: int, device: str
+) -> Setting:
+    from tierstore.plan.architecture import Architecture
+    from tierstore.plan.capacity import Ranks, Setting
+    from tierstore.train.budgets import DeviceKind
+    from tierstore.train.files import text_bytes
+
+    return Setting(
+        config=config,
+        model=preset.architecture if preset else Architecture.of(config.model),
+        ranks=Ranks(count=ranks, expert=config.parallel.expert),
+        device=DeviceKind(device),
+        process_bytes=costs.process_bytes,
+        process_evidence=costs.evidence,
+        text_bytes=text_bytes(config.data),
+    )
+
+
+def _limits(
+    setting: Setting, per_node: int, *, memory: int | None, disk: int | None, device: int | None
+) -> Limits:
+    """What one rank may take: its share of the machine."""
+    from tierstore import machine
+    from tierstore.errors import ConfigError
+    from tierstore.plan.fitting import Limits
+
+    if not 1 <= per_node <= setting.ranks.count:
+        raise ConfigError(f"--ranks-per-node: expected 1 to {setting.ranks.count} (--ranks), got {per_node}")
+    if memory is None:
+        memory = machine.memory().usable_bytes
+    if disk is None:
+        store = setting.config.store.absolute()
+        disk = machine.disk(next(path for path in [store, *store.parents] if path.exists())).free_bytes
+    return Limits(memory // per_node, disk // per_node, device)
+
+
+def _list_presets(output: Output) -> None:
+    from tierstore.plan.presets import PRESETS
+
+    rows = [
+        (
+            name,
+            f"{one.architecture.parameters / 1e9:.1f} G",
+            f"{one.published / 1e9:.1f} G",
+            one.source,
+            one.note,
+        )
+        for name, one in PRESETS.items()
+    ]
+    output.table("", ("preset", "parameters", "published", "source", "note"), rows)
+    output.emit(
+        {
+            "presets": [
+                {
+                    "name": name,
+                    "source": one.source,
+                    "parameters": one.architecture.parameters,
+                    "published_parameters_count": one.published,
+                    "note": one.note,
+                }
+                for name, one in PRESETS.items()
+            ]
+        }
+    )
+
+
+# For people -------------------------------------------------------------------------------------------------
+
+
+def _show(made: Plan, costs: Profile, output: Output) -> None:
+    model = made.setting.model
+    output.line(
+        f"{model.parameters / 1e6:.1f} M parameters: {model.dense / 1e6:.1f} M dense, "
+        f"{model.sparse / 1e6:.1f} M in {model.records} experts; {model.active / 1e6:.1f} M active"
+    )
+    if made.preset is not None:
+        output.line(
+            f"published: {made.preset.published / 1e9:.5g} G ({made.preset.source}); {made.preset.note}"
+        )
+    _show_bytes(made, output)
+    paper = made.paper
+    output.line(
+        f"by SE-MoE's formulas, all ranks, alpha {made.alpha:.3g}: GPU {format_bytes(paper.gpu)} (16 D + 4 alpha S / L), "
+        f"CPU {format_bytes(paper.cpu)} (16 alpha S), SSD {format_bytes(paper.ssd)} (12 S)"
+    )
+    _show_prediction(made, costs, output)
+    if made.verdict.fits:
+        output.line("it fits")
+        return
+    for shortfall in made.verdict.shortfalls:
+        output.line(f"does not fit: {shortfall}")
+    if made.remedy is None:
+        output.line("no three changes make it fit")
+        return
+    changes = "; ".join(f"{change.text} ({change.effect.value})" for change in made.remedy.changes)
+    output.line(f"shortest way to make it fit: {changes}")
+
+
+def _show_bytes(made: Plan, output: Output) -> None:
+    from tierstore.stats import Tier
+
+    taken = made.verdict.capacity
+    if taken is None:
+        return
+    rows = [
+        (term.tier.value, term.name, format_bytes(term.nbytes), term.evidence.value, term.formula)
+        for term in taken.terms
+    ]
+    title = "one rank" if made.setting.ranks.count == 1 else f"each of {made.setting.ranks.count} ranks"
+    output.table(f"Bytes of {title}", ("tier", "what", "bytes", "evidence", "formula"), rows)
+    totals = ", ".join(f"{tier.value} {format_bytes(taken.total(tier))}" for tier in Tier)
+    output.line(f"in all: {totals}")
+
+
+def _show_prediction(made: Plan, costs: Profile, output: Output) -> None:
+    from tierstore.prefetch.operations import Resource
+
+    prediction = made.prediction
+    if prediction is None:
+        return
+    traffic = prediction.traffic
+    output.line(
+        f"a step reads {format_bytes(traffic.read_bytes)} and writes {format_bytes(traffic.written_bytes)} "
+        f"({traffic.evidence.value}; {traffic.active:.0%} of the experts are reached)"
+    )
+    busy = ", ".join(
+        f"{resource.value} {prediction.busy_ratio[resource]:.0%}"
+        for resource in Resource
+        if prediction.busy_ratio[resource] >= 0.005
+    )
+    output.line(
+        f"a step takes {format_seconds(prediction.step_s)}, {prediction.tokens_per_s:.4g} tokens/s "
+        f"({prediction.evidence.value}: {costs.machine}); bottleneck: {prediction.bottleneck.value}; busy: {busy}"
+    )

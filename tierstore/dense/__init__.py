@@ -1,0 +1,50 @@
+"""ZeRO-3 slices of dense parameters: fusion buffers, gradient buckets, and the gates around layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tierstore.lazy import exports
+
+if TYPE_CHECKING:
+    from tierstore.dense.config import DenseConfig, Fusion, GatherDtype, OptimizerState, Reshard
+    from tierstore.dense.footprint import DenseBytes, dense_bytes
+    from tierstore.dense.gates import Gates, PassListener
+    from tierstore.dense.layout import Move, UnitLayout, moves, recut, unit_layouts
+    from tierstore.dense.parameters import DenseSlices, GatherOnDemand
+    from tierstore.dense.slices import dense_schemas
+    from tierstore.dense.traffic import DenseTraffic
+else:
+    __getattr__ = exports(
+        __name__,
+        {
+            "config": ["DenseConfig", "Fusion", "GatherDtype", "OptimizerState", "Reshard"],
+            "footprint": ["DenseBytes", "dense_bytes"],
+            "gates": ["Gates", "PassListener"],
+            "layout": ["Move", "UnitLayout", "moves", "recut", "unit_layouts"],
+            "parameters": ["DenseSlices", "GatherOnDemand"],
+            "slices": ["dense_schemas"],
+            "traffic": ["DenseTraffic"],
+        },
+    )
+
+__all__ = [
+    "DenseBytes",
+    "DenseConfig",
+    "DenseSlices",
+    "DenseTraffic",
+    "Fusion",
+    "Gates",
+    "GatherDtype",
+    "GatherOnDemand",
+    "Move",
+    "OptimizerState",
+    "PassListener",
+    "Reshard",
+    "UnitLayout",
+    "dense_bytes",
+    "dense_schemas",
+    "moves",
+    "recut",
+    "unit_layouts",
+]

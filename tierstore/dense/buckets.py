@@ -1,0 +1,241 @@
+"""Gradient buckets: gradients are gathered in flat memory made ahead, and reduced a bucket at a time.
+
+A unit's gradients have one flat buffer, laid out as its parameters are; a *bucket* is a run of whole parameters in it.
+Once all gradients of a bucket have arrived, each rank is sent the part of it that lies in its slice, and adds what
+came from all ranks in rank order, in fp32. So bits depend neither on arrival nor on how the unit is cut into
+buckets. Buckets are sent in one order on all ranks, whatever order their gradients arrive in: units from the last to
+the first, parameters from the last to the first. A parameter that the backward pass did not reach sends zeros.
+
+Blocks share ``buffers`` of these; the first and the last unit share one more. When all are in use the oldest reduction is
+waited for, so the peak does not depend on how many blocks there are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tierstore.dense.layout import Place, Region, UnitLayout
+from tierstore.dense.slices import UnitSlices
+from tierstore.dense.traffic import DenseTraffic
+from tierstore.errors import BudgetError
+from tierstore.parallel import Channel, Group, Work
+
+__all__ = ["Bucket", "GradientExchange", "buckets_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Elements ``[begin, end)`` of a region: ``places`` and, behind the last of the region, padding.
+
+    ``base``: where the region starts in the unit's flat gradients; ``slice_base``: in a rank's slices.
+    """
+
+    region: Region
+    base: int
+    slice_base: int
+    begin: int
+    end: int
+    places: tuple[Place, ...]
+
+    def part(self, rank: int) -> tuple[int, int]:
+        """What lies in the slice of ``rank``: begin and end in the region, equal where nothing does."""
+        low = max(self.begin, rank * self.region.slice_numel)
+        high = min(self.end, (rank + 1) * self.region.slice_numel)
+        return low, max(low, high)
+
+
+def buckets_of(layout: UnitLayout, bucket_bytes: int) -> list[Bucket]:
+    """The unit's buckets in the order in which they are sent, each closed once it has ``bucket_bytes`` of fp32."""
+    found: list[Bucket] = []
+    base = slice_base = 0
+    for region in layout.regions:
+        mine: list[Bucket] = []
+        end, places = region.padded_numel, deque[Place]()
+        for place in reversed(region.places):
+            places.appendleft(place)
+            if (end - place.offset) * 4 >= bucket_bytes or place.offset == 0:
+                mine.append(Bucket(region, base, slice_base, place.offset, end, tuple(places)))
+                end = place.offset
+                places.clear()
+        found = mine + found  # narrow regions, which are the large ones, first
+        base += region.padded_numel
+        slice_base += region.slice_numel
+    return found
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """Flat fp32 memory for one unit's gradients, and for what the other ranks send of them."""
+
+    sent: Tensor
+    received: Tensor
+    ends: bool
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A unit whose gradients arrive, or are being reduced."""
+
+    unit: int
+    slot: _Slot
+    arrived: set[int] = field(default_factory=set)
+    works: list[tuple[Bucket, Work]] = field(default_factory=list)
+
+
+class GradientExchange:
+    """Takes the gradients of units as they are made, and adds their sums over ranks to the slices' gradients."""
+
+    def __init__(
+        self,
+        slices: Sequence[UnitSlices],
+        group: Group,
+        device: torch.device,
+        *,
+        bucket_bytes: int,
+        buffers: int,
+        traffic: DenseTraffic,
+    ) -> None:
+        self._slices = slices
+        self._group = group
+        self._traffic = traffic
+        self._buckets = [buckets_of(unit.layout, bucket_bytes) for unit in slices]
+        self._places = [dict(_placed(unit.layout)) for unit in slices]
+        self._ends = {0, len(slices) - 1}
+        sizes = [unit.layout.padded_numel for unit in slices]
+        between = [size for unit, size in enumerate(sizes) if unit not in self._ends]
+        self._free = [_slot(max(sizes[unit] for unit in self._ends), device, ends=True)]
+        self._free += [_slot(max(between), device, ends=False) for _ in range(min(buffers, len(between)))]
+        self.nbytes = sum((slot.sent.numel() + slot.received.numel()) * 4 for slot in self._free)
+        self._filling: dict[int, _Flight] = {}  # units with buckets that have not been sent
+        self._under_way: deque[_Flight] = deque()  # units whose buckets all have, oldest first
+        self._due = -1  # the unit whose buckets are sent next; all above it have been
+
+    def begin(self) -> None:
+        """A backward pass may follow. Raises RuntimeError when the last one was left in the middle."""
+        last = len(self._slices) - 1
+        if self._filling or 0 <= self._due < last:
+            raise RuntimeError("a backward pass begins before the last one has ended")
+        self._due = last
+
+    def arrive(self, unit: int, index: int, gradient: Tensor) -> None:
+        """The gradient of parameter ``index`` of ``unit`` is complete for this backward pass."""
+        if unit > self._due:
+            raise RuntimeError(
+                f"a gradient of {self._slices[unit].layout.name} arrives behind its unit's backward pass"
+            )
+        flight = self._filling.get(unit) or self._open(unit)
+        offset, place = self._places[unit][index]
+        flight.slot.sent[offset : offset + place.numel].view(place.shape).copy_(gradient)
+        flight.arrived.add(index)
+        while self._due in self._filling and self._send_complete(self._filling[self._due]):
+            self._sent(self._due)
+
+    def flush(self, unit: int) -> None:
+        """The backward passes of ``unit`` and of all units above it are over: what has not arrived is zero."""
+        while self._due >= unit:
+            flight = self._filling.get(self._due) or self._open(self._due)
+            for index, (offset, place) in self._places[self._due].items():
+                if index not in flight.arrived:
+                    flight.slot.sent[offset : offset + place.numel].zero_()
+                    flight.arrived.add(index)
+            self._send_complete(flight)
+            self._sent(self._due)
+
+    def finish(self, unit: int | None = None) -> None:
+        """Waits until the gradient of ``unit`` (None: of all units) is in its slices. Their passes are over."""
+        if self._filling and self._due >= (unit or 0):
+            raise RuntimeError("gradients are asked for before their backward pass has ended")
+        for flight in [f for f in self._under_way if unit is None or f.unit == unit]:
+            self._complete(flight)
+
+    def discard(self) -> None:
+        """The backward pass was cut short, on all ranks at one place: waits for what was sent, and forgets it."""
+        for flight in (*self._under_way, *self._filling.values()):
+            for _, work in flight.works:
+                work.wait()
+            self._free.append(flight.slot)
+        self._under_way.clear()
+        self._filling.clear()
+        self._due = -1
+
+    # One unit -----------------------------------------------------------------------------------------------
+
+    def _open(self, unit: int) -> _Flight:
+        ends = unit in self._ends
+        while (slot := next((s for s in self._free if s.ends is ends), None)) is None:
+            oldest = next((flight for flight in self._under_way if flight.slot.ends is ends), None)
+            if oldest is None:
+                raise BudgetError(
+                    f"dense.gradient_buffers: gradients of {self._slices[unit].layout.name} arrive while those of "
+                    "as many units as there are buffers are incomplete; one more is needed"
+                )
+            self._complete(oldest)
+        self._free.remove(slot)
+        flight = self._filling[unit] = _Flight(unit, slot)
+        return flight
+
+    def _sent(self, unit: int) -> None:
+        self._under_way.append(self._filling.pop(unit))
+        self._due = unit - 1
+
+    def _send_complete(self, flight: _Flight) -> bool:
+        """Sends the next buckets as far as they are complete; whether all have been sent."""
+        buckets = self._buckets[flight.unit]
+        while len(flight.works) < len(buckets):
+            bucket = buckets[len(flight.works)]
+            if not all(place.index in flight.arrived for place in bucket.places):
+                return False
+            flight.works.append((bucket, self._send(bucket, flight.slot)))
+        return True
+
+    def _send(self, bucket: Bucket, slot: _Slot) -> Work:
+        group = self._group
+        slot.sent[bucket.base + max(bucket.region.numel, bucket.begin) : bucket.base + bucket.end].zero_()
+        splits = [high - low for low, high in (bucket.part(rank) for rank in range(group.size))]
+        mine = splits[group.rank]
+        given = slot.sent[bucket.base + bucket.begin : bucket.base + bucket.end]
+        if group.size > 1:
+            self._traffic.reduced((given.numel() - mine) * 4)
+        return group.all_to_all(
+            self._received(bucket, slot), given, [mine] * group.size, splits, channel=Channel.STREAM
+        )
+
+    def _received(self, bucket: Bucket, slot: _Slot) -> Tensor:
+        low, high = bucket.part(self._group.rank)
+        size = self._group.size
+        start = bucket.base + (low - self._group.rank * bucket.region.slice_numel) * size if high > low else 0
+        return slot.received[start : start + (high - low) * size]
+
+    def _complete(self, flight: _Flight) -> None:
+        self._under_way.remove(flight)
+        slices, rank = self._slices[flight.unit], self._group.rank
+        for bucket, work in flight.works:
+            work.wait()
+            low, high = bucket.part(rank)
+            if high == low:
+                continue
+            rows = self._received(bucket, flight.slot).view(self._group.size, high - low)
+            total = rows[0]
+            for row in rows[1:]:
+                total.add_(row)
+            start = bucket.slice_base + low - rank * bucket.region.slice_numel
+            slices.gradient[start : start + high - low].add_(total.to(slices.gradient.device))
+        self._free.append(flight.slot)
+
+
+def _slot(numel: int, device: torch.device, *, ends: bool) -> _Slot:
+    return _Slot(torch.empty(numel, device=device), torch.empty(numel, device=device), ends)
+
+
+def _placed(layout: UnitLayout) -> Iterator[tuple[int, tuple[int, Place]]]:
+    """Of each parameter: where its gradient lies in the unit's flat gradients, and its place."""
+    base = 0
+    for region in layout.regions:
+        for place in region.places:
+            yield place.index, (base + place.offset, place)
+        base += region.padded_numel

@@ -1,0 +1,230 @@
+"""Fusion buffers: what a unit's slices are gathered into, and what its parameters are views of meanwhile.
+
+All are made at the start. Blocks share a pool of equal buffers, each as large as the largest block; the first and the
+last unit (embedding and head) have one each. So the peak does not depend on how many blocks there are, and a schedule
+that wants more blocks at once than there are buffers is an error, not more memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+from torch import nn
+
+from tierstore.dense.footprint import gather_copies
+from tierstore.dense.layout import UnitLayout, gathered_dtype
+from tierstore.dense.slices import UnitSlices
+from tierstore.dense.traffic import DenseTraffic
+from tierstore.errors import BudgetError
+from tierstore.parallel import Group, Work
+
+__all__ = ["FusionBuffer", "FusionPool", "GatheredUnit"]
+
+
+class FusionBuffer:
+    """``nbytes`` of device memory that one unit at a time is gathered into."""
+
+    def __init__(self, nbytes: int, device: torch.device, *, scratch: int) -> None:
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        #: What the group's gather needs beside its result.
+        self.scratch = torch.empty(scratch, dtype=torch.uint8, device=device)
+        self.unit: int | None = None
+
+    @property
+    def address(self) -> int:
+        return self.memory.data_ptr()
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.numel() + self.scratch.numel()
+
+
+class FusionPool:
+    """The buffers of ``layouts``; ``blocks`` of them for all units but the first and the last."""
+
+    def __init__(
+        self,
+        layouts: Sequence[UnitLayout],
+        device: torch.device,
+        *,
+        narrow: torch.dtype,
+        blocks: int,
+        ranks: int,
+    ) -> None:
+        copies = gather_copies(ranks, device.type)
+
+        def make(nbytes: int) -> FusionBuffer:
+            return FusionBuffer(nbytes, device, scratch=nbytes if copies else 0)
+
+        sizes = [layout.gathered_bytes(narrow) for layout in layouts]
+        ends = {0, len(layouts) - 1}
+        between = [size for unit, size in enumerate(sizes) if unit not in ends]
+        self._own = {unit: make(sizes[unit]) for unit in sorted(ends)}
+        self._shared = [make(max(between)) for _ in range(blocks)]
+        self._free = list(reversed(self._shared))
+        self._by_address = {buffer.address: buffer for buffer in (*self._own.values(), *self._shared)}
+        self._names = [layout.name for layout in layouts]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._by_address.values())
+
+    def owns(self, unit: int) -> bool:
+        """Whether the unit has a buffer of its own."""
+        return unit in self._own
+
+    def take(self, unit: int) -> FusionBuffer:
+        """A buffer for ``unit``. Raises BudgetError when all are in use."""
+        if unit in self._own:
+            buffer = self._own[unit]
+        elif self._free:
+            buffer = self._free.pop()
+        else:
+            count = len(self._shared)
+            held = ", ".join(self._names[b.unit] for b in self._shared if b.unit is not None)
+            raise BudgetError(
+                f"dense.buffers: {self._names[unit]} is needed while all {count} fusion buffers are in use "
+                f"({held}); at least {count + 1} are needed"
+            )
+        buffer.unit = unit
+        return buffer
+
+    def give(self, buffer: FusionBuffer) -> None:
+        assert buffer.unit is not None
+        if buffer.unit not in self._own:
+            self._free.append(buffer)
+        buffer.unit = None
+
+    def find(self, address: int) -> FusionBuffer | None:
+        """The buffer whose memory starts at ``address``."""
+        return self._by_address.get(address)
+
+
+class _State(Enum):
+    SLICED = "sliced"
+    GATHERING = "gathering"
+    WHOLE = "whole"
+
+
+class GatheredUnit:
+    """The parameters of one unit, which are whole between ``use`` and ``release`` and NaN otherwise.
+
+    ``slices`` may be gathered from another device than ``device``, on which the parameters are. Without a pool (one
+    rank, slices on the device, no narrowing) parameters are views of the slices themselves, always.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        slices: UnitSlices,
+        parameters: Sequence[nn.Parameter],
+        group: Group,
+        pool: FusionPool | None,
+        narrow: torch.dtype,
+        device: torch.device,
+        traffic: DenseTraffic,
+    ) -> None:
+        self._device = device
+        self.number = number
+        self.slices = slices
+        self._parameters = parameters
+        self._group = group
+        self._pool = pool
+        self._narrow = narrow
+        self._traffic = traffic
+        self._state = _State.SLICED
+        self._works: list[Work] = []
+        self.buffer: FusionBuffer | None = None
+        if pool is None:
+            self._state = _State.WHOLE
+            for region, span in slices.layout.spans():
+                for place in region.places:
+                    part = slice(span.start + place.offset, span.start + place.offset + place.numel)
+                    parameters[place.index].data = slices.weight[part].view(place.shape)
+        else:
+            self._put_away()
+
+    @property
+    def whole(self) -> bool:
+        return self._state is _State.WHOLE
+
+    @property
+    def held(self) -> bool:
+        """Whether it is gathered, or on its way."""
+        return self._state is not _State.SLICED
+
+    def gather(self) -> None:
+        """Issues the gather, without waiting for it; nothing where it is gathered. Raises BudgetError."""
+        if self.held:
+            return
+        assert self._pool is not None
+        buffer = self.buffer = self._pool.take(self.number)
+        offset = 0
+        for region, span in self.slices.layout.spans():
+            dtype = gathered_dtype(region, self._narrow)
+            nbytes = region.padded_numel * dtype.itemsize
+            out = buffer.memory[offset : offset + nbytes].view(dtype)
+            scratch = buffer.scratch[offset : offset + nbytes].view(dtype) if buffer.scratch.numel() else None
+            begin = self._group.rank * region.slice_numel
+            own = out[begin : begin + region.slice_numel]
+            own.copy_(self.slices.weight[span])
+            self._works.append(self._group.all_gather(out, own, scratch=scratch))
+            if self._group.size > 1:
+                self._traffic.gathered(own.nbytes * (self._group.size - 1))
+            offset += nbytes
+        self._state = _State.GATHERING
+
+    def use(self) -> None:
+        """Waits for the gather; afterwards the parameters are whole. Raises RuntimeError if none was issued."""
+        if self._state is _State.WHOLE:
+            return
+        if self._state is _State.SLICED:
+            raise RuntimeError(f"{self.slices.layout.name} is used before it is gathered")
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        assert self.buffer is not None
+        offset = 0
+        for region in self.slices.layout.regions:
+            dtype = gathered_dtype(region, self._narrow)
+            nbytes = region.padded_numel * dtype.itemsize
+            flat = self.buffer.memory[offset : offset + nbytes].view(dtype)
+            for place in region.places:
+                view = flat[place.offset : place.offset + place.numel].view(place.shape)
+                self._parameters[place.index].data = view
+            offset += nbytes
+        self._state = _State.WHOLE
+
+    def release(self) -> None:
+        """The parameters are not needed until the next ``gather``.
+
+        A unit with a buffer of its own keeps them there until its slices change (``let_go``): the next gather is free.
+        """
+        if self._pool is not None and not self._pool.owns(self.number):
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Gives the buffer back; nothing where there is none."""
+        if self.buffer is None or self._pool is None:
+            return
+        for work in self._works:  # a buffer that messages still arrive in is no one else's
+            work.wait()
+        self._works.clear()
+        self._put_away()
+        self._pool.give(self.buffer)
+        self.buffer = None
+        self._state = _State.SLICED
+
+    def _put_away(self) -> None:
+        """Parameters become NaN of their shape, in no memory: whoever reads one that is not gathered sees it."""
+        for region in self.slices.layout.regions:
+            nothing = torch.full(
+                (),
+                float("nan"),
+                dtype=gathered_dtype(region, self._narrow),
+                device=self._device,
+            )
+            for place in region.places:
+                self._parameters[place.index].data = nothing.expand(place.shape)

@@ -1,0 +1,286 @@
+"""ZeRO-3 dense parameters (SE-MoE section 2.2; Rajbhandari et al. 2020): each rank keeps 1/N of every unit.
+
+::
+
+    layouts = unit_layouts(units, ranks=group.size, narrow=model.cast_parameters())
+    dense = DenseSlices(units, layouts, group=group, device=device, adamw=adamw, config=config)
+    gates = dense.attach(model, GatherOnDemand(dense, config.reshard))
+    for each step:
+        dense.zero_grad()
+        for each micro-batch:
+            dense.begin_micro()
+            model(tokens, targets).objective.backward()
+            dense.end_micro()
+        norm = math.sqrt(dense.sum_of_squares())
+        dense.step(lr)
+
+Gradients are sums over ranks, not means: who wants a mean divides the objective. With one rank (fp32, slices on the
+device) nothing is gathered or copied: parameters are views of the slices, always.
+
+The bits of a step do not depend on fusion, on the number and size of buffers and buckets, on resharding, on the type in
+which weights travel or on where the optimizer state lives (on CPUs; an accelerator's AdamW kernel rounds otherwise).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tierstore.cache.access import Phase
+from tierstore.dense.buckets import GradientExchange
+from tierstore.dense.config import DenseConfig, OptimizerState, Reshard
+from tierstore.dense.footprint import DenseBytes, blocks_held, gather_dtype, needs_exchange, needs_gather
+from tierstore.dense.fusion import FusionBuffer, FusionPool, GatheredUnit
+from tierstore.dense.gates import Gates, PassListener
+from tierstore.dense.layout import UnitLayout
+from tierstore.dense.saved import saved_by_place
+from tierstore.dense.slices import UnitSlices, schema_name
+from tierstore.dense.traffic import DenseTraffic
+from tierstore.model import Transformer
+from tierstore.parallel import Group
+from tierstore.store.adamw import AdamWConfig
+from tierstore.store.parameter_store import ParameterStore
+
+__all__ = ["DenseSlices", "GatherOnDemand", "Units"]
+
+Units = Sequence[tuple[str, Sequence[nn.Parameter]]]
+
+
+class DenseSlices:
+    """Takes over the parameters of ``units``: embedding, blocks, head, in the order of their forward passes.
+
+    Every rank constructs it with the same values, cut by ``layouts``; from then on a parameter is whole only while its
+    unit is gathered. ``gather``, ``use`` and ``release`` are for the queue that drives units by number. One thread.
+    """
+
+    def __init__(
+        self,
+        units: Units,
+        layouts: Sequence[UnitLayout],
+        *,
+        group: Group,
+        device: torch.device,
+        adamw: AdamWConfig,
+        config: DenseConfig,
+        compute: torch.dtype = torch.float32,
+    ) -> None:
+        """``compute``: in which type what the layouts call narrow is gathered, unless ``config.gather`` is fp32."""
+        self.layouts = tuple(layouts)
+        self.traffic = DenseTraffic()
+        self._group = group
+        self._device = device
+        self._narrow = gather_dtype(config, compute)
+        home = device if config.optimizer_state is OptimizerState.DEVICE else torch.device("cpu")
+        self.slices = [UnitSlices(layout, group.rank, home, adamw) for layout in self.layouts]
+        self._pool: FusionPool | None = None
+        if needs_gather(self.layouts, config, group.size, self._narrow):
+            self._pool = FusionPool(
+                self.layouts,
+                device,
+                narrow=self._narrow,
+                blocks=blocks_held(self.layouts, config),
+                ranks=group.size,
+            )
+        self._parameters = [list(parameters) for _, parameters in units]
+        self._units = [self._take_over(number) for number in range(len(self.layouts))]
+        self._exchange: GradientExchange | None = None
+        if needs_exchange(config, group.size):
+            self._exchange = GradientExchange(
+                self.slices,
+                group,
+                device,
+                bucket_bytes=config.bucket_bytes,
+                buffers=config.gradient_buffers,
+                traffic=self.traffic,
+            )
+        self._gates: Gates | None = None
+
+    def _take_over(self, number: int) -> GatheredUnit:
+        slices, parameters = self.slices[number], self._parameters[number]
+        slices.fill(parameters)
+        unit = GatheredUnit(
+            number, slices, parameters, self._group, self._pool, self._narrow, self._device, self.traffic
+        )
+        for parameter in parameters:
+            parameter.grad = None
+        return unit
+
+    def attach(self, model: Transformer, listener: PassListener) -> Gates:
+        """Puts gates around the units of ``model``, which ``listener`` hears of, until the gates are removed."""
+        saving: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if self._pool is not None:
+            saving = partial(saved_by_place, self._pool, self._present)
+        self._gates = Gates(
+            model, self._parameters, listener, arrive=self._arrive, flush=self._flush, saving=saving
+        )
+        return self._gates
+
+    @property
+    def nbytes(self) -> DenseBytes:
+        """What is allocated for as long as this lives."""
+        return DenseBytes(
+            slices=sum(unit.nbytes for unit in self.slices),
+            fusion=self._pool.nbytes if self._pool is not None else 0,
+            gradients=self._exchange.nbytes if self._exchange is not None else 0,
+        )
+
+    # Gathering ----------------------------------------------------------------------------------------------
+
+    def gather(self, unit: int) -> None:
+        """Issues the gather of a unit that is not gathered. A collective. Raises BudgetError: no buffer is free."""
+        self._units[unit].gather()
+
+    def use(self, unit: int) -> None:
+        """Waits for the gather: the unit's parameters are whole. Raises RuntimeError if none was issued, PeerError."""
+        self._units[unit].use()
+
+    def release(self, unit: int) -> None:
+        """The unit's parameters are not needed until its next gather.
+
+        The first and the last unit stay in buffers of their own until they are stepped: their next gather is free, and
+        a tied head finds the embedding.
+        """
+        self._units[unit].release()
+
+    def whole(self, unit: int) -> list[Tensor]:
+        """Copies of the unit's parameters, fp32, on the CPU. A collective."""
+        layout, slices = self.layouts[unit], self.slices[unit]
+        found: dict[int, Tensor] = {}
+        for region, span in layout.spans():
+            flat = torch.empty(region.padded_numel, device=self._device)
+            self._group.all_gather(flat, slices.weight[span].to(flat.device)).wait()
+            for place in region.places:
+                part = flat[place.offset : place.offset + place.numel]
+                found[place.index] = part.view(place.shape).to("cpu", copy=True)
+        return [found[index] for index in range(len(found))]
+
+    def _present(self, unit: int) -> FusionBuffer:
+        gathered = self._units[unit]
+        if not gathered.whole and self._gates is not None:
+            self._gates.begin_backward(unit)
+        if not gathered.whole or gathered.buffer is None:
+            raise RuntimeError(f"{self.layouts[unit].name} is read behind its backward pass")
+        return gathered.buffer
+
+    # Gradients ----------------------------------------------------------------------------------------------
+
+    def zero_grad(self) -> None:
+        """Before the first micro-batch of a step."""
+        if self._exchange is not None:
+            self._exchange.finish()
+        for unit in self.slices:
+            unit.gradient.zero_()
+
+    def begin_micro(self) -> None:
+        """A forward pass with a backward pass follows. Raises RuntimeError if the last one was left in the middle."""
+        if self._exchange is not None:
+            self._exchange.begin()
+
+    def end_micro(self) -> None:
+        """The backward pass has returned. A collective; gradients may still be on their way."""
+        if self._gates is not None:
+            self._gates.close()
+        self._flush(0)
+
+    def finish(self, unit: int | None = None) -> None:
+        """Waits until the gradients of ``unit`` (None: of all units) are summed over ranks and added up."""
+        if self._exchange is not None:
+            self._exchange.finish(unit)
+
+    def _arrive(self, unit: int, index: int, gradient: Tensor) -> None:
+        if self._exchange is not None:
+            self._exchange.arrive(unit, index, gradient)
+        else:
+            self.slices[unit].add_gradient(index, gradient)
+
+    def _flush(self, unit: int) -> None:
+        if self._exchange is not None:
+            self._exchange.flush(unit)
+
+    def sum_of_squares(self) -> float:
+        """Of all gradients on all ranks, in double precision: the same bits on every rank. A collective.
+
+        Not finite where any gradient of any rank is not.
+        """
+        self.finish()
+        squares = torch.tensor([unit.sum_of_squares() for unit in self.slices], dtype=torch.float64)
+        self._group.all_reduce(squares).wait()
+        total = 0.0
+        for square in squares.tolist():
+            total += square
+        return total
+
+    def scale_gradients(self, scale: float) -> None:
+        for unit in self.slices:
+            unit.gradient.mul_(scale)
+
+    def step(self, lr: float) -> None:
+        """One AdamW step of every unit."""
+        for unit in range(len(self.slices)):
+            self.step_unit(unit, lr)
+
+    def step_unit(self, unit: int, lr: float) -> None:
+        """One AdamW step of one unit, whose parameters must be gathered again before they are used.
+
+        Raises RuntimeError where they are held for a pass to come, which would see those of before.
+        """
+        self.finish(unit)
+        self._stale(unit)
+        self.slices[unit].step(lr)
+
+    def _stale(self, unit: int) -> None:
+        gathered = self._units[unit]
+        if self._pool is None:
+            return
+        if self._pool.owns(unit):
+            gathered.let_go()
+        elif gathered.held:
+            raise RuntimeError(f"{self.layouts[unit].name} is stepped while it is gathered")
+
+    # Records ------------------------------------------------------------------------------------------------
+
+    def record_counts(self) -> dict[str, int]:
+        """Records of each schema."""
+        return dict(Counter(schema_name(layout) for layout in self.layouts))
+
+    def register(self, store: ParameterStore) -> None:
+        for layout in self.layouts:
+            store.register(layout.key, schema_name(layout))
+
+    def save(self, store: ParameterStore, step: int) -> None:
+        """Queues the write of this rank's slices; nothing may change until the commit has returned."""
+        for unit in self.slices:
+            unit.save(store, step)
+
+    def load(self, store: ParameterStore, step: int) -> None:
+        """Reads this rank's slices as of the last commit, which had ``step`` optimizer steps."""
+        for number, unit in enumerate(self.slices):
+            self._stale(number)
+            unit.load(store, step)
+
+
+class GatherOnDemand:
+    """The listener without lookahead: gathers a unit when its pass begins, lets go of it when the pass ends.
+
+    With ``Reshard.AFTER_BACKWARD`` blocks stay from their forward to their backward pass.
+    """
+
+    def __init__(self, dense: DenseSlices, reshard: Reshard) -> None:
+        self._dense = dense
+        self._reshard = reshard
+
+    def enter(self, unit: int, phase: Phase) -> None:
+        self._dense.gather(unit)
+        self._dense.use(unit)
+
+    def leave(self, unit: int, phase: Phase) -> None:
+        training = torch.is_grad_enabled()
+        if phase is Phase.FORWARD and training and self._reshard is Reshard.AFTER_BACKWARD:
+            return
+        self._dense.release(unit)

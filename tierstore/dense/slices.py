@@ -1,0 +1,140 @@
+"""One rank's slices of a unit: fp32 weights, moments and gradients; AdamW on them; a record of the store.
+
+They lie in page-aligned host memory, so a commit writes them without a copy; with slices on an accelerator that memory
+is where they pass through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from tierstore._native import Arena, Buffer, HugePages
+from tierstore.dense.layout import UnitLayout
+from tierstore.store.adamw import AdamWConfig
+from tierstore.store.format import SECTION_ALIGNMENT, Group, Placement, RecordSchema
+from tierstore.store.parameter_store import ParameterStore
+from tierstore.tiers.device import tensor_of
+
+__all__ = ["UnitSlices", "dense_schemas", "schema_name"]
+
+_ARRAYS = ("weight", "exp_avg", "exp_avg_sq")
+
+
+def schema_name(layout: UnitLayout) -> str:
+    """The schema of the unit's record: units with slices of one size share it."""
+    return f"dense-{layout.slice_numel}"
+
+
+def dense_schemas(layouts: Sequence[UnitLayout]) -> list[RecordSchema]:
+    """One schema for each size that a unit's slices have."""
+    sizes = {layout.slice_numel: schema_name(layout) for layout in layouts}
+    return [RecordSchema(sizes[size], size, placement=Placement.DIRECT) for size in sorted(sizes)]
+
+
+class UnitSlices:
+    """The slices that ``rank`` holds of one unit, on ``home``. Arrays are flat, fp32 [slice_numel]."""
+
+    def __init__(self, layout: UnitLayout, rank: int, home: torch.device, config: AdamWConfig) -> None:
+        self.layout = layout
+        self._rank = rank
+        self._config = config
+        nbytes = layout.slice_numel * 4
+        size = -(-nbytes // SECTION_ALIGNMENT) * SECTION_ALIGNMENT
+        arena = Arena(size * len(_ARRAYS), HugePages.AUTO)
+        self._staging = {a: Buffer(arena, [(i * size, size)], nbytes) for i, a in enumerate(_ARRAYS)}
+        self._host = {a: tensor_of(self._staging[a], torch.float32) for a in _ARRAYS}
+        on_host = home.type == "cpu"
+        own = {a: self._host[a] if on_host else self._host[a].to(home) for a in _ARRAYS}
+        self.weight, self.exp_avg, self.exp_avg_sq = (own[a] for a in _ARRAYS)
+        self.gradient = torch.zeros(layout.slice_numel, device=home)
+        self._steps = torch.zeros((), device=home)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights, gradients and moments."""
+        return self.layout.slice_numel * 16
+
+    def fill(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Takes this rank's part of the whole ``parameters``."""
+        for region, span in self.layout.spans():
+            begin = self._rank * region.slice_numel
+            for place in region.places:
+                low = max(place.offset, begin)
+                high = min(place.offset + place.numel, begin + region.slice_numel)
+                if low < high:
+                    whole = parameters[place.index].detach().reshape(-1)
+                    target = self.weight[span.start + low - begin : span.start + high - begin]
+                    target.copy_(whole[low - place.offset : high - place.offset])
+
+    def add_gradient(self, index: int, gradient: torch.Tensor) -> None:
+        """Adds the gradient of a whole parameter, for one rank, whose slices are the whole unit."""
+        for region, span in self.layout.spans():
+            for place in region.places:
+                if place.index == index:
+                    start = span.start + place.offset
+                    self.gradient[start : start + place.numel].view(place.shape).add_(gradient)
+
+    def sum_of_squares(self) -> float:
+        """Of the gradient, in double precision."""
+        return float(torch.linalg.vector_norm(self.gradient, dtype=torch.float64)) ** 2
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """One AdamW step with torch's fused kernel.
+
+        It is called without ``torch.optim``, whose classes import the whole of the compiler: 80 MiB and a second.
+        """
+        self._steps += 1
+        torch._fused_adamw_(
+            [self.weight],
+            [self.gradient],
+            [self.exp_avg],
+            [self.exp_avg_sq],
+            [],
+            [self._steps],
+            lr=lr,
+            beta1=self._config.betas[0],
+            beta2=self._config.betas[1],
+            weight_decay=self._config.weight_decay,
+            eps=self._config.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+
+    # Records ------------------------------------------------------------------------------------------------
+
+    def save(self, store: ParameterStore, step: int) -> None:
+        """Queues the write of the record; nothing may change until the commit has returned."""
+        for name, own in self._own():
+            if own is not self._host[name]:
+                self._host[name].copy_(own)
+        store.write_through(self.layout.key, self._groups(), step=step)
+
+    def load(self, store: ParameterStore, step: int) -> None:
+        """Reads the record as of the last commit, which had ``step`` optimizer steps."""
+        store.read_through(self.layout.key, self._groups())
+        self.loaded(step)
+
+    def loaded(self, step: int) -> None:
+        """The arrays of ``host`` have been filled with the state after ``step`` optimizer steps."""
+        for name, own in self._own():
+            if own is not self._host[name]:
+                own.copy_(self._host[name])
+        self._steps.fill_(float(step))
+
+    @property
+    def host(self) -> dict[str, torch.Tensor]:
+        """``weight``, ``exp_avg`` and ``exp_avg_sq`` in host memory, as a commit or a load passes them."""
+        return self._host
+
+    def _own(self) -> list[tuple[str, torch.Tensor]]:
+        return [("weight", self.weight), ("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq)]
+
+    def _groups(self) -> dict[Group, list[Buffer]]:
+        return {
+            Group.WEIGHTS: [self._staging["weight"]],
+            Group.MOMENTS: [self._staging["exp_avg"], self._staging["exp_avg_sq"]],
+        }

@@ -1,0 +1,142 @@
+"""What a mixture is: its experts' shape, its router, what it keeps. Imports no torch.
+
+A plan, and a command line that only reads a configuration, must not pay for torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from tierstore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Activation", "ExpertShape", "ExpertViews", "RouterConfig", "RouterNoise", "SaveActivations"]
+
+
+class Activation(StrEnum):
+    """The nonlinearity of a feed-forward network."""
+
+    SWIGLU = "swiglu"
+    GELU = "gelu"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertViews:
+    """Views into a flat expert: ``inner`` (P, D) and ``down`` (D, F)."""
+
+    inner: Tensor
+    down: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """The shape of one expert. Raises ConfigError naming the field."""
+
+    d_model: int
+    d_ff: int
+    activation: Activation = Activation.SWIGLU
+
+    def __post_init__(self) -> None:
+        if self.d_model < 1:
+            raise ConfigError(f"d_model: expected at least 1, got {self.d_model}")
+        if self.d_ff < 1:
+            raise ConfigError(f"d_ff: expected at least 1, got {self.d_ff}")
+        if self.activation not in tuple(Activation):
+            raise ConfigError(f"activation: expected one of {', '.join(Activation)}, got {self.activation!r}")
+
+    @property
+    def inner_rows(self) -> int:
+        """P: the width of what feeds the activation."""
+        return 2 * self.d_ff if self.activation == Activation.SWIGLU else self.d_ff
+
+    @property
+    def numel(self) -> int:
+        """Weights of one expert."""
+        return (self.inner_rows + self.d_ff) * self.d_model
+
+    def views(self, flat: Tensor) -> ExpertViews:
+        """``inner`` and ``down`` inside ``flat``. Raises ValueError unless it is 1-D of ``numel``."""
+        if flat.dim() != 1 or flat.numel() != self.numel:
+            raise ValueError(
+                f"an expert is a flat tensor of {self.numel} elements, got shape {tuple(flat.shape)}"
+            )
+        split = self.inner_rows * self.d_model
+        return ExpertViews(
+            flat[:split].view(self.inner_rows, self.d_model), flat[split:].view(self.d_model, self.d_ff)
+        )
+
+
+class RouterNoise(StrEnum):
+    """Noise on the router's input while training."""
+
+    NONE = "none"
+    JITTER = "jitter"  # each input times uniform [1 - std, 1 + std] (Switch Transformer, section 2.2)
+
+
+class SaveActivations(StrEnum):
+    """What a layer keeps for its backward pass."""
+
+    SAVE = "save"  # N * P values of the compute type, in one buffer; with other ranks' tokens, N * D more
+    RECOMPUTE = (
+        "recompute"  # the input alone; the backward pass repeats one product an expert (and its exchange)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """What one router does. Raises ConfigError naming the field.
+
+    ``capacity_factor`` None is dropless; otherwise an expert takes at most
+    ``ceil(capacity_factor * T * K / E)`` assignments. ``normalize_topk`` None means: the K weights of a
+    token sum to 1 when K is at least 2; with K = 1 the weight is the probability, without which the router
+    would get no gradient.
+    """
+
+    experts: int
+    top_k: int = 2
+    aux_loss_weight: float = 0.01
+    z_loss_weight: float = 1e-3
+    noise: RouterNoise = RouterNoise.NONE
+    noise_std: float = 0.0
+    capacity_factor: float | None = None
+    normalize_topk: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.experts < 1:
+            raise ConfigError(f"experts: expected at least 1, got {self.experts}")
+        if not 1 <= self.top_k <= self.experts:
+            raise ConfigError(f"top_k: expected 1 to {self.experts} (experts), got {self.top_k}")
+        for name in ("aux_loss_weight", "z_loss_weight"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{name}: expected a number of at least 0, got {value}")
+        if self.noise not in tuple(RouterNoise):
+            raise ConfigError(f"noise: expected one of {', '.join(RouterNoise)}, got {self.noise!r}")
+        if self.noise == RouterNoise.JITTER and not 0 < self.noise_std < 1:
+            raise ConfigError(f"noise_std: expected more than 0 and less than 1, got {self.noise_std}")
+        if self.noise == RouterNoise.NONE and self.noise_std != 0:
+            raise ConfigError(f"noise_std: {self.noise_std} has no effect with noise = none")
+        if self.capacity_factor is not None and not (
+            math.isfinite(self.capacity_factor) and self.capacity_factor > 0
+        ):
+            raise ConfigError(f"capacity_factor: expected more than 0, got {self.capacity_factor}")
+        if self.normalize_topk and self.top_k == 1:
+            raise ConfigError(
+                "normalize_topk: with top_k = 1 every weight would be 1 and the router would not learn"
+            )
+
+    @property
+    def normalized(self) -> bool:
+        """Whether the K weights of a token sum to 1."""
+        return self.top_k > 1 if self.normalize_topk is None else self.normalize_topk
+
+    def capacity(self, tokens: int) -> int | None:
+        """The most assignments that one expert takes out of a pass of ``tokens``; None is no limit."""
+        if self.capacity_factor is None:
+            return None
+        return max(1, math.ceil(self.capacity_factor * tokens * self.top_k / self.experts))

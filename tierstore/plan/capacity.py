@@ -1,0 +1,302 @@
+"""What a run takes on each tier, in bytes, by the same arithmetic by which tierstore reserves it.
+
+Per rank. Experts are spread evenly over the ranks (each rank's in a store of its own), dense parameters are cut into slices
+of 1/N. Everything here is computed by the functions that ``train`` itself divides its budgets and reserves its space by,
+so a plan and a run cannot disagree; what is not known without running (the process itself) says so.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from tierstore.dense.config import OptimizerState
+from tierstore.dense.footprint import blocks_held, dense_bytes, gather_copies, needs_gather
+from tierstore.dense.layout import Narrow, Place, Region, UnitLayout
+from tierstore.errors import ConfigError
+from tierstore.model.config import ComputeDtype
+from tierstore.plan.architecture import Architecture
+from tierstore.plan.evidence import Evidence
+from tierstore.prefetch.schedule import QueueLimits, Schedule, Unit
+from tierstore.stats import Tier
+from tierstore.store.format import Placement, RecordSchema, WeightFormat
+from tierstore.store.index import index_bytes
+from tierstore.store.space import copies, extent_bytes, scratch_bytes
+from tierstore.train.budgets import EXPERT_SCHEMA, Budgets, DeviceKind, budgets, expert_schema
+from tierstore.train.config import TrainConfig
+from tierstore.train.footprint import DENSE_STATE_BYTES, WORKING_BYTES
+
+__all__ = ["PROCESS_BYTES", "Capacity", "Ranks", "Setting", "Term", "capacity"]
+
+#: An interpreter that has imported torch and tierstore, where no profile says what it takes here.
+PROCESS_BYTES = 330 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One line of a plan: ``nbytes`` on ``tier``, and how they come about."""
+
+    tier: Tier
+    name: str
+    nbytes: int
+    formula: str
+    evidence: Evidence = Evidence.FORMULA
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """``count`` processes; ``expert`` of them share one copy of the experts (0: all). ``lookahead``: passes that dense
+    parameters are gathered ahead, None for as many as there are fusion buffers to spare.
+    """
+
+    count: int = 1
+    expert: int = 0
+    lookahead: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ConfigError(f"--ranks: expected at least 1, got {self.count}")
+        if self.expert < 0 or (self.expert and self.count % self.expert):
+            raise ConfigError(
+                f"parallel.expert: expected a divisor of the {self.count} ranks, got {self.expert}"
+            )
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that share one copy of the experts."""
+        return self.expert or self.count
+
+    def share(self, whole: int) -> int:
+        """The largest part of ``whole`` that one rank has."""
+        return -(-whole // self.count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is planned for: a run's configuration, the model's counts, the ranks, the device."""
+
+    config: TrainConfig
+    model: Architecture
+    ranks: Ranks = field(default_factory=Ranks)
+    device: DeviceKind = DeviceKind.CPU
+    process_bytes: int = PROCESS_BYTES
+    process_evidence: Evidence = Evidence.ASSUMED
+    #: What the files hold (``train.files.text_bytes``).
+    text_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.config.data.batch_size % self.ranks.count:
+            raise ConfigError(
+                f"data.batch_size: expected a multiple of the {self.ranks.count} ranks, "
+                f"got {self.config.data.batch_size}"
+            )
+
+    @property
+    def schema(self) -> RecordSchema:
+        """The experts' records."""
+        own = expert_schema(self.config)
+        return RecordSchema(EXPERT_SCHEMA, self.model.expert_numel, own.weight_format)
+
+    @property
+    def local_experts(self) -> int:
+        """Experts of one layer on one rank, at most."""
+        return -(-self.model.experts // self.ranks.sharing)
+
+    @property
+    def records(self) -> int:
+        """Experts of one rank, at most."""
+        return self.local_experts * len(self.model.moe_layers)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one micro-batch on one rank: a batch is shared by all of them."""
+        return self.ranks.share(self.config.tokens_per_micro_batch)
+
+    @property
+    def layouts(self) -> list[UnitLayout]:
+        """How the dense units are cut."""
+        narrows = self.config.model.compute_dtype is ComputeDtype.BF16
+        found = []
+        for number, unit in enumerate(self.model.units):
+            parts = [(Narrow.NO, unit.others), (Narrow.YES, unit.matrices)]
+            if not narrows:
+                parts = [(Narrow.NO, unit.numel)]
+            regions = [
+                Region((Place(0, 0, (numel,)),), self.ranks.count, kind) for kind, numel in parts if numel
+            ]
+            found.append(UnitLayout(f"unit {number}", tuple(regions)))
+        return found
+
+    @property
+    def schedule(self) -> Schedule:
+        """One step's passes over the units, as the scheduler would walk them."""
+        config, moe = self.config, set(self.model.moe_layers)
+        width = config.model.compute_dtype
+        gathers = needs_gather(self.layouts, config.dense, self.ranks.count, width)
+        units = [
+            Unit(
+                layout.name,
+                layout.gathered_bytes(width) if gathers else 0,
+                number - 1 if number - 1 in moe else None,
+            )
+            for number, layout in enumerate(self.layouts)
+        ]
+        lookahead = self.ranks.lookahead
+        return Schedule(
+            units=tuple(units),
+            horizontal=QueueLimits(config.dense.buffers - 1 if lookahead is None else lookahead),
+            vertical=QueueLimits(config.prefetch.depth),
+            plan=config.gradient_plan,
+            reshard=config.dense.reshard,
+            micro_batches=config.data.micro_batches,
+        )
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What one rank takes."""
+
+    terms: tuple[Term, ...]
+    divided: Budgets
+
+    def total(self, *tiers: Tier) -> int:
+        """Bytes on ``tiers``."""
+        return sum(term.nbytes for term in self.terms if term.tier in tiers)
+
+    def term(self, name: str) -> Term:
+        """The line of that name. Raises KeyError."""
+        for term in self.terms:
+            if term.name == name:
+                return term
+        raise KeyError(name)
+
+
+def capacity(setting: Setting) -> Capacity:
+    """Bytes of one rank on each tier. Raises BudgetError for budgets that no run could start with."""
+    divided = budgets(setting.config, setting.device, setting.schema)
+    terms = [
+        *_device_terms(setting, divided),
+        *_host_terms(setting, divided),
+        *_disk_terms(setting),
+    ]
+    return Capacity(tuple(term for term in terms if term.nbytes), divided)
+
+
+def _device_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
+    config, model, ranks = setting.config, setting.model, setting.ranks
+    layouts, on_cpu = setting.layouts, setting.device is DeviceKind.CPU
+    dense = dense_bytes(
+        layouts,
+        config.dense,
+        ranks=ranks.count,
+        compute=config.model.compute_dtype,
+        device_type=setting.device.value,
+    )
+    on_host = config.dense.optimizer_state is OptimizerState.HOST and not on_cpu
+    own = sum(layout.slice_numel for layout in layouts)
+    yield Term(
+        Tier.HOST if on_host else Tier.DEVICE,
+        "dense state",
+        dense.slices,
+        f"{DENSE_STATE_BYTES} B x {own} parameters, the slices of 1/{ranks.count} of {model.dense}, padded",
+    )
+    yield Term(
+        Tier.DEVICE,
+        "fusion buffers",
+        dense.fusion,
+        f"embedding, head and {blocks_held(layouts, config.dense)} blocks gathered at once, of depth independent"
+        + (", and as much to send from" if gather_copies(ranks.count, setting.device.value) else ""),
+    )
+    yield Term(
+        Tier.DEVICE,
+        "gradient buffers",
+        dense.gradients,
+        f"4 B x 2 (own, other ranks') x the larger end and {config.dense.gradient_buffers} blocks",
+    )
+    slots = divided.slots
+    yield Term(
+        Tier.DEVICE,
+        "expert slots",
+        divided.device,
+        f"{slots.weights} of weights x {slots.weight_bytes} B + {slots.gradients} of gradients x "
+        f"{slots.gradient_bytes} B",
+    )
+    yield Term(
+        Tier.DEVICE,
+        "activations",
+        config.model.activation_bytes(setting.tokens),
+        f"upper estimate for {setting.tokens} tokens, checkpoint_activations = "
+        f"{config.model.checkpoint_activations.value}, expert_activations = "
+        f"{config.model.expert_activations.value}",
+    )
+
+
+def _host_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
+    config = setting.config
+    yield Term(
+        Tier.HOST,
+        "expert cache",
+        divided.cache,
+        "host_budget" + (" - expert slots" if setting.device is DeviceKind.CPU else ""),
+    )
+    if setting.device is not DeviceKind.CPU:
+        slots = divided.slots
+        yield Term(
+            Tier.HOST,
+            "gradient landing",
+            slots.gradients * slots.gradient_bytes,
+            f"{slots.gradients} x {slots.gradient_bytes} B, pinned",
+        )
+        own = sum(layout.slice_numel for layout in setting.layouts)
+        yield Term(Tier.HOST, "dense staging", 12 * own, f"12 B x {own} parameters, for commits")
+    yield Term(
+        Tier.HOST,
+        "process",
+        setting.process_bytes,
+        "an interpreter with torch and its libraries",
+        setting.process_evidence,
+    )
+    yield Term(
+        Tier.HOST, "text", min(setting.text_bytes, config.data.max_bytes), "the files, at most data.max_bytes"
+    )
+    yield Term(Tier.HOST, "working memory", WORKING_BYTES, "thread pools and fragmentation", Evidence.ASSUMED)
+
+
+def _disk_terms(setting: Setting) -> Iterable[Term]:
+    config, schema, retain = setting.config, setting.schema, setting.config.retain
+    of = f"x {copies(retain)} copies (the live one, the last commit's, {retain} snapshots)"
+    yield Term(
+        Tier.NVME,
+        "expert extents",
+        extent_bytes(schema, setting.records, retain),
+        f"{setting.records} records x {record_slot_bytes(schema)} B (12 B x {schema.numel}, sections padded) {of}",
+    )
+    dense = Counter(layout.slice_numel for layout in setting.layouts)
+    slices = [
+        (RecordSchema(f"dense-{numel}", numel, WeightFormat.FP32, Placement.DIRECT), count)
+        for numel, count in dense.items()
+    ]
+    yield Term(
+        Tier.NVME,
+        "dense extents",
+        sum(extent_bytes(one, count, retain) for one, count in slices),
+        f"12 B x {sum(numel * count for numel, count in dense.items())} parameters of "
+        f"{sum(dense.values())} units, padded, {of}",
+    )
+    records = setting.records + sum(dense.values())
+    yield Term(
+        Tier.NVME, "index", index_bytes(records, retain), f"{records} entries, written anew twice over"
+    )
+    if config.keeps_gradients:
+        yield Term(
+            Tier.NVME,
+            "gradient scratch",
+            scratch_bytes(schema, setting.records),
+            f"4 B x {schema.numel} of each of {setting.records} experts: clipping, or micro_batches > 1",
+        )
+
+
+def record_slot_bytes(schema: RecordSchema) -> int:
+    """Bytes that one record takes in its extents, padding included."""
+    return extent_bytes(schema, 1, 0) // copies(0)

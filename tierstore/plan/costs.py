@@ -1,0 +1,165 @@
+"""How long things take: alpha-beta models (latency + bytes / bandwidth), and the profile of a machine that holds them.
+
+PipeMoE (section 3.2) models collectives so, and computation alike with floating point operations in the place of bytes.
+``tierstore bench machine`` measures a profile with the engine and the collectives that a run uses; without one the
+figures of ``ASSUMED`` stand in, and whatever is predicted from them says so.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import numpy as np
+
+from tierstore.errors import DataError
+from tierstore.plan.evidence import Evidence
+
+__all__ = ["ASSUMED", "PROFILE_VERSION", "Cost", "Profile", "fit_cost", "load_profile", "save_profile"]
+
+PROFILE_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """``latency_s + amount / per_s``; nothing costs nothing. ``amount`` is bytes, or floating point operations."""
+
+    latency_s: float
+    per_s: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
+            raise DataError(f"latency_s: expected at least 0 seconds, got {self.latency_s}")
+        if not self.per_s > 0:
+            raise DataError(f"per_s: expected more than 0, got {self.per_s}")
+
+    def seconds(self, amount: float) -> float:
+        return self.latency_s + amount / self.per_s if amount > 0 else 0.0
+
+    def slower(self, other: Cost, amount: float) -> float:
+        """Seconds where both must have ended, as on a limited link."""
+        return max(self.seconds(amount), other.seconds(amount))
+
+
+def fit_cost(amounts: Sequence[float], seconds: Sequence[float]) -> Cost:
+    """The line through the medians of measurements, by Theil and Sen: the median of all slopes, then of all
+    intercepts. Up to 29% of wild measurements do not move it. At least two different amounts; a slope that
+    is not positive (all latency) becomes an infinite rate, a negative latency 0.
+    """
+    points: dict[float, list[float]] = {}
+    for amount, spent in zip(amounts, seconds, strict=True):
+        points.setdefault(amount, []).append(spent)
+    if len(points) < 2:
+        raise ValueError(f"a line needs two different amounts, got {sorted(points)}")
+    x = np.array(sorted(points), float)
+    y = np.array([float(np.median(points[amount])) for amount in sorted(points)])
+    i, j = np.triu_indices(len(x), 1)
+    slope = float(np.median((y[j] - y[i]) / (x[j] - x[i])))
+    latency = float(np.median(y - slope * x)) if slope > 0 else float(np.median(y))
+    return Cost(max(latency, 0.0), 1 / slope if slope > 0 else math.inf)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """The costs of a machine. Collectives by the bytes that one rank sends, ``disk_*`` one transfer among many,
+    ``adamw`` by the bytes that a step touches, ``*_flops`` by floating point operations.
+    """
+
+    evidence: Evidence
+    machine: str
+    ranks: int
+    process_bytes: int
+    gather: Cost
+    reduce_scatter: Cost
+    all_to_all: Cost
+    disk_read: Cost
+    disk_write: Cost
+    disk_mixed: Cost
+    copy: Cost
+    adamw: Cost
+    dense_flops: Cost
+    expert_flops: Cost
+
+
+ASSUMED = Profile(
+    evidence=Evidence.ASSUMED,
+    machine="no profile",
+    ranks=2,
+    process_bytes=330 << 20,
+    gather=Cost(2e-4, 2e9),
+    reduce_scatter=Cost(2e-4, 2e9),
+    all_to_all=Cost(2e-4, 2e9),
+    disk_read=Cost(1e-4, 2e9),
+    disk_write=Cost(1e-4, 1e9),
+    disk_mixed=Cost(1e-4, 1.5e9),
+    copy=Cost(1e-5, 8e9),
+    adamw=Cost(1e-5, 1e10),
+    dense_flops=Cost(1e-4, 5e10),
+    expert_flops=Cost(1e-4, 5e10),
+)
+
+_COSTS = tuple(f.name for f in fields(Profile) if isinstance(getattr(ASSUMED, f.name), Cost))
+
+
+def save_profile(profile: Profile, path: Path) -> None:
+    """Writes ``profile`` as JSON. Raises OSError."""
+    plain = asdict(profile)
+    for name in _COSTS:
+        rate = plain[name]["per_s"]
+        plain[name]["per_s"] = rate if math.isfinite(rate) else None
+    text = json.dumps({"profile_version": PROFILE_VERSION, **plain}, indent=2, allow_nan=False)
+    path.write_text(text + "\n")
+
+
+def load_profile(path: Path) -> Profile:
+    """The inverse of ``save_profile``. Raises DataError naming the file and the key, OSError."""
+    try:
+        plain = json.loads(path.read_text())
+    except (ValueError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: not a machine profile: not JSON: {error}") from error
+    if not isinstance(plain, dict) or plain.get("profile_version") != PROFILE_VERSION:
+        found = plain.get("profile_version") if isinstance(plain, dict) else None
+        raise DataError(f"{path}: expected a machine profile of version {PROFILE_VERSION}, got {found!r}")
+    known = {f.name for f in fields(Profile)}
+    given = set(plain) - {"profile_version"}
+    if given != known:
+        wrong = sorted(given ^ known)[0]
+        raise DataError(
+            f"{path}: {wrong}: {'unknown' if wrong in given else 'missing'} key of a machine profile"
+        )
+    return Profile(
+        evidence=_evidence(path, plain["evidence"]),
+        machine=str(plain["machine"]),
+        ranks=_whole(path, "ranks", plain["ranks"]),
+        process_bytes=_whole(path, "process_bytes", plain["process_bytes"]),
+        **{name: _cost(path, name, plain[name]) for name in _COSTS},
+    )
+
+
+def _evidence(path: Path, value: object) -> Evidence:
+    try:
+        return Evidence(str(value))
+    except ValueError as error:
+        raise DataError(f"{path}: evidence: expected one of {', '.join(Evidence)}, got {value!r}") from error
+
+
+def _whole(path: Path, name: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise DataError(f"{path}: {name}: expected a whole number of at least 1, got {value!r}")
+    return value
+
+
+def _cost(path: Path, name: str, value: object) -> Cost:
+    if not isinstance(value, Mapping) or set(value) != {"latency_s", "per_s"}:
+        raise DataError(f"{path}: {name}: expected latency_s and per_s, got {value!r}")
+    rate = math.inf if value["per_s"] is None else value["per_s"]
+    for number in (value["latency_s"], rate):
+        if not isinstance(number, int | float) or isinstance(number, bool):
+            raise DataError(f"{path}: {name}: expected numbers, got {value!r}")
+    try:
+        return Cost(float(value["latency_s"]), float(rate))
+    except DataError as error:
+        raise DataError(f"{path}: {name}: {error}") from error

@@ -1,0 +1,280 @@
+"""Whether a plan fits, and the shortest way to make it fit.
+
+The shortest way is the one with the fewest changes; among those, the one whose gravest change comes first in ``KNOBS``,
+which stand in order of how little they alter: first what never changes a computed bit, then what changes the order of sums,
+then how many ranks there are, and at last the model itself. Each knob is turned only as far as it must be.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from tierstore.errors import BudgetError
+from tierstore.model.config import CheckpointActivations, ComputeDtype, ModelConfig
+from tierstore.moe.config import SaveActivations
+from tierstore.plan.architecture import Architecture
+from tierstore.plan.capacity import Capacity, Setting, capacity
+from tierstore.stats import Tier
+from tierstore.train.budgets import DeviceKind, least_host_budget
+from tierstore.train.config import TrainConfig
+from tierstore.units import format_bytes
+
+__all__ = ["Effect", "Limits", "Remedy", "Shortfall", "Verdict", "judge", "shortest_remedy"]
+
+_MIB = 1 << 20
+_MOST_CHANGES = 3
+
+
+class Effect(StrEnum):
+    """What a change does to what is computed."""
+
+    SAME_BITS = "the same bits"
+    SUMS = "sums in another order"
+    LAYOUT = "another number of ranks"
+    ROUNDING = "other rounding"
+    MODEL = "another model"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes that one rank may take; ``device`` None: the device's memory is the host's."""
+
+    memory: int
+    disk: int
+    device: int | None = None
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """``needed`` bytes of ``place`` where there are ``limit``."""
+
+    place: str
+    needed: int
+    limit: int
+
+    def __str__(self) -> str:
+        return f"{self.place}: {format_bytes(self.needed)} needed, {format_bytes(self.limit)} there"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A setting held against limits. ``capacity`` is None where the budgets themselves cannot be."""
+
+    capacity: Capacity | None
+    shortfalls: tuple[Shortfall, ...]
+
+    @property
+    def fits(self) -> bool:
+        return not self.shortfalls
+
+
+@dataclass(frozen=True)
+class Change:
+    """One turn of one knob: what to write, and what comes of it."""
+
+    text: str
+    effect: Effect
+    setting: Setting
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Changes that together make a setting fit."""
+
+    changes: tuple[Change, ...]
+
+    @property
+    def setting(self) -> Setting:
+        return self.changes[-1].setting
+
+
+def judge(setting: Setting, limits: Limits) -> Verdict:
+    """Holds what ``setting`` takes against ``limits``."""
+    try:
+        taken = capacity(setting)
+    except BudgetError:
+        least = least_host_budget(setting.config, setting.device, setting.schema)
+        if setting.config.host_budget < least:
+            return Verdict(None, (Shortfall("host_budget", least, setting.config.host_budget),))
+        return Verdict(
+            None,
+            (Shortfall("device_budget", _least_device_budget(setting), setting.config.device_budget),),
+        )
+    on_host = [Tier.HOST, Tier.DEVICE] if setting.device is DeviceKind.CPU else [Tier.HOST]
+    held = [("memory", taken.total(*on_host), limits.memory), ("disk", taken.total(Tier.NVME), limits.disk)]
+    if setting.device is not DeviceKind.CPU and limits.device is not None:
+        held.append(("device memory", taken.total(Tier.DEVICE), limits.device))
+    return Verdict(taken, tuple(Shortfall(*item) for item in held if item[1] > item[2]))
+
+
+def _least_device_budget(setting: Setting) -> int:
+    unlimited = replace(setting, config=replace(setting.config, device_budget=1 << 62, host_budget=1 << 62))
+    slots = capacity(unlimited).divided.slots
+    return slots.weight_bytes + slots.gradient_bytes
+
+
+def shortest_remedy(setting: Setting, limits: Limits) -> Remedy | None:
+    """The shortest way to make ``setting`` fit, or None where none of up to three changes does."""
+    for count in range(1, _MOST_CHANGES + 1):
+        choices = itertools.combinations(range(len(KNOBS)), count)
+        for choice in sorted(choices, key=lambda places: places[::-1]):
+            knobs = [KNOBS[place] for place in choice]
+            # What does not fit with every knob turned all the way fits in no place between.
+            furthest = _furthest(setting, limits, knobs)
+            if furthest is None or not judge(furthest, limits).fits:
+                continue
+            for remedy in _turned(setting, limits, knobs):
+                if judge(remedy.setting, limits).fits:
+                    return remedy
+    return None
+
+
+def _furthest(setting: Setting, limits: Limits, knobs: Sequence[Knob]) -> Setting | None:
+    for knob in reversed(knobs):
+        changes = list(knob(setting, limits))
+        if not changes:
+            return None
+        setting = changes[-1].setting
+    return setting
+
+
+Knob = Callable[[Setting, Limits], Iterator[Change]]
+
+
+def _turned(setting: Setting, limits: Limits, knobs: Sequence[Knob]) -> Iterator[Remedy]:
+    """Every way to turn ``knobs``. The first of them, which may be the host budget, is turned last: what the
+    others leave is what it has to give."""
+    first, *others = knobs
+    stack = (
+        [((), setting)] if not others else [(r.changes, r.setting) for r in _turned(setting, limits, others)]
+    )
+    for changes, reached in stack:
+        for change in first(reached, limits):
+            yield Remedy((*changes, change))
+
+
+def _host_budget(setting: Setting, limits: Limits) -> Iterator[Change]:
+    least = least_host_budget(setting.config, setting.device, setting.schema)
+    verdict = judge(setting, limits)
+    if verdict.capacity is None:
+        wanted = least
+    else:
+        over = max((s.needed - s.limit for s in verdict.shortfalls if s.place == "memory"), default=0)
+        if over == 0:
+            return
+        wanted = max((setting.config.host_budget - over) // _MIB * _MIB, least)
+        if wanted >= setting.config.host_budget:
+            return
+    size = f"{wanted // _MIB}MiB" if wanted % _MIB == 0 else str(wanted)
+    yield _configured(setting, f'host_budget = "{size}"', Effect.SAME_BITS, host_budget=wanted)
+
+
+def _device_budget(setting: Setting, limits: Limits) -> Iterator[Change]:
+    verdict = judge(setting, limits)
+    if verdict.shortfalls and verdict.shortfalls[0].place == "device_budget":
+        wanted = verdict.shortfalls[0].needed
+        yield _configured(setting, f"device_budget = {wanted}", Effect.SAME_BITS, device_budget=wanted)
+
+
+def _retain(setting: Setting, limits: Limits) -> Iterator[Change]:
+    for retain in range(setting.config.retain - 1, -1, -1):
+        every = setting.config.snapshot_every if retain else 0
+        yield _configured(
+            setting, f"retain = {retain}", Effect.SAME_BITS, retain=retain, snapshot_every=every
+        )
+
+
+def _recompute(setting: Setting, limits: Limits) -> Iterator[Change]:
+    if setting.config.model.expert_activations is SaveActivations.SAVE:
+        yield _modelled(
+            setting,
+            'model.expert_activations = "recompute"',
+            Effect.SAME_BITS,
+            expert_activations=SaveActivations.RECOMPUTE,
+        )
+
+
+def _checkpoint(setting: Setting, limits: Limits) -> Iterator[Change]:
+    if setting.config.model.checkpoint_activations is CheckpointActivations.OFF:
+        yield _modelled(
+            setting,
+            'model.checkpoint_activations = "block"',
+            Effect.SAME_BITS,
+            checkpoint_activations=CheckpointActivations.BLOCK,
+        )
+
+
+def _micro_batches(setting: Setting, limits: Limits) -> Iterator[Change]:
+    data = setting.config.data
+    parts = 2
+    while data.batch_size % (parts * setting.ranks.count) == 0:
+        cut = replace(data, batch_size=data.batch_size // parts, micro_batches=data.micro_batches * parts)
+        text = f"data.micro_batches = {cut.micro_batches}, data.batch_size = {cut.batch_size}"
+        yield _configured(setting, text, Effect.SUMS, data=cut)
+        parts *= 2
+
+
+def _ranks(setting: Setting, limits: Limits) -> Iterator[Change]:
+    count = setting.ranks.count * 2
+    while count <= setting.model.experts and setting.config.data.batch_size % count == 0:
+        yield Change(
+            f"--ranks {count}, each with limits of its own",
+            Effect.LAYOUT,
+            replace(setting, ranks=replace(setting.ranks, count=count)),
+        )
+        count *= 2
+
+
+def _dtype(setting: Setting, limits: Limits) -> Iterator[Change]:
+    if setting.config.model.compute_dtype is ComputeDtype.FP32:
+        yield _modelled(
+            setting, 'model.compute_dtype = "bf16"', Effect.ROUNDING, compute_dtype=ComputeDtype.BF16
+        )
+
+
+def _d_ff(setting: Setting, limits: Limits) -> Iterator[Change]:
+    d_ff = setting.config.model.d_ff // 2
+    while d_ff >= 64 and _own(setting):
+        yield _modelled(setting, f"model.d_ff = {d_ff}", Effect.MODEL, d_ff=d_ff)
+        d_ff //= 2
+
+
+def _experts(setting: Setting, limits: Limits) -> Iterator[Change]:
+    model = setting.config.model
+    experts = model.experts // 2
+    while experts >= max(model.top_k, 2) and _own(setting):
+        yield _modelled(setting, f"model.experts = {experts}", Effect.MODEL, experts=experts)
+        experts //= 2
+
+
+KNOBS: tuple[Knob, ...] = (
+    _host_budget,
+    _device_budget,
+    _retain,
+    _recompute,
+    _checkpoint,
+    _micro_batches,
+    _ranks,
+    _dtype,
+    _d_ff,
+    _experts,
+)
+
+
+def _own(setting: Setting) -> bool:
+    """Whether the counts are those of the configuration's own model: a preset's dimensions are what they are."""
+    return setting.model == Architecture.of(setting.config.model)
+
+
+def _configured(setting: Setting, text: str, effect: Effect, **fields: object) -> Change:
+    config: TrainConfig = replace(setting.config, **fields)  # type: ignore[arg-type]
+    return Change(text, effect, replace(setting, config=config))
+
+
+def _modelled(setting: Setting, text: str, effect: Effect, **fields: object) -> Change:
+    model: ModelConfig = replace(setting.config.model, **fields)  # type: ignore[arg-type]
+    counts = Architecture.of(model) if _own(setting) else setting.model
+    return Change(text, effect, replace(setting, config=replace(setting.config, model=model), model=counts))

@@ -1,0 +1,176 @@
+"""Models whose dimensions are published, and how many parameters each has.
+
+The counts follow from the dimensions alone and agree with what is published to its last digit (tests hold them to it),
+with one exception, ``ppmoe-143b``: see ``Preset.note``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from tierstore.errors import ConfigError
+from tierstore.plan.architecture import Architecture
+
+__all__ = ["PRESETS", "Preset", "find_preset"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """``published``: parameters as its source prints them, rounded to ``unit``. ``settings``: what of tierstore's own
+    configuration comes nearest, which is what activations are reckoned with.
+    """
+
+    source: str
+    architecture: Architecture
+    published: int
+    unit: int
+    settings: Mapping[str, object]
+    note: str = ""
+
+
+def _settings(
+    d_model: int, layers: int, heads: int, vocab: int, seq_len: int, d_ff: int, experts: int, top_k: int
+) -> dict[str, object]:
+    return {
+        "model.d_model": d_model,
+        "model.n_layers": layers,
+        "model.n_heads": heads,
+        "model.vocab_size": vocab,
+        "model.seq_len": seq_len,
+        "model.d_ff": d_ff,
+        "model.experts": experts,
+        "model.top_k": top_k,
+        "model.compute_dtype": "bf16",
+    }
+
+
+_GELU = {"model.activation": "gelu", "model.tie_embeddings": "tied"}
+_SE_MOE_NOTE = "the paper gives no sequence length: 1,024 learned positions; 2,048 give the same last digit"
+
+
+def _se_moe(experts: int, published: int) -> Preset:
+    """Table 1: 12 layers of width 4,096, every one of them MoE, GShard's top-1 gate."""
+    return Preset(
+        source="SE-MoE, Table 1",
+        architecture=Architecture.gpt(
+            layers=12, d_model=4096, vocab=50304, positions=1024, experts=experts, moe_every=1
+        ),
+        published=published,
+        unit=100_000_000,
+        settings=_settings(4096, 12, 64, 50304, 1024, 16384, experts, 1) | _GELU,
+        note=_SE_MOE_NOTE,
+    )
+
+
+def _pipeline_moe(layers: int, d_model: int, heads: int, published: int, unit: int, note: str) -> Preset:
+    """Section 4.1: 64 experts in place of every other feed-forward network of a GPT-3 backbone."""
+    return Preset(
+        source="Pipeline MoE, Table 2",
+        architecture=Architecture.gpt(
+            layers=layers, d_model=d_model, vocab=50257, positions=2048, experts=64, moe_every=2
+        ),
+        published=published,
+        unit=unit,
+        settings=_settings(d_model, layers, heads, 50257, 2048, 4 * d_model, 64, 1)
+        | {"model.moe_every": 2}
+        | _GELU,
+        note=note,
+    )
+
+
+_PPMOE_NOTE = "the paper's vocabulary is not given: GPT-3's 50,257 is taken"
+_PPMOE_143_NOTE = (
+    "141.97e9 by the dimensions given, not 143e9. 16 MoE layers of 64 experts (137.46e9), attention, 16 dense networks "
+    "and norms make 141.77e9; the rest is embedding, of which 143e9 (rounded) needs at least 178,502 rows, "
+    "while the same corpus and code at 6.7e9 (rounded) admit at most 96,822. No vocabulary gives both"
+)
+
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {
+        "se-moe-13.9b": _se_moe(8, 13_900_000_000),
+        "se-moe-26.8b": _se_moe(16, 26_800_000_000),
+        "se-moe-52.6b": _se_moe(32, 52_600_000_000),
+        "se-moe-104.1b": _se_moe(64, 104_100_000_000),
+        "se-moe-207.2b": _se_moe(128, 207_200_000_000),
+        "ppmoe-6.7b": _pipeline_moe(24, 1024, 16, 6_700_000_000, 100_000_000, _PPMOE_NOTE),
+        "ppmoe-143b": _pipeline_moe(32, 4096, 32, 143_000_000_000, 1_000_000_000, _PPMOE_143_NOTE),
+        "mixtral-8x7b": Preset(
+            source="Jiang et al. 2024, Mixtral of Experts, and its published weights",
+            architecture=Architecture.gated(
+                layers=32,
+                d_model=4096,
+                vocab=32000,
+                attention=4096 * (2 * 4096 + 2 * 1024),
+                experts=8,
+                d_ff=14336,
+                top_k=2,
+            ),
+            published=46_702_792_704,
+            unit=1,
+            settings=_settings(4096, 32, 32, 32000, 4096, 14336, 8, 2),
+            note="grouped-query attention, 8 key-value heads of 128",
+        ),
+        "deepseek-v2-lite": Preset(
+            source="DeepSeek-AI 2024, DeepSeek-V2, appendix B, and its published weights",
+            architecture=Architecture.gated(
+                layers=27,
+                d_model=2048,
+                vocab=102400,
+                # Latent attention: queries of 16 x (128 + 64), a latent of 512 with its norm and 64 shared
+                # positions, keys and values of 16 x (128 + 128) from the latent, and the way out.
+                attention=2048 * 16 * 192 + 2048 * (512 + 64) + 512 + 512 * 16 * 256 + 16 * 128 * 2048,
+                experts=64,
+                d_ff=1408,
+                top_k=6,
+                shared_d_ff=2 * 1408,
+                dense_layers=(0,),
+                dense_d_ff=10944,
+            ),
+            published=15_706_484_224,
+            unit=1,
+            settings=_settings(2048, 27, 16, 102400, 4096, 1408, 64, 6) | {"model.shared_expert_d_ff": 2816},
+            note="latent attention; the first layer is dense",
+        ),
+        "qwen3-30b-a3b": Preset(
+            source="Qwen Team 2025, Qwen3, and its published weights",
+            architecture=Architecture.gated(
+                layers=48,
+                d_model=2048,
+                vocab=151936,
+                attention=2048 * (2 * 4096 + 2 * 512) + 2 * 128,
+                experts=128,
+                d_ff=768,
+                top_k=8,
+            ),
+            published=30_532_122_624,
+            unit=1,
+            settings=_settings(2048, 48, 32, 151936, 4096, 768, 128, 8),
+            note="grouped-query attention, 4 key-value heads of 128, norms of queries and keys",
+        ),
+        "olmoe-1b-7b": Preset(
+            source="Muennighoff et al. 2024, OLMoE, and its published weights",
+            architecture=Architecture.gated(
+                layers=16,
+                d_model=2048,
+                vocab=50304,
+                attention=4 * 2048 * 2048 + 2 * 2048,
+                experts=64,
+                d_ff=1024,
+                top_k=8,
+            ),
+            published=6_919_161_856,
+            unit=1,
+            settings=_settings(2048, 16, 16, 50304, 4096, 1024, 64, 8),
+            note="norms of queries and keys",
+        ),
+    }
+)
+
+
+def find_preset(name: str) -> Preset:
+    """The preset ``name``. Raises ConfigError with the names there are."""
+    if name not in PRESETS:
+        raise ConfigError(f"--preset: expected one of {', '.join(PRESETS)}, got {name!r}")
+    return PRESETS[name]

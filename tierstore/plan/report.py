@@ -1,0 +1,134 @@
+"""A plan as a whole: what is asked, what comes of it, and both as JSON can hold them. Every figure names its evidence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tierstore.plan.capacity import Setting
+from tierstore.plan.costs import Profile
+from tierstore.plan.fitting import Limits, Remedy, Verdict, judge, shortest_remedy
+from tierstore.plan.predict import Prediction, predict
+from tierstore.plan.presets import Preset
+from tierstore.plan.semoe import PaperBytes, paper_bytes
+from tierstore.prefetch.operations import Resource
+from tierstore.stats import Tier
+
+__all__ = ["Plan", "make_plan"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``prediction`` is None where the budgets are too small for any run; ``remedy`` where it fits, or nothing helps."""
+
+    setting: Setting
+    limits: Limits
+    verdict: Verdict
+    remedy: Remedy | None
+    prediction: Prediction | None
+    alpha: float
+    paper: PaperBytes
+    preset: Preset | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Numbers by keys that say their unit."""
+        model, config = self.setting.model, self.setting.config
+        return {
+            "parameters": model.parameters,
+            "dense_parameters_count": model.dense,
+            "sparse_parameters_count": model.sparse,
+            "active_parameters_count": model.active,
+            "experts": model.records,
+            "ranks_count": self.setting.ranks.count,
+            "device": self.setting.device.value,
+            "host_budget_bytes": config.host_budget,
+            "fits": self.verdict.fits,
+            "shortfalls": [
+                {"place": s.place, "needed_bytes": s.needed, "limit_bytes": s.limit}
+                for s in self.verdict.shortfalls
+            ],
+            "remedy": [
+                {"change": change.text, "effect": change.effect.value}
+                for change in (self.remedy.changes if self.remedy else ())
+            ],
+            "terms": self._terms(),
+            "totals": self._totals(),
+            "limits": {
+                "memory_bytes": self.limits.memory,
+                "disk_bytes": self.limits.disk,
+                "device_bytes": self.limits.device,
+            },
+            "paper": {
+                "alpha_ratio": self.alpha,
+                "gpu_bytes": self.paper.gpu,
+                "cpu_bytes": self.paper.cpu,
+                "ssd_bytes": self.paper.ssd,
+            },
+            "preset": None
+            if self.preset is None
+            else {
+                "source": self.preset.source,
+                "published_parameters_count": self.preset.published,
+                "note": self.preset.note,
+            },
+            "prediction": self._prediction(),
+        }
+
+    def _terms(self) -> list[dict[str, object]]:
+        taken = self.verdict.capacity
+        return [
+            {
+                "tier": term.tier.value,
+                "name": term.name,
+                "term_bytes": term.nbytes,
+                "formula": term.formula,
+                "evidence": term.evidence.value,
+            }
+            for term in (taken.terms if taken else ())
+        ]
+
+    def _totals(self) -> dict[str, int]:
+        taken = self.verdict.capacity
+        return {f"{tier.value}_bytes": taken.total(tier) for tier in Tier} if taken else {}
+
+    def _prediction(self) -> dict[str, object] | None:
+        made = self.prediction
+        if made is None:
+            return None
+        return {
+            "evidence": made.evidence.value,
+            "step_s": made.step_s,
+            "tokens_per_s": made.tokens_per_s,
+            "bottleneck": made.bottleneck.value,
+            "busy": [{"resource": r.value, "busy_ratio": made.busy_ratio[r]} for r in Resource],
+            "path": [{"kind": kind.value, "path_s": spent} for kind, spent in made.path_s.items()],
+            "read_bytes": made.traffic.read_bytes,
+            "written_bytes": made.traffic.written_bytes,
+            "traffic_evidence": made.traffic.evidence.value,
+            "active_ratio": made.traffic.active,
+        }
+
+
+def make_plan(
+    setting: Setting,
+    limits: Limits,
+    profile: Profile,
+    *,
+    alpha: float | None = None,
+    preset: Preset | None = None,
+) -> Plan:
+    """Everything about ``setting`` at once. ``alpha`` None: the share of experts that a step reaches."""
+    verdict = judge(setting, limits)
+    prediction = predict(setting, profile, verdict.capacity) if verdict.capacity else None
+    if alpha is None:
+        alpha = prediction.traffic.active if prediction else 1.0
+    return Plan(
+        setting=setting,
+        limits=limits,
+        verdict=verdict,
+        remedy=None if verdict.fits else shortest_remedy(setting, limits),
+        prediction=prediction,
+        alpha=alpha,
+        paper=paper_bytes(setting.model, alpha),
+        preset=preset,
+    )

@@ -1,0 +1,285 @@
+"""Bytes that a step reads from and writes to disk, by asking the residency core itself.
+
+The accesses of a training step are known but for which experts the router chooses. So the very core that a run would have,
+with its policy, budget and lookahead, is driven through the accesses of some steps in the order in which the trainer would
+make them, and what it reads and writes is counted. With as many tokens as leave no expert without one, which is the common
+case, nothing is assumed. With fewer, experts are drawn with the probability that uniform routing gives each,
+``1 - (1 - K / E) ** T``, from a fixed seed, and the figure is marked so.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore._native import CapacityError, Replay, Residency
+from tierstore.cache.access import Need, Phase
+from tierstore.cache.frames import frames_of
+from tierstore.errors import BudgetError
+from tierstore.model.config import CheckpointActivations
+from tierstore.plan.capacity import Capacity, Setting
+from tierstore.plan.evidence import Evidence
+from tierstore.prefetch.plan import GradientPlan
+from tierstore.prefetch.predictor import make_predictor
+from tierstore.prefetch.schedule import Pass, Schedule
+from tierstore.store.adamw import Inactive
+from tierstore.store.config import StoreConfig
+from tierstore.store.format import Group
+from tierstore.store.opening import make_residency, record_frame_bytes
+from tierstore.trace.format import TraceKind
+
+__all__ = ["Traffic", "step_traffic"]
+
+_WARM_UP, _MEASURED = 6, 8
+#: An expert that is reached with at least this probability is taken to be reached.
+_CERTAIN = 1 - 1e-6
+#: Inside an access, a place past any group: replay takes the last one, where the trainer speculates.
+_LAST_GROUP = 2 * (1 << 30)
+
+_Units = npt.NDArray[np.uint32]
+_Flags = npt.NDArray[np.uint16]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Means of one step of one rank, in its steady state. ``read_for`` divides the bytes read by the phase and
+    the layer that they were read for; ``active`` is the share of its experts that a pass reaches.
+    """
+
+    read_bytes: int
+    written_bytes: int
+    read_for: Mapping[tuple[Phase, int], int]
+    hits: float
+    misses: float
+    active: float
+    evidence: Evidence
+
+
+def step_traffic(setting: Setting, taken: Capacity) -> Traffic:
+    """Bytes of a step under the budgets of ``taken``. Commits are not counted. Raises BudgetError."""
+    try:
+        return _Drive(setting, taken).run()
+    except CapacityError as error:
+        raise BudgetError(f"host_budget: {error}") from error
+
+
+class _Drive:
+    """The trainer's accesses, as events of a trace."""
+
+    def __init__(self, setting: Setting, taken: Capacity) -> None:
+        self._setting = setting
+        config, model = setting.config, setting.model
+        self._layers = model.moe_layers
+        self._place = {layer: place for place, layer in enumerate(self._layers)}
+        self._local = setting.local_experts
+        self._deferred = config.gradient_plan is GradientPlan.DEFERRED
+        self._exact = config.adamw.inactive is Inactive.EXACT
+        self._again = config.model.checkpoint_activations is CheckpointActivations.BLOCK
+        self._depth = config.prefetch.depth
+        self._schedule = Schedule.of_layers(self._layers, depth=self._depth)
+        tokens = setting.tokens * setting.ranks.sharing
+        reached = 1 - (1 - model.top_k / model.experts) ** tokens
+        self._reached = 1.0 if reached >= _CERTAIN else reached
+        self._random = np.random.default_rng(0)
+        self._residency = self._make(taken)
+        self._loop = Replay(self._residency)
+        self._predictor = make_predictor(config.prefetch.predictor, range(self._local))
+        #: Of each expert of each layer: steps that its content has had, and whether a gradient of it is kept.
+        self._steps = {layer: np.zeros(self._local, np.int64) for layer in self._layers}
+        self._kept = {layer: np.zeros(self._local, bool) for layer in self._layers}
+        self._applied = 0
+        self._first = self._last = True
+        self._read_for: Counter[tuple[Phase, int]] = Counter()
+        self._read = 0
+
+    def _make(self, taken: Capacity) -> Residency:
+        setting, schema = self._setting, self._setting.schema
+        frame = record_frame_bytes([schema])
+        store = StoreConfig(
+            host_budget=taken.divided.cache,
+            lookahead=taken.divided.lookahead,
+            layers=self._layers,
+            cache=setting.config.cache,
+        )
+        residency, _ = make_residency(store, max(taken.divided.cache // frame, 1), frame)
+        assert isinstance(residency, Residency)
+        layouts = [schema.layout(group) for group in Group]
+        frames = [frames_of([section.nbytes for section in one.sections], frame) for one in layouts]
+        sizes = [one.slot_bytes for one in layouts]
+        for layer in self._layers:
+            for _ in range(self._local):
+                residency.add_record(layer, frames, sizes, 0b011)
+        return residency
+
+    def run(self) -> Traffic:
+        for step in range(_WARM_UP):
+            self._step(step)
+        before = self._residency.stats()
+        self._read_for.clear()
+        for step in range(_WARM_UP, _WARM_UP + _MEASURED):
+            self._step(step)
+        after = self._residency.stats()
+
+        def mean(name: str) -> float:
+            return (int(str(after[name])) - int(str(before[name]))) / _MEASURED
+
+        return Traffic(
+            read_bytes=round(mean("read_bytes")),
+            written_bytes=round(mean("written_bytes")),
+            read_for={what: nbytes // _MEASURED for what, nbytes in self._read_for.items()},
+            hits=mean("hits"),
+            misses=mean("misses"),
+            active=self._reached,
+            evidence=Evidence.FORMULA if self._reached == 1.0 else Evidence.ASSUMED,
+        )
+
+    # One step ----------------------------------------------------------------------------------------------
+
+    def _step(self, step: int) -> None:
+        micros = self._setting.config.data.micro_batches
+        for micro in range(micros):
+            self._first, self._last = micro == 0, micro == micros - 1
+            used = {layer: self._draw() for layer in self._layers}
+            for layer in self._layers:
+                self._forward(layer, used)
+            for layer in reversed(self._layers):
+                self._backward(layer, used)
+        self._applied += 1
+        self._event(TraceKind.END_STEP)
+        every = self._setting.config.cache.write_back_every
+        if every and (step + 1) % every == 0:
+            self._event(TraceKind.CLEAN_ALL)
+        self._loop.finish()
+
+    def _draw(self) -> _Units:
+        if self._reached == 1.0:
+            return np.arange(self._local, dtype=np.uint32)
+        return np.flatnonzero(self._random.random(self._local) < self._reached).astype(np.uint32)
+
+    def _forward(self, layer: int, used: dict[int, _Units]) -> None:
+        chosen, kept = used[layer], self._kept[layer]
+        flags = self._forward_flags(layer, chosen)
+        self._access(Phase.FORWARD, layer, chosen, flags)
+        self._speculate(self._schedule.following(Phase.FORWARD, layer, training=True), used)
+        self._steps[layer][chosen[flags != Need.WEIGHTS]] = self._applied
+        self._predictor.observe(layer, chosen.tolist())
+        if self._first and self._deferred:
+            # Gradients of experts that this pass did not ask for are stepped behind it.
+            kept[chosen] = False
+            rest = np.flatnonzero(kept).astype(np.uint32)
+            self._access(Phase.OPTIMIZER, layer, rest, _all(Need.STEP_SPILLED, rest))
+            self._steps[layer][rest] = self._applied
+            kept[:] = False
+
+    def _forward_flags(self, layer: int, chosen: _Units) -> _Flags:
+        """As the present micro-batch asks for experts: what waits of the step before is stepped first."""
+        return self._flags(chosen, layer, self._applied, pending=self._first and self._deferred)
+
+    def _flags(self, chosen: _Units, layer: int, applied: int, *, pending: bool) -> _Flags:
+        behind = (applied > self._steps[layer][chosen]) & self._exact
+        flags = np.where(behind, int(Need.STEP), int(Need.WEIGHTS))
+        return np.where(self._kept[layer][chosen] & pending, int(Need.STEP_SPILLED), flags).astype(np.uint16)
+
+    def _backward(self, layer: int, used: dict[int, _Units]) -> None:
+        chosen, kept = used[layer], self._kept[layer]
+        following = self._schedule.following(Phase.BACKWARD, layer, training=True)
+        if self._again:
+            own = next(p for p in self._schedule.passes if p.phase is Phase.BACKWARD and p.moe_layer == layer)
+            ahead = [own, *following][: self._depth]
+            self._access(
+                Phase.FORWARD, layer, chosen, self._flags(chosen, layer, self._applied, pending=False)
+            )
+            self._speculate(ahead, used)
+        self._access(Phase.BACKWARD, layer, chosen, self._backward_flags(layer, chosen))
+        steps_now = self._last and not self._deferred
+        if steps_now:
+            # As if all groups but the last had been stepped, when the next passes are speculated on: the last one
+            # is pinned, so that whatever is asked of it is there.
+            self._steps[layer][chosen] = self._applied + 1
+        else:
+            kept[chosen] = True
+        before = kept.copy()
+        if steps_now:
+            kept[chosen] = False
+        self._speculate(following, used)
+        if not self._last:
+            return
+        rest = np.setdiff1d(np.flatnonzero(before), chosen).astype(np.uint32)
+        if self._deferred:
+            self._access(Phase.BACKWARD, layer, rest, _all(Need.GRADIENTS, rest))
+        else:
+            self._access(Phase.OPTIMIZER, layer, rest, _all(Need.STEP_SPILLED, rest))
+            self._steps[layer][rest] = self._applied + 1
+            kept[:] = False
+
+    def _backward_flags(self, layer: int, chosen: _Units) -> _Flags:
+        if self._deferred or not self._last:
+            return _all(Need.WEIGHTS | Need.ACCUMULATE, chosen)
+        kept = self._kept[layer][chosen]
+        return np.where(kept, int(Need.STEP_SPILLED), int(Need.STEP)).astype(np.uint16)
+
+    def _speculate(self, ahead: Sequence[Pass], used: dict[int, _Units]) -> None:
+        for item in ahead:
+            layer = item.moe_layer
+            assert layer is not None
+            if item.phase is Phase.BACKWARD:
+                known = item.later == 0 and layer in used
+                chosen = used[layer] if known else self._expected(layer)
+                flags = self._backward_flags(layer, chosen)
+            else:
+                chosen = self._expected(layer)
+                next_step = item.later > 0 and self._last
+                pending = next_step or (item.later == 0 and self._first and self._deferred)
+                flags = self._flags(chosen, layer, self._applied + next_step, pending=pending)
+            if len(chosen):
+                numbers = self._numbers(layer, chosen)
+                self._event(TraceKind.PREFETCH, numbers, flags, phase=item.phase, layer=layer, at=_LAST_GROUP)
+                self._charge(item.phase, layer)
+
+    def _expected(self, layer: int) -> _Units:
+        return np.array(self._predictor.predict(layer), np.uint32)
+
+    # Events ------------------------------------------------------------------------------------------------
+
+    def _numbers(self, layer: int, chosen: _Units) -> _Units:
+        return (chosen + self._place[layer] * self._local).astype(np.uint32)
+
+    def _access(self, phase: Phase, layer: int, chosen: _Units, flags: _Flags) -> None:
+        if len(chosen):
+            self._event(TraceKind.ACCESS, self._numbers(layer, chosen), flags, phase=phase, layer=layer)
+            self._event(TraceKind.END_UNIT, at=_LAST_GROUP)  # no unit: walks to the last group
+            self._charge(phase, layer)
+
+    def _charge(self, phase: Phase, layer: int) -> None:
+        read = int(str(self._residency.stats()["read_bytes"]))
+        self._read_for[phase, layer] += read - self._read
+        self._read = read
+
+    def _event(
+        self,
+        kind: TraceKind,
+        records: _Units | None = None,
+        flags: _Flags | None = None,
+        *,
+        phase: Phase = Phase.INIT,
+        layer: int = 0,
+        at: int = 0,
+    ) -> None:
+        units = np.zeros(0, np.uint32) if records is None else records
+        self._loop.run(
+            np.array([kind], np.uint8),
+            np.array([phase], np.uint8),
+            np.array([at], np.uint32),
+            np.array([layer], np.uint32),
+            np.array([0, len(units)], np.uint64),
+            units,
+            np.zeros(0, np.uint16) if flags is None else flags,
+        )
+
+
+def _all(need: Need, chosen: _Units) -> _Flags:
+    return np.full(len(chosen), int(need), np.uint16)

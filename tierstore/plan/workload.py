@@ -1,0 +1,175 @@
+"""What the operations of a run's schedule move and compute, and so how long each takes.
+
+Bytes come from the configuration and from the traffic that the residency core would cause; seconds from a machine's
+profile, and from the limited links of the configuration, whichever takes longer. Floating point operations are counted as
+usual: 2 a parameter and token forward, 4 backward, and ``2 T S D`` (causal) for attention's two products over S positions.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from tierstore.cache.access import Phase
+from tierstore.dense.layout import UnitLayout
+from tierstore.links import LinkConfig
+from tierstore.model.config import CheckpointActivations
+from tierstore.moe.config import SaveActivations
+from tierstore.plan.capacity import Capacity, Setting
+from tierstore.plan.costs import Cost, Profile
+from tierstore.plan.traffic import Traffic
+from tierstore.prefetch.operations import Kind, Operation, PassSizes
+from tierstore.prefetch.schedule import Pass, QueueLimits, Schedule
+from tierstore.train.budgets import DeviceKind
+
+__all__ = ["Workload"]
+
+#: Experts of a pass that are simulated one by one, and of a step; of more, so many equal parts stand for all.
+_MOST_OF_A_PASS, _MOST_OF_A_STEP = 16, 256
+#: What AdamW touches: weight, exp_avg and exp_avg_sq read and written, the gradient read.
+_STEP_BYTES = 28
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Operations of one rank. ``sizes`` and ``seconds`` are what ``operations`` and ``simulate`` ask for."""
+
+    setting: Setting
+    taken: Capacity
+    traffic: Traffic
+    profile: Profile
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The schedule, with the lookahead that the store allows."""
+        asked, allowed = self.setting.schedule, self.taken.divided.lookahead
+        vertical = QueueLimits(asked.vertical.depth, allowed) if allowed else QueueLimits(0)
+        return replace(asked, vertical=vertical)
+
+    @cached_property
+    def layouts(self) -> list[UnitLayout]:
+        return self.setting.layouts
+
+    # Bytes -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def experts(self) -> int:
+        """Experts that one pass of one rank computes."""
+        return max(round(self.traffic.active * self.setting.local_experts), 1)
+
+    @cached_property
+    def parts(self) -> int:
+        """Operations that stand for the experts of a pass, each for ``experts / parts`` of them."""
+        passes = sum(item.moe_layer is not None for item in self.schedule.passes)
+        return min(self.experts, _MOST_OF_A_PASS, max(_MOST_OF_A_STEP // max(passes, 1), 4))
+
+    def sizes(self, item: Pass) -> PassSizes:
+        """What the pass ``item`` moves."""
+        setting, sharing = self.setting, self.setting.ranks.sharing
+        others = setting.ranks.count - 1
+        itemsize = setting.config.model.compute_dtype.itemsize
+        layout = self.layouts[item.unit]
+        gather = layout.gathered_bytes(setting.config.model.compute_dtype) * others // (others + 1)
+        reduce = layout.slice_numel * others * 4
+        if item.moe_layer is None:
+            return PassSizes(gather=gather, reduce=reduce)
+        config = setting.config
+        rows = setting.tokens * setting.model.top_k
+        exchanged = rows * config.model.d_model * itemsize * (sharing - 1) // sharing
+        slots, each = self.taken.divided.slots, self.experts / self.parts
+        backward = item.phase is Phase.BACKWARD
+        passes = len(setting.model.moe_layers) * config.data.micro_batches
+        on_device = setting.device is not DeviceKind.CPU
+        return PassSizes(
+            gather=gather,
+            reduce=reduce,
+            all_to_all=exchanged,
+            experts=self.parts,
+            fetch=round(self._read(item) / (config.data.micro_batches * self.parts)),
+            load=round(slots.weight_bytes * each),
+            land=round(slots.gradient_bytes * each) if backward and on_device else 0,
+            write=round(self.traffic.written_bytes / (passes * self.parts)) if backward else 0,
+        )
+
+    def _read(self, item: Pass) -> int:
+        """Bytes that a step reads for the passes of ``item``'s phase and layer; steps that waited go with forward."""
+        assert item.moe_layer is not None
+        phases = [Phase.BACKWARD] if item.phase is Phase.BACKWARD else [Phase.FORWARD, Phase.OPTIMIZER]
+        return sum(self.traffic.read_for.get((phase, item.moe_layer), 0) for phase in phases)
+
+    # Seconds -----------------------------------------------------------------------------------------------
+
+    def seconds(self, operation: Operation) -> float:
+        """How long ``operation`` takes once it runs."""
+        if operation.kind in self._moved:
+            cost, link = self._moved[operation.kind]
+            each = self.experts / self.parts if operation.kind in _OF_EXPERTS else 1.0
+            limited = Cost(link.latency, link.bandwidth or math.inf)
+            return each * cost.slower(limited, operation.nbytes / each)
+        item = self._pass(operation)
+        if operation.kind is Kind.DENSE:
+            return self.profile.dense_flops.seconds(self.dense_flops(item))
+        if operation.kind is Kind.EXPERT:
+            return self.experts / self.parts * self.profile.expert_flops.seconds(self.expert_flops(item))
+        own = self.layouts[item.unit].slice_numel
+        return self._dense_step_s(own) if operation.kind is Kind.STEP else self._expert_step_s()
+
+    @cached_property
+    def _moved(self) -> dict[Kind, tuple[Cost, LinkConfig]]:
+        """What moving bytes costs, by the machine and by the link that may be limited."""
+        profile, links = self.profile, self.setting.config.links
+        disk = profile.disk_mixed if self.traffic.written_bytes else profile.disk_read
+        return {
+            Kind.GATHER: (profile.gather, links.gather),
+            Kind.REDUCE: (profile.reduce_scatter, links.gather),
+            Kind.ALL_TO_ALL: (profile.all_to_all, links.gather),
+            Kind.FETCH: (disk, links.disk),
+            Kind.WRITE: (disk, links.disk),
+            Kind.LOAD: (profile.copy, links.copy),
+            Kind.LAND: (profile.copy, links.copy),
+        }
+
+    def _pass(self, operation: Operation) -> Pass:
+        passes = self.schedule.passes
+        return passes[operation.position % len(passes)]
+
+    def dense_flops(self, item: Pass) -> int:
+        """Of one pass outside its experts."""
+        config, model = self.setting.config, self.setting.model
+        tokens, d = self.setting.tokens, config.model.d_model
+        if item.unit == 0:
+            return 0  # the embedding is looked up
+        if item.unit == len(model.units) - 1:
+            forward = 2 * tokens * config.model.vocab_size * d
+        else:
+            forward = 2 * tokens * (model.units[item.unit].numel + config.model.seq_len * d)
+        again = config.model.checkpoint_activations is CheckpointActivations.BLOCK
+        return forward if item.phase is Phase.FORWARD else forward * (3 if again else 2)
+
+    def expert_flops(self, item: Pass) -> float:
+        """Of one expert in one pass, with its share of all ranks' tokens."""
+        config, model = self.setting.config, self.setting.model
+        tokens = self.setting.tokens * self.setting.ranks.sharing
+        rows = tokens * model.top_k / (model.experts * self.traffic.active)
+        forward = 2 * rows * model.expert_numel
+        if item.phase is Phase.FORWARD:
+            return forward
+        again = 0.0
+        if config.model.checkpoint_activations is CheckpointActivations.BLOCK:
+            again = forward
+        elif config.model.expert_activations is SaveActivations.RECOMPUTE:
+            again = 2 * rows * config.model.expert_shape.inner_rows * config.model.d_model
+        return 2 * forward + again
+
+    def _dense_step_s(self, own: int) -> float:
+        return self.profile.adamw.seconds(own * _STEP_BYTES)
+
+    def _expert_step_s(self) -> float:
+        config = self.setting.config
+        steps = 1 / config.data.micro_batches  # earlier micro-batches only add their gradients
+        each = self.experts / self.parts
+        return each * steps * self.profile.adamw.seconds(self.setting.model.expert_numel * _STEP_BYTES)
+
+
+_OF_EXPERTS = frozenset({Kind.FETCH, Kind.WRITE, Kind.LOAD, Kind.LAND})

@@ -1,0 +1,50 @@
+"""The schedule of a model whose dense parameters are sliced: embedding, blocks, norm and head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tierstore.dense.config import DenseConfig
+from tierstore.dense.footprint import blocks_held, gather_dtype
+from tierstore.dense.layout import UnitLayout
+from tierstore.prefetch.plan import GradientPlan, PrefetchConfig
+from tierstore.prefetch.schedule import QueueLimits, Schedule, Unit
+
+__all__ = ["unit_schedule"]
+
+
+def unit_schedule(
+    layouts: Sequence[UnitLayout],
+    dense: DenseConfig,
+    prefetch: PrefetchConfig,
+    *,
+    moe_layers: Sequence[int],
+    compute: torch.dtype = torch.float32,
+    plan: GradientPlan = GradientPlan.DEFERRED,
+    micro_batches: int = 1,
+) -> Schedule:
+    """The schedule of a model with units ``layouts``, whose block i is unit i + 1.
+
+    Its horizontal budget is that of the fusion buffers: each block takes one, whatever its size; the first and the
+    last unit have buffers of their own.
+    """
+    narrow = gather_dtype(dense, compute)
+    last = len(layouts) - 1
+    buffer = max((layout.gathered_bytes(narrow) for layout in layouts[1:last]), default=0)
+
+    def unit(number: int, layout: UnitLayout) -> Unit:
+        if number in (0, last):
+            return Unit(layout.name)
+        block = number - 1
+        return Unit(layout.name, buffer, block if block in moe_layers else None, block)
+
+    return Schedule(
+        units=tuple(unit(number, layout) for number, layout in enumerate(layouts)),
+        horizontal=QueueLimits(prefetch.gather_depth, buffer * blocks_held(layouts, dense)),
+        vertical=QueueLimits(prefetch.depth),
+        plan=plan,
+        reshard=dense.reshard,
+        micro_batches=micro_batches,
+    )

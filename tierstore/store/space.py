@@ -1,0 +1,26 @@
+"""The disk space that a store reserves before it is needed."""
+
+from __future__ import annotations
+
+from tierstore.store.format import COMMITTED_GROUPS, Group, RecordSchema
+
+__all__ = ["copies", "extent_bytes", "scratch_bytes"]
+
+
+def copies(retain: int) -> int:
+    """Copies of every record for which there is room: the live one, the last commit's, and ``retain`` snapshots'.
+
+    Training that touches everything needs them all: what the last commit or a snapshot refers to is never overwritten.
+    """
+    return 2 + retain
+
+
+def extent_bytes(schema: RecordSchema, records: int, retain: int) -> int:
+    """Bytes of the extents of ``records`` records, padding and copies included."""
+    slot = sum(schema.layout(group).slot_bytes for group in COMMITTED_GROUPS)
+    return slot * records * copies(retain)
+
+
+def scratch_bytes(schema: RecordSchema, records: int) -> int:
+    """Bytes of the file that the gradients of ``records`` records spill to."""
+    return schema.layout(Group.GRADIENTS).slot_bytes * records

@@ -1,0 +1,77 @@
+"""Which files a run trains on. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierstore.errors import ConfigError, DataError
+
+__all__ = ["DataConfig", "text_bytes", "text_files"]
+
+_SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """What to train on. Raises ConfigError naming the field.
+
+    No ``paths``: the source of Python's standard library (``*.py``, without site-packages and tests). A
+    file is taken whatever its name; a directory gives the files whose names end in one of ``suffixes``
+    (all if empty).
+    """
+
+    paths: tuple[str, ...] = ()
+    suffixes: tuple[str, ...] = ()
+    validation_fraction: float = 0.05
+    max_bytes: int = 64 << 20
+    batch_size: int = 16
+    micro_batches: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_bytes", "batch_size", "micro_batches"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if not 0 < self.validation_fraction < 1:
+            raise ConfigError(
+                f"validation_fraction: expected more than 0 and less than 1, got {self.validation_fraction}"
+            )
+
+
+def text_files(config: DataConfig) -> list[Path]:
+    """The files of ``config``, in order. Raises DataError naming what is missing or empty of files."""
+    if not config.paths:
+        root = Path(sysconfig.get_path("stdlib"))
+        return _walk(root, (".py",), skipped=_SKIPPED)
+    files: list[Path] = []
+    for text in config.paths:
+        path = Path(text)
+        if path.is_dir():
+            files += _walk(path, config.suffixes, skipped=frozenset())
+        elif path.exists():
+            files.append(path)
+        else:
+            raise DataError(f"{path}: expected a text file or a directory of them, found nothing there")
+    return files
+
+
+def text_bytes(config: DataConfig) -> int:
+    """Bytes of text that a run holds in memory. Raises DataError."""
+    return min(config.max_bytes, sum(path.stat().st_size for path in text_files(config)))
+
+
+def _walk(root: Path, suffixes: tuple[str, ...], *, skipped: frozenset[str]) -> list[Path]:
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename}: cannot be listed: {error.strerror}") from error
+
+    found: list[Path] = []
+    for directory, names, files in os.walk(root, onerror=refuse):
+        names[:] = [name for name in names if name not in skipped]
+        found += [Path(directory, name) for name in files if not suffixes or name.endswith(suffixes)]
+    if not found:
+        wanted = f" ending in {', '.join(suffixes)}" if suffixes else ""
+        raise DataError(f"{root}: expected files{wanted}, found none")
+    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
