@@ -209,7 +209,11 @@ def test_refusals(trace: Path, tmp_path: Path) -> None:
         (("tune", trace, "--confidence", "0"), "confidence: expected"),
         (("tune", trace, "--objective", "joy"), "--objective"),
         (("tune", trace, "--policy", "belady"), "--policy: expected the name of a policy"),
-        (("tune", trace, "--policy", "lru:x=1"), "--policy: expected the name of a policy"),
+        (("tune", trace, "--policy", "lru:x=1"), "has no option 'x'"),
+        (
+            ("tune", trace, "--policy", "lfu-decay:half_life=1"),
+            "--policy: expected the name of a policy, without options",
+        ),
         (("tune", trace, "--policy", "mru"), "policy 'mru': expected one of"),
         (("report", trace), "--html"),
         (("import", other), "SOURCE and TRACE"),

@@ -182,13 +182,15 @@ def _regimes_json(found: Study) -> list[dict[str, object]]:
 
 def _tune_options(search: Mapping[str, Any]) -> TuneOptions:
     from tierstore.lab.costs import Objective
+    from tierstore.lab.results import Role
     from tierstore.lab.simulate import Contract, PolicySpec, Scope
     from tierstore.lab.tune import TuneOptions
 
     values = dict(search)
     scope = values.pop("scope", "both")
     for name in values.get("policies", ()):
-        if ":" in name or PolicySpec(name).role.value == "bound":
+        spec = PolicySpec.parse(name)
+        if spec.options or spec.role is Role.BOUND:
             raise ConfigError(f"--policy: expected the name of a policy, without options, got {name!r}")
     return TuneOptions(
         **{

@@ -51,8 +51,8 @@ def replay(
     """Replays a trace in the native loop, chunk by chunk, and returns ``Residency.stats()``.
 
     What is not given is as it was recorded: then the statistics are those of the live run, exactly. Another
-    policy starts with its default options; one written in Python must be given, as a file alone shall not decide
-    which code runs; with layer scope and another capacity or scope, quotas are equal
+    policy starts with its default options; one written in Python must be given, as a file alone shall not
+    decide which code runs; with layer scope and another capacity or scope, quotas are equal
     shares unless given. Raises DataError (a malformed trace), ConfigError (a policy or option that cannot
     be), BudgetError (a capacity too small for the trace; names what the refused access needs), OSError.
     """
