@@ -85,6 +85,18 @@ def test_the_warm_up_is_carried_out_and_not_counted():
     assert (everything["requests"], everything["step_misses"].tolist()) == (0, [0, 0])
 
 
+@pytest.mark.parametrize("contract", Contract)
+def test_frames_by_event_when_asked_for(contract):
+    events = [[0, 1], [], [2], [0]]
+    keywords = {"sizes": [1, 2, 3], "writes": [0, 1, 0, 0], "contract": contract}
+    result = run(events, 3, detail=_native.Detail.EVENTS, **keywords)
+    assert result["event_missed_frames"].tolist() == [3, 0, 3, 1]
+    assert result["event_written_frames"].tolist() == [0, 0, 2, 0]
+    late = run(events, 3, detail=_native.Detail.EVENTS, warmup_events=3, **keywords)
+    assert late["event_missed_frames"].tolist() == [0, 0, 0, 1]
+    assert run(events, 3, **keywords)["event_missed_frames"].size == 0
+
+
 def test_layers_are_those_of_events_or_else_of_entries():
     events = [[0, 1], [2], [0]]
     assert run(events, 3)["layer_hits"].size == 0
