@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from statistics import median
 from typing import Any
 
 import numpy as np
 
 from tierstore.errors import ConfigError
+from tierstore.lab.costs import policy_time
 from tierstore.lab.curves import all_policies, curve_capacities, curves
 from tierstore.lab.requests import Requests
-from tierstore.lab.simulate import PolicySpec, Setting, replay_all, suits
+from tierstore.lab.simulate import PolicySpec, Setting, suits
 from tierstore.machine import cores
 
 __all__ = ["key_requests", "pass_requests", "run"]
@@ -90,13 +90,8 @@ def _times(requests: Requests, policies: Sequence[PolicySpec], repeats: int) -> 
     """CPU seconds a request of each policy, the median of the repeats."""
     capacity = requests.frames_of(_CAPACITY)
     settings = [Setting(policy, capacity) for policy in policies if suits(requests, policy.name)]
-    rounds = [
-        [replayed.policy_s for replayed in replay_all(requests, settings, threads=1)] for _ in range(repeats)
-    ]
-    return {
-        setting.policy.name: median(times) / len(requests.entries)
-        for setting, times in zip(settings, zip(*rounds, strict=True), strict=True)
-    }
+    times = policy_time(requests, settings, repeats=repeats)
+    return {setting.policy.name: each for setting, each in zip(settings, times, strict=True)}
 
 
 def _time_curves(requests: Requests, points: int, announce: Callable[[str], None]) -> dict[str, object]:

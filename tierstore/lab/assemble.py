@@ -11,7 +11,7 @@ from tierstore.lab.curves import all_policies, curves
 from tierstore.lab.regime import Regime, survey
 from tierstore.lab.requests import Capacity, Requests
 from tierstore.lab.results import Curve, HalfLifeMap, RegimeStudy
-from tierstore.lab.simulate import Contract, OnProgress, PolicySpec, Scope, Setting, replay_all
+from tierstore.lab.simulate import Contract, Detail, OnProgress, PolicySpec, Scope, Setting, replay_all
 from tierstore.lab.tune import Tuning
 
 __all__ = ["half_life_map", "regime_study"]
@@ -38,7 +38,12 @@ def half_life_map(
     ratios = [
         replayed.misses / max(replayed.requests, 1)
         for replayed in replay_all(
-            requests, settings, warmup_steps=warmup_steps, threads=threads, progress=progress
+            requests,
+            settings,
+            warmup_steps=warmup_steps,
+            detail=Detail.STEPS,
+            threads=threads,
+            progress=progress,
         )
     ]
     width = len(frames)

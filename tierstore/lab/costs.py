@@ -30,7 +30,7 @@ from tierstore.cache.access import Phase
 from tierstore.errors import ConfigError
 from tierstore.lab.requests import Requests
 from tierstore.lab.results import Outcome
-from tierstore.lab.simulate import Replayed, Setting, replay_all
+from tierstore.lab.simulate import Detail, Replayed, Setting, replay_all
 from tierstore.units import format_seconds
 
 __all__ = ["Machine", "Objective", "Overlap", "cost_by_step", "policy_time", "with_costs"]
@@ -152,7 +152,8 @@ def cost_by_step(
 def policy_time(requests: Requests, settings: Sequence[Setting], *, repeats: int = 3) -> list[float]:
     """CPU seconds per request of each setting: the median of ``repeats`` replays, one thread, in turns."""
     rounds = [
-        [replayed.policy_s for replayed in replay_all(requests, settings, threads=1)] for _ in range(repeats)
+        [replayed.policy_s for replayed in replay_all(requests, settings, detail=Detail.STEPS, threads=1)]
+        for _ in range(repeats)
     ]
     return [median(times) / max(len(requests.entries), 1) for times in zip(*rounds, strict=True)]
 

@@ -21,6 +21,7 @@ from tierstore.lab.results import Curve, Outcome
 from tierstore.lab.simulate import (
     NATIVE_CONTRACTS,
     Contract,
+    Detail,
     OnProgress,
     PolicySpec,
     Scope,
@@ -166,7 +167,12 @@ def curves(
     ]
     points = []
     for replayed in replay_all(
-        requests, settings, warmup_steps=warmup_steps, threads=threads, progress=progress
+        requests,
+        settings,
+        warmup_steps=warmup_steps,
+        detail=Detail.STEPS if machine is None else Detail.EVENTS,
+        threads=threads,
+        progress=progress,
     ):
         point = outcome(requests, replayed, windows=windows)
         points.append(point if machine is None else with_costs(requests, replayed, point, machine))

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.lab.requests import Requests
-from tierstore.lab.simulate import Contract, PolicySpec, Scope, Setting, replay_all
+from tierstore.lab.simulate import Contract, Detail, PolicySpec, Scope, Setting, replay_all
 
 __all__ = ["greedy_split", "layer_curves", "least_quotas", "lower_hull", "split_capacity"]
 
@@ -48,7 +48,7 @@ def layer_curves(
         Setting(policy, int(each.sum()), Scope.LAYER, contract, tuple(each.tolist())) for each in quotas
     ]
     points: list[dict[int, float]] = [{} for _ in frames]
-    replays = replay_all(requests, settings, warmup_steps=warmup_steps, threads=threads)
+    replays = replay_all(requests, settings, warmup_steps=warmup_steps, detail=Detail.STEPS, threads=threads)
     for each, replayed in zip(quotas, replays, strict=True):
         for layer in np.flatnonzero(frames):
             points[layer][int(each[layer])] = float(replayed.layer_misses[layer])

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tierstore.lab.requests import Requests
-from tierstore.lab.simulate import Contract, PolicySpec, Setting, replay_all
+from tierstore.lab.simulate import Contract, Detail, PolicySpec, Setting, replay_all
 
 __all__ = ["Regime", "Worth", "survey"]
 
@@ -85,7 +85,7 @@ def survey(
     part = requests.head(_MOST_REQUESTS)
     settings = [Setting(PolicySpec(name), capacity_frames, contract=contract) for name in (*SENSIBLE, BOUND)]
     warmup = part.step_count // 4
-    replays = list(replay_all(part, settings, warmup_steps=warmup, threads=threads))
+    replays = list(replay_all(part, settings, warmup_steps=warmup, detail=Detail.STEPS, threads=threads))
     ratios = {
         replayed.setting.policy.name: replayed.misses / max(replayed.requests, 1) for replayed in replays
     }

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import enum
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import islice, product
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierstore import _native
+from tierstore._native import Detail
 from tierstore.errors import BudgetError, ConfigError
 from tierstore.lab.requests import Capacity, Requests
 from tierstore.lab.results import LayerOutcome, Outcome, Role, Window
@@ -31,6 +33,7 @@ __all__ = [
     "BOUNDS",
     "NATIVE_CONTRACTS",
     "Contract",
+    "Detail",
     "OnProgress",
     "PolicySpec",
     "Replayed",
@@ -196,21 +199,16 @@ class Replayed:
     evictions: int
     write_backs: int
     starved: int
+    read_frames: int
+    written_frames: int
     step_requests: NDArray[np.uint64]  # [steps]
     step_misses: NDArray[np.int64]  # [steps]: without creations
     step_creations: NDArray[np.int64]  # [steps]
-    event_read_frames: NDArray[np.uint32]  # [events]
-    event_written_frames: NDArray[np.uint32]  # [events]
+    event_read_frames: NDArray[np.uint32]  # [events], or empty without that detail
+    event_written_frames: NDArray[np.uint32]  # [events], or empty
     layer_requests: NDArray[np.uint64]  # [layers]
     layer_misses: NDArray[np.int64]  # [layers]: without creations
     policy_s: float  # CPU time of the replay, measured
-
-    @property
-    def event_frames(self) -> tuple[int, int]:
-        """Frames read and written in all."""
-        return int(self.event_read_frames.sum(dtype=np.uint64)), int(
-            self.event_written_frames.sum(dtype=np.uint64)
-        )
 
 
 def replay_all(
@@ -218,29 +216,36 @@ def replay_all(
     settings: Sequence[Setting],
     *,
     warmup_steps: int = 0,
+    detail: Detail = Detail.EVENTS,
     threads: int = 0,
     progress: OnProgress | None = None,
 ) -> Iterator[Replayed]:
     """Each setting's replay, in the order given, on ``threads`` threads (0: one for each core).
 
-    The first ``warmup_steps`` steps are carried out and not counted. ``progress`` hears how many of how many
-    are done. Raises ConfigError (an option that the policy does not have) or BudgetError (a capacity that
-    the largest request does not fit).
+    The first ``warmup_steps`` steps are carried out and not counted. Without the detail of events a replay is
+    faster, and no stall can be estimated from it. ``progress`` hears how many of how many are done. Raises
+    ConfigError (an option that the policy does not have) or BudgetError (a capacity that the largest request
+    does not fit).
     """
     warmup = requests.events_before(warmup_steps)
-    with ThreadPoolExecutor(threads or cores()) as pool:
-        futures = [pool.submit(_replay, requests, setting, warmup) for setting in settings]
+    workers = threads or cores()
+    waiting = iter(settings)
+    started: deque[Future[Replayed]] = deque()
+    with ThreadPoolExecutor(workers) as pool:
         try:
-            for done, future in enumerate(futures, 1):
-                yield future.result()
+            for done in range(1, len(settings) + 1):
+                # Not all at once: results wait here until they are taken, and they are long.
+                for setting in islice(waiting, 2 * workers - len(started)):
+                    started.append(pool.submit(_replay, requests, setting, warmup, detail))
+                yield started.popleft().result()
                 if progress is not None:
-                    progress(done, len(futures))
+                    progress(done, len(settings))
         finally:
-            for future in futures:
+            for future in started:
                 future.cancel()
 
 
-def _replay(requests: Requests, setting: Setting, warmup_events: int) -> Replayed:
+def _replay(requests: Requests, setting: Setting, warmup_events: int, detail: Detail) -> Replayed:
     began = time.thread_time()
     try:
         found = _native.simulate(
@@ -260,7 +265,7 @@ def _replay(requests: Requests, setting: Setting, warmup_events: int) -> Replaye
             layer_quotas=list(setting.quotas(requests)),
             contract=NATIVE_CONTRACTS[setting.contract],
             warmup_events=warmup_events,
-            detail=_native.Detail.EVENTS,
+            detail=detail,
         )
     except _native.CapacityError as error:
         raise BudgetError(
@@ -273,8 +278,10 @@ def _replay(requests: Requests, setting: Setting, warmup_events: int) -> Replaye
         raise ConfigError(str(error)) from error
     elapsed = time.thread_time() - began
     created = requests.creations.since(warmup_events)
+    created_frames = requests.sizes[created.entries]
     read_frames = found["event_missed_frames"]
-    np.subtract.at(read_frames, created.events, requests.sizes[created.entries])
+    if detail is Detail.EVENTS:
+        np.subtract.at(read_frames, created.events, created_frames)
     layer_misses = found["layer_misses"].astype(np.int64)
     np.subtract.at(layer_misses, requests.layers[created.events], 1)
     step_creations = np.bincount(requests.steps[created.events], minlength=requests.step_count)
@@ -286,6 +293,8 @@ def _replay(requests: Requests, setting: Setting, warmup_events: int) -> Replaye
         evictions=found["evictions"],
         write_backs=found["write_backs"],
         starved=found["starved"],
+        read_frames=found["missed_frames"] - int(created_frames.sum(dtype=np.uint64)),
+        written_frames=found["written_frames"],
         step_requests=found["step_requests"],
         step_misses=found["step_misses"].astype(np.int64) - step_creations,
         step_creations=step_creations,
@@ -324,7 +333,6 @@ def simulate(
 def outcome(requests: Requests, replayed: Replayed, *, windows: int = 0) -> Outcome:
     """The lab's result of one replay, without the costs that need a model of the machine."""
     setting = replayed.setting
-    read, written = replayed.event_frames
     counted = np.flatnonzero(replayed.step_requests)
     return Outcome(
         policy=setting.policy.name,
@@ -340,8 +348,8 @@ def outcome(requests: Requests, replayed: Replayed, *, windows: int = 0) -> Outc
         misses=replayed.misses,
         evictions=replayed.evictions,
         write_backs=replayed.write_backs,
-        read_bytes=read * requests.frame_bytes,
-        written_bytes=written * requests.frame_bytes,
+        read_bytes=replayed.read_frames * requests.frame_bytes,
+        written_bytes=replayed.written_frames * requests.frame_bytes,
         policy_s=replayed.policy_s,
         layers=tuple(
             LayerOutcome(layer, int(asked), int(replayed.layer_misses[layer]))

@@ -117,11 +117,12 @@ def tune(
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """A candidate with its cost by step, warm-up steps being 0."""
+    """A candidate with its requests and cost by step, warm-up steps being 0, and what it came to in all."""
 
     candidate: Candidate
-    replayed: Replayed
+    step_requests: NDArray[np.uint64]
     costs: NDArray[np.float64]
+    outcome: Outcome
 
     @property
     def total(self) -> float:
@@ -213,14 +214,21 @@ class _Tuner:
             progress=None if notify is None else lambda done, total: notify(stage, done, total),
         )
         return [
-            _Scored(candidate, replayed, cost_by_step(requests, replayed, options.objective, self._machine))
+            self._scored(requests, candidate, replayed)
             for candidate, replayed in zip(candidates, replays, strict=True)
         ]
 
+    def _scored(self, requests: Requests, candidate: Candidate, replayed: Replayed) -> _Scored:
+        """What is kept of a replay: nothing by event."""
+        costs = cost_by_step(requests, replayed, self._options.objective, self._machine)
+        plain = outcome(requests, replayed)
+        full = with_costs(requests, replayed, plain, self._machine)
+        return _Scored(candidate, replayed.step_requests, costs, full)
+
     def _interval(self, one: _Scored, other: _Scored, confidence: float) -> Interval:
         """What ``one`` costs more than ``other``: a request for misses, a step otherwise."""
-        counted = np.flatnonzero(one.replayed.step_requests)
-        weights = one.replayed.step_requests[counted].astype(np.float64)
+        counted = np.flatnonzero(one.step_requests)
+        weights = one.step_requests[counted].astype(np.float64)
         if self._options.objective is not Objective.MISSES:
             weights = np.ones(len(counted))
         difference = (one.costs - other.costs)[counted]
@@ -243,7 +251,7 @@ class _Tuner:
         gain = self._interval(baseline, winner, options.confidence)
         verdict = Verdict.BETTER if gain.low > 0 else Verdict.WORSE if gain.high < 0 else Verdict.TIE
         ranked = sorted(held_out, key=lambda one: (one.total, one.candidate.complexity))
-        outcomes = {one.candidate.key: self._outcome(one) for one in ranked}
+        outcomes = {one.candidate.key: one.outcome for one in ranked}
         recommended = options.baseline if verdict is Verdict.WORSE else chosen
         result = TuneResult(
             chosen=outcomes[chosen.key],
@@ -261,10 +269,6 @@ class _Tuner:
         )
         held = tuple((one.candidate, outcomes[one.candidate.key]) for one in ranked)
         return Tuning(result, regime, chosen, held)
-
-    def _outcome(self, one: _Scored) -> Outcome:
-        plain = outcome(self._requests, one.replayed)
-        return with_costs(self._requests, one.replayed, plain, self._machine)
 
 
 def _distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
