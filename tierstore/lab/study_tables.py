@@ -190,19 +190,21 @@ def _tunings(regime: RegimeStudy) -> list[TuneResult]:
 
 def _over_capacity(regimes: Sequence[RegimeStudy]) -> str:
     """LRU, LFU-decay, the best policy of each capacity, and the bound."""
-    if not regimes:
-        return ""
-    fractions = [point.capacity_fraction for point in regimes[0].curves[0].points]
+    columns = sorted({_percent(point) for regime in regimes for point in regime.curves[0].points})
     rows = []
     for regime in regimes:
-        points = list(zip(*(curve.points for curve in regime.curves), strict=True))
-        if len(points) != len(fractions):
-            continue
+        points = {
+            _percent(each[0]): each for each in zip(*(curve.points for curve in regime.curves), strict=True)
+        }
         for name in ("lru", "lfu-decay", "best", "bound"):
-            cells = [_chosen(name, at_capacity) for at_capacity in points]
+            cells = [_chosen(name, points[percent]) if percent in points else "" for percent in columns]
             if any(cells):
                 rows.append((f"{regime.name}: {name}", *(cell or "-" for cell in cells)))
-    return _table(["regime, policy", *(f"{fraction:.0%}" for fraction in fractions)], rows)
+    return _table(["regime, policy", *(f"{percent}%" for percent in columns)], rows)
+
+
+def _percent(one: Outcome) -> int:
+    return round(100 * one.capacity_fraction)
 
 
 def _chosen(name: str, outcomes: Sequence[Outcome]) -> str:
