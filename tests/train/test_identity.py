@@ -45,6 +45,7 @@ HOLDS: dict[str, dict[str, Any]] = {
     },
     "paper": {
         "budget": 0.25,
+        "cache.policy": "lfu-decay",
         "cache.options.variant": "paper",
         "prefetch.predictor": "none",
         "commit_every": 2,
@@ -58,7 +59,7 @@ HOLDS: dict[str, dict[str, Any]] = {
     },
     "layer": {"budget": 0.3, "cache.scope": "layer", "prefetch.depth": 2},
     "least-layer": {"budget": 0.0, "cache.scope": "layer", "cache.policy": "lru"},
-    "least-paper": {"budget": 0.0, "cache.options.variant": "paper"},
+    "least-paper": {"budget": 0.0, "cache.policy": "lfu-decay", "cache.options.variant": "paper"},
     "busy": {"budget": 0.15, "cache.write_back_every": 1, "commit_every": 3, "io.compute_threads": 2},
     "uring": {"budget": 0.25, "io.backend": "uring", "io.chunk_bytes": 4096, "io.queue_depth": 3},
     "pmem": {"budget": 0.2, "io.backend": "pmem", "io.threads": 2},

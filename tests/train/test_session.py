@@ -102,7 +102,7 @@ def test_the_budget_is_divided_whole(share: int, depth: int, configure: Make, le
 TRACED: dict[str, Mapping[str, Any]] = {
     "lfu": {"prefetch.depth": 2},
     "lru, no lookahead": {"cache.policy": "lru", "prefetch.depth": 0},
-    "paper": {"cache.options.variant": "paper", "prefetch.predictor": "all"},
+    "paper": {"cache.policy": "lfu-decay", "cache.options.variant": "paper", "prefetch.predictor": "all"},
     "clip": {"clip_norm": 0.3, "data.micro_batches": 2, "prefetch.depth": 1},
     "checkpoint, written back": {"model.checkpoint_activations": "block", "cache.write_back_every": 2},
 }
