@@ -105,7 +105,7 @@ def test_simulate_says_what_its_numbers_are(trace: Path) -> None:
     for said in (
         "lfu-decay(half_life=4)",
         "50.0%, 12 MiB",
-        "event-atomic, global scope;",
+        "event-atomic, no lookahead, global scope;",
         "measured",
         "estimated",
     ):
