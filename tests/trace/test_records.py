@@ -72,8 +72,16 @@ def test_tables_that_are_none():
         (struct.pack("<I", 2) + zlib.compress(run), "2 runs in 48 bytes"),
         (struct.pack("<I", 1) + zlib.compress(run * 1000), "1 runs in 49 bytes"),
         (struct.pack("<I", 1) + zlib.compress(bytes(48)), "a run of no records"),
-        (struct.pack("<I", 2) + zlib.compress((b"\xff" * 4 + run[4:]) * 2), "32 bits"),
+        (struct.pack("<I", 2) + zlib.compress((b"\xff" * 4 + run[4:]) * 2), "8589934590 records, more than"),
+        (struct.pack("<I", 1) + zlib.compress(struct.pack("<I", 2**27 + 1) + run[4:]), "more than 134217728"),
     ):
         with pytest.raises(ValueError, match=reason):
             RecordTable.decode(data)
+    many = struct.pack("<I", 1) + zlib.compress(struct.pack("<I", 2**27) + run[4:])
+    assert len(RecordTable.decode(many)) == 2**27
+    half = RecordTable.decode(many)
+    half._runs["count"] += 1
+    half._ends += 1
+    with pytest.raises(ValueError, match="more than 134217728"):
+        half.encode()
     assert RecordTable.decode(good).frames.dtype == np.uint32

@@ -18,6 +18,7 @@ __all__ = ["RecordTable", "TraceRecord"]
 _RUN = np.dtype(
     [("count", "<u4"), ("layer", "<u4"), ("frames", "<u4", (3,)), ("bytes", "<u8", (3,)), ("stored", "<u4")]
 )
+_MOST_RECORDS = 1 << 27
 _WHAT = ["layer", "frames", "bytes", "stored"]
 
 
@@ -126,7 +127,12 @@ class RecordTable(Sequence[TraceRecord]):
         return self._runs.tobytes()
 
     def encode(self) -> builtins.bytes:
-        """The runs as they are stored: their number, then themselves, compressed."""
+        """The runs as they are stored: their number, then themselves, compressed.
+
+        Raises ValueError for more records than ``decode`` takes.
+        """
+        if len(self) > _MOST_RECORDS:
+            raise ValueError(f"{len(self)} records, more than {_MOST_RECORDS}")
         return struct.pack("<I", len(self._runs)) + zlib.compress(self._runs.tobytes(), 1)
 
     @staticmethod
@@ -144,8 +150,12 @@ class RecordTable(Sequence[TraceRecord]):
         if len(plain) != size or not inflate.eof:
             raise ValueError(f"{count} runs in {len(plain)} bytes")
         runs = np.frombuffer(plain, _RUN).copy()
-        if (runs["count"] == 0).any() or int(runs["count"].sum(dtype=np.uint64)) >= 2**32:
-            raise ValueError("a run of no records, or more records than 32 bits can number")
+        if (runs["count"] == 0).any():
+            raise ValueError("a run of no records")
+        # A few bytes can say billions, and columns of them would be made.
+        records = int(runs["count"].sum(dtype=np.uint64))
+        if records > _MOST_RECORDS:
+            raise ValueError(f"{records} records, more than {_MOST_RECORDS}")
         return RecordTable._of_runs(runs)
 
 
