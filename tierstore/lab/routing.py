@@ -112,10 +112,14 @@ def routing_events(
 
 
 def step_blocks(
-    tokens: NDArray[np.int64], layers: int, experts: int
+    tokens: NDArray[np.int64], layers: int, experts: int, k: int
 ) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """``tokens`` [steps, tokens a step] in blocks of steps whose masks are of a moderate size, with their first."""
-    at_once = max(1, _STEPS_AT_ONCE_CELLS // max(1, 2 * layers * experts))
+    """``tokens`` [steps, tokens a step] in blocks of steps whose masks are of a moderate size, with their first.
+
+    So are the ids that they are made of, ``k`` for each token and layer, at eight bytes each.
+    """
+    cells = max(1, 2 * layers * experts, 8 * tokens.shape[1] * layers * k)
+    at_once = max(1, _STEPS_AT_ONCE_CELLS // cells)
     for first in range(0, len(tokens), at_once):
         yield first, tokens[first : first + at_once]
 

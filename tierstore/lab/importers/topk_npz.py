@@ -133,7 +133,7 @@ class TopkImporter:
                 raise DataError(
                     f"{self._path}: prompt_len: {len(prompt_len)} prompts cannot fill {options.sequences} sequences"
                 )
-        for first, block in step_blocks(tokens, self._layers, self._experts):
+        for first, block in step_blocks(tokens, self._layers, self._experts, topk.shape[2]):
             masks = expert_masks(topk, block, self._experts)
             yield routing_events(masks, first_step=first, passes=passes, sections=options.sections)
 
