@@ -9,6 +9,7 @@ import zlib
 import pytest
 
 from tierstore.errors import DataError
+from tierstore.lab.requests import load_requests
 from tierstore.trace.format import CHUNK, DESCRIPTION, PREAMBLE, TraceHeader, TraceKind
 from tierstore.trace.reader import load_trace, read_header, read_summary
 from tierstore.trace.replay import replay
@@ -74,6 +75,31 @@ def test_malformed_files_are_refused_where_they_are_wrong(small, tmp_path):
     refused(whole[: chunk + 7] + b"\xff" + whole[chunk + 8 :], f"byte {chunk + 4}: expected at most")
     long = whole[: chunk + 12] + struct.pack("<I", 2**20) + whole[chunk + 16 :]
     refused(long, f"byte {payload}: expected a chunk of 2 events")
+
+
+def test_events_that_are_not_those_described(small, tmp_path, header):
+    whole, bad = small.read_bytes(), tmp_path / "bad.trace"
+    _, start, _, _ = parts(whole)
+    head = list(DESCRIPTION.unpack_from(whole, start))
+    rest = whole[start + DESCRIPTION.size :]
+
+    def refused(data, message):
+        bad.write_bytes(data)
+        for read in (load_trace, replay, load_requests):
+            with pytest.raises(DataError, match=message) as caught:
+                read(bad)
+            assert str(bad) in str(caught.value)
+
+    def with_head(**changed):
+        values = [changed.get(str(place), value) for place, value in enumerate(head)]
+        return whole[:start] + DESCRIPTION.pack(*values) + rest
+
+    refused(with_head(**{"4": head[4] + 1}), f"byte {start}: expected 3 events and 2 units in all, found 2")
+    refused(with_head(**{"5": head[5] - 1}), "expected 2 events and 1 units in all, found 2 and 2")
+    refused(with_head(**{"6": bytes(32)}), "expected events with the sha256 0000")
+    chunk = whole[PREAMBLE.size : start]
+    moved = whole[:16] + struct.pack("<Q", start + len(chunk)) + whole[24:start] + chunk + whole[start:]
+    refused(moved, "expected 2 events and 2 units in all, found 4 and 4")
 
 
 def described(whole, text, table=None):

@@ -284,7 +284,7 @@ def load_requests(path: str | os.PathLike[str], *, name: str | None = None) -> R
     with Path(path).open("rb") as file:
         summary = read_summary(file)
         reader = _Reader(summary.header)
-        for chunk in read_chunks(file, summary.header):
+        for chunk in read_chunks(file, summary):
             reader.add(chunk, shown)
     return reader.finish(
         name=name if name is not None else Path(path).name, sha256=summary.sha256, path=shown

@@ -18,6 +18,7 @@ from tierstore.trace.format import (
     PREAMBLE,
     VERSION,
     EventColumns,
+    EventDigest,
     Trace,
     TraceHeader,
     decode_chunk,
@@ -99,14 +100,18 @@ def read_header(file: BinaryIO) -> TraceHeader:
     return read_summary(file).header
 
 
-def read_chunks(file: BinaryIO, header: TraceHeader) -> Iterator[Trace]:
-    """The chunks, of a file that is at the first of them, each as columns of its own. Raises DataError."""
+def read_chunks(file: BinaryIO, summary: TraceSummary) -> Iterator[Trace]:
+    """The chunks, of a file that is at the first of them, each as columns of its own.
+
+    At the last it is known whether they are the events that ``summary`` counts and hashes. Raises DataError.
+    """
+    digest = EventDigest()
     while True:
         start = file.tell()
         head = _read(file, CHUNK.size, "a chunk or the description")
         tag, events, units, size, crc, coding, constant, _ = CHUNK.unpack(head)
         if tag == b"DESC":
-            return
+            return _verify(file, start, digest, summary)
         if tag != b"CHNK":
             raise _refuse(file, start, "the tag CHNK or DESC", repr(tag))
         if max(events, units) > MAX_CHUNK:
@@ -120,14 +125,29 @@ def read_chunks(file: BinaryIO, header: TraceHeader) -> Iterator[Trace]:
             columns = decode_chunk(payload, events=events, units=units, coding=coding, constant=constant)
         except ValueError as error:
             raise _refuse(file, start, f"a chunk of {events} events and {units} units", error) from error
-        yield Trace(header=header, **vars(columns))
+        digest.update(columns)
+        yield Trace(header=summary.header, **vars(columns))
+
+
+def _verify(file: BinaryIO, start: int, digest: EventDigest, summary: TraceSummary) -> None:
+    """Refuses chunks that are not those described: one is missing, or twice there, or of another trace."""
+    if (digest.events, digest.units) != (summary.events, summary.units):
+        raise _refuse(
+            file,
+            start,
+            f"{summary.events} events and {summary.units} units in all",
+            f"{digest.events} and {digest.units}",
+        )
+    found = digest.digest(RecordTable.of(summary.header.records)).hex()
+    if found != summary.sha256:
+        raise _refuse(file, start, f"events with the sha256 {summary.sha256[:16]}...", f"{found[:16]}...")
 
 
 def load_trace(path: str | os.PathLike[str]) -> Trace:
     """The whole trace in memory. Raises DataError naming file, byte and what was expected, or OSError."""
     with Path(path).open("rb") as file:
-        header = read_header(file)
-        chunks = list(read_chunks(file, header))
+        summary = read_summary(file)
+        chunks = list(read_chunks(file, summary))
     if len(chunks) == 1:
         return chunks[0]
-    return Trace(header=header, **vars(EventColumns.joined(chunks)))
+    return Trace(header=summary.header, **vars(EventColumns.joined(chunks)))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tierstore._native import CapacityError, Replay, Residency, Scope
 from tierstore.errors import BudgetError, ConfigError, DataError
 from tierstore.trace.format import EventColumns, TraceHeader, TraceKind
-from tierstore.trace.reader import read_chunks, read_header
+from tierstore.trace.reader import read_chunks, read_header, read_summary
 
 __all__ = ["STEP_COUNTS", "equal_quotas", "make_residency", "replay", "replay_steps"]
 
@@ -150,8 +150,7 @@ def _driven(
     loop = Replay(residency)
     try:
         with Path(path).open("rb") as file:
-            read_header(file)
-            for chunk in read_chunks(file, header):
+            for chunk in read_chunks(file, read_summary(file)):
                 begin = 0
                 if after_step is not None:
                     for end in (np.flatnonzero(chunk.kinds == TraceKind.END_STEP) + 1).tolist():
