@@ -91,7 +91,11 @@ def test_simulate(trace: Path) -> None:
         (policy, frames) for policy in ("lru", "lfu-decay", "belady") for frames in (6, 12)
     ]
     for one in value["outcomes"]:
-        assert one["hits"] + one["misses"] == one["requests"]
+        assert one["hits"] + one["misses"] + one["creates"] == one["requests"]
+        assert one["starved"] == 0
+        assert one["evidence"]["misses"] == "simulated"
+        assert one["evidence"]["policy_s"] == "measured"
+        assert one["evidence"]["step_stall_s"] == "estimated"
         assert one["read_bytes"] == one["misses"] << 20
         assert one["capacity_bytes"] == one["capacity_frames"] << 20
         assert one["step_stall_s"] > 0
@@ -110,6 +114,13 @@ def test_simulate_says_what_its_numbers_are(trace: Path) -> None:
         "estimated",
     ):
         assert said in out
+
+
+def test_starvation_is_said(trace: Path) -> None:
+    asked = ("simulate", trace, "--policy", "lfu-decay:threshold=3,half_life=0.5", "--capacity", "0.25")
+    (one,) = found(*asked)["outcomes"]
+    assert one["starved"] > 0
+    assert f"was starved {one['starved']} times" in done(*asked).stdout
 
 
 def test_a_warm_up_is_not_counted(trace: Path) -> None:
@@ -154,7 +165,12 @@ def test_tune_and_what_it_prints_is_taken_by_train(trace: Path, tmp_path: Path) 
     assert value["configuration"] == written.read_text()
     assert "cache" in tomllib.loads(written.read_text())
     out = done("tune", trace, "--capacity", "0.4", "--objective", "stall").stdout
-    for said in ("A pass asks for 2.0 of a layer's 8.0 frames", "interval", "[cache]", "best in hindsight"):
+    for said in (
+        "A pass asks for 2.0 of a layer's 8.0 frames",
+        "interval",
+        "[cache]",
+        "the finalists in hindsight",
+    ):
         assert said in out
 
 

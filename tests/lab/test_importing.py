@@ -70,3 +70,12 @@ def test_writing_events(tmp_path):
     write_trace(tmp_path / "trace", table, iter([EventColumns.build([3], [0, 1, 2])] * 2), origin="a test")
     trace = load_trace(tmp_path / "trace")
     assert (len(trace), trace.header.capacity_frames, trace.header.origin) == (2, 6, "a test")
+
+
+def test_sizes_that_change_are_counted(tmp_path):
+    source = tmp_path / "sized.csv"
+    source.write_text("key,size\na,10\nb,5\na,10\na,11\nb,6\n")
+    found = import_trace(source, tmp_path / "sized.trace", options={"key": "key", "size": "size"})
+    assert (found.resized, found.total_bytes) == (2, 15)
+    (tmp_path / "keys.txt").write_text("a\nb\na\n")
+    assert import_trace(tmp_path / "keys.txt", tmp_path / "keys.trace").resized == 0

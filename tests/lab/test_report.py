@@ -82,7 +82,7 @@ def test_what_it_says(text):
         "100 ns",
         "read bandwidth",
         "+0.0250 (95% interval +0.0100 to +0.0400",
-        "2.27% above the best in hindsight",
+        "2.27% above the best of the finalists in hindsight",
         'policy = "lfu-decay"',
         "Made by tierstore 9.9",
     ):

@@ -24,6 +24,7 @@ from tierstore.lab.candidates import (
     neighbours,
 )
 from tierstore.lab.costs import Machine, Objective
+from tierstore.lab.regime import survey
 from tierstore.lab.results import Verdict
 from tierstore.lab.simulate import PolicySpec, Scope, known_policies
 from tierstore.lab.tune import Hindsight, TuneOptions, tune
@@ -91,6 +92,22 @@ def test_the_choice_looks_at_the_prefix_only():
     assert turned.result.regret > 0.2
 
 
+def test_the_advice_is_of_the_prefix():
+    first, second = scans()[: STEPS * EACH // 2], np.zeros(STEPS * EACH // 2, np.int64)
+    requests = single(np.concatenate((first, second)))
+    found = tune(requests, "100f", TuneOptions(policies=CHEAP, prefix=0.25))
+    assert found.regime == survey(requests.between(0, STEPS // 4), 100)
+
+
+def test_starvation_is_said_with_the_configuration(monkeypatch):
+    monkeypatch.setattr("tierstore.lab.tune.neighbours", lambda candidate: iter(()))
+    starving = Candidate(lfu_decay(4, 2.0))
+    found = tune(single(scans()), 0.05, TuneOptions(policies=("fifo",), baseline=starving))
+    assert found.chosen == starving
+    assert found.result.warning == cache_configuration(starving).starvation_warning
+    assert tune(single(walk()), 0.05, TuneOptions(policies=("lru",))).result.warning is None
+
+
 def test_hindsight_over_everything_that_was_tried():
     first, second = scans()[: STEPS * EACH // 2], walk(1)[: STEPS * EACH // 2]
     requests = single(np.concatenate((first, second)))
@@ -99,6 +116,8 @@ def test_hindsight_over_everything_that_was_tried():
     assert everything.chosen == finalists.chosen
     assert everything.result.best.policy == "lru"
     assert everything.result.regret > finalists.result.regret
+    assert everything.result.best_of == "the best tried in hindsight"
+    assert finalists.result.best_of == "the best of the finalists in hindsight"
     assert len(everything.ranked) > len(finalists.ranked)
 
 

@@ -110,6 +110,8 @@ def import_(
         f"{trace}: {found.steps} steps, {found.events} events, {found.requests} requests for {found.records} "
         f"records of {found.layers} layers, {format_bytes(found.total_bytes)}; sha256 {found.sha256[:16]}"
     )
+    if found.resized:
+        output.line(f"{found.resized} requests had another size than the first of their key, which counts")
     output.emit(
         {
             "trace": str(trace),
@@ -121,6 +123,7 @@ def import_(
             "records": found.records,
             "layers": found.layers,
             "total_bytes": found.total_bytes,
+            "resized": found.resized,
         }
     )
 

@@ -36,7 +36,7 @@ NO_LOOKAHEAD = "no lookahead"
 COUNTS = frozenset(
     {
         *("requests", "events", "write_backs", "capacity_frames", "total_frames", "tuned_steps"),
-        *("lookahead_frames", "creates", "starved"),
+        *("lookahead_frames", "creates", "starved", "resized"),
         *("drive_writes_per_day", "drive_life_years", "policy_options", "layer_quotas", "left_out"),
     }
 )
@@ -73,8 +73,15 @@ def show_trace(requests: Requests, output: Output) -> None:
         output.line(f"left out: {said}")
 
 
+_COUNTED = (
+    *("hits", "misses", "creates", "miss_ratio", "evictions", "starved", "write_backs"),
+    *("read_bytes", "written_bytes"),
+)
+_ESTIMATED = ("step_stall_s", "drive_writes_per_day", "drive_life_years")
+
+
 def outcome_json(outcome: Outcome, frame_bytes: int) -> dict[str, object]:
-    """One outcome; options as text, since their units differ."""
+    """One outcome; options as text, since their units differ. ``evidence`` says what each number is."""
     return {
         "policy": outcome.policy,
         "policy_options": [f"{key}={value}" for key, value in sorted(outcome.policy_options.items())],
@@ -85,13 +92,19 @@ def outcome_json(outcome: Outcome, frame_bytes: int) -> dict[str, object]:
         "scope": outcome.scope,
         "contract": outcome.contract,
         "lookahead_frames": outcome.lookahead_frames,
-        "evidence": outcome.evidence.value,
+        "evidence": {
+            **dict.fromkeys(_COUNTED, outcome.evidence.value),
+            **dict.fromkeys(_ESTIMATED, "estimated"),
+            "policy_s": "measured",
+        },
         "steps": outcome.steps,
         "requests": outcome.requests,
         "hits": outcome.hits,
         "misses": outcome.misses,
+        "creates": outcome.creates,
         "miss_ratio": outcome.miss_ratio,
         "evictions": outcome.evictions,
+        "starved": outcome.starved,
         "write_backs": outcome.write_backs,
         "read_bytes": outcome.read_bytes,
         "written_bytes": outcome.written_bytes,
@@ -116,6 +129,17 @@ def show_outcomes(outcomes: Sequence[Outcome], frame_bytes: int, output: Output)
         for outcome in outcomes
     ]
     output.table("", ("policy", "capacity", *_COSTS), rows)
+    _show_starved(outcomes, output)
+
+
+def _show_starved(outcomes: Sequence[Outcome], output: Output) -> None:
+    """A line for each outcome whose policy found no victim in a full cache."""
+    for one in outcomes:
+        if one.starved:
+            output.line(
+                f"warning: {_label(one)} at {one.capacity_fraction:.1%} was starved {one.starved} times: no "
+                "entry was above its threshold, and the fallback chose"
+            )
 
 
 def _costs(outcome: Outcome) -> tuple[str, ...]:
@@ -197,11 +221,17 @@ def tuning_json(tuning: Tuning, frame_bytes: int) -> dict[str, object]:
         "scored": result.scored,
         "regime": tuning.regime.worth.value,
         "advice": result.advice,
+        "warning": result.warning,
+        "hindsight": result.hindsight,
         "configuration": result.configuration,
         "layer_quotas": list(tuning.chosen.layer_quotas),
         "chosen": outcome_json(result.chosen, frame_bytes),
         "baseline": outcome_json(result.baseline, frame_bytes),
         "best": outcome_json(result.best, frame_bytes),
+        "ranked": [
+            {**outcome_json(outcome, frame_bytes), "layer_quotas": list(candidate.layer_quotas)}
+            for candidate, outcome in tuning.ranked
+        ],
     }
 
 
@@ -228,6 +258,7 @@ def show_tuning(tuning: Tuning, frame_bytes: int, output: Output) -> None:
         f"{result.tuned_steps}, {_replayed_with(result.scored)}; best first"
     )
     output.table(title, ("policy", "scope", *_COSTS, ""), rows)
+    _show_starved([outcome for _, outcome in tuning.ranked], output)
     what = {"misses": "of the requests", "bytes": "bytes a step", "stall": "s a step"}[result.objective]
     said = {
         "better": "better than the baseline",
@@ -241,7 +272,9 @@ def show_tuning(tuning: Tuning, frame_bytes: int, output: Output) -> None:
         f"chosen on the first {result.tuned_steps} steps: {_label(result.chosen)}, {result.chosen.scope} scope; "
         f"{said} ({_label(result.baseline)}, {result.baseline.scope}): gain {result.gain:.4g} {what}, "
         f"{interval}; "
-        f"{result.regret:.2%} behind the best in hindsight"
+        f"{result.regret:.2%} behind {result.best_of}"
     )
     output.line("paste into the configuration of tierstore train:")
     output.line(result.configuration.rstrip("\n"))
+    if result.warning is not None:
+        output.line(f"warning: {result.warning}")

@@ -46,9 +46,7 @@ def keep_ratio(requests: Requests, capacity_frames: int) -> float:
     return max(0.0, 1.0 - capacity_frames / requests.total_frames)
 
 
-def curve_capacities(
-    requests: Requests, points: int, *, scope: Scope = Scope.GLOBAL, contract: Contract = Contract.ATOMIC
-) -> list[int]:
+def curve_capacities(requests: Requests, points: int, *, scope: Scope = Scope.GLOBAL) -> list[int]:
     """``points`` equally spaced capacities up to the footprint, frames; without those that fit no entry.
 
     Raises ValueError for no points.
@@ -128,6 +126,7 @@ def lru_curve(
                 requests=int(found["requests"]),
                 hits=int(found["requests"]) - fetched,
                 misses=fetched - created,
+                creates=created,
                 evictions=fetched - (held - min(held, warm)),
                 write_backs=written,
                 read_bytes=(fetched - created) * frame_bytes,

@@ -72,6 +72,7 @@ class ImportSummary:
     layers: int
     total_bytes: int
     sha256: str
+    resized: int = 0  # requests whose size was not that of their key's first, which counts
 
 
 def options_of(kind: SourceKind) -> type[Any]:
@@ -141,6 +142,7 @@ def _written(partial: Path, importer: Importer, kind: SourceKind, origin: str) -
         layers=len(np.unique(table.layers)),
         total_bytes=int(table.bytes.sum()),
         sha256=summary.sha256,
+        resized=importer.resized if isinstance(importer, CsvImporter | OracleGeneralImporter) else 0,
     )
 
 

@@ -239,7 +239,7 @@ def _tuned_table(tuned: TuneResult) -> _Table:
         for name, one in (
             ("chosen on the first part", tuned.chosen),
             ("baseline", tuned.baseline),
-            ("best in hindsight", tuned.best),
+            (tuned.best_of, tuned.best),
         )
     ]
     columns = [

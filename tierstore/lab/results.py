@@ -98,7 +98,9 @@ class Outcome:
     requests: int
     hits: int
     misses: int
+    creates: int = 0
     evictions: int = 0
+    starved: int = 0  # evictions for which the policy had no victim, and the fallback's was taken
     write_backs: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
@@ -114,10 +116,6 @@ class Outcome:
     def miss_ratio(self) -> float:
         """Misses of all requests; 0 without any."""
         return self.misses / self.requests if self.requests else 0.0
-
-    @property
-    def hit_ratio(self) -> float:
-        return 1.0 - self.miss_ratio
 
     @property
     def label(self) -> str:
@@ -188,7 +186,14 @@ class TuneResult:
     advice: str  # whether tuning is worth anything in this regime, in a sentence
     configuration: str  # to paste into a configuration of ``tierstore train``
     objective: str = "misses"  # or "bytes" (read and written), or "stall"
+    hindsight: str = "finalists"  # what ``best`` is the best of: "finalists", or "all" that was tried
+    warning: str | None = None  # what the configuration may do to a full cache
     scored: str = "no lookahead"  # or with the recorded prefetches, and how many frames they may hold
+
+    @property
+    def best_of(self) -> str:
+        """What ``best`` is, in words."""
+        return f"the best {'tried' if self.hindsight == 'all' else 'of the finalists'} in hindsight"
 
     @property
     def regret(self) -> float:

@@ -174,14 +174,14 @@ def _choices(regimes: Sequence[RegimeStudy]) -> str:
             "chosen",
             "misses",
             "default",
-            "best in hindsight",
+            "best tried, in hindsight",
             "misses",
             "regret",
             "verdict",
         ),
         rows,
     )
-    return f"{table}\nWithin {_WITHIN:.0%} of the best in hindsight: {near} of {len(tunings)}.\n"
+    return f"{table}\nWithin {_WITHIN:.0%} of the best tried, in hindsight: {near} of {len(tunings)}.\n"
 
 
 def _tunings(regime: RegimeStudy) -> list[TuneResult]:

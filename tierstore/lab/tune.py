@@ -28,6 +28,7 @@ from tierstore.errors import BudgetError, ConfigError, DataError
 from tierstore.lab.bootstrap import Interval, paired_interval
 from tierstore.lab.candidates import (
     Candidate,
+    cache_configuration,
     configuration_text,
     default_candidate,
     live_policies,
@@ -160,8 +161,8 @@ class _Tuner:
 
     def run(self, recording: Recording | None) -> Tuning:
         options = self._options
-        regime = survey(self._requests, self._capacity, contract=options.contract, threads=options.threads)
         prefix = self._requests.between(0, self._split)
+        regime = survey(prefix, self._capacity, contract=options.contract, threads=options.threads)
         finalists, tried = self._search(prefix)
         rest = tried if options.hindsight is Hindsight.ALL else finalists
         if recording is not None:
@@ -311,6 +312,7 @@ class _Tuner:
         ranked = sorted(held_out, key=lambda one: (one.total, one.candidate.complexity))
         outcomes = {one.candidate.key: one.outcome for one in ranked}
         recommended = options.baseline if verdict is Verdict.WORSE else chosen
+        config = cache_configuration(recommended)
         result = TuneResult(
             chosen=outcomes[chosen.key],
             baseline=outcomes[options.baseline.key],
@@ -324,6 +326,8 @@ class _Tuner:
             advice=regime.advice,
             configuration=configuration_text(self._requests, recommended, self._capacity),
             objective=options.objective.value,
+            hindsight=options.hindsight.value,
+            warning=None if config is None else config.starvation_warning,
             scored=scored_text(outcomes[chosen.key].lookahead_frames),
         )
         held = tuple((one.candidate, outcomes[one.candidate.key]) for one in ranked)

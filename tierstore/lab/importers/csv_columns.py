@@ -112,6 +112,11 @@ class CsvImporter:
                 return refuse_line(self._path, line, f"expected a size in bytes, found {text!r}")
         raise AssertionError("no row of the block is wrong")
 
+    @property
+    def resized(self) -> int:
+        """Requests whose size was not that of their key's first; known once the chunks have been read."""
+        return self._records.resized
+
     def table(self) -> RecordTable:
         return self._records.table()
 

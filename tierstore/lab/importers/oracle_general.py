@@ -55,6 +55,11 @@ class OracleGeneralImporter:
                 at += len(block)
         yield self._records.last_step()
 
+    @property
+    def resized(self) -> int:
+        """Requests whose size was not that of their key's first; known once the chunks have been read."""
+        return self._records.resized
+
     def table(self) -> RecordTable:
         return self._records.table()
 
