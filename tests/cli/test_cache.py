@@ -162,6 +162,9 @@ def test_tune_and_what_it_prints_is_taken_by_train(trace: Path, tmp_path: Path) 
     assert "no interval: too few steps" in said
     longer = found("tune", trace, "--capacity", "0.4", "--prefix", "0.1")
     assert longer["miss_gain_low_ratio"] <= longer["miss_gain_ratio"] <= longer["miss_gain_high_ratio"]
+    assert [one["policy"] for one in value["ranked"]].count(value["chosen"]["policy"]) >= 1
+    assert value["ranked"][0]["miss_ratio"] == value["best"]["miss_ratio"]
+    assert value["scored"] == "no lookahead"
     assert value["configuration"] == written.read_text()
     assert "cache" in tomllib.loads(written.read_text())
     out = done("tune", trace, "--capacity", "0.4", "--objective", "stall").stdout
@@ -188,6 +191,9 @@ def test_import_then_simulate(tmp_path: Path) -> None:
 def test_the_options_of_an_import_are_listed() -> None:
     out = done("import", "--list-options", "--kind", "npz").stdout
     assert "tokens_per_step" in out
+    options = found("import", "--list-options", "--kind", "npz")["options"]["npz"]
+    assert {"name", "type", "default", "help"} == set(options[0])
+    assert "tokens_per_step" in {option["name"] for option in options}
 
 
 # What they refuse --------------------------------------------------------------------------------------------
@@ -226,8 +232,10 @@ def test_refusals(trace: Path, tmp_path: Path) -> None:
         (("simulate", trace, "--steps-per-s", "0"), "--steps-per-s: expected more than 0"),
         (("curve", trace, "--points", "0"), "--points"),
         (("curve", trace, "--html", missing / "deep.html"), "--html"),
-        (("tune", trace, "--prefix", "1"), "prefix: expected a fraction"),
-        (("tune", trace, "--confidence", "0"), "confidence: expected"),
+        (("tune", trace, "--out", missing / "cache.toml"), f"--out: {missing} is no directory"),
+        (("study", trace, "--markdown", missing / "study.md"), f"--markdown: {missing} is no directory"),
+        (("tune", trace, "--prefix", "1"), "--prefix: expected a fraction"),
+        (("tune", trace, "--confidence", "0"), "--confidence: expected"),
         (("tune", trace, "--objective", "joy"), "--objective"),
         (("tune", trace, "--policy", "belady"), "--policy: expected the name of a policy"),
         (("tune", trace, "--policy", "lru:x=1"), "has no option 'x'"),
@@ -235,7 +243,7 @@ def test_refusals(trace: Path, tmp_path: Path) -> None:
             ("tune", trace, "--policy", "lfu-decay:half_life=1"),
             "--policy: expected the name of a policy, without options",
         ),
-        (("tune", trace, "--policy", "mru"), "policy 'mru': expected one of"),
+        (("tune", trace, "--policy", "mru"), "--policy: policy 'mru': expected one of"),
         (("report", trace), "--html"),
         (("import", other), "SOURCE and TRACE"),
         (("import", missing, other), str(missing)),
@@ -313,6 +321,9 @@ def test_reports(trace: Path, tmp_path: Path) -> None:
         value = found(arguments[0], trace, *arguments[1:], "--html", html)
         page = html.read_text()
         assert page.startswith("<!doctype html>") or page.startswith("<!DOCTYPE html>")
+        assert value["contract"] == "event-atomic"
+        if arguments[0] == "report":
+            assert value["assumptions"]["read bandwidth"] == "3 GB/s"
         for said in ("run.trace", value["trace"]["sha256"][:12], "event-atomic", "simulated", "estimated"):
             assert said in page, (arguments, said)
 
@@ -323,5 +334,12 @@ def test_study(trace: Path, tmp_path: Path) -> None:
     (regime,) = value["regimes"]
     assert len(regime["sha256"]) == 64
     assert regime["chosen_miss_ratio"] >= regime["best_miss_ratio"]
-    assert "### Distance from the bound" in tables.read_text()
+    assert {curve["policy"] for curve in regime["curves"]} >= {"lru", "lfu-decay", "belady"}
+    text = tables.read_text()
+    assert "### Distance from the bound" in text
+    for outcome in regime["layered"]:
+        assert f"{outcome['miss_ratio']:.4f}".removeprefix("0") in text
+    assert len(regime["tuned"]) == 2
+    assert regime["against_lru"]["baseline"]["policy"] == "lru"
+    assert {"half_life_steps", "capacity_ratio", "miss_ratio"} == set(regime["half_lives"][0])
     assert "expected a trace or an npz" in refused("study", tables)

@@ -101,7 +101,7 @@ def test_the_advice_is_of_the_prefix():
 
 def test_starvation_is_said_with_the_configuration(monkeypatch):
     monkeypatch.setattr("tierstore.lab.tune.neighbours", lambda candidate: iter(()))
-    starving = Candidate(lfu_decay(4, 2.0))
+    starving = Candidate(lfu_decay(16, 0.5))
     found = tune(single(scans()), 0.05, TuneOptions(policies=("fifo",), baseline=starving))
     assert found.chosen == starving
     assert found.result.warning == cache_configuration(starving).starvation_warning

@@ -35,7 +35,14 @@ from tierstore.cli.cache_shared import (
     write_html,
 )
 from tierstore.cli.cache_tune import report, study, tune
-from tierstore.cli.options import SIZE, config_overrides, describe_config, json_option, set_option
+from tierstore.cli.options import (
+    SIZE,
+    config_overrides,
+    describe_config,
+    json_option,
+    options_json,
+    set_option,
+)
 from tierstore.cli.output import Output
 from tierstore.units import format_bytes
 
@@ -93,9 +100,11 @@ def import_(
 
     output = Output.for_option(as_json, counts=COUNTS)
     if list_options:
-        for each in [kind] if kind else _KINDS:
+        kinds = [kind] if kind else _KINDS
+        for each in kinds:
             output.line(f"{each}:")
             output.line(describe_config(options_of(SourceKind(each))))
+        output.emit({"options": {each: options_json(options_of(SourceKind(each))) for each in kinds}})
         return
     if source is None or trace is None:
         raise click.UsageError("SOURCE and TRACE: expected two files")

@@ -13,13 +13,14 @@ from tierstore.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from tierstore.lab.costs import Machine
     from tierstore.lab.requests import Requests
-    from tierstore.lab.results import Curve, Outcome
+    from tierstore.lab.results import Curve, Outcome, TuneResult
     from tierstore.lab.tune import Tuning
 
 __all__ = [
     "COUNTS",
     "NO_LOOKAHEAD",
     "curves_json",
+    "gain_json",
     "outcome_json",
     "show_assumptions",
     "show_curves",
@@ -36,7 +37,8 @@ NO_LOOKAHEAD = "no lookahead"
 COUNTS = frozenset(
     {
         *("requests", "events", "write_backs", "capacity_frames", "total_frames", "tuned_steps"),
-        *("lookahead_frames", "creates", "starved", "resized"),
+        *("lookahead_frames", "creates", "starved", "resized", "active_records", "layer_records"),
+        "half_life_steps",
         *("drive_writes_per_day", "drive_life_years", "policy_options", "layer_quotas", "left_out"),
     }
 )
@@ -204,9 +206,8 @@ def _label(outcome: Outcome) -> str:
     return label if outcome.role.value == "policy" else f"{label} (bound)"
 
 
-def tuning_json(tuning: Tuning, frame_bytes: int) -> dict[str, object]:
-    """A tuned choice. The gain's key says what it is of: a miss ratio, bytes or seconds a step."""
-    result = tuning.result
+def gain_json(result: TuneResult) -> dict[str, object]:
+    """What tuning gained. The gain's key says what it is of: a miss ratio, bytes or seconds a step."""
     unit = {"misses": "miss_ratio", "bytes": "step_bytes", "stall": "step_stall_s"}[result.objective]
     kind, _, rest = unit.partition("_")
     return {
@@ -219,10 +220,18 @@ def tuning_json(tuning: Tuning, frame_bytes: int) -> dict[str, object]:
         "regret_ratio": result.regret,
         "tuned_steps": result.tuned_steps,
         "scored": result.scored,
+        "hindsight": result.hindsight,
+    }
+
+
+def tuning_json(tuning: Tuning, frame_bytes: int) -> dict[str, object]:
+    """A tuned choice: its gain, the advice, what to paste, and the outcomes on the rest, best first."""
+    result = tuning.result
+    return {
+        **gain_json(result),
         "regime": tuning.regime.worth.value,
         "advice": result.advice,
         "warning": result.warning,
-        "hindsight": result.hindsight,
         "configuration": result.configuration,
         "layer_quotas": list(tuning.chosen.layer_quotas),
         "chosen": outcome_json(result.chosen, frame_bytes),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_html",
+    "check_target",
     "load_trace_requests",
     "recorded_outcomes",
     "stage_progress",
@@ -85,8 +87,18 @@ def check_html(html: Path | None) -> None:
     from tierstore.lab.report import check_report
 
     check_report()
-    if not html.absolute().parent.is_dir():
-        raise ConfigError(f"--html: {html.absolute().parent} is no directory")
+    check_target("--html", html)
+
+
+def check_target(option: str, path: Path | None) -> None:
+    """Before the work: a file that cannot be written is refused. Raises ConfigError naming ``option``."""
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ConfigError(f"{option}: {folder} is no directory")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError(f"{option}: {path} cannot be written")
 
 
 def write_html(html: Path, study: Study, output: Output) -> None:

@@ -24,7 +24,15 @@ from tierstore.cli.cache_output import (
     trace_json,
     tuning_json,
 )
-from tierstore.cli.cache_shared import check_html, load_trace_requests, stage_progress, study_of, write_html
+from tierstore.cli.cache_shared import (
+    check_html,
+    check_target,
+    load_trace_requests,
+    stage_progress,
+    study_of,
+    write_html,
+)
+from tierstore.cli.cache_study import regimes_json
 from tierstore.cli.options import json_option
 from tierstore.cli.output import Output
 from tierstore.errors import ConfigError
@@ -32,7 +40,6 @@ from tierstore.errors import ConfigError
 if TYPE_CHECKING:
     from tierstore.lab.costs import Machine
     from tierstore.lab.requests import Requests
-    from tierstore.lab.results import Study
     from tierstore.lab.tune import TuneOptions, Tuning
 
 __all__ = ["report", "study", "tune"]
@@ -84,6 +91,7 @@ def tune(
     output = Output.for_option(as_json, counts=COUNTS)
     options = _tune_options(search)
     check_html(html)
+    check_target("--out", out)
     requests = load_trace_requests(trace, output)
     found = _tuned(trace, requests, capacity, options, machine, output)
     show_tuning(found, requests.frame_bytes, output)
@@ -130,9 +138,16 @@ def report(
     requests = load_trace_requests(trace, output)
     found = _tuned(trace, requests, capacity, options, machine, output)
     show_tuning(found, requests.frame_bytes, output)
+    show_assumptions(machine, f"{options.contract.value}, {found.result.scored}", output)
     _report(requests, points, options, machine, found, html, output)
     output.emit(
-        {"trace": trace_json(requests), "html": str(html), **tuning_json(found, requests.frame_bytes)}
+        {
+            "trace": trace_json(requests),
+            "contract": options.contract.value,
+            "assumptions": machine.assumptions,
+            "html": str(html),
+            **tuning_json(found, requests.frame_bytes),
+        }
     )
 
 
@@ -160,6 +175,7 @@ def study(
 
     output = Output.for_option(as_json, counts=COUNTS)
     check_html(html)
+    check_target("--markdown", markdown)
     options = StudyOptions(contract=Contract(contract), threads=threads, machine=machine)
     found = run_study(sources, options, progress=lambda regime, what: output.line(f"{regime}: {what}"))
     tables = study_markdown(found)
@@ -169,24 +185,7 @@ def study(
         markdown.write_text(tables)
     if html is not None:
         write_html(html, found, output)
-    output.emit({"title": found.title, "assumptions": found.assumptions, "regimes": _regimes_json(found)})
-
-
-def _regimes_json(found: Study) -> list[dict[str, object]]:
-    """Of each regime its trace and the tuner's choice."""
-    return [
-        {
-            "name": regime.name,
-            "sha256": regime.trace.sha256,
-            "contract": regime.contract,
-            "lookahead": "none",
-            "advice": regime.advice,
-            "chosen": None if regime.tuned is None else regime.tuned.chosen.label,
-            "chosen_miss_ratio": None if regime.tuned is None else regime.tuned.chosen.miss_ratio,
-            "best_miss_ratio": None if regime.tuned is None else regime.tuned.best.miss_ratio,
-        }
-        for regime in found.regimes
-    ]
+    output.emit({"title": found.title, "assumptions": found.assumptions, "regimes": regimes_json(found)})
 
 
 def _tune_options(search: Mapping[str, Any]) -> TuneOptions:
@@ -198,17 +197,23 @@ def _tune_options(search: Mapping[str, Any]) -> TuneOptions:
     values = dict(search)
     scope = values.pop("scope", "both")
     for name in values.get("policies", ()):
-        spec = PolicySpec.parse(name)
+        try:
+            spec = PolicySpec.parse(name)
+        except ConfigError as error:
+            raise ConfigError(f"--policy: {error}") from error
         if spec.options or spec.role is Role.BOUND:
             raise ConfigError(f"--policy: expected the name of a policy, without options, got {name!r}")
-    return TuneOptions(
-        **{
-            **values,
-            "scopes": tuple(Scope) if scope == "both" else (Scope(scope),),
-            "objective": Objective(values.get("objective", "misses")),
-            "contract": Contract(values["contract"]),
-        }
-    )
+    try:
+        return TuneOptions(
+            **{
+                **values,
+                "scopes": tuple(Scope) if scope == "both" else (Scope(scope),),
+                "objective": Objective(values.get("objective", "misses")),
+                "contract": Contract(values["contract"]),
+            }
+        )
+    except ConfigError as error:  # --prefix or --confidence
+        raise ConfigError(f"--{error}") from error
 
 
 def _tuned(

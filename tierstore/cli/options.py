@@ -15,8 +15,10 @@ __all__ = [
     "FRACTION",
     "SIZE",
     "config_overrides",
+    "describe_config",
     "help_config_option",
     "json_option",
+    "options_json",
     "set_option",
 ]
 
@@ -119,6 +121,19 @@ def describe_config(cls: type[Any]) -> str:
         lines.append(f"{info.name}  ({info.type}; {default})")
         lines += [f"    {info.help}"] if info.help else []
     return "\n".join(lines)
+
+
+def options_json(cls: type[Any]) -> list[dict[str, object]]:
+    """The same, an object for each key."""
+    return [
+        {
+            "name": info.name,
+            "type": info.type,
+            "default": None if info.required else _shown(info.name, info.default),
+            "help": info.help,
+        }
+        for info in dotted_fields(cls)
+    ]
 
 
 def _shown(name: str, value: object) -> str:
