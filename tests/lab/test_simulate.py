@@ -18,7 +18,6 @@ from tierstore.lab.simulate import (
     PolicySpec,
     Scope,
     Setting,
-    equal_quotas,
     known_policies,
     outcome,
     replay_all,
@@ -137,7 +136,7 @@ def test_sequential_requests_evict_each_other():
 
 def test_equal_quotas_leave_out_layers_without_requests():
     requests = requests_of([[0, 1], [2], [3]], layers=[0, 2, 3])
-    assert equal_quotas(requests, 10) == (4, 0, 3, 3)
+    assert Setting(LRU, 10, Scope.LAYER).quotas(requests) == (4, 0, 3, 3)
     with pytest.raises(ConfigError, match="4 of at most 4 frames in all, got 4 of 5"):
         Setting(LRU, 4, Scope.LAYER, layer_quotas=(2, 1, 1, 1)).quotas(requests)
 

@@ -178,6 +178,12 @@ class Requests:
         )
 
     @cached_property
+    def present_layers(self) -> list[int]:
+        """The layers that ask for anything, ascending."""
+        layers: list[int] = np.unique(self.entry_layers).tolist()
+        return layers
+
+    @cached_property
     def largest_event_frames(self) -> int:
         """Frames of the largest event: below this capacity an event is split."""
         if not len(self.entries):

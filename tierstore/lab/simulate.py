@@ -28,6 +28,7 @@ from tierstore.errors import BudgetError, ConfigError
 from tierstore.lab.requests import Capacity, Requests
 from tierstore.lab.results import LayerOutcome, Outcome, Role, Window
 from tierstore.machine import cores
+from tierstore.trace.quotas import quotas_by_layer
 
 __all__ = [
     "BOUNDS",
@@ -39,7 +40,6 @@ __all__ = [
     "Replayed",
     "Scope",
     "Setting",
-    "equal_quotas",
     "known_policies",
     "outcome",
     "replay_all",
@@ -88,7 +88,7 @@ def suits(requests: Requests, policy: str) -> bool:
     """
     if policy != "next-use":
         return True
-    layers = int(np.count_nonzero(requests.layer_frames))
+    layers = len(requests.present_layers)
     looked_at = requests.events * len(requests.sizes) / max(layers, 1)
     return layers > 1 and looked_at <= _MOST_LOOKED_AT * len(requests.entries)
 
@@ -172,17 +172,7 @@ class Setting:
                     f"in all, got {len(self.layer_quotas)} of {sum(self.layer_quotas)}"
                 )
             return self.layer_quotas
-        return equal_quotas(requests, self.capacity_frames)
-
-
-def equal_quotas(requests: Requests, capacity_frames: int) -> tuple[int, ...]:
-    """``capacity_frames`` in equal shares for the layers that ask for anything, none for the others."""
-    present = np.flatnonzero(requests.layer_frames)
-    share, rest = divmod(capacity_frames, len(present))
-    quotas = np.zeros(requests.layer_count, np.int64)
-    quotas[present] = share
-    quotas[present[:rest]] += 1
-    return tuple(quotas.tolist())
+        return tuple(quotas_by_layer(requests.present_layers, self.capacity_frames))
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
