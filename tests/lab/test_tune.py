@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -54,7 +55,7 @@ def scans(seed=0):
 
 def test_requests_that_are_all_alike_are_a_tie():
     found = tune(
-        single(np.random.default_rng(0).integers(0, 200, 10 * STEPS * EACH)), 0.3, TuneOptions(policies=CHEAP)
+        single(np.random.default_rng(1).integers(0, 200, 10 * STEPS * EACH)), 0.3, TuneOptions(policies=CHEAP)
     )
     assert found.result.verdict is Verdict.TIE
     assert found.result.gain_low <= 0 <= found.result.gain_high
@@ -114,6 +115,22 @@ def test_an_uneven_model_gets_uneven_quotas():
     assert "layer_shares = [0.666666667, 0.333333333]" in found.result.configuration
 
 
+@pytest.mark.parametrize("percent", range(1, 6))
+def test_small_capacities(percent):
+    # Four layers of 64: 2, 5, 7, 10 and 12 frames. From 8 on each layer has room of its own.
+    rng = np.random.default_rng(0)
+    events = [
+        (layer * 64 + np.sort(rng.choice(64, 6, replace=False))).tolist()
+        for _ in range(40)
+        for layer in range(4)
+    ]
+    requests = requests_of(events, layers=list(range(4)) * 40, steps=np.repeat(np.arange(40), 4))
+    found = tune(requests, percent / 100, TuneOptions(policies=("lru",), hindsight=Hindsight.ALL))
+    layered = [one for one, _ in found.ranked if one.scope is Scope.LAYER]
+    assert bool(layered) is (percent >= 4)
+    assert all(sum(one.layer_quotas) in (0, percent * 256 // 100) for one in layered)
+
+
 def test_objectives():
     # Two loops that do not fit together; the entries of one are dirty, and cost a write each.
     count = STEPS * EACH
@@ -159,6 +176,9 @@ def test_what_cannot_be():
         tune(single(walk()), 0.1, TuneOptions(policies=("mru",)))
     with pytest.raises(BudgetError, match="too small"):
         tune(requests_of([[0], [1]] * 4, sizes=[5, 5]), "4f")
+    records = replace(requests_of([[0], [1]] * 4), record_frames=np.full(2, 3, np.uint32))
+    with pytest.raises(BudgetError, match="2 frames are too small: the largest record takes 3"):
+        tune(records, "2f")
 
 
 # Candidates --------------------------------------------------------------------------------------------------
@@ -181,7 +201,9 @@ def test_the_default_is_the_trainer_s():
 def test_the_grid_of_half_lives():
     assert half_lives(100) == [1, 4, 16, 64, math.inf]
     near = list(neighbours(Candidate(lfu_decay(16))))
-    assert [one.policy.options.get("half_life") for one in near] == [8, 16, 32, 48, 16, 16]
+    tried = [one.policy.options["half_life"] for one in near]
+    assert tried == pytest.approx([16 / 8**0.5, 8, 16 / 2**0.5, 16 * 2**0.5, 32, 16 * 8**0.5, 16, 16])
+    assert all(one.key != Candidate(lfu_decay(16)).key for one in near)
     assert list(neighbours(Candidate(PolicySpec("lru")))) == []
 
 

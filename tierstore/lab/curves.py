@@ -49,7 +49,7 @@ def keep_ratio(requests: Requests, capacity_frames: int) -> float:
 def curve_capacities(
     requests: Requests, points: int, *, scope: Scope = Scope.GLOBAL, contract: Contract = Contract.ATOMIC
 ) -> list[int]:
-    """``points`` equally spaced capacities up to the footprint, frames; without those that fit no entry.
+    """``points`` equally spaced capacities up to the footprint, frames; without those that fit no record.
 
     Raises ValueError for no points.
     """
@@ -62,9 +62,8 @@ def curve_capacities(
 
 def _least_capacity(requests: Requests, scope: Scope) -> int:
     if scope is Scope.GLOBAL:
-        return int(requests.sizes.max()) + 1
-    least = least_quotas(requests, headroom=1)
-    return int(least.max()) * int(np.count_nonzero(least))
+        return requests.largest_record_frames + 1
+    return int(least_quotas(requests, headroom=1).sum())
 
 
 def has_one_pass(

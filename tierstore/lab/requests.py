@@ -71,6 +71,7 @@ class Requests:
     entry_layers: NDArray[np.uint32]  # [entries]
     entry_bytes: NDArray[np.uint64]  # [entries]
     entry_keys: NDArray[np.uint32]  # [entries]: record * 3 + group
+    record_frames: NDArray[np.uint32]  # [entries]: of all groups of its record, asked for or not
     entry_stored: NDArray[np.bool_]  # [entries]: whether there is a backing copy at the start
     left_out: Mapping[str, int] = field(default_factory=dict)
 
@@ -125,6 +126,7 @@ class Requests:
             entry_layers=of_entry,
             entry_bytes=frames.astype(np.uint64) * np.uint64(frame_bytes),
             entry_keys=np.arange(len(frames), dtype=np.uint32) * np.uint32(_GROUPS),
+            record_frames=frames,
             entry_stored=np.ones(len(frames), np.bool_),
         )
 
@@ -182,6 +184,11 @@ class Requests:
         """The layers that ask for anything, ascending."""
         layers: list[int] = np.unique(self.entry_layers).tolist()
         return layers
+
+    @cached_property
+    def largest_record_frames(self) -> int:
+        """Frames of the largest record with all of its groups: what a live cache must hold at once."""
+        return int(self.record_frames.max(initial=0))
 
     @cached_property
     def largest_event_frames(self) -> int:
@@ -389,6 +396,7 @@ class _Reader:
             entry_layers=self._table.layers[used_keys // _GROUPS],
             entry_bytes=self._table.bytes.reshape(-1)[used_keys],
             entry_keys=used_keys,
+            record_frames=self._table.frames.sum(axis=1, dtype=np.uint32)[used_keys // _GROUPS],
             entry_stored=self._stored(used_keys),
             left_out=self._left_out(discarded),
         )

@@ -21,7 +21,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.errors import ConfigError, DataError
+from tierstore.errors import BudgetError, ConfigError, DataError
 from tierstore.lab.bootstrap import Interval, paired_interval
 from tierstore.lab.candidates import (
     Candidate,
@@ -102,8 +102,8 @@ def tune(
 ) -> Tuning:
     """The setting for ``capacity``, chosen on the first part of the steps and scored on the rest.
 
-    ``machine`` is what stalls are estimated from. Raises ConfigError, BudgetError (a capacity that no entry
-    fits), or DataError for a trace of fewer than four steps.
+    ``machine`` is what stalls are estimated from. Raises ConfigError, BudgetError (a capacity that the
+    largest record does not fit), or DataError for a trace of fewer than four steps.
     """
     chosen_options = options or TuneOptions()
     if requests.step_count < _LEAST_STEPS:
@@ -111,8 +111,13 @@ def tune(
             f"{requests.name}: expected at least {_LEAST_STEPS} steps to tune on and to score, found "
             f"{requests.step_count}"
         )
-    tuner = _Tuner(requests, requests.frames_of(capacity), chosen_options, machine or Machine(), progress)
-    return tuner.run()
+    frames = requests.frames_of(capacity)
+    if frames < requests.largest_record_frames:
+        raise BudgetError(
+            f"capacity: {frames} frames are too small: the largest record takes {requests.largest_record_frames} "
+            "with all of its groups"
+        )
+    return _Tuner(requests, frames, chosen_options, machine or Machine(), progress).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +200,8 @@ class _Tuner:
             part,
             candidate.policy,
             self._capacity,
+            objective=options.objective,
+            machine=self._machine,
             contract=options.contract,
             warmup_steps=warmup,
             threads=options.threads,
