@@ -181,6 +181,18 @@ def test_the_simulator_counts_what_the_core_counts(policy, options, trace, contr
     compare(trace, sum(quotas) or capacity, quotas, [], policy, options, contract)
 
 
+@pytest.mark.parametrize("groups", [[1], [0, 2]])
+def test_what_is_hashed_is_the_record_and_the_group(groups):
+    # Many more entries than the sketch has counters: who shares one decides who stays.
+    random = np.random.default_rng(0)
+    events = []
+    for step in range(1500):
+        records = np.unique(random.zipf(1.2, 4) % 300).tolist()
+        events.append((step, 0, 1, {record: dict.fromkeys(groups, False) for record in records}))
+    sizes = [[int(group in groups) for group in range(3)] for _ in range(300)]
+    compare(Trace(1, groups, sizes, events), 24, [], [], "w-tinylfu", {}, Contract.ATOMIC)
+
+
 @pytest.mark.parametrize("policy", _native.policy_names())
 @settings(deadline=None, max_examples=10)
 @given(trace=traces(largest=3), seed=st.integers(0, 2**32), slack=st.integers(0, 3))
