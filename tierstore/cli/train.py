@@ -130,12 +130,14 @@ def _run(config: TrainConfig, files: _Files, *, resume: bool, as_json: bool) -> 
 def _train(
     config: TrainConfig, output: Output, opening: Opening, files: _Files, mesh: Mesh, interrupts: _Interrupts
 ) -> int:
+    from tierstore.train.budgets import DeviceKind
     from tierstore.train.footprint import fixed_cost, keep_freed_memory, resident_bytes
     from tierstore.train.report import Metrics, RunSummary, tier_rows, totals
     from tierstore.train.session import open_session
 
     keep_freed_memory()
-    fixed = fixed_cost(config, resident_bytes()).nbytes
+    device = DeviceKind(mesh.device.type)
+    fixed = fixed_cost(config, resident_bytes(), ranks=mesh.world.size, device=device).nbytes
     _announce(config, output, fixed, mesh)
     with (
         open_timeline(files.timeline) as sink,
