@@ -136,7 +136,6 @@ class Setting:
             config.prefetch,
             moe_layers=self.model.moe_layers,
             compute=config.model.compute_dtype,
-            plan=config.gradient_plan,
             micro_batches=config.data.micro_batches,
         )
 

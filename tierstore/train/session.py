@@ -207,6 +207,7 @@ def _slice_dense(setup: _Setup, shell: _Shell) -> _Sliced:
         adamw=config.adamw,
         config=config.dense,
         compute=compute,
+        timeline=setup.timeline,
     )
     shell.model.to(setup.mesh.device)
     schedule = unit_schedule(
