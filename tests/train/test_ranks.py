@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from launcher import Ranks, World
-from rank_cases import MODES, Settings, ahead, alone, train, weights
+from rank_cases import MODES, Settings, ahead, alone, attempt, train, weights
 
 from tierstore.errors import StoreError, StoreExistsError, StoreFormatError, StoreMissingError
 from tierstore.parallel import Mesh
@@ -83,10 +83,14 @@ def test_however_it_is_held_the_bits_are_the_same(
 
 def agreed(mesh: Mesh, store: Path, wanted: Opening) -> tuple[str, str] | str:
     try:
-        found = agree(store, wanted, mesh)
+        found = agree(store, wanted, attempt(mesh, store))
     except StoreError as error:
         return f"{type(error).__name__}: {error}"
     return found.opening.value, found.at.value
+
+
+def restart(mesh: Mesh, settings: Settings, steps: int) -> Any:
+    return train(attempt(mesh, settings["store"]), settings, steps, Opening.RESTART)
 
 
 def test_all_resume_at_the_newest_step_that_all_have(
@@ -119,9 +123,9 @@ def test_openings_that_cannot_be_are_refused_by_all_ranks_alike(
     assert len(set(exists)) == 1
     assert exists[0].startswith("StoreExistsError")
     for size in (1, 4):
-        other = ranks.run(size, agreed, made["store"], Opening.RESUME)
-        if size == 1:
-            assert "the store of 2 ranks, and this run has 1; tierstore reshard" in other[0]
+        for wanted in (Opening.RESUME, Opening.CREATE):
+            other = ranks.run(size, agreed, made["store"], wanted)
+            assert f"the store of 2 ranks, and this run has {size}; tierstore reshard" in other[0]
     (made["store"] / "rank-0001" / "tierstore.json").unlink()
     assert "rank 1: " in ranks.run(2, agreed, made["store"], Opening.RESUME)[0]
 
@@ -132,11 +136,30 @@ def test_a_restarted_job_creates_again_what_was_never_acknowledged(
     """Killed during creation: one rank has its first commit, the other has nothing."""
     made = settings()
     assert ranks.run(2, agreed, made["store"], Opening.RESTART) == [("create", "last")] * 2
-    expected = ranks.run(2, train, settings(), 2, Opening.RESTART)
+    expected = ranks.run(2, restart, settings(), 2)
     ranks.run(2, train, made, 0, Opening.CREATE)
     (made["store"] / "rank-0001" / "tierstore.json").unlink()
-    assert ranks.run(2, train, made, 2, Opening.RESTART) == expected
+    assert ranks.run(2, restart, made, 2) == expected
     assert ranks.run(2, agreed, made["store"], Opening.RESTART) == [("resume", "last")] * 2
+    # What was acknowledged and cannot be found is not begun again: a drive is missing, say.
+    (made["store"] / "rank-0000").rename(made["store"].with_name("elsewhere"))
+    lost = ranks.run(2, agreed, made["store"], Opening.RESTART)
+    assert lost[0].startswith("StoreError: ")
+    assert "no store here" in lost[0]
+
+
+def test_a_restarted_job_leaves_the_stores_of_others_alone(
+    ranks: Ranks, settings: Callable[..., dict[str, Any]]
+) -> None:
+    """The first attempt was refused: so is the next one."""
+    made = settings()
+    ranks.run(2, train, made, 1, Opening.CREATE)
+    for wanted in (Opening.CREATE, Opening.RESTART):
+        assert ranks.run(2, agreed, made["store"], wanted)[1].startswith("StoreExistsError")
+    single = settings()
+    train(alone(), single, 1, Opening.CREATE)
+    with pytest.raises(StoreExistsError):
+        agree(single["store"], Opening.RESTART, alone())
 
 
 def test_one_process_refuses_as_ever(tmp_path: Path, settings: Callable[..., dict[str, Any]]) -> None:
@@ -207,4 +230,4 @@ def test_fifty_kills_of_random_ranks_change_no_bit(
 
 
 def _commit_often(mesh: Mesh, settings: Settings, steps: int) -> tuple[list[float], list[float], int]:
-    return train(mesh, settings, steps, Opening.RESTART, commit_every=2)
+    return train(attempt(mesh, settings["store"]), settings, steps, Opening.RESTART, commit_every=2)

@@ -89,6 +89,8 @@ def open_session(
             timeline=setup.timeline,
         )
         if setup.agreed.opening is Opening.CREATE:
+            # A store is one from its first commit on: none is before all ranks have made theirs.
+            setup.mesh.world.barrier()
             trainer.commit()
             give_back_freed_memory()
         yield trainer
