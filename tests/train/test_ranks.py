@@ -15,7 +15,7 @@ import pytest
 from launcher import Ranks, World
 from rank_cases import MODES, Settings, ahead, alone, attempt, train, weights
 
-from tierstore.errors import StoreError, StoreExistsError, StoreFormatError, StoreMissingError
+from tierstore.errors import ConfigError, StoreError, StoreExistsError, StoreFormatError, StoreMissingError
 from tierstore.parallel import Mesh
 from tierstore.store import OpenAt
 from tierstore.store.directories import rank_directory
@@ -173,6 +173,35 @@ def test_one_process_refuses_as_ever(tmp_path: Path, settings: Callable[..., dic
     (tmp_path / "two" / "rank-0000" / "tierstore.json").write_text("{}")
     with pytest.raises(StoreFormatError, match="reshard"):
         agree(tmp_path / "two", Opening.CREATE, alone())
+
+
+def told(mesh: Mesh, settings: Settings, changes: Settings) -> str:
+    """What rank 1 is told otherwise than rank 0 is refused on both."""
+    mine = {**settings, **(changes if mesh.world.rank else {})}
+    try:
+        train(mesh, mine, 1, Opening.CREATE)
+    except ConfigError as error:
+        return str(error)
+    return "trained"
+
+
+def test_ranks_that_were_told_different_things_are_refused(
+    ranks: Ranks, settings: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("another text " * 900)
+    for changes, named in (
+        ({"schedule.lr": 1e-4}, "schedule.lr: was 0.005, is 0.0001"),
+        ({"prefetch.gather_depth": 2}, "prefetch.gather_depth"),
+        ({"data.paths": (str(other),)}, "conditions.data"),
+    ):
+        made = settings()
+        found = ranks.run(2, told, made, changes)
+        assert found[0] == found[1]
+        assert found[0].startswith("rank 1 was told otherwise than rank 0: ")
+        assert named in found[0]
+        assert not made["store"].exists()
+    assert ranks.run(2, told, settings(), {"io.backend": "threads"}) == ["trained"] * 2
 
 
 def test_files_and_restarts_by_rank() -> None:

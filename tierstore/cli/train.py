@@ -6,6 +6,7 @@ SIGINT and SIGTERM end the run after the step in progress, with a commit; a seco
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Mapping
@@ -173,7 +174,8 @@ def _train(
         output.emit(summary.as_json())
     if stopped:
         output.line(f"stopped by a signal after step {summary.steps}, committed; --resume goes on")
-        return _INTERRUPTED
+        # To torchrun any other status is a failure, and it would start the ranks again.
+        return 0 if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" else _INTERRUPTED
     return 0
 
 

@@ -14,23 +14,35 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from tierstore.errors import StoreError, StoreExistsError, StoreFormatError, StoreMissingError, TierstoreError
+from tierstore.config import as_dict
+from tierstore.errors import (
+    ConfigError,
+    StoreError,
+    StoreExistsError,
+    StoreFormatError,
+    StoreMissingError,
+    TierstoreError,
+)
 from tierstore.parallel import Mesh
 from tierstore.store.directories import rank_directories, rank_directory
 from tierstore.store.opening import IDENTITY, OpenAt, read_states
 from tierstore.store.parameter_store import ParameterStore
-from tierstore.train.state import STATE_KEY, TrainState
+from tierstore.train.config import TrainConfig
+from tierstore.train.state import STATE_KEY, TrainState, differences
 
 __all__ = [
     "Agreed",
     "Opening",
     "agree",
+    "check_alike",
     "commit_everywhere",
     "newest_common",
     "rank_file",
     "restarted",
 ]
 
+#: Settings that each rank may have of its own.
+_OWN = ("store", "io", "device", "links")
 #: What a job notes for its later attempts: its ranks agreed to make stores; a step was everybody's.
 _BEGUN, _ACKNOWLEDGED = "begun", "acknowledged"
 
@@ -115,6 +127,30 @@ def agree(store: Path, wanted: Opening, mesh: Mesh) -> Agreed:
         _discard(directory)
     mesh.world.barrier()
     return Agreed(Opening.CREATE)
+
+
+def check_alike(config: TrainConfig, conditions: Mapping[str, object], mesh: Mesh) -> None:
+    """Raises ConfigError on all ranks, naming the first difference, unless all were told the same; a collective.
+
+    Only paths may differ, and how bytes move: the rest decides what is computed, or in which order ranks send.
+    """
+    settings = {name: value for name, value in as_dict(config).items() if name not in _OWN}
+    settings["data"] = {**_table(settings["data"]), "paths": None}
+    told = {**settings, "conditions": {**conditions, "data": _text(conditions), "parallel": None}}
+    ranks = mesh.world.all_gather_object(told)
+    for number, other in enumerate(ranks):
+        different = differences(ranks[0], other)
+        if different:
+            raise ConfigError(f"rank {number} was told otherwise than rank 0: {different[0]}")
+
+
+def _text(conditions: Mapping[str, object]) -> object:
+    return _table(conditions["data"]).get("crc32")
+
+
+def _table(value: object) -> dict[str, object]:
+    assert isinstance(value, dict)
+    return value
 
 
 def _refuse_existing(store: Path, found: Sequence[_Found]) -> None:

@@ -35,7 +35,7 @@ from tierstore.train.budgets import EXPERT_SCHEMA, Budgets, DeviceKind, budgets,
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TextData
 from tierstore.train.footprint import give_back_freed_memory
-from tierstore.train.ranks import Agreed, Opening, agree
+from tierstore.train.ranks import Agreed, Opening, agree, check_alike
 from tierstore.train.state import TrainState, conditions, differences
 from tierstore.train.trainer import Trainer
 
@@ -150,10 +150,11 @@ def _prepare(config: TrainConfig, opening: Opening, mesh: Mesh | None, timeline:
     torch.use_deterministic_algorithms(True)
     divided = budgets(config, DeviceKind(device.type))
     data = TextData(config.data, seq_len=config.model.seq_len)
-    agreed = agree(config.store, opening, mesh)
     present = conditions(
         config, threads=torch.get_num_threads(), device=device, data_crc32=data.crc32, mesh=mesh
     )
+    check_alike(config, present, mesh)
+    agreed = agree(config.store, opening, mesh)
     return _Setup(
         config=config,
         mesh=mesh,
