@@ -162,8 +162,6 @@ def _train(
             seconds=seconds,
             tokens=config.tokens_per_step * (trainer.state.position - first),
             fixed_resident_bytes=fixed,
-            stalls=[stall.as_dict() for stall in trainer.ledger.rows()],
-            stall_s=trainer.ledger.total_s,
             totals=totals(trainer),
         )
         if config.sample_tokens and not stopped:
@@ -218,10 +216,13 @@ def _steps(
 
 def _announce(config: TrainConfig, output: Output, fixed: int, mesh: Mesh) -> None:
     """What the run will take, before the first write."""
+    from tierstore.store.directories import rank_directory
     from tierstore.store.space import copies
 
     model = config.model
     records = model.expert_parameters * 12
+    owned = len(mesh.blocks(model.experts).owned(mesh.expert.rank)) * len(model.moe_layers)
+    own = owned * model.expert_numel * 12
     kept = copies(config.retain)
     output.line(
         f"model: {model.total_parameters / 1e6:.1f} M parameters, {model.expert_count} experts in "
@@ -243,10 +244,11 @@ def _announce(config: TrainConfig, output: Output, fixed: int, mesh: Mesh) -> No
     limits = config.links.describe()
     if limits is not None:
         output.line(limits)
-    parents = [config.store.absolute(), *config.store.absolute().parents]
+    directory = rank_directory(config.store, mesh.world.rank, mesh.world.size).absolute()
+    parents = [directory, *directory.parents]
     place = disk(next(path for path in parents if path.exists()))
     output.line(
-        f"disk: {format_bytes(kept * records)} reserved in {config.store} for {kept} copies; "
+        f"disk: {format_bytes(kept * own)} reserved in {config.store} for {kept} copies; "
         f"{format_bytes(place.free_bytes)} free"
     )
 
@@ -263,7 +265,7 @@ def _show(summary: RunSummary, output: Output, rows: list[tuple[str, str]]) -> N
         ("tier", "total"),
         rows,
     )
-    if summary.stalls:
+    if summary.totals.stalls:
         output.table(
             "longest stalls",
             ("dimension", "layer", "tier", "cause", "time"),
@@ -275,7 +277,7 @@ def _show(summary: RunSummary, output: Output, rows: list[tuple[str, str]]) -> N
                     stall["cause"],
                     _seconds(stall),
                 )
-                for stall in summary.stalls[:8]
+                for stall in summary.totals.stalls[:8]
             ],
         )
 
