@@ -111,3 +111,16 @@ def ahead(mesh: Mesh, settings: Settings, by: int) -> None:
         if by and mesh.world.rank == 1:
             trainer._dense.save(trainer.store, trainer.store.history.applied)
             trainer.store.prepare({STATE_KEY: trainer.state.pack()})
+
+
+def whole_run(mesh: Mesh, settings: Settings, steps: int) -> tuple[list[float], list[float], bytes, int]:
+    """Losses, validation losses after every step, a sample, and how many steps were skipped."""
+    torch.set_num_threads(1)
+    config = load(TrainConfig, None, {**TINY, **settings})
+    losses, validations = [], []
+    with open_session(config, Opening.CREATE, mesh=mesh) as trainer:
+        for _ in range(steps):
+            losses.append(trainer.step().loss)
+            validations.append(trainer.evaluate())
+        trainer.commit()
+        return losses, validations, trainer.sample(b"store", 5), trainer.state.skipped

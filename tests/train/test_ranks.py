@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from launcher import Ranks, World
-from rank_cases import MODES, Settings, ahead, alone, attempt, train, weights
+from rank_cases import MODES, Settings, ahead, alone, attempt, train, weights, whole_run
 
 from tierstore.errors import ConfigError, StoreError, StoreExistsError, StoreFormatError, StoreMissingError
 from tierstore.parallel import Mesh
@@ -60,22 +60,41 @@ HOLDS: dict[str, Settings] = {
 }
 
 
-@pytest.mark.parametrize("expert", [0, 1])
+@pytest.mark.parametrize(("size", "expert"), [(2, 0), (2, 1), (4, 2)])
 def test_however_it_is_held_the_bits_are_the_same(
-    ranks: Ranks, settings: Callable[..., dict[str, Any]], expert: int
+    ranks: Ranks, settings: Callable[..., dict[str, Any]], size: int, expert: int
 ) -> None:
     mode = {"clip_norm": 0.5, "data.micro_batches": 2} if expert else {}
-    expected = ranks.run(2, train, settings(mode), 8, Opening.CREATE, expert=expert)
+    expected = ranks.run(size, train, settings(mode), 8, Opening.CREATE, expert=expert)
     for name, hold in HOLDS.items():
         held = settings({**mode, **hold})
-        found = ranks.run(2, train, held, 4, Opening.CREATE, expert=expert)
-        rest = ranks.run(2, train, held, 8, Opening.RESUME, expert=expert)
-        for rank in range(2):
+        found = ranks.run(size, train, held, 4, Opening.CREATE, expert=expert)
+        rest = ranks.run(size, train, held, 8, Opening.RESUME, expert=expert)
+        for rank in range(size):
             losses = found[rank][0] + rest[rank][0]
             assert losses == expected[rank][0], name
             # Sliced by parameter, ranks hold other parts of the dense weights: the same bits elsewhere.
             if "dense.fusion" not in hold:
                 assert rest[rank][2] == expected[rank][2], name
+
+
+@pytest.mark.parametrize(("size", "expert"), [(2, 0), (4, 2)])
+def test_validation_sampling_and_skipped_steps(
+    ranks: Ranks, settings: Callable[..., dict[str, Any]], size: int, expert: int
+) -> None:
+    plain: Settings = {"eval_batches": 2, "host_budget": 60_000, "clip_norm": 0.5}
+    single = whole_run(alone(), settings({**plain, "host_budget": 4 << 20}), 4)
+    several = ranks.run(size, whole_run, settings(plain), 4, expert=expert)
+    for rank in several:
+        assert rank[:2] == several[0][:2]
+        assert len(rank[2]) == 5
+    np.testing.assert_allclose(several[0][0], single[0], rtol=2e-5)
+    np.testing.assert_allclose(several[0][1], single[1], rtol=2e-5)
+    # A learning rate that blows up: every rank skips the same steps, with gathers under way, and goes on.
+    wild = {**plain, "schedule.lr": 1e30, "schedule.warmup_steps": 0, "max_skipped": 9}
+    skipped = ranks.run(size, whole_run, settings(wild), 4, expert=expert)
+    assert skipped[0][3] >= 1
+    assert {rank[3] for rank in skipped} == {skipped[0][3]}
 
 
 # Openings ---------------------------------------------------------------------------------------------------
