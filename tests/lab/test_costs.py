@@ -28,8 +28,8 @@ def replayed(**columns):
         **columns,
     )
     (found,) = replay_all(requests, [Setting(LRU, 1)])
-    assert found.event_read_frames.tolist() == [1, 1, 1, 1]
-    assert found.event_written_frames.tolist() == [0, 1, 0, 1]
+    assert found.event_read_bytes.tolist() == [100, 100, 100, 100]
+    assert found.event_written_bytes.tolist() == [0, 100, 0, 100]
     return requests, found
 
 

@@ -27,7 +27,7 @@ from tierstore.lab.costs import Machine, Objective
 from tierstore.lab.results import Verdict
 from tierstore.lab.simulate import PolicySpec, Scope, known_policies
 from tierstore.lab.tune import Hindsight, TuneOptions, tune
-from tierstore.store.opening import layer_quotas
+from tierstore.trace.quotas import quotas_by_layer
 from tierstore.train.config import TrainConfig
 
 STEPS, EACH = 400, 50
@@ -195,7 +195,7 @@ def test_a_candidate_s_configuration_is_what_train_takes(tmp_path, half_life):
     assert cache == cache_configuration(candidate)
     assert cache.options == candidate.policy.options
     assert cache.half_life == pytest.approx(half_life)
-    assert layer_quotas([0, 2], 5, cache.layer_shares) == [2, 0, 3]
+    assert quotas_by_layer([0, 2], 5, cache.layer_shares) == [2, 0, 3]
 
 
 def test_a_policy_that_train_does_not_run_is_said():

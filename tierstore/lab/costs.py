@@ -104,8 +104,8 @@ class Machine:
 
     def stalls(self, requests: Requests, replayed: Replayed) -> NDArray[np.float64]:
         """Seconds that each event waits [events]; 0 in the warm-up."""
-        read = replayed.event_read_frames.astype(np.float64) * requests.frame_bytes
-        written = replayed.event_written_frames.astype(np.float64) * requests.frame_bytes
+        read = replayed.event_read_bytes.astype(np.float64)
+        written = replayed.event_written_bytes.astype(np.float64)
         fetch = read / self.read_bytes_per_s + written / self.write_bytes_per_s
         if self.mixed_bytes_per_s is not None:
             fetch = np.where((read > 0) & (written > 0), (read + written) / self.mixed_bytes_per_s, fetch)
@@ -144,8 +144,7 @@ def cost_by_step(
     if objective is Objective.STALL:
         events = machine.stalls(requests, replayed)
     else:
-        frames = replayed.event_read_frames.astype(np.float64) + replayed.event_written_frames
-        events = frames * requests.frame_bytes
+        events = replayed.event_read_bytes.astype(np.float64) + replayed.event_written_bytes
     return np.bincount(requests.steps, weights=events, minlength=requests.step_count).astype(np.float64)
 
 

@@ -75,7 +75,10 @@ def has_one_pass(
     contract: Contract = Contract.ATOMIC,
 ) -> bool:
     """Whether ``lru_curve`` holds for this capacity (and larger ones)."""
-    alike = bool((requests.sizes == requests.sizes[0]).all())
+    alike = bool(
+        (requests.sizes == requests.sizes[0]).all()
+        and (requests.entry_bytes == requests.entry_bytes[0]).all()
+    )
     whole = contract is Contract.SEQUENTIAL or capacity_frames >= requests.largest_event_frames
     return scope is Scope.GLOBAL and alike and whole
 
@@ -111,7 +114,7 @@ def lru_curve(
     warm = len(np.unique(requests.entries[: int(requests.offsets[warmup])]))
     distinct = len(np.unique(requests.entries))
     size = int(requests.sizes[0])
-    frame_bytes = requests.frame_bytes * size
+    entry_bytes = int(requests.entry_bytes[0])
     points = []
     for capacity in frames:
         held = min(capacity // size, distinct)
@@ -130,8 +133,8 @@ def lru_curve(
                 misses=fetched - created,
                 evictions=fetched - (held - min(held, warm)),
                 write_backs=written,
-                read_bytes=(fetched - created) * frame_bytes,
-                written_bytes=written * frame_bytes,
+                read_bytes=(fetched - created) * entry_bytes,
+                written_bytes=written * entry_bytes,
             )
         )
     return Curve(tuple(points))

@@ -147,6 +147,11 @@ class Requests:
         return self.entry_keys // np.uint32(_GROUPS)
 
     @cached_property
+    def entry_groups(self) -> NDArray[np.uint8]:
+        """Which of its record's groups each entry is [entries]."""
+        return (self.entry_keys % np.uint32(_GROUPS)).astype(np.uint8)
+
+    @cached_property
     def total_frames(self) -> int:
         """The footprint: frames of all entries that the trace asks for."""
         return int(self.sizes.sum(dtype=np.uint64))
@@ -157,7 +162,10 @@ class Requests:
 
     @cached_property
     def frame_bytes(self) -> int:
-        """Bytes of a frame: the least that every entry fits its frames with."""
+        """Bytes of a frame: the least that every entry fits its frames with.
+
+        It is what a capacity in bytes is counted by, nothing else: what is read and written is entries' bytes.
+        """
         if not len(self.sizes):
             return 1
         return max(1, int(np.ceil((self.entry_bytes / np.maximum(self.sizes, 1)).max())))
@@ -168,6 +176,12 @@ class Requests:
         return np.bincount(self.entry_layers, weights=self.sizes, minlength=self.layer_count).astype(
             np.uint64
         )
+
+    @cached_property
+    def present_layers(self) -> list[int]:
+        """The layers that ask for anything, ascending."""
+        layers: list[int] = np.unique(self.entry_layers).tolist()
+        return layers
 
     @cached_property
     def largest_event_frames(self) -> int:

@@ -6,18 +6,16 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from tierstore._native import CapacityError, Replay, Residency, Scope
 from tierstore.errors import BudgetError, ConfigError, DataError
 from tierstore.trace.format import TraceHeader
+from tierstore.trace.quotas import quotas_by_layer
 from tierstore.trace.reader import read_chunks, read_header
+from tierstore.trace.records import RecordTable
 
-__all__ = ["equal_quotas", "make_residency", "replay"]
-
-
-def equal_quotas(capacity_frames: int, layers: int) -> tuple[int, ...]:
-    """``capacity_frames`` split evenly; the first layers get the frames that are left over."""
-    share, rest = divmod(capacity_frames, layers)
-    return tuple(share + (1 if layer < rest else 0) for layer in range(layers))
+__all__ = ["make_residency", "replay"]
 
 
 def make_residency(header: TraceHeader) -> Residency:
@@ -52,9 +50,10 @@ def replay(
 
     What is not given is as it was recorded: then the statistics are those of the live run, exactly. Another
     policy starts with its default options; one written in Python must be given, as a file alone shall not
-    decide which code runs; with layer scope and another capacity or scope, quotas are equal
-    shares unless given. Raises DataError (a malformed trace), ConfigError (a policy or option that cannot
-    be), BudgetError (a capacity too small for the trace; names what the refused access needs), OSError.
+    decide which code runs; with layer scope and another capacity or scope, quotas are equal shares for the
+    layers that have records unless given. Raises DataError (a malformed trace), ConfigError (a policy or option
+    that cannot be), BudgetError (a capacity too small for the trace; names what the refused access needs),
+    OSError.
     """
     with Path(path).open("rb") as file:
         recorded = read_header(file)
@@ -69,8 +68,8 @@ def replay(
             elif capacity_frames is None and recorded.scope == "layer":
                 quotas = recorded.layer_quotas
             else:
-                layers = 1 + max((record.layer for record in recorded.records), default=0)
-                quotas = equal_quotas(capacity, layers)
+                layers = np.unique(RecordTable.of(recorded.records).layers).tolist()
+                quotas = tuple(quotas_by_layer(layers or [0], capacity))
         if policy is None and ":" in recorded.policy:
             raise ConfigError(
                 f"{os.fspath(path)}: recorded under {recorded.policy}, a policy written in Python: "
