@@ -105,7 +105,7 @@ def test_simulate_says_what_its_numbers_are(trace: Path) -> None:
     for said in (
         "lfu-decay(half_life=4)",
         "50.0%, 12 MiB",
-        "event-atomic, global scope;",
+        "event-atomic, no lookahead, global scope;",
         "measured",
         "estimated",
     ):
@@ -145,7 +145,12 @@ def test_tune_and_what_it_prints_is_taken_by_train(trace: Path, tmp_path: Path) 
     value = found("tune", trace, "--capacity", "0.4", "--out", written)
     assert value["verdict"] in ("better", "tie", "worse")
     assert value["chosen"]["steps"] == STEPS - value["tuned_steps"] == STEPS // 2
-    assert value["miss_gain_low_ratio"] <= value["miss_gain_ratio"] <= value["miss_gain_high_ratio"]
+    assert (value["miss_gain_low_ratio"], value["miss_gain_high_ratio"]) == (None, None)  # too few steps
+    assert value["verdict"] == "tie"
+    said = done("tune", trace, "--capacity", "0.4", "--policy", "lru").stdout
+    assert "no interval: too few steps" in said
+    longer = found("tune", trace, "--capacity", "0.4", "--prefix", "0.1")
+    assert longer["miss_gain_low_ratio"] <= longer["miss_gain_ratio"] <= longer["miss_gain_high_ratio"]
     assert value["configuration"] == written.read_text()
     assert "cache" in tomllib.loads(written.read_text())
     out = done("tune", trace, "--capacity", "0.4", "--objective", "stall").stdout

@@ -89,6 +89,7 @@ def test_the_json_object(run: Run) -> None:
         "write_backs",
         "intervals",
         "ranks",
+        "stalled_rank",
         "layer",
     }
     plain = {"train_loss", "val_loss", "records_crc32c", "tier", "cause"}
@@ -113,7 +114,13 @@ def test_the_policy_is_named_and_a_starving_one_warned_about(run: Run) -> None:
     plain = run().stdout
     assert "cache policy: next-use, global scope" in plain
     assert "warning" not in plain
-    starving = run("--set", "cache.policy=lfu-decay", "--set", "cache.options.threshold=2", store=run.directory / "starving").stdout
+    starving = run(
+        "--set",
+        "cache.policy=lfu-decay",
+        "--set",
+        "cache.options.threshold=2",
+        store=run.directory / "starving",
+    ).stdout
     assert "warning: cache.options.threshold = 2 with a half-life of 8" in starving
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from scipy import stats
 
-from tierstore.lab.bootstrap import block_length, paired_interval
+from tierstore.lab.bootstrap import block_length, paired_interval, student_quantile
 
 
 def test_by_hand():
     found = paired_interval([1, 2, 3, 4, 5, 6], [10] * 6)
     assert found.estimate == pytest.approx(21 / 60)
     assert found.low <= found.estimate <= found.high
-    constant = paired_interval([2] * 20, [10] * 20)
+    constant = paired_interval([2] * 40, [10] * 40)
     assert (constant.low, constant.estimate, constant.high) == pytest.approx((0.2, 0.2, 0.2))
     assert not constant.holds_zero
 
@@ -21,6 +22,37 @@ def test_few_steps_say_nothing():
     found = paired_interval([5] * 5, [10] * 5)
     assert (found.low, found.high, found.blocks) == (-np.inf, np.inf, 0)
     assert found.holds_zero
+
+
+def test_few_blocks_say_nothing():
+    found = paired_interval(np.random.default_rng(0).normal(9, 1, 12), np.ones(12))
+    assert (found.low, found.high, found.blocks) == (-np.inf, np.inf, 4)
+
+
+def autoregression(rng, steps, rho):
+    """``steps`` of mean 0, each ``rho`` times the one before it and noise."""
+    series = rng.normal(size=steps)
+    for step in range(1, steps):
+        series[step] += rho * series[step - 1]
+    return series
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.5])
+@pytest.mark.parametrize("steps", [12, 24, 50, 400])
+def test_nothing_is_rarely_taken_for_a_difference(steps, rho):
+    rng = np.random.default_rng(0)
+    wrong = sum(
+        not paired_interval(autoregression(rng, steps, rho), np.ones(steps), resamples=300).holds_zero
+        for _ in range(300)
+    )
+    assert wrong / 300 <= 0.12  # 5% is meant; two standard errors of the test are 3%
+
+
+@pytest.mark.parametrize("probability", [0.9, 0.975, 0.995])
+def test_student_s_quantile(probability):
+    freedom = np.arange(7, 200)
+    found = [student_quantile(probability, int(n)) for n in freedom]
+    np.testing.assert_allclose(found, stats.t.ppf(probability, freedom), rtol=3e-4)
 
 
 def test_equal_replays_are_a_tie():

@@ -73,7 +73,7 @@ def test_what_it_says(text):
     assert "0123456789abcdef" * 4 in words
     for said in (
         "A study of <caches>",
-        "Contract: event-atomic; scope: global",
+        "Contract: event-atomic, no lookahead; scope: global",
         "0.4500",  # LFU-decay at 40%
         "+0.1500",  # above the bound
         "belady (bound)",

@@ -18,6 +18,7 @@ from tierstore.cli.cache_options import (
 )
 from tierstore.cli.cache_output import (
     COUNTS,
+    NO_LOOKAHEAD,
     curves_json,
     outcome_json,
     show_assumptions,
@@ -28,6 +29,7 @@ from tierstore.cli.cache_output import (
 from tierstore.cli.cache_shared import (
     check_html,
     load_trace_requests,
+    recorded_outcomes,
     stage_progress,
     study_of,
     write_html,
@@ -127,6 +129,13 @@ def import_(
 @click.argument("trace", type=TRACE)
 @policy_option("lru, lfu-decay and the bound belady")
 @capacity_option(multiple=True)
+@click.option(
+    "--lookahead",
+    type=click.Choice(["none", "recorded"]),
+    default="none",
+    show_default=True,
+    help="Requests alone, or with the prefetches that a run of tierstore train recorded.",
+)
 @replay_options
 @machine_options
 @json_option
@@ -134,6 +143,7 @@ def simulate(
     trace: Path,
     policies: tuple[str, ...],
     capacities: tuple[str, ...],
+    lookahead: str,
     replay: dict[str, Any],
     machine: Machine,
     as_json: bool,
@@ -143,23 +153,31 @@ def simulate(
 
     output = Output.for_option(as_json, counts=COUNTS)
     requests = load_trace_requests(trace, output, replay["warmup_steps"])
-    specs = specs_of(requests, policies, ("lru", "lfu-decay", "belady"))
+    specs = specs_of(
+        requests, policies, ("lru", "lfu-decay", *(() if lookahead == "recorded" else ("belady",)))
+    )
+    frames = [requests.frames_of(capacity, name="--capacity") for capacity in capacities]
     with stage_progress(output, "simulate") as heard:
-        found = curves(
-            requests,
-            specs,
-            [requests.frames_of(capacity, name="--capacity") for capacity in capacities],
-            machine=machine,
-            progress=lambda done, total: heard("replays", done, total),
-            **replay,
-        )
-    outcomes = [point for curve in found for point in curve.points]
+        if lookahead == "recorded":
+            outcomes = recorded_outcomes(trace, requests, specs, frames, replay)
+        else:
+            found = curves(
+                requests,
+                specs,
+                frames,
+                machine=machine,
+                progress=lambda done, total: heard("replays", done, total),
+                **replay,
+            )
+            outcomes = [point for curve in found for point in curve.points]
     show_outcomes(outcomes, requests.frame_bytes, output)
-    show_assumptions(machine, f"{replay['contract'].value}, {replay['scope'].value} scope", output)
+    said = NO_LOOKAHEAD if lookahead == "none" else "the recorded prefetches and their share of the capacity"
+    show_assumptions(machine, f"{replay['contract'].value}, {said}, {replay['scope'].value} scope", output)
     output.emit(
         {
             "trace": trace_json(requests),
             "contract": replay["contract"].value,
+            "lookahead": lookahead,
             "assumptions": machine.assumptions,
             "outcomes": [outcome_json(outcome, requests.frame_bytes) for outcome in outcomes],
         }
@@ -205,7 +223,9 @@ def curve(
         )
     keep = [keep_ratio(requests, capacity) for capacity in capacities]
     show_curves(found, keep, output)
-    output.line(f"{replay['contract'].value}, {replay['scope'].value} scope; all numbers simulated")
+    output.line(
+        f"{replay['contract'].value}, {NO_LOOKAHEAD}, {replay['scope'].value} scope; all numbers simulated"
+    )
     if html is not None:
         from tierstore.lab.assemble import regime_study
 
@@ -215,6 +235,7 @@ def curve(
         {
             "trace": trace_json(requests),
             "contract": replay["contract"].value,
+            "lookahead": "none",
             "scope": replay["scope"].value,
             "keep_ratio": keep,
             "curves": curves_json(found, requests.frame_bytes),

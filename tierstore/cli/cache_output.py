@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COUNTS",
+    "NO_LOOKAHEAD",
     "curves_json",
     "outcome_json",
     "show_assumptions",
@@ -29,9 +30,13 @@ __all__ = [
     "tuning_json",
 ]
 
+NO_LOOKAHEAD = "no lookahead"
+"""What replays of requests alone are named with: nothing is fetched ahead, and all of the capacity is cache."""
+
 COUNTS = frozenset(
     {
         *("requests", "events", "write_backs", "capacity_frames", "total_frames", "tuned_steps"),
+        *("lookahead_frames", "creates", "starved"),
         *("drive_writes_per_day", "drive_life_years", "policy_options", "layer_quotas", "left_out"),
     }
 )
@@ -79,6 +84,7 @@ def outcome_json(outcome: Outcome, frame_bytes: int) -> dict[str, object]:
         "capacity_ratio": outcome.capacity_fraction,
         "scope": outcome.scope,
         "contract": outcome.contract,
+        "lookahead_frames": outcome.lookahead_frames,
         "evidence": outcome.evidence.value,
         "steps": outcome.steps,
         "requests": outcome.requests,
@@ -188,6 +194,7 @@ def tuning_json(tuning: Tuning, frame_bytes: int) -> dict[str, object]:
         "confidence_ratio": result.confidence,
         "regret_ratio": result.regret,
         "tuned_steps": result.tuned_steps,
+        "scored": result.scored,
         "regime": tuning.regime.worth.value,
         "advice": result.advice,
         "configuration": result.configuration,
@@ -196,6 +203,10 @@ def tuning_json(tuning: Tuning, frame_bytes: int) -> dict[str, object]:
         "baseline": outcome_json(result.baseline, frame_bytes),
         "best": outcome_json(result.best, frame_bytes),
     }
+
+
+def _replayed_with(scored: str) -> str:
+    return scored if scored == NO_LOOKAHEAD else f"with {scored}"
 
 
 def show_tuning(tuning: Tuning, frame_bytes: int, output: Output) -> None:
@@ -214,7 +225,7 @@ def show_tuning(tuning: Tuning, frame_bytes: int, output: Output) -> None:
     size = format_bytes(result.chosen.capacity_frames * frame_bytes)
     title = (
         f"with {size}, {result.chosen.capacity_fraction:.1%}, on the {result.chosen.steps} steps after the first "
-        f"{result.tuned_steps}; best first"
+        f"{result.tuned_steps}, {_replayed_with(result.scored)}; best first"
     )
     output.table(title, ("policy", "scope", *_COSTS, ""), rows)
     what = {"misses": "of the requests", "bytes": "bytes a step", "stall": "s a step"}[result.objective]
@@ -223,10 +234,13 @@ def show_tuning(tuning: Tuning, frame_bytes: int, output: Output) -> None:
         "tie": "a tie with the baseline",
         "worse": "worse than the baseline, which stays",
     }[result.verdict.value]
+    interval = f"{result.confidence:.0%} interval {result.gain_low:.4g} to {result.gain_high:.4g}"
+    if math.isinf(result.gain_high):
+        interval = "no interval: too few steps that are unlike their neighbours"
     output.line(
         f"chosen on the first {result.tuned_steps} steps: {_label(result.chosen)}, {result.chosen.scope} scope; "
         f"{said} ({_label(result.baseline)}, {result.baseline.scope}): gain {result.gain:.4g} {what}, "
-        f"{result.confidence:.0%} interval {result.gain_low:.4g} to {result.gain_high:.4g}; "
+        f"{interval}; "
         f"{result.regret:.2%} behind the best in hindsight"
     )
     output.line("paste into the configuration of tierstore train:")

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tierstore.cli.cache_output import show_trace
 from tierstore.cli.output import Output
-from tierstore.errors import ConfigError
+from tierstore.errors import BudgetError, ConfigError
 
 if TYPE_CHECKING:
     from tierstore.lab.costs import Machine
     from tierstore.lab.requests import Requests
-    from tierstore.lab.results import RegimeStudy, Study
+    from tierstore.lab.results import Outcome, RegimeStudy, Study
+    from tierstore.lab.simulate import PolicySpec
 
-__all__ = ["check_html", "load_trace_requests", "stage_progress", "study_of", "write_html"]
+__all__ = [
+    "check_html",
+    "load_trace_requests",
+    "recorded_outcomes",
+    "stage_progress",
+    "study_of",
+    "write_html",
+]
 
 
 def load_trace_requests(trace: Path, output: Output, warmup_steps: int = 0) -> Requests:
@@ -28,6 +36,39 @@ def load_trace_requests(trace: Path, output: Output, warmup_steps: int = 0) -> R
     if warmup_steps >= requests.step_count:
         raise ConfigError(f"--warmup: expected less than the {requests.step_count} steps of {trace}")
     return requests
+
+
+def recorded_outcomes(
+    trace: Path,
+    requests: Requests,
+    specs: Sequence[PolicySpec],
+    frames: Sequence[int],
+    replay: Mapping[str, Any],
+) -> list[Outcome]:
+    """Outcomes with the prefetches of the recorded run. Raises ConfigError naming the option, or BudgetError."""
+    from tierstore.lab.live import recording_of, replay_recorded
+    from tierstore.lab.results import Role
+    from tierstore.lab.simulate import Contract, Setting
+
+    recording = recording_of(trace, requests)
+    if recording is None:
+        raise ConfigError(f"--lookahead recorded: {trace} has no prefetches")
+    if replay["contract"] is not Contract.ATOMIC:
+        raise ConfigError("--lookahead recorded: expected --contract event-atomic, as a run replays")
+    bounds = [spec.name for spec in specs if spec.role is Role.BOUND]
+    if bounds:
+        raise ConfigError(f"--lookahead recorded: expected policies, got the bound {bounds[0]}")
+    settings = [Setting(spec, size, replay["scope"]) for spec in specs for size in frames]
+    found = []
+    replays = replay_recorded(requests, recording, settings, threads=replay["threads"])
+    for setting, replayed in zip(settings, replays, strict=True):
+        if replayed is None:
+            raise BudgetError(
+                f"--capacity: {setting.capacity_frames} frames, of which prefetches hold "
+                f"{recording.lookahead_at(setting.capacity_frames)}, are too small for {setting.policy.name}"
+            )
+        found.append(replayed.outcome(requests, slice(replay["warmup_steps"], None)))
+    return found
 
 
 @contextmanager

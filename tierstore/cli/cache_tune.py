@@ -16,7 +16,14 @@ from tierstore.cli.cache_options import (
     machine_options,
     threads_option,
 )
-from tierstore.cli.cache_output import COUNTS, show_assumptions, show_tuning, trace_json, tuning_json
+from tierstore.cli.cache_output import (
+    COUNTS,
+    NO_LOOKAHEAD,
+    show_assumptions,
+    show_tuning,
+    trace_json,
+    tuning_json,
+)
 from tierstore.cli.cache_shared import check_html, load_trace_requests, stage_progress, study_of, write_html
 from tierstore.cli.options import json_option
 from tierstore.cli.output import Output
@@ -78,9 +85,9 @@ def tune(
     options = _tune_options(search)
     check_html(html)
     requests = load_trace_requests(trace, output)
-    found = _tuned(requests, capacity, options, machine, output)
+    found = _tuned(trace, requests, capacity, options, machine, output)
     show_tuning(found, requests.frame_bytes, output)
-    show_assumptions(machine, options.contract.value, output)
+    show_assumptions(machine, f"{options.contract.value}, {found.result.scored}", output)
     if out is not None:
         out.write_text(found.result.configuration)
     if html is not None:
@@ -121,7 +128,7 @@ def report(
     options = _tune_options({"contract": contract, "threads": threads})
     check_html(html)
     requests = load_trace_requests(trace, output)
-    found = _tuned(requests, capacity, options, machine, output)
+    found = _tuned(trace, requests, capacity, options, machine, output)
     show_tuning(found, requests.frame_bytes, output)
     _report(requests, points, options, machine, found, html, output)
     output.emit(
@@ -157,6 +164,7 @@ def study(
     found = run_study(sources, options, progress=lambda regime, what: output.line(f"{regime}: {what}"))
     tables = study_markdown(found)
     output.line(tables)
+    output.line(f"{contract}, {NO_LOOKAHEAD}")
     if markdown is not None:
         markdown.write_text(tables)
     if html is not None:
@@ -171,6 +179,7 @@ def _regimes_json(found: Study) -> list[dict[str, object]]:
             "name": regime.name,
             "sha256": regime.trace.sha256,
             "contract": regime.contract,
+            "lookahead": "none",
             "advice": regime.advice,
             "chosen": None if regime.tuned is None else regime.tuned.chosen.label,
             "chosen_miss_ratio": None if regime.tuned is None else regime.tuned.chosen.miss_ratio,
@@ -203,13 +212,26 @@ def _tune_options(search: Mapping[str, Any]) -> TuneOptions:
 
 
 def _tuned(
-    requests: Requests, capacity: str, options: TuneOptions, machine: Machine, output: Output
+    trace: Path,
+    requests: Requests,
+    capacity: str,
+    options: TuneOptions,
+    machine: Machine,
+    output: Output,
 ) -> Tuning:
+    from tierstore.lab.live import recording_of
     from tierstore.lab.tune import tune as search
 
     frames = requests.frames_of(capacity, name="--capacity")
     with stage_progress(output, "tune") as heard:
-        return search(requests, frames, options, machine=machine, progress=heard)
+        return search(
+            requests,
+            frames,
+            options,
+            machine=machine,
+            recording=recording_of(trace, requests),
+            progress=heard,
+        )
 
 
 def _report(

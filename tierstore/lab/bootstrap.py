@@ -2,19 +2,23 @@
 
 Neighbouring steps are alike (the same tokens, the same experts), so single steps are no independent sample:
 blocks of consecutive steps are drawn instead (Kunsch 1989), longer than the differences stay correlated.
+Few blocks make a resample vary too little: its deviation is that of b - 1 blocks in b. So the interval is
+widened by sqrt(b / (b - 1)), and by Student's quantile of b - 1 degrees of freedom in place of the normal one.
 The two replays see the same requests, so their difference is taken step by step (paired).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["Interval", "block_length", "paired_interval"]
+__all__ = ["Interval", "block_length", "paired_interval", "student_quantile"]
 
-_LEAST_STEPS = 6  # below, no interval says anything
+_LEAST_BLOCKS = 8  # below, no interval says anything
 _MOST_BINS = 4096  # longer series are summed in bins of consecutive steps first
 _RESAMPLES = 2000
 
@@ -42,10 +46,10 @@ def paired_interval(
     resamples: int = _RESAMPLES,
     seed: int = 0,
 ) -> Interval:
-    """``sum(differences) / sum(weights)`` over steps, with a percentile interval.
+    """``sum(differences) / sum(weights)`` over steps, with a percentile interval, widened for few blocks.
 
     ``differences`` and ``weights`` [steps] are one replay's cost less the other's, and what it is measured
-    against (requests for a miss ratio). Fewer than 6 steps give an interval without ends: nothing is known.
+    against (requests for a miss ratio). Fewer than 8 blocks give an interval without ends: nothing is known.
     Raises ValueError for arrays of different lengths, no steps, or a confidence outside (0, 1).
     """
     values, scale = np.asarray(differences, np.float64), np.asarray(weights, np.float64)
@@ -55,20 +59,44 @@ def paired_interval(
         raise ValueError(f"a confidence of {confidence}")
     total = float(scale.sum())
     estimate = float(values.sum()) / total if total else 0.0
-    if len(values) < _LEAST_STEPS:
+    if len(values) < _LEAST_BLOCKS:
         return Interval(estimate, -np.inf, np.inf, confidence, 0)
     if not values.any() or not total:
         return Interval(estimate, estimate, estimate, confidence, len(values))
     values, scale = _binned(values), _binned(scale)
     block = block_length(values)
+    blocks = len(values) // block
+    if blocks < _LEAST_BLOCKS:
+        return Interval(estimate, -np.inf, np.inf, confidence, blocks)
     drawn = _resample(np.stack((values, scale)), block, resamples, np.random.default_rng(seed))
     ratios = drawn[0] / np.maximum(drawn[1], np.finfo(float).tiny)
     low, high = np.quantile(ratios, [(1 - confidence) / 2, (1 + confidence) / 2])
-    return Interval(estimate, float(low), float(high), confidence, len(values) // block)
+    wider = _widening(confidence, blocks)
+    ends = [estimate + wider * (float(end) - estimate) for end in (low, high)]
+    return Interval(estimate, ends[0], ends[1], confidence, blocks)
+
+
+def _widening(confidence: float, blocks: int) -> float:
+    """What a percentile interval of ``blocks`` blocks is widened by."""
+    normal = NormalDist().inv_cdf((1 + confidence) / 2)
+    return student_quantile((1 + confidence) / 2, blocks - 1) / normal * math.sqrt(blocks / (blocks - 1))
+
+
+def student_quantile(probability: float, freedom: int) -> float:
+    """Student's t by its expansion in 1 / ``freedom`` (Abramowitz and Stegun 26.7.5), for 7 degrees and more."""
+    z, n = NormalDist().inv_cdf(probability), freedom
+    terms: tuple[float, ...] = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return math.fsum(term / n**power for power, term in enumerate(terms))
 
 
 def block_length(values: ArrayLike) -> int:
-    """Steps of a block: the cube root of their number, or twice the time that they stay correlated for.
+    """Steps of a block: the cube root of their number, or three times that they stay correlated for.
 
     That time is ``1 + 2 * sum(autocorrelations)``, summed until they fall below the noise of white noise.
     At least four blocks remain.
@@ -84,7 +112,7 @@ def block_length(values: ArrayLike) -> int:
         correlations = np.fft.irfft(spectrum, size)[1 : steps // 2 + 1] / variance
         below = np.flatnonzero(correlations < 2 / np.sqrt(steps))
         correlated += 2 * float(correlations[: below[0] if len(below) else None].sum())
-    return max(1, min(int(np.ceil(max(steps ** (1 / 3), 2 * correlated))), steps // 4))
+    return max(1, min(int(np.ceil(max(steps ** (1 / 3), 3 * correlated))), steps // 4))
 
 
 def _binned(values: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -81,7 +81,8 @@ class Window:
 class Outcome:
     """One replay. Capacities in frames (records, where all are equal), sizes in bytes, times in seconds.
 
-    ``requests`` is ``hits + misses + creates``: a created entry had no backing copy and was not read.
+    ``requests`` is ``hits + misses + creates``: a created entry had no backing copy and was not read. With a
+    lookahead, ``misses`` are all reads, ahead or on demand, counted by their bytes in requests of mean size.
     What a replay did not ask for is None or empty.
     """
 
@@ -92,6 +93,7 @@ class Outcome:
     capacity_fraction: float  # of the frames of all entries that the trace asks for
     scope: str  # "global" or "layer"
     contract: str  # "event-atomic" or "sequential"
+    lookahead_frames: int = 0  # that the recorded prefetches may hold; 0: replayed without prefetch
     steps: int
     requests: int
     hits: int
@@ -186,6 +188,7 @@ class TuneResult:
     advice: str  # whether tuning is worth anything in this regime, in a sentence
     configuration: str  # to paste into a configuration of ``tierstore train``
     objective: str = "misses"  # or "bytes" (read and written), or "stall"
+    scored: str = "no lookahead"  # or with the recorded prefetches, and how many frames they may hold
 
     @property
     def regret(self) -> float:

@@ -31,7 +31,8 @@ def study_markdown(study: Study) -> str:
     focus = regimes[0].focus if regimes else 0.0
     head = (
         f"All miss ratios and bytes are simulated, at a capacity of {focus:.0%} of what the trace asks for unless "
-        "said otherwise; contract and hash of each trace are in the first table.\n"
+        "said otherwise, with no lookahead (nothing is fetched ahead); "
+        "contract and hash of each trace are in the first table.\n"
     )
     return head + "".join(f"\n### {title}\n\n{table}" for title, table in parts if table)
 

@@ -8,6 +8,9 @@
 4. They are replayed once more on the whole trace; only the steps after the prefix count, and the cache keeps
    what it held (warm). That is what the choice is scored on, against the default of ``tierstore train``.
 
+A run that fetches ahead holds a part of its cache for that, which changes what is best. So where the trace
+has the prefetches of its run, steps 3 and 4 replay it as it was recorded (``tierstore.lab.live``).
+
 Steps 1 and 2 cost the same whatever the trace's length, steps 3 and 4 some twenty replays.
 """
 
@@ -32,13 +35,14 @@ from tierstore.lab.candidates import (
     starting_grid,
 )
 from tierstore.lab.costs import Machine, Objective, cost_by_step, with_costs
+from tierstore.lab.live import LiveReplay, Recording, replay_recorded
 from tierstore.lab.quotas import split_capacity
 from tierstore.lab.regime import Regime, survey
 from tierstore.lab.requests import Capacity, Requests
 from tierstore.lab.results import Outcome, TuneResult, Verdict
 from tierstore.lab.simulate import Contract, Replayed, Scope, outcome, replay_all, suits
 
-__all__ = ["Hindsight", "OnStage", "TuneOptions", "Tuning", "tune"]
+__all__ = ["Hindsight", "OnStage", "TuneOptions", "Tuning", "scored_text", "tune"]
 
 OnStage: TypeAlias = Callable[[str, int, int], None]
 """Hears the stage, and how many of how many replays are done."""
@@ -98,12 +102,15 @@ def tune(
     options: TuneOptions | None = None,
     *,
     machine: Machine | None = None,
+    recording: Recording | None = None,
     progress: OnStage | None = None,
 ) -> Tuning:
     """The setting for ``capacity``, chosen on the first part of the steps and scored on the rest.
 
-    ``machine`` is what stalls are estimated from. Raises ConfigError, BudgetError (a capacity that the
-    largest record does not fit), or DataError for a trace of fewer than four steps.
+    ``machine`` is what stalls are estimated from. With ``recording`` (``recording_of``) the finalists are
+    scored with its prefetches; without, and for stalls or the sequential contract, without lookahead.
+    Raises ConfigError, BudgetError (a capacity that the largest record does not fit), or DataError for a trace
+    of fewer than four steps.
     """
     chosen_options = options or TuneOptions()
     if requests.step_count < _LEAST_STEPS:
@@ -111,13 +118,17 @@ def tune(
             f"{requests.name}: expected at least {_LEAST_STEPS} steps to tune on and to score, found "
             f"{requests.step_count}"
         )
-    frames = requests.frames_of(capacity)
-    if frames < requests.largest_record_frames:
+    capacity_frames = requests.frames_of(capacity)
+    if capacity_frames < requests.largest_record_frames:
         raise BudgetError(
-            f"capacity: {frames} frames are too small: the largest record takes {requests.largest_record_frames} "
-            "with all of its groups"
+            f"capacity: {capacity_frames} frames are too small: the largest record takes "
+            f"{requests.largest_record_frames} with all of its groups"
         )
-    return _Tuner(requests, frames, chosen_options, machine or Machine(), progress).run()
+    tuner = _Tuner(requests, capacity_frames, chosen_options, machine or Machine(), progress)
+    replayable = (
+        chosen_options.contract is Contract.ATOMIC and chosen_options.objective is not Objective.STALL
+    )
+    return tuner.run(recording if replayable else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +136,7 @@ class _Scored:
     """A candidate with its requests and cost by step, warm-up steps being 0, and what it came to in all."""
 
     candidate: Candidate
-    step_requests: NDArray[np.uint64]
+    step_requests: NDArray[np.uint64] | NDArray[np.int64]
     costs: NDArray[np.float64]
     outcome: Outcome
 
@@ -152,17 +163,64 @@ class _Tuner:
         self._progress = progress
         self._split = min(max(2, round(requests.step_count * options.prefix)), requests.step_count - 2)
 
-    def run(self) -> Tuning:
+    def run(self, recording: Recording | None) -> Tuning:
         options = self._options
         regime = survey(self._requests, self._capacity, contract=options.contract, threads=options.threads)
         prefix = self._requests.between(0, self._split)
         finalists, tried = self._search(prefix)
+        rest = tried if options.hindsight is Hindsight.ALL else finalists
+        if recording is not None:
+            scored, held_out = self._live(recording, finalists, rest)
+            return self._result(regime, self._choose(scored), held_out)
         scored = self._replay(prefix, finalists, "prefix", prefix.step_count // 8)
         chosen = self._choose(scored)
         # The choice is made. What comes now it has not seen.
-        rest = tried if options.hindsight is Hindsight.ALL else finalists
         held_out = self._replay(self._requests, rest, "rest", self._split)
         return self._result(regime, chosen, held_out)
+
+    def _live(
+        self, recording: Recording, finalists: Sequence[Candidate], rest: Sequence[Candidate]
+    ) -> tuple[list[_Scored], list[_Scored]]:
+        """Finalists on the prefix and all on the rest, with prefetches; what finds no room beside them is out.
+
+        A step's counts do not depend on those after it, so one replay gives both.
+        """
+        options, notify = self._options, self._progress
+        candidates = _distinct([*finalists, *rest])
+        replays = replay_recorded(
+            self._requests,
+            recording,
+            [one.setting(self._capacity, options.contract) for one in candidates],
+            threads=options.threads,
+            progress=None if notify is None else lambda done, total: notify("recorded", done, total),
+        )
+        fitting = {
+            one.key: (one, replayed)
+            for one, replayed in zip(candidates, replays, strict=True)
+            if replayed is not None
+        }
+        if options.baseline.key not in fitting:
+            raise BudgetError(
+                f"capacity: {self._capacity} frames, of which prefetches hold "
+                f"{recording.lookahead_at(self._capacity)} as in the recorded run, are too small for an access"
+            )
+        begin = self._split // 8
+        return (
+            [
+                self._scored_live(*fitting[one.key], slice(begin, self._split))
+                for one in finalists
+                if one.key in fitting
+            ],
+            [self._scored_live(*pair, slice(self._split, None)) for pair in fitting.values()],
+        )
+
+    def _scored_live(self, candidate: Candidate, replayed: LiveReplay, steps: slice) -> _Scored:
+        if self._options.objective is Objective.MISSES:
+            costs = replayed.step_misses(self._requests)
+        else:
+            costs = (replayed.column("read_bytes") + replayed.column("written_bytes")).astype(np.float64)
+        full = replayed.outcome(self._requests, steps)
+        return _Scored(candidate, replayed.step_requests[steps], costs[steps], full)
 
     def _search(self, prefix: Requests) -> tuple[list[Candidate], list[Candidate]]:
         """The finalists, the baseline among them, and everything that was tried."""
@@ -273,9 +331,17 @@ class _Tuner:
             advice=regime.advice,
             configuration=configuration_text(self._requests, recommended, self._capacity),
             objective=options.objective.value,
+            scored=scored_text(outcomes[chosen.key].lookahead_frames),
         )
         held = tuple((one.candidate, outcomes[one.candidate.key]) for one in ranked)
         return Tuning(result, regime, chosen, held)
+
+
+def scored_text(lookahead_frames: int) -> str:
+    """What outcomes say of the lookahead that they were replayed with."""
+    if not lookahead_frames:
+        return "no lookahead"
+    return f"the recorded prefetches and a lookahead of {lookahead_frames} frames"
 
 
 def _distinct(candidates: Iterable[Candidate]) -> list[Candidate]:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tierstore._native import CapacityError, Replay, Residency, Scope
 from tierstore.errors import BudgetError, ConfigError, DataError
-from tierstore.trace.format import TraceHeader
+from tierstore.trace.format import EventColumns, TraceHeader, TraceKind
 from tierstore.trace.quotas import quotas_by_layer
 from tierstore.trace.reader import read_chunks, read_header
 from tierstore.trace.records import RecordTable
 
-__all__ = ["make_residency", "replay"]
+__all__ = ["STEP_COUNTS", "make_residency", "replay", "replay_steps"]
+
+STEP_COUNTS = (
+    *("hits", "misses", "creates", "evictions", "write_backs", "starved", "read_bytes", "written_bytes"),
+)
+"""What ``replay_steps`` says of each step, of ``Residency.stats()``: reads ahead are among ``read_bytes``."""
 
 
 def make_residency(header: TraceHeader) -> Residency:
@@ -55,58 +61,117 @@ def replay(
     that cannot be), BudgetError (a capacity too small for the trace; names what the refused access needs),
     OSError.
     """
+    header = _chosen(
+        path, policy, policy_options, capacity_frames, lookahead_frames, scope=scope, quotas=layer_quotas
+    )
+    return _driven(path, header).stats()
+
+
+def replay_steps(
+    path: str | os.PathLike[str],
+    *,
+    policy: str,
+    policy_options: Mapping[str, float | str],
+    capacity_frames: int,
+    lookahead_frames: int,
+    layer_quotas: Sequence[int] = (),
+) -> NDArray[np.int64]:
+    """The counts of such a replay by step, [steps, len(STEP_COUNTS)]; with ``layer_quotas`` in layer scope.
+
+    What comes after the last end of a step is one more. Raises as ``replay`` does.
+    """
+    scope = "layer" if layer_quotas else "global"
+    header = _chosen(
+        path, policy, policy_options, capacity_frames, lookahead_frames, scope=scope, quotas=layer_quotas
+    )
+    totals: list[list[int]] = []
+
+    def note(residency: Residency) -> None:
+        stats = residency.stats()
+        totals.append([int(stats[name]) for name in STEP_COUNTS])  # type: ignore[call-overload]
+
+    note(_driven(path, header, note))
+    counts = np.array(totals, np.int64)
+    counts[1:] -= counts[:-1].copy()
+    return counts if len(counts) == 1 or counts[-1].any() else counts[:-1]
+
+
+def _chosen(
+    path: str | os.PathLike[str],
+    policy: str | None,
+    policy_options: Mapping[str, float | str] | None,
+    capacity_frames: int | None,
+    lookahead_frames: int | None,
+    *,
+    scope: str | None,
+    quotas: Sequence[int] | None,
+) -> TraceHeader:
+    """The recorded core with what is given instead."""
     with Path(path).open("rb") as file:
         recorded = read_header(file)
-        capacity = recorded.capacity_frames if capacity_frames is None else capacity_frames
-        chosen_scope = recorded.scope if scope is None else scope
-        if chosen_scope not in ("global", "layer"):
-            raise ConfigError(f"scope: expected 'global' or 'layer', got {chosen_scope!r}")
-        quotas: tuple[int, ...] = ()
-        if chosen_scope == "layer":
-            if layer_quotas is not None:
-                quotas = tuple(layer_quotas)
-            elif capacity_frames is None and recorded.scope == "layer":
-                quotas = recorded.layer_quotas
-            else:
-                layers = np.unique(RecordTable.of(recorded.records).layers).tolist()
-                quotas = tuple(quotas_by_layer(layers or [0], capacity))
-        if policy is None and ":" in recorded.policy:
-            raise ConfigError(
-                f"{os.fspath(path)}: recorded under {recorded.policy}, a policy written in Python: "
-                "name it as the policy of the replay"
-            )
-        options = recorded.policy_options if policy in (None, recorded.policy) else {}
-        header = TraceHeader(
-            capacity_frames=capacity,
-            lookahead_frames=recorded.lookahead_frames if lookahead_frames is None else lookahead_frames,
-            scope=chosen_scope,
-            layer_quotas=quotas,
-            policy=policy if policy is not None else recorded.policy,
-            policy_options=policy_options if policy_options is not None else options,
-            records=recorded.records,
+    capacity = recorded.capacity_frames if capacity_frames is None else capacity_frames
+    chosen_scope = recorded.scope if scope is None else scope
+    if chosen_scope not in ("global", "layer"):
+        raise ConfigError(f"scope: expected 'global' or 'layer', got {chosen_scope!r}")
+    layer_quotas: tuple[int, ...] = ()
+    if chosen_scope == "layer":
+        if quotas is not None:
+            layer_quotas = tuple(quotas)
+        elif capacity_frames is None and recorded.scope == "layer":
+            layer_quotas = recorded.layer_quotas
+        else:
+            layers = np.unique(RecordTable.of(recorded.records).layers).tolist()
+            layer_quotas = tuple(quotas_by_layer(layers or [0], capacity))
+    if policy is None and ":" in recorded.policy:
+        raise ConfigError(
+            f"{os.fspath(path)}: recorded under {recorded.policy}, a policy written in Python: "
+            "name it as the policy of the replay"
         )
-        residency = make_residency(header)
-        loop = Replay(residency)
-        try:
+    options = recorded.policy_options if policy in (None, recorded.policy) else {}
+    return TraceHeader(
+        capacity_frames=capacity,
+        lookahead_frames=recorded.lookahead_frames if lookahead_frames is None else lookahead_frames,
+        scope=chosen_scope,
+        layer_quotas=layer_quotas,
+        policy=policy if policy is not None else recorded.policy,
+        policy_options=policy_options if policy_options is not None else options,
+        records=recorded.records,
+    )
+
+
+def _driven(
+    path: str | os.PathLike[str], header: TraceHeader, after_step: Callable[[Residency], None] | None = None
+) -> Residency:
+    """A core as ``header`` describes it, after the events of the trace at ``path``."""
+    residency = make_residency(header)
+    loop = Replay(residency)
+    try:
+        with Path(path).open("rb") as file:
+            read_header(file)
             for chunk in read_chunks(file, header):
-                loop.run(
-                    chunk.kinds,
-                    chunk.phases,
-                    chunk.at,
-                    chunk.layers,
-                    chunk.offsets,
-                    chunk.records,
-                    chunk.flags,
-                )
-            loop.finish()
-        except CapacityError as error:
-            raise BudgetError(
-                f"{os.fspath(path)}: a capacity of {capacity} frames is too small for an access: {error}"
-            ) from error
-        except DataError:
+                begin = 0
+                if after_step is not None:
+                    for end in (np.flatnonzero(chunk.kinds == TraceKind.END_STEP) + 1).tolist():
+                        _run(loop, chunk.part(begin, end))
+                        after_step(residency)
+                        begin = end
+                _run(loop, chunk.part(begin, len(chunk)) if begin else chunk)
+        loop.finish()
+    except CapacityError as error:
+        raise BudgetError(
+            f"{os.fspath(path)}: a capacity of {header.capacity_frames} frames is too small for an access: "
+            f"{error}"
+        ) from error
+    except DataError:
+        raise
+    except ValueError as error:
+        if residency.policy_failed:  # the user's own, from a policy written in Python
             raise
-        except ValueError as error:
-            if residency.policy_failed:  # the user's own, from a policy written in Python
-                raise
-            raise DataError(f"{os.fspath(path)}: {error}") from error
-    return residency.stats()
+        raise DataError(f"{os.fspath(path)}: {error}") from error
+    return residency
+
+
+def _run(loop: Replay, events: EventColumns) -> None:
+    loop.run(
+        events.kinds, events.phases, events.at, events.layers, events.offsets, events.records, events.flags
+    )

@@ -44,6 +44,40 @@ def test_a_log_of_one_layer(imported):
     assert [(step, records) for step, _, _, records, _ in accesses] == [(0, [0, 1]), (1, [1]), (2, [2])]
 
 
+def test_requests_side_by_side(imported):
+    # Three requests, each at a token of its own, through two layers: a step a token.
+    log = lines(
+        *(
+            {**route(token + first, layer, request), "req_id": f"r{request}"}
+            for token in range(3)
+            for layer in range(2)
+            for request, first in enumerate((10, 0, 0))
+        )
+    )
+    accesses, _, _ = imported(log)
+    assert [(a[0], a[2], len(a[3])) for a in accesses] == [
+        (step, layer, 3) for step in range(3) for layer in range(2)
+    ]
+    # One layer only: a request comes again with the same number.
+    again = lines(*({**route(7, 0, request), "req_id": request} for request in (1, 2, 1, 2)))
+    accesses, _, _ = imported(again)
+    assert [(a[0], len(a[3])) for a in accesses] == [(0, 2), (1, 2)]
+
+
+def test_backward_passes_are_not_added_again(imported):
+    log = lines(
+        *(
+            {"iteration": 1, "layer_number": layer, "phase": phase, "tokens_per_expert": [1, 1]}
+            for phase, layers in (("forward", (1, 2)), ("backward", (2, 1)))
+            for layer in layers
+        )
+    )
+    with pytest.raises(DataError, match="line 3: a backward pass, but option passes = add-backward"):
+        imported(log, SourceKind.MEGATRON)
+    accesses, _, _ = imported(log, SourceKind.MEGATRON, passes="as-logged")
+    assert [(phase, layer) for _, phase, layer, _, _ in accesses] == [(1, 0), (1, 1), (2, 1), (2, 0)]
+
+
 def test_a_batch_a_line_with_its_number(imported):
     log = lines(
         {"layer": 0, "batch_id": 12, "topk_experts": [[3, 7], [7, 1]]},
@@ -154,6 +188,7 @@ def test_what_is_wrong_is_named(imported, tmp_path):
     refused(lines(good, {**good, "topk_ids": [1, True]}), "line 2: topk_ids: expected expert ids")
     refused(lines(good, {"layer": 1, "token_idx": 1}), "line 2: expected the field topk_ids")
     refused(lines(good), "line 1: expected the field lap", step="lap")
+    refused(lines({**good, "req_id": [1]}), "line 1: req_id: expected a request's name or number")
     refused(lines({**good, "phase": "sideways"}), "line 1: phase: expected one of forward")
     counts = {"iteration": 1, "layer_number": 1, "tokens_per_expert": [1, "two"]}
     refused(lines(counts), "line 1: tokens_per_expert: expected a list of token counts", SourceKind.MEGATRON)

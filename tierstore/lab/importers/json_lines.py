@@ -5,8 +5,8 @@ of lists, or the tokens that each expert got) chose in it. Neighbouring lines of
 are one access. Names of fields are options; a default is the first name known for the kind that the first
 routing line has.
 
-Where no field says the step, one begins when the layer number falls, or when the layer stays and the token's
-number does not rise (a log of one layer only). Where no field says the phase, it is forward.
+Where no field says the step, one begins when the layer number falls, or when a layer comes again for the same
+request and the token's number does not rise (a log of one layer only). Where no field says the phase, it is forward.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["JsonOptions", "LoggedPasses", "RoutingLog", "TrainingJsonOptions", "
 
 _FLUSH_UNITS = 1 << 18
 _MAX_ID = 1 << 32
-_NAMES = ("step", "layer", "experts", "counts", "token", "phase")
+_NAMES = ("step", "layer", "experts", "counts", "token", "request", "phase")
 _KNOWN: Mapping[str, Mapping[str, Sequence[str]]] = {
     "vllm": {
         "step": ("step", "batch_id", "forward_id"),
@@ -38,6 +38,7 @@ _KNOWN: Mapping[str, Mapping[str, Sequence[str]]] = {
         "experts": ("topk_ids", "expert_ids", "topk_experts", "selected_experts", "experts"),
         "counts": (),
         "token": ("token_idx", "token_id", "position"),
+        "request": ("req_id", "request_id", "request", "seq_id"),
         "phase": ("phase", "pass"),
     },
     "megatron": {
@@ -46,6 +47,7 @@ _KNOWN: Mapping[str, Mapping[str, Sequence[str]]] = {
         "experts": ("topk_indices", "top_indices", "expert_indices", "expert_ids", "topk_ids"),
         "counts": ("tokens_per_expert", "expert_counts"),
         "token": (),
+        "request": (),
         "phase": ("phase", "pass"),
     },
 }
@@ -73,6 +75,7 @@ class JsonOptions:
     experts: str | None = field(default=None, metadata={"help": "field of the expert ids"})
     counts: str | None = field(default=None, metadata={"help": "field of the tokens that each expert got"})
     token: str | None = field(default=None, metadata={"help": "field of the token's number"})
+    request: str | None = field(default=None, metadata={"help": "field of the request that a token is of"})
     phase: str | None = field(default=None, metadata={"help": "field that says forward or backward"})
     passes: LoggedPasses = field(
         default=LoggedPasses.AS_LOGGED, metadata={"help": "add-backward: each pass comes back in reverse"}
@@ -100,6 +103,7 @@ class _Line:
     layer: int
     phase: int
     token: int | None
+    request: str | int | None
     experts: set[int]
 
 
@@ -130,11 +134,21 @@ class _Fields:
         layer = _whole(row, self._chosen["layer"], "layer")
         token = _whole(row, self._chosen["token"], "token")
         assert layer is not None
-        return _Line(self._step(row), layer, self._phase(row), token, self._experts(row))
+        return _Line(self._step(row), layer, self._phase(row), token, self._request(row), self._experts(row))
 
     def _step(self, row: Mapping[str, object]) -> object:
         assert self._chosen is not None
         return _whole(row, self._chosen["step"], "step")
+
+    def _request(self, row: Mapping[str, object]) -> str | int | None:
+        assert self._chosen is not None
+        name = self._chosen["request"]
+        if name is None:
+            return None
+        value = row.get(name)
+        if isinstance(value, bool) or not isinstance(value, str | int | None):
+            raise ValueError(f"{name}: expected a request's name or number, found {_shown(value)}")
+        return value
 
     def _phase(self, row: Mapping[str, object]) -> int:
         assert self._chosen is not None
@@ -203,6 +217,7 @@ class RoutingLog:
         self._steps: list[int] = []
         self._units = 0
         self._step_number = 0
+        self._tokens: dict[str | int | None, int] = {}  # of each request, the last in this layer's pass
 
     def chunks(self) -> Iterator[EventColumns]:
         last: _Line | None = None
@@ -226,7 +241,17 @@ class RoutingLog:
             row = json.loads(text)
             if not isinstance(row, dict):
                 raise ValueError(f"expected an object, found {_shown(row)}")
-            return self._fields.read(row)
+            line = self._fields.read(row)
+            if (
+                line is not None
+                and line.phase == BACKWARD
+                and self._options.passes is LoggedPasses.ADD_BACKWARD
+            ):
+                raise ValueError(
+                    "a backward pass, but option passes = add-backward would add it again: "
+                    "expected --set passes=as-logged"
+                )
+            return line
         except json.JSONDecodeError as error:
             reason = f"expected a JSON object: {error.msg} at column {error.colno}"
             raise refuse_line(self._path, number, reason if text.strip() else "an empty line") from error
@@ -240,14 +265,18 @@ class RoutingLog:
                 ends = line.step != last.step
             else:
                 again = line.layer == last.layer and line.phase == last.phase
-                stays = (
-                    again and line.token is not None and last.token is not None and line.token <= last.token
-                )
+                before = self._tokens.get(line.request) if again else None
+                stays = before is not None and line.token is not None and line.token <= before
                 ends = (falls and line.phase == FORWARD) or stays or line.phase < last.phase
+                if not again:
+                    self._tokens.clear()
             if ends:
+                self._tokens.clear()
                 self._end_step()
             elif falls and line.phase == FORWARD:
                 self._end_pass()
+        if line.token is not None:
+            self._tokens[line.request] = line.token
         layer = self._layers[line.layer]
         if self._pass and self._pass[-1][:2] == (layer, line.phase):
             self._pass[-1][2].update(self._numbers(line))

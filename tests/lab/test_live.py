@@ -1,0 +1,161 @@
+"""A recorded run is tuned with the prefetches that it made, through the core that made them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from tierstore.cli.main import cli
+from tierstore.errors import BudgetError
+from tierstore.lab.candidates import Candidate
+from tierstore.lab.costs import Objective
+from tierstore.lab.live import recording_of, replay_recorded
+from tierstore.lab.requests import load_requests
+from tierstore.lab.simulate import Contract, PolicySpec, Scope, Setting
+from tierstore.lab.tune import TuneOptions, tune
+from tierstore.trace.recording import RecordingResidency
+from tierstore.trace.replay import STEP_COUNTS, replay, replay_steps
+
+LAYERS, EXPERTS, STEPS = 3, 8, 40
+CAPACITY, LOOKAHEAD = 16, 6
+
+
+def units(records):
+    return np.array(records, np.uint32), np.ones(len(records), np.uint16)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """Passes over three layers; each fetches ahead what the next one asks for."""
+    path = tmp_path_factory.mktemp("live") / "run.trace"
+    rng = np.random.default_rng(0)
+    weights = 1 / np.arange(1, EXPERTS + 1)
+    with RecordingResidency(path, CAPACITY, policy="lru", lookahead_frames=LOOKAHEAD) as core:
+        for layer in range(LAYERS):
+            for _ in range(EXPERTS):
+                core.add_record(layer, [1, 0, 0], [4096, 0, 0], 1)
+        for step in range(STEPS):
+            chosen = [
+                layer * EXPERTS + np.sort(rng.choice(EXPERTS, 3, replace=False, p=weights / weights.sum()))
+                for layer in range(LAYERS)
+            ]
+            for layer in range(LAYERS):
+                groups, _ = core.begin_access(step, 1, layer, *units(chosen[layer]))
+                for _ in range(groups):
+                    begin, end, _, _ = core.next_group()
+                    for unit in range(begin, end):
+                        core.end_unit(unit)
+                    core.end_group()
+                if layer + 1 < LAYERS:
+                    core.prefetch(step, 1, layer + 1, *units(chosen[layer + 1]))
+            core.end_step(step)
+    return path
+
+
+def test_steps_add_up_to_the_replay(recorded):
+    whole = replay(recorded, policy="lfu-decay", capacity_frames=12, lookahead_frames=4)
+    steps = replay_steps(
+        recorded, policy="lfu-decay", policy_options={}, capacity_frames=12, lookahead_frames=4
+    )
+    assert steps.shape == (STEPS, len(STEP_COUNTS))
+    assert dict(zip(STEP_COUNTS, steps.sum(axis=0).tolist(), strict=True)) == {
+        name: whole[name] for name in STEP_COUNTS
+    }
+    layered = replay_steps(
+        recorded,
+        policy="lru",
+        policy_options={},
+        capacity_frames=12,
+        lookahead_frames=3,
+        layer_quotas=(4, 4, 4),
+    )
+    again = replay(recorded, policy="lru", capacity_frames=12, lookahead_frames=3, scope="layer")
+    assert layered[:, STEP_COUNTS.index("hits")].sum() == again["hits"]
+
+
+def test_the_tuner_scores_with_the_recorded_prefetches(recorded):
+    requests = load_requests(recorded)
+    recording = recording_of(recorded, requests)
+    assert (recording.capacity_frames, recording.lookahead_frames, recording.layers) == (16, 6, LAYERS)
+    assert recording.lookahead_at(8) == 3
+    lru = Candidate(PolicySpec("lru"))
+    options = TuneOptions(policies=("lru", "fifo"), scopes=(Scope.GLOBAL,), baseline=lru)
+    found = tune(requests, 8, options, recording=recording)
+    assert found.result.scored == "the recorded prefetches and a lookahead of 3 frames"
+    for candidate, outcome in found.ranked:
+        steps = replay_steps(
+            recorded,
+            policy=candidate.policy.name,
+            policy_options=candidate.policy.options,
+            capacity_frames=8,
+            lookahead_frames=3,
+        )[found.result.tuned_steps :]
+        total = dict(zip(STEP_COUNTS, steps.sum(axis=0).tolist(), strict=True))
+        assert outcome.read_bytes == total["read_bytes"] == outcome.misses * 4096
+        assert outcome.hits + outcome.misses + total["creates"] == outcome.requests
+        assert (outcome.lookahead_frames, outcome.steps) == (3, STEPS // 2)
+    alone = tune(requests, 8, options)
+    assert alone.result.scored == "no lookahead"
+    by_name = {outcome.policy: outcome for _, outcome in alone.ranked}
+    assert any(outcome.read_bytes != by_name[outcome.policy].read_bytes for _, outcome in found.ranked)
+
+
+def test_bytes_are_scored_so_and_stalls_are_not(recorded):
+    requests = load_requests(recorded)
+    recording = recording_of(recorded, requests)
+    for changed, lookahead in (
+        ({"objective": Objective.BYTES}, True),
+        ({"objective": Objective.STALL}, False),
+        ({"contract": Contract.SEQUENTIAL}, False),
+    ):
+        options = TuneOptions(policies=("lru",), **changed)
+        found = tune(requests, 8, options, recording=recording)
+        assert ("lookahead of 3" in found.result.scored) is lookahead
+        assert found.result.gain_low <= found.result.gain <= found.result.gain_high
+
+
+def test_what_has_no_room_beside_the_prefetches(recorded):
+    requests = load_requests(recorded)
+    recording = recording_of(recorded, requests)
+    settings = [Setting(PolicySpec("lru"), size, Scope.LAYER) for size in (2, 9)]
+    none, one = replay_recorded(requests, recording, settings)
+    assert none is None
+    assert one is not None
+    with pytest.raises(BudgetError, match="too small"):
+        tune(
+            requests,
+            2,
+            TuneOptions(policies=("lru",), baseline=Candidate(PolicySpec("lru"), Scope.LAYER)),
+            recording=recording,
+        )
+
+
+def test_a_trace_without_prefetches_is_no_recording(recorded, tmp_path):
+    path = tmp_path / "plain.trace"
+    with RecordingResidency(path, 4, policy="lru", lookahead_frames=2) as core:
+        core.add_record(0, [1, 0, 0], [4096, 0, 0], 1)
+        core.begin_access(0, 1, 0, *units([0]))
+        core.next_group()
+        core.end_unit(0)
+        core.end_group()
+        core.end_step(0)
+    assert recording_of(path, load_requests(path)) is None
+
+
+def test_the_commands_say_which(recorded):
+    def said(*arguments):
+        ran = CliRunner().invoke(cli, ["cache", *map(str, arguments)])
+        return ran.stdout + ran.stderr
+
+    ahead = said("simulate", recorded, "--policy", "lru", "--capacity", "0.34", "--lookahead", "recorded")
+    assert "the recorded prefetches" in ahead
+    assert "event-atomic, no lookahead, global scope" in said("simulate", recorded, "--policy", "lru")
+    assert "event-atomic, no lookahead, global scope" in said("curve", recorded, "--policy", "lru")
+    assert "lookahead of 4 frames" in said("tune", recorded, "--capacity", "0.5", "--policy", "lru")
+    assert "expected policies, got the bound belady" in said(
+        "simulate", recorded, "--policy", "belady", "--lookahead", "recorded"
+    )
+    assert "expected --contract event-atomic" in said(
+        "simulate", recorded, "--contract", "sequential", "--lookahead", "recorded"
+    )

@@ -1,0 +1,146 @@
+"""Replays of a recorded run as it was: through the live cache's own core, with the prefetches of the run.
+
+A run holds a part of its frames for what it fetches ahead, splits sets by what is left, and asks for entries
+before they are needed. That changes which policy is better, so a recorded run is tuned on this. A prefetched
+entry is a hit when it is asked for; what it cost was its read. So misses are counted here as reads, ahead or
+on demand, by bytes: in requests of the trace's mean size.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore.errors import BudgetError
+from tierstore.lab.requests import Requests
+from tierstore.lab.results import Outcome
+from tierstore.lab.simulate import Setting
+from tierstore.machine import cores
+from tierstore.trace.format import TraceKind
+from tierstore.trace.reader import read_header
+from tierstore.trace.records import RecordTable
+from tierstore.trace.replay import STEP_COUNTS, replay_steps
+
+__all__ = ["LiveReplay", "Recording", "recording_of", "replay_recorded"]
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A trace with prefetches, and how many frames of how many they could hold when it was recorded."""
+
+    path: Path
+    capacity_frames: int
+    lookahead_frames: int
+    layers: int  # one more than the highest of its records
+
+    def lookahead_at(self, capacity_frames: int) -> int:
+        """The same share of another capacity."""
+        return min(capacity_frames, round(self.lookahead_frames * capacity_frames / self.capacity_frames))
+
+
+def recording_of(path: str | os.PathLike[str], requests: Requests) -> Recording | None:
+    """The trace at ``path`` that ``requests`` were read from, or None if its run did not prefetch.
+
+    Raises DataError or OSError.
+    """
+    with Path(path).open("rb") as file:
+        header = read_header(file)
+    if not header.lookahead_frames or not requests.left_out.get(TraceKind.PREFETCH.name.lower()):
+        return None
+    layers = 1 + int(RecordTable.of(header.records).layers.max(initial=0))
+    return Recording(Path(path), header.capacity_frames, header.lookahead_frames, layers)
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class LiveReplay:
+    """One replay: ``counts`` [steps, STEP_COUNTS]."""
+
+    setting: Setting
+    lookahead_frames: int
+    counts: NDArray[np.int64]
+
+    def column(self, name: str) -> NDArray[np.int64]:
+        """One of ``STEP_COUNTS``, by step."""
+        return self.counts[:, STEP_COUNTS.index(name)]
+
+    @property
+    def step_requests(self) -> NDArray[np.int64]:
+        return self.column("hits") + self.column("misses") + self.column("creates")
+
+    def step_misses(self, requests: Requests) -> NDArray[np.float64]:
+        """Reads by step, ahead or on demand, in requests of mean size."""
+        return self.column("read_bytes") / _mean_bytes(requests)
+
+    def outcome(self, requests: Requests, steps: slice) -> Outcome:
+        """What it came to over ``steps``."""
+        setting = self.setting
+        total = dict(zip(STEP_COUNTS, self.counts[steps].sum(axis=0).tolist(), strict=True))
+        asked = total["hits"] + total["misses"] + total["creates"]
+        misses = min(round(total["read_bytes"] / _mean_bytes(requests)), asked - total["creates"])
+        return Outcome(
+            policy=setting.policy.name,
+            policy_options=setting.policy.options,
+            role=setting.policy.role,
+            capacity_frames=setting.capacity_frames,
+            capacity_fraction=setting.capacity_frames / requests.total_frames,
+            scope=setting.scope.value,
+            contract=setting.contract.value,
+            lookahead_frames=self.lookahead_frames,
+            steps=len(self.counts[steps]),
+            requests=asked,
+            hits=asked - total["creates"] - misses,
+            misses=misses,
+            evictions=total["evictions"],
+            write_backs=total["write_backs"],
+            read_bytes=total["read_bytes"],
+            written_bytes=total["written_bytes"],
+        )
+
+
+def _mean_bytes(requests: Requests) -> float:
+    """Bytes of a request, the mean."""
+    return float(requests.entry_bytes[requests.entries].mean())
+
+
+def replay_recorded(
+    requests: Requests,
+    recording: Recording,
+    settings: Sequence[Setting],
+    *,
+    threads: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[LiveReplay | None]:
+    """Each setting's replay, in the order given; None where the lookahead leaves an access too little room.
+
+    Raises ConfigError, or DataError for a malformed trace.
+    """
+
+    def one(setting: Setting) -> LiveReplay | None:
+        lookahead = recording.lookahead_at(setting.capacity_frames)
+        quotas = setting.quotas(requests)
+        try:
+            counts = replay_steps(
+                recording.path,
+                policy=setting.policy.name,
+                policy_options=setting.policy.options,
+                capacity_frames=setting.capacity_frames,
+                lookahead_frames=lookahead,
+                layer_quotas=(*quotas, *[0] * (recording.layers - len(quotas))) if quotas else (),
+            )
+        except BudgetError:
+            return None
+        return LiveReplay(setting=setting, lookahead_frames=lookahead, counts=counts)
+
+    found: list[LiveReplay | None] = []
+    with ThreadPoolExecutor(threads or cores()) as pool:
+        for replayed in pool.map(one, settings):
+            found.append(replayed)
+            if progress is not None:
+                progress(len(found), len(settings))
+    return found
