@@ -581,12 +581,14 @@ class SimulationResult(TypedDict):
     write_backs: int
     missed_frames: int
     written_frames: int
+    missed_bytes: int
+    written_bytes: int
     starved: int
     step_requests: NDArray[np.uint64]
     step_misses: NDArray[np.uint64]
     step_write_backs: NDArray[np.uint64]
-    event_missed_frames: NDArray[np.uint32]
-    event_written_frames: NDArray[np.uint32]
+    event_missed_bytes: NDArray[np.uint64]
+    event_written_bytes: NDArray[np.uint64]
     layer_hits: NDArray[np.uint64]
     layer_misses: NDArray[np.uint64]
 
@@ -601,6 +603,8 @@ def simulate(
     sizes: NDArray[np.uint32] | None = None,
     entry_layers: NDArray[np.uint32] | None = None,
     records: NDArray[np.uint32] | None = None,
+    groups: NDArray[np.uint8] | None = None,
+    bytes: NDArray[np.uint64] | None = None,
     pinned: NDArray[np.uint8] | None = None,
     *,
     policy: str,
@@ -615,8 +619,9 @@ def simulate(
     """A policy (or a bound: Belady 1966) over columns: event i asks for ``entries[offsets[i]:offsets[i + 1]]``.
 
     ``writes`` is by request; ``layers``, ``phases`` and ``steps`` (non-decreasing) are by event; ``sizes``
-    (frames; 1 each), ``entry_layers``, ``records`` (which entries are of one record; each of its own) and
-    ``pinned`` (never leaves once resident) are by entry, entries being numbered from 0. Counts exactly what a
+    (frames; 1 each), ``entry_layers``, ``records`` (which entries are of one record; each of its own), ``groups``
+    (which of its record's an entry is; its place among neighbours), ``bytes`` (1 a frame) and ``pinned`` (never
+    leaves once resident) are by entry, entries being numbered from 0. Counts exactly what a
     Residency of this policy counts. The first ``warmup_events`` are carried out and not counted. ValueError,
     naming the column, for what does not fit together; CapacityError when what must be resident at once does not.
     """

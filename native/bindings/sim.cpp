@@ -43,12 +43,14 @@ nb::dict result_dict(SimulationResult&& result) {
     out["write_backs"] = counts.write_backs;
     out["missed_frames"] = counts.missed_frames;
     out["written_frames"] = counts.written_frames;
+    out["missed_bytes"] = counts.missed_bytes;
+    out["written_bytes"] = counts.written_bytes;
     out["starved"] = counts.starved;
     out["step_requests"] = numpy(std::move(result.step_requests));
     out["step_misses"] = numpy(std::move(result.step_misses));
     out["step_write_backs"] = numpy(std::move(result.step_write_backs));
-    out["event_missed_frames"] = numpy(std::move(result.event_missed_frames));
-    out["event_written_frames"] = numpy(std::move(result.event_written_frames));
+    out["event_missed_bytes"] = numpy(std::move(result.event_missed_bytes));
+    out["event_written_bytes"] = numpy(std::move(result.event_written_bytes));
     out["layer_hits"] = numpy(std::move(result.layer_hits));
     out["layer_misses"] = numpy(std::move(result.layer_misses));
     return out;
@@ -94,7 +96,8 @@ void bind_sim(nb::module_& m) {
     m.def(
         "simulate",
         [](Column<std::uint64_t> offsets, Column<std::uint32_t> entries, Bytes writes, Words layers,
-           Bytes phases, Words steps, Words sizes, Words entry_layers, Words records, Bytes pinned,
+           Bytes phases, Words steps, Words sizes, Words entry_layers, Words records, Bytes groups,
+           std::optional<Column<std::uint64_t>> bytes, Bytes pinned,
            const std::string& policy, const PolicyOptions& policy_options, std::uint64_t capacity,
            Scope scope, const std::vector<std::uint64_t>& quotas, Contract contract, std::uint64_t warmup,
            Detail detail) {
@@ -108,6 +111,8 @@ void bind_sim(nb::module_& m) {
                                           .sizes = column_or_none(sizes, "sizes", asked),
                                           .layer_of = column_or_none(entry_layers, "entry_layers", asked),
                                           .records = column_or_none(records, "records", asked),
+                                          .groups = column_or_none(groups, "groups", asked),
+                                          .bytes = column_or_none(bytes, "bytes", asked),
                                           .pinned = column_or_none(pinned, "pinned", asked)};
             const SimulationOptions options{.policy = policy,
                                             .policy_options = policy_options,
@@ -129,7 +134,8 @@ void bind_sim(nb::module_& m) {
         "layers"_a.noconvert().none() = nb::none(), "phases"_a.noconvert().none() = nb::none(),
         "steps"_a.noconvert().none() = nb::none(), "sizes"_a.noconvert().none() = nb::none(),
         "entry_layers"_a.noconvert().none() = nb::none(),
-        "records"_a.noconvert().none() = nb::none(), "pinned"_a.noconvert().none() = nb::none(),
+        "records"_a.noconvert().none() = nb::none(), "groups"_a.noconvert().none() = nb::none(),
+        "bytes"_a.noconvert().none() = nb::none(), "pinned"_a.noconvert().none() = nb::none(),
         nb::kw_only(), "policy"_a, "options"_a = PolicyOptions{}, "capacity_frames"_a,
         "scope"_a = Scope::GLOBAL, "layer_quotas"_a = std::vector<std::uint64_t>{},
         "contract"_a = Contract::ATOMIC, "warmup_events"_a = 0, "detail"_a = Detail::STEPS,

@@ -18,30 +18,29 @@ std::uint64_t mix(std::uint64_t value) {
 
 }  // namespace
 
-void FrequencySketch::reset(std::uint64_t entries, std::uint64_t sample) {
-    const std::uint64_t counters = std::bit_ceil(std::clamp<std::uint64_t>(entries, 16, kMostCounters));
+void FrequencySketch::reset(std::uint64_t keys, std::uint64_t sample) {
+    const std::uint64_t counters = std::bit_ceil(std::clamp<std::uint64_t>(keys, 16, kMostCounters));
     table_.assign(counters * kRows / 16, 0);
     mask_ = counters - 1;
     sample_ = sample;
     counted_ = 0;
 }
 
-std::uint64_t FrequencySketch::slot(EntryId entry, std::uint32_t row) const {
-    const std::uint64_t key = entry + (row + 1) * 0x9e3779b97f4a7c15ull;
-    return row * (mask_ + 1) + (mix(key) & mask_);
+std::uint64_t FrequencySketch::slot(std::uint32_t key, std::uint32_t row) const {
+    return row * (mask_ + 1) + (mix(key + (row + 1) * 0x9e3779b97f4a7c15ull) & mask_);
 }
 
-std::uint32_t FrequencySketch::estimate(EntryId entry) const {
+std::uint32_t FrequencySketch::estimate(std::uint32_t key) const {
     std::uint32_t least = kMost;
-    for (std::uint32_t row = 0; row < kRows; ++row) least = std::min(least, at(slot(entry, row)));
+    for (std::uint32_t row = 0; row < kRows; ++row) least = std::min(least, at(slot(key, row)));
     return least;
 }
 
-void FrequencySketch::count(EntryId entry, std::uint32_t weight) {
+void FrequencySketch::count(std::uint32_t key, std::uint32_t weight) {
     std::uint64_t slots[kRows];
     std::uint32_t least = kMost;
     for (std::uint32_t row = 0; row < kRows; ++row) {
-        slots[row] = slot(entry, row);
+        slots[row] = slot(key, row);
         least = std::min(least, at(slots[row]));
     }
     for (const std::uint64_t slot : slots) {

@@ -1,10 +1,8 @@
-// How often entries were asked for lately, in half a byte a counter.
+// How often keys were asked for lately, in half a byte a counter.
 #pragma once
 
 #include <cstdint>
 #include <vector>
-
-#include "native/cache/policy.hpp"
 
 namespace tierstore {
 
@@ -13,17 +11,17 @@ namespace tierstore {
 // (up to 15) since the last halvings.
 class FrequencySketch {
 public:
-    // Counters for about `entries` entries; all counts are halved once `sample` has been counted.
-    void reset(std::uint64_t entries, std::uint64_t sample);
+    // Counters for about `keys` keys; all counts are halved once `sample` has been counted.
+    void reset(std::uint64_t keys, std::uint64_t sample);
     // One request, which counts `weight` towards the sample.
-    void count(EntryId entry, std::uint32_t weight);
-    std::uint32_t estimate(EntryId entry) const;
+    void count(std::uint32_t key, std::uint32_t weight);
+    std::uint32_t estimate(std::uint32_t key) const;
 
 private:
     static constexpr std::uint32_t kRows = 4;
     static constexpr std::uint32_t kMost = 15;
 
-    std::uint64_t slot(EntryId entry, std::uint32_t row) const;
+    std::uint64_t slot(std::uint32_t key, std::uint32_t row) const;
     std::uint32_t at(std::uint64_t slot) const {
         return static_cast<std::uint32_t>(table_[slot / 16] >> (slot % 16 * 4) & kMost);
     }

@@ -14,6 +14,7 @@
 namespace tierstore {
 
 using EntryId = std::uint32_t;
+inline constexpr std::uint32_t kGroupStride = 4;  // live, entry = record * kGroupStride + group
 
 enum class Clock : std::uint8_t { REQUEST, STEP };
 
@@ -23,6 +24,7 @@ enum class Phase : std::uint8_t { INIT, FORWARD, BACKWARD, OPTIMIZER, USER, EXPO
 // What is known of an entry beforehand. Entries of one record are asked for by the same accesses, or some of them.
 struct EntryInfo {
     std::uint32_t record;
+    std::uint32_t group;  // which of the record's entries it is
     std::uint32_t layer;
     std::uint32_t frames;  // its size; 0 for one that never comes
 };

@@ -66,7 +66,8 @@ std::uint32_t Residency::add_record(std::uint32_t layer, const std::array<std::u
     if (layer >= stats_.by_layer.size()) stats_.by_layer.resize(layer + 1);
     set_stored(record, stored_mask);
     for (std::uint32_t group = 0; group < kGroups; ++group) {
-        domain_for(layer).policy->add(record * kGroupStride + group, EntryInfo{record, layer, frames[group]});
+        const EntryInfo info{record, group, layer, frames[group]};
+        domain_for(layer).policy->add(record * kGroupStride + group, info);
     }
     return record;
 }

@@ -21,7 +21,6 @@
 namespace tierstore {
 
 inline constexpr std::uint32_t kGroups = 3;       // weights, moments, gradients
-inline constexpr std::uint32_t kGroupStride = 4;  // entry = record * kGroupStride + group
 inline constexpr std::uint32_t kGradients = 2;
 
 enum class Decision : std::uint8_t {

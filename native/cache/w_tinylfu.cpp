@@ -14,15 +14,19 @@ void WTinyLfu::set_capacity(std::uint64_t frames) {
     sketch_.reset(frames, std::max<std::uint64_t>(1, static_cast<std::uint64_t>(whole * options_.sample_factor)));
 }
 
-void WTinyLfu::add(EntryId entry, const EntryInfo& info) { lists_.add(entry, info.frames); }
+void WTinyLfu::add(EntryId entry, const EntryInfo& info) {
+    lists_.add(entry, info.frames);
+    if (entry >= keys_.size()) keys_.resize(entry + 1, 0);
+    keys_[entry] = info.record * kGroupStride + info.group;
+}
 
 void WTinyLfu::insert(EntryId entry) {
-    sketch_.count(entry, lists_.frames_of(entry));
+    sketch_.count(keys_[entry], lists_.frames_of(entry));
     lists_.push_newest(WINDOW, entry);
 }
 
 void WTinyLfu::hit(EntryId entry) {
-    sketch_.count(entry, lists_.frames_of(entry));
+    sketch_.count(keys_[entry], lists_.frames_of(entry));
     if (lists_.list_of(entry) != PROBATION) {
         lists_.move_newest(lists_.list_of(entry), entry);
         return;
@@ -78,7 +82,7 @@ std::uint64_t WTinyLfu::select(const Candidates& candidates, std::uint64_t frame
         } else if (ends.main_frames + lists_.frames_of(ends.window) <= main_frames_) {
             admit(candidates, ends);
         } else if (ends.main() != EntryLists::kEnd &&
-                   sketch_.estimate(ends.window) > sketch_.estimate(ends.main())) {
+                   sketch_.estimate(keys_[ends.window]) > sketch_.estimate(keys_[ends.main()])) {
             choose(take_main(candidates, ends));
             if (ends.main_frames + lists_.frames_of(ends.window) <= main_frames_) admit(candidates, ends);
         } else {

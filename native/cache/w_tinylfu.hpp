@@ -57,6 +57,8 @@ private:
     std::uint64_t main_frames_ = 0;
     std::uint64_t protected_frames_ = 0;
     EntryLists lists_;
+    // By entry: what is counted. The live cache and a replay number entries differently, records and groups alike.
+    std::vector<std::uint32_t> keys_;
     FrequencySketch sketch_;
 };
 

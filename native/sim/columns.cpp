@@ -36,7 +36,7 @@ std::uint32_t count_entries(const RequestColumns& requests) {
     const std::size_t asked = requests.entries.empty() ? 0 : std::size_t{largest} + 1;
     const std::size_t given =
         std::max({requests.sizes.size(), requests.layer_of.size(), requests.records.size(),
-                  requests.pinned.size()});
+                  requests.groups.size(), requests.bytes.size(), requests.pinned.size()});
     if (given != 0 && asked > given) {
         throw std::invalid_argument("column 'entries': entry " + std::to_string(largest) +
                                     ", and there are " + std::to_string(given));
@@ -50,6 +50,8 @@ std::uint32_t count_entries(const RequestColumns& requests) {
     expect_length("sizes", requests.sizes.size(), entries, "entry");
     expect_length("entry_layers", requests.layer_of.size(), entries, "entry");
     expect_length("records", requests.records.size(), entries, "entry");
+    expect_length("groups", requests.groups.size(), entries, "entry");
+    expect_length("bytes", requests.bytes.size(), entries, "entry");
     expect_length("pinned", requests.pinned.size(), entries, "entry");
     return static_cast<std::uint32_t>(entries);
 }

@@ -13,7 +13,7 @@
 namespace tierstore {
 
 // ATOMIC: an event's entries are one set, none of which evicts another; a set that does not fit is split, in
-// the order given, into the largest groups that do. SEQUENTIAL: each entry is a request of its own.
+// the order given and never between neighbours of one record, into the largest groups that do. SEQUENTIAL: each entry is a request of its own.
 enum class Contract : std::uint8_t { ATOMIC, SEQUENTIAL };
 
 // What is counted beside the totals: by step and layer, or by event as well.
@@ -31,6 +31,8 @@ struct RequestColumns {
     std::span<const std::uint32_t> sizes{};  // by entry, in frames, at least 1; 1
     std::span<const std::uint32_t> layer_of{};  // by entry; the layer of the first event that asks for it
     std::span<const std::uint32_t> records{};  // by entry: which are of one record; each of its own
+    std::span<const std::uint8_t> groups{};  // by entry: which of its record's it is; its place among neighbours
+    std::span<const std::uint64_t> bytes{};  // by entry; its frames
     std::span<const std::uint8_t> pinned{};  // by entry: non-zero never leaves once resident; none is
     std::size_t events() const { return offsets.empty() ? 0 : offsets.size() - 1; }
 };
@@ -49,15 +51,15 @@ struct SimulationOptions {
 
 struct SimulationCounts {
     std::uint64_t requests = 0, hits = 0, misses = 0, evictions = 0, write_backs = 0;
-    std::uint64_t missed_frames = 0, written_frames = 0, starved = 0;
+    std::uint64_t missed_frames = 0, written_frames = 0, missed_bytes = 0, written_bytes = 0, starved = 0;
 };
 
 struct SimulationResult {
     SimulationCounts counts;
     // By step, numbered in the order in which they come.
     std::vector<std::uint64_t> step_requests, step_misses, step_write_backs;
-    // By event, in frames; empty unless the detail is EVENTS.
-    std::vector<std::uint32_t> event_missed_frames, event_written_frames;
+    // By event; empty unless the detail is EVENTS.
+    std::vector<std::uint64_t> event_missed_bytes, event_written_bytes;
     // By layer; empty when nothing says which layer anything belongs to.
     std::vector<std::uint64_t> layer_hits, layer_misses;
 };

@@ -54,8 +54,8 @@ public:
         result_.layer_hits.assign(layers, 0);
         result_.layer_misses.assign(layers, 0);
         if (options.detail == Detail::EVENTS) {
-            result_.event_missed_frames.assign(requests.events(), 0);
-            result_.event_written_frames.assign(requests.events(), 0);
+            result_.event_missed_bytes.assign(requests.events(), 0);
+            result_.event_written_bytes.assign(requests.events(), 0);
         }
     }
 
@@ -85,16 +85,21 @@ private:
     static constexpr std::uint64_t kAhead = 16;  // requests between a prefetch and its use
 
     std::uint32_t size_of(EntryId entry) const { return unit_sizes_ ? 1 : frames_[entry]; }
+    std::uint64_t bytes_of(EntryId entry) const {
+        return requests_.bytes.empty() ? size_of(entry) : requests_.bytes[entry];
+    }
     Cache& cache_for(std::uint32_t layer) { return caches_[options_.scope == Scope::LAYER ? layer : 0]; }
 
     void introduce() {
         follows_accesses_ = caches_.front().policy->follows_accesses();
         for (Cache& cache : caches_) cache.policy->set_capacity(cache.limit);
+        std::uint32_t place = 0;  // among neighbours of one record
         for (EntryId entry = 0; entry < flags_.size(); ++entry) {
+            place = entry > 0 && record_of(entry) == record_of(entry - 1) ? place + 1 : 0;
             const std::uint32_t layer = layer_of_.empty() ? 0 : layer_of_[entry];
             if (layer == kNoLayer) continue;
-            const std::uint32_t record = requests_.records.empty() ? entry : requests_.records[entry];
-            cache_for(layer).policy->add(entry, EntryInfo{record, layer, frames_[entry]});
+            const std::uint32_t group = requests_.groups.empty() ? place : requests_.groups[entry];
+            cache_for(layer).policy->add(entry, EntryInfo{record_of(entry), group, layer, frames_[entry]});
         }
     }
 
@@ -121,11 +126,8 @@ private:
     }
 
     void close_event() {
-        const auto since = [](std::uint64_t now, std::uint64_t before) {
-            return static_cast<std::uint32_t>(now - before);
-        };
-        result_.event_missed_frames[event_] = since(counts_.missed_frames, event_began_.missed_frames);
-        result_.event_written_frames[event_] = since(counts_.written_frames, event_began_.written_frames);
+        result_.event_missed_bytes[event_] = counts_.missed_bytes - event_began_.missed_bytes;
+        result_.event_written_bytes[event_] = counts_.written_bytes - event_began_.written_bytes;
         event_began_ = counts_;
     }
 
@@ -161,19 +163,30 @@ private:
         }
     }
 
-    // What is pinned already stays anyway: a group adds the frames of the rest.
+    // What is pinned already stays anyway: a group adds the frames of the rest. All that an event asks for of
+    // one record is used at once, so that no group ends within it.
     std::uint64_t group_end(const Cache& cache, std::uint64_t begin, std::uint64_t end) {
         const std::uint64_t room = cache.limit > cache.pinned ? cache.limit - cache.pinned : 0;
         if (unit_sizes_ && end - begin <= room) return end;
         std::uint64_t filled = 0;
-        for (std::uint64_t at = begin; at < end; ++at) {
-            const EntryId entry = requests_.entries[at];
-            const std::uint64_t added = busy_[entry] != 0 ? 0 : size_of(entry);
+        for (std::uint64_t at = begin; at < end;) {
+            const std::uint32_t record = record_of(requests_.entries[at]);
+            std::uint64_t added = 0;
+            std::uint64_t next = at;
+            for (; next < end && record_of(requests_.entries[next]) == record; ++next) {
+                const EntryId entry = requests_.entries[next];
+                if (busy_[entry] == 0) added += size_of(entry);
+            }
             if (added > room) refuse_capacity(cache, added);
             if (filled + added > room) return at;
             filled += added;
+            at = next;
         }
         return end;
+    }
+
+    std::uint32_t record_of(EntryId entry) const {
+        return requests_.records.empty() ? entry : requests_.records[entry];
     }
 
     void run_group(Cache& cache, std::uint64_t begin, std::uint64_t end) {
@@ -213,6 +226,7 @@ private:
         } else {
             ++counts_.misses;
             counts_.missed_frames += size_of(entry);
+            counts_.missed_bytes += bytes_of(entry);
             cache.used += size_of(entry);
             flags |= room_ == Room::AFTER ? RESIDENT | FRESH : RESIDENT;
             if ((flags & STAYS) != 0) keep(cache, entry);
@@ -251,6 +265,7 @@ private:
         if ((flags & DIRTY) != 0) {
             ++counts_.write_backs;
             counts_.written_frames += size_of(entry);
+            counts_.written_bytes += bytes_of(entry);
         }
     }
 
@@ -272,7 +287,7 @@ private:
 
     void forget_counts() {
         counts_ = step_began_ = event_began_ = SimulationCounts{};
-        for (auto* column : {&result_.event_missed_frames, &result_.event_written_frames}) {
+        for (auto* column : {&result_.event_missed_bytes, &result_.event_written_bytes}) {
             std::fill(column->begin(), column->end(), 0);
         }
         for (auto* column : {&result_.step_requests, &result_.step_misses, &result_.step_write_backs,

@@ -89,6 +89,7 @@ def test_the_json_object(run: Run) -> None:
         "write_backs",
         "intervals",
         "ranks",
+        "stalled_rank",
         "layer",
     }
     plain = {"train_loss", "val_loss", "records_crc32c", "tier", "cause"}

@@ -14,7 +14,7 @@ from torch import nn
 from tierstore.dense.buckets import GradientExchange, buckets_of
 from tierstore.dense.layout import UnitLayout, unit_layouts
 from tierstore.dense.slices import UnitSlices
-from tierstore.dense.traffic import DenseTraffic
+from tierstore.dense.traffic import DenseMessages, DenseTraffic
 from tierstore.errors import BudgetError
 from tierstore.parallel import Group, Mesh
 from tierstore.store.adamw import AdamWConfig
@@ -42,11 +42,11 @@ def exchange_of(
     group: Group, bucket_bytes: int, buffers: int
 ) -> tuple[GradientExchange, list[UnitSlices], DenseTraffic]:
     slices = [UnitSlices(layout, group.rank, CPU, AdamWConfig()) for layout in layouts_of(group.size)]
-    traffic = DenseTraffic()
+    messages = DenseMessages()
     exchange = GradientExchange(
-        slices, group, CPU, bucket_bytes=bucket_bytes, buffers=buffers, traffic=traffic
+        slices, group, CPU, bucket_bytes=bucket_bytes, buffers=buffers, messages=messages
     )
-    return exchange, slices, traffic
+    return exchange, slices, messages.traffic
 
 
 def gradient(rank: int, micro: int, unit: int, index: int) -> torch.Tensor:

@@ -144,12 +144,15 @@ def _fully_sharded(mesh: Mesh, given: dict[str, Any]) -> Outcome:
 
 
 @pytest.mark.parametrize("model", [{}, {"tie_embeddings": "tied"}], ids=["untied", "tied"])
-def test_twenty_steps_equal_fully_shard_and_one_process(ranks: Ranks, model: dict[str, Any]) -> None:
+@pytest.mark.parametrize("size", [2, 4])
+def test_twenty_steps_equal_fully_shard_and_one_process(
+    ranks: Ranks, size: int, model: dict[str, Any]
+) -> None:
     setting = Setting(steps=20, model=model)
-    theirs = ranks.run(2, _fully_sharded, asdict(setting))
-    ours = on_ranks(ranks, 2, setting)
+    theirs = ranks.run(size, _fully_sharded, asdict(setting))
+    ours = on_ranks(ranks, size, setting)
     alone = train_group(Group.alone(), setting)
-    for rank in range(2):
+    for rank in range(size):
         assert ours[rank].losses == pytest.approx(theirs[rank].losses, rel=1e-4)
     for name, value in agreed(ours).weights.items():
         torch.testing.assert_close(value, theirs[0].weights[name], rtol=1e-3, atol=2e-5)

@@ -10,8 +10,16 @@ from cases import requests_of
 
 from tierstore.cache.access import Phase
 from tierstore.errors import ConfigError
-from tierstore.lab.costs import Machine, Objective, Overlap, cost_by_step, policy_time, with_costs
-from tierstore.lab.simulate import PolicySpec, Setting, outcome, replay_all
+from tierstore.lab.costs import (
+    Machine,
+    Objective,
+    Overlap,
+    cost_by_layer,
+    cost_by_step,
+    policy_time,
+    with_costs,
+)
+from tierstore.lab.simulate import PolicySpec, Scope, Setting, outcome, replay_all
 
 LRU = PolicySpec("lru")
 
@@ -28,8 +36,8 @@ def replayed(**columns):
         **columns,
     )
     (found,) = replay_all(requests, [Setting(LRU, 1)])
-    assert found.event_read_frames.tolist() == [1, 1, 1, 1]
-    assert found.event_written_frames.tolist() == [0, 1, 0, 1]
+    assert found.event_read_bytes.tolist() == [100, 100, 100, 100]
+    assert found.event_written_bytes.tolist() == [0, 100, 0, 100]
     return requests, found
 
 
@@ -84,6 +92,21 @@ def test_objectives_by_step():
     assert cost_by_step(requests, found, Objective.MISSES, machine).tolist() == [2, 2]
     assert cost_by_step(requests, found, Objective.BYTES, machine).tolist() == [300, 300]
     assert cost_by_step(requests, found, Objective.STALL, machine).tolist() == [3, 1]
+
+
+def test_objectives_by_layer():
+    # A slot for each layer, two entries in turns in layer 1: it misses four times, and writes one entry twice.
+    requests = requests_of(
+        [[0], [1], [2], [1], [2]],
+        writes=[[1], [1], [0], [1], [0]],
+        layers=[0, 1, 1, 1, 1],
+        frame_bytes=100,
+    )
+    (found,) = replay_all(requests, [Setting(LRU, 2, Scope.LAYER)])
+    machine = Machine(read_bytes_per_s=50, write_bytes_per_s=100)
+    assert cost_by_layer(requests, found, Objective.MISSES, machine).tolist() == [1, 4]
+    assert cost_by_layer(requests, found, Objective.BYTES, machine).tolist() == [100, 600]
+    assert cost_by_layer(requests, found, Objective.STALL, machine).tolist() == [2, 10]
 
 
 def test_a_policy_s_own_time_is_measured():

@@ -85,6 +85,9 @@ def test_capacities_of_a_curve():
 
 def test_where_one_pass_does_not_hold():
     assert not has_one_pass(requests_of([[0], [1]], sizes=[1, 2]), 3)
+    uneven = requests_of([[0], [1]])
+    uneven.entry_bytes[1] = 9
+    assert not has_one_pass(uneven, 2)
     assert not has_one_pass(requests_of([[0, 1]]), 1)
     assert has_one_pass(requests_of([[0, 1]]), 1, contract=Contract.SEQUENTIAL)
     assert not has_one_pass(requests_of([[0, 1]]), 2, scope=Scope.LAYER)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -10,8 +11,13 @@ from cases import requests_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tierstore.lab.candidates import Candidate, cache_configuration, starting_grid
+from tierstore.lab.costs import Objective
 from tierstore.lab.quotas import greedy_split, layer_curves, least_quotas, lower_hull, split_capacity
 from tierstore.lab.simulate import PolicySpec, Scope, Setting, replay_all
+from tierstore.store import RecordSchema, StoreConfig, WeightFormat
+from tierstore.store.opening import check_budget, minimum_host_budget, record_frame_bytes
+from tierstore.trace.quotas import quotas_by_layer
 
 LRU = PolicySpec("lru")
 
@@ -26,7 +32,8 @@ def test_split_by_hand():
     first, second = [(1, 8), (2, 5), (4, 4)], [(1, 20), (3, 10), (4, 9)]
     assert greedy_split([first, second, []], 3) == (1, 2, 0)
     assert greedy_split([first, second, []], 5) == (2, 3, 0)
-    assert greedy_split([first, second, []], 99) == (4, 4, 0)
+    # What nobody gains by is shared out: 91 frames.
+    assert greedy_split([first, second, []], 99) == (4 + 46, 4 + 45, 0)
     with pytest.raises(ValueError, match="1 frames for layers that need 2"):
         greedy_split([first, second], 1)
 
@@ -42,14 +49,19 @@ def test_greedy_is_the_best_split_of_convex_curves(falls, capacity):
         misses = np.concatenate(([200], 200 - np.cumsum(sorted(layer, reverse=True))))
         curves.append([(frames + 1, float(miss)) for frames, miss in enumerate(misses)])
     found = greedy_split(curves, capacity)
-    assert sum(found) <= capacity
-    cost = sum(dict(curve)[quota] for curve, quota in zip(curves, found, strict=True))
+    assert sum(found) == capacity
+    cost = sum(dict(curve)[min(quota, len(curve))] for curve, quota in zip(curves, found, strict=True))
     best = min(
         sum(curve[index][1] for curve, index in zip(curves, split, strict=True))
         for split in product(*(range(len(curve)) for curve in curves))
         if sum(index + 1 for index in split) <= capacity
     )
     assert cost == best
+
+
+def with_records_of(requests, frames):
+    """The same requests, of records that have other groups as well: ``frames`` each in all."""
+    return replace(requests, record_frames=np.full(len(requests.sizes), frames, np.uint32))
 
 
 def uneven():
@@ -69,7 +81,42 @@ def test_curves_of_layers():
     assert (frames[-1], misses[-1]) == (4, 4)
     assert misses[0] == 1500  # a loop over 4 through 2 slots
     assert [y for _, y in curves[2]] == sorted((y for _, y in curves[2]), reverse=True)
+
+
+def test_a_layer_needs_room_for_the_largest_record_with_all_of_its_groups():
     assert least_quotas(uneven(), headroom=1).tolist() == [2, 0, 2]
+    wide = with_records_of(uneven(), 7)
+    assert least_quotas(wide).tolist() == [7, 0, 7]
+    frames = [quota for quota, _ in layer_curves(wide, LRU)[0]]
+    assert frames[0] == 8
+
+
+def test_frames_go_where_the_objective_falls():
+    requests = uneven()
+    requests.entry_bytes[requests.entry_layers == 2] = 10**6
+    assert split_capacity(requests, LRU, 6) == (4, 0, 2)
+    for objective in (Objective.BYTES, Objective.STALL):
+        assert split_capacity(requests, LRU, 6, objective=objective) == (2, 0, 4)
+
+
+def test_train_takes_every_setting_and_gives_layers_what_was_simulated():
+    schema = RecordSchema("expert", 4096, WeightFormat.FP32)
+    frame, least = record_frame_bytes([schema]), minimum_host_budget([schema])
+    requests = with_records_of(uneven(), least // frame)
+    by_layer = 0
+    for capacity in range(least // frame, 4 * least // frame):
+        candidates = starting_grid(requests, capacity, ["lru"], list(Scope))
+        if any(candidate.scope is Scope.LAYER for candidate in candidates):
+            by_layer += 1
+            split = split_capacity(requests, LRU, capacity)
+            candidates.append(Candidate(LRU, Scope.LAYER, split))
+            shares = cache_configuration(candidates[-1]).layer_shares
+            assert tuple(quotas_by_layer([0, 2], capacity, shares)) == split
+            assert sum(split) == capacity
+        for candidate in candidates:
+            cache = cache_configuration(candidate)
+            check_budget(StoreConfig(host_budget=capacity * frame, cache=cache), [schema], [0, 2])
+    assert by_layer > least // frame
 
 
 def test_a_split_gives_the_loop_what_it_needs():

@@ -56,6 +56,9 @@ def test_groups_become_entries(tmp_path):
     assert found.phases.tolist() == [1, 2, 1]
     assert found.steps.tolist() == [0, 0, 1]
     assert found.sizes.tolist() == [1, 1, 2]
+    assert (found.entry_records.tolist(), found.entry_groups.tolist()) == ([0, 2, 2], [0, 0, 1])
+    assert found.record_frames.tolist() == [4, 4, 4]  # gradients, too
+    assert found.largest_record_frames == 4
     assert found.entry_bytes.tolist() == [4096, 4096, 8000]
     assert (found.total_frames, found.total_bytes, found.frame_bytes) == (4, 16192, 4096)
     assert found.largest_event_frames == 4

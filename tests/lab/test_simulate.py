@@ -9,13 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.errors import BudgetError, ConfigError
+from tierstore.lab.curves import curves
+from tierstore.lab.importing import import_trace
+from tierstore.lab.requests import load_requests
 from tierstore.lab.results import Role
 from tierstore.lab.simulate import (
     Contract,
     PolicySpec,
     Scope,
     Setting,
-    equal_quotas,
     known_policies,
     outcome,
     replay_all,
@@ -45,17 +47,35 @@ def test_by_event():
     # Two slots: 0, 1 come; 2 takes the place of 0 (dirty); 0 that of 1; both go on.
     requests = requests_of([[0], [1], [2], [0]], writes=[[1], [0], [0], [0]], frame_bytes=100)
     (replayed,) = replay_all(requests, [Setting(LRU, 2)])
-    assert replayed.event_read_frames.tolist() == [1, 1, 1, 1]
-    assert replayed.event_written_frames.tolist() == [0, 0, 1, 0]
+    assert replayed.event_read_bytes.tolist() == [100, 100, 100, 100]
+    assert replayed.event_written_bytes.tolist() == [0, 0, 100, 0]
     found = outcome(requests, replayed)
     assert (found.read_bytes, found.written_bytes, found.write_backs, found.evictions) == (400, 100, 1, 2)
+
+
+@pytest.mark.parametrize("frame_bytes", ["0", "4KiB"])
+def test_bytes_are_those_of_the_keys(tmp_path, frame_bytes):
+    # One key of a million bytes and nine of ten, in turns through a slot: all are read each time.
+    source = tmp_path / "keys.csv"
+    source.write_text("".join(f"k{i % 10},{10**6 if i % 10 == 0 else 10}\n" for i in range(300)))
+    trace = tmp_path / "keys.trace"
+    import_trace(source, trace, options={"size": "2", "frame_bytes": frame_bytes})
+    requests = load_requests(trace)
+    large = int(requests.sizes.max())
+    (found,) = simulate(requests, ["lru"], [large])
+    assert found.misses == 300
+    assert found.read_bytes == 30 * 10**6 + 270 * 10
+    (curve,) = curves(requests, ["lru"], [large])
+    assert curve.points[0].read_bytes == found.read_bytes
+    # A capacity in bytes counts slots that hold any key; what holds all keys is the whole footprint.
+    assert requests.frames_of(str(requests.total_frames * requests.frame_bytes)) == requests.total_frames
 
 
 def test_a_warm_up_is_carried_out_and_not_counted():
     requests = requests_of([[0], [1], [0], [2], [0]])
     (replayed,) = replay_all(requests, [Setting(LRU, 2)], warmup_steps=2)
     assert (replayed.hits, replayed.misses) == (2, 1)
-    assert replayed.event_read_frames.tolist() == [0, 0, 0, 1, 0]
+    assert replayed.event_read_bytes.tolist() == [0, 0, 0, 1, 0]
     assert outcome(requests, replayed).steps == 3
 
 
@@ -100,8 +120,8 @@ def test_against_a_naive_cache(data):
     (replayed,) = replay_all(requests, [Setting(LRU, capacity)])
     naive = NaiveLru(capacity)
     expected = [naive.event(*pair) for pair in zip(events, writes, strict=True)]
-    assert replayed.event_read_frames.tolist() == [misses for misses, _ in expected]
-    assert replayed.event_written_frames.tolist() == [written for _, written in expected]
+    assert replayed.event_read_bytes.tolist() == [misses for misses, _ in expected]
+    assert replayed.event_written_bytes.tolist() == [written for _, written in expected]
     assert replayed.misses == sum(misses for misses, _ in expected)
 
 
@@ -116,7 +136,7 @@ def test_sequential_requests_evict_each_other():
 
 def test_equal_quotas_leave_out_layers_without_requests():
     requests = requests_of([[0, 1], [2], [3]], layers=[0, 2, 3])
-    assert equal_quotas(requests, 10) == (4, 0, 3, 3)
+    assert Setting(LRU, 10, Scope.LAYER).quotas(requests) == (4, 0, 3, 3)
     with pytest.raises(ConfigError, match="4 of at most 4 frames in all, got 4 of 5"):
         Setting(LRU, 4, Scope.LAYER, layer_quotas=(2, 1, 1, 1)).quotas(requests)
 

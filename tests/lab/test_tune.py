@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ from tierstore.lab.regime import survey
 from tierstore.lab.results import Verdict
 from tierstore.lab.simulate import PolicySpec, Scope, known_policies
 from tierstore.lab.tune import Hindsight, TuneOptions, tune
-from tierstore.store.opening import layer_quotas
+from tierstore.trace.quotas import quotas_by_layer
 from tierstore.train.config import TrainConfig
 
 STEPS, EACH = 400, 50
@@ -55,7 +56,7 @@ def scans(seed=0):
 
 def test_requests_that_are_all_alike_are_a_tie():
     found = tune(
-        single(np.random.default_rng(0).integers(0, 200, 10 * STEPS * EACH)), 0.3, TuneOptions(policies=CHEAP)
+        single(np.random.default_rng(1).integers(0, 200, 10 * STEPS * EACH)), 0.3, TuneOptions(policies=CHEAP)
     )
     assert found.result.verdict is Verdict.TIE
     assert found.result.gain_low <= 0 <= found.result.gain_high
@@ -133,6 +134,22 @@ def test_an_uneven_model_gets_uneven_quotas():
     assert "layer_shares = [0.666666667, 0.333333333]" in found.result.configuration
 
 
+@pytest.mark.parametrize("percent", range(1, 6))
+def test_small_capacities(percent):
+    # Four layers of 64: 2, 5, 7, 10 and 12 frames. From 8 on each layer has room of its own.
+    rng = np.random.default_rng(0)
+    events = [
+        (layer * 64 + np.sort(rng.choice(64, 6, replace=False))).tolist()
+        for _ in range(40)
+        for layer in range(4)
+    ]
+    requests = requests_of(events, layers=list(range(4)) * 40, steps=np.repeat(np.arange(40), 4))
+    found = tune(requests, percent / 100, TuneOptions(policies=("lru",), hindsight=Hindsight.ALL))
+    layered = [one for one, _ in found.ranked if one.scope is Scope.LAYER]
+    assert bool(layered) is (percent >= 4)
+    assert all(sum(one.layer_quotas) in (0, percent * 256 // 100) for one in layered)
+
+
 def test_objectives():
     # Two loops that do not fit together; the entries of one are dirty, and cost a write each.
     count = STEPS * EACH
@@ -178,6 +195,9 @@ def test_what_cannot_be():
         tune(single(walk()), 0.1, TuneOptions(policies=("mru",)))
     with pytest.raises(BudgetError, match="too small"):
         tune(requests_of([[0], [1]] * 4, sizes=[5, 5]), "4f")
+    records = replace(requests_of([[0], [1]] * 4), record_frames=np.full(2, 3, np.uint32))
+    with pytest.raises(BudgetError, match="2 frames are too small: the largest record takes 3"):
+        tune(records, "2f")
 
 
 # Candidates --------------------------------------------------------------------------------------------------
@@ -200,7 +220,9 @@ def test_the_default_is_the_trainer_s():
 def test_the_grid_of_half_lives():
     assert half_lives(100) == [1, 4, 16, 64, math.inf]
     near = list(neighbours(Candidate(lfu_decay(16))))
-    assert [one.policy.options.get("half_life") for one in near] == [8, 16, 32, 48, 16, 16]
+    tried = [one.policy.options["half_life"] for one in near]
+    assert tried == pytest.approx([16 / 8**0.5, 8, 16 / 2**0.5, 16 * 2**0.5, 32, 16 * 8**0.5, 16, 16])
+    assert all(one.key != Candidate(lfu_decay(16)).key for one in near)
     assert list(neighbours(Candidate(PolicySpec("lru")))) == []
 
 
@@ -214,7 +236,7 @@ def test_a_candidate_s_configuration_is_what_train_takes(tmp_path, half_life):
     assert cache == cache_configuration(candidate)
     assert cache.options == candidate.policy.options
     assert cache.half_life == pytest.approx(half_life)
-    assert layer_quotas([0, 2], 5, cache.layer_shares) == [2, 0, 3]
+    assert quotas_by_layer([0, 2], 5, cache.layer_shares) == [2, 0, 3]
 
 
 def test_a_policy_that_train_does_not_run_is_said():

@@ -14,8 +14,6 @@ from sim_columns import columns
 from tierstore import _native
 from tierstore._native import Contract, Decision, Scope
 
-# The core numbers the weights of record r as entry 4r. Only a policy that hashes numbers can tell.
-STRIDES = {"w-tinylfu": 4}
 VARIANTS = {
     "clock": [{}, {"bits": 3}],
     "lfu-decay": [
@@ -24,52 +22,82 @@ VARIANTS = {
         {"variant": "paper", "threshold": 1.0, "interval": 7},
     ],
 }
+MILLION = 10**6
 CASES = [(name, options) for name in _native.policy_names() for options in VARIANTS.get(name, [{}])]
 
 
 @dataclass(frozen=True)
 class Trace:
-    """``events`` are (step, layer, phase, {record: written}); ``sizes`` are frames by record."""
+    """``events`` are (step, layer, phase, {record: its groups that are asked for, and whether written}).
+
+    ``groups`` are those that records have; ``sizes`` are frames by record and group. The simulator numbers
+    entries densely, the core those of record r from 4r on.
+    """
 
     layers: int
-    sizes: list[int]
-    events: list[tuple[int, int, int, dict[int, bool]]]
+    groups: list[int]
+    sizes: list[list[int]]
+    events: list[tuple[int, int, int, dict[int, dict[int, bool]]]]
 
     def layer_of(self, record):
         return record % self.layers
+
+    def size_of(self, asked):
+        """Frames of what is asked for."""
+        return sum(self.sizes[record][group] for record, chosen in asked.items() for group in chosen)
+
+    def bytes_of(self, record, group):
+        """A million for each frame, and some: enough to tell entries of one size apart."""
+        return self.sizes[record][group] and self.sizes[record][group] * MILLION + record % 7
 
 
 @st.composite
 def traces(draw, largest=7):
     layers, experts = draw(st.integers(1, 3)), draw(st.integers(3, 8))
-    most_frames = draw(st.sampled_from([1, 5]))
+    groups = draw(st.sampled_from([[0], [1], [0, 2], [0, 1, 2]]))
+    most_frames = draw(st.sampled_from([1, 5 if len(groups) == 1 else 3]))
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     step, events = 0, []
     for _ in range(draw(st.integers(10, 80))):
         layer = int(random.integers(layers))
         chosen = random.choice(experts, random.integers(min(largest, experts) + 1), replace=False)
         records = sorted(int(expert) * layers + layer for expert in chosen)
-        events.append((step, layer, int(random.integers(1, 3)), {r: random.random() < 0.4 for r in records}))
+        asked = {
+            r: sorted(random.choice(groups, random.integers(1, len(groups) + 1), replace=False).tolist())
+            for r in records
+        }
+        needed = {r: {group: random.random() < 0.4 for group in some} for r, some in asked.items()}
+        events.append((step, layer, int(random.integers(1, 3)), needed))
         step += int(random.integers(2))
-    sizes = random.integers(1, most_frames, layers * experts, endpoint=True)
-    return Trace(layers, sizes.tolist(), events)
+    sizes = random.integers(1, most_frames, (layers * experts, 3), endpoint=True)
+    sizes[:, [group for group in range(3) if group not in groups]] = 0
+    return Trace(layers, groups, sizes.tolist(), events)
 
 
 def simulated(trace, capacity, quotas, pinned, policy, **keywords):
-    stride = STRIDES.get(policy, 1)
-    offsets, records = columns([list(chosen) for _, _, _, chosen in trace.events])
-    every = np.arange(len(trace.sizes) * stride, dtype=np.uint32) // stride
+    entries = [(record, group) for record in range(len(trace.sizes)) for group in trace.groups]
+    number = {entry: place for place, entry in enumerate(entries)}
+    asked = [
+        [
+            (number[record, group], written)
+            for record, some in chosen.items()
+            for group, written in some.items()
+        ]
+        for *_, chosen in trace.events
+    ]
+    records = np.array([record for record, _ in entries], np.uint32)
     return _native.simulate(
-        offsets,
-        records * np.uint32(stride),
-        np.array([w for _, _, _, chosen in trace.events for w in chosen.values()], np.uint8),
+        *columns([[entry for entry, _ in event] for event in asked]),
+        np.array([written for event in asked for _, written in event], np.uint8),
         np.array([layer for _, layer, _, _ in trace.events], np.uint32),
         np.array([phase for _, _, phase, _ in trace.events], np.uint8),
         np.array([step for step, _, _, _ in trace.events], np.uint32),
-        np.array(trace.sizes, np.uint32)[every],
-        every % np.uint32(trace.layers),
-        every,
-        np.isin(every, pinned).astype(np.uint8),
+        np.array([trace.sizes[record][group] for record, group in entries], np.uint32),
+        records % np.uint32(trace.layers),
+        records,
+        np.array([group for _, group in entries], np.uint8),
+        np.array([trace.bytes_of(*entry) for entry in entries], np.uint64),
+        np.isin(records, pinned).astype(np.uint8),
         policy=policy,
         capacity_frames=capacity,
         scope=Scope.LAYER if quotas else Scope.GLOBAL,
@@ -88,26 +116,32 @@ def lived(trace, capacity, quotas, pinned, policy, options, contract):
         layer_quotas=quotas,
     )
     for record, size in enumerate(trace.sizes):
-        core.add_record(trace.layer_of(record), [size, 0, 0], [size, 0, 0], 1)
-    kept = set()
+        core.add_record(
+            trace.layer_of(record), size, [trace.bytes_of(record, group) for group in range(3)], 7
+        )
+    kept = np.zeros(len(trace.sizes), np.uint16)  # groups that are pinned
     steps = Counter()
     now = 0
     for step, layer, phase, chosen in trace.events:
         if step != now:
             core.end_step(now)
             now = step
-        sets = [list(chosen)] if contract is Contract.ATOMIC else [[record] for record in chosen]
-        for group in sets:
-            records = np.array(group, np.uint32)
-            flags = np.array([9 if chosen[record] else 1 for record in group], np.uint16)
-            groups, _ = core.begin_access(step, phase, layer, records, flags)
+        if contract is Contract.ATOMIC:
+            sets = [chosen]
+        else:
+            sets = [{r: {g: written}} for r, some in chosen.items() for g, written in some.items()]
+        for asked in sets:
+            records = np.array(list(asked), np.uint32)
+            needed = np.array([sum(1 << g for g in some) for some in asked.values()], np.uint16)
+            written = np.array([sum(w << g for g, w in some.items()) for some in asked.values()], np.uint16)
+            groups, _ = core.begin_access(step, phase, layer, records, needed | written << 3)
             for _ in range(groups):
                 begin, end, (kinds, _), _ = core.next_group()
                 steps[step] += kinds.tolist().count(Decision.FETCH)
-                new = [r for r in group[begin:end] if r in pinned and r not in kept]
-                if new:
-                    core.pin(np.array(new, np.uint32), np.ones(len(new), np.uint16))
-                    kept.update(new)
+                new = needed[begin:end] * np.isin(records[begin:end], pinned) & ~kept[records[begin:end]]
+                if new.any():
+                    core.pin(records[begin:end][new > 0], new[new > 0])
+                    kept[records[begin:end]] |= new
                 core.end_group()
     return core.stats(), [steps[step] for step in sorted({step for step, *_ in trace.events})]
 
@@ -122,10 +156,11 @@ def compare(trace, capacity, quotas, pinned, policy, options, contract):
     result = simulated(trace, capacity, quotas, pinned, policy, options=options, contract=contract)
     same = ("hits", "misses", "evictions", "write_backs", "starved")
     assert {key: result[key] for key in same} == {key: stats[key] for key in same}
-    assert (result["missed_frames"], result["written_frames"]) == (
-        stats["read_bytes"],
-        stats["written_bytes"],
-    )
+    for simulated_bytes, frames, moved in (
+        (result["missed_bytes"], result["missed_frames"], stats["read_bytes"]),
+        (result["written_bytes"], result["written_frames"], stats["written_bytes"]),
+    ):
+        assert (simulated_bytes, frames) == (moved, moved // MILLION)
     by_layer = zip(result["layer_hits"].tolist(), result["layer_misses"].tolist(), strict=True)
     assert [{"hits": hits, "misses": misses} for hits, misses in by_layer] == stats["by_layer"]
     assert result["step_misses"].tolist() == misses_by_step
@@ -138,12 +173,24 @@ def compare(trace, capacity, quotas, pinned, policy, options, contract):
 @given(
     trace=traces(),
     contract=st.sampled_from(Contract),
-    quotas=st.one_of(st.just([]), st.lists(st.integers(4, 12), min_size=3, max_size=3)),
-    capacity=st.integers(4, 16),
+    quotas=st.one_of(st.just([]), st.lists(st.integers(4, 16), min_size=3, max_size=3)),
+    capacity=st.integers(4, 24),
 )
 def test_the_simulator_counts_what_the_core_counts(policy, options, trace, contract, quotas, capacity):
     quotas = quotas[: trace.layers]
     compare(trace, sum(quotas) or capacity, quotas, [], policy, options, contract)
+
+
+@pytest.mark.parametrize("groups", [[1], [0, 2]])
+def test_what_is_hashed_is_the_record_and_the_group(groups):
+    # Many more entries than the sketch has counters: who shares one decides who stays.
+    random = np.random.default_rng(0)
+    events = []
+    for step in range(1500):
+        records = np.unique(random.zipf(1.2, 4) % 300).tolist()
+        events.append((step, 0, 1, {record: dict.fromkeys(groups, False) for record in records}))
+    sizes = [[int(group in groups) for group in range(3)] for _ in range(300)]
+    compare(Trace(1, groups, sizes, events), 24, [], [], "w-tinylfu", {}, Contract.ATOMIC)
 
 
 @pytest.mark.parametrize("policy", _native.policy_names())
@@ -153,6 +200,9 @@ def test_what_is_pinned_stays_as_it_does_in_the_core(policy, trace, seed, slack)
     random = np.random.default_rng(seed)
     pinned = np.flatnonzero(random.random(len(trace.sizes)) < 0.3).tolist()
     # Nothing is split: in the core a pin between two groups of one access can make the second impossible.
-    rest = [sum(trace.sizes[r] for r in chosen if r not in pinned) for *_, chosen in trace.events]
-    capacity = max(rest) + sum(trace.sizes[r] for r in pinned) + slack
+    rest = [
+        trace.size_of({r: some for r, some in chosen.items() if r not in pinned})
+        for *_, chosen in trace.events
+    ]
+    capacity = max(rest) + sum(sum(trace.sizes[r]) for r in pinned) + slack
     compare(trace, capacity, [], pinned, policy, {}, Contract.ATOMIC)

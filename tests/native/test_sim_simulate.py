@@ -11,8 +11,9 @@ from tierstore._native import Contract, Scope
 
 
 def run(events, capacity, policy="lru", **keywords):
+    kinds = {**dict.fromkeys(("writes", "phases", "groups", "pinned"), np.uint8), "bytes": np.uint64}
     keywords = {
-        key: np.array(value, np.uint8 if key in ("writes", "phases", "pinned") else np.uint32)
+        key: np.array(value, kinds.get(key, np.uint32))
         if isinstance(value, list) and key != "layer_quotas"
         else value
         for key, value in keywords.items()
@@ -65,6 +66,28 @@ def test_sizes_are_in_frames():
     result = run([[0], [1], [2], [0]], 3, sizes=[1, 2, 3], writes=[0, 0, 1, 0])
     assert (result["misses"], result["missed_frames"]) == (4, 7)
     assert (result["evictions"], result["write_backs"], result["written_frames"]) == (3, 1, 3)
+    assert (result["missed_bytes"], result["written_bytes"]) == (7, 3)
+
+
+def test_bytes_are_those_of_each_entry():
+    result = run([[0], [1], [2], [0]], 1, bytes=[5, 70, 1 << 40], writes=[0, 0, 1, 0], steps=[0, 1, 1, 2])
+    assert (result["missed_frames"], result["written_frames"]) == (4, 1)
+    assert (result["missed_bytes"], result["written_bytes"]) == (80 + (1 << 40), 1 << 40)
+    with pytest.raises(ValueError, match="column 'bytes': expected 2 values"):
+        run([[0], [1]], 1, sizes=[1, 1], bytes=[5])
+
+
+def test_a_record_is_never_split():
+    # Both entries of a record are used at once, whatever the order of records.
+    with pytest.raises(_native.CapacityError) as error:
+        run([[0, 1, 2]], 2, records=[0, 1, 1], sizes=[1, 1, 2])
+    assert error.value.needed_frames == 3
+    assert run([[0, 1, 2]], 3, records=[0, 1, 1], sizes=[1, 1, 2])["evictions"] == 1
+    # Only an event can use them together.
+    assert (
+        run([[0, 1, 2]], 2, records=[0, 1, 1], sizes=[1, 1, 2], contract=Contract.SEQUENTIAL)["misses"] == 3
+    )
+    assert run([[1], [2]], 2, records=[0, 1, 1], sizes=[1, 1, 2])["misses"] == 2
 
 
 def test_what_is_pinned_never_leaves():
@@ -86,15 +109,20 @@ def test_the_warm_up_is_carried_out_and_not_counted():
 
 
 @pytest.mark.parametrize("contract", Contract)
-def test_frames_by_event_when_asked_for(contract):
+def test_bytes_by_event_when_asked_for(contract):
     events = [[0, 1], [], [2], [0]]
     keywords = {"sizes": [1, 2, 3], "writes": [0, 1, 0, 0], "contract": contract}
     result = run(events, 3, detail=_native.Detail.EVENTS, **keywords)
-    assert result["event_missed_frames"].tolist() == [3, 0, 3, 1]
-    assert result["event_written_frames"].tolist() == [0, 0, 2, 0]
+    assert result["event_missed_bytes"].tolist() == [3, 0, 3, 1]
+    assert result["event_written_bytes"].tolist() == [0, 0, 2, 0]
+    keywords["bytes"] = [10, 2000, 300]
+    result = run(events, 3, detail=_native.Detail.EVENTS, **keywords)
+    assert result["event_missed_bytes"].tolist() == [2010, 0, 300, 10]
+    assert result["event_written_bytes"].tolist() == [0, 0, 2000, 0]
     late = run(events, 3, detail=_native.Detail.EVENTS, warmup_events=3, **keywords)
-    assert late["event_missed_frames"].tolist() == [0, 0, 0, 1]
-    assert run(events, 3, **keywords)["event_missed_frames"].size == 0
+    assert late["event_missed_bytes"].tolist() == [0, 0, 0, 10]
+    assert (late["missed_bytes"], late["written_bytes"]) == (10, 0)
+    assert run(events, 3, **keywords)["event_missed_bytes"].size == 0
 
 
 def test_layers_are_those_of_events_or_else_of_entries():

@@ -37,8 +37,12 @@ def _gather(mesh: Mesh, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]
     own = in_place[group.rank * numel : (group.rank + 1) * numel]
     own.copy_(piece)
     work = group.all_gather(in_place, own, scratch=torch.empty_like(ours))
+    seen: list[bool] = []
+    work.observe(lambda: seen.append(torch.equal(in_place, ours)))
+    assert seen == []
     work.wait()
     work.wait()
+    assert seen == [True], "called once, with the result there"
     assert work.done()
     assert torch.equal(in_place, ours)
     native = Group(group.rank, group.ranks, group._communicators, native_gather=True)

@@ -23,7 +23,7 @@ from tierstore.parallel import ParallelConfig, launch
 with launch(ParallelConfig(timeout_s=60, grace_s=1), device="cpu") as mesh:
     total = torch.tensor([float(mesh.world.rank + 1)])
     mesh.world.all_reduce(total).wait()
-    os.write(1, f"rank {mesh.world.rank} of {mesh.world.size}: {total.item():g}\n".encode())  # at once
+    os.write(1, f"rank {mesh.world.rank} of {mesh.world.size}: {total.item():g}\\n".encode())  # at once
     if sys.argv[1] == "fail" and mesh.world.rank == 1:
         raise ValueError("a reason of its own")
     if sys.argv[1] == "stay":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from launcher import Ranks
 
@@ -25,6 +25,7 @@ def test_blocks_by_hand() -> None:
             few.owner(expert)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 60), st.integers(1, 9))
 def test_every_expert_has_one_owner(experts: int, ranks: int) -> None:
     blocks = ExpertBlocks(experts, ranks)

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from tierstore.errors import BudgetError, ConfigError
-from tierstore.plan.capacity import Ranks, Setting, capacity
+from tierstore.plan.capacity import PROCESS_BYTES, Ranks, Setting, capacity
 from tierstore.plan.traffic import step_traffic
 from tierstore.stats import Tier
 from tierstore.store.index import index_bytes
 from tierstore.train.budgets import DeviceKind
+from tierstore.train.footprint import fixed_cost
 from tierstore.train.session import Opening, open_session
 
 Make = Callable[..., Setting]
@@ -91,6 +92,20 @@ def test_by_hand(setting: Make) -> None:
     assert by_name["expert cache"] + by_name["expert slots"] == 200 << 10
 
 
+@pytest.mark.parametrize("changes", [{}, {"model.compute_dtype": "bf16"}, {"dense.optimizer_state": "nvme"}])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_plan_has_the_fixed_cost_that_training_announces(
+    count: int, changes: dict[str, Any], setting: Make
+) -> None:
+    planned = setting(changes, ranks=count)
+    announced = fixed_cost(planned.config, PROCESS_BYTES, ranks=count).nbytes
+    in_budget = ("expert cache", "expert slots")
+    taken = capacity(planned)
+    assert announced == sum(
+        term.nbytes for term in taken.terms if term.tier is not Tier.NVME and term.name not in in_budget
+    )
+
+
 @pytest.mark.parametrize("count", [2, 4])
 def test_dense_state_is_cut_and_gathered_units_are_not(count: int, setting: Make) -> None:
     alone, together = setting(), setting(ranks=count)
@@ -129,4 +144,3 @@ def test_budgets_that_cannot_be(setting: Make) -> None:
         Ranks(count=4, expert=3)
     with pytest.raises(ConfigError, match=r"data\.batch_size"):
         setting(ranks=3)
-    assert Ranks(count=3).share(10) == 4

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -11,7 +13,10 @@ import torch
 from tierstore.config import as_dict, from_dict
 from tierstore.parallel import Mesh
 from tierstore.plan.capacity import Setting, capacity
+from tierstore.plan.costs import ASSUMED
 from tierstore.plan.traffic import step_traffic
+from tierstore.plan.workload import Workload
+from tierstore.prefetch.operations import Kind, operations
 from tierstore.train.config import TrainConfig
 from tierstore.train.session import Opening, open_session
 
@@ -38,6 +43,52 @@ def trained(mesh: Mesh, config: dict[str, object]) -> dict[str, int]:
             "read": (moved[1][0] - moved[0][0]) // 8,
             "written": (moved[1][1] - moved[0][1]) // 8,
         }
+
+
+def sent(mesh: Mesh, config: dict[str, object]) -> dict[str, int]:
+    """Collectives of dense parameters in three steps of one rank, after two, and bytes that it sent in them."""
+    torch.set_num_threads(1)
+    with open_session(from_dict(TrainConfig, config), Opening.CREATE, mesh=mesh) as trainer:
+        trainer.step()
+        trainer.step()
+        before = trainer._dense.traffic.copy()
+        for _ in range(3):
+            trainer.step()
+        return asdict(trainer._dense.traffic.since(before))
+
+
+SENT: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipped micro-batches": {"clip_norm": 0.3, "data.micro_batches": 2},
+    "nothing ahead": {"prefetch.gather_depth": 0},
+    "far ahead, few buffers": {"prefetch.gather_depth": 4, "dense.buffers": 2},
+    "kept gathered": {"dense.reshard": "after-backward", "dense.buffers": 4},
+    "bf16": {"model.compute_dtype": "bf16"},
+    "bf16, gathered in fp32": {"model.compute_dtype": "bf16", "dense.gather": "fp32"},
+}
+
+
+@pytest.mark.parametrize("name", SENT)
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_is_simulated_is_what_is_sent(
+    name: str, count: int, setting: Callable[..., Setting], ranks: Ranks
+) -> None:
+    """Gathers and reductions of three settled steps, and their bytes: embedding and head are gathered once a step."""
+    planned = setting({"model.n_layers": 4} | SENT[name], ranks=count)
+    taken = capacity(planned)
+    workload = Workload(planned, taken, step_traffic(planned, taken), ASSUMED)
+
+    def listed(steps: int) -> Counter[Kind]:
+        moved: Counter[Kind] = Counter()
+        for operation in operations(workload.schedule, workload.sizes, steps=steps):
+            moved[operation.kind] += operation.nbytes
+        return moved
+
+    late, early = listed(5), listed(2)
+    for found in ranks.run(count, sent, as_dict(planned.config)):
+        assert found["gather_bytes"] == late[Kind.GATHER] - early[Kind.GATHER]
+        assert found["reduction_bytes"] == late[Kind.REDUCE] - early[Kind.REDUCE]
+        assert (found["gather_bytes"] > 0) == (count > 1)
 
 
 @pytest.mark.parametrize("count", [2, 4])

@@ -5,6 +5,7 @@ one order, and the order does not depend on how slow a rank is.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -100,9 +101,9 @@ def train(mesh: Mesh, depth: int | None, dense_changes: dict[str, Any], changes:
         prefetch,
         moe_layers=config.moe_layers,
         compute=compute,
-        plan=plan,
         micro_batches=2,
     )
+    schedule = replace(schedule, plan=plan)
     logged, ledger = Logged(dense, 0.001 * group.rank), StallLedger()
     queue = None if depth is None else HorizontalQueue(schedule, logged, ledger)
     dense.attach(model, GatherOnDemand(dense, settings.reshard) if queue is None else queue)

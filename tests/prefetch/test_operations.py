@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.cache.access import Phase
 from tierstore.prefetch import GradientPlan, QueueLimits, Schedule, Unit
 from tierstore.prefetch.operations import Kind, Operation, PassSizes, Resource, operations
-from tierstore.prefetch.schedule import Pass
+from tierstore.prefetch.schedule import Buffer, Pass
 
 SIZES = {
     Phase.FORWARD: PassSizes(gather=10, reduce=12, all_to_all=5, experts=2, fetch=100, load=50),
@@ -71,6 +72,25 @@ def test_one_dense_and_one_moe_unit() -> None:
         (Kind.STEP, 5, 0, (33, 32, 30)),
         (Kind.GATHER, 6, 10, (35,)),
     ]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_unit_with_a_buffer_of_its_own_is_gathered_once_a_step(micro_batches: int) -> None:
+    """Without lookahead, the one between is gathered for every pass. Each list ends with gathers of the step after it."""
+    own = [Unit(name, buffer=Buffer.OWN) for name in ("first", "last")]
+    schedule = Schedule(
+        units=(own[0], Unit("a", 10), own[1]), horizontal=QueueLimits(0), micro_batches=micro_batches
+    )
+
+    def named(item: Pass) -> PassSizes:
+        return PassSizes(gather=[100, 10, 1][item.unit])
+
+    def gathered(steps: int) -> int:
+        listed = operations(schedule, named, steps=steps)
+        return sum(op.nbytes for op in listed if op.kind is Kind.GATHER)
+
+    for steps in (1, 2):
+        assert gathered(steps + 1) - gathered(steps) == 101 + 10 * 2 * micro_batches
 
 
 def test_a_budget_lets_a_fetch_wait() -> None:

@@ -106,8 +106,13 @@ def test_named_snapshots_and_the_previous_commit_do_not_count_each_other(tmp_pat
         for number in range(3):
             step(store, number)
             store.prepare({"n": b"%d" % number}, snapshot=f"named-{number}")
-            assert [name for name in store.snapshots if name.startswith("named")] == [f"named-{number}"]
+            before = [f"named-{number - 1}"] if number else []
+            assert [name for name in store.snapshots if name.startswith("named")] == [
+                *before,
+                f"named-{number}",
+            ]
             store.acknowledge()
+            assert store.snapshots == [f"named-{number}"]
         with pytest.raises(ValueError, match="keeps its own"):
             store.commit(snapshot=".previous")
     with ParameterStore.open(tmp_path / "s", StoreConfig(host_budget=1 << 20, retain=1)) as store:
@@ -125,3 +130,23 @@ def test_a_first_prepare_has_nothing_before_it(tmp_path: Path) -> None:
         s.prepare({"n": b"0"})
         s.acknowledge()
     assert read_states(tmp_path / "s", "n") == {OpenAt.LAST: b"0"}
+
+
+def test_undoing_a_prepared_snapshot_keeps_the_one_whose_place_it_took(tmp_path: Path) -> None:
+    path, config = tmp_path / "s", StoreConfig(host_budget=1 << 20, retain=1)
+    with small_store(path, retain=1) as store:
+        step(store, 1)
+        store.prepare({"n": b"1"}, snapshot="a")
+        store.acknowledge()
+        step(store, 2)
+        store.prepare({"n": b"2"}, snapshot="b")
+    with ParameterStore.open(path, config, at=OpenAt.PREVIOUS) as store:
+        assert store.snapshots == ["a"]
+        assert not store.verify().failures
+    # A commit without a snapshot lets none go, even where fewer are to be kept.
+    with ParameterStore.open(path, StoreConfig(host_budget=1 << 20)) as store:
+        step(store, 3)
+        store.commit()
+        store.prepare({"n": b"3"})
+        store.acknowledge()
+        assert store.snapshots == ["a"]

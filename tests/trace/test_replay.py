@@ -13,7 +13,7 @@ from tierstore.trace.format import TraceHeader, TraceKind
 from tierstore.trace.reader import load_trace
 from tierstore.trace.recording import RecordingResidency
 from tierstore.trace.records import TraceRecord
-from tierstore.trace.replay import equal_quotas, replay
+from tierstore.trace.replay import replay
 from tierstore.trace.writer import TraceWriter
 
 LAYERS, EXPERTS = 3, 6
@@ -187,5 +187,17 @@ def test_an_unfinished_trace_is_refused(tmp_path):
         core.add_record(0, [1, 0, 0], [1, 0, 0], 1)
 
 
-def test_equal_quotas():
-    assert equal_quotas(10, 3) == (4, 3, 3)
+def test_layers_without_records_get_no_quota(tmp_path):
+    # Layers 1 and 3 have a record of four frames each: eight frames are enough for both.
+    path = tmp_path / "run.trace"
+    with RecordingResidency(path, 8, policy="lru") as core:
+        for layer in (1, 3):
+            core.add_record(layer, [4, 0, 0], [4, 0, 0], 1)
+        for record, layer in ((0, 1), (1, 3), (0, 1)):
+            core.begin_access(0, 1, layer, np.array([record], np.uint32), np.array([1], np.uint16))
+            core.next_group()
+            core.end_group()
+        core.end_step(0)
+    assert replay(path, scope="layer")["misses"] == 2
+    with pytest.raises(BudgetError, match="too small"):
+        replay(path, scope="layer", capacity_frames=7)

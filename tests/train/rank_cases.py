@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,25 @@ TINY: Settings = {
     "schedule.total_steps": 40,
     "io.huge_pages": "off",
 }
+
+
+class FileNotes:
+    """What ``torchrun`` would remember of a job whose attempts are worlds of their own here."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def write(self, word: str) -> None:
+        self._directory.mkdir(exist_ok=True)
+        (self._directory / word).touch()
+
+    def written(self, word: str) -> bool:
+        return (self._directory / word).exists()
+
+
+def attempt(mesh: Mesh, store: Path) -> Mesh:
+    """``mesh`` as one attempt of the job that trains into ``store``."""
+    return replace(mesh, notes=FileNotes(store.with_name(f"{store.name}.notes")))
 
 
 def train(
@@ -90,3 +111,16 @@ def ahead(mesh: Mesh, settings: Settings, by: int) -> None:
         if by and mesh.world.rank == 1:
             trainer._dense.save(trainer.store, trainer.store.history.applied)
             trainer.store.prepare({STATE_KEY: trainer.state.pack()})
+
+
+def whole_run(mesh: Mesh, settings: Settings, steps: int) -> tuple[list[float], list[float], bytes, int]:
+    """Losses, validation losses after every step, a sample, and how many steps were skipped."""
+    torch.set_num_threads(1)
+    config = load(TrainConfig, None, {**TINY, **settings})
+    losses, validations = [], []
+    with open_session(config, Opening.CREATE, mesh=mesh) as trainer:
+        for _ in range(steps):
+            losses.append(trainer.step().loss)
+            validations.append(trainer.evaluate())
+        trainer.commit()
+        return losses, validations, trainer.sample(b"store", 5), trainer.state.skipped

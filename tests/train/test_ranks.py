@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 from launcher import Ranks, World
-from rank_cases import MODES, Settings, ahead, alone, train, weights
+from rank_cases import MODES, Settings, ahead, alone, attempt, train, weights, whole_run
 
-from tierstore.errors import StoreError, StoreExistsError, StoreFormatError, StoreMissingError
+from tierstore.errors import ConfigError, StoreError, StoreExistsError, StoreFormatError, StoreMissingError
 from tierstore.parallel import Mesh
 from tierstore.store import OpenAt
 from tierstore.store.directories import rank_directory
@@ -60,17 +60,17 @@ HOLDS: dict[str, Settings] = {
 }
 
 
-@pytest.mark.parametrize("expert", [0, 1])
+@pytest.mark.parametrize(("size", "expert"), [(2, 0), (2, 1), (4, 2)])
 def test_however_it_is_held_the_bits_are_the_same(
-    ranks: Ranks, settings: Callable[..., dict[str, Any]], expert: int
+    ranks: Ranks, settings: Callable[..., dict[str, Any]], size: int, expert: int
 ) -> None:
     mode = {"clip_norm": 0.5, "data.micro_batches": 2} if expert else {}
-    expected = ranks.run(2, train, settings(mode), 8, Opening.CREATE, expert=expert)
+    expected = ranks.run(size, train, settings(mode), 8, Opening.CREATE, expert=expert)
     for name, hold in HOLDS.items():
         held = settings({**mode, **hold})
-        found = ranks.run(2, train, held, 4, Opening.CREATE, expert=expert)
-        rest = ranks.run(2, train, held, 8, Opening.RESUME, expert=expert)
-        for rank in range(2):
+        found = ranks.run(size, train, held, 4, Opening.CREATE, expert=expert)
+        rest = ranks.run(size, train, held, 8, Opening.RESUME, expert=expert)
+        for rank in range(size):
             losses = found[rank][0] + rest[rank][0]
             assert losses == expected[rank][0], name
             # Sliced by parameter, ranks hold other parts of the dense weights: the same bits elsewhere.
@@ -78,15 +78,38 @@ def test_however_it_is_held_the_bits_are_the_same(
                 assert rest[rank][2] == expected[rank][2], name
 
 
+@pytest.mark.parametrize(("size", "expert"), [(2, 0), (4, 2)])
+def test_validation_sampling_and_skipped_steps(
+    ranks: Ranks, settings: Callable[..., dict[str, Any]], size: int, expert: int
+) -> None:
+    plain: Settings = {"eval_batches": 2, "host_budget": 60_000, "clip_norm": 0.5}
+    single = whole_run(alone(), settings({**plain, "host_budget": 4 << 20}), 4)
+    several = ranks.run(size, whole_run, settings(plain), 4, expert=expert)
+    for rank in several:
+        assert rank[:2] == several[0][:2]
+        assert len(rank[2]) == 5
+    np.testing.assert_allclose(several[0][0], single[0], rtol=2e-5)
+    np.testing.assert_allclose(several[0][1], single[1], rtol=2e-5)
+    # A learning rate that blows up: every rank skips the same steps, with gathers under way, and goes on.
+    wild = {**plain, "schedule.lr": 1e30, "schedule.warmup_steps": 0, "max_skipped": 9}
+    skipped = ranks.run(size, whole_run, settings(wild), 4, expert=expert)
+    assert skipped[0][3] >= 1
+    assert {rank[3] for rank in skipped} == {skipped[0][3]}
+
+
 # Openings ---------------------------------------------------------------------------------------------------
 
 
 def agreed(mesh: Mesh, store: Path, wanted: Opening) -> tuple[str, str] | str:
     try:
-        found = agree(store, wanted, mesh)
+        found = agree(store, wanted, attempt(mesh, store))
     except StoreError as error:
         return f"{type(error).__name__}: {error}"
     return found.opening.value, found.at.value
+
+
+def restart(mesh: Mesh, settings: Settings, steps: int) -> Any:
+    return train(attempt(mesh, settings["store"]), settings, steps, Opening.RESTART)
 
 
 def test_all_resume_at_the_newest_step_that_all_have(
@@ -119,9 +142,9 @@ def test_openings_that_cannot_be_are_refused_by_all_ranks_alike(
     assert len(set(exists)) == 1
     assert exists[0].startswith("StoreExistsError")
     for size in (1, 4):
-        other = ranks.run(size, agreed, made["store"], Opening.RESUME)
-        if size == 1:
-            assert "the store of 2 ranks, and this run has 1; tierstore reshard" in other[0]
+        for wanted in (Opening.RESUME, Opening.CREATE):
+            other = ranks.run(size, agreed, made["store"], wanted)
+            assert f"the store of 2 ranks, and this run has {size}; tierstore reshard" in other[0]
     (made["store"] / "rank-0001" / "tierstore.json").unlink()
     assert "rank 1: " in ranks.run(2, agreed, made["store"], Opening.RESUME)[0]
 
@@ -132,11 +155,30 @@ def test_a_restarted_job_creates_again_what_was_never_acknowledged(
     """Killed during creation: one rank has its first commit, the other has nothing."""
     made = settings()
     assert ranks.run(2, agreed, made["store"], Opening.RESTART) == [("create", "last")] * 2
-    expected = ranks.run(2, train, settings(), 2, Opening.RESTART)
+    expected = ranks.run(2, restart, settings(), 2)
     ranks.run(2, train, made, 0, Opening.CREATE)
     (made["store"] / "rank-0001" / "tierstore.json").unlink()
-    assert ranks.run(2, train, made, 2, Opening.RESTART) == expected
+    assert ranks.run(2, restart, made, 2) == expected
     assert ranks.run(2, agreed, made["store"], Opening.RESTART) == [("resume", "last")] * 2
+    # What was acknowledged and cannot be found is not begun again: a drive is missing, say.
+    (made["store"] / "rank-0000").rename(made["store"].with_name("elsewhere"))
+    lost = ranks.run(2, agreed, made["store"], Opening.RESTART)
+    assert lost[0].startswith("StoreError: ")
+    assert "no store here" in lost[0]
+
+
+def test_a_restarted_job_leaves_the_stores_of_others_alone(
+    ranks: Ranks, settings: Callable[..., dict[str, Any]]
+) -> None:
+    """The first attempt was refused: so is the next one."""
+    made = settings()
+    ranks.run(2, train, made, 1, Opening.CREATE)
+    for wanted in (Opening.CREATE, Opening.RESTART):
+        assert ranks.run(2, agreed, made["store"], wanted)[1].startswith("StoreExistsError")
+    single = settings()
+    train(alone(), single, 1, Opening.CREATE)
+    with pytest.raises(StoreExistsError):
+        agree(single["store"], Opening.RESTART, alone())
 
 
 def test_one_process_refuses_as_ever(tmp_path: Path, settings: Callable[..., dict[str, Any]]) -> None:
@@ -150,6 +192,35 @@ def test_one_process_refuses_as_ever(tmp_path: Path, settings: Callable[..., dic
     (tmp_path / "two" / "rank-0000" / "tierstore.json").write_text("{}")
     with pytest.raises(StoreFormatError, match="reshard"):
         agree(tmp_path / "two", Opening.CREATE, alone())
+
+
+def told(mesh: Mesh, settings: Settings, changes: Settings) -> str:
+    """What rank 1 is told otherwise than rank 0 is refused on both."""
+    mine = {**settings, **(changes if mesh.world.rank else {})}
+    try:
+        train(mesh, mine, 1, Opening.CREATE)
+    except ConfigError as error:
+        return str(error)
+    return "trained"
+
+
+def test_ranks_that_were_told_different_things_are_refused(
+    ranks: Ranks, settings: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("another text " * 900)
+    for changes, named in (
+        ({"schedule.lr": 1e-4}, "schedule.lr: was 0.005, is 0.0001"),
+        ({"prefetch.gather_depth": 2}, "prefetch.gather_depth"),
+        ({"data.paths": (str(other),)}, "conditions.data"),
+    ):
+        made = settings()
+        found = ranks.run(2, told, made, changes)
+        assert found[0] == found[1]
+        assert found[0].startswith("rank 1 was told otherwise than rank 0: ")
+        assert named in found[0]
+        assert not made["store"].exists()
+    assert ranks.run(2, told, settings(), {"io.backend": "threads"}) == ["trained"] * 2
 
 
 def test_files_and_restarts_by_rank() -> None:
@@ -207,4 +278,4 @@ def test_fifty_kills_of_random_ranks_change_no_bit(
 
 
 def _commit_often(mesh: Mesh, settings: Settings, steps: int) -> tuple[list[float], list[float], int]:
-    return train(mesh, settings, steps, Opening.RESTART, commit_every=2)
+    return train(attempt(mesh, settings["store"]), settings, steps, Opening.RESTART, commit_every=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,17 @@ def test_training_goes_on_with_other_ranks(ranks: Ranks, settings: Make, tmp_pat
         assert np.array_equal(got[0][key], got[1][key])
 
 
+def test_more_ranks_than_experts(ranks: Ranks, settings: Make, tmp_path: Path) -> None:
+    made = settings({"model.experts": 3})
+    expected = train(alone(), made, 2, Opening.CREATE)
+    reshard(made["store"], tmp_path / "four", Layout(4, 4))
+    moved = {**made, "store": tmp_path / "four"}
+    found = ranks.run(4, train, moved, 4, Opening.RESUME)
+    reshard(tmp_path / "four", tmp_path / "one", Layout(1, 1))
+    assert len(expected[0]) == len(found[0][0]) == 2
+    train(alone(), {**made, "store": tmp_path / "one"}, 5, Opening.RESUME)
+
+
 def test_a_step_that_not_all_have_is_not_taken(ranks: Ranks, settings: Make, tmp_path: Path) -> None:
     straight, behind = settings(), settings()
     ranks.run(2, train, straight, 2, Opening.CREATE)
@@ -91,8 +103,12 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(settings: Make, tmp_path: 
     for ranks_, expert in ((0, 0), (4, 3), (2, 0)):
         with pytest.raises(ConfigError, match=r"ranks: expected"):
             Layout(ranks_, expert)
-    with pytest.raises(ConfigError, match="at most the 6 experts"):
-        reshard(made["store"], tmp_path / "new", Layout(8, 8))
+    (tmp_path / "new.partial").mkdir()
+    (tmp_path / "new.partial" / "thesis.txt").write_text("mine")
+    with pytest.raises(StoreExistsError, match="something of yours"):
+        reshard(made["store"], tmp_path / "new", Layout(2, 2))
+    assert (tmp_path / "new.partial" / "thesis.txt").read_text() == "mine"
+    shutil.rmtree(tmp_path / "new.partial")
     with pytest.raises(StoreMissingError):
         reshard(tmp_path / "none", tmp_path / "new", Layout(2, 2))
     with pytest.raises(StoreExistsError, match="already"):

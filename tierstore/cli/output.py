@@ -66,6 +66,7 @@ _COUNTS = frozenset(
         "depth",
         "repeats",
         "ranks",
+        "stalled_rank",
         "rank",
     }
 )

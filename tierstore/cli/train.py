@@ -6,6 +6,7 @@ SIGINT and SIGTERM end the run after the step in progress, with a commit; a seco
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Mapping
@@ -130,12 +131,14 @@ def _run(config: TrainConfig, files: _Files, *, resume: bool, as_json: bool) -> 
 def _train(
     config: TrainConfig, output: Output, opening: Opening, files: _Files, mesh: Mesh, interrupts: _Interrupts
 ) -> int:
+    from tierstore.train.budgets import DeviceKind
     from tierstore.train.footprint import fixed_cost, keep_freed_memory, resident_bytes
     from tierstore.train.report import Metrics, RunSummary, tier_rows, totals
     from tierstore.train.session import open_session
 
     keep_freed_memory()
-    fixed = fixed_cost(config, resident_bytes()).nbytes
+    device = DeviceKind(mesh.device.type)
+    fixed = fixed_cost(config, resident_bytes(), ranks=mesh.world.size, device=device).nbytes
     _announce(config, output, fixed, mesh)
     with (
         open_timeline(files.timeline) as sink,
@@ -159,8 +162,6 @@ def _train(
             seconds=seconds,
             tokens=config.tokens_per_step * (trainer.state.position - first),
             fixed_resident_bytes=fixed,
-            stalls=[stall.as_dict() for stall in trainer.ledger.rows()],
-            stall_s=trainer.ledger.total_s,
             totals=totals(trainer),
         )
         if config.sample_tokens and not stopped:
@@ -171,7 +172,8 @@ def _train(
         output.emit(summary.as_json())
     if stopped:
         output.line(f"stopped by a signal after step {summary.steps}, committed; --resume goes on")
-        return _INTERRUPTED
+        # To torchrun any other status is a failure, and it would start the ranks again.
+        return 0 if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" else _INTERRUPTED
     return 0
 
 
@@ -214,10 +216,13 @@ def _steps(
 
 def _announce(config: TrainConfig, output: Output, fixed: int, mesh: Mesh) -> None:
     """What the run will take, before the first write."""
+    from tierstore.store.directories import rank_directory
     from tierstore.store.space import copies
 
     model = config.model
     records = model.expert_parameters * 12
+    owned = len(mesh.blocks(model.experts).owned(mesh.expert.rank)) * len(model.moe_layers)
+    own = owned * model.expert_numel * 12
     kept = copies(config.retain)
     output.line(
         f"model: {model.total_parameters / 1e6:.1f} M parameters, {model.expert_count} experts in "
@@ -239,10 +244,11 @@ def _announce(config: TrainConfig, output: Output, fixed: int, mesh: Mesh) -> No
     limits = config.links.describe()
     if limits is not None:
         output.line(limits)
-    parents = [config.store.absolute(), *config.store.absolute().parents]
+    directory = rank_directory(config.store, mesh.world.rank, mesh.world.size).absolute()
+    parents = [directory, *directory.parents]
     place = disk(next(path for path in parents if path.exists()))
     output.line(
-        f"disk: {format_bytes(kept * records)} reserved in {config.store} for {kept} copies; "
+        f"disk: {format_bytes(kept * own)} reserved in {config.store} for {kept} copies; "
         f"{format_bytes(place.free_bytes)} free"
     )
 
@@ -259,7 +265,7 @@ def _show(summary: RunSummary, output: Output, rows: list[tuple[str, str]]) -> N
         ("tier", "total"),
         rows,
     )
-    if summary.stalls:
+    if summary.totals.stalls:
         output.table(
             "longest stalls",
             ("dimension", "layer", "tier", "cause", "time"),
@@ -271,7 +277,7 @@ def _show(summary: RunSummary, output: Output, rows: list[tuple[str, str]]) -> N
                     stall["cause"],
                     _seconds(stall),
                 )
-                for stall in summary.stalls[:8]
+                for stall in summary.totals.stalls[:8]
             ],
         )
 

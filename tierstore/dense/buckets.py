@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tierstore.dense.layout import Place, Region, UnitLayout
 from tierstore.dense.slices import UnitSlices
-from tierstore.dense.traffic import DenseTraffic
+from tierstore.dense.traffic import DenseMessages
 from tierstore.errors import BudgetError
 from tierstore.parallel import Channel, Group, Work
 
@@ -98,11 +98,11 @@ class GradientExchange:
         *,
         bucket_bytes: int,
         buffers: int,
-        traffic: DenseTraffic,
+        messages: DenseMessages,
     ) -> None:
         self._slices = slices
         self._group = group
-        self._traffic = traffic
+        self._messages = messages
         self._buckets = [buckets_of(unit.layout, bucket_bytes) for unit in slices]
         self._places = [dict(_placed(unit.layout)) for unit in slices]
         self._ends = {0, len(slices) - 1}
@@ -190,20 +190,21 @@ class GradientExchange:
             bucket = buckets[len(flight.works)]
             if not all(place.index in flight.arrived for place in bucket.places):
                 return False
-            flight.works.append((bucket, self._send(bucket, flight.slot)))
+            flight.works.append((bucket, self._send(bucket, flight)))
         return True
 
-    def _send(self, bucket: Bucket, slot: _Slot) -> Work:
-        group = self._group
+    def _send(self, bucket: Bucket, flight: _Flight) -> Work:
+        group, slot = self._group, flight.slot
         slot.sent[bucket.base + max(bucket.region.numel, bucket.begin) : bucket.base + bucket.end].zero_()
         splits = [high - low for low, high in (bucket.part(rank) for rank in range(group.size))]
         mine = splits[group.rank]
         given = slot.sent[bucket.base + bucket.begin : bucket.base + bucket.end]
-        if group.size > 1:
-            self._traffic.reduced((given.numel() - mine) * 4)
-        return group.all_to_all(
+        work = group.all_to_all(
             self._received(bucket, slot), given, [mine] * group.size, splits, channel=Channel.STREAM
         )
+        if group.size > 1:
+            self._messages.reduced(work, self._slices[flight.unit].layout.name, (given.numel() - mine) * 4)
+        return work
 
     def _received(self, bucket: Bucket, slot: _Slot) -> Tensor:
         low, high = bucket.part(self._group.rank)

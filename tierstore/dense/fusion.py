@@ -16,7 +16,7 @@ from torch import nn
 from tierstore.dense.footprint import gather_copies
 from tierstore.dense.layout import UnitLayout, gathered_dtype
 from tierstore.dense.slices import UnitSlices
-from tierstore.dense.traffic import DenseTraffic
+from tierstore.dense.traffic import DenseMessages
 from tierstore.errors import BudgetError
 from tierstore.parallel import Group, Work
 
@@ -124,7 +124,7 @@ class GatheredUnit:
         pool: FusionPool | None,
         narrow: torch.dtype,
         device: torch.device,
-        traffic: DenseTraffic,
+        messages: DenseMessages,
     ) -> None:
         self._device = device
         self.number = number
@@ -133,7 +133,7 @@ class GatheredUnit:
         self._group = group
         self._pool = pool
         self._narrow = narrow
-        self._traffic = traffic
+        self._messages = messages
         self._state = _State.SLICED
         self._works: list[Work] = []
         self.buffer: FusionBuffer | None = None
@@ -170,9 +170,10 @@ class GatheredUnit:
             begin = self._group.rank * region.slice_numel
             own = out[begin : begin + region.slice_numel]
             own.copy_(self.slices.weight[span])
-            self._works.append(self._group.all_gather(out, own, scratch=scratch))
+            work = self._group.all_gather(out, own, scratch=scratch)
+            self._works.append(work)
             if self._group.size > 1:
-                self._traffic.gathered(own.nbytes * (self._group.size - 1))
+                self._messages.gathered(work, self.slices.layout.name, own.nbytes * (self._group.size - 1))
             offset += nbytes
         self._state = _State.GATHERING
 

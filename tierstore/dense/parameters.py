@@ -42,11 +42,12 @@ from tierstore.dense.layout import UnitLayout
 from tierstore.dense.moments import DiskMoments
 from tierstore.dense.saved import saved_by_place
 from tierstore.dense.slices import UnitSlices, schema_name
-from tierstore.dense.traffic import DenseTraffic
+from tierstore.dense.traffic import DenseMessages
 from tierstore.model import Transformer
 from tierstore.parallel import Group
 from tierstore.store.adamw import AdamWConfig
 from tierstore.store.parameter_store import ParameterStore
+from tierstore.timeline import TimelineSink
 
 __all__ = ["DenseSlices", "GatherOnDemand", "Units"]
 
@@ -70,10 +71,15 @@ class DenseSlices:
         adamw: AdamWConfig,
         config: DenseConfig,
         compute: torch.dtype = torch.float32,
+        timeline: TimelineSink | None = None,
     ) -> None:
-        """``compute``: in which type what the layouts call narrow is gathered, unless ``config.gather`` is fp32."""
+        """``compute``: in which type what the layouts call narrow is gathered, unless ``config.gather`` is fp32.
+
+        On ``timeline`` gathers and reductions are drawn.
+        """
         self.layouts = tuple(layouts)
-        self.traffic = DenseTraffic()
+        self._messages = DenseMessages(timeline)
+        self.traffic = self._messages.traffic
         self._group = group
         self._device = device
         self._narrow = gather_dtype(config, compute)
@@ -101,7 +107,7 @@ class DenseSlices:
                 device,
                 bucket_bytes=config.bucket_bytes,
                 buffers=config.gradient_buffers,
-                traffic=self.traffic,
+                messages=self._messages,
             )
         self._gates: Gates | None = None
 
@@ -109,7 +115,7 @@ class DenseSlices:
         slices, parameters = self.slices[number], self._parameters[number]
         slices.fill(parameters)
         unit = GatheredUnit(
-            number, slices, parameters, self._group, self._pool, self._narrow, self._device, self.traffic
+            number, slices, parameters, self._group, self._pool, self._narrow, self._device, self._messages
         )
         for parameter in parameters:
             parameter.grad = None

@@ -1,10 +1,14 @@
-"""Counters of the messages that dense slices cause."""
+"""The messages that dense slices cause: counted, and drawn on a timeline."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
-__all__ = ["DenseTraffic"]
+from tierstore.parallel import Work
+from tierstore.timeline import NullTimeline, TimelineSink, Track
+
+__all__ = ["DenseMessages", "DenseTraffic"]
 
 
 @dataclass(slots=True)
@@ -35,3 +39,33 @@ class DenseTraffic:
 
     def copy(self) -> DenseTraffic:
         return self.since(DenseTraffic())
+
+
+class DenseMessages:
+    """Hears of each collective that sends something. On ``timeline`` it is drawn from its issue to the end of the wait
+    for it, so one that nobody has waited for yet is not there.
+    """
+
+    def __init__(self, timeline: TimelineSink | None = None) -> None:
+        self.traffic = DenseTraffic()
+        self._timeline = timeline or NullTimeline()
+
+    def gathered(self, work: Work, unit: str, sent_bytes: int) -> None:
+        """A gather of ``unit`` was issued, in which this rank sends ``sent_bytes`` to others."""
+        self.traffic.gathered(sent_bytes)
+        if self._timeline.enabled:
+            self._draw(work, Track.GATHERS, f"gather {unit}", sent_bytes)
+
+    def reduced(self, work: Work, unit: str, sent_bytes: int) -> None:
+        """The same of a reduction of gradients."""
+        self.traffic.reduced(sent_bytes)
+        if self._timeline.enabled:
+            self._draw(work, Track.REDUCTIONS, f"scatter {unit}", sent_bytes)
+
+    def _draw(self, work: Work, track: Track, name: str, sent_bytes: int) -> None:
+        issued_ns = time.monotonic_ns()
+
+        def ended() -> None:
+            self._timeline.add(track, name, issued_ns, time.monotonic_ns(), {"sent_bytes": sent_bytes})
+
+        work.observe(ended)

@@ -14,7 +14,7 @@ import numpy as np
 
 from tierstore.cache.config import CacheConfig
 from tierstore.cache.config import Scope as CacheScope
-from tierstore.lab.quotas import least_quotas
+from tierstore.lab.quotas import layer_shares, least_quotas
 from tierstore.lab.requests import Requests
 from tierstore.lab.results import Role
 from tierstore.lab.simulate import Contract, PolicySpec, Scope, Setting, known_policies
@@ -41,6 +41,7 @@ SIMPLEST_FIRST = (
 before a quota for each layer, equal quotas before tuned ones, and fewer options before more."""
 
 _COARSE = 4.0  # between half-lives of the grid
+_FINE = tuple(2.0 ** (power / 2) for power in (-3, -2, -1, 1, 2, 3))  # within a grid step, either way
 _THRESHOLDS = (1.0, 2.0)
 _NEVER = math.inf
 _PASSES = (2.0, 8.0, 32.0, 128.0)  # half-lives of next-use
@@ -112,7 +113,7 @@ def starting_grid(
 ) -> list[Candidate]:
     """Every policy with its defaults, but LFU-decay and next-use over half-lives.
 
-    Layer scope comes only where each layer's share holds its largest entry.
+    Layer scope comes only where each layer's share holds the largest record.
     """
     specs: list[PolicySpec] = []
     for name in policies:
@@ -130,8 +131,7 @@ def _fits(requests: Requests, candidate: Candidate, capacity_frames: int) -> boo
     if candidate.scope is Scope.GLOBAL:
         return True
     quotas = np.array(candidate.setting(capacity_frames, Contract.ATOMIC).quotas(requests))
-    layers = int(np.count_nonzero(requests.layer_frames))
-    return layers > 1 and bool((quotas >= least_quotas(requests, headroom=1)).all())
+    return len(requests.present_layers) > 1 and bool((quotas >= least_quotas(requests, headroom=1)).all())
 
 
 def neighbours(candidate: Candidate) -> Iterator[Candidate]:
@@ -140,7 +140,7 @@ def neighbours(candidate: Candidate) -> Iterator[Candidate]:
         return
     half_life = _half_life(candidate.policy.options)
     if math.isfinite(half_life):
-        for factor in (0.25 * _COARSE**0.5, 0.5 * _COARSE**0.5, _COARSE**0.5, 0.75 * _COARSE):
+        for factor in _FINE:
             yield Candidate(lfu_decay(half_life * factor), candidate.scope)
     for threshold in _THRESHOLDS:
         yield Candidate(lfu_decay(half_life, threshold), candidate.scope)
@@ -154,12 +154,11 @@ def cache_configuration(candidate: Candidate) -> CacheConfig | None:
     """The candidate as ``tierstore train`` takes it, or None for what it does not run (a bound)."""
     if candidate.policy.role is Role.BOUND:
         return None
-    quotas = [quota for quota in candidate.layer_quotas if quota]
     return CacheConfig(
         policy=candidate.policy.name,
         options=candidate.policy.options,
         scope=CacheScope(candidate.scope.value),
-        layer_shares=tuple(round(quota / sum(quotas), 9) for quota in quotas),
+        layer_shares=layer_shares(candidate.layer_quotas),
     )
 
 

@@ -33,7 +33,7 @@ from tierstore.lab.results import Outcome
 from tierstore.lab.simulate import Detail, Replayed, Setting, replay_all
 from tierstore.units import format_seconds
 
-__all__ = ["Machine", "Objective", "Overlap", "cost_by_step", "policy_time", "with_costs"]
+__all__ = ["Machine", "Objective", "Overlap", "cost_by_layer", "cost_by_step", "policy_time", "with_costs"]
 
 _DAY_S = 86400.0
 _YEAR_S = 365.25 * _DAY_S
@@ -104,8 +104,8 @@ class Machine:
 
     def stalls(self, requests: Requests, replayed: Replayed) -> NDArray[np.float64]:
         """Seconds that each event waits [events]; 0 in the warm-up."""
-        read = replayed.event_read_frames.astype(np.float64) * requests.frame_bytes
-        written = replayed.event_written_frames.astype(np.float64) * requests.frame_bytes
+        read = replayed.event_read_bytes.astype(np.float64)
+        written = replayed.event_written_bytes.astype(np.float64)
         fetch = read / self.read_bytes_per_s + written / self.write_bytes_per_s
         if self.mixed_bytes_per_s is not None:
             fetch = np.where((read > 0) & (written > 0), (read + written) / self.mixed_bytes_per_s, fetch)
@@ -141,12 +141,26 @@ def cost_by_step(
     """What ``objective`` counts, by step [steps]: misses, bytes, or seconds."""
     if objective is Objective.MISSES:
         return replayed.step_misses.astype(np.float64)
-    if objective is Objective.STALL:
-        events = machine.stalls(requests, replayed)
-    else:
-        frames = replayed.event_read_frames.astype(np.float64) + replayed.event_written_frames
-        events = frames * requests.frame_bytes
+    events = _cost_by_event(requests, replayed, objective, machine)
     return np.bincount(requests.steps, weights=events, minlength=requests.step_count).astype(np.float64)
+
+
+def cost_by_layer(
+    requests: Requests, replayed: Replayed, objective: Objective, machine: Machine
+) -> NDArray[np.float64]:
+    """What ``objective`` counts, by layer [layers], of a replay with layer scope."""
+    if objective is Objective.MISSES:
+        return replayed.layer_misses.astype(np.float64)
+    events = _cost_by_event(requests, replayed, objective, machine)
+    return np.bincount(requests.layers, weights=events, minlength=requests.layer_count).astype(np.float64)
+
+
+def _cost_by_event(
+    requests: Requests, replayed: Replayed, objective: Objective, machine: Machine
+) -> NDArray[np.float64]:
+    if objective is Objective.STALL:
+        return machine.stalls(requests, replayed)
+    return replayed.event_read_bytes.astype(np.float64) + replayed.event_written_bytes
 
 
 def policy_time(requests: Requests, settings: Sequence[Setting], *, repeats: int = 3) -> list[float]:

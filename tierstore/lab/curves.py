@@ -47,7 +47,7 @@ def keep_ratio(requests: Requests, capacity_frames: int) -> float:
 
 
 def curve_capacities(requests: Requests, points: int, *, scope: Scope = Scope.GLOBAL) -> list[int]:
-    """``points`` equally spaced capacities up to the footprint, frames; without those that fit no entry.
+    """``points`` equally spaced capacities up to the footprint, frames; without those that fit no record.
 
     Raises ValueError for no points.
     """
@@ -60,9 +60,8 @@ def curve_capacities(requests: Requests, points: int, *, scope: Scope = Scope.GL
 
 def _least_capacity(requests: Requests, scope: Scope) -> int:
     if scope is Scope.GLOBAL:
-        return int(requests.sizes.max()) + 1
-    least = least_quotas(requests, headroom=1)
-    return int(least.max()) * int(np.count_nonzero(least))
+        return requests.largest_record_frames + 1
+    return int(least_quotas(requests, headroom=1).sum())
 
 
 def has_one_pass(
@@ -73,7 +72,10 @@ def has_one_pass(
     contract: Contract = Contract.ATOMIC,
 ) -> bool:
     """Whether ``lru_curve`` holds for this capacity (and larger ones)."""
-    alike = bool((requests.sizes == requests.sizes[0]).all())
+    alike = bool(
+        (requests.sizes == requests.sizes[0]).all()
+        and (requests.entry_bytes == requests.entry_bytes[0]).all()
+    )
     whole = contract is Contract.SEQUENTIAL or capacity_frames >= requests.largest_event_frames
     return scope is Scope.GLOBAL and alike and whole
 
@@ -109,7 +111,7 @@ def lru_curve(
     warm = len(np.unique(requests.entries[: int(requests.offsets[warmup])]))
     distinct = len(np.unique(requests.entries))
     size = int(requests.sizes[0])
-    frame_bytes = requests.frame_bytes * size
+    entry_bytes = int(requests.entry_bytes[0])
     points = []
     for capacity in frames:
         held = min(capacity // size, distinct)
@@ -129,8 +131,8 @@ def lru_curve(
                 creates=created,
                 evictions=fetched - (held - min(held, warm)),
                 write_backs=written,
-                read_bytes=(fetched - created) * frame_bytes,
-                written_bytes=written * frame_bytes,
+                read_bytes=(fetched - created) * entry_bytes,
+                written_bytes=written * entry_bytes,
             )
         )
     return Curve(tuple(points))

@@ -2,8 +2,9 @@
 
 With layer scope each layer's misses depend on its own quota alone, so one replay at a common fraction of
 every layer's footprint gives a point on every layer's curve. Frames then go, piece by piece, to the layer
-whose misses fall most for a frame. Of each curve its lower convex hull is taken: a quota between two points
-can be had no worse than by mixing them, and greedy choice on convex curves is the optimum (Fox 1966).
+whose misses (or whatever else the objective counts) fall most for a frame. Of each curve its lower convex hull
+is taken: a quota between two points can be had no worse than by mixing them, and greedy choice on convex curves
+is the optimum (Fox 1966).
 """
 
 from __future__ import annotations
@@ -14,33 +15,41 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstore.lab.costs import Machine, Objective, cost_by_layer
 from tierstore.lab.requests import Requests
 from tierstore.lab.simulate import Contract, Detail, PolicySpec, Scope, Setting, replay_all
+from tierstore.trace.quotas import quotas_by_layer
 
-__all__ = ["greedy_split", "layer_curves", "least_quotas", "lower_hull", "split_capacity"]
+__all__ = ["greedy_split", "layer_curves", "layer_shares", "least_quotas", "lower_hull", "split_capacity"]
 
-_LEVELS = (0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0)
+_LEVELS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0)
 
 Curve = Sequence[tuple[int, float]]
-"""(frames, misses), by ascending frames."""
+"""(frames, cost), by ascending frames."""
 
 
 def least_quotas(requests: Requests, headroom: int = 0) -> NDArray[np.int64]:
-    """The fewest frames that each layer can work with [layers]: its largest entry, and ``headroom``."""
-    least = np.zeros(requests.layer_count, np.int64)
-    np.maximum.at(least, requests.entry_layers, requests.sizes)
-    return np.where(least > 0, least + headroom, 0)
+    """The fewest frames that ``tierstore train`` takes for each layer [layers]: the largest record of any layer
+    with all of its groups, and ``headroom``."""
+    return np.where(requests.layer_frames > 0, requests.largest_record_frames + headroom, 0)
+
+
+def layer_shares(quotas: Sequence[int]) -> tuple[float, ...]:
+    """``quotas`` as ``cache.layer_shares`` takes them: a share for each layer that has one."""
+    return tuple(round(quota / sum(quotas), 9) for quota in quotas if quota)
 
 
 def layer_curves(
     requests: Requests,
     policy: PolicySpec,
     *,
+    objective: Objective = Objective.MISSES,
+    machine: Machine | None = None,
     contract: Contract = Contract.ATOMIC,
     warmup_steps: int = 0,
     threads: int = 0,
 ) -> list[list[tuple[int, float]]]:
-    """Of each layer its misses by quota, one point a replay; empty for layers that ask for nothing."""
+    """Of each layer its cost by quota, one point a replay; empty for layers that ask for nothing."""
     least = least_quotas(requests, headroom=1)
     frames = requests.layer_frames.astype(np.int64)
     quotas = [np.maximum(least, np.ceil(level * frames).astype(np.int64)) for level in _LEVELS]
@@ -48,15 +57,17 @@ def layer_curves(
         Setting(policy, int(each.sum()), Scope.LAYER, contract, tuple(each.tolist())) for each in quotas
     ]
     points: list[dict[int, float]] = [{} for _ in frames]
-    replays = replay_all(requests, settings, warmup_steps=warmup_steps, detail=Detail.STEPS, threads=threads)
+    detail = Detail.STEPS if objective is Objective.MISSES else Detail.EVENTS
+    replays = replay_all(requests, settings, warmup_steps=warmup_steps, detail=detail, threads=threads)
     for each, replayed in zip(quotas, replays, strict=True):
-        for layer in np.flatnonzero(frames):
-            points[layer][int(each[layer])] = float(replayed.layer_misses[layer])
+        costs = cost_by_layer(requests, replayed, objective, machine or Machine())
+        for layer in requests.present_layers:
+            points[layer][int(each[layer])] = float(costs[layer])
     return [sorted(layer.items()) for layer in points]
 
 
 def lower_hull(curve: Curve) -> list[tuple[int, float]]:
-    """The points of ``curve`` on its lower convex hull, as far as misses still fall."""
+    """The points of ``curve`` on its lower convex hull, as far as the cost still falls."""
     hull: list[tuple[int, float]] = []
     for x, y in curve:
         if hull and y >= hull[-1][1]:
@@ -71,7 +82,7 @@ def lower_hull(curve: Curve) -> list[tuple[int, float]]:
 
 
 def greedy_split(curves: Sequence[Curve], capacity_frames: int) -> tuple[int, ...]:
-    """Frames of each layer, ``capacity_frames`` in all, or what the curves' ends take if that is less.
+    """Frames of each layer, ``capacity_frames`` in all: what no curve gains by is shared out equally.
 
     A layer without points gets nothing, one with points at least its first. Raises ValueError if the first
     points alone are more than the capacity.
@@ -90,6 +101,9 @@ def greedy_split(curves: Sequence[Curve], capacity_frames: int) -> tuple[int, ..
         taken = min(frames, left)
         quotas[layer] += taken
         left -= taken
+    present = [layer for layer, hull in enumerate(hulls) if hull]
+    for layer, rest in enumerate(quotas_by_layer(present, left) if present else ()):
+        quotas[layer] += rest
     return tuple(quotas)
 
 
@@ -98,13 +112,25 @@ def split_capacity(
     policy: PolicySpec,
     capacity_frames: int,
     *,
+    objective: Objective = Objective.MISSES,
+    machine: Machine | None = None,
     contract: Contract = Contract.ATOMIC,
     warmup_steps: int = 0,
     threads: int = 0,
 ) -> tuple[int, ...]:
-    """Quotas of all layers for ``policy``, by the marginal gains on ``requests``.
+    """Quotas of all layers for ``policy``, by the marginal gains on ``requests``: those that a live store gives
+    to layers whose shares are written in a configuration.
 
-    Raises ValueError for a capacity that is less than one entry for each layer.
+    Raises ValueError for a capacity that is less than ``least_quotas`` with a frame of headroom.
     """
-    curves = layer_curves(requests, policy, contract=contract, warmup_steps=warmup_steps, threads=threads)
-    return greedy_split(curves, capacity_frames)
+    curves = layer_curves(
+        requests,
+        policy,
+        objective=objective,
+        machine=machine,
+        contract=contract,
+        warmup_steps=warmup_steps,
+        threads=threads,
+    )
+    shares = layer_shares(greedy_split(curves, capacity_frames))
+    return tuple(quotas_by_layer(requests.present_layers, capacity_frames, shares))

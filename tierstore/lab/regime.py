@@ -90,7 +90,7 @@ def survey(
         replayed.setting.policy.name: replayed.misses / max(replayed.requests, 1) for replayed in replays
     }
     bound = ratios.pop(BOUND)
-    layers = max(int(np.count_nonzero(requests.layer_frames)), 1)
+    layers = max(len(requests.present_layers), 1)
     info = requests.info
     return Regime(
         active_frames=float(requests.sizes[part.entries].sum(dtype=np.uint64)) / part.events,

@@ -71,6 +71,7 @@ class Requests:
     entry_layers: NDArray[np.uint32]  # [entries]
     entry_bytes: NDArray[np.uint64]  # [entries]
     entry_keys: NDArray[np.uint32]  # [entries]: record * 3 + group
+    record_frames: NDArray[np.uint32]  # [entries]: of all groups of its record, asked for or not
     entry_stored: NDArray[np.bool_]  # [entries]: whether there is a backing copy at the start
     left_out: Mapping[str, int] = field(default_factory=dict)
 
@@ -125,6 +126,7 @@ class Requests:
             entry_layers=of_entry,
             entry_bytes=frames.astype(np.uint64) * np.uint64(frame_bytes),
             entry_keys=np.arange(len(frames), dtype=np.uint32) * np.uint32(_GROUPS),
+            record_frames=frames,
             entry_stored=np.ones(len(frames), np.bool_),
         )
 
@@ -147,6 +149,11 @@ class Requests:
         return self.entry_keys // np.uint32(_GROUPS)
 
     @cached_property
+    def entry_groups(self) -> NDArray[np.uint8]:
+        """Which of its record's groups each entry is [entries]."""
+        return (self.entry_keys % np.uint32(_GROUPS)).astype(np.uint8)
+
+    @cached_property
     def total_frames(self) -> int:
         """The footprint: frames of all entries that the trace asks for."""
         return int(self.sizes.sum(dtype=np.uint64))
@@ -157,7 +164,10 @@ class Requests:
 
     @cached_property
     def frame_bytes(self) -> int:
-        """Bytes of a frame: the least that every entry fits its frames with."""
+        """Bytes of a frame: the least that every entry fits its frames with.
+
+        It is what a capacity in bytes is counted by, nothing else: what is read and written is entries' bytes.
+        """
         if not len(self.sizes):
             return 1
         return max(1, int(np.ceil((self.entry_bytes / np.maximum(self.sizes, 1)).max())))
@@ -168,6 +178,17 @@ class Requests:
         return np.bincount(self.entry_layers, weights=self.sizes, minlength=self.layer_count).astype(
             np.uint64
         )
+
+    @cached_property
+    def present_layers(self) -> list[int]:
+        """The layers that ask for anything, ascending."""
+        layers: list[int] = np.unique(self.entry_layers).tolist()
+        return layers
+
+    @cached_property
+    def largest_record_frames(self) -> int:
+        """Frames of the largest record with all of its groups: what a live cache must hold at once."""
+        return int(self.record_frames.max(initial=0))
 
     @cached_property
     def largest_event_frames(self) -> int:
@@ -375,6 +396,7 @@ class _Reader:
             entry_layers=self._table.layers[used_keys // _GROUPS],
             entry_bytes=self._table.bytes.reshape(-1)[used_keys],
             entry_keys=used_keys,
+            record_frames=self._table.frames.sum(axis=1, dtype=np.uint32)[used_keys // _GROUPS],
             entry_stored=self._stored(used_keys),
             left_out=self._left_out(discarded),
         )

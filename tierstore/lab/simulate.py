@@ -28,6 +28,7 @@ from tierstore.errors import BudgetError, ConfigError
 from tierstore.lab.requests import Capacity, Requests
 from tierstore.lab.results import LayerOutcome, Outcome, Role, Window
 from tierstore.machine import cores
+from tierstore.trace.quotas import quotas_by_layer
 
 __all__ = [
     "BOUNDS",
@@ -39,7 +40,6 @@ __all__ = [
     "Replayed",
     "Scope",
     "Setting",
-    "equal_quotas",
     "known_policies",
     "outcome",
     "replay_all",
@@ -88,7 +88,7 @@ def suits(requests: Requests, policy: str) -> bool:
     """
     if policy != "next-use":
         return True
-    layers = int(np.count_nonzero(requests.layer_frames))
+    layers = len(requests.present_layers)
     looked_at = requests.events * len(requests.sizes) / max(layers, 1)
     return layers > 1 and looked_at <= _MOST_LOOKED_AT * len(requests.entries)
 
@@ -172,17 +172,7 @@ class Setting:
                     f"in all, got {len(self.layer_quotas)} of {sum(self.layer_quotas)}"
                 )
             return self.layer_quotas
-        return equal_quotas(requests, self.capacity_frames)
-
-
-def equal_quotas(requests: Requests, capacity_frames: int) -> tuple[int, ...]:
-    """``capacity_frames`` in equal shares for the layers that ask for anything, none for the others."""
-    present = np.flatnonzero(requests.layer_frames)
-    share, rest = divmod(capacity_frames, len(present))
-    quotas = np.zeros(requests.layer_count, np.int64)
-    quotas[present] = share
-    quotas[present[:rest]] += 1
-    return tuple(quotas.tolist())
+        return tuple(quotas_by_layer(requests.present_layers, self.capacity_frames))
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -199,13 +189,13 @@ class Replayed:
     evictions: int
     write_backs: int
     starved: int
-    read_frames: int
-    written_frames: int
+    read_bytes: int
+    written_bytes: int
     step_requests: NDArray[np.uint64]  # [steps]
     step_misses: NDArray[np.int64]  # [steps]: without creations
     step_creations: NDArray[np.int64]  # [steps]
-    event_read_frames: NDArray[np.uint32]  # [events], or empty without that detail
-    event_written_frames: NDArray[np.uint32]  # [events], or empty
+    event_read_bytes: NDArray[np.uint64]  # [events], or empty without that detail
+    event_written_bytes: NDArray[np.uint64]  # [events], or empty
     layer_requests: NDArray[np.uint64]  # [layers]
     layer_misses: NDArray[np.int64]  # [layers]: without creations
     policy_s: float  # CPU time of the replay, measured
@@ -258,6 +248,8 @@ def _replay(requests: Requests, setting: Setting, warmup_events: int, detail: De
             requests.sizes,
             requests.entry_layers,
             requests.entry_records,
+            requests.entry_groups,
+            requests.entry_bytes,
             policy=setting.policy.name,
             options=dict(setting.policy.options),
             capacity_frames=setting.capacity_frames,
@@ -278,10 +270,10 @@ def _replay(requests: Requests, setting: Setting, warmup_events: int, detail: De
         raise ConfigError(str(error)) from error
     elapsed = time.thread_time() - began
     created = requests.creations.since(warmup_events)
-    created_frames = requests.sizes[created.entries]
-    read_frames = found["event_missed_frames"]
+    created_bytes = requests.entry_bytes[created.entries]
+    event_read_bytes = found["event_missed_bytes"]
     if detail is Detail.EVENTS:
-        np.subtract.at(read_frames, created.events, created_frames)
+        np.subtract.at(event_read_bytes, created.events, created_bytes)
     layer_misses = found["layer_misses"].astype(np.int64)
     np.subtract.at(layer_misses, requests.layers[created.events], 1)
     step_creations = np.bincount(requests.steps[created.events], minlength=requests.step_count)
@@ -293,13 +285,13 @@ def _replay(requests: Requests, setting: Setting, warmup_events: int, detail: De
         evictions=found["evictions"],
         write_backs=found["write_backs"],
         starved=found["starved"],
-        read_frames=found["missed_frames"] - int(created_frames.sum(dtype=np.uint64)),
-        written_frames=found["written_frames"],
+        read_bytes=found["missed_bytes"] - int(created_bytes.sum()),
+        written_bytes=found["written_bytes"],
         step_requests=found["step_requests"],
         step_misses=found["step_misses"].astype(np.int64) - step_creations,
         step_creations=step_creations,
-        event_read_frames=read_frames,
-        event_written_frames=found["event_written_frames"],
+        event_read_bytes=event_read_bytes,
+        event_written_bytes=found["event_written_bytes"],
         layer_requests=found["layer_hits"] + found["layer_misses"],
         layer_misses=layer_misses,
         policy_s=elapsed,
@@ -350,8 +342,8 @@ def outcome(requests: Requests, replayed: Replayed, *, windows: int = 0) -> Outc
         evictions=replayed.evictions,
         starved=replayed.starved,
         write_backs=replayed.write_backs,
-        read_bytes=replayed.read_frames * requests.frame_bytes,
-        written_bytes=replayed.written_frames * requests.frame_bytes,
+        read_bytes=replayed.read_bytes,
+        written_bytes=replayed.written_bytes,
         policy_s=replayed.policy_s,
         layers=tuple(
             LayerOutcome(layer, int(asked), int(replayed.layer_misses[layer]))

@@ -110,8 +110,8 @@ def tune(
 
     ``machine`` is what stalls are estimated from. With ``recording`` (``recording_of``) the finalists are
     scored with its prefetches; without, and for stalls or the sequential contract, without lookahead.
-    Raises ConfigError, BudgetError (a capacity that no entry fits), or DataError for a trace of fewer than
-    four steps.
+    Raises ConfigError, BudgetError (a capacity that the largest record does not fit), or DataError for a trace
+    of fewer than four steps.
     """
     chosen_options = options or TuneOptions()
     if requests.step_count < _LEAST_STEPS:
@@ -120,6 +120,11 @@ def tune(
             f"{requests.step_count}"
         )
     capacity_frames = requests.frames_of(capacity)
+    if capacity_frames < requests.largest_record_frames:
+        raise BudgetError(
+            f"capacity: {capacity_frames} frames are too small: the largest record takes "
+            f"{requests.largest_record_frames} with all of its groups"
+        )
     tuner = _Tuner(requests, capacity_frames, chosen_options, machine or Machine(), progress)
     replayable = (
         chosen_options.contract is Contract.ATOMIC and chosen_options.objective is not Objective.STALL
@@ -254,6 +259,8 @@ class _Tuner:
             part,
             candidate.policy,
             self._capacity,
+            objective=options.objective,
+            machine=self._machine,
             contract=options.contract,
             warmup_steps=warmup,
             threads=options.threads,

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tierstore.parallel.config import ParallelConfig
     from tierstore.parallel.launching import launch, rank_device
     from tierstore.parallel.mesh import ExpertBlocks, Mesh
+    from tierstore.parallel.notes import MemoryNotes, Notes
     from tierstore.parallel.place import Place
 else:
     __getattr__ = exports(
@@ -20,6 +21,7 @@ else:
             "config": ["ParallelConfig"],
             "launching": ["launch", "rank_device"],
             "mesh": ["ExpertBlocks", "Mesh"],
+            "notes": ["MemoryNotes", "Notes"],
             "place": ["Place"],
         },
     )
@@ -30,7 +32,9 @@ __all__ = [
     "Failure",
     "Group",
     "LimitedLink",
+    "MemoryNotes",
     "Mesh",
+    "Notes",
     "Operation",
     "ParallelConfig",
     "Place",

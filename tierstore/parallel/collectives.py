@@ -99,6 +99,11 @@ class Work:
         self._finish = finish
         self._deadline_ns = deadline_ns
         self._explain = explain
+        self._observer: Callable[[], None] | None = None
+
+    def observe(self, ended: Callable[[], None]) -> None:
+        """``ended`` is called once, by the first ``wait`` that returns."""
+        self._observer = ended
 
     def done(self) -> bool:
         """Whether ``wait`` would return, or raise, without waiting for others."""
@@ -129,6 +134,9 @@ class Work:
             self._finish()
             self._finish = None
         wait_until(self._deadline_ns)
+        if self._observer is not None:
+            self._observer()
+            self._observer = None
 
 
 class Group:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from tierstore.errors import CapabilityError, ConfigError, PeerError
 from tierstore.parallel.collectives import Failure, Group, LimitedLink
 from tierstore.parallel.config import ParallelConfig
 from tierstore.parallel.mesh import Mesh, build_mesh, expert_ranks
+from tierstore.parallel.notes import job_notes
 from tierstore.parallel.place import Place
 from tierstore.parallel.watch import DeathWatch
 
@@ -80,7 +82,7 @@ def launch(
     chosen = rank_device(device, place)
     if place.world == 1:
         with _watched_alone(config, place):
-            yield Mesh.alone(place, chosen)
+            yield Mesh.alone(place, chosen, job_notes(place, config.timeout_s))
         return
     mesh: Mesh | None = None
     watch: DeathWatch | None = None
@@ -97,6 +99,7 @@ def launch(
     try:
         _join(config, place, chosen)
         mesh, communicators = build_mesh(config, place, chosen, link=link, exchange=exchange, blame=blame)
+        mesh = replace(mesh, notes=job_notes(place, config.timeout_s))
         watch = DeathWatch(
             place, mesh.world, grace_s=config.grace_s, timeout_s=config.timeout_s, on_failure=abort
         )

@@ -7,7 +7,7 @@ contiguous pieces by rank is also cut contiguously by expert group, and within e
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ import torch
 from tierstore.errors import ConfigError
 from tierstore.parallel.collectives import Channel, Failure, Group, LimitedLink, Operation, Traffic
 from tierstore.parallel.config import ParallelConfig
+from tierstore.parallel.notes import MemoryNotes, Notes
 from tierstore.parallel.place import Place
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Mesh:
 
     ``world``: all ranks. ``expert``: the ranks that share one copy of the experts with this one.
     ``replica``: the ranks that hold the same experts as this one, in the other copies. Groups with the same
-    ranks are the same object.
+    ranks are the same object. ``notes``: what earlier attempts of this job have written down.
     """
 
     place: Place
@@ -64,12 +65,13 @@ class Mesh:
     world: Group
     expert: Group
     replica: Group
+    notes: Notes = field(default_factory=MemoryNotes)
 
     @classmethod
-    def alone(cls, place: Place, device: torch.device) -> Mesh:
+    def alone(cls, place: Place, device: torch.device, notes: Notes | None = None) -> Mesh:
         """One process, without any process group."""
         group = Group.alone()
-        return cls(place, device, group, group, group)
+        return cls(place, device, group, group, group, notes or MemoryNotes())
 
     @property
     def replicas(self) -> int:

@@ -12,10 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tierstore.dense.config import OptimizerState
-from tierstore.dense.footprint import blocks_held, dense_bytes, gather_copies
-from tierstore.dense.layout import Narrow, Place, Region, UnitLayout
+from tierstore.dense.footprint import blocks_held, gather_copies
+from tierstore.dense.layout import UnitLayout
 from tierstore.errors import ConfigError
-from tierstore.model.config import ComputeDtype
 from tierstore.plan.architecture import Architecture
 from tierstore.plan.evidence import Evidence
 from tierstore.prefetch.schedule import Schedule
@@ -26,7 +25,7 @@ from tierstore.store.index import index_bytes
 from tierstore.store.space import copies, extent_bytes, scratch_bytes
 from tierstore.train.budgets import EXPERT_SCHEMA, Budgets, DeviceKind, budgets, expert_schema
 from tierstore.train.config import TrainConfig
-from tierstore.train.footprint import DENSE_STATE_BYTES, WORKING_BYTES
+from tierstore.train.footprint import FixedCost, fixed_cost, flat_layouts, rank_tokens
 
 __all__ = ["PROCESS_BYTES", "TIERS", "Capacity", "Ranks", "Setting", "Term", "capacity"]
 
@@ -66,10 +65,6 @@ class Ranks:
     def sharing(self) -> int:
         """Ranks that share one copy of the experts."""
         return self.expert or self.count
-
-    def share(self, whole: int) -> int:
-        """The largest part of ``whole`` that one rank has."""
-        return -(-whole // self.count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,22 +106,25 @@ class Setting:
     @property
     def tokens(self) -> int:
         """Tokens of one micro-batch on one rank: a batch is shared by all of them."""
-        return self.ranks.share(self.config.tokens_per_micro_batch)
+        return rank_tokens(self.config, self.ranks.count)
 
     @property
     def layouts(self) -> list[UnitLayout]:
         """How the dense units are cut."""
-        narrows = self.config.model.compute_dtype is ComputeDtype.BF16
-        found = []
-        for number, unit in enumerate(self.model.units):
-            parts = [(Narrow.NO, unit.others), (Narrow.YES, unit.matrices)]
-            if not narrows:
-                parts = [(Narrow.NO, unit.numel)]
-            regions = [
-                Region((Place(0, 0, (numel,)),), self.ranks.count, kind) for kind, numel in parts if numel
-            ]
-            found.append(UnitLayout(f"unit {number}", tuple(regions)))
-        return found
+        compute = self.config.model.compute_dtype
+        return flat_layouts(self.model.units, ranks=self.ranks.count, compute=compute)
+
+    @property
+    def fixed(self) -> FixedCost:
+        """What one rank takes outside of its budgets, as ``train`` announces it."""
+        return fixed_cost(
+            self.config,
+            self.process_bytes,
+            ranks=self.ranks.count,
+            device=self.device,
+            units=self.model.units,
+            text=min(self.text_bytes, self.config.data.max_bytes),
+        )
 
     @property
     def schedule(self) -> Schedule:
@@ -138,7 +136,6 @@ class Setting:
             config.prefetch,
             moe_layers=self.model.moe_layers,
             compute=config.model.compute_dtype,
-            plan=config.gradient_plan,
             micro_batches=config.data.micro_batches,
         )
 
@@ -176,20 +173,16 @@ def capacity(setting: Setting) -> Capacity:
 def _device_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
     config, model, ranks = setting.config, setting.model, setting.ranks
     layouts, on_cpu = setting.layouts, setting.device is DeviceKind.CPU
-    dense = dense_bytes(
-        layouts,
-        config.dense,
-        ranks=ranks.count,
-        compute=config.model.compute_dtype,
-        device_type=setting.device.value,
-    )
+    fixed = setting.fixed
+    dense = fixed.dense
     on_host = config.dense.optimizer_state is not OptimizerState.DEVICE and not on_cpu
     own = sum(layout.slice_numel for layout in layouts)
+    resident = 8 if config.dense.optimizer_state is OptimizerState.NVME else 16
     yield Term(
         Tier.HOST if on_host else Tier.DEVICE,
         "dense state",
         dense.slices,
-        f"{DENSE_STATE_BYTES} B x {own} parameters, the slices of 1/{ranks.count} of {model.dense}, padded",
+        f"{resident} B x {own} parameters, the slices of 1/{ranks.count} of {model.dense}, padded",
     )
     yield Term(
         Tier.DEVICE,
@@ -215,7 +208,7 @@ def _device_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
     yield Term(
         Tier.DEVICE,
         "activations",
-        config.model.activation_bytes(setting.tokens),
+        fixed.activations,
         f"upper estimate for {setting.tokens} tokens, checkpoint_activations = "
         f"{config.model.checkpoint_activations.value}, expert_activations = "
         f"{config.model.expert_activations.value}",
@@ -223,7 +216,7 @@ def _device_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
 
 
 def _host_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
-    config = setting.config
+    fixed = setting.fixed
     yield Term(
         Tier.HOST,
         "expert cache",
@@ -243,14 +236,12 @@ def _host_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
     yield Term(
         Tier.HOST,
         "process",
-        setting.process_bytes,
+        fixed.process,
         "an interpreter with torch and its libraries",
         setting.process_evidence,
     )
-    yield Term(
-        Tier.HOST, "text", min(setting.text_bytes, config.data.max_bytes), "the files, at most data.max_bytes"
-    )
-    yield Term(Tier.HOST, "working memory", WORKING_BYTES, "thread pools and fragmentation", Evidence.ASSUMED)
+    yield Term(Tier.HOST, "text", fixed.text, "the files, at most data.max_bytes")
+    yield Term(Tier.HOST, "working memory", fixed.working, "thread pools and fragmentation", Evidence.ASSUMED)
 
 
 def _disk_terms(setting: Setting) -> Iterable[Term]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tierstore.cache.access import Phase
+from tierstore.dense.footprint import gather_width
 from tierstore.dense.layout import UnitLayout
 from tierstore.links import LinkConfig
 from tierstore.model.config import CheckpointActivations
@@ -70,7 +71,8 @@ class Workload:
         others = setting.ranks.count - 1
         itemsize = setting.config.model.compute_dtype.itemsize
         layout = self.layouts[item.unit]
-        gather = layout.gathered_bytes(setting.config.model.compute_dtype) * others // (others + 1)
+        narrow = gather_width(setting.config.dense, setting.config.model.compute_dtype)
+        gather = layout.gathered_bytes(narrow) * others // (others + 1)
         reduce = layout.slice_numel * others * 4
         if item.moe_layer is None:
             return PassSizes(gather=gather, reduce=reduce)

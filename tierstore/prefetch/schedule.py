@@ -16,16 +16,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 from tierstore.cache.access import Phase
 from tierstore.dense.config import Reshard
 from tierstore.errors import ConfigError
 from tierstore.prefetch.plan import GradientPlan
 
-__all__ = ["COLUMNS", "Movement", "Pass", "QueueLimits", "Schedule", "Unit", "Window"]
+__all__ = ["COLUMNS", "Buffer", "Movement", "Pass", "QueueLimits", "Schedule", "Unit", "Window"]
 
 #: The titles of ``Schedule.rows``.
 COLUMNS = ("", "pass", "gathers before", "releases after", "scatters after", "fetches meanwhile")
+
+
+class Buffer(Enum):
+    """Where a unit's gathered parameters are."""
+
+    SHARED = "shared"  # each release gives them up
+    OWN = "own"  # they stay until the unit is stepped: of its gathers only the first of a step sends anything
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +48,7 @@ class Unit:
     gathered: int = 0
     moe_layer: int | None = None
     layer: int | None = None
+    buffer: Buffer = Buffer.SHARED
 
 
 @dataclass(frozen=True, slots=True)

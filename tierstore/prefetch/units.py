@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from tierstore.dense.config import DenseConfig
 from tierstore.dense.footprint import FP32, blocks_held, gather_width
 from tierstore.dense.layout import ElementType, UnitLayout
-from tierstore.prefetch.plan import GradientPlan, PrefetchConfig
-from tierstore.prefetch.schedule import QueueLimits, Schedule, Unit
+from tierstore.prefetch.plan import PrefetchConfig
+from tierstore.prefetch.schedule import Buffer, QueueLimits, Schedule, Unit
 
 __all__ = ["unit_schedule"]
 
@@ -20,13 +20,13 @@ def unit_schedule(
     *,
     moe_layers: Sequence[int],
     compute: ElementType = FP32,
-    plan: GradientPlan = GradientPlan.DEFERRED,
     micro_batches: int = 1,
 ) -> Schedule:
     """The schedule of a model with units ``layouts``, whose block i is unit i + 1.
 
     Its horizontal budget is that of the fusion buffers: each block takes one, whatever its size; the first and the
-    last unit have buffers of their own.
+    last unit have buffers of their own. The step of dense parameters is deferred, clipped or not: their norm is known
+    when all gradients are.
     """
     narrow = gather_width(dense, compute)
     last = len(layouts) - 1
@@ -34,7 +34,7 @@ def unit_schedule(
 
     def unit(number: int, layout: UnitLayout) -> Unit:
         if number in (0, last):
-            return Unit(layout.name)
+            return Unit(layout.name, buffer=Buffer.OWN)
         block = number - 1
         return Unit(layout.name, buffer, block if block in moe_layers else None, block)
 
@@ -42,7 +42,6 @@ def unit_schedule(
         units=tuple(unit(number, layout) for number, layout in enumerate(layouts)),
         horizontal=QueueLimits(prefetch.gather_depth, buffer * blocks_held(layouts, dense)),
         vertical=QueueLimits(prefetch.depth),
-        plan=plan,
         reshard=dense.reshard,
         micro_batches=micro_batches,
     )

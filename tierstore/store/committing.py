@@ -49,6 +49,8 @@ class Committer:
         self.table: dict[str, RecordEntry] = {}
         self.state: dict[str, bytes] = {}
         self.snapshots: dict[str, Commit] = {}
+        #: A prepared commit has added a snapshot: the one whose place it takes goes when it is acknowledged.
+        self._replaces = False
 
     def load(self) -> Mapping[str, RecordEntry]:
         """Takes up the last commit and its snapshots; returns its records. Raises StoreFormatError."""
@@ -141,15 +143,24 @@ class Committer:
 
     def acknowledge(self) -> None:
         """Lets the commit before a prepared one go, durably; without one, nothing."""
-        if PREVIOUS not in self.snapshots:
+        dropped = self._superseded(0)
+        if not dropped:
             return
         try:
-            self._parts.index.drop_snapshot(PREVIOUS)
+            self._parts.index.drop_snapshots(dropped)
         except BaseException as error:
             self._failures.poison(f"acknowledging a commit failed: {error}")
             raise
         self._parts.engine.log_mark(f"acknowledge {self._parts.slots.generation}")
-        self._parts.slots.let_go(self.snapshots.pop(PREVIOUS).records.values())
+        for name in dropped:
+            self._parts.slots.let_go(self.snapshots.pop(name).records.values())
+        self._replaces = False
+
+    def _superseded(self, adding: int) -> list[str]:
+        """What is let go of by a commit that adds so many snapshots and cannot be undone."""
+        named = [name for name in self.snapshots if name != PREVIOUS]
+        excess = max(len(named) + adding - self._parts.config.retain, 0) if adding or self._replaces else 0
+        return named[:excess] + ([PREVIOUS] if PREVIOUS in self.snapshots else [])
 
     def _write_index(self, state: dict[str, bytes], snapshot: str | None, keep: Keep) -> None:
         parts, slots = self._parts, self._parts.slots
@@ -160,12 +171,12 @@ class Committer:
         dropped: list[str] = []
         if snapshot is not None:
             added[snapshot] = Commit(generation, table, merged)
-            named = [name for name in self.snapshots if name != PREVIOUS]
-            dropped = named[: max(len(named) + 1 - parts.config.retain, 0)]
         if keep is Keep.PREVIOUS and slots.generation:
+            # Older snapshots stay as well: if this commit is undone, so is the one that takes their place.
+            self._replaces = bool(added)
             added[PREVIOUS] = Commit(slots.generation, self.table, self.state)
-        elif PREVIOUS in self.snapshots:
-            dropped.append(PREVIOUS)
+        else:
+            dropped = self._superseded(len(added))
         parts.engine.log_mark(f"index {generation}")
         parts.index.write(
             generation=generation,

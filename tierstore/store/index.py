@@ -173,11 +173,12 @@ class Index:
 
         self._transact(work)
 
-    def drop_snapshot(self, name: str) -> None:
-        """Forgets one snapshot; durable when this returns."""
+    def drop_snapshots(self, names: Sequence[str]) -> None:
+        """Forgets snapshots; durable when this returns."""
 
         def work(txn: lmdb.Transaction) -> None:
-            txn.delete(name.encode(), db=self._snapshots)
+            for name in names:
+                txn.delete(name.encode(), db=self._snapshots)
 
         self._transact(work)
 

@@ -34,6 +34,7 @@ from tierstore.store.format import FORMAT_VERSION, Group, GroupLayout, Placement
 from tierstore.store.index import PREVIOUS, Index
 from tierstore.store.lease import Lease
 from tierstore.store.slots import SlotMap
+from tierstore.trace.quotas import quotas_by_layer
 from tierstore.trace.recording import RecordingResidency
 
 __all__ = [
@@ -338,7 +339,8 @@ def minimum_host_budget(
         frames += cache.headroom_frames
         if cache.layer_shares:
             smallest = min(cache.layer_shares) / sum(cache.layer_shares)
-            frames = math.ceil(frames / smallest)
+            # Shares that were rounded still have room for what they came from, as in quotas_by_layer.
+            frames = math.ceil(frames / smallest * (1 - 1e-8))
         elif cache.scope is Scope.LAYER:
             frames *= max(layers, 1)
     return frames * frame
@@ -363,20 +365,6 @@ def check_budget(config: StoreConfig, schemas: Sequence[RecordSchema], layers: S
             f"host_budget: {config.host_budget} bytes cannot hold one record with its gradient{each}; "
             f"the minimum is {minimum} bytes"
         )
-
-
-def layer_quotas(layers: Sequence[int], frames: int, shares: Sequence[float] = ()) -> list[int]:
-    """Frames of each layer number up to the last: parts of ``frames`` in proportion to ``shares`` (empty: equal)
-    for ``layers``, none for those without records. The first layers get the frames that are left over.
-    """
-    present = sorted(set(layers))
-    parts = list(shares) or [1.0] * len(present)
-    # A part that is a whole number of frames but for rounding in its share is that number.
-    whole = [int(frames * part / sum(parts) + 1e-8 * frames) for part in parts]
-    quotas = [0] * (present[-1] + 1)
-    for place, layer in enumerate(present):
-        quotas[layer] = whole[place] + (place < frames - sum(whole))
-    return quotas
 
 
 # Building ---------------------------------------------------------------------------------------------------
@@ -427,7 +415,7 @@ def make_residency(
         "lookahead_frames": min(config.lookahead // frame_bytes, frames),
     }
     if config.cache.scope is Scope.LAYER:
-        settings["layer_quotas"] = layer_quotas(config.layers, frames, config.cache.layer_shares)
+        settings["layer_quotas"] = quotas_by_layer(config.layers, frames, config.cache.layer_shares)
     if trace is not None:
         recording = RecordingResidency(trace, frames, **settings)
         return recording, recording

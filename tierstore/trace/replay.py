@@ -12,20 +12,16 @@ from numpy.typing import NDArray
 from tierstore._native import CapacityError, Replay, Residency, Scope
 from tierstore.errors import BudgetError, ConfigError, DataError
 from tierstore.trace.format import EventColumns, TraceHeader, TraceKind
+from tierstore.trace.quotas import quotas_by_layer
 from tierstore.trace.reader import read_chunks, read_header, read_summary
+from tierstore.trace.records import RecordTable
 
-__all__ = ["STEP_COUNTS", "equal_quotas", "make_residency", "replay", "replay_steps"]
+__all__ = ["STEP_COUNTS", "make_residency", "replay", "replay_steps"]
 
 STEP_COUNTS = (
     *("hits", "misses", "creates", "evictions", "write_backs", "starved", "read_bytes", "written_bytes"),
 )
 """What ``replay_steps`` says of each step, of ``Residency.stats()``: reads ahead are among ``read_bytes``."""
-
-
-def equal_quotas(capacity_frames: int, layers: int) -> tuple[int, ...]:
-    """``capacity_frames`` split evenly; the first layers get the frames that are left over."""
-    share, rest = divmod(capacity_frames, layers)
-    return tuple(share + (1 if layer < rest else 0) for layer in range(layers))
 
 
 def make_residency(header: TraceHeader) -> Residency:
@@ -60,9 +56,10 @@ def replay(
 
     What is not given is as it was recorded: then the statistics are those of the live run, exactly. Another
     policy starts with its default options; one written in Python must be given, as a file alone shall not
-    decide which code runs; with layer scope and another capacity or scope, quotas are equal
-    shares unless given. Raises DataError (a malformed trace), ConfigError (a policy or option that cannot
-    be), BudgetError (a capacity too small for the trace; names what the refused access needs), OSError.
+    decide which code runs; with layer scope and another capacity or scope, quotas are equal shares for the
+    layers that have records unless given. Raises DataError (a malformed trace), ConfigError (a policy or option
+    that cannot be), BudgetError (a capacity too small for the trace; names what the refused access needs),
+    OSError.
     """
     header = _chosen(
         path, policy, policy_options, capacity_frames, lookahead_frames, scope=scope, quotas=layer_quotas
@@ -123,8 +120,8 @@ def _chosen(
         elif capacity_frames is None and recorded.scope == "layer":
             layer_quotas = recorded.layer_quotas
         else:
-            layers = 1 + max((record.layer for record in recorded.records), default=0)
-            layer_quotas = equal_quotas(capacity, layers)
+            layers = np.unique(RecordTable.of(recorded.records).layers).tolist()
+            layer_quotas = tuple(quotas_by_layer(layers or [0], capacity))
     if policy is None and ":" in recorded.policy:
         raise ConfigError(
             f"{os.fspath(path)}: recorded under {recorded.policy}, a policy written in Python: "

@@ -1,7 +1,7 @@
 """Memory of a training run: what was used, and what its fixed part will be.
 
-The fixed part is everything outside ``host_budget``: the interpreter with torch and its libraries, dense parameters,
-activations, the text. It does not depend on how many experts there are.
+The fixed part is everything outside of the budgets: the interpreter with torch and its libraries, this rank's share of
+the dense parameters and of the batch, the text. It does not depend on how many experts there are.
 """
 
 from __future__ import annotations
@@ -9,26 +9,30 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import resource
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import psutil
 
+from tierstore.dense.footprint import DenseBytes, dense_bytes
+from tierstore.dense.layout import Narrow, Place, Region, UnitLayout
+from tierstore.model.config import ComputeDtype, DenseUnit
+from tierstore.train.budgets import DeviceKind
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import text_bytes
 
 __all__ = [
-    "DENSE_STATE_BYTES",
     "WORKING_BYTES",
     "FixedCost",
     "fixed_cost",
+    "flat_layouts",
     "give_back_freed_memory",
     "keep_freed_memory",
     "peak_resident_bytes",
+    "rank_tokens",
     "resident_bytes",
 ]
 
-#: A dense parameter: fp32 weight, gradient, exp_avg and exp_avg_sq.
-DENSE_STATE_BYTES = 16
 #: What torch, its thread pools and the fragmentation of freed activations take beyond that, bytes (measured).
 WORKING_BYTES = 160 << 20
 
@@ -45,28 +49,71 @@ def peak_resident_bytes() -> int:
 
 @dataclass(frozen=True)
 class FixedCost:
-    """What a run takes outside of its budgets, in bytes, part by part."""
+    """What a run takes on one rank outside of its budgets, in bytes, part by part, on the host and on the device."""
 
     process: int
-    dense: int
+    dense: DenseBytes
     activations: int
     text: int
-    working: int
+    working: int = WORKING_BYTES
 
     @property
     def nbytes(self) -> int:
-        return self.process + self.dense + self.activations + self.text + self.working
+        return self.process + self.dense.total + self.activations + self.text + self.working
 
 
-def fixed_cost(config: TrainConfig, process: int) -> FixedCost:
-    """The fixed cost of a run whose process holds ``process`` bytes after its imports. Raises DataError."""
+def flat_layouts(units: Sequence[DenseUnit], *, ranks: int, compute: ComputeDtype) -> list[UnitLayout]:
+    """How units of which only the counts are known are cut for ``ranks`` ranks: each region as if it were one parameter."""
+
+    def regions(unit: DenseUnit) -> list[tuple[Narrow, int]]:
+        if compute is ComputeDtype.BF16:
+            return [(Narrow.NO, unit.others), (Narrow.YES, unit.matrices)]
+        return [(Narrow.NO, unit.numel)]
+
+    return [
+        UnitLayout(
+            f"unit {number}",
+            tuple(
+                Region((Place(0, 0, (numel,)),), ranks, narrow) for narrow, numel in regions(unit) if numel
+            ),
+        )
+        for number, unit in enumerate(units)
+    ]
+
+
+def fixed_cost(
+    config: TrainConfig,
+    process: int,
+    *,
+    ranks: int = 1,
+    device: DeviceKind = DeviceKind.CPU,
+    units: Sequence[DenseUnit] | None = None,
+    text: int | None = None,
+) -> FixedCost:
+    """The fixed cost of one of ``ranks`` ranks whose process holds ``process`` bytes after its imports.
+
+    ``units`` and ``text``: the dense parameters and bytes of text, where they are not the configuration's own.
+    Raises DataError.
+    """
+    compute = config.model.compute_dtype
+    dense = dense_bytes(
+        flat_layouts(config.model.dense_units if units is None else units, ranks=ranks, compute=compute),
+        config.dense,
+        ranks=ranks,
+        compute=compute,
+        device_type=device.value,
+    )
     return FixedCost(
         process=process,
-        dense=config.model.dense_parameters * DENSE_STATE_BYTES,
-        activations=config.model.activation_bytes(config.tokens_per_micro_batch),
-        text=text_bytes(config.data),
-        working=WORKING_BYTES,
+        dense=dense,
+        activations=config.model.activation_bytes(rank_tokens(config, ranks)),
+        text=text_bytes(config.data) if text is None else text,
     )
+
+
+def rank_tokens(config: TrainConfig, ranks: int) -> int:
+    """Tokens of one micro-batch on one of ``ranks`` ranks, which share a batch."""
+    return -(-config.tokens_per_micro_batch // ranks)
 
 
 def keep_freed_memory() -> None:

@@ -14,22 +14,37 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from tierstore.errors import StoreError, StoreExistsError, StoreFormatError, StoreMissingError, TierstoreError
+from tierstore.config import as_dict
+from tierstore.errors import (
+    ConfigError,
+    StoreError,
+    StoreExistsError,
+    StoreFormatError,
+    StoreMissingError,
+    TierstoreError,
+)
 from tierstore.parallel import Mesh
 from tierstore.store.directories import rank_directories, rank_directory
-from tierstore.store.opening import IDENTITY, OpenAt, read_identity, read_states
+from tierstore.store.opening import IDENTITY, OpenAt, read_states
 from tierstore.store.parameter_store import ParameterStore
-from tierstore.train.state import STATE_KEY, TrainState
+from tierstore.train.config import TrainConfig
+from tierstore.train.state import STATE_KEY, TrainState, differences
 
 __all__ = [
     "Agreed",
     "Opening",
     "agree",
+    "check_alike",
     "commit_everywhere",
     "newest_common",
     "rank_file",
     "restarted",
 ]
+
+#: Settings that each rank may have of its own.
+_OWN = ("store", "io", "device", "links")
+#: What a job notes for its later attempts: its ranks agreed to make stores; a step was everybody's.
+_BEGUN, _ACKNOWLEDGED = "begun", "acknowledged"
 
 
 class Opening(Enum):
@@ -50,9 +65,12 @@ class Agreed:
 
 @dataclass(frozen=True)
 class _Found:
-    """What one rank has: the steps that its store can be opened at, or why there is none."""
+    """What one rank has: the steps that its store can be opened at and for how many ranks it was made (0: it does not
+    say), or why there is none.
+    """
 
     steps: dict[OpenAt, int]
+    ranks: int
     problem: TierstoreError | OSError | None = None
 
     @property
@@ -77,37 +95,76 @@ def restarted(environ: Mapping[str, str] | None = None) -> bool:
 def agree(store: Path, wanted: Opening, mesh: Mesh) -> Agreed:
     """How every rank opens its store under ``store``; a collective. All ranks agree, or all raise.
 
-    RESUME takes the newest step that every rank has. RESTART does so too, and creates when no step was ever
-    acknowledged. Raises StoreExistsError, StoreMissingError, StoreInUseError, StoreFormatError, StoreError.
+    RESUME takes the newest step that every rank has. RESTART is for a job that ``torchrun`` has started before: what an
+    earlier attempt began is resumed, or begun again when no step of it was ever acknowledged; where none got as far, it
+    is a CREATE. Raises StoreExistsError, StoreMissingError, StoreInUseError, StoreFormatError, StoreError.
     """
+    if wanted is Opening.RESTART and not mesh.notes.written(_BEGUN):
+        wanted = Opening.CREATE
     rank, world = mesh.world.rank, mesh.world.size
     directory = rank_directory(store, rank, world)
     _refuse_other_layout(store, world)
-    if world == 1 and wanted is not Opening.RESTART:
-        return _agree_alone(directory, wanted)
     found: list[_Found] = mesh.world.all_gather_object(_look(directory))
+    for other in found:
+        if other.ranks not in (0, world):
+            raise _other_layout(store, other.ranks, world)
     if wanted is Opening.CREATE:
-        taken = [number for number, other in enumerate(found) if other.exists]
-        if taken:
-            where = rank_directory(store, taken[0], world)
-            raise StoreExistsError(
-                f"{where}: there is a store here already; --resume goes on with it, --store DIR "
-                "starts another"
-            )
+        _refuse_existing(store, found)
+        if rank == 0:
+            mesh.notes.write(_BEGUN)
         return Agreed(Opening.CREATE)
     for number, other in enumerate(found):
         if other.problem is not None and not (wanted is Opening.RESTART and not other.exists):
-            raise type(other.problem)(f"rank {number}: {other.problem}")
+            where = f"rank {number}: " if world > 1 else ""
+            raise type(other.problem)(f"{where}{other.problem}")
     common = _newest_common(found)
     if common is not None:
         return Agreed(Opening.RESUME, common[rank])
-    if wanted is Opening.RESTART and all(set(other.steps.values()) <= {0} for other in found):
-        # Killed while they were made: some have their first commit, and nobody has acknowledged it.
-        if found[rank].steps:
-            _discard(directory)
-        mesh.world.barrier()
-        return Agreed(Opening.CREATE)
-    raise _nothing_common(store, found)
+    if wanted is not Opening.RESTART or mesh.notes.written(_ACKNOWLEDGED):
+        raise _nothing_common(store, found)
+    # Killed while they were made: some have their first commit, and nobody has acknowledged it.
+    if found[rank].steps:
+        _discard(directory)
+    mesh.world.barrier()
+    return Agreed(Opening.CREATE)
+
+
+def check_alike(config: TrainConfig, conditions: Mapping[str, object], mesh: Mesh) -> None:
+    """Raises ConfigError on all ranks, naming the first difference, unless all were told the same; a collective.
+
+    Only paths may differ, and how bytes move: the rest decides what is computed, or in which order ranks send.
+    """
+    settings = {name: value for name, value in as_dict(config).items() if name not in _OWN}
+    settings["data"] = {**_table(settings["data"]), "paths": None}
+    told = {**settings, "conditions": {**conditions, "data": _text(conditions), "parallel": None}}
+    ranks = mesh.world.all_gather_object(told)
+    for number, other in enumerate(ranks):
+        different = differences(ranks[0], other)
+        if different:
+            raise ConfigError(f"rank {number} was told otherwise than rank 0: {different[0]}")
+
+
+def _text(conditions: Mapping[str, object]) -> object:
+    return _table(conditions["data"]).get("crc32")
+
+
+def _table(value: object) -> dict[str, object]:
+    assert isinstance(value, dict)
+    return value
+
+
+def _refuse_existing(store: Path, found: Sequence[_Found]) -> None:
+    taken = [number for number, other in enumerate(found) if other.exists]
+    if not taken:
+        return
+    where = rank_directory(store, taken[0], len(found))
+    advice = "--resume goes on with it, --store DIR starts another"
+    if len(taken) < len(found):
+        advice = (
+            f"only {len(taken)} of {len(found)} ranks have one, left by a run that was killed while it made them: "
+            f"remove {store}, or give another --store"
+        )
+    raise StoreExistsError(f"{where}: there is a store here already; {advice}")
 
 
 def newest_common(store: Path, directories: Sequence[Path]) -> list[OpenAt]:
@@ -134,43 +191,41 @@ def _newest_common(found: Sequence[_Found]) -> list[OpenAt] | None:
 
 
 def _nothing_common(store: Path, found: Sequence[_Found]) -> StoreError:
-    steps = ", ".join(f"rank {number}: {sorted(other.steps.values())}" for number, other in enumerate(found))
+    steps = ", ".join(
+        f"rank {number}: {sorted(other.steps.values()) if other.steps else other.problem}"
+        for number, other in enumerate(found)
+    )
     return StoreError(f"{store}: there is no step that every rank has ({steps})")
 
 
-def _agree_alone(directory: Path, wanted: Opening) -> Agreed:
-    if wanted is Opening.RESUME:
-        read_identity(directory)
-    elif (directory / IDENTITY).exists():
-        raise StoreExistsError(
-            f"{directory}: there is a store here already; --resume goes on with it, --store DIR starts another"
-        )
-    return Agreed(wanted)
-
-
 def _refuse_other_layout(store: Path, world: int) -> None:
-    """Raises StoreFormatError for the stores of another number of ranks."""
+    """Raises StoreFormatError for the stores of another number of ranks, as far as directories tell."""
     several = len(rank_directories(store))
     present = 1 if (store / IDENTITY).exists() else several
     if present > world or (world == 1 and several) or (world > 1 and not several and present):
-        raise StoreFormatError(
-            f"{store}: the store of {present} rank{'s' * (present > 1)}, and this run has {world}; tierstore reshard "
-            f"makes one for {world}"
-        )
+        raise _other_layout(store, present, world)
+
+
+def _other_layout(store: Path, present: int, world: int) -> StoreFormatError:
+    return StoreFormatError(
+        f"{store}: the store of {present} rank{'s' * (present > 1)}, and this run has {world}; tierstore reshard "
+        f"makes one for {world}"
+    )
 
 
 def _look(directory: Path) -> _Found:
+    ranks = 0
     try:
         states = read_states(directory, STATE_KEY)
         if not states:
             TrainState.unpack({}, where=str(directory))
-        found = {
-            at: TrainState.unpack({STATE_KEY: raw}, where=str(directory)).position
-            for at, raw in states.items()
-        }
+        steps = {}
+        for at, raw in states.items():
+            state = TrainState.unpack({STATE_KEY: raw}, where=str(directory))
+            steps[at], ranks = state.position, state.ranks
     except (TierstoreError, OSError) as error:
-        return _Found({}, error)
-    return _Found(found)
+        return _Found({}, 0, error)
+    return _Found(steps, ranks)
 
 
 def _discard(directory: Path) -> None:
@@ -183,8 +238,12 @@ def commit_everywhere(
 ) -> int:
     """One commit of all ranks; a collective. Returns this rank's generation. Raises OSError, PeerError."""
     if mesh.world.size == 1:
-        return store.commit(state, snapshot=snapshot)
+        generation = store.commit(state, snapshot=snapshot)
+        mesh.notes.write(_ACKNOWLEDGED)
+        return generation
     generation = store.prepare(state, snapshot=snapshot)
     mesh.world.barrier()
     store.acknowledge()
+    if mesh.world.rank == 0:
+        mesh.notes.write(_ACKNOWLEDGED)
     return generation

@@ -29,7 +29,8 @@ def counters(trainer: Trainer) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Totals:
-    """What all ranks did together: sums of ``counts``, the ``peaks`` of resident bytes in rank order.
+    """What all ranks did together: sums of ``counts``; ``peaks`` of resident bytes in rank order. ``stalls`` are those of
+    the rank that stalled longest, ``stalled_rank``, for ``stall_s`` seconds.
 
     ``records_crc32c``: of one rank that of its records; of several, the checksum of theirs in rank order.
     """
@@ -37,6 +38,9 @@ class Totals:
     counts: dict[str, int]
     peaks: list[int]
     records_crc32c: int
+    stalled_rank: int
+    stall_s: float
+    stalls: list[dict[str, object]]
 
 
 def totals(trainer: Trainer) -> Totals:
@@ -45,13 +49,16 @@ def totals(trainer: Trainer) -> Totals:
         counters(trainer) | {"late_prefetch_bytes": trainer.late_prefetch_bytes},
         peak_resident_bytes(),
         trainer.store.records_crc32c(),
+        trainer.ledger.total_s,
+        [stall.as_dict() for stall in trainer.ledger.rows()],
     )
     ranks = trainer.mesh.world.all_gather_object(own)
     counts = {name: sum(rank[0][name] for rank in ranks) for name in own[0]}
     crc = own[2]
     if len(ranks) > 1:
         crc = _native.crc32c(np.array([rank[2] for rank in ranks], "<u4"))
-    return Totals(counts, [rank[1] for rank in ranks], crc)
+    longest = max(range(len(ranks)), key=lambda rank: ranks[rank][3])
+    return Totals(counts, [rank[1] for rank in ranks], crc, longest, ranks[longest][3], ranks[longest][4])
 
 
 @dataclass(frozen=True)
@@ -65,8 +72,6 @@ class RunSummary:
     seconds: float
     tokens: int
     fixed_resident_bytes: int
-    stalls: list[dict[str, object]]
-    stall_s: float
     totals: Totals
 
     def as_json(self) -> dict[str, object]:
@@ -85,8 +90,9 @@ class RunSummary:
             "peak_resident_bytes": max(self.totals.peaks),
             "fixed_resident_bytes": self.fixed_resident_bytes,
             **self.totals.counts,
-            "stall_s": self.stall_s,
-            "stalls": self.stalls,
+            "stall_s": self.totals.stall_s,
+            "stalled_rank": self.totals.stalled_rank,
+            "stalls": self.totals.stalls,
             "records_crc32c": self.totals.records_crc32c,
         }
 
@@ -95,6 +101,8 @@ def tier_rows(summary: RunSummary) -> list[tuple[str, str]]:
     """The final table: what and how much."""
     counts = summary.totals.counts
     asked = counts["hits"] + counts["misses"]
+    several = len(summary.totals.peaks) > 1
+    each = ", each rank" if several else ""
     rows = [
         ("read from disk", format_bytes(counts["read_bytes"])),
         ("written to disk", format_bytes(counts["written_bytes"])),
@@ -103,10 +111,16 @@ def tier_rows(summary: RunSummary) -> list[tuple[str, str]]:
         ("prefetched: useful", format_bytes(counts["useful_prefetch_bytes"])),
         ("prefetched: late", format_bytes(counts["late_prefetch_bytes"])),
         ("prefetched: wasted", format_bytes(counts["wasted_prefetch_bytes"])),
-        ("stalled", f"{format_seconds(summary.stall_s)} of {format_seconds(summary.seconds)}"),
-        ("host budget", format_bytes(summary.config.host_budget)),
-        ("fixed memory, as announced", format_bytes(summary.fixed_resident_bytes)),
-        ("peak resident memory", format_bytes(max(summary.totals.peaks))),
+        (
+            f"stalled, rank {summary.totals.stalled_rank} (the longest)" if several else "stalled",
+            f"{format_seconds(summary.totals.stall_s)} of {format_seconds(summary.seconds)}",
+        ),
+        (f"host budget{each}", format_bytes(summary.config.host_budget)),
+        (f"fixed memory, as announced{each}", format_bytes(summary.fixed_resident_bytes)),
+        (
+            "peak resident memory, the largest rank" if several else "peak resident memory",
+            format_bytes(max(summary.totals.peaks)),
+        ),
     ]
     return rows
 

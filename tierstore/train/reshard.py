@@ -28,7 +28,7 @@ from tierstore.parallel import ExpertBlocks
 from tierstore.store.config import StoreConfig
 from tierstore.store.directories import rank_directories, rank_directory
 from tierstore.store.format import COMMITTED_GROUPS
-from tierstore.store.opening import fsync_directory, minimum_host_budget, read_schemas
+from tierstore.store.opening import IDENTITY, fsync_directory, minimum_host_budget, read_schemas
 from tierstore.store.parameter_store import NewRecord, ParameterStore
 from tierstore.train.budgets import EXPERT_SCHEMA
 from tierstore.train.ranks import newest_common
@@ -75,13 +75,8 @@ def reshard(source: Path, target: Path, layout: Layout, progress: Progress | Non
         raise StoreExistsError(f"{target}: there is something here already")
     with contextlib.ExitStack() as stack:
         old = stack.enter_context(_open(source))
-        if layout.expert_ranks > old.model.experts:
-            raise ConfigError(
-                f"expert_ranks: expected at most the {old.model.experts} experts of a layer, got {layout.expert_ranks}"
-            )
         partial = target.with_name(f"{target.name}.partial")
-        if partial.exists():
-            shutil.rmtree(partial)
+        _clear_debris(partial)
         stack.callback(shutil.rmtree, partial, ignore_errors=True)
         written = _Writer(old, layout, partial, progress).run()
         for path in (partial, *rank_directories(partial)):
@@ -89,6 +84,20 @@ def reshard(source: Path, target: Path, layout: Layout, progress: Progress | Non
         partial.rename(target)
         fsync_directory(target.absolute().parent)
     return Resharded(old.layout, layout, old.state.position, *written)
+
+
+def _clear_debris(partial: Path) -> None:
+    """Removes what an earlier attempt left behind. Raises StoreExistsError for anything else of that name."""
+    if not partial.exists():
+        return
+    children = list(partial.iterdir()) if partial.is_dir() else [partial]
+    own = {"lease", "index", "extents", "scratch", IDENTITY, f"{IDENTITY}.new"}
+    foreign = [path for path in children if path.name not in own and not path.match("rank-[0-9]*")]
+    if foreign or not partial.is_dir():
+        raise StoreExistsError(
+            f"{partial}: needed to build the new store, and there is something of yours in it"
+        )
+    shutil.rmtree(partial)
 
 
 @dataclass

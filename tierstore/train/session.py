@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,24 +16,26 @@ import numpy.typing as npt
 import torch
 
 from tierstore._native import HugePages
-from tierstore.dense import DenseSlices, dense_schemas, unit_layouts
+from tierstore.dense import DenseSlices, UnitLayout, dense_schemas, unit_layouts
+from tierstore.dense.parameters import Units
 from tierstore.errors import ConfigError, StoreFormatError
 from tierstore.model import Transformer
 from tierstore.moe import initial_expert
 from tierstore.parallel import Mesh, Place, rank_device
-from tierstore.prefetch import HorizontalQueue, TieredExperts, make_predictor, unit_schedule
+from tierstore.prefetch import HorizontalQueue, Schedule, TieredExperts, make_predictor, unit_schedule
 from tierstore.prefetch.experts import TieredLease
 from tierstore.stats import StallKey, StallLedger
 from tierstore.store.config import StoreConfig
 from tierstore.store.directories import rank_directory
 from tierstore.store.parameter_store import NewRecord, ParameterStore
-from tierstore.tiers import DeviceSlots, open_device_tier
+from tierstore.tiers import DeviceSlots, DeviceTier, open_device_tier
+from tierstore.tiers.slots import SlotSizes
 from tierstore.timeline import NullTimeline, TimelineSink, Track
-from tierstore.train.budgets import EXPERT_SCHEMA, DeviceKind, budgets, expert_schema
+from tierstore.train.budgets import EXPERT_SCHEMA, Budgets, DeviceKind, budgets, expert_schema
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TextData
 from tierstore.train.footprint import give_back_freed_memory
-from tierstore.train.ranks import Opening, agree
+from tierstore.train.ranks import Agreed, Opening, agree, check_alike
 from tierstore.train.state import TrainState, conditions, differences
 from tierstore.train.trainer import Trainer
 
@@ -55,120 +58,215 @@ def open_session(
     each rank's. Raises ConfigError, DataError, BudgetError, CapabilityError, StoreError, PeerError, OSError; on a failure
     nothing was created or changed.
     """
+    setup = _prepare(config, opening, mesh, timeline or NullTimeline())
+    shell = _build_model(setup)
+    with contextlib.ExitStack() as stack:
+        store = _open_store(setup, shell, trace=trace, io_log=io_log)
+        stack.callback(store.close)
+        if setup.agreed.opening is Opening.RESUME:
+            state = _resumed_state(config, store, setup.conditions)
+        else:
+            state = TrainState(conditions=setup.conditions)
+        sliced = _slice_dense(setup, shell)
+        gates = sliced.dense.attach(shell.model, sliced.queue)
+        stack.callback(gates.remove)
+        _fill(setup, store, sliced.dense)
+        tier = _open_tier(setup, store)
+        stack.callback(tier.close)
+        experts = _open_experts(setup, store, tier, sliced.schedule)
+        shell.source.target = experts
+        trainer = Trainer(
+            config,
+            store=store,
+            experts=experts,
+            model=shell.model,
+            dense=sliced.dense,
+            queue=sliced.queue,
+            data=setup.data,
+            mesh=setup.mesh,
+            state=state,
+            ledger=setup.ledger,
+            timeline=setup.timeline,
+        )
+        if setup.agreed.opening is Opening.CREATE:
+            # A store is one from its first commit on: none is before all ranks have made theirs.
+            setup.mesh.world.barrier()
+            trainer.commit()
+            give_back_freed_memory()
+        yield trainer
+
+
+# The parts, in order ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Setup:
+    """What is checked, read and agreed on before the store's directory is touched."""
+
+    config: TrainConfig
+    mesh: Mesh
+    budgets: Budgets
+    data: TextData
+    agreed: Agreed
+    conditions: dict[str, object]
+    timeline: TimelineSink
+    ledger: StallLedger
+
+    @property
+    def owned(self) -> range:
+        """This rank's experts, of each layer."""
+        return self.mesh.blocks(self.config.model.experts).owned(self.mesh.expert.rank)
+
+    @property
+    def slots(self) -> SlotSizes:
+        return self.budgets.slots
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shell:
+    """The model without its experts: ``source`` is where they will come from."""
+
+    model: Transformer
+    source: _LateSource
+    units: Units
+    layouts: Sequence[UnitLayout]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sliced:
+    """Dense parameters, and what drives them."""
+
+    dense: DenseSlices
+    schedule: Schedule
+    queue: HorizontalQueue
+
+
+def _prepare(config: TrainConfig, opening: Opening, mesh: Mesh | None, timeline: TimelineSink) -> _Setup:
     device = rank_device(config.device, Place()) if mesh is None else mesh.device
     mesh = mesh or Mesh.alone(Place(), device)
-    rank, world = mesh.world.rank, mesh.world.size
-    _check_batch(config, world)
+    _check_batch(config, mesh.world.size)
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.use_deterministic_algorithms(True)
     divided = budgets(config, DeviceKind(device.type))
     data = TextData(config.data, seq_len=config.model.seq_len)
-    agreed = agree(config.store, opening, mesh)
-    directory = rank_directory(config.store, rank, world)
     present = conditions(
         config, threads=torch.get_num_threads(), device=device, data_crc32=data.crc32, mesh=mesh
     )
+    check_alike(config, present, mesh)
+    agreed = agree(config.store, opening, mesh)
+    return _Setup(
+        config=config,
+        mesh=mesh,
+        budgets=divided,
+        data=data,
+        agreed=agreed,
+        conditions=present,
+        timeline=timeline,
+        ledger=StallLedger(listener=stall_spans(timeline) if timeline.enabled else None),
+    )
+
+
+def _build_model(setup: _Setup) -> _Shell:
+    config, mesh, source = setup.config, setup.mesh, _LateSource()
+    model = Transformer(config.model, source, mesh=mesh, ledger=setup.ledger)
+    units = model.dense_units()
+    layouts = unit_layouts(
+        units, ranks=mesh.world.size, narrow=model.cast_parameters(), fusion=config.dense.fusion
+    )
+    return _Shell(model=model, source=source, units=units, layouts=layouts)
+
+
+def _open_store(setup: _Setup, shell: _Shell, *, trace: Path | None, io_log: Path | None) -> ParameterStore:
+    config, agreed, world = setup.config, setup.agreed, setup.mesh.world
+    directory = rank_directory(config.store, world.rank, world.size)
     store_config = StoreConfig(
-        host_budget=divided.cache,
-        lookahead=divided.lookahead,
+        host_budget=setup.budgets.cache,
+        lookahead=setup.budgets.lookahead,
         retain=config.retain,
         layers=config.model.moe_layers,
         cache=config.cache,
         io=config.io,
         disk=config.links.disk,
     )
-    sink = timeline or NullTimeline()
-    ledger = StallLedger(listener=stall_spans(sink) if sink.enabled else None)
-    source = _LateSource()
-    model = Transformer(config.model, source, mesh=mesh, ledger=ledger)
-    units = model.dense_units()
-    layouts = unit_layouts(units, ranks=world, narrow=model.cast_parameters(), fusion=config.dense.fusion)
-    with contextlib.ExitStack() as stack:
-        if agreed.opening is Opening.CREATE:
-            schemas = [expert_schema(config), *dense_schemas(layouts)]
-            store = ParameterStore.create(
-                directory, schemas, store_config, adamw=config.adamw, trace=trace, io_log=io_log
-            )
-        else:
-            store = ParameterStore.open(
-                directory, store_config, adamw=config.adamw, at=agreed.at, trace=trace, io_log=io_log
-            )
-        stack.callback(store.close)
-        resumed = agreed.opening is Opening.RESUME
-        state = _resumed_state(config, store, present) if resumed else TrainState(conditions=present)
-        dense = DenseSlices(
-            units,
-            layouts,
-            group=mesh.world,
-            device=device,
-            adamw=config.adamw,
-            config=config.dense,
-            compute=config.model.compute_dtype.torch,
+    if agreed.opening is Opening.CREATE:
+        schemas = [expert_schema(config), *dense_schemas(shell.layouts)]
+        return ParameterStore.create(
+            directory, schemas, store_config, adamw=config.adamw, trace=trace, io_log=io_log
         )
-        model.to(device)
-        schedule = unit_schedule(
-            layouts,
-            config.dense,
-            config.prefetch,
-            moe_layers=config.model.moe_layers,
-            compute=config.model.compute_dtype.torch,
-            micro_batches=config.data.micro_batches,
-        )
-        queue = HorizontalQueue(schedule, dense, ledger)
-        gates = dense.attach(model, queue)
-        stack.callback(gates.remove)
-        owned = mesh.blocks(config.model.experts).owned(mesh.expert.rank)
-        if agreed.opening is Opening.CREATE:
-            count = len(owned) * len(config.model.moe_layers)
-            store.reserve({EXPERT_SCHEMA: count} | dense.record_counts())
-            dense.register(store)
-            _register_experts(config, store, owned)
-        else:
-            store.reserve()
-            dense.load(store, store.history.applied)
-            # Everybody is at this step now: what was prepared and not acknowledged is.
-            mesh.world.barrier()
-            store.acknowledge()
-        records = {
-            layer: {expert: store.record(expert_key(layer, expert)) for expert in owned}
-            for layer in config.model.moe_layers
-        }
-        if config.keeps_gradients:
-            store.reserve_scratch(EXPERT_SCHEMA)
-        sizes = divided.slots
-        slots = DeviceSlots(sizes.numel, config.model.compute_dtype.torch, sizes.weights, sizes.gradients)
-        tier = open_device_tier(store.engine, slots, device, HugePages.AUTO, config.links.copy.open())
-        stack.callback(tier.close)
-        experts = TieredExperts(
-            store,
-            tier,
-            records,
-            weight_slots=sizes.weights,
-            plan=config.gradient_plan,
-            predictor=make_predictor(config.prefetch.predictor, owned),
-            schedule=schedule,
-            ledger=ledger,
-            replicas=mesh.replica,
-        )
-        source.target = experts
-        trainer = Trainer(
-            config,
-            store=store,
-            experts=experts,
-            model=model,
-            dense=dense,
-            queue=queue,
-            data=data,
-            mesh=mesh,
-            state=state,
-            ledger=ledger,
-            timeline=sink,
-        )
-        if agreed.opening is Opening.CREATE:
-            trainer.commit()
-            give_back_freed_memory()
-        yield trainer
+    return ParameterStore.open(
+        directory, store_config, adamw=config.adamw, at=agreed.at, trace=trace, io_log=io_log
+    )
+
+
+def _slice_dense(setup: _Setup, shell: _Shell) -> _Sliced:
+    """Takes the dense parameters out of the model, and brings what is left of it to the device."""
+    config, compute = setup.config, setup.config.model.compute_dtype.torch
+    dense = DenseSlices(
+        shell.units,
+        shell.layouts,
+        group=setup.mesh.world,
+        device=setup.mesh.device,
+        adamw=config.adamw,
+        config=config.dense,
+        compute=compute,
+        timeline=setup.timeline,
+    )
+    shell.model.to(setup.mesh.device)
+    schedule = unit_schedule(
+        shell.layouts,
+        config.dense,
+        config.prefetch,
+        moe_layers=config.model.moe_layers,
+        compute=compute,
+        micro_batches=config.data.micro_batches,
+    )
+    return _Sliced(dense=dense, schedule=schedule, queue=HorizontalQueue(schedule, dense, setup.ledger))
+
+
+def _fill(setup: _Setup, store: ParameterStore, dense: DenseSlices) -> None:
+    """Makes all records, or takes up those of the commit that everybody has."""
+    config, owned = setup.config, setup.owned
+    if setup.agreed.opening is Opening.CREATE:
+        count = len(owned) * len(config.model.moe_layers)
+        store.reserve({EXPERT_SCHEMA: count} | dense.record_counts())
+        dense.register(store)
+        _register_experts(config, store, owned)
+    else:
+        store.reserve()
+        dense.load(store, store.history.applied)
+        # Everybody is at this step now: what was prepared and not acknowledged is.
+        setup.mesh.world.barrier()
+        store.acknowledge()
+    if config.keeps_gradients:
+        store.reserve_scratch(EXPERT_SCHEMA)
+
+
+def _open_tier(setup: _Setup, store: ParameterStore) -> DeviceTier:
+    sizes, config = setup.slots, setup.config
+    slots = DeviceSlots(sizes.numel, config.model.compute_dtype.torch, sizes.weights, sizes.gradients)
+    return open_device_tier(store.engine, slots, setup.mesh.device, HugePages.AUTO, config.links.copy.open())
+
+
+def _open_experts(
+    setup: _Setup, store: ParameterStore, tier: DeviceTier, schedule: Schedule
+) -> TieredExperts:
+    config, owned = setup.config, setup.owned
+    records = {
+        layer: {expert: store.record(expert_key(layer, expert)) for expert in owned}
+        for layer in config.model.moe_layers
+    }
+    return TieredExperts(
+        store,
+        tier,
+        records,
+        weight_slots=setup.slots.weights,
+        plan=config.gradient_plan,
+        predictor=make_predictor(config.prefetch.predictor, owned),
+        schedule=schedule,
+        ledger=setup.ledger,
+        replicas=setup.mesh.replica,
+    )
 
 
 def _check_batch(config: TrainConfig, world: int) -> None:

@@ -35,6 +35,13 @@ class TrainState:
     val_loss: float | None = None
     conditions: dict[str, object] = field(default_factory=dict)
 
+    @property
+    def ranks(self) -> int:
+        """For how many ranks the store was made; 0 when it does not say."""
+        parallel = self.conditions.get("parallel")
+        count = parallel.get("ranks") if isinstance(parallel, dict) else None
+        return count if isinstance(count, int) else 0
+
     def pack(self) -> bytes:
         return json.dumps(asdict(self), sort_keys=True).encode()
 

@@ -25,7 +25,11 @@ class KeyOptions:
 
     requests_per_step: int = field(default=1000, metadata={"help": "requests that make one step"})
     frame_bytes: int = field(
-        default=0, metadata={"help": "bytes of a frame, for sizes (0: every key is one frame)", "size": True}
+        default=0,
+        metadata={
+            "help": "bytes of a frame, for sizes (0: every key is one frame, as large as the largest)",
+            "size": True,
+        },
     )
 
     def __post_init__(self) -> None:
