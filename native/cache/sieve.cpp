@@ -17,6 +17,7 @@ std::uint64_t Sieve::select(const Candidates& candidates, std::uint64_t frames,
                             std::vector<EntryId>& victims) {
     const std::size_t named = victims.size();
     std::uint64_t freed = 0;
+    EntryQueue::Position behind = queue_.hand();  // the last one that it named
     // One round clears marks, the next names whatever can go: what is left then cannot.
     for (std::uint64_t steps = 2 * std::uint64_t{queue_.size()}; steps > 0 && freed < frames; --steps) {
         go_round();
@@ -31,7 +32,10 @@ std::uint64_t Sieve::select(const Candidates& candidates, std::uint64_t frames,
         marks_[entry] = kNamed;
         victims.push_back(entry);
         freed += candidates.frames[entry];
+        behind = at + 1;
     }
+    // Where too little can go, looking for more in vain does not move it.
+    queue_.set_hand(behind);
     for (std::size_t i = named; i < victims.size(); ++i) marks_[victims[i]] = kUnvisited;
     go_round();
     return 0;
