@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from tierstore.bench.spawn import start_ranks
 from tierstore.bench.worker import WorkerError
 
 __all__ = ["run_ranks"]
@@ -21,29 +19,8 @@ def run_ranks(module: str, arguments: Sequence[str], *, ranks: int, timeout_s: f
 
     Raises WorkerError when one fails or does not end within ``timeout_s`` seconds.
     """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    here = str(Path(__file__).resolve().parents[2])
-    processes = []
-    for rank in range(ranks):
-        environment = os.environ | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-            "OMP_WAIT_POLICY": "passive",
-            "PYTHONPATH": os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
-        }
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-P", "-m", module, *arguments],
-                stdout=subprocess.PIPE,
-                env=environment,
-                text=True,
-            )
-        )
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    processes = start_ranks(module, ranks, arguments, environ={"GLOO_SOCKET_IFNAME": interface})
     try:
         return [_answer(rank, process, timeout_s) for rank, process in enumerate(processes)]
     finally:
@@ -52,7 +29,7 @@ def run_ranks(module: str, arguments: Sequence[str], *, ranks: int, timeout_s: f
             process.wait()
 
 
-def _answer(rank: int, process: subprocess.Popen[str], timeout_s: float) -> Any:
+def _answer(rank: int, process: subprocess.Popen[bytes], timeout_s: float) -> Any:
     try:
         printed, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired as error:

@@ -6,8 +6,9 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from tierstore.bench.namespaces import RankNamespace
 
@@ -15,9 +16,16 @@ __all__ = ["start_ranks"]
 
 
 def start_ranks(
-    module: str, count: int, arguments: Sequence[str] = (), *, namespaces: Sequence[RankNamespace] = ()
+    module: str,
+    count: int,
+    arguments: Sequence[str] = (),
+    *,
+    environ: Mapping[str, str] = MappingProxyType({}),
+    namespaces: Sequence[RankNamespace] = (),
 ) -> list[subprocess.Popen[bytes]]:
-    """``python -m module arguments`` as each of ``count`` ranks, with pipes to and from it; in ``namespaces``, if any."""
+    """``python -m module arguments`` as each of ``count`` ranks, with pipes to and from it and ``environ`` besides what
+    ranks need; in ``namespaces``, if any.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
@@ -35,6 +43,7 @@ def start_ranks(
             "MASTER_PORT": str(port),
             "OMP_WAIT_POLICY": "passive",
             "PYTHONPATH": path,
+            **environ,
         }
         line = command
         if namespaces:

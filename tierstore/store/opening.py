@@ -39,6 +39,7 @@ from tierstore.trace.recording import RecordingResidency
 
 __all__ = [
     "IDENTITY",
+    "OWN_NAMES",
     "Home",
     "OpenAt",
     "Parts",
@@ -55,7 +56,8 @@ __all__ = [
 ]
 
 IDENTITY = "tierstore.json"
-_OWN_NAMES = {"lease", "index", "extents", "scratch", f"{IDENTITY}.new"}
+#: What there may be in a directory besides the identity of a store.
+OWN_NAMES = {"lease", "index", "extents", "scratch", f"{IDENTITY}.new"}
 _BACKENDS = {
     IoBackendName.AUTO: IoBackend.AUTO,
     IoBackendName.URING: IoBackend.URING,
@@ -194,7 +196,7 @@ def _refuse_foreign(directory: Path) -> None:
     if not directory.exists():
         return
     names = sorted(child.name for child in directory.iterdir())
-    foreign = [name for name in names if name not in _OWN_NAMES or "lease" not in names]
+    foreign = [name for name in names if name not in OWN_NAMES or "lease" not in names]
     if foreign:
         raise StoreFormatError(
             f"{directory}: expected an empty or missing directory for a new store, found {foreign[0]!r}"

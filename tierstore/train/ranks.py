@@ -28,7 +28,7 @@ from tierstore.store.directories import rank_directories, rank_directory
 from tierstore.store.opening import IDENTITY, OpenAt, read_states
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.train.config import TrainConfig
-from tierstore.train.state import STATE_KEY, TrainState, differences
+from tierstore.train.state import STATE_KEY, TrainState, differences, table_of
 
 __all__ = [
     "Agreed",
@@ -135,7 +135,7 @@ def check_alike(config: TrainConfig, conditions: Mapping[str, object], mesh: Mes
     Only paths may differ, and how bytes move: the rest decides what is computed, or in which order ranks send.
     """
     settings = {name: value for name, value in as_dict(config).items() if name not in _OWN}
-    settings["data"] = {**_table(settings["data"]), "paths": None}
+    settings["data"] = {**table_of(settings["data"]), "paths": None}
     told = {**settings, "conditions": {**conditions, "data": _text(conditions), "parallel": None}}
     ranks = mesh.world.all_gather_object(told)
     for number, other in enumerate(ranks):
@@ -145,12 +145,7 @@ def check_alike(config: TrainConfig, conditions: Mapping[str, object], mesh: Mes
 
 
 def _text(conditions: Mapping[str, object]) -> object:
-    return _table(conditions["data"]).get("crc32")
-
-
-def _table(value: object) -> dict[str, object]:
-    assert isinstance(value, dict)
-    return value
+    return table_of(conditions["data"]).get("crc32")
 
 
 def _refuse_existing(store: Path, found: Sequence[_Found]) -> None:

@@ -28,7 +28,7 @@ from tierstore.parallel import ExpertBlocks
 from tierstore.store.config import StoreConfig
 from tierstore.store.directories import rank_directories, rank_directory
 from tierstore.store.format import COMMITTED_GROUPS
-from tierstore.store.opening import IDENTITY, fsync_directory, minimum_host_budget, read_schemas
+from tierstore.store.opening import IDENTITY, OWN_NAMES, fsync_directory, minimum_host_budget, read_schemas
 from tierstore.store.parameter_store import NewRecord, ParameterStore
 from tierstore.train.budgets import EXPERT_SCHEMA
 from tierstore.train.ranks import newest_common
@@ -91,7 +91,7 @@ def _clear_debris(partial: Path) -> None:
     if not partial.exists():
         return
     children = list(partial.iterdir()) if partial.is_dir() else [partial]
-    own = {"lease", "index", "extents", "scratch", IDENTITY, f"{IDENTITY}.new"}
+    own = OWN_NAMES | {IDENTITY}
     foreign = [path for path in children if path.name not in own and not path.match("rank-[0-9]*")]
     if foreign or not partial.is_dir():
         raise StoreExistsError(

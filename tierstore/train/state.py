@@ -19,7 +19,7 @@ from tierstore.errors import StoreFormatError
 from tierstore.parallel import Mesh
 from tierstore.train.config import TrainConfig
 
-__all__ = ["STATE_KEY", "TrainState", "conditions", "differences"]
+__all__ = ["STATE_KEY", "TrainState", "conditions", "differences", "table_of"]
 
 STATE_KEY = "train"
 
@@ -65,7 +65,7 @@ def conditions(
     settings = as_dict(config)
     return {
         "model": settings["model"],
-        "data": {**_table(settings["data"]), "crc32": data_crc32},
+        "data": {**table_of(settings["data"]), "crc32": data_crc32},
         "schedule": settings["schedule"],
         "adamw": settings["adamw"],
         "clip_norm": config.clip_norm,
@@ -97,6 +97,7 @@ def differences(recorded: Mapping[str, object], present: Mapping[str, object], p
     return lines
 
 
-def _table(value: object) -> dict[str, object]:
+def table_of(value: object) -> dict[str, object]:
+    """``value``, a table of settings as ``as_dict`` gives them."""
     assert isinstance(value, dict)
     return value
