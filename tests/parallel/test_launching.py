@@ -27,7 +27,7 @@ with launch(ParallelConfig(timeout_s=60, grace_s=1), device="cpu") as mesh:
     if sys.argv[1] == "fail" and mesh.world.rank == 1:
         raise ValueError("a reason of its own")
     if sys.argv[1] == "stay":
-        print(f"pid {os.getpid()}", flush=True)
+        os.write(1, f"pid {os.getpid()}\\n".encode())  # one write: lines of two ranks never mix
     if sys.argv[1] != "leave":
         time.sleep(120)
     several = len(os.listdir("/proc/self/task"))
@@ -61,15 +61,17 @@ def test_a_failure_ends_the_job_with_its_reason(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_end_with_a_killed_torchrun(tmp_path: Path, ranks: int) -> None:
-    run = _torchrun(tmp_path, "stay", ranks)
-    assert run.stdout is not None
-    pids: list[int] = []
-    while len(pids) < ranks:
-        line = run.stdout.readline()
-        assert line, "the ranks ended early"
-        pids += [int(line.split()[1])] if line.startswith("pid") else []
-    run.kill()
-    _, err = run.communicate(timeout=60)  # at the end of the last process that has the pipe
+    with _torchrun(tmp_path, "stay", ranks) as run:
+        try:
+            assert run.stdout is not None
+            pids: list[int] = []
+            while len(pids) < ranks:
+                line = run.stdout.readline()
+                assert line, "the ranks ended early"
+                pids += [int(line.split()[1])] if line.startswith("pid") else []
+        finally:
+            run.kill()
+        _, err = run.communicate(timeout=60)  # at the end of the last process that has the pipe
     assert run.returncode == -signal.SIGKILL
     assert "the job failed: the torchrun process that started this rank ended" in err
     deadline = time.monotonic() + 30
