@@ -75,13 +75,13 @@ class Operation:
 @dataclass(frozen=True, kw_only=True)
 class SoakShape:
     """The store: ``store_bytes`` of records of about ``record_bytes``, every other one with split weights and of a size
-    that fills no page; ``host_budget`` bytes of cache; ``retain`` snapshots.
+    that fills no page; ``host_budget_bytes`` of cache; ``retain`` snapshots.
     """
 
     seed: int = 0
     store_bytes: int = 256 << 20
     record_bytes: int = 1 << 20
-    host_budget: int = 64 << 20
+    host_budget_bytes: int = 64 << 20
     retain: int = 2
 
     @property
@@ -102,7 +102,7 @@ class SoakShape:
     @property
     def budget(self) -> int:
         """Bytes of host cache: as asked for, but enough for the records of one operation."""
-        return max(self.host_budget, (_MOST_RECORDS + 1) * minimum_host_budget(self.schemas))
+        return max(self.host_budget_bytes, (_MOST_RECORDS + 1) * minimum_host_budget(self.schemas))
 
     @property
     def fetches_at_once(self) -> int:

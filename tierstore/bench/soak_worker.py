@@ -25,7 +25,15 @@ import numpy as np
 
 from tierstore.bench.model import FORGETFUL, LEARNING_RATE, StoreModel, content, gradient, wrong_bytes
 from tierstore.bench.soak_audit import audit, committed_generation
-from tierstore.bench.soak_plan import Misuse, Operation, OperationKind, SoakPlan, SoakShape, key_of, snapshot_name
+from tierstore.bench.soak_plan import (
+    Misuse,
+    Operation,
+    OperationKind,
+    SoakPlan,
+    SoakShape,
+    key_of,
+    snapshot_name,
+)
 from tierstore.bench.usage import usage
 from tierstore.errors import BudgetError, StoreError, StoreInUseError, TierstoreError
 from tierstore.store import (

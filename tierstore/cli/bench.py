@@ -9,6 +9,7 @@ import click
 
 from tierstore.cli.bench_machine import machine
 from tierstore.cli.bench_prediction import prediction
+from tierstore.cli.bench_tiers import tiers
 from tierstore.cli.options import SIZE, config_overrides, help_config_option, json_option, set_option
 from tierstore.cli.output import Output
 from tierstore.config import load
@@ -45,6 +46,7 @@ def bench() -> None:
 
 bench.add_command(machine)
 bench.add_command(prediction)
+bench.add_command(tiers)
 
 
 @bench.command()

@@ -1,0 +1,249 @@
+"""``tierstore bench tiers``: the store under load, and its soak."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tierstore.cli.options import SIZE, json_option
+from tierstore.cli.output import Output
+from tierstore.units import format_bytes, format_seconds
+
+__all__ = ["tiers"]
+
+_COUNTS = frozenset({"retain", "drive_life_days", "drive_life_steps", "wear_bytes_per_step"})
+_FULL_RECORD_BYTES = tuple(size << 10 for size in (1024, 64, 256, 4096, 16384, 65536, 262144))
+_FULL_SECONDS = 10.0
+_NOT_SO = 1
+
+
+@click.command()
+@click.option("--store", type=click.Path(path_type=Path), help="A directory to make, measure in, and remove.")
+@click.option(
+    "--record-bytes", type=SIZE, multiple=True, help="Size of a record; may be repeated. [default: 1MiB, ..]"
+)
+@click.option(
+    "--budget",
+    type=float,
+    multiple=True,
+    help="Host budget as a fraction of the store; may be repeated. [default: 0.25, ..]",
+)
+@click.option(
+    "--dirty",
+    type=float,
+    multiple=True,
+    help="Part of what a step touches that it changes; may be repeated. [default: 1.0, ..]",
+)
+@click.option("--store-bytes", type=SIZE, help="Bytes of the records of one store.")
+@click.option("--seconds", type=float, help="Time of one point.")
+@click.option(
+    "--trace", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Load of a trace."
+)
+@click.option(
+    "--endurance", type=SIZE, default="600TB", show_default=True, help="Bytes that the drive may be written."
+)
+@click.option("--full", is_flag=True, help="Every combination, with records from 64 KiB to 256 MiB.")
+@click.option(
+    "--minutes", type=float, help="Soak instead: full load, kills, every byte that is read compared."
+)
+@click.option(
+    "--kill-every", type=float, default=10.0, show_default=True, help="Soak: seconds between kills, the mean."
+)
+@click.option("--retain", type=int, help="Snapshots that are kept.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@json_option
+def tiers(
+    store: Path | None,
+    record_bytes: tuple[int, ...],
+    budget: tuple[float, ...],
+    dirty: tuple[float, ...],
+    store_bytes: int | None,
+    seconds: float | None,
+    trace: Path | None,
+    endurance: int,
+    full: bool,
+    minutes: float | None,
+    kill_every: float,
+    retain: int | None,
+    seed: int,
+    as_json: bool,
+) -> int:
+    """The store under load: throughput, latencies, write and space amplification, wear.
+
+    A sweep of about a minute, from the first record size, budget and dirty ratio along each of them; --full for all
+    combinations. With --minutes a soak: a worker that is killed at random moments, and an independent model of every
+    byte.
+    """
+    output = Output.for_option(as_json, counts=_COUNTS)
+    place = store or Path("tierstore-bench")
+    if minutes is not None:
+        _refuse(
+            "--minutes",
+            {"--dirty": dirty, "--trace": trace, "--seconds": seconds, "--full": full or None},
+        )
+        for name, values in (("--record-bytes", record_bytes), ("--budget", budget)):
+            if len(values) > 1:
+                raise click.UsageError(f"{name}: expected one with --minutes, got {len(values)}")
+        given = {
+            "store_bytes": store_bytes,
+            "record_bytes": record_bytes[0] if record_bytes else None,
+            "retain": retain,
+            "budget": budget[0] if budget else None,
+        }
+        return _soak(output, place, minutes, kill_every, seed, given)
+    return _sweep(
+        output,
+        place,
+        {
+            "record_bytes": record_bytes or (_FULL_RECORD_BYTES if full else None),
+            "budgets": budget or None,
+            "dirty": dirty or None,
+            "store_bytes": store_bytes,
+            "seconds": seconds or (_FULL_SECONDS if full else None),
+            "trace": trace,
+            "retain": retain,
+            "endurance_bytes": float(endurance),
+            "seed": seed,
+        },
+        full,
+    )
+
+
+def _refuse(with_option: str, options: dict[str, object]) -> None:
+    for name, value in options.items():
+        if value:
+            raise click.UsageError(f"{name} does not go with {with_option}")
+
+
+def _sweep(output: Output, place: Path, given: dict[str, Any], full: bool) -> int:
+    from tierstore.bench.tiers import Sweep, TiersBench, run
+
+    options = {name: value for name, value in given.items() if value is not None}
+    bench = TiersBench(place=place, sweep=Sweep.FULL if full else Sweep.STAR, **options)
+    result = run(bench, output.line)
+    for line in result["effective"]:
+        output.line(line)
+    points = result["points"]
+    what = ("record", "budget", "dirty")
+    output.table(
+        f"{result['traffic']}, {result['fetches_at_once_count']} fetches at once",
+        (*what, "hits", "fetched/s", "changed/s", "fetch p50", "p99", "p99.9", "commit p50", "p99"),
+        [(*_point(point), *_speed(point)) for point in points],
+    )
+    output.table(
+        f"A commit every {result['commit_every_steps_count']} steps, {result['retained_snapshots_count']} snapshots",
+        (*what, "written / changed", "/ dirty", "disk / records", "allowed", "needed", "wear a step", "days"),
+        [(*_point(point), *_wear(point)) for point in points],
+    )
+    output.line(
+        f"days: until {result['endurance_bytes'] / 1e12:g} TB are written, at the speed of this load; needed: copies "
+        "of records that cannot be shared"
+    )
+    return _end(output, result)
+
+
+def _point(point: dict[str, Any]) -> tuple[str, ...]:
+    budget = point["host_budget_bytes"] / (point["records"] * point["record_bytes"])
+    return format_bytes(point["record_bytes"]), f"{budget:.0%}", f"{point['dirty_ratio']:.0%}"
+
+
+def _speed(point: dict[str, Any]) -> tuple[str, ...]:
+    fetch, commit = point["fetch"], point["commit"]
+    return (
+        f"{point['hit_ratio']:.1%}",
+        *(format_bytes(point[f"{what}_bytes_per_s"]) for what in ("fetched", "changed")),
+        *(format_seconds(fetch[f"p{which}_s"]) for which in ("50", "99", "99.9")),
+        *(format_seconds(commit[f"p{which}_s"]) for which in ("50", "99")),
+    )
+
+
+def _wear(point: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        *(_ratio(point[name]) for name in ("write_amplification_ratio", "write_to_dirty_ratio")),
+        *(f"{point[f'space_{name}_ratio']:.2f}" for name in ("amplification", "target", "needed")),
+        format_bytes(point["wear_bytes_per_step"]),
+        f"{point['drive_life_days']:.4g}" if point["written_bytes"] else "-",
+    )
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _soak(
+    output: Output, place: Path, minutes: float, kill_every: float, seed: int, given: dict[str, Any]
+) -> int:
+    from tierstore.bench.soak import SoakBench, run
+    from tierstore.bench.soak_plan import SoakShape
+
+    ratio = given.pop("budget")
+    shape = SoakShape(seed=seed, **{name: value for name, value in given.items() if value is not None})
+    if ratio is not None:
+        shape = SoakShape(**shape.as_dict() | {"host_budget_bytes": int(shape.store_bytes * ratio)})
+    bench = SoakBench(place=place, seconds=minutes * 60, shape=shape, kill_every_s=kill_every)
+    total = max(round(bench.seconds), 1)
+    with output.progress(total, label="soak") as progress:
+
+        def announce(seconds: float, figures: dict[str, object]) -> None:
+            shown = {
+                name: format_bytes(value) if name != "kills" and isinstance(value, int) else value
+                for name, value in figures.items()
+            }
+            progress.update(min(round(seconds), total), total, shown)
+
+        result = run(bench, announce)
+    _show_soak(result, output)
+    return _end(output, result)
+
+
+def _show_soak(result: dict[str, Any], output: Output) -> None:
+    if result["interrupted"]:
+        output.line("interrupted; what follows is what was done until then")
+    operations = ", ".join(
+        f"{count} {name.removesuffix('_count')}" for name, count in result["operations"].items()
+    )
+    output.line(f"{result['records']} records, {format_bytes(result['stored_bytes'])} of disk: {operations}")
+    reopen = result["reopen"]
+    rows = [
+        ("read", format_bytes(result["read_bytes"])),
+        ("written", format_bytes(result["written_bytes"])),
+        ("verified", format_bytes(result["verified_bytes"])),
+        ("of these from the files of closed stores", format_bytes(result["audited_bytes"])),
+        ("wrong bytes", result["wrong_bytes"]),
+        ("kills", result["kills_count"]),
+        ("reopened at a commit not acknowledged yet", result["commits_found_unacknowledged_count"]),
+        (
+            "reopening, median and longest",
+            f"{format_seconds(reopen['median_s'])}, {format_seconds(reopen['greatest_s'])}"
+            if reopen["times_count"]
+            else "-",
+        ),
+    ]
+    for name, trend in result["trends"].items():
+        rows.append((f"{name} at start, middle, end", _trend(trend)))
+    output.table("", ("", ""), rows)
+    if result["faults"]:
+        output.table(
+            "",
+            ("fault", "surfaced as", "times"),
+            [(fault["fault"], fault["error"], fault["times_count"]) for fault in result["faults"]],
+        )
+
+
+def _trend(trend: dict[str, Any]) -> str:
+    unit = "_count" if "first_count" in trend else "_bytes"
+    shown = [
+        format_bytes(trend[f"{when}{unit}"]) if unit == "_bytes" else f"{trend[f'{when}{unit}']:g}"
+        for when in ("first", "middle", "last")
+    ]
+    verdict = "GROWS" if trend["grows"] else "flat" if trend["judged"] else "too short to judge"
+    return f"{', '.join(shown)} ({verdict})"
+
+
+def _end(output: Output, result: dict[str, Any]) -> int:
+    for failure in result["failures"]:
+        output.line(f"FAILED: {failure}")
+    output.emit(result)
+    return _NOT_SO if result["failures"] else 0
