@@ -37,6 +37,7 @@ from tierstore.bench.disk import DiskProbe
 from tierstore.errors import ConfigError
 from tierstore.store.config import IoConfig
 from tierstore.store.opening import make_engine
+from tierstore.store.tuning import tune
 from tierstore.units import format_bytes, format_seconds
 
 __all__ = ["REPLAYED", "Lines", "render", "run"]
@@ -98,7 +99,7 @@ def _record(directory: Path, repeats: int) -> dict[str, Any]:
         part.array().view(np.float32)[:] = 1e-3
     replays, reads = [], []
     with (
-        contextlib.closing(make_engine(IoConfig())) as engine,
+        contextlib.closing(make_engine(IoConfig(), tune(IoConfig(), directory))) as engine,
         DiskProbe(directory, _PROBE_BYTES, (nbytes,), IoConfig()) as probe,
     ):
         for _ in range(repeats):

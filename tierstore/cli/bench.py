@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from tierstore.cli.bench_io import io
 from tierstore.cli.bench_machine import machine
 from tierstore.cli.bench_prediction import prediction
 from tierstore.cli.options import SIZE, config_overrides, help_config_option, json_option, set_option
@@ -43,6 +44,7 @@ def bench() -> None:
     """Stress tests and benchmarks. Each prints a table; with --json the last line is one object."""
 
 
+bench.add_command(io)
 bench.add_command(machine)
 bench.add_command(prediction)
 
