@@ -179,29 +179,34 @@ class _Lmdb:
     def prepare(self, place: Path, records: Records) -> list[Path]:
         import lmdb
 
-        self._nbytes = records.nbytes
-        path = place / "lmdb"
+        self._nbytes, self._path = records.nbytes, place / "lmdb"
         size = records.count * (records.nbytes + (1 << 20)) + (16 << 20)
-        self._environment: Any = lmdb.open(str(path), map_size=size, lock=False)
-        for number in range(records.count):
-            with self._environment.begin(write=True) as transaction:
-                transaction.put(self._key(number), records.content(number).data)
-        self._environment.sync(True)
-        return [path / "data.mdb"]
+        with lmdb.open(str(self._path), map_size=size) as environment:
+            for number in range(records.count):
+                with environment.begin(write=True) as transaction:
+                    transaction.put(self._key(number), records.content(number).data)
+            environment.sync(True)
+        return [self._path / "data.mdb"]
 
     @staticmethod
     def _key(number: int) -> bytes:
         return number.to_bytes(8, "big")
 
     def read(self, order: Sequence[int], take: _Take) -> None:
+        import lmdb
+
         buffer = np.empty(self._nbytes, np.uint8)
-        with self._environment.begin(buffers=True) as transaction:
+        # Opened anew: the kernel does not drop pages that are mapped.
+        with (
+            lmdb.open(str(self._path), readonly=True, lock=False) as environment,
+            environment.begin(buffers=True) as transaction,
+        ):
             for number in order:
                 np.copyto(buffer, np.frombuffer(transaction.get(self._key(number)), np.uint8))
                 take(number, buffer)
 
     def close(self) -> None:
-        self._environment.close()
+        """Nothing is open."""
 
 
 class _Safetensors:

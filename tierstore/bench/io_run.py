@@ -16,6 +16,7 @@ from tierstore.bench.io import (
     Extent,
     IoBench,
     Plan,
+    Series,
     compare,
     jobs,
     with_checksums,
@@ -24,12 +25,14 @@ from tierstore.bench.io import (
 from tierstore.bench.io_load import DataFiles, Job, Kind, check_space
 from tierstore.bench.io_peers import PEERS, Missing, Records, compare_peers, missing_peers
 from tierstore.bench.io_search import FINALISTS, Found, grid, search
+from tierstore.bench.results import Better, Measurement, derived, measured
 from tierstore.capabilities import Capability, probe_dax, probe_direct_io, probe_io_uring, resolve
 from tierstore.errors import ConfigError
 from tierstore.io_profile import save_io_point
 from tierstore.store.config import IoBackendName
+from tierstore.units import format_bytes
 
-__all__ = ["IoResult", "KeepProfile", "effective", "run"]
+__all__ = ["IoResult", "KeepProfile", "effective", "measurements", "run"]
 
 _LEAST_S, _MOST_S = 0.05, 5.0
 _SHARE = 0.5  # of the time for measuring; the rest is for files, buffers, fio's start, and the libraries
@@ -231,3 +234,80 @@ def _peers(bench: IoBench, found: Found, meter: _Meter) -> tuple[Comparison | No
             rounds=bench.rounds,
             tick=meter.tick,
         )
+
+
+def measurements(result: IoResult) -> list[Measurement]:
+    """What ``run`` found, for a document: bandwidths, CPU times and latencies of each series, ratios with their targets."""
+    found: list[Measurement] = []
+    both = [*result.comparisons, *result.striped] + ([result.peers] if result.peers is not None else [])
+    for comparison in both:
+        for series in comparison.series:
+            found += _of_series(series, _parameters(comparison, series.program))
+        ours = _parameters(comparison, comparison.series[0].program)
+        for series in comparison.series[1:]:
+            ratios = comparison.ratios(series.program, lambda sample: sample.bytes_per_s)
+            target = comparison.targets.get(series.program)
+            found.append(
+                derived(
+                    f"bandwidth to {series.program}",
+                    ratios,
+                    "ratio",
+                    Better.HIGHER,
+                    parameters=ours,
+                    target=target,
+                )
+            )
+            if series.program == "fio" and (cpu := comparison.cpu_ratio("fio")) is not None:
+                limit = None if target is None else CPU_TARGET
+                found.append(
+                    derived(
+                        "CPU time a byte to fio", cpu, "ratio", Better.LOWER, parameters=ours, target=limit
+                    )
+                )
+    return found
+
+
+def _parameters(comparison: Comparison, program: str) -> dict[str, float | str]:
+    """What tells one series from all others, run after run: the best point by its name, wherever it was found."""
+    named: dict[str, float | str] = {"program": program}
+    if comparison.title:
+        named["point"] = comparison.title
+    job = comparison.job
+    if job is None:
+        return named
+    named |= {"kind": job.kind.value, "pattern": job.pattern.value, "backend": job.backend.value}
+    if comparison.title != "best point":
+        named |= {"block": format_bytes(job.block_bytes), "depth": job.depth}
+    return named | {"page cache": "no" if job.past_cache else "yes"}
+
+
+def _of_series(series: Series, parameters: dict[str, float | str]) -> list[Measurement]:
+    samples = series.samples
+    found = [
+        measured(
+            "bandwidth",
+            [sample.bytes_per_s for sample in samples],
+            "bytes/s",
+            Better.HIGHER,
+            parameters=parameters,
+        ),
+        measured(
+            "CPU time of 1 GB",
+            [sample.cpu_per_gb_s for sample in samples],
+            "s",
+            Better.LOWER,
+            parameters=parameters,
+        ),
+    ]
+    if series.latencies.count:
+        found += [
+            measured(
+                f"latency p{percent:g}",
+                [sample.latencies.percentile_ns(percent) / 1e9 for sample in samples],
+                "s",
+                Better.LOWER,
+                parameters=parameters,
+            )
+            for percent in (50.0, 99.0)
+        ]
+    return found

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tierstore.cli.options import SIZE, json_option
+from tierstore.cli.bench_results import Reporting, results_options
+from tierstore.cli.options import SIZE
 from tierstore.cli.output import Output
 from tierstore.units import format_bytes, format_seconds
 
@@ -43,7 +44,7 @@ _FULL_MINUTES = 30.0
 )
 @click.option("--records", type=int, default=4, show_default=True, help="Of those.")
 @click.option("--no-profile", is_flag=True, help="Do not keep the best point for stores to use.")
-@json_option
+@results_options()
 def io(
     directories: tuple[Path, ...],
     size: int,
@@ -54,7 +55,7 @@ def io(
     record_bytes: int,
     records: int,
     no_profile: bool,
-    as_json: bool,
+    reporting: Reporting,
 ) -> None:
     """Bandwidth, latency and CPU time of the disks under DIR (default: here), beside fio and other libraries.
 
@@ -62,10 +63,9 @@ def io(
     transfer size and depth are kept for stores on that disk, and shown by `tierstore doctor`.
     """
     from tierstore.bench.io import Extent, IoBench
-    from tierstore.bench.io_run import KeepProfile, run
+    from tierstore.bench.io_run import KeepProfile, measurements, run
     from tierstore.store.config import IoBackendName
 
-    output = Output.for_option(as_json)
     bench = IoBench(
         directories=directories or (Path(),),
         size=size,
@@ -76,6 +76,8 @@ def io(
         record_bytes=record_bytes,
         records=records,
     )
+    session = reporting.begin(directory=bench.directories[0])
+    output = session.output
     with _cleanly_ended(), output.progress(1, label="bench io") as progress:
         result = run(
             bench,
@@ -83,7 +85,7 @@ def io(
             tick=lambda done, total: progress.update(done, total, {}),
         )
     _show(result, output)
-    output.emit(result.as_json())
+    session.end(result.as_json(), measurements(result))
 
 
 @contextmanager
