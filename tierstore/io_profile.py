@@ -16,15 +16,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from tierstore.capabilities import filesystem_type
 from tierstore.errors import DataError
+from tierstore.machine import block_device, disk
 
 __all__ = ["IO_PROFILE_VERSION", "IoPoint", "device_name", "load_io_point", "profile_path", "save_io_point"]
 
 IO_PROFILE_VERSION = 1
 _FORMAT = "tierstore-io-profile"
 _VARIABLE = "TIERSTORE_IO_PROFILE"
-_SYS = Path("/sys")
 _CHUNK_UNIT = 4096
 _GREATEST_CHUNK = 64 << 20
 _GREATEST_DEPTH = 1024
@@ -51,19 +50,15 @@ def profile_path() -> Path | None:
     return base / "tierstore/io-profile.json"
 
 
-def device_name(directory: Path, sys: Path = _SYS) -> str:
-    """What names the disk under ``directory`` across restarts: host, file system, device and its size in sectors.
+def device_name(directory: Path) -> str:
+    """What names the disk under ``directory`` across restarts: host, file system and its size, device and model.
 
     Without a block device (tmpfs, NFS, overlay): host, file system and the directory where it is mounted. Raises OSError.
     """
-    number = os.stat(directory).st_dev
-    host, filesystem = platform.node() or "localhost", filesystem_type(directory)
-    entry = sys / "dev/block" / f"{os.major(number)}:{os.minor(number)}"
-    try:
-        sectors = (entry / "size").read_text().strip()
-    except OSError:
-        return f"{host}/{filesystem}/{_mount_point(directory)}"
-    return f"{host}/{filesystem}/{entry.resolve().name}/{sectors}"
+    host, space, device = platform.node() or "localhost", disk(directory), block_device(directory)
+    if device == "unknown":
+        return f"{host}: {space.filesystem} at {_mount_point(directory)}"
+    return f"{host}: {space.filesystem} of {space.total_bytes} bytes on {device}"
 
 
 def _mount_point(directory: Path) -> Path:

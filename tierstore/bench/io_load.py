@@ -49,7 +49,6 @@ _LEAST_BLOCK, _GREATEST_BLOCK = 4 << 10, 64 << 20
 _MOST_THREADS = 64
 _PLACES = 1 << 16  # random places, taken in turn
 _SPANS = 1 << 20
-_CHECKED_BYTES = 128 << 20  # of the file: written with checksums before they are read
 _FILL_BYTES = 4 << 20
 
 
@@ -267,7 +266,6 @@ class Load:
             self._slots = max(files.nbytes // size, 1)
             self._table: _native.CrcTable | None = None
             if job.checksums is Checksums.ON:
-                self._slots = max(min(files.nbytes, _CHECKED_BYTES) // size, 1)
                 self._table = _native.CrcTable(self._slots * len(self._files))
                 self._write_checked()
         except BaseException:

@@ -3,7 +3,8 @@
 Each library has the same records on disk in its own form, written and synced; each reads all of them once into memory of its
 own, in the same shuffled order, and is timed. *Cold*: before each measurement the files' pages are written back and dropped
 from the page cache (``fdatasync``, ``posix_fadvise(POSIX_FADV_DONTNEED)``). What a host or a drive keeps in memory of its
-own cannot be dropped, and serves all alike. Once, unmeasured, each one's bytes are checked.
+own cannot be dropped, and serves all alike. What stayed is noted, where
+``fincore`` (util-linux) can tell. Once, unmeasured, each one's bytes are checked.
 
 A library that is not installed is left out, by name. Ours compares every record's checksum; the others check nothing.
 """
@@ -29,13 +30,16 @@ from tierstore import _native
 from tierstore.bench.io import OURS, Comparison, take_turns
 from tierstore.bench.io_load import Sample, drop_pages
 from tierstore.bench.latency import Latencies
+from tierstore.bench.memory_limit import page_cache_bytes
 from tierstore.errors import TierstoreError
 from tierstore.machine import cores
+from tierstore.units import format_bytes
 
 __all__ = ["PEERS", "PEER_TARGETS", "Missing", "PeerMismatch", "Records", "compare_peers", "missing_peers"]
 
 #: Ours to theirs, at least.
 PEER_TARGETS = {"aiofiles": 2.0, "lmdb": 2.0, "safetensors": 2.0, "deepspeed": 1.0}
+_COLD_SHARE = 0.01  # of the records in memory still counts as cold
 _AT_ONCE = 3  # records in memory at a time
 
 _Bytes = NDArray[np.uint8]
@@ -202,7 +206,10 @@ class _Lmdb:
             environment.begin(buffers=True) as transaction,
         ):
             for number in order:
-                np.copyto(buffer, np.frombuffer(transaction.get(self._key(number)), np.uint8))
+                value = transaction.get(self._key(number))
+                if value is None:
+                    raise PeerMismatch(f"lmdb: record {number} is not there")
+                np.copyto(buffer, np.frombuffer(value, np.uint8))
                 take(number, buffer)
 
     def close(self) -> None:
@@ -306,6 +313,15 @@ class _PeerArm:
             latencies=latencies,
         )
 
+    def warm(self) -> str | None:
+        """What dropping its pages leaves in the page cache, in words; None for nothing to speak of."""
+        for path in self.paths:
+            drop_pages(path)
+        left = page_cache_bytes(self.paths)
+        if not left or left < _COLD_SHARE * len(self.order) * self.nbytes:
+            return None
+        return f"{self.program}: {format_bytes(left)} of its records stay in the page cache when they are dropped"
+
     def check(self, records: Records) -> None:
         """Raises PeerMismatch unless every record arrives once, as it was written."""
         seen: list[int] = []
@@ -328,10 +344,11 @@ def compare_peers(
     queue_depth: int,
     rounds: int,
     tick: Callable[[], None] = lambda: None,
-) -> tuple[Comparison, list[Missing]]:
-    """Reads in turns, with files in ``place``; and who was left out. Raises OSError, PeerMismatch."""
+) -> tuple[Comparison, list[str]]:
+    """Reads in turns, with files in ``place``; and in words who was left out, or read warm. Raises OSError, PeerMismatch."""
     missing = missing_peers()
     absent = {peer.name for peer in missing}
+    notes: list[str] = []
     with ExitStack() as stack:
         arms: list[_PeerArm] = []
         for name, peer in _peers(chunk_bytes, queue_depth, absent):
@@ -349,10 +366,12 @@ def compare_peers(
                 _sync(path)
             arm.check(records)
             arms.append(arm)
+            if note := arm.warm():
+                notes.append(note)
         series = take_turns(arms, rounds, tick)
     targets = {name: PEER_TARGETS[name] for name in PEER_TARGETS if name not in absent}
     title = "cold reads of records"
-    return Comparison(title=title, series=tuple(series), targets=targets), missing
+    return Comparison(title=title, series=tuple(series), targets=targets), [*map(str, missing), *notes]
 
 
 def _peers(chunk_bytes: int, queue_depth: int, absent: set[str]) -> Iterator[tuple[str, Peer]]:

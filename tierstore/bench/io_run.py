@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -22,8 +22,8 @@ from tierstore.bench.io import (
     with_checksums,
     with_fio,
 )
-from tierstore.bench.io_load import DataFiles, Job, Kind, check_space
-from tierstore.bench.io_peers import PEERS, Missing, Records, compare_peers, missing_peers
+from tierstore.bench.io_load import DataFiles, FileSet, Job, Kind, check_space
+from tierstore.bench.io_peers import PEERS, Records, compare_peers, missing_peers
 from tierstore.bench.io_search import FINALISTS, Found, grid, search
 from tierstore.bench.results import Better, Measurement, derived, measured
 from tierstore.capabilities import Capability, probe_dax, probe_direct_io, probe_io_uring, resolve
@@ -38,6 +38,7 @@ _LEAST_S, _MOST_S = 0.05, 5.0
 _SHARE = 0.5  # of the time for measuring; the rest is for files, buffers, fio's start, and the libraries
 _MIB = 1 << 20
 _BOTH = (Kind.READ, Kind.WRITE)
+_CHECKED_BYTES = 128 * _MIB
 _COPIES = 4  # of the records at most, in the libraries' forms
 
 Tick = Callable[[int, int], None]
@@ -60,7 +61,7 @@ class IoResult:
     found: tuple[Found, ...]
     comparisons: tuple[Comparison, ...]
     striped: tuple[Comparison, ...]
-    peers: Comparison | None
+    peers: Comparison
     notes: tuple[str, ...]
     profile: Path | None
 
@@ -81,7 +82,7 @@ class IoResult:
             "profile": None if self.profile is None else str(self.profile),
             "comparisons": [comparison.as_json() for comparison in self.comparisons],
             "striped": [comparison.as_json() for comparison in self.striped],
-            "peers": None if self.peers is None else self.peers.as_json(),
+            "peers": self.peers.as_json(),
             "record_bytes": bench.record_bytes,
             "records": bench.records,
             "notes": list(self.notes),
@@ -133,13 +134,15 @@ def run(bench: IoBench, *, keep: KeepProfile, tick: Tick = lambda done, total: N
         if keep is KeepProfile.YES:
             for directory, best in zip(bench.directories, found, strict=True):
                 profile = save_io_point(directory, best.point())
-        plans = [*_named(bench, found[0], fio), *jobs(bench, fio), *_checked(bench)]
+        # A part that is quickly written with checksums, before they can be compared.
+        part = FileSet(files.striped.paths, min(bench.size, _CHECKED_BYTES))
+        plans = [(plan, files.striped) for plan in (*_named(bench, found[0], fio), *jobs(bench, fio))]
         comparisons = [
-            compare(plan, files.striped, seconds=meter.seconds, rounds=bench.rounds, tick=meter.tick)
-            for plan in plans
+            compare(plan, chosen, seconds=meter.seconds, rounds=bench.rounds, tick=meter.tick)
+            for plan, chosen in (*plans, *((plan, part) for plan in _checked(bench)))
         ]
         striped = _striped(bench, files, meter)
-    peers, missing = _peers(bench, found[0], meter)
+    peers, left_out = _peers(bench, found[0], meter)
     meter.end()
     return IoResult(
         bench=bench,
@@ -149,7 +152,7 @@ def run(bench: IoBench, *, keep: KeepProfile, tick: Tick = lambda done, total: N
         comparisons=tuple(comparisons),
         striped=tuple(striped),
         peers=peers,
-        notes=(*notes, *map(str, missing)),
+        notes=(*notes, *left_out),
         profile=profile,
     )
 
@@ -224,7 +227,7 @@ def _striped(bench: IoBench, files: DataFiles, meter: _Meter) -> list[Comparison
     ]
 
 
-def _peers(bench: IoBench, found: Found, meter: _Meter) -> tuple[Comparison | None, Sequence[Missing]]:
+def _peers(bench: IoBench, found: Found, meter: _Meter) -> tuple[Comparison, list[str]]:
     with tempfile.TemporaryDirectory(prefix="tierstore-bench-io-", dir=bench.directories[0]) as place:
         return compare_peers(
             Path(place),
@@ -239,8 +242,8 @@ def _peers(bench: IoBench, found: Found, meter: _Meter) -> tuple[Comparison | No
 def measurements(result: IoResult) -> list[Measurement]:
     """What ``run`` found, for a document: bandwidths, CPU times and latencies of each series, ratios with their targets."""
     found: list[Measurement] = []
-    both = [*result.comparisons, *result.striped] + ([result.peers] if result.peers is not None else [])
-    for comparison in both:
+    everything = [*result.comparisons, *result.striped, result.peers]
+    for comparison in everything:
         for series in comparison.series:
             found += _of_series(series, _parameters(comparison, series.program))
         ours = _parameters(comparison, comparison.series[0].program)

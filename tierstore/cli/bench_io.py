@@ -118,20 +118,19 @@ def _show(result: IoResult, output: Output) -> None:
             output.line(
                 f"checksums, {format_bytes(job.block_bytes)} {job.kind.value}: {ratio:.3f} of the speed without"
             )
-    if result.peers is not None:
-        output.table(
-            f"cold reads of {bench.records} records of {format_bytes(bench.record_bytes)}",
-            ("", "GB/s", "CPU s/GB", "ours / theirs"),
-            [
-                (
-                    series.program,
-                    _speed(series.bytes_per_s),
-                    f"{series.cpu_per_gb_s:.3f}",
-                    "" if series is result.peers.series[0] else f"{result.peers.ratio(series.program):.2f}",
-                )
-                for series in result.peers.series
-            ],
-        )
+    output.table(
+        f"cold reads of {bench.records} records of {format_bytes(bench.record_bytes)}",
+        ("", "GB/s", "CPU s/GB", "ours / theirs"),
+        [
+            (
+                series.program,
+                _speed(series.bytes_per_s),
+                f"{series.cpu_per_gb_s:.3f}",
+                "" if series is result.peers.series[0] else f"{result.peers.ratio(series.program):.2f}",
+            )
+            for series in result.peers.series
+        ],
+    )
     for note in result.notes:
         output.line(note)
     for directory, found in zip(bench.directories, result.found, strict=True):
