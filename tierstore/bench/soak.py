@@ -11,14 +11,10 @@ of a soak of at least a minute there are none: memory that grows shows only in a
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
+import math
 import random
-import select
 import shutil
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -28,19 +24,21 @@ from statistics import median
 from typing import Any
 
 from tierstore.bench.model import StoreModel
+from tierstore.bench.results import Better, Measurement, counted, derived, measured
 from tierstore.bench.soak_plan import SoakPlan, SoakShape
+from tierstore.bench.soak_process import MessageReader, start_worker, tell
 from tierstore.bench.usage import Trend
 from tierstore.errors import ConfigError
 from tierstore.store.index import index_bytes
 from tierstore.store.space import extent_bytes, scratch_bytes
 
-__all__ = ["SoakBench", "run", "stored_bytes"]
+__all__ = ["SoakBench", "measurements", "run", "stored_bytes"]
 
 _STEADY_LEAST_S = 60.0  # shorter soaks are killed all the time
 _JUDGED_SPAN_S = 10.0
 _MEMORY_TOLERANCE_BYTES = 4 << 20
 _DISK_TOLERANCE_RATIO = 0.01
-_STOP_PATIENCE_S = 300.0
+_PATIENCE_S = 300.0
 _EARLY_KILLS_RATIO = 0.25
 _REPORT_S = 1.0
 
@@ -107,15 +105,20 @@ class _Soak:
         self._kills = self._later = 0
         self._failure: dict[str, Any] | None = None
         self._interrupted = False
-        self._start_s = self._next_report_s = time.monotonic()
+        self._start_s: float | None = None
+        self._next_report_s = 0.0
 
     @property
     def _elapsed_s(self) -> float:
-        return time.monotonic() - self._start_s
+        """Since the store was first open."""
+        return 0.0 if self._start_s is None else time.monotonic() - self._start_s
 
     def run(self) -> dict[str, Any]:
-        life = 0
-        while self._elapsed_s < self._bench.seconds and self._failure is None and not self._interrupted:
+        life, killed = 0, True
+        # A kill is never the end: what it left is looked at.
+        while killed or (
+            self._elapsed_s < self._bench.seconds and not self._failure and not self._interrupted
+        ):
             killed = self._live(life)
             if killed and self._bench.between_lives is not None:
                 self._bench.between_lives(life)
@@ -126,36 +129,37 @@ class _Soak:
 
     def _live(self, life: int) -> bool:
         """A life until it is killed (True), has ended by itself, or the time is over."""
-        process = _start_worker()
+        process = start_worker()
         self._lives.append(_Samples())
         self._life_counts = {}
-        early = self._kills > 0 and self._random.random() < _EARLY_KILLS_RATIO
-        kill_at = self._next_kill(self._random.random() * self._typical_start_s) if early else None
-        reader = _LineReader(process)
+        kills = self._bench.kill_every_s > 0
+        early = kills and self._random.random() < _EARLY_KILLS_RATIO
+        kill_at = self._next_kill(self._random.random() * self._typical_start_s) if early else math.inf
+        reader = MessageReader(process)
+        heard = time.monotonic()
         try:
-            _tell(process, self._request(life))
+            tell(process, self._request(life))
             while True:
                 try:
-                    now = self._elapsed_s
-                    if kill_at is not None and now >= kill_at and now < self._bench.seconds:
-                        return self._kill(process, reader)
-                    if now >= self._bench.seconds:
-                        self._stop(process, reader)
-                        return False
-                    until = min(x for x in (kill_at, self._bench.seconds, now + _REPORT_S) if x is not None)
-                    message = reader.next(until - now)
+                    now = time.monotonic()
+                    end = now + self._bench.seconds - self._elapsed_s
+                    if now >= min(end, kill_at):
+                        return self._kill(process, reader) if kill_at < end else self._stop(process, reader)
+                    message = reader.next(min(kill_at, end, now + _REPORT_S) - now)
                     if message is None:
+                        if now - heard > _PATIENCE_S:
+                            self._fail("Hang", f"the worker said nothing for {_PATIENCE_S:g} s")
+                            return False
                         continue
+                    heard = time.monotonic()
                     if message["say"] == "ended":
-                        self._ended(process)
-                        return False
+                        return self._ended(process)
                     self._hear(message)
-                    if message["say"] == "opened" and kill_at is None and self._bench.kill_every_s:
+                    if message["say"] == "opened" and math.isinf(kill_at) and kills:
                         kill_at = self._next_kill(self._random.expovariate(1 / self._bench.kill_every_s))
                 except KeyboardInterrupt:
                     self._interrupted = True
-                    self._stop(process, reader)
-                    return False
+                    return self._stop(process, reader)
         finally:
             process.kill()
             process.wait()
@@ -167,10 +171,11 @@ class _Soak:
         return 1.0 + (2 * median(self._opens_s) if self._opens_s else 0.0)
 
     def _next_kill(self, delay_s: float) -> float:
-        """When (since the start) the process is killed that would be after ``delay_s``."""
-        at, seconds = self._elapsed_s + delay_s, self._bench.seconds
-        steady = seconds >= _STEADY_LEAST_S and seconds / 3 <= at < seconds * 2 / 3
-        return seconds * 2 / 3 if steady else at
+        """When (of the monotonic clock) the process is killed that would be after ``delay_s``."""
+        begun, seconds = time.monotonic() - self._elapsed_s, self._bench.seconds
+        at = time.monotonic() + delay_s
+        steady = seconds >= _STEADY_LEAST_S and seconds / 3 <= at - begun < seconds * 2 / 3
+        return begun + seconds * 2 / 3 if steady else at
 
     def _request(self, life: int) -> dict[str, Any]:
         hypotheses = [self._acknowledged] + ([self._begun] if self._begun else [])
@@ -181,7 +186,7 @@ class _Soak:
             "hypotheses": [{"position": p, "model": m.as_dict()} for p, m in hypotheses],
         }
 
-    def _kill(self, process: subprocess.Popen[bytes], reader: _LineReader) -> bool:
+    def _kill(self, process: subprocess.Popen[bytes], reader: MessageReader) -> bool:
         process.kill()
         self._kills += 1
         while (message := reader.next(None)) is None or message["say"] != "ended":
@@ -189,25 +194,26 @@ class _Soak:
                 self._hear(message)
         return True
 
-    def _stop(self, process: subprocess.Popen[bytes], reader: _LineReader) -> None:
+    def _stop(self, process: subprocess.Popen[bytes], reader: MessageReader) -> bool:
         """The last life reads everything once more, and closes the store."""
         assert process.stdin is not None
         process.stdin.close()
-        deadline = time.monotonic() + _STOP_PATIENCE_S
+        deadline = time.monotonic() + _PATIENCE_S
         while time.monotonic() < deadline:
             message = reader.next(_REPORT_S)
             if message is not None and message["say"] == "ended":
-                self._ended(process)
-                return
+                return self._ended(process)
             if message is not None:
                 self._hear(message)
-        self._fail("Hang", f"the worker did not end within {_STOP_PATIENCE_S:g} s of being told to")
+        self._fail("Hang", f"the worker did not end within {_PATIENCE_S:g} s of being told to")
+        return False
 
-    def _ended(self, process: subprocess.Popen[bytes]) -> None:
+    def _ended(self, process: subprocess.Popen[bytes]) -> bool:
         status = process.wait()
         if status and self._failure is None:
             how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
             self._fail("Died", f"the worker {how}, and had not been told to")
+        return False
 
     def _fail(self, error: str, text: str, wrong: int = 0) -> None:
         self._failure = self._failure or {"error": error, "text": text, "wrong_bytes": wrong}
@@ -247,6 +253,8 @@ class _Soak:
             self._acknowledged = self._begun
             self._later += 1
         self._begun = None
+        if self._start_s is None:
+            self._start_s = time.monotonic()
         if not message["created"]:
             self._opens_s.append(float(message["open_s"]))
 
@@ -267,18 +275,24 @@ class _Soak:
     # The end ------------------------------------------------------------------------------------------------
 
     def _result(self, lives: int) -> dict[str, Any]:
+        shape = self._bench.shape
         refused = {n.removeprefix("refused: "): c for n, c in self._counts.items() if n.startswith("refused")}
         trends = self._trends()
         failures = [f"{self._failure['error']}: {self._failure['text']}"] if self._failure else []
+        if not (failures or self._interrupted or self._counts["fetch"]):
+            failures.append("nothing was fetched in this time; give it more")
         failures += [f"{name} grows" for name, trend in trends.items() if trend["grows"]]
         operations = ("fetch", "update", "prefetch", "commit", "snapshot", "verify", "reopen", "misuse")
         return {
             "bench": "soak",
             "elapsed_s": self._elapsed_s,
             "interrupted": self._interrupted,
-            "shape": self._bench.shape.as_dict(),
-            "stored_bytes": stored_bytes(self._bench.shape),
-            "records": self._bench.shape.records,
+            "seed": shape.seed,
+            "record_bytes": shape.record_bytes,
+            "host_budget_bytes": shape.budget,
+            "retained_snapshots_count": shape.retain,
+            "stored_bytes": stored_bytes(shape),
+            "records": shape.records,
             "operations": {f"{name}_count": self._counts[name] for name in operations},
             **{f"{name}_bytes": self._counts[f"{name}_bytes"] for name in ("read", "written", "verified")},
             "audited_bytes": self._counts["audited_bytes"],
@@ -316,6 +330,22 @@ class _Soak:
         }
 
 
+def measurements(result: dict[str, Any]) -> list[Measurement]:
+    """What ``run`` found, for a document."""
+    found = [
+        counted("wrong bytes", result["wrong_bytes"], "bytes", Better.LOWER),
+        counted("kills", result["kills_count"], "kills"),
+        *(counted(name, result[f"{name}_bytes"], "bytes") for name in ("read", "written", "verified")),
+    ]
+    for name in ("reopen", "commit"):
+        if result[name]["times_count"]:
+            found.append(measured(f"{name}, median", [result[name]["median_s"]], "s", Better.LOWER))
+    for name, trend in result["trends"].items():
+        slope = next(value for key, value in trend.items() if key.startswith("slope"))
+        found.append(derived(f"{name}, growth a second", slope, trend["unit"], Better.LOWER))
+    return found
+
+
 def _times(seconds: list[float]) -> dict[str, Any]:
     if not seconds:
         return {"times_count": 0}
@@ -335,56 +365,3 @@ def run(bench: SoakBench, announce: Announce) -> dict[str, Any]:
     if not result["failures"]:
         shutil.rmtree(bench.place, ignore_errors=True)
     return result
-
-
-# Processes --------------------------------------------------------------------------------------------------
-
-
-def _start_worker() -> subprocess.Popen[bytes]:
-    package = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join([package, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    return subprocess.Popen(
-        # -P: the installed package, whatever lies in the directory that this is called from.
-        [sys.executable, "-P", "-m", "tierstore.bench.soak_worker"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": path},
-        # An interrupt from the terminal is this process's to handle: the worker is told to stop.
-        start_new_session=True,
-    )
-
-
-def _tell(process: subprocess.Popen[bytes], request: dict[str, Any]) -> None:
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it died: the end of what it says tells
-        process.stdin.write(json.dumps(request).encode() + b"\n")
-        process.stdin.flush()
-
-
-class _LineReader:
-    """Messages of a worker, as they come; what is cut off by its death is not one."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self._pipe, self._stdin = process.stdout, process.stdin
-        self._buffer = b""
-
-    def next(self, timeout_s: float | None) -> dict[str, Any] | None:
-        """The next one, ``{"say": "ended"}`` after the last; None when none comes in time (None: wait for it)."""
-        while b"\n" not in self._buffer:
-            wait = None if timeout_s is None else max(timeout_s, 0.0)
-            if not select.select([self._pipe], [], [], wait)[0]:
-                return None
-            data = os.read(self._pipe.fileno(), 1 << 16)
-            if not data:
-                return {"say": "ended"}
-            self._buffer += data
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        message: dict[str, Any] = json.loads(line)
-        return message
-
-    def close(self) -> None:
-        self._pipe.close()
-        with contextlib.suppress(BrokenPipeError):
-            self._stdin.close()

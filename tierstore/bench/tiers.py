@@ -27,8 +27,17 @@ from typing import Any
 import numpy as np
 
 from tierstore.bench.model import StoreModel
-from tierstore.bench.tiers_load import LoadResult, TierLoad, Traffic, partly_dirty, recorded, synthetic
-from tierstore.endurance import DAY_S, drive_life_s
+from tierstore.bench.results import Better, Measurement, derived, measured
+from tierstore.bench.tiers_load import (
+    LoadResult,
+    TierLoad,
+    Traffic,
+    TrafficStep,
+    partly_dirty,
+    recorded,
+    synthetic,
+)
+from tierstore.endurance import drive_life_s
 from tierstore.errors import ConfigError
 from tierstore.store import (
     AdamWConfig,
@@ -43,13 +52,22 @@ from tierstore.store.opening import minimum_host_budget
 from tierstore.store.space import extent_bytes, scratch_bytes
 from tierstore.units import format_bytes
 
-__all__ = ["WRITE_AMPLIFICATION_TARGET", "Point", "Sweep", "TiersBench", "run", "stored_bytes"]
+__all__ = [
+    "WRITE_AMPLIFICATION_TARGET",
+    "Point",
+    "Sweep",
+    "TiersBench",
+    "measurements",
+    "run",
+    "stored_bytes",
+]
 
 #: Of training traffic: everything that is touched is stepped.
 WRITE_AMPLIFICATION_TARGET = 1.05
 _PAGE_NUMEL = 1024  # sections of so many elements fill whole pages, in each of their dtypes
 _STATE_BYTES = 12  # a parameter
 _LEAST_RECORDS = 8
+_ROUNDS = 3  # of a point
 _METADATA_BYTES = 1 << 20  # what file systems count as a file's blocks besides its content
 _WARMUP_RATIO = 0.25  # of the time of a point
 
@@ -240,9 +258,9 @@ class _Rig:
                 commit_every=bench.commit_every,
             )
             steps = partly_dirty(self._traffic.steps, point.dirty_ratio, bench.seed)
-            result = asyncio.run(_measured(load, steps, bench.seconds))
+            rounds = asyncio.run(_measured(load, steps, bench.seconds))
             self.effective = store.describe()
-        return self._figures(point, result)
+        return self._figures(point, rounds)
 
     def verify(self) -> Sequence[str]:
         with ParameterStore.open(self.directory, self._config(0.25)) as store:
@@ -253,15 +271,11 @@ class _Rig:
         retain, records = self._bench.retain, len(self._keys)
         return extent_bytes(self._schema, records, retain) + index_bytes(records, retain) + _METADATA_BYTES
 
-    def _figures(self, point: Point, result: LoadResult) -> dict[str, Any]:
-        # A file system that is not on a disk (tmpfs) sends nothing to storage: what the engine wrote stands for it.
-        accounted = result.process_written_bytes > 0
-        written = result.process_written_bytes if accounted else result.engine_written_bytes
-        seconds = result.elapsed_s
-        amplification = written / result.changed_bytes if result.changed_bytes else None
+    def _figures(self, point: Point, rounds: Sequence[LoadResult]) -> dict[str, Any]:
+        whole = LoadResult.joined(rounds)
+        seconds, written, amplification = whole.elapsed_s, whole.written_bytes, whole.write_amplification
+        endurance, allowed = self._bench.endurance_bytes, self._most_disk_bytes()
         met = amplification is None or amplification <= WRITE_AMPLIFICATION_TARGET
-        life_s = drive_life_s(self._bench.endurance_bytes, written, seconds)
-        allowed = self._most_disk_bytes()
         return {
             "record_bytes": self._schema.record_bytes,
             "records": len(self._keys),
@@ -269,37 +283,80 @@ class _Rig:
             "budget_ratio": point.budget_ratio,
             "dirty_ratio": point.dirty_ratio,
             "elapsed_s": seconds,
-            "steps": result.steps,
-            "commits": result.commits,
-            "steps_per_s": result.steps / seconds,
-            "hit_ratio": result.hits / max(result.hits + result.misses, 1),
-            "fetched_bytes_per_s": result.fetched_bytes / seconds,
-            "changed_bytes_per_s": result.changed_bytes / seconds,
-            "read_bytes_per_s": result.read_bytes / seconds,
-            "written_bytes_per_s": written / seconds,
-            "fetch": result.fetch.as_json(),
-            "update": result.update.as_json(),
-            "commit": result.commit.as_json(),
-            "changed_bytes": result.changed_bytes,
-            "dirty_bytes": result.dirty_bytes,
+            "steps": whole.steps,
+            "commits": whole.commits,
+            "hit_ratio": whole.hits / max(whole.hits + whole.misses, 1),
+            **_rates(whole),
+            "fetch": whole.fetch.as_json(),
+            "update": whole.update.as_json(),
+            "commit": whole.commit.as_json(),
+            "rounds": [_round(one) for one in rounds],
+            "changed_bytes": whole.changed_bytes,
+            "dirty_bytes": whole.dirty_bytes,
             "written_bytes": written,
-            "written_accounted_by": "kernel" if accounted else "engine",
-            "index_written_bytes": written - result.engine_written_bytes,
+            "written_accounted_by": "kernel" if whole.process_written_bytes else "engine",
+            "index_written_bytes": written - whole.engine_written_bytes,
             "write_amplification_ratio": amplification,
-            "write_to_dirty_ratio": written / result.dirty_bytes if result.dirty_bytes else None,
+            "write_to_dirty_ratio": written / whole.dirty_bytes if whole.dirty_bytes else None,
             # Only training that steps what it touches has the target.
             "write_target_met": met if point.dirty_ratio == 1 else None,
-            "disk_bytes": result.disk_bytes,
-            "space_amplification_ratio": result.disk_bytes / self._logical,
+            "disk_bytes": whole.disk_bytes,
+            "space_amplification_ratio": whole.disk_bytes / self._logical,
             "space_target_ratio": allowed / self._logical,
-            "space_target_met": result.disk_bytes <= allowed,
-            "space_needed_ratio": result.needed_copies / len(self._keys),
-            "wear_bytes_per_step": written / result.steps,
-            "drive_life_days": life_s / DAY_S,
-            "drive_life_steps": self._bench.endurance_bytes / written * result.steps if written else None,
+            "space_target_met": whole.disk_bytes <= allowed,
+            "space_needed_ratio": whole.needed_copies / len(self._keys),
+            "wear_per_step_bytes": written / whole.steps,
+            "drive_life_s": drive_life_s(endurance, written, seconds),
+            "drive_life_steps_count": endurance / written * whole.steps if written else None,
         }
 
 
-async def _measured(load: TierLoad, steps: Iterator[Any], seconds: float) -> LoadResult:
+def _rates(load: LoadResult) -> dict[str, float]:
+    """Of a load, a second."""
+    return {
+        "steps_per_s": load.steps / load.elapsed_s,
+        "fetched_bytes_per_s": load.fetched_bytes / load.elapsed_s,
+        "changed_bytes_per_s": load.changed_bytes / load.elapsed_s,
+        "read_bytes_per_s": load.read_bytes / load.elapsed_s,
+        "written_bytes_per_s": load.written_bytes / load.elapsed_s,
+    }
+
+
+def _round(load: LoadResult) -> dict[str, Any]:
+    """The samples of one round: what the noise between rounds is taken from."""
+    return _rates(load) | {
+        "fetch": load.fetch.as_json(),
+        "commit": load.commit.as_json(),
+        "write_amplification_ratio": load.write_amplification,
+    }
+
+
+def measurements(result: dict[str, Any]) -> list[Measurement]:
+    """What ``run`` found, for a document."""
+    return [measurement for point in result["points"] for measurement in _of_point(point)]
+
+
+def _of_point(point: dict[str, Any]) -> Iterator[Measurement]:
+    what = {name: point[name] for name in ("record_bytes", "budget_ratio", "dirty_ratio")}
+    rounds = point["rounds"]
+    for name in ("fetched", "changed"):
+        rates = [one[f"{name}_bytes_per_s"] for one in rounds]
+        if any(rates):
+            yield measured(name, rates, "bytes/s", Better.HIGHER, parameters=what)
+    for kind, percentiles in (("fetch", ("p50", "p99", "p99.9")), ("commit", ("p50", "p99"))):
+        for which in percentiles:
+            samples = [one[kind][f"{which}_s"] for one in rounds if one[kind]]
+            yield measured(f"{kind} {which}", samples, "s", Better.LOWER, parameters=what)
+    yield derived("hits", point["hit_ratio"], "ratio", Better.HIGHER, parameters=what)
+    if point["write_amplification_ratio"] is not None:
+        target = WRITE_AMPLIFICATION_TARGET if point["dirty_ratio"] == 1 else None
+        found = [one["write_amplification_ratio"] for one in rounds]
+        yield derived("write amplification", found, "ratio", Better.LOWER, target=target, parameters=what)
+    space, most = point["space_amplification_ratio"], point["space_target_ratio"]
+    yield derived("space amplification", space, "ratio", Better.LOWER, target=most, parameters=what)
+    yield measured("wear of a step", [point["wear_per_step_bytes"]], "bytes", Better.LOWER, parameters=what)
+
+
+async def _measured(load: TierLoad, steps: Iterator[TrafficStep], seconds: float) -> list[LoadResult]:
     await load.run(steps, seconds * _WARMUP_RATIO)
-    return await load.run(steps, seconds * (1 - _WARMUP_RATIO))
+    return [await load.run(steps, seconds * (1 - _WARMUP_RATIO) / _ROUNDS) for _ in range(_ROUNDS)]

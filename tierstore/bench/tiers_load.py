@@ -33,6 +33,10 @@ _MANY_RECORDS = 64
 _GRADIENT_GROUP = 2
 _MOST_TRACE_REQUESTS = 1 << 21
 _SNAPSHOT_EVERY = 4  # commits
+_SUMS = (
+    *("elapsed_s", "steps", "commits", "fetched_bytes", "changed_bytes", "dirty_bytes", "read_bytes"),
+    *("engine_written_bytes", "process_written_bytes", "hits", "misses"),
+)
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,28 @@ class LoadResult:
     fetch: Latencies = field(default_factory=Latencies)
     update: Latencies = field(default_factory=Latencies)
     commit: Latencies = field(default_factory=Latencies)
+
+    @staticmethod
+    def joined(parts: Sequence[LoadResult]) -> LoadResult:
+        """All of ``parts``, one after another."""
+        whole = LoadResult()
+        for part in parts:
+            for name in ("fetch", "update", "commit"):
+                getattr(whole, name).merge(getattr(part, name))
+            for name in ("disk_bytes", "needed_copies"):
+                setattr(whole, name, max(getattr(whole, name), getattr(part, name)))
+            for name in _SUMS:
+                setattr(whole, name, getattr(whole, name) + getattr(part, name))
+        return whole
+
+    @property
+    def written_bytes(self) -> int:
+        """As the kernel accounts them; as the engine does where that says nothing was (tmpfs is not on a disk)."""
+        return self.process_written_bytes or self.engine_written_bytes
+
+    @property
+    def write_amplification(self) -> float | None:
+        return self.written_bytes / self.changed_bytes if self.changed_bytes else None
 
 
 class TierLoad:

@@ -108,6 +108,7 @@ class Trend:
             f"middle{unit}": self.middle,
             f"last{unit}": self.last,
             f"slope{unit}_per_s": self.slope_per_s,
+            "unit": unit.removeprefix("_"),
             "span_s": self.span_s,
             "judged": self.judged,
             "grows": self.grows,

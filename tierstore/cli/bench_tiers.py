@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from tierstore.cli.options import SIZE, json_option
+from tierstore.cli.bench_results import PLACE, Reporting, Session, place_option, results_options
+from tierstore.cli.options import SIZE
 from tierstore.cli.output import Output
+from tierstore.endurance import DAY_S
 from tierstore.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from tierstore.bench.results import Measurement
 
 __all__ = ["tiers"]
 
-_COUNTS = frozenset({"retain", "drive_life_days", "drive_life_steps", "wear_bytes_per_step"})
 _FULL_RECORD_BYTES = tuple(size << 10 for size in (1024, 64, 256, 4096, 16384, 65536, 262144))
 _FULL_SECONDS = 10.0
 _NOT_SO = 1
 
 
 @click.command()
-@click.option("--store", type=click.Path(path_type=Path), help="A directory to make, measure in, and remove.")
+@place_option
 @click.option(
     "--record-bytes", type=SIZE, multiple=True, help="Size of a record; may be repeated. [default: 1MiB, ..]"
 )
@@ -53,7 +60,7 @@ _NOT_SO = 1
 )
 @click.option("--retain", type=int, help="Snapshots that are kept.")
 @click.option("--seed", type=int, default=0, show_default=True)
-@json_option
+@results_options()
 def tiers(
     store: Path | None,
     record_bytes: tuple[int, ...],
@@ -68,7 +75,7 @@ def tiers(
     kill_every: float,
     retain: int | None,
     seed: int,
-    as_json: bool,
+    reporting: Reporting,
 ) -> int:
     """The store under load: throughput, latencies, write and space amplification, wear.
 
@@ -76,8 +83,8 @@ def tiers(
     combinations. With --minutes a soak: a worker that is killed at random moments, and an independent model of every
     byte.
     """
-    output = Output.for_option(as_json, counts=_COUNTS)
-    place = store or Path("tierstore-bench")
+    place = store or PLACE
+    session = reporting.begin(directory=place)
     if minutes is not None:
         _refuse(
             "--minutes",
@@ -92,9 +99,9 @@ def tiers(
             "retain": retain,
             "budget": budget[0] if budget else None,
         }
-        return _soak(output, place, minutes, kill_every, seed, given)
+        return _soak(session, place, minutes, kill_every, seed, given)
     return _sweep(
-        output,
+        session,
         place,
         {
             "record_bytes": record_bytes or (_FULL_RECORD_BYTES if full else None),
@@ -117,12 +124,14 @@ def _refuse(with_option: str, options: dict[str, object]) -> None:
             raise click.UsageError(f"{name} does not go with {with_option}")
 
 
-def _sweep(output: Output, place: Path, given: dict[str, Any], full: bool) -> int:
-    from tierstore.bench.tiers import Sweep, TiersBench, run
+def _sweep(session: Session, place: Path, given: dict[str, Any], full: bool) -> int:
+    from tierstore.bench.tiers import Sweep, TiersBench, measurements, run
 
+    output = session.output
     options = {name: value for name, value in given.items() if value is not None}
     bench = TiersBench(place=place, sweep=Sweep.FULL if full else Sweep.STAR, **options)
-    result = run(bench, output.line)
+    with _terminated_as_interrupted():
+        result = run(bench, output.line)
     for line in result["effective"]:
         output.line(line)
     points = result["points"]
@@ -141,7 +150,7 @@ def _sweep(output: Output, place: Path, given: dict[str, Any], full: bool) -> in
         f"days: until {result['endurance_bytes'] / 1e12:g} TB are written, at the speed of this load; needed: copies "
         "of records that cannot be shared"
     )
-    return _end(output, result)
+    return _end(session, result, measurements(result))
 
 
 def _point(point: dict[str, Any]) -> tuple[str, ...]:
@@ -163,8 +172,8 @@ def _wear(point: dict[str, Any]) -> tuple[str, ...]:
     return (
         *(_ratio(point[name]) for name in ("write_amplification_ratio", "write_to_dirty_ratio")),
         *(f"{point[f'space_{name}_ratio']:.2f}" for name in ("amplification", "target", "needed")),
-        format_bytes(point["wear_bytes_per_step"]),
-        f"{point['drive_life_days']:.4g}" if point["written_bytes"] else "-",
+        format_bytes(point["wear_per_step_bytes"]),
+        f"{point['drive_life_s'] / DAY_S:.4g}" if point["written_bytes"] else "-",
     )
 
 
@@ -173,9 +182,9 @@ def _ratio(value: float | None) -> str:
 
 
 def _soak(
-    output: Output, place: Path, minutes: float, kill_every: float, seed: int, given: dict[str, Any]
+    session: Session, place: Path, minutes: float, kill_every: float, seed: int, given: dict[str, Any]
 ) -> int:
-    from tierstore.bench.soak import SoakBench, run
+    from tierstore.bench.soak import SoakBench, measurements, run
     from tierstore.bench.soak_plan import SoakShape
 
     ratio = given.pop("budget")
@@ -184,7 +193,7 @@ def _soak(
         shape = SoakShape(**shape.as_dict() | {"host_budget_bytes": int(shape.store_bytes * ratio)})
     bench = SoakBench(place=place, seconds=minutes * 60, shape=shape, kill_every_s=kill_every)
     total = max(round(bench.seconds), 1)
-    with output.progress(total, label="soak") as progress:
+    with _terminated_as_interrupted(), session.output.progress(total, label="soak") as progress:
 
         def announce(seconds: float, figures: dict[str, object]) -> None:
             shown = {
@@ -194,8 +203,8 @@ def _soak(
             progress.update(min(round(seconds), total), total, shown)
 
         result = run(bench, announce)
-    _show_soak(result, output)
-    return _end(output, result)
+    _show_soak(result, session.output)
+    return _end(session, result, measurements(result))
 
 
 def _show_soak(result: dict[str, Any], output: Output) -> None:
@@ -233,17 +242,24 @@ def _show_soak(result: dict[str, Any], output: Output) -> None:
 
 
 def _trend(trend: dict[str, Any]) -> str:
-    unit = "_count" if "first_count" in trend else "_bytes"
-    shown = [
-        format_bytes(trend[f"{when}{unit}"]) if unit == "_bytes" else f"{trend[f'{when}{unit}']:g}"
-        for when in ("first", "middle", "last")
-    ]
+    values = [trend[f"{when}_{trend['unit']}"] for when in ("first", "middle", "last")]
+    shown = [format_bytes(value) if trend["unit"] == "bytes" else f"{value:g}" for value in values]
     verdict = "GROWS" if trend["grows"] else "flat" if trend["judged"] else "too short to judge"
     return f"{', '.join(shown)} ({verdict})"
 
 
-def _end(output: Output, result: dict[str, Any]) -> int:
+def _end(session: Session, result: dict[str, Any], measurements: Sequence[Measurement]) -> int:
     for failure in result["failures"]:
-        output.line(f"FAILED: {failure}")
-    output.emit(result)
+        session.output.line(f"FAILED: {failure}")
+    session.end(result, measurements)
     return _NOT_SO if result["failures"] else 0
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
