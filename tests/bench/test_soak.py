@@ -98,6 +98,7 @@ def test_three_seconds_with_kills(tmp_path: Path) -> None:
         found = soak(
             place,
             seconds,
+            kill_every_s=0.6,
             between_lives=lambda life: sizes.append(disk_bytes(place)),
             announce=lambda seconds, figures: heard.append(figures),
         )

@@ -114,8 +114,6 @@ class SoakWorker:
         """Everything. Raises SoakFailure, and whatever the store raised and should not have."""
         self._model = self._begin()
         self._open_store(create=self._model.generation == 0)
-        if not self._model.generation:
-            self._register()
         try:
             asyncio.run(self._work())
             self._check_all()
@@ -163,10 +161,12 @@ class SoakWorker:
             self._store = ParameterStore.open(self._directory, self._config(), adamw=FORGETFUL)
         opened = time.perf_counter() - begun
         self._engine_read = self._engine_written = 0
-        if not create:
+        if create:
+            self._register()
+        else:
             self._compare_commits()
             self._check_all()
-            self._report()
+        self._report()
         self._say("opened", position=self._position, open_s=opened, created=create)
 
     def _register(self) -> None:
