@@ -255,7 +255,7 @@ def jobs(bench: IoBench, fio: Fio | None) -> list[Plan]:
     chosen = _quick(bench) if bench.extent is Extent.QUICK else _full(bench)
     plans = []
     for job in chosen:
-        if job.in_flight_bytes > IN_FLIGHT_LIMIT or job.block_bytes > bench.size:
+        if job.in_flight_bytes > min(IN_FLIGHT_LIMIT, bench.size):
             continue
         beside = fio if fio is not None and fio.can_run(job) and _worth_fio(bench, job) else None
         plans.append(Plan(title="", ours={OURS: job}, fio=beside))

@@ -34,7 +34,7 @@ from tierstore.units import format_bytes
 
 __all__ = ["IoResult", "KeepProfile", "effective", "measurements", "run"]
 
-_LEAST_S, _MOST_S = 0.05, 5.0
+_LEAST_S, _MOST_S = 0.02, 5.0
 _SHARE = 0.5  # of the time for measuring; the rest is for files, buffers, fio's start, and the libraries
 _MIB = 1 << 20
 _BOTH = (Kind.READ, Kind.WRITE)
