@@ -13,7 +13,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from tierstore.bench.results import Measurement, shown
 from tierstore.lab.drawing import INK, SETTINGS, SIZE, line, new_figure, set_legend, style, svg_of
@@ -24,7 +24,8 @@ __all__ = ["Plot", "plots_of"]
 _MOST_LINES = 7  # more hide each other
 _MOST_ROWS = 40
 _LEAST_POINTS = 3
-_LOGARITHMIC = 8.0  # largest over least, from which an axis is logarithmic
+_LOGARITHMIC = 16.0  # largest over least, from which an axis is logarithmic ...
+_WIDE = 300.0  # ... and from which only powers of ten are labelled
 _TARGET: dict[str, Any] = {"color": "#888888", "linestyle": (0, (2, 2)), "linewidth": 1.2}
 
 _Family = Sequence[Measurement]
@@ -40,21 +41,34 @@ class Plot:
 
 
 def plots_of(measurements: Sequence[Measurement]) -> list[Plot]:
-    """The plots of one document. A family of one value alone, without samples, is a row of the table and no plot."""
+    """The plots of one document. What stands alone with its name shares a plot with others of its unit; a single value
+    is a row of the table and no plot.
+    """
     families: dict[tuple[str, str], list[Measurement]] = {}
     for one in measurements:
         families.setdefault((one.name, one.unit), []).append(one)
     plots: list[Plot] = []
+    alone: dict[str, list[Measurement]] = {}
     for (name, unit), family in families.items():
         across = _across(family)
         if across is not None:
             parts = _apart(family, [key for key in _varying(family) if key != across])
             plots += [Plot(f"{name}{said}", f"by {across}", _curves(part, across)) for said, part in parts]
-        elif len(family) > 1 or family[0].count > 1:
-            for first in range(0, len(family), _MOST_ROWS):
-                part = family[first : first + _MOST_ROWS]
-                plots.append(Plot(name, f"{unit}, samples and median", _rows(part)))
+        elif len(family) > 1:
+            plots += _row_plots(name, family)
+        elif family[0].count > 1:
+            alone.setdefault(unit, []).extend(family)
+    for unit, family in alone.items():
+        plots += _row_plots("Others in " + unit if plots else "In " + unit, family)
     return plots
+
+
+def _row_plots(title: str, family: _Family) -> list[Plot]:
+    sampled = "samples, quartiles and median" if any(one.count > 1 for one in family) else "one value each"
+    return [
+        Plot(title, sampled, _rows(family[first : first + _MOST_ROWS]))
+        for first in range(0, len(family), _MOST_ROWS)
+    ]
 
 
 def _varying(family: _Family) -> list[str]:
@@ -125,11 +139,10 @@ def _curves(family: _Family, across: str) -> str:
             axes.axhline(target, label=f"target {shown(target, family[0].unit)}", **_TARGET)
         axes.set(xlabel=across.removesuffix("_bytes").replace("_", " "), ylabel=family[0].unit)
         numbers = sorted({float(one.parameters[across]) for one in family})
-        _scale(axes, "x", numbers)
+        _scale(axes, "x", numbers, across)
         axes.set_xticks(numbers[:: -(-len(numbers) // 6)])
-        axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _plain(across, value)))
-        _scale(axes, "y", [one.median for one in family])
+        _scale(axes, "y", [one.median for one in family], family[0].unit)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: shown(value, family[0].unit)))
         set_legend(figure, axes)
         return svg_of(figure)
@@ -149,19 +162,27 @@ def _rows(family: _Family) -> str:
             axes.plot([one.median], [row], "|", color=INK, markersize=11, markeredgewidth=2)
             if one.target is not None:
                 axes.plot([one.target] * 2, [row - 0.45, row + 0.45], **_TARGET)
-        axes.set_yticks(range(len(family)), [_named(one) for one in family])
+        together = len({one.name for one in family}) == 1
+        axes.set_yticks(range(len(family)), [_named(one) if together else one.label for one in family])
         axes.set_ylim(len(family) - 0.4, -0.6)
-        _scale(axes, "x", [one.median for one in family])
+        _scale(axes, "x", [one.median for one in family], family[0].unit)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: shown(value, family[0].unit)))
-        axes.tick_params(axis="x", labelrotation=25)
         axes.grid(visible=False, axis="y")
         return svg_of(figure)
 
 
-def _scale(axes: Axes, which: str, values: Sequence[float]) -> None:
-    """A logarithmic axis where the values spread far; else one that begins at 0 if they are positive."""
+def _scale(axes: Axes, which: str, values: Sequence[float], unit: str) -> None:
+    """A logarithmic axis where the values spread far, else one that begins at 0 if they are positive; ticks for ``unit``."""
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis.set_major_locator(MaxNLocator(5))
     if min(values) > 0 and max(values) / min(values) >= _LOGARITHMIC:
         (axes.set_xscale if which == "x" else axes.set_yscale)("log")
+        if "bytes" in unit:
+            axis.set_major_locator(LogLocator(base=2, numticks=6))
+        else:
+            wide = max(values) / min(values) >= _WIDE
+            axis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 3.0), numticks=6))
+        axis.set_minor_locator(NullLocator())
     elif min(values) >= 0 and which == "y":
         axes.set_ylim(bottom=0)
     elif min(values) >= 0:

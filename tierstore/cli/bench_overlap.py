@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from tierstore.cli.bench_results import PLACE, Reporting, place_option, results_options, train_config
-from tierstore.cli.options import F, config_overrides, help_config_option, set_option
+from tierstore.cli.bench_results import PLACE, Reporting, place_option, results_options
+from tierstore.cli.options import F, config_overrides, help_config_option, set_option, train_config
 from tierstore.config import load
 from tierstore.units import format_seconds
 

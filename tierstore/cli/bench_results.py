@@ -36,7 +36,6 @@ __all__ = [
     "place_option",
     "results_options",
     "show_comparison",
-    "train_config",
 ]
 
 #: Where benchmarks that make stores do so if nobody says.
@@ -66,13 +65,6 @@ def place_option(command: F) -> F:
     return click.option(
         "--store", type=click.Path(path_type=Path), help="A directory to make, measure in, and remove."
     )(command)
-
-
-def train_config() -> type[object]:
-    """The class that ``--help-config`` lists, imported when it is asked for."""
-    from tierstore.train.config import TrainConfig
-
-    return TrainConfig
 
 
 def results_options() -> Callable[[F], F]:

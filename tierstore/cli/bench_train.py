@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from tierstore.cli.bench_results import PLACE, Reporting, place_option, results_options, train_config
-from tierstore.cli.options import SIZE, config_overrides, help_config_option, set_option
+from tierstore.cli.bench_results import PLACE, Reporting, place_option, results_options
+from tierstore.cli.options import SIZE, config_overrides, help_config_option, set_option, train_config
 from tierstore.cli.output import Output
 from tierstore.config import load
 from tierstore.units import format_bytes, format_seconds
