@@ -88,8 +88,8 @@ def test_two_directories(
     assert document.bench == "io"
     assert {one.name for one in document.measurements} >= {"bandwidth", "CPU time of 1 GB", "latency p99"}
     targets = {one.name: one.target for one in document.measurements if one.target is not None}
-    assert targets["bandwidth to aiofiles"] == 2
-    assert targets["bandwidth to tierstore"] == 0.95  # with checksums to without
+    assert targets["bandwidth to aiofiles, cold reads of records"] == 2
+    assert targets["bandwidth to tierstore, checksums"] == 0.95  # with them to without
 
 
 def test_beside_a_fio_and_shown_by_doctor(
@@ -106,12 +106,16 @@ def test_beside_a_fio_and_shown_by_doctor(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(program.parent))
     saved = tmp_path / "saved.json"
-    assert run("bench", "io", places[0], *SMALL, "--backend=uring", f"--save={saved}") == 0
+    assert (
+        run("bench", "io", places[0], *SMALL, "--backend=threads", f"--save={saved}", f"--html={saved}.html")
+        == 0
+    )
     out = capfd.readouterr().out
     assert "fio: fio-9.9" in out
     assert "/ fio" in out
     names = {(one.name, one.target) for one in load_document(saved).measurements}
-    assert {("bandwidth to fio", 0.95), ("CPU time a byte to fio", 1.3), ("bandwidth to fio", None)} <= names
+    assert {("bandwidth to fio, 1 MiB", 0.95), ("CPU time a byte to fio, best point", 1.3)} <= names
+    assert ("bandwidth to fio", None) in names
     assert run("doctor", "--dir", places[0], "--json") == 0
     told = last_object(capfd.readouterr().out)
     point = load_io_point(places[0])
