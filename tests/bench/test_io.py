@@ -104,6 +104,8 @@ def test_ratios_by_hand() -> None:
     plain = found.as_json()
     (ratio,) = plain["ratios"]  # type: ignore[misc]
     assert (ratio["least_ratio"], ratio["greatest_ratio"], ratio["met"]) == (1, 4, False)
+    slow = replace(ours, program="slow", samples=theirs.samples)
+    assert replace(found, series=(ours, slow, theirs)).ratio("fio", ours="slow") == 1
     idle = replace(theirs, samples=tuple(replace(one, cpu_s=0.0) for one in theirs.samples))
     assert replace(found, series=(ours, idle)).cpu_ratio("fio") is None
 

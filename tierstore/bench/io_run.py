@@ -12,6 +12,7 @@ from tierstore.bench.fio import Fio, find_fio
 from tierstore.bench.io import (
     CPU_TARGET,
     OURS,
+    SMALL_PAGES,
     Comparison,
     Extent,
     IoBench,
@@ -286,6 +287,11 @@ def _of_series(comparison: Comparison, series: Series) -> list[Measurement]:
 
 def _ratios(comparison: Comparison) -> list[Measurement]:
     parameters, found = _parameters(comparison), list[Measurement]()
+    programs = {series.program for series in comparison.series}
+    if {SMALL_PAGES, "fio"} <= programs:
+        ratios = comparison.ratios("fio", lambda sample: sample.bytes_per_s, ours=SMALL_PAGES)
+        name = _name(comparison, "bandwidth in 4 KiB pages to fio")
+        found.append(derived(name, ratios, "ratio", Better.HIGHER, parameters=parameters))
     for series in comparison.series[1:]:
         other, target = series.program, comparison.targets.get(series.program)
         ratios = comparison.ratios(other, lambda sample: sample.bytes_per_s)
