@@ -128,9 +128,10 @@ def parse(text: str) -> Sample:
 
 
 def _add(latencies: Latencies, clat: Mapping[str, Any]) -> None:
-    bins = clat.get("bins", {})
-    latencies.add([int(value) for value in bins], [int(count) for count in bins.values()])
-    latencies.greatest_ns = max(latencies.greatest_ns, int(clat["max"]))
+    bins, greatest = clat["bins"], int(clat["max"])
+    # A bin goes by its upper end, which may lie beyond the greatest latency.
+    values = [min(int(value), greatest) for value in bins]
+    latencies.add(values, [int(count) for count in bins.values()])
 
 
 def _last_line(text: str) -> str:

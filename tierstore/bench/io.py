@@ -35,7 +35,24 @@ from tierstore.errors import ConfigError
 from tierstore.stats import percentile, spread
 from tierstore.store.config import IoBackendName
 
-__all__ = ["CPU_TARGET", "FIO_TARGET", "Comparison", "Extent", "IoBench", "Series", "compare", "jobs"]
+__all__ = [
+    "CHECKED",
+    "CPU_TARGET",
+    "FIO_TARGET",
+    "OURS",
+    "SMALL_PAGES",
+    "Arm",
+    "Comparison",
+    "Extent",
+    "IoBench",
+    "Plan",
+    "Series",
+    "compare",
+    "jobs",
+    "take_turns",
+    "with_checksums",
+    "with_fio",
+]
 
 #: Bandwidth of fio that the engine is to reach, and the CPU time a byte that it may take, in fio's.
 FIO_TARGET, CPU_TARGET = 0.95, 1.3
@@ -135,19 +152,22 @@ class Comparison:
     job: Job | None = None
     targets: Mapping[str, float] = field(default_factory=dict)  # program: least bandwidth ratio
 
-    def ratios(self, other: str, of: Callable[[Sample], float]) -> list[float]:
-        """``of`` our sample to that of ``other``, round by round."""
-        theirs = next(series for series in self.series if series.program == other)
-        return [of(a) / of(b) for a, b in zip(self.series[0].samples, theirs.samples, strict=True)]
+    def of(self, program: str) -> Series:
+        """The series of ``program``. Raises KeyError."""
+        return {series.program: series for series in self.series}[program]
 
-    def ratio(self, other: str) -> float:
+    def ratios(self, other: str, of: Callable[[Sample], float], *, ours: str | None = None) -> list[float]:
+        """``of`` our sample (the first program's, or that of ``ours``) to that of ``other``, round by round."""
+        first = self.series[0] if ours is None else self.of(ours)
+        return [of(a) / of(b) for a, b in zip(first.samples, self.of(other).samples, strict=True)]
+
+    def ratio(self, other: str, *, ours: str | None = None) -> float:
         """Our bandwidth to theirs: the median of the rounds'."""
-        return percentile(self.ratios(other, lambda sample: sample.bytes_per_s), 50)
+        return percentile(self.ratios(other, lambda sample: sample.bytes_per_s, ours=ours), 50)
 
     def cpu_ratio(self, other: str) -> float | None:
         """Our CPU time a byte to theirs; None where theirs was too short to count."""
-        theirs = next(series for series in self.series if series.program == other)
-        if not all(sample.cpu_s > 0 for sample in theirs.samples):
+        if not all(sample.cpu_s > 0 for sample in self.of(other).samples):
             return None
         return percentile(self.ratios(other, lambda sample: sample.cpu_per_gb_s), 50)
 
@@ -255,7 +275,7 @@ def jobs(bench: IoBench, fio: Fio | None) -> list[Plan]:
     chosen = _quick(bench) if bench.extent is Extent.QUICK else _full(bench)
     plans = []
     for job in chosen:
-        if job.in_flight_bytes > IN_FLIGHT_LIMIT or job.block_bytes > bench.size:
+        if job.in_flight_bytes > min(IN_FLIGHT_LIMIT, bench.size):
             continue
         beside = fio if fio is not None and fio.can_run(job) and _worth_fio(bench, job) else None
         plans.append(Plan(title="", ours={OURS: job}, fio=beside))

@@ -1,8 +1,8 @@
 """A stream of transfers through the engine, as one job describes it, over files that lie where a store would.
 
-So many transfers of one block each are in flight, from a window of buffers half as large again: the engine never waits
-for Python, which queues the next ones when the oldest of the window have ended. A latency is the time from the moment
-that the engine hands a transfer to the kernel until the kernel has done it.
+So many transfers of one block each are in flight, from a larger window of buffers: the engine does not wait for Python,
+which queues the next ones when the oldest of the window have ended. A latency is the time from the moment that the engine
+hands a transfer to the kernel until the kernel has done it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import os
 import resource
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
@@ -47,6 +48,7 @@ __all__ = [
 IN_FLIGHT_LIMIT = 256 << 20
 _LEAST_BLOCK, _GREATEST_BLOCK = 4 << 10, 64 << 20
 _MOST_THREADS = 64
+_DOUBLED_BYTES = 32 << 20  # in flight at most, for a window of twice as much
 _PLACES = 1 << 16  # random places, taken in turn
 _SPANS = 1 << 20
 _FILL_BYTES = 4 << 20
@@ -217,10 +219,10 @@ def drop_pages(path: Path) -> None:
 
 def noise(arena: _native.Arena, seed: int = 0) -> None:
     """Fills an arena with noise: a virtual disk may be faster with zeros, or with what it has seen before."""
-    random = np.random.default_rng(seed)
-    for offset in range(0, arena.nbytes, _FILL_BYTES):
+    tile = np.frombuffer(np.random.default_rng(seed).bytes(min(_FILL_BYTES, arena.nbytes)), np.uint8)
+    for number, offset in enumerate(range(0, arena.nbytes, _FILL_BYTES)):
         piece = arena.view(offset, min(_FILL_BYTES, arena.nbytes - offset))
-        piece[:] = np.frombuffer(random.bytes(piece.nbytes), np.uint8)
+        np.add(tile[: piece.nbytes], np.uint8(number % 256), out=piece)
 
 
 def _fill(path: Path, nbytes: int) -> None:
@@ -245,7 +247,7 @@ class Load:
         self._job, self._set = job, files
         self._block = size
         # So many go at once when the oldest so many have ended.
-        self._batch = max(depth // 2, 1)
+        self._batch = depth if job.in_flight_bytes <= _DOUBLED_BYTES else max(depth // 2, 1)
         window = depth + self._batch
         self._engine = _native.Engine(
             backend=_native.IoBackend[job.backend.name],
@@ -346,9 +348,9 @@ class Load:
         ]
         self._engine.wait_all(tickets)
 
-    @property
-    def backend(self) -> str:
-        return self._engine.backend
+    def stats(self) -> Mapping[str, Any]:
+        """The engine's own account of what it moved."""
+        return self._engine.stats()
 
     def close(self) -> None:
         """Waits for what is in flight. Safe to call twice."""

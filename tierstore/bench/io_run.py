@@ -12,6 +12,7 @@ from tierstore.bench.fio import Fio, find_fio
 from tierstore.bench.io import (
     CPU_TARGET,
     OURS,
+    SMALL_PAGES,
     Comparison,
     Extent,
     IoBench,
@@ -30,11 +31,10 @@ from tierstore.capabilities import Capability, probe_dax, probe_direct_io, probe
 from tierstore.errors import ConfigError
 from tierstore.io_profile import save_io_point
 from tierstore.store.config import IoBackendName
-from tierstore.units import format_bytes
 
 __all__ = ["IoResult", "KeepProfile", "effective", "measurements", "run"]
 
-_LEAST_S, _MOST_S = 0.05, 5.0
+_LEAST_S, _MOST_S = 0.02, 5.0
 _SHARE = 0.5  # of the time for measuring; the rest is for files, buffers, fio's start, and the libraries
 _MIB = 1 << 20
 _BOTH = (Kind.READ, Kind.WRITE)
@@ -240,77 +240,65 @@ def _peers(bench: IoBench, found: Found, meter: _Meter) -> tuple[Comparison, lis
 
 
 def measurements(result: IoResult) -> list[Measurement]:
-    """What ``run`` found, for a document: bandwidths, CPU times and latencies of each series, ratios with their targets."""
+    """What ``run`` found, for a document: bandwidths, CPU times and latencies of each series, ratios with their targets.
+
+    The points that have a title have names of their own: two runs may find their best point in different places.
+    """
     found: list[Measurement] = []
-    everything = [*result.comparisons, *result.striped, result.peers]
-    for comparison in everything:
+    for comparison in (*result.comparisons, *result.striped, result.peers):
         for series in comparison.series:
-            found += _of_series(series, _parameters(comparison, series.program))
-        ours = _parameters(comparison, comparison.series[0].program)
-        for series in comparison.series[1:]:
-            ratios = comparison.ratios(series.program, lambda sample: sample.bytes_per_s)
-            target = comparison.targets.get(series.program)
-            found.append(
-                derived(
-                    f"bandwidth to {series.program}",
-                    ratios,
-                    "ratio",
-                    Better.HIGHER,
-                    parameters=ours,
-                    target=target,
-                )
-            )
-            if series.program == "fio" and (cpu := comparison.cpu_ratio("fio")) is not None:
-                limit = None if target is None else CPU_TARGET
-                found.append(
-                    derived(
-                        "CPU time a byte to fio", cpu, "ratio", Better.LOWER, parameters=ours, target=limit
-                    )
-                )
+            found += _of_series(comparison, series)
+        found += _ratios(comparison)
     return found
 
 
-def _parameters(comparison: Comparison, program: str) -> dict[str, float | str]:
-    """What tells one series from all others, run after run: the best point by its name, wherever it was found."""
-    named: dict[str, float | str] = {"program": program}
-    if comparison.title:
-        named["point"] = comparison.title
+def _name(comparison: Comparison, what: str) -> str:
+    return f"{what}, {comparison.title}" if comparison.title else what
+
+
+def _parameters(comparison: Comparison) -> dict[str, float | str]:
     job = comparison.job
     if job is None:
+        return {}
+    if comparison.title == "best point":
+        return {"kind": job.kind.value}
+    named: dict[str, float | str] = {"kind": job.kind.value, "block_bytes": job.block_bytes}
+    if comparison.title:
         return named
-    named |= {"kind": job.kind.value, "pattern": job.pattern.value, "backend": job.backend.value}
-    if comparison.title != "best point":
-        named |= {"block": format_bytes(job.block_bytes), "depth": job.depth}
-    return named | {"page cache": "no" if job.past_cache else "yes"}
+    past = "direct" if job.past_cache else "page cache"
+    return named | {"depth": job.depth, "pattern": job.pattern.value, "way": f"{job.backend.value}, {past}"}
 
 
-def _of_series(series: Series, parameters: dict[str, float | str]) -> list[Measurement]:
+def _of_series(comparison: Comparison, series: Series) -> list[Measurement]:
+    parameters = _parameters(comparison) | {"program": series.program}
     samples = series.samples
+    speeds = [sample.bytes_per_s for sample in samples]
+    costs = [sample.cpu_per_gb_s for sample in samples]
     found = [
-        measured(
-            "bandwidth",
-            [sample.bytes_per_s for sample in samples],
-            "bytes/s",
-            Better.HIGHER,
-            parameters=parameters,
-        ),
-        measured(
-            "CPU time of 1 GB",
-            [sample.cpu_per_gb_s for sample in samples],
-            "s",
-            Better.LOWER,
-            parameters=parameters,
-        ),
+        measured(_name(comparison, "bandwidth"), speeds, "bytes/s", Better.HIGHER, parameters=parameters),
+        measured(_name(comparison, "CPU time of 1 GB"), costs, "s", Better.LOWER, parameters=parameters),
     ]
-    if series.latencies.count:
-        found += [
-            measured(
-                f"latency p{percent:g}",
-                [sample.latencies.percentile_ns(percent) / 1e9 for sample in samples],
-                "s",
-                Better.LOWER,
-                parameters=parameters,
-            )
-            for percent in (50.0, 99.0)
-        ]
+    for percent in (50.0, 99.0) if series.latencies.count else ():
+        times = [sample.latencies.percentile_ns(percent) / 1e9 for sample in samples]
+        name = _name(comparison, f"latency p{percent:g}")
+        found.append(measured(name, times, "s", Better.LOWER, parameters=parameters))
+    return found
+
+
+def _ratios(comparison: Comparison) -> list[Measurement]:
+    parameters, found = _parameters(comparison), list[Measurement]()
+    programs = {series.program for series in comparison.series}
+    if {SMALL_PAGES, "fio"} <= programs:
+        ratios = comparison.ratios("fio", lambda sample: sample.bytes_per_s, ours=SMALL_PAGES)
+        name = _name(comparison, "bandwidth in 4 KiB pages to fio")
+        found.append(derived(name, ratios, "ratio", Better.HIGHER, parameters=parameters))
+    for series in comparison.series[1:]:
+        other, target = series.program, comparison.targets.get(series.program)
+        ratios = comparison.ratios(other, lambda sample: sample.bytes_per_s)
+        name = _name(comparison, f"bandwidth to {other}")
+        found.append(derived(name, ratios, "ratio", Better.HIGHER, parameters=parameters, target=target))
+        if other == "fio" and (cpu := comparison.cpu_ratio("fio")) is not None:
+            limit = None if target is None else CPU_TARGET
+            name = _name(comparison, "CPU time a byte to fio")
+            found.append(derived(name, cpu, "ratio", Better.LOWER, parameters=parameters, target=limit))
     return found

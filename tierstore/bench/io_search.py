@@ -84,7 +84,7 @@ def grid(bench: IoBench) -> list[Candidate]:
         Candidate(block_bytes=block, depth=depth)
         for block in _BLOCKS[bench.extent]
         for depth in _DEPTHS[bench.extent]
-        if block * depth <= _STORE_IN_FLIGHT and block <= bench.size
+        if block * depth <= min(_STORE_IN_FLIGHT, bench.size)
     ]
 
 

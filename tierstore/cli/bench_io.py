@@ -103,6 +103,8 @@ def _cleanly_ended() -> Iterator[None]:
 
 
 def _show(result: IoResult, output: Output) -> None:
+    from tierstore.bench.io import SMALL_PAGES
+
     bench = result.bench
     places = ", ".join(str(path.resolve()) for path in bench.directories)
     output.line(
@@ -112,6 +114,12 @@ def _show(result: IoResult, output: Output) -> None:
     columns = ("", "GB/s", "least", "greatest", "p50", "p99", "p99.9", "CPU s/GB", "/ fio", "CPU / fio")
     output.table("", columns, [_row(comparison) for comparison in _told(result)])
     for comparison in result.comparisons:
+        if any(series.program == SMALL_PAGES for series in comparison.series):
+            assert comparison.job is not None
+            output.line(
+                f"{comparison.title}, {comparison.job.kind.value}, with buffers in 4 KiB pages as fio's are: "
+                f"{comparison.ratio('fio', ours=SMALL_PAGES):.2f} of fio"
+            )
         if comparison.title == "checksums":
             job, ratio = comparison.job, comparison.ratio(comparison.series[1].program)
             assert job is not None
