@@ -101,7 +101,7 @@ def test_simulate(trace: Path) -> None:
         assert one["step_stall_s"] > 0
         assert one["drive_life_years"] > 0
         assert one["policy_s"] > 0
-    assert value["assumptions"]["read bandwidth"] == "3 GB/s"
+    assert value["assumptions"]["read bandwidth"] == "100 us an entry and 2 GB/s (assumed)"
 
 
 def test_simulate_says_what_its_numbers_are(trace: Path) -> None:
@@ -323,7 +323,7 @@ def test_reports(trace: Path, tmp_path: Path) -> None:
         assert page.startswith("<!doctype html>") or page.startswith("<!DOCTYPE html>")
         assert value["contract"] == "event-atomic"
         if arguments[0] == "report":
-            assert value["assumptions"]["read bandwidth"] == "3 GB/s"
+            assert value["assumptions"]["read bandwidth"] == "100 us an entry and 2 GB/s (assumed)"
         for said in ("run.trace", value["trace"]["sha256"][:12], "event-atomic", "simulated", "estimated"):
             assert said in page, (arguments, said)
 

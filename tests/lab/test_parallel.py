@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -35,8 +36,13 @@ def test_progress_and_errors():
         raise KeyError("a job")
 
     later = []
+
+    def slow():
+        time.sleep(0.01)
+        later.append(1)
+
     with pytest.raises(KeyError, match="a job"):
-        in_parallel([fail, *[lambda: later.append(1)] * 50], threads=1)
+        in_parallel([fail, *[slow] * 50], threads=1)
     assert len(later) < 50
     with pytest.raises(ValueError, match="2 jobs with 1 weights"):
         in_parallel([int, int], weights=[1.0])

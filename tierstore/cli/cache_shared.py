@@ -118,5 +118,6 @@ def study_of(regime: RegimeStudy, machine: Machine) -> Study:
         title=f"Cache policies on {regime.name}",
         regimes=(regime,),
         assumptions=machine.assumptions,
+        source=machine.source,
         version=__version__,
     )

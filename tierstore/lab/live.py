@@ -75,14 +75,14 @@ class LiveReplay:
 
     def step_misses(self, requests: Requests) -> NDArray[np.float64]:
         """Reads by step, ahead or on demand, in requests of mean size."""
-        return self.column("read_bytes") / _mean_bytes(requests)
+        return self.column("read_bytes") / requests.mean_bytes
 
     def outcome(self, requests: Requests, steps: slice) -> Outcome:
         """What it came to over ``steps``."""
         setting = self.setting
         total = dict(zip(STEP_COUNTS, self.counts[steps].sum(axis=0).tolist(), strict=True))
         asked = total["hits"] + total["misses"] + total["creates"]
-        misses = min(round(total["read_bytes"] / _mean_bytes(requests)), asked - total["creates"])
+        misses = min(round(total["read_bytes"] / requests.mean_bytes), asked - total["creates"])
         return Outcome(
             policy=setting.policy.name,
             policy_options=setting.policy.options,
@@ -103,11 +103,6 @@ class LiveReplay:
             read_bytes=total["read_bytes"],
             written_bytes=total["written_bytes"],
         )
-
-
-def _mean_bytes(requests: Requests) -> float:
-    """Bytes of a request, the mean."""
-    return float(requests.entry_bytes[requests.entries].mean())
 
 
 def replay_recorded(

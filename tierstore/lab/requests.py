@@ -173,6 +173,11 @@ class Requests:
         return max(1, int(np.ceil((self.entry_bytes / np.maximum(self.sizes, 1)).max())))
 
     @cached_property
+    def mean_bytes(self) -> float:
+        """Bytes of a request, the mean."""
+        return float(self.entry_bytes[self.entries].mean()) if len(self.entries) else 1.0
+
+    @cached_property
     def layer_frames(self) -> NDArray[np.uint64]:
         """Frames of each layer's entries [layers]."""
         return np.bincount(self.entry_layers, weights=self.sizes, minlength=self.layer_count).astype(

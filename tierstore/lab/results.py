@@ -258,9 +258,12 @@ class RegimeStudy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """Everything that one report shows. ``assumptions`` are what estimates rest on: bandwidth, endurance."""
+    """Everything that one report shows. ``assumptions`` are what estimates rest on: bandwidth, endurance;
+    ``source`` says in a few words whether they were measured, given or assumed.
+    """
 
     title: str
     regimes: tuple[RegimeStudy, ...]
     assumptions: Mapping[str, str] = field(default_factory=dict)
+    source: str = ""
     version: str = ""

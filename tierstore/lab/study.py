@@ -80,6 +80,7 @@ def run_study(
         title="Cache policies by regime",
         regimes=tuple(regimes),
         assumptions=chosen.machine.assumptions,
+        source=chosen.machine.source,
         version=__version__,
     )
 

@@ -32,7 +32,9 @@ def study_markdown(study: Study) -> str:
     head = (
         f"All miss ratios and bytes are simulated, at a capacity of {focus:.0%} of what the trace asks for unless "
         "said otherwise, with no lookahead (nothing is fetched ahead); "
-        "contract and hash of each trace are in the first table.\n"
+        "contract and hash of each trace are in the first table."
+        + (f" Stalls and drive wear (in the report) are estimates: {study.source}." if study.source else "")
+        + "\n"
     )
     return head + "".join(f"\n### {title}\n\n{table}" for title, table in parts if table)
 
