@@ -22,6 +22,7 @@ __all__ = [
     "capacity_option",
     "html_option",
     "machine_options",
+    "pin_option",
     "policy_option",
     "replay_options",
     "specs_of",
@@ -99,6 +100,17 @@ def replay_options(command: F) -> F:
         ),
         threads_option,
     )
+
+
+def pin_option(command: F) -> F:
+    """``--pin``, any number of times: the argument ``pins``."""
+    return click.option(
+        "--pin",
+        "pins",
+        multiple=True,
+        metavar="LAYER:EXPERT,..",
+        help="Records that stay once they have come, by layer and place in it; any number of times.",
+    )(command)
 
 
 def contract_option(command: F) -> F:

@@ -12,7 +12,16 @@ from tierstore.lab.parallel import OnProgress
 from tierstore.lab.regime import Regime, survey
 from tierstore.lab.requests import Capacity, Requests
 from tierstore.lab.results import Curve, HalfLifeMap, RegimeStudy
-from tierstore.lab.simulate import Contract, Detail, PolicySpec, Replayed, Scope, Setting, replay_each
+from tierstore.lab.simulate import (
+    Contract,
+    Detail,
+    PolicySpec,
+    Replayed,
+    Scope,
+    Setting,
+    contract_name,
+    replay_each,
+)
 from tierstore.lab.tune import Tuning
 
 __all__ = ["half_life_map", "regime_study"]
@@ -94,7 +103,7 @@ def regime_study(
     return RegimeStudy(
         name=name or requests.name,
         trace=requests.info,
-        contract=contract.value,
+        contract=contract_name(requests, contract),
         scope=scope.value,
         active_per_layer=regime.active_records,
         records_per_layer=regime.layer_records,

@@ -2,7 +2,7 @@
 
 LRU has the inclusion property (a larger cache holds what a smaller one does), so one pass over the trace
 gives every capacity at once (Mattson et al. 1970): ``lru_curve``. That holds with one cache for all layers,
-entries of one size, and capacities that no event exceeds. Everything else is replayed, in parallel.
+entries of one size, nothing pinned, and capacities that no event exceeds. Everything else is replayed, in parallel.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from tierstore.lab.simulate import (
     PolicySpec,
     Scope,
     Setting,
+    contract_name,
     expected_time,
     known_policies,
     outcome,
@@ -82,7 +83,7 @@ def has_one_pass(
         and (requests.entry_bytes == requests.entry_bytes[0]).all()
     )
     whole = contract is Contract.SEQUENTIAL or capacity_frames >= requests.largest_event_frames
-    return scope is Scope.GLOBAL and alike and whole
+    return scope is Scope.GLOBAL and alike and whole and not requests.pins
 
 
 def lru_curve(
@@ -128,7 +129,7 @@ def lru_curve(
                 capacity_frames=capacity,
                 capacity_fraction=capacity / requests.total_frames,
                 scope=Scope.GLOBAL.value,
-                contract=contract.value,
+                contract=contract_name(requests, contract),
                 steps=requests.step_count - warmup_steps,
                 requests=int(found["requests"]),
                 hits=int(found["requests"]) - fetched,

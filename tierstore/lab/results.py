@@ -92,7 +92,7 @@ class Outcome:
     capacity_frames: int
     capacity_fraction: float  # of the frames of all entries that the trace asks for
     scope: str  # "global" or "layer"
-    contract: str  # "event-atomic" or "sequential"
+    contract: str  # "event-atomic" or "sequential", and what is pinned
     lookahead_frames: int = 0  # that the recorded prefetches may hold; 0: replayed without prefetch
     steps: int
     requests: int

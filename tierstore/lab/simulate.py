@@ -41,6 +41,7 @@ __all__ = [
     "Replayed",
     "Scope",
     "Setting",
+    "contract_name",
     "expected_time",
     "known_policies",
     "outcome",
@@ -293,6 +294,7 @@ def replay_one(requests: Requests, setting: Setting, warmup_events: int, detail:
             requests.entry_records,
             requests.entry_groups,
             requests.entry_bytes,
+            pinned=requests.pinned if len(requests.pinned) else None,
             policy=setting.policy.name,
             options=dict(setting.policy.options),
             capacity_frames=setting.capacity_frames,
@@ -371,6 +373,11 @@ def simulate(
     )
 
 
+def contract_name(requests: Requests, contract: Contract) -> str:
+    """The contract as reports name it: with what is pinned."""
+    return ", ".join(filter(None, (contract.value, requests.pins)))
+
+
 def outcome(requests: Requests, replayed: Replayed, *, windows: int = 0) -> Outcome:
     """The lab's result of one replay, without the costs that need a model of the machine."""
     setting = replayed.setting
@@ -382,7 +389,7 @@ def outcome(requests: Requests, replayed: Replayed, *, windows: int = 0) -> Outc
         capacity_frames=setting.capacity_frames,
         capacity_fraction=setting.capacity_frames / requests.total_frames,
         scope=setting.scope.value,
-        contract=setting.contract.value,
+        contract=contract_name(requests, setting.contract),
         steps=len(counted),
         requests=replayed.requests,
         hits=replayed.hits,

@@ -119,6 +119,10 @@ def tune(
             f"{requests.name}: expected at least {_LEAST_STEPS} steps to tune on and to score, found "
             f"{requests.step_count}"
         )
+    if requests.pins:
+        raise ConfigError(
+            f"{requests.name}: {requests.pins}: a live cache pins nothing, so there is nothing to tune"
+        )
     capacity_frames = requests.frames_of(capacity)
     if capacity_frames < requests.largest_record_frames:
         raise BudgetError(
