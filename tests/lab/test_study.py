@@ -72,4 +72,4 @@ def test_what_cannot_be_studied(tmp_path):
         run_study([tmp_path / "keys"])
     with pytest.raises(ConfigError, match="focus: expected one of the capacities"):
         StudyOptions(focus=0.35)
-    assert len(TOPK_REGIMES) == 6
+    assert len(TOPK_REGIMES) == 9  # and a run of our own is the tenth

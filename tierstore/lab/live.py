@@ -9,19 +9,19 @@ on demand, by bytes: in requests of the trace's mean size.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.errors import BudgetError
+from tierstore.lab.parallel import OnProgress, in_parallel
 from tierstore.lab.requests import Requests
 from tierstore.lab.results import Outcome
-from tierstore.lab.simulate import Setting
-from tierstore.machine import cores
+from tierstore.lab.simulate import Setting, expected_time
 from tierstore.trace.format import TraceKind
 from tierstore.trace.reader import read_header
 from tierstore.trace.records import RecordTable
@@ -111,7 +111,7 @@ def replay_recorded(
     settings: Sequence[Setting],
     *,
     threads: int = 0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: OnProgress | None = None,
 ) -> list[LiveReplay | None]:
     """Each setting's replay, in the order given; None where the lookahead leaves an access too little room.
 
@@ -134,10 +134,9 @@ def replay_recorded(
             return None
         return LiveReplay(setting=setting, lookahead_frames=lookahead, counts=counts)
 
-    found: list[LiveReplay | None] = []
-    with ThreadPoolExecutor(threads or cores()) as pool:
-        for replayed in pool.map(one, settings):
-            found.append(replayed)
-            if progress is not None:
-                progress(len(found), len(settings))
-    return found
+    return in_parallel(
+        [partial(one, setting) for setting in settings],
+        weights=[expected_time(requests, setting) for setting in settings],
+        threads=threads,
+        progress=progress,
+    )

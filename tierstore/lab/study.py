@@ -34,11 +34,13 @@ OnRegime: TypeAlias = Callable[[str, str], None]
 TOPK_REGIMES: Mapping[str, Mapping[str, object]] = {
     "decode, 1 sequence": {"regime": "decode", "sequences": 1},
     "decode, 8 sequences": {"regime": "decode", "sequences": 8},
+    "decode, 32 sequences": {"regime": "decode", "sequences": 32},
     **{
         f"train, {tokens} tokens a step": {"regime": "train", "tokens_per_step": tokens}
-        for tokens in (16, 64, 512, 2048)
+        for tokens in (16, 64, 128, 256, 512, 2048)
     },
 }
+"""Nine regimes of one routing trace; a recorded run of our own is the tenth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +67,7 @@ class StudyOptions:
 def run_study(
     sources: Sequence[Path], options: StudyOptions | None = None, *, progress: OnRegime | None = None
 ) -> Study:
-    """Studies each of ``sources``: an npz with ``topk`` in the six regimes, a trace as it was recorded.
+    """Studies each of ``sources``: an npz with ``topk`` in the nine regimes, a trace as it was recorded.
 
     Raises DataError, ConfigError, BudgetError or OSError.
     """

@@ -169,7 +169,6 @@ def _choices(regimes: Sequence[RegimeStudy]) -> str:
     ]
     if not rows:
         return ""
-    near = sum(tuned.regret <= _WITHIN for _, tuned in tunings)
     table = _table(
         (
             "regime, capacity",
@@ -183,7 +182,18 @@ def _choices(regimes: Sequence[RegimeStudy]) -> str:
         ),
         rows,
     )
-    return f"{table}\nWithin {_WITHIN:.0%} of the best tried, in hindsight: {near} of {len(tunings)}.\n"
+    return f"{table}\n{_near(regimes)}\n"
+
+
+def _near(regimes: Sequence[RegimeStudy]) -> str:
+    """How many choices are close to the best tried: of all cases, and of the regimes, at each capacity."""
+    choices = {regime.name: [tuned.regret <= _WITHIN for tuned in _tunings(regime)] for regime in regimes}
+    tuned = {name: near for name, near in choices.items() if near}
+    cases = [near for each in tuned.values() for near in each]
+    return (
+        f"Within {_WITHIN:.0%} of the best tried, in hindsight: {sum(cases)} of {len(cases)} cases; "
+        f"{sum(map(all, tuned.values()))} of {len(tuned)} regimes, at every capacity."
+    )
 
 
 def _tunings(regime: RegimeStudy) -> list[TuneResult]:
