@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, product
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,7 @@ from tierstore import _native
 from tierstore._native import Detail
 from tierstore.errors import BudgetError, ConfigError
 from tierstore.lab.parallel import OnProgress, in_parallel
-from tierstore.lab.requests import Capacity, Requests
+from tierstore.lab.requests import Capacity, Creations, Requests
 from tierstore.lab.results import LayerOutcome, Outcome, Role, Window
 from tierstore.machine import cores
 from tierstore.trace.quotas import quotas_by_layer
@@ -313,11 +313,22 @@ def replay_one(requests: Requests, setting: Setting, warmup_events: int, detail:
         if setting.policy.own:  # the user's own
             raise
         raise ConfigError(str(error)) from error
-    elapsed = time.thread_time() - began
-    created = requests.creations.since(warmup_events)
+    return _replayed(
+        requests, setting, found, requests.creations.since(warmup_events), time.thread_time() - began
+    )
+
+
+def _replayed(
+    requests: Requests,
+    setting: Setting,
+    found: dict[str, Any],
+    created: Creations,
+    elapsed_s: float,
+) -> Replayed:
+    """What the native loop ``found``, with creations told from misses."""
     created_bytes = requests.entry_bytes[created.entries]
     event_read_bytes = found["event_missed_bytes"]
-    if detail is Detail.EVENTS:
+    if len(event_read_bytes):
         np.subtract.at(event_read_bytes, created.events, created_bytes)
     layer_misses = found["layer_misses"].astype(np.int64)
     np.subtract.at(layer_misses, requests.layers[created.events], 1)
@@ -339,7 +350,7 @@ def replay_one(requests: Requests, setting: Setting, warmup_events: int, detail:
         event_written_bytes=found["event_written_bytes"],
         layer_requests=found["layer_hits"] + found["layer_misses"],
         layer_misses=layer_misses,
-        policy_s=elapsed,
+        policy_s=elapsed_s,
     )
 
 

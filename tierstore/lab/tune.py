@@ -45,7 +45,7 @@ from tierstore.lab.requests import Capacity, Requests
 from tierstore.lab.results import Outcome, TuneResult, Verdict
 from tierstore.lab.simulate import Contract, Detail, Replayed, Scope, outcome, replay_each, suits
 
-__all__ = ["Hindsight", "OnStage", "TuneOptions", "Tuning", "scored_text", "tune"]
+__all__ = ["LEAST_STEPS", "Hindsight", "OnStage", "TuneOptions", "Tuning", "scored_text", "tune"]
 
 OnStage: TypeAlias = Callable[[str, int, int], None]
 """Hears the stage, and how many of how many replays are done."""
@@ -55,7 +55,8 @@ _BEST = 6  # finalists by cost
 _SIMPLEST = 4  # finalists by simplicity, of those this close to the best:
 _CLOSE = 1.01
 _TIED = 1.005  # what a simpler setting may cost more, if it cannot be told from the best
-_LEAST_STEPS = 4
+LEAST_STEPS = 4
+"""Of a trace that can be tuned on and scored."""
 
 
 class Hindsight(enum.Enum):
@@ -116,9 +117,9 @@ def tune(
     of fewer than four steps.
     """
     chosen_options = options or TuneOptions()
-    if requests.step_count < _LEAST_STEPS:
+    if requests.step_count < LEAST_STEPS:
         raise DataError(
-            f"{requests.name}: expected at least {_LEAST_STEPS} steps to tune on and to score, found "
+            f"{requests.name}: expected at least {LEAST_STEPS} steps to tune on and to score, found "
             f"{requests.step_count}"
         )
     if requests.pins:
