@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, product
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -321,7 +321,7 @@ def replay_one(requests: Requests, setting: Setting, warmup_events: int, detail:
 def _replayed(
     requests: Requests,
     setting: Setting,
-    found: dict[str, Any],
+    found: _native.SimulationResult,
     created: Creations,
     elapsed_s: float,
 ) -> Replayed:
