@@ -22,7 +22,7 @@ from tierstore.lab.curves import all_policies
 from tierstore.lab.importing import SourceKind, detect_kind, import_trace
 from tierstore.lab.requests import Requests, load_requests
 from tierstore.lab.results import Outcome, RegimeStudy, Study
-from tierstore.lab.simulate import Contract, PolicySpec, Scope, Setting, outcome, replay_all
+from tierstore.lab.simulate import Contract, PolicySpec, Replayed, Scope, Setting, outcome, replay_each
 from tierstore.lab.tune import LEAST_STEPS, Hindsight, TuneOptions, tune
 from tierstore.trace.format import MAGIC
 
@@ -175,7 +175,8 @@ def _layered(requests: Requests, options: StudyOptions) -> tuple[Outcome, ...]:
         return ()
     capacity = requests.frames_of(options.focus)
     settings = [Setting(spec, capacity, Scope.LAYER, options.contract) for spec in all_policies(requests)]
-    return tuple(
-        with_costs(requests, replayed, outcome(requests, replayed), options.machine)
-        for replayed in replay_all(requests, settings, threads=options.threads)
-    )
+
+    def reduce(replayed: Replayed) -> Outcome:
+        return with_costs(requests, replayed, outcome(requests, replayed), options.machine)
+
+    return tuple(replay_each(requests, settings, reduce, threads=options.threads))
