@@ -9,25 +9,4 @@ void EntryLists::add(EntryId entry, std::uint32_t frames) {
     nodes_[entry].frames = frames;
 }
 
-void EntryLists::push_newest(List list, EntryId entry) {
-    Node& node = nodes_[entry];
-    Ends& ends = ends_[list];
-    node.list = list;
-    node.older = ends.newest;
-    node.newer = kEnd;
-    (ends.newest == kEnd ? ends.oldest : nodes_[ends.newest].newer) = entry;
-    ends.newest = entry;
-    ends.frames += node.frames;
-}
-
-void EntryLists::take(EntryId entry) {
-    Node& node = nodes_[entry];
-    if (node.list == kNone) return;
-    Ends& ends = ends_[node.list];
-    (node.older == kEnd ? ends.oldest : nodes_[node.older].newer) = node.newer;
-    (node.newer == kEnd ? ends.newest : nodes_[node.newer].older) = node.older;
-    ends.frames -= node.frames;
-    node.list = kNone;
-}
-
 }  // namespace tierstore

@@ -29,8 +29,26 @@ public:
     EntryId oldest(List list) const { return ends_[list].oldest; }
     EntryId newer(EntryId entry) const { return nodes_[entry].newer; }
 
-    void push_newest(List list, EntryId entry);
-    void take(EntryId entry);  // out of the list that it is in; nothing if it is in none
+    void push_newest(List list, EntryId entry) {
+        Node& node = nodes_[entry];
+        Ends& ends = ends_[list];
+        node.list = list;
+        node.older = ends.newest;
+        node.newer = kEnd;
+        (ends.newest == kEnd ? ends.oldest : nodes_[ends.newest].newer) = entry;
+        ends.newest = entry;
+        ends.frames += node.frames;
+    }
+    // Out of the list that it is in; nothing if it is in none.
+    void take(EntryId entry) {
+        Node& node = nodes_[entry];
+        if (node.list == kNone) return;
+        Ends& ends = ends_[node.list];
+        (node.older == kEnd ? ends.oldest : nodes_[node.older].newer) = node.newer;
+        (node.newer == kEnd ? ends.newest : nodes_[node.newer].older) = node.older;
+        ends.frames -= node.frames;
+        node.list = kNone;
+    }
     void move_newest(List list, EntryId entry) {
         take(entry);
         push_newest(list, entry);
@@ -40,6 +58,8 @@ public:
         take(entry);
         return entry;
     }
+
+    void prefetch(EntryId entry) const { __builtin_prefetch(&nodes_[entry], 1); }
 
 private:
     struct Node {

@@ -9,13 +9,6 @@ namespace {
 constexpr std::uint64_t kMostCounters = 1ull << 28;
 constexpr std::uint64_t kLowHalves = 0x7777777777777777ull;
 
-// The finalizer of SplitMix64 (Steele, Lea and Flood, 2014), a different stream for each row.
-std::uint64_t mix(std::uint64_t value) {
-    value = (value ^ value >> 30) * 0xbf58476d1ce4e5b9ull;
-    value = (value ^ value >> 27) * 0x94d049bb133111ebull;
-    return value ^ value >> 31;
-}
-
 }  // namespace
 
 void FrequencySketch::reset(std::uint64_t keys, std::uint64_t sample) {
@@ -24,10 +17,6 @@ void FrequencySketch::reset(std::uint64_t keys, std::uint64_t sample) {
     mask_ = counters - 1;
     sample_ = sample;
     counted_ = 0;
-}
-
-std::uint64_t FrequencySketch::slot(std::uint32_t key, std::uint32_t row) const {
-    return row * (mask_ + 1) + (mix(key + (row + 1) * 0x9e3779b97f4a7c15ull) & mask_);
 }
 
 std::uint32_t FrequencySketch::estimate(std::uint32_t key) const {
@@ -44,7 +33,9 @@ void FrequencySketch::count(std::uint32_t key, std::uint32_t weight) {
         least = std::min(least, at(slots[row]));
     }
     for (const std::uint64_t slot : slots) {
-        if (least < kMost && at(slot) == least) table_[slot / 16] += 1ull << (slot % 16 * 4);
+        // No branch: whether a row has the least is a coin toss.
+        const std::uint64_t add = (least < kMost) & (at(slot) == least);
+        table_[slot / 16] += add << (slot % 16 * 4);
     }
     counted_ += weight;
     if (counted_ < sample_) return;

@@ -6,6 +6,11 @@
 #include <string>
 
 namespace tierstore {
+namespace {
+
+constexpr double kMostUnit = 0x1p500;
+
+}  // namespace
 
 double half_life(double beta, double interval) {
     if (beta >= 1.0) return std::numeric_limits<double>::infinity();
@@ -33,85 +38,53 @@ LfuDecayOptions read_lfu_decay_options(const PolicyOptions& options) {
     }
     read.interval = static_cast<std::uint64_t>(interval);
     if (reader.has("half_life") && reader.has("beta")) reader.refuse("half_life", "either it or 'beta'");
+    const bool by_half_life = reader.has("half_life");
     const double half = reader.number("half_life", half_life(read.beta, interval));
-    if (!(half > 0.0)) reader.refuse("half_life", "a number > 0");
-    read.beta =
-        reader.number("beta", reader.has("half_life") ? beta_for_half_life(half, interval) : read.beta);
-    if (!(read.beta > 0.0 && read.beta <= 1.0)) reader.refuse("beta", "a number above 0 and at most 1");
+    read.beta = reader.number("beta", by_half_life ? beta_for_half_life(half, interval) : read.beta);
+    if (by_half_life && !(half > 0.0 && read.beta >= kLeastBeta)) {
+        reader.refuse("half_life", "a number > 0, at least a 500th of the interval");
+    }
+    if (!(read.beta >= kLeastBeta && read.beta <= 1.0)) {
+        reader.refuse("beta", "a number above 0 (2^-500 at least) and at most 1");
+    }
     reader.finish();
     return read;
 }
 
 LfuDecay::LfuDecay(const LfuDecayOptions& options)
-    : Policy(options.variant == LfuVariant::PAPER ? 1 : 0), options_(options) {}
-
-std::uint32_t LfuDecay::sift_up(Heap& heap, std::uint32_t at) {
-    const EntryId entry = heap[at];
-    while (at > 0) {
-        const std::uint32_t parent = (at - 1) / 2;
-        if (!before(entry, heap[parent])) break;
-        heap[at] = heap[parent];
-        slot_[heap[at]] = at;
-        at = parent;
-    }
-    heap[at] = entry;
-    slot_[entry] = at;
-    return at;
-}
-
-void LfuDecay::sift_down(Heap& heap, std::uint32_t at) {
-    const EntryId entry = heap[at];
-    const auto size = static_cast<std::uint32_t>(heap.size());
-    for (;;) {
-        std::uint32_t child = 2 * at + 1;
-        if (child >= size) break;
-        if (child + 1 < size && before(heap[child + 1], heap[child])) ++child;
-        if (!before(heap[child], entry)) break;
-        heap[at] = heap[child];
-        slot_[heap[at]] = at;
-        at = child;
-    }
-    heap[at] = entry;
-    slot_[entry] = at;
-}
+    : Policy(options.variant == LfuVariant::PAPER ? 1 : 0), options_(options), floor_(options.threshold) {}
 
 void LfuDecay::push(EntryId entry) {
-    Heap& heap = heap_of(entry);
-    heap.push_back(entry);
-    sift_up(heap, static_cast<std::uint32_t>(heap.size() - 1));
-}
-
-void LfuDecay::take_out(Heap& heap, std::uint32_t at) {
-    const EntryId last = heap.back();
-    heap.pop_back();
-    if (at == heap.size()) return;
-    heap[at] = last;
-    sift_down(heap, sift_up(heap, at));
+    Entry& of = entries_[entry];
+    of.place = of.score >= floor_ ? READY : COLD;
+    (of.place == READY ? ready_ : cold_).push(ScoreHeap::Node{of.score, entry, ++of.stamp});
+    ++live_;
 }
 
 void LfuDecay::insert(EntryId entry) {
-    if (entry >= hits_.size()) {
-        hits_.resize(entry + entry / 2 + 1, 0.0);
-        slot_.resize(hits_.size(), 0);
-    }
-    hits_[entry] = 1.0;
+    if (entry >= entries_.size()) entries_.resize(entry + entry / 2 + 1);
+    entries_[entry].score = unit_;
     push(entry);
 }
 
 void LfuDecay::hit(EntryId entry) {
-    Heap& from = heap_of(entry);
-    const std::uint32_t at = slot_[entry];
-    if (&from == &cold_ && hits_[entry] + 1.0 >= options_.threshold) {
-        take_out(from, at);
-        hits_[entry] += 1.0;
-        push(entry);
-        return;
-    }
-    hits_[entry] += 1.0;
-    sift_down(from, at);
+    Entry& of = entries_[entry];
+    of.score += unit_;
+    if (of.place != COLD || of.score < floor_) return;
+    --live_;
+    push(entry);
+    trim();
 }
 
-void LfuDecay::remove(EntryId entry) { take_out(heap_of(entry), slot_[entry]); }
+void LfuDecay::remove(EntryId entry) {
+    Entry& of = entries_[entry];
+    if (of.place != NAMED) {
+        ++of.stamp;
+        --live_;
+        trim();
+    }
+    of.place = NOWHERE;
+}
 
 void LfuDecay::tick(Clock clock) {
     const Clock mine = options_.variant == LfuVariant::PAPER ? Clock::REQUEST : Clock::STEP;
@@ -121,85 +94,110 @@ void LfuDecay::tick(Clock clock) {
 }
 
 void LfuDecay::decay() {
-    // Each count is multiplied, as in the algorithm: a factor kept aside would round differently. Rounding
-    // can make ties, which the entry number then breaks, so the heaps are ordered again.
-    Heap all;
-    all.reserve(ready_.size() + cold_.size());
-    all.insert(all.end(), cold_.begin(), cold_.end());
-    all.insert(all.end(), ready_.begin(), ready_.end());
-    ready_.clear();
-    cold_.clear();
-    for (const EntryId entry : all) {
-        hits_[entry] *= options_.beta;
-        Heap& heap = heap_of(entry);
-        slot_[entry] = static_cast<std::uint32_t>(heap.size());
-        heap.push_back(entry);
-    }
-    for (Heap* heap : {&ready_, &cold_}) {
-        for (auto at = static_cast<std::uint32_t>(heap->size() / 2); at-- > 0;) sift_down(*heap, at);
+    unit_ /= options_.beta;
+    if (unit_ >= kMostUnit) rescale();
+    floor_ = options_.threshold * unit_;
+}
+
+// Scores so old that they vanish become ties, which the entry breaks: hence new heaps.
+void LfuDecay::rescale() {
+    unit_ /= kMostUnit;
+    for (Entry& entry : entries_) entry.score /= kMostUnit;
+    for (ScoreHeap* heap : {&ready_, &cold_}) {
+        heap->rebuild([this](ScoreHeap::Node& node) {
+            node.score = entries_[node.entry].score;
+            return node.stamp == entries_[node.entry].stamp;
+        });
     }
 }
 
-LfuDecay::Ascent::Ascent(const LfuDecay& policy, const Heap& heap, std::vector<std::uint32_t>& frontier)
-    : policy_(policy), heap_(heap), frontier_(frontier) {
-    frontier_.clear();
-    if (!heap_.empty()) frontier_.push_back(0);
+// Nodes that are out of date leave when they reach the top; those that never would are cleared away.
+void LfuDecay::trim() {
+    constexpr std::size_t kSpare = 64;
+    if (ready_.size() + cold_.size() <= 2 * live_ + kSpare) return;
+    for (ScoreHeap* heap : {&ready_, &cold_}) {
+        heap->rebuild(
+            [this](const ScoreHeap::Node& node) { return node.stamp == entries_[node.entry].stamp; });
+    }
 }
 
-EntryId LfuDecay::Ascent::next() {
-    const auto after = [this](std::uint32_t a, std::uint32_t b) { return later(a, b); };
-    std::pop_heap(frontier_.begin(), frontier_.end(), after);
-    const std::uint32_t at = frontier_.back();
-    frontier_.pop_back();
-    for (std::uint32_t child = 2 * at + 1; child <= 2 * at + 2 && child < heap_.size(); ++child) {
-        frontier_.push_back(child);
-        std::push_heap(frontier_.begin(), frontier_.end(), after);
+// Brings the top up to date. False when the heap is empty.
+bool LfuDecay::settle(ScoreHeap& heap) {
+    while (!heap.empty()) {
+        const ScoreHeap::Node& top = heap.top();
+        const Entry& of = entries_[top.entry];
+        if (top.stamp != of.stamp) {
+            heap.pop();
+        } else if (top.score < of.score) {
+            heap.raise_top(of.score);
+        } else {
+            return true;
+        }
     }
-    return heap_[at];
+    return false;
+}
+
+// What has decayed below the threshold since the last choice becomes cold.
+void LfuDecay::settle_ready() {
+    while (settle(ready_) && ready_.top().score < floor_) {
+        const EntryId entry = ready_.top().entry;
+        ready_.pop();
+        --live_;
+        push(entry);
+    }
+}
+
+// The top of a settled heap becomes a victim, if it can go; returns whether it did.
+bool LfuDecay::take(ScoreHeap& heap, Choice& choice) {
+    const EntryId entry = heap.top().entry;
+    heap.pop();
+    --live_;
+    if (!choice.candidates.evictable(entry)) {
+        busy_.push_back(entry);
+        return false;
+    }
+    entries_[entry].place = NAMED;
+    named_.push_back(entry);
+    choice.victims.push_back(entry);
+    choice.freed += choice.candidates.frames[entry];
+    return true;
+}
+
+// Below the threshold nothing qualifies: the smallest goes, one at a time.
+void LfuDecay::take_cold(Choice& choice) {
+    while (!choice.done() && settle(cold_)) choice.starved += take(cold_, choice) ? 1 : 0;
+}
+
+void LfuDecay::choose_corrected(Choice& choice) {
+    while (!choice.done() && settle(ready_)) take(ready_, choice);
+    take_cold(choice);
+}
+
+void LfuDecay::choose_paper(Choice& choice) {
+    take_cold(choice);
+    while (!choice.done() && settle(ready_)) {
+        const double least = ready_.top().score;
+        if (!take(ready_, choice)) continue;
+        while (settle(ready_) && ready_.top().score == least) take(ready_, choice);
+    }
 }
 
 std::uint64_t LfuDecay::select(const Candidates& candidates, std::uint64_t frames,
                                std::vector<EntryId>& victims) {
-    if (options_.variant == LfuVariant::PAPER) return select_paper(candidates, frames, victims);
-    std::uint64_t freed = 0;
-    std::uint64_t starved = 0;
-    for (const Heap* heap : {&ready_, &cold_}) {
-        for (Ascent ascent(*this, *heap, frontier_); !ascent.done() && freed < frames;) {
-            const EntryId entry = ascent.next();
-            if (!candidates.evictable(entry)) continue;
-            victims.push_back(entry);
-            freed += candidates.frames[entry];
-            starved += heap == &cold_ ? 1 : 0;
-        }
+    for (const EntryId entry : named_) {
+        if (entries_[entry].place == NAMED) push(entry);  // named, and stayed
     }
-    return starved;
-}
-
-std::uint64_t LfuDecay::select_paper(const Candidates& candidates, std::uint64_t frames,
-                                     std::vector<EntryId>& victims) const {
-    std::uint64_t freed = 0;
-    std::uint64_t starved = 0;
-    const auto take = [&](EntryId entry) {
-        victims.push_back(entry);
-        freed += candidates.frames[entry];
-    };
-    // Below the threshold nothing qualifies: the smallest goes, one at a time.
-    for (Ascent ascent(*this, cold_, frontier_); !ascent.done() && freed < frames;) {
-        const EntryId entry = ascent.next();
-        if (!candidates.evictable(entry)) continue;
-        take(entry);
-        ++starved;
+    named_.clear();
+    settle_ready();
+    Choice choice{candidates, victims, frames};
+    if (options_.variant == LfuVariant::PAPER) {
+        choose_paper(choice);
+    } else {
+        choose_corrected(choice);
     }
-    for (Ascent ascent(*this, ready_, frontier_); !ascent.done() && freed < frames;) {
-        const EntryId entry = ascent.next();
-        if (!candidates.evictable(entry)) continue;
-        take(entry);
-        while (!ascent.done() && hits_[ascent.peek()] == hits_[entry]) {
-            const EntryId tied = ascent.next();
-            if (candidates.evictable(tied)) take(tied);
-        }
-    }
-    return starved;
+    for (const EntryId entry : busy_) push(entry);
+    busy_.clear();
+    return choice.starved;
 }
 
 std::unique_ptr<Policy> make_lfu_decay(const PolicyOptions& options) {

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "native/cache/policy.hpp"
+#include "native/cache/score_heap.hpp"
 
 namespace tierstore {
 
@@ -14,12 +15,19 @@ namespace tierstore {
 // CORRECTED: the minimum among those with hits >= threshold, ties by entry, one at a time; K counts training
 // steps; the overall minimum when none qualifies (counted as starved).
 // Both: what is pinned is no candidate, and `hits` is forgotten on eviction.
+//
+// The arithmetic. Multiplying every count by beta changes no order between them, so what grows instead is the
+// unit that a hit adds, by 1 / beta at each decay; `hits` is score / unit, and hits >= threshold is
+// score >= threshold * unit. Once the unit has reached 2^500 it and all scores are multiplied by 2^-500. For a
+// beta that is a power of two these are the very bits of counts multiplied one by one, down to 2^-500.
 enum class LfuVariant : std::uint8_t { PAPER, CORRECTED };
+
+inline constexpr double kLeastBeta = 0x1p-500;  // a unit below 2^500 is still finite when it has grown
 
 struct LfuDecayOptions {
     LfuVariant variant = LfuVariant::CORRECTED;
     double threshold = 0.0;       // >= 0
-    double beta = 0.5;            // (0, 1]
+    double beta = 0.5;            // [kLeastBeta, 1]
     std::uint64_t interval = 8;  // K, >= 1
 };
 
@@ -40,43 +48,53 @@ public:
     std::uint64_t select(const Candidates& candidates, std::uint64_t frames,
                          std::vector<EntryId>& victims) override;
 
+    void prefetch(EntryId entry) const {
+        if (entry < entries_.size()) __builtin_prefetch(&entries_[entry], 1);
+    }
+
 private:
-    // A binary heap of entries, smallest (hits, entry) first; slot_ says where an entry sits, so that it can
-    // move when its hits change. Entries at or above the threshold and those below have a heap each.
-    using Heap = std::vector<EntryId>;
+    // Where a resident entry's node is. READY: its hits were at or above the threshold when that was last looked at;
+    // COLD: they are below it. NAMED: in neither heap, since select() took it out.
+    enum Place : std::uint8_t { NOWHERE, READY, COLD, NAMED };
+    struct Entry {
+        double score = 0.0;
+        std::uint32_t stamp = 0;  // of its latest node; those before are out of date
+        Place place = NOWHERE;
+    };
+    // A choice of victims under way.
+    struct Choice {
+        const Candidates& candidates;
+        std::vector<EntryId>& victims;
+        std::uint64_t frames;  // that it must free
+        std::uint64_t freed = 0;
+        std::uint64_t starved = 0;
 
-    // The smallest entries of a heap one after another, without changing it: the frontier holds positions
-    // whose parents were taken already.
-    class Ascent {
-    public:
-        Ascent(const LfuDecay& policy, const Heap& heap, std::vector<std::uint32_t>& frontier);
-        bool done() const { return frontier_.empty(); }
-        EntryId peek() const { return heap_[frontier_.front()]; }
-        EntryId next();
-
-    private:
-        bool later(std::uint32_t a, std::uint32_t b) const { return policy_.before(heap_[b], heap_[a]); }
-        const LfuDecay& policy_;
-        const Heap& heap_;
-        std::vector<std::uint32_t>& frontier_;
+        bool done() const { return freed >= frames; }
     };
 
-    bool before(EntryId a, EntryId b) const { return hits_[a] < hits_[b] || (hits_[a] == hits_[b] && a < b); }
-    Heap& heap_of(EntryId entry) { return hits_[entry] >= options_.threshold ? ready_ : cold_; }
     void push(EntryId entry);
-    void take_out(Heap& heap, std::uint32_t at);
-    std::uint32_t sift_up(Heap& heap, std::uint32_t at);
-    void sift_down(Heap& heap, std::uint32_t at);
+    bool settle(ScoreHeap& heap);
+    void settle_ready();
+    bool take(ScoreHeap& heap, Choice& choice);
+    void take_cold(Choice& choice);
+    void choose_corrected(Choice& choice);
+    void choose_paper(Choice& choice);
     void decay();
-    std::uint64_t select_paper(const Candidates&, std::uint64_t frames, std::vector<EntryId>&) const;
+    void rescale();
+    void trim();
 
     LfuDecayOptions options_;
     std::uint64_t elapsed_ = 0;  // requests or steps since the last decay
-    std::vector<double> hits_;
-    std::vector<std::uint32_t> slot_;
-    Heap ready_;
-    Heap cold_;
-    mutable std::vector<std::uint32_t> frontier_;  // scratch of select()
+    double unit_ = 1.0;
+    double floor_;  // threshold * unit_
+    std::vector<Entry> entries_;
+    // A hit is one addition. Scores only grow, so a node says at most its entry's score, and the least of a heap is
+    // found by bringing its top up to date until it is.
+    ScoreHeap ready_;
+    ScoreHeap cold_;
+    std::size_t live_ = 0;        // nodes that are their entry's latest
+    std::vector<EntryId> named_;  // by the last choice: most of them leave
+    std::vector<EntryId> busy_;   // scratch: passed over by a choice
 };
 
 std::unique_ptr<Policy> make_lfu_decay(const PolicyOptions& options);

@@ -29,6 +29,10 @@ public:
     void tick(Clock) override {}
     std::uint64_t select(const Candidates& candidates, std::uint64_t frames,
                          std::vector<EntryId>& victims) override;
+    void prefetch(EntryId entry) const {
+        stack_.prefetch(entry);
+        status_.prefetch(entry);
+    }
 
 private:
     static constexpr EntryLists::List kStack = 1;

@@ -31,6 +31,10 @@ public:
     void tick(Clock) override {}
     std::uint64_t select(const Candidates& candidates, std::uint64_t frames,
                          std::vector<EntryId>& victims) override;
+    void prefetch(EntryId entry) const {
+        lists_.prefetch(entry);
+        __builtin_prefetch(&hits_[entry], 1);
+    }
 
 private:
     // WANTED: its ghost was found, and it is on its way in.

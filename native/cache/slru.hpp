@@ -23,6 +23,7 @@ public:
     void tick(Clock) override {}
     std::uint64_t select(const Candidates& candidates, std::uint64_t frames,
                          std::vector<EntryId>& victims) override;
+    void prefetch(EntryId entry) const { lists_.prefetch(entry); }
 
 private:
     EntryLists lists_;                  // list 1 is the lowest segment

@@ -31,6 +31,10 @@ public:
     void tick(Clock) override {}
     std::uint64_t select(const Candidates& candidates, std::uint64_t frames,
                          std::vector<EntryId>& victims) override;
+    void prefetch(EntryId entry) const {
+        lists_.prefetch(entry);
+        sketch_.prefetch(keys_[entry]);
+    }
 
 private:
     enum : EntryLists::List { WINDOW = 1, PROBATION, PROTECTED };

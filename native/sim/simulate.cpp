@@ -1,10 +1,20 @@
 #include "native/sim/simulate.hpp"
 
+#include <algorithm>
+
+#include "native/cache/arc.hpp"
 #include "native/cache/clock.hpp"
 #include "native/cache/fifo.hpp"
 #include "native/cache/lfu.hpp"
+#include "native/cache/lfu_decay.hpp"
+#include "native/cache/lirs.hpp"
 #include "native/cache/lru.hpp"
+#include "native/cache/next_use.hpp"
+#include "native/cache/s3_fifo.hpp"
 #include "native/cache/sieve.hpp"
+#include "native/cache/slru.hpp"
+#include "native/cache/two_q.hpp"
+#include "native/cache/w_tinylfu.hpp"
 #include "native/sim/belady.hpp"
 #include "native/sim/columns.hpp"
 #include "native/sim/simulation.hpp"
@@ -31,6 +41,17 @@ std::vector<std::uint64_t> capacities(const SimulationOptions& options) {
     return options.layer_quotas;
 }
 
+// Sizes of one frame each are what no sizes mean, and then none is looked up. The number of entries must still
+// follow from another column.
+RequestColumns without_ones(const RequestColumns& requests) {
+    RequestColumns plain = requests;
+    const bool known = requests.layer_of.size() == requests.sizes.size() ||
+                       requests.bytes.size() == requests.sizes.size();
+    const auto is_one = [](std::uint32_t frames) { return frames == 1; };
+    if (known && std::all_of(plain.sizes.begin(), plain.sizes.end(), is_one)) plain.sizes = {};
+    return plain;
+}
+
 class Run {
 public:
     Run(const RequestColumns& requests, const SimulationOptions& options)
@@ -47,7 +68,8 @@ public:
         for (std::size_t i = 0; i < capacities_.size(); ++i) {
             policies.push_back(options_.make(options_.policy, options_.policy_options));
         }
-        return direct<Lru, Fifo, ClockPolicy, Lfu, Sieve>(std::move(policies));
+        return direct<Fifo, ClockPolicy, Lru, Lfu, LfuDecay, Slru, TwoQ, Arc, Lirs, S3Fifo, Sieve, WTinyLfu,
+                      NextUse>(std::move(policies));
     }
 
     SimulationResult belady(Room room) {
@@ -71,7 +93,7 @@ public:
     }
 
 private:
-    // The loop for the class that the policies are of, if it is one of these: the fastest gain most.
+    // The loop for the class that the policies are of, if it is one of these: its calls are then direct.
     template <typename P, typename... Rest>
     SimulationResult direct(std::vector<std::unique_ptr<Policy>> policies) {
         if (dynamic_cast<P*>(policies.front().get()) == nullptr) {
@@ -108,7 +130,8 @@ std::vector<std::string> bound_names() {
 }
 
 SimulationResult simulate(const RequestColumns& requests, const SimulationOptions& options) {
-    Run run(requests, options);
+    const RequestColumns plain = without_ones(requests);
+    Run run(plain, options);
     const std::string& name = options.policy;
     if (name != kBelady && name != kBeladyBypass && name != kUnbounded) return run.policy();
     OptionReader(name, options.policy_options).finish();

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from click.testing import CliRunner, Result
 from tierstore.cli.cache_output import COUNTS
 from tierstore.cli.main import cli
 from tierstore.cli.output import _COUNTS, unit_violations
+from tierstore.plan.costs import ASSUMED, Cost, save_profile
+from tierstore.plan.evidence import Evidence
 from tierstore.trace.format import TraceHeader, TraceKind, TraceRecord
 from tierstore.trace.writer import TraceWriter
 
@@ -101,7 +104,7 @@ def test_simulate(trace: Path) -> None:
         assert one["step_stall_s"] > 0
         assert one["drive_life_years"] > 0
         assert one["policy_s"] > 0
-    assert value["assumptions"]["read bandwidth"] == "3 GB/s"
+    assert value["assumptions"]["read bandwidth"] == "100 us an entry and 2 GB/s (assumed)"
 
 
 def test_simulate_says_what_its_numbers_are(trace: Path) -> None:
@@ -315,6 +318,29 @@ def test_record_tune_paste_and_train_again(tmp_path: Path) -> None:
 # Reports -----------------------------------------------------------------------------------------------------
 
 
+def test_costs_as_measured_here(trace: Path, tmp_path: Path) -> None:
+    profile, config = tmp_path / "machine.json", tmp_path / "run.toml"
+    measured = replace(ASSUMED, evidence=Evidence.MEASURED, machine="8 cores", disk_read=Cost(0.001, 1 << 20))
+    save_profile(measured, profile)
+    config.write_text("[model]\nd_model = 32\nd_ff = 64\nexperts = 4\nseq_len = 16\n")
+    options = ("--policy", "lru", "--capacity", "0.4", "--overlap", "serial", "--profile", profile)
+    value = found("simulate", trace, *options, "--run", config)
+    assert value["assumptions"]["read bandwidth"].endswith(
+        "an entry and 1.049 MB/s (measured profile: 8 cores)"
+    )
+    assert value["assumptions"]["computation"].endswith("(predicted by plan, measured profile: 8 cores)")
+    assert value["assumptions"]["endurance"] == "600 TB written (assumed)"
+    said = done("simulate", trace, *options, "--mixed", "2GB", "--drive", "2TB").stdout
+    assert "read bandwidth 1 ms an entry and 1.049 MB/s (measured profile: 8 cores)" in said
+    assert "mixed bandwidth 2 GB/s (given)" in said
+    assert "computation 0 us a step (assumed)" in said
+    assert "drive 2 TB (given)" in said
+    profile.write_text("{}")
+    assert "expected a machine profile of version" in refused("simulate", trace, "--profile", profile)
+    config.write_text("[cache]\npolicy = 'mru'\n")
+    assert "unknown cache policy 'mru'" in refused("simulate", trace, "--run", config)
+
+
 def test_reports(trace: Path, tmp_path: Path) -> None:
     for number, arguments in enumerate((("curve", "--points", 3), ("report", "--points", 3))):
         html = tmp_path / f"{number}.html"
@@ -323,7 +349,7 @@ def test_reports(trace: Path, tmp_path: Path) -> None:
         assert page.startswith("<!doctype html>") or page.startswith("<!DOCTYPE html>")
         assert value["contract"] == "event-atomic"
         if arguments[0] == "report":
-            assert value["assumptions"]["read bandwidth"] == "3 GB/s"
+            assert value["assumptions"]["read bandwidth"] == "100 us an entry and 2 GB/s (assumed)"
         for said in ("run.trace", value["trace"]["sha256"][:12], "event-atomic", "simulated", "estimated"):
             assert said in page, (arguments, said)
 

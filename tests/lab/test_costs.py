@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +21,11 @@ from tierstore.lab.costs import (
     with_costs,
 )
 from tierstore.lab.simulate import PolicySpec, Scope, Setting, outcome, replay_all
+from tierstore.model.config import ModelConfig
+from tierstore.plan.costs import ASSUMED, Cost
+from tierstore.plan.evidence import Evidence
+from tierstore.train.config import TrainConfig
+from tierstore.train.files import DataConfig
 
 LRU = PolicySpec("lru")
 
@@ -73,10 +79,10 @@ def test_drive_writes_and_life():
     assert cost.stall_s_per_step == 2
     assert cost.drive_writes_per_day == pytest.approx(100 / 8 * 86400 / 8640)
     assert cost.drive_life_years == pytest.approx(200 / (100 / 8))
-    faster = Machine(steps_per_s=2, endurance_bytes=None, drive_bytes=8640)
+    faster = Machine(steps_per_s=2, endurance_bytes=400 * 365.25 * 86400, drive_bytes=8640)
     cost = with_costs(requests, found, outcome(requests, found), faster)
     assert cost.drive_writes_per_day == pytest.approx(2000)
-    assert cost.drive_life_years is None
+    assert cost.drive_life_years == pytest.approx(2)
 
 
 def test_a_drive_that_is_not_written_lives_for_ever():
@@ -116,12 +122,67 @@ def test_a_policy_s_own_time_is_measured():
     assert all(0 < seconds < 1e-3 for each in times for seconds in each)
 
 
-def test_assumptions_are_said():
-    said = Machine(mixed_bytes_per_s=1.5e9, steps_per_s=2, overlap=Overlap.SERIAL).assumptions
-    assert said["mixed bandwidth"] == "1.5 GB/s"
-    assert (said["endurance"], said["drive"]) == ("600 TB written", "1 TB")
-    assert said["speed"] == "2 steps/s"
-    assert "needed" in said["overlap"]
+MEASURED = replace(
+    ASSUMED,
+    evidence=Evidence.MEASURED,
+    machine="a machine",
+    disk_read=Cost(0.5, 50),
+    disk_write=Cost(1, 100),
+    disk_mixed=Cost(0, 40),
+)
+
+
+def test_a_profile_has_lines_and_a_transfer_is_an_entry():
+    # Each pass reads an entry of 100 bytes: .5 + 2 s. Those that write one back, too, take 200 bytes of mixed traffic.
+    machine = Machine(profile=MEASURED, overlap=Overlap.SERIAL)
+    assert machine.stalls(*replayed()).tolist() == pytest.approx([2.5, 5, 2.5, 5])
+    # What is given stands in the place of the profile's, and has no latency; then reads and writes take turns.
+    machine = Machine(profile=MEASURED, read_bytes_per_s=100, overlap=Overlap.SERIAL)
+    assert machine.stalls(*replayed()).tolist() == pytest.approx([1, 1 + 2, 1, 1 + 2])
+
+
+def test_entries_of_one_size_take_a_latency_each():
+    requests = requests_of([[0, 1, 2]], frame_bytes=100)
+    (found,) = replay_all(requests, [Setting(LRU, 3)])
+    machine = Machine(profile=MEASURED, overlap=Overlap.SERIAL)
+    assert machine.stalls(requests, found).tolist() == pytest.approx([3 * MEASURED.disk_read.seconds(100)])
+
+
+def test_every_number_says_where_it_comes_from():
+    assumed = Machine()
+    assert assumed.source == "disk assumed, computation assumed"
+    assert assumed.assumptions["read bandwidth"] == "100 us an entry and 2 GB/s (assumed)"
+    assert assumed.assumptions["endurance"] == "600 TB written (assumed)"
+    said = Machine(
+        profile=MEASURED,
+        mixed_bytes_per_s=1.5e9,
+        compute_s_per_step=0.25,
+        steps_per_s=2,
+        drive_bytes=2e12,
+        overlap=Overlap.SERIAL,
+    )
+    assert said.source == "disk measured profile: a machine and given, computation given"
+    assert said.assumptions["read bandwidth"] == "500 ms an entry and 50 B/s (measured profile: a machine)"
+    assert said.assumptions["mixed bandwidth"] == "1.5 GB/s (given)"
+    assert said.assumptions["computation"] == "250 ms a step (given)"
+    assert said.assumptions["drive"] == "2 TB (given)"
+    assert said.assumptions["speed"] == "2 steps/s (given)"
+    assert "needed" in said.assumptions["overlap"]
+    assert Machine(write_bytes_per_s=1).assumptions["mixed bandwidth"] == "read and write in turn"
+
+
+def test_the_computation_of_a_run_is_what_plan_predicts():
+    small = TrainConfig(
+        model=ModelConfig(d_model=32, d_ff=64, n_layers=2, n_heads=2, experts=4, top_k=2, seq_len=16),
+        data=DataConfig(batch_size=2),
+        host_budget=4 << 20,
+    )
+    fast = replace(MEASURED, dense_flops=Cost(0, 1e9), expert_flops=Cost(0, 1e9), adamw=Cost(0, math.inf))
+    slow = replace(fast, dense_flops=Cost(0, 1e6), expert_flops=Cost(0, 1e6))
+    machines = [Machine(profile=profile, run=small) for profile in (fast, slow)]
+    assert machines[1].compute_s == pytest.approx(1000 * machines[0].compute_s, rel=0.01)
+    assert machines[0].source.endswith("computation predicted by plan, measured profile: a machine")
+    assert Machine(profile=fast, run=small, compute_s_per_step=3).compute_s == 3
 
 
 @pytest.mark.parametrize(

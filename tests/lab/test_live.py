@@ -13,7 +13,7 @@ from tierstore.lab.costs import Objective
 from tierstore.lab.live import recording_of, replay_recorded
 from tierstore.lab.requests import load_requests
 from tierstore.lab.simulate import Contract, PolicySpec, Scope, Setting
-from tierstore.lab.tune import TuneOptions, tune
+from tierstore.lab.tune import Hindsight, TuneOptions, tune
 from tierstore.trace.recording import RecordingResidency
 from tierstore.trace.replay import STEP_COUNTS, replay, replay_steps
 
@@ -99,6 +99,27 @@ def test_the_tuner_scores_with_the_recorded_prefetches(recorded):
     assert alone.result.scored == "no lookahead"
     by_name = {outcome.policy: outcome for _, outcome in alone.ranked}
     assert any(outcome.read_bytes != by_name[outcome.policy].read_bytes for _, outcome in found.ranked)
+
+
+def test_the_grid_is_scored_with_the_prefetches_too(recorded, monkeypatch):
+    # Whatever requests alone would say of a candidate, the search does not ask them.
+    def refuse(*arguments, **keywords):
+        raise AssertionError("a candidate was replayed without the prefetches")
+
+    monkeypatch.setattr("tierstore.lab.tune.replay_each", refuse)
+    requests = load_requests(recorded)
+    heard = []
+    found = tune(
+        requests,
+        8,
+        TuneOptions(scopes=(Scope.GLOBAL,), hindsight=Hindsight.ALL),
+        recording=recording_of(recorded, requests),
+        progress=lambda stage, done, total: heard.append(stage),
+    )
+    assert list(dict.fromkeys(heard)) == ["baseline", "grid", "neighbours"]
+    assert len(found.ranked) > 15
+    assert found.result.baseline.policy == "next-use"
+    assert found.result.regret >= 0
 
 
 def test_bytes_are_scored_so_and_stalls_are_not(recorded):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, DataError
 from tierstore.lab.generators import RoutingWorkload
 from tierstore.lab.importing import write_trace
 from tierstore.lab.requests import load_requests
@@ -52,6 +52,27 @@ def test_an_npz_is_studied_in_its_regimes(tmp_path, monkeypatch):
     assert all(one.written_bytes for one in study.regimes[1].focused())
 
 
+def test_a_regime_that_an_npz_is_too_small_for_is_left_out(tmp_path, monkeypatch):
+    workload = RoutingWorkload(layers=2, experts=8, k=2, tokens_per_step=4, steps=6)
+    source = tmp_path / "routing.npz"
+    np.savez(source, topk=np.concatenate(list(workload.topk())).astype(np.uint8), prompt_len=np.full(2, 12))
+    regimes = {
+        "decode, 3": {"regime": "decode", "sequences": 3},
+        "train, 12": {"regime": "train", "tokens_per_step": 12},
+        "train, 4": {"regime": "train", "tokens_per_step": 4},
+    }
+    monkeypatch.setattr("tierstore.lab.study.TOPK_REGIMES", regimes)
+    heard = []
+    study = run_study([source], SMALL, progress=lambda regime, what: heard.append((regime, what)))
+    assert [regime.name for regime in study.regimes] == ["train, 4"]
+    said = {regime: what for regime, what in heard if what.startswith("left out")}
+    assert "2 prompts cannot fill 3 sequences" in said["decode, 3"]
+    assert "expected at least 4 steps, found 2" in said["train, 12"]
+    monkeypatch.setattr("tierstore.lab.study.TOPK_REGIMES", {"decode, 3": regimes["decode, 3"]})
+    with pytest.raises(DataError, match="cannot fill"):
+        run_study([source], SMALL)
+
+
 def test_a_trace_is_studied_as_it_was_recorded(tmp_path):
     workload = RoutingWorkload(layers=1, experts=12, k=2, tokens_per_step=2, steps=30)
     source = tmp_path / "run.trace"
@@ -72,4 +93,4 @@ def test_what_cannot_be_studied(tmp_path):
         run_study([tmp_path / "keys"])
     with pytest.raises(ConfigError, match="focus: expected one of the capacities"):
         StudyOptions(focus=0.35)
-    assert len(TOPK_REGIMES) == 6
+    assert len(TOPK_REGIMES) == 9  # and a run of our own is the tenth

@@ -209,12 +209,30 @@ def test_every_policy_has_a_place_in_the_order():
 
 
 def test_the_default_is_the_trainer_s():
-    config, default = cache_configuration(default_candidate()), CacheConfig()
+    passes = requests_of([[0, 1], [2, 3]] * 4, layers=[0, 1] * 4)
+    assert cache_configuration(default_candidate(passes)) == TrainConfig().cache
+    assert default_candidate(passes).policy == PolicySpec("next-use")
+    # Plain keys come from no training: what a store does by itself.
+    config, default = cache_configuration(default_candidate(requests_of([[0], [1]]))), CacheConfig()
     assert (config.policy, config.scope, config.layer_shares) == (default.policy, default.scope, ())
     assert lfu_decay_options(dict(config.options)).beta == lfu_decay_options(dict(default.options)).beta
     assert (
         lfu_decay_options(dict(config.options)).interval == lfu_decay_options(dict(default.options)).interval
     )
+
+
+def test_passes_are_tuned_against_what_train_does():
+    rng = np.random.default_rng(0)
+    events = [
+        (layer * 16 + np.sort(rng.choice(16, 3, replace=False))).tolist()
+        for _ in range(60)
+        for layer in range(3)
+    ]
+    requests = requests_of(events, layers=list(range(3)) * 60, steps=np.repeat(np.arange(60), 3))
+    found = tune(requests, 0.4, TuneOptions(policies=("lru", "next-use"), scopes=(Scope.GLOBAL,)))
+    assert found.result.baseline.label == "next-use"
+    tried = {one.policy.options.get("half_life") for one, _ in found.ranked if one.policy.name == "next-use"}
+    assert None in tried
 
 
 def test_the_grid_of_half_lives():
@@ -224,6 +242,12 @@ def test_the_grid_of_half_lives():
     assert tried == pytest.approx([16 / 8**0.5, 8, 16 / 2**0.5, 16 * 2**0.5, 32, 16 * 8**0.5, 16, 16])
     assert all(one.key != Candidate(lfu_decay(16)).key for one in near)
     assert list(neighbours(Candidate(PolicySpec("lru")))) == []
+    cycles = neighbours(Candidate(PolicySpec("next-use", {"half_life": 8.0}), Scope.LAYER))
+    assert [(one.policy.options["half_life"], one.scope) for one in cycles] == [
+        (4, Scope.LAYER),
+        (16, Scope.LAYER),
+    ]
+    assert list(neighbours(Candidate(PolicySpec("next-use")))) == []
 
 
 @pytest.mark.parametrize("half_life", [0.5, 1, 2.8, 8, 512, math.inf])

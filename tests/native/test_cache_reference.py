@@ -37,29 +37,35 @@ class NaiveLru(NaivePolicy):
 
 
 class NaiveLfu(NaivePolicy):
+    """Hits are score / unit, and the unit grows where the algorithm multiplies every count."""
+
+    most_unit = 2.0**500
+
     def __init__(self, capacity, frames, variant="corrected", threshold=0, beta=0.5, interval=16):
         super().__init__(capacity, frames)
         self.paper = variant == "paper"
         self.threshold, self.beta, self.interval = threshold, beta, interval
         self.headroom = 1 if self.paper else 0
-        self.hits = {}
+        self.score, self.unit = {}, 1.0
         self.count = 0
 
     def insert(self, e):
-        self.hits[e] = 1.0
+        self.score[e] = self.unit
 
     def hit(self, e):
-        self.hits[e] += 1.0
+        self.score[e] += self.unit
 
     def remove(self, e):
-        del self.hits[e]
+        del self.score[e]
 
     def _tick(self):
         self.count += 1
         if self.count == self.interval:
             self.count = 0
-            for e in self.hits:
-                self.hits[e] *= self.beta
+            self.unit /= self.beta
+            if self.unit >= self.most_unit:
+                self.unit /= self.most_unit
+                self.score = {e: score / self.most_unit for e, score in self.score.items()}
 
     def request(self):
         if self.paper:
@@ -70,17 +76,16 @@ class NaiveLfu(NaivePolicy):
             self._tick()
 
     def victims(self, free, need):
-        known = [e for e in self.hits if e in free]
+        known = [e for e in self.score if e in free]
         if not known:
             return []
-        least = min(known, key=lambda e: (self.hits[e], e))
+        least = min(known, key=lambda e: (self.score[e], e))
+        qualified = [e for e in known if self.score[e] >= self.threshold * self.unit]
         if self.paper:
-            if self.hits[least] >= self.threshold:
-                return sorted(e for e in known if self.hits[e] == self.hits[least])
-        else:
-            able = [e for e in known if self.hits[e] >= self.threshold]
-            if able:
-                return [min(able, key=lambda e: (self.hits[e], e))]
+            if least in qualified:
+                return sorted(e for e in known if self.score[e] == self.score[least])
+        elif qualified:
+            return [min(qualified, key=lambda e: (self.score[e], e))]
         self.starved += 1
         return [least]
 
@@ -323,7 +328,9 @@ POLICIES = [
     ("lfu-decay", {"variant": "corrected", "threshold": 0, "beta": 0.5, "interval": 1}),
     ("lfu-decay", {"variant": "corrected", "threshold": 1.5, "beta": 0.3, "interval": 2}),
     ("lfu-decay", {"variant": "paper", "threshold": 0, "beta": 0.7, "interval": 3}),
+    ("lfu-decay", {"variant": "corrected", "threshold": 0.7, "beta": 1e-100, "interval": 1}),
     ("lfu-decay", {"variant": "paper", "threshold": 2, "beta": 0.1, "interval": 7}),
+    ("lfu-decay", {"variant": "paper", "threshold": 0.5, "beta": 2.0**-499, "interval": 5}),
     ("slru", {"segments": 2}),
     ("slru", {"segments": 4}),
     ("2q", {}),

@@ -12,6 +12,7 @@ from tierstore.cli.cache_options import (
     capacity_option,
     html_option,
     machine_options,
+    pin_option,
     policy_option,
     replay_options,
     specs_of,
@@ -148,6 +149,7 @@ def import_(
     show_default=True,
     help="Requests alone, or with the prefetches that a run of tierstore train recorded.",
 )
+@pin_option
 @replay_options
 @machine_options
 @json_option
@@ -156,15 +158,17 @@ def simulate(
     policies: tuple[str, ...],
     capacities: tuple[str, ...],
     lookahead: str,
+    pins: tuple[str, ...],
     replay: dict[str, Any],
     machine: Machine,
     as_json: bool,
 ) -> None:
     """Replay TRACE through policies at capacities, with what it costs."""
     from tierstore.lab.curves import curves
+    from tierstore.lab.simulate import contract_name
 
     output = Output.for_option(as_json, counts=COUNTS)
-    requests = load_trace_requests(trace, output, replay["warmup_steps"])
+    requests = load_trace_requests(trace, output, replay["warmup_steps"], pins)
     specs = specs_of(
         requests, policies, ("lru", "lfu-decay", *(() if lookahead == "recorded" else ("belady",)))
     )
@@ -184,11 +188,12 @@ def simulate(
             outcomes = [point for curve in found for point in curve.points]
     show_outcomes(outcomes, requests.frame_bytes, output)
     said = NO_LOOKAHEAD if lookahead == "none" else "the recorded prefetches and their share of the capacity"
-    show_assumptions(machine, f"{replay['contract'].value}, {said}, {replay['scope'].value} scope", output)
+    contract = contract_name(requests, replay["contract"])
+    show_assumptions(machine, f"{contract}, {said}, {replay['scope'].value} scope", output)
     output.emit(
         {
             "trace": trace_json(requests),
-            "contract": replay["contract"].value,
+            "contract": contract,
             "lookahead": lookahead,
             "assumptions": machine.assumptions,
             "outcomes": [outcome_json(outcome, requests.frame_bytes) for outcome in outcomes],
@@ -202,6 +207,7 @@ def simulate(
     "--points", type=click.IntRange(min=1), default=10, show_default=True, help="Capacities, equally spaced."
 )
 @policy_option("every policy, and the bound belady")
+@pin_option
 @replay_options
 @machine_options
 @html_option
@@ -210,6 +216,7 @@ def curve(
     trace: Path,
     points: int,
     policies: tuple[str, ...],
+    pins: tuple[str, ...],
     replay: dict[str, Any],
     machine: Machine,
     html: Path | None,
@@ -217,10 +224,11 @@ def curve(
 ) -> None:
     """Miss-ratio curves of TRACE over capacity, with the bound and the line 1 - C/N."""
     from tierstore.lab.curves import curve_capacities, curves, keep_ratio
+    from tierstore.lab.simulate import contract_name
 
     output = Output.for_option(as_json, counts=COUNTS)
     check_html(html)
-    requests = load_trace_requests(trace, output, replay["warmup_steps"])
+    requests = load_trace_requests(trace, output, replay["warmup_steps"], pins)
     specs = specs_of(requests, policies, ("all",))
     capacities = curve_capacities(requests, points, scope=replay["scope"])
     extra: dict[str, Any] = {} if html is None else {"machine": machine, "windows": 50}
@@ -235,9 +243,8 @@ def curve(
         )
     keep = [keep_ratio(requests, capacity) for capacity in capacities]
     show_curves(found, keep, output)
-    output.line(
-        f"{replay['contract'].value}, {NO_LOOKAHEAD}, {replay['scope'].value} scope; all numbers simulated"
-    )
+    contract = contract_name(requests, replay["contract"])
+    output.line(f"{contract}, {NO_LOOKAHEAD}, {replay['scope'].value} scope; all numbers simulated")
     if html is not None:
         from tierstore.lab.assemble import regime_study
 
@@ -246,7 +253,7 @@ def curve(
     output.emit(
         {
             "trace": trace_json(requests),
-            "contract": replay["contract"].value,
+            "contract": contract,
             "lookahead": "none",
             "scope": replay["scope"].value,
             "keep_ratio": keep,

@@ -22,6 +22,7 @@ __all__ = [
     "capacity_option",
     "html_option",
     "machine_options",
+    "pin_option",
     "policy_option",
     "replay_options",
     "specs_of",
@@ -101,6 +102,17 @@ def replay_options(command: F) -> F:
     )
 
 
+def pin_option(command: F) -> F:
+    """``--pin``, any number of times: the argument ``pins``."""
+    return click.option(
+        "--pin",
+        "pins",
+        multiple=True,
+        metavar="LAYER:EXPERT,..",
+        help="Records that stay once they have come, by layer and place in it; any number of times.",
+    )(command)
+
+
 def contract_option(command: F) -> F:
     """``--contract``."""
     return click.option(
@@ -119,49 +131,44 @@ def threads_option(command: F) -> F:
     )(command)
 
 
+_MACHINE = {
+    "read": "read_bytes_per_s",
+    "write": "write_bytes_per_s",
+    "mixed": "mixed_bytes_per_s",
+    "compute": "compute_s_per_step",
+    "endurance": "endurance_bytes",
+    "drive": "drive_bytes",
+    "steps_per_s": "steps_per_s",
+}
+"""Options, and what they are of a Machine."""
+
+
 def machine_options(command: F) -> F:
-    """What estimates rest on: the argument ``machine``, a function that makes a Machine (or raises)."""
+    """What estimates rest on: the argument ``machine``, a Machine."""
 
     @wraps(command)
-    def gather(
-        *args: Any,
-        read: int,
-        write: int,
-        mixed: int | None,
-        compute: float,
-        overlap: str,
-        endurance: int,
-        drive: int,
-        steps_per_s: float | None,
-        **rest: Any,
-    ) -> Any:
-        return command(
-            *args,
-            machine=_machine(
-                {
-                    "read_bytes_per_s": float(read),
-                    "write_bytes_per_s": float(write),
-                    "mixed_bytes_per_s": None if mixed is None else float(mixed),
-                    "compute_s_per_step": compute,
-                    "endurance_bytes": float(endurance),
-                    "drive_bytes": float(drive),
-                    "steps_per_s": steps_per_s,
-                },
-                overlap,
-            ),
-            **rest,
-        )
+    def gather(*args: Any, profile: Path | None, run: Path | None, overlap: str, **rest: Any) -> Any:
+        given = {name: rest.pop(name) for name in _MACHINE}
+        return command(*args, machine=_machine(profile, run, overlap, given), **rest)
 
     return _chained(
         command,
         gather,
-        click.option("--read", type=SIZE, default="3GB", show_default=True, help="Read bandwidth, a second."),
         click.option(
-            "--write", type=SIZE, default="2GB", show_default=True, help="Write bandwidth, a second."
+            "--profile",
+            type=click.Path(path_type=Path),
+            help="Costs measured by `tierstore bench machine` (default: plan's assumed ones).",
         ),
+        click.option(
+            "--run",
+            type=click.Path(path_type=Path),
+            help="Configuration of the run, whose computation of a step plan predicts.",
+        ),
+        click.option("--read", type=SIZE, help="Read bandwidth, a second (default: the profile's)."),
+        click.option("--write", type=SIZE, help="Write bandwidth, a second (default: the profile's)."),
         click.option("--mixed", type=SIZE, help="Bandwidth of reads and writes mixed, a second."),
         click.option(
-            "--compute", type=float, default=0.0, show_default=True, help="Computation of a step, seconds."
+            "--compute", type=float, help="Computation of a step, seconds (default: that of --run, or 0)."
         ),
         click.option(
             "--overlap",
@@ -171,40 +178,35 @@ def machine_options(command: F) -> F:
             help="Whether a pass is fetched while the one before it computes.",
         ),
         click.option(
-            "--endurance",
-            type=SIZE,
-            default="600TB",
-            show_default=True,
-            help="Bytes the drive may be written.",
+            "--endurance", type=SIZE, help="Bytes the drive may be written (assumed, if not given: 600TB)."
         ),
-        click.option("--drive", type=SIZE, default="1TB", show_default=True, help="Size of the drive."),
+        click.option("--drive", type=SIZE, help="Size of the drive (assumed, if not given: 1TB)."),
         click.option("--steps-per-s", type=float, help="Speed (default: from computation and stalls)."),
     )
 
 
-def _machine(values: Mapping[str, Any], overlap: str) -> Machine:
+def _machine(profile: Path | None, run: Path | None, overlap: str, given: Mapping[str, Any]) -> Machine:
+    from tierstore.config import load
     from tierstore.lab.costs import Machine, Overlap
+    from tierstore.plan.costs import ASSUMED, load_profile
+    from tierstore.train.config import TrainConfig
 
+    values = {_MACHINE[name]: None if value is None else float(value) for name, value in given.items()}
     try:
-        return Machine(overlap=Overlap(overlap), **values)
+        return Machine(
+            profile=ASSUMED if profile is None else load_profile(profile),
+            run=None if run is None else load(TrainConfig, run),
+            overlap=Overlap(overlap),
+            **values,
+        )
     except ConfigError as error:
         raise ConfigError(_as_typed(str(error))) from error
 
 
-_TYPED = {
-    "read_bytes_per_s": "--read",
-    "write_bytes_per_s": "--write",
-    "mixed_bytes_per_s": "--mixed",
-    "compute_s_per_step": "--compute",
-    "endurance_bytes": "--endurance",
-    "drive_bytes": "--drive",
-    "steps_per_s": "--steps-per-s",
-}
-
-
 def _as_typed(message: str) -> str:
     name, colon, rest = message.partition(":")
-    return f"{_TYPED.get(name, name)}{colon}{rest}"
+    typed = {field: f"--{option.replace('_', '-')}" for option, field in _MACHINE.items()}
+    return f"{typed.get(name, name)}{colon}{rest}"
 
 
 def specs_of(requests: Requests, policies: tuple[str, ...], default: tuple[str, ...]) -> list[PolicySpec]:

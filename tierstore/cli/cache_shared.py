@@ -29,11 +29,17 @@ __all__ = [
 ]
 
 
-def load_trace_requests(trace: Path, output: Output, warmup_steps: int = 0) -> Requests:
-    """The requests of a trace, with a line on them. Raises ConfigError for a warm-up that leaves nothing."""
+def load_trace_requests(
+    trace: Path, output: Output, warmup_steps: int = 0, pins: Sequence[str] = ()
+) -> Requests:
+    """The requests of a trace, with a line on them. Raises ConfigError for a warm-up that leaves nothing, or for
+    what cannot be pinned."""
+    from tierstore.lab.pins import parse_pins, pin
     from tierstore.lab.requests import load_requests
 
     requests = load_requests(trace)
+    if pins:
+        requests = pin(requests, parse_pins(pins, name="--pin"), name="--pin")
     show_trace(requests, output)
     if warmup_steps >= requests.step_count:
         raise ConfigError(f"--warmup: expected less than the {requests.step_count} steps of {trace}")
@@ -55,6 +61,8 @@ def recorded_outcomes(
     recording = recording_of(trace, requests)
     if recording is None:
         raise ConfigError(f"--lookahead recorded: {trace} has no prefetches")
+    if requests.pins:
+        raise ConfigError("--pin: expected --lookahead none: a live cache pins nothing")
     if replay["contract"] is not Contract.ATOMIC:
         raise ConfigError("--lookahead recorded: expected --contract event-atomic, as a run replays")
     bounds = [spec.name for spec in specs if spec.role is Role.BOUND]
@@ -118,5 +126,6 @@ def study_of(regime: RegimeStudy, machine: Machine) -> Study:
         title=f"Cache policies on {regime.name}",
         regimes=(regime,),
         assumptions=machine.assumptions,
+        source=machine.source,
         version=__version__,
     )

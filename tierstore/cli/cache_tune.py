@@ -168,7 +168,7 @@ def study(
     html: Path | None,
     as_json: bool,
 ) -> None:
-    """Study SOURCES, traces or an npz of expert ids in six regimes: which policy to use when."""
+    """Study SOURCES, traces or an npz of expert ids in nine regimes: which policy to use when."""
     from tierstore.lab.simulate import Contract
     from tierstore.lab.study import StudyOptions, run_study
     from tierstore.lab.study_tables import study_markdown

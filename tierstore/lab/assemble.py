@@ -8,10 +8,20 @@ from itertools import product
 from tierstore.lab.candidates import half_lives, lfu_decay
 from tierstore.lab.costs import Machine
 from tierstore.lab.curves import all_policies, curves
+from tierstore.lab.parallel import OnProgress
 from tierstore.lab.regime import Regime, survey
 from tierstore.lab.requests import Capacity, Requests
 from tierstore.lab.results import Curve, HalfLifeMap, RegimeStudy
-from tierstore.lab.simulate import Contract, Detail, OnProgress, PolicySpec, Scope, Setting, replay_all
+from tierstore.lab.simulate import (
+    Contract,
+    Detail,
+    PolicySpec,
+    Replayed,
+    Scope,
+    Setting,
+    contract_name,
+    replay_each,
+)
 from tierstore.lab.tune import Tuning
 
 __all__ = ["half_life_map", "regime_study"]
@@ -35,23 +45,25 @@ def half_life_map(
     settings = [
         Setting(lfu_decay(half_life), size, scope, contract) for half_life, size in product(tried, frames)
     ]
-    ratios = [
-        replayed.misses / max(replayed.requests, 1)
-        for replayed in replay_all(
-            requests,
-            settings,
-            warmup_steps=warmup_steps,
-            detail=Detail.STEPS,
-            threads=threads,
-            progress=progress,
-        )
-    ]
+    ratios = replay_each(
+        requests,
+        settings,
+        _miss_ratio,
+        warmup_steps=warmup_steps,
+        detail=Detail.STEPS,
+        threads=threads,
+        progress=progress,
+    )
     width = len(frames)
     return HalfLifeMap(
         half_lives=tuple(tried),
         capacity_fractions=tuple(size / requests.total_frames for size in frames),
         miss_ratios=tuple(tuple(ratios[at : at + width]) for at in range(0, len(ratios), width)),
     )
+
+
+def _miss_ratio(replayed: Replayed) -> float:
+    return replayed.misses / max(replayed.requests, 1)
 
 
 def regime_study(
@@ -91,7 +103,7 @@ def regime_study(
     return RegimeStudy(
         name=name or requests.name,
         trace=requests.info,
-        contract=contract.value,
+        contract=contract_name(requests, contract),
         scope=scope.value,
         active_per_layer=regime.active_records,
         records_per_layer=regime.layer_records,

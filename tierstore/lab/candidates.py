@@ -17,7 +17,8 @@ from tierstore.cache.config import Scope as CacheScope
 from tierstore.lab.quotas import layer_shares, least_quotas
 from tierstore.lab.requests import Requests
 from tierstore.lab.results import Role
-from tierstore.lab.simulate import Contract, PolicySpec, Scope, Setting, known_policies
+from tierstore.lab.simulate import Contract, PolicySpec, Scope, Setting, known_policies, suits
+from tierstore.train.config import TrainConfig
 from tierstore.units import format_bytes
 
 __all__ = [
@@ -44,6 +45,7 @@ _COARSE = 4.0  # between half-lives of the grid
 _FINE = tuple(2.0 ** (power / 2) for power in (-3, -2, -1, 1, 2, 3))  # within a grid step, either way
 _THRESHOLDS = (1.0, 2.0)
 _NEVER = math.inf
+_BETWEEN = (0.5, 2.0)  # half-lives of next-use, half-way to the grid's neighbours
 _PASSES = (2.0, 8.0, 32.0, 128.0)  # half-lives of next-use
 
 
@@ -92,9 +94,14 @@ def lfu_decay(half_life: float, threshold: float = 0.0) -> PolicySpec:
     return PolicySpec("lfu-decay", options)
 
 
-def default_candidate() -> Candidate:
-    """What ``tierstore train`` does when nothing is configured."""
-    config = CacheConfig()
+def default_candidate(requests: Requests) -> Candidate:
+    """What ``tierstore train`` does when nothing is configured.
+
+    On requests that are no walk through layers (plain keys), which no training makes: what a store does by itself.
+    """
+    config = TrainConfig().cache
+    if not suits(requests, config.policy):
+        config = CacheConfig()
     if config.half_life is not None:  # as the grid writes it, so that it is not tried twice
         return Candidate(lfu_decay(config.half_life), Scope(config.scope.value))
     return Candidate(PolicySpec(config.policy, config.options), Scope(config.scope.value))
@@ -136,9 +143,14 @@ def _fits(requests: Requests, candidate: Candidate, capacity_frames: int) -> boo
 
 def neighbours(candidate: Candidate) -> Iterator[Candidate]:
     """Settings around ``candidate`` that the grid skipped: half-lives between its points, thresholds."""
+    options = candidate.policy.options
+    if candidate.policy.name == "next-use" and "half_life" in options:
+        for factor in _BETWEEN:
+            near = PolicySpec("next-use", {"half_life": float(options["half_life"]) * factor})
+            yield Candidate(near, candidate.scope)
     if candidate.policy.name != "lfu-decay":
         return
-    half_life = _half_life(candidate.policy.options)
+    half_life = _half_life(options)
     if math.isfinite(half_life):
         for factor in _FINE:
             yield Candidate(lfu_decay(half_life * factor), candidate.scope)

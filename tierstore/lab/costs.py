@@ -1,12 +1,14 @@
 """What misses cost: stalls, drive writes, drive life. From a stated machine, hence estimated.
 
-The time of one layer pass (one event) on the tier below is
+A machine is a profile, as ``tierstore bench machine`` measures it and ``tierstore plan`` predicts from (without one
+its assumed figures), and what is given instead. One transfer of that profile is one entry, so that a layer pass
+(one event) that reads and writes entries of ``m`` bytes, the mean, takes
 
-    fetch = read bytes / read bandwidth + written bytes / write bandwidth
+    fetch = read bytes / m x (latency + m / read bandwidth) + the same of what is written
 
-or, where a bandwidth of mixed traffic is given and the pass both reads and writes, all bytes over that. The
-computation of a step is split over its passes, a backward pass counting twice a forward one. The wait of a
-pass is
+on the tier below or, where the pass both reads and writes and a line of mixed traffic is known, all bytes by that.
+The computation of a step is given, or predicted by ``plan`` from a run's configuration. It is split over its
+passes, a backward pass counting twice a forward one. The wait of a pass is
 
     serial:        fetch                              (what is needed is asked for when it is needed)
     lookahead 1:   max(0, fetch - compute before it)  (fetched while the pass before it computes)
@@ -20,7 +22,9 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,12 +35,19 @@ from tierstore.errors import ConfigError
 from tierstore.lab.requests import Requests
 from tierstore.lab.results import Outcome
 from tierstore.lab.simulate import Detail, Replayed, Setting, replay_all
+from tierstore.plan.costs import ASSUMED, Cost, Profile
+from tierstore.plan.evidence import Evidence
 from tierstore.units import format_seconds
+
+if TYPE_CHECKING:  # a run's configuration, where one is asked about
+    from tierstore.train.config import TrainConfig
 
 __all__ = ["Machine", "Objective", "Overlap", "cost_by_layer", "cost_by_step", "policy_time", "with_costs"]
 
 _YEAR_S = 365.25 * DAY_S
 _BACKWARD_WEIGHT = 2.0
+_ASSUMED_ENDURANCE, _ASSUMED_DRIVE = 600e12, 1e12
+_GIVEN = "given"
 
 
 class Overlap(enum.Enum):
@@ -54,60 +65,123 @@ class Objective(enum.Enum):
     STALL = "stall"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What estimates rest on. Bandwidths in bytes/s, endurance and drive size in bytes, times in seconds."""
+    """What estimates rest on. Bandwidths in bytes/s, endurance and drive size in bytes, times in seconds.
 
-    read_bytes_per_s: float = 3e9
-    write_bytes_per_s: float = 2e9
+    What is None is the profile's, or assumed. A bandwidth that is given has no latency; where one of reads or writes
+    is given and none of mixed traffic, a pass reads and writes in turn. ``run`` is the configuration whose
+    computation ``plan`` predicts. Raises ConfigError for numbers that cannot be, BudgetError for a run that cannot.
+    """
+
+    profile: Profile = ASSUMED
+    run: TrainConfig | None = None
+    read_bytes_per_s: float | None = None
+    write_bytes_per_s: float | None = None
     mixed_bytes_per_s: float | None = None
-    compute_s_per_step: float = 0.0
+    compute_s_per_step: float | None = None  # None: that of ``run``, or 0
     overlap: Overlap = Overlap.LOOKAHEAD
-    endurance_bytes: float | None = 600e12  # that the maker warrants to be written (TBW)
-    drive_bytes: float | None = 1e12
+    endurance_bytes: float | None = None  # that the maker warrants to be written (TBW)
+    drive_bytes: float | None = None
     steps_per_s: float | None = None  # None: from computation and stalls
+    compute_s: float = field(init=False)  # of a step, wherever it comes from
 
     def __post_init__(self) -> None:
-        for name in ("read_bytes_per_s", "write_bytes_per_s", "mixed_bytes_per_s", "endurance_bytes"):
+        for name in (
+            *("read_bytes_per_s", "write_bytes_per_s", "mixed_bytes_per_s"),
+            *("endurance_bytes", "drive_bytes", "steps_per_s"),
+        ):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{name}: expected more than 0, got {value}")
-        for name in ("drive_bytes", "steps_per_s"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{name}: expected more than 0, got {value}")
-        if not (math.isfinite(self.compute_s_per_step) and self.compute_s_per_step >= 0):
-            raise ConfigError(f"compute_s_per_step: expected at least 0, got {self.compute_s_per_step}")
+        compute = self.compute_s_per_step
+        if compute is not None and not (math.isfinite(compute) and compute >= 0):
+            raise ConfigError(f"compute_s_per_step: expected at least 0, got {compute}")
+        if compute is None:
+            compute = 0.0 if self.run is None else _predicted_compute_s(self.run, self.profile)
+        object.__setattr__(self, "compute_s", compute)
+
+    @property
+    def read(self) -> Cost:
+        """Of an entry that is read."""
+        return _line(self.read_bytes_per_s) or self.profile.disk_read
+
+    @property
+    def write(self) -> Cost:
+        """Of an entry that is written."""
+        return _line(self.write_bytes_per_s) or self.profile.disk_write
+
+    @property
+    def mixed(self) -> Cost | None:
+        """Of an entry of mixed traffic; None: as many reads and writes in turn."""
+        in_turn = self.read_bytes_per_s is not None or self.write_bytes_per_s is not None
+        return _line(self.mixed_bytes_per_s) or (None if in_turn else self.profile.disk_mixed)
+
+    @property
+    def source(self) -> str:
+        """Where the numbers come from, in a few words: for the head of a table."""
+        return f"disk {_joined(self._disk_origins)}, computation {self._compute_origin}"
 
     @property
     def assumptions(self) -> dict[str, str]:
-        """For a report's foot."""
-        mixed = self.mixed_bytes_per_s
+        """For a report's foot: each number, and where it comes from."""
+        read, write, mixed = self._disk_origins
         said = {
-            "read bandwidth": f"{_decimal(self.read_bytes_per_s)}/s",
-            "write bandwidth": f"{_decimal(self.write_bytes_per_s)}/s",
-            "mixed bandwidth": "read and write in turn" if mixed is None else f"{_decimal(mixed)}/s",
-            "computation": f"{format_seconds(self.compute_s_per_step)} a step",
+            "read bandwidth": f"{_shown(self.read)} ({read})",
+            "write bandwidth": f"{_shown(self.write)} ({write})",
+            "mixed bandwidth": "read and write in turn"
+            if self.mixed is None
+            else f"{_shown(self.mixed)} ({mixed})",
+            "computation": f"{format_seconds(self.compute_s)} a step ({self._compute_origin})",
             "overlap": {
                 Overlap.LOOKAHEAD: "a pass is fetched while the one before it computes",
                 Overlap.SERIAL: "none: a pass is fetched when it is needed",
             }[self.overlap],
+            "endurance": f"{_decimal(self._endurance)} written ({_origin(self.endurance_bytes)})",
+            "drive": f"{_decimal(self._drive)} ({_origin(self.drive_bytes)})",
         }
-        if self.endurance_bytes is not None:
-            said["endurance"] = f"{_decimal(self.endurance_bytes)} written"
-        if self.drive_bytes is not None:
-            said["drive"] = _decimal(self.drive_bytes)
         if self.steps_per_s is not None:
-            said["speed"] = f"{self.steps_per_s:g} steps/s"
+            said["speed"] = f"{self.steps_per_s:g} steps/s (given)"
         return said
+
+    @property
+    def _profile_origin(self) -> str:
+        profile = self.profile
+        measured = profile.evidence is Evidence.MEASURED
+        return f"measured profile: {profile.machine}" if measured else Evidence.ASSUMED.value
+
+    @property
+    def _disk_origins(self) -> tuple[str, str, str]:
+        """Of reads, writes and mixed traffic."""
+        given = (self.read_bytes_per_s, self.write_bytes_per_s, self.mixed_bytes_per_s)
+        read, write, mixed = (self._profile_origin if one is None else _GIVEN for one in given)
+        return read, write, mixed
+
+    @property
+    def _compute_origin(self) -> str:
+        if self.compute_s_per_step is not None:
+            return _GIVEN
+        if self.run is None:
+            return Evidence.ASSUMED.value
+        return f"predicted by plan, {self._profile_origin}"
+
+    @property
+    def _endurance(self) -> float:
+        return _ASSUMED_ENDURANCE if self.endurance_bytes is None else self.endurance_bytes
+
+    @property
+    def _drive(self) -> float:
+        return _ASSUMED_DRIVE if self.drive_bytes is None else self.drive_bytes
 
     def stalls(self, requests: Requests, replayed: Replayed) -> NDArray[np.float64]:
         """Seconds that each event waits [events]; 0 in the warm-up."""
         read = replayed.event_read_bytes.astype(np.float64)
         written = replayed.event_written_bytes.astype(np.float64)
-        fetch = read / self.read_bytes_per_s + written / self.write_bytes_per_s
-        if self.mixed_bytes_per_s is not None:
-            fetch = np.where((read > 0) & (written > 0), (read + written) / self.mixed_bytes_per_s, fetch)
+        entry = requests.mean_bytes
+        fetch = read / entry * self.read.seconds(entry) + written / entry * self.write.seconds(entry)
+        if self.mixed is not None:
+            both = (read + written) / entry * self.mixed.seconds(entry)
+            fetch = np.where((read > 0) & (written > 0), both, fetch)
         if self.overlap is Overlap.LOOKAHEAD:
             before = np.concatenate(([0.0], self._compute(requests)[:-1]))
             fetch = np.maximum(0.0, fetch - before)
@@ -117,20 +191,56 @@ class Machine:
         """Seconds that each event computes [events]."""
         weights = np.where(requests.phases == Phase.BACKWARD.value, _BACKWARD_WEIGHT, 1.0)
         totals = np.bincount(requests.steps, weights=weights, minlength=requests.step_count)
-        return self.compute_s_per_step * weights / totals[requests.steps]
+        return self.compute_s * weights / totals[requests.steps]
+
+    def wear(self, outcome: Outcome, stall_s: float) -> tuple[float, float]:
+        """Drive writes a day, and years of drive life, of steps that stall for ``stall_s``."""
+        step_s = 1 / self.steps_per_s if self.steps_per_s else self.compute_s + stall_s
+        written_per_s = outcome.written_bytes / max(outcome.steps, 1) / step_s if step_s > 0 else 0.0
+        life = drive_life_s(self._endurance, written_per_s, 1.0) / _YEAR_S
+        return written_per_s * DAY_S / self._drive, life
+
+
+def _line(bytes_per_s: float | None) -> Cost | None:
+    return None if bytes_per_s is None else Cost(0.0, bytes_per_s)
+
+
+def _origin(given: float | None) -> str:
+    return Evidence.ASSUMED.value if given is None else _GIVEN
+
+
+def _joined(origins: Sequence[str]) -> str:
+    """Each of them once."""
+    return " and ".join(dict.fromkeys(origins))
+
+
+def _predicted_compute_s(config: TrainConfig, profile: Profile) -> float:
+    """What ``tierstore plan`` says that the computation of one rank's step takes."""
+    from tierstore.plan.architecture import Architecture
+    from tierstore.plan.capacity import Ranks
+    from tierstore.plan.capacity import Setting as Planned
+    from tierstore.plan.predict import predict
+    from tierstore.prefetch.operations import Resource
+    from tierstore.train.budgets import DeviceKind
+
+    expert = config.parallel.expert
+    planned = Planned(
+        config=config,
+        model=Architecture.of(config.model),
+        ranks=Ranks(count=max(expert, 1), expert=expert),
+        device=DeviceKind.CPU,
+        process_bytes=profile.process_bytes,
+        process_evidence=profile.evidence,
+        text_bytes=0,
+    )
+    found = predict(planned, profile)
+    return found.step_s * found.busy_ratio[Resource.COMPUTE]
 
 
 def with_costs(requests: Requests, replayed: Replayed, outcome: Outcome, machine: Machine) -> Outcome:
     """``outcome`` with the stall a step, drive writes per day and drive life that ``machine`` would see."""
-    steps = max(outcome.steps, 1)
-    stall = float(machine.stalls(requests, replayed).sum()) / steps
-    step_s = 1 / machine.steps_per_s if machine.steps_per_s else machine.compute_s_per_step + stall
-    written_per_s = outcome.written_bytes / steps / step_s if step_s > 0 else 0.0
-    writes = life = None
-    if machine.drive_bytes is not None:
-        writes = written_per_s * DAY_S / machine.drive_bytes
-    if machine.endurance_bytes is not None:
-        life = drive_life_s(machine.endurance_bytes, written_per_s, 1.0) / _YEAR_S
+    stall = float(machine.stalls(requests, replayed).sum()) / max(outcome.steps, 1)
+    writes, life = machine.wear(outcome, stall)
     return replace(outcome, stall_s_per_step=stall, drive_writes_per_day=writes, drive_life_years=life)
 
 
@@ -140,8 +250,9 @@ def cost_by_step(
     """What ``objective`` counts, by step [steps]: misses, bytes, or seconds."""
     if objective is Objective.MISSES:
         return replayed.step_misses.astype(np.float64)
-    events = _cost_by_event(requests, replayed, objective, machine)
-    return np.bincount(requests.steps, weights=events, minlength=requests.step_count).astype(np.float64)
+    return _summed(
+        requests.steps, requests.step_count, _cost_by_event(requests, replayed, objective, machine)
+    )
 
 
 def cost_by_layer(
@@ -150,8 +261,13 @@ def cost_by_layer(
     """What ``objective`` counts, by layer [layers], of a replay with layer scope."""
     if objective is Objective.MISSES:
         return replayed.layer_misses.astype(np.float64)
-    events = _cost_by_event(requests, replayed, objective, machine)
-    return np.bincount(requests.layers, weights=events, minlength=requests.layer_count).astype(np.float64)
+    return _summed(
+        requests.layers, requests.layer_count, _cost_by_event(requests, replayed, objective, machine)
+    )
+
+
+def _summed(group: NDArray[np.uint32], count: int, costs: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.bincount(group, weights=costs, minlength=count).astype(np.float64)
 
 
 def _cost_by_event(
@@ -170,6 +286,12 @@ def policy_time(requests: Requests, settings: Sequence[Setting], *, repeats: int
     ]
     count = max(len(requests.entries), 1)
     return [[spent / count for spent in times] for times in zip(*rounds, strict=True)]
+
+
+def _shown(cost: Cost) -> str:
+    """``3 GB/s``, or with a latency ``100 us and 3 GB/s``."""
+    rate = f"{_decimal(cost.per_s)}/s" if math.isfinite(cost.per_s) else "no time for bytes"
+    return f"{format_seconds(cost.latency_s)} an entry and {rate}" if cost.latency_s else rate
 
 
 def _decimal(count: float) -> str:

@@ -2,19 +2,22 @@
 
 LRU has the inclusion property (a larger cache holds what a smaller one does), so one pass over the trace
 gives every capacity at once (Mattson et al. 1970): ``lru_curve``. That holds with one cache for all layers,
-entries of one size, and capacities that no event exceeds. Everything else is replayed, in parallel.
+entries of one size, nothing pinned, and capacities that no event exceeds. Everything else is replayed, in parallel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import groupby, product
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tierstore import _native
 from tierstore.errors import BudgetError
 from tierstore.lab.costs import Machine, with_costs
+from tierstore.lab.parallel import OnProgress, in_parallel
 from tierstore.lab.quotas import least_quotas
 from tierstore.lab.requests import Capacity, Requests
 from tierstore.lab.results import Curve, Outcome
@@ -22,17 +25,20 @@ from tierstore.lab.simulate import (
     NATIVE_CONTRACTS,
     Contract,
     Detail,
-    OnProgress,
     PolicySpec,
     Scope,
     Setting,
+    contract_name,
+    expected_time,
     known_policies,
     outcome,
-    replay_all,
+    replay_one,
     suits,
 )
 
 __all__ = ["all_policies", "curve_capacities", "curves", "has_one_pass", "keep_ratio", "lru_curve"]
+
+_ONE_PASS = 10.0  # beside a replay of FIFO
 
 
 def all_policies(requests: Requests) -> list[PolicySpec]:
@@ -77,7 +83,7 @@ def has_one_pass(
         and (requests.entry_bytes == requests.entry_bytes[0]).all()
     )
     whole = contract is Contract.SEQUENTIAL or capacity_frames >= requests.largest_event_frames
-    return scope is Scope.GLOBAL and alike and whole
+    return scope is Scope.GLOBAL and alike and whole and not requests.pins
 
 
 def lru_curve(
@@ -108,8 +114,8 @@ def lru_curve(
     # Misses at c entries: those asked for the first time, and those deeper than c.
     deeper = np.concatenate((np.cumsum(found["depths"][::-1], dtype=np.int64)[::-1], [0]))
     created = len(requests.creations.since(warmup).events)
-    warm = len(np.unique(requests.entries[: int(requests.offsets[warmup])]))
-    distinct = len(np.unique(requests.entries))
+    warm = _distinct(requests.entries[: int(requests.offsets[warmup])])
+    distinct = _distinct(requests.entries)
     size = int(requests.sizes[0])
     entry_bytes = int(requests.entry_bytes[0])
     points = []
@@ -123,7 +129,7 @@ def lru_curve(
                 capacity_frames=capacity,
                 capacity_fraction=capacity / requests.total_frames,
                 scope=Scope.GLOBAL.value,
-                contract=contract.value,
+                contract=contract_name(requests, contract),
                 steps=requests.step_count - warmup_steps,
                 requests=int(found["requests"]),
                 hits=int(found["requests"]) - fetched,
@@ -161,29 +167,41 @@ def curves(
     one_pass = (
         machine is None and not windows and has_one_pass(requests, frames[0], scope=scope, contract=contract)
     )
-    at_once = [one_pass and spec == PolicySpec("lru") for spec in specs]
-    settings = [
-        Setting(spec, size, scope, contract)
-        for spec, size in product((s for s, once in zip(specs, at_once, strict=True) if not once), frames)
-    ]
-    points = []
-    for replayed in replay_all(
-        requests,
-        settings,
-        warmup_steps=warmup_steps,
-        detail=Detail.STEPS if machine is None else Detail.EVENTS,
-        threads=threads,
-        progress=progress,
-    ):
-        point = outcome(requests, replayed, windows=windows)
-        points.append(point if machine is None else with_costs(requests, replayed, point, machine))
-    replayed_curves = (
-        Curve(tuple(point for _, point in group))
-        for _, group in groupby(enumerate(points), key=lambda item: item[0] // len(frames))
+
+    def replayed(setting: Setting) -> list[Outcome]:
+        detail = Detail.STEPS if machine is None else Detail.EVENTS
+        found = replay_one(requests, setting, requests.events_before(warmup_steps), detail)
+        point = outcome(requests, found, windows=windows)
+        return [point if machine is None else with_costs(requests, found, point, machine)]
+
+    def once() -> list[Outcome]:
+        return list(lru_curve(requests, frames, contract=contract, warmup_steps=warmup_steps).points)
+
+    jobs: list[_Job] = []
+    for number, spec in enumerate(specs):
+        if one_pass and spec == PolicySpec("lru"):
+            jobs.append(_Job(number, _ONE_PASS, once))
+            continue
+        for size in frames:
+            setting = Setting(spec, size, scope, contract)
+            jobs.append(_Job(number, expected_time(requests, setting), partial(replayed, setting)))
+    found = in_parallel(
+        [job.run for job in jobs], weights=[job.weight for job in jobs], threads=threads, progress=progress
     )
-    return [
-        lru_curve(requests, frames, contract=contract, warmup_steps=warmup_steps)
-        if once
-        else next(replayed_curves)
-        for once in at_once
-    ]
+    points: list[list[Outcome]] = [[] for _ in specs]
+    for job, outcomes in zip(jobs, found, strict=True):
+        points[job.curve] += outcomes
+    return [Curve(tuple(each)) for each in points]
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Some points of a curve."""
+
+    curve: int
+    weight: float
+    run: Callable[[], list[Outcome]]
+
+
+def _distinct(entries: NDArray[np.uint32]) -> int:
+    return int(np.count_nonzero(np.bincount(entries)))

@@ -9,19 +9,19 @@ on demand, by bytes: in requests of the trace's mean size.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.errors import BudgetError
+from tierstore.lab.parallel import OnProgress, in_parallel
 from tierstore.lab.requests import Requests
 from tierstore.lab.results import Outcome
-from tierstore.lab.simulate import Setting
-from tierstore.machine import cores
+from tierstore.lab.simulate import Setting, expected_time
 from tierstore.trace.format import TraceKind
 from tierstore.trace.reader import read_header
 from tierstore.trace.records import RecordTable
@@ -75,14 +75,14 @@ class LiveReplay:
 
     def step_misses(self, requests: Requests) -> NDArray[np.float64]:
         """Reads by step, ahead or on demand, in requests of mean size."""
-        return self.column("read_bytes") / _mean_bytes(requests)
+        return self.column("read_bytes") / requests.mean_bytes
 
     def outcome(self, requests: Requests, steps: slice) -> Outcome:
         """What it came to over ``steps``."""
         setting = self.setting
         total = dict(zip(STEP_COUNTS, self.counts[steps].sum(axis=0).tolist(), strict=True))
         asked = total["hits"] + total["misses"] + total["creates"]
-        misses = min(round(total["read_bytes"] / _mean_bytes(requests)), asked - total["creates"])
+        misses = min(round(total["read_bytes"] / requests.mean_bytes), asked - total["creates"])
         return Outcome(
             policy=setting.policy.name,
             policy_options=setting.policy.options,
@@ -105,18 +105,13 @@ class LiveReplay:
         )
 
 
-def _mean_bytes(requests: Requests) -> float:
-    """Bytes of a request, the mean."""
-    return float(requests.entry_bytes[requests.entries].mean())
-
-
 def replay_recorded(
     requests: Requests,
     recording: Recording,
     settings: Sequence[Setting],
     *,
     threads: int = 0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: OnProgress | None = None,
 ) -> list[LiveReplay | None]:
     """Each setting's replay, in the order given; None where the lookahead leaves an access too little room.
 
@@ -139,10 +134,9 @@ def replay_recorded(
             return None
         return LiveReplay(setting=setting, lookahead_frames=lookahead, counts=counts)
 
-    found: list[LiveReplay | None] = []
-    with ThreadPoolExecutor(threads or cores()) as pool:
-        for replayed in pool.map(one, settings):
-            found.append(replayed)
-            if progress is not None:
-                progress(len(found), len(settings))
-    return found
+    return in_parallel(
+        [partial(one, setting) for setting in settings],
+        weights=[expected_time(requests, setting) for setting in settings],
+        threads=threads,
+        progress=progress,
+    )

@@ -73,6 +73,10 @@ class Requests:
     entry_keys: NDArray[np.uint32]  # [entries]: record * 3 + group
     record_frames: NDArray[np.uint32]  # [entries]: of all groups of its record, asked for or not
     entry_stored: NDArray[np.bool_]  # [entries]: whether there is a backing copy at the start
+    entry_places: NDArray[np.uint32]  # [entries]: of its record among the records of its layer, from 0
+    pinned: NDArray[np.uint8] = field(
+        default_factory=lambda: np.zeros(0, np.uint8)
+    )  # [entries], or empty: none
     left_out: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -128,6 +132,7 @@ class Requests:
             entry_keys=np.arange(len(frames), dtype=np.uint32) * np.uint32(_GROUPS),
             record_frames=frames,
             entry_stored=np.ones(len(frames), np.bool_),
+            entry_places=_places(of_entry),
         )
 
     @property
@@ -173,6 +178,11 @@ class Requests:
         return max(1, int(np.ceil((self.entry_bytes / np.maximum(self.sizes, 1)).max())))
 
     @cached_property
+    def mean_bytes(self) -> float:
+        """Bytes of a request, the mean."""
+        return float(self.entry_bytes[self.entries].mean()) if len(self.entries) else 1.0
+
+    @cached_property
     def layer_frames(self) -> NDArray[np.uint64]:
         """Frames of each layer's entries [layers]."""
         return np.bincount(self.entry_layers, weights=self.sizes, minlength=self.layer_count).astype(
@@ -209,6 +219,16 @@ class Requests:
         asked = positions[first[order]].astype(np.uint64)
         events = np.searchsorted(self.offsets, asked, side="right").astype(np.int64) - 1
         return Creations(events, entries[order])
+
+    @property
+    def pins(self) -> str:
+        """What is pinned, in words: empty for nothing."""
+        if not self.pinned.any():
+            return ""
+        entries = self.pinned > 0
+        records = len(np.unique(self.entry_records[entries]))
+        frames = int(self.sizes[entries].sum(dtype=np.uint64))
+        return f"{records} record{'' if records == 1 else 's'} of {frames} frame{'' if frames == 1 else 's'} pinned"
 
     @property
     def info(self) -> TraceInfo:
@@ -398,6 +418,7 @@ class _Reader:
             entry_keys=used_keys,
             record_frames=self._table.frames.sum(axis=1, dtype=np.uint32)[used_keys // _GROUPS],
             entry_stored=self._stored(used_keys),
+            entry_places=_places(self._table.layers)[used_keys // _GROUPS],
             left_out=self._left_out(discarded),
         )
 
@@ -417,6 +438,15 @@ class _Reader:
             )
         }
         return {name: count for name, count in {**events, "discarded requests": discarded}.items() if count}
+
+
+def _places(layers: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """Of each record its number among those of its layer."""
+    order = np.argsort(layers, kind="stable")
+    ordered = layers[order]
+    places = np.empty(len(layers), np.uint32)
+    places[order] = np.arange(len(layers)) - np.searchsorted(ordered, ordered)
+    return places
 
 
 def _joined(parts: list[NDArray[Scalar]], kind: type[Scalar]) -> NDArray[Scalar]:

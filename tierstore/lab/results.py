@@ -92,7 +92,7 @@ class Outcome:
     capacity_frames: int
     capacity_fraction: float  # of the frames of all entries that the trace asks for
     scope: str  # "global" or "layer"
-    contract: str  # "event-atomic" or "sequential"
+    contract: str  # "event-atomic" or "sequential", and what is pinned
     lookahead_frames: int = 0  # that the recorded prefetches may hold; 0: replayed without prefetch
     steps: int
     requests: int
@@ -258,9 +258,12 @@ class RegimeStudy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """Everything that one report shows. ``assumptions`` are what estimates rest on: bandwidth, endurance."""
+    """Everything that one report shows. ``assumptions`` are what estimates rest on: bandwidth, endurance;
+    ``source`` says in a few words whether they were measured, given or assumed.
+    """
 
     title: str
     regimes: tuple[RegimeStudy, ...]
     assumptions: Mapping[str, str] = field(default_factory=dict)
+    source: str = ""
     version: str = ""

@@ -16,8 +16,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice, product
-from typing import TypeAlias
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,8 @@ from numpy.typing import NDArray
 from tierstore import _native
 from tierstore._native import Detail
 from tierstore.errors import BudgetError, ConfigError
-from tierstore.lab.requests import Capacity, Requests
+from tierstore.lab.parallel import OnProgress, in_parallel
+from tierstore.lab.requests import Capacity, Creations, Requests
 from tierstore.lab.results import LayerOutcome, Outcome, Role, Window
 from tierstore.machine import cores
 from tierstore.trace.quotas import quotas_by_layer
@@ -35,19 +37,22 @@ __all__ = [
     "NATIVE_CONTRACTS",
     "Contract",
     "Detail",
-    "OnProgress",
     "PolicySpec",
     "Replayed",
     "Scope",
     "Setting",
+    "contract_name",
+    "expected_time",
     "known_policies",
     "outcome",
     "replay_all",
+    "replay_each",
+    "replay_one",
     "simulate",
     "suits",
 ]
 
-OnProgress: TypeAlias = Callable[[int, int], None]
+Reduced = TypeVar("Reduced")
 
 
 class Contract(enum.Enum):
@@ -67,6 +72,10 @@ class Scope(enum.Enum):
 BOUNDS = tuple(_native.bound_names())
 
 _MOST_LOOKED_AT = 100  # entries for each request
+
+_SLOW = {"next-use": 8.0, "lfu-decay": 2.0, "w-tinylfu": 2.0, "lirs": 2.0, "lfu": 1.5}
+_OWN = 100.0  # a policy of the user's, in Python
+"""About how long a replay takes beside one of FIFO, to begin with the longest."""
 
 NATIVE_CONTRACTS = {
     Contract.ATOMIC: _native.Contract.ATOMIC,
@@ -226,7 +235,7 @@ def replay_all(
             for done in range(1, len(settings) + 1):
                 # Not all at once: results wait here until they are taken, and they are long.
                 for setting in islice(waiting, 2 * workers - len(started)):
-                    started.append(pool.submit(_replay, requests, setting, warmup, detail))
+                    started.append(pool.submit(replay_one, requests, setting, warmup, detail))
                 yield started.popleft().result()
                 if progress is not None:
                     progress(done, len(settings))
@@ -235,7 +244,42 @@ def replay_all(
                 future.cancel()
 
 
-def _replay(requests: Requests, setting: Setting, warmup_events: int, detail: Detail) -> Replayed:
+def replay_each(
+    requests: Requests,
+    settings: Sequence[Setting],
+    reduce: Callable[[Replayed], Reduced],
+    *,
+    warmup_steps: int = 0,
+    detail: Detail = Detail.EVENTS,
+    threads: int = 0,
+    progress: OnProgress | None = None,
+) -> list[Reduced]:
+    """What ``reduce`` makes of each setting's replay, as ``replay_all`` runs it, in the order given.
+
+    ``reduce`` runs where the replay did, so that no columns wait, and the longest replays go first.
+    """
+    warmup = requests.events_before(warmup_steps)
+
+    def one(setting: Setting) -> Reduced:
+        return reduce(replay_one(requests, setting, warmup, detail))
+
+    return in_parallel(
+        [partial(one, setting) for setting in settings],
+        weights=[expected_time(requests, setting) for setting in settings],
+        threads=threads,
+        progress=progress,
+    )
+
+
+def expected_time(requests: Requests, setting: Setting) -> float:
+    """About how long a replay takes, in no unit: a smaller cache misses and evicts more."""
+    policy = setting.policy
+    each = _OWN if policy.own else _SLOW.get(policy.name, 1.0)
+    return each * (2.0 - min(1.0, setting.capacity_frames / requests.total_frames))
+
+
+def replay_one(requests: Requests, setting: Setting, warmup_events: int, detail: Detail) -> Replayed:
+    """One replay, of which the first ``warmup_events`` events are not counted. Raises as ``replay_all`` does."""
     began = time.thread_time()
     try:
         found = _native.simulate(
@@ -250,6 +294,7 @@ def _replay(requests: Requests, setting: Setting, warmup_events: int, detail: De
             requests.entry_records,
             requests.entry_groups,
             requests.entry_bytes,
+            pinned=requests.pinned if len(requests.pinned) else None,
             policy=setting.policy.name,
             options=dict(setting.policy.options),
             capacity_frames=setting.capacity_frames,
@@ -268,11 +313,22 @@ def _replay(requests: Requests, setting: Setting, warmup_events: int, detail: De
         if setting.policy.own:  # the user's own
             raise
         raise ConfigError(str(error)) from error
-    elapsed = time.thread_time() - began
-    created = requests.creations.since(warmup_events)
+    return _replayed(
+        requests, setting, found, requests.creations.since(warmup_events), time.thread_time() - began
+    )
+
+
+def _replayed(
+    requests: Requests,
+    setting: Setting,
+    found: _native.SimulationResult,
+    created: Creations,
+    elapsed_s: float,
+) -> Replayed:
+    """What the native loop ``found``, with creations told from misses."""
     created_bytes = requests.entry_bytes[created.entries]
     event_read_bytes = found["event_missed_bytes"]
-    if detail is Detail.EVENTS:
+    if len(event_read_bytes):
         np.subtract.at(event_read_bytes, created.events, created_bytes)
     layer_misses = found["layer_misses"].astype(np.int64)
     np.subtract.at(layer_misses, requests.layers[created.events], 1)
@@ -294,7 +350,7 @@ def _replay(requests: Requests, setting: Setting, warmup_events: int, detail: De
         event_written_bytes=found["event_written_bytes"],
         layer_requests=found["layer_hits"] + found["layer_misses"],
         layer_misses=layer_misses,
-        policy_s=elapsed,
+        policy_s=elapsed_s,
     )
 
 
@@ -318,8 +374,19 @@ def simulate(
     specs = [PolicySpec.parse(policy) if isinstance(policy, str) else policy for policy in policies]
     frames = [requests.frames_of(capacity) for capacity in capacities]
     settings = [Setting(spec, size, scope, contract) for spec, size in product(specs, frames)]
-    replays = replay_all(requests, settings, warmup_steps=warmup_steps, threads=threads, progress=progress)
-    return [outcome(requests, replayed, windows=windows) for replayed in replays]
+    return replay_each(
+        requests,
+        settings,
+        partial(outcome, requests, windows=windows),
+        warmup_steps=warmup_steps,
+        threads=threads,
+        progress=progress,
+    )
+
+
+def contract_name(requests: Requests, contract: Contract) -> str:
+    """The contract as reports name it: with what is pinned."""
+    return ", ".join(filter(None, (contract.value, requests.pins)))
 
 
 def outcome(requests: Requests, replayed: Replayed, *, windows: int = 0) -> Outcome:
@@ -333,7 +400,7 @@ def outcome(requests: Requests, replayed: Replayed, *, windows: int = 0) -> Outc
         capacity_frames=setting.capacity_frames,
         capacity_fraction=setting.capacity_frames / requests.total_frames,
         scope=setting.scope.value,
-        contract=setting.contract.value,
+        contract=contract_name(requests, setting.contract),
         steps=len(counted),
         requests=replayed.requests,
         hits=replayed.hits,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from tierstore import __version__
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, DataError
 from tierstore.lab.assemble import half_life_map, regime_study
 from tierstore.lab.candidates import Candidate
 from tierstore.lab.costs import Machine, with_costs
@@ -22,8 +22,8 @@ from tierstore.lab.curves import all_policies
 from tierstore.lab.importing import SourceKind, detect_kind, import_trace
 from tierstore.lab.requests import Requests, load_requests
 from tierstore.lab.results import Outcome, RegimeStudy, Study
-from tierstore.lab.simulate import Contract, PolicySpec, Scope, Setting, outcome, replay_all
-from tierstore.lab.tune import Hindsight, TuneOptions, tune
+from tierstore.lab.simulate import Contract, PolicySpec, Replayed, Scope, Setting, outcome, replay_each
+from tierstore.lab.tune import LEAST_STEPS, Hindsight, TuneOptions, tune
 from tierstore.trace.format import MAGIC
 
 __all__ = ["TOPK_REGIMES", "OnRegime", "StudyOptions", "run_study"]
@@ -34,11 +34,13 @@ OnRegime: TypeAlias = Callable[[str, str], None]
 TOPK_REGIMES: Mapping[str, Mapping[str, object]] = {
     "decode, 1 sequence": {"regime": "decode", "sequences": 1},
     "decode, 8 sequences": {"regime": "decode", "sequences": 8},
+    "decode, 32 sequences": {"regime": "decode", "sequences": 32},
     **{
         f"train, {tokens} tokens a step": {"regime": "train", "tokens_per_step": tokens}
-        for tokens in (16, 64, 512, 2048)
+        for tokens in (16, 64, 128, 256, 512, 2048)
     },
 }
+"""Nine regimes of one routing trace; a recorded run of our own is the tenth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +67,10 @@ class StudyOptions:
 def run_study(
     sources: Sequence[Path], options: StudyOptions | None = None, *, progress: OnRegime | None = None
 ) -> Study:
-    """Studies each of ``sources``: an npz with ``topk`` in the six regimes, a trace as it was recorded.
+    """Studies each of ``sources``: an npz with ``topk`` in the nine regimes, a trace as it was recorded.
 
-    Raises DataError, ConfigError, BudgetError or OSError.
+    A regime that an npz has too few prompts or tokens for is left out, which ``progress`` hears. Raises DataError,
+    ConfigError, BudgetError or OSError.
     """
     chosen = options or StudyOptions()
     heard = progress or (lambda regime, what: None)
@@ -80,6 +83,7 @@ def run_study(
         title="Cache policies by regime",
         regimes=tuple(regimes),
         assumptions=chosen.machine.assumptions,
+        source=chosen.machine.source,
         version=__version__,
     )
 
@@ -93,17 +97,31 @@ def _regimes(source: Path, options: StudyOptions, heard: OnRegime) -> Iterator[t
         return
     if detect_kind(source) is not SourceKind.NPZ:
         raise ConfigError(f"{source}: expected a trace or an npz with topk; import it first")
+    left_out: list[DataError] = []
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "regime.trace"
         for name, settings in TOPK_REGIMES.items():
             heard(name, "importing")
-            import_trace(
-                source,
-                target,
-                kind=SourceKind.NPZ,
-                options={**settings, "weight_bytes": options.weight_bytes},
-            )
-            yield name, load_requests(target, name=f"{source.name}: {name}")
+            try:
+                requests = _imported(source, target, name, {**settings, "weight_bytes": options.weight_bytes})
+            except DataError as error:  # too few prompts or tokens for this one
+                heard(name, f"left out: {error}")
+                left_out.append(error)
+                continue
+            yield name, requests
+    if len(left_out) == len(TOPK_REGIMES):
+        raise left_out[0]
+
+
+def _imported(source: Path, target: Path, name: str, settings: Mapping[str, object]) -> Requests:
+    """The requests of one regime of an npz. Raises DataError for too few steps of it."""
+    import_trace(source, target, kind=SourceKind.NPZ, options=settings)
+    requests = load_requests(target, name=f"{source.name}: {name}")
+    if requests.step_count < LEAST_STEPS:
+        raise DataError(
+            f"{source}: {name}: expected at least {LEAST_STEPS} steps, found {requests.step_count}"
+        )
+    return requests
 
 
 def _regime(name: str, requests: Requests, options: StudyOptions, heard: OnRegime) -> RegimeStudy:
@@ -157,7 +175,8 @@ def _layered(requests: Requests, options: StudyOptions) -> tuple[Outcome, ...]:
         return ()
     capacity = requests.frames_of(options.focus)
     settings = [Setting(spec, capacity, Scope.LAYER, options.contract) for spec in all_policies(requests)]
-    return tuple(
-        with_costs(requests, replayed, outcome(requests, replayed), options.machine)
-        for replayed in replay_all(requests, settings, threads=options.threads)
-    )
+
+    def reduce(replayed: Replayed) -> Outcome:
+        return with_costs(requests, replayed, outcome(requests, replayed), options.machine)
+
+    return tuple(replay_each(requests, settings, reduce, threads=options.threads))

@@ -9,16 +9,18 @@
    what it held (warm). That is what the choice is scored on, against the default of ``tierstore train``.
 
 A run that fetches ahead holds a part of its cache for that, which changes what is best. So where the trace
-has the prefetches of its run, steps 3 and 4 replay it as it was recorded (``tierstore.lab.live``).
+has the prefetches of its run, all of these replay it as it was recorded (``tierstore.lab.live``): each candidate
+once, over the whole trace. What a choice looks at is still the prefix alone, since a step's counts do not depend on
+those after it. Only the split of the capacity is made from curves without lookahead, and then scored with it.
 
-Steps 1 and 2 cost the same whatever the trace's length, steps 3 and 4 some twenty replays.
+Else steps 1 and 2 cost the same whatever the trace's length, steps 3 and 4 some twenty replays.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -41,9 +43,9 @@ from tierstore.lab.quotas import split_capacity
 from tierstore.lab.regime import Regime, survey
 from tierstore.lab.requests import Capacity, Requests
 from tierstore.lab.results import Outcome, TuneResult, Verdict
-from tierstore.lab.simulate import Contract, Replayed, Scope, outcome, replay_all, suits
+from tierstore.lab.simulate import Contract, Detail, Replayed, Scope, outcome, replay_each, suits
 
-__all__ = ["Hindsight", "OnStage", "TuneOptions", "Tuning", "scored_text", "tune"]
+__all__ = ["LEAST_STEPS", "Hindsight", "OnStage", "TuneOptions", "Tuning", "scored_text", "tune"]
 
 OnStage: TypeAlias = Callable[[str, int, int], None]
 """Hears the stage, and how many of how many replays are done."""
@@ -53,7 +55,8 @@ _BEST = 6  # finalists by cost
 _SIMPLEST = 4  # finalists by simplicity, of those this close to the best:
 _CLOSE = 1.01
 _TIED = 1.005  # what a simpler setting may cost more, if it cannot be told from the best
-_LEAST_STEPS = 4
+LEAST_STEPS = 4
+"""Of a trace that can be tuned on and scored."""
 
 
 class Hindsight(enum.Enum):
@@ -75,7 +78,7 @@ class TuneOptions:
     confidence: float = 0.95
     seed: int = 0
     threads: int = 0
-    baseline: Candidate = field(default_factory=default_candidate)
+    baseline: Candidate | None = None  # None: default_candidate(requests)
     hindsight: Hindsight = Hindsight.FINALISTS
 
     def __post_init__(self) -> None:
@@ -114,10 +117,14 @@ def tune(
     of fewer than four steps.
     """
     chosen_options = options or TuneOptions()
-    if requests.step_count < _LEAST_STEPS:
+    if requests.step_count < LEAST_STEPS:
         raise DataError(
-            f"{requests.name}: expected at least {_LEAST_STEPS} steps to tune on and to score, found "
+            f"{requests.name}: expected at least {LEAST_STEPS} steps to tune on and to score, found "
             f"{requests.step_count}"
+        )
+    if requests.pins:
+        raise ConfigError(
+            f"{requests.name}: {requests.pins}: a live cache pins nothing, so there is nothing to tune"
         )
     capacity_frames = requests.frames_of(capacity)
     if capacity_frames < requests.largest_record_frames:
@@ -146,6 +153,10 @@ class _Scored:
         return float(self.costs.sum())
 
 
+_Score: TypeAlias = Callable[[Sequence[Candidate], str], list[_Scored]]
+"""Candidates' costs on what a search may look at; the text is the stage that is heard of."""
+
+
 class _Tuner:
     """One search."""
 
@@ -160,6 +171,7 @@ class _Tuner:
         self._requests = requests
         self._capacity = capacity_frames
         self._options = options
+        self._baseline = options.baseline or default_candidate(requests)
         self._machine = machine
         self._progress = progress
         self._split = min(max(2, round(requests.step_count * options.prefix)), requests.step_count - 2)
@@ -168,51 +180,59 @@ class _Tuner:
         options = self._options
         prefix = self._requests.between(0, self._split)
         regime = survey(prefix, self._capacity, contract=options.contract, threads=options.threads)
-        finalists, tried = self._search(prefix)
-        rest = tried if options.hindsight is Hindsight.ALL else finalists
         if recording is not None:
-            scored, held_out = self._live(recording, finalists, rest)
-            return self._result(regime, self._choose(scored), held_out)
+            chosen, held_out = self._with_prefetches(prefix, recording)
+        else:
+            chosen, held_out = self._without(prefix)
+        return self._result(regime, chosen, held_out)
+
+    def _without(self, prefix: Requests) -> tuple[Candidate, list[_Scored]]:
+        """The choice, and what it is compared with on the rest, with no lookahead."""
+        part = prefix.tail(_COARSE_REQUESTS)
+
+        def score(candidates: Sequence[Candidate], stage: str) -> list[_Scored]:
+            return self._replay(part, candidates, stage, part.step_count // 4)
+
+        finalists, tried = self._search(part, score)
         scored = self._replay(prefix, finalists, "prefix", prefix.step_count // 8)
         chosen = self._choose(scored)
         # The choice is made. What comes now it has not seen.
-        held_out = self._replay(self._requests, rest, "rest", self._split)
-        return self._result(regime, chosen, held_out)
+        rest = tried if self._options.hindsight is Hindsight.ALL else finalists
+        return chosen, self._replay(self._requests, rest, "rest", self._split)
 
-    def _live(
-        self, recording: Recording, finalists: Sequence[Candidate], rest: Sequence[Candidate]
-    ) -> tuple[list[_Scored], list[_Scored]]:
-        """Finalists on the prefix and all on the rest, with prefetches; what finds no room beside them is out.
+    def _with_prefetches(self, prefix: Requests, recording: Recording) -> tuple[Candidate, list[_Scored]]:
+        """The same with the recorded prefetches; what finds no room beside them is out."""
+        replays: dict[tuple[object, ...], LiveReplay] = {}
+        seen = slice(self._split // 8, self._split)  # of the prefix, but for what fills the cache
 
-        A step's counts do not depend on those after it, so one replay gives both.
-        """
-        options, notify = self._options, self._progress
-        candidates = _distinct([*finalists, *rest])
-        replays = replay_recorded(
-            self._requests,
-            recording,
-            [one.setting(self._capacity, options.contract) for one in candidates],
-            threads=options.threads,
-            progress=None if notify is None else lambda done, total: notify("recorded", done, total),
-        )
-        fitting = {
-            one.key: (one, replayed)
-            for one, replayed in zip(candidates, replays, strict=True)
-            if replayed is not None
-        }
-        if options.baseline.key not in fitting:
+        def score(candidates: Sequence[Candidate], stage: str) -> list[_Scored]:
+            fresh = [one for one in candidates if one.key not in replays]
+            for one, replayed in zip(fresh, self._recorded(recording, fresh, stage), strict=True):
+                if replayed is not None:
+                    replays[one.key] = replayed
+            fitting = [one for one in candidates if one.key in replays]
+            return [self._scored_live(one, replays[one.key], seen) for one in fitting]
+
+        if not score([self._baseline], "baseline"):
             raise BudgetError(
                 f"capacity: {self._capacity} frames, of which prefetches hold "
                 f"{recording.lookahead_at(self._capacity)} as in the recorded run, are too small for an access"
             )
-        begin = self._split // 8
-        return (
-            [
-                self._scored_live(*fitting[one.key], slice(begin, self._split))
-                for one in finalists
-                if one.key in fitting
-            ],
-            [self._scored_live(*pair, slice(self._split, None)) for pair in fitting.values()],
+        finalists, tried = self._search(prefix.tail(_COARSE_REQUESTS), score)
+        chosen = self._choose([self._scored_live(one, replays[one.key], seen) for one in finalists])
+        rest = tried if self._options.hindsight is Hindsight.ALL else finalists
+        return chosen, [self._scored_live(one, replays[one.key], slice(self._split, None)) for one in rest]
+
+    def _recorded(
+        self, recording: Recording, candidates: Sequence[Candidate], stage: str
+    ) -> list[LiveReplay | None]:
+        options, notify = self._options, self._progress
+        return replay_recorded(
+            self._requests,
+            recording,
+            [one.setting(self._capacity, options.contract) for one in candidates],
+            threads=options.threads,
+            progress=None if notify is None else lambda done, total: notify(stage, done, total),
         )
 
     def _scored_live(self, candidate: Candidate, replayed: LiveReplay, steps: slice) -> _Scored:
@@ -223,35 +243,32 @@ class _Tuner:
         full = replayed.outcome(self._requests, steps)
         return _Scored(candidate, replayed.step_requests[steps], costs[steps], full)
 
-    def _search(self, prefix: Requests) -> tuple[list[Candidate], list[Candidate]]:
-        """The finalists, the baseline among them, and everything that was tried."""
-        options, part = self._options, prefix.tail(_COARSE_REQUESTS)
-        warmup = part.step_count // 4
+    def _search(self, part: Requests, score: _Score) -> tuple[list[Candidate], list[Candidate]]:
+        """The finalists, the baseline among them, and everything that was tried and has a score."""
+        options = self._options
         names = options.policies or [name for name in live_policies() if suits(self._requests, name)]
         grid = starting_grid(self._requests, self._capacity, names, options.scopes)
-        tried = self._replay(part, _distinct([options.baseline, *grid]), "grid", warmup)
+        tried = score(_distinct([self._baseline, *grid]), "grid")
         finer = [
             near
             for scope in options.scopes
-            for best in _best_of(tried, scope, "lfu-decay")
+            for name in names
+            for best in _best_of(tried, scope, name)
             for near in neighbours(best.candidate)
         ]
         finer += [
             tuned
             for best in _best_of(tried, Scope.LAYER)
-            for tuned in self._tuned_split(part, best.candidate, warmup)
+            for tuned in self._tuned_split(part, best.candidate, part.step_count // 4)
         ]
         known = {one.candidate.key for one in tried}
         fresh = [one for one in _distinct(finer) if one.key not in known]
-        tried += self._replay(part, fresh, "neighbours", warmup)
+        tried += score(fresh, "neighbours")
         ranked = sorted(tried, key=lambda one: (one.total, one.candidate.complexity))
         close = [one for one in ranked if one.total <= _CLOSE * ranked[0].total]
         close.sort(key=lambda one: one.candidate.complexity)
-        finalists = [*ranked[:_BEST], *close[:_SIMPLEST]]
-        return (
-            _distinct([options.baseline, *(one.candidate for one in finalists)]),
-            [one.candidate for one in ranked],
-        )
+        finalists = [one.candidate for one in (*ranked[:_BEST], *close[:_SIMPLEST])]
+        return _distinct([self._baseline, *finalists]), [one.candidate for one in ranked]
 
     def _tuned_split(self, part: Requests, candidate: Candidate, warmup: int) -> Iterable[Candidate]:
         options = self._options
@@ -270,26 +287,26 @@ class _Tuner:
     def _replay(
         self, requests: Requests, candidates: Sequence[Candidate], stage: str, warmup_steps: int
     ) -> list[_Scored]:
-        options, notify = self._options, self._progress
-        settings = [one.setting(self._capacity, options.contract) for one in candidates]
-        replays = replay_all(
+        """With the costs of a machine on the rest only, where they are shown."""
+        options, notify, machine = self._options, self._progress, self._machine
+        held_out = requests is self._requests
+
+        def reduce(replayed: Replayed) -> tuple[NDArray[np.uint64], NDArray[np.float64], Outcome]:
+            costs = cost_by_step(requests, replayed, options.objective, machine)
+            plain = outcome(requests, replayed)
+            full = with_costs(requests, replayed, plain, machine) if held_out else plain
+            return replayed.step_requests, costs, full
+
+        replays = replay_each(
             requests,
-            settings,
+            [one.setting(self._capacity, options.contract) for one in candidates],
+            reduce,
             warmup_steps=warmup_steps,
+            detail=Detail.STEPS if options.objective is Objective.MISSES and not held_out else Detail.EVENTS,
             threads=options.threads,
             progress=None if notify is None else lambda done, total: notify(stage, done, total),
         )
-        return [
-            self._scored(requests, candidate, replayed)
-            for candidate, replayed in zip(candidates, replays, strict=True)
-        ]
-
-    def _scored(self, requests: Requests, candidate: Candidate, replayed: Replayed) -> _Scored:
-        """What is kept of a replay: nothing by event."""
-        costs = cost_by_step(requests, replayed, self._options.objective, self._machine)
-        plain = outcome(requests, replayed)
-        full = with_costs(requests, replayed, plain, self._machine)
-        return _Scored(candidate, replayed.step_requests, costs, full)
+        return [_Scored(candidate, *found) for candidate, found in zip(candidates, replays, strict=True)]
 
     def _interval(self, one: _Scored, other: _Scored, confidence: float) -> Interval:
         """What ``one`` costs more than ``other``: a request for misses, a step otherwise."""
@@ -313,16 +330,16 @@ class _Tuner:
     def _result(self, regime: Regime, chosen: Candidate, held_out: list[_Scored]) -> Tuning:
         options = self._options
         by_key = {one.candidate.key: one for one in held_out}
-        winner, baseline = by_key[chosen.key], by_key[options.baseline.key]
+        winner, baseline = by_key[chosen.key], by_key[self._baseline.key]
         gain = self._interval(baseline, winner, options.confidence)
         verdict = Verdict.BETTER if gain.low > 0 else Verdict.WORSE if gain.high < 0 else Verdict.TIE
         ranked = sorted(held_out, key=lambda one: (one.total, one.candidate.complexity))
         outcomes = {one.candidate.key: one.outcome for one in ranked}
-        recommended = options.baseline if verdict is Verdict.WORSE else chosen
+        recommended = self._baseline if verdict is Verdict.WORSE else chosen
         config = cache_configuration(recommended)
         result = TuneResult(
             chosen=outcomes[chosen.key],
-            baseline=outcomes[options.baseline.key],
+            baseline=outcomes[self._baseline.key],
             best=outcomes[ranked[0].candidate.key],
             gain=gain.estimate,
             gain_low=gain.low,
