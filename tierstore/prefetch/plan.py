@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from tierstore.cache.config import GroupOrder
 from tierstore.errors import ConfigError
 from tierstore.prefetch.predictor import PredictorName
 
-__all__ = ["GradientPlan", "PrefetchConfig"]
+__all__ = ["GradientPlan", "PrefetchConfig", "group_order"]
 
 
 class GradientPlan(Enum):
@@ -21,6 +22,13 @@ class GradientPlan(Enum):
 
     IMMEDIATE = "immediate"
     DEFERRED = "deferred"
+
+
+def group_order(replicas: int) -> GroupOrder:
+    """How a store cuts accesses where its experts have ``replicas`` copies: gradients are summed over them one
+    after another, so with several all must come to the same experts in the same order, whatever each has in memory.
+    """
+    return GroupOrder.RESIDENT_FIRST if replicas == 1 else GroupOrder.KEY
 
 
 @dataclass(frozen=True, kw_only=True)
