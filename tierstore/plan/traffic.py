@@ -94,7 +94,9 @@ class _Drive:
         self._reached = 1.0 if reached >= _CERTAIN else reached
         self._random = np.random.default_rng(0)
         self._residency = self._make(taken)
-        self._predictor = make_predictor(config.prefetch.predictor, range(self._local))
+        self._predictor = make_predictor(
+            config.prefetch.predictor, range(self._local), most=config.prefetch.guesses
+        )
         #: Of each expert of each layer: steps that its content has had, and whether a gradient of it is kept.
         self._steps = {layer: np.zeros(self._local, np.int64) for layer in self._layers}
         self._kept = {layer: np.zeros(self._local, bool) for layer in self._layers}

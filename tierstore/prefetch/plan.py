@@ -43,11 +43,17 @@ class PrefetchConfig:
     predictor: PredictorName = field(
         default=PredictorName.HISTORY, metadata={"help": "what forward passes are expected to use"}
     )
+    guesses: int = field(
+        default=0,
+        metadata={"help": "experts of a layer that may be guessed at once (0: all that are likely)"},
+    )
 
     def __post_init__(self) -> None:
         if self.depth < 0:
             raise ConfigError(f"prefetch.depth: expected at least 0, got {self.depth}")
         if self.gather_depth < 0:
             raise ConfigError(f"prefetch.gather_depth: expected at least 0, got {self.gather_depth}")
+        if self.guesses < 0:
+            raise ConfigError(f"prefetch.guesses: expected at least 0, got {self.guesses}")
         if not 0 <= self.budget <= 0.9:
             raise ConfigError(f"prefetch.budget: expected a share from 0 to 0.9, got {self.budget}")

@@ -264,7 +264,7 @@ def _open_experts(
         records,
         weight_slots=setup.slots.weights,
         plan=config.gradient_plan,
-        predictor=make_predictor(config.prefetch.predictor, owned),
+        predictor=make_predictor(config.prefetch.predictor, owned, most=config.prefetch.guesses),
         schedule=schedule,
         ledger=setup.ledger,
         replicas=setup.mesh.replica,
