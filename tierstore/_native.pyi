@@ -446,6 +446,10 @@ class Scope(enum.Enum):
     GLOBAL = 0
     LAYER = 1
 
+class GroupOrder(enum.Enum):
+    RESIDENT_FIRST = 0
+    KEY = 1
+
 def policy_names() -> list[str]: ...
 def check_policy(name: str, options: Mapping[str, float | str] = ...) -> None: ...
 def policy_headroom_frames(name: str, options: Mapping[str, float | str] = ...) -> int: ...
@@ -497,6 +501,7 @@ class Residency:
         scope: Scope = Scope.GLOBAL,
         lookahead_frames: int = 0,
         layer_quotas: Sequence[int] = ...,
+        group_order: GroupOrder = GroupOrder.RESIDENT_FIRST,
     ) -> None: ...
     def add_record(
         self, layer: int, group_frames: Sequence[int], group_bytes: Sequence[int], stored_mask: int
@@ -508,7 +513,9 @@ class Residency:
     def next_group(
         self,
     ) -> tuple[
-        int, int, tuple[NDArray[np.uint8], NDArray[np.uint32]], tuple[NDArray[np.uint8], NDArray[np.uint32]]
+        NDArray[np.uint32],
+        tuple[NDArray[np.uint8], NDArray[np.uint32]],
+        tuple[NDArray[np.uint8], NDArray[np.uint32]],
     ]: ...
     def end_unit(self, unit: int) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]: ...
     def end_group(self) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]: ...
@@ -615,6 +622,7 @@ def simulate(
     contract: Contract = ...,
     warmup_events: int = 0,
     detail: Detail = ...,
+    group_order: GroupOrder = ...,
 ) -> SimulationResult:
     """A policy (or a bound: Belady 1966) over columns: event i asks for ``entries[offsets[i]:offsets[i + 1]]``.
 

@@ -87,6 +87,9 @@ void bind_cache(nb::module_& m) {
         .value("WRITE_BACK", Decision::WRITE_BACK)
         .value("DROP", Decision::DROP);
     nb::enum_<Scope>(m, "Scope").value("GLOBAL", Scope::GLOBAL).value("LAYER", Scope::LAYER);
+    nb::enum_<GroupOrder>(m, "GroupOrder")
+        .value("RESIDENT_FIRST", GroupOrder::RESIDENT_FIRST)
+        .value("KEY", GroupOrder::KEY);
 
     m.def("policy_names", &policy_names, "The names that a cache policy may have.");
     m.def(
@@ -130,18 +133,19 @@ void bind_cache(nb::module_& m) {
             "__init__",
             [](Residency* self, std::uint64_t capacity, const std::string& policy,
                const PolicyOptions& options, Scope scope, std::uint64_t lookahead,
-               const std::vector<std::uint64_t>& quotas) {
+               const std::vector<std::uint64_t>& quotas, GroupOrder order) {
                 new (self) Residency(ResidencyOptions{.capacity_frames = capacity,
                                                       .lookahead_frames = lookahead,
                                                       .scope = scope,
                                                       .layer_quotas = quotas,
+                                                      .order = order,
                                                       .policy = policy,
                                                       .policy_options = options,
                                                       .make = &make_any_policy});
             },
             "capacity_frames"_a, nb::kw_only(), "policy"_a = "lfu-decay",
             "policy_options"_a = PolicyOptions{}, "scope"_a = Scope::GLOBAL, "lookahead_frames"_a = 0,
-            "layer_quotas"_a = std::vector<std::uint64_t>{})
+            "layer_quotas"_a = std::vector<std::uint64_t>{}, "group_order"_a = GroupOrder::RESIDENT_FIRST)
         .def("add_record", &Residency::add_record, "layer"_a, "group_frames"_a, "group_bytes"_a,
              "stored_mask"_a)
         .def("set_stored", &Residency::set_stored, "record"_a, "mask"_a)
@@ -158,9 +162,8 @@ void bind_cache(nb::module_& m) {
         .def("next_group",
              [](Residency& self) {
                  Decided demanded, ahead;
-                 const std::uint32_t group = self.groups_begun();
-                 self.next_group(demanded, ahead);
-                 return nb::make_tuple(self.bounds()[group], self.bounds()[group + 1],
+                 const std::span<const std::uint32_t> units = self.next_group(demanded, ahead);
+                 return nb::make_tuple(numpy(std::vector<std::uint32_t>(units.begin(), units.end())),
                                        both(std::move(demanded)), both(std::move(ahead)));
              })
         .def(

@@ -100,7 +100,7 @@ void bind_sim(nb::module_& m) {
            std::optional<Column<std::uint64_t>> bytes, Bytes pinned,
            const std::string& policy, const PolicyOptions& policy_options, std::uint64_t capacity,
            Scope scope, const std::vector<std::uint64_t>& quotas, Contract contract, std::uint64_t warmup,
-           Detail detail) {
+           Detail detail, GroupOrder order) {
             const std::size_t asked = entries.shape(0);
             const RequestColumns requests{.offsets = span_of(offsets),
                                           .entries = span_of(entries),
@@ -121,6 +121,7 @@ void bind_sim(nb::module_& m) {
                                             .scope = scope,
                                             .layer_quotas = quotas,
                                             .contract = contract,
+                                            .order = order,
                                             .warmup_events = warmup,
                                             .detail = detail};
             SimulationResult result;
@@ -139,6 +140,7 @@ void bind_sim(nb::module_& m) {
         nb::kw_only(), "policy"_a, "options"_a = PolicyOptions{}, "capacity_frames"_a,
         "scope"_a = Scope::GLOBAL, "layer_quotas"_a = std::vector<std::uint64_t>{},
         "contract"_a = Contract::ATOMIC, "warmup_events"_a = 0, "detail"_a = Detail::STEPS,
+        "group_order"_a = GroupOrder::RESIDENT_FIRST,
         "What a policy does with columns of requests; see native/sim/simulate.hpp.");
     m.def(
         "stack_distances",

@@ -1,6 +1,7 @@
 #include "native/cache/residency.hpp"
 
 #include <algorithm>
+#include <numeric>
 
 namespace tierstore {
 namespace {
@@ -116,48 +117,81 @@ const std::vector<std::uint32_t>& Residency::begin_access(Phase phase, std::uint
     check_units(layer, records, flags, Check::ACCESS);
     records_.assign(records.begin(), records.end());
     units_.assign(flags.begin(), flags.end());
+    unit_at_.resize(records.size());
+    std::iota(unit_at_.begin(), unit_at_.end(), 0u);
+    place_of_ = unit_at_;
+    access_layer_ = layer;
     split(domain_for(layer));
     unit_ended_.assign(records.size(), 0);
-    access_layer_ = layer;
     groups_begun_ = 0;
     access_open_ = !records_.empty();
     ++stats_.accesses;
-    if (domains_.front().policy->follows_accesses()) announce(phase);
+    if (domains_.front().policy->follows_accesses()) announce(phase, records, flags);
     return bounds_;
 }
 
 void Residency::split(Domain& domain) {
     // What is pinned already, by this access's entries too, stays so through all of its groups: a group adds
     // the frames of the rest.
-    std::vector<std::uint64_t> added(records_.size(), 0);
-    std::uint64_t largest = 0;
-    for (std::size_t i = 0; i < records_.size(); ++i) {
-        each_needed(records_[i], units_[i], [&](EntryId entry) {
-            if (pins(entry) == 0) added[i] += frames_[entry];
+    const auto added = [&](std::size_t place) {
+        std::uint64_t frames = 0;
+        each_needed(records_[place], units_[place], [&](EntryId entry) {
+            if (pins(entry) == 0) frames += frames_[entry];
         });
-        largest = std::max(largest, added[i]);
+        return frames;
+    };
+    std::uint64_t largest = 0;
+    std::uint64_t total = 0;
+    for (std::size_t place = 0; place < records_.size(); ++place) {
+        largest = std::max(largest, added(place));
+        total += added(place);
     }
     std::uint64_t room = domain.limit > domain.pinned ? domain.limit - domain.pinned : 0;
     if (largest > room) refuse_capacity(domain, largest);
     if (records_.size() > 1) {
         room = std::max(largest, room > domain.lookahead ? room - domain.lookahead : 0);
     }
+    if (total > room && options_.order == GroupOrder::RESIDENT_FIRST) serve_residents_first();
     bounds_.assign(1, 0);
     std::uint64_t filled = 0;
-    for (std::uint32_t i = 0; i < records_.size(); ++i) {
-        if (i > bounds_.back() && filled + added[i] > room) {
-            bounds_.push_back(i);
+    for (std::uint32_t place = 0; place < records_.size(); ++place) {
+        if (place > bounds_.back() && filled + added(place) > room) {
+            bounds_.push_back(place);
             filled = 0;
         }
-        filled += added[i];
+        filled += added(place);
     }
     if (!records_.empty()) bounds_.push_back(static_cast<std::uint32_t>(records_.size()));
 }
 
-void Residency::announce(Phase phase) {
+void Residency::serve_residents_first() {
+    std::vector<std::uint8_t> rank(records_.size());  // by unit: 0 all resident, 1 some of it, 2 nothing
+    for (std::size_t unit = 0; unit < records_.size(); ++unit) {
+        bool any = false;
+        bool all = true;
+        each_needed(records_[unit], units_[unit], [&](EntryId entry) {
+            const bool resident = (flags_[entry] & RESIDENT) != 0;
+            any = any || resident;
+            all = all && resident;
+        });
+        rank[unit] = all ? 0 : any ? 1 : 2;
+    }
+    std::stable_sort(unit_at_.begin(), unit_at_.end(),
+                     [&](std::uint32_t left, std::uint32_t right) { return rank[left] < rank[right]; });
+    const std::vector<std::uint32_t> records = records_;
+    const std::vector<std::uint16_t> units = units_;
+    for (std::uint32_t place = 0; place < unit_at_.size(); ++place) {
+        records_[place] = records[unit_at_[place]];
+        units_[place] = units[unit_at_[place]];
+        place_of_[unit_at_[place]] = place;
+    }
+}
+
+void Residency::announce(Phase phase, std::span<const std::uint32_t> records,
+                         std::span<const std::uint16_t> flags) {
     announced_.clear();
-    for (std::size_t i = 0; i < records_.size(); ++i) {
-        each_needed(records_[i], units_[i], [&](EntryId entry) { announced_.push_back(entry); });
+    for (std::size_t i = 0; i < records.size(); ++i) {
+        each_needed(records[i], flags[i], [&](EntryId entry) { announced_.push_back(entry); });
     }
     for (Domain& domain : domains_) domain.policy->access(AccessInfo{phase, access_layer_, announced_});
 }
@@ -167,7 +201,7 @@ void Residency::refuse_capacity(const Domain& domain, std::uint64_t added) const
     throw CapacityError(added + domain.pinned + headroom, domain.limit + headroom);
 }
 
-void Residency::next_group(Decided& demanded, Decided& ahead) {
+std::span<const std::uint32_t> Residency::next_group(Decided& demanded, Decided& ahead) {
     if (!access_open_ || group_open_) {
         throw std::logic_error(group_open_ ? "a group is open already" : "no access is open");
     }
@@ -176,29 +210,30 @@ void Residency::next_group(Decided& demanded, Decided& ahead) {
     Domain& domain = domain_for(access_layer_);
     std::uint64_t added = 0;
     std::uint64_t missing = 0;
-    for (std::uint32_t unit = begin; unit < end; ++unit) {
-        each_needed(records_[unit], units_[unit], [&](EntryId entry) {
+    for (std::uint32_t place = begin; place < end; ++place) {
+        each_needed(records_[place], units_[place], [&](EntryId entry) {
             if (pins(entry) == 0) added += frames_[entry];
             if ((flags_[entry] & RESIDENT) == 0) missing += frames_[entry];
         });
     }
     if (added + domain.pinned > domain.limit) refuse_capacity(domain, added);
     // All are pinned before anything is evicted: none of the group's entries evicts another.
-    for (std::uint32_t unit = begin; unit < end; ++unit) {
-        each_needed(records_[unit], units_[unit], [&](EntryId entry) {
+    for (std::uint32_t place = begin; place < end; ++place) {
+        each_needed(records_[place], units_[place], [&](EntryId entry) {
             pin_entry(domain, entry);
             if ((flags_[entry] & RESIDENT) == 0) domain.policy->miss(entry);
         });
     }
     if (!make_room(domain, missing, demanded)) cancel_holds_for(domain, missing, demanded);
-    for (std::uint32_t unit = begin; unit < end; ++unit) {
-        each_needed(records_[unit], units_[unit], [&](EntryId entry) { request(domain, entry, demanded); });
+    for (std::uint32_t place = begin; place < end; ++place) {
+        each_needed(records_[place], units_[place], [&](EntryId entry) { request(domain, entry, demanded); });
     }
     ++groups_begun_;
     ++stats_.groups;
     group_open_ = true;
     const std::span<const std::uint32_t> records(records_);
     hold_units(domain, records.subspan(end), std::span<const std::uint16_t>(units_).subspan(end), ahead);
+    return std::span<const std::uint32_t>(unit_at_).subspan(begin, end - begin);
 }
 
 void Residency::request(Domain& domain, EntryId entry, Decided& decided) {
@@ -235,19 +270,20 @@ void Residency::request(Domain& domain, EntryId entry, Decided& decided) {
 
 void Residency::end_unit(std::uint32_t unit, Decided& decided) {
     if (!group_open_) throw std::logic_error("no group is open");
-    if (unit < bounds_[groups_begun_ - 1] || unit >= bounds_[groups_begun_]) {
+    if (!in_open_group(unit)) {
         throw std::invalid_argument("unit " + std::to_string(unit) + " is not of the open group");
     }
-    if (unit_ended_[unit] != 0) throw std::logic_error("unit " + std::to_string(unit) + " has ended already");
-    unit_ended_[unit] = 1;
-    finish(records_[unit], units_[unit], decided);
+    const std::uint32_t place = place_of_[unit];
+    if (unit_ended_[place] != 0) throw std::logic_error("unit " + std::to_string(unit) + " has ended already");
+    unit_ended_[place] = 1;
+    finish(records_[place], units_[place], decided);
 }
 
 void Residency::end_group(Decided& decided) {
     if (!group_open_) throw std::logic_error("no group is open");
-    for (std::uint32_t unit = bounds_[groups_begun_ - 1]; unit < bounds_[groups_begun_]; ++unit) {
-        if (unit_ended_[unit] == 0) finish(records_[unit], units_[unit], decided);
-        unit_ended_[unit] = 1;
+    for (std::uint32_t place = bounds_[groups_begun_ - 1]; place < bounds_[groups_begun_]; ++place) {
+        if (unit_ended_[place] == 0) finish(records_[place], units_[place], decided);
+        unit_ended_[place] = 1;
     }
     group_open_ = false;
     access_open_ = groups_begun_ < group_count();

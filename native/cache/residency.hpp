@@ -5,7 +5,8 @@
 // by an access), on hold (brought in or kept for an access to come), dirty (newer than its backing copy).
 //
 // An access is one atomic event: the records that one layer needs at one moment. None of its entries evicts
-// another. What does not fit is split in record order into the largest groups that do, each atomic.
+// another. What does not fit is split into the largest groups that do, each atomic: what is resident first, so
+// that no group evicts what a later one needs.
 #pragma once
 
 #include <array>
@@ -34,6 +35,11 @@ enum class Decision : std::uint8_t {
 };
 
 enum class Scope : std::uint8_t { GLOBAL, LAYER };
+
+// In which order an access that takes several groups is cut into them. RESIDENT_FIRST: units with all they need
+// in memory, then those with a part of it, then the rest, each in record order. KEY: in record order, which
+// depends on nothing that the cache holds.
+enum class GroupOrder : std::uint8_t { RESIDENT_FIRST, KEY };
 
 // Flags of a unit: what an access does with one record. `dirty` and `drop` only what it needs.
 inline constexpr std::uint16_t kNeedShift = 0, kDirtyShift = 3, kDropShift = 6;
@@ -81,6 +87,7 @@ struct ResidencyOptions {
     std::uint64_t lookahead_frames = 0;  // the most that prefetched, not yet used entries may occupy
     Scope scope = Scope::GLOBAL;
     std::vector<std::uint64_t> layer_quotas;  // with LAYER: frames of each layer, at most the capacity in sum
+    GroupOrder order = GroupOrder::RESIDENT_FIRST;
     std::string policy = "lfu-decay";
     PolicyOptions policy_options;
     PolicyFactory make = &make_policy;
@@ -103,14 +110,14 @@ public:
                              const std::array<std::uint64_t, kGroups>& bytes, std::uint16_t stored_mask);
     void set_stored(std::uint32_t record, std::uint16_t mask);
 
-    // Opens an access; records strictly ascending. Returns the boundaries of its groups: group i is units
-    // [b[i], b[i+1]).
+    // Opens an access; records strictly ascending, units numbered as they are given. Returns the boundaries of
+    // its groups: group i has places [b[i], b[i+1]) of the order in which the units are served.
     const std::vector<std::uint32_t>& begin_access(Phase phase, std::uint32_t layer,
                                                    std::span<const std::uint32_t> records,
                                                    std::span<const std::uint16_t> flags);
     // Makes the next group resident and pins it: evictions first, then one decision for each needed entry in
-    // order. `ahead`: the following groups, as far as the lookahead allows.
-    void next_group(Decided& demanded, Decided& ahead);
+    // order. `ahead`: the following groups, as far as the lookahead allows. Returns the group's units.
+    std::span<const std::uint32_t> next_group(Decided& demanded, Decided& ahead);
     void end_unit(std::uint32_t unit, Decided& decided);
     void end_group(Decided& decided);  // ends the units that are not ended; the last group ends the access
 
@@ -144,10 +151,8 @@ public:
     bool access_open() const { return access_open_; }
     bool group_open() const { return group_open_; }
     bool can_end(std::uint32_t unit) const {  // a unit of the open group that has not ended
-        return group_open_ && unit >= bounds_[groups_begun_ - 1] && unit < bounds_[groups_begun_] &&
-               unit_ended_[unit] == 0;
+        return in_open_group(unit) && unit_ended_[place_of_[unit]] == 0;
     }
-    const std::vector<std::uint32_t>& bounds() const { return bounds_; }
     std::uint32_t groups_begun() const { return groups_begun_; }
     std::uint32_t group_count() const { return static_cast<std::uint32_t>(bounds_.size()) - 1; }
 
@@ -185,7 +190,13 @@ private:
     void check_units(std::uint32_t layer, std::span<const std::uint32_t> records,
                      std::span<const std::uint16_t> flags, Check check) const;
     void split(Domain& domain);
-    void announce(Phase phase);
+    void serve_residents_first();
+    bool in_open_group(std::uint32_t unit) const {
+        return group_open_ && unit < place_of_.size() && place_of_[unit] >= bounds_[groups_begun_ - 1] &&
+               place_of_[unit] < bounds_[groups_begun_];
+    }
+    void announce(Phase phase, std::span<const std::uint32_t> records,
+                  std::span<const std::uint16_t> flags);
     [[noreturn]] void refuse_capacity(const Domain& domain, std::uint64_t added) const;
     void request(Domain& domain, EntryId entry, Decided& decided);
     void finish(std::uint32_t record, std::uint16_t unit, Decided& decided);
@@ -224,9 +235,12 @@ private:
     bool group_open_ = false;
     std::uint32_t access_layer_ = 0;
     std::uint32_t groups_begun_ = 0;
+    // By place in the order in which its units are served.
     std::vector<std::uint32_t> records_;
     std::vector<std::uint16_t> units_;
     std::vector<std::uint8_t> unit_ended_;
+    std::vector<std::uint32_t> unit_at_;
+    std::vector<std::uint32_t> place_of_;  // by unit
     std::vector<std::uint32_t> bounds_{0};
     std::vector<EntryId> victims_;   // scratch
     std::vector<EntryId> announced_;  // scratch

@@ -13,9 +13,10 @@ namespace tierstore {
 // `requests` is every request that this cache will hear of, in order; it must outlive the policy. Those that
 // no one will ask for again go first, smallest entry first; then by next request. Atomic sets need nothing
 // more: entries of one later set differ by their place in it, and which of them goes changes no count, unless
-// that set is split into groups, which follow the same order.
+// that set is split into groups.
 //
-// With entries of one size this is the fewest misses that forced admission allows, sets or not: keeping an
+// With entries of one size this is the fewest misses that forced admission allows, of sets that fit too, and of those
+// that are split in key order (residents first, what is kept decides the groups, and it is a heuristic): keeping an
 // entry from one request to the next saves a miss and occupies a frame at every event between, and of those
 // that cannot all be kept the one that ends last stands in the way of most. With optional admission (room is
 // made after a request, see simulation.hpp) it is the fewest of all. With unequal sizes both are heuristics,

@@ -12,8 +12,9 @@
 
 namespace tierstore {
 
-// ATOMIC: an event's entries are one set, none of which evicts another; a set that does not fit is split, in
-// the order given and never between neighbours of one record, into the largest groups that do. SEQUENTIAL: each entry is a request of its own.
+// ATOMIC: an event's entries are one set, none of which evicts another; a set that does not fit is split into the
+// largest groups that do, as a GroupOrder says (the order given being that of keys), and never between neighbours of
+// one record. SEQUENTIAL: each entry is a request of its own.
 enum class Contract : std::uint8_t { ATOMIC, SEQUENTIAL };
 
 // What is counted beside the totals: by step and layer, or by event as well.
@@ -45,6 +46,7 @@ struct SimulationOptions {
     Scope scope = Scope::GLOBAL;
     std::vector<std::uint64_t> layer_quotas{};  // with LAYER: frames of each, at most the capacity in sum
     Contract contract = Contract::ATOMIC;
+    GroupOrder order = GroupOrder::RESIDENT_FIRST;
     std::uint64_t warmup_events = 0;  // carried out, and not counted anywhere
     Detail detail = Detail::STEPS;
 };

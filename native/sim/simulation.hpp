@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <numeric>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -154,33 +155,64 @@ private:
     void run_set(std::uint64_t begin, std::uint64_t end) {
         Cache& cache = cache_for(layer_);
         if (follows_accesses_) announce(begin, end);
-        std::uint64_t first = begin;
-        while (first < end) {
-            const std::uint64_t last = room_ == Room::AFTER ? end : group_end(cache, first, end);
-            if (first == begin && last != end) check_set(begin, end);
-            run_group(cache, first, last);
+        const auto as_given = [begin](std::uint64_t place) { return begin + place; };
+        if (room_ == Room::AFTER || group_end(cache, 0, end - begin, as_given) == end - begin) {
+            run_group(cache, 0, end - begin, as_given);
+            return;
+        }
+        check_set(begin, end);
+        order_.resize(end - begin);
+        std::iota(order_.begin(), order_.end(), begin);
+        if (options_.order == GroupOrder::RESIDENT_FIRST) serve_residents_first();
+        const auto served = [this](std::uint64_t place) { return order_[place]; };
+        for (std::uint64_t first = 0; first < order_.size();) {
+            const std::uint64_t last = group_end(cache, first, order_.size(), served);
+            run_group(cache, first, last, served);
             first = last;
         }
     }
 
-    // What is pinned already stays anyway: a group adds the frames of the rest. All that an event asks for of
-    // one record is used at once, so that no group ends within it.
-    std::uint64_t group_end(const Cache& cache, std::uint64_t begin, std::uint64_t end) {
+    // As Residency has it: records with all that is asked for in memory, then those with a part of it, then the rest.
+    void serve_residents_first() {
+        rank_.resize(order_.size());
+        for (std::size_t first = 0; first < order_.size();) {
+            const std::uint32_t record = record_of(requests_.entries[order_[first]]);
+            std::size_t last = first;
+            std::size_t resident = 0;
+            for (; last < order_.size() && record_of(requests_.entries[order_[last]]) == record; ++last) {
+                resident += (flags_[requests_.entries[order_[last]]] & RESIDENT) != 0 ? 1 : 0;
+            }
+            const std::uint8_t rank = resident == last - first ? 0 : resident > 0 ? 1 : 2;
+            std::fill(rank_.begin() + first, rank_.begin() + last, rank);
+            first = last;
+        }
+        const std::uint64_t begin = order_.front();
+        std::stable_sort(order_.begin(), order_.end(), [&](std::uint64_t left, std::uint64_t right) {
+            return rank_[left - begin] < rank_[right - begin];
+        });
+    }
+
+    // Places [begin, end) of an event; request_at: which request stands there. What is pinned already stays anyway: a
+    // group adds the frames of the rest. All that an event asks for of one record is used at once, so that no group
+    // ends within it.
+    template <typename RequestAt>
+    std::uint64_t group_end(const Cache& cache, std::uint64_t begin, std::uint64_t end, RequestAt request_at) {
         const std::uint64_t room = cache.limit > cache.pinned ? cache.limit - cache.pinned : 0;
         if (unit_sizes_ && end - begin <= room) return end;
         std::uint64_t filled = 0;
-        for (std::uint64_t at = begin; at < end;) {
-            const std::uint32_t record = record_of(requests_.entries[at]);
+        for (std::uint64_t place = begin; place < end;) {
+            const std::uint32_t record = record_of(requests_.entries[request_at(place)]);
             std::uint64_t added = 0;
-            std::uint64_t next = at;
-            for (; next < end && record_of(requests_.entries[next]) == record; ++next) {
-                const EntryId entry = requests_.entries[next];
+            std::uint64_t next = place;
+            for (; next < end; ++next) {
+                const EntryId entry = requests_.entries[request_at(next)];
+                if (record_of(entry) != record) break;
                 if (busy_[entry] == 0) added += size_of(entry);
             }
             if (added > room) refuse_capacity(cache, added);
-            if (filled + added > room) return at;
+            if (filled + added > room) return place;
             filled += added;
-            at = next;
+            place = next;
         }
         return end;
     }
@@ -189,10 +221,14 @@ private:
         return requests_.records.empty() ? entry : requests_.records[entry];
     }
 
-    void run_group(Cache& cache, std::uint64_t begin, std::uint64_t end) {
-        const auto group = requests_.entries.subspan(begin, end - begin);
+    template <typename RequestAt>
+    void run_group(Cache& cache, std::uint64_t begin, std::uint64_t end, RequestAt request_at) {
+        const auto each = [&](auto visit) {
+            for (std::uint64_t place = begin; place < end; ++place) visit(requests_.entries[request_at(place)]);
+        };
         std::uint64_t missing = 0;
-        for (std::uint64_t at = begin; at < end; ++at) {
+        for (std::uint64_t place = begin; place < end; ++place) {
+            const std::uint64_t at = request_at(place);
             prefetch(at);
             const EntryId entry = requests_.entries[at];
             const std::uint8_t flags = flags_[entry];
@@ -205,14 +241,14 @@ private:
         }
         if (room_ == Room::BEFORE && cache.used + missing > cache.limit) {
             // All are in use before anything is evicted: none of the group's entries evicts another.
-            for (const EntryId entry : group) ++busy_[entry];
+            each([this](EntryId entry) { ++busy_[entry]; });
             make_room(cache, missing);
-            for (const EntryId entry : group) --busy_[entry];
+            each([this](EntryId entry) { --busy_[entry]; });
         }
-        for (std::uint64_t at = begin; at < end; ++at) request(cache, at);
+        for (std::uint64_t place = begin; place < end; ++place) request(cache, request_at(place));
         if (room_ == Room::AFTER) {
             make_room(cache, 0);
-            for (const EntryId entry : group) flags_[entry] &= static_cast<std::uint8_t>(~FRESH);
+            each([this](EntryId entry) { flags_[entry] &= static_cast<std::uint8_t>(~FRESH); });
         }
     }
 
@@ -343,7 +379,9 @@ private:
     std::vector<std::uint8_t> flags_;
     std::vector<std::uint32_t> frames_;
     std::vector<std::uint32_t> busy_;
-    std::vector<EntryId> victims_;  // scratch
+    std::vector<EntryId> victims_;      // scratch
+    std::vector<std::uint64_t> order_;  // of a set that is split: its requests as they are served
+    std::vector<std::uint8_t> rank_;    // scratch
     SimulationCounts counts_;
     SimulationCounts step_began_;
     SimulationCounts event_began_;

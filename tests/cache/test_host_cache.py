@@ -106,8 +106,7 @@ class Player:
                 flags[numbers.tolist().index(number)] = Need.STEP | need
         groups = self.cache.begin_access(0, Phase.USER, 0, numbers, flags)
         for _ in range(groups):
-            plan = self.cache.next_group()
-            for unit in range(plan.begin, plan.end):
+            for unit in self.cache.next_group():
                 for group in range(3):
                     if flags[unit] >> group & 1:
                         self._use(int(numbers[unit]) * 4 + group, Need(int(flags[unit])), group)

@@ -43,8 +43,8 @@ def recorded(tmp_path_factory):
             for layer in range(LAYERS):
                 groups, _ = core.begin_access(step, 1, layer, *units(chosen[layer]))
                 for _ in range(groups):
-                    begin, end, _, _ = core.next_group()
-                    for unit in range(begin, end):
+                    units_served, _, _ = core.next_group()
+                    for unit in units_served.tolist():
                         core.end_unit(unit)
                     core.end_group()
                 if layer + 1 < LAYERS:

@@ -31,7 +31,7 @@ class Program:
         groups, _ = self.core.begin_access(0, phase, layer, records, np.ones(len(records), np.uint16))
         evicted = []
         for _ in range(groups):
-            kinds, entries = self.core.next_group()[2]
+            kinds, entries = self.core.next_group()[1]
             self.core.end_group()
             self.misses += int((kinds == Decision.FETCH).sum())
             evicted += [divmod(e // 4, self.experts) for e in entries[kinds == Decision.EVICT].tolist()]

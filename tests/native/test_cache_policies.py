@@ -22,7 +22,7 @@ class Keys:
     def ask(self, key):
         """The keys that were evicted for it."""
         self.core.begin_access(0, 0, 0, np.array([key], np.uint32), np.array([1], np.uint16))
-        _, _, (kinds, entries), _ = self.core.next_group()
+        _, (kinds, entries), _ = self.core.next_group()
         self.core.end_group()
         out = (Decision.EVICT, Decision.EVICT_WRITE)
         return [
@@ -124,7 +124,7 @@ def test_unequal_sizes_go_until_the_newcomer_fits():
     evicted = []
     for record in (0, 1, 2, 3):
         core.begin_access(0, 0, 0, np.array([record], np.uint32), np.array([1], np.uint16))
-        kinds, entries = core.next_group()[2]
+        kinds, entries = core.next_group()[1]
         core.end_group()
         evicted.append(entries[kinds == Decision.EVICT].tolist())
     assert evicted == [[], [], [], [0, 4, 8]]

@@ -24,7 +24,7 @@ class Cache:
 
     def ask(self, key):
         self.core.begin_access(0, 0, 0, np.array([key], np.uint32), np.array([1], np.uint16))
-        _, _, (kinds, entries), _ = self.core.next_group()
+        _, (kinds, entries), _ = self.core.next_group()
         self.core.end_group()
         if kinds.tolist() == [Decision.HIT]:
             return None

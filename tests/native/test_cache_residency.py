@@ -33,7 +33,7 @@ def access(core, records, flags=NEED_W, layer=0):
     groups, _ = core.begin_access(0, 0, layer, *units(records, flags))
     out = []
     for _ in range(groups):
-        _, _, demanded, ahead = core.next_group()
+        _, demanded, ahead = core.next_group()
         out.append((pairs(demanded), pairs(ahead), pairs(core.end_group())))
     return out
 
@@ -60,11 +60,66 @@ def test_no_entry_of_an_access_evicts_another():
     assert access(core, [0, 5]) == [([(D.EVICT, 4), (D.HIT, 0), (D.FETCH, 20)], [], [])]
 
 
+def served(core, records, flags=NEED_W):
+    """The groups of an access: their units, and the entries that each fetches."""
+    groups, _ = core.begin_access(0, 0, 0, *units(records, flags))
+    out = []
+    for _ in range(groups):
+        group, demanded, _ = core.next_group()
+        out.append((group.tolist(), [entry for kind, entry in pairs(demanded) if kind == D.FETCH]))
+        core.end_group()
+    return out
+
+
 def test_an_access_larger_than_the_capacity_is_split_in_record_order():
     core = make(3)
     groups, bounds = core.begin_access(0, 0, 0, *units([0, 1, 2, 3, 4, 5, 6]))
     assert groups == 3
     assert bounds.tolist() == [0, 3, 6, 7]
+
+
+def test_what_is_resident_is_served_first_when_an_access_is_split():
+    core = make(3)
+    access(core, [0, 1, 2, 3, 4])  # groups 0 1 2, then 3 4: LRU leaves 2, 3 and 4
+    # In record order all five would be read again, each evicting the next. Residents first: 2, 3 and 4 are
+    # hits, and only 0 and 1 are read.
+    assert served(core, [0, 1, 2, 3, 4]) == [([2, 3, 4], []), ([0, 1], [0, 4])]
+    core = make(3, group_order=_native.GroupOrder.KEY)
+    access(core, [0, 1, 2, 3, 4])
+    assert served(core, [0, 1, 2, 3, 4]) == [([0, 1, 2], [0, 4]), ([3, 4], [12, 16])]
+
+
+def test_what_is_resident_in_part_comes_between():
+    core = make(4, frames=(1, 1, 1))
+    access(core, [2], 0b11)
+    access(core, [1, 3])
+    # Record 2 is whole, of 1 and 3 the weights are there, of 0 nothing.
+    assert served(core, [0, 1, 2, 3], 0b11) == [([2, 1], [5]), ([3, 0], [12, 13, 0, 1])]
+
+
+def test_an_access_that_fits_keeps_record_order():
+    core = make(3)
+    access(core, [2])
+    assert served(core, [0, 1, 2]) == [([0, 1, 2], [0, 4])]
+
+
+def test_units_keep_their_numbers():
+    core = make(2)
+    access(core, [2, 3])
+    groups, _ = core.begin_access(0, 0, 0, *units([0, 2, 3], 1 | 1 << 3))
+    assert groups == 2
+    assert core.next_group()[0].tolist() == [1, 2]
+    with pytest.raises(ValueError, match="unit 0 is not of the open group"):
+        core.end_unit(0)
+    core.end_unit(2)
+    assert core.dirty_entries().tolist() == [12]
+    with pytest.raises(RuntimeError, match="unit 2 has ended already"):
+        core.end_unit(2)
+    core.end_group()
+    assert core.next_group()[0].tolist() == [0]
+    core.end_unit(0)
+    core.end_group()
+    assert not core.access_open
 
 
 def test_the_lookahead_is_kept_free_for_the_next_group():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sim_columns import columns
 
 from tierstore import _native
-from tierstore._native import Contract, Scope
+from tierstore._native import Contract, GroupOrder, Scope
 
 
 def misses(events, policy, capacity, contract=Contract.ATOMIC, **keywords):
@@ -41,9 +41,31 @@ def fewest(sets, capacity, sizes, forced):
     return min(best.values())
 
 
-def groups(events, capacity):
-    """Sets as the atomic contract splits them, entries being of one size."""
-    return [frozenset(event[i : i + capacity]) for event in events for i in range(0, len(event), capacity)]
+def pieces(event, capacity):
+    return [frozenset(event[i : i + capacity]) for i in range(0, len(event), capacity)]
+
+
+def fewest_residents_first(events, capacity):
+    """As ``fewest``, forced, with entries of one size; what is in the cache is served first where a set is split."""
+    best = {frozenset(): 0}
+    for event in events:
+        after = {}
+        for cache, count in best.items():
+            order = [e for e in event if e in cache] + [e for e in event if e not in cache]
+            reached = {cache: count}
+            for asked in pieces(order if len(event) > capacity else event, capacity):
+                further = {}
+                for held, so_far in reached.items():
+                    total = so_far + len(asked - held)
+                    for size in range(capacity - len(asked) + 1):
+                        for rest in itertools.combinations(sorted(held - asked), size):
+                            kept = asked | frozenset(rest)
+                            further[kept] = min(total, further.get(kept, total))
+                reached = further
+            for kept, total in reached.items():
+                after[kept] = min(total, after.get(kept, total))
+        best = after
+    return min(best.values())
 
 
 EVENTS = st.lists(st.lists(st.integers(0, 5), max_size=5, unique=True), max_size=9)
@@ -59,7 +81,14 @@ def test_both_are_the_fewest_misses_that_there_can_be(events, capacity):
     assert misses(events, "belady-bypass", capacity, Contract.SEQUENTIAL) == fewest(
         singles, capacity, ones, False
     )
-    assert misses(events, "belady", capacity) == fewest(groups(events, capacity), capacity, ones, True)
+    in_key_order = [piece for event in events for piece in pieces(event, capacity)]
+    split = misses(events, "belady", capacity, group_order=GroupOrder.KEY)
+    assert split == fewest(in_key_order, capacity, ones, True)
+    # Which group comes last, and so stays, depends on what was kept: where sets are split it is a heuristic.
+    found, least = misses(events, "belady", capacity), fewest_residents_first(events, capacity)
+    if all(len(event) <= capacity for event in events):
+        assert found == least
+    assert misses(events, "belady-bypass", capacity) <= least <= found
     assert misses(events, "belady-bypass", capacity) == fewest(whole, capacity, ones, False)
 
 

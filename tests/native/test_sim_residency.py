@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sim_columns import columns
 
 from tierstore import _native
-from tierstore._native import Contract, Decision, Scope
+from tierstore._native import Contract, Decision, GroupOrder, Scope
 
 VARIANTS = {
     "clock": [{}, {"bits": 3}],
@@ -106,7 +106,7 @@ def simulated(trace, capacity, quotas, pinned, policy, **keywords):
     )
 
 
-def lived(trace, capacity, quotas, pinned, policy, options, contract):
+def lived(trace, capacity, quotas, pinned, policy, options, contract, order=GroupOrder.RESIDENT_FIRST):
     """What a Residency does, the accesses being those of the contract."""
     core = _native.Residency(
         capacity,
@@ -114,6 +114,7 @@ def lived(trace, capacity, quotas, pinned, policy, options, contract):
         policy_options=options,
         scope=Scope.LAYER if quotas else Scope.GLOBAL,
         layer_quotas=quotas,
+        group_order=order,
     )
     for record, size in enumerate(trace.sizes):
         core.add_record(
@@ -136,24 +137,26 @@ def lived(trace, capacity, quotas, pinned, policy, options, contract):
             written = np.array([sum(w << g for g, w in some.items()) for some in asked.values()], np.uint16)
             groups, _ = core.begin_access(step, phase, layer, records, needed | written << 3)
             for _ in range(groups):
-                begin, end, (kinds, _), _ = core.next_group()
+                units, (kinds, _), _ = core.next_group()
                 steps[step] += kinds.tolist().count(Decision.FETCH)
-                new = needed[begin:end] * np.isin(records[begin:end], pinned) & ~kept[records[begin:end]]
+                units.sort()
+                new = needed[units] * np.isin(records[units], pinned) & ~kept[records[units]]
                 if new.any():
-                    core.pin(records[begin:end][new > 0], new[new > 0])
-                    kept[records[begin:end]] |= new
+                    core.pin(records[units][new > 0], new[new > 0])
+                    kept[records[units]] |= new
                 core.end_group()
     return core.stats(), [steps[step] for step in sorted({step for step, *_ in trace.events})]
 
 
-def compare(trace, capacity, quotas, pinned, policy, options, contract):
+def compare(trace, capacity, quotas, pinned, policy, options, contract, order=GroupOrder.RESIDENT_FIRST):
+    keywords = {"options": options, "contract": contract, "group_order": order}
     try:
-        stats, misses_by_step = lived(trace, capacity, quotas, pinned, policy, options, contract)
+        stats, misses_by_step = lived(trace, capacity, quotas, pinned, policy, options, contract, order)
     except _native.CapacityError:
         with pytest.raises(_native.CapacityError):
-            simulated(trace, capacity, quotas, pinned, policy, options=options, contract=contract)
+            simulated(trace, capacity, quotas, pinned, policy, **keywords)
         return
-    result = simulated(trace, capacity, quotas, pinned, policy, options=options, contract=contract)
+    result = simulated(trace, capacity, quotas, pinned, policy, **keywords)
     same = ("hits", "misses", "evictions", "write_backs", "starved")
     assert {key: result[key] for key in same} == {key: stats[key] for key in same}
     for simulated_bytes, frames, moved in (
@@ -175,10 +178,11 @@ def compare(trace, capacity, quotas, pinned, policy, options, contract):
     contract=st.sampled_from(Contract),
     quotas=st.one_of(st.just([]), st.lists(st.integers(4, 16), min_size=3, max_size=3)),
     capacity=st.integers(4, 24),
+    order=st.sampled_from(GroupOrder),
 )
-def test_the_simulator_counts_what_the_core_counts(policy, options, trace, contract, quotas, capacity):
+def test_the_simulator_counts_what_the_core_counts(policy, options, trace, contract, quotas, capacity, order):
     quotas = quotas[: trace.layers]
-    compare(trace, sum(quotas) or capacity, quotas, [], policy, options, contract)
+    compare(trace, sum(quotas) or capacity, quotas, [], policy, options, contract, order)
 
 
 @pytest.mark.parametrize("groups", [[1], [0, 2]])

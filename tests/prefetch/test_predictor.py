@@ -37,6 +37,20 @@ def test_history_by_hand() -> None:
     assert predictor.predict(1) == [0, 1, 2]
 
 
+def test_no_more_guesses_than_asked_for_the_surest_first() -> None:
+    assert make_predictor(PredictorName.ALL, range(2, 5), most=2).predict(0) == [2, 3]
+    predictor = make_predictor(PredictorName.HISTORY, range(2, 6), most=2)
+    assert predictor.predict(0) == [2, 3]
+    for used in ([2, 3, 5], [3, 4, 5], [3, 5]):
+        predictor.observe(0, used)
+    # Expert 3 and 5: .79; 4: .40; 2: .35.
+    assert predictor.predict(0) == [3, 5]
+    for _ in range(2):
+        predictor.observe(0, [2, 3, 4])
+    # 3: .88; 4: .66; 2: .64; 5: .44.
+    assert predictor.predict(0) == [3, 4]
+
+
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.sets(st.integers(0, 4)), max_size=30))
 def test_history_is_an_exponential_average(used: list[set[int]]) -> None:
@@ -51,7 +65,9 @@ def test_history_is_an_exponential_average(used: list[set[int]]) -> None:
     assert predictor.predict(7) == sorted(found)
 
 
-@pytest.mark.parametrize(("field", "value"), [("depth", -1), ("budget", -0.1), ("budget", 0.95)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("depth", -1), ("budget", -0.1), ("budget", 0.95), ("guesses", -1)]
+)
 def test_configuration_is_checked(field: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"prefetch.{field}"):
         PrefetchConfig(**{field: value})  # type: ignore[arg-type]

@@ -13,16 +13,20 @@ from launcher import Ranks
 from torch import Tensor
 
 from tierstore._native import HugePages
+from tierstore.errors import ConfigError
 from tierstore.parallel import Group, Mesh, Place, Work
 from tierstore.prefetch import GradientPlan, PredictorName, TieredExperts, make_predictor
+from tierstore.prefetch.plan import group_order
 from tierstore.prefetch.replicas import ReplicaSums
 from tierstore.prefetch.schedule import Schedule
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store import AdamWConfig, ParameterStore, RecordSchema, StoreConfig
 from tierstore.store import Group as Sections
+from tierstore.store.format import COMMITTED_GROUPS
 from tierstore.tiers import DeviceSlots, open_device_tier
 
 NUMEL, LAYER, FIRST, EXPERTS = 1024, 1, 4, 6
+HOST_BUDGET = 3 * 16 * NUMEL  # three experts with their gradients: backward passes take several groups
 
 
 class _Doubling(Group):
@@ -92,7 +96,7 @@ def _train(mesh: Mesh, path: Path, plan: GradientPlan, slots: int, ranks: int) -
         store = ParameterStore.create(
             path / f"{mesh.world.size}.{mesh.world.rank}.{slots}",
             [RecordSchema("expert", NUMEL)],
-            StoreConfig(host_budget=1 << 20),
+            StoreConfig(host_budget=HOST_BUDGET, group_order=group_order(mesh.replicas)),
             adamw=AdamWConfig(),
         )
         stack.callback(store.close)
@@ -137,6 +141,9 @@ def _step(
         experts.begin_micro(index=micro, count=2)
         for _ in experts.forward(LAYER, asked):
             pass
+        # Replicas need not have the same experts in memory when they begin.
+        with store.fetch([f"expert.{FIRST + mesh.world.rank % EXPERTS}"], list(COMMITTED_GROUPS)):
+            pass
         for lease in experts.backward(LAYER, asked):
             assert lease.gradients is not None
             if mesh.world.size > 1:
@@ -166,3 +173,24 @@ def test_replicas_step_as_one_store_with_all_gradients(
             for ours, theirs in zip(found["weights"], one["weights"], strict=True):
                 assert torch.equal(ours, theirs)
             assert (Tier.RANKS, Cause.REDUCE) in found["stalls"]
+
+
+def test_replicas_need_a_store_whose_groups_are_in_key_order(tmp_path: Path) -> None:
+    schema, budget = RecordSchema("expert", NUMEL), StoreConfig(host_budget=HOST_BUDGET)
+    with ParameterStore.create(tmp_path / "store", [schema], budget, adamw=AdamWConfig()) as store:
+        tier = open_device_tier(
+            store.engine, DeviceSlots(NUMEL, torch.float32), torch.device("cpu"), HugePages.OFF
+        )
+        with pytest.raises(ConfigError, match=r"GroupOrder\.KEY"):
+            TieredExperts(
+                store,
+                tier,
+                {},
+                weight_slots=1,
+                plan=GradientPlan.IMMEDIATE,
+                predictor=make_predictor(PredictorName.NONE, range(1)),
+                schedule=Schedule.of_layers([LAYER], depth=1),
+                ledger=StallLedger(),
+                replicas=_Doubling(),
+            )
+        tier.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import zlib
 
 import numpy as np
@@ -137,3 +138,14 @@ def test_a_header_is_its_json():
         [TraceRecord(0, (1, 0, 0), (1, 0, 0), 1)] * 2
     )
     assert max(TraceKind) == TraceKind.END_STEP
+
+
+def test_a_header_says_how_accesses_were_split():
+    header = TraceHeader(9, group_order="key")
+    assert TraceHeader.from_json(header.to_json(), header.table) == header
+    # Before there was a choice, all were split in key order, and replay so.
+    older = json.loads(TraceHeader(9).to_json())
+    del older["group_order"]
+    assert TraceHeader.from_json(json.dumps(older), header.table) == header
+    with pytest.raises(ValueError, match="group_order 'any': expected resident-first or key"):
+        TraceHeader.from_json(json.dumps(older | {"group_order": "any"}), header.table)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstore._native import Scope
+from tierstore._native import GroupOrder, Scope
 from tierstore.errors import BudgetError, ConfigError, DataError
 from tierstore.trace.format import TraceHeader, TraceKind
 from tierstore.trace.reader import load_trace
@@ -37,8 +37,8 @@ def train(core, rng, steps=4, tangled=False):
         if tangled and rng.random() < 0.3:
             core.prefetch(step, phase, layer, *units(experts(layer)))
         for _ in range(groups):
-            begin, end, _, _ = core.next_group()
-            for unit in range(begin, end):
+            units_served, _, _ = core.next_group()
+            for unit in units_served.tolist():
                 core.end_unit(unit)
                 if tangled and rng.random() < 0.3:
                     core.prefetch(step, phase, layer, *units(experts(layer), 3))
@@ -80,14 +80,15 @@ SETTINGS = [
     lookahead=st.integers(0, 5),
     by_layer=st.booleans(),
     tangled=st.booleans(),
+    order=st.sampled_from(GroupOrder),
 )
 def test_a_replay_decides_as_the_live_run_did(
-    tmp_path_factory, setting, seed, capacity, lookahead, by_layer, tangled
+    tmp_path_factory, setting, seed, capacity, lookahead, by_layer, tangled, order
 ):
     path = tmp_path_factory.mktemp("trace") / "run.trace"
-    scope = {}
+    scope = {"group_order": order}
     if by_layer:
-        scope = {"scope": Scope.LAYER, "layer_quotas": [capacity] * LAYERS}
+        scope |= {"scope": Scope.LAYER, "layer_quotas": [capacity] * LAYERS}
         capacity *= LAYERS
     with RecordingResidency(path, capacity, lookahead_frames=lookahead, **setting, **scope) as core:
         train(core, np.random.default_rng(seed), tangled=tangled)

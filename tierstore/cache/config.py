@@ -10,7 +10,7 @@ from enum import Enum
 from tierstore import _native
 from tierstore.errors import ConfigError
 
-__all__ = ["CacheConfig", "Scope"]
+__all__ = ["CacheConfig", "GroupOrder", "Scope"]
 
 _LFU_DECAY = "lfu-decay"
 
@@ -20,6 +20,16 @@ class Scope(Enum):
 
     GLOBAL = "global"
     LAYER = "layer"
+
+
+class GroupOrder(Enum):
+    """In which order an access that does not fit at once is cut into groups.
+
+    ``KEY`` depends on nothing that the cache holds: for ranks that must work on the same experts in the same order.
+    """
+
+    RESIDENT_FIRST = "resident-first"
+    KEY = "key"
 
 
 @dataclass(frozen=True, kw_only=True)

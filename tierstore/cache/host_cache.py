@@ -28,7 +28,7 @@ from tierstore._native import Buffer, Priority
 from tierstore.cache.frames import frames_of
 from tierstore.trace.recording import RecordingResidency
 
-__all__ = ["Backing", "GroupPlan", "HostCache", "Residency"]
+__all__ = ["Backing", "HostCache", "Residency"]
 
 Decision = _native.Decision
 _GRADIENTS = 2
@@ -67,14 +67,6 @@ class _Entry:
     ready: int = 0
     readers: list[int] = field(default_factory=list)
     fetched: Fetched | None = None
-
-
-@dataclass(frozen=True)
-class GroupPlan:
-    """One atomic group of an access: units ``begin`` to ``end`` are pinned and resident (or in flight)."""
-
-    begin: int
-    end: int
 
 
 class HostCache:
@@ -148,12 +140,17 @@ class HostCache:
         groups, _ = self.residency.begin_access(step, phase, layer, records, flags)
         return groups
 
-    def next_group(self) -> GroupPlan:
-        """Pins the next group; its fetches are queued ahead of the speculation for the groups after it."""
-        begin, end, demanded, speculative = self.residency.next_group()
+    def next_group(self) -> list[int]:
+        """Pins the next group; its fetches are queued ahead of the speculation for the groups after it.
+
+        Returns its units, by their place in the access, in the order in which they are served: pinned, and resident
+        or in flight.
+        """
+        units, demanded, speculative = self.residency.next_group()
         self._execute(demanded, Priority.DEMAND)
         self._execute(speculative, Priority.SPECULATIVE)
-        return GroupPlan(begin, end)
+        served: list[int] = units.tolist()
+        return served
 
     def end_unit(self, unit: int) -> None:
         """Ends one unit of the open group: flags are applied, and its memory may be evicted from here on."""

@@ -40,7 +40,8 @@ class ExpertLease(Protocol):
 
 
 class ExpertSource(Protocol):
-    """Gives leases in the order asked (ascending). Advancing past a lease says that its work is complete.
+    """Gives a lease of each expert asked for (ascending), in an order of its own. Advancing past a
+    lease says that its work is complete.
 
     The layer runs every iterator to its end, unless the computation raises. With activation checkpointing,
     or when a layer recomputes, ``forward`` is also called inside the backward pass.

@@ -23,7 +23,7 @@ from tierstore.errors import BudgetError
 from tierstore.model.config import CheckpointActivations
 from tierstore.plan.capacity import Capacity, Setting
 from tierstore.plan.evidence import Evidence
-from tierstore.prefetch.plan import GradientPlan
+from tierstore.prefetch.plan import GradientPlan, group_order
 from tierstore.prefetch.predictor import make_predictor
 from tierstore.prefetch.schedule import Pass, Schedule
 from tierstore.store.adamw import Inactive
@@ -94,7 +94,9 @@ class _Drive:
         self._reached = 1.0 if reached >= _CERTAIN else reached
         self._random = np.random.default_rng(0)
         self._residency = self._make(taken)
-        self._predictor = make_predictor(config.prefetch.predictor, range(self._local))
+        self._predictor = make_predictor(
+            config.prefetch.predictor, range(self._local), most=config.prefetch.guesses
+        )
         #: Of each expert of each layer: steps that its content has had, and whether a gradient of it is kept.
         self._steps = {layer: np.zeros(self._local, np.int64) for layer in self._layers}
         self._kept = {layer: np.zeros(self._local, bool) for layer in self._layers}
@@ -111,6 +113,7 @@ class _Drive:
             lookahead=taken.divided.lookahead,
             layers=self._layers,
             cache=setting.config.cache,
+            group_order=group_order(setting.ranks.count // setting.ranks.sharing),
         )
         residency, _ = make_residency(store, max(taken.divided.cache // frame, 1), frame)
         assert isinstance(residency, Residency)
@@ -280,12 +283,12 @@ class _Drive:
         numbers = self._numbers(layer, chosen)
         groups, _ = self._residency.begin_access(self._applied, phase, layer, numbers, flags)
         for group in range(groups):
-            begin, end, _, _ = self._residency.next_group()
+            units, _, _ = self._residency.next_group()
             self._charge(phase, layer)
             if group == groups - 1:
                 self._speculate(ahead, used or {})
             self._residency.end_group()
-            done(chosen[begin:end], flags[begin:end])
+            done(chosen[units], flags[units])
 
     def _charge(self, phase: Phase, layer: int) -> None:
         read = int(str(self._residency.stats()["read_bytes"]))

@@ -25,6 +25,8 @@ import torch
 
 from tierstore import parallel
 from tierstore.cache.access import Need, Phase
+from tierstore.cache.config import GroupOrder
+from tierstore.errors import ConfigError
 from tierstore.prefetch.gradients import GradientKeeper
 from tierstore.prefetch.plan import GradientPlan
 from tierstore.prefetch.predictor import Predictor
@@ -68,6 +70,9 @@ class TieredExperts:
         ledger: StallLedger,
         replicas: parallel.Group | None = None,
     ) -> None:
+        group = replicas or parallel.Group.alone()
+        if group.size > 1 and store.config.group_order is not GroupOrder.KEY:
+            raise ConfigError("group_order: experts with replicas need a store with GroupOrder.KEY")
         self._store = store
         self._cache = store.cache
         self._device = device
@@ -81,7 +86,7 @@ class TieredExperts:
         self._training = False
         self._last_micro = True
         self.gradients = GradientKeeper(store, device, records, plan)
-        self._sums = ReplicaSums(replicas or parallel.Group.alone(), device.slots, ledger=ledger)
+        self._sums = ReplicaSums(group, device.slots, ledger=ledger)
         #: Bytes that were on their way, but not there, when they were needed.
         self.late_prefetch_bytes = 0
 
@@ -102,7 +107,7 @@ class TieredExperts:
     # The expert source -------------------------------------------------------------------------------------
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[TieredLease]:
-        """Leases of ``experts`` (ascending) for a forward pass. Their weights are caught up with the
+        """Leases of ``experts`` (ascending) for a forward pass, those in memory first. Their weights are caught up with the
         optimizer, and gradients that wait for their step are stepped first.
 
         A second forward pass of a layer in a micro-batch is its recomputation (activation checkpointing):
@@ -158,7 +163,8 @@ class TieredExperts:
         ahead: Sequence[Pass],
         prepare: Callable[[CachedRecord], None] | None,
     ) -> Iterator[tuple[int, int, bool]]:
-        """Yields (unit, weight slot, last of its group) for each record; the slot is loaded when it is yielded.
+        """Yields (place in ``records``, weight slot, last of its group) for each record, in the order of its groups; the
+        slot is loaded when it is yielded.
 
         The caller ends each unit, at the latest when the last one of its group has been yielded.
 
@@ -168,21 +174,21 @@ class TieredExperts:
         numbers, flags = self._needs(phase, records, later=0)
         groups = self._store.begin_access(phase, layer, numbers, flags)
         for group in range(groups):
-            plan = self._cache.next_group()
+            units = self._cache.next_group()
             if group == groups - 1:
                 self._speculate(ahead)
             if prepare is not None:
-                for unit in range(plan.begin, plan.end):
+                for unit in units:
                     prepare(records[unit])
             staged: deque[tuple[int, int]] = deque()
-            following = plan.begin
-            for unit in range(plan.begin, plan.end):
-                while following < plan.end and self._free_slots:
-                    staged.append(self._stage(records[following]))
+            following = 0
+            for unit in units:
+                while following < len(units) and self._free_slots:
+                    staged.append(self._stage(records[units[following]]))
                     following += 1
                 slot, ticket = staged.popleft()
                 self._wait_weights(records[unit], ticket, layer)
-                yield unit, slot, unit == plan.end - 1
+                yield unit, slot, unit == units[-1]
                 self._free_slots.append(slot)
             self._cache.end_group()
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from tierstore.cache.config import GroupOrder
 from tierstore.errors import ConfigError
 from tierstore.prefetch.predictor import PredictorName
 
-__all__ = ["GradientPlan", "PrefetchConfig"]
+__all__ = ["GradientPlan", "PrefetchConfig", "group_order"]
 
 
 class GradientPlan(Enum):
@@ -23,6 +24,13 @@ class GradientPlan(Enum):
     DEFERRED = "deferred"
 
 
+def group_order(replicas: int) -> GroupOrder:
+    """How a store cuts accesses where its experts have ``replicas`` copies: gradients are summed over them one
+    after another, so with several all must come to the same experts in the same order, whatever each has in memory.
+    """
+    return GroupOrder.RESIDENT_FIRST if replicas == 1 else GroupOrder.KEY
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrefetchConfig:
     """How far ahead experts are fetched. Changes what is waited for, never what is computed."""
@@ -35,11 +43,17 @@ class PrefetchConfig:
     predictor: PredictorName = field(
         default=PredictorName.HISTORY, metadata={"help": "what forward passes are expected to use"}
     )
+    guesses: int = field(
+        default=0,
+        metadata={"help": "experts of a layer that may be guessed at once (0: all that are likely)"},
+    )
 
     def __post_init__(self) -> None:
         if self.depth < 0:
             raise ConfigError(f"prefetch.depth: expected at least 0, got {self.depth}")
         if self.gather_depth < 0:
             raise ConfigError(f"prefetch.gather_depth: expected at least 0, got {self.gather_depth}")
+        if self.guesses < 0:
+            raise ConfigError(f"prefetch.guesses: expected at least 0, got {self.guesses}")
         if not 0 <= self.budget <= 0.9:
             raise ConfigError(f"prefetch.budget: expected a share from 0 to 0.9, got {self.budget}")

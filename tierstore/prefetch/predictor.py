@@ -43,10 +43,12 @@ class NoPrediction:
 
 
 class AllExperts:
-    """Every expert of ``experts``: right when a step has enough tokens to reach nearly all of them."""
+    """Every expert of ``experts`` (``most``: the first so many): right when a step has enough tokens to reach nearly
+    all of them.
+    """
 
-    def __init__(self, experts: range) -> None:
-        self._all = list(experts)
+    def __init__(self, experts: range, *, most: int = 0) -> None:
+        self._all = list(experts)[: most or None]
 
     def observe(self, layer: int, experts: Sequence[int]) -> None:
         return
@@ -56,7 +58,8 @@ class AllExperts:
 
 
 class HistoryPredictor:
-    """Experts whose decayed activation frequency is at least one half.
+    """Experts whose decayed activation frequency is at least one half; with ``most``, no more than so many, the
+    most frequent (of equal ones, the first).
 
     After each pass ``frequency = decay * frequency + (1 - decay) * used``, starting from one half: before
     anything was seen every expert is worth a read.
@@ -64,8 +67,9 @@ class HistoryPredictor:
 
     THRESHOLD = 0.5
 
-    def __init__(self, experts: range, *, decay: float = 0.75) -> None:
+    def __init__(self, experts: range, *, decay: float = 0.75, most: int = 0) -> None:
         self._experts = experts
+        self._most = most or None
         self._decay = decay
         self._frequency: dict[int, np.ndarray[tuple[int], np.dtype[np.float64]]] = {}
 
@@ -78,13 +82,17 @@ class HistoryPredictor:
 
     def predict(self, layer: int) -> list[int]:
         if layer not in self._frequency:
-            return list(self._experts)
-        likely = np.flatnonzero(self._frequency[layer] >= self.THRESHOLD)
+            return list(self._experts)[: self._most]
+        frequency = self._frequency[layer]
+        surest = np.argsort(-frequency, kind="stable")[: self._most]
+        likely = np.sort(surest[frequency[surest] >= self.THRESHOLD])
         return [self._experts[int(place)] for place in likely]
 
 
-def make_predictor(name: PredictorName, experts: range) -> Predictor:
-    """The predictor called ``name`` for the ``experts`` of each layer that are kept here."""
+def make_predictor(name: PredictorName, experts: range, *, most: int = 0) -> Predictor:
+    """The predictor called ``name`` for the ``experts`` of each layer that are kept here; ``most``: how many of a
+    layer it may name at once (0: any number).
+    """
     if name is PredictorName.ALL:
-        return AllExperts(experts)
-    return HistoryPredictor(experts) if name is PredictorName.HISTORY else NoPrediction()
+        return AllExperts(experts, most=most)
+    return HistoryPredictor(experts, most=most) if name is PredictorName.HISTORY else NoPrediction()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from tierstore.cache.config import CacheConfig
+from tierstore.cache.config import CacheConfig, GroupOrder
 from tierstore.capabilities import Capability
 from tierstore.errors import ConfigError
 from tierstore.links import LinkConfig
@@ -64,7 +64,8 @@ class StoreConfig:
     ``host_budget`` (bytes) is allocated up front, whole. ``lookahead`` (bytes) is what speculation may hold
     of it. ``retain`` is how many snapshots are kept. ``layers`` are the layers that have cached records: with
     ``Scope.LAYER`` the budget is divided equally among them (a store that is opened knows its own).
-    ``disk`` limits the speed of reads and write-backs (not of syncs).
+    ``disk`` limits the speed of reads and write-backs (not of syncs). ``group_order``: how an access that does not
+    fit is cut into groups; ``KEY`` where several ranks must work on the same experts in the same order.
     """
 
     host_budget: int = 256 << 20
@@ -74,6 +75,7 @@ class StoreConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     io: IoConfig = field(default_factory=IoConfig)
     disk: LinkConfig = field(default_factory=LinkConfig)
+    group_order: GroupOrder = GroupOrder.RESIDENT_FIRST
 
     def __post_init__(self) -> None:
         if self.host_budget < 1:

@@ -16,7 +16,7 @@ from typing import Any
 
 from tierstore import _native
 from tierstore._native import Arena, Buffer, DirectIo, Engine, FileCreate, HugePages, IoBackend, MapSync
-from tierstore.cache.config import CacheConfig, Scope
+from tierstore.cache.config import CacheConfig, GroupOrder, Scope
 from tierstore.cache.frames import choose_frame_bytes, frames_of
 from tierstore.cache.host_cache import HostCache, Residency
 from tierstore.errors import (
@@ -68,6 +68,10 @@ _BACKENDS = {
 _MAP_SYNC = {Capability.OFF: MapSync.OFF, Capability.AUTO: MapSync.AUTO, Capability.ON: MapSync.ON}
 _DIRECT = {Capability.OFF: DirectIo.OFF, Capability.AUTO: DirectIo.AUTO, Capability.ON: DirectIo.ON}
 _SCOPES = {Scope.GLOBAL: _native.Scope.GLOBAL, Scope.LAYER: _native.Scope.LAYER}
+_ORDERS = {
+    GroupOrder.RESIDENT_FIRST: _native.GroupOrder.RESIDENT_FIRST,
+    GroupOrder.KEY: _native.GroupOrder.KEY,
+}
 _HUGE = {Capability.OFF: HugePages.OFF, Capability.AUTO: HugePages.AUTO, Capability.ON: HugePages.ON}
 
 
@@ -418,6 +422,7 @@ def make_residency(
         "policy_options": dict(config.cache.options),
         "scope": _SCOPES[config.cache.scope],
         "lookahead_frames": min(config.lookahead // frame_bytes, frames),
+        "group_order": _ORDERS[config.group_order],
     }
     if config.cache.scope is Scope.LAYER:
         settings["layer_quotas"] = quotas_by_layer(config.layers, frames, config.cache.layer_shares)

@@ -293,9 +293,8 @@ class ParameterStore(StoreRecords):
         """
         count = self.begin_access(Phase.USER, layer, numbers, flags)
         for _ in range(count):
-            plan = self.cache.next_group()
-            for record in records[plan.begin : plan.end]:
-                self.optimizer.catch_up(record)
+            for unit in self.cache.next_group():
+                self.optimizer.catch_up(records[unit])
             if count == 1:
                 self.cache.pin(numbers, flags)
             self.cache.end_group()

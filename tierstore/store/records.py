@@ -125,15 +125,18 @@ class StoreRecords:
     def access(
         self, phase: Phase, layer: int, records: Sequence[CachedRecord], need: Need
     ) -> Iterator[CachedRecord]:
-        """Walks ``records`` of ``layer`` (ascending) as one atomic event; each is pinned while yielded."""
+        """Walks ``records`` of ``layer`` (ascending) as one atomic event; each is pinned while yielded.
+
+        If they do not fit at once, those that are resident come first.
+        """
         if not records:
             return
         numbers = np.array([record.number for record in records], np.uint32)
         groups = self.begin_access(phase, layer, numbers, np.full(len(records), need, np.uint16))
         for group in range(1, groups + 1):
-            plan = self.cache.next_group()
+            units = self.cache.next_group()
             try:
-                for unit in range(plan.begin, plan.end):
+                for unit in units:
                     yield records[unit]
                     self.cache.end_unit(unit)
             except BaseException:

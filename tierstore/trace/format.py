@@ -82,7 +82,8 @@ class Coding(enum.IntEnum):
 
 @dataclass(frozen=True)
 class TraceHeader:
-    """The core that was recorded. ``layer_quotas`` (frames) goes with ``scope="layer"``.
+    """The core that was recorded. ``layer_quotas`` (frames) goes with ``scope="layer"``; ``group_order`` is
+    ``"resident-first"`` or ``"key"``.
 
     Of an imported or generated trace: a core in which everything fits. ``origin`` says in words where the
     trace comes from. ``records`` is a RecordTable, whatever sequence was given.
@@ -94,10 +95,13 @@ class TraceHeader:
     layer_quotas: tuple[int, ...] = ()
     policy: str = "lfu-decay"
     policy_options: Mapping[str, float | str] = field(default_factory=dict)
+    group_order: str = "resident-first"
     records: Sequence[TraceRecord] = ()
     origin: str = ""
 
     def __post_init__(self) -> None:
+        if self.group_order not in ("resident-first", "key"):
+            raise ValueError(f"group_order {self.group_order!r}: expected resident-first or key")
         object.__setattr__(self, "records", RecordTable.of(self.records))
 
     @property
@@ -116,6 +120,7 @@ class TraceHeader:
         """Raises KeyError, TypeError or ValueError if ``text`` is no header."""
         plain = json.loads(text)
         quotas = tuple(int(quota) for quota in plain.pop("layer_quotas"))
+        plain.setdefault("group_order", "key")  # as all were before there was a choice
         return TraceHeader(**plain, layer_quotas=quotas, records=records)
 
 

@@ -10,7 +10,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore._native import EntryState, Residency, Scope
+from tierstore._native import EntryState, GroupOrder, Residency, Scope
 from tierstore.trace.format import TraceHeader, TraceKind
 from tierstore.trace.records import TraceRecord
 from tierstore.trace.writer import TraceWriter
@@ -39,6 +39,7 @@ class RecordingResidency:
         scope: Scope = Scope.GLOBAL,
         lookahead_frames: int = 0,
         layer_quotas: Sequence[int] = (),
+        group_order: GroupOrder = GroupOrder.RESIDENT_FIRST,
     ) -> None:
         self._path = path
         self._core = Residency(
@@ -48,6 +49,7 @@ class RecordingResidency:
             scope=scope,
             lookahead_frames=lookahead_frames,
             layer_quotas=list(layer_quotas),
+            group_order=group_order,
         )
         self._records: list[TraceRecord] = []
         self._settings = TraceHeader(
@@ -55,6 +57,7 @@ class RecordingResidency:
             lookahead_frames=lookahead_frames,
             scope="layer" if scope is Scope.LAYER else "global",
             layer_quotas=tuple(layer_quotas),
+            group_order="key" if group_order is GroupOrder.KEY else "resident-first",
             policy=policy,
             policy_options=dict(policy_options or {}),
         )
@@ -132,7 +135,7 @@ class RecordingResidency:
         self._write(TraceKind.ACCESS, records, flags, phase=phase, layer=layer)
         return split
 
-    def next_group(self) -> tuple[int, int, Decisions, Decisions]:
+    def next_group(self) -> tuple[NDArray[np.uint32], Decisions, Decisions]:
         group = self._core.next_group()
         self._groups_begun += 1
         return group

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore._native import CapacityError, Replay, Residency, Scope
+from tierstore._native import CapacityError, GroupOrder, Replay, Residency, Scope
 from tierstore.errors import BudgetError, ConfigError, DataError
 from tierstore.trace.format import EventColumns, TraceHeader, TraceKind
 from tierstore.trace.quotas import quotas_by_layer
@@ -23,6 +23,8 @@ STEP_COUNTS = (
 )
 """What ``replay_steps`` says of each step, of ``Residency.stats()``: reads ahead are among ``read_bytes``."""
 
+_ORDERS = {"resident-first": GroupOrder.RESIDENT_FIRST, "key": GroupOrder.KEY}
+
 
 def make_residency(header: TraceHeader) -> Residency:
     """A fresh core as the header describes it, with its records. Raises ConfigError."""
@@ -34,6 +36,7 @@ def make_residency(header: TraceHeader) -> Residency:
             scope=Scope.LAYER if header.scope == "layer" else Scope.GLOBAL,
             lookahead_frames=header.lookahead_frames,
             layer_quotas=list(header.layer_quotas),
+            group_order=_ORDERS[header.group_order],
         )
         for record in header.records:
             residency.add_record(record.layer, record.frames, record.bytes, record.stored)
@@ -135,6 +138,7 @@ def _chosen(
         layer_quotas=layer_quotas,
         policy=policy if policy is not None else recorded.policy,
         policy_options=policy_options if policy_options is not None else options,
+        group_order=recorded.group_order,
         records=recorded.records,
     )
 

@@ -24,6 +24,7 @@ from tierstore.moe import initial_expert
 from tierstore.parallel import Mesh, Place, rank_device
 from tierstore.prefetch import HorizontalQueue, Schedule, TieredExperts, make_predictor, unit_schedule
 from tierstore.prefetch.experts import TieredLease
+from tierstore.prefetch.plan import group_order
 from tierstore.stats import StallKey, StallLedger
 from tierstore.store.config import StoreConfig
 from tierstore.store.directories import rank_directory
@@ -188,6 +189,7 @@ def _open_store(setup: _Setup, shell: _Shell, *, trace: Path | None, io_log: Pat
         cache=config.cache,
         io=config.io,
         disk=config.links.disk,
+        group_order=group_order(setup.mesh.replicas),
     )
     if agreed.opening is Opening.CREATE:
         schemas = [expert_schema(config), *dense_schemas(shell.layouts)]
@@ -262,7 +264,7 @@ def _open_experts(
         records,
         weight_slots=setup.slots.weights,
         plan=config.gradient_plan,
-        predictor=make_predictor(config.prefetch.predictor, owned),
+        predictor=make_predictor(config.prefetch.predictor, owned, most=config.prefetch.guesses),
         schedule=schedule,
         ledger=setup.ledger,
         replicas=setup.mesh.replica,

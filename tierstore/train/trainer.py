@@ -114,6 +114,10 @@ class Trainer:
             self.store.history.begin(lr)
         self._queue.begin(training=True)
         loss, active = self._backward(position)
+        every = self.config.cache.write_back_every
+        if every and (position + 1) % every == 0:
+            # Now, while the disk would rest: dense parameters are stepped, and the next pass has yet to ask.
+            self.store.cache.clean()
         norm = math.nan
         if math.isfinite(loss):
             norm = self._norm()
@@ -126,9 +130,6 @@ class Trainer:
         if math.isfinite(loss):
             self.state.train_loss = loss
         self.store.cache.end_step(self.state.position)
-        every = self.config.cache.write_back_every
-        if every and self.state.position % every == 0:
-            self.store.cache.clean()
         seconds = time.monotonic() - started
         self._operations.drain()
         return StepResult(position, loss, lr, norm, not math.isfinite(norm), seconds, active)
