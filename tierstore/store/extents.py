@@ -23,6 +23,7 @@ from tierstore._native import (
     File,
     FileCreate,
     Link,
+    Meter,
     Priority,
 )
 from tierstore.links import limited
@@ -37,7 +38,7 @@ _PRUNE_READS = 16
 class Extent:
     """Slots of ``layout`` in the file ``path``. With ``FileCreate.NO`` a missing one is OSError (ENOENT).
 
-    ``link``, if any, limits the speed of its transfers.
+    ``link``, if any, limits the speed of its transfers, and ``meter`` counts them.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Extent:
         direct: DirectIo,
         create: FileCreate,
         link: Link | None = None,
+        meter: Meter | None = None,
     ) -> None:
         self.path = path
         self.layout = layout
@@ -62,7 +64,7 @@ class Extent:
         self._written = False
         # A file that was found may have holes (a copy, a restored backup): no block is taken for granted.
         self._slots_with_blocks = 0
-        self.file = File(str(path), create=create, direct=direct)
+        self.file = File(str(path), create=create, direct=direct, meter=meter)
         self.slots = self.file.size // layout.slot_bytes
 
     def reserve(self, slots: int) -> None:
@@ -101,6 +103,10 @@ class Extent:
         """After opening: every slot that is not in ``used`` is free."""
         self._free = [slot for slot in range(self.slots) if slot not in used]
         heapq.heapify(self._free)
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free)
 
     def take(self) -> int:
         """A free slot; the extent grows by an eighth when there is none."""
