@@ -77,7 +77,7 @@ class Drive:
 
     @property
     def reserved_bytes(self) -> int:
-        return sum(extent.slots * extent.layout.slot_bytes for extent in self.extents)
+        return sum(extent.reserved_slots * extent.layout.slot_bytes for extent in self.extents)
 
     def moved(self) -> tuple[int, float]:
         """Bytes to and from here since the last call, and the seconds in which any were under way."""

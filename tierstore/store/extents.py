@@ -108,6 +108,10 @@ class Extent:
     def free_slots(self) -> int:
         return len(self._free)
 
+    @property
+    def reserved_slots(self) -> int:
+        return self.slots
+
     def take(self) -> int:
         """A free slot; the extent grows by an eighth when there is none."""
         if not self._free:

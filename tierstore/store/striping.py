@@ -58,12 +58,18 @@ class StripedExtent:
             self._grow(0, slots)
             return
         for extent in self.extents:
-            extent.reserve(extent.slots)  # what was found may have holes
-        missing = slots - self.slots
-        if missing <= 0:
-            return
+            extent.reserve(extent.reserved_slots)  # what was found may have holes
+        missing = slots - sum(extent.reserved_slots for extent in self.extents)
+        if missing > 0:
+            self._share_out(slots, missing)
+        self.rebalance()
+
+    def _share_out(self, slots: int, missing: int) -> None:
         targets = apportion(slots, self._drives.shares)
-        short = [max(target - extent.slots, 0) for target, extent in zip(targets, self.extents, strict=True)]
+        short = [
+            max(target - extent.reserved_slots, 0)
+            for target, extent in zip(targets, self.extents, strict=True)
+        ]
         left = sum(self._grow_partly(number, more) for number, more in enumerate(apportion(missing, short)))
         for number in self._by_share():
             left = self._grow_partly(number, left) if left else 0
@@ -71,7 +77,9 @@ class StripedExtent:
             self._raise_full(left)
 
     def rebalance(self) -> None:
-        """Room for the shares as they are now. It is an offer to a faster drive: one that is full is no error."""
+        """Room for the shares as they are now. It is an offer to a drive that is faster than it was, or new: one that is
+        full is no error.
+        """
         if len(self.extents) > 1:
             for number, target in enumerate(apportion(self._wanted, self._drives.shares)):
                 with contextlib.suppress(_FullError):
@@ -83,7 +91,7 @@ class StripedExtent:
     def _grow(self, number: int, slots: int) -> None:
         """Raises OSError (ENOSPC) when the drive is full, or its limit reached."""
         drive, extent = self._drives[number], self.extents[number]
-        more = (slots - extent.slots) * self.layout.slot_bytes
+        more = (slots - extent.reserved_slots) * self.layout.slot_bytes
         if more > 0 and drive.limit and drive.reserved_bytes + more > drive.limit:
             left = max(drive.limit - drive.reserved_bytes, 0)
             message = f"No space left within stripe.limits: {more} more bytes are needed and {left} are left"
@@ -100,7 +108,7 @@ class StripedExtent:
         extent = self.extents[number]
         for more in (slots, min(slots, self._room(number))):
             with contextlib.suppress(_FullError):
-                self._grow(number, extent.slots + more)
+                self._grow(number, extent.reserved_slots + more)
                 return slots - more
         return slots
 
@@ -144,7 +152,7 @@ class StripedExtent:
                 try:
                     # Some slots more than one at a time; and of those that are free, none without blocks.
                     more = 0 if extent.free_slots else max(1, extent.slots // 8)
-                    self._grow(number, extent.slots + more)
+                    self._grow(number, extent.reserved_slots + more)
                     return place(number, extent.take())
                 except _FullError as error:
                     full = full or error
