@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from tierstore.store.opening import IDENTITY
+from tierstore.store.drives import DriveReport
+from tierstore.store.opening import IDENTITY, read_drives
 from tierstore.store.parameter_store import verify_store
 from tierstore.store.verify import VerifyReport
 
-__all__ = ["rank_directories", "rank_directory", "verify_all"]
+__all__ = ["drives_of", "rank_directories", "rank_directory", "verify_all"]
 
 
 def rank_directory(store: Path, rank: int, world: int) -> Path:
@@ -22,6 +23,11 @@ def rank_directories(store: Path) -> list[Path]:
     return sorted(found.parent for found in store.glob(f"rank-*/{IDENTITY}"))
 
 
+def drives_of(store: Path) -> list[DriveReport]:
+    """The directories of a store, or of those of all its ranks, as of their last commits; see ``read_drives``."""
+    return [drive for directory in rank_directories(store) or [store] for drive in read_drives(directory)]
+
+
 def verify_all(store: Path, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
     """``verify_store`` of every rank, in rank order; ``progress`` is told of one after another."""
     total = VerifyReport()
@@ -32,4 +38,5 @@ def verify_all(store: Path, progress: Callable[[int, int], None] | None = None) 
         total.snapshots = max(total.snapshots, report.snapshots)
         total.bytes_read += report.bytes_read
         total.failures += report.failures
+        total.drives += report.drives
     return total

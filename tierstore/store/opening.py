@@ -26,8 +26,16 @@ from tierstore.errors import (
 from tierstore.machine import cores
 from tierstore.store.adamw import AdamWConfig, Inactive
 from tierstore.store.config import Capability, IoBackendName, IoConfig, StoreConfig
-from tierstore.store.drives import Drives
-from tierstore.store.format import FORMAT_VERSION, Group, GroupLayout, Placement, RecordSchema
+from tierstore.store.drives import DriveReport, Drives
+from tierstore.store.format import (
+    COMMITTED_GROUPS,
+    FORMAT_VERSION,
+    Group,
+    GroupLayout,
+    Placement,
+    RecordSchema,
+    divided,
+)
 from tierstore.store.home import (
     IDENTITY,
     OWN_NAMES,
@@ -42,6 +50,7 @@ from tierstore.store.home import (
 from tierstore.store.index import PREVIOUS, Index
 from tierstore.store.lease import Lease
 from tierstore.store.slots import SlotMap
+from tierstore.store.weighing import Weighing
 from tierstore.trace.quotas import quotas_by_layer
 from tierstore.trace.recording import RecordingResidency
 
@@ -56,6 +65,7 @@ __all__ = [
     "make_residency",
     "minimum_host_budget",
     "open_existing",
+    "read_drives",
     "read_identity",
     "read_schemas",
     "read_states",
@@ -211,6 +221,40 @@ def read_states(directory: Path, name: str) -> dict[OpenAt, bytes]:
         if PREVIOUS in index.snapshots():
             commits[OpenAt.PREVIOUS] = index.read_commit(PREVIOUS)
     return {at: commit.state[name] for at, commit in commits.items() if name in commit.state}
+
+
+def read_drives(directory: Path) -> list[DriveReport]:
+    """The directories of the store in ``directory``, which nobody may have open, as of its last commit.
+
+    Raises StoreMissingError, StoreInUseError, StoreFormatError; a further directory that is missing is no error.
+    """
+    home = Home(directory, read_identity(directory), published=True)
+    with Lease(directory), contextlib.closing(Index(directory / "index")) as index:
+        schemas, _, known = _read_meta(home, index)
+        commits = [index.read_commit(name) for name in (None, *index.snapshots())]
+    paths = [directory.absolute(), *(Path(str(entry["path"])) for entry in known[1:])]
+    bandwidths = [float(str(entry["bandwidth"])) for entry in known] or [0.0]
+    slots = {
+        (entry.schema, group, location.place)
+        for commit in commits
+        for entry in commit.records.values()
+        for group, location in zip(COMMITTED_GROUPS, entry.groups, strict=True)
+    }
+    used = [0 for _ in paths]
+    for schema, group, place in slots:
+        used[divided(place)[0]] += schemas[schema].layout(group).slot_bytes
+    return [
+        DriveReport(
+            path=path,
+            share=share,
+            used_bytes=held,
+            reserved_bytes=sum(file.stat().st_blocks * 512 for file in (path / "extents").glob("*")),
+            bandwidth=bandwidth,
+        )
+        for path, share, held, bandwidth in zip(
+            paths, Weighing(bandwidths).shares, used, bandwidths, strict=True
+        )
+    ]
 
 
 def _read_meta(home: Home, index: Index) -> tuple[list[RecordSchema], Inactive, list[dict[str, object]]]:
