@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+from tierstore.store.config import StripeConfig
 from tierstore.store.drives import DriveReport
 from tierstore.store.opening import IDENTITY, read_drives
 from tierstore.store.parameter_store import verify_store
 from tierstore.store.verify import VerifyReport
 
-__all__ = ["drives_of", "rank_directories", "rank_directory", "verify_all"]
+__all__ = ["drives_of", "rank_directories", "rank_directory", "rank_stripe", "verify_all"]
 
 
 def rank_directory(store: Path, rank: int, world: int) -> Path:
     """Where rank ``rank`` of ``world`` keeps its store: a directory of its own, which may be a link to its own drive."""
     return store if world == 1 else store / f"rank-{rank:04d}"
+
+
+def rank_stripe(config: StripeConfig, rank: int, world: int) -> StripeConfig:
+    """The further directories of rank ``rank``'s store: its own below each of those of the job."""
+    return replace(
+        config, directories=tuple(rank_directory(path, rank, world) for path in config.directories)
+    )
 
 
 def rank_directories(store: Path) -> list[Path]:

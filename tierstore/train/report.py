@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
@@ -11,12 +11,13 @@ import numpy as np
 
 from tierstore import _native
 from tierstore.stats import delta
+from tierstore.store.drives import DriveReport
 from tierstore.train.config import TrainConfig
 from tierstore.train.footprint import peak_resident_bytes
 from tierstore.train.trainer import StepResult, Trainer
 from tierstore.units import format_bytes, format_seconds
 
-__all__ = ["Metrics", "RunSummary", "Totals", "counters", "tier_rows", "totals"]
+__all__ = ["Metrics", "RunSummary", "Totals", "counters", "drive_rows", "tier_rows", "totals"]
 
 
 def counters(trainer: Trainer) -> dict[str, int]:
@@ -32,7 +33,8 @@ class Totals:
     """What all ranks did together: sums of ``counts``; ``peaks`` of resident bytes in rank order. ``stalls`` are those of
     the rank that stalled longest, ``stalled_rank``, for ``stall_s`` seconds.
 
-    ``records_crc32c``: of one rank that of its records; of several, the checksum of theirs in rank order.
+    ``drives`` are the directories of all ranks, in rank order. ``records_crc32c``: of one rank that of its records; of
+    several, the checksum of theirs in rank order.
     """
 
     counts: dict[str, int]
@@ -41,6 +43,7 @@ class Totals:
     stalled_rank: int
     stall_s: float
     stalls: list[dict[str, object]]
+    drives: list[DriveReport] = field(default_factory=list)
 
 
 def totals(trainer: Trainer) -> Totals:
@@ -51,6 +54,7 @@ def totals(trainer: Trainer) -> Totals:
         trainer.store.records_crc32c(),
         trainer.ledger.total_s,
         [stall.as_dict() for stall in trainer.ledger.rows()],
+        trainer.store.drives(),
     )
     ranks = trainer.mesh.world.all_gather_object(own)
     counts = {name: sum(rank[0][name] for rank in ranks) for name in own[0]}
@@ -58,7 +62,9 @@ def totals(trainer: Trainer) -> Totals:
     if len(ranks) > 1:
         crc = _native.crc32c(np.array([rank[2] for rank in ranks], "<u4"))
     longest = max(range(len(ranks)), key=lambda rank: ranks[rank][3])
-    return Totals(counts, [rank[1] for rank in ranks], crc, longest, ranks[longest][3], ranks[longest][4])
+    drives = [drive for rank in ranks for drive in rank[5]]
+    peaks = [rank[1] for rank in ranks]
+    return Totals(counts, peaks, crc, longest, ranks[longest][3], ranks[longest][4], drives)
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,7 @@ class RunSummary:
             "stalled_rank": self.totals.stalled_rank,
             "stalls": self.totals.stalls,
             "records_crc32c": self.totals.records_crc32c,
+            "drives": [drive.as_json() for drive in self.totals.drives],
         }
 
 
@@ -123,6 +130,21 @@ def tier_rows(summary: RunSummary) -> list[tuple[str, str]]:
         ),
     ]
     return rows
+
+
+def drive_rows(summary: RunSummary) -> list[tuple[str, ...]]:
+    """One row a directory: what lies there, what was moved, how fast while anything was, and its share of new records."""
+    return [
+        (
+            str(drive.path),
+            format_bytes(drive.used_bytes),
+            format_bytes(drive.read_bytes),
+            format_bytes(drive.written_bytes),
+            f"{format_bytes(drive.bandwidth)}/s" if drive.bandwidth else "-",
+            f"{drive.share:.0%}",
+        )
+        for drive in summary.totals.drives
+    ]
 
 
 class Metrics:
