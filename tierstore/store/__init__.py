@@ -2,7 +2,7 @@
 
 from tierstore.cache.config import CacheConfig, Scope
 from tierstore.store.adamw import AdamWConfig, Inactive
-from tierstore.store.config import Capability, IoBackendName, IoConfig, StoreConfig
+from tierstore.store.config import Capability, IoBackendName, IoConfig, StoreConfig, WearConfig
 from tierstore.store.fetching import Lease, RecordView
 from tierstore.store.format import Group, Placement, RecordSchema, WeightFormat
 from tierstore.store.opening import OpenAt
@@ -27,6 +27,7 @@ __all__ = [
     "Scope",
     "StoreConfig",
     "VerifyReport",
+    "WearConfig",
     "WeightFormat",
     "verify_store",
 ]

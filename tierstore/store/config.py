@@ -10,7 +10,7 @@ from tierstore.capabilities import Capability
 from tierstore.errors import ConfigError
 from tierstore.links import LinkConfig
 
-__all__ = ["Capability", "IoBackendName", "IoConfig", "StoreConfig"]
+__all__ = ["Capability", "IoBackendName", "IoConfig", "StoreConfig", "WearConfig"]
 
 
 class IoBackendName(Enum):
@@ -49,6 +49,27 @@ class IoConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WearConfig:
+    """What a store may do to its drive, and what it gives back."""
+
+    daily_write_budget: int = field(
+        default=0, metadata={"size": True, "help": "bytes written a day, then writes wait (0: no limit)"}
+    )
+    endurance: int = field(
+        default=0, metadata={"size": True, "help": "bytes that the drive is warranted for (TBW; 0: unknown)"}
+    )
+    discard: Capability = field(
+        default=Capability.AUTO,
+        metadata={"help": "give space that is not needed any more back (hole punching)"},
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("daily_write_budget", "endurance"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"wear.{name}: expected at least 0 bytes, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class StoreConfig:
     """Budgets and policies of one open store. None of them changes what is computed, or what is stored.
 
@@ -65,6 +86,7 @@ class StoreConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     io: IoConfig = field(default_factory=IoConfig)
     disk: LinkConfig = field(default_factory=LinkConfig)
+    wear: WearConfig = field(default_factory=WearConfig)
 
     def __post_init__(self) -> None:
         if self.host_budget < 1:

@@ -34,6 +34,7 @@ from tierstore.store.format import FORMAT_VERSION, Group, GroupLayout, Placement
 from tierstore.store.index import PREVIOUS, Index
 from tierstore.store.lease import Lease
 from tierstore.store.slots import SlotMap
+from tierstore.store.write_budget import WriteBudget
 from tierstore.trace.quotas import quotas_by_layer
 from tierstore.trace.recording import RecordingResidency
 
@@ -152,6 +153,7 @@ class Parts:
             if self.recording is not None:
                 stack.callback(self.recording.close)
             stack.callback(self.engine.close)
+            stack.callback(self.slots.end_discards)
 
 
 def create(
@@ -397,6 +399,8 @@ def _assemble(
         direct=_DIRECT[config.io.direct],
         create=create,
         link=config.disk.open(),
+        budget=WriteBudget(engine, budget) if (budget := config.wear.daily_write_budget) else None,
+        discard=config.wear.discard,
     )
     stack.callback(slots.close)
     residency, recording = make_residency(config, frames, frame, trace)

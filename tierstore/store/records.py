@@ -194,6 +194,8 @@ class StoreRecords:
             f"I/O: {engine.backend}" + (f" ({engine.backend_reason})" if engine.backend_reason else ""),
             past_cache,
             f"host cache: {budget} bytes, {huge} of them in huge pages",
+            self.slots.describe_discard(),
+            *([] if self.slots.budget is None else [self.slots.budget.describe()]),
         ]
 
     def close(self) -> None:

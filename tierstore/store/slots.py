@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tierstore._native import Buffer, CrcTable, DirectIo, Engine, FileCreate, Link, Priority
+from tierstore.capabilities import Capability
 from tierstore.errors import StoreFormatError
+from tierstore.store.discard import Discard
 from tierstore.store.extents import Extent
 from tierstore.store.format import (
     COMMITTED_GROUPS,
@@ -26,6 +28,7 @@ from tierstore.store.format import (
     RecordEntry,
     RecordSchema,
 )
+from tierstore.store.write_budget import WriteBudget
 
 __all__ = ["LiveRecord", "SlotMap"]
 
@@ -56,9 +59,14 @@ class SlotMap:
         direct: DirectIo,
         create: FileCreate,
         link: Link | None = None,
+        budget: WriteBudget | None = None,
+        discard: Capability = Capability.OFF,
     ) -> None:
         self._engine = engine
         self._link = link
+        self.budget = budget
+        #: Records of each schema that space was asked for, where that is more than there are.
+        self._promised: Counter[str] = Counter()
         self._directory = directory / "extents"
         self._scratch_directory = directory / "scratch"
         self._direct = direct
@@ -73,6 +81,7 @@ class SlotMap:
         self._scratch_directory.mkdir(exist_ok=True)
         for stale in self._scratch_directory.iterdir():
             stale.unlink()
+        self._discard = Discard(discard, self._scratch_directory)
         try:
             for index in range(len(self.schemas)):
                 self._open_extents(index, create)
@@ -94,6 +103,7 @@ class SlotMap:
                     direct=self._direct,
                     create=create,
                     link=self._link,
+                    budget=self.budget,
                 )
             except FileNotFoundError as error:
                 raise StoreFormatError(f"{path}: the extent file is missing") from error
@@ -195,6 +205,7 @@ class SlotMap:
                 direct=self._direct,
                 create=FileCreate.YES,
                 link=self._link,
+                budget=self.budget,
             )
             # Nobody resumes from gradients: without a name the space is given back however the process ends.
             path.unlink()
@@ -207,10 +218,27 @@ class SlotMap:
 
         Raises OSError (ENOSPC) before anything moves.
         """
+        self._promised |= Counter(counts)
+        for key, slots in self._needed_slots(copies).items():
+            extent = self._extents[key]
+            # What is never given back is there: all of it is made sure of.
+            extent.reserve(slots if self._discard else max(slots, extent.slots))
+
+    def _needed_slots(self, copies: int) -> dict[tuple[int, Group], int]:
         live = Counter(record.schema for record in self.records)
-        for index, schema in enumerate(self.schemas):
-            for group in COMMITTED_GROUPS:
-                self._extents[index, group].reserve(max(live[index], counts.get(schema.name, 0)) * copies)
+        return {
+            (index, group): max(live[index], self._promised[schema.name]) * copies
+            for index, schema in enumerate(self.schemas)
+            for group in COMMITTED_GROUPS
+        }
+
+    def discard(self, copies: int) -> None:
+        """Gives back, in the background, the blocks of free slots that ``copies`` of every record do not need.
+
+        What is reserved stays reserved: the slots that turn around at every commit are never among them.
+        """
+        for key, slots in self._needed_slots(copies).items():
+            self._extents[key].discard(slots, self._discard)
 
     def reserve_scratch(self, schema: int) -> None:
         """Space to spill the gradients of every record of ``schema``."""
@@ -329,6 +357,14 @@ class SlotMap:
     def map_sync_reason(self) -> str:
         """Why mapped extents need a sync; empty where their stores are durable by themselves."""
         return next(filter(None, (extent.file.map_sync_reason() for extent in self._extents.values())), "")
+
+    def end_discards(self) -> None:
+        """Waits for the holes that are being made."""
+        for extent in self._extents.values():
+            extent.end_punches()
+
+    def describe_discard(self) -> str:
+        return self._discard.describe()
 
     def close(self) -> None:
         for extent in self._extents.values():
