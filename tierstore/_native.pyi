@@ -137,11 +137,29 @@ class Priority(enum.Enum):
     SPECULATIVE = 1
     WRITE_BACK = 2
 
+class Meter:
+    """What was moved to and from the files that share it, and how long anything was under way."""
+
+    def __init__(self) -> None: ...
+    def add(self, read_bytes: int, written_bytes: int, start_ns: int, end_ns: int) -> None:
+        """Counts a transfer that took the interval, as the engine does for those of its files."""
+
+    def reading(self) -> tuple[int, int, float]:
+        """Bytes read, bytes written, and seconds in which at least one transfer or sync was under way."""
+
 class File:
-    """A file opened for reading and writing, through the page cache and, where it can be, past it."""
+    """A file opened for reading and writing, through the page cache and, where it can be, past it.
+
+    Its transfers and syncs are counted by ``meter``, if any.
+    """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, create: FileCreate = ..., direct: DirectIo = ...
+        self,
+        path: str | os.PathLike[str],
+        *,
+        create: FileCreate = ...,
+        direct: DirectIo = ...,
+        meter: Meter | None = None,
     ) -> None: ...
     @property
     def path(self) -> str: ...

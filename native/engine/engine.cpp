@@ -309,6 +309,11 @@ void Engine::on_io(Ticket ticket, const IoResult& result) {
     const uint64_t moved = result.failure ? 0 : operation.nbytes;
     const uint64_t now = monotonic_ns();
     record(operation, now - result.service_ns, now);
+    if (Meter* meter = operation.transfer.file->meter.get()) {
+        // A sync counts as time without bytes: where writes end in the page cache, it is what moves them.
+        if (operation.kind == Kind::Read) meter->read(moved, now - result.service_ns, now);
+        else meter->wrote(operation.kind == Kind::Write ? moved : 0, now - result.service_ns, now);
+    }
     switch (operation.kind) {
         case Kind::Read:
             stats_.reads += 1;

@@ -12,7 +12,15 @@ import numpy.typing as npt
 import pytest
 
 from tierstore import _native
-from tierstore.store import AdamWConfig, Inactive, ParameterStore, RecordSchema, StoreConfig, WeightFormat
+from tierstore.store import (
+    AdamWConfig,
+    Inactive,
+    ParameterStore,
+    RecordSchema,
+    StoreConfig,
+    StripeConfig,
+    WeightFormat,
+)
 
 Array = npt.NDArray[np.float32]
 
@@ -44,12 +52,13 @@ def small_store(
     inactive: Inactive = Inactive.EXACT,
     weight_format: WeightFormat = WeightFormat.FP32,
     io_log: Path | None = None,
+    stripe: StripeConfig | None = None,
 ) -> ParameterStore:
     """A store of ``count`` registered, committed records ``e0``, ``e1`` and so on."""
     store = ParameterStore.create(
         path,
         [RecordSchema("expert", numel, weight_format)],
-        StoreConfig(host_budget=budget, retain=retain),
+        StoreConfig(host_budget=budget, retain=retain, stripe=stripe or StripeConfig()),
         adamw=AdamWConfig(inactive=inactive),
         io_log=io_log,
     )

@@ -66,16 +66,16 @@ def read_log(path: Path) -> list[Entry]:
     return entries
 
 
-def without_syncs(log: list[Entry]) -> list[Entry]:
-    """The log of a build that never calls fdatasync."""
-    return [entry for entry in log if entry.event not in (Event.SYNC_SUBMIT, Event.SYNC_DONE)]
+def without_syncs(log: list[Entry], directory: str = "") -> list[Entry]:
+    """The log of a build that never calls fdatasync, or only in other directories than one."""
+    skipped = {e.id for e in log if e.event is Event.SYNC_SUBMIT and e.text.startswith(directory)}
+    syncs = (Event.SYNC_SUBMIT, Event.SYNC_DONE)
+    return [entry for entry in log if entry.event not in syncs or entry.id not in skipped]
 
 
 @dataclass
 class CrashState:
-    """``pages``: by file name, what is at each page that was ever written. ``generations``: legal index
-    images.
-    """
+    """``pages``: by path, what is at each page that was ever written. ``generations``: legal index images."""
 
     cut: int
     acknowledged: int
@@ -134,7 +134,7 @@ class Disk:
         whole, landed = rng.random(), rng.random()
         for ident in self.order:
             write = self.writes[ident]
-            pages = state.pages.setdefault(Path(write.text).name, {})
+            pages = state.pages.setdefault(write.text, {})
             fate = rng.random() < landed if rng.random() < whole else None
             for page in write.pages:
                 there = rng.random() < landed if fate is None else fate

@@ -101,7 +101,7 @@ def test_it_is_reserved_again_before_it_is_used(store_of_six: Path, monkeypatch:
             def allocate(self, offset: int, nbytes: int) -> None:
                 full(self._file, offset, nbytes)
 
-        weights = store.slots._extents[0, Group.WEIGHTS]
+        weights = store.slots._extents[0, Group.WEIGHTS].extents[0]
         file, weights.file = weights.file, Full(weights.file)  # type: ignore[assignment]
         needed = 6 * COUNT * SLOT[Group.WEIGHTS]  # all of them: what an opened file has is not known
         with pytest.raises(OSError, match=f"{needed} more bytes are needed") as refused:
@@ -117,11 +117,11 @@ def test_it_is_reserved_again_before_it_is_used(store_of_six: Path, monkeypatch:
 def test_a_slot_is_not_used_before_its_hole_is_made(store_of_six: Path) -> None:
     with ParameterStore.open(store_of_six, config(retain=4)) as store:
         store.reserve()
-        extent = store.slots._extents[0, Group.WEIGHTS]
+        extent = store.slots._extents[0, Group.WEIGHTS].extents[0]
         gate = store.engine.external()
         for slot in range(extent.slots):
             extent._reads[slot] = [gate]
-        extent.discard(0, Discard(Capability.ON, store_of_six / "scratch"))
+        extent.discard(0, Discard(Capability.ON, [store_of_six / "scratch"]))
         punches = list(extent._punches)
         assert punches
         assert not any(map(store.engine.done, punches)), "a hole follows the reads of its slots"
@@ -142,9 +142,9 @@ def test_a_file_system_without_holes(
     monkeypatch.setattr("tierstore.store.discard._try", refuse)
     if wanted is Capability.ON:
         with pytest.raises(OSError, match="not supported"):
-            Discard(wanted, tmp_path)
+            Discard(wanted, [tmp_path])
     else:
-        found = Discard(wanted, tmp_path)
+        found = Discard(wanted, [tmp_path])
         assert not found
         assert found.describe() == "discard: off (Operation not supported)"
 
@@ -158,7 +158,7 @@ def test_a_hole_that_fails_stops_further_ones_and_says_so(
     with ParameterStore.open(store_of_six, config(retain=0)) as store:
         touch_all(store)
         store.commit()
-        for extent in store.slots._extents.values():
+        for extent in store.slots._files:
             store.engine.wait_all(extent._punches)
         monkeypatch.setattr(Extent, "_end_punches", fail(OSError(errno.EIO, "Input/output error", "extent")))
         touch_all(store)
@@ -204,7 +204,7 @@ def test_a_hole_before_the_commit_is_durable_fails_the_replay(
         slots = self._parts.slots
         for key in slots.changed_entries():
             for group, location in enumerate(self.table[key].groups if key in self.table else ()):
-                extent = slots._extents[0, Group(group)]
+                extent = slots._extents[0, Group(group)].extents[0]
                 nbytes = extent.layout.slot_bytes
                 self._parts.engine.wait(self._parts.engine.punch(extent.file, location.slot * nbytes, nbytes))
         write_index(self, *arguments)  # type: ignore[arg-type]

@@ -120,10 +120,10 @@ def test_holes_are_filled_before_they_are_written(tmp_path: Path) -> None:
     """A copied store may be sparse: free slots without blocks are not taken for reserved space."""
     with small_store(tmp_path / "store") as store:
         extent = tmp_path / "store" / "extents" / "expert.weights"
-        free = store.slots._extents[0, Group.WEIGHTS]._free
+        free = store.slots._extents[0, Group.WEIGHTS].extents[0]._free
         slot_bytes = store.schema_of("e0").layout(Group.WEIGHTS).slot_bytes
         for slot in free:
-            store.slots._extents[0, Group.WEIGHTS].file.punch(slot * slot_bytes, slot_bytes)
+            store.slots._extents[0, Group.WEIGHTS].extents[0].file.punch(slot * slot_bytes, slot_bytes)
         holes = extent.stat().st_blocks
     with ParameterStore.open(tmp_path / "store", CONFIG) as store:
         store.update(ones("e0"), lr=0.1)

@@ -196,6 +196,9 @@ class Committer:
             added[PREVIOUS] = Commit(slots.generation, self.table, self.state)
         else:
             dropped = self._superseded(len(added))
+        # What it may refer to comes first; the weights of what comes after it are part of it.
+        parts.drives.publish()
+        parts.drives.reweigh()
         parts.engine.log_mark(f"index {generation}")
         with self._counted():
             parts.index.write(
@@ -207,7 +210,8 @@ class Committer:
                 drop_snapshots=dropped,
             )
         if not parts.home.published:
-            parts.home.publish()
+            parts.home.publish(len(parts.drives))
+        parts.drives.committed()
         parts.engine.log_mark(f"commit {generation}")
         # The transaction is durable: only now may the slots that it left behind be used again.
         slots.generation = generation

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 
 from tierstore.cache.config import CacheConfig
 from tierstore.capabilities import Capability
 from tierstore.errors import ConfigError
 from tierstore.links import LinkConfig
 
-__all__ = ["Capability", "IoBackendName", "IoConfig", "StoreConfig", "WearConfig"]
+__all__ = ["Capability", "IoBackendName", "IoConfig", "StoreConfig", "StripeConfig", "WearConfig"]
 
 
 class IoBackendName(Enum):
@@ -70,13 +72,48 @@ class WearConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StripeConfig:
+    """Further directories, each on a drive of its own, that a store spreads its records over.
+
+    A store remembers its directories: naming them again is only needed when they have moved, or to add more. The other
+    lists have one item for each directory, the store's own first, or none.
+    """
+
+    directories: tuple[Path, ...] = field(
+        default=(), metadata={"help": "directories on further drives (a store knows those it has)"}
+    )
+    limits: tuple[int, ...] = field(
+        default=(),
+        metadata={
+            "size": True,
+            "help": "most bytes of records in each directory, the store's first (0: any)",
+        },
+    )
+    weights: tuple[float, ...] = field(
+        default=(),
+        metadata={"help": "shares of new records, the store's own first (none: by measured bandwidth)"},
+    )
+    bandwidths: tuple[int, ...] = field(
+        default=(),
+        metadata={"size": True, "help": "limits the speed of each directory, bytes a second (0: no limit)"},
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("limits", "bandwidths"):
+            if any(value < 0 for value in getattr(self, name)):
+                raise ConfigError(f"stripe.{name}: expected sizes of at least 0, got {getattr(self, name)}")
+        if not all(math.isfinite(weight) and weight > 0 for weight in self.weights):
+            raise ConfigError(f"stripe.weights: expected numbers above 0, got {self.weights}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class StoreConfig:
     """Budgets and policies of one open store. None of them changes what is computed, or what is stored.
 
     ``host_budget`` (bytes) is allocated up front, whole. ``lookahead`` (bytes) is what speculation may hold
     of it. ``retain`` is how many snapshots are kept. ``layers`` are the layers that have cached records: with
     ``Scope.LAYER`` the budget is divided equally among them (a store that is opened knows its own).
-    ``disk`` limits the speed of reads and write-backs (not of syncs).
+    ``disk`` limits the speed of reads and write-backs (not of syncs). ``stripe`` spreads records over more drives.
     """
 
     host_budget: int = 256 << 20
@@ -86,6 +123,7 @@ class StoreConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     io: IoConfig = field(default_factory=IoConfig)
     disk: LinkConfig = field(default_factory=LinkConfig)
+    stripe: StripeConfig = field(default_factory=StripeConfig)
     wear: WearConfig = field(default_factory=WearConfig)
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tierstore._native import DirectIo, File, FileCreate
@@ -13,14 +14,15 @@ _PAGE = 4096
 
 
 class Discard:
-    """Resolved for the file system of ``scratch`` (a directory). ON raises OSError where it cannot be."""
+    """Resolved for the file systems of the directories ``scratch``. ON raises OSError where it cannot be."""
 
-    def __init__(self, wanted: Capability, scratch: Path) -> None:
+    def __init__(self, wanted: Capability, scratch: Sequence[Path]) -> None:
         #: Why nothing is given back; empty where it is.
         self.reason = "off" if wanted is Capability.OFF else ""
         if wanted is not Capability.OFF:
             try:
-                _try(scratch / "discard")
+                for directory in scratch:
+                    _try(directory / "discard")
             except OSError as error:
                 if wanted is Capability.ON:
                     raise

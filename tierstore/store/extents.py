@@ -24,6 +24,7 @@ from tierstore._native import (
     File,
     FileCreate,
     Link,
+    Meter,
     Priority,
 )
 from tierstore.links import limited
@@ -42,7 +43,7 @@ _WORTH_BYTES = 1 << 20
 class Extent:
     """Slots of ``layout`` in the file ``path``. With ``FileCreate.NO`` a missing one is OSError (ENOENT).
 
-    ``link``, if any, limits the speed of its transfers, and ``budget`` what it writes.
+    ``link``, if any, limits the speed of its transfers, ``budget`` what it writes, and ``meter`` counts them.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Extent:
         direct: DirectIo,
         create: FileCreate,
         link: Link | None = None,
+        meter: Meter | None = None,
         budget: WriteBudget | None = None,
     ) -> None:
         self.path = path
@@ -72,7 +74,7 @@ class Extent:
         self._last_write: dict[int, int] = {}
         self._reads: dict[int, list[int]] = {}
         self._written = False
-        self.file = File(str(path), create=create, direct=direct)
+        self.file = File(str(path), create=create, direct=direct, meter=meter)
         self.slots = self.file.size // layout.slot_bytes
 
     def reserve(self, slots: int) -> None:
@@ -80,7 +82,7 @@ class Extent:
 
         Raises OSError (ENOSPC) with nothing changed but blocks.
         """
-        short = max(slots - self._with_blocks, 0)
+        short = max(slots - self.reserved_slots, 0)
         filled = heapq.nsmallest(short, self._bare)
         grown = range(self.slots, self.slots + short - len(filled))
         if not (short or self._unchecked):
@@ -108,11 +110,6 @@ class Extent:
             self.unsynced_directory = True
         self.slots += len(grown)
 
-    @property
-    def _with_blocks(self) -> int:
-        """Slots with blocks of their own, once those in use have been checked."""
-        return self.slots - len(self._bare)
-
     def _give_back_partial_growth(self) -> None:
         """A refused fallocate leaves what it got so far, and a later opening would take it for slots."""
         with contextlib.suppress(FileNotFoundError):  # scratch has no name
@@ -125,10 +122,19 @@ class Extent:
         self._bare = [slot for slot in range(self.slots) if slot not in used]
         self._bare_since_opening = bool(self._bare)
 
+    @property
+    def free_slots(self) -> int:
+        return len(self._free)
+
+    @property
+    def reserved_slots(self) -> int:
+        """Slots with blocks of their own, once those in use have been checked."""
+        return self.slots - len(self._bare)
+
     def take(self) -> int:
         """A free slot; an eighth more are reserved when there is none."""
         if not self._free:
-            self.reserve(self._with_blocks + max(1, self.slots // 8))
+            self.reserve(self.reserved_slots + max(1, self.slots // 8))
         return heapq.heappop(self._free)
 
     def give_back(self, slot: int) -> None:
@@ -149,7 +155,7 @@ class Extent:
         self._punches = [ticket for ticket in self._punches if ticket not in finished]
         for error in self._end_punches(finished):
             discard.failed(error)
-        surplus = max(min(self._with_blocks - keep, len(self._free)), 0)
+        surplus = max(min(self.reserved_slots - keep, len(self._free)), 0)
         given = set(heapq.nlargest(surplus, self._free))
         holes = sorted(given | set(self._bare if self._bare_since_opening else ()))
         if not discard or len(holes) * self.layout.slot_bytes < _WORTH_BYTES:

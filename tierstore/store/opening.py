@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import os
-import shutil
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tierstore import _native
-from tierstore._native import Arena, Buffer, DirectIo, Engine, FileCreate, HugePages, IoBackend, MapSync
+from tierstore._native import Arena, Buffer, DirectIo, Engine, HugePages, IoBackend, MapSync
 from tierstore.cache.config import CacheConfig, Scope
 from tierstore.cache.frames import choose_frame_bytes, frames_of
 from tierstore.cache.host_cache import HostCache, Residency
@@ -25,12 +22,23 @@ from tierstore.errors import (
     StoreError,
     StoreExistsError,
     StoreFormatError,
-    StoreMissingError,
 )
 from tierstore.machine import cores
 from tierstore.store.adamw import AdamWConfig, Inactive
 from tierstore.store.config import Capability, IoBackendName, IoConfig, StoreConfig
+from tierstore.store.drives import Drives
 from tierstore.store.format import FORMAT_VERSION, Group, GroupLayout, Placement, RecordSchema
+from tierstore.store.home import (
+    IDENTITY,
+    OWN_NAMES,
+    Home,
+    fsync_directory,
+    make_directories,
+    read_identity,
+    refuse_foreign,
+    remove_content,
+    unfinished_creation,
+)
 from tierstore.store.index import PREVIOUS, Index
 from tierstore.store.lease import Lease
 from tierstore.store.slots import SlotMap
@@ -56,9 +64,6 @@ __all__ = [
     "scratch_buffers",
 ]
 
-IDENTITY = "tierstore.json"
-#: What there may be in a directory besides the identity of a store.
-OWN_NAMES = {"lease", "index", "extents", "scratch", f"{IDENTITY}.new"}
 _BACKENDS = {
     IoBackendName.AUTO: IoBackend.AUTO,
     IoBackendName.URING: IoBackend.URING,
@@ -79,50 +84,11 @@ class OpenAt(Enum):
 
 
 @dataclass
-class Home:
-    """The directory of a store. ``made``: directories that its creation made, the outermost last."""
-
-    directory: Path
-    uuid: str
-    made: tuple[Path, ...] = ()
-    #: It has an identity, and so is a store: before the first commit it is not.
-    published: bool = False
-
-    def publish(self) -> None:
-        """After the first commit, atomically: a directory with an identity is a whole store."""
-        content = {"format": FORMAT_VERSION, "uuid": self.uuid, "directory": 0, "directories": 1}
-        temporary = self.directory / f"{IDENTITY}.new"
-        with open(temporary, "w") as file:
-            file.write(json.dumps(content) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        # What the identity vouches for must be found after a power cut: names are synced by their directory.
-        fsync_directory(self.directory / "index")
-        fsync_directory(self.directory / "extents")
-        temporary.rename(self.directory / IDENTITY)
-        fsync_directory(self.directory)
-        for made in self.made:
-            fsync_directory(made.parent)
-        self.published = True
-
-    def remove_unpublished(self) -> None:
-        """Takes back a creation that never had a commit. Whoever calls it holds the lease."""
-        if not self.published:
-            _remove_content(self.directory)
-            (self.directory / "lease").unlink(missing_ok=True)
-
-    def remove_made(self) -> None:
-        if not self.published:
-            with contextlib.suppress(OSError):  # somebody has put something there
-                for made in self.made:
-                    made.rmdir()
-
-
-@dataclass
 class Parts:
     """The parts of an open store, in the order in which they were made."""
 
     home: Home
+    drives: Drives
     config: StoreConfig
     adamw: AdamWConfig
     lease: Lease
@@ -140,6 +106,7 @@ class Parts:
             "uuid": self.home.uuid,
             "schemas": [schema.as_json() for schema in self.slots.schemas],
             "inactive": self.adamw.inactive.value,
+            **({"stripe": self.drives.as_json()} if len(self.drives) > 1 else {}),
         }
 
     def close(self) -> None:
@@ -148,6 +115,7 @@ class Parts:
             stack.callback(self.home.remove_made)
             stack.callback(self.lease.close)
             stack.callback(self.home.remove_unpublished)
+            stack.callback(self.drives.close)
             stack.callback(self.index.close)
             stack.callback(self.slots.close)
             if self.recording is not None:
@@ -173,51 +141,23 @@ def create(
             f"{directory}: a store needs record schemas, each with a name of its own, got {names}"
         )
     check_budget(config, schemas, config.layers)
-    _refuse_foreign(directory)
+    refuse_foreign(directory)
     with contextlib.ExitStack() as stack:
-        home = Home(directory, str(uuid.uuid4()), _make_directories(directory))
+        home = Home(directory, str(uuid.uuid4()), make_directories(directory))
         stack.callback(home.remove_made)
         lease = stack.enter_context(Lease(directory))
         if (directory / IDENTITY).exists():
             raise StoreExistsError(f"{directory}: there is a store here already")
         stack.callback(home.remove_unpublished)
-        _remove_content(directory)
+        abandoned = unfinished_creation(directory)
+        remove_content(directory)
+        drives = Drives.create(home, config.stripe, abandoned)
+        stack.callback(drives.close)
         index = Index.create(directory / "index")
         stack.callback(index.close)
-        parts = _assemble(stack, home, schemas, config, adamw, lease, index, trace, io_log)
+        parts = _assemble(stack, drives, schemas, config, adamw, lease, index, trace, io_log)
         stack.pop_all()
         return parts
-
-
-def _refuse_foreign(directory: Path) -> None:
-    """Raises StoreFormatError for a directory with content that no creation left behind.
-
-    A creation that was killed before its first commit leaves no store (it has no identity), but always a
-    lease.
-    """
-    if not directory.exists():
-        return
-    names = sorted(child.name for child in directory.iterdir())
-    foreign = [name for name in names if name not in OWN_NAMES or "lease" not in names]
-    if foreign:
-        raise StoreFormatError(
-            f"{directory}: expected an empty or missing directory for a new store, found {foreign[0]!r}"
-        )
-
-
-def _make_directories(directory: Path) -> tuple[Path, ...]:
-    missing = [path for path in (directory, *directory.parents) if not path.exists()]
-    directory.mkdir(parents=True, exist_ok=True)
-    return tuple(missing)
-
-
-def _remove_content(directory: Path) -> None:
-    """Everything but the lease: it is what keeps others out meanwhile."""
-    for child in directory.iterdir():
-        if child.is_dir():
-            shutil.rmtree(child)
-        elif child.name != "lease":
-            child.unlink()
 
 
 def open_existing(
@@ -233,7 +173,7 @@ def open_existing(
     with contextlib.ExitStack() as stack:
         lease = stack.enter_context(Lease(directory))
         index = stack.enter_context(contextlib.closing(Index(directory / "index")))
-        schemas, inactive = _read_meta(home, index)
+        schemas, inactive, known = _read_meta(home, index)
         if adamw is not None and adamw.inactive is not inactive:
             raise StoreFormatError(
                 f"{directory}: made with inactive = {inactive.value}, not {adamw.inactive.value}"
@@ -247,7 +187,9 @@ def open_existing(
         check_budget(config, schemas, layers)
         adamw = adamw or AdamWConfig(inactive=inactive)
         config = replace(config, layers=layers)
-        parts = _assemble(stack, home, schemas, config, adamw, lease, index, trace, io_log)
+        drives = Drives.open(home, config.stripe, known)
+        stack.callback(drives.close)
+        parts = _assemble(stack, drives, schemas, config, adamw, lease, index, trace, io_log)
         stack.pop_all()
         return parts
 
@@ -273,7 +215,8 @@ def read_states(directory: Path, name: str) -> dict[OpenAt, bytes]:
     return {at: commit.state[name] for at, commit in commits.items() if name in commit.state}
 
 
-def _read_meta(home: Home, index: Index) -> tuple[list[RecordSchema], Inactive]:
+def _read_meta(home: Home, index: Index) -> tuple[list[RecordSchema], Inactive, list[dict[str, object]]]:
+    """Schemas, what a step does to a record without a gradient, and the directories, if there are several."""
     meta = index.read_meta()
     if meta.get("uuid") != home.uuid or meta.get("format") != FORMAT_VERSION:
         raise StoreFormatError(f"{home.directory}: the index belongs to another store or format version")
@@ -284,34 +227,13 @@ def _read_meta(home: Home, index: Index) -> tuple[list[RecordSchema], Inactive]:
         inactive = Inactive(meta.get("inactive"))
     except ValueError as error:
         raise StoreFormatError(f"{home.directory}: {error}") from error
-    return [RecordSchema.from_json(item) for item in raw], inactive
-
-
-def read_identity(directory: Path) -> str:
-    """The uuid of the store in ``directory``. Raises StoreMissingError or StoreFormatError."""
-    path = directory / IDENTITY
-    try:
-        value = json.loads(path.read_text())
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise StoreMissingError(f"{directory}: no store here ({IDENTITY} is missing)") from error
-    except ValueError as error:
-        raise StoreFormatError(f"{path}: not JSON: {error}") from error
-    if not isinstance(value, dict) or value.get("format") != FORMAT_VERSION:
-        found = value.get("format") if isinstance(value, dict) else None
-        raise StoreFormatError(f"{path}: format version {found}, expected {FORMAT_VERSION}")
-    if value.get("directories") != 1 or not isinstance(value.get("uuid"), str):
-        raise StoreFormatError(f"{path}: expected the identity of a store in one directory, found {value}")
-    return str(value["uuid"])
-
-
-def fsync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(directory)) from error
-    finally:
-        os.close(fd)
+    known = meta.get("stripe", [])
+    keys = {"path", "own", "bandwidth"}
+    if not isinstance(known, list) or not all(
+        isinstance(item, dict) and item.keys() >= keys for item in known
+    ):
+        raise StoreFormatError(f"{home.directory}: the index does not say what the store's directories are")
+    return [RecordSchema.from_json(item) for item in raw], inactive, known
 
 
 # Budgets ----------------------------------------------------------------------------------------------------
@@ -376,7 +298,7 @@ def check_budget(config: StoreConfig, schemas: Sequence[RecordSchema], layers: S
 
 def _assemble(
     stack: contextlib.ExitStack,
-    home: Home,
+    drives: Drives,
     schemas: Sequence[RecordSchema],
     config: StoreConfig,
     adamw: AdamWConfig,
@@ -391,13 +313,11 @@ def _assemble(
     frame = record_frame_bytes(schemas)
     frames = max(config.host_budget // frame, 1)
     arena = Arena(frames * frame, _HUGE[config.io.huge_pages])
-    create = FileCreate.NO if home.published else FileCreate.YES
     slots = SlotMap(
         engine,
-        home.directory,
+        drives,
         schemas,
         direct=_DIRECT[config.io.direct],
-        create=create,
         link=config.disk.open(),
         budget=WriteBudget(engine, budget) if (budget := config.wear.daily_write_budget) else None,
         discard=config.wear.discard,
@@ -407,7 +327,7 @@ def _assemble(
     if recording is not None:
         stack.callback(recording.close)
     cache = HostCache(engine=engine, arena=arena, frame_bytes=frame, residency=residency, backing=slots)
-    return Parts(home, config, adamw, lease, engine, arena, index, slots, cache, recording)
+    return Parts(drives.home, drives, config, adamw, lease, engine, arena, index, slots, cache, recording)
 
 
 def make_residency(

@@ -14,6 +14,7 @@ from tierstore.cache.host_cache import HostCache
 from tierstore.errors import BudgetError, StoreError
 from tierstore.store.adamw import AdamWConfig, StepHistory
 from tierstore.store.committing import Committer
+from tierstore.store.drives import DriveReport
 from tierstore.store.failures import Failures
 from tierstore.store.format import Group, Placement, RecordSchema
 from tierstore.store.index import index_bytes
@@ -174,6 +175,10 @@ class StoreRecords:
         here on.
         """
         self._failures.poison(reason)
+
+    def drives(self) -> list[DriveReport]:
+        """What lies in each of the store's directories, and what each gave; the store's own first."""
+        return self.slots.drive_reports()
 
     def end_trace(self) -> None:
         """Completes the recorded trace, if there is one; what follows is not part of it."""
