@@ -134,7 +134,14 @@ def _train(
 ) -> int:
     from tierstore.train.budgets import DeviceKind
     from tierstore.train.footprint import fixed_cost, keep_freed_memory, resident_bytes
-    from tierstore.train.report import Metrics, RunSummary, drive_rows, tier_rows, totals
+    from tierstore.train.report import (
+        Metrics,
+        RunSummary,
+        drive_rows,
+        drive_written_bytes,
+        tier_rows,
+        totals,
+    )
     from tierstore.train.session import open_session
 
     keep_freed_memory()
@@ -149,6 +156,7 @@ def _train(
         _describe(trainer.store, output)
         log.start(trainer)
         begun, first = time.monotonic(), trainer.state.position
+        written_before = drive_written_bytes(trainer)
         stopped = _steps(config, output, trainer, log, interrupts)
         if not stopped:
             trainer.evaluate()
@@ -163,7 +171,7 @@ def _train(
             seconds=seconds,
             tokens=config.tokens_per_step * (trainer.state.position - first),
             fixed_resident_bytes=fixed,
-            totals=totals(trainer),
+            totals=totals(trainer, written_before=written_before),
         )
         if config.sample_tokens and not stopped:
             text = trainer.sample(_PROMPT, config.sample_tokens)

@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.cache.access import Phase
+from tierstore.endurance import DAY_S, drive_life_s
 from tierstore.errors import ConfigError
 from tierstore.lab.requests import Requests
 from tierstore.lab.results import Outcome
@@ -35,8 +36,7 @@ from tierstore.units import format_seconds
 
 __all__ = ["Machine", "Objective", "Overlap", "cost_by_layer", "cost_by_step", "policy_time", "with_costs"]
 
-_DAY_S = 86400.0
-_YEAR_S = 365.25 * _DAY_S
+_YEAR_S = 365.25 * DAY_S
 _BACKWARD_WEIGHT = 2.0
 
 
@@ -129,9 +129,9 @@ def with_costs(requests: Requests, replayed: Replayed, outcome: Outcome, machine
     written_per_s = outcome.written_bytes / steps / step_s if step_s > 0 else 0.0
     writes = life = None
     if machine.drive_bytes is not None:
-        writes = written_per_s * _DAY_S / machine.drive_bytes
+        writes = written_per_s * DAY_S / machine.drive_bytes
     if machine.endurance_bytes is not None:
-        life = machine.endurance_bytes / written_per_s / _YEAR_S if written_per_s else math.inf
+        life = drive_life_s(machine.endurance_bytes, written_per_s, 1.0) / _YEAR_S
     return replace(outcome, stall_s_per_step=stall, drive_writes_per_day=writes, drive_life_years=life)
 
 

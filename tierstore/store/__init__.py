@@ -2,7 +2,7 @@
 
 from tierstore.cache.config import CacheConfig, Scope
 from tierstore.store.adamw import AdamWConfig, Inactive
-from tierstore.store.config import Capability, IoBackendName, IoConfig, StoreConfig, StripeConfig
+from tierstore.store.config import Capability, IoBackendName, IoConfig, StoreConfig, StripeConfig, WearConfig
 from tierstore.store.drives import DriveReport
 from tierstore.store.fetching import Lease, RecordView
 from tierstore.store.format import Group, Placement, RecordSchema, WeightFormat
@@ -30,6 +30,7 @@ __all__ = [
     "StoreConfig",
     "StripeConfig",
     "VerifyReport",
+    "WearConfig",
     "WeightFormat",
     "verify_store",
 ]

@@ -12,7 +12,7 @@ from tierstore.capabilities import Capability
 from tierstore.errors import ConfigError
 from tierstore.links import LinkConfig
 
-__all__ = ["Capability", "IoBackendName", "IoConfig", "StoreConfig", "StripeConfig"]
+__all__ = ["Capability", "IoBackendName", "IoConfig", "StoreConfig", "StripeConfig", "WearConfig"]
 
 
 class IoBackendName(Enum):
@@ -48,6 +48,27 @@ class IoConfig:
                 raise ConfigError(f"io.{name}: expected at least {least}, got {getattr(self, name)}")
         if self.chunk_bytes < 4096 or self.chunk_bytes % 4096:
             raise ConfigError(f"io.chunk_bytes: expected a multiple of 4096, got {self.chunk_bytes}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WearConfig:
+    """What a store may do to its drive, and what it gives back."""
+
+    daily_write_budget: int = field(
+        default=0, metadata={"size": True, "help": "bytes written a day, then writes wait (0: no limit)"}
+    )
+    endurance: int = field(
+        default=0, metadata={"size": True, "help": "bytes that the drive is warranted for (TBW; 0: unknown)"}
+    )
+    discard: Capability = field(
+        default=Capability.AUTO,
+        metadata={"help": "give space that is not needed any more back (hole punching)"},
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("daily_write_budget", "endurance"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"wear.{name}: expected at least 0 bytes, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +124,7 @@ class StoreConfig:
     io: IoConfig = field(default_factory=IoConfig)
     disk: LinkConfig = field(default_factory=LinkConfig)
     stripe: StripeConfig = field(default_factory=StripeConfig)
+    wear: WearConfig = field(default_factory=WearConfig)
 
     def __post_init__(self) -> None:
         if self.host_budget < 1:

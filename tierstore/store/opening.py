@@ -51,6 +51,7 @@ from tierstore.store.index import PREVIOUS, Index
 from tierstore.store.lease import Lease
 from tierstore.store.slots import SlotMap
 from tierstore.store.weighing import Weighing
+from tierstore.store.write_budget import WriteBudget
 from tierstore.trace.quotas import quotas_by_layer
 from tierstore.trace.recording import RecordingResidency
 
@@ -130,6 +131,7 @@ class Parts:
             if self.recording is not None:
                 stack.callback(self.recording.close)
             stack.callback(self.engine.close)
+            stack.callback(self.slots.end_discards)
 
 
 def create(
@@ -355,7 +357,15 @@ def _assemble(
     frame = record_frame_bytes(schemas)
     frames = max(config.host_budget // frame, 1)
     arena = Arena(frames * frame, _HUGE[config.io.huge_pages])
-    slots = SlotMap(engine, drives, schemas, direct=_DIRECT[config.io.direct], link=config.disk.open())
+    slots = SlotMap(
+        engine,
+        drives,
+        schemas,
+        direct=_DIRECT[config.io.direct],
+        link=config.disk.open(),
+        budget=WriteBudget(engine, budget) if (budget := config.wear.daily_write_budget) else None,
+        discard=config.wear.discard,
+    )
     stack.callback(slots.close)
     residency, recording = make_residency(config, frames, frame, trace)
     if recording is not None:

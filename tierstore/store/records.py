@@ -200,6 +200,8 @@ class StoreRecords:
             past_cache,
             f"host cache: {budget} bytes, {huge} of them in huge pages",
             *self._describe_drives(),
+            self.slots.describe_discard(),
+            *([] if self.slots.budget is None else [self.slots.budget.describe()]),
         ]
 
     def _describe_drives(self) -> list[str]:

@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tierstore._native import Buffer, CrcTable, DirectIo, Engine, FileCreate, Link, Priority
+from tierstore.capabilities import Capability
 from tierstore.errors import StoreFormatError
+from tierstore.store.discard import Discard
 from tierstore.store.drives import Drive, DriveReport, Drives
 from tierstore.store.extents import Extent
 from tierstore.store.format import (
@@ -30,6 +32,7 @@ from tierstore.store.format import (
     place,
 )
 from tierstore.store.striping import StripedExtent
+from tierstore.store.write_budget import WriteBudget
 
 __all__ = ["LiveRecord", "SlotMap"]
 
@@ -62,9 +65,14 @@ class SlotMap:
         *,
         direct: DirectIo,
         link: Link | None = None,
+        budget: WriteBudget | None = None,
+        discard: Capability = Capability.OFF,
     ) -> None:
         self._engine = engine
         self._link = link
+        self.budget = budget
+        #: Records of each schema that space was asked for, where that is more than there are.
+        self._promised: Counter[str] = Counter()
         self._drives = drives
         self._direct = direct
         self.schemas = list(schemas)
@@ -80,6 +88,7 @@ class SlotMap:
             scratch.mkdir(exist_ok=True)
             for stale in scratch.iterdir():
                 stale.unlink()
+        self._discard = Discard(discard, [drive.path / "scratch" for drive in drives])
         try:
             for index in range(len(self.schemas)):
                 self._open_extents(index)
@@ -97,7 +106,7 @@ class SlotMap:
                     extents.append(self._open_extent(drive, index, group, drive.create))
                 except FileNotFoundError as error:
                     raise StoreFormatError(f"{error.filename}: the extent file is missing") from error
-            self._extents[index, group] = StripedExtent(self._drives, extents)
+            self._extents[index, group] = StripedExtent(self._drives, extents, self._discard)
             self._references[index, group] = Counter()
 
     def _open_extent(self, drive: Drive, schema: int, group: Group, create: FileCreate) -> Extent:
@@ -111,6 +120,7 @@ class SlotMap:
             direct=self._direct,
             create=create,
             link=drive.link or self._link,
+            budget=self.budget,
             meter=drive.meter,
         )
         drive.extents.append(extent)
@@ -209,7 +219,7 @@ class SlotMap:
                 extents.append(self._open_extent(drive, schema, Group.GRADIENTS, FileCreate.YES))
                 # Nobody resumes from gradients: without a name the space is given back however the process ends.
                 extents[-1].path.unlink()
-            self._extents[key] = StripedExtent(self._drives, extents)
+            self._extents[key] = StripedExtent(self._drives, extents, self._discard)
         return self._extents[key]
 
     # Space --------------------------------------------------------------------------------------------------
@@ -219,10 +229,25 @@ class SlotMap:
 
         Raises OSError (ENOSPC) before anything moves.
         """
+        self._promised |= Counter(counts)
+        for key, slots in self._needed_slots(copies).items():
+            self._extents[key].reserve(slots)
+
+    def _needed_slots(self, copies: int) -> dict[tuple[int, Group], int]:
         live = Counter(record.schema for record in self.records)
-        for index, schema in enumerate(self.schemas):
-            for group in COMMITTED_GROUPS:
-                self._extents[index, group].reserve(max(live[index], counts.get(schema.name, 0)) * copies)
+        return {
+            (index, group): max(live[index], self._promised[schema.name]) * copies
+            for index, schema in enumerate(self.schemas)
+            for group in COMMITTED_GROUPS
+        }
+
+    def discard(self, copies: int) -> None:
+        """Gives back, in the background, the blocks of free slots that ``copies`` of every record do not need.
+
+        What is reserved stays reserved: the slots that turn around at every commit are never among them.
+        """
+        for key, slots in self._needed_slots(copies).items():
+            self._extents[key].discard(slots)
 
     def reserve_scratch(self, schema: int) -> None:
         """Space to spill the gradients of every record of ``schema``."""
@@ -354,6 +379,14 @@ class SlotMap:
     def map_sync_reason(self) -> str:
         """Why mapped extents need a sync; empty where their stores are durable by themselves."""
         return next(filter(None, (extent.file.map_sync_reason() for extent in self._files)), "")
+
+    def end_discards(self) -> None:
+        """Waits for the holes that are being made."""
+        for extent in self._files:
+            extent.end_punches()
+
+    def describe_discard(self) -> str:
+        return self._discard.describe()
 
     def close(self) -> None:
         for extent in self._extents.values():

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tierstore._native import Buffer, CrcTable, Priority
+from tierstore.store.discard import Discard
 from tierstore.store.drives import Drive, Drives
 from tierstore.store.extents import Extent
 from tierstore.store.format import GroupLayout, divided, place
@@ -24,12 +25,15 @@ __all__ = ["StripedExtent"]
 
 
 class StripedExtent:
-    """The extents of one group of one schema, one in each of ``drives``, in their order."""
+    """The extents of one group of one schema, one in each of ``drives``, in their order. ``discard`` says whether they
+    may have free slots without blocks.
+    """
 
-    def __init__(self, drives: Drives, extents: Sequence[Extent]) -> None:
+    def __init__(self, drives: Drives, extents: Sequence[Extent], discard: Discard) -> None:
         self.extents = list(extents)
         self.layout: GroupLayout = self.extents[0].layout
         self._drives = drives
+        self._discard = discard
         self._turns = Turns(len(self.extents))
         self._wanted = 0
 
@@ -55,17 +59,47 @@ class StripedExtent:
         """
         self._wanted = max(self._wanted, slots)
         if len(self.extents) == 1:
-            self._grow(0, slots)
+            self._grow(0, max(slots, self._least(self.extents[0])))
             return
         for extent in self.extents:
-            extent.reserve(extent.reserved_slots)  # what was found may have holes
+            extent.reserve(self._least(extent))  # what was found may have holes
         missing = slots - sum(extent.reserved_slots for extent in self.extents)
         if missing > 0:
             self._share_out(slots, missing)
         self.rebalance()
 
+    def _least(self, extent: Extent) -> int:
+        """Slots of a file that was found that must have blocks: all, where none is given back."""
+        return extent.reserved_slots if self._discard else extent.slots
+
+    def discard(self, needed: int) -> None:
+        """Queues holes where more slots than ``needed`` have blocks."""
+        self._wanted = min(self._wanted, needed)
+        if len(self.extents) == 1:
+            self.extents[0].discard(needed, self._discard)
+            return
+        keep = self._targets(needed)
+        # What a full drive could not take on is kept elsewhere: together there are always as many as are needed.
+        reserved = [extent.reserved_slots for extent in self.extents]
+        lacking = sum(max(wish - had, 0) for wish, had in zip(keep, reserved, strict=True))
+        for number in self._by_share():
+            more = min(max(reserved[number] - keep[number], 0), lacking)
+            keep[number] += more
+            lacking -= more
+        for extent, slots in zip(self.extents, keep, strict=True):
+            extent.discard(slots, self._discard)
+
+    def _targets(self, slots: int) -> list[int]:
+        """For each drive, the slots that it should have of ``slots``: those in use, and its share of all that are free.
+
+        So what is written next can be shared out as the weights say, wherever the last commits lie.
+        """
+        used = [extent.reserved_slots - extent.free_slots for extent in self.extents]
+        free = apportion(max(slots - sum(used), 0), self._drives.shares)
+        return [taken + own for taken, own in zip(used, free, strict=True)]
+
     def _share_out(self, slots: int, missing: int) -> None:
-        targets = apportion(slots, self._drives.shares)
+        targets = self._targets(slots)
         short = [
             max(target - extent.reserved_slots, 0)
             for target, extent in zip(targets, self.extents, strict=True)
@@ -81,7 +115,7 @@ class StripedExtent:
         full is no error.
         """
         if len(self.extents) > 1:
-            for number, target in enumerate(apportion(self._wanted, self._drives.shares)):
+            for number, target in enumerate(self._targets(self._wanted)):
                 with contextlib.suppress(_FullError):
                     self._grow(number, target)
 
