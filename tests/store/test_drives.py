@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +17,22 @@ from hypothesis import strategies as st
 from tierstore._native import Link
 from tierstore.errors import (
     ConfigError,
+    DataError,
     StoreError,
     StoreExistsError,
     StoreFormatError,
     StoreMissingError,
 )
-from tierstore.store import Group, ParameterStore, RecordSchema, StoreConfig, StripeConfig, verify_store
+from tierstore.io_profile import IoPoint
+from tierstore.store import (
+    Group,
+    ParameterStore,
+    RecordSchema,
+    StoreConfig,
+    StripeConfig,
+    drives,
+    verify_store,
+)
 from tierstore.store.format import COMMITTED_GROUPS, divided
 from tierstore.store.home import Home
 from tierstore.store.index import Index
@@ -348,3 +359,26 @@ def test_damage_names_the_drive(tmp_path: Path) -> None:
         path.rename(tmp_path / "aside")
     with pytest.raises(StoreFormatError, match=f"{path}: the extent file is missing"):
         ParameterStore.open(tmp_path / "store", CONFIG)
+
+
+def test_a_profile_gives_the_first_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until operation has measured them; here both directories are on one disk, so what is looked up is made out."""
+    point = IoPoint(
+        chunk_bytes=1 << 20, queue_depth=8, read_bytes_per_s=9e9, write_bytes_per_s=3e9, measured="2026-11-21"
+    )
+    slower = replace(point, write_bytes_per_s=1e9)
+    found = {tmp_path / "store": point, tmp_path / "b": slower}
+    monkeypatch.setattr(drives, "load_io_point", lambda path: found[path])
+    with striped(tmp_path) as store:
+        assert [drive.share for drive in store.drives()] == [0.75, 0.25]
+        assert directories(store).count(0) == 6
+
+    def damaged(path: Path) -> IoPoint:
+        raise DataError(f"{path}: not a profile")
+
+    monkeypatch.setattr(drives, "load_io_point", damaged)
+    with ParameterStore.open(tmp_path / "store", CONFIG) as store:
+        assert [drive.share for drive in store.drives()] == [0.75, 0.25]  # known from the last commit
+    stripe = StripeConfig(directories=(tmp_path / "d",))
+    with small_store(tmp_path / "other", stripe=stripe) as store:
+        assert [drive.share for drive in store.drives()] == [0.5, 0.5]

@@ -29,6 +29,9 @@ from tierstore.cli.options import json_option
 from tierstore.cli.output import Output
 from tierstore.devices import Disk, Health, disk_health, disks_under
 from tierstore.errors import ConfigError
+from tierstore.io_profile import profile_path
+from tierstore.store.config import IoConfig
+from tierstore.store.tuning import tune
 from tierstore.units import format_bytes
 
 if TYPE_CHECKING:
@@ -216,6 +219,7 @@ def machine_facts(directory: Path) -> dict[str, object]:
     """What is so of this machine and of the disk under ``directory``. Imports torch. Raises OSError."""
     space = machine.disk(directory)
     memory = machine.memory()
+    tuning = tune(IoConfig(), directory)
     import torch
 
     return {
@@ -230,6 +234,10 @@ def machine_facts(directory: Path) -> dict[str, object]:
         "filesystem": space.filesystem,
         "disk_free_bytes": space.free_bytes,
         "disk_total_bytes": space.total_bytes,
+        "io_transfer_bytes": tuning.chunk_bytes,
+        "io_in_flight_count": tuning.queue_depth,
+        "io_tuning": tuning.chunk_reason,
+        "io_profile": str(profile_path() or "none"),
         "torch_version": torch.__version__,
         "torch_threads": torch.get_num_threads(),
         "omp_wait_policy": machine.openmp_wait_policy(),

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tierstore.cli.options import SIZE, config_overrides, help_config_option, json_option, set_option
+from tierstore.cli.options import (
+    SIZE,
+    config_overrides,
+    help_config_option,
+    json_option,
+    set_option,
+    train_config,
+)
 from tierstore.cli.output import Output, OutputMode
 from tierstore.config import load
 from tierstore.devices import disk_health, disks_under
@@ -40,12 +47,6 @@ _PROMPT = b"def "
 _INTERRUPTED = 130
 
 
-def _config_class() -> type[object]:
-    from tierstore.train.config import TrainConfig
-
-    return TrainConfig
-
-
 @click.command()
 @click.argument("config", required=False, type=click.Path(path_type=Path))
 @click.option(
@@ -62,7 +63,7 @@ def _config_class() -> type[object]:
 @click.option("--record-trace", type=click.Path(path_type=Path), help="Record every cache decision's input.")
 @set_option
 @json_option
-@help_config_option(_config_class)
+@help_config_option(train_config)
 @click.pass_context
 def train(
     ctx: click.Context,

@@ -50,6 +50,7 @@ from tierstore.store.home import (
 from tierstore.store.index import PREVIOUS, Index
 from tierstore.store.lease import Lease
 from tierstore.store.slots import SlotMap
+from tierstore.store.tuning import Tuning, tune
 from tierstore.store.weighing import Weighing
 from tierstore.store.write_budget import WriteBudget
 from tierstore.trace.quotas import quotas_by_layer
@@ -108,6 +109,7 @@ class Parts:
     slots: SlotMap
     cache: HostCache
     recording: RecordingResidency | None
+    tuning: Tuning
 
     def meta(self) -> dict[str, object]:
         """What the index says of the store itself."""
@@ -352,7 +354,8 @@ def _assemble(
     io_log: Path | None,
 ) -> Parts:
     """The rest of the parts; what fails takes back, through ``stack``, what was made."""
-    engine = make_engine(config.io, lease_fd=lease.fd, log_path=io_log)
+    tuning = tune(config.io, drives.home.directory)
+    engine = make_engine(config.io, tuning, lease_fd=lease.fd, log_path=io_log)
     stack.callback(engine.close)
     frame = record_frame_bytes(schemas)
     frames = max(config.host_budget // frame, 1)
@@ -371,7 +374,9 @@ def _assemble(
     if recording is not None:
         stack.callback(recording.close)
     cache = HostCache(engine=engine, arena=arena, frame_bytes=frame, residency=residency, backing=slots)
-    return Parts(drives.home, drives, config, adamw, lease, engine, arena, index, slots, cache, recording)
+    return Parts(
+        drives.home, drives, config, adamw, lease, engine, arena, index, slots, cache, recording, tuning
+    )
 
 
 def make_residency(
@@ -392,13 +397,13 @@ def make_residency(
     return _native.Residency(frames, **settings), None
 
 
-def make_engine(io: IoConfig, *, lease_fd: int = -1, log_path: Path | None = None) -> Engine:
-    """An engine as ``io`` says. Raises OSError when a backend that is ON is refused."""
+def make_engine(io: IoConfig, tuning: Tuning, *, lease_fd: int = -1, log_path: Path | None = None) -> Engine:
+    """An engine as ``io`` and ``tuning`` say. Raises OSError when a backend that is ON is refused."""
     return Engine(
         backend=_BACKENDS[io.backend],
         io_threads=io.threads,
-        queue_depth=io.queue_depth,
-        chunk_bytes=io.chunk_bytes,
+        queue_depth=tuning.queue_depth,
+        chunk_bytes=tuning.chunk_bytes,
         compute_threads=io.compute_threads or min(cores(), 4),
         lease_fd=lease_fd,
         map_sync=_MAP_SYNC[io.map_sync],

@@ -197,6 +197,7 @@ class StoreRecords:
             past_cache = "direct I/O: " + (f"off ({reason})" if reason else "on")
         return [
             f"I/O: {engine.backend}" + (f" ({engine.backend_reason})" if engine.backend_reason else ""),
+            f"transfers: {self._parts.tuning}",
             past_cache,
             f"host cache: {budget} bytes, {huge} of them in huge pages",
             *self._describe_drives(),
