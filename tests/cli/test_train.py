@@ -11,8 +11,10 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from tierstore.cli import train as train_command
 from tierstore.cli.main import cli
 from tierstore.cli.output import unit_violations
+from tierstore.devices import Disk, Health
 from tierstore.trace.replay import replay
 
 TINY = """
@@ -214,3 +216,13 @@ def test_drives_change_where_bytes_lie_and_nothing_else(run: Run, tmp_path: Path
     assert again.exit_code == 0
     assert [Path(drive["path"]).name for drive in found["drives"]] == ["store", "b", "c"]
     assert sum(drive["read_bytes"] for drive in found["drives"]) == found["read_bytes"]
+
+
+def test_a_disk_that_warns_is_named_at_the_head(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(name="nvme0n1", through=(), model="Worn", rotational=False, size_bytes=1, bus="nvme")
+    monkeypatch.setattr(train_command, "disks_under", lambda directory: [disk])
+    monkeypatch.setattr(
+        train_command, "disk_health", lambda disk: Health(warnings=("it has gone read-only",))
+    )
+    shown = run("--steps", "1").stdout
+    assert f"\nwarning: nvme0n1 Worn under {run.store}: it has gone read-only\n" in shown
