@@ -58,6 +58,7 @@ __all__ = [
     "minimum_host_budget",
     "open_existing",
     "read_identity",
+    "read_meta",
     "read_schemas",
     "read_states",
     "record_frame_bytes",
@@ -173,7 +174,7 @@ def open_existing(
     with contextlib.ExitStack() as stack:
         lease = stack.enter_context(Lease(directory))
         index = stack.enter_context(contextlib.closing(Index(directory / "index")))
-        schemas, inactive, known = _read_meta(home, index)
+        schemas, inactive, known = read_meta(home, index)
         if adamw is not None and adamw.inactive is not inactive:
             raise StoreFormatError(
                 f"{directory}: made with inactive = {inactive.value}, not {adamw.inactive.value}"
@@ -198,7 +199,7 @@ def read_schemas(directory: Path) -> list[RecordSchema]:
     """The record schemas of the store in ``directory``, which nobody may have open."""
     home = Home(directory, read_identity(directory), published=True)
     with Lease(directory), contextlib.closing(Index(directory / "index")) as index:
-        return _read_meta(home, index)[0]
+        return read_meta(home, index)[0]
 
 
 def read_states(directory: Path, name: str) -> dict[OpenAt, bytes]:
@@ -208,14 +209,14 @@ def read_states(directory: Path, name: str) -> dict[OpenAt, bytes]:
     """
     home = Home(directory, read_identity(directory), published=True)
     with Lease(directory), contextlib.closing(Index(directory / "index")) as index:
-        _read_meta(home, index)
+        read_meta(home, index)
         commits = {OpenAt.LAST: index.read_commit()}
         if PREVIOUS in index.snapshots():
             commits[OpenAt.PREVIOUS] = index.read_commit(PREVIOUS)
     return {at: commit.state[name] for at, commit in commits.items() if name in commit.state}
 
 
-def _read_meta(home: Home, index: Index) -> tuple[list[RecordSchema], Inactive, list[dict[str, object]]]:
+def read_meta(home: Home, index: Index) -> tuple[list[RecordSchema], Inactive, list[dict[str, object]]]:
     """Schemas, what a step does to a record without a gradient, and the directories, if there are several."""
     meta = index.read_meta()
     if meta.get("uuid") != home.uuid or meta.get("format") != FORMAT_VERSION:

@@ -62,7 +62,9 @@ class StripedExtent:
             self._grow(0, max(slots, self._least(self.extents[0])))
             return
         for extent in self.extents:
-            extent.reserve(min(extent.slots, max(slots, self._least(extent))))  # what was found may have holes
+            extent.reserve(
+                min(extent.slots, max(slots, self._least(extent)))
+            )  # what was found may have holes
         missing = slots - sum(extent.reserved_slots for extent in self.extents)
         if missing > 0:
             self._share_out(slots, missing)
