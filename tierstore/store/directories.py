@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from tierstore.errors import StoreInUseError
 from tierstore.store.config import StripeConfig
 from tierstore.store.drives import DriveReport
 from tierstore.store.opening import IDENTITY, read_drives
 from tierstore.store.parameter_store import verify_store
 from tierstore.store.verify import VerifyReport
 
-__all__ = ["drives_of", "rank_directories", "rank_directory", "rank_stripe", "verify_all"]
+__all__ = [
+    "building",
+    "building_directory",
+    "drives_of",
+    "rank_directories",
+    "rank_directory",
+    "rank_stripe",
+    "verify_all",
+]
 
 
 def rank_directory(store: Path, rank: int, world: int) -> Path:
@@ -25,6 +37,25 @@ def rank_stripe(config: StripeConfig, rank: int, world: int) -> StripeConfig:
     return replace(
         config, directories=tuple(rank_directory(path, rank, world) for path in config.directories)
     )
+
+
+def building_directory(target: Path) -> Path:
+    """Where a store that is to be at ``target`` is built: it takes its name when it is whole."""
+    return target.with_name(f"{target.name}.partial")
+
+
+@contextlib.contextmanager
+def building(directory: Path) -> Iterator[None]:
+    """Holds ``directory``, in which a store is built. Raises StoreInUseError when another process does."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise StoreInUseError(f"{directory}: another process is building a store here") from error
+        yield
+    finally:
+        os.close(fd)
 
 
 def rank_directories(store: Path) -> list[Path]:

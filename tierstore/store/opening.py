@@ -69,6 +69,7 @@ __all__ = [
     "open_existing",
     "read_drives",
     "read_identity",
+    "read_meta",
     "read_schemas",
     "read_states",
     "record_frame_bytes",
@@ -185,7 +186,7 @@ def open_existing(
     with contextlib.ExitStack() as stack:
         lease = stack.enter_context(Lease(directory))
         index = stack.enter_context(contextlib.closing(Index(directory / "index")))
-        schemas, inactive, known = _read_meta(home, index)
+        schemas, inactive, known = read_meta(home, index)
         if adamw is not None and adamw.inactive is not inactive:
             raise StoreFormatError(
                 f"{directory}: made with inactive = {inactive.value}, not {adamw.inactive.value}"
@@ -210,7 +211,7 @@ def read_schemas(directory: Path) -> list[RecordSchema]:
     """The record schemas of the store in ``directory``, which nobody may have open."""
     home = Home(directory, read_identity(directory), published=True)
     with Lease(directory), contextlib.closing(Index(directory / "index")) as index:
-        return _read_meta(home, index)[0]
+        return read_meta(home, index)[0]
 
 
 def read_states(directory: Path, name: str) -> dict[OpenAt, bytes]:
@@ -220,7 +221,7 @@ def read_states(directory: Path, name: str) -> dict[OpenAt, bytes]:
     """
     home = Home(directory, read_identity(directory), published=True)
     with Lease(directory), contextlib.closing(Index(directory / "index")) as index:
-        _read_meta(home, index)
+        read_meta(home, index)
         commits = {OpenAt.LAST: index.read_commit()}
         if PREVIOUS in index.snapshots():
             commits[OpenAt.PREVIOUS] = index.read_commit(PREVIOUS)
@@ -234,7 +235,7 @@ def read_drives(directory: Path) -> list[DriveReport]:
     """
     home = Home(directory, read_identity(directory), published=True)
     with Lease(directory), contextlib.closing(Index(directory / "index")) as index:
-        schemas, _, known = _read_meta(home, index)
+        schemas, _, known = read_meta(home, index)
         commits = [index.read_commit(name) for name in (None, *index.snapshots())]
     paths = [directory.absolute(), *(Path(str(entry["path"])) for entry in known[1:])]
     bandwidths = [float(str(entry["bandwidth"])) for entry in known] or [0.0]
@@ -261,7 +262,7 @@ def read_drives(directory: Path) -> list[DriveReport]:
     ]
 
 
-def _read_meta(home: Home, index: Index) -> tuple[list[RecordSchema], Inactive, list[dict[str, object]]]:
+def read_meta(home: Home, index: Index) -> tuple[list[RecordSchema], Inactive, list[dict[str, object]]]:
     """Schemas, what a step does to a record without a gradient, and the directories, if there are several."""
     meta = index.read_meta()
     if meta.get("uuid") != home.uuid or meta.get("format") != FORMAT_VERSION:
