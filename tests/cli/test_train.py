@@ -224,5 +224,9 @@ def test_a_disk_that_warns_is_named_at_the_head(run: Run, monkeypatch: pytest.Mo
     monkeypatch.setattr(
         train_command, "disk_health", lambda disk: Health(warnings=("it has gone read-only",))
     )
-    shown = run("--steps", "1").stdout
+    shown = run("--steps", "1", "--set", f"stripe.directories={run.directory / 'b'}").stdout
+    assert (
+        f"\nwarning: {run.directory / 'b'} and {run.store} are on one disk, nvme0n1: together no faster\n"
+        in shown
+    )
     assert f"\nwarning: nvme0n1 Worn under {run.store}: it has gone read-only\n" in shown

@@ -382,3 +382,35 @@ def test_a_profile_gives_the_first_shares(tmp_path: Path, monkeypatch: pytest.Mo
     stripe = StripeConfig(directories=(tmp_path / "d",))
     with small_store(tmp_path / "other", stripe=stripe) as store:
         assert [drive.share for drive in store.drives()] == [0.5, 0.5]
+
+
+@settings(deadline=None, max_examples=6)
+@given(st.lists(st.sampled_from([1.0, 3.0, 20.0]), min_size=3, max_size=5), st.booleans())
+def test_space_follows_the_shares_and_is_always_enough(
+    tmp_path_factory: pytest.TempPathFactory, speeds: list[float], limited: bool
+) -> None:
+    """The second drive's speed changes at each commit, and everything is written anew between them."""
+    root, count, numel = tmp_path_factory.mktemp("space"), 6, 100_000
+    schema = RecordSchema("expert", numel)
+    slot_bytes = sum(schema.layout(group).slot_bytes for group in COMMITTED_GROUPS)
+    limits = (0, 4 * slot_bytes) if limited else ()
+    stripe = StripeConfig(directories=(root / "b",), limits=limits, weights=(1.0, 1.0))
+    with small_store(root / "store", count=count, numel=numel, budget=32 << 20, stripe=stripe) as store:
+        for speed in speeds:
+            shares = [1 / (1 + speed), speed / (1 + speed)]
+            store._parts.drives.weighing.shares = shares
+            store.commit()  # space follows the shares
+            store.update({key: np.ones(numel, np.float32) for key in store.keys}, lr=0.1)
+            store.commit()
+            if not limited:
+                assert abs(directories(store).count(1) - count * shares[1]) <= 2
+            for extents in store.slots._extents.values():
+                assert sum(extent.reserved_slots for extent in extents.extents) >= 2 * count
+                # And no more than that, but for what a change of shares adds until it is given back.
+                assert sum(extent.reserved_slots for extent in extents.extents) <= 3 * count
+            if limited:
+                assert store.drives()[1].reserved_bytes <= 4 * slot_bytes
+        crc = store.records_crc32c()
+        store.commit()
+    with ParameterStore.open(root / "store", StoreConfig(host_budget=32 << 20)) as store:
+        assert (store.records_crc32c(), store.verify().failures) == (crc, [])

@@ -274,8 +274,16 @@ def _existing(directory: Path) -> Path:
 def _describe(store: ParameterStore, output: Output) -> None:
     for line in store.describe():
         output.line(line)
+    seen: dict[str, Path] = {}
     for drive in store.drives():
         for found in disks_under(drive.path):
+            if found.name in seen:
+                other = seen[found.name]
+                output.line(
+                    f"warning: {drive.path} and {other} are on one disk, {found.name}: together no faster"
+                )
+                continue
+            seen[found.name] = drive.path
             for warning in disk_health(found).warnings:
                 output.line(f"warning: {found.name} {found.model} under {drive.path}: {warning}")
 
