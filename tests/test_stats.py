@@ -152,3 +152,30 @@ def test_spread_by_hand() -> None:
     assert (found.p10, found.p90) == (pytest.approx(1.4), pytest.approx(4.6))
     with pytest.raises(ValueError, match="0 values"):
         spread([])
+
+
+def test_part_of_a_stall_can_be_somebody_elses() -> None:
+    """30 ns of waiting for a commit, of which 20 were the write budget's; an inner stall has its own 5."""
+    clock = FakeClock()
+    blocked = 0
+    ledger = StallLedger(clock=clock)
+    ledger.divert(Cause.WRITE_BUDGET, lambda: blocked)
+    with stall(ledger, READ):
+        clock.now += 3  # nothing of it the budget's
+    with stall(ledger, COMMIT):
+        clock.now, blocked = clock.now + 20, blocked + 15
+        with stall(ledger, READ):
+            clock.now, blocked = clock.now + 6, blocked + 5
+        clock.now, blocked = clock.now + 10, blocked + 5
+    budget = {
+        key.layer: ns
+        for key, ns in ((row.key, row.stall_ns) for row in ledger.rows())
+        if key.cause is Cause.WRITE_BUDGET
+    }
+    assert budget == {None: 20, 3: 5}
+    assert ledger.totals(lambda key: key.cause) == {
+        Cause.WRITE_BUDGET: 25,
+        Cause.COMMIT: 10,
+        Cause.DEMAND_READ: 4,
+    }
+    assert ledger.total_ns == 39

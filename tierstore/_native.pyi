@@ -137,11 +137,29 @@ class Priority(enum.Enum):
     SPECULATIVE = 1
     WRITE_BACK = 2
 
+class Meter:
+    """What was moved to and from the files that share it, and how long anything was under way."""
+
+    def __init__(self) -> None: ...
+    def add(self, read_bytes: int, written_bytes: int, start_ns: int, end_ns: int) -> None:
+        """Counts a transfer that took the interval, as the engine does for those of its files."""
+
+    def reading(self) -> tuple[int, int, float]:
+        """Bytes read, bytes written, and seconds in which at least one transfer or sync was under way."""
+
 class File:
-    """A file opened for reading and writing, through the page cache and, where it can be, past it."""
+    """A file opened for reading and writing, through the page cache and, where it can be, past it.
+
+    Its transfers and syncs are counted by ``meter``, if any.
+    """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, create: FileCreate = ..., direct: DirectIo = ...
+        self,
+        path: str | os.PathLike[str],
+        *,
+        create: FileCreate = ...,
+        direct: DirectIo = ...,
+        meter: Meter | None = None,
     ) -> None: ...
     @property
     def path(self) -> str: ...
@@ -200,9 +218,12 @@ class Link:
 
     A transfer that is asked for at ``now`` ends at ``max(now, end of the one before) + latency + nbytes / bandwidth``,
     rounded up to a nanosecond. ValueError unless the bandwidth is positive and the latency finite and not negative.
+
+    With a ``burst`` (bytes) it is a token bucket: time unused is credit, at most the burst, and a transfer for which
+    there is credit ends at once. A hold that nobody waits for ends only when half of the burst is there again.
     """
 
-    def __init__(self, bandwidth: float = ..., latency: float = 0.0) -> None: ...
+    def __init__(self, bandwidth: float = ..., latency: float = 0.0, burst: float = 0.0) -> None: ...
     @property
     def bandwidth(self) -> float: ...
     @property
@@ -212,6 +233,14 @@ class Link:
 
     def stats(self) -> dict[str, Any]:
         """``transfers``, ``nbytes``, ``busy_s`` since it was made."""
+
+    def level(self, now_ns: int | None = None) -> float:
+        """Bytes of credit: at most the burst, negative where transfers wait."""
+
+    def set_level(self, nbytes: float, now_ns: int | None = None) -> None: ...
+    @property
+    def blocked_ns(self) -> int:
+        """Time in which somebody waited for at least one hold that this link alone kept from ending."""
 
 class Engine:
     """Background operations. Each method returns a ticket at once; ``after`` names earlier tickets only.
@@ -267,6 +296,17 @@ class Engine:
 
     def sync(self, file: File, *, after: Sequence[int] = (), priority: Priority = ...) -> int:
         """fdatasync: what ``after`` names is durable once it is done."""
+
+    def punch(
+        self,
+        file: File,
+        offset: int,
+        nbytes: int,
+        *,
+        after: Sequence[int] = (),
+        priority: Priority = ...,
+    ) -> int:
+        """Gives blocks back: they read as zeros. A failure poisons nothing."""
 
     def copy(
         self, dst: Buffer, src: Buffer, *, after: Sequence[int] = (), priority: Priority = ...

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from types import TracebackType
 
@@ -66,6 +66,7 @@ class Cause(Enum):
     GRADIENT_SPILL = "gradient spill"  # gradients that did not fit the budget, going out or coming back
     COPY = "copy"  # a transfer between host and device
     COMMIT = "commit"
+    WRITE_BUDGET = "write budget"  # what may be written a day was used up
     DATA = "data"  # the next batch
     GATHER = "gather"  # of a layer's dense parameters
     REDUCE = "reduce-scatter"  # of their gradients
@@ -117,11 +118,16 @@ class StallLedger:
         self._clock = clock
         self._listener = listener
         self._charges: dict[StallKey, list[int]] = {}
+        self._diverted: tuple[Cause, Callable[[], int]] | None = None
         self._open: list[_OpenStall] = []
 
     def stall(self, *, layer: int | None, tier: Tier, cause: Cause) -> _OpenStall:
         """A context manager: the time inside it is charged, also when it raises."""
         return _OpenStall(self, StallKey(layer, tier, cause))
+
+    def divert(self, cause: Cause, spent_ns: Callable[[], int]) -> None:
+        """From now on what ``spent_ns`` (it only grows) grows by in a stall is charged to ``cause`` instead."""
+        self._diverted = cause, spent_ns
 
     def charge(self, key: StallKey, stall_ns: int) -> None:
         """Add one interval that was measured elsewhere. Raises ValueError if it is negative."""
@@ -160,12 +166,18 @@ class StallLedger:
         stall.resume(now)
         self._open.append(stall)
 
+    def _diverted_ns(self) -> int:
+        return 0 if self._diverted is None else self._diverted[1]()
+
     def _leave(self, stall: _OpenStall) -> None:
         now = self._clock()
         if not self._open or self._open.pop() is not stall:
             raise RuntimeError("stalls were left in another order than they were entered")
         stall.pause(now)
-        self.charge(stall.key, stall.spent_ns)
+        diverted_ns = min(stall.diverted_ns, stall.spent_ns)
+        self.charge(stall.key, stall.spent_ns - diverted_ns)
+        if self._diverted is not None and diverted_ns:
+            self.charge(replace(stall.key, cause=self._diverted[0]), diverted_ns)
         if self._listener is not None:
             self._listener(stall.key, stall.first_ns, now)
         if self._open:
@@ -175,22 +187,25 @@ class StallLedger:
 class _OpenStall:
     """One interval being measured; it is paused while one inside it is."""
 
-    __slots__ = ("_ledger", "_since_ns", "first_ns", "key", "spent_ns")
+    __slots__ = ("_diverted_since_ns", "_ledger", "_since_ns", "diverted_ns", "first_ns", "key", "spent_ns")
 
     def __init__(self, ledger: StallLedger, key: StallKey) -> None:
         self._ledger = ledger
         self.key = key
         self.first_ns = -1
         self.spent_ns = 0
-        self._since_ns = 0
+        self.diverted_ns = 0
+        self._since_ns = self._diverted_since_ns = 0
 
     def resume(self, now: int) -> None:
         if self.first_ns < 0:
             self.first_ns = now
         self._since_ns = now
+        self._diverted_since_ns = self._ledger._diverted_ns()
 
     def pause(self, now: int) -> None:
         self.spent_ns += now - self._since_ns
+        self.diverted_ns += self._ledger._diverted_ns() - self._diverted_since_ns
 
     def __enter__(self) -> None:
         self._ledger._enter(self)

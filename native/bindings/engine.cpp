@@ -143,7 +143,15 @@ void bind_transfers(nb::class_<Engine>& engine) {
             [](Engine& self, const HeldFile& file, const Tickets& after, Priority priority) {
                 return self.sync(file.ptr->open(), {after, priority});
             },
-            "file"_a, nb::kw_only(), "after"_a = nb::make_tuple(), "priority"_a = Priority::Demand);
+            "file"_a, nb::kw_only(), "after"_a = nb::make_tuple(), "priority"_a = Priority::Demand)
+        .def(
+            "punch",
+            [](Engine& self, const HeldFile& file, uint64_t offset, uint64_t nbytes, const Tickets& after,
+               Priority priority) {
+                return self.punch(file.ptr->open(), offset, nbytes, {after, priority});
+            },
+            "file"_a, "offset"_a, "nbytes"_a, nb::kw_only(), "after"_a = nb::make_tuple(),
+            "priority"_a = Priority::WriteBack);
 }
 
 void bind_compute(nb::class_<Engine>& engine) {
@@ -227,10 +235,10 @@ void bind_link(nb::module_& m) {
     nb::class_<HeldLink>(m, "Link", "A link of limited bandwidth and latency; transfers follow one another.")
         .def(
             "__init__",
-            [](HeldLink* self, double bandwidth, double latency) {
-                new (self) HeldLink(HeldLink::make(bandwidth, latency));
+            [](HeldLink* self, double bandwidth, double latency, double burst) {
+                new (self) HeldLink(HeldLink::make(bandwidth, latency, burst));
             },
-            "bandwidth"_a = std::numeric_limits<double>::infinity(), "latency"_a = 0.0)
+            "bandwidth"_a = std::numeric_limits<double>::infinity(), "latency"_a = 0.0, "burst"_a = 0.0)
         .def_prop_ro("bandwidth", [](const HeldLink& self) { return self.ptr->bandwidth(); })
         .def_prop_ro("latency", [](const HeldLink& self) { return self.ptr->latency_s(); })
         .def(
@@ -239,6 +247,20 @@ void bind_link(nb::module_& m) {
                 return self.ptr->reserve(nbytes, now_ns ? *now_ns : monotonic_ns()).end_ns;
             },
             "nbytes"_a, "now_ns"_a = nb::none())
+        .def(
+            "level",
+            [](const HeldLink& self, std::optional<uint64_t> now_ns) {
+                return self.ptr->level(now_ns ? *now_ns : monotonic_ns());
+            },
+            "now_ns"_a = nb::none())
+        .def(
+            "set_level",
+            [](const HeldLink& self, double nbytes, std::optional<uint64_t> now_ns) {
+                self.ptr->set_level(nbytes, now_ns ? *now_ns : monotonic_ns());
+            },
+            "nbytes"_a, "now_ns"_a = nb::none())
+        .def_prop_ro("blocked_ns",
+                     [](const HeldLink& self) { return self.ptr->blocked_ns(monotonic_ns()); })
         .def("stats", [](const HeldLink& self) {
             const Link::Stats s = self.ptr->stats();
             nb::dict d;

@@ -39,15 +39,34 @@ void bind_io(nb::module_& m) {
         .value("SPECULATIVE", Priority::Speculative)
         .value("WRITE_BACK", Priority::WriteBack);
 
+    nb::class_<Held<Meter>>(m, "Meter", "What was moved to and from the files of a drive, and how long that took.")
+        .def("__init__", [](Held<Meter>* self) { new (self) Held(Held<Meter>::make()); })
+        .def(
+            "add",
+            [](const Held<Meter>& self, uint64_t read_bytes, uint64_t written_bytes, uint64_t start_ns,
+               uint64_t end_ns) {
+                self.ptr->read(read_bytes, start_ns, end_ns);
+                self.ptr->wrote(written_bytes, start_ns, end_ns);
+            },
+            "read_bytes"_a, "written_bytes"_a, "start_ns"_a, "end_ns"_a)
+        .def("reading", [](const Held<Meter>& self) {
+            const Meter::Reading total = self.ptr->reading();
+            return nb::make_tuple(total.read_bytes, total.written_bytes,
+                                  static_cast<double>(total.busy_ns) * 1e-9);
+        });
+
     nb::class_<Held<File>>(m, "File", "A file opened with and, where it can be, without the page cache.")
         .def(
             "__init__",
-            [](Held<File>* self, const nb::object& path, FileCreate create, DirectIo direct) {
+            [](Held<File>* self, const nb::object& path, FileCreate create, DirectIo direct,
+               const Held<Meter>* meter) {
                 const std::string name = fs_path(path);
+                const std::shared_ptr<Meter> counted = meter ? meter->ptr : nullptr;
                 nb::gil_scoped_release release;
-                new (self) Held(Held<File>::make(name, create, direct));
+                new (self) Held(Held<File>::make(name, create, direct, counted));
             },
-            "path"_a, nb::kw_only(), "create"_a = FileCreate::No, "direct"_a = DirectIo::Auto)
+            "path"_a, nb::kw_only(), "create"_a = FileCreate::No, "direct"_a = DirectIo::Auto,
+            "meter"_a.none() = nb::none())
         .def_prop_ro("path", [](const Held<File>& self) { return self.ptr->path(); })
         .def_prop_ro("size", [](const Held<File>& self) { return self.ptr->size(); })
         .def_prop_ro("direct", [](const Held<File>& self) { return self.ptr->open()->direct_fd >= 0; })

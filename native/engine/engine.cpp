@@ -89,6 +89,16 @@ Ticket Engine::sync(OpenFilePtr file, Order order) {
     return submit(std::move(operation), order);
 }
 
+Ticket Engine::punch(OpenFilePtr file, uint64_t offset, uint64_t nbytes, Order order) {
+    if (nbytes == 0) throw std::invalid_argument("a hole of no bytes");
+    auto operation = std::make_unique<Operation>();
+    operation->kind = Kind::Punch;
+    operation->transfer.file = std::move(file);
+    operation->transfer.offset = offset;
+    operation->hole_bytes = nbytes;
+    return submit(std::move(operation), order);
+}
+
 Ticket Engine::compute(Work work, Order order, Label label) {
     std::vector<Work> parts;
     parts.push_back(std::move(work));
@@ -177,6 +187,7 @@ void Engine::start(Operation& operation, Remains& remains) {
             return;
         case Kind::Write:
         case Kind::Sync:
+        case Kind::Punch:
             if (poisoned_) {
                 finish(operation.ticket, poisoned_, remains);
                 return;
@@ -188,7 +199,11 @@ void Engine::start(Operation& operation, Remains& remains) {
     const Ticket ticket = operation.ticket;
     if (operation.kind == Kind::Hold) {
         operation.slot = operation.link->reserve(operation.label.nbytes, monotonic_ns());
-        timer_.at(operation.slot.end_ns, [this, ticket] { on_time(ticket); });
+        if (operation.priority == Priority::Demand) {
+            hold_urgently(operation);
+        } else {
+            timer_.at(operation.slot.patient_end_ns, [this, ticket] { on_time(ticket); });
+        }
     } else if (operation.kind == Kind::Compute) {
         for (size_t part = 0; part < operation.parts.size(); ++part)
             pool_->submit([this, ticket, part] { run_compute(ticket, part); }, urgency(operation.priority));
@@ -204,11 +219,13 @@ void Engine::send(Operation& operation) {
     request.id = operation.ticket;
     request.kind = operation.kind == Kind::Read    ? IoKind::Read
                    : operation.kind == Kind::Write ? IoKind::Write
-                                                   : IoKind::Sync;
+                   : operation.kind == Kind::Sync  ? IoKind::Sync
+                                                   : IoKind::Punch;
     request.priority = operation.priority;
     request.file = operation.transfer.file;
     request.offset = operation.transfer.offset;
     request.nbytes = operation.nbytes;
+    request.hole_bytes = operation.hole_bytes;
     for (const Span& span : transfer_spans(operation.transfer))
         request.parts.push_back({span.data, span.nbytes});
     request.complete = [this, ticket = operation.ticket](const IoResult& result) { on_io(ticket, result); };
@@ -292,6 +309,11 @@ void Engine::on_io(Ticket ticket, const IoResult& result) {
     const uint64_t moved = result.failure ? 0 : operation.nbytes;
     const uint64_t now = monotonic_ns();
     record(operation, now - result.service_ns, now);
+    if (Meter* meter = operation.transfer.file->meter.get()) {
+        // A sync counts as time without bytes: where writes end in the page cache, it is what moves them.
+        if (operation.kind == Kind::Read) meter->read(moved, now - result.service_ns, now);
+        else meter->wrote(operation.kind == Kind::Write ? moved : 0, now - result.service_ns, now);
+    }
     switch (operation.kind) {
         case Kind::Read:
             stats_.reads += 1;
@@ -307,6 +329,9 @@ void Engine::on_io(Ticket ticket, const IoResult& result) {
             stats_.written_bytes += moved;
             stats_.write_ns += result.service_ns;
             break;
+        case Kind::Punch:
+            finish(ticket, result.failure, remains);
+            return;
         default:
             stats_.syncs += 1;
             stats_.sync_ns += result.service_ns;
@@ -350,6 +375,7 @@ void Engine::finish(Ticket ticket, FailurePtr failure, Remains& remains) {
             ++stats_.failed_ops;
         }
         awaited |= operation->awaited;
+        if (operation->blocking) operation->link->unblock(monotonic_ns());
         if (operation->notify) {
             notified_.push_back(ended);
             signal = true;
@@ -449,8 +475,19 @@ void Engine::promote_locked(Ticket ticket) {
         if (!operation || operation->priority == Priority::Demand) continue;  // then so is what it waits for
         operation->priority = Priority::Demand;
         if (operation->in_backend) backend_->promote(operation->ticket);
+        if (operation->kind == Kind::Hold && operation->state == State::Queued) hold_urgently(*operation);
         todo.insert(todo.end(), operation->after.begin(), operation->after.end());
     }
+}
+
+// Somebody waits for its turn, which may come earlier by that: of two timers the later finds it finished.
+void Engine::hold_urgently(Operation& operation) {
+    const uint64_t now = monotonic_ns();
+    if (operation.slot.end_ns > now) {
+        operation.link->block(now);
+        operation.blocking = true;
+    }
+    timer_.at(operation.slot.end_ns, [this, ticket = operation.ticket] { on_time(ticket); });
 }
 
 void Engine::notify(Ticket ticket) {

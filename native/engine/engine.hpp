@@ -77,6 +77,9 @@ public:
     Ticket read(Transfer transfer, Order order);
     Ticket write(Transfer transfer, Order order);
     Ticket sync(OpenFilePtr file, Order order);
+    // Gives the blocks of [offset, offset + nbytes) back to the file system. A failure is its own: nothing that was
+    // written is in doubt.
+    Ticket punch(OpenFilePtr file, uint64_t offset, uint64_t nbytes, Order order);
     Ticket compute(Work work, Order order, Label label = {});
     // Parts of one operation, which run on as many threads as there are; they write to different memory.
     Ticket compute(std::vector<Work> parts, Order order, Label label = {});
@@ -85,7 +88,8 @@ public:
     // A transfer of `label.nbytes` on a limited link, asked for when all that it follows is done: finished at
     // the end of its turn there, and never before. Nothing is moved: it stands beside the operation that does,
     // after the same tickets, and a barrier joins the two. The link serves in the order of asking, whatever
-    // the priorities. Taken back, it keeps its turn: what a real link has begun to send is sent.
+    // the priorities. Taken back, it keeps its turn: what a real link has begun to send is sent. On a link with a
+    // burst it is finished later where nobody waits for it (see Link).
     Ticket hold(std::shared_ptr<Link> link, Order order, Label label);
     // Done when complete_external() was called and what it follows is done: for events outside the engine.
     Ticket external(Order order);
@@ -124,7 +128,7 @@ public:
     void close();
 
 private:
-    enum class Kind { Read, Write, Sync, Compute, Barrier, External, Hold };
+    enum class Kind { Read, Write, Sync, Punch, Compute, Barrier, External, Hold };
     enum class State { Waiting, Queued, Running };
 
     struct Operation {
@@ -135,13 +139,15 @@ private:
         size_t unmet = 0;           // tickets that it still waits for
         std::vector<Ticket> after;  // unfinished when submitted
         std::vector<Ticket> dependents;
-        Transfer transfer;  // Read, Write; of Sync the file
+        Transfer transfer;  // Read, Write; of Sync and Punch the file, of Punch the offset
+        uint64_t hole_bytes = 0;  // Punch
         std::vector<Work> parts;     // Compute
         size_t unfinished = 0;       // of those
         uint64_t started_ns = 0;     // the first of them
         FailurePtr failure;          // of the first of them that failed
         std::shared_ptr<Link> link;  // Hold
         Link::Slot slot = {};        // Hold: its turn, from when it is queued
+        bool blocking = false;       // Hold: somebody waits, and the link alone is in the way
         Label label;
         size_t nbytes = 0;
         bool in_backend = false;
@@ -160,6 +166,7 @@ private:
     void start(Operation& operation, Remains& remains);
     void send(Operation& operation);
     void promote_locked(Ticket ticket);
+    void hold_urgently(Operation& operation);
     bool cancel_locked(Operation& operation, const FailurePtr& failure, Remains& remains);
     void finish(Ticket ticket, FailurePtr failure, Remains& remains);
     void run_compute(Ticket ticket, size_t part);

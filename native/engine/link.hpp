@@ -1,4 +1,5 @@
-// A link of limited speed, for machines whose own links are too fast, or missing, for what is to be studied.
+// A link of limited speed: for machines whose own links are too fast, or missing, for what is to be studied; and, with
+// a burst, an allowance of bytes.
 #pragma once
 
 #include <cstddef>
@@ -9,16 +10,21 @@ namespace tierstore {
 
 // Transfers follow one another: each starts when it is asked for or when the one before has ended, whichever
 // is later, and takes latency + nbytes / bandwidth. Nothing is moved or waited for here. Thread-safe.
+//
+// With a burst it is a token bucket: unused time is credit, at most what `burst_bytes` take, and a transfer for which
+// there is credit ends at once. One that nobody waits for leaves half of the burst to those that somebody does: it ends
+// later, when half is there again.
 class Link {
 public:
     struct Slot {
         uint64_t start_ns;  // of CLOCK_MONOTONIC
         uint64_t end_ns;
+        uint64_t patient_end_ns;  // where nobody waits for it
     };
 
     // Bytes a second (infinity: no limit) and seconds. Throws std::invalid_argument unless they are positive,
-    // and not negative and finite.
-    Link(double bandwidth, double latency_s);
+    // and not negative and finite. A burst needs a finite bandwidth.
+    Link(double bandwidth, double latency_s, double burst_bytes = 0);
 
     double bandwidth() const { return bandwidth_; }
     double latency_s() const { return latency_s_; }
@@ -33,11 +39,25 @@ public:
     };
     Stats stats();
 
+    // Bytes of credit: at most the burst, negative where transfers are waited for.
+    double level(uint64_t now_ns);
+    // At most the burst.
+    void set_level(double nbytes, uint64_t now_ns);
+
+    // The time in which at least one transfer was waited for that the link alone held back.
+    void block(uint64_t now_ns);
+    void unblock(uint64_t now_ns);
+    uint64_t blocked_ns(uint64_t now_ns);
+
 private:
     const double bandwidth_;
     const double latency_s_;
+    const int64_t burst_ns_;
     std::mutex mutex_;  // guards what follows
-    uint64_t free_at_ns_ = 0;
+    int64_t free_at_ns_ = 0;  // signed: credit may be older than the clock
+    size_t blocking_ = 0;
+    uint64_t blocking_since_ns_ = 0;
+    uint64_t blocked_ns_ = 0;
     Stats stats_;
 };
 

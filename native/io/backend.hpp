@@ -16,7 +16,8 @@
 namespace tierstore {
 
 enum class IoBackend { Auto, Uring, Threads, Pmem };
-enum class IoKind { Read, Write, Sync };
+// Punch gives the blocks of a range back; it then reads as zeros.
+enum class IoKind { Read, Write, Sync, Punch };
 
 // How urgent an operation is. Demand passes ahead of everything queued; the other two go in order of arrival.
 enum class Priority { Demand, Speculative, WriteBack };
@@ -33,8 +34,9 @@ struct IoRequest {
     Priority priority = Priority::Demand;
     OpenFilePtr file;
     uint64_t offset = 0;
-    std::vector<iovec> parts;  // memory that outlives the request; none for a sync
+    std::vector<iovec> parts;  // memory that outlives the request; none for a sync or punch
     size_t nbytes = 0;         // the parts' sum
+    uint64_t hole_bytes = 0;   // of a punch
     // Called once, on one of the backend's threads, with no lock of the backend held. Must not throw.
     std::function<void(const IoResult&)> complete;
 };

@@ -50,7 +50,8 @@ DirectAlignment ask_alignment(int fd) {
 
 }  // namespace
 
-OpenFile::OpenFile(std::string path_, FileCreate create, DirectIo direct) : path(std::move(path_)) {
+OpenFile::OpenFile(std::string path_, FileCreate create, DirectIo direct, std::shared_ptr<Meter> meter_)
+    : path(std::move(path_)), meter(std::move(meter_)) {
     buffered_fd = open_retrying(path, O_RDWR | (create == FileCreate::Yes ? O_CREAT : 0));
     if (buffered_fd < 0) throw SyscallError(errno, "open", path);
     if (direct == DirectIo::Off) {
@@ -84,8 +85,8 @@ OpenFile::~OpenFile() {
     ::close(buffered_fd);
 }
 
-File::File(std::string path, FileCreate create, DirectIo direct)
-    : path_(path), open_(std::make_shared<const OpenFile>(std::move(path), create, direct)) {}
+File::File(std::string path, FileCreate create, DirectIo direct, std::shared_ptr<Meter> meter)
+    : path_(path), open_(std::make_shared<const OpenFile>(std::move(path), create, direct, std::move(meter))) {}
 
 OpenFilePtr File::open() const {
     std::lock_guard lock(mutex_);

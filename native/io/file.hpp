@@ -8,6 +8,7 @@
 #include <string>
 
 #include "native/io/mapping.hpp"
+#include "native/io/meter.hpp"
 
 namespace tierstore {
 
@@ -17,7 +18,7 @@ enum class DirectIo { Off, Auto, On };
 // The descriptors of one open file. Operations in flight share them, so that closing a File never pulls a
 // descriptor (or a stranger's file that got its number) from under a transfer.
 struct OpenFile {
-    OpenFile(std::string path, FileCreate create, DirectIo direct);
+    OpenFile(std::string path, FileCreate create, DirectIo direct, std::shared_ptr<Meter> meter);
     ~OpenFile();
     OpenFile(const OpenFile&) = delete;
     OpenFile& operator=(const OpenFile&) = delete;
@@ -30,6 +31,7 @@ struct OpenFile {
     size_t memory_alignment = 1;  // of a direct transfer's memory, bytes
     size_t offset_alignment = 1;  // of a direct transfer's offset and length, bytes
     mutable FileMapping mapping;  // of the pmem backend
+    std::shared_ptr<Meter> meter;  // of the drive that it lies on; null: nobody asks
 };
 
 using OpenFilePtr = std::shared_ptr<const OpenFile>;
@@ -37,7 +39,8 @@ using OpenFilePtr = std::shared_ptr<const OpenFile>;
 class File {
 public:
     // Read and write. Throws SyscallError; with DirectIo::On also where the file system has no direct I/O.
-    explicit File(std::string path, FileCreate create = FileCreate::No, DirectIo direct = DirectIo::Auto);
+    explicit File(std::string path, FileCreate create = FileCreate::No, DirectIo direct = DirectIo::Auto,
+                  std::shared_ptr<Meter> meter = nullptr);
 
     const std::string& path() const { return path_; }
     // What an operation keeps. Throws SyscallError (EBADF) once closed.

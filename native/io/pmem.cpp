@@ -21,6 +21,7 @@ public:
         try {
             switch (chunk.kind()) {
                 case IoKind::Sync: return sync(chunk.file());
+                case IoKind::Punch: return punch_hole(chunk);
                 case IoKind::Read: return read(chunk);
                 default: return write(chunk);
             }

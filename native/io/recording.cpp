@@ -12,7 +12,11 @@
 namespace tierstore {
 namespace {
 
-enum Event : uint8_t { kWriteSubmit = 1, kWriteDone = 2, kSyncSubmit = 3, kSyncDone = 4, kMark = 5 };
+enum Event : uint8_t { kWriteSubmit = 1, kWriteDone = 2, kSyncSubmit = 3, kSyncDone = 4, kMark = 5, kPunchSubmit = 6, kPunchDone = 7 };
+
+uint8_t done_event(IoKind kind) {
+    return kind == IoKind::Write ? kWriteDone : kind == IoKind::Punch ? kPunchDone : kSyncDone;
+}
 
 class RecordingBackend final : public Backend {
 public:
@@ -57,13 +61,19 @@ EventLog::~EventLog() { ::close(fd_); }
 void EventLog::mark(const std::string& text) { append(kMark, 0, 0, text, {}, 0); }
 
 void EventLog::submitted(const IoRequest& request) {
+    if (request.kind == IoKind::Punch) {
+        std::string length;
+        put(length, request.hole_bytes);
+        append(kPunchSubmit, request.id, request.offset, request.file->path, {{length.data(), length.size()}},
+               length.size());
+        return;
+    }
     append(request.kind == IoKind::Write ? kWriteSubmit : kSyncSubmit, request.id, request.offset,
            request.file->path, request.parts, request.nbytes);
 }
 
 void EventLog::done(IoKind kind, uint64_t id, const IoResult& result) {
-    append(kind == IoKind::Write ? kWriteDone : kSyncDone, id, 0,
-           result.failure ? result.failure->message() : "", {}, 0);
+    append(done_event(kind), id, 0, result.failure ? result.failure->message() : "", {}, 0);
 }
 
 void EventLog::append(uint8_t event, uint64_t id, uint64_t offset, const std::string& text,

@@ -3,17 +3,18 @@
 //
 // The log is a sequence of records, integers little-endian:
 //
-//   u8  event      1 WRITE_SUBMIT, 2 WRITE_DONE, 3 SYNC_SUBMIT, 4 SYNC_DONE, 5 MARK
+//   u8  event      1 WRITE_SUBMIT, 2 WRITE_DONE, 3 SYNC_SUBMIT, 4 SYNC_DONE, 5 MARK, 6 PUNCH_SUBMIT, 7 PUNCH_DONE
 //   u64 id         of the operation (its ticket); 0 for MARK
-//   u64 offset     in the file, bytes (WRITE_SUBMIT; else 0)
-//   u32 text_bytes, then so many bytes of UTF-8: the path (WRITE_SUBMIT, SYNC_SUBMIT), the mark's text
+//   u64 offset     in the file, bytes (WRITE_SUBMIT, PUNCH_SUBMIT; else 0)
+//   u32 text_bytes, then so many bytes of UTF-8: the path (a SUBMIT), the mark's text
 //   (MARK), or
 //                  nothing; for a DONE the error's text, or nothing when it succeeded
-//   u64 data_bytes, then so many bytes: what is written (WRITE_SUBMIT), or nothing
+//   u64 data_bytes, then so many bytes: what is written (WRITE_SUBMIT), the length of the hole as a u64
+//                  (PUNCH_SUBMIT), or nothing
 //
 // A SUBMIT stands before the operation reaches the kernel, a DONE after its result is known and before anyone
 // is told. So: a write with a DONE before some SYNC_SUBMIT of its file, whose SYNC_DONE stands before the
-// cut, is durable; any other submitted write may be there, or not, or in part.
+// cut, is durable; any other submitted write may be there, or not, or in part. So with a punch.
 #pragma once
 
 #include <cstdint>

@@ -31,6 +31,7 @@ const char* name(IoKind kind) {
     switch (kind) {
         case IoKind::Read: return "read";
         case IoKind::Write: return "write";
+        case IoKind::Punch: return "punching a hole";
         default: return "fdatasync";
     }
 }
@@ -45,7 +46,7 @@ uint64_t monotonic_ns() {
 
 Chunk::Chunk(std::shared_ptr<ActiveRequest> owner, size_t begin, size_t nbytes, PartCursor cursor)
     : owner_(std::move(owner)), begin_(begin), nbytes_(nbytes), cursor_(cursor) {
-    if (kind() == IoKind::Sync) fd_ = owner_->request.file->buffered_fd;
+    if (!transfers()) fd_ = owner_->request.file->buffered_fd;
 }
 
 size_t Chunk::gather(size_t limit, size_t memory_alignment, size_t length_alignment) {
@@ -105,8 +106,7 @@ Progress Chunk::advance(ssize_t result) {
         return fail(EAGAIN, name(kind()));
     }
     pauses_ = 0;
-    if (kind() == IoKind::Sync)
-        return result < 0 ? fail(static_cast<int>(-result), "fdatasync") : Progress::Done;
+    if (!transfers()) return result < 0 ? fail(static_cast<int>(-result), name(kind())) : Progress::Done;
     const std::string where = std::string(name(kind())) + " at offset " + std::to_string(offset());
     if (result == -EINVAL && direct_ && !owner_->request.file->direct_required) {
         direct_refused_ = true;  // the file system's alignment is not what it said: buffered from here on

@@ -41,7 +41,9 @@ class Chunk {
 public:
     Chunk(std::shared_ptr<ActiveRequest> owner, size_t begin, size_t nbytes, PartCursor cursor);
 
-    // Chooses the descriptor and the vector of the next transfer. Not for a sync.
+    // Whether memory is moved: a sync or a punch is one call without.
+    bool transfers() const { return kind() == IoKind::Read || kind() == IoKind::Write; }
+    // Chooses the descriptor and the vector of the next transfer.
     void prepare();
     // Takes its result: bytes, or a negative errno.
     Progress advance(ssize_t result);
@@ -50,6 +52,7 @@ public:
     const OpenFile& file() const { return *owner_->request.file; }
     int fd() const { return fd_; }
     uint64_t offset() const { return owner_->request.offset + begin_ + done_; }
+    uint64_t hole_bytes() const { return owner_->request.hole_bytes; }
     const std::vector<iovec>& vector() const { return vector_; }
     const FailurePtr& failure() const { return failure_; }
     const std::shared_ptr<ActiveRequest>& owner() const { return owner_; }

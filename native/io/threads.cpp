@@ -1,5 +1,6 @@
 // Threads that move chunks, each blocking in one at a time; and the backend that works everywhere, whose threads do
 // so with preadv, pwritev and fdatasync.
+#include <fcntl.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -74,7 +75,7 @@ private:
         Progress progress;
         do {
             if (chunk.must_pause()) std::this_thread::sleep_for(std::chrono::microseconds(100));
-            if (chunk.kind() != IoKind::Sync) chunk.prepare();
+            if (chunk.transfers()) chunk.prepare();
             progress = chunk.advance(mover_->transfer(chunk));
         } while (progress == Progress::Again);
     }
@@ -121,6 +122,8 @@ public:
         ssize_t result;
         if (chunk.kind() == IoKind::Sync) {
             result = fdatasync(chunk.fd());
+        } else if (chunk.kind() == IoKind::Punch) {
+            return punch_hole(chunk);
         } else {
             const auto& v = chunk.vector();
             const auto count = static_cast<int>(v.size());
@@ -133,6 +136,12 @@ public:
 };
 
 }  // namespace
+
+ssize_t punch_hole(const Chunk& chunk) {
+    const int rc = fallocate(chunk.fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                             static_cast<off_t>(chunk.offset()), static_cast<off_t>(chunk.hole_bytes()));
+    return rc == 0 ? 0 : -errno;
+}
 
 std::unique_ptr<Backend> make_threads_backend(const BackendOptions& options) {
     return make_threaded_backend(options, std::make_unique<SystemCalls>());

@@ -19,4 +19,7 @@ public:
 
 std::unique_ptr<Backend> make_threaded_backend(const BackendOptions& options, std::unique_ptr<Mover> mover);
 
+// fallocate(2) of a chunk that is a punch: 0 or a negative errno.
+ssize_t punch_hole(const Chunk& chunk);
+
 }  // namespace tierstore

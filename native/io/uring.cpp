@@ -8,6 +8,7 @@
 
 #ifdef TIERSTORE_HAS_URING
 
+#include <fcntl.h>
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -139,13 +140,18 @@ private:
     // Owns `chunk` from here until its completion.
     void prepare(Chunk* chunk) {
         if (chunk->must_pause()) std::this_thread::sleep_for(std::chrono::microseconds(100));
-        if (chunk->kind() != IoKind::Sync) chunk->prepare();
+        if (chunk->transfers()) chunk->prepare();
         io_uring_sqe& sqe = ring_.prepare();
         sqe.fd = chunk->fd();
         sqe.user_data = reinterpret_cast<uint64_t>(chunk);
         if (chunk->kind() == IoKind::Sync) {
             sqe.opcode = IORING_OP_FSYNC;
             sqe.fsync_flags = IORING_FSYNC_DATASYNC;
+        } else if (chunk->kind() == IoKind::Punch) {
+            sqe.opcode = IORING_OP_FALLOCATE;
+            sqe.off = chunk->offset();
+            sqe.addr = chunk->hole_bytes();
+            sqe.len = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE;
         } else {
             sqe.opcode = chunk->kind() == IoKind::Read ? IORING_OP_READV : IORING_OP_WRITEV;
             sqe.off = chunk->offset();

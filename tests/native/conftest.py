@@ -66,6 +66,9 @@ class Event:
     data: bytes
 
 
+_EVENTS = ["WRITE_SUBMIT", "WRITE_DONE", "SYNC_SUBMIT", "SYNC_DONE", "MARK", "PUNCH_SUBMIT", "PUNCH_DONE"]
+
+
 def _parse(log: bytes) -> Iterator[Event]:
     at = 0
     while at < len(log):
@@ -75,7 +78,7 @@ def _parse(log: bytes) -> Iterator[Event]:
         at += text_bytes
         (data_bytes,) = struct.unpack_from("<Q", log, at)
         at += 8
-        name = ["WRITE_SUBMIT", "WRITE_DONE", "SYNC_SUBMIT", "SYNC_DONE", "MARK"][kind - 1]
+        name = _EVENTS[kind - 1]
         yield Event(name, ticket, offset, text, log[at : at + data_bytes])
         at += data_bytes
     assert at == len(log)

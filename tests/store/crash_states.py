@@ -2,7 +2,9 @@
 
 The model: a write that was done before a sync of its file was submitted, and that sync done before the cut,
 is durable. Any other write submitted before the cut may be there, or not, or in part, each 4096-byte page on
-its own; pages of two writes to one place land in the order of the writes. The index is the image of the last
+its own; pages of two writes to one place land in the order of the writes. A punched hole is a write of zeros of which
+nothing is ever known to be durable; one that was not done when a write to the same place was submitted may land
+after that write. The index is the image of the last
 acknowledged commit or, from the moment that its transaction may begin, that of the next: LMDB's transactions
 are taken as atomic and durable.
 """
@@ -26,6 +28,8 @@ class Event(IntEnum):
     SYNC_SUBMIT = 3
     SYNC_DONE = 4
     MARK = 5
+    PUNCH_SUBMIT = 6
+    PUNCH_DONE = 7
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,17 @@ class Entry:
     offset: int
     text: str
     data: bytes
+
+    @property
+    def pages(self) -> range:
+        """What a write or a punch changes."""
+        punch = self.event is Event.PUNCH_SUBMIT
+        nbytes = struct.unpack("<Q", self.data)[0] if punch else len(self.data)
+        return range(self.offset // PAGE, (self.offset + nbytes) // PAGE)
+
+    def page(self, number: int) -> bytes:
+        begin = number * PAGE - self.offset
+        return bytes(PAGE) if self.event is Event.PUNCH_SUBMIT else self.data[begin : begin + PAGE]
 
 
 def read_log(path: Path) -> list[Entry]:
@@ -51,16 +66,16 @@ def read_log(path: Path) -> list[Entry]:
     return entries
 
 
-def without_syncs(log: list[Entry]) -> list[Entry]:
-    """The log of a build that never calls fdatasync."""
-    return [entry for entry in log if entry.event not in (Event.SYNC_SUBMIT, Event.SYNC_DONE)]
+def without_syncs(log: list[Entry], directory: str = "") -> list[Entry]:
+    """The log of a build that never calls fdatasync, or only in other directories than one."""
+    skipped = {e.id for e in log if e.event is Event.SYNC_SUBMIT and e.text.startswith(directory)}
+    syncs = (Event.SYNC_SUBMIT, Event.SYNC_DONE)
+    return [entry for entry in log if entry.event not in syncs or entry.id not in skipped]
 
 
 @dataclass
 class CrashState:
-    """``pages``: by file name, what is at each page that was ever written. ``generations``: legal index
-    images.
-    """
+    """``pages``: by path, what is at each page that was ever written. ``generations``: legal index images."""
 
     cut: int
     acknowledged: int
@@ -78,6 +93,8 @@ class Disk:
         self.order: list[int] = []
         self.done: set[int] = set()
         self.durable: set[int] = set()
+        self.punching: set[int] = set()
+        self.races: dict[int, list[int]] = {}  # writes, and the punches that may land after them
         self.syncs: dict[int, tuple[str, set[int]]] = {}
         self.acknowledged = 0
         self.transaction: int | None = None
@@ -87,6 +104,14 @@ class Disk:
         if entry.event is Event.WRITE_SUBMIT:
             self.writes[entry.id] = entry
             self.order.append(entry.id)
+            racing = [p for p in sorted(self.punching) if self.writes[p].text == entry.text]
+            self.races[entry.id] = [p for p in racing if set(self.writes[p].pages) & set(entry.pages)]
+        elif entry.event is Event.PUNCH_SUBMIT:
+            self.writes[entry.id] = entry
+            self.order.append(entry.id)
+            self.punching.add(entry.id)
+        elif entry.event is Event.PUNCH_DONE:
+            self.punching.remove(entry.id)
         elif entry.event is Event.WRITE_DONE:
             self.done.add(entry.id)
         elif entry.event is Event.SYNC_SUBMIT:
@@ -109,12 +134,14 @@ class Disk:
         whole, landed = rng.random(), rng.random()
         for ident in self.order:
             write = self.writes[ident]
-            pages = state.pages.setdefault(Path(write.text).name, {})
+            pages = state.pages.setdefault(write.text, {})
             fate = rng.random() < landed if rng.random() < whole else None
-            for begin in range(0, len(write.data), PAGE):
+            for page in write.pages:
                 there = rng.random() < landed if fate is None else fate
                 if ident in self.durable or there:
-                    pages[(write.offset + begin) // PAGE] = write.data[begin : begin + PAGE]
+                    pages[page] = write.page(page)
+            for punch in (self.writes[p] for p in self.races.get(ident, ()) if rng.random() < landed):
+                pages.update({page: bytes(PAGE) for page in write.pages if page in punch.pages})
         return state
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest_store import small_store
-from crash_states import CrashState, Entry, crash_states, read_log, without_syncs
+from crash_states import CrashState, Entry, Event, crash_states, read_log, without_syncs
 
 from tierstore.errors import StoreError
-from tierstore.store import OpenAt, ParameterStore, StoreConfig
+from tierstore.store import OpenAt, ParameterStore, StoreConfig, StripeConfig
 from tierstore.store.committing import Committer
 from tierstore.store.index import PREVIOUS, Commit
 from tierstore.store.slots import SlotMap
@@ -25,20 +26,24 @@ CONFIG = StoreConfig(host_budget=1 << 18)
 class Run:
     """What a run left behind: its log, and at each generation the index image and the content's checksum."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, further: tuple[str, ...] = ()) -> None:
         self.directory = directory
+        self.further = further  # directories of the store besides its own
         self.images: dict[int, bytes] = {}
         self.prepared: dict[int, bytes] = {}  # images between a prepared commit and its acknowledgement
         self.crcs: dict[int, int] = {}
         self.log: list[Entry] = []
-        self.sizes: dict[str, int] = {}
+        self.sizes: dict[Path, int] = {}
 
     def record(self, commits: int = 16, *, prepare: bool = False) -> Run:
         log = self.directory / "io.log"
         rng = np.random.default_rng(1)
         path = self.directory / "run"
         # So small that most of what is updated is evicted, and some of it twice, between commits.
-        store = small_store(path, count=RECORDS, numel=NUMEL, budget=60_000, retain=1, io_log=log)
+        stripe = StripeConfig(directories=tuple(self.directory / name for name in self.further))
+        store = small_store(
+            path, count=RECORDS, numel=NUMEL, budget=60_000, retain=1, io_log=log, stripe=stripe
+        )
         with store:
             self._committed(store)
             for number in range(commits):
@@ -57,7 +62,9 @@ class Run:
                     store.commit({"n": b"%d" % number}, snapshot=snapshot)
                 self._committed(store)
         self.log = read_log(log)
-        self.sizes = {file.name: file.stat().st_size for file in (path / "extents").iterdir()}
+        for name in ("run", *self.further):
+            for file in (self.directory / name / "extents").iterdir():
+                self.sizes[file.relative_to(self.directory)] = file.stat().st_size
         return self
 
     def _image(self, store: ParameterStore) -> bytes:
@@ -78,22 +85,25 @@ class Run:
         return self._reopen(state, generation, self.prepared[generation], OpenAt.PREVIOUS)
 
     def _reopen(self, state: CrashState, generation: int, image: bytes, at: OpenAt) -> str:
-        path = self.directory / "crashed"
+        crashed = self.directory / "crashed"
+        path = crashed / "run"
         if not path.exists():
             (path / "index").mkdir(parents=True)
-            (path / "extents").mkdir()
-            shutil.copy(self.directory / "run" / "tierstore.json", path)
+            for name in ("run", *self.further):
+                (crashed / name / "extents").mkdir(parents=True)
+                shutil.copy(self.directory / name / "tierstore.json", crashed / name)
         with open(path / "index" / "data.mdb", "wb") as file:
             file.write(image)
             file.truncate(max(file.tell(), 1 << 20))
         for name, size in self.sizes.items():
-            with open(path / "extents" / name, "wb") as file:
+            with open(crashed / name, "wb") as file:
                 file.truncate(size)
-                for page, data in state.pages.get(name, {}).items():
+                for page, data in state.pages.get(str(self.directory / name), {}).items():
                     file.seek(page * 4096)
                     file.write(data)
         try:
-            with ParameterStore.open(path, CONFIG, at=at) as store:
+            stripe = StripeConfig(directories=tuple(crashed / name for name in self.further))
+            with ParameterStore.open(path, replace(CONFIG, stripe=stripe), at=at) as store:
                 failures = store.verify().failures
                 if failures:
                     return failures[0]
@@ -181,6 +191,17 @@ def test_a_thousand_crash_states(record: Callable[[], Run], record_property: Cal
         range(len(run.log) // 2, len(run.log))
     )
     record_property("states", tried)
+
+
+def test_crash_states_of_two_drives(fast_path: Path) -> None:
+    """Each drive keeps or loses what it will; and a commit that forgot to sync one of them is found out."""
+    run = Run(fast_path, further=("b",)).record()
+    written = {Path(entry.text).parent.parent.name for entry in run.log if entry.event is Event.WRITE_SUBMIT}
+    assert written == {"run", "b"}
+    tried, wrong = run.violation(run.log, 700)
+    assert wrong == ""
+    assert tried >= 700
+    assert run.violation(without_syncs(run.log, str(fast_path / "b")), 700)[1] != ""
 
 
 def test_without_fdatasync_the_replay_fails(record: Callable[[], Run]) -> None:

@@ -175,7 +175,7 @@ def test_identity_is_checked(tmp_path: Path) -> None:
     for change, message in [
         ({"format": 2}, "version 2, expected 1"),
         ({"uuid": "another"}, "another store"),
-        ({"directories": 3}, "one directory"),
+        ({"directories": 0}, "expected the identity"),
     ]:
         path.write_text(json.dumps(whole | change))
         with pytest.raises(StoreFormatError, match=message):

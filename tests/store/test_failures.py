@@ -10,7 +10,6 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -51,26 +50,6 @@ def leave_access(store: ParameterStore, records: list[CachedRecord]) -> None:
 
 
 # A full disk ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """An ext4 file system of 16 MiB."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a file system needs root; the tests with a limited file size run everywhere")
-    image, mount = tmp_path / "disk", tmp_path / "mount"
-    with open(image, "wb") as file:
-        file.truncate(16 << 20)
-    mount.mkdir()
-    made = subprocess.run(["mkfs.ext4", "-q", "-m", "0", image], capture_output=True, check=False)
-    mounted = made.returncode == 0 and (
-        subprocess.run(["mount", "-o", "loop", image, mount], capture_output=True, check=False).returncode
-        == 0
-    )
-    if not mounted:
-        pytest.skip("no loop-mounted ext4 here; the tests with a limited file size run everywhere")
-    yield mount
-    subprocess.run(["umount", mount], check=True)
 
 
 def test_full_disk(small_disk: Path) -> None:
@@ -120,10 +99,10 @@ def test_holes_are_filled_before_they_are_written(tmp_path: Path) -> None:
     """A copied store may be sparse: free slots without blocks are not taken for reserved space."""
     with small_store(tmp_path / "store") as store:
         extent = tmp_path / "store" / "extents" / "expert.weights"
-        free = store.slots._extents[0, Group.WEIGHTS]._free
+        free = store.slots._extents[0, Group.WEIGHTS].extents[0]._free
         slot_bytes = store.schema_of("e0").layout(Group.WEIGHTS).slot_bytes
         for slot in free:
-            store.slots._extents[0, Group.WEIGHTS].file.punch(slot * slot_bytes, slot_bytes)
+            store.slots._extents[0, Group.WEIGHTS].extents[0].file.punch(slot * slot_bytes, slot_bytes)
         holes = extent.stat().st_blocks
     with ParameterStore.open(tmp_path / "store", CONFIG) as store:
         store.update(ones("e0"), lr=0.1)

@@ -45,6 +45,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "verify": CommandEntry(
         "tierstore.cli.verify:verify", "Read and check every record of every snapshot of a store."
     ),
+    "gc": CommandEntry("tierstore.cli.gc:gc", "Remove what a crash left behind, and give free space back."),
     "reshard": CommandEntry(
         "tierstore.cli.reshard:reshard", "Make a store over for another number of ranks."
     ),

@@ -2,7 +2,8 @@
 
 from tierstore.cache.config import CacheConfig, Scope
 from tierstore.store.adamw import AdamWConfig, Inactive
-from tierstore.store.config import Capability, IoBackendName, IoConfig, StoreConfig
+from tierstore.store.config import Capability, IoBackendName, IoConfig, StoreConfig, StripeConfig, WearConfig
+from tierstore.store.drives import DriveReport
 from tierstore.store.fetching import Lease, RecordView
 from tierstore.store.format import Group, Placement, RecordSchema, WeightFormat
 from tierstore.store.opening import OpenAt
@@ -13,6 +14,7 @@ __all__ = [
     "AdamWConfig",
     "CacheConfig",
     "Capability",
+    "DriveReport",
     "Group",
     "Inactive",
     "IoBackendName",
@@ -26,7 +28,9 @@ __all__ = [
     "RecordView",
     "Scope",
     "StoreConfig",
+    "StripeConfig",
     "VerifyReport",
+    "WearConfig",
     "WeightFormat",
     "verify_store",
 ]

@@ -15,6 +15,7 @@ generation G, and ``acknowledge G`` after the one that lets go of the commit bef
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from enum import Enum
 
@@ -24,10 +25,12 @@ from tierstore.store.failures import Failures
 from tierstore.store.format import RecordEntry, check_name
 from tierstore.store.index import PREVIOUS, Commit
 from tierstore.store.opening import Parts, fsync_directory
+from tierstore.store.space import copies
 
 __all__ = ["Committer", "Keep"]
 
 _HISTORY = "adamw-history"
+_BUDGET = "write-budget"
 
 
 class Keep(Enum):
@@ -66,6 +69,8 @@ class Committer:
         if _HISTORY not in self.state:
             raise StoreFormatError(f"{self._parts.home.directory}: the history of optimizer steps is missing")
         self._history.unpack(self.state[_HISTORY])
+        if slots.budget is not None and _BUDGET in self.state:
+            slots.budget.unpack(self.state[_BUDGET])
         return self.table
 
     def tables(self) -> list[tuple[str, Mapping[str, RecordEntry]]]:
@@ -77,7 +82,7 @@ class Committer:
         """Raises StoreError or ValueError, with nothing changed, for a commit that cannot be."""
         for name in state:
             check_name("state", name)
-            if name == _HISTORY:
+            if name in (_HISTORY, _BUDGET):
                 raise ValueError(f"state {name!r}: the store keeps its own under that name")
         if self._parts.cache.residency.access_open:
             raise StoreError("commit: an access is open; end it first")
@@ -135,7 +140,10 @@ class Committer:
                 fsync_directory(directory)
             self._failures.wait(syncs)
             self._history.forget_before(self._history.oldest(list(reached)))
-            self._write_index({**state, _HISTORY: self._history.pack()}, snapshot, keep)
+            own = {_HISTORY: self._history.pack()}
+            if slots.budget is not None:
+                own[_BUDGET] = slots.budget.pack()
+            self._write_index({**state, **own}, snapshot, keep)
         except BaseException as error:
             self._failures.poison(f"a commit failed: {error}")
             raise
@@ -147,7 +155,8 @@ class Committer:
         if not dropped:
             return
         try:
-            self._parts.index.drop_snapshots(dropped)
+            with self._counted():
+                self._parts.index.drop_snapshots(dropped)
         except BaseException as error:
             self._failures.poison(f"acknowledging a commit failed: {error}")
             raise
@@ -155,6 +164,16 @@ class Committer:
         for name in dropped:
             self._parts.slots.let_go(self.snapshots.pop(name).records.values())
         self._replaces = False
+        self._discard()
+
+    def _counted(self) -> contextlib.AbstractContextManager[None]:
+        """What the index writes counts against the write budget, if there is one."""
+        budget = self._parts.slots.budget
+        return contextlib.nullcontext() if budget is None else budget.counting()
+
+    def _discard(self) -> None:
+        named = [name for name in self.snapshots if name != PREVIOUS]
+        self._parts.slots.discard(copies(max(self._parts.config.retain, len(named))))
 
     def _superseded(self, adding: int) -> list[str]:
         """What is let go of by a commit that adds so many snapshots and cannot be undone."""
@@ -177,17 +196,22 @@ class Committer:
             added[PREVIOUS] = Commit(slots.generation, self.table, self.state)
         else:
             dropped = self._superseded(len(added))
+        # What it may refer to comes first; the weights of what comes after it are part of it.
+        parts.drives.publish()
+        parts.drives.reweigh()
         parts.engine.log_mark(f"index {generation}")
-        parts.index.write(
-            generation=generation,
-            meta=parts.meta(),
-            changed=changed,
-            state=state,
-            add_snapshots=added,
-            drop_snapshots=dropped,
-        )
+        with self._counted():
+            parts.index.write(
+                generation=generation,
+                meta=parts.meta(),
+                changed=changed,
+                state=state,
+                add_snapshots=added,
+                drop_snapshots=dropped,
+            )
         if not parts.home.published:
-            parts.home.publish()
+            parts.home.publish(len(parts.drives))
+        parts.drives.committed()
         parts.engine.log_mark(f"commit {generation}")
         # The transaction is durable: only now may the slots that it left behind be used again.
         slots.generation = generation
@@ -200,3 +224,5 @@ class Committer:
             slots.let_go(self.snapshots.pop(name).records.values())
         self.table, self.state = table, merged
         slots.committed()
+        if PREVIOUS not in self.snapshots:
+            self._discard()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 
 from tierstore.cache.config import CacheConfig, GroupOrder
 from tierstore.capabilities import Capability
 from tierstore.errors import ConfigError
 from tierstore.links import LinkConfig
 
-__all__ = ["Capability", "IoBackendName", "IoConfig", "StoreConfig"]
+__all__ = ["Capability", "IoBackendName", "IoConfig", "StoreConfig", "StripeConfig", "WearConfig"]
 
 
 class IoBackendName(Enum):
@@ -58,6 +60,62 @@ class IoConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WearConfig:
+    """What a store may do to its drive, and what it gives back."""
+
+    daily_write_budget: int = field(
+        default=0, metadata={"size": True, "help": "bytes written a day, then writes wait (0: no limit)"}
+    )
+    endurance: int = field(
+        default=0, metadata={"size": True, "help": "bytes that the drive is warranted for (TBW; 0: unknown)"}
+    )
+    discard: Capability = field(
+        default=Capability.AUTO,
+        metadata={"help": "give space that is not needed any more back (hole punching)"},
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("daily_write_budget", "endurance"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"wear.{name}: expected at least 0 bytes, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StripeConfig:
+    """Further directories, each on a drive of its own, that a store spreads its records over.
+
+    A store remembers its directories: naming them again is only needed when they have moved, or to add more. The other
+    lists have one item for each directory, the store's own first, or none.
+    """
+
+    directories: tuple[Path, ...] = field(
+        default=(), metadata={"help": "directories on further drives (a store knows those it has)"}
+    )
+    limits: tuple[int, ...] = field(
+        default=(),
+        metadata={
+            "size": True,
+            "help": "most bytes of records in each directory, the store's first (0: any)",
+        },
+    )
+    weights: tuple[float, ...] = field(
+        default=(),
+        metadata={"help": "shares of new records, the store's own first (none: by measured bandwidth)"},
+    )
+    bandwidths: tuple[int, ...] = field(
+        default=(),
+        metadata={"size": True, "help": "limits the speed of each directory, bytes a second (0: no limit)"},
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("limits", "bandwidths"):
+            if any(value < 0 for value in getattr(self, name)):
+                raise ConfigError(f"stripe.{name}: expected sizes of at least 0, got {getattr(self, name)}")
+        if not all(math.isfinite(weight) and weight > 0 for weight in self.weights):
+            raise ConfigError(f"stripe.weights: expected numbers above 0, got {self.weights}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class StoreConfig:
     """Budgets and policies of one open store. None of them changes what is computed, or what is stored.
 
@@ -66,6 +124,7 @@ class StoreConfig:
     ``Scope.LAYER`` the budget is divided equally among them (a store that is opened knows its own).
     ``disk`` limits the speed of reads and write-backs (not of syncs). ``group_order``: how an access that does not
     fit is cut into groups; ``KEY`` where several ranks must work on the same experts in the same order.
+    ``stripe`` spreads records over more drives; ``wear`` bounds what is written to them.
     """
 
     host_budget: int = 256 << 20
@@ -76,6 +135,8 @@ class StoreConfig:
     io: IoConfig = field(default_factory=IoConfig)
     disk: LinkConfig = field(default_factory=LinkConfig)
     group_order: GroupOrder = GroupOrder.RESIDENT_FIRST
+    stripe: StripeConfig = field(default_factory=StripeConfig)
+    wear: WearConfig = field(default_factory=WearConfig)
 
     def __post_init__(self) -> None:
         if self.host_budget < 1:

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
-from tierstore.store.opening import IDENTITY
+from tierstore.errors import StoreInUseError
+from tierstore.store.config import StripeConfig
+from tierstore.store.drives import DriveReport
+from tierstore.store.opening import IDENTITY, read_drives
 from tierstore.store.parameter_store import verify_store
 from tierstore.store.verify import VerifyReport
 
-__all__ = ["rank_directories", "rank_directory", "verify_all"]
+__all__ = [
+    "building",
+    "building_directory",
+    "drives_of",
+    "rank_directories",
+    "rank_directory",
+    "rank_stripe",
+    "verify_all",
+]
 
 
 def rank_directory(store: Path, rank: int, world: int) -> Path:
@@ -17,9 +32,40 @@ def rank_directory(store: Path, rank: int, world: int) -> Path:
     return store if world == 1 else store / f"rank-{rank:04d}"
 
 
+def rank_stripe(config: StripeConfig, rank: int, world: int) -> StripeConfig:
+    """The further directories of rank ``rank``'s store: its own below each of those of the job."""
+    return replace(
+        config, directories=tuple(rank_directory(path, rank, world) for path in config.directories)
+    )
+
+
+def building_directory(target: Path) -> Path:
+    """Where a store that is to be at ``target`` is built: it takes its name when it is whole."""
+    return target.with_name(f"{target.name}.partial")
+
+
+@contextlib.contextmanager
+def building(directory: Path) -> Iterator[None]:
+    """Holds ``directory``, in which a store is built. Raises StoreInUseError when another process does."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise StoreInUseError(f"{directory}: another process is building a store here") from error
+        yield
+    finally:
+        os.close(fd)
+
+
 def rank_directories(store: Path) -> list[Path]:
     """The stores of several ranks that there are under ``store``, in rank order; none for a store of one."""
     return sorted(found.parent for found in store.glob(f"rank-*/{IDENTITY}"))
+
+
+def drives_of(store: Path) -> list[DriveReport]:
+    """The directories of a store, or of those of all its ranks, as of their last commits; see ``read_drives``."""
+    return [drive for directory in rank_directories(store) or [store] for drive in read_drives(directory)]
 
 
 def verify_all(store: Path, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
@@ -32,4 +78,5 @@ def verify_all(store: Path, progress: Callable[[int, int], None] | None = None) 
         total.snapshots = max(total.snapshots, report.snapshots)
         total.bytes_read += report.bytes_read
         total.failures += report.failures
+        total.drives += report.drives
     return total

@@ -2,7 +2,8 @@
 
 An ``Extent`` owns one file and knows which of its slots are free. Space is reserved with ``fallocate`` before
 it is needed, so a full disk is an ``OSError`` (ENOSPC, path, bytes needed) from ``reserve``, never a failed
-write later.
+write later. Blocks of free slots that are not needed any more can be given back to the file system (``discard``); such
+slots are *bare*, and are reserved again before they are used.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import errno
 import heapq
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tierstore._native import (
@@ -23,21 +24,26 @@ from tierstore._native import (
     File,
     FileCreate,
     Link,
+    Meter,
     Priority,
 )
 from tierstore.links import limited
+from tierstore.store.discard import Discard
 from tierstore.store.format import SECTION_ALIGNMENT, GroupLayout
+from tierstore.store.write_budget import WriteBudget
 
 __all__ = ["Extent"]
 
 #: Between commits a slot that is only read collects tickets; the finished ones are swept at this many.
 _PRUNE_READS = 16
+#: Fewer bytes than this are not worth a hole.
+_WORTH_BYTES = 1 << 20
 
 
 class Extent:
     """Slots of ``layout`` in the file ``path``. With ``FileCreate.NO`` a missing one is OSError (ENOENT).
 
-    ``link``, if any, limits the speed of its transfers.
+    ``link``, if any, limits the speed of its transfers, ``budget`` what it writes, and ``meter`` counts them.
     """
 
     def __init__(
@@ -49,6 +55,8 @@ class Extent:
         direct: DirectIo,
         create: FileCreate,
         link: Link | None = None,
+        meter: Meter | None = None,
+        budget: WriteBudget | None = None,
     ) -> None:
         self.path = path
         self.layout = layout
@@ -56,41 +64,51 @@ class Extent:
         self.unsynced_directory = not path.exists()
         self._engine = engine
         self._link = link
+        self._budget = budget
+        # Free slots, as heaps: those with blocks, and those that may have none.
         self._free: list[int] = []
+        self._bare: list[int] = []
+        self._unchecked: set[int] = set()
+        self._bare_since_opening = False
+        self._punches: list[int] = []
         self._last_write: dict[int, int] = {}
         self._reads: dict[int, list[int]] = {}
         self._written = False
-        # A file that was found may have holes (a copy, a restored backup): no block is taken for granted.
-        self._slots_with_blocks = 0
-        self.file = File(str(path), create=create, direct=direct)
+        self.file = File(str(path), create=create, direct=direct, meter=meter)
         self.slots = self.file.size // layout.slot_bytes
 
     def reserve(self, slots: int) -> None:
-        """Makes the extent at least ``slots`` slots long, every slot with blocks of its own.
+        """Gives at least ``slots`` slots, all in use among them, blocks of their own; the file grows if it must.
 
-        Raises OSError (ENOSPC) with nothing changed.
+        Raises OSError (ENOSPC) with nothing changed but blocks.
         """
-        wanted = max(slots, self.slots)
-        if wanted <= self._slots_with_blocks:
+        short = max(slots - self.reserved_slots, 0)
+        filled = heapq.nsmallest(short, self._bare)
+        grown = range(self.slots, self.slots + short - len(filled))
+        if not (short or self._unchecked):
             return
-        begin, end = self._slots_with_blocks * self.layout.slot_bytes, wanted * self.layout.slot_bytes
+        self.end_punches()
+        bare = sorted({*self._unchecked, *filled, *grown})
         try:
-            self.file.allocate(begin, end - begin)
+            for first, count in _runs(bare):
+                self.file.allocate(first * self.layout.slot_bytes, count * self.layout.slot_bytes)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
             self._give_back_partial_growth()
             free = os.statvfs(self.path.parent)
             message = (
-                f"No space left on device: {end - begin} more bytes are needed and "
+                f"No space left on device: {len(bare) * self.layout.slot_bytes} more bytes are needed and "
                 f"{free.f_bavail * free.f_frsize} are free"
             )
             raise OSError(errno.ENOSPC, message, str(self.path)) from error
-        for slot in range(self.slots, wanted):
+        self._unchecked.clear()
+        self._bare = sorted(set(self._bare) - set(filled))
+        for slot in (*filled, *grown):
             heapq.heappush(self._free, slot)
-        if wanted > self.slots:
+        if grown:
             self.unsynced_directory = True
-        self.slots = self._slots_with_blocks = wanted
+        self.slots += len(grown)
 
     def _give_back_partial_growth(self) -> None:
         """A refused fallocate leaves what it got so far, and a later opening would take it for slots."""
@@ -99,20 +117,72 @@ class Extent:
 
     def adopt(self, used: set[int]) -> None:
         """After opening: every slot that is not in ``used`` is free."""
-        self._free = [slot for slot in range(self.slots) if slot not in used]
-        heapq.heapify(self._free)
+        # The file may have holes (discarded slots, a copy, a restored backup): no block is taken for granted.
+        self._unchecked = set(used)
+        self._bare = [slot for slot in range(self.slots) if slot not in used]
+        self._bare_since_opening = bool(self._bare)
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free)
+
+    @property
+    def reserved_slots(self) -> int:
+        """Slots with blocks of their own, once those in use have been checked."""
+        return self.slots - len(self._bare)
 
     def take(self) -> int:
-        """A free slot; the extent grows by an eighth when there is none."""
+        """A free slot; an eighth more are reserved when there is none."""
         if not self._free:
-            self.reserve(self.slots + max(1, self.slots // 8))
-        elif self._slots_with_blocks < self.slots:
-            self.reserve(self.slots)
+            self.reserve(self.reserved_slots + max(1, self.slots // 8))
         return heapq.heappop(self._free)
 
     def give_back(self, slot: int) -> None:
         """Frees a slot whose last content nothing on disk refers to any more."""
-        heapq.heappush(self._free, slot)
+        if slot in self._unchecked:
+            self._unchecked.remove(slot)
+            heapq.heappush(self._bare, slot)
+        else:
+            heapq.heappush(self._free, slot)
+
+    def discard(self, keep: int, discard: Discard) -> None:
+        """Queues the holes of free slots beyond ``keep`` slots with blocks, the last in the file first.
+
+        Nothing durable may refer to a free slot. Those that were free when the file was opened are among them: what
+        they hold is not known.
+        """
+        finished = [ticket for ticket in self._punches if self._engine.done(ticket)]
+        self._punches = [ticket for ticket in self._punches if ticket not in finished]
+        for error in self._end_punches(finished):
+            discard.failed(error)
+        surplus = max(min(self.reserved_slots - keep, len(self._free)), 0)
+        given = set(heapq.nlargest(surplus, self._free))
+        holes = sorted(given | set(self._bare if self._bare_since_opening else ()))
+        if not discard or len(holes) * self.layout.slot_bytes < _WORTH_BYTES:
+            return
+        for first, count in _runs(holes):
+            slots = range(first, first + count)
+            reads = [ticket for slot in slots for ticket in self.reads_in_flight(slot)]
+            begin, nbytes = first * self.layout.slot_bytes, count * self.layout.slot_bytes
+            self._punches.append(self._engine.punch(self.file, begin, nbytes, after=reads))
+        self._free = sorted(set(self._free) - given)
+        self._bare = sorted({*self._bare, *given})
+        self._bare_since_opening = False
+
+    def end_punches(self) -> None:
+        """Waits for the holes that are being made."""
+        self._end_punches(self._punches)
+        self._punches = []
+
+    def _end_punches(self, tickets: Iterable[int]) -> list[OSError]:
+        """Waits for holes; returns why some could not be made. Their slots are as good as bare."""
+        errors = []
+        for ticket in tickets:
+            try:
+                self._engine.wait(ticket)
+            except OSError as error:
+                errors.append(error)
+        return errors
 
     def read(
         self,
@@ -166,6 +236,8 @@ class Extent:
         before = [*after, *self._unfinished(self._reads.pop(slot, ()))]
         if slot in self._last_write:
             before.append(self._last_write[slot])
+        if self._budget is not None:
+            before.append(self._budget.turn(self.layout.slot_bytes, before))
         ticket = self._engine.write(
             self.file,
             slot * self.layout.slot_bytes,
@@ -204,3 +276,12 @@ class Extent:
 
     def close(self) -> None:
         self.file.close()
+
+
+def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(first, count) of each run of adjacent ``slots``, which ascend."""
+    first = 0
+    for index in range(1, len(slots) + 1):
+        if index == len(slots) or slots[index] != slots[index - 1] + 1:
+            yield slots[first], index - first
+            first = index

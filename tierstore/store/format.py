@@ -4,7 +4,7 @@
 
 A store directory holds::
 
-    tierstore.json            identity: format version, uuid, this directory's place in the stripe
+    tierstore.json            identity: format version, uuid, which of the store's directories this is
     lease                     flock()ed by the one process that has the store open; holds its pid
     index/data.mdb            LMDB: databases `meta`, `records`, `state`, `snapshots`
     extents/<schema>.<group>  equal slots, slot i at byte i * slot_bytes
@@ -39,7 +39,9 @@ __all__ = [
     "Section",
     "WeightFormat",
     "check_name",
+    "divided",
     "pack_table",
+    "place",
     "unpack_table",
 ]
 
@@ -48,6 +50,8 @@ FORMAT_VERSION = 1
 MAX_NAME_BYTES = 511
 #: Sections start at multiples of this many bytes, in files and in memory: enough for direct I/O everywhere.
 SECTION_ALIGNMENT = 4096
+#: Slots are numbered in so many bits, in index entries too.
+_SLOT_BITS = 32
 
 
 class Group(IntEnum):
@@ -178,6 +182,16 @@ class RecordSchema:
             raise StoreFormatError(f"not a record schema: {value!r} ({error})") from error
 
 
+def place(directory: int, slot: int) -> int:
+    """Directory and slot in one number; in a store of one directory it is the slot's."""
+    return directory << _SLOT_BITS | slot
+
+
+def divided(place: int) -> tuple[int, int]:
+    """Directory and slot of a place."""
+    return place >> _SLOT_BITS, place & (1 << _SLOT_BITS) - 1
+
+
 @dataclass(frozen=True)
 class GroupLocation:
     """Where one group of one record lies: stripe directory, slot, the generation that wrote it, its CRCs."""
@@ -186,6 +200,11 @@ class GroupLocation:
     slot: int
     generation: int
     crcs: tuple[int, ...]
+
+    @property
+    def place(self) -> int:
+        """Directory and slot in one number."""
+        return place(self.directory, self.slot)
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import os
-import shutil
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tierstore import _native
-from tierstore._native import Arena, Buffer, DirectIo, Engine, FileCreate, HugePages, IoBackend, MapSync
+from tierstore._native import Arena, Buffer, DirectIo, Engine, HugePages, IoBackend, MapSync
 from tierstore.cache.config import CacheConfig, GroupOrder, Scope
 from tierstore.cache.frames import choose_frame_bytes, frames_of
 from tierstore.cache.host_cache import HostCache, Residency
@@ -25,16 +22,37 @@ from tierstore.errors import (
     StoreError,
     StoreExistsError,
     StoreFormatError,
-    StoreMissingError,
 )
 from tierstore.machine import cores
 from tierstore.store.adamw import AdamWConfig, Inactive
 from tierstore.store.config import Capability, IoBackendName, IoConfig, StoreConfig
-from tierstore.store.format import FORMAT_VERSION, Group, GroupLayout, Placement, RecordSchema
+from tierstore.store.drives import DriveReport, Drives
+from tierstore.store.format import (
+    COMMITTED_GROUPS,
+    FORMAT_VERSION,
+    Group,
+    GroupLayout,
+    Placement,
+    RecordSchema,
+    divided,
+)
+from tierstore.store.home import (
+    IDENTITY,
+    OWN_NAMES,
+    Home,
+    fsync_directory,
+    make_directories,
+    read_identity,
+    refuse_foreign,
+    remove_content,
+    unfinished_creation,
+)
 from tierstore.store.index import PREVIOUS, Index
 from tierstore.store.lease import Lease
 from tierstore.store.slots import SlotMap
 from tierstore.store.tuning import Tuning, tune
+from tierstore.store.weighing import Weighing
+from tierstore.store.write_budget import WriteBudget
 from tierstore.trace.quotas import quotas_by_layer
 from tierstore.trace.recording import RecordingResidency
 
@@ -49,16 +67,15 @@ __all__ = [
     "make_residency",
     "minimum_host_budget",
     "open_existing",
+    "read_drives",
     "read_identity",
+    "read_meta",
     "read_schemas",
     "read_states",
     "record_frame_bytes",
     "scratch_buffers",
 ]
 
-IDENTITY = "tierstore.json"
-#: What there may be in a directory besides the identity of a store.
-OWN_NAMES = {"lease", "index", "extents", "scratch", f"{IDENTITY}.new"}
 _BACKENDS = {
     IoBackendName.AUTO: IoBackend.AUTO,
     IoBackendName.URING: IoBackend.URING,
@@ -83,50 +100,11 @@ class OpenAt(Enum):
 
 
 @dataclass
-class Home:
-    """The directory of a store. ``made``: directories that its creation made, the outermost last."""
-
-    directory: Path
-    uuid: str
-    made: tuple[Path, ...] = ()
-    #: It has an identity, and so is a store: before the first commit it is not.
-    published: bool = False
-
-    def publish(self) -> None:
-        """After the first commit, atomically: a directory with an identity is a whole store."""
-        content = {"format": FORMAT_VERSION, "uuid": self.uuid, "directory": 0, "directories": 1}
-        temporary = self.directory / f"{IDENTITY}.new"
-        with open(temporary, "w") as file:
-            file.write(json.dumps(content) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        # What the identity vouches for must be found after a power cut: names are synced by their directory.
-        fsync_directory(self.directory / "index")
-        fsync_directory(self.directory / "extents")
-        temporary.rename(self.directory / IDENTITY)
-        fsync_directory(self.directory)
-        for made in self.made:
-            fsync_directory(made.parent)
-        self.published = True
-
-    def remove_unpublished(self) -> None:
-        """Takes back a creation that never had a commit. Whoever calls it holds the lease."""
-        if not self.published:
-            _remove_content(self.directory)
-            (self.directory / "lease").unlink(missing_ok=True)
-
-    def remove_made(self) -> None:
-        if not self.published:
-            with contextlib.suppress(OSError):  # somebody has put something there
-                for made in self.made:
-                    made.rmdir()
-
-
-@dataclass
 class Parts:
     """The parts of an open store, in the order in which they were made."""
 
     home: Home
+    drives: Drives
     config: StoreConfig
     adamw: AdamWConfig
     lease: Lease
@@ -145,6 +123,7 @@ class Parts:
             "uuid": self.home.uuid,
             "schemas": [schema.as_json() for schema in self.slots.schemas],
             "inactive": self.adamw.inactive.value,
+            **({"stripe": self.drives.as_json()} if len(self.drives) > 1 else {}),
         }
 
     def close(self) -> None:
@@ -153,11 +132,13 @@ class Parts:
             stack.callback(self.home.remove_made)
             stack.callback(self.lease.close)
             stack.callback(self.home.remove_unpublished)
+            stack.callback(self.drives.close)
             stack.callback(self.index.close)
             stack.callback(self.slots.close)
             if self.recording is not None:
                 stack.callback(self.recording.close)
             stack.callback(self.engine.close)
+            stack.callback(self.slots.end_discards)
 
 
 def create(
@@ -177,51 +158,23 @@ def create(
             f"{directory}: a store needs record schemas, each with a name of its own, got {names}"
         )
     check_budget(config, schemas, config.layers)
-    _refuse_foreign(directory)
+    refuse_foreign(directory)
     with contextlib.ExitStack() as stack:
-        home = Home(directory, str(uuid.uuid4()), _make_directories(directory))
+        home = Home(directory, str(uuid.uuid4()), make_directories(directory))
         stack.callback(home.remove_made)
         lease = stack.enter_context(Lease(directory))
         if (directory / IDENTITY).exists():
             raise StoreExistsError(f"{directory}: there is a store here already")
         stack.callback(home.remove_unpublished)
-        _remove_content(directory)
+        abandoned = unfinished_creation(directory)
+        remove_content(directory)
+        drives = Drives.create(home, config.stripe, abandoned)
+        stack.callback(drives.close)
         index = Index.create(directory / "index")
         stack.callback(index.close)
-        parts = _assemble(stack, home, schemas, config, adamw, lease, index, trace, io_log)
+        parts = _assemble(stack, drives, schemas, config, adamw, lease, index, trace, io_log)
         stack.pop_all()
         return parts
-
-
-def _refuse_foreign(directory: Path) -> None:
-    """Raises StoreFormatError for a directory with content that no creation left behind.
-
-    A creation that was killed before its first commit leaves no store (it has no identity), but always a
-    lease.
-    """
-    if not directory.exists():
-        return
-    names = sorted(child.name for child in directory.iterdir())
-    foreign = [name for name in names if name not in OWN_NAMES or "lease" not in names]
-    if foreign:
-        raise StoreFormatError(
-            f"{directory}: expected an empty or missing directory for a new store, found {foreign[0]!r}"
-        )
-
-
-def _make_directories(directory: Path) -> tuple[Path, ...]:
-    missing = [path for path in (directory, *directory.parents) if not path.exists()]
-    directory.mkdir(parents=True, exist_ok=True)
-    return tuple(missing)
-
-
-def _remove_content(directory: Path) -> None:
-    """Everything but the lease: it is what keeps others out meanwhile."""
-    for child in directory.iterdir():
-        if child.is_dir():
-            shutil.rmtree(child)
-        elif child.name != "lease":
-            child.unlink()
 
 
 def open_existing(
@@ -237,7 +190,7 @@ def open_existing(
     with contextlib.ExitStack() as stack:
         lease = stack.enter_context(Lease(directory))
         index = stack.enter_context(contextlib.closing(Index(directory / "index")))
-        schemas, inactive = _read_meta(home, index)
+        schemas, inactive, known = read_meta(home, index)
         if adamw is not None and adamw.inactive is not inactive:
             raise StoreFormatError(
                 f"{directory}: made with inactive = {inactive.value}, not {adamw.inactive.value}"
@@ -251,7 +204,9 @@ def open_existing(
         check_budget(config, schemas, layers)
         adamw = adamw or AdamWConfig(inactive=inactive)
         config = replace(config, layers=layers)
-        parts = _assemble(stack, home, schemas, config, adamw, lease, index, trace, io_log)
+        drives = Drives.open(home, config.stripe, known)
+        stack.callback(drives.close)
+        parts = _assemble(stack, drives, schemas, config, adamw, lease, index, trace, io_log)
         stack.pop_all()
         return parts
 
@@ -260,7 +215,7 @@ def read_schemas(directory: Path) -> list[RecordSchema]:
     """The record schemas of the store in ``directory``, which nobody may have open."""
     home = Home(directory, read_identity(directory), published=True)
     with Lease(directory), contextlib.closing(Index(directory / "index")) as index:
-        return _read_meta(home, index)[0]
+        return read_meta(home, index)[0]
 
 
 def read_states(directory: Path, name: str) -> dict[OpenAt, bytes]:
@@ -270,14 +225,49 @@ def read_states(directory: Path, name: str) -> dict[OpenAt, bytes]:
     """
     home = Home(directory, read_identity(directory), published=True)
     with Lease(directory), contextlib.closing(Index(directory / "index")) as index:
-        _read_meta(home, index)
+        read_meta(home, index)
         commits = {OpenAt.LAST: index.read_commit()}
         if PREVIOUS in index.snapshots():
             commits[OpenAt.PREVIOUS] = index.read_commit(PREVIOUS)
     return {at: commit.state[name] for at, commit in commits.items() if name in commit.state}
 
 
-def _read_meta(home: Home, index: Index) -> tuple[list[RecordSchema], Inactive]:
+def read_drives(directory: Path) -> list[DriveReport]:
+    """The directories of the store in ``directory``, which nobody may have open, as of its last commit.
+
+    Raises StoreMissingError, StoreInUseError, StoreFormatError; a further directory that is missing is no error.
+    """
+    home = Home(directory, read_identity(directory), published=True)
+    with Lease(directory), contextlib.closing(Index(directory / "index")) as index:
+        schemas, _, known = read_meta(home, index)
+        commits = [index.read_commit(name) for name in (None, *index.snapshots())]
+    paths = [directory.absolute(), *(Path(str(entry["path"])) for entry in known[1:])]
+    bandwidths = [float(str(entry["bandwidth"])) for entry in known] or [0.0]
+    slots = {
+        (entry.schema, group, location.place)
+        for commit in commits
+        for entry in commit.records.values()
+        for group, location in zip(COMMITTED_GROUPS, entry.groups, strict=True)
+    }
+    used = [0 for _ in paths]
+    for schema, group, place in slots:
+        used[divided(place)[0]] += schemas[schema].layout(group).slot_bytes
+    return [
+        DriveReport(
+            path=path,
+            share=share,
+            used_bytes=held,
+            reserved_bytes=sum(file.stat().st_blocks * 512 for file in (path / "extents").glob("*")),
+            bandwidth=bandwidth,
+        )
+        for path, share, held, bandwidth in zip(
+            paths, Weighing(bandwidths).shares, used, bandwidths, strict=True
+        )
+    ]
+
+
+def read_meta(home: Home, index: Index) -> tuple[list[RecordSchema], Inactive, list[dict[str, object]]]:
+    """Schemas, what a step does to a record without a gradient, and the directories, if there are several."""
     meta = index.read_meta()
     if meta.get("uuid") != home.uuid or meta.get("format") != FORMAT_VERSION:
         raise StoreFormatError(f"{home.directory}: the index belongs to another store or format version")
@@ -288,34 +278,13 @@ def _read_meta(home: Home, index: Index) -> tuple[list[RecordSchema], Inactive]:
         inactive = Inactive(meta.get("inactive"))
     except ValueError as error:
         raise StoreFormatError(f"{home.directory}: {error}") from error
-    return [RecordSchema.from_json(item) for item in raw], inactive
-
-
-def read_identity(directory: Path) -> str:
-    """The uuid of the store in ``directory``. Raises StoreMissingError or StoreFormatError."""
-    path = directory / IDENTITY
-    try:
-        value = json.loads(path.read_text())
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise StoreMissingError(f"{directory}: no store here ({IDENTITY} is missing)") from error
-    except ValueError as error:
-        raise StoreFormatError(f"{path}: not JSON: {error}") from error
-    if not isinstance(value, dict) or value.get("format") != FORMAT_VERSION:
-        found = value.get("format") if isinstance(value, dict) else None
-        raise StoreFormatError(f"{path}: format version {found}, expected {FORMAT_VERSION}")
-    if value.get("directories") != 1 or not isinstance(value.get("uuid"), str):
-        raise StoreFormatError(f"{path}: expected the identity of a store in one directory, found {value}")
-    return str(value["uuid"])
-
-
-def fsync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(directory)) from error
-    finally:
-        os.close(fd)
+    known = meta.get("stripe", [])
+    keys = {"path", "own", "bandwidth"}
+    if not isinstance(known, list) or not all(
+        isinstance(item, dict) and item.keys() >= keys for item in known
+    ):
+        raise StoreFormatError(f"{home.directory}: the index does not say what the store's directories are")
+    return [RecordSchema.from_json(item) for item in raw], inactive, known
 
 
 # Budgets ----------------------------------------------------------------------------------------------------
@@ -380,7 +349,7 @@ def check_budget(config: StoreConfig, schemas: Sequence[RecordSchema], layers: S
 
 def _assemble(
     stack: contextlib.ExitStack,
-    home: Home,
+    drives: Drives,
     schemas: Sequence[RecordSchema],
     config: StoreConfig,
     adamw: AdamWConfig,
@@ -390,27 +359,29 @@ def _assemble(
     io_log: Path | None,
 ) -> Parts:
     """The rest of the parts; what fails takes back, through ``stack``, what was made."""
-    tuning = tune(config.io, home.directory)
+    tuning = tune(config.io, drives.home.directory)
     engine = make_engine(config.io, tuning, lease_fd=lease.fd, log_path=io_log)
     stack.callback(engine.close)
     frame = record_frame_bytes(schemas)
     frames = max(config.host_budget // frame, 1)
     arena = Arena(frames * frame, _HUGE[config.io.huge_pages])
-    create = FileCreate.NO if home.published else FileCreate.YES
     slots = SlotMap(
         engine,
-        home.directory,
+        drives,
         schemas,
         direct=_DIRECT[config.io.direct],
-        create=create,
         link=config.disk.open(),
+        budget=WriteBudget(engine, budget) if (budget := config.wear.daily_write_budget) else None,
+        discard=config.wear.discard,
     )
     stack.callback(slots.close)
     residency, recording = make_residency(config, frames, frame, trace)
     if recording is not None:
         stack.callback(recording.close)
     cache = HostCache(engine=engine, arena=arena, frame_bytes=frame, residency=residency, backing=slots)
-    return Parts(home, config, adamw, lease, engine, arena, index, slots, cache, recording, tuning)
+    return Parts(
+        drives.home, drives, config, adamw, lease, engine, arena, index, slots, cache, recording, tuning
+    )
 
 
 def make_residency(

@@ -355,6 +355,8 @@ class ParameterStore(StoreRecords):
             if self._leased[key]:
                 raise StoreError(f"update: record {key!r} is leased; release it first")
         tickets: list[int] = []
+        if records and not self._space_reserved:
+            self.reserve()
         self.history.begin(lr)
         try:
             for layer, group in by_layer(records):

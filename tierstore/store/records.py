@@ -14,6 +14,7 @@ from tierstore.cache.host_cache import HostCache
 from tierstore.errors import BudgetError, StoreError
 from tierstore.store.adamw import AdamWConfig, StepHistory
 from tierstore.store.committing import Committer
+from tierstore.store.drives import DriveReport
 from tierstore.store.failures import Failures
 from tierstore.store.format import Group, Placement, RecordSchema
 from tierstore.store.index import index_bytes
@@ -178,6 +179,10 @@ class StoreRecords:
         """
         self._failures.poison(reason)
 
+    def drives(self) -> list[DriveReport]:
+        """What lies in each of the store's directories, and what each gave; the store's own first."""
+        return self.slots.drive_reports()
+
     def end_trace(self) -> None:
         """Completes the recorded trace, if there is one; what follows is not part of it."""
         if self._parts.recording is not None:
@@ -198,7 +203,15 @@ class StoreRecords:
             f"transfers: {self._parts.tuning}",
             past_cache,
             f"host cache: {budget} bytes, {huge} of them in huge pages",
+            *self._describe_drives(),
+            self.slots.describe_discard(),
+            *([] if self.slots.budget is None else [self.slots.budget.describe()]),
         ]
+
+    def _describe_drives(self) -> list[str]:
+        drives = self.drives()
+        shares = ", ".join(f"{drive.path} {drive.share:.0%}" for drive in drives)
+        return [f"drives: {shares} of new records"] if len(drives) > 1 else []
 
     def close(self) -> None:
         """Stops; what was not committed is gone. Safe to call twice, after a failure, and in a forked child,

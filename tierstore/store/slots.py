@@ -16,7 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tierstore._native import Buffer, CrcTable, DirectIo, Engine, FileCreate, Link, Priority
+from tierstore.capabilities import Capability
 from tierstore.errors import StoreFormatError
+from tierstore.store.discard import Discard
+from tierstore.store.drives import Drive, DriveReport, Drives
 from tierstore.store.extents import Extent
 from tierstore.store.format import (
     COMMITTED_GROUPS,
@@ -25,14 +28,18 @@ from tierstore.store.format import (
     Placement,
     RecordEntry,
     RecordSchema,
+    divided,
+    place,
 )
+from tierstore.store.striping import StripedExtent
+from tierstore.store.write_budget import WriteBudget
 
 __all__ = ["LiveRecord", "SlotMap"]
 
 
 @dataclass(slots=True)
 class LiveRecord:
-    """One record between commits. ``slots[g]`` is None until the group was first written."""
+    """One record between commits. ``slots[g]``, a place, is None until the group was first written."""
 
     key: str
     schema: int
@@ -45,60 +52,79 @@ class LiveRecord:
 
 
 class SlotMap:
-    """The live index, and the host cache's ``Backing``: a record's number is its position in ``records``."""
+    """The live index, and the host cache's ``Backing``: a record's number is its position in ``records``.
+
+    Slots are named by their places: directory and slot in one number. ``link`` limits the speed of all drives together.
+    """
 
     def __init__(
         self,
         engine: Engine,
-        directory: Path,
+        drives: Drives,
         schemas: Sequence[RecordSchema],
         *,
         direct: DirectIo,
-        create: FileCreate,
         link: Link | None = None,
+        budget: WriteBudget | None = None,
+        discard: Capability = Capability.OFF,
     ) -> None:
         self._engine = engine
         self._link = link
-        self._directory = directory / "extents"
-        self._scratch_directory = directory / "scratch"
+        self.budget = budget
+        #: Records of each schema that space was asked for, where that is more than there are.
+        self._promised: Counter[str] = Counter()
+        self._drives = drives
         self._direct = direct
         self.schemas = list(schemas)
         self.records: list[LiveRecord] = []
-        self._extents: dict[tuple[int, Group], Extent] = {}
+        self._extents: dict[tuple[int, Group], StripedExtent] = {}
         self._references: dict[tuple[int, Group], Counter[int]] = {}
         self._dirty_entries: set[int] = set()
         self.generation = 0
-        if create is FileCreate.YES:
-            self._directory.mkdir()
-        self._scratch_directory.mkdir(exist_ok=True)
-        for stale in self._scratch_directory.iterdir():
-            stale.unlink()
+        for drive in drives:
+            if drive.create is FileCreate.YES:
+                (drive.path / "extents").mkdir()
+            scratch = drive.path / "scratch"
+            scratch.mkdir(exist_ok=True)
+            for stale in scratch.iterdir():
+                stale.unlink()
+        self._discard = Discard(discard, [drive.path / "scratch" for drive in drives])
         try:
             for index in range(len(self.schemas)):
-                self._open_extents(index, create)
+                self._open_extents(index)
         except BaseException:
             self.close()
             raise
 
     # Schemas and records ------------------------------------------------------------------------------------
 
-    def _open_extents(self, index: int, create: FileCreate) -> None:
-        schema = self.schemas[index]
+    def _open_extents(self, index: int) -> None:
         for group in COMMITTED_GROUPS:
-            path = self._directory / f"{schema.name}.{group.label}"
-            try:
-                extent = Extent(
-                    self._engine,
-                    path,
-                    schema.layout(group),
-                    direct=self._direct,
-                    create=create,
-                    link=self._link,
-                )
-            except FileNotFoundError as error:
-                raise StoreFormatError(f"{path}: the extent file is missing") from error
-            self._extents[index, group] = extent
+            extents: list[Extent] = []
+            for drive in self._drives:
+                try:
+                    extents.append(self._open_extent(drive, index, group, drive.create))
+                except FileNotFoundError as error:
+                    raise StoreFormatError(f"{error.filename}: the extent file is missing") from error
+            self._extents[index, group] = StripedExtent(self._drives, extents, self._discard)
             self._references[index, group] = Counter()
+
+    def _open_extent(self, drive: Drive, schema: int, group: Group, create: FileCreate) -> Extent:
+        shape = self.schemas[schema]
+        extent = Extent(
+            self._engine,
+            drive.path
+            / ("scratch" if group is Group.GRADIENTS else "extents")
+            / f"{shape.name}.{group.label}",
+            shape.layout(group),
+            direct=self._direct,
+            create=create,
+            link=drive.link or self._link,
+            budget=self.budget,
+            meter=drive.meter,
+        )
+        drive.extents.append(extent)
+        return extent
 
     def check_table(self, table: Mapping[str, RecordEntry], where: str) -> None:
         """Raises StoreFormatError unless every location of ``table`` is whole, within its file, and used
@@ -113,18 +139,20 @@ class SlotMap:
                 )
             for group, location in zip(COMMITTED_GROUPS, entry.groups, strict=True):
                 extent = self._extents[entry.schema, group]
-                if location.directory != 0 or len(location.crcs) != len(extent.layout.sections):
+                known = location.directory < len(extent.extents)
+                if not known or len(location.crcs) != len(extent.layout.sections):
                     raise StoreFormatError(f"{what}: {group.label}: not as its schema says")
-                if location.slot >= extent.slots:
+                if not extent.holds(location.place):
                     raise StoreFormatError(
-                        f"{extent.path}: truncated: it has {extent.slots} slots of "
+                        f"{extent.path(location.place)}: truncated: it has "
+                        f"{extent.extents[location.directory].slots} slots of "
                         f"{extent.layout.slot_bytes} bytes, and {what} is in slot {location.slot}"
                     )
-                if (entry.schema, group, location.slot) in used:
+                if (entry.schema, group, location.place) in used:
                     raise StoreFormatError(
                         f"{what}: {group.label}: slot {location.slot} holds another record too"
                     )
-                used.add((entry.schema, group, location.slot))
+                used.add((entry.schema, group, location.place))
 
     def add_record(self, key: str, schema: int, layer: int, entry: RecordEntry | None = None) -> LiveRecord:
         """A new record, or with ``entry`` one that the opened commit has."""
@@ -134,7 +162,7 @@ class SlotMap:
             record.step = entry.step
             table = crcs.array()
             for group, location in zip(COMMITTED_GROUPS, entry.groups, strict=True):
-                record.slots[group] = location.slot
+                record.slots[group] = location.place
                 record.generations[group] = location.generation
                 first = self._first_crc(schema, group)
                 table[first : first + len(location.crcs)] = location.crcs
@@ -183,21 +211,15 @@ class SlotMap:
         self._dirty_entries.add(record)
         return extent.write(slot, sections, live.crcs, first_crc, after)
 
-    def _scratch(self, schema: int) -> Extent:
+    def _scratch(self, schema: int) -> StripedExtent:
         key = (schema, Group.GRADIENTS)
         if key not in self._extents:
-            shape = self.schemas[schema]
-            path = self._scratch_directory / f"{shape.name}.{Group.GRADIENTS.label}"
-            self._extents[key] = Extent(
-                self._engine,
-                path,
-                shape.layout(Group.GRADIENTS),
-                direct=self._direct,
-                create=FileCreate.YES,
-                link=self._link,
-            )
-            # Nobody resumes from gradients: without a name the space is given back however the process ends.
-            path.unlink()
+            extents: list[Extent] = []
+            for drive in self._drives:
+                extents.append(self._open_extent(drive, schema, Group.GRADIENTS, FileCreate.YES))
+                # Nobody resumes from gradients: without a name the space is given back however the process ends.
+                extents[-1].path.unlink()
+            self._extents[key] = StripedExtent(self._drives, extents, self._discard)
         return self._extents[key]
 
     # Space --------------------------------------------------------------------------------------------------
@@ -207,10 +229,25 @@ class SlotMap:
 
         Raises OSError (ENOSPC) before anything moves.
         """
+        self._promised |= Counter(counts)
+        for key, slots in self._needed_slots(copies).items():
+            self._extents[key].reserve(slots)
+
+    def _needed_slots(self, copies: int) -> dict[tuple[int, Group], int]:
         live = Counter(record.schema for record in self.records)
-        for index, schema in enumerate(self.schemas):
-            for group in COMMITTED_GROUPS:
-                self._extents[index, group].reserve(max(live[index], counts.get(schema.name, 0)) * copies)
+        return {
+            (index, group): max(live[index], self._promised[schema.name]) * copies
+            for index, schema in enumerate(self.schemas)
+            for group in COMMITTED_GROUPS
+        }
+
+    def discard(self, copies: int) -> None:
+        """Gives back, in the background, the blocks of free slots that ``copies`` of every record do not need.
+
+        What is reserved stays reserved: the slots that turn around at every commit are never among them.
+        """
+        for key, slots in self._needed_slots(copies).items():
+            self._extents[key].discard(slots)
 
     def reserve_scratch(self, schema: int) -> None:
         """Space to spill the gradients of every record of ``schema``."""
@@ -237,7 +274,7 @@ class SlotMap:
             first = self._first_crc(record.schema, group)
             count = len(self.schemas[record.schema].layout(group).sections)
             values = tuple(int(crc) for crc in crcs[first : first + count])
-            locations.append(GroupLocation(0, slot, record.generations[group], values))
+            locations.append(GroupLocation(*divided(slot), record.generations[group], values))
         return RecordEntry(record.schema, record.layer, record.step, tuple(locations))
 
     def changed_entries(self) -> dict[str, RecordEntry]:
@@ -249,40 +286,38 @@ class SlotMap:
         waits = list(after)
         for (_, group), extent in self._extents.items():
             if group is not Group.GRADIENTS:
-                ticket = extent.sync(waits)
-                if ticket is not None:
-                    tickets.append(ticket)
+                tickets += extent.syncs(waits)
         return tickets
 
     def take_unsynced_directories(self) -> list[Path]:
         """Directories with extents that are new or have grown since the last commit."""
-        grown = [
-            e for (_, g), e in self._extents.items() if g is not Group.GRADIENTS and e.unsynced_directory
-        ]
+        committed = [e for (_, group), e in self._extents.items() if group is not Group.GRADIENTS]
+        grown = [extent for striped in committed for extent in striped.extents if extent.unsynced_directory]
         for extent in grown:
             extent.unsynced_directory = False
-        return [self._directory] if grown else []
+        return list(dict.fromkeys(extent.path.parent for extent in grown))
 
     def retain(self, entries: Iterable[RecordEntry]) -> None:
         """A durable table refers to these slots from now on."""
         for entry in entries:
             for group, location in zip(COMMITTED_GROUPS, entry.groups, strict=True):
-                self._references[entry.schema, group][location.slot] += 1
+                self._references[entry.schema, group][location.place] += 1
 
     def let_go(self, entries: Iterable[RecordEntry]) -> None:
         """A durable table no longer refers to these slots; those that nothing refers to are free again."""
         for entry in entries:
             for group, location in zip(COMMITTED_GROUPS, entry.groups, strict=True):
                 references = self._references[entry.schema, group]
-                references[location.slot] -= 1
-                if not references[location.slot]:
-                    del references[location.slot]
-                    self._extents[entry.schema, group].give_back(location.slot)
+                references[location.place] -= 1
+                if not references[location.place]:
+                    del references[location.place]
+                    self._extents[entry.schema, group].give_back(location.place)
 
     def committed(self) -> None:
         self._dirty_entries.clear()
         for extent in self._extents.values():
             extent.forget_finished()
+            extent.rebalance()
 
     def adopt_free_slots(self) -> None:
         """After opening: whatever no table refers to is free."""
@@ -290,10 +325,10 @@ class SlotMap:
             self._extents[key].adopt(set(references))
 
     def read_location(
-        self, schema: int, group: Group, slot: int, sections: Sequence[Buffer], crcs: CrcTable
+        self, schema: int, group: Group, place: int, sections: Sequence[Buffer], crcs: CrcTable
     ) -> int:
         """Queues a checked read of any slot, for verification."""
-        return self._extents[schema, group].read(slot, sections, crcs, 0, (), Priority.DEMAND)
+        return self._extents[schema, group].read(place, sections, crcs, 0, (), Priority.DEMAND)
 
     @property
     def unwritten_direct(self) -> list[str]:
@@ -304,18 +339,29 @@ class SlotMap:
             if None in record.slots and self.schemas[record.schema].placement is Placement.DIRECT
         ]
 
-    def extent_path(self, schema: int, group: Group) -> Path:
-        return self._extents[schema, group].path
+    def extent_path(self, schema: int, group: Group, place: int) -> Path:
+        """The file that a slot is in."""
+        return self._extents[schema, group].path(place)
+
+    def drive_reports(self) -> list[DriveReport]:
+        """What lies on each drive, and what each gave."""
+        used = [0 for _ in self._drives]
+        for (schema, group), references in self._references.items():
+            live = (record.slots[group] for record in self.records if record.schema == schema)
+            for taken in {*references, *(slot for slot in live if slot is not None)}:
+                used[divided(taken)[0]] += self._extents[schema, group].layout.slot_bytes
+        return self._drives.reports(used)
 
     def explain(self, path: str, offset: int, section: int) -> str:
         """The key and section that byte ``offset`` of extent ``path`` belongs to, for error messages."""
-        for (schema, group), extent in self._extents.items():
-            if str(extent.path) == path:
-                slot = offset // extent.layout.slot_bytes
-                name = extent.layout.sections[section].name
+        for (schema, group), striped in self._extents.items():
+            paths = [str(extent.path) for extent in striped.extents]
+            if path in paths:
+                slot = offset // striped.layout.slot_bytes
+                name = striped.layout.sections[section].name
                 for record in self.records:
                     held = record.scratch_slot if group is Group.GRADIENTS else record.slots[group]
-                    if record.schema == schema and held == slot:
+                    if record.schema == schema and held == place(paths.index(path), slot):
                         return f"record {record.key!r}, section {name}"
                 return f"section {name} of slot {slot}"
         return "unknown section"
@@ -323,12 +369,24 @@ class SlotMap:
     @property
     def direct_reason(self) -> str:
         """Why extents are not read and written past the page cache; empty when they are."""
-        return next((e.file.direct_reason for e in self._extents.values() if not e.file.direct), "")
+        return next((e.file.direct_reason for e in self._files if not e.file.direct), "")
+
+    @property
+    def _files(self) -> list[Extent]:
+        return [extent for striped in self._extents.values() for extent in striped.extents]
 
     @property
     def map_sync_reason(self) -> str:
         """Why mapped extents need a sync; empty where their stores are durable by themselves."""
-        return next(filter(None, (extent.file.map_sync_reason() for extent in self._extents.values())), "")
+        return next(filter(None, (extent.file.map_sync_reason() for extent in self._files)), "")
+
+    def end_discards(self) -> None:
+        """Waits for the holes that are being made."""
+        for extent in self._files:
+            extent.end_punches()
+
+    def describe_discard(self) -> str:
+        return self._discard.describe()
 
     def close(self) -> None:
         for extent in self._extents.values():

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from tierstore import _native
 from tierstore._native import CrcTable, Engine
-from tierstore.store.format import COMMITTED_GROUPS, Group, RecordEntry
+from tierstore.store.drives import DriveReport
+from tierstore.store.format import COMMITTED_GROUPS, Group, RecordEntry, divided
 from tierstore.store.opening import scratch_buffers
 from tierstore.store.slots import SlotMap
 
@@ -25,6 +26,7 @@ class VerifyReport:
     snapshots: int = 0
     bytes_read: int = 0
     failures: list[str] = field(default_factory=list)
+    drives: list[DriveReport] = field(default_factory=list)
 
 
 Location = tuple[int, Group, int, int]
@@ -45,12 +47,13 @@ def verify_tables(
     for commit, table in tables:
         for key, entry in table.items():
             for group, location in zip(COMMITTED_GROUPS, entry.groups, strict=True):
-                where = (entry.schema, group, location.slot, location.generation)
+                where = (entry.schema, group, location.place, location.generation)
                 work.setdefault(where, (f"{commit}: record {key!r}", location.crcs))
     for done, (where, (what, crcs)) in enumerate(work.items()):
         _check(slots, engine, where, what, crcs, report)
         if progress is not None:
             progress(done + 1, len(work))
+    report.drives = slots.drive_reports()
     return report
 
 
@@ -58,14 +61,14 @@ def _check(
     slots: SlotMap, engine: Engine, where: Location, what: str, crcs: tuple[int, ...], report: VerifyReport
 ) -> None:
     """Reads one slot; on a mismatch every bad section is named, not the first."""
-    schema, group, slot, _ = where
+    schema, group, place, _ = where
     layout = slots.schemas[schema].layout(group)
-    path = slots.extent_path(schema, group)
+    path, slot = slots.extent_path(schema, group, place), divided(place)[1]
     with scratch_buffers(layout) as sections:
         table = CrcTable(len(sections))
         table.array()[:] = crcs
         try:
-            engine.wait(slots.read_location(schema, group, slot, sections, table))
+            engine.wait(slots.read_location(schema, group, place, sections, table))
         except OSError as error:
             report.failures.append(f"{what}, {path}, slot {slot}: {error}")
             return

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 
 from tierstore import _native
+from tierstore.endurance import DAY_S, drive_life_s
 from tierstore.stats import delta
+from tierstore.store.drives import DriveReport
 from tierstore.train.config import TrainConfig
 from tierstore.train.footprint import peak_resident_bytes
 from tierstore.train.trainer import StepResult, Trainer
 from tierstore.units import format_bytes, format_seconds
 
-__all__ = ["Metrics", "RunSummary", "Totals", "counters", "tier_rows", "totals"]
+__all__ = [
+    "Metrics",
+    "RunSummary",
+    "Totals",
+    "counters",
+    "drive_rows",
+    "drive_written_bytes",
+    "tier_rows",
+    "totals",
+]
 
 
 def counters(trainer: Trainer) -> dict[str, int]:
@@ -32,7 +43,8 @@ class Totals:
     """What all ranks did together: sums of ``counts``; ``peaks`` of resident bytes in rank order. ``stalls`` are those of
     the rank that stalled longest, ``stalled_rank``, for ``stall_s`` seconds.
 
-    ``records_crc32c``: of one rank that of its records; of several, the checksum of theirs in rank order.
+    ``drives`` are the directories of all ranks, in rank order. ``records_crc32c``: of one rank that of its records; of
+    several, the checksum of theirs in rank order.
     """
 
     counts: dict[str, int]
@@ -41,16 +53,26 @@ class Totals:
     stalled_rank: int
     stall_s: float
     stalls: list[dict[str, object]]
+    #: What the engine of the rank that wrote most has written, padding and spills included (not the index).
+    drive_written_bytes: int
+    drives: list[DriveReport] = field(default_factory=list)
 
 
-def totals(trainer: Trainer) -> Totals:
-    """A collective: the same on all ranks."""
+def drive_written_bytes(trainer: Trainer) -> int:
+    """What this rank's engine has written since the store was opened."""
+    return int(trainer.store.engine.stats()["written_bytes"])
+
+
+def totals(trainer: Trainer, *, written_before: int = 0) -> Totals:
+    """A collective: the same on all ranks. ``written_before``: ``drive_written_bytes`` when the run began."""
     own = (
         counters(trainer) | {"late_prefetch_bytes": trainer.late_prefetch_bytes},
         peak_resident_bytes(),
         trainer.store.records_crc32c(),
         trainer.ledger.total_s,
         [stall.as_dict() for stall in trainer.ledger.rows()],
+        drive_written_bytes(trainer) - written_before,
+        trainer.store.drives(),
     )
     ranks = trainer.mesh.world.all_gather_object(own)
     counts = {name: sum(rank[0][name] for rank in ranks) for name in own[0]}
@@ -58,7 +80,16 @@ def totals(trainer: Trainer) -> Totals:
     if len(ranks) > 1:
         crc = _native.crc32c(np.array([rank[2] for rank in ranks], "<u4"))
     longest = max(range(len(ranks)), key=lambda rank: ranks[rank][3])
-    return Totals(counts, [rank[1] for rank in ranks], crc, longest, ranks[longest][3], ranks[longest][4])
+    return Totals(
+        counts=counts,
+        peaks=[rank[1] for rank in ranks],
+        records_crc32c=crc,
+        stalled_rank=longest,
+        stall_s=ranks[longest][3],
+        stalls=ranks[longest][4],
+        drive_written_bytes=max(rank[5] for rank in ranks),
+        drives=[drive for rank in ranks for drive in rank[6]],
+    )
 
 
 @dataclass(frozen=True)
@@ -73,6 +104,14 @@ class RunSummary:
     tokens: int
     fixed_resident_bytes: int
     totals: Totals
+
+    @property
+    def drive_life_days(self) -> float | None:
+        """Days that a drive of the stated endurance bears writing at this run's rate; None where none is stated."""
+        endurance = self.config.wear.endurance
+        if not endurance:
+            return None
+        return drive_life_s(endurance, self.totals.drive_written_bytes, self.seconds) / DAY_S
 
     def as_json(self) -> dict[str, object]:
         model = self.config.model
@@ -94,6 +133,9 @@ class RunSummary:
             "stalled_rank": self.totals.stalled_rank,
             "stalls": self.totals.stalls,
             "records_crc32c": self.totals.records_crc32c,
+            "drives": [drive.as_json() for drive in self.totals.drives],
+            "drive_written_bytes": self.totals.drive_written_bytes,
+            "drive_life_s": None if self.drive_life_days is None else self.drive_life_days * DAY_S,
         }
 
 
@@ -122,7 +164,30 @@ def tier_rows(summary: RunSummary) -> list[tuple[str, str]]:
             format_bytes(max(summary.totals.peaks)),
         ),
     ]
+    if summary.drive_life_days is not None:
+        daily = summary.totals.drive_written_bytes / max(summary.seconds, 1e-9) * DAY_S
+        rows.append(
+            (
+                f"life of a drive of {format_bytes(summary.config.wear.endurance)} endurance",
+                f"{summary.drive_life_days:.3g} days at {format_bytes(daily)} a day",
+            )
+        )
     return rows
+
+
+def drive_rows(summary: RunSummary) -> list[tuple[str, ...]]:
+    """One row a directory: what lies there, what was moved, how fast while anything was, and its share of new records."""
+    return [
+        (
+            str(drive.path),
+            format_bytes(drive.used_bytes),
+            format_bytes(drive.read_bytes),
+            format_bytes(drive.written_bytes),
+            f"{format_bytes(drive.bandwidth)}/s" if drive.bandwidth else "-",
+            f"{drive.share:.0%}",
+        )
+        for drive in summary.totals.drives
+    ]
 
 
 class Metrics:

@@ -26,7 +26,7 @@ from tierstore.model import ModelConfig, Transformer
 from tierstore.moe.source import InMemoryExperts
 from tierstore.parallel import ExpertBlocks
 from tierstore.store.config import StoreConfig
-from tierstore.store.directories import rank_directories, rank_directory
+from tierstore.store.directories import building, building_directory, rank_directories, rank_directory
 from tierstore.store.format import COMMITTED_GROUPS
 from tierstore.store.opening import IDENTITY, OWN_NAMES, fsync_directory, minimum_host_budget, read_schemas
 from tierstore.store.parameter_store import NewRecord, ParameterStore
@@ -75,9 +75,11 @@ def reshard(source: Path, target: Path, layout: Layout, progress: Progress | Non
         raise StoreExistsError(f"{target}: there is something here already")
     with contextlib.ExitStack() as stack:
         old = stack.enter_context(_open(source))
-        partial = target.with_name(f"{target.name}.partial")
+        partial = building_directory(target)
         _clear_debris(partial)
+        partial.mkdir(parents=True)
         stack.callback(shutil.rmtree, partial, ignore_errors=True)
+        stack.enter_context(building(partial))
         written = _Writer(old, layout, partial, progress).run()
         for path in (partial, *rank_directories(partial)):
             fsync_directory(path)
@@ -97,7 +99,8 @@ def _clear_debris(partial: Path) -> None:
         raise StoreExistsError(
             f"{partial}: needed to build the new store, and there is something of yours in it"
         )
-    shutil.rmtree(partial)
+    with building(partial):
+        shutil.rmtree(partial)
 
 
 @dataclass

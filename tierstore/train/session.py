@@ -25,9 +25,9 @@ from tierstore.parallel import Mesh, Place, rank_device
 from tierstore.prefetch import HorizontalQueue, Schedule, TieredExperts, make_predictor, unit_schedule
 from tierstore.prefetch.experts import TieredLease
 from tierstore.prefetch.plan import group_order
-from tierstore.stats import StallKey, StallLedger
+from tierstore.stats import Cause, StallKey, StallLedger
 from tierstore.store.config import StoreConfig
-from tierstore.store.directories import rank_directory
+from tierstore.store.directories import rank_directory, rank_stripe
 from tierstore.store.parameter_store import NewRecord, ParameterStore
 from tierstore.tiers import DeviceSlots, DeviceTier, open_device_tier
 from tierstore.tiers.slots import SlotSizes
@@ -64,6 +64,8 @@ def open_session(
     with contextlib.ExitStack() as stack:
         store = _open_store(setup, shell, trace=trace, io_log=io_log)
         stack.callback(store.close)
+        if (budget := store.slots.budget) is not None:
+            setup.ledger.divert(Cause.WRITE_BUDGET, lambda: budget.blocked_ns)
         if setup.agreed.opening is Opening.RESUME:
             state = _resumed_state(config, store, setup.conditions)
         else:
@@ -190,6 +192,8 @@ def _open_store(setup: _Setup, shell: _Shell, *, trace: Path | None, io_log: Pat
         io=config.io,
         disk=config.links.disk,
         group_order=group_order(setup.mesh.replicas),
+        stripe=rank_stripe(config.stripe, world.rank, world.size),
+        wear=config.wear,
     )
     if agreed.opening is Opening.CREATE:
         schemas = [expert_schema(config), *dense_schemas(shell.layouts)]

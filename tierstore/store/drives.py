@@ -1,0 +1,329 @@
+"""The directories of a store: its own, and further ones on drives of their own.
+
+Which directories there are, in which order, is said by the index, so it changes with a commit or not at all. Each
+further directory has an identity with a uuid of its own, durable before the first commit that may refer to it: one that
+is missing, swapped, or another store's is refused by name. A directory that a configuration names beyond those that the
+index knows is added, and is part of the store from the next commit on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tierstore._native import FileCreate, Link, Meter
+from tierstore.errors import ConfigError, DataError, StoreExistsError, StoreFormatError, StoreMissingError
+from tierstore.io_profile import load_io_point
+from tierstore.store.config import StripeConfig
+from tierstore.store.home import (
+    IDENTITY,
+    Home,
+    Identity,
+    fsync_directory,
+    make_directories,
+    read_directory_identity,
+    refuse_foreign,
+    remove_content,
+    write_identity,
+)
+from tierstore.store.lease import Lease
+from tierstore.store.weighing import LEAST_BYTES, Weighing
+
+if TYPE_CHECKING:
+    from tierstore.store.extents import Extent
+
+__all__ = ["Drive", "DriveReport", "Drives"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriveReport:
+    """One directory of a store: its ``share`` of new slots, what lies there, and what was moved since the opening.
+
+    ``bandwidth`` is bytes a second while anything was under way: since the opening, or as the last commits knew it when
+    little was moved since (0: not known).
+    """
+
+    path: Path
+    share: float
+    used_bytes: int
+    reserved_bytes: int
+    bandwidth: float
+    read_bytes: int = 0
+    written_bytes: int = 0
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "path": str(self.path),
+            "share_ratio": self.share,
+            "used_bytes": self.used_bytes,
+            "reserved_bytes": self.reserved_bytes,
+            "read_bytes": self.read_bytes,
+            "written_bytes": self.written_bytes,
+            "bandwidth_bytes_per_s": self.bandwidth,
+        }
+
+
+@dataclass
+class Drive:
+    """One directory. Number 0 is the store's own, which has the store's identity and lease."""
+
+    number: int
+    path: Path
+    own: str = ""
+    published: bool = True
+    made: tuple[Path, ...] = ()
+    lease: Lease | None = None
+    #: Most bytes of extents here, 0 for no limit.
+    limit: int = 0
+    link: Link | None = None
+    meter: Meter = field(default_factory=Meter)
+    extents: list[Extent] = field(default_factory=list)
+    _seen: tuple[int, float] = (0, 0.0)
+
+    @property
+    def create(self) -> FileCreate:
+        """Whether extents that are not here yet are made, or missed."""
+        return FileCreate.NO if self.published else FileCreate.YES
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(extent.reserved_slots * extent.layout.slot_bytes for extent in self.extents)
+
+    def totals(self) -> tuple[int, int, float]:
+        """Bytes read and written since the opening, and the seconds in which any were under way."""
+        read, written, busy_s = self.meter.reading()
+        if self.link is not None:
+            busy_s = max(busy_s, float(self.link.stats()["busy_s"]))
+        return read, written, busy_s
+
+    def moved(self) -> tuple[int, float]:
+        """Bytes to and from here since the last call, and the seconds in which any were under way."""
+        read, written, busy_s = self.totals()
+        now = (read + written, busy_s)
+        since = (now[0] - self._seen[0], now[1] - self._seen[1])
+        self._seen = now
+        return since
+
+
+class Drives:
+    """The directories of one open store, in the order of their numbers; ``close`` lets them go."""
+
+    def __init__(self, home: Home, config: StripeConfig) -> None:
+        self.home = home
+        self._config = config
+        self._drives = [Drive(0, home.directory, published=home.published)]
+        self.weighing = Weighing([0.0])
+
+    @classmethod
+    def create(cls, home: Home, config: StripeConfig, abandoned: str) -> Drives:
+        """Those of a new store. ``abandoned``: a store that was never finished, whose directories may be taken over.
+
+        Raises StoreExistsError, StoreFormatError, StoreInUseError, ConfigError, OSError; nothing is left then.
+        """
+        drives = cls(home, config)
+        with drives._closed_on_error():
+            for path in config.directories:
+                drives._claim(path, abandoned)
+            drives._configure([])
+        return drives
+
+    @classmethod
+    def open(cls, home: Home, config: StripeConfig, known: Sequence[Mapping[str, object]]) -> Drives:
+        """Those that the index knows (``known``, the store's own first), and those that ``config`` adds to them.
+
+        Raises StoreMissingError, StoreFormatError, StoreInUseError, ConfigError, OSError.
+        """
+        drives = cls(home, config)
+        recorded = [Path(str(entry["path"])) for entry in known[1:]]
+        paths = list(config.directories) or recorded
+        if len(paths) < len(recorded):
+            raise ConfigError(
+                f"stripe.directories: the store in {home.directory} has {len(recorded)} further directories "
+                f"({', '.join(map(str, recorded))}), got {len(paths)}: none can be left out"
+            )
+        with drives._closed_on_error():
+            for entry, path in zip(known[1:], paths, strict=False):
+                drives._attach(path, str(entry["own"]))
+            for path in paths[len(recorded) :]:
+                drives._claim(path, home.uuid)
+            drives._configure([float(str(entry["bandwidth"])) for entry in known])
+        return drives
+
+    @contextlib.contextmanager
+    def _closed_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def _attach(self, path: Path, own: str) -> None:
+        """Takes up a directory that commits refer to."""
+        number, home = len(self._drives), self.home
+        what = f"directory {number} of the store in {home.directory}"
+        identity = read_directory_identity(path)
+        if identity is None:
+            raise StoreMissingError(
+                f"{path}: {what} is missing: mount its drive, or say in stripe.directories where it is now"
+            )
+        if identity.uuid != home.uuid:
+            raise StoreFormatError(
+                f"{path}: expected {what}, found one of the store in {identity.home or path}"
+            )
+        if identity.number != number:
+            raise StoreFormatError(
+                f"{path}: expected {what}, found its directory {identity.number}: stripe.directories is out of order"
+            )
+        if identity.own != own:
+            raise StoreFormatError(
+                f"{path}: expected {what}, found a directory {number} that it no longer refers to"
+            )
+        self._drives.append(Drive(number, path.absolute(), own, lease=Lease(path)))
+
+    def _claim(self, path: Path, abandoned: str) -> None:
+        """Takes an empty or missing directory, or what was left of a claim that no commit followed."""
+        number = len(self._drives)
+        if any(_same(path, drive.path) for drive in self._drives):
+            raise ConfigError(f"stripe.directories: {path} is there twice")
+        identity = read_directory_identity(path)
+        if identity is None:
+            refuse_foreign(path)
+        elif identity.uuid != abandoned or (self.home.published and identity.number < number):
+            raise StoreExistsError(
+                f"{path}: expected an empty or missing directory, found directory {identity.number} of the store in "
+                f"{identity.home or path}"
+            )
+        drive = Drive(
+            number, path.absolute(), str(uuid.uuid4()), published=False, made=make_directories(path)
+        )
+        self._drives.append(drive)
+        drive.lease = Lease(path)
+        remove_content(path)
+
+    def _configure(self, bandwidths: Sequence[float]) -> None:
+        config, count = self._config, len(self)
+        for name in ("limits", "weights", "bandwidths"):
+            given = len(getattr(config, name))
+            if given not in (0, count):
+                raise ConfigError(
+                    f"stripe.{name}: expected {count}, the store's own directory first, got {given}"
+                )
+        for drive, limit in zip(self, config.limits, strict=False):
+            drive.limit = limit
+        for drive, speed in zip(self, config.bandwidths, strict=False):
+            drive.link = Link(speed) if speed else None
+        start = list(bandwidths) + [0.0] * (count - len(bandwidths))
+        if not any(start):
+            # What was measured in operation is less than what a benchmark finds: the two are not mixed.
+            start = [profiled_bandwidth(drive.path) for drive in self]
+        self.weighing = Weighing(start, config.weights)
+
+    # What there is ------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._drives)
+
+    def __iter__(self) -> Iterator[Drive]:
+        return iter(self._drives)
+
+    def __getitem__(self, number: int) -> Drive:
+        return self._drives[number]
+
+    @property
+    def shares(self) -> Sequence[float]:
+        """Of new slots, by directory."""
+        return self.weighing.shares
+
+    def reweigh(self) -> None:
+        """At a commit: the shares of what comes after it."""
+        self.weighing.observe([drive.moved() for drive in self])
+
+    def as_json(self) -> list[dict[str, object]]:
+        """What the index says of them: nothing for a store of one directory."""
+        if len(self) == 1:
+            return []
+        return [
+            {"path": str(drive.path), "own": drive.own, "bandwidth": round(bandwidth)}
+            for drive, bandwidth in zip(self, self.weighing.bandwidths, strict=True)
+        ]
+
+    def reports(self, used_bytes: Sequence[int]) -> list[DriveReport]:
+        """One for each; ``used_bytes`` are those of slots in use."""
+        rows = []
+        for drive, used, share, bandwidth in zip(
+            self, used_bytes, self.shares, self.weighing.bandwidths, strict=True
+        ):
+            read, written, busy_s = drive.totals()
+            known = read + written >= LEAST_BYTES and busy_s > 0
+            rows.append(
+                DriveReport(
+                    path=drive.path,
+                    share=share,
+                    used_bytes=used,
+                    reserved_bytes=drive.reserved_bytes,
+                    read_bytes=read,
+                    written_bytes=written,
+                    bandwidth=(read + written) / busy_s if known else bandwidth,
+                )
+            )
+        return rows
+
+    # Becoming and ceasing -----------------------------------------------------------------------------------
+
+    def publish(self) -> None:
+        """Before a commit that may refer to new directories: each gets its identity, durably."""
+        new = [drive for drive in self if drive.number and not drive.published]
+        if not new:
+            return
+        # Should this be as far as it gets, a new store's own directory tells whose the others are.
+        self.home.announce(len(self))
+        fsync_directory(self.home.directory)
+        for drive in new:
+            identity = Identity(
+                self.home.uuid, drive.number, len(self), drive.own, str(self.home.directory.absolute())
+            )
+            write_identity(drive.path, identity, f"{IDENTITY}.new")
+            (drive.path / f"{IDENTITY}.new").rename(drive.path / IDENTITY)
+            for directory in (drive.path / "extents", drive.path, *(made.parent for made in drive.made)):
+                fsync_directory(directory)
+            # Of an older store, a commit that fails may be there all the same: nothing is taken back any more.
+            drive.published = self.home.published
+        if self.home.published:
+            self.home.publish(len(self))
+
+    def committed(self) -> None:
+        """A commit knows them all: none is taken back from here on."""
+        for drive in self:
+            drive.published = True
+
+    def close(self) -> None:
+        """Lets the directories go; those that no commit knows are taken back."""
+        for drive in self._drives[1:]:
+            if not drive.published and drive.lease is not None:
+                remove_content(drive.path)
+                (drive.path / "lease").unlink(missing_ok=True)
+            if drive.lease is not None:
+                drive.lease.close()
+            if not drive.published:
+                with contextlib.suppress(OSError):  # somebody has put something there
+                    for made in drive.made:
+                        made.rmdir()
+
+
+def profiled_bandwidth(directory: Path) -> float:
+    """Bytes a second that the disk under ``directory`` wrote in a benchmark of it; 0 where the profile has none."""
+    try:
+        point = load_io_point(directory)
+    except (DataError, OSError):  # a profile makes a store faster, no more
+        return 0.0
+    return 0.0 if point is None else point.write_bytes_per_s
+
+
+def _same(one: Path, other: Path) -> bool:
+    if one.exists() and other.exists():
+        return one.samefile(other)
+    return one.absolute() == other.absolute()

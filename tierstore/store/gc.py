@@ -1,0 +1,274 @@
+"""What a crash can leave behind, found and removed.
+
+- Space of slots that neither the last commit nor a snapshot refers to: written for a commit that never came, grown for
+  records that never were, or reserved for the next run, which reserves it again. The ends of extent files are cut off,
+  free slots inside them become holes.
+- Files in ``scratch/``, and an identity that was not put in its place.
+- Directories of a creation that was killed before its first commit: they have a lease and no identity.
+- The directory beside a store in which ``reshard`` was building it (``NAME.partial``).
+
+Whatever else is found is named and left alone. A prepared commit that not every rank may have stays too: which of two
+commits counts is for the ranks to say. Everything is looked at and changed under the leases of the store's directories;
+no step depends on an earlier one, so that a collection that is killed is finished by the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from tierstore._native import DirectIo, File
+from tierstore.errors import StoreFormatError, StoreMissingError
+from tierstore.store.directories import building, building_directory
+from tierstore.store.format import COMMITTED_GROUPS, RecordEntry, RecordSchema
+from tierstore.store.home import (
+    IDENTITY,
+    OWN_NAMES,
+    Home,
+    read_directory_identity,
+    read_identity,
+)
+from tierstore.store.index import PREVIOUS, Index
+from tierstore.store.lease import Lease
+from tierstore.store.opening import read_meta
+
+__all__ = ["Garbage", "GcReport", "Mode", "collect"]
+
+_BLOCK = 512  # of st_blocks
+
+
+class Mode(Enum):
+    """Whether garbage is removed, or only shown."""
+
+    REMOVE = "remove"
+    DRY_RUN = "dry run"
+
+
+@dataclass(frozen=True)
+class Garbage:
+    """Something of no use to anybody; ``nbytes`` is what it takes of the disk."""
+
+    path: Path
+    what: str
+    nbytes: int
+
+
+@dataclass
+class GcReport:
+    """What was found, and (not in a dry run) removed; and what was left alone, and why."""
+
+    garbage: list[Garbage] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(item.nbytes for item in self.garbage)
+
+
+#: By schema's place, group and directory: the slots that are in use.
+_Used = Mapping[tuple[int, int, int], set[int]]
+
+
+def collect(store: Path, mode: Mode) -> GcReport:
+    """Collects the garbage of ``store``, of all ranks if it has several, and of an interrupted reshard to that name.
+
+    Raises StoreMissingError, StoreInUseError, StoreFormatError (a truncated extent, say), OSError.
+    """
+    collector = _Collector(mode)
+    partial = building_directory(store)
+    if partial.is_dir():
+        collector.partial(partial)
+    ranks = sorted(path for path in store.glob("rank-*") if path.is_dir())
+    if not (partial.is_dir() or ranks or collector.report.garbage) or _looks_like_one(store):
+        collector.directory(store, {path.name for path in ranks})
+    for path in ranks:
+        if not any(path.iterdir()):
+            collector.empty(path)
+            continue
+        try:
+            collector.directory(path, set())
+        except StoreMissingError as error:
+            collector.report.left.append(str(error))
+    return collector.report
+
+
+def _looks_like_one(store: Path) -> bool:
+    return any((store / name).exists() for name in (IDENTITY, "lease"))
+
+
+class _Collector:
+    def __init__(self, mode: Mode) -> None:
+        self._mode = mode
+        self.report = GcReport()
+
+    def _found(self, path: Path, what: str, nbytes: int, remove: Callable[[], None]) -> None:
+        self.report.garbage.append(Garbage(path, what, nbytes))
+        if self._mode is Mode.REMOVE:
+            remove()
+
+    def partial(self, directory: Path) -> None:
+        """A store that ``reshard`` was building."""
+        foreign = [
+            child.name
+            for child in directory.iterdir()
+            if child.name not in {*OWN_NAMES, IDENTITY} and not child.match("rank-[0-9]*")
+        ]
+        if foreign:
+            self.report.left.append(f"{directory}: {foreign[0]!r} is not of a reshard")
+            return
+        with building(directory):
+            self._found(
+                directory, "an interrupted reshard", _tree_bytes(directory), lambda: shutil.rmtree(directory)
+            )
+
+    def directory(self, directory: Path, ranks: set[str]) -> None:
+        """The store in ``directory``, or what is left of its creation. Raises StoreMissingError for neither."""
+        names = {child.name for child in directory.iterdir()} if directory.is_dir() else set()
+        if IDENTITY in names:
+            self._store(directory, ranks)
+        elif "lease" in names and names <= OWN_NAMES | ranks:
+            with Lease(directory):
+                if not (directory / IDENTITY).exists():  # it became a store meanwhile
+                    self._creation(directory)
+        else:
+            raise StoreMissingError(f"{directory}: no store here ({IDENTITY} is missing)")
+
+    def empty(self, directory: Path) -> None:
+        """What a creation makes first, and its removal leaves to the last."""
+        self._found(directory, "an interrupted creation", _own_bytes(directory), directory.rmdir)
+
+    def _creation(self, directory: Path) -> None:
+        with contextlib.suppress(StoreFormatError):  # cut short: it had not got far
+            begun = read_directory_identity(directory, f"{IDENTITY}.new")
+            if begun is not None and begun.directories > 1:
+                # It alone tells whose the others are: a creation with the same directories takes them over.
+                self.report.left.append(
+                    f"{directory}: an interrupted creation in {begun.directories} directories; create it again, or remove "
+                    "them all"
+                )
+                return
+
+        def remove() -> None:
+            for name in sorted(OWN_NAMES - {"lease"}):
+                path = directory / name
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            # The last of all: without it nobody would know what the rest was.
+            (directory / "lease").unlink()
+            with contextlib.suppress(OSError):  # ranks' directories are in it
+                directory.rmdir()
+
+        self._found(directory, "an interrupted creation", _tree_bytes(directory), remove)
+
+    def _store(self, directory: Path, ranks: set[str]) -> None:
+        home = Home(directory, read_identity(directory), published=True)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(Lease(directory))
+            index = stack.enter_context(contextlib.closing(Index(directory / "index")))
+            schemas, _, known = read_meta(home, index)
+            if PREVIOUS in index.snapshots():
+                self.report.left.append(f"{directory}: a prepared commit that not every rank may have")
+            used = _used_slots(index)
+            self._one_directory(directory, 0, schemas, used, ranks | {"index", IDENTITY})
+            for number, entry in enumerate(known[1:], 1):
+                further = Path(str(entry["path"]))
+                identity = read_directory_identity(further)
+                if identity is None or (identity.uuid, identity.own) != (home.uuid, entry["own"]):
+                    self.report.left.append(
+                        f"{further}: directory {number} of the store in {directory} is not here"
+                    )
+                    continue
+                stack.enter_context(Lease(further))
+                self._one_directory(further, number, schemas, used, {IDENTITY})
+
+    def _one_directory(
+        self, directory: Path, number: int, schemas: Sequence[RecordSchema], used: _Used, known: set[str]
+    ) -> None:
+        for child in sorted(directory.iterdir()):
+            if child.name == f"{IDENTITY}.new":
+                self._file(child, "an identity that was not put in its place")
+            elif child.name not in known | {"lease", "extents", "scratch"}:
+                self.report.left.append(f"{child}: not the store's")
+        scratch = directory / "scratch"
+        for child in sorted(scratch.iterdir()) if scratch.is_dir() else ():
+            self._file(child, "scratch of a process that is gone")
+        layouts = {
+            f"{schema.name}.{group.label}": (place, group, schema.layout(group).slot_bytes)
+            for place, schema in enumerate(schemas)
+            for group in COMMITTED_GROUPS
+        }
+        for child in sorted((directory / "extents").iterdir()):
+            if child.name not in layouts:
+                self.report.left.append(f"{child}: not an extent of this store")
+                continue
+            place, group, slot_bytes = layouts[child.name]
+            self._extent(child, slot_bytes, used.get((place, group, number), set()))
+
+    def _file(self, path: Path, what: str) -> None:
+        if path.is_dir():
+            self.report.left.append(f"{path}: not the store's")
+        else:
+            self._found(path, what, _own_bytes(path), path.unlink)
+
+    def _extent(self, path: Path, slot_bytes: int, used: set[int]) -> None:
+        status = path.stat()
+        end = (max(used) + 1 if used else 0) * slot_bytes
+        if status.st_size < end:
+            raise StoreFormatError(
+                f"{path}: truncated: it has {status.st_size} bytes, and {end} of them are in use"
+            )
+        # What slots in use hold is theirs; a file system's own blocks (its tree of extents) are not worth a visit.
+        nbytes = status.st_blocks * _BLOCK - len(used) * slot_bytes
+        if nbytes < slot_bytes and status.st_size == end:
+            return
+
+        def remove() -> None:
+            with File(str(path), direct=DirectIo.OFF) as file:
+                os.truncate(path, end)
+                for first, beyond in _gaps(used):
+                    file.punch(first * slot_bytes, (beyond - first) * slot_bytes)
+            _fsync(path)
+
+        self._found(path, "slots that no commit refers to", max(nbytes, 0), remove)
+
+
+def _used_slots(index: Index) -> _Used:
+    used: dict[tuple[int, int, int], set[int]] = defaultdict(set)
+    tables: Iterable[Mapping[str, RecordEntry]] = (
+        index.read_commit(name).records for name in (None, *index.snapshots())
+    )
+    for table in tables:
+        for entry in table.values():
+            for group, location in zip(COMMITTED_GROUPS, entry.groups, strict=True):
+                used[entry.schema, group, location.directory].add(location.slot)
+    return used
+
+
+def _gaps(used: set[int]) -> Iterator[tuple[int, int]]:
+    """(first, beyond) of each run of slots below the last one in use that are free."""
+    free_from = 0
+    for slot in sorted(used):
+        if slot > free_from:
+            yield free_from, slot
+        free_from = slot + 1
+
+
+def _own_bytes(path: Path) -> int:
+    return path.lstat().st_blocks * _BLOCK
+
+
+def _tree_bytes(directory: Path) -> int:
+    return _own_bytes(directory) + sum(map(_own_bytes, directory.rglob("*")))
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

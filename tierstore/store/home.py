@@ -1,0 +1,186 @@
+"""What makes a directory one of a store: its identity, written last, and what may lie beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierstore.errors import StoreFormatError, StoreMissingError
+from tierstore.store.format import FORMAT_VERSION
+
+__all__ = [
+    "IDENTITY",
+    "OWN_NAMES",
+    "Home",
+    "Identity",
+    "fsync_directory",
+    "make_directories",
+    "read_directory_identity",
+    "read_identity",
+    "refuse_foreign",
+    "remove_content",
+    "unfinished_creation",
+    "write_identity",
+]
+
+IDENTITY = "tierstore.json"
+#: What there may be in a directory besides the identity of a store.
+OWN_NAMES = {"lease", "index", "extents", "scratch", f"{IDENTITY}.new"}
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Whose directory it is. Number 0 is the store's own; further ones have an ``own`` uuid each, and know the store's
+    ``home``.
+    """
+
+    uuid: str
+    number: int
+    directories: int
+    own: str = ""
+    home: str = ""
+
+    def as_json(self) -> dict[str, object]:
+        content: dict[str, object] = {
+            "format": FORMAT_VERSION,
+            "uuid": self.uuid,
+            "directory": self.number,
+            "directories": self.directories,
+        }
+        return content | ({"own": self.own, "home": self.home} if self.number else {})
+
+
+@dataclass
+class Home:
+    """The directory of a store. ``made``: directories that its creation made, the outermost last."""
+
+    directory: Path
+    uuid: str
+    made: tuple[Path, ...] = ()
+    #: It has an identity, and so is a store: before the first commit it is not.
+    published: bool = False
+
+    def announce(self, directories: int) -> None:
+        """Writes the identity beside its place: what is not a store yet can be told by it (``unfinished_creation``)."""
+        write_identity(self.directory, Identity(self.uuid, 0, directories), f"{IDENTITY}.new")
+
+    def publish(self, directories: int = 1) -> None:
+        """After the first commit, atomically: a directory with an identity is a whole store."""
+        self.announce(directories)
+        # What the identity vouches for must be found after a power cut: names are synced by their directory.
+        fsync_directory(self.directory / "index")
+        fsync_directory(self.directory / "extents")
+        (self.directory / f"{IDENTITY}.new").rename(self.directory / IDENTITY)
+        fsync_directory(self.directory)
+        for made in self.made:
+            fsync_directory(made.parent)
+        self.published = True
+
+    def remove_unpublished(self) -> None:
+        """Takes back a creation that never had a commit. Whoever calls it holds the lease."""
+        if not self.published:
+            remove_content(self.directory)
+            (self.directory / "lease").unlink(missing_ok=True)
+
+    def remove_made(self) -> None:
+        if not self.published:
+            with contextlib.suppress(OSError):  # somebody has put something there
+                for made in self.made:
+                    made.rmdir()
+
+
+def write_identity(directory: Path, identity: Identity, name: str) -> None:
+    """Durably, but for the name."""
+    with open(directory / name, "w") as file:
+        file.write(json.dumps(identity.as_json()) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_identity(directory: Path) -> str:
+    """The uuid of the store in ``directory``. Raises StoreMissingError or StoreFormatError."""
+    identity = read_directory_identity(directory)
+    if identity is None:
+        raise StoreMissingError(f"{directory}: no store here ({IDENTITY} is missing)")
+    if identity.number:
+        raise StoreFormatError(
+            f"{directory}: directory {identity.number} of the store in {identity.home}, not a store by itself"
+        )
+    return identity.uuid
+
+
+def read_directory_identity(directory: Path, name: str = IDENTITY) -> Identity | None:
+    """Whose directory it is; None for nobody's. Raises StoreFormatError."""
+    path = directory / name
+    try:
+        value = json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError as error:
+        raise StoreFormatError(f"{path}: not JSON: {error}") from error
+    if not isinstance(value, dict) or value.get("format") != FORMAT_VERSION:
+        found = value.get("format") if isinstance(value, dict) else None
+        raise StoreFormatError(f"{path}: format version {found}, expected {FORMAT_VERSION}")
+    number, count = value.get("directory"), value.get("directories")
+    texts = [value.get(key, "") for key in ("uuid", "own", "home")]
+    if not isinstance(number, int) or not isinstance(count, int) or not 0 <= number < count:
+        raise StoreFormatError(f"{path}: expected the identity of a store's directory, found {value}")
+    if not texts[0] or not all(isinstance(text, str) for text in texts):
+        raise StoreFormatError(f"{path}: expected the identity of a store's directory, found {value}")
+    return Identity(texts[0], number, count, texts[1], texts[2])
+
+
+def unfinished_creation(directory: Path) -> str:
+    """The uuid of a store whose creation was killed here as it became one; empty where there is none."""
+    if (directory / IDENTITY).exists():
+        return ""
+    with contextlib.suppress(StoreFormatError):  # cut short: it had not got far
+        identity = read_directory_identity(directory, f"{IDENTITY}.new")
+        return "" if identity is None else identity.uuid
+    return ""
+
+
+def refuse_foreign(directory: Path) -> None:
+    """Raises StoreFormatError for a directory with content that no creation left behind.
+
+    A creation that was killed before its first commit leaves no store (it has no identity), but always a
+    lease.
+    """
+    if not directory.exists():
+        return
+    names = sorted(child.name for child in directory.iterdir())
+    foreign = [name for name in names if name not in OWN_NAMES or "lease" not in names]
+    if foreign:
+        raise StoreFormatError(
+            f"{directory}: expected an empty or missing directory for a new store, found {foreign[0]!r}"
+        )
+
+
+def make_directories(directory: Path) -> tuple[Path, ...]:
+    """Makes ``directory``; returns those that were missing, the outermost last."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    return tuple(missing)
+
+
+def remove_content(directory: Path) -> None:
+    """Everything but the lease: it is what keeps others out meanwhile."""
+    for child in directory.iterdir():
+        if child.is_dir():
+            shutil.rmtree(child)
+        elif child.name != "lease":
+            child.unlink()
+
+
+def fsync_directory(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(directory)) from error
+    finally:
+        os.close(fd)

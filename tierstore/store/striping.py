@@ -1,0 +1,249 @@
+"""One extent on several drives: whole slots are spread over them by weight.
+
+A slot is never divided. Experts are read and written many at a time, so drives work in parallel without it; a transfer
+stays one operation of one file, as long as it can be; and what a drive that fails held is a list of records.
+
+A slot is named by its *place*, directory and slot in one number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from tierstore._native import Buffer, CrcTable, Priority
+from tierstore.store.discard import Discard
+from tierstore.store.drives import Drive, Drives
+from tierstore.store.extents import Extent
+from tierstore.store.format import GroupLayout, divided, place
+from tierstore.store.weighing import Turns, apportion
+
+__all__ = ["StripedExtent"]
+
+
+class StripedExtent:
+    """The extents of one group of one schema, one in each of ``drives``, in their order. ``discard`` says whether they
+    may have free slots without blocks.
+    """
+
+    def __init__(self, drives: Drives, extents: Sequence[Extent], discard: Discard) -> None:
+        self.extents = list(extents)
+        self.layout: GroupLayout = self.extents[0].layout
+        self._drives = drives
+        self._discard = discard
+        self._turns = Turns(len(self.extents))
+        self._wanted = 0
+
+    @property
+    def slots(self) -> int:
+        return sum(extent.slots for extent in self.extents)
+
+    def path(self, place: int) -> Path:
+        """The file that the slot is in."""
+        return self.extents[divided(place)[0]].path
+
+    def holds(self, place: int) -> bool:
+        """Whether there is such a slot."""
+        directory, slot = divided(place)
+        return directory < len(self.extents) and slot < self.extents[directory].slots
+
+    # Space --------------------------------------------------------------------------------------------------
+
+    def reserve(self, slots: int) -> None:
+        """Makes the extents at least ``slots`` slots long together, each as long as its share of them where it can.
+
+        Raises OSError (ENOSPC) when all drives together have no room; what they had is reserved then.
+        """
+        self._wanted = max(self._wanted, slots)
+        if len(self.extents) == 1:
+            self._grow(0, max(slots, self._least(self.extents[0])))
+            return
+        for extent in self.extents:
+            extent.reserve(self._least(extent))  # what was found may have holes
+        missing = slots - sum(extent.reserved_slots for extent in self.extents)
+        if missing > 0:
+            self._share_out(slots, missing)
+        self.rebalance()
+
+    def _least(self, extent: Extent) -> int:
+        """Slots of a file that was found that must have blocks: all, where none is given back."""
+        return extent.reserved_slots if self._discard else extent.slots
+
+    def discard(self, needed: int) -> None:
+        """Queues holes where more slots than ``needed`` have blocks."""
+        self._wanted = min(self._wanted, needed)
+        if len(self.extents) == 1:
+            self.extents[0].discard(needed, self._discard)
+            return
+        keep = self._targets(needed)
+        # What a full drive could not take on is kept elsewhere: together there are always as many as are needed.
+        reserved = [extent.reserved_slots for extent in self.extents]
+        lacking = sum(max(wish - had, 0) for wish, had in zip(keep, reserved, strict=True))
+        for number in self._by_share():
+            more = min(max(reserved[number] - keep[number], 0), lacking)
+            keep[number] += more
+            lacking -= more
+        for extent, slots in zip(self.extents, keep, strict=True):
+            extent.discard(slots, self._discard)
+
+    def _targets(self, slots: int) -> list[int]:
+        """For each drive, the slots that it should have of ``slots``: those in use, and its share of all that are free.
+
+        So what is written next can be shared out as the weights say, wherever the last commits lie.
+        """
+        used = [extent.reserved_slots - extent.free_slots for extent in self.extents]
+        free = apportion(max(slots - sum(used), 0), self._drives.shares)
+        return [taken + own for taken, own in zip(used, free, strict=True)]
+
+    def _share_out(self, slots: int, missing: int) -> None:
+        targets = self._targets(slots)
+        short = [
+            max(target - extent.reserved_slots, 0)
+            for target, extent in zip(targets, self.extents, strict=True)
+        ]
+        left = sum(self._grow_partly(number, more) for number, more in enumerate(apportion(missing, short)))
+        for number in self._by_share():
+            left = self._grow_partly(number, left) if left else 0
+        if left:
+            self._raise_full(left)
+
+    def rebalance(self) -> None:
+        """Room for the shares as they are now. It is an offer to a drive that is faster than it was, or new: one that is
+        full is no error.
+        """
+        if len(self.extents) > 1:
+            for number, target in enumerate(self._targets(self._wanted)):
+                with contextlib.suppress(_FullError):
+                    self._grow(number, target)
+
+    def _by_share(self) -> list[int]:
+        return sorted(range(len(self.extents)), key=lambda number: (-self._drives.shares[number], number))
+
+    def _grow(self, number: int, slots: int) -> None:
+        """Raises OSError (ENOSPC) when the drive is full, or its limit reached."""
+        drive, extent = self._drives[number], self.extents[number]
+        more = (slots - extent.reserved_slots) * self.layout.slot_bytes
+        if more > 0 and drive.limit and drive.reserved_bytes + more > drive.limit:
+            left = max(drive.limit - drive.reserved_bytes, 0)
+            message = f"No space left within stripe.limits: {more} more bytes are needed and {left} are left"
+            raise _FullError(errno.ENOSPC, message, str(extent.path))
+        try:
+            extent.reserve(slots)
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise _FullError(*error.args[:2], error.filename) from error
+            raise
+
+    def _grow_partly(self, number: int, slots: int) -> int:
+        """Adds ``slots`` slots, or as many as there is room for; returns how many were not had."""
+        extent = self.extents[number]
+        for more in (slots, min(slots, self._room(number))):
+            with contextlib.suppress(_FullError):
+                self._grow(number, extent.reserved_slots + more)
+                return slots - more
+        return slots
+
+    def _room(self, number: int) -> int:
+        """Slots that the drive has room for, by what its file system says."""
+        drive, slot_bytes = self._drives[number], self.layout.slot_bytes
+        room = _free_bytes(drive)
+        if drive.limit:
+            room = min(room, max(drive.limit - drive.reserved_bytes, 0))
+        return room // slot_bytes
+
+    def _raise_full(self, slots: int) -> None:
+        free = ", ".join(f"{_free_bytes(drive)} in {drive.path}" for drive in self._drives)
+        message = (
+            f"No space left on device: {slots * self.layout.slot_bytes} more bytes are needed on any drive, and free "
+            f"are {free}"
+        )
+        raise _FullError(errno.ENOSPC, message, str(self.extents[0].path))
+
+    def adopt(self, used: set[int]) -> None:
+        """After opening: every slot that is not in ``used`` is free."""
+        slots: list[set[int]] = [set() for _ in self.extents]
+        for taken in used:
+            directory, slot = divided(taken)
+            slots[directory].add(slot)
+        for extent, own in zip(self.extents, slots, strict=True):
+            extent.adopt(own)
+
+    def take(self) -> int:
+        """A free slot of the drive whose turn it is, of those that have one; when none has, a drive grows.
+
+        Raises OSError (ENOSPC) only when every drive is full.
+        """
+        numbers = range(len(self.extents))
+        free = [number for number in numbers if self.extents[number].free_slots]
+        full: _FullError | None = None
+        for among in (free, [number for number in numbers if number not in free]):
+            while among:
+                number = self._turns.take(self._drives.shares, among)
+                extent = self.extents[number]
+                try:
+                    # Some slots more than one at a time; and of those that are free, none without blocks.
+                    more = 0 if extent.free_slots else max(1, extent.slots // 8)
+                    self._grow(number, extent.reserved_slots + more)
+                    return place(number, extent.take())
+                except _FullError as error:
+                    full = full or error
+                    among.remove(number)
+        raise full or AssertionError("an extent on no drive")
+
+    def give_back(self, place: int) -> None:
+        """Frees a slot whose last content nothing on disk refers to any more."""
+        directory, slot = divided(place)
+        self.extents[directory].give_back(slot)
+
+    # Transfers ----------------------------------------------------------------------------------------------
+
+    def read(
+        self,
+        place: int,
+        sections: Sequence[Buffer],
+        crcs: CrcTable,
+        first_crc: int,
+        after: Sequence[int],
+        priority: Priority,
+    ) -> int:
+        """Queues a checked read of a whole slot, after the last write to it."""
+        directory, slot = divided(place)
+        return self.extents[directory].read(slot, sections, crcs, first_crc, after, priority)
+
+    def reads_in_flight(self, place: int) -> list[int]:
+        """Tickets of the reads of the slot that have not finished."""
+        directory, slot = divided(place)
+        return self.extents[directory].reads_in_flight(slot)
+
+    def write(
+        self, place: int, sections: Sequence[Buffer], crcs: CrcTable, first_crc: int, after: Sequence[int]
+    ) -> int:
+        """Queues a write of a whole slot, after every read and write queued on that slot before."""
+        directory, slot = divided(place)
+        return self.extents[directory].write(slot, sections, crcs, first_crc, after)
+
+    def syncs(self, after: Sequence[int]) -> list[int]:
+        """Queues an fdatasync of each file that was written or grown since its last one."""
+        tickets = [extent.sync(after) for extent in self.extents]
+        return [ticket for ticket in tickets if ticket is not None]
+
+    def forget_finished(self) -> None:
+        """Drops the ordering kept for transfers that are known to have finished (after a commit)."""
+        for extent in self.extents:
+            extent.forget_finished()
+
+    def close(self) -> None:
+        for extent in self.extents:
+            extent.close()
+
+
+class _FullError(OSError):
+    """ENOSPC of one drive, which others may make good."""
+
+
+def _free_bytes(drive: Drive) -> int:
+    space = os.statvfs(drive.path)
+    return space.f_bavail * space.f_frsize
