@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,21 @@ def mount(option: str) -> None:
     run("mount", "-t", "ext4", "-o", option, DEVICE, str(MOUNT))
 
 
+def make_fsdax() -> None:
+    """The namespace gets struct pages (in ordinary memory), without which there is no DAX; it remembers."""
+    devices, driver = Path("/sys/bus/nd/devices"), Path("/sys/bus/nd/drivers/nd_pmem")
+    (driver / "unbind").write_text("namespace0.0")
+    pfn = devices / "pfn0.0"
+    for name, value in (
+        ("mode", "ram"),
+        ("align", "2097152"),
+        ("uuid", str(uuid.uuid4())),
+        ("namespace", "namespace0.0"),
+    ):
+        (pfn / name).write_text(value)
+    (driver / "bind").write_text("pfn0.0")
+
+
 def pytest(*arguments: str) -> None:
     run(
         sys.executable,
@@ -45,6 +61,7 @@ def pytest(*arguments: str) -> None:
 
 
 def tests() -> None:
+    make_fsdax()
     run("mkfs.ext4", "-q", "-F", "-b", "4096", DEVICE)
     mount("dax=always")
     path = MOUNT / "mode"
