@@ -13,6 +13,8 @@ import pytest
 # Before torch is imported. Many tests start processes of their own: one thread each, and no spinning.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# What this user's disks were found to do best is nobody's business here.
+os.environ["TIERSTORE_IO_PROFILE"] = "none"
 # Those processes find the installed package, not the checkout that pytest was called from.
 os.environ.setdefault("PYTHONSAFEPATH", "1")
 # Ranks meet on this machine alone, whatever its name resolves to.

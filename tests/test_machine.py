@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from pathlib import Path
 
 import pytest
@@ -67,3 +69,27 @@ def test_this_machine(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as caught:
         machine.disk(tmp_path / "nowhere")
     assert caught.value.filename == str(tmp_path / "nowhere")
+
+
+def test_the_processor_by_name(tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: A Processor 9\nmodel name\t: another\n")
+    assert machine.processor(tmp_path) == "A Processor 9"
+    assert machine.processor(tmp_path / "nowhere") == platform.machine()
+
+
+def test_the_device_under_a_directory(tmp_path: Path) -> None:
+    number = os.stat(tmp_path).st_dev
+    sys = tmp_path / "sys"
+    disk = sys / "devices/nvme0n1"
+    part = disk / "nvme0n1p2"
+    part.mkdir(parents=True)
+    assert machine.block_device(tmp_path, sys) == "unknown"
+    links = sys / "dev/block"
+    links.mkdir(parents=True)
+    (links / f"{os.major(number)}:{os.minor(number)}").symlink_to(part)
+    assert machine.block_device(tmp_path, sys) == "nvme0n1p2"
+    (disk / "device").mkdir()
+    (disk / "device/model").write_text("Some SSD 990   \n")
+    assert machine.block_device(tmp_path, sys) == "nvme0n1p2 (Some SSD 990)"
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        machine.block_device(tmp_path / "nowhere")

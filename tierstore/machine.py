@@ -11,9 +11,20 @@ import psutil
 
 from tierstore.capabilities import filesystem_type
 
-__all__ = ["Disk", "Memory", "cores", "disk", "kernel", "memory", "openmp_wait_policy"]
+__all__ = [
+    "Disk",
+    "Memory",
+    "block_device",
+    "cores",
+    "disk",
+    "kernel",
+    "memory",
+    "openmp_wait_policy",
+    "processor",
+]
 
 _PROC = Path("/proc")
+_SYS = Path("/sys")
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -43,6 +54,16 @@ class Disk:
 def cores() -> int:
     """The cores that this process may run on."""
     return len(os.sched_getaffinity(0))
+
+
+def processor(proc: Path = _PROC) -> str:
+    """The processor's name as the kernel has it, or the architecture where it has none."""
+    try:
+        lines = (proc / "cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())
 
 
 def kernel() -> str:
@@ -115,3 +136,21 @@ def disk(directory: Path) -> Disk:
         free_bytes=space.f_bavail * space.f_frsize,
         total_bytes=space.f_blocks * space.f_frsize,
     )
+
+
+def block_device(directory: Path, sys: Path = _SYS) -> str:
+    """The block device under ``directory``, with its model where it says one: ``nvme0n1p2 (Samsung SSD 990)``.
+
+    ``unknown`` for file systems without one. Raises OSError where there is no such directory.
+    """
+    number = os.stat(directory).st_dev
+    entry = sys / "dev/block" / f"{os.major(number)}:{os.minor(number)}"
+    if not entry.exists():
+        return "unknown"
+    place = entry.resolve()
+    for holder in (place, place.parent):  # a partition's model is its disk's
+        try:
+            return f"{place.name} ({(holder / 'device/model').read_text().strip()})"
+        except OSError:
+            continue
+    return place.name

@@ -207,7 +207,7 @@ void Engine::start(Operation& operation, Remains& remains) {
     } else if (operation.kind == Kind::Compute) {
         for (size_t part = 0; part < operation.parts.size(); ++part)
             pool_->submit([this, ticket, part] { run_compute(ticket, part); }, urgency(operation.priority));
-    } else if (operation.kind == Kind::Write) {
+    } else if (operation.kind == Kind::Write && needs_seal(operation.transfer)) {
         pool_->submit([this, ticket] { run_seal(ticket); }, urgency(operation.priority));
     } else {
         send(operation);

@@ -33,6 +33,8 @@ struct Transfer {
 std::vector<Span> transfer_spans(const Transfer& transfer);
 // Throws ChecksumMismatch at the first section that is not what its checksum says.
 void verify_checksums(const Transfer& transfer);
+// Whether a write has a checksum to store or padding to zero; without, no compute thread need see it.
+bool needs_seal(const Transfer& transfer);
 // Zeroes the padding and stores each section's checksum.
 void seal(const Transfer& transfer);
 

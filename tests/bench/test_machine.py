@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tierstore.bench.machine import MachineBench, rows, run
+from tierstore.bench.machine import MachineBench, measurements, rows, run
 from tierstore.cli.main import cli
 from tierstore.errors import ConfigError
 from tierstore.plan.costs import load_profile, save_profile
@@ -17,7 +17,8 @@ from tierstore.plan.evidence import Evidence
 def test_a_measured_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said: list[str] = []
     bench = MachineBench(directory=tmp_path, repeats=1, disk_bytes=8 << 20, threads=1)
-    measured = run(bench, said.append)
+    found = run(bench, said.append)
+    measured = found.profile
     assert measured.evidence is Evidence.MEASURED
     assert measured.process_bytes > 50 << 20
     assert len(said) == 4
@@ -25,6 +26,10 @@ def test_a_measured_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert cost.per_s > 0, name
         assert cost.latency_s >= 0, name
         assert assumed.per_s > 0, name
+    listed = {one.key: one for one in measurements(found)}
+    assert len({one.parameters["cost"] for one in listed.values() if one.name == "latency"}) == 10
+    copies = [one for one in listed.values() if one.name == "copy"]
+    assert [one.parameters["bytes"] for one in copies] == [256 << 10, 1 << 20, 4 << 20, 16 << 20]
     assert not list(tmp_path.iterdir())  # what it measured with is gone
     path = tmp_path / "profile.json"
     save_profile(measured, path)

@@ -10,7 +10,7 @@ import pytest
 from tierstore.bench.overlap import Balance, Ranks, links_for
 from tierstore.bench.overlap_rank import Measurement
 from tierstore.bench.overlap_rig import Computation, RigShape
-from tierstore.bench.prediction import Calibration, PredictionBench, RigWorkload, cases
+from tierstore.bench.prediction import Calibration, PredictionBench, RigWorkload, cases, measurements
 from tierstore.errors import ConfigError
 from tierstore.links import LinkConfig, LinksConfig
 from tierstore.plan.costs import Cost
@@ -81,3 +81,11 @@ def test_what_is_predicted_to_move_does(tmp_path: Path) -> None:
 def test_bad_input(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         PredictionBench(**wrong)  # type: ignore[arg-type]
+
+
+def test_what_a_document_holds() -> None:
+    row = {"case": "all equal", "measured_step_samples_s": [1.0, 3.0], "predicted_to_measured_ratio": 0.8}
+    step, ratio, error = measurements({"cases": [row]})
+    assert (step.median, step.label) == (2.0, "step (case=all equal)")
+    assert (ratio.median, ratio.met) == (0.8, None)
+    assert (error.median, error.met) == (pytest.approx(0.2), False)

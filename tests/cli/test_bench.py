@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tierstore.bench.results import load_document
 from tierstore.cli.main import cli
 from tierstore.cli.output import unit_violations
 
@@ -46,7 +47,8 @@ def last_object(out: str) -> dict[str, Any]:
 
 
 def test_train(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert bench(*tiny(tmp_path, "--host-budget=300KiB", "--json")) == 0
+    saved = tmp_path / "saved.json"
+    assert bench(*tiny(tmp_path, "--host-budget=300KiB", "--json", f"--save={saved}")) == 0
     out, err = capfd.readouterr()
     found = last_object(out)
     counts = frozenset({"steps", "rounds", "warmup_steps", "parameters", "experts"})
@@ -60,6 +62,10 @@ def test_train(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert found["bound_s"] > 0
     assert found["step_to_bound_ratio"] > 0
     assert "step / bound" in err
+    listed = {one.label: one for one in load_document(saved).measurements}
+    assert listed["step (run=in ram)"].count == listed["step (run=tiered)"].count == 4
+    assert listed["step to bound"].median == pytest.approx(found["step_to_bound_ratio"])
+    assert listed["step to bound"].target == 1.15
     assert not (tmp_path / "bench").exists()
 
 
@@ -93,11 +99,15 @@ def test_adamw(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
     monkeypatch.setattr(adamw, "RECORD_PARAMETERS", 4096)
     monkeypatch.setattr(adamw, "_PROBE_BYTES", 1 << 20)
     monkeypatch.setattr(adamw, "_READ_BYTES", 1 << 20)
+    saved = tmp_path / "saved.json"
     arguments = ["adamw", "--parameters=1000", "--threads=1", "--repeats=2", f"--store={tmp_path}", "--json"]
-    assert bench(*arguments) == 0
+    assert bench(*arguments, f"--save={saved}") == 0
     found = last_object(capsys.readouterr().out)
     assert found["record_bytes"] == 4096 * 12
     assert found["record_replay_to_read_ratio"] > 0
+    listed = {one.label: one for one in load_document(saved).measurements}
+    assert listed["speed to torch's"].median == pytest.approx(found["speed_to_torch_ratio"])
+    assert listed["record (operation=read)"].count == 2
 
 
 def test_commit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,18 +127,23 @@ def test_commit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not (tmp_path / "b").exists()
 
 
-def test_collectives(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench("collectives", "--layers=1", "--d-model=16", "--tokens=4", "--rounds=1", "--json") == 0
+def test_collectives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = tmp_path / "saved.json"
+    small = ["--layers=1", "--d-model=16", "--tokens=4", "--rounds=1"]
+    assert bench("collectives", *small, "--json", f"--save={saved}") == 0
     found = last_object(capsys.readouterr().out)
     assert found["same_bits"] is True
     assert found["apart"]["collectives_count"] > found["fused"]["collectives_count"]
+    listed = {one.label: one.median for one in load_document(saved).measurements}
+    assert listed["messages a step (messages=apart)"] == found["apart"]["collectives_count"]
     assert bench("collectives", "--ranks=1") == 2
     assert "ranks: expected at least 2" in capsys.readouterr().err
 
 
 def test_overlap(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     small = ["--layers=2", "--forward-ms=1", "--computation=device", "--steps=1", "--warmup=1"]
-    assert bench("overlap", *small, f"--store={tmp_path / 'bench'}", "--json") == 0
+    saved = tmp_path / "saved.json"
+    assert bench("overlap", *small, f"--store={tmp_path / 'bench'}", "--json", f"--save={saved}") == 0
     out, err = capfd.readouterr()
     found = last_object(out)
     counts = frozenset({"ranks", "collectives", "disk_transfers"})
@@ -139,3 +154,6 @@ def test_overlap(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         "none",
     ]
     assert "/ longest" in err
+    listed = [one for one in load_document(saved).measurements if one.name == "step to the longest"]
+    assert [one.target for one in listed] == [1.15, 1.05, 1.05, 1.05, None, None, None]
+    assert [one.median for one in listed] == pytest.approx([run["ratio"] for run in found["runs"]])

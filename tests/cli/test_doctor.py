@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from click.testing import CliRunner
 from tierstore.cli.doctor import CHECKS
 from tierstore.cli.main import cli
 from tierstore.cli.output import unit_violations
+from tierstore.store import ParameterStore, RecordSchema, StoreConfig, StripeConfig
 
 
 def test_tables(tmp_path: Path) -> None:
@@ -56,3 +58,28 @@ def test_on_fails_where_it_is_lacking(tmp_path: Path) -> None:
     assert (result.exit_code, result.stdout) == (2, "")
     expected = f"{name} is set to on, and this machine lacks it: {lacking[0]['reason']}"
     assert result.stderr == f"tierstore: error: {expected}\n"
+
+
+def test_the_drives_of_a_store(tmp_path: Path) -> None:
+    further = StripeConfig(directories=(tmp_path / "b",))
+    config = StoreConfig(host_budget=1 << 20, stripe=further)
+    with ParameterStore.create(tmp_path / "store", [RecordSchema("expert", 1000)], config) as store:
+        for key in ("x", "y"):
+            store.register(key, "expert")
+        store.commit()
+        held = CliRunner().invoke(cli, ["doctor", "--store", str(tmp_path / "store")])
+        assert held.exit_code == 2
+        assert f"open in another process (pid {os.getpid()})" in held.stderr
+    arguments = ["doctor", "--dir", str(tmp_path), "--store", str(tmp_path / "store")]
+    result = CliRunner().invoke(cli, [*arguments, "--json"])
+    own, other = json.loads(result.stdout.splitlines()[-1])["drives"]
+    # One record each: 4,000 bytes of weights and twice as many of moments, each padded to a page.
+    assert own["used_bytes"] == other["used_bytes"] == 3 * 4096
+    assert own["reserved_bytes"] >= 2 * 3 * 4096
+    assert (own["share_ratio"], other["path"]) == (0.5, str(tmp_path / "b"))
+    assert own["disks"] == other["disks"]
+    (tmp_path / "b").rename(tmp_path / "c")
+    shown = CliRunner().invoke(cli, arguments).stdout
+    assert f"{tmp_path / 'b'}" in shown
+    assert "MISSING" in shown
+    assert "not measured" in shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from tierstore.cli import train as train_command
 from tierstore.cli.main import cli
 from tierstore.cli.output import unit_violations
+from tierstore.devices import Disk, Health
 from tierstore.trace.replay import replay
 
 TINY = """
@@ -187,3 +190,43 @@ def test_a_flipped_bit_is_found(run: Run) -> None:
         result = CliRunner().invoke(cli, arguments)
         assert result.exit_code == 1, (result.stdout, result.stderr)
         assert "expert.0" in result.stdout + result.stderr
+
+
+def test_drives_change_where_bytes_lie_and_nothing_else(run: Run, tmp_path: Path) -> None:
+    """Two drives against one, with a trace of each; then a third is added at a resumption."""
+    one = run.json("--record-trace", str(tmp_path / "one.trace"), store=tmp_path / "one")
+    further = f"stripe.directories={tmp_path / 'b'}"
+    two = run.json("--set", further, "--record-trace", str(tmp_path / "two.trace"))
+    for name in ("train_loss", "val_loss", "records_crc32c", "hits", "misses", "evictions", "read_bytes"):
+        assert two[name] == one[name]
+    # Byte for byte: where a record lies is no part of a decision.
+    assert (tmp_path / "one.trace").read_bytes() == (tmp_path / "two.trace").read_bytes()
+    assert [drive["path"] for drive in two["drives"]] == [str(run.store), str(tmp_path / "b")]
+    assert sum(drive["used_bytes"] for drive in two["drives"]) == one["drives"][0]["used_bytes"]
+    assert all(drive["used_bytes"] > 0 for drive in two["drives"])
+    assert sum(drive["share_ratio"] for drive in two["drives"]) == pytest.approx(1)
+
+    third = f"stripe.directories={tmp_path / 'b'},{tmp_path / 'c'}"
+    shown = run("--resume", "--steps", "8", "--set", third).stdout
+    names = rf"{run.store} \d+%, {tmp_path / 'b'} \d+%, {tmp_path / 'c'} \d+%"
+    assert re.search(rf"^drives: {names} of new records$", shown, re.MULTILINE)
+    assert "\ndirectory " in shown
+    again = CliRunner().invoke(cli, ["verify", str(run.store), "--json"])
+    found = json.loads(again.stdout.splitlines()[-1])
+    assert again.exit_code == 0
+    assert [Path(drive["path"]).name for drive in found["drives"]] == ["store", "b", "c"]
+    assert sum(drive["read_bytes"] for drive in found["drives"]) == found["read_bytes"]
+
+
+def test_a_disk_that_warns_is_named_at_the_head(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(name="nvme0n1", through=(), model="Worn", rotational=False, size_bytes=1, bus="nvme")
+    monkeypatch.setattr(train_command, "disks_under", lambda directory: [disk])
+    monkeypatch.setattr(
+        train_command, "disk_health", lambda disk: Health(warnings=("it has gone read-only",))
+    )
+    shown = run("--steps", "1", "--set", f"stripe.directories={run.directory / 'b'}").stdout
+    assert (
+        f"\nwarning: {run.directory / 'b'} and {run.store} are on one disk, nvme0n1: together no faster\n"
+        in shown
+    )
+    assert f"\nwarning: nvme0n1 Worn under {run.store}: it has gone read-only\n" in shown

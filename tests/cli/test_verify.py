@@ -11,6 +11,7 @@ import pytest
 
 from tierstore.cli.output import Output, unit_violations
 from tierstore.cli.verify import run_verify
+from tierstore.store import DriveReport
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class FakeReport:
     sections: int = 12
     snapshots: int = 2
     bytes_read: int = 3 * 2**20
+    drives: tuple[DriveReport, ...] = ()
 
 
 class FakeVerifier:
@@ -57,6 +59,7 @@ def test_a_corrupt_store(capsys: pytest.CaptureFixture[str]) -> None:
         "snapshots": 2,
         "read_bytes": 3 * 2**20,
         "failures": failures,
+        "drives": [],
     }
     assert list(unit_violations(found)) == []
     assert f"corrupt: {failures[19]}" in err

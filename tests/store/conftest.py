@@ -5,6 +5,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from conftest_store import fast_path
+from conftest_store import fast_path, small_disk
 
-__all__ = ["fast_path"]
+__all__ = ["fast_path", "small_disk"]

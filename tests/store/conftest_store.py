@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +37,26 @@ def fast_path(tmp_path: Path) -> Iterator[Path]:
     made = Path(tempfile.mkdtemp(dir=shared, prefix="tierstore-"))
     yield made
     shutil.rmtree(made)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """An ext4 file system of 16 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a file system needs root; the tests with a limited file size run everywhere")
+    image, mount = tmp_path / "disk", tmp_path / "mount"
+    with open(image, "wb") as file:
+        file.truncate(16 << 20)
+    mount.mkdir()
+    made = subprocess.run(["mkfs.ext4", "-q", "-m", "0", image], capture_output=True, check=False)
+    mounted = made.returncode == 0 and (
+        subprocess.run(["mount", "-o", "loop", image, mount], capture_output=True, check=False).returncode
+        == 0
+    )
+    if not mounted:
+        pytest.skip("no loop-mounted ext4 here; the tests with a limited file size run everywhere")
+    yield mount
+    subprocess.run(["umount", mount], check=True)
 
 
 def weights(count: int, numel: int, seed: int = 0) -> dict[str, Array]:

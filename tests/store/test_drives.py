@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +17,22 @@ from hypothesis import strategies as st
 from tierstore._native import Link
 from tierstore.errors import (
     ConfigError,
+    DataError,
     StoreError,
     StoreExistsError,
     StoreFormatError,
     StoreMissingError,
 )
-from tierstore.store import Group, ParameterStore, RecordSchema, StoreConfig, StripeConfig, verify_store
+from tierstore.io_profile import IoPoint
+from tierstore.store import (
+    Group,
+    ParameterStore,
+    RecordSchema,
+    StoreConfig,
+    StripeConfig,
+    drives,
+    verify_store,
+)
 from tierstore.store.format import COMMITTED_GROUPS, divided
 from tierstore.store.home import Home
 from tierstore.store.index import Index
@@ -348,3 +359,58 @@ def test_damage_names_the_drive(tmp_path: Path) -> None:
         path.rename(tmp_path / "aside")
     with pytest.raises(StoreFormatError, match=f"{path}: the extent file is missing"):
         ParameterStore.open(tmp_path / "store", CONFIG)
+
+
+def test_a_profile_gives_the_first_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until operation has measured them; here both directories are on one disk, so what is looked up is made out."""
+    point = IoPoint(
+        chunk_bytes=1 << 20, queue_depth=8, read_bytes_per_s=9e9, write_bytes_per_s=3e9, measured="2026-11-21"
+    )
+    slower = replace(point, write_bytes_per_s=1e9)
+    found = {tmp_path / "store": point, tmp_path / "b": slower}
+    monkeypatch.setattr(drives, "load_io_point", lambda path: found[path])
+    with striped(tmp_path) as store:
+        assert [drive.share for drive in store.drives()] == [0.75, 0.25]
+        assert directories(store).count(0) == 6
+
+    def damaged(path: Path) -> IoPoint:
+        raise DataError(f"{path}: not a profile")
+
+    monkeypatch.setattr(drives, "load_io_point", damaged)
+    with ParameterStore.open(tmp_path / "store", CONFIG) as store:
+        assert [drive.share for drive in store.drives()] == [0.75, 0.25]  # known from the last commit
+    stripe = StripeConfig(directories=(tmp_path / "d",))
+    with small_store(tmp_path / "other", stripe=stripe) as store:
+        assert [drive.share for drive in store.drives()] == [0.5, 0.5]
+
+
+@settings(deadline=None, max_examples=6)
+@given(st.lists(st.sampled_from([1.0, 3.0, 20.0]), min_size=3, max_size=5), st.booleans())
+def test_space_follows_the_shares_and_is_always_enough(
+    tmp_path_factory: pytest.TempPathFactory, speeds: list[float], limited: bool
+) -> None:
+    """The second drive's speed changes at each commit, and everything is written anew between them."""
+    root, count, numel = tmp_path_factory.mktemp("space"), 6, 100_000
+    schema = RecordSchema("expert", numel)
+    slot_bytes = sum(schema.layout(group).slot_bytes for group in COMMITTED_GROUPS)
+    limits = (0, 4 * slot_bytes) if limited else ()
+    stripe = StripeConfig(directories=(root / "b",), limits=limits, weights=(1.0, 1.0))
+    with small_store(root / "store", count=count, numel=numel, budget=32 << 20, stripe=stripe) as store:
+        for speed in speeds:
+            shares = [1 / (1 + speed), speed / (1 + speed)]
+            store._parts.drives.weighing.shares = shares
+            store.commit()  # space follows the shares
+            store.update({key: np.ones(numel, np.float32) for key in store.keys}, lr=0.1)
+            store.commit()
+            if not limited:
+                assert abs(directories(store).count(1) - count * shares[1]) <= 2
+            for extents in store.slots._extents.values():
+                assert sum(extent.reserved_slots for extent in extents.extents) >= 2 * count
+                # And no more than that, but for what a change of shares adds until it is given back.
+                assert sum(extent.reserved_slots for extent in extents.extents) <= 3 * count
+            if limited:
+                assert store.drives()[1].reserved_bytes <= 4 * slot_bytes
+        crc = store.records_crc32c()
+        store.commit()
+    with ParameterStore.open(root / "store", StoreConfig(host_budget=32 << 20)) as store:
+        assert (store.records_crc32c(), store.verify().failures) == (crc, [])

@@ -10,7 +10,6 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -51,26 +50,6 @@ def leave_access(store: ParameterStore, records: list[CachedRecord]) -> None:
 
 
 # A full disk ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """An ext4 file system of 16 MiB."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a file system needs root; the tests with a limited file size run everywhere")
-    image, mount = tmp_path / "disk", tmp_path / "mount"
-    with open(image, "wb") as file:
-        file.truncate(16 << 20)
-    mount.mkdir()
-    made = subprocess.run(["mkfs.ext4", "-q", "-m", "0", image], capture_output=True, check=False)
-    mounted = made.returncode == 0 and (
-        subprocess.run(["mount", "-o", "loop", image, mount], capture_output=True, check=False).returncode
-        == 0
-    )
-    if not mounted:
-        pytest.skip("no loop-mounted ext4 here; the tests with a limited file size run everywhere")
-    yield mount
-    subprocess.run(["umount", mount], check=True)
 
 
 def test_full_disk(small_disk: Path) -> None:

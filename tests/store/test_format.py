@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.errors import ConfigError, StoreFormatError
+from tierstore.store import StripeConfig
 from tierstore.store.format import (
     Group,
     GroupLocation,
@@ -122,13 +123,18 @@ def slow_crc32c(data: bytes) -> int:
 def read_record(directory: Path, key: str) -> tuple[int, dict[str, bytes]]:
     """The step and the checked sections of one record of the last commit."""
     identity = json.loads((directory / "tierstore.json").read_text())
-    assert (identity["format"], identity["directories"]) == (1, 1)
+    assert (identity["format"], identity["directory"]) == (1, 0)
     with lmdb.open(str(directory / "index"), readonly=True, lock=False, max_dbs=4) as env:
         meta_db, records_db = (env.open_db(name, create=False) for name in (b"meta", b"records"))
         with env.begin() as txn:
             meta = json.loads(txn.get(b"store", db=meta_db))
             value = txn.get(key.encode(), db=records_db)
     assert meta["uuid"] == identity["uuid"]
+    stripe = [{"path": str(directory), "own": ""}, *meta.get("stripe", [])[1:]]
+    for number, entry in enumerate(stripe[1:], 1):
+        further = json.loads((Path(entry["path"]) / "tierstore.json").read_text())
+        assert (further["uuid"], further["directory"]) == (identity["uuid"], number)
+        assert further["own"] == entry["own"] != ""
     schema_number, _, group_count, _, step = struct.unpack_from("<HHHHq", value)
     schema = meta["schemas"][schema_number]
     numel = schema["numel"]
@@ -141,11 +147,12 @@ def read_record(directory: Path, key: str) -> tuple[int, dict[str, bytes]]:
     sections: dict[str, bytes] = {}
     at = 16
     for group, parts in layout.items():
-        _, count, slot, _ = struct.unpack_from("<HHIQ", value, at)
+        number, count, slot, _ = struct.unpack_from("<HHIQ", value, at)
         crcs = struct.unpack_from(f"<{count}I", value, at + 16)
         at += 16 + 4 * count
         padded = [-(-numel * width // 4096) * 4096 for _, width in parts]
-        raw = (directory / "extents" / f"{schema['name']}.{group}").read_bytes()
+        place = Path(stripe[number]["path"])
+        raw = (place / "extents" / f"{schema['name']}.{group}").read_bytes()
         offset = slot * sum(padded)
         for (name, width), size, crc in zip(parts, padded, crcs, strict=True):
             sections[name] = raw[offset : offset + numel * width]
@@ -155,9 +162,11 @@ def read_record(directory: Path, key: str) -> tuple[int, dict[str, bytes]]:
     return step, sections
 
 
+@pytest.mark.parametrize("further", [(), ("b",), ("b", "c")])
 @pytest.mark.parametrize("weight_format", WeightFormat)
-def test_an_independent_reader(tmp_path: Path, weight_format: WeightFormat) -> None:
-    with small_store(tmp_path / "store", numel=1100, weight_format=weight_format) as store:
+def test_an_independent_reader(tmp_path: Path, weight_format: WeightFormat, further: tuple[str, ...]) -> None:
+    stripe = StripeConfig(directories=tuple(tmp_path / name for name in further))
+    with small_store(tmp_path / "store", numel=1100, weight_format=weight_format, stripe=stripe) as store:
         store.update({"e2": np.ones(1100, np.float32)}, lr=0.1)
         store.commit()
         with store.fetch(["e2"], [Group.WEIGHTS, Group.MOMENTS]) as lease:

@@ -1,18 +1,14 @@
-"""Training on several ranks: as one process does, with the same bits however it is held, and after any kill."""
+"""Training on several ranks: as one process does, with the same bits however it is held. Kills: test_rank_kills."""
 
 from __future__ import annotations
 
-import os
-import random
-import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from launcher import Ranks, World
+from launcher import Ranks
 from rank_cases import MODES, Settings, ahead, alone, attempt, train, weights, whole_run
 
 from tierstore.errors import ConfigError, StoreError, StoreExistsError, StoreFormatError, StoreMissingError
@@ -230,52 +226,3 @@ def test_files_and_restarts_by_rank() -> None:
     assert not restarted({})
     assert not restarted({"TORCHELASTIC_RESTART_COUNT": "0"})
     assert restarted({"TORCHELASTIC_RESTART_COUNT": "2"})
-
-
-# Kills ------------------------------------------------------------------------------------------------------
-
-KILLS = 50
-LAP = 60
-
-
-def end_of(ranks: Ranks, world: World, victim: int) -> list[int]:
-    """Kills one rank and waits for all to end."""
-    os.kill(world.pids[victim], signal.SIGKILL)
-    started = time.monotonic()
-    codes = [ranks.exit_code(pid) for pid in world.pids]
-    assert time.monotonic() - started < 30, "a survivor hung"
-    return codes
-
-
-def test_fifty_kills_of_random_ranks_change_no_bit(
-    ranks: Ranks, settings: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
-    """Each is followed by a resume; every lap that is completed ends in the bits of an undisturbed run."""
-    mode = {"host_budget": 60_000}
-    expected = ranks.run(2, train, settings(mode), LAP, Opening.CREATE)
-    random_ = random.Random(11)
-    kills, laps = 0, 0
-    store = settings(mode)
-    while kills < KILLS or laps == 0:
-        with ranks.fresh(2, stderr=tmp_path / "stderr") as world:
-            for rank in range(2):
-                world.send(rank, _commit_often, store, LAP)
-            deadline = time.monotonic() + random_.uniform(0.02, 0.5)
-            done = all(c.poll(max(deadline - time.monotonic(), 0)) for c in world.connections)
-            if done or kills >= KILLS:
-                found = [world.receive(rank) for rank in range(2)]
-                for rank in range(2):
-                    assert found[rank][2] == expected[rank][2], f"lap {laps}, after {kills} kills"
-                    kept = found[rank][0]
-                    assert kept == expected[rank][0][LAP - len(kept) :], f"lap {laps}, after {kills} kills"
-                laps += 1
-                store = settings(mode)
-                continue
-            codes = end_of(ranks, world, random_.randrange(2))
-            assert -signal.SIGKILL in codes
-            kills += 1
-    assert laps >= 1
-
-
-def _commit_often(mesh: Mesh, settings: Settings, steps: int) -> tuple[list[float], list[float], int]:
-    return train(attempt(mesh, settings["store"]), settings, steps, Opening.RESTART, commit_every=2)

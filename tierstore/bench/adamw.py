@@ -34,16 +34,19 @@ import numpy.typing as npt
 from tierstore import _native
 from tierstore.bench.bound import Bytes
 from tierstore.bench.disk import DiskProbe
+from tierstore.bench.results import Better, Measurement, derived, measured
 from tierstore.errors import ConfigError
 from tierstore.store.config import IoConfig
 from tierstore.store.opening import make_engine
+from tierstore.store.tuning import tune
 from tierstore.units import format_bytes, format_seconds
 
-__all__ = ["REPLAYED", "Lines", "render", "run"]
+__all__ = ["REPLAYED", "Lines", "measurements", "render", "run"]
 
 BYTES_PER_PARAMETER = 28
 REPLAYED = 16
 RECORD_PARAMETERS = 1 << 20
+_OF_TORCH = 0.95  # the speed that is to be reached at least
 _READ_BYTES = 256 << 20
 _PROBE_BYTES = 1 << 30
 
@@ -98,7 +101,7 @@ def _record(directory: Path, repeats: int) -> dict[str, Any]:
         part.array().view(np.float32)[:] = 1e-3
     replays, reads = [], []
     with (
-        contextlib.closing(make_engine(IoConfig())) as engine,
+        contextlib.closing(make_engine(IoConfig(), tune(IoConfig(), directory))) as engine,
         DiskProbe(directory, _PROBE_BYTES, (nbytes,), IoConfig()) as probe,
     ):
         for _ in range(repeats):
@@ -110,7 +113,9 @@ def _record(directory: Path, repeats: int) -> dict[str, Any]:
         "record_parameters": RECORD_PARAMETERS,
         "record_bytes": nbytes,
         "record_replay_s": statistics.median(replays),
+        "record_replay_samples_s": replays,
         "record_read_s": statistics.median(reads),
+        "record_read_samples_s": reads,
         "record_replay_to_read_ratio": statistics.median(a / b for a, b in zip(replays, reads, strict=True)),
     }
 
@@ -198,6 +203,7 @@ def _figures(samples: dict[str, list[float]], parameters: int) -> dict[str, Any]
     for name, seconds in samples.items():
         median = statistics.median(seconds)
         figures[name] = {
+            "samples_s": seconds,
             "median_s": median,
             "min_s": min(seconds),
             "max_s": max(seconds),
@@ -217,6 +223,39 @@ def _figures(samples: dict[str, list[float]], parameters: int) -> dict[str, Any]
     figures["replay_to_step_ratio"] = ratio("replay", "step")
     figures["subnormal_to_replay_ratio"] = ratio("subnormal", "replay")
     return figures
+
+
+def measurements(result: dict[str, Any]) -> list[Measurement]:
+    """What ``run`` found, for a document."""
+    samples = {name: result[name]["samples_s"] for name in ("copy", "torch", "step", "replay", "subnormal")}
+    found = [
+        measured("pass over all parameters", seconds, "s", Better.LOWER, parameters={"contestant": name})
+        for name, seconds in samples.items()
+    ]
+
+    def ratios(numerator: str, denominator: str, scale: float = 1.0) -> list[float]:
+        pairs = zip(samples[numerator], samples[denominator], strict=True)
+        return [scale * a / b for a, b in pairs]
+
+    speed = ratios("torch", "step")
+    found += [
+        derived("speed to torch's", speed, "ratio", Better.HIGHER, target=_OF_TORCH),
+        derived("speed to copy's", ratios("copy", "step", BYTES_PER_PARAMETER / 8), "ratio", Better.HIGHER),
+        derived("replay to one step", ratios("replay", "step"), "ratio", Better.LOWER),
+        derived("subnormal to normal replay", ratios("subnormal", "replay"), "ratio", Better.LOWER),
+    ]
+    if "record_read_s" in result:
+        found += [
+            measured(
+                "record",
+                result[f"record_{what}_samples_s"],
+                "s",
+                Better.LOWER,
+                parameters={"operation": what},
+            )
+            for what in ("replay", "read")
+        ]
+    return found
 
 
 class Lines(Protocol):

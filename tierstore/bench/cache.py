@@ -7,12 +7,14 @@ the clock, on all cores.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from tierstore.bench.results import Better, Measurement, measured
 from tierstore.errors import ConfigError
 from tierstore.lab.costs import policy_time
 from tierstore.lab.curves import all_policies, curve_capacities, curves
@@ -20,7 +22,7 @@ from tierstore.lab.requests import Requests
 from tierstore.lab.simulate import PolicySpec, Setting, suits
 from tierstore.machine import cores
 
-__all__ = ["key_requests", "pass_requests", "run"]
+__all__ = ["key_requests", "measurements", "pass_requests", "run"]
 
 _LAYERS, _EXPERTS, _ACTIVE = 26, 64, 20
 _CAPACITY = 0.2  # of the footprint
@@ -67,12 +69,14 @@ def run(
         if value < 1:
             raise ConfigError(f"--{name}: expected at least 1, got {value}")
     kinds = (key_requests(requests, keys), pass_requests(requests))
-    rates: dict[str, dict[str, float]] = {}
+    rates: dict[str, dict[str, Any]] = {}
     for kind in kinds:
         announce(f"{kind.name}: {len(kind.entries)} requests, {kind.total_frames} entries")
         for name, seconds in _times(kind, all_policies(kind), repeats).items():
-            rates.setdefault(name, {})[f"{kind.name}_request_s"] = seconds
-            rates[name][f"{kind.name}_requests_per_s"] = 1 / seconds
+            found = rates.setdefault(name, {})
+            found[f"{kind.name}_request_s"] = statistics.median(seconds)
+            found[f"{kind.name}_requests_per_s"] = 1 / statistics.median(seconds)
+            found[f"{kind.name}_request_samples_s"] = seconds
     result: dict[str, Any] = {
         "requests": requests,
         "keys": keys,
@@ -86,8 +90,8 @@ def run(
     return result
 
 
-def _times(requests: Requests, policies: Sequence[PolicySpec], repeats: int) -> dict[str, float]:
-    """CPU seconds a request of each policy, the median of the repeats."""
+def _times(requests: Requests, policies: Sequence[PolicySpec], repeats: int) -> dict[str, list[float]]:
+    """CPU seconds a request of each policy, in each repeat."""
     capacity = requests.frames_of(_CAPACITY)
     settings = [Setting(policy, capacity) for policy in policies if suits(requests, policy.name)]
     times = policy_time(requests, settings, repeats=repeats)
@@ -107,3 +111,22 @@ def _time_curves(requests: Requests, points: int, announce: Callable[[str], None
         "points": len(capacities),
         "replayed_requests_per_s": len(found) * len(capacities) * len(requests.entries) / elapsed,
     }
+
+
+def measurements(result: dict[str, Any]) -> list[Measurement]:
+    """What ``run`` found, for a document."""
+    found = [
+        measured(
+            "replay",
+            [1 / spent for spent in rates[f"{kind}_request_samples_s"]],
+            "requests/s",
+            Better.HIGHER,
+            parameters={"policy": name, "trace": kind},
+        )
+        for kind in ("keys", "passes")
+        for name, rates in result["policies"].items()
+        if f"{kind}_request_samples_s" in rates
+    ]
+    if "curves" in result:
+        found.append(measured("all curves", [result["curves"]["elapsed_s"]], "s", Better.LOWER))
+    return found

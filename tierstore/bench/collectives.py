@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 from tierstore.bench.adamw import Lines
 from tierstore.bench.ranks import run_ranks
+from tierstore.bench.results import Better, Measurement, counted, derived, measured
 from tierstore.errors import ConfigError
 from tierstore.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from tierstore.parallel import Group
 
-__all__ = ["CollectivesBench", "render", "run"]
+__all__ = ["CollectivesBench", "measurements", "render", "run"]
 
 _TIMEOUT_S = 600.0
 #: The two modes, by the value of ``dense.fusion``.
@@ -83,12 +84,28 @@ def run(bench: CollectivesBench) -> dict[str, Any]:
 def _summary(mode: dict[str, Any]) -> dict[str, Any]:
     rounds = mode["rounds_s"]
     return {
+        "step_samples_s": rounds,
         "step_s": statistics.median(rounds),
         "step_min_s": min(rounds),
         "step_max_s": max(rounds),
         "collectives_count": mode["collectives"],
         "sent_bytes": mode["sent_bytes"],
     }
+
+
+def measurements(result: dict[str, Any]) -> list[Measurement]:
+    """What ``run`` found, for a document."""
+    found = []
+    for mode in _MODES:
+        of, how = result[mode], {"messages": mode}
+        found += [
+            measured("step", of["step_samples_s"], "s", Better.LOWER, parameters=how),
+            counted("messages a step", of["collectives_count"], "messages", Better.LOWER, parameters=how),
+            counted("sent a step", of["sent_bytes"], "bytes", Better.LOWER, parameters=how),
+        ]
+    pairs = zip(*(result[mode]["step_samples_s"] for mode in _MODES), strict=True)
+    ratios = [fused / apart for fused, apart in pairs]
+    return [*found, derived("step fused to apart", ratios, "ratio", Better.LOWER)]
 
 
 def render(result: dict[str, Any], output: Lines) -> None:

@@ -17,11 +17,14 @@ import numpy as np
 
 from tierstore.bench.bound import Bytes
 from tierstore.bench.disk import DiskProbe, Durable
+from tierstore.bench.results import Better, Measurement, counted, derived, measured
 from tierstore.errors import ConfigError
 from tierstore.stats import spread
 from tierstore.store import ParameterStore, RecordSchema, StoreConfig
 
-__all__ = ["run"]
+__all__ = ["measurements", "run"]
+
+_TO_WRITE = 1.2  # what a commit may take at most, in times of writing its bytes
 
 
 def run(place: Path, *, records: int, record_bytes: int, rounds: int) -> dict[str, Any]:
@@ -72,8 +75,21 @@ def _run(place: Path, records: int, numel: int, rounds: int) -> dict[str, Any]:
     }
     for name, values in (("commit", commits), ("write", writes)):
         figures |= {
+            f"{name}_samples_s": values,
             f"{name}_median_s": spread(values).median,
             f"{name}_least_s": spread(values).least,
             f"{name}_greatest_s": spread(values).greatest,
         }
     return figures
+
+
+def measurements(result: dict[str, Any]) -> list[Measurement]:
+    """What ``run`` found, for a document."""
+    commits, writes = result["commit_samples_s"], result["write_samples_s"]
+    ratios = [commit / write for commit, write in zip(commits, writes, strict=True)]
+    return [
+        measured("commit", commits, "s", Better.LOWER),
+        measured("durable write of the same bytes", writes, "s", Better.LOWER),
+        derived("commit to write", ratios, "ratio", Better.LOWER, target=_TO_WRITE),
+        counted("dirty", result["dirty_bytes"], "bytes"),
+    ]

@@ -19,6 +19,7 @@ import numpy as np
 from tierstore import _native
 from tierstore.bench.bound import Bytes
 from tierstore.store.config import IoConfig
+from tierstore.store.tuning import tune
 
 __all__ = ["DiskProbe", "Durable"]
 
@@ -60,11 +61,12 @@ class DiskProbe:
         ]
         self._tickets = [0] * buffers
         self._turn = 0
+        tuning = tune(io, directory)
         self._engine = _native.Engine(
             backend=_native.IoBackend[io.backend.name],
             io_threads=io.threads,
-            queue_depth=io.queue_depth,
-            chunk_bytes=io.chunk_bytes,
+            queue_depth=tuning.queue_depth,
+            chunk_bytes=tuning.chunk_bytes,
         )
         try:
             self._file = _native.File(

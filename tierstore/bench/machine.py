@@ -11,8 +11,9 @@ It is a benchmark and not part of ``plan``, which measures nothing and answers a
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ import numpy as np
 from tierstore import _native, machine
 from tierstore.bench.bound import Bytes
 from tierstore.bench.disk import DiskProbe
+from tierstore.bench.results import Better, Measurement, derived, measured
 from tierstore.bench.spawn import start_ranks
 from tierstore.bench.worker import WorkerError
 from tierstore.capabilities import chosen_instruction_set
@@ -30,7 +32,7 @@ from tierstore.plan.evidence import Evidence
 from tierstore.store.config import IoConfig
 from tierstore.train.footprint import resident_bytes
 
-__all__ = ["MachineBench", "rows", "run"]
+__all__ = ["MachineBench", "Measured", "measurements", "rows", "run"]
 
 _Points = list[tuple[float, float]]
 
@@ -54,31 +56,33 @@ class MachineBench:
             raise ConfigError(f"--disk-bytes: expected at least 8 MiB, got {self.disk_bytes}")
 
 
-def run(bench: MachineBench, say: Callable[[str], None] = lambda _: None) -> Profile:
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A profile, and by the names of its costs the points that its lines go through: amounts, and seconds for each."""
+
+    profile: Profile
+    points: Mapping[str, _Points]
+
+
+def run(bench: MachineBench, say: Callable[[str], None] = lambda _: None) -> Measured:
     """The profile of this machine. Raises OSError, WorkerError."""
     say("computation")
-    dense, expert = _computation(bench)
+    points = _computation(bench)
     process = resident_bytes()  # torch and its libraries are imported by now
     say("copies and AdamW")
-    copy, adamw = _kernels(bench.repeats)
+    points |= _kernels(bench.repeats)
     say("disk")
-    read, write, mixed = _disk(bench)
+    points |= _disk(bench)
     say(f"collectives of {bench.ranks} ranks")
-    collectives = _collectives(bench)
-    return Profile(
+    points |= _collectives(bench)
+    profile = Profile(
         evidence=Evidence.MEASURED,
         machine=f"{machine.cores()} cores, {chosen_instruction_set()}, kernel {machine.kernel()}",
         ranks=bench.ranks,
         process_bytes=process,
-        disk_read=read,
-        disk_write=write,
-        disk_mixed=mixed,
-        copy=copy,
-        adamw=adamw,
-        dense_flops=dense,
-        expert_flops=expert,
-        **collectives,
+        **{name: _fit(pairs) for name, pairs in points.items()},
     )
+    return Measured(profile, points)
 
 
 def _fit(points: _Points) -> Cost:
@@ -99,23 +103,22 @@ def _timed(work: Callable[[], object], repeats: int) -> list[float]:
 # Disk -------------------------------------------------------------------------------------------------------
 
 
-def _disk(bench: MachineBench) -> tuple[Cost, Cost, Cost]:
+def _disk(bench: MachineBench) -> dict[str, _Points]:
     half = bench.disk_bytes // 2
     mixes = [Bytes(bench.disk_bytes, 0), Bytes(0, bench.disk_bytes), Bytes(half, half)]
-    points: list[_Points] = [[], [], []]
+    points: dict[str, _Points] = {"disk_read": [], "disk_write": [], "disk_mixed": []}
     for size in (64 << 10, 256 << 10, 1 << 20, 4 << 20):
         with DiskProbe(bench.directory, bench.disk_bytes, (size,), IoConfig()) as probe:
             for _ in range(bench.repeats):
-                for found, mix in zip(points, mixes, strict=True):
+                for found, mix in zip(points.values(), mixes, strict=True):
                     found.append((size, size / probe.bytes_per_s(mix)))
-    read, write, mixed = (_fit(found) for found in points)
-    return read, write, mixed
+    return points
 
 
 # Copies and AdamW -------------------------------------------------------------------------------------------
 
 
-def _kernels(repeats: int) -> tuple[Cost, Cost]:
+def _kernels(repeats: int) -> dict[str, _Points]:
     copies: _Points = []
     steps: _Points = []
     row = np.array([[1e-3, 0.9, 0.95, 1e-8, 0.01, 0.1, 0.2]], np.float32)
@@ -137,20 +140,23 @@ def _kernels(repeats: int) -> tuple[Cost, Cost]:
             steps += [(size // 4 * 28, spent) for spent in _timed(step, repeats)]
     finally:
         engine.close()
-    return _fit(copies), _fit(steps)
+    return {"copy": copies, "adamw": steps}
 
 
 # Computation ------------------------------------------------------------------------------------------------
 
 
-def _computation(bench: MachineBench) -> tuple[Cost, Cost]:
+def _computation(bench: MachineBench) -> dict[str, _Points]:
     import torch
 
     before = torch.get_num_threads()
     if bench.threads:
         torch.set_num_threads(bench.threads)
     try:
-        return _fit(_dense_points(bench.repeats)), _fit(_expert_points(bench.repeats))
+        return {
+            "dense_flops": _dense_points(bench.repeats),
+            "expert_flops": _expert_points(bench.repeats),
+        }
     finally:
         torch.set_num_threads(before)
 
@@ -219,7 +225,7 @@ def _expert_points(repeats: int) -> _Points:
 # Collectives ------------------------------------------------------------------------------------------------
 
 
-def _collectives(bench: MachineBench) -> dict[str, Cost]:
+def _collectives(bench: MachineBench) -> dict[str, _Points]:
     sizes = (16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
     arguments = [str(bench.repeats), *map(str, sizes)]
     processes = start_ranks("tierstore.bench.machine_rank", bench.ranks, arguments)
@@ -233,10 +239,29 @@ def _collectives(bench: MachineBench) -> dict[str, Cost]:
         if process.returncode != 0:
             raise WorkerError(f"rank {rank}: exited with status {process.returncode}")
     found: dict[str, Sequence[tuple[float, float]]] = json.loads(answers[0])
-    return {name: _fit([(amount, spent) for amount, spent in pairs]) for name, pairs in found.items()}
+    return {name: [(amount, spent) for amount, spent in pairs] for name, pairs in found.items()}
 
 
 def rows(profile: Profile) -> list[tuple[str, Cost, Cost]]:
     """The lines of ``profile`` for people, each beside what a plan assumes without it."""
     names = [name for name in vars(ASSUMED) if isinstance(getattr(ASSUMED, name), Cost)]
     return [(name, getattr(profile, name), getattr(ASSUMED, name)) for name in names]
+
+
+def measurements(found: Measured) -> list[Measurement]:
+    """What ``run`` found, for a document: each point with its samples, and the lines through them."""
+    listed = []
+    for name, points in found.points.items():
+        kind = "operations" if name.endswith("flops") else "bytes"
+        samples: dict[float, list[float]] = {}
+        for amount, spent in points:
+            samples.setdefault(amount, []).append(spent)
+        listed += [
+            measured(name, spent, "s", Better.LOWER, parameters={kind: amount})
+            for amount, spent in samples.items()
+        ]
+        cost: Cost = getattr(found.profile, name)
+        listed.append(derived("latency", cost.latency_s, "s", Better.LOWER, parameters={"cost": name}))
+        if math.isfinite(cost.per_s):
+            listed.append(derived("rate", cost.per_s, f"{kind}/s", Better.HIGHER, parameters={"cost": name}))
+    return listed

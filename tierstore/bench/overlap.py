@@ -24,6 +24,8 @@ from tierstore.bench import overlap_picture as picture
 from tierstore.bench.namespaces import RankNamespace
 from tierstore.bench.overlap_rank import Measurement, Stack
 from tierstore.bench.overlap_rig import RigShape
+from tierstore.bench.results import Better, derived, measured
+from tierstore.bench.results import Measurement as Found
 from tierstore.bench.spawn import start_ranks
 from tierstore.bench.worker import WorkerError
 from tierstore.config import as_dict
@@ -31,11 +33,23 @@ from tierstore.errors import ConfigError
 from tierstore.links import LinkConfig, LinksConfig
 from tierstore.train.config import TrainConfig
 
-__all__ = ["Balance", "OverlapBench", "Prefetch", "Ranks", "Stack", "Times", "links_for", "run"]
+__all__ = [
+    "Balance",
+    "OverlapBench",
+    "Prefetch",
+    "Ranks",
+    "Stack",
+    "Times",
+    "links_for",
+    "measurements",
+    "run",
+]
 
 _RANKS = 2
 #: The device copies are not among the three: their link is that much faster than the disk's.
 _COPY_SPEED = 4.0
+#: What a step may take at most, in times of the longest of the three: all equal, and one three times the others.
+_TO_LONGEST, _TO_LONGEST_OF_ALL = 1.15, 1.05
 
 
 class Balance(StrEnum):
@@ -182,6 +196,7 @@ def _row(balance: Balance, prefetch: Prefetch, links: LinksConfig, found: dict[s
         "balance": balance.value,
         "prefetch": prefetch.value,
         "step_s": found["step_s"],
+        "step_samples_s": found["step_samples_s"],
         "computation_s": times.computation,
         "gathers_s": times.gathers,
         "fetches_s": times.fetches,
@@ -190,6 +205,28 @@ def _row(balance: Balance, prefetch: Prefetch, links: LinksConfig, found: dict[s
         "ratio": found["step_s"] / times.longest,
         "stalls": [{"cause": name, "step_stall_s": spent} for name, spent in sorted(found["stalls"].items())],
     }
+
+
+def measurements(result: dict[str, Any]) -> list[Found]:
+    """What ``run`` found, for a document."""
+    found = []
+    for row in result["runs"]:
+        how = {"balance": row["balance"], "prefetch": row["prefetch"]}
+        both = row["prefetch"] == Prefetch.BOTH
+        target = _TO_LONGEST if row["balance"] == Balance.EQUAL else _TO_LONGEST_OF_ALL
+        ratios = [step / row["longest_s"] for step in row["step_samples_s"]]
+        found += [
+            measured("step", row["step_samples_s"], "s", Better.LOWER, parameters=how),
+            derived(
+                "step to the longest",
+                ratios,
+                "ratio",
+                Better.LOWER,
+                parameters=how,
+                target=target if both else None,
+            ),
+        ]
+    return found
 
 
 class Ranks:
@@ -217,6 +254,7 @@ class Ranks:
         return {
             **{name: max(answer[name] for answer in answers) for name in names},
             "step_s": statistics.median(steps),
+            "step_samples_s": steps,
             "stalls": {
                 cause: max(answer["stalls"].get(cause, 0.0) for answer in answers) for cause in causes
             },

@@ -24,6 +24,8 @@ from typing import Any
 from tierstore.bench.overlap import Balance, Ranks, links_for
 from tierstore.bench.overlap_rank import Measurement
 from tierstore.bench.overlap_rig import Computation, RigShape
+from tierstore.bench.results import Better, derived, measured
+from tierstore.bench.results import Measurement as Found
 from tierstore.cache.access import Phase
 from tierstore.errors import ConfigError
 from tierstore.links import LinkConfig, LinksConfig
@@ -42,13 +44,15 @@ from tierstore.tiers.slots import SlotSizes
 from tierstore.train.budgets import Budgets
 from tierstore.train.config import TrainConfig
 
-__all__ = ["Calibration", "Case", "PredictionBench", "RigWorkload", "cases", "run", "table"]
+__all__ = ["Calibration", "Case", "PredictionBench", "RigWorkload", "cases", "measurements", "run", "table"]
 
 _RANKS, _SLOTS = 2, 8
 _STEPS, _SETTLED = 4, 2
 _STEP_BYTES = 28
 #: Cases between two calibrations.
 _BETWEEN = 3
+#: How far a predicted step may be from the measured one at most.
+_ERROR = 0.15
 
 
 @dataclass(frozen=True)
@@ -303,6 +307,7 @@ def _row(work: RigWorkload, name: str, found: dict[str, Any]) -> dict[str, Any]:
         "case": name,
         "predicted_step_s": predicted.step_s,
         "measured_step_s": found["step_s"],
+        "measured_step_samples_s": found["step_samples_s"],
         "predicted_to_measured_ratio": predicted.step_s / found["step_s"],
         "bottleneck": predicted.bottleneck.value,
         "predicted_sent_bytes": sent,
@@ -312,6 +317,26 @@ def _row(work: RigWorkload, name: str, found: dict[str, Any]) -> dict[str, Any]:
         "gather_link_bytes_per_s": work.links.gather.bandwidth,
         "disk_link_bytes_per_s": work.links.disk.bandwidth,
     }
+
+
+def measurements(result: dict[str, Any]) -> list[Found]:
+    """What ``run`` found, for a document."""
+    found = []
+    for row in result["cases"]:
+        how, ratio = {"case": row["case"]}, row["predicted_to_measured_ratio"]
+        found += [
+            measured("step", row["measured_step_samples_s"], "s", Better.LOWER, parameters=how),
+            derived("predicted to measured step", ratio, "ratio", Better.NEITHER, parameters=how),
+            derived(
+                "error of the prediction",
+                abs(ratio - 1),
+                "ratio",
+                Better.LOWER,
+                parameters=how,
+                target=_ERROR,
+            ),
+        ]
+    return found
 
 
 def table(result: dict[str, Any]) -> Sequence[tuple[str, ...]]:

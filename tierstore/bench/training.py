@@ -25,13 +25,15 @@ from typing import Any
 from tierstore.bench.bound import Bytes, Compulsory, bound_s, compulsory
 from tierstore.bench.disk import DiskProbe
 from tierstore.bench.memory_limit import MemoryLimit, MemoryUse, page_cache_bytes
+from tierstore.bench.results import Better, Measurement, counted, derived, measured
 from tierstore.bench.worker import TrainingProcess
 from tierstore.errors import ConfigError
 from tierstore.stats import spread
 from tierstore.train.config import TrainConfig
 
-__all__ = ["Baseline", "TrainBench", "in_ram", "run"]
+__all__ = ["Baseline", "TrainBench", "in_ram", "measurements", "run"]
 
+_TO_BOUND = 1.15  # what a step may take at most, in times of its bound
 _PROBE_BYTES = 1 << 30
 _PROBE_SHARE = 0.5  # of one step's bytes, moved for one measurement ...
 _PROBE_LEAST_BYTES = 256 << 20  # ... but no fewer than these
@@ -82,6 +84,7 @@ class _Sample:
             return sum(int(row[name]) for row in self.rows)
 
         return {
+            "step_samples_s": seconds,
             "step_median_s": step.median,
             "step_p10_s": step.p10,
             "step_p90_s": step.p90,
@@ -203,6 +206,42 @@ def _run(config: TrainConfig, bench: TrainBench, place: Path, say: Callable[[str
     return figures
 
 
+def measurements(result: dict[str, Any]) -> list[Measurement]:
+    """What ``run`` found, for a document."""
+    found = []
+    for name in ("in_ram", "tiered"):
+        if name not in result:
+            continue
+        of, how = result[name], {"run": name.replace("_", " ")}
+        found += [
+            measured("step", of["step_samples_s"], "s", Better.LOWER, parameters=how),
+            measured("processor time a step", [of["step_cpu_s"]], "s", Better.LOWER, parameters=how),
+            measured(
+                "peak resident memory", [of["peak_resident_bytes"]], "bytes", Better.LOWER, parameters=how
+            ),
+            counted("read a step", of["step_read_bytes"], "bytes", Better.LOWER, parameters=how),
+            counted("written a step", of["step_written_bytes"], "bytes", Better.LOWER, parameters=how),
+            counted("hits", of["hit_ratio"], "ratio", Better.HIGHER, parameters=how),
+            *(
+                measured(
+                    "stalled a step",
+                    [one["step_stall_s"]],
+                    "s",
+                    Better.LOWER,
+                    parameters={**how, "cause": one["cause"]},
+                )
+                for one in of["stalls"]
+            ),
+        ]
+    if result["round_disk_bytes_per_s"]:
+        found.append(measured("disk, same mix", result["round_disk_bytes_per_s"], "bytes/s", Better.HIGHER))
+    # Without a run in RAM the bound is the disk's alone, and nothing was promised of it.
+    target = _TO_BOUND if "in_ram" in result else None
+    ratios = result["round_step_to_bound_ratio"]
+    found.append(derived("step to bound", ratios, "ratio", Better.LOWER, target=target))
+    return found
+
+
 def _measured(mix: Bytes) -> Bytes:
     """A share of a step's bytes, in its mix."""
     share = min(max(_PROBE_SHARE, _PROBE_LEAST_BYTES / mix.total), 4.0)
@@ -228,6 +267,8 @@ def _bound(
         ],
         "clairvoyant_bytes": future.total,
         "disk_bytes_per_s": statistics.median(bandwidth) if bandwidth else None,
+        "round_disk_bytes_per_s": bandwidth,
+        "round_step_to_bound_ratio": ratios,
         "compulsory_s": statistics.median(moved.total / speed for speed in speeds),
         "bound_s": statistics.median(bounds),
         "step_to_bound_ratio": statistics.median(ratios),

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
-from tierstore.cli.options import SIZE, json_option
-from tierstore.cli.output import Output
+from tierstore.cli.bench_results import Reporting, results_options
+from tierstore.cli.options import SIZE
 from tierstore.units import format_bytes, format_seconds
 
 __all__ = ["machine"]
@@ -30,21 +30,28 @@ __all__ = ["machine"]
     default=Path(),
     help="Measure the disk under this directory (default: the current one).",
 )
-@json_option
+@results_options()
 def machine(
-    profile: Path, ranks: int, repeats: int, threads: int, disk_bytes: int, directory: Path, as_json: bool
+    profile: Path,
+    ranks: int,
+    repeats: int,
+    threads: int,
+    disk_bytes: int,
+    directory: Path,
+    reporting: Reporting,
 ) -> None:
     """Measure disk, copies, AdamW, computation and collectives into PROFILE, a JSON file for `plan --profile`."""
-    from tierstore.bench.machine import MachineBench, rows, run
+    from tierstore.bench.machine import MachineBench, measurements, rows, run
     from tierstore.plan.costs import save_profile
 
-    output = Output.for_option(as_json)
+    session = reporting.begin(directory=directory)
     bench = MachineBench(
         directory=directory, ranks=ranks, repeats=repeats, threads=threads, disk_bytes=disk_bytes
     )
-    measured = run(bench, output.line)
+    found = run(bench, session.output.line)
+    measured = found.profile
     save_profile(measured, profile)
-    output.table(
+    session.output.table(
         f"{measured.machine}; written to {profile}",
         ("", "latency", "rate", "assumed without a profile"),
         [
@@ -52,9 +59,8 @@ def machine(
             for name, cost, assumed in rows(measured)
         ],
     )
-    output.emit(
-        {"profile": str(profile), "costs": [_as_json(name, asdict(cost)) for name, cost, _ in rows(measured)]}
-    )
+    costs = [_as_json(name, asdict(cost)) for name, cost, _ in rows(measured)]
+    session.end({"profile": str(profile), "costs": costs}, measurements(found))
 
 
 def _rate(name: str, per_s: float) -> str:

@@ -84,7 +84,7 @@ def check_html(html: Path | None) -> None:
     """Before the work: a report that cannot be written is refused."""
     if html is None:
         return
-    from tierstore.lab.report import check_report
+    from tierstore.lab.page import check_report
 
     check_report()
     check_target("--html", html)

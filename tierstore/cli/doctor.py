@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -26,8 +27,15 @@ from tierstore.capabilities import (
 )
 from tierstore.cli.options import json_option
 from tierstore.cli.output import Output
+from tierstore.devices import Disk, Health, disk_health, disks_under
 from tierstore.errors import ConfigError
+from tierstore.io_profile import profile_path
+from tierstore.store.config import IoConfig
+from tierstore.store.tuning import tune
 from tierstore.units import format_bytes
+
+if TYPE_CHECKING:
+    from tierstore.store.drives import DriveReport
 
 __all__ = ["CHECKS", "Check", "doctor"]
 
@@ -61,6 +69,11 @@ CHECKS: Mapping[str, Check] = {
     help="Probe the disk under this directory (default: the current one).",
 )
 @click.option(
+    "--store",
+    type=click.Path(path_type=Path),
+    help="Show the drives of this store, too (of all ranks; it must not be open).",
+)
+@click.option(
     "--capability",
     "settings",
     metavar="NAME=off|auto|on",
@@ -68,11 +81,12 @@ CHECKS: Mapping[str, Check] = {
     help="Resolve a capability under this setting; on fails where the machine lacks it.",
 )
 @json_option
-def doctor(directory: Path, settings: tuple[str, ...], as_json: bool) -> None:
+def doctor(directory: Path, store: Path | None, settings: tuple[str, ...], as_json: bool) -> None:
     """Show what this machine offers, and what each capability resolved to and why."""
     output = Output.for_option(as_json)
     chosen = _settings(settings)
     facts = machine_facts(directory)
+    drives = _stored(store) if store is not None else [_Drive(directory.resolve())]
     resolutions = [
         resolve(name, chosen.get(name, Capability.AUTO), partial(check.probe, directory))
         for name, check in CHECKS.items()
@@ -84,6 +98,15 @@ def doctor(directory: Path, settings: tuple[str, ...], as_json: bool) -> None:
     )
     output.line()
     output.table("Machine", ["fact", "value"], [(_title(name), _shown(name, facts[name])) for name in facts])
+    output.line()
+    if store is not None:
+        output.table("Store", ["directory", "in use", "reserved", "bandwidth", "share"], _stored_rows(drives))
+        output.line()
+    output.table(
+        "Drives",
+        ["directory", "disk", "kind", "size", "health"],
+        [row for drive in drives for row in _disk_rows(drive)],
+    )
     output.emit(
         {
             "capabilities": [
@@ -97,8 +120,82 @@ def doctor(directory: Path, settings: tuple[str, ...], as_json: bool) -> None:
                 for r in resolutions
             ],
             **facts,
+            "drives": [drive.as_json() for drive in drives],
         }
     )
+
+
+@dataclass(frozen=True)
+class _Drive:
+    """A directory, and as one of a store's what lies there."""
+
+    path: Path
+    stored: DriveReport | None = None
+
+    @property
+    def disks(self) -> list[tuple[Disk, Health]]:
+        return [(disk, disk_health(disk)) for disk in disks_under(self.path)]
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "path": str(self.path),
+            **(self.stored.as_json() if self.stored is not None else {}),
+            "missing": not self.path.exists(),
+            "disks": [
+                {
+                    "name": disk.name,
+                    "through": list(disk.through),
+                    "model": disk.model,
+                    "kind": disk.kind,
+                    "size_bytes": disk.size_bytes,
+                    "health": str(health),
+                    "warnings": list(health.warnings),
+                    "worn_percent": health.used_percent,
+                    "spare_percent": health.spare_percent,
+                    "lifetime_written_bytes": health.written_bytes,
+                    "media_errors_count": health.media_errors,
+                }
+                for disk, health in (self.disks if self.path.exists() else [])
+            ],
+        }
+
+
+def _stored(store: Path) -> list[_Drive]:
+    from tierstore.store.directories import drives_of
+
+    return [_Drive(report.path, report) for report in drives_of(store)]
+
+
+def _stored_rows(drives: list[_Drive]) -> list[tuple[str, ...]]:
+    reports = [drive.stored for drive in drives if drive.stored is not None]
+    return [
+        (
+            str(report.path),
+            format_bytes(report.used_bytes),
+            format_bytes(report.reserved_bytes),
+            f"{format_bytes(report.bandwidth)}/s" if report.bandwidth else "not measured",
+            f"{report.share:.0%}",
+        )
+        for report in reports
+    ]
+
+
+def _disk_rows(drive: _Drive) -> list[tuple[str, ...]]:
+    if not drive.path.exists():
+        return [(str(drive.path), "MISSING", "", "", "")]
+    found = drive.disks
+    if not found:
+        return [(str(drive.path), "none", "no block device", "", "")]
+    return [
+        (
+            str(drive.path),
+            " on ".join([*disk.through, f"{disk.name} {disk.model}".strip()]),
+            disk.kind,
+            format_bytes(disk.size_bytes),
+            str(health),
+        )
+        for disk, health in found
+    ]
 
 
 def _settings(texts: tuple[str, ...]) -> dict[str, Capability]:
@@ -122,6 +219,7 @@ def machine_facts(directory: Path) -> dict[str, object]:
     """What is so of this machine and of the disk under ``directory``. Imports torch. Raises OSError."""
     space = machine.disk(directory)
     memory = machine.memory()
+    tuning = tune(IoConfig(), directory)
     import torch
 
     return {
@@ -136,6 +234,10 @@ def machine_facts(directory: Path) -> dict[str, object]:
         "filesystem": space.filesystem,
         "disk_free_bytes": space.free_bytes,
         "disk_total_bytes": space.total_bytes,
+        "io_transfer_bytes": tuning.chunk_bytes,
+        "io_in_flight_count": tuning.queue_depth,
+        "io_tuning": tuning.chunk_reason,
+        "io_profile": str(profile_path() or "none"),
         "torch_version": torch.__version__,
         "torch_threads": torch.get_num_threads(),
         "omp_wait_policy": machine.openmp_wait_policy(),

@@ -20,6 +20,7 @@ __all__ = [
     "json_option",
     "options_json",
     "set_option",
+    "train_config",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -111,6 +112,13 @@ def help_config_option(config: Callable[[], type[Any]]) -> Callable[[F], F]:
         callback=show,
         help="List the configuration keys, their types and defaults.",
     )
+
+
+def train_config() -> type[Any]:
+    """The configuration of a training run, for ``help_config_option``."""
+    from tierstore.train.config import TrainConfig
+
+    return TrainConfig
 
 
 def describe_config(cls: type[Any]) -> str:

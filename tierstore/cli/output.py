@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
-__all__ = ["Output", "OutputMode", "Progress", "unit_violations"]
+__all__ = ["Output", "OutputMode", "Progress", "finite", "unit_violations"]
 
 # A key that ends in one of these says its unit.
 _UNITS = (
@@ -125,7 +125,7 @@ class Output:
         all the same, since it may be the end of a long run.
         """
         if self.mode is OutputMode.JSON:
-            click.echo(json.dumps(_finite(result), allow_nan=False))
+            click.echo(json.dumps(finite(result), allow_nan=False))
         wrong = list(unit_violations(result, counts=self._counts))
         if wrong:
             warnings.warn(f"numbers without a unit in their key: {', '.join(wrong)}", stacklevel=2)
@@ -214,10 +214,10 @@ def unit_violations(
             yield path
 
 
-def _finite(value: object) -> object:
+def finite(value: object) -> object:
     """``value`` with numbers that JSON cannot write (a loss that became NaN) as None."""
     if isinstance(value, Mapping):
-        return {str(key): _finite(inner) for key, inner in value.items()}
+        return {str(key): finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
+        return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tierstore.cli.options import SIZE, config_overrides, help_config_option, json_option, set_option
+from tierstore.cli.options import (
+    SIZE,
+    config_overrides,
+    help_config_option,
+    json_option,
+    set_option,
+    train_config,
+)
 from tierstore.cli.output import Output
 from tierstore.config import load
 from tierstore.units import format_bytes, format_seconds
@@ -28,12 +35,6 @@ if TYPE_CHECKING:  # numpy and LMDB, which listing the commands need not
 __all__ = ["plan"]
 
 _NOT_SO = 1
-
-
-def _config_class() -> type[object]:
-    from tierstore.train.config import TrainConfig
-
-    return TrainConfig
 
 
 @click.command()
@@ -54,7 +55,7 @@ def _config_class() -> type[object]:
 )
 @set_option
 @json_option
-@help_config_option(_config_class)
+@help_config_option(train_config)
 @click.pass_context
 def plan(
     ctx: click.Context,

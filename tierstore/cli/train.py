@@ -17,9 +17,17 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tierstore.cli.options import SIZE, config_overrides, help_config_option, json_option, set_option
+from tierstore.cli.options import (
+    SIZE,
+    config_overrides,
+    help_config_option,
+    json_option,
+    set_option,
+    train_config,
+)
 from tierstore.cli.output import Output, OutputMode
 from tierstore.config import load
+from tierstore.devices import disk_health, disks_under
 from tierstore.links import CollectiveLink, open_links
 from tierstore.machine import disk
 from tierstore.timeline import open_timeline
@@ -39,12 +47,6 @@ _PROMPT = b"def "
 _INTERRUPTED = 130
 
 
-def _config_class() -> type[object]:
-    from tierstore.train.config import TrainConfig
-
-    return TrainConfig
-
-
 @click.command()
 @click.argument("config", required=False, type=click.Path(path_type=Path))
 @click.option(
@@ -61,7 +63,7 @@ def _config_class() -> type[object]:
 @click.option("--record-trace", type=click.Path(path_type=Path), help="Record every cache decision's input.")
 @set_option
 @json_option
-@help_config_option(_config_class)
+@help_config_option(train_config)
 @click.pass_context
 def train(
     ctx: click.Context,
@@ -133,7 +135,14 @@ def _train(
 ) -> int:
     from tierstore.train.budgets import DeviceKind
     from tierstore.train.footprint import fixed_cost, keep_freed_memory, resident_bytes
-    from tierstore.train.report import Metrics, RunSummary, drive_written_bytes, tier_rows, totals
+    from tierstore.train.report import (
+        Metrics,
+        RunSummary,
+        drive_rows,
+        drive_written_bytes,
+        tier_rows,
+        totals,
+    )
     from tierstore.train.session import open_session
 
     keep_freed_memory()
@@ -169,6 +178,9 @@ def _train(
             text = trainer.sample(_PROMPT, config.sample_tokens)
             output.line("sample: " + (_PROMPT + text).decode(errors="replace"))
     _show(summary, output, tier_rows(summary))
+    output.table(
+        "drives", ("directory", "in use", "read", "written", "bandwidth", "share"), drive_rows(summary)
+    )
     if mesh.world.rank == 0:
         output.emit(summary.as_json())
     if stopped:
@@ -245,18 +257,35 @@ def _announce(config: TrainConfig, output: Output, fixed: int, mesh: Mesh) -> No
     limits = config.links.describe()
     if limits is not None:
         output.line(limits)
-    directory = rank_directory(config.store, mesh.world.rank, mesh.world.size).absolute()
-    parents = [directory, *directory.parents]
-    place = disk(next(path for path in parents if path.exists()))
+    names = [config.store, *config.stripe.directories]
+    places = [_existing(rank_directory(name, mesh.world.rank, mesh.world.size)) for name in names]
+    free = " and ".join(format_bytes(disk(place).free_bytes) for place in places)
     output.line(
-        f"disk: {format_bytes(kept * own)} reserved in {config.store} for {kept} copies; "
-        f"{format_bytes(place.free_bytes)} free"
+        f"disk: {format_bytes(kept * own)} reserved in {', '.join(map(str, names))} for {kept} copies; {free} free"
     )
+
+
+def _existing(directory: Path) -> Path:
+    """The directory, or the nearest above it that is there."""
+    directory = directory.absolute()
+    return next(path for path in (directory, *directory.parents) if path.exists())
 
 
 def _describe(store: ParameterStore, output: Output) -> None:
     for line in store.describe():
         output.line(line)
+    seen: dict[str, Path] = {}
+    for drive in store.drives():
+        for found in disks_under(drive.path):
+            if found.name in seen:
+                other = seen[found.name]
+                output.line(
+                    f"warning: {drive.path} and {other} are on one disk, {found.name}: together no faster"
+                )
+                continue
+            seen[found.name] = drive.path
+            for warning in disk_health(found).warnings:
+                output.line(f"warning: {found.name} {found.model} under {drive.path}: {warning}")
 
 
 def _show(summary: RunSummary, output: Output, rows: list[tuple[str, str]]) -> None:

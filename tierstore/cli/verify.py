@@ -19,6 +19,20 @@ _SHOWN_FAILURES = 20  # beyond these a person reads no more; the JSON object has
 _NOT_SO = 1
 
 
+class DriveRow(Protocol):
+    """What lies in one directory of a store, and what was read from it."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def used_bytes(self) -> int: ...
+    @property
+    def read_bytes(self) -> int: ...
+    @property
+    def bandwidth(self) -> float: ...
+    def as_json(self) -> dict[str, object]: ...
+
+
 class Report(Protocol):
     """What a verification found. A failure names its key, section and file."""
 
@@ -32,6 +46,8 @@ class Report(Protocol):
     def bytes_read(self) -> int: ...
     @property
     def failures(self) -> Sequence[str]: ...
+    @property
+    def drives(self) -> Sequence[DriveRow]: ...
 
 
 class Verifier(Protocol):
@@ -69,6 +85,20 @@ def run_verify(store: Path, output: Output, verifier: Verifier) -> int:
         f"read {format_bytes(report.bytes_read)} in {format_seconds(elapsed_s)}; "
         + (f"{len(report.failures)} failures" if report.failures else "all whole")
     )
+    if len(report.drives) > 1:
+        output.table(
+            "Drives",
+            ("directory", "in use", "read", "bandwidth"),
+            [
+                (
+                    drive.path,
+                    format_bytes(drive.used_bytes),
+                    format_bytes(drive.read_bytes),
+                    f"{format_bytes(drive.bandwidth)}/s",
+                )
+                for drive in report.drives
+            ],
+        )
     output.emit(
         {
             "store": str(store),
@@ -78,6 +108,7 @@ def run_verify(store: Path, output: Output, verifier: Verifier) -> int:
             "read_bytes": report.bytes_read,
             "elapsed_s": elapsed_s,
             "failures": list(report.failures),
+            "drives": [drive.as_json() for drive in report.drives],
         }
     )
     return _NOT_SO if report.failures else 0

@@ -12,7 +12,7 @@ pass is
     lookahead 1:   max(0, fetch - compute before it)  (fetched while the pass before it computes)
 
 The first pass of a trace has nothing before it. A policy's own time is measured, not modelled:
-``Outcome.policy_s`` is CPU time of the replay, which ``policy_time`` repeats for a median.
+``Outcome.policy_s`` is CPU time of the replay, which ``policy_time`` repeats.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
@@ -163,13 +162,14 @@ def _cost_by_event(
     return replayed.event_read_bytes.astype(np.float64) + replayed.event_written_bytes
 
 
-def policy_time(requests: Requests, settings: Sequence[Setting], *, repeats: int = 3) -> list[float]:
-    """CPU seconds per request of each setting: the median of ``repeats`` replays, one thread, in turns."""
+def policy_time(requests: Requests, settings: Sequence[Setting], *, repeats: int = 3) -> list[list[float]]:
+    """CPU seconds per request of each setting, in each of ``repeats`` replays: one thread, in turns."""
     rounds = [
         [replayed.policy_s for replayed in replay_all(requests, settings, detail=Detail.STEPS, threads=1)]
         for _ in range(repeats)
     ]
-    return [median(times) / max(len(requests.entries), 1) for times in zip(*rounds, strict=True)]
+    count = max(len(requests.entries), 1)
+    return [[spent / count for spent in times] for times in zip(*rounds, strict=True)]
 
 
 def _decimal(count: float) -> str:

@@ -1,16 +1,8 @@
-"""The report's plots: inline SVG that takes the page's fonts and, for its ink, the page's text colour.
-
-Colours are Okabe and Ito's, which colour-blind readers tell apart; every line has a marker of its own too.
-Needs matplotlib, which is imported here and nowhere else.
-"""
+"""The plots of a study's report (see ``tierstore.lab.drawing`` for how they are drawn)."""
 
 from __future__ import annotations
 
-import io
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from matplotlib import rc_context
@@ -18,46 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
+from tierstore.lab.drawing import INK, SETTINGS, SIZE, Style, line, new_figure, set_legend, style, svg_of
 from tierstore.lab.results import Curve, HalfLifeMap, Outcome, Role
 
-__all__ = ["Style", "curves_plot", "half_life_plot", "pareto_plot", "styles_of", "windows_plot"]
-
-_INK = "#010203"  # becomes currentColor
-_PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C7A00")
-_MARKERS = "osD^vPX<>*hpd8H"
-_LINES = ("-", "--", "-.", ":")
-_SIZE = (4.7, 3.1)  # inches: small, so that text is readable at the width of a telephone
-_SETTINGS: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "tierstore",
-    "font.family": "sans-serif",
-    "font.size": 9.5,
-    "axes.edgecolor": _INK,
-    "axes.labelcolor": _INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#888888",
-    "grid.alpha": 0.3,
-    "grid.linewidth": 0.6,
-    "text.color": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "legend.frameon": False,
-    "legend.fontsize": 8.5,
-    "lines.markersize": 4.5,
-    "lines.linewidth": 1.3,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Style:
-    """How one policy is drawn, in every plot alike."""
-
-    colour: str
-    marker: str
-    line: str
-    width: float
+__all__ = ["curves_plot", "half_life_plot", "pareto_plot", "styles_of", "windows_plot"]
 
 
 def styles_of(labels: Sequence[tuple[str, Role]]) -> dict[str, Style]:
@@ -68,30 +24,28 @@ def styles_of(labels: Sequence[tuple[str, Role]]) -> dict[str, Style]:
         if label in styles:
             continue
         if role is Role.BOUND:
-            styles[label] = Style(_INK, "", "-", 2.0)
+            styles[label] = Style(INK, "", "-", 2.0)
             continue
-        colour = _PALETTE[number % len(_PALETTE)]
-        line = _LINES[number // len(_PALETTE) % len(_LINES)]
-        styles[label] = Style(colour, _MARKERS[number % len(_MARKERS)], line, 1.3)
+        styles[label] = style(number)
         number += 1
     return styles
 
 
 def curves_plot(curves: Sequence[Curve], styles: dict[str, Style]) -> str:
     """Miss ratio over capacity, with the line 1 - C/N of requests that are all alike."""
-    with rc_context(_SETTINGS):
-        figure, axes = _figure()
+    with rc_context(SETTINGS):
+        figure, axes = new_figure()
         for curve in curves:
             xs = [point.capacity_fraction for point in curve.points]
             ys = [point.miss_ratio for point in curve.points]
-            _line(axes, xs, ys, curve.label, styles[curve.label])
+            line(axes, xs, ys, curve.label, styles[curve.label])
         axes.plot([0, 1], [1, 0], color="#888888", linestyle=(0, (2, 2)), linewidth=1.2, label="1 - C/N")
         axes.set(
             xlim=(0, 1), ylim=(0, 1.03), xlabel="capacity (of all that is asked for)", ylabel="miss ratio"
         )
         axes.xaxis.set_major_formatter(PercentFormatter(1))
-        _legend(figure, axes)
-        return _svg(figure)
+        set_legend(figure, axes)
+        return svg_of(figure)
 
 
 def pareto_plot(outcomes: Sequence[Outcome], styles: dict[str, Style]) -> str:
@@ -101,18 +55,18 @@ def pareto_plot(outcomes: Sequence[Outcome], styles: dict[str, Style]) -> str:
     """
     timed = all(one.stall_s_per_step is not None for one in outcomes)
     points = [(_stall_ms(one) if timed else _read_mb(one), _written_mb(one)) for one in outcomes]
-    with rc_context(_SETTINGS):
-        figure, axes = _figure()
+    with rc_context(SETTINGS):
+        figure, axes = new_figure()
         for one, (x, y) in zip(outcomes, points, strict=True):
-            style = styles[one.label]
+            look = styles[one.label]
             axes.plot(
                 [x],
                 [y],
                 linestyle="",
-                marker=style.marker or "o",
+                marker=look.marker or "o",
                 markersize=8,
-                color=style.colour,
-                markerfacecolor="none" if one.role is Role.BOUND else style.colour,
+                color=look.colour,
+                markerfacecolor="none" if one.role is Role.BOUND else look.colour,
                 label=one.label,
             )
         front = _front(
@@ -132,8 +86,8 @@ def pareto_plot(outcomes: Sequence[Outcome], styles: dict[str, Style]) -> str:
             xlabel="stall, ms a step (estimated)" if timed else "read, MB a step (simulated)",
             ylabel="written, MB a step (simulated)",
         )
-        _legend(figure, axes)
-        return _svg(figure)
+        set_legend(figure, axes)
+        return svg_of(figure)
 
 
 def _stall_ms(one: Outcome) -> float:
@@ -172,8 +126,8 @@ def half_life_plot(found: HalfLifeMap) -> str:
     """Miss ratios of LFU-decay, half-life down and capacity across, each cell with its number."""
     values = np.array(found.miss_ratios)
     rows, columns = values.shape
-    with rc_context({**_SETTINGS, "axes.grid": False}):
-        figure = Figure(figsize=(_SIZE[0], 0.9 + 0.3 * rows), layout="constrained")
+    with rc_context({**SETTINGS, "axes.grid": False}):
+        figure = Figure(figsize=(SIZE[0], 0.9 + 0.3 * rows), layout="constrained")
         axes = figure.add_subplot()
         image = axes.pcolormesh(values, cmap="cividis", edgecolors="none")
         middle = (values.min() + values.max()) / 2
@@ -199,7 +153,7 @@ def half_life_plot(found: HalfLifeMap) -> str:
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
         figure.colorbar(image, ax=axes, label="miss ratio", fraction=0.05, pad=0.02)
-        return _svg(figure)
+        return svg_of(figure)
 
 
 def _half_life(value: float) -> str:
@@ -208,54 +162,16 @@ def _half_life(value: float) -> str:
 
 def windows_plot(outcomes: Sequence[Outcome], styles: dict[str, Style]) -> str:
     """Hit ratio over time, a point a window."""
-    with rc_context(_SETTINGS):
-        figure, axes = _figure()
+    with rc_context(SETTINGS):
+        figure, axes = new_figure()
         for one in outcomes:
             shown = [window for window in one.windows if window.requests]
             xs = [window.first_step for window in shown]
             ys = [window.hits / window.requests for window in shown]
-            _line(axes, xs, ys, one.label, styles[one.label])
+            line(axes, xs, ys, one.label, styles[one.label])
         axes.set(xlabel="step", ylabel="hit ratio")
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        _legend(figure, axes)
-        return _svg(figure)
-
-
-def _figure() -> tuple[Figure, Axes]:
-    figure = Figure(figsize=_SIZE, layout="constrained")
-    return figure, figure.add_subplot()
-
-
-def _line(axes: Axes, xs: Sequence[float], ys: Sequence[float], label: str, style: Style) -> None:
-    axes.plot(
-        xs,
-        ys,
-        label=label,
-        color=style.colour,
-        marker=style.marker,
-        linestyle=style.line,
-        linewidth=style.width,
-        markevery=max(1, len(xs) // 12),
-    )
-
-
-def _legend(figure: Figure, axes: Axes) -> None:
-    """Below the plot, and the figure grows by it: a legend inside hides lines, one beside shrinks them."""
-    handles, labels = axes.get_legend_handles_labels()
-    columns = 2 if max(map(len, labels)) > 16 else 3
-    rows = -(-len(labels) // columns)
-    figure.set_size_inches(_SIZE[0], _SIZE[1] + 0.19 * rows + 0.05)
-    figure.legend(handles, labels, loc="outside lower left", ncols=columns, handlelength=2.6)
-
-
-def _svg(figure: Figure) -> str:
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :].replace(_INK, "currentColor")
-    # The page gives the width; the view box keeps the proportions.
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
-    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
-    return re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+        set_legend(figure, axes)
+        return svg_of(figure)

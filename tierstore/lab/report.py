@@ -6,34 +6,21 @@ rest on. Needs matplotlib and Jinja2 (``pip install tierstore[report]``).
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from itertools import count
 from pathlib import Path
 
 from tierstore import __version__
-from tierstore.errors import CapabilityError
+from tierstore.lab.page import Cell, Column, Table, check_report, own_ids, render_page
 from tierstore.lab.results import Evidence, Outcome, RegimeStudy, Role, Study, TuneResult
 from tierstore.units import format_bytes, format_seconds
 
-__all__ = ["check_report", "render_report", "write_report"]
+__all__ = ["render_report", "write_report"]
 
-_NEEDED = ("matplotlib", "jinja2")
 _LAYER_COLUMNS = 6  # policies of the table by layer
-
-
-def check_report() -> None:
-    """Before the work that a report is to show. Raises CapabilityError if the extra is not installed."""
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise CapabilityError(
-            f"the HTML report needs {' and '.join(missing)}: pip install 'tierstore[report]'"
-        )
 
 
 def write_report(study: Study, path: str | os.PathLike[str]) -> None:
@@ -44,38 +31,16 @@ def write_report(study: Study, path: str | os.PathLike[str]) -> None:
 def render_report(study: Study) -> str:
     """The page. Raises CapabilityError if the extra is not installed."""
     check_report()
-    import jinja2  # an extra, like matplotlib in tierstore.lab.plots
-
-    source = resources.files("tierstore.lab").joinpath("report.html").read_text(encoding="utf-8")
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     numbers = count()
-    return environment.from_string(source).render(
+    return render_page(
+        "tierstore.lab",
+        "report.html",
+        title=study.title,
         study=study,
         version=study.version or __version__,
         regimes=[_regime(regime, numbers) for regime in study.regimes],
         Evidence=Evidence,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Cell:
-    """A number of a table, as shown."""
-
-    text: str
-    style: str = ""  # a class of the page: best (the least of its column), text
-
-
-@dataclass(frozen=True, slots=True)
-class _Column:
-    name: str
-    evidence: Evidence | None = None
-    style: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Table:
-    columns: Sequence[_Column]
-    rows: Sequence[Sequence[_Cell]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +52,10 @@ class _Regime:
     capacity: str
     summary: Mapping[str, str]
     plots: Mapping[str, str]
-    outcomes: _Table
-    layered: _Table | None
-    layers: _Table | None
-    tunings: Sequence[tuple[str, TuneResult, _Table]]
+    outcomes: Table
+    layered: Table | None
+    layers: Table | None
+    tunings: Sequence[tuple[str, TuneResult, Table]]
     evidence: Evidence
 
 
@@ -141,7 +106,7 @@ def _plots(regime: RegimeStudy, outcomes: Sequence[Outcome], numbers: count[int]
     timed = [one for one in outcomes if len(one.windows) > 1]
     if timed:
         drawn["windows"] = plots.windows_plot(_readable(timed), styles)
-    return {name: _own_ids(svg, f"s{next(numbers)}-") for name, svg in drawn.items()}
+    return {name: own_ids(svg, f"s{next(numbers)}-") for name, svg in drawn.items()}
 
 
 def _readable(outcomes: Sequence[Outcome], most: int = 7) -> list[Outcome]:
@@ -152,26 +117,19 @@ def _readable(outcomes: Sequence[Outcome], most: int = 7) -> list[Outcome]:
     return [one for one in outcomes if one in shown]
 
 
-def _own_ids(svg: str, prefix: str) -> str:
-    """``svg`` with its ids made its own: all plots share one page."""
-    svg = re.sub(r'\bid="', f'id="{prefix}', svg)
-    svg = re.sub(r'href="#', f'href="#{prefix}', svg)
-    return svg.replace("url(#", f"url(#{prefix}")
-
-
-def _outcome_table(outcomes: Sequence[Outcome]) -> _Table:
+def _outcome_table(outcomes: Sequence[Outcome]) -> Table:
     counted = outcomes[0].evidence
     columns = [
-        _Column("policy"),
-        _Column("miss ratio", counted),
-        _Column("above the bound", counted),
-        _Column("read a step", counted),
-        _Column("write-backs", counted),
-        _Column("written a step", counted),
-        _Column("stall a step", Evidence.ESTIMATED),
-        _Column("drive writes a day", Evidence.ESTIMATED),
-        _Column("drive life", Evidence.ESTIMATED),
-        _Column("own time a request", Evidence.MEASURED),
+        Column("policy"),
+        Column("miss ratio", counted),
+        Column("above the bound", counted),
+        Column("read a step", counted),
+        Column("write-backs", counted),
+        Column("written a step", counted),
+        Column("stall a step", Evidence.ESTIMATED),
+        Column("drive writes a day", Evidence.ESTIMATED),
+        Column("drive life", Evidence.ESTIMATED),
+        Column("own time a request", Evidence.MEASURED),
     ]
     bounds = [one.miss_ratio for one in outcomes if one.role is Role.BOUND]
     policies = [one.miss_ratio for one in outcomes if one.role is Role.POLICY]
@@ -181,28 +139,28 @@ def _outcome_table(outcomes: Sequence[Outcome]) -> _Table:
         best = one.role is Role.POLICY and one.miss_ratio == min(policies)
         rows.append(
             [
-                _Cell(one.label + (" (bound)" if one.role is Role.BOUND else "")),
-                _Cell(_ratio(one.miss_ratio), "best" if best else ""),
-                _Cell(f"{one.miss_ratio - min(bounds):+.4f}" if bounds else "-"),
-                _Cell(format_bytes(one.read_bytes / steps)),
-                _Cell(f"{one.write_backs:,}"),
-                _Cell(format_bytes(one.written_bytes / steps)),
-                _Cell("-" if one.stall_s_per_step is None else format_seconds(one.stall_s_per_step)),
-                _Cell(_optional(one.drive_writes_per_day, "{:.3g}")),
-                _Cell(_years(one.drive_life_years)),
-                _Cell("-" if one.policy_s is None else f"{one.policy_s / max(one.requests, 1) * 1e9:.0f} ns"),
+                Cell(one.label + (" (bound)" if one.role is Role.BOUND else "")),
+                Cell(_ratio(one.miss_ratio), "best" if best else ""),
+                Cell(f"{one.miss_ratio - min(bounds):+.4f}" if bounds else "-"),
+                Cell(format_bytes(one.read_bytes / steps)),
+                Cell(f"{one.write_backs:,}"),
+                Cell(format_bytes(one.written_bytes / steps)),
+                Cell("-" if one.stall_s_per_step is None else format_seconds(one.stall_s_per_step)),
+                Cell(_optional(one.drive_writes_per_day, "{:.3g}")),
+                Cell(_years(one.drive_life_years)),
+                Cell("-" if one.policy_s is None else f"{one.policy_s / max(one.requests, 1) * 1e9:.0f} ns"),
             ]
         )
-    return _without_empty(_Table(columns, rows))
+    return _without_empty(Table(columns, rows))
 
 
-def _without_empty(table: _Table) -> _Table:
+def _without_empty(table: Table) -> Table:
     """Without columns that say nothing in any row."""
     kept = [n for n in range(len(table.columns)) if any(row[n].text != "-" for row in table.rows)]
-    return _Table([table.columns[n] for n in kept], [[row[n] for n in kept] for row in table.rows])
+    return Table([table.columns[n] for n in kept], [[row[n] for n in kept] for row in table.rows])
 
 
-def _layer_table(outcomes: Sequence[Outcome]) -> _Table | None:
+def _layer_table(outcomes: Sequence[Outcome]) -> Table | None:
     shown = [one for one in _readable(outcomes, _LAYER_COLUMNS) if one.layers]
     if not shown or len(shown[0].layers) < 2:
         return None
@@ -210,12 +168,12 @@ def _layer_table(outcomes: Sequence[Outcome]) -> _Table | None:
         {part.layer: part.misses / part.requests for part in one.layers if part.requests} for one in shown
     ]
     layers = sorted(set().union(*ratios))
-    columns = [_Column("layer"), *(_Column(one.label, one.evidence) for one in shown)]
+    columns = [Column("layer"), *(Column(one.label, one.evidence) for one in shown)]
     rows = [
-        [_Cell(str(layer)), *(_Cell(_ratio(by[layer]) if layer in by else "-") for by in ratios)]
+        [Cell(str(layer)), *(Cell(_ratio(by[layer]) if layer in by else "-") for by in ratios)]
         for layer in layers
     ]
-    return _Table(columns, rows)
+    return Table(columns, rows)
 
 
 def _tunings(regime: RegimeStudy) -> list[tuple[str, TuneResult]]:
@@ -227,14 +185,14 @@ def _tunings(regime: RegimeStudy) -> list[tuple[str, TuneResult]]:
     return [(f"{title}, capacity {tuned.chosen.capacity_fraction:.0%}", tuned) for title, tuned in found]
 
 
-def _tuned_table(tuned: TuneResult) -> _Table:
+def _tuned_table(tuned: TuneResult) -> Table:
     counted = tuned.chosen.evidence
     rows = [
         [
-            _Cell(name),
-            _Cell(f"{one.label}, {one.scope}", "text"),
-            _Cell(_ratio(one.miss_ratio)),
-            _Cell(format_bytes(one.written_bytes / max(one.steps, 1))),
+            Cell(name),
+            Cell(f"{one.label}, {one.scope}", "text"),
+            Cell(_ratio(one.miss_ratio)),
+            Cell(format_bytes(one.written_bytes / max(one.steps, 1))),
         ]
         for name, one in (
             ("chosen on the first part", tuned.chosen),
@@ -243,12 +201,12 @@ def _tuned_table(tuned: TuneResult) -> _Table:
         )
     ]
     columns = [
-        _Column("held-out rest"),
-        _Column("policy, scope", style="text"),
-        _Column("miss ratio", counted),
-        _Column("written a step", counted),
+        Column("held-out rest"),
+        Column("policy, scope", style="text"),
+        Column("miss ratio", counted),
+        Column("written a step", counted),
     ]
-    return _Table(columns, rows)
+    return Table(columns, rows)
 
 
 def _ratio(value: float) -> str:

@@ -36,18 +36,27 @@ class IoConfig:
     )
     huge_pages: Capability = field(default=Capability.AUTO, metadata={"help": "2 MiB pages for arenas"})
     threads: int = field(default=4, metadata={"help": "threads of the backends threads and pmem"})
-    queue_depth: int = field(default=32, metadata={"help": "transfers in flight at once"})
-    chunk_bytes: int = field(default=1 << 20, metadata={"size": True, "help": "size of one transfer"})
+    queue_depth: int = field(
+        default=0,
+        metadata={"help": "transfers in flight at once (0: as `tierstore bench io` found best, else 32)"},
+    )
+    chunk_bytes: int = field(
+        default=0,
+        metadata={
+            "size": True,
+            "help": "size of one transfer (0: as `tierstore bench io` found best, else 1 MiB)",
+        },
+    )
     compute_threads: int = field(
         default=0, metadata={"help": "threads for checksums, copies and AdamW (0: one a core, at most 4)"}
     )
 
     def __post_init__(self) -> None:
-        for name, least in (("threads", 1), ("queue_depth", 1), ("compute_threads", 0)):
+        for name, least in (("threads", 1), ("queue_depth", 0), ("compute_threads", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"io.{name}: expected at least {least}, got {getattr(self, name)}")
-        if self.chunk_bytes < 4096 or self.chunk_bytes % 4096:
-            raise ConfigError(f"io.chunk_bytes: expected a multiple of 4096, got {self.chunk_bytes}")
+        if self.chunk_bytes < 0 or self.chunk_bytes % 4096:
+            raise ConfigError(f"io.chunk_bytes: expected 0 or a multiple of 4096, got {self.chunk_bytes}")
 
 
 @dataclass(frozen=True, kw_only=True)

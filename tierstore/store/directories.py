@@ -6,19 +6,37 @@ import contextlib
 import fcntl
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from tierstore.errors import StoreInUseError
-from tierstore.store.opening import IDENTITY
+from tierstore.store.config import StripeConfig
+from tierstore.store.drives import DriveReport
+from tierstore.store.opening import IDENTITY, read_drives
 from tierstore.store.parameter_store import verify_store
 from tierstore.store.verify import VerifyReport
 
-__all__ = ["building", "building_directory", "rank_directories", "rank_directory", "verify_all"]
+__all__ = [
+    "building",
+    "building_directory",
+    "drives_of",
+    "rank_directories",
+    "rank_directory",
+    "rank_stripe",
+    "verify_all",
+]
 
 
 def rank_directory(store: Path, rank: int, world: int) -> Path:
     """Where rank ``rank`` of ``world`` keeps its store: a directory of its own, which may be a link to its own drive."""
     return store if world == 1 else store / f"rank-{rank:04d}"
+
+
+def rank_stripe(config: StripeConfig, rank: int, world: int) -> StripeConfig:
+    """The further directories of rank ``rank``'s store: its own below each of those of the job."""
+    return replace(
+        config, directories=tuple(rank_directory(path, rank, world) for path in config.directories)
+    )
 
 
 def building_directory(target: Path) -> Path:
@@ -45,6 +63,11 @@ def rank_directories(store: Path) -> list[Path]:
     return sorted(found.parent for found in store.glob(f"rank-*/{IDENTITY}"))
 
 
+def drives_of(store: Path) -> list[DriveReport]:
+    """The directories of a store, or of those of all its ranks, as of their last commits; see ``read_drives``."""
+    return [drive for directory in rank_directories(store) or [store] for drive in read_drives(directory)]
+
+
 def verify_all(store: Path, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
     """``verify_store`` of every rank, in rank order; ``progress`` is told of one after another."""
     total = VerifyReport()
@@ -55,4 +78,5 @@ def verify_all(store: Path, progress: Callable[[int, int], None] | None = None) 
         total.snapshots = max(total.snapshots, report.snapshots)
         total.bytes_read += report.bytes_read
         total.failures += report.failures
+        total.drives += report.drives
     return total

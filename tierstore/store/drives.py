@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierstore._native import FileCreate, Link, Meter
-from tierstore.errors import ConfigError, StoreExistsError, StoreFormatError, StoreMissingError
+from tierstore.errors import ConfigError, DataError, StoreExistsError, StoreFormatError, StoreMissingError
+from tierstore.io_profile import load_io_point
 from tierstore.store.config import StripeConfig
 from tierstore.store.home import (
     IDENTITY,
@@ -30,7 +31,7 @@ from tierstore.store.home import (
     write_identity,
 )
 from tierstore.store.lease import Lease
-from tierstore.store.weighing import Weighing
+from tierstore.store.weighing import LEAST_BYTES, Weighing
 
 if TYPE_CHECKING:
     from tierstore.store.extents import Extent
@@ -40,17 +41,30 @@ __all__ = ["Drive", "DriveReport", "Drives"]
 
 @dataclass(frozen=True, kw_only=True)
 class DriveReport:
-    """One directory of a store: what lies there, and what it gave. Bytes moved are those since the opening;
-    ``bandwidth`` is bytes a second while anything was under way, 0 where too little was.
+    """One directory of a store: its ``share`` of new slots, what lies there, and what was moved since the opening.
+
+    ``bandwidth`` is bytes a second while anything was under way: since the opening, or as the last commits knew it when
+    little was moved since (0: not known).
     """
 
     path: Path
     share: float
     used_bytes: int
     reserved_bytes: int
-    read_bytes: int
-    written_bytes: int
     bandwidth: float
+    read_bytes: int = 0
+    written_bytes: int = 0
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "path": str(self.path),
+            "share_ratio": self.share,
+            "used_bytes": self.used_bytes,
+            "reserved_bytes": self.reserved_bytes,
+            "read_bytes": self.read_bytes,
+            "written_bytes": self.written_bytes,
+            "bandwidth_bytes_per_s": self.bandwidth,
+        }
 
 
 @dataclass
@@ -79,11 +93,16 @@ class Drive:
     def reserved_bytes(self) -> int:
         return sum(extent.reserved_slots * extent.layout.slot_bytes for extent in self.extents)
 
-    def moved(self) -> tuple[int, float]:
-        """Bytes to and from here since the last call, and the seconds in which any were under way."""
+    def totals(self) -> tuple[int, int, float]:
+        """Bytes read and written since the opening, and the seconds in which any were under way."""
         read, written, busy_s = self.meter.reading()
         if self.link is not None:
             busy_s = max(busy_s, float(self.link.stats()["busy_s"]))
+        return read, written, busy_s
+
+    def moved(self) -> tuple[int, float]:
+        """Bytes to and from here since the last call, and the seconds in which any were under way."""
+        read, written, busy_s = self.totals()
         now = (read + written, busy_s)
         since = (now[0] - self._seen[0], now[1] - self._seen[1])
         self._seen = now
@@ -198,6 +217,9 @@ class Drives:
         for drive, speed in zip(self, config.bandwidths, strict=False):
             drive.link = Link(speed) if speed else None
         start = list(bandwidths) + [0.0] * (count - len(bandwidths))
+        if not any(start):
+            # What was measured in operation is less than what a benchmark finds: the two are not mixed.
+            start = [profiled_bandwidth(drive.path) for drive in self]
         self.weighing = Weighing(start, config.weights)
 
     # What there is ------------------------------------------------------------------------------------------
@@ -235,7 +257,8 @@ class Drives:
         for drive, used, share, bandwidth in zip(
             self, used_bytes, self.shares, self.weighing.bandwidths, strict=True
         ):
-            read, written, _ = drive.meter.reading()
+            read, written, busy_s = drive.totals()
+            known = read + written >= LEAST_BYTES and busy_s > 0
             rows.append(
                 DriveReport(
                     path=drive.path,
@@ -244,7 +267,7 @@ class Drives:
                     reserved_bytes=drive.reserved_bytes,
                     read_bytes=read,
                     written_bytes=written,
-                    bandwidth=bandwidth,
+                    bandwidth=(read + written) / busy_s if known else bandwidth,
                 )
             )
         return rows
@@ -289,6 +312,15 @@ class Drives:
                 with contextlib.suppress(OSError):  # somebody has put something there
                     for made in drive.made:
                         made.rmdir()
+
+
+def profiled_bandwidth(directory: Path) -> float:
+    """Bytes a second that the disk under ``directory`` wrote in a benchmark of it; 0 where the profile has none."""
+    try:
+        point = load_io_point(directory)
+    except (DataError, OSError):  # a profile makes a store faster, no more
+        return 0.0
+    return 0.0 if point is None else point.write_bytes_per_s
 
 
 def _same(one: Path, other: Path) -> bool:

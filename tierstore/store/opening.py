@@ -26,8 +26,16 @@ from tierstore.errors import (
 from tierstore.machine import cores
 from tierstore.store.adamw import AdamWConfig, Inactive
 from tierstore.store.config import Capability, IoBackendName, IoConfig, StoreConfig
-from tierstore.store.drives import Drives
-from tierstore.store.format import FORMAT_VERSION, Group, GroupLayout, Placement, RecordSchema
+from tierstore.store.drives import DriveReport, Drives
+from tierstore.store.format import (
+    COMMITTED_GROUPS,
+    FORMAT_VERSION,
+    Group,
+    GroupLayout,
+    Placement,
+    RecordSchema,
+    divided,
+)
 from tierstore.store.home import (
     IDENTITY,
     OWN_NAMES,
@@ -42,6 +50,8 @@ from tierstore.store.home import (
 from tierstore.store.index import PREVIOUS, Index
 from tierstore.store.lease import Lease
 from tierstore.store.slots import SlotMap
+from tierstore.store.tuning import Tuning, tune
+from tierstore.store.weighing import Weighing
 from tierstore.store.write_budget import WriteBudget
 from tierstore.trace.quotas import quotas_by_layer
 from tierstore.trace.recording import RecordingResidency
@@ -57,6 +67,7 @@ __all__ = [
     "make_residency",
     "minimum_host_budget",
     "open_existing",
+    "read_drives",
     "read_identity",
     "read_meta",
     "read_schemas",
@@ -99,6 +110,7 @@ class Parts:
     slots: SlotMap
     cache: HostCache
     recording: RecordingResidency | None
+    tuning: Tuning
 
     def meta(self) -> dict[str, object]:
         """What the index says of the store itself."""
@@ -216,6 +228,40 @@ def read_states(directory: Path, name: str) -> dict[OpenAt, bytes]:
     return {at: commit.state[name] for at, commit in commits.items() if name in commit.state}
 
 
+def read_drives(directory: Path) -> list[DriveReport]:
+    """The directories of the store in ``directory``, which nobody may have open, as of its last commit.
+
+    Raises StoreMissingError, StoreInUseError, StoreFormatError; a further directory that is missing is no error.
+    """
+    home = Home(directory, read_identity(directory), published=True)
+    with Lease(directory), contextlib.closing(Index(directory / "index")) as index:
+        schemas, _, known = read_meta(home, index)
+        commits = [index.read_commit(name) for name in (None, *index.snapshots())]
+    paths = [directory.absolute(), *(Path(str(entry["path"])) for entry in known[1:])]
+    bandwidths = [float(str(entry["bandwidth"])) for entry in known] or [0.0]
+    slots = {
+        (entry.schema, group, location.place)
+        for commit in commits
+        for entry in commit.records.values()
+        for group, location in zip(COMMITTED_GROUPS, entry.groups, strict=True)
+    }
+    used = [0 for _ in paths]
+    for schema, group, place in slots:
+        used[divided(place)[0]] += schemas[schema].layout(group).slot_bytes
+    return [
+        DriveReport(
+            path=path,
+            share=share,
+            used_bytes=held,
+            reserved_bytes=sum(file.stat().st_blocks * 512 for file in (path / "extents").glob("*")),
+            bandwidth=bandwidth,
+        )
+        for path, share, held, bandwidth in zip(
+            paths, Weighing(bandwidths).shares, used, bandwidths, strict=True
+        )
+    ]
+
+
 def read_meta(home: Home, index: Index) -> tuple[list[RecordSchema], Inactive, list[dict[str, object]]]:
     """Schemas, what a step does to a record without a gradient, and the directories, if there are several."""
     meta = index.read_meta()
@@ -309,7 +355,8 @@ def _assemble(
     io_log: Path | None,
 ) -> Parts:
     """The rest of the parts; what fails takes back, through ``stack``, what was made."""
-    engine = make_engine(config.io, lease_fd=lease.fd, log_path=io_log)
+    tuning = tune(config.io, drives.home.directory)
+    engine = make_engine(config.io, tuning, lease_fd=lease.fd, log_path=io_log)
     stack.callback(engine.close)
     frame = record_frame_bytes(schemas)
     frames = max(config.host_budget // frame, 1)
@@ -328,7 +375,9 @@ def _assemble(
     if recording is not None:
         stack.callback(recording.close)
     cache = HostCache(engine=engine, arena=arena, frame_bytes=frame, residency=residency, backing=slots)
-    return Parts(drives.home, drives, config, adamw, lease, engine, arena, index, slots, cache, recording)
+    return Parts(
+        drives.home, drives, config, adamw, lease, engine, arena, index, slots, cache, recording, tuning
+    )
 
 
 def make_residency(
@@ -349,13 +398,13 @@ def make_residency(
     return _native.Residency(frames, **settings), None
 
 
-def make_engine(io: IoConfig, *, lease_fd: int = -1, log_path: Path | None = None) -> Engine:
-    """An engine as ``io`` says. Raises OSError when a backend that is ON is refused."""
+def make_engine(io: IoConfig, tuning: Tuning, *, lease_fd: int = -1, log_path: Path | None = None) -> Engine:
+    """An engine as ``io`` and ``tuning`` say. Raises OSError when a backend that is ON is refused."""
     return Engine(
         backend=_BACKENDS[io.backend],
         io_threads=io.threads,
-        queue_depth=io.queue_depth,
-        chunk_bytes=io.chunk_bytes,
+        queue_depth=tuning.queue_depth,
+        chunk_bytes=tuning.chunk_bytes,
         compute_threads=io.compute_threads or min(cores(), 4),
         lease_fd=lease_fd,
         map_sync=_MAP_SYNC[io.map_sync],

@@ -197,11 +197,18 @@ class StoreRecords:
             past_cache = "direct I/O: " + (f"off ({reason})" if reason else "on")
         return [
             f"I/O: {engine.backend}" + (f" ({engine.backend_reason})" if engine.backend_reason else ""),
+            f"transfers: {self._parts.tuning}",
             past_cache,
             f"host cache: {budget} bytes, {huge} of them in huge pages",
+            *self._describe_drives(),
             self.slots.describe_discard(),
             *([] if self.slots.budget is None else [self.slots.budget.describe()]),
         ]
+
+    def _describe_drives(self) -> list[str]:
+        drives = self.drives()
+        shares = ", ".join(f"{drive.path} {drive.share:.0%}" for drive in drives)
+        return [f"drives: {shares} of new records"] if len(drives) > 1 else []
 
     def close(self) -> None:
         """Stops; what was not committed is gone. Safe to call twice, after a failure, and in a forked child,

@@ -62,9 +62,7 @@ class StripedExtent:
             self._grow(0, max(slots, self._least(self.extents[0])))
             return
         for extent in self.extents:
-            extent.reserve(
-                min(extent.slots, max(slots, self._least(extent)))
-            )  # what was found may have holes
+            extent.reserve(self._least(extent))  # what was found may have holes
         missing = slots - sum(extent.reserved_slots for extent in self.extents)
         if missing > 0:
             self._share_out(slots, missing)
@@ -75,20 +73,33 @@ class StripedExtent:
         return extent.reserved_slots if self._discard else extent.slots
 
     def discard(self, needed: int) -> None:
-        """Queues holes where more slots than ``needed`` have blocks.
-
-        Of several drives each keeps as many free ones as its share of them: where new slots go is for the shares to say,
-        and not for what happens to have blocks.
-        """
+        """Queues holes where more slots than ``needed`` have blocks."""
         self._wanted = min(self._wanted, needed)
         if len(self.extents) == 1:
             self.extents[0].discard(needed, self._discard)
             return
-        for extent, target in zip(self.extents, apportion(needed, self._drives.shares), strict=True):
-            extent.discard(extent.reserved_slots - extent.free_slots + target, self._discard)
+        keep = self._targets(needed)
+        # What a full drive could not take on is kept elsewhere: together there are always as many as are needed.
+        reserved = [extent.reserved_slots for extent in self.extents]
+        lacking = sum(max(wish - had, 0) for wish, had in zip(keep, reserved, strict=True))
+        for number in self._by_share():
+            more = min(max(reserved[number] - keep[number], 0), lacking)
+            keep[number] += more
+            lacking -= more
+        for extent, slots in zip(self.extents, keep, strict=True):
+            extent.discard(slots, self._discard)
+
+    def _targets(self, slots: int) -> list[int]:
+        """For each drive, the slots that it should have of ``slots``: those in use, and its share of all that are free.
+
+        So what is written next can be shared out as the weights say, wherever the last commits lie.
+        """
+        used = [extent.reserved_slots - extent.free_slots for extent in self.extents]
+        free = apportion(max(slots - sum(used), 0), self._drives.shares)
+        return [taken + own for taken, own in zip(used, free, strict=True)]
 
     def _share_out(self, slots: int, missing: int) -> None:
-        targets = apportion(slots, self._drives.shares)
+        targets = self._targets(slots)
         short = [
             max(target - extent.reserved_slots, 0)
             for target, extent in zip(targets, self.extents, strict=True)
@@ -104,7 +115,7 @@ class StripedExtent:
         full is no error.
         """
         if len(self.extents) > 1:
-            for number, target in enumerate(apportion(self._wanted, self._drives.shares)):
+            for number, target in enumerate(self._targets(self._wanted)):
                 with contextlib.suppress(_FullError):
                     self._grow(number, target)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from tierstore import _native
 from tierstore._native import CrcTable, Engine
+from tierstore.store.drives import DriveReport
 from tierstore.store.format import COMMITTED_GROUPS, Group, RecordEntry, divided
 from tierstore.store.opening import scratch_buffers
 from tierstore.store.slots import SlotMap
@@ -25,6 +26,7 @@ class VerifyReport:
     snapshots: int = 0
     bytes_read: int = 0
     failures: list[str] = field(default_factory=list)
+    drives: list[DriveReport] = field(default_factory=list)
 
 
 Location = tuple[int, Group, int, int]
@@ -51,6 +53,7 @@ def verify_tables(
         _check(slots, engine, where, what, crcs, report)
         if progress is not None:
             progress(done + 1, len(work))
+    report.drives = slots.drive_reports()
     return report
 
 

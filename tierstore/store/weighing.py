@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ["Turns", "Weighing", "apportion"]
+__all__ = ["LEAST_BYTES", "Turns", "Weighing", "apportion"]
 
 #: A drive is measured anew once so much was moved to or from it: less is latency and noise.
-_LEAST_BYTES = 4 << 20
+LEAST_BYTES = 4 << 20
 #: An estimate moves by the root of what was measured over it, which counts as at most so much: one hiccup cannot
 #: halve a drive's share twice, and a drive that stays slow is known in a few commits.
 _MOST_CHANGE = 4.0
@@ -69,7 +69,7 @@ class Weighing:
         for number, (nbytes, seconds) in enumerate(moved):
             before = self._pending[number]
             self._pending[number] = pending = (before[0] + nbytes, before[1] + seconds)
-            if pending[0] >= _LEAST_BYTES and pending[1] > 0:
+            if pending[0] >= LEAST_BYTES and pending[1] > 0:
                 self.bandwidths[number] = _estimate(self.bandwidths[number], pending[0] / pending[1])
                 self._pending[number] = (0, 0.0)
         if self._fixed:

@@ -14,7 +14,7 @@ from tierstore.model.config import ModelConfig
 from tierstore.parallel.config import ParallelConfig
 from tierstore.prefetch.plan import GradientPlan, PrefetchConfig
 from tierstore.store.adamw import AdamWConfig
-from tierstore.store.config import IoConfig, WearConfig
+from tierstore.store.config import IoConfig, StripeConfig, WearConfig
 from tierstore.train.files import DataConfig
 from tierstore.train.schedule import ScheduleConfig
 
@@ -53,6 +53,7 @@ class TrainConfig:
     cache: CacheConfig = field(default_factory=lambda: CacheConfig(policy="next-use"))
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
     io: IoConfig = field(default_factory=IoConfig)
+    stripe: StripeConfig = field(default_factory=StripeConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     links: LinksConfig = field(default_factory=LinksConfig)
     wear: WearConfig = field(default_factory=WearConfig)

@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 #: Settings that each rank may have of its own.
-_OWN = ("store", "io", "device", "links", "wear")
+_OWN = ("store", "stripe", "io", "device", "links", "wear")
 #: What a job notes for its later attempts: its ranks agreed to make stores; a step was everybody's.
 _BEGUN, _ACKNOWLEDGED = "begun", "acknowledged"
 

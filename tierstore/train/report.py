@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
@@ -12,12 +12,22 @@ import numpy as np
 from tierstore import _native
 from tierstore.endurance import DAY_S, drive_life_s
 from tierstore.stats import delta
+from tierstore.store.drives import DriveReport
 from tierstore.train.config import TrainConfig
 from tierstore.train.footprint import peak_resident_bytes
 from tierstore.train.trainer import StepResult, Trainer
 from tierstore.units import format_bytes, format_seconds
 
-__all__ = ["Metrics", "RunSummary", "Totals", "counters", "drive_written_bytes", "tier_rows", "totals"]
+__all__ = [
+    "Metrics",
+    "RunSummary",
+    "Totals",
+    "counters",
+    "drive_rows",
+    "drive_written_bytes",
+    "tier_rows",
+    "totals",
+]
 
 
 def counters(trainer: Trainer) -> dict[str, int]:
@@ -33,7 +43,8 @@ class Totals:
     """What all ranks did together: sums of ``counts``; ``peaks`` of resident bytes in rank order. ``stalls`` are those of
     the rank that stalled longest, ``stalled_rank``, for ``stall_s`` seconds.
 
-    ``records_crc32c``: of one rank that of its records; of several, the checksum of theirs in rank order.
+    ``drives`` are the directories of all ranks, in rank order. ``records_crc32c``: of one rank that of its records; of
+    several, the checksum of theirs in rank order.
     """
 
     counts: dict[str, int]
@@ -44,6 +55,7 @@ class Totals:
     stalls: list[dict[str, object]]
     #: What the engine of the rank that wrote most has written, padding and spills included (not the index).
     drive_written_bytes: int
+    drives: list[DriveReport] = field(default_factory=list)
 
 
 def drive_written_bytes(trainer: Trainer) -> int:
@@ -60,6 +72,7 @@ def totals(trainer: Trainer, *, written_before: int = 0) -> Totals:
         trainer.ledger.total_s,
         [stall.as_dict() for stall in trainer.ledger.rows()],
         drive_written_bytes(trainer) - written_before,
+        trainer.store.drives(),
     )
     ranks = trainer.mesh.world.all_gather_object(own)
     counts = {name: sum(rank[0][name] for rank in ranks) for name in own[0]}
@@ -75,6 +88,7 @@ def totals(trainer: Trainer, *, written_before: int = 0) -> Totals:
         stall_s=ranks[longest][3],
         stalls=ranks[longest][4],
         drive_written_bytes=max(rank[5] for rank in ranks),
+        drives=[drive for rank in ranks for drive in rank[6]],
     )
 
 
@@ -119,6 +133,7 @@ class RunSummary:
             "stalled_rank": self.totals.stalled_rank,
             "stalls": self.totals.stalls,
             "records_crc32c": self.totals.records_crc32c,
+            "drives": [drive.as_json() for drive in self.totals.drives],
             "drive_written_bytes": self.totals.drive_written_bytes,
             "drive_life_s": None if self.drive_life_days is None else self.drive_life_days * DAY_S,
         }
@@ -158,6 +173,21 @@ def tier_rows(summary: RunSummary) -> list[tuple[str, str]]:
             )
         )
     return rows
+
+
+def drive_rows(summary: RunSummary) -> list[tuple[str, ...]]:
+    """One row a directory: what lies there, what was moved, how fast while anything was, and its share of new records."""
+    return [
+        (
+            str(drive.path),
+            format_bytes(drive.used_bytes),
+            format_bytes(drive.read_bytes),
+            format_bytes(drive.written_bytes),
+            f"{format_bytes(drive.bandwidth)}/s" if drive.bandwidth else "-",
+            f"{drive.share:.0%}",
+        )
+        for drive in summary.totals.drives
+    ]
 
 
 class Metrics:

@@ -26,7 +26,7 @@ from tierstore.prefetch import HorizontalQueue, Schedule, TieredExperts, make_pr
 from tierstore.prefetch.experts import TieredLease
 from tierstore.stats import Cause, StallKey, StallLedger
 from tierstore.store.config import StoreConfig
-from tierstore.store.directories import rank_directory
+from tierstore.store.directories import rank_directory, rank_stripe
 from tierstore.store.parameter_store import NewRecord, ParameterStore
 from tierstore.tiers import DeviceSlots, DeviceTier, open_device_tier
 from tierstore.tiers.slots import SlotSizes
@@ -190,6 +190,7 @@ def _open_store(setup: _Setup, shell: _Shell, *, trace: Path | None, io_log: Pat
         cache=config.cache,
         io=config.io,
         disk=config.links.disk,
+        stripe=rank_stripe(config.stripe, world.rank, world.size),
         wear=config.wear,
     )
     if agreed.opening is Opening.CREATE:

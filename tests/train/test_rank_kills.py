@@ -1,0 +1,164 @@
+"""Ranks that are killed, at random moments and in the middle of an opening: a resume ends in the undisturbed bits."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launcher import Ranks, World
+from rank_cases import TINY, Settings, ahead, attempt, train
+
+from tierstore.config import load
+from tierstore.parallel import Mesh, ParallelConfig
+from tierstore.store import OpenAt
+from tierstore.store.directories import rank_directory
+from tierstore.store.index import Index
+from tierstore.store.opening import read_states
+from tierstore.store.parameter_store import ParameterStore
+from tierstore.train.config import TrainConfig
+from tierstore.train.ranks import Opening
+from tierstore.train.session import open_session
+from tierstore.train.state import STATE_KEY
+
+LAP = 60
+
+
+def quick(expert: int) -> ParallelConfig:
+    """Of ranks that are to notice a death soon."""
+    return ParallelConfig(expert=expert, timeout_s=30.0, grace_s=2.0)
+
+
+def end_of(ranks: Ranks, world: World) -> list[int]:
+    """The exit codes of all ranks, once one of them has died."""
+    started = time.monotonic()
+    codes = [ranks.exit_code(pid) for pid in world.pids]
+    assert time.monotonic() - started < 30, "a survivor hung"
+    return codes
+
+
+# At random moments ------------------------------------------------------------------------------------------
+
+#: What is held where, how many ranks share the experts (1: each has all of them), and how many kills.
+STORMS: dict[str, tuple[Settings, int, int]] = {
+    "experts on both ranks": ({"host_budget": 60_000}, 0, 50),
+    "replicas": ({"host_budget": 60_000}, 1, 6),
+    "moments on disk": ({"host_budget": 60_000, "dense.optimizer_state": "nvme"}, 0, 6),
+    "replicas, moments on disk, clipped": (
+        {"host_budget": 120_000, "dense.optimizer_state": "nvme", "clip_norm": 0.5},
+        1,
+        4,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STORMS)
+def test_kills_of_random_ranks_change_no_bit(
+    ranks: Ranks, settings: Callable[..., dict[str, Any]], tmp_path: Path, name: str
+) -> None:
+    """Each is followed by a resume; every lap that is completed ends in the bits of an undisturbed run."""
+    mode, expert, wanted = STORMS[name]
+    expected = ranks.run(2, train, settings(mode), LAP, Opening.CREATE, expert=expert)
+    random_ = random.Random(11)
+    kills, laps = 0, 0
+    store = settings(mode)
+    while kills < wanted or laps == 0:
+        with ranks.fresh(2, quick(expert), tmp_path / "stderr") as world:
+            for rank in range(2):
+                world.send(rank, _commit_often, store, LAP)
+            deadline = time.monotonic() + random_.uniform(0.02, 0.5)
+            done = all(c.poll(max(deadline - time.monotonic(), 0)) for c in world.connections)
+            if done or kills >= wanted:
+                found = [world.receive(rank) for rank in range(2)]
+                for rank in range(2):
+                    assert found[rank][2] == expected[rank][2], f"lap {laps}, after {kills} kills"
+                    kept = found[rank][0]
+                    assert kept == expected[rank][0][LAP - len(kept) :], f"lap {laps}, after {kills} kills"
+                laps += 1
+                store = settings(mode)
+                continue
+            os.kill(world.pids[random_.randrange(2)], signal.SIGKILL)
+            assert -signal.SIGKILL in end_of(ranks, world)
+            kills += 1
+    assert laps >= 1
+
+
+def _commit_often(mesh: Mesh, settings: Settings, steps: int) -> tuple[list[float], list[float], int]:
+    return train(attempt(mesh, settings["store"]), settings, steps, Opening.RESTART, commit_every=2)
+
+
+# While an opening takes a commit back -----------------------------------------------------------------------
+
+
+def _die(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _roll_back_and_die(index: Index, snapshot: str) -> None:
+    ROLL_BACK(index, snapshot)
+    _die()
+
+
+def _prepare_and_die(store: ParameterStore, *arguments: Any, **options: Any) -> None:
+    PREPARE(store, *arguments, **options)
+    _die()
+
+
+ROLL_BACK, PREPARE = Index.roll_back, ParameterStore.prepare
+#: Where the rank that was ahead is killed: the class, its method, and what stands there instead.
+MOMENTS: dict[str, tuple[type, str, Callable[..., None]]] = {
+    "before it": (Index, "roll_back", _die),
+    "within its transaction": (Index, "_put", _die),
+    "after it": (Index, "roll_back", _roll_back_and_die),
+    "before the next commit": (ParameterStore, "prepare", _die),
+    "after the next prepare": (ParameterStore, "prepare", _prepare_and_die),
+}
+
+
+def dying(mesh: Mesh, settings: Settings, moment: str, victim: int) -> None:
+    """Resumes, steps once and commits; rank ``victim`` does not survive ``moment``."""
+    if mesh.world.rank == victim:
+        owner, name, instead = MOMENTS[moment]
+        setattr(owner, name, instead)
+    with open_session(load(TrainConfig, None, {**TINY, **settings}), Opening.RESUME, mesh=mesh) as trainer:
+        trainer.step()
+        trainer.commit()
+
+
+def positions(store: Path) -> list[set[OpenAt]]:
+    """The commits that each of two ranks could open."""
+    return [set(read_states(rank_directory(store, rank, 2), STATE_KEY)) for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "expert"), [({}, 0), ({"dense.optimizer_state": "nvme"}, 1)], ids=["experts", "replicas"]
+)
+def test_a_kill_while_an_opening_takes_a_commit_back(
+    ranks: Ranks, settings: Callable[..., dict[str, Any]], tmp_path: Path, mode: Settings, expert: int
+) -> None:
+    """Rank 1 was a prepared commit ahead. Whenever it dies on the way back, all resume at the step that all have."""
+    expected = ranks.run(2, train, settings(mode), 6, Opening.CREATE, expert=expert)
+    for moment in MOMENTS:
+        behind = settings(mode)
+        ranks.run(2, ahead, behind, 1, expert=expert)
+        for victim in (1, 0, 1) if moment == "after the next prepare" else (1, 1):
+            with ranks.fresh(2, quick(expert), tmp_path / "stderr") as world:
+                for rank in range(2):
+                    world.send(rank, dying, behind, moment, victim)
+                assert end_of(ranks, world)[victim] == -signal.SIGKILL, moment
+            both = {OpenAt.LAST, OpenAt.PREVIOUS}
+            went_back = {"before it": both, "within its transaction": both, "after it": {OpenAt.LAST}}
+            if moment in went_back:
+                assert positions(behind["store"]) == [{OpenAt.LAST}, went_back[moment]], moment
+            if moment == "after it":
+                break  # there is nothing left to take back
+        found = ranks.run(2, train, behind, 6, Opening.RESUME, expert=expert)
+        for rank in range(2):
+            kept = found[rank][0]
+            assert kept == expected[rank][0][6 - len(kept) :], moment
+            assert found[rank][2] == expected[rank][2], moment

@@ -1,0 +1,257 @@
+"""What disks say of their own health: NVMe by its log page, or what ``smartctl`` and ``nvme`` make of a disk.
+
+An NVMe controller is asked directly (Get Log Page 02h, *SMART / Health Information*; NVM Express Base Specification 2.0,
+figure 207), which needs the right to open ``/dev/nvmeN``. Where it is refused, and for SATA and SAS, ``smartctl --json`` and
+``nvme smart-log`` are asked, if they are installed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tierstore.devices.blocks import Disk
+
+__all__ = ["Health", "disk_health", "parse_health_page", "parse_nvme", "parse_smartctl"]
+
+_SYS = Path("/sys")
+_DEV = Path("/dev")
+_PAGE_BYTES = 512
+_DATA_UNIT = 1000 * 512  # bytes: the log counts thousands of 512-byte blocks
+_KELVIN = 273
+_TIMEOUT_S = 5
+_ADMIN_COMMAND = 0xC0484E41  # NVME_IOCTL_ADMIN_CMD: _IOWR('N', 0x41, 72 bytes)
+_GET_LOG_PAGE = 0x02
+_HEALTH_PAGE = 0x02
+_ALL_NAMESPACES = 0xFFFFFFFF
+#: Of the log's critical warning byte, from bit 0 on.
+_WARNINGS = (
+    "its spare capacity is below the threshold",
+    "its temperature is out of range",
+    "its reliability is degraded by media errors",
+    "it has gone read-only",
+    "the backup of its volatile memory has failed",
+    "its persistent memory region is read-only or unreliable",
+)
+#: Attributes of SATA SSDs whose normalized value counts down from 100 as the flash wears, by vendor.
+_ATA_LIFE = (231, 233, 177, 173, 202)
+_ATA_LBAS_WRITTEN = 241
+
+
+@dataclass(frozen=True, kw_only=True)
+class Health:
+    """What a disk says; None is what it does not. ``warnings`` are why it should be replaced. ``reason``: why nothing is
+    known, empty when something is.
+    """
+
+    source: str = ""
+    warnings: tuple[str, ...] = ()
+    used_percent: int | None = None
+    spare_percent: int | None = None
+    written_bytes: int | None = None
+    media_errors: int | None = None
+    temperature_celsius: int | None = None
+    reason: str = ""
+
+    def __str__(self) -> str:
+        """One line for a table."""
+        if self.reason:
+            return self.reason
+        facts = [
+            (self.used_percent, "{}% of its endurance used"),
+            (self.spare_percent, "{}% spare"),
+            (None if self.written_bytes is None else f"{self.written_bytes / 1e12:.1f}", "{} TB written"),
+            (self.media_errors or None, "{} media errors"),
+            (self.temperature_celsius, "{} °C"),
+        ]
+        said = [text.format(value) for value, text in facts if value is not None]
+        return ", ".join([*(f"WARNING: {warning}" for warning in self.warnings), *said]) or "passed"
+
+
+def disk_health(disk: Disk, *, sys: Path = _SYS, dev: Path = _DEV) -> Health:
+    """What ``disk`` says of itself, from whoever can be asked first."""
+    if disk.bus == "virtio":
+        return Health(reason="not offered by virtio")
+    asked: list[Callable[[], Health]] = []
+    controller = _controller(disk, sys)
+    if controller:
+        asked.append(lambda: parse_health_page(_read_page(dev / controller)))
+    if shutil.which("smartctl"):
+        asked.append(lambda: parse_smartctl(_run("smartctl", "--json", "-H", "-A", str(dev / disk.name))))
+    if controller and shutil.which("nvme"):
+        asked.append(lambda: parse_nvme(_run("nvme", "smart-log", "-o", "json", str(dev / controller))))
+    refused = [] if controller else ["smartctl is not installed"]
+    for ask in asked:
+        try:
+            return ask()
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            refused.append(str(error))
+    return Health(reason=f"not known: {'; '.join(refused)}")
+
+
+def _controller(disk: Disk, sys: Path) -> str:
+    """The NVMe controller of a disk's namespace, by name; empty for another kind of disk."""
+    if not re.fullmatch(r"nvme\d+n\d+", disk.name):
+        return ""
+    device = (sys / "class/block" / disk.name / "device").resolve()
+    # With multipath a namespace belongs to a subsystem, which has its controllers below it.
+    for candidate in (device, *sorted(device.glob("nvme*"))):
+        if re.fullmatch(r"nvme\d+", candidate.name):
+            return candidate.name
+    return disk.name.rpartition("n")[0]
+
+
+class _AdminCommand(ctypes.Structure):
+    """struct nvme_admin_cmd of <linux/nvme_ioctl.h>."""
+
+    _fields_ = (
+        ("opcode", ctypes.c_uint8),
+        ("flags", ctypes.c_uint8),
+        ("rsvd1", ctypes.c_uint16),
+        ("nsid", ctypes.c_uint32),
+        ("cdw2", ctypes.c_uint32),
+        ("cdw3", ctypes.c_uint32),
+        ("metadata", ctypes.c_uint64),
+        ("addr", ctypes.c_uint64),
+        ("metadata_len", ctypes.c_uint32),
+        ("data_len", ctypes.c_uint32),
+        ("cdw10", ctypes.c_uint32),
+        ("cdw11", ctypes.c_uint32),
+        ("cdw12", ctypes.c_uint32),
+        ("cdw13", ctypes.c_uint32),
+        ("cdw14", ctypes.c_uint32),
+        ("cdw15", ctypes.c_uint32),
+        ("timeout_ms", ctypes.c_uint32),
+        ("result", ctypes.c_uint32),
+    )
+
+
+def _read_page(controller: Path) -> bytes:
+    """The health log page. Raises OSError naming the controller, also for a status that is no success."""
+    page = ctypes.create_string_buffer(_PAGE_BYTES)
+    command = _AdminCommand(
+        opcode=_GET_LOG_PAGE,
+        nsid=_ALL_NAMESPACES,
+        addr=ctypes.addressof(page),
+        data_len=_PAGE_BYTES,
+        cdw10=(_PAGE_BYTES // 4 - 1) << 16 | _HEALTH_PAGE,
+        timeout_ms=_TIMEOUT_S * 1000,
+    )
+    fd = os.open(controller, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        status = fcntl.ioctl(fd, _ADMIN_COMMAND, command)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(controller)) from error
+    finally:
+        os.close(fd)
+    if status:
+        raise OSError(f"{controller}: Get Log Page ended with NVMe status {status:#x}")
+    return page.raw
+
+
+def parse_health_page(page: bytes) -> Health:
+    """The health log page, 512 bytes. Raises ValueError for another length."""
+    if len(page) != _PAGE_BYTES:
+        raise ValueError(f"a health log page has {_PAGE_BYTES} bytes, not {len(page)}")
+
+    def number(offset: int, nbytes: int) -> int:
+        return int.from_bytes(page[offset : offset + nbytes], "little")
+
+    kelvin = number(1, 2)
+    return Health(
+        source="NVMe log page",
+        warnings=_critical(page[0]),
+        used_percent=page[5],
+        spare_percent=page[3],
+        written_bytes=number(48, 16) * _DATA_UNIT,
+        media_errors=number(160, 16),
+        temperature_celsius=kelvin - _KELVIN if kelvin else None,
+    )
+
+
+def _critical(bits: int) -> tuple[str, ...]:
+    known = tuple(text for bit, text in enumerate(_WARNINGS) if bits >> bit & 1)
+    unknown = bits >> len(_WARNINGS)
+    return (*known, f"critical warning {bits:#04x}") if unknown else known
+
+
+def parse_smartctl(text: str) -> Health:
+    """What ``smartctl --json -H -A`` prints, for NVMe, SATA and SAS. Raises ValueError where it says nothing of health."""
+    found = _object(text)
+    log = found.get("nvme_smart_health_information_log")
+    if isinstance(log, Mapping):
+        return Health(
+            source="smartctl",
+            warnings=_critical(int(log.get("critical_warning", 0))),
+            used_percent=_whole(log, "percentage_used"),
+            spare_percent=_whole(log, "available_spare"),
+            written_bytes=_units(log, "data_units_written"),
+            media_errors=_whole(log, "media_errors"),
+            temperature_celsius=_whole(log, "temperature"),
+        )
+    passed = found.get("smart_status", {}).get("passed")
+    if passed is None:
+        messages = found.get("smartctl", {}).get("messages", [])
+        said = "; ".join(str(message.get("string")) for message in messages)
+        raise ValueError(f"smartctl: {said or 'it says nothing of health'}")
+    table = {row["id"]: row for row in found.get("ata_smart_attributes", {}).get("table", [])}
+    life = next((int(table[number]["value"]) for number in _ATA_LIFE if number in table), None)
+    written = table.get(_ATA_LBAS_WRITTEN, {}).get("raw", {}).get("value")
+    return Health(
+        source="smartctl",
+        warnings=() if passed else ("it says that it is failing",),
+        used_percent=None if life is None else max(100 - life, 0),
+        written_bytes=None if written is None else int(written) * int(found.get("logical_block_size", 512)),
+        temperature_celsius=_whole(found.get("temperature", {}), "current"),
+    )
+
+
+def parse_nvme(text: str) -> Health:
+    """What ``nvme smart-log -o json`` prints. Raises ValueError where it is no health log."""
+    log = _object(text)
+    if "critical_warning" not in log:
+        raise ValueError("nvme: not a health log")
+    warning = log["critical_warning"]
+    kelvin = _whole(log, "temperature")
+    return Health(
+        source="nvme",
+        warnings=_critical(int(warning["value"] if isinstance(warning, Mapping) else warning)),
+        used_percent=_whole(log, "percent_used"),
+        spare_percent=_whole(log, "avail_spare"),
+        written_bytes=_units(log, "data_units_written"),
+        media_errors=_whole(log, "media_errors"),
+        temperature_celsius=kelvin - _KELVIN if kelvin else None,
+    )
+
+
+def _object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _whole(table: Mapping[str, Any], key: str) -> int | None:
+    # nvme prints what exceeds 64 bits, and in some versions all of its large numbers, as text with separators.
+    value = table.get(key)
+    return None if value is None else int(str(value).replace(",", ""))
+
+
+def _units(table: Mapping[str, Any], key: str) -> int | None:
+    units = _whole(table, key)
+    return None if units is None else units * _DATA_UNIT
+
+
+def _run(*command: str) -> str:
+    # smartctl's status is a set of bits of which most say something of the disk: what it prints is what counts.
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    return done.stdout
