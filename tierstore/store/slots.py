@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 
 from tierstore._native import Buffer, CrcTable, DirectIo, Engine, FileCreate, Link, Priority
@@ -21,6 +22,7 @@ from tierstore.store.extents import Extent
 from tierstore.store.format import (
     COMMITTED_GROUPS,
     Group,
+    GroupLayout,
     GroupLocation,
     Placement,
     RecordEntry,
@@ -307,12 +309,14 @@ class SlotMap:
     def extent_path(self, schema: int, group: Group) -> Path:
         return self._extents[schema, group].path
 
-    def explain(self, path: str, offset: int, section: int) -> str:
+    def explain(self, path: str, offset: int, section: int | None = None) -> str:
         """The key and section that byte ``offset`` of extent ``path`` belongs to, for error messages."""
         for (schema, group), extent in self._extents.items():
             if str(extent.path) == path:
-                slot = offset // extent.layout.slot_bytes
-                name = extent.layout.sections[section].name
+                slot, within = divmod(offset, extent.layout.slot_bytes)
+                name = extent.layout.sections[
+                    _section_at(extent.layout, within) if section is None else section
+                ].name
                 for record in self.records:
                     held = record.scratch_slot if group is Group.GRADIENTS else record.slots[group]
                     if record.schema == schema and held == slot:
@@ -333,3 +337,9 @@ class SlotMap:
     def close(self) -> None:
         for extent in self._extents.values():
             extent.close()
+
+
+def _section_at(layout: GroupLayout, within: int) -> int:
+    """The number of the section that byte ``within`` of a slot belongs to."""
+    ends = accumulate(section.padded_nbytes for section in layout.sections)
+    return next(number for number, end in enumerate(ends) if within < end)
