@@ -47,6 +47,12 @@ Engine::Engine(const EngineOptions& options) {
 
 Engine::~Engine() {
     close();
+    if (getpid() != owner_) {
+        // A forked child that ends: the threads are its parent's, and there is nobody to join.
+        (void)timer_.release();
+        (void)backend_.release();
+        (void)pool_.release();
+    }
     ::close(event_fd_);
 }
 
@@ -188,7 +194,7 @@ void Engine::start(Operation& operation, Remains& remains) {
     const Ticket ticket = operation.ticket;
     if (operation.kind == Kind::Hold) {
         operation.slot = operation.link->reserve(operation.label.nbytes, monotonic_ns());
-        timer_.at(operation.slot.end_ns, [this, ticket] { on_time(ticket); });
+        timer_->at(operation.slot.end_ns, [this, ticket] { on_time(ticket); });
     } else if (operation.kind == Kind::Compute) {
         for (size_t part = 0; part < operation.parts.size(); ++part)
             pool_->submit([this, ticket, part] { run_compute(ticket, part); }, urgency(operation.priority));
@@ -506,6 +512,7 @@ void Engine::log_mark(const std::string& text) {
 }
 
 void Engine::close() {
+    if (getpid() != owner_) return;
     Remains remains;
     std::unique_lock lock(mutex_);
     if (closing_) {
@@ -521,7 +528,7 @@ void Engine::close() {
     changed_.wait(lock, [this] { return operations_.empty(); });
     lock.unlock();
     remains.clear();
-    timer_.close();
+    timer_->close();
     backend_->close();
     pool_->close();
     backend_.reset();  // and with it the ring, and the lease that it holds
