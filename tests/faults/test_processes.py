@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
-import psutil
 import pytest
 from conftest_store import small_store
 
 from tierstore.bench.memory_limit import MemoryLimit
-from tierstore.errors import CapabilityError, StoreInUseError
-from tierstore.store import IoBackendName, IoConfig, ParameterStore, StoreConfig
+from tierstore.errors import CapabilityError
+from tierstore.store import StoreConfig
 
 CONFIG = StoreConfig(host_budget=1 << 18)
 
@@ -85,7 +82,9 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path: Path) -> None:
     """Order of commits, retention and leases are of generations and of the monotonic clock, never of the date."""
     source, library = tmp_path / "clock.c", tmp_path / "clock.so"
     source.write_text(CLOCK)
-    built = subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], capture_output=True, check=False)
+    built = subprocess.run(
+        ["cc", "-shared", "-fPIC", "-o", library, source], capture_output=True, check=False
+    )
     if built.returncode:
         pytest.skip("there is no C compiler to build the clock with")
     steady = run_python(CLOCK_RUN, tmp_path / "a", "steady")
@@ -256,7 +255,9 @@ def test_of_two_that_race_one_wins(fast_path: Path, how: str) -> None:
             lost = answers[won.index(False)]
             winner = racers[won.index(True)].process.pid
             assert f"{path}" in lost, lost
-            assert f"pid {winner})" in lost or "there is a store here already" in lost or "pid unknown" in lost, lost
+            assert (
+                f"pid {winner})" in lost or "there is a store here already" in lost or "pid unknown" in lost
+            ), lost
             for racer in racers:
                 racer.say("go on")
                 assert racer.answer() == "done"

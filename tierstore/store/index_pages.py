@@ -86,9 +86,7 @@ class _Pages:
         if root != _NO_PAGE:
             for node in self._walk(root, depth):
                 found += 1
-                if leaves:
-                    yield node
-                elif node[0] & _SUBTREE:
+                if leaves or node[0] & _SUBTREE:
                     yield node
         if found != entries or (root == _NO_PAGE) != (depth == 0):
             raise self.damaged(f"a tree has {found} entries, not {entries}")
