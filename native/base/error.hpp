@@ -13,7 +13,8 @@
 
 namespace tierstore {
 
-// A failed system call, or a transfer that ended too early. Python sees OSError(err, message, path).
+// A failed system call, or a transfer that ended too early. Python sees OSError(err, message, path), and with
+// `file_offset` where a transfer failed.
 struct SyscallError : std::runtime_error {
     SyscallError(int err_, std::string operation_, std::string path_ = {})
         : std::runtime_error(operation_ + ": " + std::generic_category().message(err_) +
@@ -25,6 +26,7 @@ struct SyscallError : std::runtime_error {
     int err;
     std::string operation;
     std::string path;
+    int64_t file_offset = -1;  // of a transfer: where in the file it failed
 };
 
 // A section read from a file is not what was written there.

@@ -21,7 +21,10 @@ void set_os_error(const SyscallError& error) {
     const std::string message = error.operation + ": " + std::generic_category().message(error.err);
     const nb::object args = error.path.empty() ? nb::object(nb::make_tuple(error.err, message))
                                                : nb::object(nb::make_tuple(error.err, message, error.path));
-    PyErr_SetObject(PyExc_OSError, args.ptr());
+    nb::object exception = nb::steal(PyObject_Call(PyExc_OSError, args.ptr(), nullptr));
+    if (!exception.is_valid()) return;  // Python has set its own
+    if (error.file_offset >= 0) exception.attr("file_offset") = error.file_offset;
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.ptr())), exception.ptr());
 }
 
 void set_checksum_mismatch(const ChecksumMismatch& error, PyObject* type) {

@@ -47,6 +47,12 @@ Engine::Engine(const EngineOptions& options) {
 
 Engine::~Engine() {
     close();
+    if (getpid() != owner_) {
+        // A forked child that ends: the threads are its parent's, and there is nobody to join.
+        (void)timer_.release();
+        (void)backend_.release();
+        (void)pool_.release();
+    }
     ::close(event_fd_);
 }
 
@@ -202,7 +208,7 @@ void Engine::start(Operation& operation, Remains& remains) {
         if (operation.priority == Priority::Demand) {
             hold_urgently(operation);
         } else {
-            timer_.at(operation.slot.patient_end_ns, [this, ticket] { on_time(ticket); });
+            timer_->at(operation.slot.patient_end_ns, [this, ticket] { on_time(ticket); });
         }
     } else if (operation.kind == Kind::Compute) {
         for (size_t part = 0; part < operation.parts.size(); ++part)
@@ -487,7 +493,7 @@ void Engine::hold_urgently(Operation& operation) {
         operation.link->block(now);
         operation.blocking = true;
     }
-    timer_.at(operation.slot.end_ns, [this, ticket = operation.ticket] { on_time(ticket); });
+    timer_->at(operation.slot.end_ns, [this, ticket = operation.ticket] { on_time(ticket); });
 }
 
 void Engine::notify(Ticket ticket) {
@@ -543,6 +549,7 @@ void Engine::log_mark(const std::string& text) {
 }
 
 void Engine::close() {
+    if (getpid() != owner_) return;
     Remains remains;
     std::unique_lock lock(mutex_);
     if (closing_) {
@@ -558,7 +565,7 @@ void Engine::close() {
     changed_.wait(lock, [this] { return operations_.empty(); });
     lock.unlock();
     remains.clear();
-    timer_.close();
+    timer_->close();
     backend_->close();
     pool_->close();
     backend_.reset();  // and with it the ring, and the lease that it holds

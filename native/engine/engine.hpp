@@ -2,6 +2,8 @@
 // it names, on a few threads that never see Python.
 #pragma once
 
+#include <unistd.h>
+
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -182,6 +184,7 @@ private:
     std::string backend_reason_;
     const char* backend_name_ = "";
     int event_fd_ = -1;
+    const pid_t owner_ = getpid();  // a forked child has the memory, and not the threads
 
     std::mutex mutex_;  // guards what follows, up to the backend; never held while an operation runs
     std::condition_variable changed_;
@@ -198,7 +201,7 @@ private:
 
     std::unique_ptr<Backend> backend_;
     std::unique_ptr<WorkerPool> pool_;
-    Timer timer_;
+    std::unique_ptr<Timer> timer_ = std::make_unique<Timer>();
 };
 
 }  // namespace tierstore

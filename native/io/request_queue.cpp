@@ -95,7 +95,9 @@ void Chunk::prepare() {
 }
 
 Progress Chunk::fail(int err, const std::string& what) {
-    failure_ = make_failure(SyscallError(err, what, owner_->request.file->path));
+    SyscallError error(err, what, owner_->request.file->path);
+    if (kind() != IoKind::Sync) error.file_offset = static_cast<int64_t>(offset());
+    failure_ = make_failure(std::move(error));
     return Progress::Failed;
 }
 

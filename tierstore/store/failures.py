@@ -50,13 +50,19 @@ class Failures:
 
     @contextlib.contextmanager
     def translated(self) -> Iterator[None]:
-        """Turns the engine's checksum failures into ChecksumError naming key, section and file."""
+        """Failures of the engine, naming key, section and file: ChecksumError, and OSError of transfers."""
         try:
             yield
         except _native.ChecksumMismatch as error:
             message, path, offset, section = error.args
             what = self._slots.explain(path, offset, section)
             raise ChecksumError(f"{what}, {path}: {message}") from error
+        except OSError as error:
+            offset = getattr(error, "file_offset", None)
+            if offset is None:
+                raise
+            what = self._slots.explain(str(error.filename), offset)
+            raise OSError(error.errno, f"{what}: {error.strerror}", error.filename) from error
 
     def wait(self, tickets: Sequence[int]) -> None:
         with self.translated():

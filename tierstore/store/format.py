@@ -45,7 +45,7 @@ __all__ = [
     "unpack_table",
 ]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 #: LMDB's longest key.
 MAX_NAME_BYTES = 511
 #: Sections start at multiples of this many bytes, in files and in memory: enough for direct I/O everywhere.

@@ -6,7 +6,11 @@ Databases: ``meta`` (uuid, schemas, optimizer, generation), ``records`` (key -> 
 
 The file has its full size, blocks included, before LMDB writes into it: LMDB would otherwise allocate as it
 commits, and meet a full disk in the middle of the one operation that must not fail. And since the size is
-always there, a file cut short is noticed before its map is touched, where it would be a SIGBUS.
+always there, a file cut short is noticed before its map is touched, where it would be a SIGBUS. So would be a
+drive's error: pages are read with ``pread``, which says so, before the map is touched.
+
+LMDB has no checksums. ``meta`` holds one over all entries of all databases, which every transaction keeps up to
+date and every opening checks.
 """
 
 from __future__ import annotations
@@ -21,9 +25,12 @@ from pathlib import Path
 from types import MappingProxyType
 
 import lmdb
+import numpy as np
 
+from tierstore import _native
 from tierstore.errors import StoreFormatError
 from tierstore.store.format import RecordEntry, pack_table, unpack_table
+from tierstore.store.index_pages import check_pages
 
 __all__ = ["PREVIOUS", "Commit", "Index", "index_bytes"]
 
@@ -31,6 +38,9 @@ __all__ = ["PREVIOUS", "Commit", "Index", "index_bytes"]
 PREVIOUS = ".previous"
 
 _PAGE = 4096
+_TOUCH_BYTES = 1 << 20
+_CHECKSUM = b"checksum"
+_DATABASES = (b"meta", b"records", b"state", b"snapshots")
 _FIRST_BYTES = 1 << 20
 _ENTRY_BYTES = 256  # a record's key and entry with LMDB's overhead, rounded up
 
@@ -64,27 +74,26 @@ class Index:
         except FileNotFoundError as error:
             raise StoreFormatError(f"{self._data}: the index is missing") from error
         self._map_bytes = max(size, _FIRST_BYTES)
+        check_pages(self._data)
         try:
             # lock=False: the store's lease already admits one process, and one thread commits.
             self._env = lmdb.open(
                 str(directory), map_size=self._map_bytes, max_dbs=4, lock=False, create=False
             )
         except lmdb.Error as error:
+            if _system_errno(error):
+                raise self._os_error(error) from error
             raise StoreFormatError(f"{self._data}: not an index: {error}") from error
         try:
-            used = (int(self._env.info()["last_pgno"]) + 1) * _PAGE
-            if size < used:
-                raise StoreFormatError(f"{self._data}: truncated: it has {size} bytes, and {used} are in use")
-            self._meta = self._env.open_db(b"meta")
-            self._records = self._env.open_db(b"records")
-            self._state = self._env.open_db(b"state")
-            self._snapshots = self._env.open_db(b"snapshots")
+            self._databases = {name: self._env.open_db(name, create=False) for name in _DATABASES}
+            self._check_entries()
         except lmdb.Error as error:
             self._env.close()
             raise StoreFormatError(f"{self._data}: damaged: {error}") from error
         except BaseException:
             self._env.close()
             raise
+        self._meta, self._records, self._state, self._snapshots = self._databases.values()
 
     @classmethod
     def create(cls, directory: Path) -> Index:
@@ -92,14 +101,41 @@ class Index:
         directory.mkdir()
         try:
             with lmdb.open(str(directory), map_size=_FIRST_BYTES, max_dbs=4, lock=False) as env:
-                for name in (b"meta", b"records", b"state", b"snapshots"):
-                    env.open_db(name)
-        except lmdb.DiskError as error:
-            raise OSError(errno.ENOSPC, str(error), str(directory / "data.mdb")) from error
+                databases = [env.open_db(name) for name in _DATABASES]
+                with env.begin(write=True) as txn:
+                    txn.put(_CHECKSUM, bytes(8), db=databases[0])
         except lmdb.Error as error:
-            raise OSError(errno.EIO, str(error), str(directory / "data.mdb")) from error
+            code = _system_errno(error) or errno.EIO
+            raise OSError(code, str(error), str(directory / "data.mdb")) from error
         _allocate(directory / "data.mdb", _FIRST_BYTES)
         return cls(directory)
+
+    def _touch(self) -> None:
+        """Brings the pages in use into the page cache. Raises OSError naming the file."""
+        used = (int(self._env.info()["last_pgno"]) + 1) * _PAGE
+        buffer = bytearray(min(used, _TOUCH_BYTES))
+        with open(self._data, "rb", buffering=0) as file:
+            try:
+                for offset in range(0, used, _TOUCH_BYTES):
+                    os.preadv(file.fileno(), [buffer], offset)
+            except OSError as error:
+                message = f"reading the index: {os.strerror(error.errno or 0)}"
+                raise OSError(error.errno, message, str(self._data)) from error
+
+    def _check_entries(self) -> None:
+        """Raises StoreFormatError unless the entries are those that were written."""
+        total = 0
+        with self._env.begin() as txn:
+            for name, database in self._databases.items():
+                for key, value in txn.cursor(db=database):
+                    if (name, key) != (b"meta", _CHECKSUM):
+                        total += _entry_crc32c(name, key, value)
+            expected = txn.get(_CHECKSUM, db=self._databases[b"meta"])
+        if expected is None or total % 2**64 != int.from_bytes(expected, "little"):
+            raise StoreFormatError(f"{self._data}: damaged: its entries do not match its checksum")
+
+    def _os_error(self, error: lmdb.Error) -> OSError:
+        return OSError(_system_errno(error) or errno.EIO, str(error), str(self._data))
 
     def reserve(self, nbytes: int) -> None:
         """Makes room for ``nbytes`` in all. Raises OSError (ENOSPC) naming the file and the bytes needed."""
@@ -165,23 +201,23 @@ class Index:
         ``changed`` and ``state`` are merged into what is there. An index that is too small grows.
         """
 
-        def work(txn: lmdb.Transaction) -> None:
-            txn.put(b"store", json.dumps(meta, sort_keys=True).encode(), db=self._meta)
-            txn.put(b"generation", str(generation).encode(), db=self._meta)
-            self._put(txn, changed, state)
+        def work(changes: _Changes) -> None:
+            changes.put(b"meta", b"store", json.dumps(meta, sort_keys=True).encode())
+            changes.put(b"meta", b"generation", str(generation).encode())
+            changes.put_tables(changed, state)
             for name in drop_snapshots:
-                txn.delete(name.encode(), db=self._snapshots)
+                changes.delete(b"snapshots", name.encode())
             for name, commit in add_snapshots.items():
-                txn.put(name.encode(), _pack_snapshot(commit), db=self._snapshots)
+                changes.put(b"snapshots", name.encode(), _pack_snapshot(commit))
 
         self._transact(work)
 
     def drop_snapshots(self, names: Sequence[str]) -> None:
         """Forgets snapshots; durable when this returns."""
 
-        def work(txn: lmdb.Transaction) -> None:
+        def work(changes: _Changes) -> None:
             for name in names:
-                txn.delete(name.encode(), db=self._snapshots)
+                changes.delete(b"snapshots", name.encode())
 
         self._transact(work)
 
@@ -193,12 +229,12 @@ class Index:
         commit = self.read_commit(snapshot)
         later = [name for name, generation in self.snapshots().items() if generation > commit.generation]
 
-        def work(txn: lmdb.Transaction) -> None:
-            txn.drop(self._records, delete=False)
-            txn.drop(self._state, delete=False)
-            self._put(txn, commit.records, commit.state)
+        def work(changes: _Changes) -> None:
+            changes.clear(b"records")
+            changes.clear(b"state")
+            changes.put_tables(commit.records, commit.state)
             for name in {snapshot, *later}:
-                txn.delete(name.encode(), db=self._snapshots)
+                changes.delete(b"snapshots", name.encode())
 
         self._transact(work)
 
@@ -211,30 +247,68 @@ class Index:
         except (lmdb.Error, ValueError) as error:
             raise StoreFormatError(f"{self._data}: damaged: {error}") from error
 
-    def _put(
-        self, txn: lmdb.Transaction, records: Mapping[str, RecordEntry], state: Mapping[str, bytes]
-    ) -> None:
-        for key, entry in records.items():
-            txn.put(key.encode(), entry.pack(), db=self._records)
-        for name, value in state.items():
-            txn.put(name.encode(), value, db=self._state)
-
-    def _transact(self, work: Callable[[lmdb.Transaction], None]) -> None:
+    def _transact(self, work: Callable[[_Changes], None]) -> None:
         """Runs ``work`` in one synchronous transaction. An index that is too small grows."""
+        self._touch()
         while True:
             try:
                 with self._env.begin(write=True) as txn:
-                    work(txn)
+                    changes = _Changes(txn, self._databases)
+                    work(changes)
+                    changes.finish()
                 return
             except lmdb.MapFullError:  # nothing was written
                 self.reserve(2 * self._map_bytes)
-            except lmdb.DiskError as error:
-                raise OSError(errno.ENOSPC, str(error), str(self._data)) from error
             except lmdb.Error as error:
-                raise OSError(errno.EIO, str(error), str(self._data)) from error
+                raise self._os_error(error) from error
 
     def close(self) -> None:
         self._env.close()
+
+
+class _Changes:
+    """What one transaction changes; it keeps the checksum over all entries up to date."""
+
+    def __init__(self, txn: lmdb.Transaction, databases: Mapping[bytes, object]) -> None:
+        self._txn = txn
+        self._databases = databases
+        self._total = int.from_bytes(txn.get(_CHECKSUM, db=databases[b"meta"]), "little")
+
+    def put(self, database: bytes, key: bytes, value: bytes) -> None:
+        old = self._txn.get(key, db=self._databases[database])
+        self._total += _entry_crc32c(database, key, value)
+        if old is not None:
+            self._total -= _entry_crc32c(database, key, old)
+        self._txn.put(key, value, db=self._databases[database])
+
+    def put_tables(self, records: Mapping[str, RecordEntry], state: Mapping[str, bytes]) -> None:
+        for key, entry in records.items():
+            self.put(b"records", key.encode(), entry.pack())
+        for name, value in state.items():
+            self.put(b"state", name.encode(), value)
+
+    def delete(self, database: bytes, key: bytes) -> None:
+        old = self._txn.pop(key, db=self._databases[database])
+        if old is not None:
+            self._total -= _entry_crc32c(database, key, old)
+
+    def clear(self, database: bytes) -> None:
+        for key, value in self._txn.cursor(db=self._databases[database]):
+            self._total -= _entry_crc32c(database, key, value)
+        self._txn.drop(self._databases[database], delete=False)
+
+    def finish(self) -> None:
+        self._txn.put(_CHECKSUM, (self._total % 2**64).to_bytes(8, "little"), db=self._databases[b"meta"])
+
+
+def _entry_crc32c(database: bytes, key: bytes, value: bytes) -> int:
+    return _native.crc32c(np.frombuffer(b"\0".join((database, key, value)), np.uint8), 0)
+
+
+def _system_errno(error: lmdb.Error) -> int:
+    """The errno behind ``error``; 0 where LMDB itself found fault."""
+    code = int(getattr(error, "code", 0) or 0)
+    return errno.ENOSPC if isinstance(error, lmdb.DiskError) else max(code, 0)
 
 
 def _pack_snapshot(commit: Commit) -> bytes:

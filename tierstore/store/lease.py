@@ -83,8 +83,10 @@ class Lease:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, 0)
             # Nothing is in flight any more: let go at once, also of what a ring still has registered.
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
-            os.close(self._fd)
+            # A file system that is gone has let go by itself.
+            for end in (lambda: fcntl.flock(self._fd, fcntl.LOCK_UN), lambda: os.close(self._fd)):
+                with contextlib.suppress(OSError):
+                    end()
             self._fd = -1
 
     def __enter__(self) -> Lease:

@@ -335,7 +335,7 @@ class ParameterStore(StoreRecords):
         others as ``inactive`` says. Queued when this returns; ``fetch`` waits for what it needs.
 
         Each gradient is copied into the host budget while its record is there. Raises KeyError, ValueError,
-        StoreError (a record is leased) and BudgetError with nothing changed; when it is interrupted later the
+        StoreError (a record is leased), OSError (ENOSPC) and BudgetError with nothing changed; when it is interrupted later the
         store is poisoned.
         """
         self._begin_update(gradients, lr)
@@ -354,6 +354,8 @@ class ParameterStore(StoreRecords):
             _check_array(f"record {key!r}: gradient", gradients[key], self.schema_of(key).numel)
             if self._leased[key]:
                 raise StoreError(f"update: record {key!r} is leased; release it first")
+        if records and not self._space_reserved:
+            self.reserve()  # a full disk is found out while nothing has changed
         tickets: list[int] = []
         if records and not self._space_reserved:
             self.reserve()

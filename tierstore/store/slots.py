@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 
 from tierstore._native import Buffer, CrcTable, DirectIo, Engine, FileCreate, Link, Priority
@@ -24,6 +25,7 @@ from tierstore.store.extents import Extent
 from tierstore.store.format import (
     COMMITTED_GROUPS,
     Group,
+    GroupLayout,
     GroupLocation,
     Placement,
     RecordEntry,
@@ -352,13 +354,14 @@ class SlotMap:
                 used[divided(taken)[0]] += self._extents[schema, group].layout.slot_bytes
         return self._drives.reports(used)
 
-    def explain(self, path: str, offset: int, section: int) -> str:
+    def explain(self, path: str, offset: int, section: int | None = None) -> str:
         """The key and section that byte ``offset`` of extent ``path`` belongs to, for error messages."""
         for (schema, group), striped in self._extents.items():
             paths = [str(extent.path) for extent in striped.extents]
             if path in paths:
-                slot = offset // striped.layout.slot_bytes
-                name = striped.layout.sections[section].name
+                slot, within = divmod(offset, striped.layout.slot_bytes)
+                at = _section_at(striped.layout, within) if section is None else section
+                name = striped.layout.sections[at].name
                 for record in self.records:
                     held = record.scratch_slot if group is Group.GRADIENTS else record.slots[group]
                     if record.schema == schema and held == place(paths.index(path), slot):
@@ -391,3 +394,9 @@ class SlotMap:
     def close(self) -> None:
         for extent in self._extents.values():
             extent.close()
+
+
+def _section_at(layout: GroupLayout, within: int) -> int:
+    """The number of the section that byte ``within`` of a slot belongs to."""
+    ends = accumulate(section.padded_nbytes for section in layout.sections)
+    return next(number for number, end in enumerate(ends) if within < end)

@@ -1,0 +1,156 @@
+"""``tierstore train`` on a drive that fails: one line, its exit status, and a store that resumes as if nothing was."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faultfs import Action, FaultFs, Rule, unavailable
+
+from tierstore.store import verify_store
+
+pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "FUSE can be mounted")
+
+CONFIG = """
+steps = 12
+device = "cpu"
+threads = 1
+host_budget = "192KiB"
+commit_every = 3
+eval_every = 0
+sample_tokens = 0
+[io]
+backend = "{backend}"
+[model]
+d_model = 16
+n_layers = 2
+n_heads = 2
+seq_len = 8
+d_ff = 32
+experts = 8
+[data]
+batch_size = 2
+paths = ["{text}"]
+"""
+SECONDS = 60.0
+EXTENTS, INDEX = "s/extents/*", "s/index/data.mdb"
+
+
+class Trainer:
+    """Runs ``tierstore train`` in processes of their own, forked by one that has imported torch."""
+
+    def __init__(self, directory: Path) -> None:
+        script = Path(__file__).parent.parent / "train" / "fork_server.py"
+        self.directory = directory
+        self.server = subprocess.Popen(
+            [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.server.stdout is not None
+        assert self.server.stdout.readline() == "ready\n"
+        (directory / "text.txt").write_text("the expert fetched its page from the slower tier; " * 400)
+
+    def run(self, store: Path, backend: str, *options: str) -> tuple[int, dict[str, Any], str]:
+        """Exit status, the JSON and the error output of one run, which must end by itself."""
+        file = self.directory / "run.toml"
+        file.write_text(CONFIG.format(text=self.directory / "text.txt", backend=backend))
+        argv = ["train", str(file), "--store", str(store), "--json", *options]
+        out, err = self.directory / "out", self.directory / "err"
+        job = {"argv": argv, "stdout": str(out), "stderr": str(err)}
+        assert self.server.stdin is not None
+        assert self.server.stdout is not None
+        self.server.stdin.write(json.dumps(job) + "\n")
+        self.server.stdin.flush()
+        self.server.stdout.readline()  # its pid
+        status = os.waitstatus_to_exitcode(int(self.server.stdout.readline()))
+        lines = out.read_text().splitlines()
+        return status, json.loads(lines[-1]) if status == 0 else {}, err.read_text()
+
+    def close(self) -> None:
+        assert self.server.stdin is not None
+        assert self.server.stdout is not None
+        self.server.stdin.close()
+        self.server.wait(SECONDS)
+        self.server.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
+    made = Trainer(tmp_path_factory.mktemp("train"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def expected(trainer: Trainer, tmp_path_factory: pytest.TempPathFactory) -> int:
+    """The checksum of the run that nothing happens to."""
+    status, summary, errors = trainer.run(tmp_path_factory.mktemp("plain") / "s", "auto")
+    assert status == 0, errors
+    return int(summary["records_crc32c"])
+
+
+RULES = {
+    name: (rule, status, words)
+    for name, rule, status, words in [
+        ("read", Rule(op="read", action=Action.FAIL, path=EXTENTS, after=9), 2, "Input/output error"),
+        ("write", Rule(op="write", action=Action.FAIL, path=EXTENTS, after=60), 2, "Input/output error"),
+        ("fsync", Rule(op="fsync", action=Action.FAIL, path=EXTENTS, after=4), 2, "Input/output error"),
+        (
+            "index",
+            Rule(op="write", action=Action.FAIL, path=INDEX, after=16, errno=errno.ENOSPC),
+            2,
+            "No space left",
+        ),
+        ("flip", Rule(op="read", action=Action.FLIP, path=EXTENTS, after=9, bit=100), 1, "crc32c is"),
+        ("gone-read", Rule(op="read", action=Action.VANISH, path=EXTENTS, after=9), 2, "s/"),
+        ("gone-write", Rule(op="write", action=Action.VANISH, path=EXTENTS, after=60), 2, "s/"),
+    ]
+}
+CASES = [
+    *(("uring", name) for name in RULES),
+    *(("threads", name) for name in ("read", "gone-write")),
+    *(("pmem", name) for name in ("read", "gone-read")),
+]
+
+
+@pytest.mark.parametrize(("backend", "fault"), CASES)
+def test_a_run_stops_with_one_line_and_resumes(
+    trainer: Trainer, expected: int, fast_path: Path, backend: str, fault: str
+) -> None:
+    rule, status, words = RULES[fault]
+    fs = FaultFs(fast_path)
+    store = fs.mount / "s"
+    try:
+        fs.add(rule)
+        ended, _, errors = trainer.run(store, backend)
+        assert ended == status, errors
+        last = errors.splitlines()[-1]
+        assert last.startswith("tierstore: error: ")
+        assert words in last
+        assert "Traceback" not in errors
+    finally:
+        fs.close()
+    with FaultFs(fast_path) as again:  # the drive is back
+        store = again.mount / "s"
+        resumed = (store / "tierstore.json").exists()
+        if resumed:
+            assert verify_store(store).failures == []
+        ended, summary, errors = trainer.run(store, backend, *(["--resume"] if resumed else []))
+        assert ended == 0, errors
+        assert summary["records_crc32c"] == expected
+
+
+def test_a_slow_drive_changes_times_alone(trainer: Trainer, expected: int, fast_path: Path) -> None:
+    with FaultFs(fast_path) as fs:
+        for op, after in (("read", 3), ("write", 20), ("fsync", 3)):
+            fs.add(Rule(op=op, action=Action.DELAY, path="s/*", seconds=0.03, after=after, times=12))
+        status, summary, errors = trainer.run(fs.mount / "s", "auto")
+        assert status == 0, errors
+        assert summary["records_crc32c"] == expected
+        assert min(fs.fired) > 0

@@ -1,0 +1,282 @@
+"""Proves that each fault test guards something: takes the code away that it guards, and sees the test fail.
+
+Opt-in, for it takes minutes: ``python tests/mutations.py [--native BUILD-COMMAND] [WORD..]`` from the repository's
+root. Each mutation is made in a copy of the tree; those of native code are made in the checkout, built with the
+command given, and taken back. It prints a line for each, and ends with 1 if one was not noticed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+STORE = "tests/faults/test_store_faults.py::"
+PROCESSES = "tests/faults/test_processes.py::"
+POWER = "tests/faults/test_power_loss.py::"
+TRAIN = "tests/faults/test_train_faults.py::"
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """In ``file``, ``search`` (which is there once) becomes ``replace``; ``test`` must then fail."""
+
+    name: str
+    file: str
+    search: str
+    replace: str
+    test: str
+
+    @property
+    def native(self) -> bool:
+        return self.file.startswith("native/")
+
+    def apply(self, root: Path) -> None:
+        path = root / self.file
+        text = path.read_text()
+        if text.count(self.search) != 1:
+            raise SystemExit(
+                f"{self.name}: {self.file}: expected once, found {text.count(self.search)} times"
+            )
+        path.write_text(text.replace(self.search, self.replace))
+
+
+MUTATIONS = [
+    Mutation(
+        "failed transfers are not explained",
+        "tierstore/store/failures.py",
+        "            if offset is None:\n",
+        "            if True:\n",
+        STORE + "test_a_failed_read_names_key_section_and_file[weight-threads]",
+    ),
+    Mutation(
+        "a failed commit does not poison",
+        "tierstore/store/committing.py",
+        '            self._failures.poison(f"a commit failed: {error}")\n',
+        "",
+        STORE + "test_a_failed_write_or_sync_poisons[s/index/data.mdb-write-5-threads]",
+    ),
+    Mutation(
+        "what failed in an update is committed",
+        "tierstore/store/committing.py",
+        "            self._failures.wait(self.writes)\n",
+        "",
+        STORE + "test_what_depends_on_a_failed_read_is_never_committed[threads]",
+    ),
+    Mutation(
+        "a failed sync of a directory is ignored",
+        "tierstore/store/opening.py",
+        "        raise OSError(error.errno, error.strerror, str(directory)) from error\n",
+        "        del error\n",
+        STORE + "test_a_failed_sync_of_a_directory_poisons[0]",
+    ),
+    Mutation(
+        "a full disk is found out in the middle of an update",
+        "tierstore/store/parameter_store.py",
+        "        if records and not self._space_reserved:\n",
+        "        if False:\n",
+        STORE + "test_no_space_for_a_reservation_changes_nothing[s/extents/expert.moments]",
+    ),
+    Mutation(
+        "a lease cannot be let go of where its drive is gone",
+        "tierstore/store/lease.py",
+        "                with contextlib.suppress(OSError):\n                    end()\n",
+        "                end()\n",
+        STORE + "test_a_drive_that_is_pulled_out_stops_the_run[write-s/extents/*-commit-threads]",
+    ),
+    Mutation(
+        "an index is not read before it is mapped",
+        "tierstore/store/index.py",
+        "        check_pages(self._data)\n",
+        "",
+        STORE + "test_an_index_that_cannot_be_read_is_an_error_of_its_drive[read]",
+    ),
+    Mutation(
+        "pages of an index are not checked",
+        "tierstore/store/index_pages.py",
+        "        if own != number or kind != expected or not _HEAD.size < lower <= upper <= _PAGE or lower % 2:\n",
+        "        if False:\n",
+        "tests/store/test_index_pages.py::test_damaged_pages_are_refused_and_never_end_the_process",
+    ),
+    Mutation(
+        "entries of an index are not checked",
+        "tierstore/store/index.py",
+        "            self._check_entries()\n",
+        "",
+        "tests/store/test_index_pages.py::test_one_flipped_bit_is_found_or_means_nothing",
+    ),
+    Mutation(
+        "extents are not synced",
+        "tierstore/store/committing.py",
+        "            syncs = slots.syncs(())\n",
+        "            syncs: list[int] = []\n",
+        POWER + "test_power_cuts[plain]",
+    ),
+    Mutation(
+        "no copy on write",
+        "tierstore/store/slots.py",
+        "        if slot is None or slot in references:\n",
+        "        if slot is None:\n",
+        POWER + "test_power_cuts[plain]",
+    ),
+    Mutation(
+        "names are not synced before the identity says that they are there",
+        "tierstore/store/opening.py",
+        '        fsync_directory(self.directory / "extents")\n        fsync_directory(self.directory)\n',
+        "",
+        POWER + "test_power_cuts[created]",
+    ),
+    Mutation(
+        "files that have grown are not synced by their directory",
+        "tierstore/store/committing.py",
+        "                fsync_directory(directory)\n",
+        "                pass\n",
+        STORE + "test_a_failed_sync_of_a_directory_poisons[0]",
+    ),
+    Mutation(
+        "a prepared commit keeps nothing",
+        "tierstore/store/slots.py",
+        "                if not references[location.slot]:\n",
+        "                if True:\n",
+        POWER + "test_a_prepared_commit_can_be_undone_after_a_power_cut",
+    ),
+    Mutation(
+        "reads do not follow the write of their slot",
+        "tierstore/store/extents.py",
+        "        before = [*after, write] if write else list(after)\n",
+        "        before = list(after)\n",
+        STORE + "test_delays_change_times_alone[threads]",
+    ),
+    Mutation(
+        "a child may use its parent's store",
+        "tierstore/store/failures.py",
+        "        return os.getpid() != self._owner\n",
+        "        return False\n",
+        PROCESSES + "test_children_can_neither_use_nor_harm_a_store",
+    ),
+    Mutation(
+        "a lease is not locked",
+        "tierstore/store/lease.py",
+        "                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
+        "",
+        PROCESSES + "test_of_two_that_race_one_wins[open]",
+    ),
+    Mutation(
+        "the age of snapshots is of the clock",
+        "tierstore/store/index.py",
+        "key=lambda item: item[1]))",
+        'key=lambda item: __import__("time").time()))',
+        PROCESSES + "test_a_clock_that_jumps_changes_nothing",
+    ),
+    Mutation(
+        "a closed lease keeps its descriptor",
+        "tierstore/store/lease.py",
+        "lambda: os.close(self._fd)",
+        "lambda: None",
+        PROCESSES + "test_opening_a_thousand_times_leaves_nothing[threads-1000]",
+    ),
+    Mutation(
+        "the host budget is no limit",
+        "tierstore/store/opening.py",
+        "    frames = max(config.host_budget // frame, 1)\n",
+        "    frames = max(8 * config.host_budget // frame, 1)\n",
+        PROCESSES + "test_a_store_many_times_its_memory_is_trained_within_a_cgroup",
+    ),
+    Mutation(
+        "errors of the operating system have no line",
+        "tierstore/cli/main.py",
+        "        except (click.ClickException, TierstoreError, OSError) as error:\n",
+        "        except (click.ClickException, TierstoreError) as error:\n",
+        TRAIN + "test_a_run_stops_with_one_line_and_resumes[uring-read]",
+    ),
+    Mutation(
+        "checksums are not compared",
+        "native/engine/engine.cpp",
+        "            if (!result.failure && operation.transfer.crcs) {\n",
+        "            if (false) {\n",
+        STORE + "test_a_bit_flipped_on_the_way_is_never_trained_on[0-threads]",
+    ),
+    Mutation(
+        "pages of a mapping are not touched beforehand",
+        "native/io/pmem.cpp",
+        "        if (rc == 0 || errno == EINVAL) return true;\n",
+        "        return true;\n",
+        STORE + "test_a_failed_read_names_key_section_and_file[weight-pmem]",
+    ),
+    Mutation(
+        "a short transfer is taken for a whole one",
+        "native/io/request_queue.cpp",
+        "    if (done_ == nbytes_) return Progress::Done;\n    move_on",
+        "    if (done_ > 0) return Progress::Done;\n    move_on",
+        STORE + "test_short_transfers_are_continued[threads]",
+    ),
+    Mutation(
+        "a child that ends waits for its parent's threads",
+        "native/engine/engine.cpp",
+        "    if (getpid() != owner_) return;\n",
+        "",
+        PROCESSES + "test_children_can_neither_use_nor_harm_a_store",
+    ),
+]
+
+
+def fails(root: Path, test: str) -> bool:
+    """Whether ``test`` fails in the tree at ``root``; a test that is not found is no proof."""
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(root / test)]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode in (2, 4, 5):
+        raise SystemExit(f"{test}: not run:\n{done.stdout}\n{done.stderr}")
+    return done.returncode != 0
+
+
+def try_python(mutation: Mutation) -> bool:
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        for name in ("tierstore", "tests", "docs", "pyproject.toml"):
+            source = ROOT / name
+            shutil.copytree(source, root / name) if source.is_dir() else shutil.copy(source, root)
+        mutation.apply(root)
+        return fails(root, mutation.test)
+
+
+def try_native(mutation: Mutation, build: str) -> bool:
+    path = ROOT / mutation.file
+    whole = path.read_bytes()
+    try:
+        mutation.apply(ROOT)
+        subprocess.run(build, shell=True, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        return fails(ROOT, mutation.test)
+    finally:
+        path.write_bytes(whole)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("words", nargs="*", help="only mutations whose names have one of these words")
+    parser.add_argument("--native", metavar="COMMAND", help="builds the extension in the checkout")
+    options = parser.parse_args()
+    unnoticed, rebuilt = 0, False
+    for mutation in MUTATIONS:
+        if options.words and not any(word in mutation.name for word in options.words):
+            continue
+        if mutation.native and not options.native:
+            print(f"left out   {mutation.name} (native)", flush=True)
+            continue
+        rebuilt |= mutation.native
+        noticed = try_native(mutation, options.native) if mutation.native else try_python(mutation)
+        unnoticed += not noticed
+        print(f"{'noticed' if noticed else 'UNNOTICED'}    {mutation.name}: {mutation.test}", flush=True)
+    if rebuilt:
+        subprocess.run(options.native, shell=True, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    sys.exit(1 if unnoticed else 0)
+
+
+if __name__ == "__main__":
+    main()
