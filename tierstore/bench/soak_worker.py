@@ -248,7 +248,11 @@ class SoakWorker:
         begun = time.perf_counter()
         # What is fetched meanwhile changes nothing, so the commit holds what was there when it was asked for.
         self._plan.apply(self._model, position)
-        generation = await self._store.commit_async({"position": str(position).encode()}, snapshot=snapshot)
+        state = {"position": str(position).encode()}
+        if position % 2:
+            generation = await self._store.commit_async(state, snapshot=snapshot)
+        else:
+            generation = self._store.commit(state, snapshot=snapshot)
         if generation != self._model.generation:
             raise SoakFailure(f"commit {self._model.generation} was acknowledged as {generation}")
         self._say("done", position=position, commit_s=time.perf_counter() - begun)

@@ -86,18 +86,12 @@ def tiers(
     place = store or PLACE
     session = reporting.begin(directory=place)
     if minutes is not None:
-        _refuse(
-            "--minutes",
-            {"--dirty": dirty, "--trace": trace, "--seconds": seconds, "--full": full or None},
-        )
-        for name, values in (("--record-bytes", record_bytes), ("--budget", budget)):
-            if len(values) > 1:
-                raise click.UsageError(f"{name}: expected one with --minutes, got {len(values)}")
+        _refuse("--minutes", {"--dirty": dirty, "--trace": trace, "--seconds": seconds, "--full": full})
         given = {
             "store_bytes": store_bytes,
-            "record_bytes": record_bytes[0] if record_bytes else None,
+            "record_bytes": _only("--record-bytes", record_bytes),
             "retain": retain,
-            "budget": budget[0] if budget else None,
+            "budget": _only("--budget", budget),
         }
         return _soak(session, place, minutes, kill_every, seed, given)
     return _sweep(
@@ -122,6 +116,13 @@ def _refuse(with_option: str, options: dict[str, object]) -> None:
     for name, value in options.items():
         if value:
             raise click.UsageError(f"{name} does not go with {with_option}")
+
+
+def _only(option: str, values: tuple[Any, ...]) -> Any:
+    """The one value of an option that may be repeated elsewhere; None without it."""
+    if len(values) > 1:
+        raise click.UsageError(f"{option}: expected one with --minutes, got {len(values)}")
+    return values[0] if values else None
 
 
 def _sweep(session: Session, place: Path, given: dict[str, Any], full: bool) -> int:
