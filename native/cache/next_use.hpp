@@ -16,7 +16,8 @@ struct NextUseOptions {
 
 // A cycle has C passes (layer_cycle.hpp): L forward ones, and L backward ones if the program trains. Time is
 // counted in passes. Within the pass of a layer, records are used in ascending order: the j-th of the n records of
-// a layer is used r = j / n after the pass begins.
+// a layer is used r = j / n after the pass begins. (Of an access that is split, residents come first; r orders the
+// entries of one layer, nothing more.)
 //
 // Learned for each entry when the cycle is over for its layer (after the backward pass, or the forward one if
 // there is none), each an average in which a cycle counts half after `half_life` later ones:
