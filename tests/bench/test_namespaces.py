@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tierstore.bench.namespaces import probe_namespaces, rank_namespaces
+from tierstore.bench.namespaces import namespaces_limited_to, probe_namespaces, rank_namespaces
 from tierstore.capabilities import Capability
 from tierstore.errors import CapabilityError, ConfigError
 
@@ -76,6 +76,23 @@ def test_who_may_not_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("PATH", "/nowhere")
     assert probe_namespaces().reason == "there is no ip and no tc"
+
+
+def test_what_an_option_asks_for_is_had_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with namespaces_limited_to(0, 2) as none:
+        assert none == []
+    finding = probe_namespaces()
+    if finding.available:
+        with namespaces_limited_to(_BANDWIDTH, 2) as made:
+            assert len(made) == 2
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with (
+        pytest.raises(
+            CapabilityError, match=r"^--namespace-bandwidth: no network namespaces here: only root"
+        ),
+        namespaces_limited_to(_BANDWIDTH, 2),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(("ranks", "bandwidth"), [(0, 1), (1, 0)])

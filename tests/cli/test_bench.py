@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tierstore.bench.namespaces import probe_namespaces
 from tierstore.bench.results import load_document
 from tierstore.cli.main import cli
 from tierstore.cli.output import unit_violations
@@ -157,3 +159,27 @@ def test_overlap(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     listed = [one for one in load_document(saved).measurements if one.name == "step to the longest"]
     assert [one.target for one in listed] == [1.15, 1.05, 1.05, 1.05, None, None, None]
     assert [one.median for one in listed] == pytest.approx([run["ratio"] for run in found["runs"]])
+
+
+def test_ranks_whose_messages_the_kernel_limits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there are namespaces what is sent takes its time; elsewhere, and of either benchmark, one line says why."""
+    limit = "--namespace-bandwidth=1MiB"
+    small = ["collectives", "--layers=2", "--d-model=32", "--tokens=4", "--rounds=1", "--json", limit]
+    if probe_namespaces().available:
+        assert bench(*small) == 0
+        found = last_object(capsys.readouterr().out)
+        assert found["namespace_bytes_per_s"] == 1 << 20
+        fused = found["fused"]
+        steps, burst = 3, 256 << 10
+        assert fused["step_s"] * steps >= (fused["sent_bytes"] * steps - burst) / (1 << 20)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    for arguments in (small, ["overlap", f"--store={tmp_path / 'bench'}", limit]):
+        assert bench(*arguments) == 2
+        said = capsys.readouterr().err
+        assert said == (
+            "tierstore: error: --namespace-bandwidth: no network namespaces here: only root may make network "
+            "namespaces\n"
+        )
+    assert not (tmp_path / "bench").exists()

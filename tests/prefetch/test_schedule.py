@@ -10,7 +10,8 @@ from tierstore.cache.access import Phase
 from tierstore.dense.config import Reshard
 from tierstore.errors import ConfigError
 from tierstore.prefetch import GradientPlan, HorizontalQueue, QueueLimits, Schedule, Unit
-from tierstore.prefetch.schedule import Pass, Window
+from tierstore.prefetch.operations import Kind, PassSizes, operations
+from tierstore.prefetch.schedule import Buffer, Pass, Window
 
 F, B, S = Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER
 
@@ -120,6 +121,56 @@ def test_resharding_after_backward_gathers_once_a_step() -> None:
     assert [row[3] for row in rows[:6]] == ["", "", "", "c", "b", "a"]
 
 
+def test_a_buffer_of_its_own_is_gathered_once_a_step() -> None:
+    """As ``three(1)``, but for a and c: no second gather before the backward pass, and what they hold stays until it is
+    stale.
+    """
+    units = (Unit("a", 10, buffer=Buffer.OWN), Unit("b", 10, 7), Unit("c", 10, buffer=Buffer.OWN))
+    schedule = Schedule(units=units, horizontal=QueueLimits(1))
+    assert [row[1:4] for row in schedule.rows(1)] == [
+        ("forward a", "", ""),
+        ("forward b", "c", "b"),
+        ("forward c", "", ""),
+        ("backward c", "b", ""),
+        ("backward b", "", "b"),
+        ("backward a", "", ""),
+        ("optimizer a", "", "a"),
+        ("optimizer b", "a", ""),
+        ("optimizer c", "b", "c"),
+    ]
+
+
+@given(
+    owned=st.lists(st.booleans(), min_size=1, max_size=6),
+    depth=st.integers(0, 5),
+    plan=st.sampled_from(GradientPlan),
+    reshard=st.sampled_from(Reshard),
+    micro_batches=st.integers(1, 3),
+)
+@settings(deadline=None, max_examples=60)
+def test_what_is_printed_is_what_is_simulated(
+    owned: list[bool], depth: int, plan: GradientPlan, reshard: Reshard, micro_batches: int
+) -> None:
+    units = tuple(
+        Unit(f"u{number}", 1, buffer=Buffer.OWN if own else Buffer.SHARED) for number, own in enumerate(owned)
+    )
+    schedule = Schedule(
+        units=units, horizontal=QueueLimits(depth), plan=plan, reshard=reshard, micro_batches=micro_batches
+    )
+    written = operations(schedule, lambda item: PassSizes(gather=1 + item.unit), steps=3, slots=1)
+    for step in range(2):
+        printed = [(int(row[0]), name) for row in schedule.rows(step) for name in row[2].split(", ") if name]
+        first = step * len(schedule.passes)
+        simulated = [
+            (one.position - first, f"u{one.nbytes - 1}")
+            for one in written
+            if one.kind is Kind.GATHER and first <= one.position < first + len(schedule.passes)
+        ]
+        assert printed == simulated
+        for number, own in enumerate(owned):
+            assert not own or step == 0 or sum(name == f"u{number}" for _, name in printed) == 1
+
+
 def test_a_schedule_is_a_readable_table() -> None:
     schedule = three(1, vertical=QueueLimits(1))
     assert str(schedule).splitlines()[:4] == [
@@ -133,9 +184,10 @@ def test_a_schedule_is_a_readable_table() -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"nbytes": 9}, "9 bytes cannot hold a, which has 10"),
+        ({"nbytes": 9}, "^horizontal.nbytes: 9 bytes cannot hold a, which has 10"),
         ({"nbytes": 29, "reshard": Reshard.AFTER_BACKWARD}, "cannot hold all units \\(30 bytes\\)"),
-        ({"micro_batches": 0}, "at least one"),
+        ({"micro_batches": 0}, "^micro_batches: expected at least one, got 0"),
+        ({"nbytes": -1}, "^nbytes: expected at least 0, got -1"),
     ],
 )
 def test_what_cannot_be_scheduled_is_refused(options: dict[str, object], complaint: str) -> None:

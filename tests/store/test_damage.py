@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -30,6 +31,7 @@ from tierstore.store import (
     WeightFormat,
     verify_store,
 )
+from tierstore.store.index import Commit, Index
 
 CONFIG = StoreConfig(host_budget=1 << 18)
 SECTIONS = {
@@ -136,6 +138,31 @@ def test_damaged_index_is_refused(tmp_path: Path) -> None:
         ParameterStore.open(tmp_path / "store", CONFIG)
     data.write_bytes(whole)
     ParameterStore.open(tmp_path / "store", CONFIG).close()
+
+
+def test_every_damaged_page_of_an_index_is_refused_or_was_free(tmp_path: Path) -> None:
+    """Whatever reads it names the file; a page that is not in use changes nothing."""
+    index = Index.create(tmp_path / "index")
+    old = Commit(1, {}, {"seed": b"old"})
+    index.write(generation=2, meta={"a": 1}, changed={}, state={"seed": b"s"}, add_snapshots={"old": old})
+    index.close()
+
+    def read() -> object:
+        with contextlib.closing(Index(tmp_path / "index")) as index:
+            return index.read_meta(), index.read_commit(), index.read_commit("old"), index.snapshots()
+
+    expected = read()
+    data = tmp_path / "index" / "data.mdb"
+    whole = data.read_bytes()
+    refused = []
+    for page in range(2, len(whole.rstrip(b"\0")) // 4096 + 1):
+        data.write_bytes(whole[: page * 4096] + bytes(4096) + whole[(page + 1) * 4096 :])
+        try:
+            assert read() == expected
+        except StoreFormatError as error:
+            refused.append(str(error))
+    assert len(refused) >= 3  # of meta, state and snapshots
+    assert all(said.startswith(f"{data}: ") for said in refused)
 
 
 def test_identity_is_checked(tmp_path: Path) -> None:

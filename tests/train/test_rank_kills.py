@@ -26,8 +26,6 @@ from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
 from tierstore.train.state import STATE_KEY
 
-LAP = 60
-
 
 def quick(expert: int) -> ParallelConfig:
     """Of ranks that are to notice a death soon."""
@@ -44,15 +42,17 @@ def end_of(ranks: Ranks, world: World) -> list[int]:
 
 # At random moments ------------------------------------------------------------------------------------------
 
-#: What is held where, how many ranks share the experts (1: each has all of them), and how many kills.
-STORMS: dict[str, tuple[Settings, int, int]] = {
-    "experts on both ranks": ({"host_budget": 60_000}, 0, 50),
-    "replicas": ({"host_budget": 60_000}, 1, 6),
-    "moments on disk": ({"host_budget": 60_000, "dense.optimizer_state": "nvme"}, 0, 6),
+#: What is held where, how many ranks share the experts (1: each has all of them), how many steps a lap has,
+#: and how many kills.
+STORMS: dict[str, tuple[Settings, int, int, int]] = {
+    "experts on both ranks": ({"host_budget": 60_000}, 0, 60, 50),
+    "replicas": ({"host_budget": 60_000}, 1, 24, 4),
+    "moments on disk": ({"host_budget": 60_000, "dense.optimizer_state": "nvme"}, 0, 24, 4),
     "replicas, moments on disk, clipped": (
         {"host_budget": 120_000, "dense.optimizer_state": "nvme", "clip_norm": 0.5},
         1,
-        4,
+        24,
+        3,
     ),
 }
 
@@ -62,15 +62,15 @@ def test_kills_of_random_ranks_change_no_bit(
     ranks: Ranks, settings: Callable[..., dict[str, Any]], tmp_path: Path, name: str
 ) -> None:
     """Each is followed by a resume; every lap that is completed ends in the bits of an undisturbed run."""
-    mode, expert, wanted = STORMS[name]
-    expected = ranks.run(2, train, settings(mode), LAP, Opening.CREATE, expert=expert)
+    mode, expert, lap, wanted = STORMS[name]
+    expected = ranks.run(2, train, settings(mode), lap, Opening.CREATE, expert=expert)
     random_ = random.Random(11)
     kills, laps = 0, 0
     store = settings(mode)
     while kills < wanted or laps == 0:
         with ranks.fresh(2, quick(expert), tmp_path / "stderr") as world:
             for rank in range(2):
-                world.send(rank, _commit_often, store, LAP)
+                world.send(rank, _commit_often, store, lap)
             deadline = time.monotonic() + random_.uniform(0.02, 0.5)
             done = all(c.poll(max(deadline - time.monotonic(), 0)) for c in world.connections)
             if done or kills >= wanted:
@@ -78,7 +78,7 @@ def test_kills_of_random_ranks_change_no_bit(
                 for rank in range(2):
                     assert found[rank][2] == expected[rank][2], f"lap {laps}, after {kills} kills"
                     kept = found[rank][0]
-                    assert kept == expected[rank][0][LAP - len(kept) :], f"lap {laps}, after {kills} kills"
+                    assert kept == expected[rank][0][lap - len(kept) :], f"lap {laps}, after {kills} kills"
                 laps += 1
                 store = settings(mode)
                 continue
@@ -146,7 +146,7 @@ def test_a_kill_while_an_opening_takes_a_commit_back(
     for moment in MOMENTS:
         behind = settings(mode)
         ranks.run(2, ahead, behind, 1, expert=expert)
-        for victim in (1, 0, 1) if moment == "after the next prepare" else (1, 1):
+        for victim in (1, 0) if moment == "after the next prepare" else (1,):
             with ranks.fresh(2, quick(expert), tmp_path / "stderr") as world:
                 for rank in range(2):
                     world.send(rank, dying, behind, moment, victim)
@@ -155,8 +155,6 @@ def test_a_kill_while_an_opening_takes_a_commit_back(
             went_back = {"before it": both, "within its transaction": both, "after it": {OpenAt.LAST}}
             if moment in went_back:
                 assert positions(behind["store"]) == [{OpenAt.LAST}, went_back[moment]], moment
-            if moment == "after it":
-                break  # there is nothing left to take back
         found = ranks.run(2, train, behind, 6, Opening.RESUME, expert=expert)
         for rank in range(2):
             kept = found[rank][0]

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from tierstore.bench.adamw import Lines
+from tierstore.bench.namespaces import namespaces_limited_to
 from tierstore.bench.ranks import run_ranks
 from tierstore.bench.results import Better, Measurement, counted, derived, measured
 from tierstore.errors import ConfigError
@@ -36,7 +37,9 @@ _MODES = {"fused": "unit", "apart": "parameter"}
 
 @dataclass(frozen=True, kw_only=True)
 class CollectivesBench:
-    """What to measure: ``layers`` blocks of width ``d_model``, ``tokens`` a step on each rank (one sequence)."""
+    """What to measure: ``layers`` blocks of width ``d_model``, ``tokens`` a step on each rank (one sequence).
+    ``namespace_bandwidth``: bytes a second that the kernel lets each rank send (0: no limit).
+    """
 
     ranks: int = 2
     layers: int = 8
@@ -45,6 +48,7 @@ class CollectivesBench:
     rounds: int = 7
     steps: int = 3
     bucket_bytes: int = 32 << 20
+    namespace_bandwidth: int = 0
 
     def __post_init__(self) -> None:
         if self.ranks < 2:
@@ -57,10 +61,15 @@ class CollectivesBench:
 
 
 def run(bench: CollectivesBench) -> dict[str, Any]:
-    """Measures, and returns figures ready for JSON. Raises ConfigError, WorkerError."""
-    found = run_ranks(
-        "tierstore.bench.collectives", [json.dumps(asdict(bench))], ranks=bench.ranks, timeout_s=_TIMEOUT_S
-    )
+    """Measures, and returns figures ready for JSON. Raises CapabilityError (no namespaces), WorkerError."""
+    with namespaces_limited_to(bench.namespace_bandwidth, bench.ranks) as namespaces:
+        found = run_ranks(
+            "tierstore.bench.collectives",
+            [json.dumps(asdict(bench))],
+            ranks=bench.ranks,
+            timeout_s=_TIMEOUT_S,
+            namespaces=namespaces,
+        )
     modes: dict[str, Any] = found[0]["modes"]  # between barriers all ranks see the same seconds
     fused, apart = modes["fused"], modes["apart"]
     saved = [a - f for a, f in zip(apart["rounds_s"], fused["rounds_s"], strict=True)]
@@ -73,6 +82,7 @@ def run(bench: CollectivesBench) -> dict[str, Any]:
         "tokens_count": bench.tokens,
         "rounds_count": bench.rounds,
         "bucket_bytes": bench.bucket_bytes,
+        "namespace_bytes_per_s": bench.namespace_bandwidth or None,
         "parameters": found[0]["parameters"],
         "same_bits": found[0]["same_bits"],
         **{name: _summary(mode) for name, mode in modes.items()},

@@ -176,15 +176,15 @@ def table(comparison: Comparison) -> tuple[tuple[str, ...], list[tuple[str, ...]
     order = [Change.WORSE, Change.BETTER, Change.CHANGED, Change.UNKNOWN, Change.WITHIN, Change.SAME]
     rows = sorted(comparison.rows, key=lambda row: order.index(row.change))
     return (
-        ("measurement", "old", "new", "new / old", "95% interval", "verdict"),
+        ("measurement", "verdict", "old", "new", "new / old", "95% interval"),
         [
             (
                 row.new.label,
+                row.word,
                 shown(row.old.median, row.old.unit),
                 shown(row.new.median, row.new.unit),
                 "-" if row.ratio is None else f"{row.ratio:.3f}",
                 "-" if row.low is None or row.high is None else f"{row.low:.3f} to {row.high:.3f}",
-                row.word,
             )
             for row in rows
         ],

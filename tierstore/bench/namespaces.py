@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from tierstore.capabilities import Capability, Finding, Resolution, resolve
 from tierstore.errors import CapabilityError, ConfigError
 
-__all__ = ["RankNamespace", "probe_namespaces", "rank_namespaces"]
+__all__ = ["RankNamespace", "namespaces_limited_to", "probe_namespaces", "rank_namespaces"]
 
 _INTERFACE = "eth0"
 #: What a bucket holds: a few of the largest frames that a virtual cable carries.
@@ -72,6 +72,18 @@ def rank_namespaces(
         return
     with _network(f"tierstore-{os.getpid()}", ranks, bandwidth) as made:
         yield resolution, made
+
+
+@contextlib.contextmanager
+def namespaces_limited_to(bandwidth: int, ranks: int) -> Iterator[list[RankNamespace]]:
+    """What ``--namespace-bandwidth`` asks for: none for 0, else one for each of ``ranks`` ranks, or CapabilityError."""
+    if bandwidth == 0:
+        yield []
+        return
+    with rank_namespaces(ranks, bandwidth=bandwidth) as (resolution, made):
+        if not resolution:
+            raise CapabilityError(f"--namespace-bandwidth: no network namespaces here: {resolution.reason}")
+        yield made
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tierstore.bench import overlap_picture as picture
-from tierstore.bench.namespaces import RankNamespace
+from tierstore.bench.namespaces import RankNamespace, namespaces_limited_to
 from tierstore.bench.overlap_rank import Measurement, Stack
 from tierstore.bench.overlap_rig import RigShape
 from tierstore.bench.results import Better, derived, measured
@@ -73,7 +73,7 @@ class Prefetch(StrEnum):
 @dataclass(frozen=True, kw_only=True)
 class OverlapBench:
     """What to measure. ``timeline``: a file for rank 0's timeline of the balanced run with both queues; ``svg``: one for
-    a picture of its last step.
+    a picture of its last step. ``namespace_bandwidth``: bytes a second that the kernel lets each rank send (0: no limit).
     """
 
     place: Path = Path("tierstore-bench")
@@ -84,6 +84,7 @@ class OverlapBench:
     stack: Stack = Stack.SYNTHETIC
     shape: RigShape = field(default_factory=RigShape)
     train: TrainConfig = field(default_factory=TrainConfig)
+    namespace_bandwidth: int = 0
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.warmup < 1:
@@ -123,12 +124,17 @@ def links_for(balance: Balance, computing_s: float, sent_bytes: float, disk_byte
 
 
 def run(bench: OverlapBench, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Measures, and returns figures ready for JSON. Raises ConfigError (``place`` exists), WorkerError, OSError."""
+    """Measures, and returns figures ready for JSON. Raises ConfigError (``place`` exists), CapabilityError (no
+    namespaces), WorkerError, OSError.
+    """
     if bench.place.exists():
         raise ConfigError(f"store: {bench.place} exists; the benchmark wants a directory of its own")
     bench.place.mkdir(parents=True)
     try:
-        with Ranks() as ranks:
+        with (
+            namespaces_limited_to(bench.namespace_bandwidth, _RANKS) as namespaces,
+            Ranks(namespaces) as ranks,
+        ):
             return _run(bench, ranks, say)
     finally:
         shutil.rmtree(bench.place, ignore_errors=True)
@@ -166,6 +172,7 @@ def _run(bench: OverlapBench, ranks: Ranks, say: Callable[[str], None]) -> dict[
     return {
         "ranks": _RANKS,
         "stack": bench.stack.value,
+        "namespace_bytes_per_s": bench.namespace_bandwidth or None,
         "unlimited_step_s": free["step_s"],
         "unlimited_computing_s": free["computing_s"],
         "sent_bytes": free["sent_bytes"],

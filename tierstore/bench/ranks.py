@@ -8,19 +8,29 @@ import subprocess
 from collections.abc import Sequence
 from typing import Any
 
+from tierstore.bench.namespaces import RankNamespace
 from tierstore.bench.spawn import start_ranks
 from tierstore.bench.worker import WorkerError
 
 __all__ = ["run_ranks"]
 
 
-def run_ranks(module: str, arguments: Sequence[str], *, ranks: int, timeout_s: float) -> list[Any]:
-    """Runs ``python -m module arguments`` as ``ranks`` ranks; the JSON that each printed last, in rank order.
+def run_ranks(
+    module: str,
+    arguments: Sequence[str],
+    *,
+    ranks: int,
+    timeout_s: float,
+    namespaces: Sequence[RankNamespace] = (),
+) -> list[Any]:
+    """Runs ``python -m module arguments`` as ``ranks`` ranks; the JSON that each printed last, in rank order. They live in
+    ``namespaces``, if any.
 
     Raises WorkerError when one fails or does not end within ``timeout_s`` seconds.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    processes = start_ranks(module, ranks, arguments, environ={"GLOO_SOCKET_IFNAME": interface})
+    environ = {"GLOO_SOCKET_IFNAME": interface}
+    processes = start_ranks(module, ranks, arguments, environ=environ, namespaces=namespaces)
     try:
         return [_answer(rank, process, timeout_s) for rank, process in enumerate(processes)]
     finally:

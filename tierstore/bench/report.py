@@ -126,6 +126,6 @@ def _compared(comparison: Comparison) -> Table:
     columns, rows = comparison_rows(comparison)
     styles = {row.word: row.change.value for row in comparison.rows}
     return Table(
-        [Column(name) for name in columns],
-        [[*map(Cell, row[:-1]), Cell(row[-1], styles[row[-1]])] for row in rows],
+        [Column(name, style="text" if name == "verdict" else "") for name in columns],
+        [[Cell(row[0]), Cell(row[1], f"text {styles[row[1]]}"), *map(Cell, row[2:])] for row in rows],
     )

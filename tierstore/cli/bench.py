@@ -11,7 +11,7 @@ from tierstore.cli.bench_io import io
 from tierstore.cli.bench_machine import machine
 from tierstore.cli.bench_overlap import overlap, prediction
 from tierstore.cli.bench_report import compare, report
-from tierstore.cli.bench_results import PLACE, Reporting, place_option, results_options
+from tierstore.cli.bench_results import PLACE, Reporting, namespace_option, place_option, results_options
 from tierstore.cli.bench_train import train
 from tierstore.cli.options import SIZE
 from tierstore.cli.output import Output
@@ -87,15 +87,30 @@ def commit(records: int, record_bytes: int, rounds: int, store: Path | None, rep
 @click.option("--d-model", type=int, default=128, show_default=True, help="Their width.")
 @click.option("--tokens", type=int, default=64, show_default=True, help="Tokens of a step on each rank.")
 @click.option("--rounds", type=int, default=7, show_default=True)
+@namespace_option
 @results_options()
 def collectives(
-    ranks: int, layers: int, d_model: int, tokens: int, rounds: int, reporting: Reporting
+    ranks: int,
+    layers: int,
+    d_model: int,
+    tokens: int,
+    rounds: int,
+    namespace_bandwidth: int,
+    reporting: Reporting,
 ) -> None:
     """Fused gathers and gradient buckets against a message a parameter, over ranks on Gloo."""
     from tierstore.bench.collectives import CollectivesBench, measurements, render, run
 
     session = reporting.begin()
-    result = run(CollectivesBench(ranks=ranks, layers=layers, d_model=d_model, tokens=tokens, rounds=rounds))
+    bench = CollectivesBench(
+        ranks=ranks,
+        layers=layers,
+        d_model=d_model,
+        tokens=tokens,
+        rounds=rounds,
+        namespace_bandwidth=namespace_bandwidth,
+    )
+    result = run(bench)
     render(result, session.output)
     session.end(result, measurements(result))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from tierstore.cli.bench_results import PLACE, Reporting, place_option, results_options
+from tierstore.cli.bench_results import PLACE, Reporting, namespace_option, place_option, results_options
 from tierstore.cli.options import F, config_overrides, help_config_option, set_option, train_config
 from tierstore.config import load
 from tierstore.units import format_seconds
@@ -65,6 +65,7 @@ def rig_options(*, steps: int, warmup: int, computation: str) -> Callable[[F], F
 @click.option(
     "--svg", type=click.Path(path_type=Path), help="A picture of one of its steps (needs matplotlib)."
 )
+@namespace_option
 @set_option
 @results_options()
 @help_config_option(train_config)
@@ -79,6 +80,7 @@ def overlap(
     store: Path | None,
     timeline: Path | None,
     svg: Path | None,
+    namespace_bandwidth: int,
     settings: tuple[str, ...],
     reporting: Reporting,
 ) -> None:
@@ -101,6 +103,7 @@ def overlap(
         warmup=warmup,
         timeline=timeline,
         svg=svg,
+        namespace_bandwidth=namespace_bandwidth,
         stack=Stack(stack),
         shape=shape,
         train=load(TrainConfig, config, config_overrides(settings, {"threads": 1})),

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tierstore.cli.options import F, json_option
+from tierstore.cli.options import SIZE, F, json_option
 from tierstore.cli.output import Output, finite
 from tierstore.errors import ConfigError, DataError
 
@@ -33,6 +33,7 @@ __all__ = [
     "PLACE",
     "Reporting",
     "Session",
+    "namespace_option",
     "place_option",
     "results_options",
     "show_comparison",
@@ -64,6 +65,17 @@ def place_option(command: F) -> F:
     """``--store``: the argument ``store``, None for ``PLACE``."""
     return click.option(
         "--store", type=click.Path(path_type=Path), help="A directory to make, measure in, and remove."
+    )(command)
+
+
+def namespace_option(command: F) -> F:
+    """``--namespace-bandwidth``: the argument ``namespace_bandwidth``, bytes a second; 0 where it was not given."""
+    return click.option(
+        "--namespace-bandwidth",
+        type=SIZE,
+        default=0,
+        metavar="SIZE",
+        help="Ranks in network namespaces, in which each sends so many bytes a second (needs root, ip and tc).",
     )(command)
 
 

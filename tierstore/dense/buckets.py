@@ -153,16 +153,6 @@ class GradientExchange:
         for flight in [f for f in self._under_way if unit is None or f.unit == unit]:
             self._complete(flight)
 
-    def discard(self) -> None:
-        """The backward pass was cut short, on all ranks at one place: waits for what was sent, and forgets it."""
-        for flight in (*self._under_way, *self._filling.values()):
-            for _, work in flight.works:
-                work.wait()
-            self._free.append(flight.slot)
-        self._under_way.clear()
-        self._filling.clear()
-        self._due = -1
-
     # One unit -----------------------------------------------------------------------------------------------
 
     def _open(self, unit: int) -> _Flight:

@@ -30,23 +30,12 @@ class Preset:
     note: str = ""
 
 
-def _settings(
-    d_model: int, layers: int, heads: int, vocab: int, seq_len: int, d_ff: int, experts: int, top_k: int
-) -> dict[str, object]:
-    return {
-        "model.d_model": d_model,
-        "model.n_layers": layers,
-        "model.n_heads": heads,
-        "model.vocab_size": vocab,
-        "model.seq_len": seq_len,
-        "model.d_ff": d_ff,
-        "model.experts": experts,
-        "model.top_k": top_k,
-        "model.compute_dtype": "bf16",
-    }
+def _settings(**model: object) -> dict[str, object]:
+    """Settings of ``model``, by their names there; all are computed in bf16."""
+    return {f"model.{name}": value for name, value in {**model, "compute_dtype": "bf16"}.items()}
 
 
-_GELU = {"model.activation": "gelu", "model.tie_embeddings": "tied"}
+_GPT = {"activation": "gelu", "tie_embeddings": "tied"}
 _SE_MOE_NOTE = "the paper gives no sequence length: 1,024 learned positions; 2,048 give the same last digit"
 
 
@@ -59,7 +48,17 @@ def _se_moe(experts: int, published: int) -> Preset:
         ),
         published=published,
         unit=100_000_000,
-        settings=_settings(4096, 12, 64, 50304, 1024, 16384, experts, 1) | _GELU,
+        settings=_settings(
+            d_model=4096,
+            n_layers=12,
+            n_heads=64,
+            vocab_size=50304,
+            seq_len=1024,
+            d_ff=16384,
+            experts=experts,
+            top_k=1,
+            **_GPT,
+        ),
         note=_SE_MOE_NOTE,
     )
 
@@ -73,9 +72,18 @@ def _pipeline_moe(layers: int, d_model: int, heads: int, published: int, unit: i
         ),
         published=published,
         unit=unit,
-        settings=_settings(d_model, layers, heads, 50257, 2048, 4 * d_model, 64, 1)
-        | {"model.moe_every": 2}
-        | _GELU,
+        settings=_settings(
+            d_model=d_model,
+            n_layers=layers,
+            n_heads=heads,
+            vocab_size=50257,
+            seq_len=2048,
+            d_ff=4 * d_model,
+            experts=64,
+            top_k=1,
+            moe_every=2,
+            **_GPT,
+        ),
         note=note,
     )
 
@@ -109,7 +117,16 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             ),
             published=46_702_792_704,
             unit=1,
-            settings=_settings(4096, 32, 32, 32000, 4096, 14336, 8, 2),
+            settings=_settings(
+                d_model=4096,
+                n_layers=32,
+                n_heads=32,
+                vocab_size=32000,
+                seq_len=4096,
+                d_ff=14336,
+                experts=8,
+                top_k=2,
+            ),
             note="grouped-query attention, 8 key-value heads of 128",
         ),
         "deepseek-v2-lite": Preset(
@@ -130,7 +147,17 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             ),
             published=15_706_484_224,
             unit=1,
-            settings=_settings(2048, 27, 16, 102400, 4096, 1408, 64, 6) | {"model.shared_expert_d_ff": 2816},
+            settings=_settings(
+                d_model=2048,
+                n_layers=27,
+                n_heads=16,
+                vocab_size=102400,
+                seq_len=4096,
+                d_ff=1408,
+                experts=64,
+                top_k=6,
+                shared_expert_d_ff=2816,
+            ),
             note="latent attention; the first layer is dense",
         ),
         "qwen3-30b-a3b": Preset(
@@ -146,7 +173,16 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             ),
             published=30_532_122_624,
             unit=1,
-            settings=_settings(2048, 48, 32, 151936, 4096, 768, 128, 8),
+            settings=_settings(
+                d_model=2048,
+                n_layers=48,
+                n_heads=32,
+                vocab_size=151936,
+                seq_len=4096,
+                d_ff=768,
+                experts=128,
+                top_k=8,
+            ),
             note="grouped-query attention, 4 key-value heads of 128, norms of queries and keys",
         ),
         "olmoe-1b-7b": Preset(
@@ -162,7 +198,16 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             ),
             published=6_919_161_856,
             unit=1,
-            settings=_settings(2048, 16, 16, 50304, 4096, 1024, 64, 8),
+            settings=_settings(
+                d_model=2048,
+                n_layers=16,
+                n_heads=16,
+                vocab_size=50304,
+                seq_len=4096,
+                d_ff=1024,
+                experts=64,
+                top_k=8,
+            ),
             note="norms of queries and keys",
         ),
     }

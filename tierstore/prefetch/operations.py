@@ -15,7 +15,7 @@ from enum import Enum
 
 from tierstore.cache.access import Phase
 from tierstore.prefetch.plan import GradientPlan
-from tierstore.prefetch.schedule import Buffer, Pass, Schedule, Window
+from tierstore.prefetch.schedule import Kept, Pass, Schedule, Window
 
 __all__ = ["Kind", "Operation", "PassSizes", "Resource", "operations"]
 
@@ -108,8 +108,7 @@ class _Writer:
         #: The last thing that the main thread has done.
         self._last: tuple[int, ...] = ()
         self._gathered: dict[int, int] = {}
-        #: Units that are in a buffer of their own, with the parameters of this step.
-        self._kept: set[int] = set()
+        self._kept = Kept(schedule.units)
         self._reduced: dict[int, list[int]] = {}
         #: Fetches by position, and of what is fetched and not computed yet: bytes, position.
         self._fetched: dict[int, list[int]] = {}
@@ -134,11 +133,7 @@ class _Writer:
         return len(self._operations) - 1
 
     def _gather(self, position: int, units: tuple[int, ...]) -> None:
-        for unit in units:
-            if unit in self._kept:
-                continue
-            if self._schedule.units[unit].buffer is Buffer.OWN:
-                self._kept.add(unit)
+        for unit in self._kept.sent(units):
             item = next(p for p in self._schedule.passes if p.unit == unit)
             self._gathered[unit] = self._add(Kind.GATHER, position, self._sizes(item).gather, *self._last)
 
@@ -219,7 +214,7 @@ class _Writer:
             self._written[item.moe_layer] = self._add(Kind.WRITE, position, size.write, stepped)
 
     def _step(self, position: int, item: Pass) -> None:
-        self._kept.discard(item.unit)
+        self._kept.step(item.unit)
         units = range(len(self._schedule.units))
         needed = units if self._schedule.plan is GradientPlan.DEFERRED else [item.unit]
         reduced = [index for unit in needed for index in self._reduced.get(unit, [])]

@@ -23,7 +23,7 @@ from tierstore.dense.config import Reshard
 from tierstore.errors import ConfigError
 from tierstore.prefetch.plan import GradientPlan
 
-__all__ = ["COLUMNS", "Buffer", "Movement", "Pass", "QueueLimits", "Schedule", "Unit", "Window"]
+__all__ = ["COLUMNS", "Buffer", "Kept", "Movement", "Pass", "QueueLimits", "Schedule", "Unit", "Window"]
 
 #: The titles of ``Schedule.rows``.
 COLUMNS = ("", "pass", "gathers before", "releases after", "scatters after", "fetches meanwhile")
@@ -51,6 +51,24 @@ class Unit:
     buffer: Buffer = Buffer.SHARED
 
 
+class Kept:
+    """Which gathers of ``units`` send: of a unit in a buffer of its own only the first one since it was stepped."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        self._kept: set[int] = set()
+
+    def sent(self, gathers: Iterable[int]) -> tuple[int, ...]:
+        """Those of ``gathers``, issued now, for which a message leaves."""
+        sent = tuple(unit for unit in gathers if unit not in self._kept)
+        self._kept.update(unit for unit in sent if self._units[unit].buffer is Buffer.OWN)
+        return sent
+
+    def step(self, unit: int) -> None:
+        """What ``unit`` was gathered with has changed."""
+        self._kept.discard(unit)
+
+
 @dataclass(frozen=True, slots=True)
 class Pass:
     """One unit's turn. ``later``: how many micro-batches (in ``Schedule.following``) or steps (elsewhere) after
@@ -73,6 +91,8 @@ class QueueLimits:
     def __post_init__(self) -> None:
         if self.depth < 0:
             raise ConfigError(f"depth: expected at least 0 passes, got {self.depth}")
+        if self.nbytes is not None and self.nbytes < 0:
+            raise ConfigError(f"nbytes: expected at least 0, got {self.nbytes}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +121,9 @@ class Schedule:
     _forward_cycle: tuple[Pass, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.units or self.micro_batches < 1:
-            raise ConfigError("a schedule needs at least one unit and one micro-batch")
+        for name, count in (("units", len(self.units)), ("micro_batches", self.micro_batches)):
+            if count < 1:
+                raise ConfigError(f"{name}: expected at least one, got {count}")
         self._check_budget()
         backward = tuple(self._passes(Phase.BACKWARD, reversed(range(len(self.units)))))
         forward = tuple(self._passes(Phase.FORWARD, range(len(self.units))))
@@ -128,13 +149,13 @@ class Schedule:
         largest = max(self.units, key=lambda unit: unit.gathered)
         if largest.gathered > budget:
             raise ConfigError(
-                f"horizontal budget: {budget} bytes cannot hold {largest.name}, which has {largest.gathered}"
+                f"horizontal.nbytes: {budget} bytes cannot hold {largest.name}, which has {largest.gathered}"
             )
         total = sum(unit.gathered for unit in self.units)
         if self.reshard is Reshard.AFTER_BACKWARD and total > budget:
             raise ConfigError(
-                f"horizontal budget: {budget} bytes cannot hold all units ({total} bytes), which resharding "
-                "after backward keeps"
+                f"horizontal.nbytes: {budget} bytes cannot hold all units ({total} bytes), which "
+                f"reshard = {self.reshard.value} keeps"
             )
 
     def _passes(self, phase: Phase, units: Iterable[int]) -> Iterator[Pass]:
@@ -179,17 +200,22 @@ class Schedule:
     def rows(self, step: int = 1) -> list[tuple[str, ...]]:
         """What a table of step ``step`` shows, one row a pass: its number and name; the units whose gathers are issued
         before it, when the pass before it ends; those released after it; the unit whose gradients are then
-        scattered; the MoE passes whose experts are fetched meanwhile. Step 0 starts with nothing gathered.
+        scattered; the MoE passes whose experts are fetched meanwhile. Step 0 starts with nothing gathered. A unit in a
+        buffer of its own is gathered once a step, and released when it is stepped.
         """
-        window = Window(self, training=True)
-        issued = window.begin().gathers
+        window, kept = Window(self, training=True), Kept(self.units)
+        issued = kept.sent(window.begin().gathers)
         rows = []
         for position in range((step + 1) * len(self.passes)):
             item = window.at(position)
             movement = window.leave(position)
+            released = [unit for unit in movement.releases if self.units[unit].buffer is Buffer.SHARED]
+            if item.phase is Phase.OPTIMIZER:
+                kept.step(item.unit)
+                released += [item.unit] if self.units[item.unit].buffer is Buffer.OWN else []
             if item.later == step:
-                rows.append(self._row(position % len(self.passes), item, issued, movement.releases))
-            issued = movement.gathers
+                rows.append(self._row(position % len(self.passes), item, issued, released))
+            issued = kept.sent(movement.gathers)
         return rows
 
     def _row(self, index: int, item: Pass, issued: Sequence[int], releases: Sequence[int]) -> tuple[str, ...]:

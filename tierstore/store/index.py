@@ -11,10 +11,11 @@ always there, a file cut short is noticed before its map is touched, where it wo
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -52,7 +53,9 @@ class Commit:
 
 
 class Index:
-    """The index in ``directory``, which ``create`` made. Raises StoreFormatError where there is none."""
+    """The index in ``directory``, which ``create`` made. Raises StoreFormatError where there is none, and from whatever
+    reads it where it is damaged.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._data = directory / "data.mdb"
@@ -107,8 +110,8 @@ class Index:
             self._map_bytes = nbytes
 
     def read_meta(self) -> dict[str, object]:
-        with self._env.begin(db=self._meta) as txn:
-            raw = txn.get(b"store")
+        with self._reading() as txn:
+            raw = txn.get(b"store", db=self._meta)
         if raw is None:
             return {}
         try:
@@ -121,7 +124,7 @@ class Index:
 
     def read_commit(self, snapshot: str | None = None) -> Commit:
         """The last commit, or the snapshot named. Raises KeyError for an unknown snapshot."""
-        with self._env.begin() as txn:
+        with self._reading() as txn:
             if snapshot is not None:
                 raw = txn.get(snapshot.encode(), db=self._snapshots)
                 if raw is None:
@@ -140,8 +143,8 @@ class Index:
     def snapshots(self) -> dict[str, int]:
         """Names of the retained snapshots, oldest first, with their generations."""
         names = {}
-        with self._env.begin(db=self._snapshots) as txn:
-            for name, raw in txn.cursor():
+        with self._reading() as txn:
+            for name, raw in txn.cursor(db=self._snapshots):
                 where = f"{self._data}: snapshot {bytes(name)!r}"
                 names[bytes(name).decode()] = int(unpack_table(bytes(raw), where=where)["generation"])
         return dict(sorted(names.items(), key=lambda item: item[1]))
@@ -198,6 +201,15 @@ class Index:
                 txn.delete(name.encode(), db=self._snapshots)
 
         self._transact(work)
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[lmdb.Transaction]:
+        """A read transaction. What LMDB cannot follow in it, and what is not of the form written, is damage."""
+        try:
+            with self._env.begin() as txn:
+                yield txn
+        except (lmdb.Error, ValueError) as error:
+            raise StoreFormatError(f"{self._data}: damaged: {error}") from error
 
     def _put(
         self, txn: lmdb.Transaction, records: Mapping[str, RecordEntry], state: Mapping[str, bytes]
