@@ -50,7 +50,7 @@ def pytest(*arguments: str) -> None:
         sys.executable,
         "-m",
         "pytest",
-        "-q",
+        "-v",
         "-p",
         "no:cacheprovider",
         f"--basetemp={MOUNT}/tests",
@@ -68,11 +68,11 @@ def tests() -> None:
     path.write_bytes(bytes(4096))
     with native.File(path, direct=native.DirectIo.OFF) as file:
         reason = file.map_sync_reason()
-    print(f"guest: MAP_SYNC {'granted' if not reason else 'refused: ' + reason}")
-    native_tests = REPOSITORY / "tests/native"
-    pytest(str(native_tests / "test_io_pmem.py"), str(native_tests), "-k", "pmem")
+    print(f"guest: MAP_SYNC {'granted' if not reason else 'refused: ' + reason}", flush=True)
     store()
-    print("guest: tests passed")
+    names = ("test_io_pmem", "test_engine_transfers", "test_engine_punch", "test_engine_recording")
+    pytest(*(str(REPOSITORY / f"tests/native/{name}.py") for name in names), "-k", "pmem")
+    print("guest: tests passed", flush=True)
 
 
 def store() -> None:
