@@ -7,6 +7,7 @@ the console when its write has completed, with no sync, until the machine is kil
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import uuid
@@ -135,4 +136,5 @@ JOBS = {
 }
 
 if __name__ == "__main__":
+    os.chdir("/tmp")  # the only place that can be written
     JOBS[sys.argv[1]]()
