@@ -147,10 +147,10 @@ MUTATIONS = [
         POWER + "test_a_prepared_commit_can_be_undone_after_a_power_cut",
     ),
     Mutation(
-        "reads do not follow the write of their slot",
-        "tierstore/store/extents.py",
-        "        before = [*after, write] if write else list(after)\n",
-        "        before = list(after)\n",
+        "a fetch does not wait for its reads",
+        "tierstore/store/parameter_store.py",
+        "            self.wait(lease.tickets)\n",
+        "            pass\n",
         STORE + "test_delays_change_times_alone[threads]",
     ),
     Mutation(
