@@ -108,8 +108,8 @@ RULES = {
             "No space left",
         ),
         ("flip", Rule(op="read", action=Action.FLIP, path=EXTENTS, after=9, bit=100), 1, "crc32c is"),
-        ("gone-read", Rule(op="read", action=Action.VANISH, path=EXTENTS, after=9), 2, "s/"),
-        ("gone-write", Rule(op="write", action=Action.VANISH, path=EXTENTS, after=150), 2, "s/"),
+        ("gone-read", Rule(op="read", action=Action.VANISH, path=EXTENTS, after=9), 2, "mount/s"),
+        ("gone-write", Rule(op="write", action=Action.VANISH, path=EXTENTS, after=150), 2, "mount/s"),
     ]
 }
 CASES = [
