@@ -86,8 +86,8 @@ MUTATIONS = [
     Mutation(
         "a lease cannot be let go of where its drive is gone",
         "tierstore/store/lease.py",
-        "                with contextlib.suppress(OSError):\n                    end()\n",
-        "                end()\n",
+        "            with contextlib.suppress(OSError):\n                os.close(self._fd)\n",
+        "            os.close(self._fd)\n",
         STORE + "test_a_drive_that_is_pulled_out_stops_the_run[write-s/extents/*-commit-threads]",
     ),
     Mutation(
@@ -147,10 +147,10 @@ MUTATIONS = [
         POWER + "test_a_prepared_commit_can_be_undone_after_a_power_cut",
     ),
     Mutation(
-        "reads do not follow the write of their slot",
-        "tierstore/store/extents.py",
-        "        before = [*after, write] if write else list(after)\n",
-        "        before = list(after)\n",
+        "a fetch does not wait for its reads",
+        "tierstore/store/parameter_store.py",
+        "            self.wait(lease.tickets)\n",
+        "            pass\n",
         STORE + "test_delays_change_times_alone[threads]",
     ),
     Mutation(
@@ -177,8 +177,8 @@ MUTATIONS = [
     Mutation(
         "a closed lease keeps its descriptor",
         "tierstore/store/lease.py",
-        "lambda: os.close(self._fd)",
-        "lambda: None",
+        "                os.close(self._fd)\n            self._fd = -1\n",
+        "                pass\n            self._fd = -1\n",
         PROCESSES + "test_opening_a_thousand_times_leaves_nothing[threads-1000]",
     ),
     Mutation(

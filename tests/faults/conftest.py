@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-_HERE = Path(__file__).parent
-sys.path[:0] = [str(_HERE), str(_HERE.parent / "store")]
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "store"))
 
 from conftest_store import fast_path
 

@@ -63,10 +63,11 @@ def test_one_flipped_bit_is_found_or_means_nothing(data: Path) -> None:
             file.seek(at)
             file.write(bytes([whole[at] ^ 1 << bit]))
         try:
-            assert everything(data) == wanted, (at, bit)
-        except StoreFormatError as error:
-            assert str(data) in str(error)
+            found = everything(data)
+        except StoreFormatError:
             refused += 1
+        else:
+            assert found == wanted, (at, bit)
         with open(data, "r+b") as file:
             file.seek(at)
             file.write(whole[at : at + 1])

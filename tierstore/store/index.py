@@ -269,10 +269,10 @@ class Index:
 class _Changes:
     """What one transaction changes; it keeps the checksum over all entries up to date."""
 
-    def __init__(self, txn: lmdb.Transaction, databases: Mapping[bytes, object]) -> None:
+    def __init__(self, txn: lmdb.Transaction, databases: Mapping[bytes, lmdb._Database]) -> None:
         self._txn = txn
         self._databases = databases
-        self._total = int.from_bytes(txn.get(_CHECKSUM, db=databases[b"meta"]), "little")
+        self._total = int.from_bytes(txn.get(_CHECKSUM, b"", db=databases[b"meta"]), "little")
 
     def put(self, database: bytes, key: bytes, value: bytes) -> None:
         old = self._txn.get(key, db=self._databases[database])
@@ -301,7 +301,7 @@ class _Changes:
         self._txn.put(_CHECKSUM, (self._total % 2**64).to_bytes(8, "little"), db=self._databases[b"meta"])
 
 
-def _entry_crc32c(database: bytes, key: bytes, value: bytes) -> int:
+def _entry_crc32c(database: bytes, key: bytes | memoryview, value: bytes | memoryview) -> int:
     return _native.crc32c(np.frombuffer(b"\0".join((database, key, value)), np.uint8), 0)
 
 

@@ -84,9 +84,10 @@ class Lease:
                 os.ftruncate(self._fd, 0)
             # Nothing is in flight any more: let go at once, also of what a ring still has registered.
             # A file system that is gone has let go by itself.
-            for end in (lambda: fcntl.flock(self._fd, fcntl.LOCK_UN), lambda: os.close(self._fd)):
-                with contextlib.suppress(OSError):
-                    end()
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+            with contextlib.suppress(OSError):
+                os.close(self._fd)
             self._fd = -1
 
     def __enter__(self) -> Lease:

@@ -335,8 +335,8 @@ class ParameterStore(StoreRecords):
         others as ``inactive`` says. Queued when this returns; ``fetch`` waits for what it needs.
 
         Each gradient is copied into the host budget while its record is there. Raises KeyError, ValueError,
-        StoreError (a record is leased), OSError (ENOSPC) and BudgetError with nothing changed; when it is interrupted later the
-        store is poisoned.
+        StoreError (a record is leased), OSError (ENOSPC) and BudgetError with nothing changed; when it is
+        interrupted later the store is poisoned.
         """
         self._begin_update(gradients, lr)
 
