@@ -173,7 +173,7 @@ def test_identity_is_checked(tmp_path: Path) -> None:
     path = tmp_path / "store" / "tierstore.json"
     whole = json.loads(path.read_text())
     for change, message in [
-        ({"format": 2}, "version 2, expected 1"),
+        ({"format": 1}, "version 1, expected 2"),
         ({"uuid": "another"}, "another store"),
         ({"directories": 0}, "expected the identity"),
     ]:

@@ -123,7 +123,7 @@ def slow_crc32c(data: bytes) -> int:
 def read_record(directory: Path, key: str) -> tuple[int, dict[str, bytes]]:
     """The step and the checked sections of one record of the last commit."""
     identity = json.loads((directory / "tierstore.json").read_text())
-    assert (identity["format"], identity["directory"]) == (1, 0)
+    assert (identity["format"], identity["directory"]) == (2, 0)
     with lmdb.open(str(directory / "index"), readonly=True, lock=False, max_dbs=4) as env:
         meta_db, records_db = (env.open_db(name, create=False) for name in (b"meta", b"records"))
         with env.begin() as txn:
