@@ -74,6 +74,7 @@ class Home:
         # What the identity vouches for must be found after a power cut: names are synced by their directory.
         fsync_directory(self.directory / "index")
         fsync_directory(self.directory / "extents")
+        fsync_directory(self.directory)
         (self.directory / f"{IDENTITY}.new").rename(self.directory / IDENTITY)
         fsync_directory(self.directory)
         for made in self.made:
