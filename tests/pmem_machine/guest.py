@@ -137,4 +137,5 @@ JOBS = {
 
 if __name__ == "__main__":
     os.chdir("/tmp")  # the only place that can be written
+    print(flush=True)  # ends the line with the firmware's escape codes
     JOBS[sys.argv[1]]()
