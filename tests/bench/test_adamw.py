@@ -30,6 +30,7 @@ def test_figures_by_hand():
     assert figures["copy"]["median_bytes_per_s"] == pytest.approx(80 / 1.5)
     assert figures["step"]["median_bytes_per_s"] == pytest.approx(280 / 5)
     assert figures["replay"]["median_bytes_per_s"] == pytest.approx(240 / 30)
+    assert figures["torch"].pop("samples_s") == samples["torch"]
     assert figures["torch"] == pytest.approx(
         {"median_s": 6, "min_s": 4, "max_s": 8, "median_bytes_per_s": 280 / 6, "s_per_parameter": 0.6}
     )
