@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,9 @@ from tierstore.store.home import (
     make_directories,
     read_directory_identity,
     refuse_foreign,
+    refuse_shared,
     remove_content,
+    same_directory,
     write_identity,
 )
 from tierstore.store.lease import Lease
@@ -183,26 +185,47 @@ class Drives:
                 f"{path}: expected {what}, found a directory {number} that it no longer refers to"
             )
         self._drives.append(Drive(number, path.absolute(), own, lease=Lease(path)))
+        self._settle(path)
+
+    def _settle(self, path: Path) -> None:
+        """Makes sure that no other copy of the store has the directory, or takes it for one, from now on."""
+        identity = read_directory_identity(path)  # anew: the lease keeps it so
+        if identity is None:
+            raise StoreMissingError(f"{path}: no directory of a store ({IDENTITY} is missing)")
+        refuse_shared(self.home, path, identity)
+        here = replace(identity, home=str(self.home.directory.absolute()), path=str(path.absolute()))
+        if here != identity:
+            _put_identity(path, here)
 
     def _claim(self, path: Path, abandoned: str) -> None:
         """Takes an empty or missing directory, or what was left of a claim that no commit followed."""
         number = len(self._drives)
-        if any(_same(path, drive.path) for drive in self._drives):
+        if any(same_directory(path, drive.path) for drive in self._drives):
             raise ConfigError(f"stripe.directories: {path} is there twice")
-        identity = read_directory_identity(path)
-        if identity is None:
-            refuse_foreign(path)
-        elif identity.uuid != abandoned or (self.home.published and identity.number < number):
-            raise StoreExistsError(
-                f"{path}: expected an empty or missing directory, found directory {identity.number} of the store in "
-                f"{identity.home or path}"
-            )
+        self._check_free(path, number, abandoned)
         drive = Drive(
             number, path.absolute(), str(uuid.uuid4()), published=False, made=make_directories(path)
         )
         self._drives.append(drive)
-        drive.lease = Lease(path)
+        with contextlib.ExitStack() as stack:
+            lease = stack.enter_context(Lease(path))
+            self._check_free(path, number, abandoned)  # it may have become somebody's meanwhile
+            stack.pop_all()
+        drive.lease = lease  # whose content may be removed from here on
         remove_content(path)
+
+    def _check_free(self, path: Path, number: int, abandoned: str) -> None:
+        """Raises StoreExistsError or StoreFormatError where what is in ``path`` may be somebody's."""
+        identity = read_directory_identity(path)
+        if identity is None:
+            refuse_foreign(path)
+            return
+        if identity.uuid != abandoned or (self.home.published and identity.number < number):
+            raise StoreExistsError(
+                f"{path}: expected an empty or missing directory, found directory {identity.number} of the store in "
+                f"{identity.home or path}"
+            )
+        refuse_shared(self.home, path, identity)
 
     def _configure(self, bandwidths: Sequence[float]) -> None:
         config, count = self._config, len(self)
@@ -283,13 +306,14 @@ class Drives:
         self.home.announce(len(self))
         fsync_directory(self.home.directory)
         for drive in new:
-            identity = Identity(
-                self.home.uuid, drive.number, len(self), drive.own, str(self.home.directory.absolute())
+            fsync_directory(drive.path / "extents")
+            home = str(self.home.directory.absolute())
+            _put_identity(
+                drive.path,
+                Identity(self.home.uuid, drive.number, len(self), drive.own, home, str(drive.path)),
             )
-            write_identity(drive.path, identity, f"{IDENTITY}.new")
-            (drive.path / f"{IDENTITY}.new").rename(drive.path / IDENTITY)
-            for directory in (drive.path / "extents", drive.path, *(made.parent for made in drive.made)):
-                fsync_directory(directory)
+            for made in drive.made:
+                fsync_directory(made.parent)
             # Of an older store, a commit that fails may be there all the same: nothing is taken back any more.
             drive.published = self.home.published
         if self.home.published:
@@ -323,7 +347,8 @@ def profiled_bandwidth(directory: Path) -> float:
     return 0.0 if point is None else point.write_bytes_per_s
 
 
-def _same(one: Path, other: Path) -> bool:
-    if one.exists() and other.exists():
-        return one.samefile(other)
-    return one.absolute() == other.absolute()
+def _put_identity(path: Path, identity: Identity) -> None:
+    """Durably, and at once or not at all."""
+    write_identity(path, identity, f"{IDENTITY}.new")
+    (path / f"{IDENTITY}.new").rename(path / IDENTITY)
+    fsync_directory(path)

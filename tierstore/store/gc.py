@@ -33,6 +33,7 @@ from tierstore.store.home import (
     Home,
     read_directory_identity,
     read_identity,
+    refuse_shared,
 )
 from tierstore.store.index import PREVIOUS, Index
 from tierstore.store.lease import Lease
@@ -182,6 +183,12 @@ class _Collector:
                     self.report.left.append(
                         f"{further}: directory {number} of the store in {directory} is not here"
                     )
+                    continue
+                try:
+                    # Of a copy's index the original's slots are garbage.
+                    refuse_shared(home, further, identity)
+                except StoreFormatError as error:
+                    self.report.left.append(str(error))
                     continue
                 stack.enter_context(Lease(further))
                 self._one_directory(further, number, schemas, used, {IDENTITY})

@@ -22,7 +22,9 @@ __all__ = [
     "read_directory_identity",
     "read_identity",
     "refuse_foreign",
+    "refuse_shared",
     "remove_content",
+    "same_directory",
     "unfinished_creation",
     "write_identity",
 ]
@@ -35,7 +37,7 @@ OWN_NAMES = {"lease", "index", "extents", "scratch", f"{IDENTITY}.new"}
 @dataclass(frozen=True)
 class Identity:
     """Whose directory it is. Number 0 is the store's own; further ones have an ``own`` uuid each, and know the store's
-    ``home``.
+    ``home`` and their own ``path``, both absolute, as they were when it was last opened.
     """
 
     uuid: str
@@ -43,6 +45,7 @@ class Identity:
     directories: int
     own: str = ""
     home: str = ""
+    path: str = ""
 
     def as_json(self) -> dict[str, object]:
         content: dict[str, object] = {
@@ -51,7 +54,7 @@ class Identity:
             "directory": self.number,
             "directories": self.directories,
         }
-        return content | ({"own": self.own, "home": self.home} if self.number else {})
+        return content | ({"own": self.own, "home": self.home, "path": self.path} if self.number else {})
 
 
 @dataclass
@@ -127,12 +130,12 @@ def read_directory_identity(directory: Path, name: str = IDENTITY) -> Identity |
         found = value.get("format") if isinstance(value, dict) else None
         raise StoreFormatError(f"{path}: format version {found}, expected {FORMAT_VERSION}")
     number, count = value.get("directory"), value.get("directories")
-    texts = [value.get(key, "") for key in ("uuid", "own", "home")]
+    texts = [value.get(key, "") for key in ("uuid", "own", "home", "path")]
     if not isinstance(number, int) or not isinstance(count, int) or not 0 <= number < count:
         raise StoreFormatError(f"{path}: expected the identity of a store's directory, found {value}")
     if not texts[0] or not all(isinstance(text, str) for text in texts):
         raise StoreFormatError(f"{path}: expected the identity of a store's directory, found {value}")
-    return Identity(texts[0], number, count, texts[1], texts[2])
+    return Identity(texts[0], number, count, *texts[1:])
 
 
 def unfinished_creation(directory: Path) -> str:
@@ -159,6 +162,31 @@ def refuse_foreign(directory: Path) -> None:
         raise StoreFormatError(
             f"{directory}: expected an empty or missing directory for a new store, found {foreign[0]!r}"
         )
+
+
+def refuse_shared(home: Home, path: Path, identity: Identity) -> None:
+    """Raises StoreFormatError where ``path``, with ``identity``, belongs to another copy of the store in ``home``.
+
+    Copying a store's own directory alone makes two that name the same further ones, each with an index of its own: what
+    one writes to a slot that it takes for free, the other's last commit may refer to. A store that was moved, or copied
+    with all of its directories, is no such case.
+    """
+    other = Path(identity.home)
+    if same_directory(other, home.directory) or not same_directory(Path(identity.path), path):
+        return
+    found = read_directory_identity(other)
+    if found is not None and (found.uuid, found.number) == (home.uuid, 0):
+        raise StoreFormatError(
+            f"{path}: belongs to the store in {other}, and the one in {home.directory} is a copy of it: name copies of "
+            f"its further directories in stripe.directories, or remove {other}"
+        )
+
+
+def same_directory(one: Path, other: Path) -> bool:
+    """Whether both are one directory, by whatever names; where one does not exist, whether the names are the same."""
+    if one.exists() and other.exists():
+        return one.samefile(other)
+    return one.absolute() == other.absolute()
 
 
 def make_directories(directory: Path) -> tuple[Path, ...]:
