@@ -117,7 +117,8 @@ def test_it_is_reserved_again_before_it_is_used(store_of_six: Path, monkeypatch:
 def test_a_slot_is_not_used_before_its_hole_is_made(store_of_six: Path) -> None:
     with ParameterStore.open(store_of_six, config(retain=4)) as store:
         store.reserve()
-        extent = store.slots._extents[0, Group.WEIGHTS].extents[0]
+        striped = store.slots._extents[0, Group.WEIGHTS]
+        (extent,) = striped.extents
         gate = store.engine.external()
         for slot in range(extent.slots):
             extent._reads[slot] = [gate]
@@ -127,7 +128,7 @@ def test_a_slot_is_not_used_before_its_hole_is_made(store_of_six: Path) -> None:
         assert not any(map(store.engine.done, punches)), "a hole follows the reads of its slots"
         timer = threading.Timer(0.05, lambda: store.engine.complete_external(gate))
         timer.start()
-        extent.take()
+        striped.take()
         assert all(map(store.engine.done, punches))
         timer.join()
 

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore._native import Link
+from tierstore.capabilities import Capability
 from tierstore.errors import (
     ConfigError,
     DataError,
@@ -26,11 +27,14 @@ from tierstore.errors import (
 from tierstore.io_profile import IoPoint
 from tierstore.store import (
     Group,
+    NewRecord,
     ParameterStore,
     RecordSchema,
     StoreConfig,
     StripeConfig,
+    WearConfig,
     drives,
+    extents,
     verify_store,
 )
 from tierstore.store.format import COMMITTED_GROUPS, divided
@@ -38,6 +42,7 @@ from tierstore.store.home import Home
 from tierstore.store.index import Index
 
 NUMEL = 3000
+SLOT_BYTES = sum(RecordSchema("expert", NUMEL).layout(group).slot_bytes for group in COMMITTED_GROUPS)
 CONFIG = StoreConfig(host_budget=1 << 20)
 
 
@@ -162,7 +167,7 @@ def test_a_drive_that_slows_down_gets_less_from_the_next_commit_on(tmp_path: Pat
 
 
 def test_a_limit_is_kept_and_the_other_drive_takes_the_rest(tmp_path: Path) -> None:
-    slot_bytes = sum(RecordSchema("expert", NUMEL).layout(group).slot_bytes for group in COMMITTED_GROUPS)
+    slot_bytes = SLOT_BYTES
     with striped(tmp_path, limits=(0, 3 * slot_bytes)) as store:
         for number in range(3):
             step(store, number)
@@ -182,6 +187,45 @@ def test_limits_everywhere_refuse_what_does_not_fit(tmp_path: Path) -> None:
         assert caught.value.filename == str(tmp_path / "store" / "extents" / "expert.moments")
         assert all(drive.reserved_bytes <= 100_000 for drive in store.drives())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_refused_for_space_is_not_asked_for_again(tmp_path: Path) -> None:
+    """Room for three records and their last commit: ten are too many, and then one is not."""
+    tight = config(limits=(6 * SLOT_BYTES,))
+    with ParameterStore.create(tmp_path / "store", [RecordSchema("expert", NUMEL)], tight) as store:
+        with pytest.raises(OSError, match=r"No space left within stripe\.limits"):
+            store.register_many([NewRecord(f"e{number}", "expert") for number in range(10)])
+        store.register("e0", "expert")
+        assert store.commit() == 1
+        assert store.keys == ["e0"]
+
+
+def test_a_drive_is_full_when_it_has_no_room_for_one_slot(tmp_path: Path) -> None:
+    """Extents grow by an eighth; where that is too much, by what there is room for."""
+    with small_store(tmp_path / "store", count=8, stripe=StripeConfig(limits=(17 * SLOT_BYTES,))) as store:
+        weights = store.slots._extents[0, Group.WEIGHTS]
+        free = 8 + 3  # the last commit's share, and of the 17th slots' room, moments' included
+        assert len({weights.take() for _ in range(free)}) == free
+        with pytest.raises(OSError, match="No space left"):
+            weights.take()
+        assert store.drives()[0].reserved_bytes == 17 * SLOT_BYTES
+
+
+def test_a_limit_holds_for_what_was_discarded_where_nothing_is_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """48 slots, of which 24 were given back: they are not taken again without need."""
+    monkeypatch.setattr(extents, "_WORTH_BYTES", 0)
+    stripe = StripeConfig(directories=(tmp_path / "b",))
+    with small_store(tmp_path / "store", count=8, retain=4, stripe=stripe) as store:
+        store.commit(snapshot="old")
+    limits = StripeConfig(limits=(0, 12 * SLOT_BYTES))
+    for discard in (Capability.ON, Capability.OFF):
+        chosen = replace(CONFIG, stripe=limits, wear=WearConfig(discard=discard))
+        with ParameterStore.open(tmp_path / "store", chosen) as store:
+            step(store, 0)
+            store.commit()
+            assert [drive.reserved_bytes for drive in store.drives()] == [12 * SLOT_BYTES] * 2
 
 
 # Whose directory it is --------------------------------------------------------------------------------------

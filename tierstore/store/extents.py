@@ -132,9 +132,7 @@ class Extent:
         return self.slots - len(self._bare)
 
     def take(self) -> int:
-        """A free slot; an eighth more are reserved when there is none."""
-        if not self._free:
-            self.reserve(self.reserved_slots + max(1, self.slots // 8))
+        """A free slot; there must be one (``free_slots``)."""
         return heapq.heappop(self._free)
 
     def give_back(self, slot: int) -> None:

@@ -229,16 +229,17 @@ class SlotMap:
     def reserve(self, copies: int, counts: Mapping[str, int]) -> None:
         """Space for ``copies`` of every record, at least ``counts[schema name]`` of them.
 
-        Raises OSError (ENOSPC) before anything moves.
+        Raises OSError (ENOSPC) before anything moves; what was asked for in vain is not asked for again.
         """
-        self._promised |= Counter(counts)
-        for key, slots in self._needed_slots(copies).items():
+        promised = self._promised | Counter(counts)
+        for key, slots in self._needed_slots(copies, promised).items():
             self._extents[key].reserve(slots)
+        self._promised = promised
 
-    def _needed_slots(self, copies: int) -> dict[tuple[int, Group], int]:
+    def _needed_slots(self, copies: int, promised: Counter[str]) -> dict[tuple[int, Group], int]:
         live = Counter(record.schema for record in self.records)
         return {
-            (index, group): max(live[index], self._promised[schema.name]) * copies
+            (index, group): max(live[index], promised[schema.name]) * copies
             for index, schema in enumerate(self.schemas)
             for group in COMMITTED_GROUPS
         }
@@ -248,7 +249,7 @@ class SlotMap:
 
         What is reserved stays reserved: the slots that turn around at every commit are never among them.
         """
-        for key, slots in self._needed_slots(copies).items():
+        for key, slots in self._needed_slots(copies, self._promised).items():
             self._extents[key].discard(slots)
 
     def reserve_scratch(self, schema: int) -> None:

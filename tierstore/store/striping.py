@@ -57,20 +57,16 @@ class StripedExtent:
 
         Raises OSError (ENOSPC) when all drives together have no room; what they had is reserved then.
         """
-        self._wanted = max(self._wanted, slots)
         if len(self.extents) == 1:
-            self._grow(0, max(slots, self._least(self.extents[0])))
-            return
-        for extent in self.extents:
-            extent.reserve(self._least(extent))  # what was found may have holes
-        missing = slots - sum(extent.reserved_slots for extent in self.extents)
-        if missing > 0:
-            self._share_out(slots, missing)
+            self._grow(0, max(slots, self.extents[0].reserved_slots))
+        else:
+            for extent in self.extents:
+                extent.reserve(extent.reserved_slots)  # what was found may have holes
+            missing = slots - sum(extent.reserved_slots for extent in self.extents)
+            if missing > 0:
+                self._share_out(slots, missing)
+        self._wanted = max(self._wanted, slots)
         self.rebalance()
-
-    def _least(self, extent: Extent) -> int:
-        """Slots of a file that was found that must have blocks: all, where none is given back."""
-        return extent.reserved_slots if self._discard else extent.slots
 
     def discard(self, needed: int) -> None:
         """Queues holes where more slots than ``needed`` have blocks."""
@@ -182,16 +178,24 @@ class StripedExtent:
         for among in (free, [number for number in numbers if number not in free]):
             while among:
                 number = self._turns.take(self._drives.shares, among)
-                extent = self.extents[number]
                 try:
-                    # Some slots more than one at a time; and of those that are free, none without blocks.
-                    more = 0 if extent.free_slots else max(1, extent.slots // 8)
-                    self._grow(number, extent.reserved_slots + more)
-                    return place(number, extent.take())
+                    self._provide(number)
+                    return place(number, self.extents[number].take())
                 except _FullError as error:
                     full = full or error
                     among.remove(number)
         raise full or AssertionError("an extent on no drive")
+
+    def _provide(self, number: int) -> None:
+        """A free slot, and none without blocks among those there are. Raises _FullError."""
+        extent = self.extents[number]
+        if extent.free_slots:
+            self._grow(number, extent.reserved_slots)
+            return
+        try:
+            self._grow(number, extent.reserved_slots + max(1, extent.slots // 8))
+        except _FullError:
+            self._grow(number, extent.reserved_slots + 1)
 
     def give_back(self, place: int) -> None:
         """Frees a slot whose last content nothing on disk refers to any more."""
