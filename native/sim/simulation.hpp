@@ -333,12 +333,13 @@ private:
     }
 
     // The future is known: what a request will touch is on its way long before.
-    void prefetch(std::uint64_t at) const {
+    void prefetch(std::uint64_t at) {
         if (at + kAhead >= requests_.entries.size()) return;
         const EntryId entry = requests_.entries[at + kAhead];
         __builtin_prefetch(&flags_[entry], 1);
         if constexpr (requires(const P& policy) { policy.prefetch(entry); }) {
-            caches_.front().policy->prefetch(entry);
+            // Of the cache that will be asked for it: another has never heard of it, and holds no place for it.
+            cache_for(options_.scope == Scope::LAYER ? layer_of_[entry] : 0).policy->prefetch(entry);
         }
     }
 
