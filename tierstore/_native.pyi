@@ -207,11 +207,12 @@ class Activity(enum.Enum):
     READ = 1
     WRITE = 2
     SYNC = 3
-    COPY = 4
-    FILL_ZERO = 5
-    ACCUMULATE = 6
-    SUM_OF_SQUARES = 7
-    ADAMW = 8
+    PUNCH = 4
+    COPY = 5
+    FILL_ZERO = 6
+    ACCUMULATE = 7
+    SUM_OF_SQUARES = 8
+    ADAMW = 9
 
 class Link:
     """A link of ``bandwidth`` (bytes a second) and ``latency`` (seconds) whose transfers follow one another.

@@ -53,6 +53,7 @@ _TRACKS = {
     Activity.READ: Track.DISK_READS,
     Activity.WRITE: Track.DISK_WRITES,
     Activity.SYNC: Track.DISK_WRITES,
+    Activity.PUNCH: Track.DISK_WRITES,
     Activity.COPY: Track.DEVICE_COPIES,
 }
 

@@ -289,6 +289,7 @@ void bind_engine(nb::module_& m) {
         .value("READ", Activity::Read)
         .value("WRITE", Activity::Write)
         .value("SYNC", Activity::Sync)
+        .value("PUNCH", Activity::Punch)
         .value("COPY", Activity::Copy)
         .value("FILL_ZERO", Activity::FillZero)
         .value("ACCUMULATE", Activity::Accumulate)

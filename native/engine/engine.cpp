@@ -99,6 +99,7 @@ Ticket Engine::punch(OpenFilePtr file, uint64_t offset, uint64_t nbytes, Order o
     if (nbytes == 0) throw std::invalid_argument("a hole of no bytes");
     auto operation = std::make_unique<Operation>();
     operation->kind = Kind::Punch;
+    operation->label = {Activity::Punch, nbytes};
     operation->transfer.file = std::move(file);
     operation->transfer.offset = offset;
     operation->hole_bytes = nbytes;
@@ -315,8 +316,9 @@ void Engine::on_io(Ticket ticket, const IoResult& result) {
     const uint64_t moved = result.failure ? 0 : operation.nbytes;
     const uint64_t now = monotonic_ns();
     record(operation, now - result.service_ns, now);
-    if (Meter* meter = operation.transfer.file->meter.get()) {
-        // A sync counts as time without bytes: where writes end in the page cache, it is what moves them.
+    if (Meter* meter = operation.transfer.file->meter.get(); meter && operation.kind != Kind::Punch) {
+        // A sync counts as time without bytes: where writes end in the page cache, it is what moves them. A hole moves
+        // nothing, and a drive is no slower for those that it is told to make.
         if (operation.kind == Kind::Read) meter->read(moved, now - result.service_ns, now);
         else meter->wrote(operation.kind == Kind::Write ? moved : 0, now - result.service_ns, now);
     }

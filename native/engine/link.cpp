@@ -11,8 +11,9 @@ namespace {
 constexpr int64_t kLongest = int64_t{1} << 62;
 
 int64_t nanoseconds(double seconds) {
-    // Rounded up: never done before the formula says.
-    return std::min(static_cast<int64_t>(std::ceil(std::min(seconds * 1e9, 0x1p62))), kLongest - 1);
+    // Rounded up: never done before the formula says. What is no number is refused elsewhere, and still no cast.
+    const double rounded = std::ceil(seconds * 1e9);
+    return rounded > -0x1p62 && rounded < 0x1p62 ? static_cast<int64_t>(rounded) : kLongest - 1;
 }
 
 }  // namespace

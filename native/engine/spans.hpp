@@ -8,7 +8,7 @@
 
 namespace tierstore {
 
-enum class Activity { Other, Read, Write, Sync, Copy, FillZero, Accumulate, SumOfSquares, AdamW };
+enum class Activity { Other, Read, Write, Sync, Punch, Copy, FillZero, Accumulate, SumOfSquares, AdamW };
 
 // What an operation does, and to how many bytes.
 struct Label {

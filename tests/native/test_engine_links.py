@@ -199,12 +199,14 @@ def test_transfers_leave_their_spans(make_engine: MakeEngine, tmp_path: Path) ->
     begun = time.monotonic_ns()
     written = engine.write(file, 0, [page])
     synced = engine.sync(file, after=[written])
-    engine.wait(engine.read(file, 0, [page], after=[synced]))
+    read = engine.read(file, 0, [page], after=[synced])
+    engine.wait(engine.punch(file, 0, 4096, after=[read]))
     ended = time.monotonic_ns()
     spans, _ = engine.drain_spans()
     assert [(span[0], span[5]) for span in spans] == [
         (Activity.WRITE, 4096),
         (Activity.SYNC, 0),
         (Activity.READ, 4096),
+        (Activity.PUNCH, 4096),
     ]
     assert all(begun <= span[3] <= span[4] <= ended for span in spans)

@@ -51,3 +51,14 @@ def test_the_engine_counts_its_transfers(tmp_path: Path, backend: native.IoBacke
     read, wrote, busy_s = meter.reading()
     assert (read, wrote) == (size, size)
     assert busy_s > 0
+
+
+@pytest.mark.parametrize("backend", [native.IoBackend.THREADS, native.IoBackend.AUTO])
+def test_holes_are_no_work_of_the_drive(tmp_path: Path, backend: native.IoBackend) -> None:
+    """They move no bytes: counted as time they would make it look slow."""
+    meter = native.Meter()
+    counted = native.File(tmp_path / "counted", create=native.FileCreate.YES, meter=meter)
+    with native.Engine(backend=backend) as engine, counted:
+        counted.allocate(0, 1 << 20)
+        engine.wait(engine.punch(counted, 0, 1 << 19))
+    assert meter.reading() == (0, 0, 0.0)
