@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,6 @@ from tierstore.capabilities import Capability
 from tierstore.store import ParameterStore, StoreConfig, WearConfig, extents
 from tierstore.store.committing import Committer
 from tierstore.store.discard import Discard
-from tierstore.store.extents import Extent
 from tierstore.store.format import Group
 from tierstore.store.slots import SlotMap
 
@@ -150,21 +151,37 @@ def test_a_file_system_without_holes(
         assert found.describe() == "discard: off (Operation not supported)"
 
 
-def test_a_hole_that_fails_stops_further_ones_and_says_so(
-    store_of_six: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(error: OSError) -> Callable[[Extent, list[int]], list[OSError]]:
-        return lambda self, tickets: [error for _ in tickets]
+def until_they_are_done(store: ParameterStore) -> None:
+    while not all(store.engine.done(ticket) for extent in store.slots._files for ticket in extent._punches):
+        time.sleep(0.001)
 
-    with ParameterStore.open(store_of_six, config(retain=0)) as store:
+
+@pytest.mark.parametrize(
+    "meanwhile", [until_they_are_done, lambda store: store.slots.reserve(8, {})], ids=["done", "reserved"]
+)
+def test_a_hole_that_fails_stops_further_ones_and_says_so(
+    store_of_six: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[ParameterStore], None]
+) -> None:
+    def punch(self: _native.Engine, file: _native.File, *args: int, after: Sequence[int]) -> int:
+        return punched(self, refuses, *args, after=after)
+
+    punched = _native.Engine.punch
+    fd = os.memfd_create("sealed", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+    path = f"/proc/self/fd/{fd}"
+    with (
+        ParameterStore.open(store_of_six, config(retain=0)) as store,
+        _native.File(path, direct=_native.DirectIo.OFF) as refuses,
+    ):
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)  # nobody can punch it
+        monkeypatch.setattr(_native.Engine, "punch", punch)
         touch_all(store)
         store.commit()
-        for extent in store.slots._files:
-            store.engine.wait_all(extent._punches)
-        monkeypatch.setattr(Extent, "_end_punches", fail(OSError(errno.EIO, "Input/output error", "extent")))
+        monkeypatch.setattr(_native.Engine, "punch", punched)
+        meanwhile(store)
         touch_all(store)
         store.commit()
-        assert "discard: off (extent: Input/output error)" in store.describe()
+        assert f"discard: off ({path}: punching a hole: Operation not permitted)" in store.describe()
+    os.close(fd)
 
 
 # Crashes ----------------------------------------------------------------------------------------------------

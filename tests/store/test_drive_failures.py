@@ -22,6 +22,8 @@ from conftest_store import small_store
 
 from tierstore.errors import StorePoisonedError
 from tierstore.store import Group, IoBackendName, IoConfig, ParameterStore, StoreConfig, StripeConfig
+from tierstore.store.home import remove_content
+from tierstore.store.lease import Lease
 
 NUMEL = 3000
 CONFIG = StoreConfig(host_budget=1 << 20)
@@ -131,6 +133,29 @@ def test_a_read_from_a_dead_drive_is_named(tmp_path: Path, small_disk: Path) -> 
         assert caught.value.errno == errno.EIO
         with store.fetch(["e0"]) as lease:  # the other drive has it
             assert lease["e0"].copy("weight").any()
+
+
+def test_a_drive_that_cannot_be_taken_back_holds_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of two added directories cannot be emptied: the second is let go of, and taken back."""
+    small_store(tmp_path / "store").close()
+
+    def fail(path: Path) -> None:
+        if path.name == "b":
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        remove_content(path)
+
+    added = StoreConfig(
+        host_budget=1 << 20, stripe=StripeConfig(directories=(tmp_path / "b", tmp_path / "c"))
+    )
+    store = ParameterStore.open(tmp_path / "store", added)
+    monkeypatch.setattr("tierstore.store.drives.remove_content", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        store.close()
+    assert not (tmp_path / "c").exists()
+    with Lease(tmp_path / "b"), Lease(tmp_path / "store"):
+        pass
 
 
 def test_a_drive_that_comes_back_read_only_is_refused(tmp_path: Path, small_disk: Path) -> None:

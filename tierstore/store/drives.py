@@ -95,6 +95,22 @@ class Drive:
     def reserved_bytes(self) -> int:
         return sum(extent.reserved_slots * extent.layout.slot_bytes for extent in self.extents)
 
+    def close(self) -> None:
+        """Lets it go; one that no commit knows is taken back."""
+        with contextlib.ExitStack() as stack:
+            if not self.published:
+                stack.callback(self._remove_made)
+            if self.lease is not None:
+                stack.callback(self.lease.close)
+                if not self.published:
+                    remove_content(self.path)
+                    (self.path / "lease").unlink(missing_ok=True)
+
+    def _remove_made(self) -> None:
+        with contextlib.suppress(OSError):  # somebody has put something there
+            for made in self.made:
+                made.rmdir()
+
     def totals(self) -> tuple[int, int, float]:
         """Bytes read and written since the opening, and the seconds in which any were under way."""
         read, written, busy_s = self.meter.reading()
@@ -325,17 +341,10 @@ class Drives:
             drive.published = True
 
     def close(self) -> None:
-        """Lets the directories go; those that no commit knows are taken back."""
-        for drive in self._drives[1:]:
-            if not drive.published and drive.lease is not None:
-                remove_content(drive.path)
-                (drive.path / "lease").unlink(missing_ok=True)
-            if drive.lease is not None:
-                drive.lease.close()
-            if not drive.published:
-                with contextlib.suppress(OSError):  # somebody has put something there
-                    for made in drive.made:
-                        made.rmdir()
+        """Lets the directories go, all of them whatever fails; those that no commit knows are taken back."""
+        with contextlib.ExitStack() as stack:
+            for drive in self._drives[1:]:
+                stack.callback(drive.close)
 
 
 def profiled_bandwidth(directory: Path) -> float:

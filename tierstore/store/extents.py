@@ -71,6 +71,7 @@ class Extent:
         self._unchecked: set[int] = set()
         self._bare_since_opening = False
         self._punches: list[int] = []
+        self._punch_errors: list[OSError] = []  # that nobody has been told of
         self._last_write: dict[int, int] = {}
         self._reads: dict[int, list[int]] = {}
         self._written = False
@@ -149,10 +150,10 @@ class Extent:
         Nothing durable may refer to a free slot. Those that were free when the file was opened are among them: what
         they hold is not known.
         """
-        finished = [ticket for ticket in self._punches if self._engine.done(ticket)]
-        self._punches = [ticket for ticket in self._punches if ticket not in finished]
-        for error in self._end_punches(finished):
+        self._wait_for_punches([ticket for ticket in self._punches if self._engine.done(ticket)])
+        for error in self._punch_errors:
             discard.failed(error)
+        self._punch_errors = []
         surplus = max(min(self.reserved_slots - keep, len(self._free)), 0)
         given = set(heapq.nlargest(surplus, self._free))
         holes = sorted(given | set(self._bare if self._bare_since_opening else ()))
@@ -169,18 +170,17 @@ class Extent:
 
     def end_punches(self) -> None:
         """Waits for the holes that are being made."""
-        self._end_punches(self._punches)
-        self._punches = []
+        self._wait_for_punches(self._punches)
 
-    def _end_punches(self, tickets: Iterable[int]) -> list[OSError]:
-        """Waits for holes; returns why some could not be made. Their slots are as good as bare."""
-        errors = []
+    def _wait_for_punches(self, tickets: Sequence[int]) -> None:
+        """Slots whose holes could not be made are as good as bare."""
+        ended = set(tickets)
+        self._punches = [ticket for ticket in self._punches if ticket not in ended]
         for ticket in tickets:
             try:
                 self._engine.wait(ticket)
             except OSError as error:
-                errors.append(error)
-        return errors
+                self._punch_errors.append(error)
 
     def read(
         self,
