@@ -158,6 +158,25 @@ def test_who_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ioctl" in disk_health(disk("nvme7n1", "nvme"), sys=tmp_path, dev=tmp_path).reason
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"smart_status": "passed"},
+        {"smart_status": {"passed": True}, "ata_smart_attributes": {"table": [{"name": "no number"}]}},
+        {"smart_status": {"passed": True}, "temperature": 31},
+        {"nvme_smart_health_information_log": {"critical_warning": None}},
+    ],
+)
+def test_a_tool_of_another_time_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: dict[str, object]
+) -> None:
+    (tmp_path / "smartctl").write_text(f"#!/bin/sh\necho '{json.dumps(said)}'\n")
+    (tmp_path / "smartctl").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    found = disk_health(disk("sda", "ata"))
+    assert found.reason.startswith("not known: said in another form")
+
+
 def test_the_tools_are_asked_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A multipath namespace; a controller that may not be opened; smartctl that may not either; nvme that may."""
     tools, subsystem = tmp_path / "bin", tmp_path / "devices/nvme-subsys0"

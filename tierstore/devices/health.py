@@ -89,12 +89,15 @@ def disk_health(disk: Disk, *, sys: Path = _SYS, dev: Path = _DEV) -> Health:
         asked.append(lambda: parse_smartctl(_run("smartctl", "--json", "-H", "-A", str(dev / disk.name))))
     if controller and shutil.which("nvme"):
         asked.append(lambda: parse_nvme(_run("nvme", "smart-log", "-o", "json", str(dev / controller))))
-    refused = [] if controller else ["smartctl is not installed"]
+    refused = [] if asked else ["smartctl is not installed"]
     for ask in asked:
         try:
             return ask()
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             refused.append(str(error))
+        except (LookupError, TypeError, AttributeError) as error:
+            # A version of a tool that nobody has tried: a run starts all the same.
+            refused.append(f"said in another form than is known: {error!r}")
     return Health(reason=f"not known: {'; '.join(refused)}")
 
 
