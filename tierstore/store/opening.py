@@ -172,7 +172,9 @@ def create(
         stack.callback(drives.close)
         index = Index.create(directory / "index")
         stack.callback(index.close)
-        parts = _assemble(stack, drives, schemas, config, adamw, lease, index, trace, io_log)
+        parts = _assemble(
+            stack, drives, schemas, config, adamw, lease=lease, index=index, trace=trace, io_log=io_log
+        )
         stack.pop_all()
         return parts
 
@@ -206,7 +208,9 @@ def open_existing(
         config = replace(config, layers=layers)
         drives = Drives.open(home, config.stripe, known)
         stack.callback(drives.close)
-        parts = _assemble(stack, drives, schemas, config, adamw, lease, index, trace, io_log)
+        parts = _assemble(
+            stack, drives, schemas, config, adamw, lease=lease, index=index, trace=trace, io_log=io_log
+        )
         stack.pop_all()
         return parts
 
@@ -353,6 +357,7 @@ def _assemble(
     schemas: Sequence[RecordSchema],
     config: StoreConfig,
     adamw: AdamWConfig,
+    *,
     lease: Lease,
     index: Index,
     trace: Path | None,
