@@ -25,6 +25,7 @@ from tierstore.errors import (
     StoreMissingError,
 )
 from tierstore.io_profile import IoPoint
+from tierstore.links import LinkConfig
 from tierstore.store import (
     Group,
     NewRecord,
@@ -147,7 +148,7 @@ def test_a_drive_that_slows_down_gets_less_from_the_next_commit_on(tmp_path: Pat
         slow.link = Link(speed / 20)
         slow._seen = (slow._seen[0], 0.0)  # a link that is new has no past
         for extents in store.slots._extents.values():
-            extents.extents[1]._link = slow.link
+            extents.extents[1]._links = [slow.link]
         counts = []
         for _ in range(4):
             store.update(gradients, lr=0.1)
@@ -161,6 +162,20 @@ def test_a_drive_that_slows_down_gets_less_from_the_next_commit_on(tmp_path: Pat
     with ParameterStore.open(tmp_path / "store", StoreConfig(host_budget=32 << 20)) as store:
         assert store.drives()[1].share < 0.4  # known from before
         assert store.records_crc32c() == crc
+
+
+def test_a_drives_own_limit_is_beside_that_of_all(tmp_path: Path) -> None:
+    """Neither takes the place of the other."""
+    stripe = StripeConfig(directories=(tmp_path / "b",), bandwidths=(0, 10**9))
+    limited = replace(CONFIG, stripe=stripe, disk=LinkConfig(bandwidth=10**9))
+    with ParameterStore.create(tmp_path / "store", [RecordSchema("expert", NUMEL)], limited) as store:
+        for number in range(4):
+            store.register(f"e{number}", "expert")
+        store.commit()
+        own, all_of_them = store._parts.drives[1].link, store.slots._link
+        assert own is not None
+        assert all_of_them is not None
+        assert [link.stats()["nbytes"] for link in (own, all_of_them)] == [2 * SLOT_BYTES, 4 * SLOT_BYTES]
 
 
 # Space ------------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ _WORTH_BYTES = 1 << 20
 class Extent:
     """Slots of ``layout`` in the file ``path``. With ``FileCreate.NO`` a missing one is OSError (ENOENT).
 
-    ``link``, if any, limits the speed of its transfers, ``budget`` what it writes, and ``meter`` counts them.
+    ``links`` limit the speed of its transfers, each of them, ``budget`` what it writes, and ``meter`` counts them.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Extent:
         *,
         direct: DirectIo,
         create: FileCreate,
-        link: Link | None = None,
+        links: Sequence[Link] = (),
         meter: Meter | None = None,
         budget: WriteBudget | None = None,
     ) -> None:
@@ -63,7 +63,7 @@ class Extent:
         #: The file or its size changed since the directory was last synced.
         self.unsynced_directory = not path.exists()
         self._engine = engine
-        self._link = link
+        self._links = links
         self._budget = budget
         # Free slots, as heaps: those with blocks, and those that may have none.
         self._free: list[int] = []
@@ -154,10 +154,12 @@ class Extent:
         for error in self._punch_errors:
             discard.failed(error)
         self._punch_errors = []
+        if not discard:
+            return
         surplus = max(min(self.reserved_slots - keep, len(self._free)), 0)
         given = set(heapq.nlargest(surplus, self._free))
         holes = sorted(given | set(self._bare if self._bare_since_opening else ()))
-        if not discard or len(holes) * self.layout.slot_bytes < _WORTH_BYTES:
+        if len(holes) * self.layout.slot_bytes < _WORTH_BYTES:
             return
         for first, count in _runs(holes):
             slots = range(first, first + count)
@@ -204,15 +206,7 @@ class Extent:
             after=before,
             priority=priority,
         )
-        ticket = limited(
-            self._engine,
-            self._link,
-            ticket,
-            self.layout.slot_bytes,
-            activity=Activity.READ,
-            after=before,
-            priority=priority,
-        )
+        ticket = self._over_links(ticket, Activity.READ, before, priority)
         reads = self._reads.setdefault(slot, [])
         if len(reads) >= _PRUNE_READS:
             reads[:] = self._unfinished(reads)
@@ -246,17 +240,18 @@ class Extent:
             after=before,
             priority=Priority.WRITE_BACK,
         )
-        ticket = limited(
-            self._engine,
-            self._link,
-            ticket,
-            self.layout.slot_bytes,
-            activity=Activity.WRITE,
-            after=before,
-            priority=Priority.WRITE_BACK,
-        )
+        ticket = self._over_links(ticket, Activity.WRITE, before, Priority.WRITE_BACK)
         self._last_write[slot] = ticket
         self._written = True
+        return ticket
+
+    def _over_links(self, ticket: int, activity: Activity, before: Sequence[int], priority: Priority) -> int:
+        """A ticket for the transfer of a slot, over each link."""
+        nbytes = self.layout.slot_bytes
+        for link in self._links:
+            ticket = limited(
+                self._engine, link, ticket, nbytes, activity=activity, after=before, priority=priority
+            )
         return ticket
 
     def sync(self, after: Sequence[int]) -> int | None:

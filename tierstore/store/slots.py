@@ -121,7 +121,7 @@ class SlotMap:
             shape.layout(group),
             direct=self._direct,
             create=create,
-            link=drive.link or self._link,
+            links=[link for link in (drive.link, self._link) if link is not None],
             budget=self.budget,
             meter=drive.meter,
         )
