@@ -180,8 +180,19 @@ class Drives:
             raise
 
     def _attach(self, path: Path, own: str) -> None:
-        """Takes up a directory that commits refer to."""
-        number, home = len(self._drives), self.home
+        """Takes up a directory that commits refer to, for this store's own from now on."""
+        number = len(self._drives)
+        self._recognise(path, number, own)
+        self._drives.append(Drive(number, path.absolute(), own, lease=Lease(path)))
+        identity = self._recognise(path, number, own)  # the lease keeps it so
+        refuse_shared(self.home, path, identity)
+        here = replace(identity, home=str(self.home.directory.absolute()), path=str(path.absolute()))
+        if here != identity:
+            _put_identity(path, here)
+
+    def _recognise(self, path: Path, number: int, own: str) -> Identity:
+        """The identity of what must be directory ``number``. Raises StoreMissingError or StoreFormatError."""
+        home = self.home
         what = f"directory {number} of the store in {home.directory}"
         identity = read_directory_identity(path)
         if identity is None:
@@ -200,18 +211,7 @@ class Drives:
             raise StoreFormatError(
                 f"{path}: expected {what}, found a directory {number} that it no longer refers to"
             )
-        self._drives.append(Drive(number, path.absolute(), own, lease=Lease(path)))
-        self._settle(path)
-
-    def _settle(self, path: Path) -> None:
-        """Makes sure that no other copy of the store has the directory, or takes it for one, from now on."""
-        identity = read_directory_identity(path)  # anew: the lease keeps it so
-        if identity is None:
-            raise StoreMissingError(f"{path}: no directory of a store ({IDENTITY} is missing)")
-        refuse_shared(self.home, path, identity)
-        here = replace(identity, home=str(self.home.directory.absolute()), path=str(path.absolute()))
-        if here != identity:
-            _put_identity(path, here)
+        return identity
 
     def _claim(self, path: Path, abandoned: str) -> None:
         """Takes an empty or missing directory, or what was left of a claim that no commit followed."""
