@@ -20,8 +20,17 @@ import numpy as np
 import pytest
 from conftest_store import small_store
 
+from tierstore._native import File
 from tierstore.errors import StorePoisonedError
-from tierstore.store import Group, IoBackendName, IoConfig, ParameterStore, StoreConfig, StripeConfig
+from tierstore.store import (
+    Group,
+    IoBackendName,
+    IoConfig,
+    ParameterStore,
+    RecordSchema,
+    StoreConfig,
+    StripeConfig,
+)
 from tierstore.store.home import remove_content
 from tierstore.store.lease import Lease
 
@@ -80,6 +89,41 @@ def test_a_full_drive_leaves_the_rest_to_the_other(tmp_path: Path, small_disk: P
     with ParameterStore.open(tmp_path / "store", CONFIG) as store:
         assert store.verify().failures == []
         assert store.records_crc32c() != crc
+
+
+class _Quota:
+    """A file of an owner who may have ``slots`` slots in it, on a drive with any amount of room."""
+
+    def __init__(self, file: File, slots: int, slot_bytes: int) -> None:
+        self._file = file
+        self._most = slots * slot_bytes
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._file, name)
+
+    def allocate(self, offset: int, nbytes: int) -> None:
+        if offset + nbytes > self._most:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), self._file.path)
+        self._file.allocate(offset, nbytes)
+
+
+def test_a_quota_is_used_up_and_the_rest_left_to_the_other(tmp_path: Path) -> None:
+    """Room for 13 slots where 20 are asked for: all 13 are had, though the file system says that there is more."""
+    stripe = StripeConfig(directories=(tmp_path / "b",))
+    schema = RecordSchema("expert", NUMEL)
+    with ParameterStore.create(
+        tmp_path / "store", [schema], StoreConfig(host_budget=1 << 20, stripe=stripe)
+    ) as store:
+        extent = store.slots._extents[0, Group.WEIGHTS].extents[1]
+        file, slot_bytes = extent.file, extent.layout.slot_bytes
+        extent.file = _Quota(file, 13, slot_bytes)  # type: ignore[assignment]
+        store.reserve({"expert": 20})
+        own, other = store.slots._extents[0, Group.WEIGHTS].extents
+        assert (own.reserved_slots, other.reserved_slots) == (27, 13)
+        with pytest.raises(OSError, match=r"Disk quota exceeded: \d+ more bytes are needed") as caught:
+            extent.reserve(14)
+        assert caught.value.errno == errno.EDQUOT
+        extent.file = file
 
 
 def test_when_all_drives_are_full_it_is_said_before_anything_moves(small_disk: Path) -> None:

@@ -32,7 +32,10 @@ from tierstore.store.discard import Discard
 from tierstore.store.format import SECTION_ALIGNMENT, GroupLayout
 from tierstore.store.write_budget import WriteBudget
 
-__all__ = ["Extent"]
+__all__ = ["NO_SPACE", "Extent"]
+
+#: Errors of a drive that is full, or of an owner who may take no more of it.
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 #: Between commits a slot that is only read collects tickets; the finished ones are swept at this many.
 _PRUNE_READS = 16
@@ -81,7 +84,7 @@ class Extent:
     def reserve(self, slots: int) -> None:
         """Gives at least ``slots`` slots, all in use among them, blocks of their own; the file grows if it must.
 
-        Raises OSError (ENOSPC) with nothing changed but blocks.
+        Raises OSError (ENOSPC, EDQUOT) with nothing changed but blocks.
         """
         short = max(slots - self.reserved_slots, 0)
         filled = heapq.nsmallest(short, self._bare)
@@ -94,15 +97,15 @@ class Extent:
             for first, count in _runs(bare):
                 self.file.allocate(first * self.layout.slot_bytes, count * self.layout.slot_bytes)
         except OSError as error:
-            if error.errno != errno.ENOSPC:
+            if error.errno not in NO_SPACE:
                 raise
             self._give_back_partial_growth()
             free = os.statvfs(self.path.parent)
             message = (
-                f"No space left on device: {len(bare) * self.layout.slot_bytes} more bytes are needed and "
+                f"{os.strerror(error.errno)}: {len(bare) * self.layout.slot_bytes} more bytes are needed and "
                 f"{free.f_bavail * free.f_frsize} are free"
             )
-            raise OSError(errno.ENOSPC, message, str(self.path)) from error
+            raise OSError(error.errno, message, str(self.path)) from error
         self._unchecked.clear()
         self._bare = sorted(set(self._bare) - set(filled))
         for slot in (*filled, *grown):

@@ -17,7 +17,7 @@ from pathlib import Path
 from tierstore._native import Buffer, CrcTable, Priority
 from tierstore.store.discard import Discard
 from tierstore.store.drives import Drive, Drives
-from tierstore.store.extents import Extent
+from tierstore.store.extents import NO_SPACE, Extent
 from tierstore.store.format import GroupLayout, divided, place
 from tierstore.store.weighing import Turns, apportion
 
@@ -129,21 +129,27 @@ class StripedExtent:
         try:
             extent.reserve(slots)
         except OSError as error:
-            if error.errno == errno.ENOSPC:
+            if error.errno in NO_SPACE:
                 raise _FullError(*error.args[:2], error.filename) from error
             raise
 
     def _grow_partly(self, number: int, slots: int) -> int:
         """Adds ``slots`` slots, or as many as there is room for; returns how many were not had."""
-        extent = self.extents[number]
-        for more in (slots, min(slots, self._room(number))):
-            with contextlib.suppress(_FullError):
-                self._grow(number, extent.reserved_slots + more)
-                return slots - more
-        return slots
+        missing, more = slots, slots
+        while more:
+            try:
+                self._grow(number, self.extents[number].reserved_slots + more)
+            except _FullError:
+                # A file system's own needs, and quotas, leave less room than it says.
+                room = self._room(number)
+                more = room if room < more else more // 2
+            else:
+                missing -= more
+                more = min(more, missing)
+        return missing
 
     def _room(self, number: int) -> int:
-        """Slots that the drive has room for, by what its file system says."""
+        """Slots that the drive has room for at most, by what its file system says."""
         drive, slot_bytes = self._drives[number], self.layout.slot_bytes
         room = _free_bytes(drive)
         if drive.limit:
