@@ -107,7 +107,7 @@ class _Sample:
 
 
 def in_ram(config: TrainConfig) -> TrainConfig:
-    """``config`` with a host budget for every record, the gradients that are kept, and all device slots."""
+    """``config`` with a host budget for every record, kept gradients and all device slots, and nothing written."""
     from tierstore.tiers import DeviceSlots
 
     model = config.model
@@ -116,7 +116,8 @@ def in_ram(config: TrainConfig) -> TrainConfig:
     # Sections are rounded up to frames of the arena: a little more than their bytes.
     records = (model.expert_count + 2) * (record + record // 32 + (1 << 20))
     prefetch = replace(config.prefetch, depth=0)
-    return replace(config, host_budget=records + slots.nbytes, prefetch=prefetch)
+    cache = replace(config.cache, write_back_every=0)
+    return replace(config, host_budget=records + slots.nbytes, prefetch=prefetch, cache=cache)
 
 
 def run(
