@@ -122,10 +122,12 @@ class Ranks:
         finally:
             world.kill()
 
-    def exit_code(self, pid: int) -> int:
-        """Waits for a rank of this session to end: its exit code, or minus the signal."""
-        self._control.send(("wait", pid))
-        code: int = self._control.recv()
+    def exit_code(self, pid: int, seconds: float = 60.0) -> int:
+        """Waits for a rank of this session to end: its exit code, or minus the signal. Raises TimeoutError."""
+        self._control.send(("wait", pid, seconds))
+        code: int | None = self._control.recv()
+        if code is None:
+            raise TimeoutError(f"process {pid} still runs after {seconds} s")
         return code
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ import importlib.util
 import os
 import pickle
 import sys
+import time
 import traceback
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 
 
 def serve(address: str) -> None:
-    """Answers ``("start", environments, config, stderr)`` with pids, ``("wait", pid)`` with an exit code."""
+    """Answers ``("start", environments, config, stderr)`` with pids, ``("wait", pid, seconds)`` with a code or None."""
     import pytest  # noqa: F401 - cases live in test files, which import it
     import torch
     import torch.distributed.device_mesh
@@ -42,7 +43,16 @@ def serve(address: str) -> None:
                 environments, config, stderr = details
                 control.send([_fork(control, address, e, config, stderr) for e in environments])
             else:
-                control.send(os.waitstatus_to_exitcode(os.waitpid(details[0], 0)[1]))
+                control.send(_exit_code(*details))
+
+
+def _exit_code(pid: int, seconds: float) -> int | None:
+    deadline = time.monotonic() + seconds
+    while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(0.002)
+    return os.waitstatus_to_exitcode(ended[1])
 
 
 def _fork(control: Connection, address: str, environ: dict[str, str], config: Any, stderr: str | None) -> int:

@@ -18,7 +18,7 @@ from tierstore.config import load
 from tierstore.parallel import Mesh, ParallelConfig
 from tierstore.store import OpenAt
 from tierstore.store.directories import rank_directory
-from tierstore.store.index import Index
+from tierstore.store.index import Index, _Changes
 from tierstore.store.opening import read_states
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.train.config import TrainConfig
@@ -113,7 +113,7 @@ ROLL_BACK, PREPARE = Index.roll_back, ParameterStore.prepare
 #: Where the rank that was ahead is killed: the class, its method, and what stands there instead.
 MOMENTS: dict[str, tuple[type, str, Callable[..., None]]] = {
     "before it": (Index, "roll_back", _die),
-    "within its transaction": (Index, "_put", _die),
+    "within its transaction": (_Changes, "put", _die),
     "after it": (Index, "roll_back", _roll_back_and_die),
     "before the next commit": (ParameterStore, "prepare", _die),
     "after the next prepare": (ParameterStore, "prepare", _prepare_and_die),
@@ -124,6 +124,7 @@ def dying(mesh: Mesh, settings: Settings, moment: str, victim: int) -> None:
     """Resumes, steps once and commits; rank ``victim`` does not survive ``moment``."""
     if mesh.world.rank == victim:
         owner, name, instead = MOMENTS[moment]
+        assert hasattr(owner, name)
         setattr(owner, name, instead)
     with open_session(load(TrainConfig, None, {**TINY, **settings}), Opening.RESUME, mesh=mesh) as trainer:
         trainer.step()

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 import numpy as np
 
@@ -124,7 +125,7 @@ class DiskProbe:
         self._engine.close()
         self._path.unlink(missing_ok=True)
 
-    def __enter__(self) -> DiskProbe:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -3,7 +3,8 @@ latter are.
 
 Both run in processes of their own, which are open side by side and step in turns: a machine whose speed
 drifts treats them alike, each has a peak memory of its own, and only one computes at a time. The disk is
-measured between them, in the same mix of transfer sizes, reads and writes. The machine needs memory for both
+measured just before and just after the tiered steps (in the first round, after), in the same mix of transfer
+sizes, reads and writes: not after a rest, from which disks come back faster. The machine needs memory for both
 at once; ``Baseline.NONE`` leaves the run in RAM out, for models that do not fit.
 
 Each round gives one ratio: median step of that round, tiered, over ``max(median step of that round in RAM,
@@ -106,8 +107,21 @@ class _Sample:
         }
 
 
+class _Disk(DiskProbe):
+    """The disk's speed at a share of the bytes of a step, ``mix``, with the transfers of ``config``."""
+
+    def __init__(self, place: Path, config: TrainConfig, mix: Bytes) -> None:
+        weights = config.model.expert_numel * config.model.compute_dtype.torch.itemsize
+        super().__init__(place, _PROBE_BYTES, (weights, config.model.expert_numel * 12 - weights), config.io)
+        share = min(max(_PROBE_SHARE, _PROBE_LEAST_BYTES / mix.total), 4.0)
+        self._mix = Bytes(int(mix.read * share), int(mix.written * share))
+
+    def measured(self) -> float:
+        return self.bytes_per_s(self._mix)
+
+
 def in_ram(config: TrainConfig) -> TrainConfig:
-    """``config`` with a host budget for every record, the gradients that are kept, and all device slots."""
+    """``config`` with a host budget for every record, kept gradients and all device slots, and nothing written."""
     from tierstore.tiers import DeviceSlots
 
     model = config.model
@@ -116,7 +130,8 @@ def in_ram(config: TrainConfig) -> TrainConfig:
     # Sections are rounded up to frames of the arena: a little more than their bytes.
     records = (model.expert_count + 2) * (record + record // 32 + (1 << 20))
     prefetch = replace(config.prefetch, depth=0)
-    return replace(config, host_budget=records + slots.nbytes, prefetch=prefetch)
+    cache = replace(config.cache, write_back_every=0)
+    return replace(config, host_budget=records + slots.nbytes, prefetch=prefetch, cache=cache)
 
 
 def run(
@@ -161,18 +176,18 @@ def _run(config: TrainConfig, bench: TrainBench, place: Path, say: Callable[[str
         for process in runs.values():
             if bench.warmup:
                 process.run(bench.warmup)
-        probe: DiskProbe | None = None
+        disk: _Disk | None = None
         for turn in range(bench.rounds):
-            for name, process in runs.items():
-                samples[name].rows.append(process.run(bench.steps))
+            before = [disk.measured()] if disk is not None else []
+            samples["tiered"].rows.append(runs["tiered"].run(bench.steps))
             row = samples["tiered"].rows[-1]
             mix = Bytes(row["read_bytes"], row["written_bytes"]).per(bench.steps)
             if mix.total:
-                if probe is None:
-                    weights = config.model.expert_numel * config.model.compute_dtype.torch.itemsize
-                    sizes = (weights, config.model.expert_numel * 12 - weights)
-                    probe = inner.enter_context(DiskProbe(place, _PROBE_BYTES, sizes, config.io))
-                bandwidth.append(probe.bytes_per_s(_measured(mix)))
+                if disk is None:
+                    disk = inner.enter_context(_Disk(place, config, mix))
+                bandwidth.append(statistics.harmonic_mean([*before, disk.measured()]))
+            if "in_ram" in runs:
+                samples["in_ram"].rows.append(runs["in_ram"].run(bench.steps))
             say(f"round {turn + 1} of {bench.rounds}: " + _progress(samples, bandwidth))
         cached = page_cache_bytes(sorted(tiered_store.rglob("extents/*")))
         extents = sum(path.stat().st_size for path in tiered_store.rglob("extents/*"))
@@ -240,12 +255,6 @@ def measurements(result: dict[str, Any]) -> list[Measurement]:
     ratios = result["round_step_to_bound_ratio"]
     found.append(derived("step to bound", ratios, "ratio", Better.LOWER, target=target))
     return found
-
-
-def _measured(mix: Bytes) -> Bytes:
-    """A share of a step's bytes, in its mix."""
-    share = min(max(_PROBE_SHARE, _PROBE_LEAST_BYTES / mix.total), 4.0)
-    return Bytes(int(mix.read * share), int(mix.written * share))
 
 
 def _bound(
