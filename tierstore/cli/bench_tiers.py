@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tierstore.cli.bench_results import PLACE, Reporting, Session, place_option, results_options
+from tierstore.cli.bench_results import NOT_SO, PLACE, Reporting, Session, place_option, results_options
 from tierstore.cli.options import SIZE
 from tierstore.cli.output import Output
 from tierstore.endurance import DAY_S
@@ -23,7 +23,6 @@ __all__ = ["tiers"]
 
 _FULL_RECORD_BYTES = tuple(size << 10 for size in (1024, 64, 256, 4096, 16384, 65536, 262144))
 _FULL_SECONDS = 10.0
-_NOT_SO = 1
 
 
 @click.command()
@@ -253,7 +252,7 @@ def _end(session: Session, result: dict[str, Any], measurements: Sequence[Measur
     for failure in result["failures"]:
         session.output.line(f"FAILED: {failure}")
     session.end(result, measurements)
-    return _NOT_SO if result["failures"] else 0
+    return NOT_SO if result["failures"] else 0
 
 
 @contextmanager
