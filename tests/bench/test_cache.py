@@ -37,6 +37,12 @@ def test_the_traces():
     assert (np.diff(passes.entries.reshape(-1, 20), axis=1) > 0).all()
 
 
+def test_passes_do_not_depend_on_how_many_are_made_at_once(monkeypatch):
+    whole = pass_requests(2000, seed=3).entries
+    monkeypatch.setattr("tierstore.bench.cache._PASSES_AT_ONCE", 7)
+    assert (pass_requests(2000, seed=3).entries == whole).all()
+
+
 def test_the_command():
     arguments = [
         "bench",

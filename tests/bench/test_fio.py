@@ -67,7 +67,9 @@ def test_the_command_line_says_what_the_job_says() -> None:
         "--numjobs=7",
         "--runtime=250ms",
         "--time_based",
+        "--norandommap",
     } <= set(given)
+    assert "--end_fsync=1" not in given
     cached = replace(
         MIXED,
         kind=Kind.READ,
@@ -79,6 +81,8 @@ def test_the_command_line_says_what_the_job_says() -> None:
     given = fio.arguments(cached, paths, 1 << 30, 2)
     assert {"--rw=read", "--direct=0", "--ioengine=io_uring", "--iodepth=7", "--numjobs=1"} <= set(given)
     assert "--time_based" not in given  # one pass: the second would find it in memory
+    assert "--norandommap" not in given  # nor a block that comes twice
+    assert "--end_fsync=1" in given  # within the run time, or writes would be measured into memory
 
 
 def test_what_fio_cannot_do() -> None:
@@ -87,6 +91,8 @@ def test_what_fio_cannot_do() -> None:
     assert not fio.can_run(replace(MIXED, pattern=Pattern.SEQUENTIAL))
     assert fio.can_run(replace(MIXED, pattern=Pattern.SEQUENTIAL, backend=IoBackendName.URING))
     assert not fio.can_run(replace(MIXED, backend=IoBackendName.PMEM))
+    # Each of its processes would make a pass of its own, all but the first from memory.
+    assert not fio.can_run(replace(MIXED, direct=Capability.OFF))
 
 
 def script(tmp_path: Path, text: str) -> str:

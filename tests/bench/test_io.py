@@ -136,21 +136,33 @@ def test_a_load_moves_what_it_says(files: DataFiles, backend: str, kind: Kind, p
     assert 0 < found.latencies.greatest_ns / 1e9 <= found.elapsed_s
 
 
+@pytest.mark.parametrize("kind", list(Kind))
+def test_writes_through_the_page_cache_end_on_the_disk(files: DataFiles, kind: Kind) -> None:
+    """Without a sync in the time it would be the speed of memory."""
+    job = replace(CACHED, kind=kind)
+    with Load(job, files.striped) as load:
+        before = int(load.stats()["syncs"])
+        load.run(0.01)
+        assert int(load.stats()["syncs"]) - before == (0 if kind is Kind.READ else len(files.striped.paths))
+
+
 def test_through_the_page_cache_one_pass(files: DataFiles) -> None:
     with Load(CACHED, files.striped) as load:
         found = load.run(60)
     assert found.nbytes == files.striped.total_bytes == 8 * MIB
 
 
-def test_one_pass_in_order_touches_every_block(files: DataFiles) -> None:
-    job = replace(CACHED, kind=Kind.WRITE, pattern=Pattern.SEQUENTIAL, block_bytes=MIB, depth=2)
+@pytest.mark.parametrize("pattern", list(Pattern))
+def test_one_pass_touches_every_block(files: DataFiles, pattern: Pattern) -> None:
+    """In any order: what came twice would come from memory."""
+    job = replace(CACHED, kind=Kind.WRITE, pattern=pattern, block_bytes=4096, depth=2)
     for path in files.striped.paths:
         path.write_bytes(bytes(4 * MIB))
     with Load(job, files.striped) as load:
         load.run(60)
     for path in files.striped.paths:
         content = path.read_bytes()
-        assert all(any(content[at : at + 4096]) for at in range(0, len(content), MIB))
+        assert all(any(content[at : at + 4096]) for at in range(0, len(content), 4096))
 
 
 def test_checksums_are_compared(files: DataFiles) -> None:

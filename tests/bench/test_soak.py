@@ -117,6 +117,58 @@ def test_three_seconds_with_kills(tmp_path: Path) -> None:
     assert not place.exists()
 
 
+def test_a_store_over_two_drives(tmp_path: Path) -> None:
+    """Killed and audited as one: a byte changed on the second drive is found there."""
+    place, further = tmp_path / "soak", tmp_path / "other" / "drive"
+    damaged: list[Path] = []
+
+    def damage(life: int) -> None:
+        if damaged or not (place / "tierstore.json").exists():
+            return
+        index = Index(place / "index")
+        entries = index.read_commit().records
+        index.close()
+        assert {location.directory for entry in entries.values() for location in entry.groups} == {0, 1}
+        record, location, group = next(
+            (record, location, group)
+            for record in range(SMALL.records)
+            for location, group in zip(entries[key_of(record)].groups, COMMITTED_GROUPS, strict=True)
+            if location.directory == 1
+        )
+        schema = SMALL.schema(record)
+        damaged.append(further / "extents" / f"{schema.name}.{group.label}")
+        with open(damaged[0], "r+b") as file:
+            file.seek(location.slot * schema.layout(group).slot_bytes + 77)
+            (value,) = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([value ^ 0x10]))
+
+    def bench(seconds: float, between_lives: Callable[[int], None] | None) -> dict[str, Any]:
+        return run(
+            SoakBench(
+                place=place,
+                further=(further,),
+                seconds=seconds,
+                shape=SMALL,
+                kill_every_s=0.6,
+                between_lives=between_lives,
+            ),
+            lambda seconds, figures: None,
+        )
+
+    found = bench(3, None)
+    assert found["failures"] == []
+    assert found["audited_bytes"] > 0 or found["kills_count"] == 0
+    assert found["directories"] == [str(place), str(further)]
+    assert not place.exists()
+    assert not further.exists()
+    (failure,) = bench(20, damage)["failures"]
+    assert str(damaged[0]) in failure
+    assert "1 wrong bytes" in failure
+    with pytest.raises(ConfigError, match="drive exists"):
+        SoakBench(place=tmp_path / "new", further=(further,), seconds=1)
+
+
 def test_every_misuse_is_refused(tmp_path: Path) -> None:
     """A soak of one life reaches all of them: which, says the plan."""
     plan = SoakPlan(SMALL)

@@ -260,11 +260,13 @@ def test_the_command_fails_when_something_is_wrong(tmp_path: Path, monkeypatch: 
 def test_the_soak_command(tmp_path: Path) -> None:
     store = f"--store={tmp_path / 'b'}"
     sizes = ["--record-bytes=24KiB", "--store-bytes=2MiB", "--budget=0.1"]
-    result = command(store, *sizes, "--minutes=0.03", "--kill-every=0.5", "--json", "--seed=3")
+    drive = f"--drive={tmp_path / 'c'}"
+    result = command(store, drive, *sizes, "--minutes=0.03", "--kill-every=0.5", "--json", "--seed=3")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout.splitlines()[-1])
     assert found["wrong_bytes"] == 0
     assert found["seed"] == 3
+    assert found["directories"] == [str(tmp_path / "b"), str(tmp_path / "c")]
     assert "wrong bytes" in result.stderr
     assert "reopening, median and longest" in result.stderr
 
@@ -275,6 +277,7 @@ def test_the_soak_command(tmp_path: Path) -> None:
         (["--minutes=1", "--dirty=1"], "--dirty does not go with --minutes"),
         (["--minutes=1", "--full"], "--full does not go with --minutes"),
         (["--minutes=1", "--budget=0.1", "--budget=0.2"], "--budget: expected one with --minutes, got 2"),
+        (["--drive=elsewhere"], "--drive: expected --minutes with it"),
         (["--minutes=0"], "minutes: expected more than 0"),
         (["--budget=2"], "budgets: expected fractions"),
     ],

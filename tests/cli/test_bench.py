@@ -71,6 +71,16 @@ def test_train(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert not (tmp_path / "bench").exists()
 
 
+def test_other_losses_than_in_ram_are_status_1(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tierstore.bench import training
+
+    monkeypatch.setattr(training, "_same_losses", lambda samples: False)
+    assert bench(*tiny(tmp_path, "--host-budget=300KiB")) == 1
+    assert "same losses: NO" in capfd.readouterr().out
+
+
 def test_train_without_a_baseline(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert bench(*tiny(tmp_path, "--host-budget=300KiB", "--baseline=none")) == 0
     out = capfd.readouterr().out
@@ -129,7 +139,9 @@ def test_commit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not (tmp_path / "b").exists()
 
 
-def test_collectives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_collectives(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved = tmp_path / "saved.json"
     small = ["--layers=1", "--d-model=16", "--tokens=4", "--rounds=1"]
     assert bench("collectives", *small, "--json", f"--save={saved}") == 0
@@ -138,6 +150,10 @@ def test_collectives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert found["apart"]["collectives_count"] > found["fused"]["collectives_count"]
     listed = {one.label: one.median for one in load_document(saved).measurements}
     assert listed["messages a step (messages=apart)"] == found["apart"]["collectives_count"]
+    other = {**found, "same_bits": False}
+    monkeypatch.setattr("tierstore.bench.collectives.run", lambda plan: other)
+    assert bench("collectives", *small) == 1
+    monkeypatch.undo()
     assert bench("collectives", "--ranks=1") == 2
     assert "ranks: expected at least 2" in capsys.readouterr().err
 

@@ -52,7 +52,11 @@ def test_a_run_is_compared_and_reported(
     assert commit(tmp_path, f"--compare={saved}", f"--html={page}", "--json") == 0
     out, err = capsys.readouterr()
     assert len(out.splitlines()) == 1
-    assert json.loads(out)["dirty_bytes"] == 2 * 48 * 1024
+    found = json.loads(out)
+    assert found["dirty_bytes"] == 2 * 48 * 1024
+    rows = {row["measurement"]: row["verdict"] for row in found["compared"]["measurements"]}
+    assert rows["dirty"] == "same"
+    assert any(warning.startswith("other options: store") for warning in found["compared"]["warnings"])
     assert "new / old" in err
     assert "other options: store" in err
     assert "against an earlier run" in page.read_text()

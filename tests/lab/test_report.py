@@ -81,7 +81,7 @@ def test_what_it_says(text):
         "3.5",
         "100 ns",
         "read bandwidth",
-        "+0.0250 (95% interval +0.0100 to +0.0400",
+        "+0.0250 of the requests, 95% interval +0.0100 to +0.0400 (block bootstrap",
         "2.27% above the best of the finalists in hindsight",
         'policy = "lfu-decay"',
         "Made by tierstore 9.9",
@@ -89,6 +89,28 @@ def test_what_it_says(text):
         assert said in words, said
     for mark in ("measured", "simulated", "estimated"):
         assert f'<span class="mark {mark}">{mark}</span>' in text
+
+
+@pytest.mark.parametrize(
+    ("objective", "said", "mark"),
+    [("bytes", "+1 MiB a step", "simulated"), ("stall", "+17476 min 16 s a step", "estimated")],
+)
+def test_a_gain_says_its_unit_and_what_it_is(objective, said, mark):
+    """In bytes it is counted, in seconds of stall it comes from a model; with few steps nothing is known."""
+    whole = small_study()
+    none = {"gain_low": float("-inf"), "gain_high": float("inf")}
+    tuned = replace(whole.regimes[0].tuned, objective=objective, gain=2.0**20, **none)
+    text = render_report(replace(whole, regimes=(replace(whole.regimes[0], tuned=tuned),)))
+    (paragraph,) = re.findall(r"<p>Against the baseline:.*?;", text, re.DOTALL)
+    assert f"{said}, no interval: too few steps" in paragraph
+    assert f'<span class="mark {mark}">' in paragraph
+    assert "inf" not in paragraph
+    head = re.search(r"tuned, against the default<br>.*?</th>", text).group()
+    assert f'<span class="mark {mark}">' in head
+
+
+def test_advice_is_marked(text):
+    assert re.search(r'Tuning may be worth it\. <span class="mark simulated">', text)
 
 
 def test_every_column_of_numbers_is_marked(text):

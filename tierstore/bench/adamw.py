@@ -108,7 +108,7 @@ def _record(directory: Path, repeats: int) -> dict[str, Any]:
             start = time.perf_counter()
             engine.wait(engine.adamw(parts[:1], parts[1], parts[2], None, _steps(REPLAYED)))
             replays.append(time.perf_counter() - start)
-            reads.append(nbytes / probe.bytes_per_s(Bytes(_READ_BYTES, 0)))
+            reads.append(nbytes / probe.disk_bytes_per_s(Bytes(_READ_BYTES, 0)))
     return {
         "record_parameters": RECORD_PARAMETERS,
         "record_bytes": nbytes,

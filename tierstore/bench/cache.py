@@ -25,6 +25,7 @@ from tierstore.machine import cores
 __all__ = ["key_requests", "measurements", "pass_requests", "run"]
 
 _LAYERS, _EXPERTS, _ACTIVE = 26, 64, 20
+_PASSES_AT_ONCE = 1 << 14
 _CAPACITY = 0.2  # of the footprint
 
 
@@ -41,12 +42,15 @@ def pass_requests(count: int, *, seed: int = 0) -> Requests:
     """About ``count`` requests of passes through 26 layers, each for 20 of 64 experts."""
     rng = np.random.default_rng(seed)
     events = max(count // _ACTIVE, 1)
-    weights = rng.random((events, _EXPERTS)) * np.arange(1, _EXPERTS + 1)
-    chosen = np.sort(np.argpartition(weights, -_ACTIVE, axis=1)[:, -_ACTIVE:], axis=1)
-    layers = np.arange(events) % _LAYERS
+    chosen = np.empty((events, _ACTIVE), np.uint32)
+    for begin in range(0, events, _PASSES_AT_ONCE):  # weights of all would be most of the memory
+        part = chosen[begin : begin + _PASSES_AT_ONCE]
+        weights = rng.random((len(part), _EXPERTS)) * np.arange(1, _EXPERTS + 1)
+        part[:] = np.sort(np.argpartition(weights, -_ACTIVE, axis=1)[:, -_ACTIVE:], axis=1)
+    layers = np.arange(events, dtype=np.uint32) % np.uint32(_LAYERS)
     return Requests.of_columns(
         np.arange(events + 1) * _ACTIVE,
-        (chosen + layers[:, None] * _EXPERTS).reshape(-1),
+        (chosen + layers[:, None] * np.uint32(_EXPERTS)).reshape(-1),
         layers=layers,
         steps=np.arange(events) // _LAYERS,
         name="passes",

@@ -19,6 +19,7 @@ import numpy as np
 
 from tierstore import _native
 from tierstore.bench.bound import Bytes
+from tierstore.bench.io_load import drop_pages
 from tierstore.store.config import IoConfig
 from tierstore.store.tuning import tune
 
@@ -46,6 +47,7 @@ class DiskProbe:
         self._slot_bytes = max(self._sizes)
         self._slots = max(nbytes // self._slot_bytes, 2)
         self._random = random.Random(0)
+        self._places = itertools.cycle(self._random.sample(range(self._slots), self._slots))
         self._path = directory / "bench-disk.tmp"
         buffers = max(_IN_FLIGHT_BYTES // self._slot_bytes, 2)
         arena = _native.Arena(buffers * self._slot_bytes, _native.HugePages.AUTO)
@@ -81,6 +83,15 @@ class DiskProbe:
             self.close()
             raise
 
+    def disk_bytes_per_s(self, mix: Bytes) -> float:
+        """``bytes_per_s`` of the disk itself: without O_DIRECT the file's pages are dropped before, and what is written
+        is synced within the time, or it would be memory's. At most the file's bytes are read once each.
+        """
+        if self._file.direct:
+            return self.bytes_per_s(mix)
+        drop_pages(self._path)
+        return self.bytes_per_s(mix, durable=Durable.YES)
+
     def bytes_per_s(self, mix: Bytes, *, durable: Durable = Durable.NO) -> float:
         """Bytes per second over ``mix``, its reads and writes interleaved in proportion, at random places."""
         moved = Bytes(0, 0)
@@ -90,13 +101,13 @@ class DiskProbe:
             size = next(sizes)
             # Whichever is further behind goes next.
             if moved.written * mix.read >= moved.read * mix.written and moved.read < mix.read:
-                self._submit("read", self._random.randrange(self._slots), size)
+                self._submit("read", next(self._places), size)
                 moved = Bytes(moved.read + size, moved.written)
             elif moved.written < mix.written:
-                self._submit("write", self._random.randrange(self._slots), size)
+                self._submit("write", next(self._places), size)
                 moved = Bytes(moved.read, moved.written + size)
             else:
-                self._submit("read", self._random.randrange(self._slots), size)
+                self._submit("read", next(self._places), size)
                 moved = Bytes(moved.read + size, moved.written)
         self._drain(durable)
         return moved.total / (time.perf_counter() - begun)

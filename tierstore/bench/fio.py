@@ -41,9 +41,9 @@ class Fio:
     version: str
 
     def can_run(self, job: Job) -> bool:
-        """Whether fio has a job like it: mapped files are none of its, nor threads that share one sequence."""
+        """Whether fio has a job like it: mapped files are none of its, nor threads that share one sequence, or one pass."""
         if job.backend is IoBackendName.THREADS:
-            return job.pattern is Pattern.RANDOM
+            return job.pattern is Pattern.RANDOM and job.direct is Capability.ON
         return job.backend in _ENGINES
 
     def arguments(self, job: Job, paths: Sequence[Path], nbytes: int, seconds: float) -> list[str]:
@@ -64,9 +64,8 @@ class Fio:
             f"--numjobs={min(job.depth, _MOST_JOBS) if threads else 1}",
             "--group_reporting",
             f"--runtime={max(round(seconds * 1e3), 1)}ms",
-            # Through the page cache a second pass would read memory.
-            *(["--time_based"] if job.direct is Capability.ON else []),
-            "--norandommap",
+            # Through the page cache a second pass would read memory, and writes without a sync would fill it.
+            *(["--time_based", "--norandommap"] if job.direct is Capability.ON else ["--end_fsync=1"]),
             "--randrepeat=0",
             "--scramble_buffers=0",  # the engine writes the same bytes again, too
             "--allow_file_create=0",

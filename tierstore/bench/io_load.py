@@ -274,19 +274,23 @@ class Load:
             self.close()
             raise
         random = np.random.default_rng(1)
-        self._places = random.integers(0, self._slots, _PLACES).tolist()
+        if job.past_cache:
+            self._places = random.integers(0, self._slots, _PLACES).tolist()
+        else:  # each place once a pass: what comes twice would come from memory
+            self._places = random.permutation(self._slots).tolist()
         self._coins = random.integers(0, 2, _PLACES).tolist()
         self._submitted = 0
 
     def run(self, seconds: float) -> Sample:
         """Transfers for ``seconds``, and the end of what is in flight then.
 
-        Through the page cache no more than one pass over the files, whose pages are dropped before.
+        Through the page cache no more than one pass over the files, whose pages are dropped before; what was written is
+        synced within the time, or it would be memory's speed.
         """
         batch, most = self._batch, 2**62
         if not self._job.past_cache:
             self._set.forget()
-            most = max(self._set.total_bytes // self._block, 1)
+            most = self._slots * len(self._files)
         self._engine.record_spans(_SPANS)
         first, cpu = self._submitted, _cpu_s()
         begun = time.perf_counter()
@@ -297,6 +301,8 @@ class Load:
             self._engine.wait_all(tickets[: batch - 1])
             tickets = tickets[batch:] + [self._submit() for _ in range(batch)]
         self._engine.wait_all(tickets)
+        if not self._job.past_cache and self._job.kind is not Kind.READ:
+            self._engine.wait_all([self._engine.sync(file) for file in self._files])
         elapsed = time.perf_counter() - begun
         cpu = _cpu_s() - cpu
         count = self._submitted - first
@@ -320,10 +326,11 @@ class Load:
         self._submitted += 1
         which = number % len(self._files)
         kind = self._job.kind
+        turn = number // len(self._files)
         slot = (
-            (number // len(self._files)) % self._slots
+            turn % self._slots
             if self._job.pattern is Pattern.SEQUENTIAL
-            else self._places[number % _PLACES]
+            else self._places[turn % len(self._places)]
         )
         reads = kind is Kind.READ or (kind is Kind.MIXED and self._coins[number % _PLACES])
         call = self._engine.read if reads else self._engine.write

@@ -111,7 +111,7 @@ def _disk(bench: MachineBench) -> dict[str, _Points]:
         with DiskProbe(bench.directory, bench.disk_bytes, (size,), IoConfig()) as probe:
             for _ in range(bench.repeats):
                 for found, mix in zip(points.values(), mixes, strict=True):
-                    found.append((size, size / probe.bytes_per_s(mix)))
+                    found.append((size, size / probe.disk_bytes_per_s(mix)))
     return points
 
 

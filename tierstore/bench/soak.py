@@ -49,11 +49,13 @@ Announce = Callable[[float, dict[str, object]], None]
 class SoakBench:
     """How long (seconds), what store, how often it is killed (seconds between kills, the mean; 0: never).
 
+    The store is spread over ``place`` and the directories ``further``, all of them to be made and removed.
     ``between_lives``, if any, is called with the number of each life that was killed, while nobody has the store open.
     """
 
     place: Path
     seconds: float
+    further: tuple[Path, ...] = ()
     shape: SoakShape = field(default_factory=SoakShape)
     kill_every_s: float = 10.0
     between_lives: Callable[[int], None] | None = None
@@ -63,8 +65,9 @@ class SoakBench:
             raise ConfigError(f"minutes: expected more than 0, got {self.seconds / 60:g}")
         if self.kill_every_s < 0:
             raise ConfigError(f"kill_every: expected at least 0 seconds, got {self.kill_every_s:g}")
-        if self.place.exists():
-            raise ConfigError(f"store: {self.place} exists; the benchmark wants a directory of its own")
+        for place in (self.place, *self.further):
+            if place.exists():
+                raise ConfigError(f"store: {place} exists; the benchmark wants a directory of its own")
 
 
 def stored_bytes(shape: SoakShape) -> int:
@@ -181,6 +184,7 @@ class _Soak:
         hypotheses = [self._acknowledged] + ([self._begun] if self._begun else [])
         return {
             "directory": str(self._bench.place),
+            "further": [str(path) for path in self._bench.further],
             "shape": self._bench.shape.as_dict(),
             "life": life,
             "hypotheses": [{"position": p, "model": m.as_dict()} for p, m in hypotheses],
@@ -292,6 +296,7 @@ class _Soak:
             "host_budget_bytes": shape.budget,
             "retained_snapshots_count": shape.retain,
             "stored_bytes": stored_bytes(shape),
+            "directories": [str(path) for path in (self._bench.place, *self._bench.further)],
             "records": shape.records,
             "operations": {f"{name}_count": self._counts[name] for name in operations},
             **{f"{name}_bytes": self._counts[f"{name}_bytes"] for name in ("read", "written", "verified")},
@@ -334,8 +339,12 @@ def measurements(result: dict[str, Any]) -> list[Measurement]:
     """What ``run`` found, for a document."""
     found = [
         counted("wrong bytes", result["wrong_bytes"], "bytes", Better.LOWER),
-        counted("kills", result["kills_count"], "kills"),
-        *(counted(name, result[f"{name}_bytes"], "bytes") for name in ("read", "written", "verified")),
+        # What was done in the time is not the same each time.
+        measured("kills", [result["kills_count"]], "kills", Better.NEITHER),
+        *(
+            measured(name, [result[f"{name}_bytes"]], "bytes", Better.NEITHER)
+            for name in ("read", "written", "verified")
+        ),
     ]
     for name in ("reopen", "commit"):
         if result[name]["times_count"]:
@@ -363,5 +372,6 @@ def run(bench: SoakBench, announce: Announce) -> dict[str, Any]:
         raise ConfigError(f"store: the soak takes {needed} bytes of {parent}, which has {free} free")
     result = _Soak(bench, announce).run()
     if not result["failures"]:
-        shutil.rmtree(bench.place, ignore_errors=True)
+        for place in (bench.place, *bench.further):
+            shutil.rmtree(place, ignore_errors=True)
     return result

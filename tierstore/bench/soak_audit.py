@@ -7,7 +7,7 @@ store's own reading is used: no cache, no engine, no checksum.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,8 +43,12 @@ def committed_generation(directory: Path) -> int:
         return index.read_commit().generation
 
 
-def audit(directory: Path, shape: SoakShape, model: StoreModel) -> Audit:
-    """Compares the last commit with ``model.committed`` and the snapshots with its own. Nobody may have it open."""
+def audit(directory: Path, shape: SoakShape, model: StoreModel, *, further: Sequence[Path] = ()) -> Audit:
+    """Compares the last commit with ``model.committed`` and the snapshots with its own. Nobody may have it open.
+
+    ``further`` are its other directories, in their order.
+    """
+    roots = (directory, *further)
     result = Audit()
     with Lease(directory), closing(Index(directory / "index")) as index:
         names = list(index.snapshots())
@@ -59,12 +63,12 @@ def audit(directory: Path, shape: SoakShape, model: StoreModel) -> Audit:
                 result.complain(f"{where}: it has other records than were registered", 0)
                 continue
             for record, version in enumerate(versions):
-                _check(directory, shape, model.seed, result, (where, record, version), commit, seen)
+                _check(roots, shape, model.seed, result, (where, record, version), commit, seen)
     return result
 
 
 def _check(
-    directory: Path,
+    roots: Sequence[Path],
     shape: SoakShape,
     seed: int,
     result: Audit,
@@ -76,13 +80,13 @@ def _check(
     where, record, version = what
     entry = commit.records[key_of(record)]
     slots = {
-        (record, group, entry.groups[number].slot, version) for number, group in enumerate(COMMITTED_GROUPS)
+        (record, group, entry.groups[number].place, version) for number, group in enumerate(COMMITTED_GROUPS)
     }
     if slots <= seen:
         return
     seen |= slots
     expected = content(seed, record, version, shape.schema(record))
-    for name, path, found in _sections(directory, shape, record, entry):
+    for name, path, found in _sections(roots, shape, record, entry):
         result.verified_bytes += found.nbytes
         wrong = wrong_bytes(found, expected[name])
         if wrong:
@@ -90,12 +94,12 @@ def _check(
 
 
 def _sections(
-    directory: Path, shape: SoakShape, record: int, entry: RecordEntry
+    roots: Sequence[Path], shape: SoakShape, record: int, entry: RecordEntry
 ) -> Iterator[tuple[str, Path, np.ndarray[tuple[int], np.dtype[np.uint8]]]]:
     schema = shape.schema(record)
     for group, location in zip(COMMITTED_GROUPS, entry.groups, strict=True):
         layout = schema.layout(group)
-        path = directory / "extents" / f"{schema.name}.{group.label}"
+        path = roots[location.directory] / "extents" / f"{schema.name}.{group.label}"
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             data = os.pread(descriptor, layout.slot_bytes, location.slot * layout.slot_bytes)

@@ -45,6 +45,7 @@ from tierstore.store import (
     NewRecord,
     ParameterStore,
     StoreConfig,
+    StripeConfig,
 )
 from tierstore.store.opening import IDENTITY
 
@@ -78,6 +79,7 @@ class SoakWorker:
 
     def __init__(self, request: Mapping[str, Any], *, commands: int, out: int) -> None:
         self._directory = Path(request["directory"])
+        self._further = [Path(path) for path in request["further"]]
         self._shape = SoakShape.from_dict(request["shape"])
         self._plan = SoakPlan(self._shape)
         self._hypotheses = [(int(h["position"]), h["model"]) for h in request["hypotheses"]]
@@ -136,7 +138,7 @@ class SoakWorker:
         self._position, raw = found[0]
         model = StoreModel.from_dict(raw)
         if generation:
-            result = audit(self._directory, self._shape, model)
+            result = audit(self._directory, self._shape, model, further=self._further)
             self._counts["audited_bytes"] += result.verified_bytes
             self._counts["verified_bytes"] += result.verified_bytes
             if result.wrong:
@@ -150,6 +152,7 @@ class SoakWorker:
             retain=self._shape.retain,
             cache=CacheConfig(policy=_POLICIES[self._life % len(_POLICIES)]),
             io=IoConfig(backend=_BACKENDS[self._life % len(_BACKENDS)]),
+            stripe=StripeConfig(directories=tuple(self._further)),
         )
 
     def _open_store(self, *, create: bool) -> None:
@@ -202,7 +205,7 @@ class SoakWorker:
             await self._step()
             if time.monotonic() >= self._next_sample_s:
                 self._next_sample_s = time.monotonic() + _SAMPLE_S
-                self._report(**asdict(usage(self._directory)))
+                self._report(**asdict(usage(self._directory, *self._further)))
 
     async def _step(self) -> None:
         """The operation at the position; a commit together with the fetches that follow it, fetches together."""

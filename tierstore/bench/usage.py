@@ -30,8 +30,8 @@ class Usage:
     disk_bytes: int
 
 
-def usage(directory: Path) -> Usage:
-    """The Usage of this process, whose store is in ``directory``; blocks of files it has that lost their name count."""
+def usage(*directories: Path) -> Usage:
+    """The Usage of this process, whose store is in ``directories``; blocks of files it has that lost their name count."""
     nameless = 0
     descriptors = os.listdir("/proc/self/fd")
     for descriptor in descriptors:
@@ -42,7 +42,7 @@ def usage(directory: Path) -> Usage:
     return Usage(
         resident_bytes=int(psutil.Process().memory_info().rss),
         descriptors=len(descriptors) - 1,
-        disk_bytes=disk_bytes(directory) + nameless,
+        disk_bytes=sum(map(disk_bytes, directories)) + nameless,
     )
 
 

@@ -11,7 +11,14 @@ from tierstore.cli.bench_io import io
 from tierstore.cli.bench_machine import machine
 from tierstore.cli.bench_overlap import overlap, prediction
 from tierstore.cli.bench_report import compare, report
-from tierstore.cli.bench_results import PLACE, Reporting, namespace_option, place_option, results_options
+from tierstore.cli.bench_results import (
+    NOT_SO,
+    PLACE,
+    Reporting,
+    namespace_option,
+    place_option,
+    results_options,
+)
 from tierstore.cli.bench_tiers import tiers
 from tierstore.cli.bench_train import train
 from tierstore.cli.options import SIZE
@@ -98,8 +105,11 @@ def collectives(
     rounds: int,
     namespace_bandwidth: int,
     reporting: Reporting,
-) -> None:
-    """Fused gathers and gradient buckets against a message a parameter, over ranks on Gloo."""
+) -> int:
+    """Fused gathers and gradient buckets against a message a parameter, over ranks on Gloo.
+
+    Exit status 1: they differ in a bit.
+    """
     from tierstore.bench.collectives import CollectivesBench, measurements, render, run
 
     session = reporting.begin()
@@ -114,6 +124,7 @@ def collectives(
     result = run(bench)
     render(result, session.output)
     session.end(result, measurements(result))
+    return 0 if result["same_bits"] else NOT_SO
 
 
 @bench.command()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from tierstore.cli.bench_results import show_comparison
+from tierstore.cli.bench_results import comparison_json, show_comparison
 from tierstore.cli.options import json_option
 from tierstore.cli.output import Output
 
@@ -43,22 +43,4 @@ def compare(old: Path, new: Path, as_json: bool) -> None:
     output = Output.for_option(as_json)
     found = compared(load_document(old), load_document(new))
     show_comparison(found, output)
-    output.emit(
-        {
-            "bench": found.bench,
-            "warnings": found.warnings,
-            "measurements": [
-                {
-                    "measurement": row.new.label,
-                    "unit": row.new.unit,
-                    "new_to_old_ratio": row.ratio,
-                    "low_ratio": row.low,
-                    "high_ratio": row.high,
-                    "verdict": row.word,
-                }
-                for row in found.rows
-            ],
-            "only_old": found.only_old,
-            "only_new": found.only_new,
-        }
-    )
+    output.emit(comparison_json(found))

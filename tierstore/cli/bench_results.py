@@ -30,15 +30,19 @@ if TYPE_CHECKING:
     from tierstore.bench.results import Document, Measurement
 
 __all__ = [
+    "NOT_SO",
     "PLACE",
     "Reporting",
     "Session",
+    "comparison_json",
     "namespace_option",
     "place_option",
     "results_options",
     "show_comparison",
 ]
 
+#: Exit status where what a benchmark checked is not so.
+NOT_SO = 1
 #: Where benchmarks that make stores do so if nobody says.
 PLACE = Path("tierstore-bench")
 
@@ -183,11 +187,21 @@ class Session:
     output: Output
 
     def end(self, result: Mapping[str, object], measurements: Sequence[Measurement]) -> None:
-        """After the work and its table: saves, compares, reports, and prints the object of ``--json``."""
+        """After the work and its table: saves, compares, reports, and prints the object of ``--json``, in which the
+        comparison is ``compared``. Raises DataError where there is nothing to compare; the object is printed first.
+        """
+        compared: dict[str, object] = {}
+        try:
+            self._report(result, measurements, compared)
+        finally:
+            self.output.emit({**result, **compared})
+
+    def _report(
+        self, result: Mapping[str, object], measurements: Sequence[Measurement], compared: dict[str, object]
+    ) -> None:
         from tierstore.bench.report import write_report
         from tierstore.bench.results import Document, machine_facts, now, save_document
 
-        self.output.emit(result)
         if self.asked.save or self.asked.html or self.against:
             figures = finite(result)
             assert isinstance(figures, Mapping)
@@ -205,6 +219,7 @@ class Session:
             comparisons = [] if self.against is None else [self._compare(self.against, document)]
             for comparison in comparisons:
                 show_comparison(comparison, self.output)
+                compared["compared"] = comparison_json(comparison)
             if self.asked.html is not None:
                 write_report([document], self.asked.html, comparisons=comparisons)
 
@@ -215,6 +230,27 @@ class Session:
             return compare(old, new)
         except DataError as error:
             raise DataError(f"{self.asked.against}: {error}") from error
+
+
+def comparison_json(comparison: Comparison) -> dict[str, object]:
+    """The comparison for programs."""
+    return {
+        "bench": comparison.bench,
+        "warnings": list(comparison.warnings),
+        "measurements": [
+            {
+                "measurement": row.new.label,
+                "unit": row.new.unit,
+                "new_to_old_ratio": row.ratio,
+                "low_ratio": row.low,
+                "high_ratio": row.high,
+                "verdict": row.word,
+            }
+            for row in comparison.rows
+        ],
+        "only_old": list(comparison.only_old),
+        "only_new": list(comparison.only_new),
+    }
 
 
 def show_comparison(comparison: Comparison, output: Output) -> None:

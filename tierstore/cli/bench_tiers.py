@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tierstore.cli.bench_results import PLACE, Reporting, Session, place_option, results_options
+from tierstore.cli.bench_results import NOT_SO, PLACE, Reporting, Session, place_option, results_options
 from tierstore.cli.options import SIZE
 from tierstore.cli.output import Output
 from tierstore.endurance import DAY_S
@@ -23,7 +23,6 @@ __all__ = ["tiers"]
 
 _FULL_RECORD_BYTES = tuple(size << 10 for size in (1024, 64, 256, 4096, 16384, 65536, 262144))
 _FULL_SECONDS = 10.0
-_NOT_SO = 1
 
 
 @click.command()
@@ -58,6 +57,13 @@ _NOT_SO = 1
 @click.option(
     "--kill-every", type=float, default=10.0, show_default=True, help="Soak: seconds between kills, the mean."
 )
+@click.option(
+    "--drive",
+    "drives",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    help="Soak: a directory to make and remove on another drive, which the store is spread over, too.",
+)
 @click.option("--retain", type=int, help="Snapshots that are kept.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @results_options()
@@ -73,6 +79,7 @@ def tiers(
     full: bool,
     minutes: float | None,
     kill_every: float,
+    drives: tuple[Path, ...],
     retain: int | None,
     seed: int,
     reporting: Reporting,
@@ -93,7 +100,9 @@ def tiers(
             "retain": retain,
             "budget": _only("--budget", budget),
         }
-        return _soak(session, place, minutes, kill_every, seed, given)
+        return _soak(session, (place, *drives), minutes, kill_every, seed, given)
+    if drives:
+        raise click.UsageError("--drive: expected --minutes with it")
     return _sweep(
         session,
         place,
@@ -183,7 +192,12 @@ def _ratio(value: float | None) -> str:
 
 
 def _soak(
-    session: Session, place: Path, minutes: float, kill_every: float, seed: int, given: dict[str, Any]
+    session: Session,
+    places: tuple[Path, ...],
+    minutes: float,
+    kill_every: float,
+    seed: int,
+    given: dict[str, Any],
 ) -> int:
     from tierstore.bench.soak import SoakBench, measurements, run
     from tierstore.bench.soak_plan import SoakShape
@@ -192,7 +206,9 @@ def _soak(
     shape = SoakShape(seed=seed, **{name: value for name, value in given.items() if value is not None})
     if ratio is not None:
         shape = SoakShape(**shape.as_dict() | {"host_budget_bytes": int(shape.store_bytes * ratio)})
-    bench = SoakBench(place=place, seconds=minutes * 60, shape=shape, kill_every_s=kill_every)
+    bench = SoakBench(
+        place=places[0], further=places[1:], seconds=minutes * 60, shape=shape, kill_every_s=kill_every
+    )
     total = max(round(bench.seconds), 1)
     with _terminated_as_interrupted(), session.output.progress(total, label="soak") as progress:
 
@@ -253,7 +269,7 @@ def _end(session: Session, result: dict[str, Any], measurements: Sequence[Measur
     for failure in result["failures"]:
         session.output.line(f"FAILED: {failure}")
     session.end(result, measurements)
-    return _NOT_SO if result["failures"] else 0
+    return NOT_SO if result["failures"] else 0
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from tierstore.cli.bench_results import PLACE, Reporting, place_option, results_options
+from tierstore.cli.bench_results import NOT_SO, PLACE, Reporting, place_option, results_options
 from tierstore.cli.options import SIZE, config_overrides, help_config_option, set_option, train_config
 from tierstore.cli.output import Output
 from tierstore.config import load
@@ -45,11 +45,11 @@ def train(
     cgroup_limit: int,
     settings: tuple[str, ...],
     reporting: Reporting,
-) -> None:
+) -> int:
     """The same steps with everything in RAM and with experts on disk, in turns.
 
     The bound of a step is max(the same step in RAM, compulsory bytes / bandwidth), the bandwidth that of the
-    same mix of reads and writes.
+    same mix of reads and writes. Exit status 1: the two runs computed different losses.
     """
     from tierstore.bench.training import Baseline, TrainBench, measurements, run
     from tierstore.train.config import TrainConfig
@@ -64,6 +64,7 @@ def train(
     result = run(loaded, plan, session.output.line)
     _show(result, session.output)
     session.end(result, measurements(result))
+    return NOT_SO if result["same_losses"] is False else 0
 
 
 def _show(result: dict[str, Any], output: Output) -> None:

@@ -268,19 +268,14 @@ def show_tuning(tuning: Tuning, frame_bytes: int, output: Output) -> None:
     )
     output.table(title, ("policy", "scope", *_COSTS, ""), rows)
     _show_starved([outcome for _, outcome in tuning.ranked], output)
-    what = {"misses": "of the requests", "bytes": "bytes a step", "stall": "s a step"}[result.objective]
     said = {
         "better": "better than the baseline",
         "tie": "a tie with the baseline",
         "worse": "worse than the baseline, which stays",
     }[result.verdict.value]
-    interval = f"{result.confidence:.0%} interval {result.gain_low:.4g} to {result.gain_high:.4g}"
-    if math.isinf(result.gain_high):
-        interval = "no interval: too few steps that are unlike their neighbours"
     output.line(
         f"chosen on the first {result.tuned_steps} steps: {_label(result.chosen)}, {result.chosen.scope} scope; "
-        f"{said} ({_label(result.baseline)}, {result.baseline.scope}): gain {result.gain:.4g} {what}, "
-        f"{interval}; "
+        f"{said} ({_label(result.baseline)}, {result.baseline.scope}): gain {result.gain_text}; "
         f"{result.regret:.2%} behind {result.best_of}"
     )
     output.line("paste into the configuration of tierstore train:")

@@ -57,6 +57,7 @@ class _Regime:
     layers: Table | None
     tunings: Sequence[tuple[str, TuneResult, Table]]
     evidence: Evidence
+    tuned_evidence: Evidence
 
 
 def _regime(regime: RegimeStudy, numbers: count[int]) -> _Regime:
@@ -74,6 +75,7 @@ def _regime(regime: RegimeStudy, numbers: count[int]) -> _Regime:
         layers=_layer_table(outcomes),
         tunings=[(title, tuned, _tuned_table(tuned)) for title, tuned in _tunings(regime)],
         evidence=first.evidence,
+        tuned_evidence=first.evidence if regime.tuned is None else regime.tuned.gain_evidence,
     )
 
 
@@ -145,7 +147,7 @@ def _outcome_table(outcomes: Sequence[Outcome]) -> Table:
                 Cell(format_bytes(one.read_bytes / steps)),
                 Cell(f"{one.write_backs:,}"),
                 Cell(format_bytes(one.written_bytes / steps)),
-                Cell("-" if one.stall_s_per_step is None else format_seconds(one.stall_s_per_step)),
+                _stall(one),
                 Cell(_optional(one.drive_writes_per_day, "{:.3g}")),
                 Cell(_years(one.drive_life_years)),
                 Cell("-" if one.policy_s is None else f"{one.policy_s / max(one.requests, 1) * 1e9:.0f} ns"),
@@ -192,7 +194,9 @@ def _tuned_table(tuned: TuneResult) -> Table:
             Cell(name),
             Cell(f"{one.label}, {one.scope}", "text"),
             Cell(_ratio(one.miss_ratio)),
+            Cell(format_bytes(one.read_bytes / max(one.steps, 1))),
             Cell(format_bytes(one.written_bytes / max(one.steps, 1))),
+            _stall(one),
         ]
         for name, one in (
             ("chosen on the first part", tuned.chosen),
@@ -204,9 +208,15 @@ def _tuned_table(tuned: TuneResult) -> Table:
         Column("held-out rest"),
         Column("policy, scope", style="text"),
         Column("miss ratio", counted),
+        Column("read a step", counted),
         Column("written a step", counted),
+        Column("stall a step", Evidence.ESTIMATED),
     ]
-    return Table(columns, rows)
+    return _without_empty(Table(columns, rows))
+
+
+def _stall(one: Outcome) -> Cell:
+    return Cell("-" if one.stall_s_per_step is None else format_seconds(one.stall_s_per_step))
 
 
 def _ratio(value: float) -> str:

@@ -17,8 +17,11 @@ always measured; stalls, drive writes and drive life always come from a model an
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from tierstore.units import format_bytes, format_seconds
 
 __all__ = [
     "Curve",
@@ -194,6 +197,28 @@ class TuneResult:
     def best_of(self) -> str:
         """What ``best`` is, in words."""
         return f"the best {'tried' if self.hindsight == 'all' else 'of the finalists'} in hindsight"
+
+    @property
+    def gain_text(self) -> str:
+        """The gain and its interval, with their unit."""
+        if math.isinf(self.gain_low) or math.isinf(self.gain_high):
+            interval = "no interval: too few steps that are unlike their neighbours"
+        else:
+            ends = f"{self._gained(self.gain_low)} to {self._gained(self.gain_high)}"
+            interval = f"{self.confidence:.0%} interval {ends}"
+        of = "of the requests" if self.objective == "misses" else "a step"
+        return f"{self._gained(self.gain)} {of}, {interval}"
+
+    def _gained(self, value: float) -> str:
+        sign, size = "-" if value < 0 else "+", abs(value)
+        if self.objective == "bytes":
+            return sign + format_bytes(size)
+        return sign + (format_seconds(size) if self.objective == "stall" else f"{size:.4f}")
+
+    @property
+    def gain_evidence(self) -> Evidence:
+        """What the gain, the verdict and the regret are."""
+        return Evidence.ESTIMATED if self.objective == "stall" else self.chosen.evidence
 
     @property
     def regret(self) -> float:

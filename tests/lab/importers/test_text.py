@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from tierstore.errors import DataError
 from tierstore.lab.importers.keys import stepped
+from tierstore.lab.importers.source import line_blocks
 from tierstore.lab.importing import SourceKind
 from tierstore.trace.format import TraceKind
 
@@ -56,11 +58,23 @@ def test_steps_do_not_depend_on_blocks(cuts, per_step):
     assert int((~asked).sum()) == len(records) // per_step
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=30).map(lambda data: data.translate(b"ab\r\n" * 64)), st.integers(1, 5))
+def test_lines_do_not_depend_on_blocks(data, block_bytes):
+    """Ended by \\n or \\r\\n, wherever a block ends; the last need not be ended."""
+    found = [line for block in line_blocks(io.BytesIO(data), block_bytes=block_bytes) for line in block.lines]
+    lines = data.split(b"\n")
+    wanted = [line.removesuffix(b"\r") for line in lines]
+    assert found == (wanted if wanted[-1] else wanted[:-1])
+
+
 def test_malformed_lines_are_named(imported):
     for data, message in (
         (b"1\n\n2\n", "line 2: expected one key, found an empty line"),
         (b"1\n2\n3 4\n", "line 3: expected one key, found '3 4'"),
         (b" \na b\n", "line 1: expected one key"),
+        (b"12\n1\r2\n", r"line 2: expected one key, found '1\\r2'"),  # which is not 12
+        (b"1\r2\r3\r", "line 1: expected one key"),  # nor is this one key, 123
         (b"1\n\x00\n", "line 2: expected one key"),
         (gzip.compress(b"1\n" * 1000)[:-9], "damaged gzip"),
         (b"\x28\xb5\x2f\xfd123", "zstd"),

@@ -67,10 +67,11 @@ def line_blocks(file: BinaryIO, *, block_bytes: int = _BLOCK_BYTES) -> Iterator[
     first, rest = 1, b""
     while True:
         block = file.read(block_bytes)
-        if block and b"\r" in block:
-            block = block.replace(b"\r", b"")
-        lines = (rest + block).split(b"\n") if block else [rest]
+        whole = rest + block
+        lines = whole.split(b"\n")
         rest = lines.pop() if block else b""
+        if b"\r" in whole:
+            lines = [line.removesuffix(b"\r") for line in lines]
         if not block and lines == [b""]:
             return
         if lines:

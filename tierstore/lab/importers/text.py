@@ -13,7 +13,7 @@ from tierstore.trace.records import RecordTable
 
 __all__ = ["TextImporter", "TextOptions"]
 
-_ODD = (b" ", b"\t", b"\v", b"\f", b"\0")
+_ODD = (b" ", b"\t", b"\r", b"\v", b"\f", b"\0")
 
 
 @dataclass(frozen=True, kw_only=True)
