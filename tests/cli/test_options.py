@@ -45,7 +45,7 @@ class Config:
 @click.option("--share", type=FRACTION)
 @click.option("--steps", type=int)
 @help_config_option(lambda: Config)
-@set_option
+@set_option()
 @json_option
 def command(
     budget: int | None, share: str | None, steps: int | None, settings: tuple[str, ...], as_json: bool

@@ -14,6 +14,7 @@ from tierstore.cli.bench_report import compare, report
 from tierstore.cli.bench_results import PLACE, Reporting, namespace_option, place_option, results_options
 from tierstore.cli.bench_tiers import tiers
 from tierstore.cli.bench_train import train
+from tierstore.cli.groups import CommandGroup
 from tierstore.cli.options import SIZE
 from tierstore.cli.output import Output
 from tierstore.units import format_bytes, format_seconds
@@ -21,7 +22,7 @@ from tierstore.units import format_bytes, format_seconds
 __all__ = ["bench"]
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def bench() -> None:
     """Stress tests and benchmarks. Each prints a table; with --json the last line is one object.
 

@@ -53,7 +53,7 @@ _NOT_SO = 1
 @click.option(
     "--profile", type=click.Path(path_type=Path), help="Costs measured by `tierstore bench machine`."
 )
-@set_option
+@set_option()
 @json_option
 @help_config_option(train_config)
 @click.pass_context

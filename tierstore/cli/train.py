@@ -61,7 +61,7 @@ _INTERRUPTED = 130
 @click.option("--metrics", type=click.Path(path_type=Path), help="Append one JSON line a step to this file.")
 @click.option("--timeline", type=click.Path(path_type=Path), help="Write a Chrome trace for Perfetto.")
 @click.option("--record-trace", type=click.Path(path_type=Path), help="Record every cache decision's input.")
-@set_option
+@set_option()
 @json_option
 @help_config_option(train_config)
 @click.pass_context
