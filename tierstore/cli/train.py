@@ -261,7 +261,7 @@ def _announce(config: TrainConfig, output: Output, fixed: int, mesh: Mesh) -> No
     places = [_existing(rank_directory(name, mesh.world.rank, mesh.world.size)) for name in names]
     free = " and ".join(format_bytes(disk(place).free_bytes) for place in places)
     output.line(
-        f"disk: {format_bytes(kept * own)} reserved in {', '.join(map(str, names))} for {kept} copies; {free} free"
+        f"disk: {format_bytes(kept * own)} for {kept} copies in {', '.join(map(str, names))}; {free} free"
     )
 
 
