@@ -1,6 +1,6 @@
 """One event loop does it all: gradients arrive as files, and are applied while the next ones are read.
 
-Run it with a directory that does not exist yet:  python examples/async_updates.py /tmp/async
+Needs aiofiles. Run it with a directory that does not exist yet:  python examples/async_updates.py /tmp/async
 """
 
 import asyncio

@@ -126,6 +126,8 @@ def test_file_by_hand(write) -> None:
         ("name", "none", "none"),
         ("data", "a, b,c", ("a", "b", "c")),
         ("data", "", ()),
+        ("data", '["a, b", "c"]', ("a, b", "c")),
+        ("files", "[]", ()),
         ("data", "none", ("none",)),
         ("files", "none", None),
         ("files", "x,y", (Path("x"), Path("y"))),
@@ -210,6 +212,9 @@ def test_a_bad_file_is_one_line_that_names_it(write, text: str, said: str) -> No
         ("model.tied", "maybe", "model.tied: expected true or false, got 'maybe'"),
         ("cache.budget", "lots", "cache.budget: expected a size"),
         ("cache.policy", "LRU", "cache.policy: expected one of lfu-decay, lru, got 'LRU'"),
+        ("data", '["a", "b"', "data: expected a list, each text, separated by commas, got"),
+        ("data", "[a]", "data: expected a list, each text, separated by commas, got '[a]'"),
+        ("data", "[1]", "data: expected a list, each text, got [1]"),
     ],
 )
 def test_a_bad_override_is_one_line_that_names_the_key(key: str, value: object, said: str) -> None:
@@ -217,6 +222,16 @@ def test_a_bad_override_is_one_line_that_names_the_key(key: str, value: object, 
         load(Run, None, {key: value})
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_is_not_blamed_for_what_was_given_beside_it(write) -> None:
+    path = write("[model]\nd_model = 64")
+    with pytest.raises(ConfigError, match=r"^\[model\] d_model 64 is not a multiple of heads 3$"):
+        load(Run, path, {"model.heads": "3"})
+    path = write("[model]\nheads = 3")
+    with pytest.raises(ConfigError) as caught:
+        load(Run, path, {"model.dropout": "0.5"})
+    assert str(caught.value).startswith(f"{path}: [model] ")
 
 
 def test_a_file_that_is_not_text(tmp_path: Path) -> None:

@@ -90,6 +90,19 @@ def test_empty_and_replaced(tmp_path: Path) -> None:
         timeline.add(Track.COMPUTE, "late", 0, 1)
 
 
+@pytest.mark.parametrize("before", [None, "somebody's"])
+def test_what_is_refused_before_it_starts_changes_nothing(tmp_path: Path, before: str | None) -> None:
+    path = tmp_path / "trace.json"
+    if before is not None:
+        path.write_text(before)
+    with pytest.raises(KeyError), Timeline(path):
+        raise KeyError("refused")
+    assert (path.read_text() if path.exists() else None) == before
+    with pytest.raises(KeyError), Timeline(path) as timeline, timeline.span(Track.COMPUTE, "forward"):
+        raise KeyError("later")
+    assert len(events(path)) == 1
+
+
 def test_streamed_with_a_bounded_buffer(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with Timeline(path) as timeline:

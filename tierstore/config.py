@@ -18,6 +18,7 @@ expected. A declaration that this module cannot read is a TypeError: that is our
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -96,7 +97,8 @@ def load(cls: type[T], path: Path | None, overrides: Mapping[str, object] | None
     """A ``cls`` from the TOML file at ``path`` (None: its defaults), then ``overrides`` by dotted name.
 
     An override that is text is converted to its field's type (a tuple's elements are separated by
-    commas); any other value is taken as it is. An override of None means "not given" and is skipped.
+    commas, or stand in brackets as in TOML); any other value is taken as it is. An override of None means
+    "not given" and is skipped.
     Raises ConfigError for anything that does not fit, OSError for a file that cannot be read.
     """
     table: dict[str, object] = {}
@@ -110,9 +112,14 @@ def load(cls: type[T], path: Path | None, overrides: Mapping[str, object] | None
         except UnicodeDecodeError as exc:
             raise ConfigError(f"{origin}not valid TOML: not UTF-8 text at byte {exc.start}") from exc
     values = _read_table(cls, table, prefix="", origin=origin)
-    for name, value in (overrides or {}).items():
-        if value is not None:
-            _override(cls, values, name, value)
+    given = {name: value for name, value in (overrides or {}).items() if value is not None}
+    for name, value in given.items():
+        _override(cls, values, name, value)
+    if given and path is not None:
+        # What the file alone cannot be refused for is no fault of the file's: then its name misleads.
+        with contextlib.suppress(ConfigError):
+            _build(cls, _read_table(cls, table, prefix="", origin=""), None, prefix="", origin="")
+            origin = ""
     return _build(cls, values, None, prefix="", origin=origin)
 
 
@@ -279,11 +286,24 @@ def _override(cls: type[object], values: dict[str, object], name: str, value: ob
         inside = [candidate for candidate in known if candidate.startswith(f"{name}.")]
         raise ConfigError(f"{name}: a table has no value of its own; set one of {', '.join(inside)}")
     if isinstance(value, str):
-        if spec.repeated and not (spec.optional and value == _NONE):
+        scalar = _from_text
+        if spec.repeated and value.startswith("["):
+            value, scalar = _bracketed(spec, value, name), _from_value
+        elif spec.repeated and not (spec.optional and value == _NONE):
             value = [part.strip() for part in value.split(",") if part.strip()]
-        values[key] = _convert(spec, value, name=name, origin="", scalar=_from_text)
+        values[key] = _convert(spec, value, name=name, origin="", scalar=scalar)
     else:
         values[key] = _convert(spec, value, name=name, origin="", scalar=_from_value)
+
+
+def _bracketed(spec: _Spec, text: str, name: str) -> object:
+    """A list that was typed on a command line as a file would have it."""
+    try:
+        return tomllib.loads(f"list = {text}")["list"]
+    except tomllib.TOMLDecodeError as exc:
+        raise ConfigError(
+            f"{name}: expected {spec.expected}, separated by commas, got {_shown(text)}"
+        ) from exc
 
 
 def _convert(
@@ -376,7 +396,7 @@ def _build(cls: type[T], values: Mapping[str, object], base: object, *, prefix: 
     try:
         return cls(**arguments)
     except ValueError as exc:  # a ConfigError, or a dataclass that checks itself the plain way
-        where = f"[{prefix[:-1]}] " if prefix else ""
+        where = f"[{prefix[:-1]}] " if prefix and not str(exc).startswith(prefix) else ""
         raise ConfigError(f"{origin}{where}{exc}") from exc
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -116,7 +117,8 @@ class NullTimeline:
 class Timeline:
     """Writes the trace to ``path``, which it replaces. A context manager; it closes on exceptions too.
 
-    Raises OSError, naming ``path``, when the file cannot be written.
+    A context that an exception leaves before anything was recorded leaves the file as it was, or none: what is refused
+    changes nothing. Raises OSError, naming ``path``, when the file cannot be written.
     """
 
     enabled = True
@@ -125,7 +127,10 @@ class Timeline:
         self._path = path
         self._clock = clock
         self._lock = threading.Lock()  # guards everything below
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self._made = not path.exists()
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._replaced = not stat.S_ISREG(os.fstat(self._fd).st_mode)  # a device has no length
+        self._recorded = False
         self._buffer: list[bytes] = []
         self._buffered = 0
         self._separator = b"[\n"
@@ -178,7 +183,17 @@ class Timeline:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and not self._recorded:
+            self._discard()
         self.close()
+
+    def _discard(self) -> None:
+        with self._lock:
+            fd, self._fd = self._fd, -1
+            if fd >= 0:
+                os.close(fd)
+                if self._made:
+                    self._path.unlink(missing_ok=True)
 
     def _record(self, track: Track, name: str, start_ns: int, args: Args | None) -> None:
         end_ns = self._clock()
@@ -209,6 +224,7 @@ class Timeline:
     def _event(self, event: dict[str, object]) -> None:
         if self._fd < 0:
             raise ValueError(f"{self._path}: the timeline is closed")
+        self._recorded = self._recorded or event["ph"] != "M"
         event["pid"] = self._pid
         text = self._separator + json.dumps(event, separators=(",", ":")).encode()
         self._separator = b",\n"
@@ -220,6 +236,9 @@ class Timeline:
     def _flush(self) -> None:
         # An unbuffered descriptor and not a file object: its errors name the path, and none waits for a
         # destructor.
+        if not self._replaced:
+            os.ftruncate(self._fd, 0)
+            self._replaced = True
         data = memoryview(b"".join(self._buffer))
         self._buffer.clear()
         self._buffered = 0

@@ -199,3 +199,29 @@ def test_ranks_whose_messages_the_kernel_limits(
             "namespaces\n"
         )
     assert not (tmp_path / "bench").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["machine", "{nowhere}/profile.json"], "PROFILE: there is no directory {nowhere}"),
+        (["overlap", "--store={here}/b", "--svg={nowhere}/a.svg"], "--svg: there is no directory {nowhere}"),
+        (
+            ["overlap", "--store={here}/b", "--timeline={nowhere}/t.json"],
+            "--timeline: there is no directory {nowhere}",
+        ),
+        (["overlap", "--store={here}/b", "--layers=0"], "layers: expected at least 1, got 0"),
+        (["overlap", "--store={here}/b", "--forward-ms=0"], "forward_s: expected more than 0, got 0.0"),
+        (["commit", "--store={here}/b", "--record-bytes=8"], "record_bytes: expected at least 12, got 8"),
+        (["tiers", "--store={here}/b", "--seconds=0"], "seconds: expected more than 0, got 0"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], said: str
+) -> None:
+    places = {"here": tmp_path, "nowhere": tmp_path / "nowhere"}
+    assert bench(*(arg.format(**places) for arg in args)) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert said.format(**places) in err
+    assert list(tmp_path.iterdir()) == []

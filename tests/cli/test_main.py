@@ -46,10 +46,24 @@ def test_every_command_can_be_imported_and_has_help(name: str) -> None:
     assert "Usage: tierstore" in out
 
 
+@pytest.mark.parametrize("name", ["cache", "bench"])
+def test_a_group_says_all_of_what_its_commands_do(name: str) -> None:
+    status, out, _ = run(name, "--help")
+    assert status == 0
+    group = cli.get_command(click.Context(cli), name)
+    assert isinstance(group, click.Group)
+    words = " ".join(out.split())
+    for command in group.commands.values():
+        assert command.help is not None
+        first = " ".join(command.help.split("\n\n")[0].split()).partition(". ")[0].rstrip(".")
+        assert first in words
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
         (["doctr"], "no command 'doctr'; expected one of"),
+        (["cache", "simulat"], "no command 'simulat'; expected one of curve, import, record"),
         ([], "no command given; see tierstore --help"),
         (["--colour"], "No such option '--colour'"),
         (["verify"], "Missing argument 'STORE'"),

@@ -16,8 +16,9 @@ from tierstore.cli.options import (
     help_config_option,
     json_option,
     set_option,
+    train_config,
 )
-from tierstore.config import load
+from tierstore.config import dotted_fields, load
 from tierstore.errors import ConfigError
 
 
@@ -45,7 +46,7 @@ class Config:
 @click.option("--share", type=FRACTION)
 @click.option("--steps", type=int)
 @help_config_option(lambda: Config)
-@set_option
+@set_option()
 @json_option
 def command(
     budget: int | None, share: str | None, steps: int | None, settings: tuple[str, ...], as_json: bool
@@ -94,6 +95,10 @@ def test_bad_settings(settings: tuple[str, ...], options: dict[str, object], sai
 
 def test_a_value_may_hold_an_equals_sign() -> None:
     assert config_overrides(("note=a=b",), {"steps": None}) == {"note": "a=b"}
+
+
+def test_every_key_of_a_run_says_what_it_is() -> None:
+    assert [key.name for key in dotted_fields(train_config()) if not key.help] == []
 
 
 def test_help_config_lists_every_key() -> None:

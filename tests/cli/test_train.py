@@ -156,6 +156,22 @@ def test_a_timeline_and_a_trace(run: Run, tmp_path: Path) -> None:
     assert stats["steps"] == 6
 
 
+def test_a_refused_run_touches_no_file(run: Run, tmp_path: Path) -> None:
+    run("--steps", "2")
+    there = {name: tmp_path / f"there.{name}" for name in ("metrics", "timeline", "record-trace")}
+    for path in there.values():
+        path.write_text("of the run before")
+    new = {name: tmp_path / f"new.{name}" for name in there}
+    for files in (there, new):
+        options = [text for name, path in files.items() for text in (f"--{name}", str(path))]
+        again = ["train", str(tmp_path / "run.toml"), "--store", str(run.store), *options]
+        result = CliRunner().invoke(cli, again)
+        assert result.exit_code == 2
+        assert "there is a store here already" in result.stderr
+    assert {path.read_text() for path in there.values()} == {"of the run before"}
+    assert not any(path.exists() for path in new.values())
+
+
 def test_stopping_and_going_on(run: Run, tmp_path: Path) -> None:
     whole = run.json(store=tmp_path / "whole")
     run("--steps", "4")

@@ -306,3 +306,14 @@ def test_the_command(crashed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 2
     assert len(err.splitlines()) == 1
     assert "open in another process" in err
+
+
+@pytest.mark.parametrize("way", [".", "..", "extents/.."])
+def test_from_within_the_store(crashed: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    expected = collect(crashed, Mode.DRY_RUN)
+    assert expected.nbytes > 0
+    partial = crashed.with_name(f"{crashed.name}.partial")
+    shutil.copytree(crashed, partial)
+    monkeypatch.chdir(crashed / "index" if way == ".." else crashed)
+    assert collect(Path(way), Mode.REMOVE).nbytes > expected.nbytes
+    assert not partial.exists()

@@ -29,9 +29,13 @@ _TO_WRITE = 1.2  # what a commit may take at most, in times of writing its bytes
 
 def run(place: Path, *, records: int, record_bytes: int, rounds: int) -> dict[str, Any]:
     """Measures in ``place``, made and removed here; figures ready for JSON. Raises ConfigError, OSError."""
-    for name, value in (("records", records), ("record_bytes", record_bytes // 12), ("rounds", rounds)):
-        if value < 1:
-            raise ConfigError(f"{name}: expected more, got {value}")
+    for name, value, least in (
+        ("records", records, 1),
+        ("record_bytes", record_bytes, 12),
+        ("rounds", rounds, 1),
+    ):
+        if value < least:
+            raise ConfigError(f"{name}: expected at least {least}, got {value}")
     if place.exists():
         raise ConfigError(f"store: {place} exists; the benchmark wants a directory of its own")
     place.mkdir(parents=True)

@@ -19,6 +19,7 @@ import torch
 
 from tierstore._native import HugePages
 from tierstore.cache.access import Phase
+from tierstore.errors import ConfigError
 from tierstore.links import CollectiveLink, LinkConfig
 from tierstore.parallel.collectives import Group, Work
 from tierstore.prefetch import (
@@ -66,6 +67,12 @@ class RigShape:
     computation: Computation = Computation.MATMUL
     horizontal_depth: int = 2
     vertical_depth: int = 12
+
+    def __post_init__(self) -> None:
+        if self.layers < 1:
+            raise ConfigError(f"layers: expected at least 1, got {self.layers}")
+        if self.forward_s <= 0:
+            raise ConfigError(f"forward_s: expected more than 0, got {self.forward_s}")
 
     @property
     def dense_numel(self) -> int:

@@ -21,6 +21,7 @@ from tierstore.cli.bench_results import (
 )
 from tierstore.cli.bench_tiers import tiers
 from tierstore.cli.bench_train import train
+from tierstore.cli.groups import CommandGroup
 from tierstore.cli.options import SIZE
 from tierstore.cli.output import Output
 from tierstore.units import format_bytes, format_seconds
@@ -28,7 +29,7 @@ from tierstore.units import format_bytes, format_seconds
 __all__ = ["bench"]
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def bench() -> None:
     """Stress tests and benchmarks. Each prints a table; with --json the last line is one object.
 

@@ -16,7 +16,7 @@ __all__ = ["machine"]
 
 
 @click.command()
-@click.argument("profile", type=click.Path(path_type=Path))
+@click.argument("profile", type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--ranks", type=int, default=2, show_default=True, help="Local ranks for the collectives.")
 @click.option("--repeats", type=int, default=5, show_default=True, help="Measurements of each point.")
 @click.option("--threads", type=int, default=0, help="torch's threads (0: as they are).")
@@ -44,7 +44,7 @@ def machine(
     from tierstore.bench.machine import MachineBench, measurements, rows, run
     from tierstore.plan.costs import save_profile
 
-    session = reporting.begin(directory=directory)
+    session = reporting.begin(directory=directory, files={"PROFILE": profile})
     bench = MachineBench(
         directory=directory, ranks=ranks, repeats=repeats, threads=threads, disk_bytes=disk_bytes
     )

@@ -60,13 +60,17 @@ def rig_options(*, steps: int, warmup: int, computation: str) -> Callable[[F], F
 @rig_options(steps=5, warmup=3, computation="matmul")
 @place_option
 @click.option(
-    "--timeline", type=click.Path(path_type=Path), help="Rank 0's Chrome trace of the balanced run."
+    "--timeline",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Rank 0's Chrome trace of the balanced run.",
 )
 @click.option(
-    "--svg", type=click.Path(path_type=Path), help="A picture of one of its steps (needs matplotlib)."
+    "--svg",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="A picture of one of its steps (needs matplotlib).",
 )
 @namespace_option
-@set_option
+@set_option()
 @results_options()
 @help_config_option(train_config)
 def overlap(
@@ -108,7 +112,7 @@ def overlap(
         shape=shape,
         train=load(TrainConfig, config, config_overrides(settings, {"threads": 1})),
     )
-    session = reporting.begin(directory=place)
+    session = reporting.begin(directory=place, files={"--timeline": timeline, "--svg": svg})
     result = run(plan, session.output.line)
     session.output.table(
         f"{result['ranks']} ranks, {stack} layers, links limited",

@@ -124,8 +124,11 @@ class Reporting:
     html: Path | None
     against: Path | None
 
-    def begin(self, *, directory: Path | None = None) -> Session:
+    def begin(
+        self, *, directory: Path | None = None, files: Mapping[str, Path | None] | None = None
+    ) -> Session:
         """Before the work. ``directory``: the one that is measured in, whose file system and device are to be noted.
+        ``files``: what else is written at the end, by the option that names it.
 
         Raises what would otherwise be raised after it: DataError for a document that cannot be compared with,
         CapabilityError without the report's libraries, ConfigError for a file that cannot be written.
@@ -134,7 +137,7 @@ class Reporting:
 
         context = click.get_current_context()
         bench = str(context.info_name)
-        for option, path in (("--save", self.save), ("--html", self.html)):
+        for option, path in {"--save": self.save, "--html": self.html, **(files or {})}.items():
             if path is not None and not path.absolute().parent.is_dir():
                 raise ConfigError(f"{option}: there is no directory {path.absolute().parent}")
         if self.html is not None:

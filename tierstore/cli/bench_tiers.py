@@ -55,7 +55,11 @@ _FULL_SECONDS = 10.0
     "--minutes", type=float, help="Soak instead: full load, kills, every byte that is read compared."
 )
 @click.option(
-    "--kill-every", type=float, default=10.0, show_default=True, help="Soak: seconds between kills, the mean."
+    "--kill-every",
+    type=float,
+    default=10.0,
+    show_default=True,
+    help="Soak: seconds between kills, the mean (0: no kills).",
 )
 @click.option(
     "--drive",
@@ -111,7 +115,7 @@ def tiers(
             "budgets": budget or None,
             "dirty": dirty or None,
             "store_bytes": store_bytes,
-            "seconds": seconds or (_FULL_SECONDS if full else None),
+            "seconds": seconds if seconds is not None else _FULL_SECONDS if full else None,
             "trace": trace,
             "retain": retain,
             "endurance_bytes": float(endurance),

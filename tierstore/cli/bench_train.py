@@ -31,7 +31,7 @@ __all__ = ["train"]
     help="What to compare with; none for models that do not fit in RAM.",
 )
 @click.option("--cgroup-limit", type=SIZE, default="0", help="Confine the tiered run to a memory cgroup.")
-@set_option
+@set_option()
 @results_options()
 @help_config_option(train_config)
 def train(

@@ -36,13 +36,16 @@ from tierstore.cli.cache_shared import (
     write_html,
 )
 from tierstore.cli.cache_tune import report, study, tune
+from tierstore.cli.groups import CommandGroup
 from tierstore.cli.options import (
     SIZE,
     config_overrides,
     describe_config,
+    help_config_option,
     json_option,
     options_json,
     set_option,
+    train_config,
 )
 from tierstore.cli.output import Output
 from tierstore.units import format_bytes
@@ -55,7 +58,7 @@ __all__ = ["cache"]
 _KINDS = ("npz", "vllm", "megatron", "oracle-general", "csv", "text")
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def cache() -> None:
     """Record, import, replay, bound and tune cache policies. A trace is a file; see docs/CACHE_LAB.md."""
 
@@ -67,8 +70,9 @@ def cache() -> None:
 @click.option("--store", type=click.Path(path_type=Path), help="Store directory.")
 @click.option("--steps", type=int, help="Optimizer steps in all.")
 @click.option("--host-budget", type=SIZE, help="Memory for experts.")
-@set_option
+@set_option()
 @json_option
+@help_config_option(train_config)
 @click.pass_context
 def record(ctx: click.Context, /, trace: Path, **options: Any) -> None:
     """Train as ``tierstore train`` does, and record to TRACE what its cache is asked for."""
@@ -85,7 +89,7 @@ def record(ctx: click.Context, /, trace: Path, **options: Any) -> None:
     "--keys", type=click.Path(dir_okay=False, path_type=Path), help="Write each record's name here."
 )
 @click.option("--list-options", is_flag=True, help="List what --set takes for --kind, and exit.")
-@set_option
+@set_option("Set an option of the kind (see --list-options).")
 @json_option
 def import_(
     source: Path | None,

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import click
 
 from tierstore import __version__
+from tierstore.cli.groups import CommandGroup
 from tierstore.errors import ChecksumError, TierstoreError
 
 __all__ = ["COMMANDS", "CommandEntry", "cli", "main"]
@@ -52,11 +53,14 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "cache": CommandEntry(
         "tierstore.cli.cache:cache", "Record, replay, bound and tune cache policies from traces."
     ),
-    "bench": CommandEntry("tierstore.cli.bench:bench", "Benchmarks of training, AdamW and commits."),
+    "bench": CommandEntry(
+        "tierstore.cli.bench:bench",
+        "Stress-test disks and stores; measure training, kernels, policies and links.",
+    ),
 }
 
 
-class LazyGroup(click.Group):
+class LazyGroup(CommandGroup):
     """A group that imports a command when it is run, and ends the process by the contract's statuses."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -74,18 +78,9 @@ class LazyGroup(click.Group):
             raise TypeError(f"{entry.target} is not a click command")
         return command
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click does, with the table's names in the error: click would know none of them."""
-        if args[0] not in COMMANDS and not args[0].startswith("-"):
-            raise click.UsageError(f"no command {args[0]!r}; expected one of {', '.join(COMMANDS)}", ctx)
-        return super().resolve_command(ctx, args)
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The table's summaries: click would import every command to ask for its help."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, entry.summary) for name, entry in COMMANDS.items()])
+    def summaries(self, ctx: click.Context) -> list[tuple[str, str]]:
+        """The table's: click would import every command to ask for its help."""
+        return [(name, entry.summary) for name, entry in COMMANDS.items()]
 
     def main(
         self,

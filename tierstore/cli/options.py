@@ -82,15 +82,14 @@ def json_option(command: F) -> F:
     )(command)
 
 
-def set_option(command: F) -> F:
-    """``--set KEY=VALUE``, any number of times: the argument ``settings``, a tuple of texts."""
-    return click.option(
-        "--set",
-        "settings",
-        metavar="KEY=VALUE",
-        multiple=True,
-        help="Set a configuration key, such as model.d_model=512 (see --help-config).",
-    )(command)
+_SET_KEY = (
+    "Set a configuration key, such as model.d_model=512 (see --help-config); a list's items with commas."
+)
+
+
+def set_option(text: str = _SET_KEY) -> Callable[[F], F]:
+    """``--set KEY=VALUE``, any number of times: the argument ``settings``, a tuple of texts. ``text``: its help."""
+    return click.option("--set", "settings", metavar="KEY=VALUE", multiple=True, help=text)
 
 
 def help_config_option(config: Callable[[], type[Any]]) -> Callable[[F], F]:

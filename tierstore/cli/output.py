@@ -109,13 +109,15 @@ class Output:
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """A table for people. Columns of numbers, and of numbers with units, are set to the right."""
-        table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+        table = Table(box=None, pad_edge=False, header_style="bold")
         for index, column in enumerate(columns):
             cells = [str(row[index]) for row in rows]
             right = bool(cells) and all(cell[:1].isdigit() or cell in ("", "-") for cell in cells)
             table.add_column(column, justify="right" if right else "left", overflow="fold")
         for row in rows:
             table.add_row(*(str(cell) for cell in row))
+        if title:
+            self.line(title)  # rich would wrap it to the width of the table
         self.console.print(table)
 
     def emit(self, result: Mapping[str, object]) -> None:

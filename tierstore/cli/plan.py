@@ -53,7 +53,7 @@ _NOT_SO = 1
 @click.option(
     "--profile", type=click.Path(path_type=Path), help="Costs measured by `tierstore bench machine`."
 )
-@set_option
+@set_option()
 @json_option
 @help_config_option(train_config)
 @click.pass_context
@@ -170,11 +170,21 @@ def _list_presets(output: Output) -> None:
 # For people -------------------------------------------------------------------------------------------------
 
 
+def _parameters(count: int) -> str:
+    return (
+        f"{count / 1e9:,.1f} G" if count >= 1e10 else f"{count / 1e6:.1f} M" if count >= 1e6 else f"{count:,}"
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
 def _show(made: Plan, costs: Profile, output: Output) -> None:
     model = made.setting.model
     output.line(
-        f"{model.parameters / 1e6:.1f} M parameters: {model.dense / 1e6:.1f} M dense, "
-        f"{model.sparse / 1e6:.1f} M in {model.records} experts; {model.active / 1e6:.1f} M active"
+        f"{_parameters(model.parameters)} parameters: {_parameters(model.dense)} dense, "
+        f"{_parameters(model.sparse)} in {model.records} experts; {_parameters(model.active)} active"
     )
     if made.preset is not None:
         output.line(
@@ -232,6 +242,6 @@ def _show_prediction(made: Plan, costs: Profile, output: Output) -> None:
         if prediction.busy_ratio[resource] >= 0.005
     )
     output.line(
-        f"a step takes {format_seconds(prediction.step_s)}, {prediction.tokens_per_s:.4g} tokens/s "
+        f"a step takes {format_seconds(prediction.step_s)}, {_number(prediction.tokens_per_s)} tokens/s "
         f"({prediction.evidence.value}: {costs.machine}); bottleneck: {prediction.bottleneck.value}; busy: {busy}"
     )

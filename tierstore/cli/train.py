@@ -61,7 +61,7 @@ _INTERRUPTED = 130
 @click.option("--metrics", type=click.Path(path_type=Path), help="Append one JSON line a step to this file.")
 @click.option("--timeline", type=click.Path(path_type=Path), help="Write a Chrome trace for Perfetto.")
 @click.option("--record-trace", type=click.Path(path_type=Path), help="Record every cache decision's input.")
-@set_option
+@set_option()
 @json_option
 @help_config_option(train_config)
 @click.pass_context
@@ -261,7 +261,7 @@ def _announce(config: TrainConfig, output: Output, fixed: int, mesh: Mesh) -> No
     places = [_existing(rank_directory(name, mesh.world.rank, mesh.world.size)) for name in names]
     free = " and ".join(format_bytes(disk(place).free_bytes) for place in places)
     output.line(
-        f"disk: {format_bytes(kept * own)} reserved in {', '.join(map(str, names))} for {kept} copies; {free} free"
+        f"disk: {format_bytes(kept * own)} for {kept} copies in {', '.join(map(str, names))}; {free} free"
     )
 
 

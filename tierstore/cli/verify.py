@@ -94,7 +94,7 @@ def run_verify(store: Path, output: Output, verifier: Verifier) -> int:
                     drive.path,
                     format_bytes(drive.used_bytes),
                     format_bytes(drive.read_bytes),
-                    f"{format_bytes(drive.bandwidth)}/s",
+                    f"{format_bytes(drive.bandwidth)}/s" if drive.bandwidth else "-",
                 )
                 for drive in report.drives
             ],

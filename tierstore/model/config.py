@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -71,31 +71,57 @@ class ModelConfig:
     ``d_ff``; the others a dense one of width ``d_ff_dense`` (0: ``4 * d_model``).
     """
 
-    vocab_size: int = 256
-    d_model: int = 256
-    n_layers: int = 2
-    n_heads: int = 4
-    seq_len: int = 256
-    d_ff: int = 1024
-    d_ff_dense: int = 0
-    experts: int = 64
-    top_k: int = 2
-    moe_every: int = 1
-    activation: Activation = Activation.SWIGLU
-    tie_embeddings: TieEmbeddings = TieEmbeddings.UNTIED
-    shared_expert_d_ff: int = 0
-    aux_loss_weight: float = 0.01
-    z_loss_weight: float = 1e-3
-    router_noise: RouterNoise = RouterNoise.NONE
-    router_noise_std: float = 0.0
-    capacity_factor: float | None = None
-    normalize_topk: bool | None = None
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-5
-    checkpoint_activations: CheckpointActivations = CheckpointActivations.OFF
-    expert_activations: SaveActivations = SaveActivations.SAVE
-    compute_dtype: ComputeDtype = ComputeDtype.FP32
-    seed: int = 0
+    vocab_size: int = field(
+        default=256, metadata={"help": "tokens of the vocabulary (text is read as bytes)"}
+    )
+    d_model: int = field(default=256, metadata={"help": "width"})
+    n_layers: int = field(default=2, metadata={"help": "blocks"})
+    n_heads: int = field(default=4, metadata={"help": "attention heads"})
+    seq_len: int = field(default=256, metadata={"help": "tokens of a sequence"})
+    d_ff: int = field(default=1024, metadata={"help": "inner width of an expert"})
+    d_ff_dense: int = field(
+        default=0, metadata={"help": "inner width of blocks without experts (0: 4 x d_model)"}
+    )
+    experts: int = field(default=64, metadata={"help": "experts of a layer"})
+    top_k: int = field(default=2, metadata={"help": "experts that a token goes to"})
+    moe_every: int = field(default=1, metadata={"help": "every so many blocks one has experts"})
+    activation: Activation = field(
+        default=Activation.SWIGLU, metadata={"help": "of experts and dense networks"}
+    )
+    tie_embeddings: TieEmbeddings = field(
+        default=TieEmbeddings.UNTIED, metadata={"help": "whether the head is the embedding"}
+    )
+    shared_expert_d_ff: int = field(
+        default=0, metadata={"help": "inner width of an expert that every token goes to (0: none)"}
+    )
+    aux_loss_weight: float = field(default=0.01, metadata={"help": "weight of the balance loss"})
+    z_loss_weight: float = field(default=1e-3, metadata={"help": "weight of the router's z-loss"})
+    router_noise: RouterNoise = field(
+        default=RouterNoise.NONE, metadata={"help": "noise of the router while it trains"}
+    )
+    router_noise_std: float = field(default=0.0, metadata={"help": "strength of that noise"})
+    capacity_factor: float | None = field(
+        default=None,
+        metadata={"help": "most tokens of an expert, in times of an equal share (none: no token is dropped)"},
+    )
+    normalize_topk: bool | None = field(
+        default=None,
+        metadata={
+            "help": "whether the weights of the chosen experts sum to one (none: if top_k is more than one)"
+        },
+    )
+    rope_theta: float = field(default=10_000.0, metadata={"help": "base of rotary positions"})
+    norm_eps: float = field(default=1e-5, metadata={"help": "added under the root of norms"})
+    checkpoint_activations: CheckpointActivations = field(
+        default=CheckpointActivations.OFF, metadata={"help": "what the backward pass computes again"}
+    )
+    expert_activations: SaveActivations = field(
+        default=SaveActivations.SAVE, metadata={"help": "keep what experts computed, or compute it again"}
+    )
+    compute_dtype: ComputeDtype = field(
+        default=ComputeDtype.FP32, metadata={"help": "type in which blocks compute; masters are fp32"}
+    )
+    seed: int = field(default=0, metadata={"help": "of initial weights and router noise"})
 
     def __post_init__(self) -> None:
         for name in ("d_model", "n_layers", "n_heads", "seq_len", "d_ff", "moe_every"):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
@@ -36,10 +36,13 @@ class Inactive(Enum):
 class AdamWConfig:
     """Torch's names and formula: decoupled decay, bias correction. The learning rate comes with each step."""
 
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    inactive: Inactive = Inactive.EXACT
+    betas: tuple[float, float] = field(default=(0.9, 0.95), metadata={"help": "decay of the two moments"})
+    eps: float = field(default=1e-8, metadata={"help": "added to the root of the second moment"})
+    weight_decay: float = field(default=0.1, metadata={"help": "decoupled decay"})
+    inactive: Inactive = field(
+        default=Inactive.EXACT,
+        metadata={"help": "experts that no token reached: as if stepped without a gradient, or not at all"},
+    )
 
     def __post_init__(self) -> None:
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):

@@ -41,7 +41,9 @@ def rank_stripe(config: StripeConfig, rank: int, world: int) -> StripeConfig:
 
 def building_directory(target: Path) -> Path:
     """Where a store that is to be at ``target`` is built: it takes its name when it is whole."""
-    return target.with_name(f"{target.name}.partial")
+    if target.name in ("", ".."):  # ``.`` and ``..`` do not end in the name that the store has beside its own
+        target = target.resolve()
+    return target.parent / f"{target.name}.partial"
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from tierstore.store.opening import Parts
 from tierstore.store.optimizer import CachedRecord, RecordOptimizer
 from tierstore.store.slots import LiveRecord
 from tierstore.store.space import copies
+from tierstore.units import format_bytes
 
 __all__ = ["StoreRecords", "by_layer"]
 
@@ -202,7 +203,7 @@ class StoreRecords:
             f"I/O: {engine.backend}" + (f" ({engine.backend_reason})" if engine.backend_reason else ""),
             f"transfers: {self._parts.tuning}",
             past_cache,
-            f"host cache: {budget} bytes, {huge} of them in huge pages",
+            f"host cache: {format_bytes(budget)}, {format_bytes(huge)} of it in huge pages",
             *self._describe_drives(),
             self.slots.describe_discard(),
             *([] if self.slots.budget is None else [self.slots.budget.describe()]),

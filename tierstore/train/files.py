@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tierstore.errors import ConfigError, DataError
@@ -23,13 +23,19 @@ class DataConfig:
     (all if empty).
     """
 
-    paths: tuple[str, ...] = ()
-    suffixes: tuple[str, ...] = ()
-    validation_fraction: float = 0.05
-    max_bytes: int = 64 << 20
-    batch_size: int = 16
-    micro_batches: int = 1
-    seed: int = 0
+    paths: tuple[str, ...] = field(
+        default=(), metadata={"help": "text files and directories (none: Python's own source)"}
+    )
+    suffixes: tuple[str, ...] = field(
+        default=(), metadata={"help": "endings of files taken from directories (empty: all)"}
+    )
+    validation_fraction: float = field(
+        default=0.05, metadata={"help": "part of the text that is not trained on"}
+    )
+    max_bytes: int = field(default=64 << 20, metadata={"help": "most bytes of text that are read"})
+    batch_size: int = field(default=16, metadata={"help": "sequences of a step, of all ranks"})
+    micro_batches: int = field(default=1, metadata={"help": "parts that a step's gradient is added up from"})
+    seed: int = field(default=0, metadata={"help": "of the order of the text"})
 
     def __post_init__(self) -> None:
         for name in ("max_bytes", "batch_size", "micro_batches"):

@@ -191,13 +191,20 @@ def drive_rows(summary: RunSummary) -> list[tuple[str, ...]]:
 
 
 class Metrics:
-    """One JSON line a step, with the counters of that step; a context manager over ``path`` (None: nothing)."""
+    """One JSON line a step, with the counters of that step; a context manager over ``path`` (None: nothing).
+
+    A run that is refused before it starts leaves no file behind that was not there.
+    """
 
     def __init__(self, path: Path | None) -> None:
+        self._refused = (
+            None if path is None or path.exists() else path
+        )  # to be removed, unless the run starts
         self._file = None if path is None else path.open("a")
         self._before: dict[str, int] = {}
 
     def start(self, trainer: Trainer) -> None:
+        self._refused = None
         self._before = counters(trainer)
 
     def record(self, trainer: Trainer, result: StepResult, val_loss: float | None) -> None:
@@ -227,3 +234,5 @@ class Metrics:
     ) -> None:
         if self._file is not None:
             self._file.close()
+        if self._refused is not None:
+            self._refused.unlink(missing_ok=True)

@@ -7,7 +7,7 @@ end: so a resumed run, and a replay of missed steps, see the very numbers that t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from tierstore.errors import ConfigError
@@ -31,11 +31,11 @@ class ScheduleConfig:
     ``warmup_steps`` to ``lr * min_lr_fraction`` at step ``total_steps`` and ever after.
     """
 
-    kind: Schedule = Schedule.COSINE
-    lr: float = 2e-3
-    warmup_steps: int = 10
-    total_steps: int = 60
-    min_lr_fraction: float = 0.1
+    kind: Schedule = field(default=Schedule.COSINE, metadata={"help": "how the learning rate falls"})
+    lr: float = field(default=2e-3, metadata={"help": "highest learning rate"})
+    warmup_steps: int = field(default=10, metadata={"help": "steps in which it rises"})
+    total_steps: int = field(default=60, metadata={"help": "step at which it has fallen"})
+    min_lr_fraction: float = field(default=0.1, metadata={"help": "what is left of it then"})
 
     def __post_init__(self) -> None:
         if self.kind not in tuple(Schedule):
