@@ -113,7 +113,7 @@ def test_a_load_fails_with_the_error_of_its_read(bench: Bench, tmp_path: Path) -
     page = Buffer(arena, [(0, 4096)], 4096)
     read = bench.engine.read(File(path), 0, [page])
     ticket = bench.tier.load(0, bench.source(torch.ones(NUMEL).to(bench.slots.compute)), [read])
-    with pytest.raises(OSError) as failed:
+    with pytest.raises(OSError, match="unexpected end of file") as failed:
         bench.engine.wait_all([ticket])
     assert failed.value.errno == errno.EIO
     assert failed.value.filename == str(path)
