@@ -118,9 +118,10 @@ def _fully_sharded(mesh: Mesh, given: dict[str, Any]) -> Outcome:
     torch.set_num_threads(1)
     setting = Setting(**given)
     model = make_model(setting.model)
+    torch_mesh = mesh.device_mesh()
     for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+        fully_shard(block, mesh=torch_mesh)
+    fully_shard(model, mesh=torch_mesh)
     optimizer = torch.optim.AdamW(
         model.parameters(), betas=ADAMW.betas, eps=ADAMW.eps, weight_decay=ADAMW.weight_decay
     )

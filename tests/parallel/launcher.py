@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import os
 import pickle
-import signal
+import select
 import socket
 import subprocess
 import sys
@@ -27,6 +27,7 @@ from tierstore.parallel import ParallelConfig
 Case = Callable[..., Any]
 _JOIN_S = 60.0
 _CASE_S = 120.0
+_END_S = 60.0
 
 
 class RankFailedError(AssertionError):
@@ -78,13 +79,6 @@ class World:
                 connection.send_bytes(pickle.dumps(None))
             connection.close()
 
-    def kill(self) -> None:
-        """End every rank at once."""
-        for pid in self.pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.end()
-
 
 class Ranks:
     """Starts worlds, and keeps those whose cases all passed for the next test."""
@@ -94,8 +88,10 @@ class Ranks:
         self._address = str(Path(self._directory.name, "socket"))
         self._listener = Listener(self._address, "AF_UNIX", backlog=64)
         program = Path(__file__).with_name("rank_server.py")
-        self._server = subprocess.Popen([sys.executable, str(program), self._address])
-        self._control = self._listener.accept()
+        # The server and its ranks import what this process would, from where it would.
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self._server = subprocess.Popen([sys.executable, str(program), self._address], env=environment)
+        self._control = self._accept()
         self._control.recv()
         self._worlds: dict[tuple[int, ParallelConfig], World] = {}
 
@@ -108,7 +104,7 @@ class Ranks:
         try:
             return self._worlds[key].run(case, *arguments)
         except RankFailedError:
-            self._worlds.pop(key).kill()
+            self.kill(self._worlds.pop(key))
             raise
 
     @contextlib.contextmanager
@@ -120,15 +116,23 @@ class Ranks:
         try:
             yield world
         finally:
-            world.kill()
+            self.kill(world)
 
-    def exit_code(self, pid: int, seconds: float = 60.0) -> int:
-        """Waits for a rank of this session to end: its exit code, or minus the signal. Raises TimeoutError."""
-        self._control.send(("wait", pid, seconds))
+    def exit_code(self, pid: int) -> int:
+        """Waits for a rank of this session to end: its exit code, or minus the signal. Raises RankFailedError when it
+        does not.
+        """
+        self._control.send(("wait", pid, _END_S))
         code: int | None = self._control.recv()
         if code is None:
-            raise TimeoutError(f"process {pid} still runs after {seconds} s")
+            raise RankFailedError(f"process {pid} has not ended within {_END_S:g} s")
         return code
+
+    def kill(self, world: World) -> None:
+        """Ends every rank of ``world`` at once."""
+        self._control.send(("kill", world.pids))
+        self._control.recv()
+        world.end()
 
     def close(self) -> None:
         for world in self._worlds.values():
@@ -137,6 +141,14 @@ class Ranks:
         self._server.wait(30)
         self._listener.close()
         self._directory.cleanup()
+
+    def _accept(self) -> Connection:
+        """The next process that calls back. Raises RankFailedError when none does."""
+        # The listener itself has no timeout.
+        calling = self._listener._listener._socket  # type: ignore[attr-defined]
+        if not select.select([calling], [], [], _JOIN_S)[0]:
+            raise RankFailedError(f"no process called back within {_JOIN_S:g} s")
+        return self._listener.accept()
 
     def _start(self, size: int, config: ParallelConfig, stderr: Path | None) -> World:
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -153,12 +165,12 @@ class Ranks:
         ]
         self._control.send(("start", environments, config, None if stderr is None else str(stderr)))
         pids: list[int] = self._control.recv()
-        called = [self._listener.accept() for _ in pids]
+        called = [self._accept() for _ in pids]
         by_pid = {connection.recv()[1]: connection for connection in called}
         world = World(pids, [by_pid[pid] for pid in pids])
         for rank, connection in enumerate(world.connections):
             if not connection.poll(_JOIN_S):
-                world.kill()
+                self.kill(world)
                 raise RankFailedError(f"rank {rank} did not join within {_JOIN_S:g} s")
             connection.recv()
         return world

@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import os
 import pickle
+import signal
 import sys
 import time
 import traceback
@@ -20,20 +21,24 @@ from typing import Any
 
 
 def serve(address: str) -> None:
-    """Answers ``("start", environments, config, stderr)`` with pids, ``("wait", pid, seconds)`` with a code or None."""
+    """Answers ``("start", environments, config, stderr)`` with pids, ``("wait", pid, seconds)`` with an exit code (None:
+    it has not ended), ``("kill", pids)`` with None. Only it signals ranks: it knows which pids are still theirs.
+    """
     import pytest  # noqa: F401 - cases live in test files, which import it
     import torch
     import torch.distributed.device_mesh
     from torch.utils.checkpoint import checkpoint
 
     import tierstore.model
-    import tierstore.parallel  # noqa: F401
+    import tierstore.parallel
+    import tierstore.train.session  # noqa: F401 - what each rank would import for a second
 
     # Its first call imports for seconds.
     checkpoint(torch.square, torch.ones(1, requires_grad=True), use_reentrant=False)
 
     with Client(address, "AF_UNIX") as control:
         control.send(("server", os.getpid()))
+        running: set[int] = set()
         while True:
             try:
                 what, *details = control.recv()
@@ -41,18 +46,29 @@ def serve(address: str) -> None:
                 return
             if what == "start":
                 environments, config, stderr = details
-                control.send([_fork(control, address, e, config, stderr) for e in environments])
+                pids = [_fork(control, address, e, config, stderr) for e in environments]
+                running.update(pids)
+                control.send(pids)
+            elif what == "wait":
+                control.send(_ended(*details, running))
             else:
-                control.send(_exit_code(*details))
+                for pid in running.intersection(details[0]):
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+                    running.discard(pid)
+                control.send(None)
 
 
-def _exit_code(pid: int, seconds: float) -> int | None:
+def _ended(pid: int, seconds: float, running: set[int]) -> int | None:
     deadline = time.monotonic() + seconds
-    while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
+    while True:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            running.discard(pid)
+            return os.waitstatus_to_exitcode(status)
         if time.monotonic() > deadline:
             return None
-        time.sleep(0.002)
-    return os.waitstatus_to_exitcode(ended[1])
+        time.sleep(0.005)
 
 
 def _fork(control: Connection, address: str, environ: dict[str, str], config: Any, stderr: str | None) -> int:

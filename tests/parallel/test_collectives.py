@@ -49,6 +49,11 @@ def _gather(mesh: Mesh, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]
     through_backend = torch.zeros_like(ours)
     native.all_gather(through_backend, piece).wait()
     assert torch.equal(through_backend, ours)
+    in_its_place = torch.zeros_like(ours)
+    own = in_its_place[group.rank * numel : (group.rank + 1) * numel]
+    own.copy_(piece)
+    native.all_gather(in_its_place, own).wait()
+    assert torch.equal(in_its_place, ours)
     return ours, torch.cat(theirs)
 
 

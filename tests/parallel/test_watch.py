@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -12,7 +13,8 @@ import torch
 from launcher import Ranks
 
 from tierstore.errors import PeerError
-from tierstore.parallel import Mesh, ParallelConfig
+from tierstore.parallel import Group, Mesh, ParallelConfig, Place
+from tierstore.parallel.watch import EXIT_STATUS, DeathWatch
 
 
 def _blocked(mesh: Mesh, operation: str) -> tuple[str, int | None, str]:
@@ -83,6 +85,36 @@ def test_a_rank_that_does_nothing_is_ended(ranks: Ranks, tmp_path: Path) -> None
     said = (tmp_path / "stderr").read_text()
     assert "rank 1: rank 0 failed: its process ended; ending within 0.2 s" in said
     assert "rank 1: not ended within 0.2 s of the failure, so ended now" in said
+
+
+def _sleep_and_never_abort(mesh: Mesh, seconds: float) -> None:
+    torch.distributed.ProcessGroup.abort = lambda self: time.sleep(seconds)  # type: ignore[method-assign]
+    time.sleep(seconds)
+
+
+def test_an_abort_that_does_not_return_delays_no_end(ranks: Ranks, tmp_path: Path) -> None:
+    """As NCCL's can, which waits for its device."""
+    config = ParallelConfig(timeout_s=30.0, grace_s=0.2)
+    with ranks.fresh(2, config, tmp_path / "stderr") as world:
+        started = time.monotonic()
+        world.send(1, _sleep_and_never_abort, 20.0)
+        time.sleep(0.2)
+        world.send(0, _kill_myself)
+        assert ranks.exit_code(world.pids[1]) == 1
+        assert time.monotonic() - started < 10
+    assert "rank 1: not ended within 0.2 s of the failure" in (tmp_path / "stderr").read_text()
+
+
+def test_a_rank_that_fails_ends_though_its_abort_does_not_return(capfd: pytest.CaptureFixture[str]) -> None:
+    ended: list[int] = []
+    never = threading.Event()
+    watch = DeathWatch(
+        Place(), Group.alone(), grace_s=0.05, timeout_s=1.0, on_failure=never.wait, end=ended.append
+    )
+    watch.leave(ValueError("of its own"))
+    never.set()
+    assert ended == [EXIT_STATUS]
+    assert "not aborted within 0.05 s" in capfd.readouterr().err
 
 
 def test_ranks_that_end_in_order_say_nothing(ranks: Ranks, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from conftest_store import small_store
 
 from tierstore.errors import StoreError
 from tierstore.store import OpenAt, ParameterStore, StoreConfig
+from tierstore.store.index import Index
 from tierstore.store.opening import read_states
 
 NUMEL = 3000
@@ -150,3 +151,13 @@ def test_undoing_a_prepared_snapshot_keeps_the_one_whose_place_it_took(tmp_path:
         store.prepare({"n": b"3"})
         store.acknowledge()
         assert store.snapshots == ["a"]
+
+
+def test_states_are_read_without_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who resumes asks for the step first, and reads the records once, when it opens the store."""
+    with small_store(tmp_path / "s") as store:
+        store.commit({"n": b"1"})
+    with monkeypatch.context() as patch:
+        patch.setattr(Index, "read_commit", None)
+        assert read_states(tmp_path / "s", "n") == {OpenAt.LAST: b"1"}
+        assert read_states(tmp_path / "s", "of another name") == {}

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from tierstore._native import Arena, Buffer, Engine, HugePages
-from tierstore.tiers import DeviceSlots, DeviceTier, open_device_tier
+from tierstore._native import Arena, Buffer, Engine, File, HugePages
+from tierstore.tiers import DeviceSlots, DeviceTier, cuda, open_device_tier
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-NUMEL = 3000  # not a whole number of pages
+#: "faked": the tier of a CUDA device, its tickets and threads, over copies that the CPU makes at once.
+DEVICES = ["cpu", "faked", *(["cuda"] if torch.cuda.is_available() else [])]
+NUMEL = 3001  # neither a whole number of pages nor of cache lines
 
 
 @dataclass
@@ -32,14 +36,42 @@ class Bench:
         return buffer
 
 
+class _Idle:
+    """A stream, or an event, of a device that has always finished."""
+
+    def __init__(self, *_: object) -> None: ...
+    def wait_event(self, event: object) -> None: ...
+    def record(self, stream: object) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+@contextlib.contextmanager
+def _faked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "Stream", _Idle)
+        patch.setattr(torch.cuda, "Event", _Idle)
+        patch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+        patch.setattr(torch.cuda, "current_stream", lambda device: None)
+        patch.setattr(cuda, "pin_arena", lambda arena: None)
+        patch.setattr(cuda, "unpin_arena", lambda arena: None)
+        yield
+
+
 @pytest.fixture(params=[(d, t) for d in DEVICES for t in (torch.float32, torch.bfloat16)], ids=str)
-def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     name, dtype = request.param
     slots = DeviceSlots(NUMEL, dtype, weights=3, gradients=2)
+    tier: DeviceTier
     with Engine() as engine:
-        tier = open_device_tier(engine, slots, torch.device(name), HugePages.OFF)
-        yield Bench(engine, tier, slots)
-        tier.close()
+        if name == "faked":
+            with _faked(monkeypatch):
+                tier = cuda.CudaDeviceTier(engine, slots, torch.device("cpu"), HugePages.OFF)
+                yield Bench(engine, tier, slots)
+                tier.close()
+        else:
+            tier = open_device_tier(engine, slots, torch.device(name), HugePages.OFF)
+            yield Bench(engine, tier, slots)
+            tier.close()
 
 
 def test_a_loaded_slot_holds_its_source(bench: Bench) -> None:
@@ -71,6 +103,28 @@ def test_a_load_fails_with_what_it_follows(bench: Bench) -> None:
     bench.engine.complete_external(gate, "the read failed")
     with pytest.raises(Exception, match="the read failed"):
         bench.engine.wait_all([ticket])
+
+
+def test_a_load_fails_with_the_error_of_its_read(bench: Bench, tmp_path: Path) -> None:
+    """Not with one that repeats its text: who handles it asks for its type, errno and path."""
+    path = tmp_path / "empty"
+    path.touch()
+    arena = Arena(4096, HugePages.OFF)
+    page = Buffer(arena, [(0, 4096)], 4096)
+    read = bench.engine.read(File(path), 0, [page])
+    ticket = bench.tier.load(0, bench.source(torch.ones(NUMEL).to(bench.slots.compute)), [read])
+    with pytest.raises(OSError, match="unexpected end of file") as failed:
+        bench.engine.wait_all([ticket])
+    assert failed.value.errno == errno.EIO
+    assert failed.value.filename == str(path)
+
+
+def test_slots_are_aligned_alike(bench: Bench) -> None:
+    """Else products would choose other kernels, and the bits depend on the slot."""
+    slots = [bench.tier.weights(slot) for slot in range(3)] + [
+        bench.tier.gradients(slot) for slot in range(2)
+    ]
+    assert [slot.data_ptr() % 64 for slot in slots] == [0] * 5
 
 
 def test_a_gradient_lands_in_fp32(bench: Bench) -> None:

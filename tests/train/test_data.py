@@ -185,3 +185,12 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 def test_bad_values_are_named(field: str, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"^{field}:"):
         DataConfig(**options)
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "in a directory"])
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, named: bool) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    pipe = tmp_path / "b.txt"
+    os.mkfifo(pipe)
+    with pytest.raises(DataError, match=rf"{pipe}: expected a text file"):
+        text_files(DataConfig(paths=(str(pipe if named else tmp_path),)))

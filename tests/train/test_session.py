@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from tierstore.trace.reader import load_trace
 from tierstore.trace.replay import replay
 from tierstore.train.budgets import DeviceKind, budgets
 from tierstore.train.config import TrainConfig
-from tierstore.train.session import Opening, open_session
+from tierstore.train.session import Opening, compute_deterministically, open_session
 
 Make = Callable[..., TrainConfig]
 Least = Callable[[TrainConfig], int]
@@ -151,3 +152,16 @@ def test_the_engine_moved_what_the_core_counted(shape: str, configure: Make, lea
     assert core["read_bytes"] > core_before["read_bytes"]
     assert core["written_bytes"] > core_before["written_bytes"]
     assert delta(engine_before, engine) == delta(core_before, core)
+
+
+def test_products_on_an_accelerator_are_allowed_to_be_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch refuses them on CUDA unless cuBLAS was told how to cut its workspace; what the user said stands."""
+    name = "CUBLAS_WORKSPACE_CONFIG"
+    monkeypatch.setenv(name, ":16:8")
+    compute_deterministically(torch.device("cuda"))
+    assert os.environ[name] == ":16:8"
+    monkeypatch.delenv(name)
+    compute_deterministically(torch.device("cpu"))
+    assert name not in os.environ
+    compute_deterministically(torch.device("cuda"))
+    assert os.environ[name] == ":4096:8"

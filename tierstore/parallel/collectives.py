@@ -397,13 +397,13 @@ class Group:
     def _gather_natively(self, out_flat: Tensor, piece: Tensor, channel: Channel, sent: int) -> Work:
         import torch.distributed as dist
 
-        pieces = list(out_flat.view(self.size, piece.numel()).unbind())
         group = self._communicators[channel]
         return self._issue(
             Operation.ALL_GATHER,
             channel,
             sent,
-            lambda: dist.all_gather(pieces, piece, group=group, async_op=True),
+            # Not into a list of views: NCCL would gather into memory of its own, and copy.
+            lambda: dist.all_gather_into_tensor(out_flat, piece, group=group, async_op=True),
         )
 
     def _exchange(

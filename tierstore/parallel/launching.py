@@ -106,9 +106,10 @@ def launch(
         yield mesh
         mesh.world.barrier()
     except BaseException as error:
-        if watch is not None:
+        if watch is None:
+            abort()
+        else:
             watch.leave(error)
-        abort()
         raise
     else:
         watch.leave()

@@ -8,7 +8,8 @@ cannot stop its ranks.
 
 What a rank then does: the watch prints the reason and calls ``on_failure`` (which aborts the communicators, so
 that collectives raise), and the process has ``grace_s`` to end by itself. After that it is ended here: a store
-stands at its last commit at any instant. One thread, asleep in ``select``.
+stands at its last commit at any instant. One thread, asleep in ``select``, and one more for ``on_failure``: to abort
+can mean to wait for a device that waits for the dead rank, and what counts the seconds must not.
 """
 
 from __future__ import annotations
@@ -53,7 +54,6 @@ class DeathWatch:
     ) -> None:
         self._place = place
         self._grace_s = grace_s
-        self._on_failure = on_failure
         self._end = end
         self._lock = threading.Lock()  # guards failure and the sending on connections
         self._failure: Failure | None = None
@@ -68,6 +68,7 @@ class DeathWatch:
             self._selector.register(self._parent, selectors.EVENT_READ, None)
         self._wake_read, self._wake_write = os.pipe()
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
+        self._aborting = threading.Thread(target=on_failure, name="abort", daemon=True)
         self._thread = threading.Thread(target=self._watch, name="death watch", daemon=True)
         self._thread.start()
 
@@ -77,7 +78,10 @@ class DeathWatch:
         return self._failure
 
     def leave(self, error: BaseException | None = None) -> None:
-        """This rank's part is over: done, or failed with ``error``, which the others are then told."""
+        """This rank's part is over: done, or failed with ``error``, which the others are then told.
+
+        After a failure of any rank ``on_failure`` has returned, or the process is ended after ``grace_s``.
+        """
         if self._left.is_set():
             return
         if error is None:
@@ -90,12 +94,22 @@ class DeathWatch:
         self._left.set()
         os.write(self._wake_write, b".")
         self._thread.join()
+        if error is not None or self._failure is not None:
+            self._abort()
         self._selector.close()
         for connection in self._peers.values():
             connection.close()
         for descriptor in (self._wake_read, self._wake_write, self._parent):
             if descriptor is not None:
                 os.close(descriptor)
+
+    def _abort(self) -> None:
+        if self._failure is None:  # else the thread has begun
+            self._aborting.start()
+        self._aborting.join(self._grace_s)
+        if self._aborting.is_alive():
+            self._say(f"communicators not aborted within {self._grace_s:g} s of the failure, so ended now")
+            self._end(EXIT_STATUS)
 
     # The thread --------------------------------------------------------------------------------------------
 
@@ -140,7 +154,7 @@ class DeathWatch:
         who = "the job" if failure.rank is None else f"rank {failure.rank}"
         self._say(f"{who} failed: {failure.reason}; ending within {self._grace_s:g} s")
         self._found.set()
-        self._on_failure()
+        self._aborting.start()
 
     def _tell(self, message: dict[str, Any]) -> None:
         line = json.dumps(message).encode() + b"\n"

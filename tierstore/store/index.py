@@ -176,6 +176,16 @@ class Index:
         records = {k: RecordEntry.unpack(v, where=f"{self._data}: record {k!r}") for k, v in packed.items()}
         return Commit(generation, records, state)
 
+    def read_state(self, name: str, snapshot: str | None = None) -> bytes | None:
+        """State ``name`` of the last commit, or of the snapshot named; None where it has none. Raises KeyError for an
+        unknown snapshot.
+        """
+        if snapshot is not None:
+            return self.read_commit(snapshot).state.get(name)
+        with self._reading() as txn:  # without its records, of which there are many
+            raw = txn.get(name.encode(), db=self._state)
+            return None if raw is None else bytes(raw)
+
     def snapshots(self) -> dict[str, int]:
         """Names of the retained snapshots, oldest first, with their generations."""
         names = {}

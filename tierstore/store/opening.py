@@ -172,9 +172,8 @@ def create(
         stack.callback(drives.close)
         index = Index.create(directory / "index")
         stack.callback(index.close)
-        parts = _assemble(
-            stack, drives, schemas, config, adamw, lease=lease, index=index, trace=trace, io_log=io_log
-        )
+        found = _Found(drives=drives, schemas=schemas, config=config, adamw=adamw, lease=lease, index=index)
+        parts = _assemble(stack, found, trace, io_log)
         stack.pop_all()
         return parts
 
@@ -208,9 +207,8 @@ def open_existing(
         config = replace(config, layers=layers)
         drives = Drives.open(home, config.stripe, known)
         stack.callback(drives.close)
-        parts = _assemble(
-            stack, drives, schemas, config, adamw, lease=lease, index=index, trace=trace, io_log=io_log
-        )
+        found = _Found(drives=drives, schemas=schemas, config=config, adamw=adamw, lease=lease, index=index)
+        parts = _assemble(stack, found, trace, io_log)
         stack.pop_all()
         return parts
 
@@ -230,10 +228,10 @@ def read_states(directory: Path, name: str) -> dict[OpenAt, bytes]:
     home = Home(directory, read_identity(directory), published=True)
     with Lease(directory), contextlib.closing(Index(directory / "index")) as index:
         read_meta(home, index)
-        commits = {OpenAt.LAST: index.read_commit()}
+        states = {OpenAt.LAST: index.read_state(name)}
         if PREVIOUS in index.snapshots():
-            commits[OpenAt.PREVIOUS] = index.read_commit(PREVIOUS)
-    return {at: commit.state[name] for at, commit in commits.items() if name in commit.state}
+            states[OpenAt.PREVIOUS] = index.read_state(name, PREVIOUS)
+    return {at: state for at, state in states.items() if state is not None}
 
 
 def read_drives(directory: Path) -> list[DriveReport]:
@@ -351,21 +349,23 @@ def check_budget(config: StoreConfig, schemas: Sequence[RecordSchema], layers: S
 # Building ---------------------------------------------------------------------------------------------------
 
 
-def _assemble(
-    stack: contextlib.ExitStack,
-    drives: Drives,
-    schemas: Sequence[RecordSchema],
-    config: StoreConfig,
-    adamw: AdamWConfig,
-    *,
-    lease: Lease,
-    index: Index,
-    trace: Path | None,
-    io_log: Path | None,
-) -> Parts:
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """What lies on the drives, and how it is to be used: what the other parts are built on."""
+
+    drives: Drives
+    schemas: Sequence[RecordSchema]
+    config: StoreConfig
+    adamw: AdamWConfig
+    lease: Lease
+    index: Index
+
+
+def _assemble(stack: contextlib.ExitStack, found: _Found, trace: Path | None, io_log: Path | None) -> Parts:
     """The rest of the parts; what fails takes back, through ``stack``, what was made."""
+    config, drives, schemas = found.config, found.drives, found.schemas
     tuning = tune(config.io, drives.home.directory)
-    engine = make_engine(config.io, tuning, lease_fd=lease.fd, log_path=io_log)
+    engine = make_engine(config.io, tuning, lease_fd=found.lease.fd, log_path=io_log)
     stack.callback(engine.close)
     frame = record_frame_bytes(schemas)
     frames = max(config.host_budget // frame, 1)
@@ -385,7 +385,18 @@ def _assemble(
         stack.callback(recording.close)
     cache = HostCache(engine=engine, arena=arena, frame_bytes=frame, residency=residency, backing=slots)
     return Parts(
-        drives.home, drives, config, adamw, lease, engine, arena, index, slots, cache, recording, tuning
+        home=drives.home,
+        drives=drives,
+        config=config,
+        adamw=found.adamw,
+        lease=found.lease,
+        engine=engine,
+        arena=arena,
+        index=found.index,
+        slots=slots,
+        cache=cache,
+        recording=recording,
+        tuning=tuning,
     )
 
 

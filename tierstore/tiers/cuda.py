@@ -35,15 +35,17 @@ class _CopyThread:
         self._thread.start()
 
     def submit(self, after: Sequence[int], copy: Callable[[], None]) -> int:
-        ticket = self._engine.external()
-        self._work.put((list(after), copy, ticket))
+        before = [earlier for earlier in after if earlier]
+        # It fails with the very error of what it follows, and whoever waits for it makes that urgent.
+        ticket = self._engine.external(after=before)
+        self._work.put((before, copy, ticket))
         return ticket
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             after, copy, ticket = work
             try:
-                self._engine.wait_all([t for t in after if t])
+                self._engine.wait_all(after)
                 with torch.cuda.stream(self.stream):
                     copy()
                 self.stream.synchronize()
@@ -75,8 +77,8 @@ class CudaDeviceTier:
         self._engine = engine
         self._link = link
         self.slots = slots
-        self._weights = torch.empty(slots.weights, slots.numel, dtype=slots.compute, device=device)
-        self._gradients = torch.empty(slots.gradients, slots.numel, dtype=torch.float32, device=device)
+        self._weights = _slots(slots.weights, slots.weight_bytes, slots.numel, slots.compute, device)
+        self._gradients = _slots(slots.gradients, slots.gradient_bytes, slots.numel, torch.float32, device)
         self._landing_arena = Arena(slots.gradients * slots.gradient_bytes, huge_pages)
         pin_arena(self._landing_arena)
         self._landing = [
@@ -135,6 +137,17 @@ class CudaDeviceTier:
         self._up.close()
         self._down.close()
         unpin_arena(self._landing_arena)
+
+
+def _slots(
+    count: int, stride: int, numel: int, dtype: torch.dtype, device: torch.device
+) -> list[torch.Tensor]:
+    """Flat tensors that start every ``stride`` bytes. A product's kernel depends on how its operands are aligned, and
+    its bits may not depend on the slot.
+    """
+    memory = torch.empty(count * stride, dtype=torch.uint8, device=device)
+    starts = range(0, count * stride, stride)
+    return [memory[start : start + numel * dtype.itemsize].view(dtype) for start in starts]
 
 
 def pin_arena(arena: Arena) -> None:

@@ -51,7 +51,7 @@ def text_files(config: DataConfig) -> list[Path]:
     """The files of ``config``, in order. Raises DataError naming what is missing or empty of files."""
     if not config.paths:
         root = Path(sysconfig.get_path("stdlib"))
-        return _walk(root, (".py",), skipped=_SKIPPED)
+        return _regular(_walk(root, (".py",), skipped=_SKIPPED))
     files: list[Path] = []
     for text in config.paths:
         path = Path(text)
@@ -61,12 +61,20 @@ def text_files(config: DataConfig) -> list[Path]:
             files.append(path)
         else:
             raise DataError(f"{path}: expected a text file or a directory of them, found nothing there")
-    return files
+    return _regular(files)
 
 
 def text_bytes(config: DataConfig) -> int:
     """Bytes of text that a run holds in memory. Raises DataError."""
     return min(config.max_bytes, sum(path.stat().st_size for path in text_files(config)))
+
+
+def _regular(files: list[Path]) -> list[Path]:
+    for path in files:
+        # To open a pipe is to wait for who writes to it.
+        if path.exists() and not path.is_file():
+            raise DataError(f"{path}: expected a text file, found a pipe, a socket or a device")
+    return files
 
 
 def _walk(root: Path, suffixes: tuple[str, ...], *, skipped: frozenset[str]) -> list[Path]:

@@ -6,6 +6,7 @@ Everything that can be refused is refused before the store's directory is touche
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ from tierstore.train.ranks import Agreed, Opening, agree, check_alike
 from tierstore.train.state import TrainState, conditions, differences
 from tierstore.train.trainer import Trainer
 
-__all__ = ["Opening", "open_session", "stall_spans"]
+__all__ = ["Opening", "compute_deterministically", "open_session", "stall_spans"]
 
 
 @contextlib.contextmanager
@@ -150,7 +151,7 @@ def _prepare(config: TrainConfig, opening: Opening, mesh: Mesh | None, timeline:
     _check_batch(config, mesh.world.size)
     if config.threads:
         torch.set_num_threads(config.threads)
-    torch.use_deterministic_algorithms(True)
+    compute_deterministically(device)
     divided = budgets(config, DeviceKind(device.type))
     data = TextData(config.data, seq_len=config.model.seq_len)
     present = conditions(
@@ -168,6 +169,14 @@ def _prepare(config: TrainConfig, opening: Opening, mesh: Mesh | None, timeline:
         timeline=timeline,
         ledger=StallLedger(listener=stall_spans(timeline) if timeline.enabled else None),
     )
+
+
+def compute_deterministically(device: torch.device) -> None:
+    """Makes torch compute the same bits each time on ``device``, or raise. Before the first product on it."""
+    if device.type == "cuda":
+        # Without it cuBLAS divides its workspace among streams as they come, and torch refuses every product.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
 
 
 def _build_model(setup: _Setup) -> _Shell:
