@@ -16,7 +16,7 @@ from tierstore.units import format_seconds
 __all__ = ["overlap", "prediction"]
 
 
-def rig_options(*, steps: int, warmup: int, computation: str) -> Callable[[F], F]:
+def rig_options(*, steps: int, warmup: int, forward_ms: float, computation: str) -> Callable[[F], F]:
     """``--steps --warmup --forward-ms --computation`` with these defaults."""
     options = (
         click.option(
@@ -26,7 +26,7 @@ def rig_options(*, steps: int, warmup: int, computation: str) -> Callable[[F], F
         click.option(
             "--forward-ms",
             type=float,
-            default=20.0,
+            default=forward_ms,
             show_default=True,
             help="Computation of a layer's forward pass.",
         ),
@@ -57,7 +57,7 @@ def rig_options(*, steps: int, warmup: int, computation: str) -> Callable[[F], F
     help="Layers that only take time, or the trainer as CONFIG and --set say.",
 )
 @click.option("--layers", type=int, default=16, show_default=True, help="Of the synthetic stack.")
-@rig_options(steps=5, warmup=3, computation="matmul")
+@rig_options(steps=5, warmup=2, forward_ms=40.0, computation="matmul")
 @place_option
 @click.option(
     "--timeline",
@@ -146,7 +146,7 @@ def _stalled_along(run: dict[str, Any], dimension: str) -> float:
 
 
 @click.command()
-@rig_options(steps=4, warmup=6, computation="device")
+@rig_options(steps=4, warmup=6, forward_ms=20.0, computation="device")
 @place_option
 @results_options()
 def prediction(
