@@ -28,6 +28,7 @@ from tierstore.store.home import (
     read_directory_identity,
     refuse_foreign,
     remove_content,
+    remove_unfinished,
     write_identity,
 )
 from tierstore.store.lease import Lease
@@ -202,7 +203,11 @@ class Drives:
         )
         self._drives.append(drive)
         drive.lease = Lease(path)
+        # Where anything is found beside it after a power cut, this is what tells whose debris it is.
+        fsync_directory(path)
         remove_content(path)
+        if identity is not None:  # gone before what tells whose it was is
+            fsync_directory(path)
 
     def _configure(self, bandwidths: Sequence[float]) -> None:
         config, count = self._config, len(self)
@@ -304,8 +309,7 @@ class Drives:
         """Lets the directories go; those that no commit knows are taken back."""
         for drive in self._drives[1:]:
             if not drive.published and drive.lease is not None:
-                remove_content(drive.path)
-                (drive.path / "lease").unlink(missing_ok=True)
+                remove_unfinished(drive.path)
             if drive.lease is not None:
                 drive.lease.close()
             if not drive.published:

@@ -165,11 +165,15 @@ def create(
         lease = stack.enter_context(Lease(directory))
         if (directory / IDENTITY).exists():
             raise StoreExistsError(f"{directory}: there is a store here already")
-        stack.callback(home.remove_unpublished)
+        home.hold()
         abandoned = unfinished_creation(directory)
-        remove_content(directory)
+        if not abandoned:
+            stack.callback(home.remove_unpublished)
         drives = Drives.create(home, config.stripe, abandoned)
+        if abandoned:  # what tells whose the directories of that one are stays until they are taken over
+            stack.callback(home.remove_unpublished)
         stack.callback(drives.close)
+        remove_content(directory)
         index = Index.create(directory / "index")
         stack.callback(index.close)
         parts = _assemble(stack, drives, schemas, config, adamw, lease, index, trace, io_log)
