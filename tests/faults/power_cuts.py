@@ -1,7 +1,7 @@
 """Cuts the power of stores at work, and sees what they are then. As a program, as often as one likes:
 
-``python tests/faults/power_cuts.py --states 5000 [--twice N] [--seed N] [WORKLOAD..]``, from the repository's root. It prints a line
-for each workload, and ends with 1 if a state was not an acknowledged commit.
+``python tests/faults/power_cuts.py --states 5000 [--twice N] [--seed N] [WORKLOAD..]``, from the repository's root. It
+prints a line for each workload, and ends with 1 if a state was not an acknowledged commit.
 
 A *state* is what the disk holds after a cut (every name and byte) together with the commits that may be found there; none
 is tried twice within a workload.

@@ -357,8 +357,6 @@ class ParameterStore(StoreRecords):
         if records and not self._space_reserved:
             self.reserve()  # a full disk is found out while nothing has changed
         tickets: list[int] = []
-        if records and not self._space_reserved:
-            self.reserve()
         self.history.begin(lr)
         try:
             for layer, group in by_layer(records):
