@@ -222,9 +222,11 @@ def cut_twice(directory: Path, workload: Workload, count: int, starts: int, seed
     states in all.
     """
     log, commits = record(directory, workload)
-    states = crash_states(log, 40 * starts, seed=seed, first=first_cut(workload, commits))
-    chosen = random.Random(seed).sample(list(states), starts)
-    tried = Tried()
+    states = list(crash_states(log, 40 * starts, seed=seed, first=first_cut(workload, commits)))
+    rng, tried = random.Random(seed), Tried()
+    half_made = [state for state in states if _half_made(state, workload.drives)]
+    chosen = rng.sample(half_made, min(len(half_made), starts // 2))
+    chosen += rng.sample(states, starts - len(chosen))
     for number, state in enumerate(chosen):
         work = is_collected_and_goes_on if number % 2 else goes_on
         if "s/tierstore.json" not in state.files:
@@ -236,6 +238,12 @@ def cut_twice(directory: Path, workload: Workload, count: int, starts: int, seed
             tried.wrong = f"after cut {state.cut}, {state.kind.value}: {tried.wrong}"
             break
     return tried
+
+
+def _half_made(state: CrashState, drives: Sequence[str]) -> bool:
+    """Whether further directories have an identity, and the store has none yet."""
+    identities = [f"{name}/tierstore.json" in state.files for name in ("s", *drives)]
+    return any(identities) and not identities[0]
 
 
 def main() -> None:

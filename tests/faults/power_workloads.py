@@ -154,6 +154,8 @@ def rolled_back(run: Run) -> None:
             run.commit(b"undone")
         run.close()
         run.open(OpenAt.PREVIOUS)
+        # What was undone took its snapshot with it, and what was acknowledged kept its own.
+        assert (f"s{number}" in run.store.snapshots) is bool(number % 2)
 
 
 def growing(run: Run) -> None:
