@@ -118,17 +118,6 @@ MUTATIONS = [
         "tests/store/test_index_pages.py::test_one_flipped_bit_is_found_or_means_nothing",
     ),
     Mutation(
-        "an index is not checked at all",
-        "tierstore/store/index.py",
-        "    def _check_entries(self) -> None:\n",
-        "    global check_pages\n"
-        "    check_pages = str\n\n"
-        "    def _check_entries(self) -> None:\n"
-        "        return\n",
-        STORE + "test_a_bit_flipped_as_the_index_is_written_is_found[OpenAt.LAST]",
-        (STORE + "test_a_bit_flipped_as_the_index_is_written_is_found[OpenAt.PREVIOUS]",),
-    ),
-    Mutation(
         "extents are not synced",
         "tierstore/store/committing.py",
         "            syncs = slots.syncs(())\n",

@@ -193,7 +193,8 @@ def violation(
         config = configs[tried.states % 2]
         wrong = wrong_with(root, state, commits, config, drives)
         stands = "s/tierstore.json" in state.files
-        if not wrong and tried.states % (_GOES_ON if stands else _MADE_ANEW) == 0:
+        every = _GOES_ON if stands else _MADE_ANEW if start is None else 1
+        if not wrong and tried.states % every == 0:
             tried.went_on += 1
             if stands:
                 wrong = wrong_later(root, config, Mode.REMOVE if tried.went_on % 2 else None)
@@ -232,6 +233,8 @@ def cut_twice(directory: Path, workload: Workload, count: int, starts: int, seed
         if "s/tierstore.json" not in state.files:
             work = is_made_anew
         again, found = record(directory, workload, state, work)
+        if _half_made(state, workload.drives):
+            again = again[: found[0].began]  # the taking over of what there was is what matters
         drives = workload.drives
         tried.add(violation(directory, again, found, count // starts, drives=drives, seed=seed, start=state))
         if tried.wrong:
