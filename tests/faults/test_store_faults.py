@@ -232,6 +232,7 @@ def test_a_failed_rename_or_sync_at_creation_leaves_no_store(fs: FaultFs) -> Non
         with pytest.raises(OSError, match=os.strerror(rule.errno)) as caught:
             first_commit(fs.mount / f"t{number}")
         assert caught.value.errno == rule.errno
+        assert not (fs.mount / f"t{number}").exists()
         fs.clear()
         with small_store(fs.mount / f"t{number}") as store:
             assert store.generation == 1

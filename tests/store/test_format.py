@@ -120,12 +120,27 @@ def slow_crc32c(data: bytes) -> int:
     return crc ^ 0xFFFFFFFF
 
 
+def check_index(env: lmdb.Environment) -> None:
+    """The checksum over all entries is what it should be."""
+    total = 0
+    databases = {
+        name: env.open_db(name, create=False) for name in (b"meta", b"records", b"state", b"snapshots")
+    }
+    with env.begin() as txn:
+        for name, database in databases.items():
+            for key, value in txn.cursor(db=database):
+                if (name, key) != (b"meta", b"checksum"):
+                    total += slow_crc32c(name + b"\0" + key + b"\0" + value)
+        assert struct.unpack("<Q", txn.get(b"checksum", db=databases[b"meta"])) == (total % 2**64,)
+
+
 def read_record(directory: Path, key: str) -> tuple[int, dict[str, bytes]]:
     """The step and the checked sections of one record of the last commit."""
     identity = json.loads((directory / "tierstore.json").read_text())
     assert (identity["format"], identity["directory"]) == (2, 0)
     with lmdb.open(str(directory / "index"), readonly=True, lock=False, max_dbs=4) as env:
         meta_db, records_db = (env.open_db(name, create=False) for name in (b"meta", b"records"))
+        check_index(env)
         with env.begin() as txn:
             meta = json.loads(txn.get(b"store", db=meta_db))
             value = txn.get(key.encode(), db=records_db)

@@ -91,8 +91,8 @@ class _Samples:
 
 
 class _Soak:
-    def __init__(self, bench: SoakBench, announce: Announce) -> None:
-        self._bench, self._announce = bench, announce
+    def __init__(self, bench: SoakBench, announce: Announce, asked_to_stop: Callable[[], bool]) -> None:
+        self._bench, self._announce, self._asked_to_stop = bench, announce, asked_to_stop
         self._plan = SoakPlan(bench.shape)
         self._random = random.Random(bench.shape.seed)
         shape = bench.shape
@@ -143,26 +143,25 @@ class _Soak:
         try:
             tell(process, self._request(life))
             while True:
-                try:
-                    now = time.monotonic()
-                    end = now + self._bench.seconds - self._elapsed_s
-                    if now >= min(end, kill_at):
-                        return self._kill(process, reader) if kill_at < end else self._stop(process, reader)
-                    message = reader.next(min(kill_at, end, now + _REPORT_S) - now)
-                    if message is None:
-                        if now - heard > _PATIENCE_S:
-                            self._fail("Hang", f"the worker said nothing for {_PATIENCE_S:g} s")
-                            return False
-                        continue
-                    heard = time.monotonic()
-                    if message["say"] == "ended":
-                        return self._ended(process)
-                    self._hear(message)
-                    if message["say"] == "opened" and math.isinf(kill_at) and kills:
-                        kill_at = self._next_kill(self._random.expovariate(1 / self._bench.kill_every_s))
-                except KeyboardInterrupt:
+                if self._asked_to_stop():
                     self._interrupted = True
                     return self._stop(process, reader)
+                now = time.monotonic()
+                end = now + self._bench.seconds - self._elapsed_s
+                if now >= min(end, kill_at):
+                    return self._kill(process, reader) if kill_at < end else self._stop(process, reader)
+                message = reader.next(min(kill_at, end, now + _REPORT_S) - now)
+                if message is None:
+                    if now - heard > _PATIENCE_S:
+                        self._fail("Hang", f"the worker said nothing for {_PATIENCE_S:g} s")
+                        return False
+                    continue
+                heard = time.monotonic()
+                if message["say"] == "ended":
+                    return self._ended(process)
+                self._hear(message)
+                if message["say"] == "opened" and math.isinf(kill_at) and kills:
+                    kill_at = self._next_kill(self._random.expovariate(1 / self._bench.kill_every_s))
         finally:
             process.kill()
             process.wait()
@@ -361,16 +360,19 @@ def _times(seconds: list[float]) -> dict[str, Any]:
     return {"times_count": len(seconds), "median_s": median(seconds), "greatest_s": max(seconds)}
 
 
-def run(bench: SoakBench, announce: Announce) -> dict[str, Any]:
+def run(
+    bench: SoakBench, announce: Announce, asked_to_stop: Callable[[], bool] = lambda: False
+) -> dict[str, Any]:
     """The soak's figures, ready for JSON; ``failures`` is empty when all was well. ``announce(seconds, figures)`` hears
-    how it goes. The store is removed afterwards unless something failed. Raises ConfigError, OSError.
+    how it goes; ``asked_to_stop`` is called every second, and may end it early. The store is removed afterwards unless
+    something failed. Raises ConfigError, OSError.
     """
     needed = stored_bytes(bench.shape)
     parent = next(path for path in bench.place.absolute().parents if path.exists())
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise ConfigError(f"store: the soak takes {needed} bytes of {parent}, which has {free} free")
-    result = _Soak(bench, announce).run()
+    result = _Soak(bench, announce, asked_to_stop).run()
     if not result["failures"]:
         for place in (bench.place, *bench.further):
             shutil.rmtree(place, ignore_errors=True)

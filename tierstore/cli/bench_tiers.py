@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tierstore.cli.bench_results import NOT_SO, PLACE, Reporting, Session, place_option, results_options
+from tierstore.cli.interrupts import Interrupts
 from tierstore.cli.options import SIZE
 from tierstore.cli.output import Output
 from tierstore.endurance import DAY_S
@@ -214,7 +215,7 @@ def _soak(
         place=places[0], further=places[1:], seconds=minutes * 60, shape=shape, kill_every_s=kill_every
     )
     total = max(round(bench.seconds), 1)
-    with _terminated_as_interrupted(), session.output.progress(total, label="soak") as progress:
+    with Interrupts() as interrupts, session.output.progress(total, label="soak") as progress:
 
         def announce(seconds: float, figures: dict[str, object]) -> None:
             shown = {
@@ -223,7 +224,7 @@ def _soak(
             }
             progress.update(min(round(seconds), total), total, shown)
 
-        result = run(bench, announce)
+        result = run(bench, announce, lambda: interrupts.asked)
     _show_soak(result, session.output)
     return _end(session, result, measurements(result))
 

@@ -7,16 +7,15 @@ SIGINT and SIGTERM end the run after the step in progress, with a commit; a seco
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
 import click
 
+from tierstore.cli.interrupts import Interrupts
 from tierstore.cli.options import (
     SIZE,
     config_overrides,
@@ -122,7 +121,7 @@ def _run(config: TrainConfig, files: _Files, *, resume: bool, as_json: bool) -> 
     # Ranks end together or not at all: from here on a signal to one of them is everybody's.
     limited = open_links(config.links)
     links = {"link": CollectiveLink(limited.gather), "exchange": limited.exchange}
-    with _Interrupts() as interrupts, launch(config.parallel, device=config.device, **links) as mesh:
+    with Interrupts() as interrupts, launch(config.parallel, device=config.device, **links) as mesh:
         first = mesh.world.rank == 0
         output = Output.for_option(as_json, counts=counts) if first else Output(OutputMode.NOBODY)
         again = Opening.RESTART if restarted() else Opening.CREATE
@@ -131,7 +130,7 @@ def _run(config: TrainConfig, files: _Files, *, resume: bool, as_json: bool) -> 
 
 
 def _train(
-    config: TrainConfig, output: Output, opening: Opening, files: _Files, mesh: Mesh, interrupts: _Interrupts
+    config: TrainConfig, output: Output, opening: Opening, files: _Files, mesh: Mesh, interrupts: Interrupts
 ) -> int:
     from tierstore.train.budgets import DeviceKind
     from tierstore.train.footprint import fixed_cost, keep_freed_memory, resident_bytes
@@ -191,7 +190,7 @@ def _train(
 
 
 def _steps(
-    config: TrainConfig, output: Output, trainer: Trainer, log: Metrics, interrupts: _Interrupts
+    config: TrainConfig, output: Output, trainer: Trainer, log: Metrics, interrupts: Interrupts
 ) -> bool:
     """Steps to the end, or until a signal reaches any rank: then True."""
     from tierstore.train.report import counters
@@ -314,27 +313,3 @@ def _show(summary: RunSummary, output: Output, rows: list[tuple[str, str]]) -> N
 
 def _seconds(stall: Mapping[str, object]) -> str:
     return format_seconds(float(str(stall["stall_s"])))
-
-
-class _Interrupts:
-    """Counts SIGINT and SIGTERM: the first asks the loop to stop, the second exits at once."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        self._before: dict[int, object] = {}
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
-            raise SystemExit(128 + number)
-        self.asked = True
-
-    def __enter__(self) -> _Interrupts:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]

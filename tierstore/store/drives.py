@@ -29,6 +29,7 @@ from tierstore.store.home import (
     refuse_foreign,
     refuse_shared,
     remove_content,
+    remove_unfinished,
     same_directory,
     write_identity,
 )
@@ -103,8 +104,7 @@ class Drive:
             if self.lease is not None:
                 stack.callback(self.lease.close)
                 if not self.published:
-                    remove_content(self.path)
-                    (self.path / "lease").unlink(missing_ok=True)
+                    remove_unfinished(self.path)
 
     def _remove_made(self) -> None:
         with contextlib.suppress(OSError):  # somebody has put something there
@@ -225,23 +225,30 @@ class Drives:
         self._drives.append(drive)
         with contextlib.ExitStack() as stack:
             lease = stack.enter_context(Lease(path))
-            self._check_free(path, number, abandoned)  # it may have become somebody's meanwhile
+            identity = self._check_free(path, number, abandoned)  # it may have become somebody's meanwhile
             stack.pop_all()
         drive.lease = lease  # whose content may be removed from here on
+        # Where anything is found beside it after a power cut, this is what tells whose debris it is.
+        fsync_directory(path)
         remove_content(path)
+        if identity is not None:  # gone before what tells whose it was is
+            fsync_directory(path)
 
-    def _check_free(self, path: Path, number: int, abandoned: str) -> None:
-        """Raises StoreExistsError or StoreFormatError where what is in ``path`` may be somebody's."""
+    def _check_free(self, path: Path, number: int, abandoned: str) -> Identity | None:
+        """The identity of an abandoned claim, None for none. Raises StoreExistsError or StoreFormatError where what is in
+        ``path`` may be somebody's.
+        """
         identity = read_directory_identity(path)
         if identity is None:
             refuse_foreign(path)
-            return
+            return None
         if identity.uuid != abandoned or (self.home.published and identity.number < number):
             raise StoreExistsError(
                 f"{path}: expected an empty or missing directory, found directory {identity.number} of the store in "
                 f"{identity.home or path}"
             )
         refuse_shared(self.home, path, identity)
+        return identity
 
     def _configure(self, bandwidths: Sequence[float]) -> None:
         config, count = self._config, len(self)

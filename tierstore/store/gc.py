@@ -31,6 +31,7 @@ from tierstore.store.home import (
     IDENTITY,
     OWN_NAMES,
     Home,
+    fsync_directory,
     read_directory_identity,
     read_identity,
     refuse_shared,
@@ -160,6 +161,7 @@ class _Collector:
                 path = directory / name
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
             # The last of all: without it nobody would know what the rest was.
+            fsync_directory(directory)
             (directory / "lease").unlink()
             with contextlib.suppress(OSError):  # ranks' directories are in it
                 directory.rmdir()

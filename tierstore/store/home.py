@@ -6,10 +6,10 @@ import contextlib
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from tierstore.errors import StoreFormatError, StoreMissingError
+from tierstore.errors import StoreExistsError, StoreFormatError, StoreMissingError
 from tierstore.store.format import FORMAT_VERSION
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "refuse_foreign",
     "refuse_shared",
     "remove_content",
+    "remove_unfinished",
     "same_directory",
     "unfinished_creation",
     "write_identity",
@@ -66,29 +67,37 @@ class Home:
     made: tuple[Path, ...] = ()
     #: It has an identity, and so is a store: before the first commit it is not.
     published: bool = False
+    #: How many directories the identity beside its place speaks of; 0 where there is none.
+    _announced: int = field(default=0, init=False)
+
+    def hold(self) -> None:
+        """Once the lease is there: it and the directory will be found after a power cut, and tell whose debris it is."""
+        for directory in (self.directory, *(made.parent for made in self.made)):
+            fsync_directory(directory)
 
     def announce(self, directories: int) -> None:
         """Writes the identity beside its place: what is not a store yet can be told by it (``unfinished_creation``)."""
         write_identity(self.directory, Identity(self.uuid, 0, directories), f"{IDENTITY}.new")
+        self._announced = directories
 
     def publish(self, directories: int = 1) -> None:
         """After the first commit, atomically: a directory with an identity is a whole store."""
-        self.announce(directories)
+        # Written a second time it could be lost to a power cut, and with it whose the further directories are.
+        if self._announced != directories:
+            self.announce(directories)
         # What the identity vouches for must be found after a power cut: names are synced by their directory.
         fsync_directory(self.directory / "index")
         fsync_directory(self.directory / "extents")
         fsync_directory(self.directory)
         (self.directory / f"{IDENTITY}.new").rename(self.directory / IDENTITY)
+        self._announced = 0
         fsync_directory(self.directory)
-        for made in self.made:
-            fsync_directory(made.parent)
         self.published = True
 
     def remove_unpublished(self) -> None:
         """Takes back a creation that never had a commit. Whoever calls it holds the lease."""
         if not self.published:
-            remove_content(self.directory)
-            (self.directory / "lease").unlink(missing_ok=True)
+            remove_unfinished(self.directory)
 
     def remove_made(self) -> None:
         if not self.published:
@@ -149,7 +158,7 @@ def unfinished_creation(directory: Path) -> str:
 
 
 def refuse_foreign(directory: Path) -> None:
-    """Raises StoreFormatError for a directory with content that no creation left behind.
+    """Raises StoreExistsError for a store, StoreFormatError for other content that no creation left behind.
 
     A creation that was killed before its first commit leaves no store (it has no identity), but always a
     lease.
@@ -157,6 +166,8 @@ def refuse_foreign(directory: Path) -> None:
     if not directory.exists():
         return
     names = sorted(child.name for child in directory.iterdir())
+    if IDENTITY in names:
+        raise StoreExistsError(f"{directory}: there is a store here already")
     foreign = [name for name in names if name not in OWN_NAMES or "lease" not in names]
     if foreign:
         raise StoreFormatError(
@@ -203,6 +214,14 @@ def remove_content(directory: Path) -> None:
             shutil.rmtree(child)
         elif child.name != "lease":
             child.unlink()
+
+
+def remove_unfinished(directory: Path) -> None:
+    """All that a creation without a commit has made here; the lease last, for without it the rest is anybody's."""
+    remove_content(directory)
+    with contextlib.suppress(OSError):  # the drive fails: the error before this one says so
+        fsync_directory(directory)
+    (directory / "lease").unlink(missing_ok=True)
 
 
 def fsync_directory(directory: Path) -> None:

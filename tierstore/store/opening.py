@@ -152,24 +152,28 @@ def create(
     """A directory with everything but an identity, which the first commit gives it. On failure nothing is
     left.
     """
+    refuse_foreign(directory)
     names = [schema.name for schema in schemas]
     if not names or len(set(names)) != len(names):
         raise ConfigError(
             f"{directory}: a store needs record schemas, each with a name of its own, got {names}"
         )
     check_budget(config, schemas, config.layers)
-    refuse_foreign(directory)
     with contextlib.ExitStack() as stack:
         home = Home(directory, str(uuid.uuid4()), make_directories(directory))
         stack.callback(home.remove_made)
         lease = stack.enter_context(Lease(directory))
         if (directory / IDENTITY).exists():
             raise StoreExistsError(f"{directory}: there is a store here already")
-        stack.callback(home.remove_unpublished)
+        home.hold()
         abandoned = unfinished_creation(directory)
-        remove_content(directory)
+        if not abandoned:
+            stack.callback(home.remove_unpublished)
         drives = Drives.create(home, config.stripe, abandoned)
+        if abandoned:  # what tells whose the directories of that one are stays until they are taken over
+            stack.callback(home.remove_unpublished)
         stack.callback(drives.close)
+        remove_content(directory)
         index = Index.create(directory / "index")
         stack.callback(index.close)
         found = _Found(drives=drives, schemas=schemas, config=config, adamw=adamw, lease=lease, index=index)

@@ -31,7 +31,7 @@ import numpy.typing as npt
 from tierstore import _native
 from tierstore.cache.access import Need, Phase
 from tierstore.cache.config import Scope
-from tierstore.errors import BudgetError, StoreError, StoreExistsError
+from tierstore.errors import BudgetError, StoreError
 from tierstore.store import content, opening
 from tierstore.store.adamw import AdamWConfig
 from tierstore.store.awaiting import TicketAwaiter
@@ -92,12 +92,8 @@ class ParameterStore(StoreRecords):
         replay). Raises StoreExistsError, ConfigError, BudgetError, OSError; on failure nothing is left
         behind.
         """
-        path = Path(directory)
-        if (path / opening.IDENTITY).exists():
-            raise StoreExistsError(f"{path}: there is a store here already")
-        return cls(
-            opening.create(path, schemas, config or StoreConfig(), adamw or AdamWConfig(), trace, io_log)
-        )
+        config, adamw = config or StoreConfig(), adamw or AdamWConfig()
+        return cls(opening.create(Path(directory), schemas, config, adamw, trace, io_log))
 
     @classmethod
     def open(
