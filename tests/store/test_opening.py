@@ -1,12 +1,14 @@
-"""What an opening decides before anything is opened: budgets."""
+"""What an opening decides of budgets."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from tierstore.cache.config import CacheConfig, Scope
 from tierstore.errors import BudgetError, ConfigError
-from tierstore.store import RecordSchema, StoreConfig, WeightFormat
+from tierstore.store import ParameterStore, RecordSchema, StoreConfig, WeightFormat
 from tierstore.store.opening import check_budget, minimum_host_budget
 
 SCHEMA = RecordSchema("expert", 4096, WeightFormat.FP32)
@@ -26,3 +28,11 @@ def test_the_smallest_share_must_hold_a_record() -> None:
     assert minimum_host_budget([SCHEMA], rounded, 3) == 3 * each
     with pytest.raises(ConfigError, match="layer_shares: expected 3, one for each layer, got 2"):
         check_budget(StoreConfig(host_budget=9 * each, cache=uneven), [SCHEMA], [0, 1, 2])
+
+
+def test_a_budget_that_the_machine_has_not_is_refused_by_its_key(tmp_path: Path) -> None:
+    with pytest.raises(
+        BudgetError, match=f"host_budget: expected what this machine can give, got {1 << 50} bytes"
+    ):
+        ParameterStore.create(tmp_path / "s", [SCHEMA], StoreConfig(host_budget=1 << 50))
+    assert not list(tmp_path.iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import uuid
 from collections.abc import Iterator, Sequence
@@ -365,6 +366,17 @@ class _Found:
     index: Index
 
 
+def _host_arena(config: StoreConfig, nbytes: int) -> Arena:
+    try:
+        return Arena(nbytes, _HUGE[config.io.huge_pages])
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        raise BudgetError(
+            f"host_budget: expected what this machine can give, got {config.host_budget} bytes: {error.strerror}"
+        ) from error
+
+
 def _assemble(stack: contextlib.ExitStack, found: _Found, trace: Path | None, io_log: Path | None) -> Parts:
     """The rest of the parts; what fails takes back, through ``stack``, what was made."""
     config, drives, schemas = found.config, found.drives, found.schemas
@@ -373,7 +385,7 @@ def _assemble(stack: contextlib.ExitStack, found: _Found, trace: Path | None, io
     stack.callback(engine.close)
     frame = record_frame_bytes(schemas)
     frames = max(config.host_budget // frame, 1)
-    arena = Arena(frames * frame, _HUGE[config.io.huge_pages])
+    arena = _host_arena(config, frames * frame)
     slots = SlotMap(
         engine,
         drives,
