@@ -75,7 +75,7 @@ std::shared_ptr<OpenFile> fake_file() {
     const int fd = mkstemp(path);
     CHECK(fd >= 0);
     ::close(fd);
-    auto file = std::make_shared<OpenFile>(path, FileCreate::No, DirectIo::Off);
+    auto file = std::make_shared<OpenFile>(path, FileCreate::No, DirectIo::Off, nullptr);
     ::unlink(path);
     file->direct_fd = ::dup(file->buffered_fd);
     file->memory_alignment = file->offset_alignment = kAlignment;
