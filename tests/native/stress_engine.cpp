@@ -1,5 +1,5 @@
-// Several threads submit random graphs of copies, fills, reads, writes, syncs and holds, wait, cancel and close,
-// each against an oracle that replays in ticket order whatever succeeded. Usage: stress_engine
+// Several threads submit random graphs of copies, fills, reads, writes, syncs, punches and holds, wait, cancel and
+// close, each against an oracle that replays in ticket order whatever succeeded. Usage: stress_engine
 // [threads|uring] [rounds]
 #include <unistd.h>
 
@@ -62,10 +62,12 @@ public:
           arena_(std::make_shared<Arena>(kCells * kFrames * kPageBytes, HugePages::Off)),
           crcs_(std::make_shared<CrcTable>(kSlots)),
           path_(temporary(std::to_string(seed))),
-          file_(path_, FileCreate::Yes),
+          meter_(std::make_shared<Meter>()),
+          file_(path_, FileCreate::Yes, DirectIo::Auto, meter_),
           cell_values_(kCells),
           slot_values_(kSlots) {
-        file_.allocate(0, kSlots * kFrames * kPageBytes);
+        // One slot more, which is only ever given back.
+        file_.allocate(0, (kSlots + 1) * kFrames * kPageBytes);
         std::vector<size_t> frames(kCells * kFrames);
         for (size_t i = 0; i < frames.size(); ++i) frames[i] = i * kPageBytes;
         std::shuffle(frames.begin(), frames.end(), random_);
@@ -97,6 +99,7 @@ public:
             if (pick(random_, 20) == 0) engine_.drain_notified();
             if (pick(random_, 30) == 0) engine_.stats();
             if (pick(random_, 30) == 0) engine_.drain_spans();
+            if (pick(random_, 30) == 0) meter_->reading();
         }
         for (Ticket ticket : externals) engine_.complete_external(ticket);
         std::fill(cell_tickets_.begin(), cell_tickets_.end(), 0);
@@ -192,7 +195,10 @@ private:
                     break;
                 }
                 const auto tickets = after({&slot_tickets_[index]});
-                ticket = engine_.sync(file_.open(), {tickets, priority});
+                ticket = pick(random_, 3) == 0
+                             ? engine_.punch(file_.open(), kSlots * kFrames * kPageBytes,
+                                             kFrames * kPageBytes, {tickets, priority})
+                             : engine_.sync(file_.open(), {tickets, priority});
                 steps_.push_back({Step::Other, ticket, 0, 0});
                 break;
             }
@@ -263,6 +269,7 @@ private:
     std::shared_ptr<Arena> arena_;
     std::shared_ptr<CrcTable> crcs_;
     std::string path_;
+    std::shared_ptr<Meter> meter_;
     File file_;
     std::vector<Buffer> cells_;
     std::vector<std::byte> cell_values_, slot_values_;
