@@ -31,7 +31,7 @@ from tierstore.store import (
     StoreConfig,
     StripeConfig,
 )
-from tierstore.store.home import remove_content
+from tierstore.store.home import remove_unfinished
 from tierstore.store.lease import Lease
 
 NUMEL = 3000
@@ -188,13 +188,13 @@ def test_a_drive_that_cannot_be_taken_back_holds_no_other(
     def fail(path: Path) -> None:
         if path.name == "b":
             raise OSError(errno.EIO, "Input/output error", str(path))
-        remove_content(path)
+        remove_unfinished(path)
 
     added = StoreConfig(
         host_budget=1 << 20, stripe=StripeConfig(directories=(tmp_path / "b", tmp_path / "c"))
     )
     store = ParameterStore.open(tmp_path / "store", added)
-    monkeypatch.setattr("tierstore.store.drives.remove_content", fail)
+    monkeypatch.setattr("tierstore.store.drives.remove_unfinished", fail)
     with pytest.raises(OSError, match="Input/output error"):
         store.close()
     assert not (tmp_path / "c").exists()
