@@ -2,7 +2,8 @@
 
 Each point of a grid is measured once; those that did best are measured again in turns. What counts is the time to read a
 byte and write one, as training does. Of points within 3% of the best the one with the fewest bytes in flight wins: it asks
-for less memory, and what is urgent waits less behind it.
+for less memory, and what is urgent waits less behind it. Depths below 4 are measured but not chosen: a store also compares
+checksums between transfers, and with fewer in flight the disk would wait for that.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _BLOCKS = {
     Extent.QUICK: (256 * _KIB, _MIB, 4 * _MIB),
     Extent.FULL: tuple(64 * _KIB << shift for shift in range(0, 10)),  # .. 32 MiB
 }
-_DEPTHS = {Extent.QUICK: (2, 8, 32), Extent.FULL: (1, 2, 4, 8, 16, 32, 64)}
+_DEPTHS = {Extent.QUICK: (4, 8, 32), Extent.FULL: (1, 2, 4, 8, 16, 32, 64)}
+_LEAST_DEPTH = 4
 _STORE_IN_FLIGHT = 128 * _MIB  # more than this a store should not have under way
 
 
@@ -102,7 +104,8 @@ def search(
     candidates = grid(bench)
     for candidate in candidates:
         _measure(bench, candidate, files, seconds, tick)
-    finalists = sorted(candidates, key=lambda candidate: -candidate.bytes_per_s)[:FINALISTS]
+    deep = [candidate for candidate in candidates if candidate.depth >= _LEAST_DEPTH]
+    finalists = sorted(deep, key=lambda candidate: -candidate.bytes_per_s)[:FINALISTS]
     for number in range(bench.rounds - 1):
         for candidate in finalists if number % 2 == 0 else reversed(finalists):
             _measure(bench, candidate, files, seconds, tick)

@@ -5,7 +5,8 @@ limited such that computation, gathers and expert fetches each take a chosen tim
 would take their sum; overlapped perfectly, the longest of them. The figure is the step over the longest.
 
 The three times: computation is measured in the same run, alone; the other two are what the run moved in a step,
-by what its link carries. A first run over unlimited links says how many bytes that will be.
+by what its link carries. A first run over unlimited links says how many bytes that will be, and how long a step takes
+in which nothing is waited for: computation and the program that drives it. A second ratio takes that for the computation.
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ def _run(bench: OverlapBench, ranks: Ranks, say: Callable[[str], None]) -> dict[
         found = ranks.measure(_limited_to(replace(asked, links=links, timeline=drawn), prefetch))
         if bench.stack is Stack.TRAINER:
             found["computing_s"] = free["computing_s"]
-        rows.append(_row(balance, prefetch, links, found))
+        rows.append(_row(balance, prefetch, links, found, free["step_s"]))
     if bench.svg is not None:
         assert timeline is not None
         picture.draw(timeline, bench.svg)
@@ -193,7 +194,9 @@ def _limited_to(asked: Measurement, prefetch: Prefetch) -> Measurement:
     return replace(asked, shape=shape, train=replace(asked.train, prefetch=ahead))
 
 
-def _row(balance: Balance, prefetch: Prefetch, links: LinksConfig, found: dict[str, Any]) -> dict[str, Any]:
+def _row(
+    balance: Balance, prefetch: Prefetch, links: LinksConfig, found: dict[str, Any], unlimited_s: float
+) -> dict[str, Any]:
     times = Times(
         found["computing_s"],
         found["sent_bytes"] / links.gather.bandwidth,
@@ -210,6 +213,7 @@ def _row(balance: Balance, prefetch: Prefetch, links: LinksConfig, found: dict[s
         "longest_s": times.longest,
         "serial_s": times.serial,
         "ratio": found["step_s"] / times.longest,
+        "driven_ratio": found["step_s"] / max(times.longest, unlimited_s),
         "stalls": [{"cause": name, "step_stall_s": spent} for name, spent in sorted(found["stalls"].items())],
     }
 

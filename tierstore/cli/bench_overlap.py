@@ -124,6 +124,7 @@ def overlap(
             "fetches",
             "step",
             "/ longest",
+            "/ driven",
             "stalled: horizontal",
             "vertical",
         ),
@@ -133,6 +134,7 @@ def overlap(
                 row["prefetch"],
                 *(format_seconds(row[f"{what}_s"]) for what in ("computation", "gathers", "fetches", "step")),
                 f"{row['ratio']:.3f}",
+                f"{row['driven_ratio']:.3f}",
                 *(format_seconds(_stalled_along(row, way)) for way in ("horizontal", "vertical")),
             )
             for row in result["runs"]
