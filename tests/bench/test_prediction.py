@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,9 +68,18 @@ def test_a_slower_link_never_helps() -> None:
         before = after
 
 
-def test_what_is_predicted_to_move_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "differs",
+    [
+        {},
+        {"layers": 8, "experts": 4, "cached_layers": 4.0},
+        {"layers": 8, "experts": 4, "cached_layers": 4.0, "vertical_depth": 0},
+    ],
+    ids=["small", "half in cache", "no prefetch"],
+)
+def test_what_is_predicted_to_move_does(tmp_path: Path, differs: dict[str, Any]) -> None:
     """Two real ranks, to the byte."""
-    shape = replace(SHAPE, forward_s=0.001, computation=Computation.DEVICE)
+    shape = replace(SHAPE, forward_s=0.001, computation=Computation.DEVICE, **differs)
     sent, moved = RigWorkload(shape, LinksConfig(), NOTHING).moved_bytes()
     with Ranks() as ranks:
         found = ranks.measure(Measurement(place=tmp_path, steps=8, warmup=6, shape=shape))

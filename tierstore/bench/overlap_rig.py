@@ -39,6 +39,7 @@ from tierstore.store.format import RecordSchema
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.tiers import DeviceSlots, open_device_tier
 from tierstore.timeline import OperationSpans, TimelineSink, Track
+from tierstore.train.config import TrainConfig
 
 __all__ = ["Computation", "Rig", "RigShape", "open_rig"]
 
@@ -287,6 +288,7 @@ def open_rig(
         lookahead=lookahead,
         layers=tuple(range(shape.layers)),
         disk=disk,
+        cache=TrainConfig().cache,
     )
     with ParameterStore.create(place, [schema], config, adamw=AdamWConfig()) as store:
         for layer in range(shape.layers):
