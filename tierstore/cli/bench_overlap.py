@@ -57,7 +57,7 @@ def rig_options(*, steps: int, warmup: int, forward_ms: float, computation: str)
     help="Layers that only take time, or the trainer as CONFIG and --set say.",
 )
 @click.option("--layers", type=int, default=16, show_default=True, help="Of the synthetic stack.")
-@rig_options(steps=5, warmup=2, forward_ms=40.0, computation="matmul")
+@rig_options(steps=4, warmup=6, forward_ms=40.0, computation="matmul")
 @place_option
 @click.option(
     "--timeline",
