@@ -29,6 +29,7 @@ from tierstore.store.home import (
     refuse_foreign,
     refuse_shared,
     remove_content,
+    remove_directories,
     remove_unfinished,
     same_directory,
     write_identity,
@@ -100,16 +101,11 @@ class Drive:
         """Lets it go; one that no commit knows is taken back."""
         with contextlib.ExitStack() as stack:
             if not self.published:
-                stack.callback(self._remove_made)
+                stack.callback(remove_directories, self.made)
             if self.lease is not None:
                 stack.callback(self.lease.close)
                 if not self.published:
                     remove_unfinished(self.path)
-
-    def _remove_made(self) -> None:
-        with contextlib.suppress(OSError):  # somebody has put something there
-            for made in self.made:
-                made.rmdir()
 
     def totals(self) -> tuple[int, int, float]:
         """Bytes read and written since the opening, and the seconds in which any were under way."""

@@ -24,6 +24,7 @@ __all__ = [
     "refuse_foreign",
     "refuse_shared",
     "remove_content",
+    "remove_directories",
     "remove_unfinished",
     "same_directory",
     "unfinished_creation",
@@ -101,9 +102,7 @@ class Home:
 
     def remove_made(self) -> None:
         if not self.published:
-            with contextlib.suppress(OSError):  # somebody has put something there
-                for made in self.made:
-                    made.rmdir()
+            remove_directories(self.made)
 
 
 def write_identity(directory: Path, identity: Identity, name: str) -> None:
@@ -205,6 +204,13 @@ def make_directories(directory: Path) -> tuple[Path, ...]:
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     return tuple(missing)
+
+
+def remove_directories(made: tuple[Path, ...]) -> None:
+    """Takes back what ``make_directories`` made, as far as nobody has put anything there."""
+    with contextlib.suppress(OSError):
+        for directory in made:
+            directory.rmdir()
 
 
 def remove_content(directory: Path) -> None:

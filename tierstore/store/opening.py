@@ -21,7 +21,6 @@ from tierstore.errors import (
     BudgetError,
     ConfigError,
     StoreError,
-    StoreExistsError,
     StoreFormatError,
 )
 from tierstore.machine import cores
@@ -164,8 +163,7 @@ def create(
         home = Home(directory, str(uuid.uuid4()), make_directories(directory))
         stack.callback(home.remove_made)
         lease = stack.enter_context(Lease(directory))
-        if (directory / IDENTITY).exists():
-            raise StoreExistsError(f"{directory}: there is a store here already")
+        refuse_foreign(directory)  # it may have become somebody's meanwhile
         home.hold()
         abandoned = unfinished_creation(directory)
         if not abandoned:
