@@ -63,7 +63,11 @@ def test_a_run_takes_what_its_plan_says(name: str, setting: Make) -> None:
     step = [(after - before) / 8 for before, after in zip(*moved, strict=True)]
     assert step[:2] == pytest.approx([traffic.read_bytes, traffic.written_bytes], abs=1)
     assert step[2:] == [traffic.hits, traffic.misses]
-    assert sum(traffic.read_for.values()) == pytest.approx(traffic.read_bytes, abs=len(traffic.read_for))
+    moved_for = traffic.moved_for.values()
+    assert sum(moved.read for moved in moved_for) == pytest.approx(traffic.read_bytes, abs=len(moved_for))
+    assert sum(moved.written for moved in moved_for) == pytest.approx(
+        traffic.written_bytes, abs=len(moved_for)
+    )
     assert arena > 0
     by_name = {term.name: term.nbytes for term in taken.terms}
     assert by_name["expert extents"] + by_name["dense extents"] == _extents(planned.config.store)

@@ -73,10 +73,10 @@ def test_computation_keeps_the_program_order_and_the_disk_does_not() -> None:
     assert list(run.begun) == [0, 5, 6, 5, 0]
 
 
-def test_reads_go_before_write_backs() -> None:
-    """While the disk is busy (until 2) a write-back and, later in the list, a read become ready."""
-    listed = [op(Kind.FETCH, 2), op(Kind.WRITE, 3), op(Kind.FETCH, 4)]
-    assert list(simulate(listed, lasting).begun) == [0, 6, 2]
+def test_a_disk_serves_in_the_order_of_asking() -> None:
+    """A read that follows the write-back of what it evicts lets the one behind it pass while the step (until 2) lasts."""
+    listed = [op(Kind.EXPERT_STEP, 2), op(Kind.WRITE, 3, 0), op(Kind.FETCH, 4, 1), op(Kind.FETCH, 5)]
+    assert list(simulate(listed, lasting).begun) == [0, 5, 8, 0]
 
 
 def test_steps_are_measured_once_they_have_settled() -> None:
@@ -127,7 +127,7 @@ def ticks(
                 else:
                     waiting = sorted(
                         (i for i in waiting if i in ready),
-                        key=lambda i: (listed[i].kind is Kind.WRITE, ready[i], i),
+                        key=lambda i: (ready[i], i),
                     )
                 busy = sum(i in left for i in mine)
                 if waiting and busy < widths.get(resource, 1):
@@ -211,7 +211,7 @@ def _step_s(depth: int, plan: GradientPlan, rates: Mapping[Resource, float]) -> 
     def sizes(item: Pass) -> PassSizes:
         if item.moe_layer is None:
             return PassSizes(gather=8, reduce=8)
-        return PassSizes(gather=8, reduce=8, experts=4, fetch=6, load=2, write=6)
+        return PassSizes(gather=8, reduce=8, experts=4, fetch=6, load=2, evict=3)
 
     def seconds(operation: Operation) -> float:
         return (operation.nbytes or 4) / rates[operation.resource]

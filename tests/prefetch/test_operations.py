@@ -14,10 +14,8 @@ from tierstore.prefetch.operations import Kind, Operation, PassSizes, Resource, 
 from tierstore.prefetch.schedule import Buffer, Pass
 
 SIZES = {
-    Phase.FORWARD: PassSizes(gather=10, reduce=12, all_to_all=5, experts=2, fetch=100, load=50),
-    Phase.BACKWARD: PassSizes(
-        gather=10, reduce=12, all_to_all=5, experts=2, fetch=300, load=50, land=40, write=300
-    ),
+    Phase.FORWARD: PassSizes(gather=10, reduce=12, all_to_all=5, experts=2, fetch=100, evict=300, load=50),
+    Phase.BACKWARD: PassSizes(gather=10, reduce=12, all_to_all=5, experts=2, fetch=300, load=50, land=40),
 }
 
 
@@ -39,38 +37,40 @@ def test_one_dense_and_one_moe_unit() -> None:
         (Kind.DENSE, 0, 0, (0,)),
         (Kind.DENSE, 1, 0, (2, 1)),  # 3
         (Kind.ALL_TO_ALL, 1, 5, (3,)),  # 4: tokens to their experts
-        (Kind.FETCH, 1, 100, (4,)),  # 5, 6: nobody could know them before
-        (Kind.FETCH, 1, 100, (4,)),
-        (Kind.FETCH, 2, 300, (4,)),  # 7, 8: of the backward pass
+        (Kind.WRITE, 1, 300, (4,)),  # 5: of what is evicted for the read that follows
+        (Kind.FETCH, 1, 100, (5,)),  # 6: nobody could know it before
+        (Kind.WRITE, 1, 300, (4,)),
+        (Kind.FETCH, 1, 100, (7,)),  # 8
+        (Kind.FETCH, 2, 300, (4,)),  # 9, 10: of the backward pass
         (Kind.FETCH, 2, 300, (4,)),
-        (Kind.LOAD, 1, 50, (4, 5)),  # 9
-        (Kind.EXPERT, 1, 0, (4, 9)),  # 10
-        (Kind.LOAD, 1, 50, (4, 6)),
-        (Kind.EXPERT, 1, 0, (10, 11)),  # 12
-        (Kind.ALL_TO_ALL, 1, 5, (12,)),  # 13: and back
-        (Kind.GATHER, 2, 10, (13,)),  # 14: a, again; b stays
-        (Kind.ALL_TO_ALL, 2, 5, (13, 1)),  # 15
-        (Kind.FETCH, 7, 100, (15,)),  # 16, 17: of the next step
-        (Kind.FETCH, 7, 100, (15,)),
-        (Kind.LOAD, 2, 50, (15, 7)),  # 18
-        (Kind.EXPERT, 2, 0, (15, 18)),  # 19
-        (Kind.LAND, 2, 40, (19,)),
-        (Kind.EXPERT_STEP, 2, 0, (20,)),
-        (Kind.WRITE, 2, 300, (21,)),
-        (Kind.LOAD, 2, 50, (15, 8)),  # 23
-        (Kind.EXPERT, 2, 0, (19, 23)),  # 24
-        (Kind.LAND, 2, 40, (24,)),
-        (Kind.EXPERT_STEP, 2, 0, (25,)),
-        (Kind.WRITE, 2, 300, (26,)),
-        (Kind.ALL_TO_ALL, 2, 5, (24,)),  # 28
-        (Kind.DENSE, 2, 0, (28,)),  # 29
-        (Kind.REDUCE, 2, 12, (29,)),  # 30
-        (Kind.DENSE, 3, 0, (29, 14)),  # 31
-        (Kind.REDUCE, 3, 12, (31,)),  # 32
-        (Kind.STEP, 4, 0, (31, 32, 30)),  # 33: clipping wants all gradients
-        (Kind.GATHER, 5, 10, (33,)),  # a, of the next step
-        (Kind.STEP, 5, 0, (33, 32, 30)),
-        (Kind.GATHER, 6, 10, (35,)),
+        (Kind.LOAD, 1, 50, (4, 6)),  # 11
+        (Kind.EXPERT, 1, 0, (4, 11)),  # 12
+        (Kind.LOAD, 1, 50, (4, 8)),
+        (Kind.EXPERT, 1, 0, (12, 13)),  # 14
+        (Kind.ALL_TO_ALL, 1, 5, (14,)),  # 15: and back
+        (Kind.GATHER, 2, 10, (15,)),  # 16: a, again; b stays
+        (Kind.ALL_TO_ALL, 2, 5, (15, 1)),  # 17
+        (Kind.WRITE, 7, 300, (17,)),
+        (Kind.FETCH, 7, 100, (18,)),  # of the next step
+        (Kind.WRITE, 7, 300, (17,)),
+        (Kind.FETCH, 7, 100, (20,)),
+        (Kind.LOAD, 2, 50, (17, 9)),  # 22
+        (Kind.EXPERT, 2, 0, (17, 22)),  # 23
+        (Kind.LAND, 2, 40, (23,)),
+        (Kind.EXPERT_STEP, 2, 0, (24,)),
+        (Kind.LOAD, 2, 50, (17, 10)),  # 26
+        (Kind.EXPERT, 2, 0, (23, 26)),  # 27
+        (Kind.LAND, 2, 40, (27,)),
+        (Kind.EXPERT_STEP, 2, 0, (28,)),
+        (Kind.ALL_TO_ALL, 2, 5, (27,)),  # 30
+        (Kind.DENSE, 2, 0, (30,)),  # 31
+        (Kind.REDUCE, 2, 12, (31,)),  # 32
+        (Kind.DENSE, 3, 0, (31, 16)),  # 33
+        (Kind.REDUCE, 3, 12, (33,)),  # 34
+        (Kind.STEP, 4, 0, (33, 34, 32)),  # 35: clipping wants all gradients
+        (Kind.GATHER, 5, 10, (35,)),  # a, of the next step
+        (Kind.STEP, 5, 0, (35, 34, 32)),
+        (Kind.GATHER, 6, 10, (37,)),
     ]
 
 
@@ -103,7 +103,63 @@ def test_a_budget_lets_a_fetch_wait() -> None:
 
 def _issued(found: list[Operation], fetch: Operation) -> int:
     """The pass during which it is asked for."""
-    return max(found[index].position for index in fetch.after)
+    before = [found[index] for index in fetch.after]
+    return max(_issued(found, op) if op.kind is Kind.WRITE else op.position for op in before)
+
+
+def test_a_step_waits_for_what_a_load_does_not() -> None:
+    """One layer, two experts, one gradient slot: weights are read before an expert is loaded, its moments before it is
+    stepped, and the second expert has nowhere to put its gradient before that.
+    """
+
+    def backward_only(item: Pass) -> PassSizes:
+        if item.phase is Phase.FORWARD:
+            return PassSizes(experts=2)
+        return PassSizes(experts=2, fetch=4, fetch_state=8)
+
+    schedule = Schedule(units=(Unit("b", 0, 0),), vertical=QueueLimits(0))
+    listed = operations(schedule, backward_only, gradient_slots=1)
+    first = next(index for index, op in enumerate(listed) if op.kind is Kind.FETCH)
+    found = [
+        (op.kind, op.nbytes, [i - first for i in op.after if i >= first])
+        for op in listed[first:]
+        if op.kind in (Kind.FETCH, Kind.LOAD, Kind.EXPERT, Kind.EXPERT_STEP)
+    ]
+    assert found == [
+        (Kind.FETCH, 4, []),  # 0
+        (Kind.FETCH, 8, []),
+        (Kind.FETCH, 4, []),  # 2
+        (Kind.FETCH, 8, []),
+        (Kind.LOAD, 0, [0]),  # 4
+        (Kind.EXPERT, 0, [4]),
+        (Kind.EXPERT_STEP, 0, [5, 1]),  # 6
+        (Kind.LOAD, 0, [2]),
+        (Kind.EXPERT, 0, [5, 7, 6]),  # 8
+        (Kind.EXPERT_STEP, 0, [8, 3]),
+    ]
+
+
+def test_what_is_evicted_was_stepped() -> None:
+    """Two layers, looking one pass ahead: what is asked for at the beginning of a pass evicts what earlier ones have
+    stepped.
+    """
+
+    def evicting(item: Pass) -> PassSizes:
+        return PassSizes(experts=1, fetch=100, evict=100)
+
+    schedule = Schedule(units=(Unit("b", 0, 0), Unit("c", 0, 1)), vertical=QueueLimits(1))
+    found = operations(schedule, evicting, steps=2)
+    count = len(schedule.passes)
+    follows = [
+        (
+            op.position % count,
+            [found[i].position % count for i in op.after if found[i].kind is Kind.EXPERT_STEP],
+        )
+        for op in found
+        if op.kind is Kind.WRITE and op.position >= count
+    ]
+    # Forward b is asked for during backward b, forward c during forward b, and so on.
+    assert follows == [(0, [2]), (1, [3]), (2, [3]), (3, [3]), (0, [2])]
 
 
 @settings(deadline=None, max_examples=50)

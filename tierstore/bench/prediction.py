@@ -34,7 +34,7 @@ from tierstore.plan.architecture import Architecture
 from tierstore.plan.capacity import Capacity, Setting
 from tierstore.plan.costs import ASSUMED, Cost
 from tierstore.plan.simulate import Outcome, outcome, simulate
-from tierstore.plan.traffic import Span, Traffic, step_traffic
+from tierstore.plan.traffic import Moved, Span, Traffic, step_traffic
 from tierstore.prefetch.operations import Kind, Operation, PassSizes, operations
 from tierstore.prefetch.plan import PrefetchConfig
 from tierstore.prefetch.predictor import PredictorName
@@ -165,21 +165,22 @@ class RigWorkload:
 
     @cached_property
     def operations(self) -> list[Operation]:
-        return operations(self.schedule, self.sizes, steps=_STEPS, slots=_SLOTS)
+        return operations(self.schedule, self.sizes, steps=_STEPS, slots=_SLOTS, gradient_slots=_SLOTS)
 
     def sizes(self, item: Pass) -> PassSizes:
         shape, traffic = self.shape, self.traffic
         assert item.moe_layer is not None
         backward = item.phase is Phase.BACKWARD
         sent = 4 * shape.dense_numel * (_RANKS - 1) // _RANKS
-        read = traffic.read_for.get((item.phase, item.moe_layer), 0)
+        moved = traffic.moved_for.get((item.phase, item.moe_layer), Moved())
         return PassSizes(
             gather=sent,
             reduce=sent,
             experts=shape.experts,
-            fetch=round(read / shape.experts),
+            fetch=round((moved.weights if backward else moved.read) / shape.experts),
+            fetch_state=round(moved.state / shape.experts) if backward else 0,
+            evict=round(moved.written / shape.experts),
             load=4 * shape.expert_numel,
-            write=round(traffic.written_bytes / (shape.layers * shape.experts)) if backward else 0,
         )
 
     def seconds(self, operation: Operation) -> float:

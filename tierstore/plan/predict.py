@@ -51,7 +51,14 @@ def predict(setting: Setting, profile: Profile, taken: Capacity | None = None) -
 def simulated(workload: Workload) -> Outcome:
     """The steady state of ``workload``."""
     schedule = workload.schedule
-    slots = workload.taken.divided.slots.weights
-    listed = operations(schedule, workload.sizes, steps=_STEPS, slots=slots)
+    slots, each = workload.taken.divided.slots, workload.experts / workload.parts
+    listed = operations(
+        schedule,
+        workload.sizes,
+        steps=_STEPS,
+        # A part of several experts has their slots; at least one more is loaded meanwhile.
+        slots=max(int(slots.weights / each), 2),
+        gradient_slots=max(int(slots.gradients / each), 2),
+    )
     run = simulate(listed, workload.seconds)
     return outcome(run, len(schedule.passes), steps=_STEPS, settled=_SETTLED)

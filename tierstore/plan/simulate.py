@@ -2,8 +2,7 @@
 
 Each resource is a server (or ``width`` of them) that works on one operation at a time to its end. Computation and
 collectives are served in the order in which the program issues them: one thread computes, and collectives must come in the
-same order on every rank. Copies, the disk and the engine's threads take whatever is ready, the first ready first, and
-write-backs after reads, as the engine does.
+same order on every rank. Copies, the disk and the engine's threads take whatever is ready, the first ready first.
 
 The step time is that of the steady state: from the end of one step's computation to the end of the next one's. The critical
 path is walked back from there: from each operation to whatever ended when it began, something that it needed or the one
@@ -83,7 +82,7 @@ class _Server:
     free: int
     program: list[int] = field(default_factory=list)
     served: int = 0
-    queue: list[tuple[int, float, int]] = field(default_factory=list)
+    queue: list[tuple[float, int]] = field(default_factory=list)
     last_ended: int = -1
 
 
@@ -130,8 +129,7 @@ class _Simulation:
         self._cause[index] = cause
         server = self._servers[self._operations[index].resource]
         if server.discipline is Discipline.READY:
-            later = self._operations[index].kind is Kind.WRITE
-            heapq.heappush(server.queue, (int(later), now, index))
+            heapq.heappush(server.queue, (now, index))
 
     def _end(self, index: int, now: float) -> None:
         server = self._servers[self._operations[index].resource]
@@ -155,7 +153,7 @@ class _Simulation:
 
     def _next(self, server: _Server) -> int | None:
         if server.discipline is Discipline.READY:
-            return heapq.heappop(server.queue)[2] if server.queue else None
+            return heapq.heappop(server.queue)[1] if server.queue else None
         if server.served == len(server.program) or self._ready_at[server.program[server.served]] is None:
             return None
         server.served += 1

@@ -9,14 +9,14 @@ case, nothing is assumed. With fewer, experts are drawn with the probability tha
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from tierstore._native import CapacityError, Residency
+from tierstore._native import CapacityError, Decision, Residency
 from tierstore.cache.access import Need, Phase
 from tierstore.cache.frames import frames_of
 from tierstore.errors import BudgetError
@@ -31,7 +31,7 @@ from tierstore.store.config import StoreConfig
 from tierstore.store.format import Group
 from tierstore.store.opening import make_residency, record_frame_bytes
 
-__all__ = ["Span", "Traffic", "step_traffic"]
+__all__ = ["Moved", "Span", "Traffic", "step_traffic"]
 
 
 @dataclass(frozen=True)
@@ -45,19 +45,44 @@ class Span:
 #: An expert that is reached with at least this probability is taken to be reached.
 _CERTAIN = 1 - 1e-6
 
+#: Entries are numbered by record and group.
+_GROUP_STRIDE = 4
+
 _Units = npt.NDArray[np.uint32]
 _Flags = npt.NDArray[np.uint16]
+_Decided = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint32]]
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes read of weights and of what else their records have (moments, spilled gradients), and bytes of what was
+    evicted to disk for them.
+    """
+
+    weights: int = 0
+    state: int = 0
+    written: int = 0
+
+    @property
+    def read(self) -> int:
+        return self.weights + self.state
+
+    def __add__(self, other: Moved) -> Moved:
+        return Moved(self.weights + other.weights, self.state + other.state, self.written + other.written)
+
+    def __floordiv__(self, parts: int) -> Moved:
+        return Moved(self.weights // parts, self.state // parts, self.written // parts)
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Means of one step of one rank, in its steady state. ``read_for`` divides the bytes read by the phase and
-    the layer that they were read for; ``active`` is the share of its experts that a pass reaches.
+    """Means of one step of one rank, in its steady state. ``moved_for`` divides the bytes by the phase and the layer that
+    they were read for, or that room was made for; ``active`` is the share of its experts that a pass reaches.
     """
 
     read_bytes: int
     written_bytes: int
-    read_for: Mapping[tuple[Phase, int], int]
+    moved_for: Mapping[tuple[Phase, int], Moved]
     hits: float
     misses: float
     active: float
@@ -93,6 +118,7 @@ class _Drive:
         reached = 1 - (1 - model.top_k / model.experts) ** tokens
         self._reached = 1.0 if reached >= _CERTAIN else reached
         self._random = np.random.default_rng(0)
+        self._group_bytes = np.array([setting.schema.layout(group).slot_bytes for group in Group], np.int64)
         self._residency = self._make(taken)
         self._predictor = make_predictor(
             config.prefetch.predictor, range(self._local), most=config.prefetch.guesses
@@ -102,8 +128,7 @@ class _Drive:
         self._kept = {layer: np.zeros(self._local, bool) for layer in self._layers}
         self._applied = 0
         self._first = self._last = True
-        self._read_for: Counter[tuple[Phase, int]] = Counter()
-        self._read = 0
+        self._moved_for: defaultdict[tuple[Phase, int], Moved] = defaultdict(Moved)
 
     def _make(self, taken: Capacity) -> Residency:
         setting, schema = self._setting, self._setting.schema
@@ -138,7 +163,7 @@ class _Drive:
         for step in range(span.warm_up):
             self._step(step)
         before = self._residency.stats()
-        self._read_for.clear()
+        self._moved_for.clear()
         for step in range(span.warm_up, span.warm_up + span.steps):
             self._step(step)
         after = self._residency.stats()
@@ -149,7 +174,7 @@ class _Drive:
         return Traffic(
             read_bytes=round(mean("read_bytes")),
             written_bytes=round(mean("written_bytes")),
-            read_for={what: nbytes // span.steps for what, nbytes in self._read_for.items()},
+            moved_for={what: moved // span.steps for what, moved in self._moved_for.items()},
             hits=mean("hits"),
             misses=mean("misses"),
             active=self._reached,
@@ -171,7 +196,8 @@ class _Drive:
         self._residency.end_step(self._applied)
         every = self._setting.config.cache.write_back_every
         if every and (step + 1) % every == 0:
-            self._residency.clean()
+            # It stands before the reads of the next step.
+            self._charge(Phase.FORWARD, self._layers[0], self._residency.clean())
 
     def _draw(self) -> _Units:
         if self._reached == 1.0:
@@ -252,8 +278,8 @@ class _Drive:
             if not len(chosen):
                 continue
             numbers = self._numbers(layer, chosen)
-            taken, _ = self._residency.prefetch(self._applied, item.phase, layer, numbers, flags)
-            self._charge(item.phase, layer)
+            taken, decided = self._residency.prefetch(self._applied, item.phase, layer, numbers, flags)
+            self._charge(item.phase, layer, decided)
             if taken < len(chosen):  # nearer passes first, and none further once there is no room
                 return
 
@@ -283,17 +309,23 @@ class _Drive:
         numbers = self._numbers(layer, chosen)
         groups, _ = self._residency.begin_access(self._applied, phase, layer, numbers, flags)
         for group in range(groups):
-            units, _, _ = self._residency.next_group()
-            self._charge(phase, layer)
+            units, demanded, following = self._residency.next_group()
+            self._charge(phase, layer, demanded)
+            self._charge(phase, layer, following)
             if group == groups - 1:
                 self._speculate(ahead, used or {})
             self._residency.end_group()
             done(chosen[units], flags[units])
 
-    def _charge(self, phase: Phase, layer: int) -> None:
-        read = int(str(self._residency.stats()["read_bytes"]))
-        self._read_for[phase, layer] += read - self._read
-        self._read = read
+    def _charge(self, phase: Phase, layer: int, decided: _Decided) -> None:
+        kinds, entries = decided
+        nbytes = self._group_bytes[entries % _GROUP_STRIDE]
+        fetched = kinds == Decision.FETCH
+        written = (kinds == Decision.EVICT_WRITE) | (kinds == Decision.WRITE_BACK)
+        weights = fetched & (entries % _GROUP_STRIDE == Group.WEIGHTS)
+        self._moved_for[phase, layer] += Moved(
+            int(nbytes[weights].sum()), int(nbytes[fetched & ~weights].sum()), int(nbytes[written].sum())
+        )
 
 
 def _all(need: Need, chosen: _Units) -> _Flags:

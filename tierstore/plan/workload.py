@@ -19,7 +19,7 @@ from tierstore.model.config import CheckpointActivations
 from tierstore.moe.config import SaveActivations
 from tierstore.plan.capacity import Capacity, Setting
 from tierstore.plan.costs import Cost, Profile
-from tierstore.plan.traffic import Traffic
+from tierstore.plan.traffic import Moved, Traffic
 from tierstore.prefetch.operations import Kind, Operation, PassSizes
 from tierstore.prefetch.schedule import Pass, QueueLimits, Schedule
 from tierstore.train.budgets import DeviceKind
@@ -81,24 +81,27 @@ class Workload:
         exchanged = rows * config.model.d_model * itemsize * (sharing - 1) // sharing
         slots, each = self.taken.divided.slots, self.experts / self.parts
         backward = item.phase is Phase.BACKWARD
-        passes = len(setting.model.moe_layers) * config.data.micro_batches
+        moved, divided = self._moved_for(item), config.data.micro_batches * self.parts
         on_device = setting.device is not DeviceKind.CPU
         return PassSizes(
             gather=gather,
             reduce=reduce,
             all_to_all=exchanged,
             experts=self.parts,
-            fetch=round(self._read(item) / (config.data.micro_batches * self.parts)),
+            fetch=round((moved.weights if backward else moved.read) / divided),
+            fetch_state=round(moved.state / divided) if backward else 0,
+            evict=round(moved.written / divided),
             load=round(slots.weight_bytes * each),
             land=round(slots.gradient_bytes * each) if backward and on_device else 0,
-            write=round(self.traffic.written_bytes / (passes * self.parts)) if backward else 0,
         )
 
-    def _read(self, item: Pass) -> int:
-        """Bytes that a step reads for the passes of ``item``'s phase and layer; steps that waited go with forward."""
+    def _moved_for(self, item: Pass) -> Moved:
+        """What a step moves for the passes of ``item``'s phase and layer; steps that waited go with forward."""
         assert item.moe_layer is not None
         phases = [Phase.BACKWARD] if item.phase is Phase.BACKWARD else [Phase.FORWARD, Phase.OPTIMIZER]
-        return sum(self.traffic.read_for.get((phase, item.moe_layer), 0) for phase in phases)
+        return sum(
+            (self.traffic.moved_for.get((phase, item.moe_layer), Moved()) for phase in phases), Moved()
+        )
 
     # Seconds -----------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ of the list.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -61,8 +61,10 @@ _RESOURCES = {
 
 @dataclass(frozen=True, kw_only=True)
 class PassSizes:
-    """Bytes that one pass moves on one rank. ``experts`` of them are computed one after another; ``fetch``, ``load``,
-    ``land`` and ``write`` are for each of those, and 0 for none (``fetch``: on average, as hits need none).
+    """Bytes that one pass moves on one rank. ``experts`` of them are computed one after another; ``fetch`` (what
+    is loaded), ``fetch_state`` (what only its step needs), ``evict``, ``load`` and ``land`` are for each of those, and 0
+    for none. What is fetched and evicted are means: hits need no fetch, and only what has changed is written when it is
+    evicted to make room for one.
     """
 
     gather: int = 0
@@ -70,9 +72,10 @@ class PassSizes:
     all_to_all: int = 0
     experts: int = 0
     fetch: int = 0
+    fetch_state: int = 0
+    evict: int = 0
     load: int = 0
     land: int = 0
-    write: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +95,28 @@ class Operation:
 
 
 def operations(
-    schedule: Schedule, sizes: Callable[[Pass], PassSizes], *, steps: int = 1, slots: int = 4
+    schedule: Schedule,
+    sizes: Callable[[Pass], PassSizes],
+    *,
+    steps: int = 1,
+    slots: int = 4,
+    gradient_slots: int = 4,
 ) -> list[Operation]:
-    """What ``steps`` steps from a cold start consist of. ``slots``: experts on the device at a time."""
-    return _Writer(schedule, sizes, slots).write(steps)
+    """What ``steps`` steps from a cold start consist of. ``slots``, ``gradient_slots``: experts, and gradients that have
+    not been taken from there, on the device at a time.
+    """
+    return _Writer(schedule, sizes, slots, gradient_slots).write(steps)
 
 
 class _Writer:
-    def __init__(self, schedule: Schedule, sizes: Callable[[Pass], PassSizes], slots: int) -> None:
+    def __init__(
+        self, schedule: Schedule, sizes: Callable[[Pass], PassSizes], slots: int, gradient_slots: int
+    ) -> None:
         self._schedule = schedule
         self._sizes = sizes
         self._slots = slots
+        #: What ends the use of each gradient slot, oldest first.
+        self._gradients: deque[tuple[int, ...]] = deque([()] * gradient_slots)
         self._window = Window(schedule, training=True)
         self._operations: list[Operation] = []
         #: The last thing that the main thread has done.
@@ -110,11 +124,13 @@ class _Writer:
         self._gathered: dict[int, int] = {}
         self._kept = Kept(schedule.units)
         self._reduced: dict[int, list[int]] = {}
-        #: Fetches by position, and of what is fetched and not computed yet: bytes, position.
-        self._fetched: dict[int, list[int]] = {}
+        #: Reads by position: those that the load of each expert waits for, and those that its step does.
+        self._fetched: dict[int, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+        #: Of what is fetched and not computed yet: bytes, position.
         self._outstanding: deque[tuple[int, int]] = deque()
         self._computed: dict[int, int] = {}
-        self._written: dict[int, int] = {}
+        #: The last step of an expert.
+        self._stepped: tuple[int, ...] = ()
         self._experts = [i for i, item in enumerate(self._window.passes) if item.moe_layer is not None]
 
     def write(self, steps: int) -> list[Operation]:
@@ -171,11 +187,7 @@ class _Writer:
         item = self._window.at(position)
         size = self._sizes(item)
         after, budget = list(begun), self._schedule.vertical.nbytes
-        layer = self._schedule.units[item.unit].moe_layer
-        assert layer is not None
-        if layer in self._written:
-            after.append(self._written[layer])  # what it reads was written after the last step
-        wanted = size.experts * size.fetch
+        wanted = size.experts * (size.fetch + size.fetch_state)
         while budget is not None and self._outstanding and self._held() + wanted > budget:
             _, freed = self._outstanding[0]
             if freed not in self._computed:
@@ -183,35 +195,46 @@ class _Writer:
             after.append(self._computed[freed])
             self._outstanding.popleft()
         self._outstanding.append((wanted, position))
-        reads = range(size.experts if size.fetch else 0)
-        self._fetched[position] = [self._add(Kind.FETCH, position, size.fetch, *after) for _ in reads]
+        self._read(position, size, after)
         return True
+
+    def _read(self, position: int, size: PassSizes, after: Iterable[int]) -> None:
+        """A read waits until what it evicts is on disk, which may have been stepped just before."""
+        self._fetched[position] = []
+        for _ in range(size.experts):
+            needs = tuple(after)
+            if size.evict:
+                needs = (self._add(Kind.WRITE, position, size.evict, *needs, *self._stepped),)
+            weights, state = (
+                (self._add(Kind.FETCH, position, nbytes, *needs),) if nbytes else ()
+                for nbytes in (size.fetch, size.fetch_state)
+            )
+            self._fetched[position].append((weights, state))
 
     def _held(self) -> int:
         return sum(nbytes for nbytes, _ in self._outstanding)
 
     def _run_experts(self, position: int, item: Pass, size: PassSizes, begun: tuple[int, ...]) -> None:
-        fetched = self._fetched.get(position)
-        if fetched is None:  # it did not fit beside what was fetched ahead
-            fetched = [self._add(Kind.FETCH, position, size.fetch, *begun) for _ in range(size.experts)]
-            self._fetched[position] = fetched
+        if position not in self._fetched:  # it did not fit beside what was fetched ahead
+            self._read(position, size, begun)
+        backward = item.phase is Phase.BACKWARD
         computed: list[int] = []
-        for index in range(size.experts):
-            needs = [fetched[index]] if index < len(fetched) else []
-            free = [computed[index - self._slots]] if index >= self._slots else []
-            load = self._add(Kind.LOAD, position, size.load, *begun, *needs, *free)
-            computed.append(self._add(Kind.EXPERT, position, 0, *(computed[-1:] or self._last), load))
-            if item.phase is Phase.BACKWARD:
-                self._finish_expert(position, item, size, computed[-1])
+        for index, (weights, state) in enumerate(self._fetched[position]):
+            free = computed[index - self._slots : index - self._slots + 1] if index >= self._slots else []
+            load = self._add(Kind.LOAD, position, size.load, *begun, *weights, *free)
+            gradient = self._gradients.popleft() if backward else ()
+            before = computed[-1:] or self._last
+            computed.append(self._add(Kind.EXPERT, position, 0, *before, load, *gradient))
+            if backward:
+                self._finish_expert(position, size, computed[-1], state)
         self._last = (computed[-1],)
         self._computed[position] = computed[-1]
 
-    def _finish_expert(self, position: int, item: Pass, size: PassSizes, computed: int) -> None:
-        landed = self._add(Kind.LAND, position, size.land, computed) if size.land else computed
-        stepped = self._add(Kind.EXPERT_STEP, position, 0, landed)
-        if size.write:
-            assert item.moe_layer is not None
-            self._written[item.moe_layer] = self._add(Kind.WRITE, position, size.write, stepped)
+    def _finish_expert(self, position: int, size: PassSizes, computed: int, state: tuple[int, ...]) -> None:
+        taken = self._add(Kind.LAND, position, size.land, computed) if size.land else computed
+        stepped = self._add(Kind.EXPERT_STEP, position, 0, taken, *state)
+        self._gradients.append((taken if size.land else stepped,))
+        self._stepped = (stepped,)
 
     def _step(self, position: int, item: Pass) -> None:
         self._kept.step(item.unit)
