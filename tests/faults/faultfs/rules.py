@@ -24,7 +24,7 @@ class Rule:
     """One fault: operations ``op`` (read, write, fsync, fallocate, open, create, rename, ...) on files that match
     ``path`` (a pattern, from the mount on); of these ``after`` pass first, then ``times`` (-1: all) go wrong.
 
-    ``at``: only transfers that touch this byte of the file.
+    ``at``: only transfers that touch this byte of the file. ``holding``: only writes that contain this text.
     """
 
     op: str
@@ -33,6 +33,7 @@ class Rule:
     after: int = 0
     times: int = -1
     at: int | None = None
+    holding: str = ""
     errno: int = errno.EIO
     nbytes: int = 0
     seconds: float = 0.0
@@ -70,13 +71,17 @@ class Rules:
         with self._lock:
             return list(self._fired)
 
-    def match(self, op: str, path: str, offset: int = 0, nbytes: int = 0) -> Rule | None:
+    def match(
+        self, op: str, path: str, offset: int = 0, nbytes: int = 0, content: bytes = b""
+    ) -> Rule | None:
         """The first rule that this operation sets off."""
         with self._lock:
             for number, rule in enumerate(self._rules):
                 if rule.op != op or not fnmatch.fnmatch(path, rule.path):
                     continue
                 if rule.at is not None and not offset <= rule.at < offset + nbytes:
+                    continue
+                if rule.holding.encode() not in content:
                     continue
                 self._seen[number] += 1
                 past = self._seen[number] - rule.after

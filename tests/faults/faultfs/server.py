@@ -102,9 +102,11 @@ class Server:
         where = os.path.relpath(os.readlink(self.nodes[node].handle), self.behind)
         return os.path.normpath(os.path.join(where, name))
 
-    def apply(self, op: str, path: str, offset: int = 0, nbytes: int = 0) -> Rule | None:
+    def apply(
+        self, op: str, path: str, offset: int = 0, nbytes: int = 0, content: bytes = b""
+    ) -> Rule | None:
         """What the rules say of this operation, as far as it does not depend on it; else the rule."""
-        rule = self.rules.match(op, path, offset, nbytes)
+        rule = self.rules.match(op, path, offset, nbytes, content)
         if rule is None:
             return None
         if rule.action is Action.FAIL:
@@ -255,7 +257,7 @@ class Server:
         fd, offset, size, *_ = fuse.TRANSFER_IN.unpack_from(body)
         content = body[fuse.TRANSFER_IN.size : fuse.TRANSFER_IN.size + size]
         path = self.path(node)
-        rule = self.apply("write", path, offset, size)
+        rule = self.apply("write", path, offset, size, content)
         if rule and rule.action is Action.SHORT:
             content = content[: rule.nbytes]
         if rule and rule.action is Action.FLIP:
@@ -301,8 +303,8 @@ class Server:
 
 
 def _flip(content: bytes, rule: Rule, offset: int) -> bytes:
-    """With ``at``, the bit of that byte; else counted from the beginning of the transfer."""
-    byte = rule.bit // 8 + (0 if rule.at is None else rule.at - offset)
+    """With ``at``, the bit of that byte; else counted from the text that it holds, or the beginning of the transfer."""
+    byte = rule.bit // 8 + (content.find(rule.holding.encode()) if rule.at is None else rule.at - offset)
     if byte >= len(content):
         return content
     return content[:byte] + bytes([content[byte] ^ 1 << rule.bit % 8]) + content[byte + 1 :]
