@@ -289,6 +289,8 @@ class OperationSpans:
             return
         spans, lost = self._engine.drain_spans()
         for activity, held, ticket, start_ns, end_ns, nbytes in spans:
+            if activity is Activity.OTHER:
+                continue  # whoever queued it knows what it is
             name = activity.name.lower().replace("_", " ") + (" (link)" if held else "")
             args = {"ticket": ticket, "nbytes": nbytes}
             self._sink.add(_TRACKS.get(activity, Track.OPTIMIZER), name, start_ns, end_ns, args)

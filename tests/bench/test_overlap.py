@@ -12,8 +12,9 @@ import pytest
 from tierstore.bench import overlap_picture as picture
 from tierstore.bench.namespaces import rank_namespaces
 from tierstore.bench.overlap import Balance, OverlapBench, Prefetch, Ranks, Stack, Times, links_for, run
+from tierstore.bench.overlap_device import Computation
 from tierstore.bench.overlap_rank import Measurement
-from tierstore.bench.overlap_rig import Computation, RigShape
+from tierstore.bench.overlap_rig import RigShape
 from tierstore.bench.worker import WorkerError
 from tierstore.cache.access import Phase
 from tierstore.config import load

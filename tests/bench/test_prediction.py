@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from tierstore.bench.overlap import Balance, Ranks, links_for
+from tierstore.bench.overlap_device import Computation
 from tierstore.bench.overlap_rank import Measurement
-from tierstore.bench.overlap_rig import Computation, RigShape
+from tierstore.bench.overlap_rig import RigShape
 from tierstore.bench.prediction import Calibration, PredictionBench, RigWorkload, cases, measurements
 from tierstore.errors import ConfigError
 from tierstore.links import LinkConfig, LinksConfig

@@ -97,6 +97,42 @@ def test_a_load_follows_its_tickets(bench: Bench) -> None:
     assert torch.equal(bench.tier.weights(0).cpu(), torch.full((NUMEL,), 2.0).to(bench.slots.compute))
 
 
+def test_a_load_waits_for_what_was_computed_before_its_slot_was_released(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not for what the compute stream was told afterwards, which would keep copies behind computation."""
+    told = 0
+    awaited: list[int] = []
+
+    class Event(_Idle):
+        def record(self, stream: object) -> None:
+            self.reached = told
+
+    class Stream(_Idle):
+        def wait_event(self, event: object) -> None:
+            assert isinstance(event, Event)
+            awaited.append(event.reached)
+
+    with Engine() as engine, _faked(monkeypatch), monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "Event", Event)
+        patch.setattr(torch.cuda, "Stream", Stream)
+        slots = DeviceSlots(NUMEL, torch.float32, weights=2, gradients=1)
+        tier = cuda.CudaDeviceTier(engine, slots, torch.device("cpu"), HugePages.OFF)
+        source = Bench(engine, tier, slots).source(torch.ones(NUMEL))
+        for slot in range(2):
+            engine.wait_all([tier.load(slot, source, [])])
+        assert awaited == []
+        told = 1
+        tier.release_weights(0)
+        told = 2
+        tier.release_weights(1)
+        told = 3
+        for slot in range(2):
+            engine.wait_all([tier.load(slot, source, [])])
+        assert awaited == [1, 2]
+        tier.close()
+
+
 def test_a_load_fails_with_what_it_follows(bench: Bench) -> None:
     gate = bench.engine.external()
     ticket = bench.tier.load(0, bench.source(torch.ones(NUMEL).to(bench.slots.compute)), [gate])

@@ -29,7 +29,7 @@ from tierstore.store.parameter_store import ParameterStore
 from tierstore.timeline import open_timeline
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
-from tierstore.train.session import open_session, stall_spans
+from tierstore.train.session import open_session
 
 __all__ = ["Measurement", "Stack"]
 
@@ -61,9 +61,9 @@ def _measure(asked: Measurement, world: Group, link: CollectiveLink) -> dict[str
     link.link = asked.links.gather.open()
     place = asked.place / str(world.rank)
     try:
-        with open_timeline(asked.timeline) as timeline:
-            ledger = StallLedger(listener=stall_spans(timeline) if timeline.enabled else None)
-            with open_rig(
+        with (
+            open_timeline(asked.timeline) as timeline,
+            open_rig(
                 asked.shape,
                 place,
                 world,
@@ -71,11 +71,11 @@ def _measure(asked: Measurement, world: Group, link: CollectiveLink) -> dict[str
                 disk=asked.links.disk,
                 copy=asked.links.copy,
                 timeline=timeline,
-                ledger=ledger,
-            ) as rig:
-                world.barrier()
-                found = _steps(rig, asked, world, link)
-                rig.drain()
+            ) as rig,
+        ):
+            world.barrier()
+            found = _steps(rig, asked, world, link)
+            rig.drain()
         return found
     finally:
         link.link = None

@@ -1,23 +1,21 @@
 """One rank's stack of synthetic layers: dense parameters gathered from all ranks, experts fetched from its own store.
 
 The data path is the real one (collectives, store, host cache, device tier, engine, schedule and its two queues);
-only the layers are made up: their weights are multiplied into a few rows as often as the wanted computing
-time takes. Each unit is one layer with an MoE layer in it that uses all of its experts.
+only the layers are made up: all they do is to take time. Each unit is one layer with an MoE layer in it that uses all of
+its experts.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
 import torch
 
-from tierstore._native import HugePages
+from tierstore.bench.overlap_device import Computation, Computer, Device, EmulatedTier, Processor
 from tierstore.cache.access import Phase
 from tierstore.errors import ConfigError
 from tierstore.links import CollectiveLink, LinkConfig
@@ -37,18 +35,12 @@ from tierstore.store.adamw import AdamWConfig
 from tierstore.store.config import StoreConfig
 from tierstore.store.format import RecordSchema
 from tierstore.store.parameter_store import ParameterStore
-from tierstore.tiers import DeviceSlots, open_device_tier
+from tierstore.tiers import DeviceSlots
 from tierstore.timeline import OperationSpans, TimelineSink, Track
 from tierstore.train.config import TrainConfig
+from tierstore.train.session import stall_spans
 
-__all__ = ["Computation", "Rig", "RigShape", "open_rig"]
-
-
-class Computation(StrEnum):
-    """What a layer's computation is."""
-
-    MATMUL = "matmul"  # on the processor that also drives the queues
-    DEVICE = "device"  # a given time in which the processor is free, as it is while a GPU computes
+__all__ = ["Rig", "RigShape", "open_rig"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,33 +90,6 @@ class RigShape:
             vertical=QueueLimits(self.vertical_depth),
             plan=GradientPlan.IMMEDIATE,
         )
-
-
-class Burner:
-    """Computation of a given length."""
-
-    def __init__(self, computation: Computation) -> None:
-        self._computation = computation
-        self._x = torch.ones(64, 512)
-        self._w = torch.eye(512)
-        self._out = torch.empty(64, 512)
-        self._s = self._measure() if computation is Computation.MATMUL else 0.0
-
-    def _measure(self) -> float:
-        times = []
-        for _ in range(20):
-            started = time.perf_counter()
-            for _ in range(10):
-                torch.mm(self._x, self._w, out=self._out)
-            times.append(time.perf_counter() - started)
-        return min(times) / 10
-
-    def burn(self, seconds: float) -> None:
-        if self._computation is Computation.DEVICE:
-            time.sleep(seconds)
-            return
-        for _ in range(max(1, round(seconds / self._s))):
-            torch.mm(self._x, self._w, out=self._out)
 
 
 class SlicedUnits:
@@ -194,10 +159,12 @@ class Rig:
         dense: SlicedUnits,
         experts: TieredExperts,
         ledger: StallLedger,
+        computer: Computer,
         timeline: TimelineSink,
     ) -> None:
         self.store = store
         self.ledger = ledger
+        self._computer = computer
         self._shape = shape
         self._schedule = schedule
         self._dense = dense
@@ -205,54 +172,56 @@ class Rig:
         self._timeline = timeline
         self._queue = HorizontalQueue(schedule, dense, ledger)
         self._operations = OperationSpans(store.engine, timeline)
-        self._burner = Burner(shape.computation)
         self._step = 0
 
     def compute_only(self) -> float:
         """Seconds that the computations of a step take when nothing is moved."""
-        started = time.perf_counter()
+        started = self._computer.clock_ns()
         for item in self._schedule.passes:
             if item.phase is not Phase.OPTIMIZER:
                 for _ in range(self._shape.experts):
-                    self._burner.burn(self._expert_s(item.phase))
-                self._burner.burn(self._dense_s(item.phase))
-        return time.perf_counter() - started
+                    self._computer.launch(self._expert_s(item.phase))
+                self._computer.launch(self._dense_s(item.phase))
+        self._computer.synchronize()
+        return (self._computer.clock_ns() - started) / 1e9
 
     def step(self) -> float:
         """One training step; returns its seconds."""
-        started = time.perf_counter()
+        clock_ns = self._computer.clock_ns
+        started = clock_ns()
         self.store.history.begin(1e-3)
         self._experts.begin_micro(index=0, count=1)
         self._queue.begin(training=True)
         for item in self._schedule.passes:
-            with (
-                self._timeline.span(Track.COMPUTE, f"{item.phase.name.lower()} {item.unit}"),
-                self._queue.during(item.unit, item.phase),
-            ):
+            begun = clock_ns()
+            with self._queue.during(item.unit, item.phase):
                 if item.phase is Phase.FORWARD:
                     self._forward(item.unit)
                 elif item.phase is Phase.BACKWARD:
                     self._backward(item.unit)
                 else:
                     self._dense.step(item.unit)
+            self._timeline.add(Track.COMPUTE, f"{item.phase.name.lower()} {item.unit}", begun, clock_ns())
         self.store.history.finish()
         self._step += 1
         self.store.cache.end_step(self._step)
-        seconds = time.perf_counter() - started
+        seconds = (clock_ns() - started) / 1e9
         self._operations.drain()
         return seconds
 
     def _forward(self, unit: int) -> None:
-        self._burner.burn(self._dense_s(Phase.FORWARD))
+        self._computer.launch(self._dense_s(Phase.FORWARD))
+        self._computer.synchronize()  # the program asks for the experts that a router has chosen
         for _ in self._experts.forward(unit, range(self._shape.experts)):
-            self._burner.burn(self._expert_s(Phase.FORWARD))
+            self._computer.launch(self._expert_s(Phase.FORWARD))
 
     def _backward(self, unit: int) -> None:
         for lease in self._experts.backward(unit, range(self._shape.experts)):
-            self._burner.burn(self._expert_s(Phase.BACKWARD))
+            self._computer.launch(self._expert_s(Phase.BACKWARD))
             assert lease.gradients is not None
             torch.mul(lease.weights, 1e-3, out=lease.gradients)
-        self._burner.burn(self._dense_s(Phase.BACKWARD))
+        self._computer.launch(self._dense_s(Phase.BACKWARD))
+        self._computer.synchronize()  # what is sent lies in the processor's memory
         self._dense.reduce(unit)
 
     def _dense_s(self, phase: Phase) -> float:
@@ -277,7 +246,6 @@ def open_rig(
     disk: LinkConfig,
     copy: LinkConfig,
     timeline: TimelineSink,
-    ledger: StallLedger,
 ) -> Iterator[Rig]:
     """A rig over a new store in ``place``. ``link`` is that of ``group``."""
     schedule = shape.schedule()
@@ -296,7 +264,13 @@ def open_rig(
                 store.register(f"{layer}.{expert}", "expert", layer=layer)
         store.commit()
         slots = DeviceSlots(shape.expert_numel, torch.float32, weights=8, gradients=8)
-        tier = open_device_tier(store.engine, slots, torch.device("cpu"), HugePages.OFF, copy.open())
+        device = shape.computation is Computation.DEVICE
+        computer: Computer = Device(store.engine) if device else Processor()
+        # While the device computes, nothing stalls.
+        ledger = StallLedger(
+            clock=computer.clock_ns, listener=stall_spans(timeline) if timeline.enabled else None
+        )
+        tier = EmulatedTier(store.engine, slots, computer, copy.open())
         try:
             experts = TieredExperts(
                 store,
@@ -312,6 +286,6 @@ def open_rig(
                 ledger=ledger,
             )
             dense = SlicedUnits(group, link, shape.layers, shape.dense_numel, ledger, timeline)
-            yield Rig(shape, schedule, store, dense, experts, ledger, timeline)
+            yield Rig(shape, schedule, store, dense, experts, ledger, computer, timeline)
         finally:
             tier.close()

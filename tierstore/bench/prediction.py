@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.bench.overlap import Balance, Ranks, links_for
+from tierstore.bench.overlap_device import Computation
 from tierstore.bench.overlap_rank import Measurement
-from tierstore.bench.overlap_rig import Computation, RigShape
+from tierstore.bench.overlap_rig import RigShape
 from tierstore.bench.results import Better, derived, measured
 from tierstore.bench.results import Measurement as Found
 from tierstore.cache.access import Phase

@@ -90,7 +90,8 @@ def overlap(
 ) -> None:
     """Two ranks over limited links: how much of gathers and expert fetches is hidden, and by which queue."""
     from tierstore.bench.overlap import OverlapBench, Stack, measurements, run
-    from tierstore.bench.overlap_rig import Computation, RigShape
+    from tierstore.bench.overlap_device import Computation
+    from tierstore.bench.overlap_rig import RigShape
     from tierstore.train.config import TrainConfig
 
     shape = RigShape(
@@ -155,7 +156,7 @@ def prediction(
     steps: int, warmup: int, forward_ms: float, computation: str, store: Path | None, reporting: Reporting
 ) -> None:
     """Predict the step time of schedules over limited links, then measure them; calibration takes turns with both."""
-    from tierstore.bench.overlap_rig import Computation
+    from tierstore.bench.overlap_device import Computation
     from tierstore.bench.prediction import PredictionBench, measurements, run, table
 
     place = store or PLACE

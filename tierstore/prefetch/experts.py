@@ -189,6 +189,7 @@ class TieredExperts:
                 slot, ticket = staged.popleft()
                 self._wait_weights(records[unit], ticket, layer)
                 yield unit, slot, unit == units[-1]
+                self._device.release_weights(slot)
                 self._free_slots.append(slot)
             self._cache.end_group()
 

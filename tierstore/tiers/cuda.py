@@ -85,18 +85,17 @@ class CudaDeviceTier:
             Buffer(self._landing_arena, [(i * slots.gradient_bytes, slots.gradient_bytes)], slots.numel * 4)
             for i in range(slots.gradients)
         ]
+        self._idle: list[torch.cuda.Event | None] = [None] * slots.weights
         self._free: deque[tuple[int, list[int]]] = deque((slot, []) for slot in range(slots.gradients))
         self._up = _CopyThread(engine, device, "tierstore-h2d")
         self._down = _CopyThread(engine, device, "tierstore-d2h")
 
     def load(self, slot: int, source: Buffer, after: Sequence[int]) -> int:
-        target = self._weights[slot].view(torch.uint8)
-        # The slot's last user may still be running on the compute stream.
-        idle = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        idle.record(torch.cuda.current_stream(self.device))
+        target, idle = self._weights[slot].view(torch.uint8), self._idle[slot]
 
         def copy() -> None:
-            self._up.stream.wait_event(idle)
+            if idle is not None:
+                self._up.stream.wait_event(idle)
             offset = 0
             for piece in source.arrays():
                 part = torch.from_numpy(piece)
@@ -112,6 +111,15 @@ class CudaDeviceTier:
     def weights(self, slot: int) -> torch.Tensor:
         return self._weights[slot]
 
+    def release_weights(self, slot: int) -> None:
+        self._idle[slot] = self._reached()
+
+    def _reached(self) -> torch.cuda.Event:
+        """Happens when the compute stream has done what it was told so far."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
     def take_gradient(self) -> tuple[int, list[int]]:
         return self._free.popleft()
 
@@ -119,8 +127,7 @@ class CudaDeviceTier:
         return self._gradients[slot]
 
     def land(self, slot: int) -> tuple[Buffer, list[int]]:
-        made = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        made.record(torch.cuda.current_stream(self.device))
+        made = self._reached()
         source, target = self._gradients[slot], tensor_of(self._landing[slot], torch.float32)
 
         def copy() -> None:

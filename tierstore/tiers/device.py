@@ -52,8 +52,9 @@ class DeviceSlots:
 
 
 class DeviceTier(Protocol):
-    """Slots are numbers. A weight slot is loaded, used, and free again when its user says so; a gradient slot
-    is taken, written, landed, and free again when the tickets given to ``release_gradient`` have finished.
+    """Slots are numbers. A weight slot is loaded, used, and free again when its user says so, who may have told the
+    device what to compute with it and not have waited; a gradient slot is taken, written, landed, and free again when
+    the tickets given to ``release_gradient`` have finished.
     """
 
     @property
@@ -69,6 +70,10 @@ class DeviceTier(Protocol):
         """Weight slot ``slot``, flat, in the compute type; valid after its load."""
         ...
 
+    def release_weights(self, slot: int) -> None:
+        """The slot may be loaded again once the device has done what it was told so far."""
+        ...
+
     def take_gradient(self) -> tuple[int, list[int]]:
         """A gradient slot, and the tickets that must finish before it is written."""
         ...
@@ -76,7 +81,9 @@ class DeviceTier(Protocol):
     def gradients(self, slot: int) -> torch.Tensor: ...
 
     def land(self, slot: int) -> tuple[Buffer, list[int]]:
-        """The complete gradient of ``slot`` in host memory, and the tickets after which it is there."""
+        """The gradient of ``slot`` in host memory, complete once the device has done what it was told so far, and the
+        tickets after which it is there.
+        """
         ...
 
     def release_gradient(self, slot: int, after: Sequence[int]) -> None:
@@ -108,18 +115,26 @@ class HostDeviceTier:
         ]
         self._weight_tensors = [tensor_of(buffer, slots.compute) for buffer in self._weights]
         self._gradient_tensors = [tensor_of(buffer, torch.float32) for buffer in self._gradients]
+        self._idle: list[list[int]] = [[] for _ in self._weights]
         self._free: deque[tuple[int, list[int]]] = deque((slot, []) for slot in range(slots.gradients))
+
+    def computed(self) -> list[int]:
+        """Tickets after which all is done that was to be computed so far. None: a CPU's caller has waited for it."""
+        return []
 
     def _buffer(self, offset: int, capacity: int, nbytes: int) -> Buffer:
         return Buffer(self._arena, [(offset, capacity)], nbytes)
 
     def load(self, slot: int, source: Buffer, after: Sequence[int]) -> int:
-        before = list(after)
+        before = [*after, *self._idle[slot]]
         ticket = self._engine.copy(self._weights[slot], source, after=before)
         return limited(self._engine, self._link, ticket, source.nbytes, activity=Activity.COPY, after=before)
 
     def weights(self, slot: int) -> torch.Tensor:
         return self._weight_tensors[slot]
+
+    def release_weights(self, slot: int) -> None:
+        self._idle[slot] = self.computed()
 
     def take_gradient(self) -> tuple[int, list[int]]:
         return self._free.popleft()
@@ -129,10 +144,10 @@ class HostDeviceTier:
 
     def land(self, slot: int) -> tuple[Buffer, list[int]]:
         # The device's memory is the host's: the optimizer reads the slot itself.
-        landed = self._gradients[slot]
+        landed, made = self._gradients[slot], self.computed()
         if self._link is None:
-            return landed, []
-        return landed, [self._engine.hold(self._link, landed.nbytes, Activity.COPY)]
+            return landed, made
+        return landed, [self._engine.hold(self._link, landed.nbytes, Activity.COPY, after=made)]
 
     def release_gradient(self, slot: int, after: Sequence[int]) -> None:
         self._free.append((slot, list(after)))

@@ -1,0 +1,115 @@
+"""What computes the layers of a rig: the processor itself, or a device that goes on by itself once it is told what to do.
+
+A device that is not there takes time only. As with a GPU's stream, what it is told is worked off in order, and the
+program that drives it goes on meanwhile; weights and gradients in its slots stay as they are until it has finished.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from enum import StrEnum
+from typing import Protocol
+
+import torch
+
+from tierstore._native import Activity, Engine, HugePages, Link
+from tierstore.links import wait_until
+from tierstore.tiers import DeviceSlots, HostDeviceTier
+
+__all__ = ["Computation", "Computer", "Device", "EmulatedTier", "Processor"]
+
+
+class Computation(StrEnum):
+    """What a layer's computation is."""
+
+    MATMUL = "matmul"  # on the processor that also drives the queues
+    DEVICE = "device"  # a given time on a device that the processor does not wait for, as on a GPU
+
+
+class Computer(Protocol):
+    """Computes for given times, one after another."""
+
+    def launch(self, seconds: float) -> None: ...
+
+    def finished(self) -> list[int]:
+        """Tickets after which all that was launched is done."""
+        ...
+
+    def synchronize(self) -> None:
+        """Returns when all that was launched is done."""
+        ...
+
+    def clock_ns(self) -> int:
+        """Now, or when what was launched will be done: time in which it computes does not pass."""
+        ...
+
+
+class Processor:
+    """Computes products before it goes on."""
+
+    def __init__(self) -> None:
+        self._x = torch.ones(64, 512)
+        self._w = torch.eye(512)
+        self._out = torch.empty(64, 512)
+        self._s = self._measure()
+
+    def _measure(self) -> float:
+        times = []
+        for _ in range(20):
+            started = time.perf_counter()
+            for _ in range(10):
+                torch.mm(self._x, self._w, out=self._out)
+            times.append(time.perf_counter() - started)
+        return min(times) / 10
+
+    def launch(self, seconds: float) -> None:
+        for _ in range(max(1, round(seconds / self._s))):
+            torch.mm(self._x, self._w, out=self._out)
+
+    def finished(self) -> list[int]:
+        return []
+
+    def synchronize(self) -> None:
+        """All is done already."""
+
+    def clock_ns(self) -> int:
+        return time.monotonic_ns()
+
+
+class Device:
+    """A device that is busy for the times that it is given."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._free_at_ns = 0
+        self._last: list[int] = []
+
+    def launch(self, seconds: float) -> None:
+        now = time.monotonic_ns()
+        self._free_at_ns = max(now, self._free_at_ns) + round(seconds * 1e9)
+        # A link of its own: all that it is used for is one time from now.
+        left = Link(math.inf, (self._free_at_ns - now) / 1e9)
+        self._last = [self._engine.hold(left, 0, Activity.OTHER)]
+
+    def finished(self) -> list[int]:
+        return self._last
+
+    def synchronize(self) -> None:
+        wait_until(self._free_at_ns)
+
+    def clock_ns(self) -> int:
+        return max(time.monotonic_ns(), self._free_at_ns)
+
+
+class EmulatedTier(HostDeviceTier):
+    """Slots of what ``computer`` computes with: a copy into or out of one waits for that."""
+
+    def __init__(
+        self, engine: Engine, slots: DeviceSlots, computer: Computer, link: Link | None = None
+    ) -> None:
+        super().__init__(engine, slots, HugePages.OFF, link)
+        self._computer = computer
+
+    def computed(self) -> list[int]:
+        return self._computer.finished()
