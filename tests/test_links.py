@@ -94,6 +94,18 @@ def test_the_link_of_collectives_remembers_its_last_turn() -> None:
     wait_until(0)
 
 
+def test_a_message_that_is_still_being_computed_takes_its_turn_then() -> None:
+    """At 1 MB/s: one issued now, of 10 ms, and two that a device will have computed in 100 and 105 ms, of 20 ms each."""
+    now = time.monotonic_ns()
+    link = CollectiveLink(Link(1e6))
+    link.reserve(10_000)
+    link.clock_ns = lambda: now + 100 * MS
+    assert link.reserve(20_000) == now + 120 * MS
+    link.clock_ns = lambda: now + 105 * MS
+    assert link.reserve(20_000) == now + 140 * MS
+    assert link.last_turn == (now + 120 * MS, now + 140 * MS)
+
+
 def test_a_limited_disk_stores_the_same_bytes(tmp_path: Path) -> None:
     """Every read and write-back of an extent takes its turn; a commit waits for those of its writes."""
     weight = np.arange(4096, dtype=np.float32)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
 from tierstore._native import Activity, Engine, Link, Priority
@@ -113,6 +113,8 @@ class CollectiveLink:
 
     def __init__(self, link: Link | None) -> None:
         self.link = link
+        #: When what is issued now may be sent (ns of CLOCK_MONOTONIC): at once, or when a device has computed it.
+        self.clock_ns: Callable[[], int] = time.monotonic_ns
         #: Begin and end (ns of CLOCK_MONOTONIC) of the last message's turn.
         self.last_turn = (0, 0)
         #: Messages so far, and their bytes.
@@ -121,7 +123,7 @@ class CollectiveLink:
 
     def reserve(self, nbytes: int) -> int:
         """When (ns of CLOCK_MONOTONIC) a message of ``nbytes`` that is issued now has passed the link."""
-        now = time.monotonic_ns()
+        now = self.clock_ns()
         self.messages += 1
         self.sent_bytes += nbytes
         if self.link is None:

@@ -1,7 +1,8 @@
 """What computes the layers of a rig: the processor itself, or a device that goes on by itself once it is told what to do.
 
 A device that is not there takes time only. As with a GPU's stream, what it is told is worked off in order, and the
-program that drives it goes on meanwhile; weights and gradients in its slots stay as they are until it has finished.
+program that drives it goes on meanwhile. Weights and gradients in its slots stay as they are until it has finished, and
+collectives start on their link when it has come to where they were issued, as those of NCCL do on theirs.
 """
 
 from __future__ import annotations

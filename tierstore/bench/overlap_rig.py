@@ -221,7 +221,6 @@ class Rig:
             assert lease.gradients is not None
             torch.mul(lease.weights, 1e-3, out=lease.gradients)
         self._computer.launch(self._dense_s(Phase.BACKWARD))
-        self._computer.synchronize()  # what is sent lies in the processor's memory
         self._dense.reduce(unit)
 
     def _dense_s(self, phase: Phase) -> float:
@@ -247,7 +246,7 @@ def open_rig(
     copy: LinkConfig,
     timeline: TimelineSink,
 ) -> Iterator[Rig]:
-    """A rig over a new store in ``place``. ``link`` is that of ``group``."""
+    """A rig over a new store in ``place``. ``link`` is that of ``group``, whose messages follow what was computed."""
     schedule = shape.schedule()
     schema = RecordSchema("expert", shape.expert_numel)
     host_budget, lookahead = shape.budgets
@@ -271,6 +270,7 @@ def open_rig(
             clock=computer.clock_ns, listener=stall_spans(timeline) if timeline.enabled else None
         )
         tier = EmulatedTier(store.engine, slots, computer, copy.open())
+        clock_ns, link.clock_ns = link.clock_ns, computer.clock_ns
         try:
             experts = TieredExperts(
                 store,
@@ -288,4 +288,5 @@ def open_rig(
             dense = SlicedUnits(group, link, shape.layers, shape.dense_numel, ledger, timeline)
             yield Rig(shape, schedule, store, dense, experts, ledger, computer, timeline)
         finally:
+            link.clock_ns = clock_ns
             tier.close()
