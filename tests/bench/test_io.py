@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tierstore import _native
@@ -32,6 +33,7 @@ from tierstore.bench.io_load import (
     Load,
     Pages,
     Pattern,
+    Reuse,
     Sample,
     check_space,
 )
@@ -163,6 +165,16 @@ def test_one_pass_touches_every_block(files: DataFiles, pattern: Pattern) -> Non
     for path in files.striped.paths:
         content = path.read_bytes()
         assert all(any(content[at : at + 4096]) for at in range(0, len(content), 4096))
+
+
+def test_buffers_that_are_used_late_hold_all_that_was_read(files: DataFiles) -> None:
+    """One pass over 64 blocks, each read into memory of its own; used soon again, 8 buffers serve for all."""
+    blocks = np.fromfile(files.alone[0].paths[0], np.uint8).reshape(64, 64 << 10)
+    for reuse, count in ((Reuse.LATE, 64), (Reuse.SOON, 8)):
+        with Load(replace(CACHED, pattern=Pattern.SEQUENTIAL, reuse=reuse), files.alone[0]) as load:
+            load.run(60)
+            held = np.array([buffer.array() for (buffer,) in load._buffers])
+        assert np.array_equal(held, blocks[-count:])
 
 
 def test_checksums_are_compared(files: DataFiles) -> None:

@@ -27,6 +27,7 @@ from tierstore.bench.io_load import (
     Load,
     Pages,
     Pattern,
+    Reuse,
     Sample,
 )
 from tierstore.bench.latency import Latencies
@@ -332,6 +333,7 @@ def with_fio(job: Job, fio: Fio | None, title: str) -> Plan:
 
 
 def with_checksums(job: Job) -> Plan:
-    """``job`` with checksums, and without."""
+    """``job`` with checksums, and without; in memory like a store's."""
+    job = replace(job, reuse=Reuse.LATE)
     ours = {CHECKED: replace(job, checksums=Checksums.ON), OURS: job}
     return Plan(title="checksums", ours=ours, targets={OURS: CHECKSUM_TARGET})

@@ -38,6 +38,7 @@ __all__ = [
     "Load",
     "Pages",
     "Pattern",
+    "Reuse",
     "Sample",
     "check_space",
     "drop_pages",
@@ -49,6 +50,7 @@ IN_FLIGHT_LIMIT = 256 << 20
 _LEAST_BLOCK, _GREATEST_BLOCK = 4 << 10, 64 << 20
 _MOST_THREADS = 64
 _DOUBLED_BYTES = 32 << 20  # in flight at most, for a window of twice as much
+_LATE_BYTES = 256 << 20  # of buffers that are used late: several times a processor's cache
 _PLACES = 1 << 16  # random places, taken in turn
 _SPANS = 1 << 20
 _FILL_BYTES = 4 << 20
@@ -70,6 +72,15 @@ class Checksums(StrEnum):
     ON = "on"  # CRC-32C: stored by writes, compared by reads
 
 
+class Reuse(StrEnum):
+    """When a buffer is used again. A device that writes to memory which the processor's cache holds, as it does once a
+    checksum was taken of it, has to wait for that: reads were a tenth slower, and more on a fast disk.
+    """
+
+    SOON = "soon"  # as soon as it is free, as fio does
+    LATE = "late"  # when the processor's cache has forgotten it: a store's memory is larger than that
+
+
 class Pages(StrEnum):
     """What the buffers lie in. The kernel pins a huge page at once, and small ones one by one."""
 
@@ -89,6 +100,7 @@ class Job:
     direct: Capability = Capability.ON
     checksums: Checksums = Checksums.OFF
     pages: Pages = Pages.HUGE
+    reuse: Reuse = Reuse.SOON
 
     def __post_init__(self) -> None:
         size = self.block_bytes
@@ -118,6 +130,7 @@ class Job:
             "direct": self.direct.value,
             "checksums": self.checksums.value,
             "pages": self.pages.value,
+            "reuse": self.reuse.value,
         }
 
 
@@ -248,7 +261,9 @@ class Load:
         self._block = size
         # So many go at once when the oldest so many have ended.
         self._batch = depth if job.in_flight_bytes <= _DOUBLED_BYTES else max(depth // 2, 1)
-        window = depth + self._batch
+        self._window = depth + self._batch
+        late = min(_LATE_BYTES, files.total_bytes) if job.reuse is Reuse.LATE else 0
+        buffers = max(self._window, late // size)
         self._engine = _native.Engine(
             backend=_native.IoBackend[job.backend.name],
             io_threads=min(depth, _MOST_THREADS),
@@ -259,9 +274,9 @@ class Load:
         self._files: list[_native.File] = []
         try:
             huge = _native.HugePages.AUTO if job.pages is Pages.HUGE else _native.HugePages.OFF
-            arena = _native.Arena(window * size, huge)
+            arena = _native.Arena(buffers * size, huge)
             noise(arena)
-            self._buffers = [[_native.Buffer(arena, [(i * size, size)], size)] for i in range(window)]
+            self._buffers = [[_native.Buffer(arena, [(i * size, size)], size)] for i in range(buffers)]
             direct = _native.DirectIo[job.direct.name]
             for path in files.paths:
                 self._files.append(_native.File(path, direct=direct))
@@ -294,7 +309,7 @@ class Load:
         self._engine.record_spans(_SPANS)
         first, cpu = self._submitted, _cpu_s()
         begun = time.perf_counter()
-        tickets = [self._submit() for _ in range(min(len(self._buffers), most))]
+        tickets = [self._submit() for _ in range(min(self._window, most))]
         while time.perf_counter() - begun < seconds and self._submitted - first + batch <= most:
             # The last of the batch ends about last: one sleep for all of them.
             self._engine.wait(tickets[batch - 1])

@@ -38,7 +38,7 @@ _LEAST_S, _MOST_S = 0.02, 5.0
 _SHARE = 0.5  # of the time for measuring; the rest is for files, buffers, fio's start, and the libraries
 _MIB = 1 << 20
 _BOTH = (Kind.READ, Kind.WRITE)
-_CHECKED_BYTES = 128 * _MIB
+_CHECKED_BYTES = 256 * _MIB
 _COPIES = 4  # of the records at most, in the libraries' forms
 
 Tick = Callable[[int, int], None]
