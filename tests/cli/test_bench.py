@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -225,3 +228,22 @@ def test_what_cannot_be_is_refused_before_anything_is_measured(
     assert (out, err.count("\n")) == ("", 1)
     assert said.format(**places) in err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_terminated_it_leaves_neither_files_nor_ranks(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    command = [sys.executable, "-m", "tierstore.cli.main", "bench", "overlap", f"--store={place}"]
+    with subprocess.Popen(
+        [*command, "--forward-ms=5", "--computation=device"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        until = time.monotonic() + 60
+        while not list(place.glob("run/*/tierstore.json")) and process.poll() is None:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        process.terminate()
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err.decode()
+    assert len(ranks) == 2
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+    assert not place.exists()

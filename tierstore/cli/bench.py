@@ -22,6 +22,7 @@ from tierstore.cli.bench_results import (
 from tierstore.cli.bench_tiers import tiers
 from tierstore.cli.bench_train import train
 from tierstore.cli.groups import CommandGroup
+from tierstore.cli.interrupts import ended_by_sigterm
 from tierstore.cli.options import SIZE
 from tierstore.cli.output import Output
 from tierstore.units import format_bytes, format_seconds
@@ -30,11 +31,13 @@ __all__ = ["bench"]
 
 
 @click.group(cls=CommandGroup)
-def bench() -> None:
+@click.pass_context
+def bench(ctx: click.Context) -> None:
     """Stress tests and benchmarks. Each prints a table; with --json the last line is one object.
 
     With --save FILE.json all that was measured is kept, for `bench report` and --compare.
     """
+    ctx.with_resource(ended_by_sigterm())
 
 
 for _command in (io, tiers, train, overlap, prediction, machine, report, compare):

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import click
@@ -78,7 +74,7 @@ def io(
     )
     session = reporting.begin(directory=bench.directories[0])
     output = session.output
-    with _cleanly_ended(), output.progress(1, label="bench io") as progress:
+    with output.progress(1, label="bench io") as progress:
         result = run(
             bench,
             keep=KeepProfile.NO if no_profile else KeepProfile.YES,
@@ -86,20 +82,6 @@ def io(
         )
     _show(result, output)
     session.end(result.as_json(), measurements(result))
-
-
-@contextmanager
-def _cleanly_ended() -> Iterator[None]:
-    """SIGTERM ends the block as an exception does, so that its files are removed."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _show(result: IoResult, output: Output) -> None:

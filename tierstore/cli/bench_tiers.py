@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,8 +143,7 @@ def _sweep(session: Session, place: Path, given: dict[str, Any], full: bool) -> 
     output = session.output
     options = {name: value for name, value in given.items() if value is not None}
     bench = TiersBench(place=place, sweep=Sweep.FULL if full else Sweep.STAR, **options)
-    with _terminated_as_interrupted():
-        result = run(bench, output.line)
+    result = run(bench, output.line)
     for line in result["effective"]:
         output.line(line)
     points = result["points"]
@@ -275,13 +272,3 @@ def _end(session: Session, result: dict[str, Any], measurements: Sequence[Measur
         session.output.line(f"FAILED: {failure}")
     session.end(result, measurements)
     return NOT_SO if result["failures"] else 0
-
-
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
