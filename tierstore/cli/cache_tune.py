@@ -190,18 +190,20 @@ def study(
 
 def _tune_options(search: Mapping[str, Any]) -> TuneOptions:
     from tierstore.lab.costs import Objective
-    from tierstore.lab.results import Role
-    from tierstore.lab.simulate import Contract, PolicySpec, Scope
+    from tierstore.lab.simulate import Contract, PolicySpec, Scope, known_policies
     from tierstore.lab.tune import TuneOptions
 
     values = dict(search)
     scope = values.pop("scope", "both")
+    known = known_policies(bounds=False)
     for name in values.get("policies", ()):
+        if ":" not in name and name not in known:
+            raise ConfigError(f"--policy: expected one of {', '.join(known)}, got {name!r}")
         try:
             spec = PolicySpec.parse(name)
         except ConfigError as error:
             raise ConfigError(f"--policy: {error}") from error
-        if spec.options or spec.role is Role.BOUND:
+        if spec.options:
             raise ConfigError(f"--policy: expected the name of a policy, without options, got {name!r}")
     try:
         return TuneOptions(
