@@ -170,6 +170,7 @@ def test_the_engines_operations_lie_on_their_tracks(tmp_path: Path) -> None:
         ticket = engine.copy(two, one, after=[ticket])
         ticket = engine.fill_zero(one, after=[ticket])
         engine.wait(engine.hold(Link(), 4096, Activity.COPY, after=[ticket]))
+        engine.wait(engine.hold(Link(), 4096, Activity.OTHER))  # somebody else's to draw
         operations.drain()
         operations.drain()  # nothing more
     events = json.loads(path.read_text())

@@ -270,7 +270,8 @@ class _Span:
 
 class OperationSpans:
     """Draws what the ticket engine does: ``engine`` remembers when its operations ran, and ``drain`` (say, after each
-    step) puts them on their tracks. Where a link is limited, its turns are drawn too, named so.
+    step) puts them on their tracks. Where a link is limited, its turns are drawn too, named so. Operations without an
+    activity are left to whoever queued them.
 
     ``CAPACITY`` operations between two drains are kept; what comes beyond is counted, not drawn.
     """
@@ -290,7 +291,7 @@ class OperationSpans:
         spans, lost = self._engine.drain_spans()
         for activity, held, ticket, start_ns, end_ns, nbytes in spans:
             if activity is Activity.OTHER:
-                continue  # whoever queued it knows what it is
+                continue
             name = activity.name.lower().replace("_", " ") + (" (link)" if held else "")
             args = {"ticket": ticket, "nbytes": nbytes}
             self._sink.add(_TRACKS.get(activity, Track.OPTIMIZER), name, start_ns, end_ns, args)

@@ -81,9 +81,12 @@ def test_a_slower_link_never_helps() -> None:
 def test_what_is_predicted_to_move_does(tmp_path: Path, differs: dict[str, Any]) -> None:
     """Two real ranks, to the byte."""
     shape = replace(SHAPE, forward_s=0.001, computation=Computation.DEVICE, **differs)
-    sent, moved = RigWorkload(shape, LinksConfig(), NOTHING).moved_bytes()
+    bench = PredictionBench(steps=8, warmup=6)
+    sent, moved = RigWorkload(shape, LinksConfig(), NOTHING, bench.span).moved_bytes()
     with Ranks() as ranks:
-        found = ranks.measure(Measurement(place=tmp_path, steps=8, warmup=6, shape=shape))
+        found = ranks.measure(
+            Measurement(place=tmp_path, steps=bench.steps, warmup=bench.warmup, shape=shape)
+        )
     assert found["sent_bytes"] == sent
     assert found["disk_bytes"] == moved
 

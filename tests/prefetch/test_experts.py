@@ -161,3 +161,33 @@ def test_a_layer_of_which_no_expert_is_here(make_rig: MakeRig) -> None:
     rig.forward(2, 0, 1, 2, 3)
     for expert, weight in before.items():  # weight decay moved them all the same
         assert not torch.equal(rig.weight(2, expert), weight)
+
+
+def test_a_slot_is_released_once_its_expert_was_computed_and_before_it_is_loaded_again(
+    make_rig: MakeRig,
+) -> None:
+    """Four experts in two slots. On a device this alone keeps a copy behind what still reads the slot."""
+    rig = make_rig()
+    device = rig.experts._device
+    load, release = device.load, device.release_weights
+    events: dict[int, list[str]] = {slot: [] for slot in range(2)}
+    slots = {device.weights(slot).data_ptr(): slot for slot in range(2)}
+
+    def loading(slot: int, *args: Any) -> int:
+        events[slot].append("load")
+        ticket: int = load(slot, *args)
+        return ticket
+
+    def releasing(slot: int) -> None:
+        events[slot].append("release")
+        release(slot)
+
+    device.load, device.release_weights = loading, releasing
+    rig.experts.begin_micro(index=0, count=1)
+    rig.store.history.begin(0.1)
+    for lease in rig.experts.forward(0, range(4)):
+        events[slots[lease.weights.data_ptr()]].append("compute")
+    for lease in rig.experts.backward(0, range(4)):
+        lease.gradients.zero_()
+        events[slots[lease.weights.data_ptr()]].append("compute")
+    assert list(events.values()) == [["load", "compute", "release"] * 4] * 2

@@ -139,6 +139,21 @@ def test_a_step_waits_for_what_a_load_does_not() -> None:
     ]
 
 
+def test_a_gradient_keeps_its_slot_until_it_was_stepped() -> None:
+    """Also where it was copied to the host: a landing place goes with each slot."""
+
+    def landing(item: Pass) -> PassSizes:
+        return PassSizes(experts=2, land=8 if item.phase is Phase.BACKWARD else 0)
+
+    schedule = Schedule(units=(Unit("b", 0, 0),), vertical=QueueLimits(0))
+    listed = operations(schedule, landing, gradient_slots=1)
+    first, second = (i for i, op in enumerate(listed) if op.kind is Kind.EXPERT and op.position == 1)
+    landed, stepped = first + 1, first + 2
+    assert (listed[landed].kind, listed[landed].after) == (Kind.LAND, (first,))
+    assert (listed[stepped].kind, listed[stepped].after) == (Kind.EXPERT_STEP, (landed,))
+    assert stepped in listed[second].after
+
+
 def test_what_is_evicted_was_stepped() -> None:
     """Two layers, looking one pass ahead: what is asked for at the beginning of a pass evicts what earlier ones have
     stepped.

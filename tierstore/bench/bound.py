@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore._native import CapacityError, Replay, policy_names
+from tierstore.cache.access import GROUP_STRIDE
 from tierstore.errors import DataError
 from tierstore.trace.format import Trace, TraceHeader, TraceKind
 from tierstore.trace.reader import load_trace
@@ -161,7 +162,7 @@ def _uses(trace: Trace, begin: int, end: int) -> Iterator[_Use]:
                 for group in range(_GROUPS):
                     if flags >> (_NEED + group) & 1:
                         dirty, drop = flags >> (_DIRTY + group) & 1, flags >> (_DROP + group) & 1
-                        yield _Use(unit, record * 4 + group, bool(dirty), bool(drop), counted)
+                        yield _Use(unit, record * GROUP_STRIDE + group, bool(dirty), bool(drop), counted)
                 unit += 1
 
 
@@ -185,7 +186,7 @@ class _Clairvoyant:
         self._dirty: dict[int, bool] = {}  # of what is resident
         self._next: dict[int, int] = {}
         self._stored = {
-            number * 4 + group
+            number * GROUP_STRIDE + group
             for number, record in enumerate(self._records)
             for group in range(_GROUPS)
             if record.stored >> group & 1
@@ -195,7 +196,7 @@ class _Clairvoyant:
         self.written = 0
 
     def use(self, use: _Use, following: int) -> None:
-        record, group = self._records[use.entry // 4], use.entry % 4
+        record, group = self._records[use.entry // GROUP_STRIDE], use.entry % GROUP_STRIDE
         if use.entry not in self._dirty:
             self._make_room(record.frames[group], use)
             self._free -= record.frames[group]
@@ -224,7 +225,7 @@ class _Clairvoyant:
             heapq.heappush(self._heap, item)
 
     def _evict(self, use: _Use) -> None:
-        record, group = self._records[use.entry // 4], use.entry % 4
+        record, group = self._records[use.entry // GROUP_STRIDE], use.entry % GROUP_STRIDE
         if self._dirty.pop(use.entry):
             self._stored.add(use.entry)
             if use.counted:

@@ -2,7 +2,8 @@
 
 A device that is not there takes time only. As with a GPU's stream, what it is told is worked off in order, and the
 program that drives it goes on meanwhile. Weights and gradients in its slots stay as they are until it has finished, and
-collectives start on their link when it has come to where they were issued, as those of NCCL do on theirs.
+collectives start on their link when it has come to where they were issued, as those of NCCL do on theirs. (Each rank's
+device for itself: they do not wait for one another's, which compute the same and keep step.)
 """
 
 from __future__ import annotations

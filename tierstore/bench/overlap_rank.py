@@ -31,7 +31,11 @@ from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
 
-__all__ = ["Measurement", "Stack"]
+__all__ = ["CAUGHT_UP", "Measurement", "Stack"]
+
+#: Steps that are not measured once computation was measured alone: meanwhile the links have caught up with what was
+#: asked of them, and a first step would find all that it needs.
+CAUGHT_UP = 1
 
 
 class Stack(StrEnum):
@@ -86,6 +90,8 @@ def _steps(rig: Rig, asked: Measurement, world: Group, link: CollectiveLink) -> 
     for _ in range(asked.warmup):
         rig.step()
     computing = [rig.compute_only()]
+    for _ in range(CAUGHT_UP):
+        rig.step()
     before, stalls = _counts(rig.store, link), _stalls(rig.ledger)
     seconds = [rig.step() for _ in range(asked.steps)]
     after, stalled = _counts(rig.store, link), _stalls(rig.ledger)
@@ -100,9 +106,10 @@ def _steps(rig: Rig, asked: Measurement, world: Group, link: CollectiveLink) -> 
 
 
 def _counts(store: ParameterStore, link: CollectiveLink) -> dict[str, float]:
-    engine = store.engine.stats()
+    """Bytes of experts as they are asked for: some are always under way, at both ends of what is measured."""
+    engine, residency = store.engine.stats(), store.cache.residency.stats()
     return {
-        "disk_bytes": engine["read_bytes"] + engine["written_bytes"],
+        "disk_bytes": float(str(residency["read_bytes"])) + float(str(residency["written_bytes"])),
         "disk_transfers": engine["reads"] + engine["writes"],
         "sent_bytes": link.sent_bytes,
         "collectives": link.messages,

@@ -159,6 +159,7 @@ class Rig:
         dense: SlicedUnits,
         experts: TieredExperts,
         ledger: StallLedger,
+        *,
         computer: Computer,
         timeline: TimelineSink,
     ) -> None:
@@ -286,7 +287,7 @@ def open_rig(
                 ledger=ledger,
             )
             dense = SlicedUnits(group, link, shape.layers, shape.dense_numel, ledger, timeline)
-            yield Rig(shape, schedule, store, dense, experts, ledger, computer, timeline)
+            yield Rig(shape, schedule, store, dense, experts, ledger, computer=computer, timeline=timeline)
         finally:
             link.clock_ns = clock_ns
             tier.close()

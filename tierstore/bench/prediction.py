@@ -2,9 +2,9 @@
 
 Two ranks step the stack of synthetic layers of ``bench overlap`` over limited links, in as many configurations as
 ``cases`` says: which of computation, gathers and fetches is the longest, how far each queue looks ahead, how many layers,
-experts and cached layers there are. Each is predicted before it is measured, from its shape, its links and three
-numbers of this machine: what driving one dense pass and one expert costs beside its computation, fitted, and the
-measured speed of AdamW. The calibrating runs have links without limits, and take turns with the measured ones,
+experts and cached layers there are. Each is predicted before it is measured, from its shape, its links, the speed of AdamW
+that ``plan`` assumes, and two numbers of this machine: what driving one dense pass and one expert costs beside its
+computation, fitted. The calibrating runs have links without limits, and take turns with the measured ones,
 so that a machine whose speed drifts treats them alike; a case is predicted with the calibrations on both sides of it.
 None of the cases that are judged was fitted on: the calibrating runs are reported apart.
 
@@ -23,7 +23,7 @@ from typing import Any
 
 from tierstore.bench.overlap import Balance, Ranks, links_for
 from tierstore.bench.overlap_device import Computation
-from tierstore.bench.overlap_rank import Measurement
+from tierstore.bench.overlap_rank import CAUGHT_UP, Measurement
 from tierstore.bench.overlap_rig import RigShape
 from tierstore.bench.results import Better, derived, measured
 from tierstore.bench.results import Measurement as Found
@@ -84,7 +84,7 @@ class PredictionBench:
     @property
     def span(self) -> Span:
         """The steps that are measured, counted from the first."""
-        return Span(self.warmup, self.steps)
+        return Span(self.warmup + CAUGHT_UP, self.steps)
 
 
 def cases(bench: PredictionBench) -> list[Case]:
@@ -182,6 +182,7 @@ class RigWorkload:
             fetch_state=round(moved.state / shape.experts) if backward else 0,
             evict=round(moved.written / shape.experts),
             load=4 * shape.expert_numel,
+            land=4 * shape.expert_numel if backward else 0,
         )
 
     def seconds(self, operation: Operation) -> float:
@@ -192,6 +193,7 @@ class RigWorkload:
             Kind.FETCH: links.disk,
             Kind.WRITE: links.disk,
             Kind.LOAD: links.copy,
+            Kind.LAND: links.copy,
         }
         if operation.kind in moved:
             return _over(moved[operation.kind], operation.nbytes)

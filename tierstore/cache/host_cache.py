@@ -10,7 +10,7 @@ Two rules keep every byte right, and both are nothing but ``after=`` lists:
 - what *writes* an entry's memory follows the ticket that wrote it last and everything that reads it since;
 - what takes over a frame follows everything that its last owner had queued on it.
 
-An *entry* is one section group of one record, numbered ``record * 4 + group``. One caller at a time.
+An *entry* is one section group of one record, numbered by record and group (``GROUP_STRIDE``). One caller at a time.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from tierstore import _native
 from tierstore._native import Buffer, Priority
+from tierstore.cache.access import GROUP_STRIDE
 from tierstore.cache.frames import frames_of
 from tierstore.trace.recording import RecordingResidency
 
@@ -123,7 +124,7 @@ class HostCache:
         frames = [frames_of(sections, self._frame_bytes) for sections in groups]
         record = self.residency.add_record(layer, frames, list(charged), 0b011 if stored else 0)
         for group, sections in enumerate(groups):
-            self._entries[record * 4 + group] = _Entry(backing_record, tuple(sections))
+            self._entries[record * GROUP_STRIDE + group] = _Entry(backing_record, tuple(sections))
         return record
 
     # Accesses -----------------------------------------------------------------------------------------------
@@ -197,7 +198,9 @@ class HostCache:
 
     def unclean(self) -> list[int]:
         """Dirty weights and moments entries. After ``clean`` they are those that somebody has pinned."""
-        return [entry for entry in self.residency.dirty_entries().tolist() if entry % 4 != _GRADIENTS]
+        return [
+            entry for entry in self.residency.dirty_entries().tolist() if entry % GROUP_STRIDE != _GRADIENTS
+        ]
 
     def backing_record(self, entry: int) -> int:
         """The number that the entry's record has in the backing."""
@@ -258,7 +261,7 @@ class HostCache:
             if kind == Decision.FETCH:
                 guards = self._give_frames(state)
                 state.ready = self._backing.read(
-                    state.backing_record, entry % 4, state.sections, guards, priority
+                    state.backing_record, entry % GROUP_STRIDE, state.sections, guards, priority
                 )
                 state.fetched = Fetched(state.ready, priority is Priority.SPECULATIVE)
             elif kind == Decision.CREATE:
@@ -275,7 +278,7 @@ class HostCache:
 
     def _write_back(self, entry: int, state: _Entry) -> int:
         after = [state.ready] if state.ready else []
-        ticket = self._backing.write(state.backing_record, entry % 4, state.sections, after)
+        ticket = self._backing.write(state.backing_record, entry % GROUP_STRIDE, state.sections, after)
         self._pending_writes.append(ticket)
         if len(self._pending_writes) >= self._sweep_at:
             self._sweep()

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore._native import CapacityError, Decision, Residency
-from tierstore.cache.access import Need, Phase
+from tierstore.cache.access import GROUP_STRIDE, Need, Phase
 from tierstore.cache.frames import frames_of
 from tierstore.errors import BudgetError
 from tierstore.model.config import CheckpointActivations
@@ -44,9 +44,6 @@ class Span:
 
 #: An expert that is reached with at least this probability is taken to be reached.
 _CERTAIN = 1 - 1e-6
-
-#: Entries are numbered by record and group.
-_GROUP_STRIDE = 4
 
 _Units = npt.NDArray[np.uint32]
 _Flags = npt.NDArray[np.uint16]
@@ -196,7 +193,7 @@ class _Drive:
         self._residency.end_step(self._applied)
         every = self._setting.config.cache.write_back_every
         if every and (step + 1) % every == 0:
-            # It stands before the reads of the next step.
+            # Of a simulated step they hold up the next reads, though nothing in a run waits for them: no better is known.
             self._charge(Phase.FORWARD, self._layers[0], self._residency.clean())
 
     def _draw(self) -> _Units:
@@ -319,10 +316,10 @@ class _Drive:
 
     def _charge(self, phase: Phase, layer: int, decided: _Decided) -> None:
         kinds, entries = decided
-        nbytes = self._group_bytes[entries % _GROUP_STRIDE]
+        nbytes = self._group_bytes[entries % GROUP_STRIDE]
         fetched = kinds == Decision.FETCH
         written = (kinds == Decision.EVICT_WRITE) | (kinds == Decision.WRITE_BACK)
-        weights = fetched & (entries % _GROUP_STRIDE == Group.WEIGHTS)
+        weights = fetched & (entries % GROUP_STRIDE == Group.WEIGHTS)
         self._moved_for[phase, layer] += Moved(
             int(nbytes[weights].sum()), int(nbytes[fetched & ~weights].sum()), int(nbytes[written].sum())
         )

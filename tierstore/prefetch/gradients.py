@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from tierstore._native import Buffer, DoubleTable
-from tierstore.cache.access import Need, Phase
+from tierstore.cache.access import GROUP_STRIDE, Need, Phase
 from tierstore.prefetch.plan import GradientPlan
 from tierstore.store.format import Group
 from tierstore.store.optimizer import CachedRecord
@@ -134,7 +134,7 @@ class GradientKeeper:
 
     def discard(self) -> None:
         """Forgets the kept gradients: the step is skipped."""
-        self._cache.drop([number * 4 + Group.GRADIENTS for number in sorted(self._kept)])
+        self._cache.drop([number * GROUP_STRIDE + Group.GRADIENTS for number in sorted(self._kept)])
         self._kept.clear()
         self._pending.clear()
 

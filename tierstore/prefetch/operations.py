@@ -2,8 +2,8 @@
 
 ``operations`` writes out what the trainer does with a schedule. The main thread computes, and issues the work
 of the queues as it goes; so an operation follows what it needs, and the last thing that was computed before
-it was issued, which is where lookahead and budgets come in. Each resource serves its operations in the order
-of the list.
+it was issued, which is where lookahead and budgets come in. Computation and collectives are served in the
+order of the list.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def operations(
     gradient_slots: int = 4,
 ) -> list[Operation]:
     """What ``steps`` steps from a cold start consist of. ``slots``, ``gradient_slots``: experts, and gradients that have
-    not been taken from there, on the device at a time.
+    not been stepped, on the device at a time.
     """
     return _Writer(schedule, sizes, slots, gradient_slots).write(steps)
 
@@ -231,10 +231,9 @@ class _Writer:
         self._computed[position] = computed[-1]
 
     def _finish_expert(self, position: int, size: PassSizes, computed: int, state: tuple[int, ...]) -> None:
-        taken = self._add(Kind.LAND, position, size.land, computed) if size.land else computed
-        stepped = self._add(Kind.EXPERT_STEP, position, 0, taken, *state)
-        self._gradients.append((taken if size.land else stepped,))
-        self._stepped = (stepped,)
+        landed = self._add(Kind.LAND, position, size.land, computed) if size.land else computed
+        self._stepped = (self._add(Kind.EXPERT_STEP, position, 0, landed, *state),)
+        self._gradients.append(self._stepped)
 
     def _step(self, position: int, item: Pass) -> None:
         self._kept.step(item.unit)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tierstore._native import Buffer, Engine
+from tierstore.cache.access import GROUP_STRIDE
 from tierstore.cache.host_cache import HostCache
 from tierstore.store.adamw import Row, StepHistory
 from tierstore.store.format import Group
@@ -27,7 +28,7 @@ class CachedRecord:
     live: LiveRecord
 
     def entry(self, group: Group) -> int:
-        return self.number * 4 + group
+        return self.number * GROUP_STRIDE + group
 
 
 class RecordOptimizer:

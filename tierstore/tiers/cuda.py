@@ -85,7 +85,8 @@ class CudaDeviceTier:
             Buffer(self._landing_arena, [(i * slots.gradient_bytes, slots.gradient_bytes)], slots.numel * 4)
             for i in range(slots.gradients)
         ]
-        self._idle: list[torch.cuda.Event | None] = [None] * slots.weights
+        # Their memory may be in use by what the compute stream was told before it was given to them.
+        self._idle = [self._reached()] * slots.weights
         self._free: deque[tuple[int, list[int]]] = deque((slot, []) for slot in range(slots.gradients))
         self._up = _CopyThread(engine, device, "tierstore-h2d")
         self._down = _CopyThread(engine, device, "tierstore-d2h")
@@ -94,8 +95,7 @@ class CudaDeviceTier:
         target, idle = self._weights[slot].view(torch.uint8), self._idle[slot]
 
         def copy() -> None:
-            if idle is not None:
-                self._up.stream.wait_event(idle)
+            self._up.stream.wait_event(idle)
             offset = 0
             for piece in source.arrays():
                 part = torch.from_numpy(piece)
