@@ -38,14 +38,7 @@ from tierstore.store.awaiting import TicketAwaiter
 from tierstore.store.committing import Keep
 from tierstore.store.config import StoreConfig
 from tierstore.store.fetching import Lease, RecordView
-from tierstore.store.format import (
-    COMMITTED_GROUPS,
-    Group,
-    Placement,
-    RecordSchema,
-    WeightFormat,
-    check_name,
-)
+from tierstore.store.format import COMMITTED_GROUPS, Group, RecordSchema, WeightFormat, check_name
 from tierstore.store.optimizer import CachedRecord
 from tierstore.store.records import StoreRecords, by_layer
 from tierstore.store.verify import VerifyReport, verify_tables
@@ -153,15 +146,20 @@ class ParameterStore(StoreRecords):
         needed = Counter(record.schema for record in self.slots.records) + Counter(schemas)
         self.reserve({self.slots.schemas[schema].name: count for schema, count in needed.items()})
         for new, schema in zip(records, schemas, strict=True):
-            direct = self.slots.schemas[schema].placement is Placement.DIRECT
-            parts = [] if direct else self._content(new)
             live = self.slots.add_record(new.key, schema, new.layer)
             # A new record is up to date; where missed steps are dropped each counts its own, from nothing.
             fresh = self.history.applied if self.history.replays else 0
             live.step = fresh if new.step is None else new.step
             self._attach(live, stored=False)
-            if not direct:
-                self._fill(self._records[new.key], parts)
+        unfilled = [new for new in records if new.key in self._records]
+        try:
+            while unfilled:
+                self._fill(self._records[unfilled[0].key], unfilled[0])
+                unfilled.pop(0)
+        except BaseException:
+            for new in unfilled:
+                del self._records[new.key]
+            raise
 
     def _check_new(self, records: Sequence[NewRecord]) -> list[int]:
         """Schema numbers of ``records``. Raises StoreError or ValueError before anything changes."""
@@ -201,7 +199,8 @@ class ParameterStore(StoreRecords):
         _native.split_bf16(high, low, np.ascontiguousarray(values))
         return [high, low]
 
-    def _fill(self, record: CachedRecord, parts: Sequence[npt.NDArray[np.generic]]) -> None:
+    def _fill(self, record: CachedRecord, new: NewRecord) -> None:
+        parts = self._content(new)
         for _ in self.access(Phase.INIT, record.live.layer, [record], Need.STEP):
             try:
                 moments = record.entry(Group.MOMENTS)
