@@ -52,23 +52,23 @@ _Decided = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint32]]
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes read of weights and of what else their records have (moments, spilled gradients), and bytes of what was
-    evicted to disk for them.
+    """Bytes read that an expert's load waits for, bytes read that only its step does (in a backward pass, all but the
+    weights: moments, spilled gradients), and bytes of what was evicted to disk for them.
     """
 
-    weights: int = 0
+    loaded: int = 0
     state: int = 0
     written: int = 0
 
     @property
     def read(self) -> int:
-        return self.weights + self.state
+        return self.loaded + self.state
 
     def __add__(self, other: Moved) -> Moved:
-        return Moved(self.weights + other.weights, self.state + other.state, self.written + other.written)
+        return Moved(self.loaded + other.loaded, self.state + other.state, self.written + other.written)
 
     def __floordiv__(self, parts: int) -> Moved:
-        return Moved(self.weights // parts, self.state // parts, self.written // parts)
+        return Moved(self.loaded // parts, self.state // parts, self.written // parts)
 
 
 @dataclass(frozen=True)
@@ -316,12 +316,13 @@ class _Drive:
 
     def _charge(self, phase: Phase, layer: int, decided: _Decided) -> None:
         kinds, entries = decided
-        nbytes = self._group_bytes[entries % GROUP_STRIDE]
+        groups = entries % GROUP_STRIDE
+        nbytes = self._group_bytes[groups]
         fetched = kinds == Decision.FETCH
         written = (kinds == Decision.EVICT_WRITE) | (kinds == Decision.WRITE_BACK)
-        weights = fetched & (entries % GROUP_STRIDE == Group.WEIGHTS)
+        state = fetched & (groups != Group.WEIGHTS) & (phase is Phase.BACKWARD)
         self._moved_for[phase, layer] += Moved(
-            int(nbytes[weights].sum()), int(nbytes[fetched & ~weights].sum()), int(nbytes[written].sum())
+            int(nbytes[fetched & ~state].sum()), int(nbytes[state].sum()), int(nbytes[written].sum())
         )
 
 

@@ -9,7 +9,7 @@ order of the list.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -198,7 +198,7 @@ class _Writer:
         self._read(position, size, after)
         return True
 
-    def _read(self, position: int, size: PassSizes, after: Iterable[int]) -> None:
+    def _read(self, position: int, size: PassSizes, after: Sequence[int]) -> None:
         """A read waits until what it evicts is on disk, which may have been stepped just before."""
         self._fetched[position] = []
         for _ in range(size.experts):
