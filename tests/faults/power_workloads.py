@@ -24,8 +24,8 @@ from tierstore.store import (
 )
 from tierstore.store.config import Capability
 from tierstore.store.gc import Mode, collect
-from tierstore.store.index import Commit
-from tierstore.store.slots import SlotMap
+from tierstore.store.index.database import Commit
+from tierstore.store.index.live import SlotMap
 
 NUMEL = 1500
 RECORDS = 5

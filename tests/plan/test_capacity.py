@@ -14,7 +14,7 @@ from tierstore.errors import BudgetError, ConfigError
 from tierstore.plan.capacity import PROCESS_BYTES, Ranks, Setting, capacity
 from tierstore.plan.traffic import step_traffic
 from tierstore.stats import Tier
-from tierstore.store.index import index_bytes
+from tierstore.store.index.database import index_bytes
 from tierstore.train.budgets import DeviceKind
 from tierstore.train.footprint import fixed_cost
 from tierstore.train.session import Opening, open_session

@@ -9,8 +9,8 @@ import pytest
 from conftest_store import weights
 
 from tierstore.store import AdamWConfig, Inactive, ParameterStore, RecordSchema, StoreConfig, WeightFormat
+from tierstore.store.disk.write_budget import _thread_written_bytes
 from tierstore.store.format import Group
-from tierstore.store.write_budget import _thread_written_bytes
 
 NUMEL = 100_003  # no section ends at a page's end
 COUNT = 12

@@ -15,8 +15,8 @@ from crash_states import CrashState, Entry, Event, crash_states, read_log, witho
 from tierstore.errors import StoreError
 from tierstore.store import OpenAt, ParameterStore, StoreConfig, StripeConfig
 from tierstore.store.committing import Committer
-from tierstore.store.index import PREVIOUS, Commit
-from tierstore.store.slots import SlotMap
+from tierstore.store.index.database import PREVIOUS, Commit
+from tierstore.store.index.live import SlotMap
 
 NUMEL = 1500  # two pages a section: writes can tear
 RECORDS = 5

@@ -31,7 +31,7 @@ from tierstore.store import (
     WeightFormat,
     verify_store,
 )
-from tierstore.store.index import Commit, Index
+from tierstore.store.index.database import Commit, Index
 
 CONFIG = StoreConfig(host_budget=1 << 18)
 SECTIONS = {

@@ -17,9 +17,9 @@ import numpy as np
 from tierstore.bench.model import StoreModel, content, wrong_bytes
 from tierstore.bench.soak_plan import SoakShape, key_of
 from tierstore.store import Group
+from tierstore.store.disk.lease import Lease
 from tierstore.store.format import COMMITTED_GROUPS, RecordEntry
-from tierstore.store.index import Commit, Index
-from tierstore.store.lease import Lease
+from tierstore.store.index.database import Commit, Index
 
 __all__ = ["Audit", "audit", "committed_generation"]
 

@@ -21,11 +21,11 @@ from enum import Enum
 
 from tierstore.errors import StoreError, StoreFormatError
 from tierstore.store.adamw import StepHistory
+from tierstore.store.disk.space import copies
 from tierstore.store.failures import Failures
 from tierstore.store.format import RecordEntry, check_name
-from tierstore.store.index import PREVIOUS, Commit
+from tierstore.store.index.database import PREVIOUS, Commit
 from tierstore.store.opening import Parts, fsync_directory
-from tierstore.store.space import copies
 
 __all__ = ["Committer", "Keep"]
 

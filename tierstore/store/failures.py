@@ -10,7 +10,7 @@ from pathlib import Path
 from tierstore import _native
 from tierstore.cache.host_cache import HostCache
 from tierstore.errors import ChecksumError, StoreError, StorePoisonedError
-from tierstore.store.slots import SlotMap
+from tierstore.store.index.live import SlotMap
 
 __all__ = ["Failures"]
 

@@ -26,8 +26,7 @@ from pathlib import Path
 from tierstore._native import DirectIo, File
 from tierstore.errors import StoreFormatError, StoreMissingError
 from tierstore.store.directories import building, building_directory
-from tierstore.store.format import COMMITTED_GROUPS, RecordEntry, RecordSchema
-from tierstore.store.home import (
+from tierstore.store.disk.home import (
     IDENTITY,
     OWN_NAMES,
     Home,
@@ -36,8 +35,9 @@ from tierstore.store.home import (
     read_identity,
     refuse_shared,
 )
-from tierstore.store.index import PREVIOUS, Index
-from tierstore.store.lease import Lease
+from tierstore.store.disk.lease import Lease
+from tierstore.store.format import COMMITTED_GROUPS, RecordEntry, RecordSchema
+from tierstore.store.index.database import PREVIOUS, Index
 from tierstore.store.opening import read_meta
 
 __all__ = ["Garbage", "GcReport", "Mode", "collect"]

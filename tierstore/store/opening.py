@@ -26,17 +26,8 @@ from tierstore.errors import (
 from tierstore.machine import cores
 from tierstore.store.adamw import AdamWConfig, Inactive
 from tierstore.store.config import Capability, IoBackendName, IoConfig, StoreConfig
-from tierstore.store.drives import DriveReport, Drives
-from tierstore.store.format import (
-    COMMITTED_GROUPS,
-    FORMAT_VERSION,
-    Group,
-    GroupLayout,
-    Placement,
-    RecordSchema,
-    divided,
-)
-from tierstore.store.home import (
+from tierstore.store.disk.drives import DriveReport, Drives
+from tierstore.store.disk.home import (
     IDENTITY,
     OWN_NAMES,
     Home,
@@ -47,12 +38,21 @@ from tierstore.store.home import (
     remove_content,
     unfinished_creation,
 )
-from tierstore.store.index import PREVIOUS, Index
-from tierstore.store.lease import Lease
-from tierstore.store.slots import SlotMap
+from tierstore.store.disk.lease import Lease
+from tierstore.store.disk.shares import Weighing
+from tierstore.store.disk.write_budget import WriteBudget
+from tierstore.store.format import (
+    COMMITTED_GROUPS,
+    FORMAT_VERSION,
+    Group,
+    GroupLayout,
+    Placement,
+    RecordSchema,
+    divided,
+)
+from tierstore.store.index.database import PREVIOUS, Index
+from tierstore.store.index.live import SlotMap
 from tierstore.store.tuning import Tuning, tune
-from tierstore.store.weighing import Weighing
-from tierstore.store.write_budget import WriteBudget
 from tierstore.trace.quotas import quotas_by_layer
 from tierstore.trace.recording import RecordingResidency
 

@@ -14,7 +14,7 @@ from tierstore.cache.access import GROUP_STRIDE
 from tierstore.cache.host_cache import HostCache
 from tierstore.store.adamw import Row, StepHistory
 from tierstore.store.format import Group
-from tierstore.store.slots import LiveRecord, SlotMap
+from tierstore.store.index.live import LiveRecord, SlotMap
 
 __all__ = ["CachedRecord", "RecordOptimizer"]
 

@@ -14,14 +14,14 @@ from tierstore.cache.host_cache import HostCache
 from tierstore.errors import BudgetError, StoreError
 from tierstore.store.adamw import AdamWConfig, StepHistory
 from tierstore.store.committing import Committer
-from tierstore.store.drives import DriveReport
+from tierstore.store.disk.drives import DriveReport
+from tierstore.store.disk.space import copies
 from tierstore.store.failures import Failures
 from tierstore.store.format import Group, Placement, RecordSchema
-from tierstore.store.index import index_bytes
+from tierstore.store.index.database import index_bytes
+from tierstore.store.index.live import LiveRecord
 from tierstore.store.opening import Parts
 from tierstore.store.optimizer import CachedRecord, RecordOptimizer
-from tierstore.store.slots import LiveRecord
-from tierstore.store.space import copies
 from tierstore.units import format_bytes
 
 __all__ = ["StoreRecords", "by_layer"]

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from tierstore import _native
 from tierstore._native import CrcTable, Engine
-from tierstore.store.drives import DriveReport
+from tierstore.store.disk.drives import DriveReport
 from tierstore.store.format import COMMITTED_GROUPS, Group, RecordEntry, divided
+from tierstore.store.index.live import SlotMap
 from tierstore.store.opening import scratch_buffers
-from tierstore.store.slots import SlotMap
 
 __all__ = ["VerifyReport", "verify_tables"]
 

@@ -18,11 +18,12 @@ from test_crash_replay import Run
 
 from tierstore import _native
 from tierstore.capabilities import Capability
-from tierstore.store import ParameterStore, StoreConfig, WearConfig, extents
+from tierstore.store import ParameterStore, StoreConfig, WearConfig
 from tierstore.store.committing import Committer
-from tierstore.store.discard import Discard
+from tierstore.store.disk import extents
+from tierstore.store.disk.discard import Discard
 from tierstore.store.format import Group
-from tierstore.store.slots import SlotMap
+from tierstore.store.index.live import SlotMap
 
 NUMEL = 3000
 COUNT = 20
@@ -141,7 +142,7 @@ def test_a_file_system_without_holes(
     def refuse(path: Path) -> None:
         raise OSError(errno.EOPNOTSUPP, "Operation not supported", str(path))
 
-    monkeypatch.setattr("tierstore.store.discard._try", refuse)
+    monkeypatch.setattr("tierstore.store.disk.discard._try", refuse)
     if wanted is Capability.ON:
         with pytest.raises(OSError, match="not supported"):
             Discard(wanted, [tmp_path])

@@ -19,9 +19,11 @@ from pathlib import Path
 from tierstore._native import Buffer, CrcTable, DirectIo, Engine, FileCreate, Link, Priority
 from tierstore.capabilities import Capability
 from tierstore.errors import StoreFormatError
-from tierstore.store.discard import Discard
-from tierstore.store.drives import Drive, DriveReport, Drives
-from tierstore.store.extents import Extent
+from tierstore.store.disk.discard import Discard
+from tierstore.store.disk.drives import Drive, DriveReport, Drives
+from tierstore.store.disk.extents import Extent
+from tierstore.store.disk.striping import StripedExtent
+from tierstore.store.disk.write_budget import WriteBudget
 from tierstore.store.format import (
     COMMITTED_GROUPS,
     Group,
@@ -33,8 +35,6 @@ from tierstore.store.format import (
     divided,
     place,
 )
-from tierstore.store.striping import StripedExtent
-from tierstore.store.write_budget import WriteBudget
 
 __all__ = ["LiveRecord", "SlotMap"]
 

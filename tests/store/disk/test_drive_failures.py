@@ -31,8 +31,8 @@ from tierstore.store import (
     StoreConfig,
     StripeConfig,
 )
-from tierstore.store.home import remove_unfinished
-from tierstore.store.lease import Lease
+from tierstore.store.disk.home import remove_unfinished
+from tierstore.store.disk.lease import Lease
 
 NUMEL = 3000
 CONFIG = StoreConfig(host_budget=1 << 20)
@@ -194,7 +194,7 @@ def test_a_drive_that_cannot_be_taken_back_holds_no_other(
         host_budget=1 << 20, stripe=StripeConfig(directories=(tmp_path / "b", tmp_path / "c"))
     )
     store = ParameterStore.open(tmp_path / "store", added)
-    monkeypatch.setattr("tierstore.store.drives.remove_unfinished", fail)
+    monkeypatch.setattr("tierstore.store.disk.drives.remove_unfinished", fail)
     with pytest.raises(OSError, match="Input/output error"):
         store.close()
     assert not (tmp_path / "c").exists()

@@ -19,7 +19,7 @@ from tierstore._native import FileCreate, Link, Meter
 from tierstore.errors import ConfigError, DataError, StoreExistsError, StoreFormatError, StoreMissingError
 from tierstore.io_profile import load_io_point
 from tierstore.store.config import StripeConfig
-from tierstore.store.home import (
+from tierstore.store.disk.home import (
     IDENTITY,
     Home,
     Identity,
@@ -34,11 +34,11 @@ from tierstore.store.home import (
     same_directory,
     write_identity,
 )
-from tierstore.store.lease import Lease
-from tierstore.store.weighing import LEAST_BYTES, Weighing
+from tierstore.store.disk.lease import Lease
+from tierstore.store.disk.shares import LEAST_BYTES, Weighing
 
 if TYPE_CHECKING:
-    from tierstore.store.extents import Extent
+    from tierstore.store.disk.extents import Extent
 
 __all__ = ["Drive", "DriveReport", "Drives"]
 

@@ -34,13 +34,12 @@ from tierstore.store import (
     StoreConfig,
     StripeConfig,
     WearConfig,
-    drives,
-    extents,
     verify_store,
 )
+from tierstore.store.disk import drives, extents
+from tierstore.store.disk.home import Home
 from tierstore.store.format import COMMITTED_GROUPS, divided
-from tierstore.store.home import Home
-from tierstore.store.index import Index
+from tierstore.store.index.database import Index
 
 NUMEL = 3000
 SLOT_BYTES = sum(RecordSchema("expert", NUMEL).layout(group).slot_bytes for group in COMMITTED_GROUPS)
@@ -383,11 +382,11 @@ def test_a_creation_that_was_killed_is_no_obstacle(tmp_path: Path) -> None:
     """Killed when the further directory has its identity, and the store's own does not."""
     script = f"""
 import os, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from pathlib import Path
 from conftest_store import small_store
 from tierstore.store import StripeConfig
-from tierstore.store.home import Home
+from tierstore.store.disk.home import Home
 Home.publish = lambda self, directories=1: os._exit(9)
 small_store(Path({str(tmp_path / "store")!r}), stripe=StripeConfig(directories=(Path({str(tmp_path / "b")!r}),)))
 """

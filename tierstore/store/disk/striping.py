@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tierstore._native import Buffer, CrcTable, Priority
-from tierstore.store.discard import Discard
-from tierstore.store.drives import Drive, Drives
-from tierstore.store.extents import NO_SPACE, Extent
+from tierstore.store.disk.discard import Discard
+from tierstore.store.disk.drives import Drive, Drives
+from tierstore.store.disk.extents import NO_SPACE, Extent
+from tierstore.store.disk.shares import Turns, apportion
 from tierstore.store.format import GroupLayout, divided, place
-from tierstore.store.weighing import Turns, apportion
 
 __all__ = ["StripedExtent"]
 

@@ -28,9 +28,9 @@ from tierstore._native import (
     Priority,
 )
 from tierstore.links import limited
-from tierstore.store.discard import Discard
+from tierstore.store.disk.discard import Discard
+from tierstore.store.disk.write_budget import WriteBudget
 from tierstore.store.format import SECTION_ALIGNMENT, GroupLayout
-from tierstore.store.write_budget import WriteBudget
 
 __all__ = ["NO_SPACE", "Extent"]
 

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from tierstore import _native
 from tierstore._native import Activity, Link, Priority
 from tierstore.errors import ConfigError
-from tierstore.store import AdamWConfig, ParameterStore, StoreConfig, WearConfig, write_budget
-from tierstore.store.write_budget import WriteBudget
+from tierstore.store import AdamWConfig, ParameterStore, StoreConfig, WearConfig
+from tierstore.store.disk import write_budget
+from tierstore.store.disk.write_budget import WriteBudget
 
 S = 1_000_000_000
 DAY = 86_400
