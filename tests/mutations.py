@@ -121,23 +121,23 @@ MUTATIONS = [
     Mutation(
         "extents are not synced",
         "tierstore/store/committing.py",
-        "            syncs = slots.syncs(())\n",
+        "            syncs = extents.syncs(())\n",
         "            syncs: list[int] = []\n",
         POWER + "test_power_cuts[plain]",
         (CRASH + "test_a_thousand_crash_states",),
     ),
     Mutation(
         "extents of the first directory alone are synced",
-        "tierstore/store/disk/striping.py",
-        "        tickets = [extent.sync(after) for extent in self.extents]\n",
-        "        tickets = [extent.sync(after) for extent in self.extents[:1]]\n",
+        "tierstore/store/disk/store_extents.py",
+        "        tickets = [extent.sync(waits) for extent in self._committed]\n",
+        "        tickets = [extent.sync(waits) for extent in self._committed if not extent.directory]\n",
         POWER + "test_power_cuts[spread]",
         (CRASH + "test_crash_states_of_two_drives",),
     ),
     Mutation(
         "no copy on write",
         "tierstore/store/index/live.py",
-        "        if slot is None or slot in references:\n",
+        "        if slot is None or slot.extent.shared(slot.number):\n",
         "        if slot is None:\n",
         POWER + "test_power_cuts[plain]",
         (
@@ -165,18 +165,18 @@ MUTATIONS = [
         "tierstore/store/committing.py",
         '        parts.engine.log_mark(f"index {generation}")\n',
         '        parts.engine.log_mark(f"index {generation}")\n'
-        "        slots.let_go(self.table[key] for key in changed if key in self.table)\n"
+        "        live.release(self.table[key] for key in changed if key in self.table)\n"
         "        self._discard()\n"
-        "        slots.retain(self.table[key] for key in changed if key in self.table)\n"
-        "        slots.end_discards()\n",
+        "        live.retain(self.table[key] for key in changed if key in self.table)\n"
+        "        parts.extents.end_discards()\n",
         POWER + "test_power_cuts[discarding]",
         ("tests/store/disk/test_discard.py::test_holes_in_every_crash_state",),
     ),
     Mutation(
         "a slot may be written while its hole is being made",
         "tierstore/store/disk/extents.py",
-        "        self.end_punches()\n        bare =",
-        "        bare =",
+        "        self.end_punches()\n        missing =",
+        "        missing =",
         "tests/store/disk/test_discard.py::test_a_slot_is_not_used_before_its_hole_is_made",
     ),
     Mutation(
@@ -245,9 +245,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a prepared commit keeps nothing",
-        "tierstore/store/index/live.py",
-        "                if not references[location.place]:\n",
-        "                if True:\n",
+        "tierstore/store/disk/extents.py",
+        "        if not self._references[slot]:\n",
+        "        if True:\n",
         POWER + "test_a_prepared_commit_can_be_undone_after_a_power_cut",
     ),
     Mutation(
