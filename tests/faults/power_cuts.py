@@ -245,7 +245,7 @@ def cut_twice(directory: Path, workload: Workload, count: int, starts: int, seed
 
 
 def _half_made(state: CrashState, drives: Sequence[str]) -> bool:
-    """Whether further directories have an identity, and the store has none yet."""
+    """Whether stripe directories have an identity, and the store has none yet."""
     identities = [f"{name}/tierstore.json" in state.files for name in ("s", *drives)]
     return any(identities) and not identities[0]
 

@@ -110,7 +110,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Workload:
-    """``work`` on a new store, which has the further directories ``drives`` at some time.
+    """``work`` on a new store, which has the stripe directories ``drives`` at some time.
 
     ``making``: it has them from the beginning, and the power fails while it is made, too.
     """

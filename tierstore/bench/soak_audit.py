@@ -17,7 +17,7 @@ import numpy as np
 from tierstore.bench.model import StoreModel, content, wrong_bytes
 from tierstore.bench.soak_plan import SoakShape, key_of
 from tierstore.store import Group
-from tierstore.store.disk.lease import Lease
+from tierstore.store.disk.lease import DirectoryLease
 from tierstore.store.format import COMMITTED_GROUPS
 from tierstore.store.index.database import Commit, Index
 from tierstore.store.index.entries import RecordEntry
@@ -40,7 +40,7 @@ class Audit:
 
 def committed_generation(directory: Path) -> int:
     """The generation of the last commit of the store in ``directory``, which nobody may have open."""
-    with Lease(directory), closing(Index(directory / "index")) as index:
+    with DirectoryLease(directory), closing(Index(directory / "index")) as index:
         return index.read_commit().generation
 
 
@@ -51,7 +51,7 @@ def audit(directory: Path, shape: SoakShape, model: StoreModel, *, further: Sequ
     """
     roots = (directory, *further)
     result = Audit()
-    with Lease(directory), closing(Index(directory / "index")) as index:
+    with DirectoryLease(directory), closing(Index(directory / "index")) as index:
         names = list(index.snapshots())
         if names != list(model.snapshots):
             result.complain(f"snapshots {names}, expected {list(model.snapshots)}", 0)
