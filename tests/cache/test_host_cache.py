@@ -105,7 +105,7 @@ class Player:
             # An entry must exist before it is read: a first access creates it.
             if number * 4 not in self.holds:
                 flags[numbers.tolist().index(number)] = Need.STEP | need
-        groups = self.cache.begin_access(0, Phase.USER, 0, numbers, flags)
+        groups = self.cache.begin_access(Phase.USER, 0, numbers, flags)
         for _ in range(groups):
             for unit in self.cache.next_group():
                 for group in range(3):
@@ -163,11 +163,11 @@ class Player:
                     )
                 case 6:
                     flags = np.full(len(known), Need.WEIGHTS | Need.MOMENTS, np.uint16)
-                    self.cache.prefetch(0, Phase.USER, 0, np.array(known, np.uint32), flags)
+                    self.cache.prefetch(Phase.USER, 0, np.array(known, np.uint32), flags)
                 case 7:
                     self.cache.clean()
             if self.rng.random() < 0.3:
-                self.cache.end_step(1)
+                self.cache.end_step()
             self.backing.let_go(self.rng.random())
         self.access(list(range(RECORDS)), Need.WEIGHTS | Need.MOMENTS)
 

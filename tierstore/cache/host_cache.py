@@ -24,19 +24,16 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore import _native
-from tierstore._native import Buffer, Priority
+from tierstore._native import Buffer, Priority, Residency
 from tierstore.cache.access import GROUP_STRIDE
 from tierstore.cache.frames import frames_of
-from tierstore.trace.recording import RecordingResidency
 
-__all__ = ["Backing", "HostCache", "Residency"]
+__all__ = ["Backing", "HostCache"]
 
 Decision = _native.Decision
 _GRADIENTS = 2
 #: Between commits the tickets of write-backs pile up; those that succeeded are swept at this many.
 _SWEEP_WRITES = 4096
-#: The native core, or the same with a trace of what it is told.
-Residency = _native.Residency | RecordingResidency
 
 
 class Backing(Protocol):
@@ -133,14 +130,13 @@ class HostCache:
 
     def begin_access(
         self,
-        step: int,
         phase: int,
         layer: int,
         records: npt.NDArray[np.uint32],
         flags: npt.NDArray[np.uint16],
     ) -> int:
         """Opens one atomic event and returns the number of groups that it was split into."""
-        groups, _ = self.residency.begin_access(step, phase, layer, records, flags)
+        groups, _ = self.residency.begin_access(phase, layer, records, flags)
         return groups
 
     def next_group(self) -> list[int]:
@@ -164,14 +160,13 @@ class HostCache:
 
     def prefetch(
         self,
-        step: int,
         phase: int,
         layer: int,
         records: npt.NDArray[np.uint32],
         flags: npt.NDArray[np.uint16],
     ) -> int:
         """Speculates on a coming access; returns how many of its units are covered."""
-        taken, decisions = self.residency.prefetch(step, phase, layer, records, flags)
+        taken, decisions = self.residency.prefetch(phase, layer, records, flags)
         self._execute(decisions, Priority.SPECULATIVE)
         return taken
 
@@ -190,8 +185,8 @@ class HostCache:
         """Discards entries without writing them."""
         self._execute(self.residency.drop(np.asarray(entries, dtype=np.uint32)), Priority.WRITE_BACK)
 
-    def end_step(self, step: int) -> None:
-        self.residency.end_step(step)
+    def end_step(self) -> None:
+        self.residency.end_step()
 
     def take_pending_writes(self) -> list[int]:
         """Tickets of the write-backs queued since the last call: what a commit waits for."""

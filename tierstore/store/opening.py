@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from tierstore import _native
-from tierstore._native import Arena, Buffer, DirectIo, Engine, HugePages, IoBackend, MapSync
+from tierstore._native import Arena, Buffer, DirectIo, Engine, HugePages, IoBackend, MapSync, Residency
 from tierstore.cache.config import CacheConfig, GroupOrder, Scope
 from tierstore.cache.frames import choose_frame_bytes, frames_of
-from tierstore.cache.host_cache import HostCache, Residency
+from tierstore.cache.host_cache import HostCache
 from tierstore.errors import (
     BudgetError,
     ConfigError,
@@ -54,7 +54,7 @@ from tierstore.store.index.database import PREVIOUS, Index
 from tierstore.store.index.live import LiveIndex
 from tierstore.store.tuning import Tuning, tune
 from tierstore.trace.quotas import quotas_by_layer
-from tierstore.trace.recording import RecordingResidency
+from tierstore.trace.recording import TraceRecorder
 
 __all__ = [
     "IDENTITY",
@@ -114,7 +114,7 @@ class Parts:
     extents: StoreExtents
     live: LiveIndex
     cache: HostCache
-    recording: RecordingResidency | None
+    recording: TraceRecorder | None
     tuning: Tuning
 
     def meta(self) -> dict[str, object]:
@@ -395,9 +395,8 @@ def _assemble(stack: contextlib.ExitStack, found: _Found, trace: Path | None, io
         discard=config.wear.discard,
     )
     stack.callback(extents.close)
-    residency, recording = make_residency(config, frames, frame, trace)
-    if recording is not None:
-        stack.callback(recording.close)
+    residency = make_residency(config, frames, frame)
+    recording = None if trace is None else stack.enter_context(TraceRecorder(trace, residency))
     cache = HostCache(engine=engine, arena=arena, frame_bytes=frame, residency=residency)
     return Parts(
         home=drives.home,
@@ -416,10 +415,8 @@ def _assemble(stack: contextlib.ExitStack, found: _Found, trace: Path | None, io
     )
 
 
-def make_residency(
-    config: StoreConfig, frames: int, frame_bytes: int, trace: Path | None = None
-) -> tuple[Residency, RecordingResidency | None]:
-    """The residency core that ``config`` asks for; with ``trace``, in a wrapper that records its input."""
+def make_residency(config: StoreConfig, frames: int, frame_bytes: int) -> Residency:
+    """The residency core that ``config`` asks for."""
     settings: dict[str, Any] = {
         "policy": config.cache.policy,
         "policy_options": dict(config.cache.options),
@@ -429,10 +426,7 @@ def make_residency(
     }
     if config.cache.scope is Scope.LAYER:
         settings["layer_quotas"] = quotas_by_layer(config.layers, frames, config.cache.layer_shares)
-    if trace is not None:
-        recording = RecordingResidency(trace, frames, **settings)
-        return recording, recording
-    return _native.Residency(frames, **settings), None
+    return Residency(frames, **settings)
 
 
 def make_engine(io: IoConfig, tuning: Tuning, *, lease_fd: int = -1, log_path: Path | None = None) -> Engine:

@@ -115,7 +115,9 @@ class ParameterStore(StoreRecords):
         """
         store = cls(opening.open_existing(Path(directory), config or StoreConfig(), adamw, at, trace, io_log))
         try:
-            for key, entry in store._committer.load().items():
+            records = store._committer.load()
+            store.cache.residency.start_at(store.history.applied)
+            for key, entry in records.items():
                 store._attach(store.live.add_record(key, entry.schema, entry.layer, entry), stored=True)
         except BaseException:
             store.close()
@@ -319,7 +321,7 @@ class ParameterStore(StoreRecords):
         covered = 0
         for layer, records in by_layer(self._records[key] for key in dict.fromkeys(keys)):
             numbers, flags = self._needs(records, groups)
-            taken = self.cache.prefetch(self.history.applied, Phase.USER, layer, numbers, flags)
+            taken = self.cache.prefetch(Phase.USER, layer, numbers, flags)
             covered += taken
             if taken < len(records):
                 break
@@ -365,7 +367,7 @@ class ParameterStore(StoreRecords):
                 self._failures.poison(f"an update was interrupted: {error}")
             raise
         self.history.finish()
-        self.cache.end_step(self.history.applied)
+        self.cache.end_step()
         return tickets
 
     def _step(self, record: CachedRecord, gradient: npt.NDArray[np.float32]) -> int:

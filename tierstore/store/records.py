@@ -119,7 +119,7 @@ class StoreRecords:
         if not self._space_reserved and (flags & np.uint16(_DIRTIES)).any():
             self.reserve()
         try:
-            return self.cache.begin_access(self.history.applied, phase, layer, numbers, flags)
+            return self.cache.begin_access(phase, layer, numbers, flags)
         except _native.CapacityError as error:
             raise BudgetError(f"host_budget: {error}") from error
 
