@@ -20,9 +20,9 @@ from tierstore.store import (
     StoreConfig,
     StripeConfig,
     WearConfig,
-    extents,
 )
 from tierstore.store.config import Capability
+from tierstore.store.disk import extents
 from tierstore.store.disk.store_extents import StoreExtents
 from tierstore.store.gc import Mode, collect
 from tierstore.store.index.database import Commit

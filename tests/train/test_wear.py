@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tierstore.stats import Cause
-from tierstore.store import write_budget
+from tierstore.store.disk import write_budget
 from tierstore.train.config import TrainConfig
 from tierstore.train.report import RunSummary, drive_written_bytes, tier_rows, totals
 from tierstore.train.session import Opening, open_session
