@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -60,6 +61,21 @@ def test_the_readme_leads_to_every_page() -> None:
         assert f"`docs/{page.name}`" in text
     for path in re.findall(r"`((?:docs|examples)/[^` *]+)`", text):
         assert (ROOT / path).exists(), path
+
+
+def test_helper_modules_of_tests_have_names_of_their_own() -> None:
+    """Tests import them by bare names from pytest's ``pythonpath``."""
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    names = [
+        path.stem
+        for directory in options["pythonpath"]
+        for path in (ROOT / directory).glob("*.py")
+        if path.stem != "conftest" and not path.stem.startswith("test_")
+    ]
+    assert len(names) == len(set(names))
+    assert not set(names) & sys.stdlib_module_names
+    for path in (ROOT / "tests").rglob("*.py"):
+        assert not re.search(r"sys\.path\.insert", path.read_text()), path
 
 
 def test_constraints_pin_what_is_required() -> None:
