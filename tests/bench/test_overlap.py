@@ -93,7 +93,6 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 
 def test_the_picture_is_the_same_file_twice(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     named = {"ph": "M", "name": "thread_name", "tid": 1, "args": {"name": "compute"}}
     events: list[dict[str, Any]] = [named]
     for step in range(2):
