@@ -77,7 +77,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a failed sync of a directory is ignored",
-        "tierstore/store/home.py",
+        "tierstore/store/disk/home.py",
         "        raise OSError(error.errno, error.strerror, str(directory)) from error\n",
         "        del error\n",
         STORE + "test_a_failed_sync_of_a_directory_poisons[0]",
@@ -91,53 +91,53 @@ MUTATIONS = [
     ),
     Mutation(
         "a lease cannot be let go of where its drive is gone",
-        "tierstore/store/lease.py",
+        "tierstore/store/disk/lease.py",
         "            with contextlib.suppress(OSError):\n                os.close(self._fd)\n",
         "            os.close(self._fd)\n",
         STORE + "test_a_drive_that_is_pulled_out_stops_the_run[write-s/extents/*-commit-threads]",
     ),
     Mutation(
         "an index is not read before it is mapped",
-        "tierstore/store/index.py",
+        "tierstore/store/index/database.py",
         "        check_pages(self._data)\n",
         "",
         STORE + "test_an_index_that_cannot_be_read_is_an_error_of_its_drive[read]",
     ),
     Mutation(
         "pages of an index are not checked",
-        "tierstore/store/index_pages.py",
+        "tierstore/store/index/pages.py",
         "        if own != number or kind != expected or not _HEAD.size < lower <= upper <= _PAGE or lower % 2:\n",
         "        if False:\n",
-        "tests/store/test_index_pages.py::test_damaged_pages_are_refused_and_never_end_the_process",
+        "tests/store/index/test_pages.py::test_damaged_pages_are_refused_and_never_end_the_process",
     ),
     Mutation(
         "entries of an index are not checked",
-        "tierstore/store/index.py",
+        "tierstore/store/index/database.py",
         "            self._check_entries()\n",
         "",
         STORE + "test_a_bit_flipped_as_the_index_is_written_is_found[OpenAt.LAST]",
-        ("tests/store/test_index_pages.py::test_one_flipped_bit_is_found_or_means_nothing",),
+        ("tests/store/index/test_pages.py::test_one_flipped_bit_is_found_or_means_nothing",),
     ),
     Mutation(
         "extents are not synced",
         "tierstore/store/committing.py",
-        "            syncs = slots.syncs(())\n",
+        "            syncs = extents.syncs(())\n",
         "            syncs: list[int] = []\n",
         POWER + "test_power_cuts[plain]",
         (CRASH + "test_a_thousand_crash_states",),
     ),
     Mutation(
         "extents of the first directory alone are synced",
-        "tierstore/store/striping.py",
-        "        tickets = [extent.sync(after) for extent in self.extents]\n",
-        "        tickets = [extent.sync(after) for extent in self.extents[:1]]\n",
+        "tierstore/store/disk/store_extents.py",
+        "        tickets = [extent.sync(waits) for extent in self._committed]\n",
+        "        tickets = [extent.sync(waits) for extent in self._committed if not extent.directory]\n",
         POWER + "test_power_cuts[spread]",
         (CRASH + "test_crash_states_of_two_drives",),
     ),
     Mutation(
         "no copy on write",
-        "tierstore/store/slots.py",
-        "        if slot is None or slot in references:\n",
+        "tierstore/store/index/live.py",
+        "        if slot is None or slot.extent.shared(slot.number):\n",
         "        if slot is None:\n",
         POWER + "test_power_cuts[plain]",
         (
@@ -148,7 +148,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what was undone keeps its snapshots",
-        "tierstore/store/index.py",
+        "tierstore/store/index/database.py",
         "            for name in {snapshot, *later}:\n",
         "            for name in {snapshot}:\n",
         POWER + "test_power_cuts[rolled_back]",
@@ -165,19 +165,19 @@ MUTATIONS = [
         "tierstore/store/committing.py",
         '        parts.engine.log_mark(f"index {generation}")\n',
         '        parts.engine.log_mark(f"index {generation}")\n'
-        "        slots.let_go(self.table[key] for key in changed if key in self.table)\n"
+        "        live.release(self.table[key] for key in changed if key in self.table)\n"
         "        self._discard()\n"
-        "        slots.retain(self.table[key] for key in changed if key in self.table)\n"
-        "        slots.end_discards()\n",
+        "        live.retain(self.table[key] for key in changed if key in self.table)\n"
+        "        parts.extents.end_discards()\n",
         POWER + "test_power_cuts[discarding]",
-        ("tests/store/test_discard.py::test_holes_in_every_crash_state",),
+        ("tests/store/disk/test_discard.py::test_holes_in_every_crash_state",),
     ),
     Mutation(
         "a slot may be written while its hole is being made",
-        "tierstore/store/extents.py",
-        "        self.end_punches()\n        bare =",
-        "        bare =",
-        "tests/store/test_discard.py::test_a_slot_is_not_used_before_its_hole_is_made",
+        "tierstore/store/disk/extents.py",
+        "        self.end_punches()\n        missing =",
+        "        missing =",
+        "tests/store/disk/test_discard.py::test_a_slot_is_not_used_before_its_hole_is_made",
     ),
     Mutation(
         "the lease of a new store has no durable name",
@@ -189,14 +189,14 @@ MUTATIONS = [
     ),
     Mutation(
         "the lease of a new directory has no durable name",
-        "tierstore/store/drives.py",
+        "tierstore/store/disk/drives.py",
         "        fsync_directory(path)\n        remove_content(path)\n",
         "        remove_content(path)\n",
         POWER + "test_power_cuts[reweighed]",
     ),
     Mutation(
         "what tells whose directories these are is written twice",
-        "tierstore/store/home.py",
+        "tierstore/store/disk/home.py",
         "        if self._announced != directories:\n",
         "        if True:\n",
         POWER + "test_power_cuts[spread]",
@@ -210,14 +210,14 @@ MUTATIONS = [
     ),
     Mutation(
         "the identity of a directory has no durable name",
-        "tierstore/store/drives.py",
+        "tierstore/store/disk/drives.py",
         '    (path / f"{IDENTITY}.new").rename(path / IDENTITY)\n    fsync_directory(path)\n',
         '    (path / f"{IDENTITY}.new").rename(path / IDENTITY)\n',
         POWER + "test_power_cuts[spread]",
     ),
     Mutation(
         "a creation that fails is not taken back",
-        "tierstore/store/home.py",
+        "tierstore/store/disk/home.py",
         "            remove_unfinished(self.directory)\n",
         "            pass\n",
         STORE + "test_a_failed_rename_or_sync_at_creation_leaves_no_store",
@@ -231,7 +231,7 @@ MUTATIONS = [
     ),
     Mutation(
         "names are not synced before the identity says that they are there",
-        "tierstore/store/home.py",
+        "tierstore/store/disk/home.py",
         '        fsync_directory(self.directory / "extents")\n        fsync_directory(self.directory)\n',
         "",
         POWER + "test_power_cuts[created]",
@@ -245,9 +245,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a prepared commit keeps nothing",
-        "tierstore/store/slots.py",
-        "                if not references[location.place]:\n",
-        "                if True:\n",
+        "tierstore/store/disk/extents.py",
+        "        if not self._references[slot]:\n",
+        "        if True:\n",
         POWER + "test_a_prepared_commit_can_be_undone_after_a_power_cut",
     ),
     Mutation(
@@ -266,7 +266,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a lease is not locked",
-        "tierstore/store/lease.py",
+        "tierstore/store/disk/lease.py",
         "                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
         "",
         PROCESSES + "test_of_two_that_race_one_wins[open]",
@@ -274,14 +274,14 @@ MUTATIONS = [
     ),
     Mutation(
         "the age of snapshots is of the clock",
-        "tierstore/store/index.py",
+        "tierstore/store/index/database.py",
         "key=lambda item: item[1]))",
         'key=lambda item: __import__("time").time()))',
         PROCESSES + "test_a_clock_that_jumps_changes_nothing",
     ),
     Mutation(
         "a closed lease keeps its descriptor",
-        "tierstore/store/lease.py",
+        "tierstore/store/disk/lease.py",
         "                os.close(self._fd)\n            self._fd = -1\n",
         "                pass\n            self._fd = -1\n",
         PROCESSES + "test_opening_a_thousand_times_leaves_nothing[threads-1000]",

@@ -24,7 +24,7 @@ from tierstore.bench.usage import disk_bytes
 from tierstore.errors import ConfigError
 from tierstore.store import Group, NewRecord, ParameterStore, StoreConfig
 from tierstore.store.format import COMMITTED_GROUPS
-from tierstore.store.index import Index
+from tierstore.store.index.database import Index
 
 SMALL = SoakShape(store_bytes=2 << 20, record_bytes=24 << 10, host_budget_bytes=1 << 18)
 

@@ -23,9 +23,9 @@ from tierstore.store import (
     extents,
 )
 from tierstore.store.config import Capability
+from tierstore.store.disk.store_extents import StoreExtents
 from tierstore.store.gc import Mode, collect
-from tierstore.store.index import Commit
-from tierstore.store.slots import SlotMap
+from tierstore.store.index.database import Commit
 
 NUMEL = 1500
 RECORDS = 5
@@ -182,10 +182,10 @@ def discarding(run: Run) -> None:
 
 @contextlib.contextmanager
 def _everything_is_discarded() -> Iterator[None]:
-    discard = SlotMap.discard
+    discard = StoreExtents.discard
     with (
         patch.object(extents, "_WORTH_BYTES", 0),
-        patch.object(SlotMap, "discard", lambda self, copies: discard(self, 0)),
+        patch.object(StoreExtents, "discard", lambda self, copies, counts: discard(self, 0, counts)),
     ):
         yield
 

@@ -157,7 +157,7 @@ def _step(
         store.history.begin(0.01)
         experts.gradients.apply(0.5)
     store.history.finish()
-    store.cache.end_step(step + 1)
+    store.cache.end_step()
     return squares
 
 

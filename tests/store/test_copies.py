@@ -11,9 +11,10 @@ import pytest
 from conftest_store import small_store
 
 from tierstore.errors import StoreExistsError, StoreFormatError, StoreMissingError
-from tierstore.store import ParameterStore, StoreConfig, StripeConfig, drives, verify_store
+from tierstore.store import ParameterStore, StoreConfig, StripeConfig, verify_store
+from tierstore.store.disk import drives
+from tierstore.store.disk.lease import Lease
 from tierstore.store.gc import Mode, collect
-from tierstore.store.lease import Lease
 
 NUMEL = 3000
 CONFIG = StoreConfig(host_budget=1 << 20)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +16,10 @@ from crash_states import CrashState, Entry, Event, crash_states, read_log, witho
 from tierstore.errors import StoreError
 from tierstore.store import OpenAt, ParameterStore, StoreConfig, StripeConfig
 from tierstore.store.committing import Committer
-from tierstore.store.index import PREVIOUS, Commit
-from tierstore.store.slots import SlotMap
+from tierstore.store.disk.extents import Extent
+from tierstore.store.index.database import PREVIOUS, Commit
+from tierstore.store.index.entries import RecordEntry
+from tierstore.store.index.live import LiveIndex, LiveRecord
 
 NUMEL = 1500  # two pages a section: writes can tear
 RECORDS = 5
@@ -158,7 +161,7 @@ def test_letting_the_previous_commit_go_too_early_fails_the_replay(
     def eager(self: Committer, *arguments: object) -> None:
         write_index(self, *arguments)  # type: ignore[arg-type]
         if PREVIOUS in self.snapshots:
-            self._parts.slots.let_go(self.snapshots[PREVIOUS].records.values())
+            self._parts.live.release(self.snapshots[PREVIOUS].records.values())
             self.snapshots[PREVIOUS] = Commit(0, {}, {})
 
     monkeypatch.setattr(Committer, "_write_index", eager)
@@ -212,21 +215,7 @@ def test_without_fdatasync_the_replay_fails(record: Callable[[], Run]) -> None:
 def test_without_copy_on_write_the_replay_fails(
     record: Callable[[], Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class NeverShared(dict[int, int]):
-        def __contains__(self, slot: object) -> bool:
-            return False
-
-    write = SlotMap.write
-
-    def in_place(self: SlotMap, *arguments: object) -> int:
-        references = self._references
-        self._references = {key: NeverShared() for key in references}  # type: ignore[misc]
-        try:
-            return write(self, *arguments)  # type: ignore[arg-type]
-        finally:
-            self._references = references
-
-    monkeypatch.setattr(SlotMap, "write", in_place)
+    monkeypatch.setattr(Extent, "shared", lambda self, slot: False)
     run = record()
     monkeypatch.undo()
     assert run.violation(run.log, 1000)[1] != ""
@@ -238,27 +227,22 @@ def test_freeing_slots_before_the_commit_fails_the_replay(
     """A slot freed when it is left behind, not when the commit that leaves it is durable, is overwritten too
     early.
     """
-    take = SlotMap.write
+    write = LiveRecord.write
 
-    def eager(self: SlotMap, record: int, group: int, *rest: object) -> int:
-        before = self.records[record].slots[group] if group < 2 else None
-        ticket = take(self, record, group, *rest)  # type: ignore[arg-type]
-        if before is not None and self.records[record].slots[group] != before:
-            self._extents[0, group].give_back(before)  # type: ignore[index]
-            self._given.add((group, before))  # type: ignore[attr-defined]
+    def eager(self: LiveRecord, group: int, *rest: object) -> int:
+        before = self.slots[group]
+        ticket = write(self, group, *rest)  # type: ignore[arg-type]
+        if before is not None and self.slots[group] != before:
+            before.extent.free(before.number)
         return ticket
 
-    def let_go(self: SlotMap, entries: object) -> None:
-        for entry in entries:  # type: ignore[attr-defined]
-            for group, location in enumerate(entry.groups):
-                references = self._references[entry.schema, group]  # type: ignore[index]
-                references[location.slot] -= 1
-                if not references[location.slot]:
-                    del references[location.slot]
+    def release(self: LiveIndex, entries: Iterable[RecordEntry]) -> None:
+        for entry in entries:
+            for _, slot in self.slots_of(entry):
+                slot.extent._references -= Counter([slot.number])
 
-    monkeypatch.setattr(SlotMap, "_given", set(), raising=False)
-    monkeypatch.setattr(SlotMap, "write", eager)
-    monkeypatch.setattr(SlotMap, "let_go", let_go)
+    monkeypatch.setattr(LiveRecord, "write", eager)
+    monkeypatch.setattr(LiveIndex, "release", release)
     run = record()
     monkeypatch.undo()
     assert run.violation(run.log, 1000)[1] != ""

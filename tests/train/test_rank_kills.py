@@ -18,7 +18,7 @@ from tierstore.config import load
 from tierstore.parallel import Mesh, ParallelConfig
 from tierstore.store import OpenAt
 from tierstore.store.directories import rank_directory
-from tierstore.store.index import Index, _Changes
+from tierstore.store.index.database import Index, _Changes
 from tierstore.store.opening import read_states
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.train.config import TrainConfig

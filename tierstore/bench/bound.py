@@ -23,7 +23,7 @@ from tierstore.cache.access import GROUP_STRIDE
 from tierstore.errors import DataError
 from tierstore.trace.format import Trace, TraceHeader, TraceKind
 from tierstore.trace.reader import load_trace
-from tierstore.trace.replay import make_residency
+from tierstore.trace.replay import make_replay
 
 __all__ = ["Bytes", "Compulsory", "bound_s", "clairvoyant", "compulsory", "replayed"]
 
@@ -91,8 +91,7 @@ def replayed(trace: Trace, policy: str, begin: int, end: int) -> Bytes:
     header = trace.header
     options = header.policy_options if policy == header.policy else {}
     header = replace(header, policy=policy, policy_options=options, lookahead_frames=0)
-    residency = make_residency(header)
-    loop = Replay(residency)
+    residency, loop = make_replay(header)
     moved: list[tuple[int, ...]] = []
     for first, last in ((0, begin), (begin, end)):
         _run(loop, trace, first, last)

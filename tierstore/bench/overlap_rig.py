@@ -173,7 +173,6 @@ class Rig:
         self._timeline = timeline
         self._queue = HorizontalQueue(schedule, dense, ledger)
         self._operations = OperationSpans(store.engine, timeline)
-        self._step = 0
 
     def compute_only(self) -> float:
         """Seconds that the computations of a step take when nothing is moved."""
@@ -204,8 +203,7 @@ class Rig:
                     self._dense.step(item.unit)
             self._timeline.add(Track.COMPUTE, f"{item.phase.name.lower()} {item.unit}", begun, clock_ns())
         self.store.history.finish()
-        self._step += 1
-        self.store.cache.end_step(self._step)
+        self.store.cache.end_step()
         seconds = (clock_ns() - started) / 1e9
         self._operations.drain()
         return seconds

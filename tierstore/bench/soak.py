@@ -29,8 +29,8 @@ from tierstore.bench.soak_plan import SoakPlan, SoakShape
 from tierstore.bench.soak_process import MessageReader, start_worker, tell
 from tierstore.bench.usage import Trend
 from tierstore.errors import ConfigError
-from tierstore.store.index import index_bytes
-from tierstore.store.space import extent_bytes, scratch_bytes
+from tierstore.store.disk.space import extent_bytes, scratch_bytes
+from tierstore.store.index.database import index_bytes
 
 __all__ = ["SoakBench", "measurements", "run", "stored_bytes"]
 

@@ -17,9 +17,10 @@ import numpy as np
 from tierstore.bench.model import StoreModel, content, wrong_bytes
 from tierstore.bench.soak_plan import SoakShape, key_of
 from tierstore.store import Group
-from tierstore.store.format import COMMITTED_GROUPS, RecordEntry
-from tierstore.store.index import Commit, Index
-from tierstore.store.lease import Lease
+from tierstore.store.disk.lease import Lease
+from tierstore.store.format import COMMITTED_GROUPS
+from tierstore.store.index.database import Commit, Index
+from tierstore.store.index.entries import RecordEntry
 
 __all__ = ["Audit", "audit", "committed_generation"]
 
@@ -57,7 +58,7 @@ def audit(directory: Path, shape: SoakShape, model: StoreModel, *, further: Sequ
             return result
         commits = [("last commit", index.read_commit(), model.committed)]
         commits += [(name, index.read_commit(name), model.snapshots[name]) for name in names]
-        seen: set[tuple[int, Group, int, int]] = set()
+        seen: set[tuple[int, Group, int, int, int]] = set()
         for where, commit, versions in commits:
             if sorted(commit.records) != [key_of(record) for record in range(shape.records)]:
                 result.complain(f"{where}: it has other records than were registered", 0)
@@ -74,13 +75,14 @@ def _check(
     result: Audit,
     what: tuple[str, int, int],
     commit: Commit,
-    seen: set[tuple[int, Group, int, int]],
+    seen: set[tuple[int, Group, int, int, int]],
 ) -> None:
     """One record of one commit. A slot that commits share, at the same version, is read once."""
     where, record, version = what
     entry = commit.records[key_of(record)]
     slots = {
-        (record, group, entry.groups[number].place, version) for number, group in enumerate(COMMITTED_GROUPS)
+        (record, group, location.directory, location.slot, version)
+        for group, location in zip(COMMITTED_GROUPS, entry.groups, strict=True)
     }
     if slots <= seen:
         return

@@ -47,9 +47,9 @@ from tierstore.store import (
     RecordSchema,
     StoreConfig,
 )
-from tierstore.store.index import index_bytes
+from tierstore.store.disk.space import extent_bytes, scratch_bytes
+from tierstore.store.index.database import index_bytes
 from tierstore.store.opening import minimum_host_budget
-from tierstore.store.space import extent_bytes, scratch_bytes
 from tierstore.units import format_bytes
 
 __all__ = [

@@ -24,29 +24,30 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore import _native
-from tierstore._native import Buffer, Priority
+from tierstore._native import Buffer, Priority, Residency
 from tierstore.cache.access import GROUP_STRIDE
 from tierstore.cache.frames import frames_of
-from tierstore.trace.recording import RecordingResidency
 
-__all__ = ["Backing", "HostCache", "Residency"]
+__all__ = ["Backing", "HostCache"]
 
 Decision = _native.Decision
 _GRADIENTS = 2
 #: Between commits the tickets of write-backs pile up; those that succeeded are swept at this many.
 _SWEEP_WRITES = 4096
-#: The native core, or the same with a trace of what it is told.
-Residency = _native.Residency | RecordingResidency
 
 
 class Backing(Protocol):
-    """Where entries come from and go to: the store's extents. Both calls queue work and return its ticket."""
+    """Where a record's entries come from and go to: its slots on disk. Both calls queue work and return its ticket."""
+
+    #: What messages call the record.
+    @property
+    def key(self) -> str: ...
 
     def read(
-        self, record: int, group: int, sections: Sequence[Buffer], after: Sequence[int], priority: Priority
+        self, group: int, sections: Sequence[Buffer], after: Sequence[int], priority: Priority
     ) -> int: ...
 
-    def write(self, record: int, group: int, sections: Sequence[Buffer], after: Sequence[int]) -> int: ...
+    def write(self, group: int, sections: Sequence[Buffer], after: Sequence[int]) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Fetched:
 class _Entry:
     """One entry's memory. ``ready``: the ticket that wrote it last. ``readers``: tickets reading it since."""
 
-    backing_record: int
+    backing: Backing
     section_nbytes: tuple[int, ...]
     frames: list[int] = field(default_factory=list)
     sections: tuple[Buffer, ...] = ()
@@ -83,13 +84,11 @@ class HostCache:
         arena: _native.Arena,
         frame_bytes: int,
         residency: Residency,
-        backing: Backing,
     ) -> None:
         self.engine = engine
         self.residency = residency
         self._arena = arena
         self._frame_bytes = frame_bytes
-        self._backing = backing
         self._entries: dict[int, _Entry] = {}
         self._free = list(range(arena.nbytes // frame_bytes))
         self._guards: dict[int, tuple[int, ...]] = {}
@@ -112,33 +111,32 @@ class HostCache:
         groups: Sequence[Sequence[int]],
         charged: Sequence[int],
         *,
-        backing_record: int,
+        backing: Backing,
         stored: bool,
     ) -> int:
         """Registers a record whose group g has sections of ``groups[g]`` bytes; returns its number here.
 
-        ``backing_record`` is its number in the backing. ``charged[g]`` is what one transfer of group g moves
-        (bytes, padding included). ``stored`` says whether weights and moments are on disk already; an entry
+        ``backing`` reads and writes it. ``charged[g]`` is what one transfer of group g moves (bytes, padding included).
+        ``stored`` says whether weights and moments are on disk already; an entry
         that is not is created, not read.
         """
         frames = [frames_of(sections, self._frame_bytes) for sections in groups]
         record = self.residency.add_record(layer, frames, list(charged), 0b011 if stored else 0)
         for group, sections in enumerate(groups):
-            self._entries[record * GROUP_STRIDE + group] = _Entry(backing_record, tuple(sections))
+            self._entries[record * GROUP_STRIDE + group] = _Entry(backing, tuple(sections))
         return record
 
     # Accesses -----------------------------------------------------------------------------------------------
 
     def begin_access(
         self,
-        step: int,
         phase: int,
         layer: int,
         records: npt.NDArray[np.uint32],
         flags: npt.NDArray[np.uint16],
     ) -> int:
         """Opens one atomic event and returns the number of groups that it was split into."""
-        groups, _ = self.residency.begin_access(step, phase, layer, records, flags)
+        groups, _ = self.residency.begin_access(phase, layer, records, flags)
         return groups
 
     def next_group(self) -> list[int]:
@@ -162,14 +160,13 @@ class HostCache:
 
     def prefetch(
         self,
-        step: int,
         phase: int,
         layer: int,
         records: npt.NDArray[np.uint32],
         flags: npt.NDArray[np.uint16],
     ) -> int:
         """Speculates on a coming access; returns how many of its units are covered."""
-        taken, decisions = self.residency.prefetch(step, phase, layer, records, flags)
+        taken, decisions = self.residency.prefetch(phase, layer, records, flags)
         self._execute(decisions, Priority.SPECULATIVE)
         return taken
 
@@ -188,8 +185,8 @@ class HostCache:
         """Discards entries without writing them."""
         self._execute(self.residency.drop(np.asarray(entries, dtype=np.uint32)), Priority.WRITE_BACK)
 
-    def end_step(self, step: int) -> None:
-        self.residency.end_step(step)
+    def end_step(self) -> None:
+        self.residency.end_step()
 
     def take_pending_writes(self) -> list[int]:
         """Tickets of the write-backs queued since the last call: what a commit waits for."""
@@ -202,9 +199,9 @@ class HostCache:
             entry for entry in self.residency.dirty_entries().tolist() if entry % GROUP_STRIDE != _GRADIENTS
         ]
 
-    def backing_record(self, entry: int) -> int:
-        """The number that the entry's record has in the backing."""
-        return self._entries[entry].backing_record
+    def backing(self, entry: int) -> Backing:
+        """The backing of the entry's record."""
+        return self._entries[entry].backing
 
     # Memory of resident entries -----------------------------------------------------------------------------
 
@@ -260,9 +257,7 @@ class HostCache:
             state = self._entries[entry]
             if kind == Decision.FETCH:
                 guards = self._give_frames(state)
-                state.ready = self._backing.read(
-                    state.backing_record, entry % GROUP_STRIDE, state.sections, guards, priority
-                )
+                state.ready = state.backing.read(entry % GROUP_STRIDE, state.sections, guards, priority)
                 state.fetched = Fetched(state.ready, priority is Priority.SPECULATIVE)
             elif kind == Decision.CREATE:
                 # Nothing to read; whoever fills it must still follow the last owners of its frames.
@@ -278,7 +273,7 @@ class HostCache:
 
     def _write_back(self, entry: int, state: _Entry) -> int:
         after = [state.ready] if state.ready else []
-        ticket = self._backing.write(state.backing_record, entry % GROUP_STRIDE, state.sections, after)
+        ticket = state.backing.write(entry % GROUP_STRIDE, state.sections, after)
         self._pending_writes.append(ticket)
         if len(self._pending_writes) >= self._sweep_at:
             self._sweep()

@@ -229,7 +229,7 @@ def _steps(
 def _announce(config: TrainConfig, output: Output, fixed: int, mesh: Mesh) -> None:
     """What the run will take, before the first write."""
     from tierstore.store.directories import rank_directory
-    from tierstore.store.space import copies
+    from tierstore.store.disk.space import copies
 
     model = config.model
     records = model.expert_parameters * 12

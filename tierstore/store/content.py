@@ -5,6 +5,7 @@ from __future__ import annotations
 from tierstore import _native
 from tierstore.cache.access import Need, Phase
 from tierstore.store.format import COMMITTED_GROUPS
+from tierstore.store.index.live import LiveRecord
 from tierstore.store.opening import scratch_buffers
 from tierstore.store.optimizer import CachedRecord
 from tierstore.store.records import StoreRecords
@@ -26,12 +27,11 @@ def cached_crc32c(store: StoreRecords, record: CachedRecord, crc: int) -> int:
     return crc
 
 
-def direct_crc32c(store: StoreRecords, number: int, crc: int) -> int:
+def direct_crc32c(store: StoreRecords, live: LiveRecord, crc: int) -> int:
     """``crc`` continued over a DIRECT record's sections as they were last written through."""
-    live = store.slots.records[number]
     for group in COMMITTED_GROUPS:
-        with scratch_buffers(store.slots.schemas[live.schema].layout(group)) as sections:
-            store.wait([store.slots.read(number, group, sections, (), _native.Priority.DEMAND)])
+        with scratch_buffers(live.schema.layout(group)) as sections:
+            store.wait([live.read(group, sections, (), _native.Priority.DEMAND)])
             for section in sections:
                 crc = _native.crc32c(section.array(), crc)
     return crc

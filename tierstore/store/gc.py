@@ -26,8 +26,7 @@ from pathlib import Path
 from tierstore._native import DirectIo, File
 from tierstore.errors import StoreFormatError, StoreMissingError
 from tierstore.store.directories import building, building_directory
-from tierstore.store.format import COMMITTED_GROUPS, RecordEntry, RecordSchema
-from tierstore.store.home import (
+from tierstore.store.disk.home import (
     IDENTITY,
     OWN_NAMES,
     Home,
@@ -36,8 +35,10 @@ from tierstore.store.home import (
     read_identity,
     refuse_shared,
 )
-from tierstore.store.index import PREVIOUS, Index
-from tierstore.store.lease import Lease
+from tierstore.store.disk.lease import Lease
+from tierstore.store.format import COMMITTED_GROUPS, RecordSchema
+from tierstore.store.index.database import PREVIOUS, Index
+from tierstore.store.index.entries import RecordEntry
 from tierstore.store.opening import read_meta
 
 __all__ = ["Garbage", "GcReport", "Mode", "collect"]
@@ -207,16 +208,16 @@ class _Collector:
         for child in sorted(scratch.iterdir()) if scratch.is_dir() else ():
             self._file(child, "scratch of a process that is gone")
         layouts = {
-            f"{schema.name}.{group.label}": (place, group, schema.layout(group).slot_bytes)
-            for place, schema in enumerate(schemas)
+            f"{schema.name}.{group.label}": (index, group, schema.layout(group).slot_bytes)
+            for index, schema in enumerate(schemas)
             for group in COMMITTED_GROUPS
         }
         for child in sorted((directory / "extents").iterdir()):
             if child.name not in layouts:
                 self.report.left.append(f"{child}: not an extent of this store")
                 continue
-            place, group, slot_bytes = layouts[child.name]
-            self._extent(child, slot_bytes, used.get((place, group, number), set()))
+            index, group, slot_bytes = layouts[child.name]
+            self._extent(child, slot_bytes, used.get((index, group, number), set()))
 
     def _file(self, path: Path, what: str) -> None:
         if path.is_dir():

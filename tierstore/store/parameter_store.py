@@ -38,7 +38,8 @@ from tierstore.store.awaiting import TicketAwaiter
 from tierstore.store.committing import Keep
 from tierstore.store.config import StoreConfig
 from tierstore.store.fetching import Lease, RecordView
-from tierstore.store.format import COMMITTED_GROUPS, Group, RecordSchema, WeightFormat, check_name
+from tierstore.store.format import COMMITTED_GROUPS, Group, RecordSchema, WeightFormat
+from tierstore.store.index.entries import check_name
 from tierstore.store.optimizer import CachedRecord
 from tierstore.store.records import StoreRecords, by_layer
 from tierstore.store.verify import VerifyReport, verify_tables
@@ -114,8 +115,10 @@ class ParameterStore(StoreRecords):
         """
         store = cls(opening.open_existing(Path(directory), config or StoreConfig(), adamw, at, trace, io_log))
         try:
-            for key, entry in store._committer.load().items():
-                store._attach(store.slots.add_record(key, entry.schema, entry.layer, entry), stored=True)
+            records = store._committer.load()
+            store.cache.residency.start_at(store.history.applied)
+            for key, entry in records.items():
+                store._attach(store.live.add_record(key, entry.schema, entry.layer, entry), stored=True)
         except BaseException:
             store.close()
             raise
@@ -143,10 +146,9 @@ class ParameterStore(StoreRecords):
         self._failures.check()
         records = list(records)
         schemas = self._check_new(records)
-        needed = Counter(record.schema for record in self.slots.records) + Counter(schemas)
-        self.reserve({self.slots.schemas[schema].name: count for schema, count in needed.items()})
+        self.reserve(self.live.counts() + Counter(record.schema for record in records))
         for new, schema in zip(records, schemas, strict=True):
-            live = self.slots.add_record(new.key, schema, new.layer)
+            live = self.live.add_record(new.key, schema, new.layer)
             # A new record is up to date; where missed steps are dropped each counts its own, from nothing.
             fresh = self.history.applied if self.history.replays else 0
             live.step = fresh if new.step is None else new.step
@@ -180,7 +182,7 @@ class ParameterStore(StoreRecords):
 
     def _content(self, new: NewRecord) -> list[npt.NDArray[np.generic]]:
         """The leading sections of a new record; those that are not there begin as zeros."""
-        shape = self.slots.schemas[self._schema_index(new.schema)]
+        shape = self.extents.schemas[self._schema_index(new.schema)]
         if new.sections is not None:
             parts = [np.ascontiguousarray(part) for part in new.sections()]
             layout = [section for group in COMMITTED_GROUPS for section in shape.layout(group).sections]
@@ -218,7 +220,8 @@ class ParameterStore(StoreRecords):
 
     def reserve_scratch(self, schema: str) -> None:
         """Reserves disk to spill one gradient of each record of ``schema``. Raises OSError (ENOSPC)."""
-        self.slots.reserve_scratch(self._schema_index(schema))
+        extents = self.extents[self._schema_index(schema)]
+        extents[Group.GRADIENTS].reserve(self.live.counts()[schema])
 
     # Fetching -----------------------------------------------------------------------------------------------
 
@@ -269,7 +272,7 @@ class ParameterStore(StoreRecords):
                 pinned.append((numbers, flags))
                 for record in records:
                     sections = {Group(g): self.cache.sections(record.entry(g)) for g in groups}
-                    views[record.live.key] = RecordView(self.slots.schemas[record.live.schema], sections)
+                    views[record.live.key] = RecordView(record.live.schema, sections)
                     tickets += [ticket for g in groups for ticket in self.cache.ready(record.entry(g))]
         except BaseException:
             unpin()
@@ -318,7 +321,7 @@ class ParameterStore(StoreRecords):
         covered = 0
         for layer, records in by_layer(self._records[key] for key in dict.fromkeys(keys)):
             numbers, flags = self._needs(records, groups)
-            taken = self.cache.prefetch(self.history.applied, Phase.USER, layer, numbers, flags)
+            taken = self.cache.prefetch(Phase.USER, layer, numbers, flags)
             covered += taken
             if taken < len(records):
                 break
@@ -364,7 +367,7 @@ class ParameterStore(StoreRecords):
                 self._failures.poison(f"an update was interrupted: {error}")
             raise
         self.history.finish()
-        self.cache.end_step(self.history.applied)
+        self.cache.end_step()
         return tickets
 
     def _step(self, record: CachedRecord, gradient: npt.NDArray[np.float32]) -> int:
@@ -388,23 +391,18 @@ class ParameterStore(StoreRecords):
         self._failures.check()
         if not self._space_reserved:
             self.reserve()
-        number = self._direct[key]
-        tickets = [self.slots.write(number, group, sections, ()) for group, sections in groups.items()]
+        live = self._direct[key]
+        tickets = [live.write(group, sections, ()) for group, sections in groups.items()]
         self._committer.writes += tickets
-        self.slots.records[number].step = step
-        self.slots.touch(number)
+        live.step, live.changed = step, True
         return tickets
 
     def read_through(self, key: str, groups: Mapping[Group, Sequence[_native.Buffer]]) -> None:
         """Reads a DIRECT record into the owner's memory and waits for it."""
         self._failures.check()
-        number = self._direct[key]
-        self.wait(
-            [
-                self.slots.read(number, group, sections, (), _native.Priority.DEMAND)
-                for group, sections in groups.items()
-            ]
-        )
+        live = self._direct[key]
+        priority = _native.Priority.DEMAND
+        self.wait([live.read(group, sections, (), priority) for group, sections in groups.items()])
 
     # Commits ------------------------------------------------------------------------------------------------
 
@@ -472,7 +470,7 @@ class ParameterStore(StoreRecords):
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
         """Reads every section of the last commit and of the snapshots and checks it; see ``verify_store``."""
         self._failures.check()
-        return verify_tables(self.slots, self.engine, self._committer.tables(), progress)
+        return verify_tables(self.live, self.extents, self.engine, self._committer.tables(), progress)
 
     def __enter__(self) -> ParameterStore:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
@@ -14,14 +15,14 @@ from tierstore.cache.host_cache import HostCache
 from tierstore.errors import BudgetError, StoreError
 from tierstore.store.adamw import AdamWConfig, StepHistory
 from tierstore.store.committing import Committer
-from tierstore.store.drives import DriveReport
+from tierstore.store.disk.drives import DriveReport
+from tierstore.store.disk.space import copies
 from tierstore.store.failures import Failures
 from tierstore.store.format import Group, Placement, RecordSchema
-from tierstore.store.index import index_bytes
+from tierstore.store.index.database import index_bytes
+from tierstore.store.index.live import LiveRecord
 from tierstore.store.opening import Parts
 from tierstore.store.optimizer import CachedRecord, RecordOptimizer
-from tierstore.store.slots import LiveRecord
-from tierstore.store.space import copies
 from tierstore.units import format_bytes
 
 __all__ = ["StoreRecords", "by_layer"]
@@ -37,14 +38,15 @@ class StoreRecords:
         self.directory = parts.home.directory
         self.config = parts.config
         self.engine = parts.engine
-        self.slots = parts.slots
+        self.extents = parts.extents
+        self.live = parts.live
         self.cache: HostCache = parts.cache
         self.history = StepHistory(parts.adamw)
-        self.optimizer = RecordOptimizer(self.engine, self.cache, self.slots, self.history)
-        self._failures = Failures(self.directory, self.cache, self.slots)
+        self.optimizer = RecordOptimizer(self.engine, self.cache, self.history)
+        self._failures = Failures(self.directory, self.cache, self.live)
         self._committer = Committer(parts, self.history, self._failures)
         self._records: dict[str, CachedRecord] = {}
-        self._direct: dict[str, int] = {}
+        self._direct: dict[str, LiveRecord] = {}
         self._space_reserved = False
 
     # Records ------------------------------------------------------------------------------------------------
@@ -59,39 +61,35 @@ class StoreRecords:
         return self._records[key]
 
     def schema_of(self, key: str) -> RecordSchema:
-        return self.slots.schemas[self._live(key).schema]
+        return self._live(key).schema
 
     def step_of(self, key: str) -> int:
         """Optimizer steps that the record's content has had applied."""
         return self._live(key).step
 
     def _live(self, key: str) -> LiveRecord:
-        if key in self._records:
-            return self._records[key].live
-        return self.slots.records[self._direct[key]]
+        return self._records[key].live if key in self._records else self._direct[key]
 
     def _schema_index(self, name: str) -> int:
-        for index, schema in enumerate(self.slots.schemas):
+        for index, schema in enumerate(self.extents.schemas):
             if schema.name == name:
                 return index
-        known = ", ".join(schema.name for schema in self.slots.schemas)
+        known = ", ".join(schema.name for schema in self.extents.schemas)
         raise StoreError(f"unknown schema {name!r}; this store has: {known}")
 
     def _attach(self, live: LiveRecord, *, stored: bool) -> None:
-        number = len(self.slots.records) - 1
-        schema = self.slots.schemas[live.schema]
-        if schema.placement is Placement.DIRECT:
-            self._direct[live.key] = number
+        if live.schema.placement is Placement.DIRECT:
+            self._direct[live.key] = live
             return
-        layouts = [schema.layout(group) for group in Group]
+        layouts = [live.schema.layout(group) for group in Group]
         cached = self.cache.add_record(
             live.layer,
             [[section.nbytes for section in layout.sections] for layout in layouts],
             [layout.slot_bytes for layout in layouts],
-            backing_record=number,
+            backing=live,
             stored=stored,
         )
-        self._records[live.key] = CachedRecord(cached, number, live)
+        self._records[live.key] = CachedRecord(cached, live)
 
     # Space --------------------------------------------------------------------------------------------------
 
@@ -105,8 +103,9 @@ class StoreRecords:
         opened.
         """
         retain = max(self.config.retain, len(self._committer.snapshots))
-        self.slots.reserve(copies(retain), counts or {})
-        records = max(len(self.slots.records), sum((counts or {}).values()))
+        wanted = self.live.counts() | Counter(counts or {})
+        self.extents.reserve(copies(retain), wanted)
+        records = max(len(self.live.records), sum((counts or {}).values()))
         self._parts.index.reserve(index_bytes(records, retain))
         self._space_reserved = True
 
@@ -120,7 +119,7 @@ class StoreRecords:
         if not self._space_reserved and (flags & np.uint16(_DIRTIES)).any():
             self.reserve()
         try:
-            return self.cache.begin_access(self.history.applied, phase, layer, numbers, flags)
+            return self.cache.begin_access(phase, layer, numbers, flags)
         except _native.CapacityError as error:
             raise BudgetError(f"host_budget: {error}") from error
 
@@ -167,7 +166,7 @@ class StoreRecords:
     @property
     def generation(self) -> int:
         """How many commits the store has had."""
-        return self.slots.generation
+        return self.live.generation
 
     @property
     def snapshots(self) -> list[str]:
@@ -182,7 +181,7 @@ class StoreRecords:
 
     def drives(self) -> list[DriveReport]:
         """What lies in each of the store's directories, and what each gave; the store's own first."""
-        return self.slots.drive_reports()
+        return self.extents.drive_reports()
 
     def end_trace(self) -> None:
         """Completes the recorded trace, if there is one; what follows is not part of it."""
@@ -194,10 +193,10 @@ class StoreRecords:
         engine, budget = self.engine, self._parts.arena.nbytes
         huge = self._parts.arena.huge_bytes
         if engine.backend == "pmem":
-            reason = self.slots.map_sync_reason
+            reason = self.extents.map_sync_reason
             past_cache = "MAP_SYNC: " + (f"off, extents are synced by msync ({reason})" if reason else "on")
         else:
-            reason = self.slots.direct_reason
+            reason = self.extents.direct_reason
             past_cache = "direct I/O: " + (f"off ({reason})" if reason else "on")
         return [
             f"I/O: {engine.backend}" + (f" ({engine.backend_reason})" if engine.backend_reason else ""),
@@ -205,8 +204,8 @@ class StoreRecords:
             past_cache,
             f"host cache: {format_bytes(budget)}, {format_bytes(huge)} of it in huge pages",
             *self._describe_drives(),
-            self.slots.describe_discard(),
-            *([] if self.slots.budget is None else [self.slots.budget.describe()]),
+            self.extents.describe_discard(),
+            *([] if self.extents.budget is None else [self.extents.budget.describe()]),
         ]
 
     def _describe_drives(self) -> list[str]:

@@ -12,7 +12,7 @@ import numpy as np
 from tierstore import _native
 from tierstore.endurance import DAY_S, drive_life_s
 from tierstore.stats import delta
-from tierstore.store.drives import DriveReport
+from tierstore.store.disk.drives import DriveReport
 from tierstore.train.config import TrainConfig
 from tierstore.train.footprint import peak_resident_bytes
 from tierstore.train.trainer import StepResult, Trainer

@@ -65,7 +65,7 @@ def open_session(
     with contextlib.ExitStack() as stack:
         store = _open_store(setup, shell, trace=trace, io_log=io_log)
         stack.callback(store.close)
-        if (budget := store.slots.budget) is not None:
+        if (budget := store.extents.budget) is not None:
             setup.ledger.divert(Cause.WRITE_BUDGET, lambda: budget.blocked_ns)
         if setup.agreed.opening is Opening.RESUME:
             state = _resumed_state(config, store, setup.conditions)

@@ -129,7 +129,7 @@ class Trainer:
         self.state.position += 1
         if math.isfinite(loss):
             self.state.train_loss = loss
-        self.store.cache.end_step(self.state.position)
+        self.store.cache.end_step()
         seconds = time.monotonic() - started
         self._operations.drain()
         return StepResult(position, loss, lr, norm, not math.isfinite(norm), seconds, active)

@@ -31,8 +31,8 @@ from tierstore.store import (
     StoreConfig,
     StripeConfig,
 )
-from tierstore.store.home import remove_unfinished
-from tierstore.store.lease import Lease
+from tierstore.store.disk.home import remove_unfinished
+from tierstore.store.disk.lease import Lease
 
 NUMEL = 3000
 CONFIG = StoreConfig(host_budget=1 << 20)
@@ -114,11 +114,11 @@ def test_a_quota_is_used_up_and_the_rest_left_to_the_other(tmp_path: Path) -> No
     with ParameterStore.create(
         tmp_path / "store", [schema], StoreConfig(host_budget=1 << 20, stripe=stripe)
     ) as store:
-        extent = store.slots._extents[0, Group.WEIGHTS].extents[1]
+        extent = store.extents[0][Group.WEIGHTS].extents[1]
         file, slot_bytes = extent.file, extent.layout.slot_bytes
         extent.file = _Quota(file, 13, slot_bytes)  # type: ignore[assignment]
         store.reserve({"expert": 20})
-        own, other = store.slots._extents[0, Group.WEIGHTS].extents
+        own, other = store.extents[0][Group.WEIGHTS].extents
         assert (own.reserved_slots, other.reserved_slots) == (27, 13)
         with pytest.raises(OSError, match=r"Disk quota exceeded: \d+ more bytes are needed") as caught:
             extent.reserve(14)
@@ -194,7 +194,7 @@ def test_a_drive_that_cannot_be_taken_back_holds_no_other(
         host_budget=1 << 20, stripe=StripeConfig(directories=(tmp_path / "b", tmp_path / "c"))
     )
     store = ParameterStore.open(tmp_path / "store", added)
-    monkeypatch.setattr("tierstore.store.drives.remove_unfinished", fail)
+    monkeypatch.setattr("tierstore.store.disk.drives.remove_unfinished", fail)
     with pytest.raises(OSError, match="Input/output error"):
         store.close()
     assert not (tmp_path / "c").exists()

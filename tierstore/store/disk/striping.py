@@ -1,9 +1,7 @@
-"""One extent on several drives: whole slots are spread over them by weight.
+"""One extent on several drives: whole slots are allocated on them by weight.
 
 A slot is never divided. Experts are read and written many at a time, so drives work in parallel without it; a transfer
 stays one operation of one file, as long as it can be; and what a drive that fails held is a list of records.
-
-A slot is named by its *place*, directory and slot in one number.
 """
 
 from __future__ import annotations
@@ -12,14 +10,12 @@ import contextlib
 import errno
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
-from tierstore._native import Buffer, CrcTable, Priority
-from tierstore.store.discard import Discard
-from tierstore.store.drives import Drive, Drives
-from tierstore.store.extents import NO_SPACE, Extent
-from tierstore.store.format import GroupLayout, divided, place
-from tierstore.store.weighing import Turns, apportion
+from tierstore.store.disk.discard import Discard
+from tierstore.store.disk.drives import Drive, Drives
+from tierstore.store.disk.extents import NO_SPACE, Extent, Slot
+from tierstore.store.disk.shares import WeightedRoundRobin, apportion
+from tierstore.store.format import GroupLayout
 
 __all__ = ["StripedExtent"]
 
@@ -34,23 +30,12 @@ class StripedExtent:
         self.layout: GroupLayout = self.extents[0].layout
         self._drives = drives
         self._discard = discard
-        self._turns = Turns(len(self.extents))
+        self._turns = WeightedRoundRobin(len(self.extents))
         self._wanted = 0
 
     @property
     def slots(self) -> int:
         return sum(extent.slots for extent in self.extents)
-
-    def path(self, place: int) -> Path:
-        """The file that the slot is in."""
-        return self.extents[divided(place)[0]].path
-
-    def holds(self, place: int) -> bool:
-        """Whether there is such a slot."""
-        directory, slot = divided(place)
-        return directory < len(self.extents) and slot < self.extents[directory].slots
-
-    # Space --------------------------------------------------------------------------------------------------
 
     def reserve(self, slots: int) -> None:
         """Makes the extents at least ``slots`` slots long together, each as long as its share of them where it can.
@@ -164,16 +149,7 @@ class StripedExtent:
         )
         raise _FullError(errno.ENOSPC, message, str(self.extents[0].path))
 
-    def adopt(self, used: set[int]) -> None:
-        """After opening: every slot that is not in ``used`` is free."""
-        slots: list[set[int]] = [set() for _ in self.extents]
-        for taken in used:
-            directory, slot = divided(taken)
-            slots[directory].add(slot)
-        for extent, own in zip(self.extents, slots, strict=True):
-            extent.adopt(own)
-
-    def take(self) -> int:
+    def allocate(self) -> Slot:
         """A free slot of the drive whose turn it is, of those that have one; when none has, a drive grows.
 
         Raises OSError (ENOSPC) only when every drive is full.
@@ -186,7 +162,7 @@ class StripedExtent:
                 number = self._turns.take(self._drives.shares, among)
                 try:
                     self._provide(number)
-                    return place(number, self.extents[number].take())
+                    return self.extents[number].allocate()
                 except _FullError as error:
                     full = full or error
                     among.remove(number)
@@ -202,52 +178,6 @@ class StripedExtent:
             self._grow(number, extent.reserved_slots + max(1, extent.slots // 8))
         except _FullError:
             self._grow(number, extent.reserved_slots + 1)
-
-    def give_back(self, place: int) -> None:
-        """Frees a slot whose last content nothing on disk refers to any more."""
-        directory, slot = divided(place)
-        self.extents[directory].give_back(slot)
-
-    # Transfers ----------------------------------------------------------------------------------------------
-
-    def read(
-        self,
-        place: int,
-        sections: Sequence[Buffer],
-        crcs: CrcTable,
-        first_crc: int,
-        after: Sequence[int],
-        priority: Priority,
-    ) -> int:
-        """Queues a checked read of a whole slot, after the last write to it."""
-        directory, slot = divided(place)
-        return self.extents[directory].read(slot, sections, crcs, first_crc, after, priority)
-
-    def reads_in_flight(self, place: int) -> list[int]:
-        """Tickets of the reads of the slot that have not finished."""
-        directory, slot = divided(place)
-        return self.extents[directory].reads_in_flight(slot)
-
-    def write(
-        self, place: int, sections: Sequence[Buffer], crcs: CrcTable, first_crc: int, after: Sequence[int]
-    ) -> int:
-        """Queues a write of a whole slot, after every read and write queued on that slot before."""
-        directory, slot = divided(place)
-        return self.extents[directory].write(slot, sections, crcs, first_crc, after)
-
-    def syncs(self, after: Sequence[int]) -> list[int]:
-        """Queues an fdatasync of each file that was written or grown since its last one."""
-        tickets = [extent.sync(after) for extent in self.extents]
-        return [ticket for ticket in tickets if ticket is not None]
-
-    def forget_finished(self) -> None:
-        """Drops the ordering kept for transfers that are known to have finished (after a commit)."""
-        for extent in self.extents:
-            extent.forget_finished()
-
-    def close(self) -> None:
-        for extent in self.extents:
-            extent.close()
 
 
 class _FullError(OSError):

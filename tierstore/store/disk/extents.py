@@ -1,9 +1,11 @@
 """Extent files: equal slots, preallocated, reused only when nothing can still need them.
 
-An ``Extent`` owns one file and knows which of its slots are free. Space is reserved with ``fallocate`` before
-it is needed, so a full disk is an ``OSError`` (ENOSPC, path, bytes needed) from ``reserve``, never a failed
-write later. Blocks of free slots that are not needed any more can be given back to the file system (``discard``); such
-slots are *bare*, and are reserved again before they are used.
+An ``Extent`` owns one file and knows which of its slots are free. ``reserve`` allocates space with ``fallocate`` before
+it is needed, so a full disk is an ``OSError`` (ENOSPC, path, bytes needed) there, and never a failed write later.
+``discard`` returns the blocks of free slots that are not needed any more to the file system; such slots are *holes*,
+and ``reserve`` fills them before they are used.
+
+A slot is *shared* while a durable table of the index refers to it: shared slots are never written.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import contextlib
 import errno
 import heapq
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tierstore._native import (
@@ -27,12 +31,12 @@ from tierstore._native import (
     Meter,
     Priority,
 )
-from tierstore.links import limited
-from tierstore.store.discard import Discard
+from tierstore.store.disk.discard import Discard
+from tierstore.store.disk.limited import over_links
+from tierstore.store.disk.write_budget import WriteBudget
 from tierstore.store.format import SECTION_ALIGNMENT, GroupLayout
-from tierstore.store.write_budget import WriteBudget
 
-__all__ = ["NO_SPACE", "Extent"]
+__all__ = ["NO_SPACE", "Extent", "Slot"]
 
 #: Errors of a drive that is full, or of an owner who may take no more of it.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -43,10 +47,19 @@ _PRUNE_READS = 16
 _WORTH_BYTES = 1 << 20
 
 
-class Extent:
-    """Slots of ``layout`` in the file ``path``. With ``FileCreate.NO`` a missing one is OSError (ENOENT).
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one group of a record lies: slot ``number`` of ``extent``."""
 
-    ``links`` limit the speed of its transfers, each of them, ``budget`` what it writes, and ``meter`` counts them.
+    extent: Extent
+    number: int
+
+
+class Extent:
+    """Slots of ``layout`` in the file ``path``, in the store's directory ``directory``.
+
+    With ``FileCreate.NO`` a missing file is OSError (ENOENT). ``budget`` limits what is written, ``meter`` counts the
+    transfers, and each of ``links`` limits their speed.
     """
 
     def __init__(
@@ -55,6 +68,7 @@ class Extent:
         path: Path,
         layout: GroupLayout,
         *,
+        directory: int,
         direct: DirectIo,
         create: FileCreate,
         links: Sequence[Link] = (),
@@ -63,68 +77,74 @@ class Extent:
     ) -> None:
         self.path = path
         self.layout = layout
+        self.slot_bytes = layout.slot_bytes
+        self.directory = directory
         #: The file or its size changed since the directory was last synced.
         self.unsynced_directory = not path.exists()
         self._engine = engine
-        self._links = links
+        self._transfer_in = over_links(engine.read, engine, links, Activity.READ)
+        self._transfer_out = over_links(engine.write, engine, links, Activity.WRITE)
         self._budget = budget
-        # Free slots, as heaps: those with blocks, and those that may have none.
+        # Free slots: a heap of those with blocks, and those that may have none.
         self._free: list[int] = []
-        self._bare: list[int] = []
+        self._holes: list[int] = []
         self._unchecked: set[int] = set()
-        self._bare_since_opening = False
+        self._holes_unpunched = False
+        self._references: Counter[int] = Counter()
         self._punches: list[int] = []
-        self._punch_errors: list[OSError] = []  # that nobody has been told of
+        self._punch_errors: list[OSError] = []  # not reported yet
         self._last_write: dict[int, int] = {}
         self._reads: dict[int, list[int]] = {}
         self._written = False
         self.file = File(str(path), create=create, direct=direct, meter=meter)
-        self.slots = self.file.size // layout.slot_bytes
+        self.slots = self.file.size // self.slot_bytes
+
+    # Space --------------------------------------------------------------------------------------------------
 
     def reserve(self, slots: int) -> None:
-        """Gives at least ``slots`` slots, all in use among them, blocks of their own; the file grows if it must.
+        """Allocates blocks for at least ``slots`` slots, all in use among them; the file grows if it must.
 
         Raises OSError (ENOSPC, EDQUOT) with nothing changed but blocks.
         """
         short = max(slots - self.reserved_slots, 0)
-        filled = heapq.nsmallest(short, self._bare)
+        filled = heapq.nsmallest(short, self._holes)
         grown = range(self.slots, self.slots + short - len(filled))
         if not (short or self._unchecked):
             return
         self.end_punches()
-        bare = sorted({*self._unchecked, *filled, *grown})
+        missing = sorted({*self._unchecked, *filled, *grown})
         try:
-            for first, count in _runs(bare):
-                self.file.allocate(first * self.layout.slot_bytes, count * self.layout.slot_bytes)
+            for first, count in _runs(missing):
+                self.file.allocate(first * self.slot_bytes, count * self.slot_bytes)
         except OSError as error:
             if error.errno not in NO_SPACE:
                 raise
-            self._give_back_partial_growth()
+            self._undo_partial_growth()
             free = os.statvfs(self.path.parent)
             message = (
-                f"{os.strerror(error.errno)}: {len(bare) * self.layout.slot_bytes} more bytes are needed and "
+                f"{os.strerror(error.errno)}: {len(missing) * self.slot_bytes} more bytes are needed and "
                 f"{free.f_bavail * free.f_frsize} are free"
             )
             raise OSError(error.errno, message, str(self.path)) from error
         self._unchecked.clear()
-        self._bare = sorted(set(self._bare) - set(filled))
+        self._holes = sorted(set(self._holes) - set(filled))
         for slot in (*filled, *grown):
             heapq.heappush(self._free, slot)
         if grown:
             self.unsynced_directory = True
         self.slots += len(grown)
 
-    def _give_back_partial_growth(self) -> None:
+    def _undo_partial_growth(self) -> None:
         """A refused fallocate leaves what it got so far, and a later opening would take it for slots."""
         with contextlib.suppress(FileNotFoundError):  # scratch has no name
-            os.truncate(self.path, self.slots * self.layout.slot_bytes)
+            os.truncate(self.path, self.slots * self.slot_bytes)
 
-    def adopt(self, used: set[int]) -> None:
-        """After opening: every slot that is not in ``used`` is free."""
+    def recover(self) -> None:
+        """After opening: every slot that no durable table refers to is free."""
         # The file may have holes (discarded slots, a copy, a restored backup): no block is taken for granted.
-        self._unchecked = set(used)
-        self._bare = [slot for slot in range(self.slots) if slot not in used]
-        self._bare_since_opening = bool(self._bare)
+        self._unchecked = set(self._references)
+        self._holes = [slot for slot in range(self.slots) if slot not in self._references]
+        self._holes_unpunched = bool(self._holes)
 
     @property
     def free_slots(self) -> int:
@@ -133,25 +153,39 @@ class Extent:
     @property
     def reserved_slots(self) -> int:
         """Slots with blocks of their own, once those in use have been checked."""
-        return self.slots - len(self._bare)
+        return self.slots - len(self._holes)
 
-    def take(self) -> int:
+    def allocate(self) -> Slot:
         """A free slot; there must be one (``free_slots``)."""
-        return heapq.heappop(self._free)
+        return Slot(self, heapq.heappop(self._free))
 
-    def give_back(self, slot: int) -> None:
+    def free(self, slot: int) -> None:
         """Frees a slot whose last content nothing on disk refers to any more."""
         if slot in self._unchecked:
             self._unchecked.remove(slot)
-            heapq.heappush(self._bare, slot)
+            heapq.heappush(self._holes, slot)
         else:
             heapq.heappush(self._free, slot)
 
-    def discard(self, keep: int, discard: Discard) -> None:
-        """Queues the holes of free slots beyond ``keep`` slots with blocks, the last in the file first.
+    def retain(self, slot: int) -> None:
+        """One more durable table refers to ``slot``."""
+        self._references[slot] += 1
 
-        Nothing durable may refer to a free slot. Those that were free when the file was opened are among them: what
-        they hold is not known.
+    def release(self, slot: int) -> None:
+        """One durable table fewer refers to ``slot``; without any it is free."""
+        self._references[slot] -= 1
+        if not self._references[slot]:
+            del self._references[slot]
+            self.free(slot)
+
+    def shared(self, slot: int) -> bool:
+        """Whether a durable table refers to ``slot``."""
+        return slot in self._references
+
+    def discard(self, keep: int, discard: Discard) -> None:
+        """Queues holes for free slots beyond ``keep`` slots with blocks, the last in the file first.
+
+        The slots that were free when the file was opened become holes too: they may have blocks.
         """
         self._wait_for_punches([ticket for ticket in self._punches if self._engine.done(ticket)])
         for error in self._punch_errors:
@@ -161,24 +195,24 @@ class Extent:
             return
         surplus = max(min(self.reserved_slots - keep, len(self._free)), 0)
         given = set(heapq.nlargest(surplus, self._free))
-        holes = sorted(given | set(self._bare if self._bare_since_opening else ()))
-        if len(holes) * self.layout.slot_bytes < _WORTH_BYTES:
+        holes = sorted(given | set(self._holes if self._holes_unpunched else ()))
+        if len(holes) * self.slot_bytes < _WORTH_BYTES:
             return
         for first, count in _runs(holes):
             slots = range(first, first + count)
             reads = [ticket for slot in slots for ticket in self.reads_in_flight(slot)]
-            begin, nbytes = first * self.layout.slot_bytes, count * self.layout.slot_bytes
+            begin, nbytes = first * self.slot_bytes, count * self.slot_bytes
             self._punches.append(self._engine.punch(self.file, begin, nbytes, after=reads))
         self._free = sorted(set(self._free) - given)
-        self._bare = sorted({*self._bare, *given})
-        self._bare_since_opening = False
+        self._holes = sorted({*self._holes, *given})
+        self._holes_unpunched = False
 
     def end_punches(self) -> None:
         """Waits for the holes that are being made."""
         self._wait_for_punches(self._punches)
 
     def _wait_for_punches(self, tickets: Sequence[int]) -> None:
-        """Slots whose holes could not be made are as good as bare."""
+        """A slot that could not be punched counts as a hole all the same."""
         ended = set(tickets)
         self._punches = [ticket for ticket in self._punches if ticket not in ended]
         for ticket in tickets:
@@ -187,29 +221,23 @@ class Extent:
             except OSError as error:
                 self._punch_errors.append(error)
 
+    # Transfers ----------------------------------------------------------------------------------------------
+
     def read(
-        self,
-        slot: int,
-        sections: Sequence[Buffer],
-        crcs: CrcTable,
-        first_crc: int,
-        after: Sequence[int],
-        priority: Priority,
+        self, slot: int, sections: Sequence[Buffer], crcs: CrcTable, after: Sequence[int], priority: Priority
     ) -> int:
-        """Queues a checked read of a whole slot, after the last write to it."""
+        """Queues a read of a whole slot, after the last write to it, checked by ``crcs``, the record's checksums."""
         write = self._last_write.get(slot)
-        before = [*after, write] if write else list(after)
-        ticket = self._engine.read(
+        ticket = self._transfer_in(
             self.file,
-            slot * self.layout.slot_bytes,
-            list(sections),
+            slot * self.slot_bytes,
+            sections,
             crcs,
-            first_crc,
+            self.layout.first_section,
             align=SECTION_ALIGNMENT,
-            after=before,
+            after=[*after, write] if write else after,
             priority=priority,
         )
-        ticket = self._over_links(ticket, Activity.READ, before, priority)
         reads = self._reads.setdefault(slot, [])
         if len(reads) >= _PRUNE_READS:
             reads[:] = self._unfinished(reads)
@@ -221,40 +249,28 @@ class Extent:
         return self._unfinished(self._reads.get(slot, ()))
 
     def _unfinished(self, tickets: Iterable[int]) -> list[int]:
-        # What has finished, even badly, is in nobody's way any more.
+        # What has finished, even badly, delays nothing any more.
         return [ticket for ticket in tickets if not self._engine.done(ticket)]
 
-    def write(
-        self, slot: int, sections: Sequence[Buffer], crcs: CrcTable, first_crc: int, after: Sequence[int]
-    ) -> int:
+    def write(self, slot: int, sections: Sequence[Buffer], crcs: CrcTable, after: Sequence[int]) -> int:
         """Queues a write of a whole slot, after every read and write queued on that slot before."""
         before = [*after, *self._unfinished(self._reads.pop(slot, ()))]
         if slot in self._last_write:
             before.append(self._last_write[slot])
         if self._budget is not None:
-            before.append(self._budget.turn(self.layout.slot_bytes, before))
-        ticket = self._engine.write(
+            before.append(self._budget.turn(self.slot_bytes, before))
+        ticket = self._transfer_out(
             self.file,
-            slot * self.layout.slot_bytes,
-            list(sections),
+            slot * self.slot_bytes,
+            sections,
             crcs,
-            first_crc,
+            self.layout.first_section,
             align=SECTION_ALIGNMENT,
             after=before,
             priority=Priority.WRITE_BACK,
         )
-        ticket = self._over_links(ticket, Activity.WRITE, before, Priority.WRITE_BACK)
         self._last_write[slot] = ticket
         self._written = True
-        return ticket
-
-    def _over_links(self, ticket: int, activity: Activity, before: Sequence[int], priority: Priority) -> int:
-        """A ticket for the transfer of a slot, over each link."""
-        nbytes = self.layout.slot_bytes
-        for link in self._links:
-            ticket = limited(
-                self._engine, link, ticket, nbytes, activity=activity, after=before, priority=priority
-            )
         return ticket
 
     def sync(self, after: Sequence[int]) -> int | None:

@@ -15,7 +15,7 @@ from conftest_store import small_store, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstore._native import Link
+from tierstore._native import Activity, Link
 from tierstore.capabilities import Capability
 from tierstore.errors import (
     ConfigError,
@@ -35,13 +35,13 @@ from tierstore.store import (
     StoreConfig,
     StripeConfig,
     WearConfig,
-    drives,
-    extents,
     verify_store,
 )
-from tierstore.store.format import COMMITTED_GROUPS, divided
-from tierstore.store.home import Home
-from tierstore.store.index import Index
+from tierstore.store.disk import drives, extents
+from tierstore.store.disk.home import Home
+from tierstore.store.disk.limited import over_links
+from tierstore.store.format import COMMITTED_GROUPS
+from tierstore.store.index.database import Index
 
 NUMEL = 3000
 SLOT_BYTES = sum(RecordSchema("expert", NUMEL).layout(group).slot_bytes for group in COMMITTED_GROUPS)
@@ -66,7 +66,8 @@ def step(store: ParameterStore, seed: int) -> None:
 
 def directories(store: ParameterStore, group: Group = Group.WEIGHTS) -> list[int]:
     """Where each record's group lies."""
-    return [divided(record.slots[group] or 0)[0] for record in store.slots.records]
+    slots = [record.slots[group] for record in store.live.records.values()]
+    return [slot.extent.directory for slot in slots if slot is not None]
 
 
 # What lies where --------------------------------------------------------------------------------------------
@@ -125,8 +126,8 @@ def test_shares_converge_and_each_slot_has_one_place(
             store.update({f"e{i}": np.ones(100, np.float32) for i in chosen}, lr=0.1)
             store.commit()
             for group in COMMITTED_GROUPS:
-                places = [record.slots[group] for record in store.slots.records]
-                assert len(set(places)) == 24
+                slots = {record.slots[group] for record in store.live.records.values()}
+                assert len(slots) == 24
         store.update({key: np.ones(100, np.float32) for key in store.keys}, lr=0.1)
         store.commit()
         held = directories(store)
@@ -148,8 +149,9 @@ def test_a_drive_that_slows_down_gets_less_from_the_next_commit_on(tmp_path: Pat
         slow = store._parts.drives[1]
         slow.link = Link(speed / 20)
         slow._seen = (slow._seen[0], 0.0)  # a link that is new has no past
-        for extents in store.slots._extents.values():
-            extents.extents[1]._links = [slow.link]
+        for extent in slow.extents:
+            extent._transfer_in = over_links(store.engine.read, store.engine, [slow.link], Activity.READ)
+            extent._transfer_out = over_links(store.engine.write, store.engine, [slow.link], Activity.WRITE)
         counts = []
         for _ in range(4):
             store.update(gradients, lr=0.1)
@@ -173,7 +175,7 @@ def test_a_drives_own_limit_is_beside_that_of_all(tmp_path: Path) -> None:
         for number in range(4):
             store.register(f"e{number}", "expert")
         store.commit()
-        own, all_of_them = store._parts.drives[1].link, store.slots._link
+        own, all_of_them = store._parts.drives[1].link, store.extents._link
         assert own is not None
         assert all_of_them is not None
         assert [link.stats()["nbytes"] for link in (own, all_of_them)] == [2 * SLOT_BYTES, 4 * SLOT_BYTES]
@@ -191,7 +193,7 @@ def test_a_limit_is_kept_and_the_other_drive_takes_the_rest(tmp_path: Path) -> N
         own, other = store.drives()
         assert 0 < other.reserved_bytes <= 3 * slot_bytes
         assert own.reserved_bytes + other.reserved_bytes >= 16 * slot_bytes
-        store.slots.reserve(4, {})
+        store.extents.reserve(4, store.live.counts())
         assert store.drives()[1].reserved_bytes <= 3 * slot_bytes
 
 
@@ -219,11 +221,11 @@ def test_what_was_refused_for_space_is_not_asked_for_again(tmp_path: Path) -> No
 def test_a_drive_is_full_when_it_has_no_room_for_one_slot(tmp_path: Path) -> None:
     """Extents grow by an eighth; where that is too much, by what there is room for."""
     with small_store(tmp_path / "store", count=8, stripe=StripeConfig(limits=(17 * SLOT_BYTES,))) as store:
-        weights = store.slots._extents[0, Group.WEIGHTS]
+        weights = store.extents[0][Group.WEIGHTS]
         free = 8 + 3  # the last commit's share, and of the 17th slots' room, moments' included
-        assert len({weights.take() for _ in range(free)}) == free
+        assert len({weights.allocate() for _ in range(free)}) == free
         with pytest.raises(OSError, match="No space left"):
-            weights.take()
+            weights.allocate()
         assert store.drives()[0].reserved_bytes == 17 * SLOT_BYTES
 
 
@@ -387,7 +389,7 @@ import os
 from pathlib import Path
 from conftest_store import small_store
 from tierstore.store import StripeConfig
-from tierstore.store.home import Home
+from tierstore.store.disk.home import Home
 Home.publish = lambda self, directories=1: os._exit(9)
 small_store(Path({str(tmp_path / "store")!r}), stripe=StripeConfig(directories=(Path({str(tmp_path / "b")!r}),)))
 """
@@ -460,16 +462,16 @@ def test_space_follows_the_shares_and_is_always_enough(
     with small_store(root / "store", count=count, numel=numel, budget=32 << 20, stripe=stripe) as store:
         for speed in speeds:
             shares = [1 / (1 + speed), speed / (1 + speed)]
-            store._parts.drives.weighing.shares = shares
+            store._parts.drives.estimator.shares = shares
             store.commit()  # space follows the shares
             store.update({key: np.ones(numel, np.float32) for key in store.keys}, lr=0.1)
             store.commit()
             if not limited:
                 assert abs(directories(store).count(1) - count * shares[1]) <= 2
-            for extents in store.slots._extents.values():
-                assert sum(extent.reserved_slots for extent in extents.extents) >= 2 * count
-                # And no more than that, but for what a change of shares adds until it is given back.
-                assert sum(extent.reserved_slots for extent in extents.extents) <= 3 * count
+            for group in COMMITTED_GROUPS:
+                # And no more than that, but for what a change of shares adds until it is discarded.
+                reserved = sum(extent.reserved_slots for extent in store.extents[0][group].extents)
+                assert 2 * count <= reserved <= 3 * count
             if limited:
                 assert store.drives()[1].reserved_bytes <= 4 * slot_bytes
         crc = store.records_crc32c()

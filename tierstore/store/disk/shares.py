@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ["LEAST_BYTES", "Turns", "Weighing", "apportion"]
+__all__ = ["LEAST_BYTES", "BandwidthEstimator", "WeightedRoundRobin", "apportion"]
 
 #: A drive is measured anew once so much was moved to or from it: less is latency and noise.
 LEAST_BYTES = 4 << 20
@@ -22,7 +22,7 @@ _LEAST_SHARE = 1 / 16
 _DEAD_BAND = 0.1
 
 
-class Turns:
+class WeightedRoundRobin:
     """Smooth weighted round robin: in any run of turns each has about its share, spread out and not in a row.
 
     Each turn gives everyone its weight, takes whoever has most (the first of equals), and charges it the sum.
@@ -51,7 +51,7 @@ def apportion(total: int, weights: Sequence[float]) -> list[int]:
     return parts
 
 
-class Weighing:
+class BandwidthEstimator:
     """The shares of drives in new slots, which add up to 1.
 
     ``fixed`` weights, if given, hold for good. Otherwise shares follow ``bandwidths`` (bytes a second; 0 for one that is

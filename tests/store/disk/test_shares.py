@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstore.store.weighing import Turns, Weighing, apportion
+from tierstore.store.disk.shares import BandwidthEstimator, WeightedRoundRobin, apportion
 
 MB = 1 << 20
 WEIGHTS = st.lists(st.floats(0.01, 1.0), min_size=1, max_size=6)
@@ -14,13 +14,13 @@ WEIGHTS = st.lists(st.floats(0.01, 1.0), min_size=1, max_size=6)
 
 def test_turns_are_spread_out() -> None:
     """Weights 5, 1, 1, by hand: a a b a c a a, and again."""
-    turns = Turns(3)
+    turns = WeightedRoundRobin(3)
     taken = [turns.take((5, 1, 1), range(3)) for _ in range(14)]
     assert taken == [0, 0, 1, 0, 2, 0, 0] * 2
 
 
 def test_equal_drives_take_turns_and_a_full_one_is_passed_over() -> None:
-    turns = Turns(3)
+    turns = WeightedRoundRobin(3)
     assert [turns.take((1, 1, 1), range(3)) for _ in range(6)] == [0, 1, 2, 0, 1, 2]
     assert [turns.take((1, 1, 1), (0, 2)) for _ in range(4)] == [0, 2, 0, 2]
 
@@ -28,7 +28,7 @@ def test_equal_drives_take_turns_and_a_full_one_is_passed_over() -> None:
 @settings(deadline=None, max_examples=60)
 @given(WEIGHTS, st.integers(1, 300))
 def test_any_number_of_turns_is_shared_by_weight(weights: list[float], count: int) -> None:
-    turns = Turns(len(weights))
+    turns = WeightedRoundRobin(len(weights))
     taken = [turns.take(weights, range(len(weights))) for _ in range(count)]
     for number, weight in enumerate(weights):
         assert abs(taken.count(number) - count * weight / sum(weights)) < len(weights)
@@ -49,19 +49,19 @@ def test_apportioning_by_hand() -> None:
 
 
 def test_shares_follow_bandwidth() -> None:
-    weighing = Weighing([0, 0])
-    assert weighing.shares == [0.5, 0.5]
-    weighing.observe([(300 * MB, 1.0), (100 * MB, 1.0)])
-    assert weighing.bandwidths == [300 * MB, 100 * MB]
-    assert weighing.shares == [0.75, 0.25]
+    estimator = BandwidthEstimator([0, 0])
+    assert estimator.shares == [0.5, 0.5]
+    estimator.observe([(300 * MB, 1.0), (100 * MB, 1.0)])
+    assert estimator.bandwidths == [300 * MB, 100 * MB]
+    assert estimator.shares == [0.75, 0.25]
 
 
 def test_a_drive_that_slows_down_gets_less_at_once_and_its_due_in_a_few_commits() -> None:
-    weighing = Weighing([400 * MB, 400 * MB])
+    estimator = BandwidthEstimator([400 * MB, 400 * MB])
     shares = []
     for _ in range(8):
-        weighing.observe([(400 * MB, 1.0), (100 * MB, 1.0)])
-        shares.append(weighing.shares[1])
+        estimator.observe([(400 * MB, 1.0), (100 * MB, 1.0)])
+        shares.append(estimator.shares[1])
     # A quarter at once counts as half: 200 of 600.
     assert shares[0] == pytest.approx(1 / 3)
     assert shares == sorted(shares, reverse=True)
@@ -69,32 +69,32 @@ def test_a_drive_that_slows_down_gets_less_at_once_and_its_due_in_a_few_commits(
 
 
 def test_one_hiccup_is_forgotten() -> None:
-    weighing = Weighing([400 * MB, 400 * MB])
-    weighing.observe([(400 * MB, 1.0), (400 * MB, 1000.0)])
-    assert weighing.shares[1] == pytest.approx(1 / 3)
+    estimator = BandwidthEstimator([400 * MB, 400 * MB])
+    estimator.observe([(400 * MB, 1.0), (400 * MB, 1000.0)])
+    assert estimator.shares[1] == pytest.approx(1 / 3)
     for _ in range(6):
-        weighing.observe([(400 * MB, 1.0), (400 * MB, 1.0)])
-    assert weighing.shares[1] == pytest.approx(0.5, rel=0.1)
+        estimator.observe([(400 * MB, 1.0), (400 * MB, 1.0)])
+    assert estimator.shares[1] == pytest.approx(0.5, rel=0.1)
 
 
 def test_noise_and_little_traffic_change_nothing() -> None:
-    weighing = Weighing([100 * MB, 100 * MB])
-    weighing.observe([(100 * MB, 1.0), (90 * MB, 1.0)])
-    assert weighing.shares == [0.5, 0.5]
+    estimator = BandwidthEstimator([100 * MB, 100 * MB])
+    estimator.observe([(100 * MB, 1.0), (90 * MB, 1.0)])
+    assert estimator.shares == [0.5, 0.5]
     for _ in range(3):
-        weighing.observe([(100 * MB, 1.0), (MB, 10.0)])
-    assert weighing.bandwidths[1] == pytest.approx(100 * MB * 0.9**0.5)
-    weighing.observe([(0, 0.0), (MB, 10.0)])  # the fourth: enough to count
-    assert weighing.shares[1] < 0.4
+        estimator.observe([(100 * MB, 1.0), (MB, 10.0)])
+    assert estimator.bandwidths[1] == pytest.approx(100 * MB * 0.9**0.5)
+    estimator.observe([(0, 0.0), (MB, 10.0)])  # the fourth: enough to count
+    assert estimator.shares[1] < 0.4
 
 
 def test_no_drive_is_starved_and_a_new_one_counts_as_the_mean() -> None:
-    assert Weighing([1e9, 1.0]).shares[1] == pytest.approx(1 / 32, rel=0.05)
-    assert Weighing([100.0, 300.0, 0.0]).shares == pytest.approx([1 / 6, 1 / 2, 1 / 3])
+    assert BandwidthEstimator([1e9, 1.0]).shares[1] == pytest.approx(1 / 32, rel=0.05)
+    assert BandwidthEstimator([100.0, 300.0, 0.0]).shares == pytest.approx([1 / 6, 1 / 2, 1 / 3])
 
 
 def test_fixed_weights_hold() -> None:
-    weighing = Weighing([0, 0], (3, 1))
-    weighing.observe([(MB * 10, 1.0), (MB * 100, 1.0)])
-    assert weighing.shares == [0.75, 0.25]
-    assert weighing.bandwidths == [10 * MB, 100 * MB]
+    estimator = BandwidthEstimator([0, 0], (3, 1))
+    estimator.observe([(MB * 10, 1.0), (MB * 100, 1.0)])
+    assert estimator.shares == [0.75, 0.25]
+    assert estimator.bandwidths == [10 * MB, 100 * MB]

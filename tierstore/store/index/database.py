@@ -29,8 +29,8 @@ import numpy as np
 
 from tierstore import _native
 from tierstore.errors import StoreFormatError
-from tierstore.store.format import RecordEntry, pack_table, unpack_table
-from tierstore.store.index_pages import check_pages
+from tierstore.store.index.entries import RecordEntry, pack_table, unpack_table
+from tierstore.store.index.pages import check_pages
 
 __all__ = ["PREVIOUS", "Commit", "Index", "index_bytes"]
 

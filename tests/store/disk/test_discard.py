@@ -18,11 +18,12 @@ from test_crash_replay import Run
 
 from tierstore import _native
 from tierstore.capabilities import Capability
-from tierstore.store import ParameterStore, StoreConfig, WearConfig, extents
+from tierstore.store import ParameterStore, StoreConfig, WearConfig
 from tierstore.store.committing import Committer
-from tierstore.store.discard import Discard
+from tierstore.store.disk import extents
+from tierstore.store.disk.discard import Discard
+from tierstore.store.disk.store_extents import StoreExtents
 from tierstore.store.format import Group
-from tierstore.store.slots import SlotMap
 
 NUMEL = 3000
 COUNT = 20
@@ -63,7 +64,7 @@ def test_what_fewer_snapshots_need_no_more_is_given_back(store_of_six: Path) -> 
         assert "discard: on" in store.describe()
         touch_all(store)
         store.commit()
-        store.slots.end_discards()
+        store.extents.end_discards()
         assert blocks(store_of_six) == {"weights": 3 * COUNT, "moments": 3 * COUNT}
         for number in range(6):  # the slots that turn around are never among them
             touch_all(store)
@@ -102,7 +103,7 @@ def test_it_is_reserved_again_before_it_is_used(store_of_six: Path, monkeypatch:
             def allocate(self, offset: int, nbytes: int) -> None:
                 full(self._file, offset, nbytes)
 
-        weights = store.slots._extents[0, Group.WEIGHTS].extents[0]
+        weights = store.extents[0][Group.WEIGHTS].extents[0]
         file, weights.file = weights.file, Full(weights.file)  # type: ignore[assignment]
         needed = 6 * COUNT * SLOT[Group.WEIGHTS]  # all of them: what an opened file has is not known
         with pytest.raises(OSError, match=f"{needed} more bytes are needed") as refused:
@@ -118,7 +119,7 @@ def test_it_is_reserved_again_before_it_is_used(store_of_six: Path, monkeypatch:
 def test_a_slot_is_not_used_before_its_hole_is_made(store_of_six: Path) -> None:
     with ParameterStore.open(store_of_six, config(retain=4)) as store:
         store.reserve()
-        striped = store.slots._extents[0, Group.WEIGHTS]
+        striped = store.extents[0][Group.WEIGHTS]
         (extent,) = striped.extents
         gate = store.engine.external()
         for slot in range(extent.slots):
@@ -129,7 +130,7 @@ def test_a_slot_is_not_used_before_its_hole_is_made(store_of_six: Path) -> None:
         assert not any(map(store.engine.done, punches)), "a hole follows the reads of its slots"
         timer = threading.Timer(0.05, lambda: store.engine.complete_external(gate))
         timer.start()
-        striped.take()
+        striped.allocate()
         assert all(map(store.engine.done, punches))
         timer.join()
 
@@ -141,7 +142,7 @@ def test_a_file_system_without_holes(
     def refuse(path: Path) -> None:
         raise OSError(errno.EOPNOTSUPP, "Operation not supported", str(path))
 
-    monkeypatch.setattr("tierstore.store.discard._try", refuse)
+    monkeypatch.setattr("tierstore.store.disk.discard._try", refuse)
     if wanted is Capability.ON:
         with pytest.raises(OSError, match="not supported"):
             Discard(wanted, [tmp_path])
@@ -152,12 +153,14 @@ def test_a_file_system_without_holes(
 
 
 def until_they_are_done(store: ParameterStore) -> None:
-    while not all(store.engine.done(ticket) for extent in store.slots._files for ticket in extent._punches):
+    while not all(store.engine.done(ticket) for extent in store.extents.files for ticket in extent._punches):
         time.sleep(0.001)
 
 
 @pytest.mark.parametrize(
-    "meanwhile", [until_they_are_done, lambda store: store.slots.reserve(8, {})], ids=["done", "reserved"]
+    "meanwhile",
+    [until_they_are_done, lambda store: store.extents.reserve(8, store.live.counts())],
+    ids=["done", "reserved"],
 )
 def test_a_hole_that_fails_stops_further_ones_and_says_so(
     store_of_six: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[ParameterStore], None]
@@ -191,8 +194,8 @@ def test_a_hole_that_fails_stops_further_ones_and_says_so(
 def give_all_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every free slot is punched after every commit, and reserved again for the next."""
     monkeypatch.setattr(extents, "_WORTH_BYTES", 0)
-    discard = SlotMap.discard
-    monkeypatch.setattr(SlotMap, "discard", lambda self, copies: discard(self, 0))
+    discard = StoreExtents.discard
+    monkeypatch.setattr(StoreExtents, "discard", lambda self, copies, counts: discard(self, 0, counts))
 
 
 def test_holes_in_every_crash_state(fast_path: Path, give_all_back: None) -> None:
@@ -219,12 +222,11 @@ def test_a_hole_before_the_commit_is_durable_fails_the_replay(
     write_index = Committer._write_index
 
     def eager(self: Committer, *arguments: object) -> None:
-        slots = self._parts.slots
-        for key in slots.changed_entries():
-            for group, location in enumerate(self.table[key].groups if key in self.table else ()):
-                extent = slots._extents[0, Group(group)].extents[0]
-                nbytes = extent.layout.slot_bytes
-                self._parts.engine.wait(self._parts.engine.punch(extent.file, location.slot * nbytes, nbytes))
+        live, engine = self._parts.live, self._parts.engine
+        for key in live.changed_entries():
+            for _, slot in live.slots_of(self.table[key]) if key in self.table else ():
+                nbytes = slot.extent.slot_bytes
+                engine.wait(engine.punch(slot.extent.file, slot.number * nbytes, nbytes))
         write_index(self, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Committer, "_write_index", eager)

@@ -19,7 +19,7 @@ from tierstore._native import FileCreate, Link, Meter
 from tierstore.errors import ConfigError, DataError, StoreExistsError, StoreFormatError, StoreMissingError
 from tierstore.io_profile import load_io_point
 from tierstore.store.config import StripeConfig
-from tierstore.store.home import (
+from tierstore.store.disk.home import (
     IDENTITY,
     Home,
     Identity,
@@ -34,11 +34,11 @@ from tierstore.store.home import (
     same_directory,
     write_identity,
 )
-from tierstore.store.lease import Lease
-from tierstore.store.weighing import LEAST_BYTES, Weighing
+from tierstore.store.disk.lease import Lease
+from tierstore.store.disk.shares import LEAST_BYTES, BandwidthEstimator
 
 if TYPE_CHECKING:
-    from tierstore.store.extents import Extent
+    from tierstore.store.disk.extents import Extent
 
 __all__ = ["Drive", "DriveReport", "Drives"]
 
@@ -130,7 +130,7 @@ class Drives:
         self.home = home
         self._config = config
         self._drives = [Drive(0, home.directory, published=home.published)]
-        self.weighing = Weighing([0.0])
+        self.estimator = BandwidthEstimator([0.0])
 
     @classmethod
     def create(cls, home: Home, config: StripeConfig, abandoned: str) -> Drives:
@@ -262,7 +262,7 @@ class Drives:
         if not any(start):
             # What was measured in operation is less than what a benchmark finds: the two are not mixed.
             start = [profiled_bandwidth(drive.path) for drive in self]
-        self.weighing = Weighing(start, config.weights)
+        self.estimator = BandwidthEstimator(start, config.weights)
 
     # What there is ------------------------------------------------------------------------------------------
 
@@ -278,11 +278,11 @@ class Drives:
     @property
     def shares(self) -> Sequence[float]:
         """Of new slots, by directory."""
-        return self.weighing.shares
+        return self.estimator.shares
 
     def reweigh(self) -> None:
         """At a commit: the shares of what comes after it."""
-        self.weighing.observe([drive.moved() for drive in self])
+        self.estimator.observe([drive.moved() for drive in self])
 
     def as_json(self) -> list[dict[str, object]]:
         """What the index says of them: nothing for a store of one directory."""
@@ -290,14 +290,14 @@ class Drives:
             return []
         return [
             {"path": str(drive.path), "own": drive.own, "bandwidth": round(bandwidth)}
-            for drive, bandwidth in zip(self, self.weighing.bandwidths, strict=True)
+            for drive, bandwidth in zip(self, self.estimator.bandwidths, strict=True)
         ]
 
     def reports(self, used_bytes: Sequence[int]) -> list[DriveReport]:
         """One for each; ``used_bytes`` are those of slots in use."""
         rows = []
         for drive, used, share, bandwidth in zip(
-            self, used_bytes, self.shares, self.weighing.bandwidths, strict=True
+            self, used_bytes, self.shares, self.estimator.bandwidths, strict=True
         ):
             read, written, busy_s = drive.totals()
             known = read + written >= LEAST_BYTES and busy_s > 0

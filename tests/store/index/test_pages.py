@@ -12,8 +12,8 @@ import pytest
 from conftest_store import small_store
 
 from tierstore.errors import StoreFormatError
-from tierstore.store.index import Index
-from tierstore.store.index_pages import check_pages
+from tierstore.store.index.database import Index
+from tierstore.store.index.pages import check_pages
 
 PAGE = 4096
 

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from tierstore import _native
 from tierstore._native import Activity, Link, Priority
 from tierstore.errors import ConfigError
-from tierstore.store import AdamWConfig, ParameterStore, StoreConfig, WearConfig, write_budget
-from tierstore.store.write_budget import WriteBudget
+from tierstore.store import AdamWConfig, ParameterStore, StoreConfig, WearConfig
+from tierstore.store.disk import write_budget
+from tierstore.store.disk.write_budget import WriteBudget
 
 S = 1_000_000_000
 DAY = 86_400
@@ -171,7 +172,7 @@ def test_writes_wait_and_nothing_else_changes(tmp_path: Path, monkeypatch: pytes
             model.update(gradients, 1e-2)
         store.commit()
         taken = time.monotonic() - begun
-        budget = store.slots.budget
+        budget = store.extents.budget
         assert budget is not None
         written = store.engine.stats()["written_bytes"]
         assert written > 400_000
@@ -187,16 +188,16 @@ def test_the_level_is_committed_with_the_state(tmp_path: Path, monkeypatch: pyte
     small_store(tmp_path / "store").close()
     slow = StoreConfig(host_budget=1 << 20, wear=WearConfig(daily_write_budget=24_000_000))
     with ParameterStore.open(tmp_path / "store", slow) as store:
-        assert store.slots.budget is not None
-        store.slots.budget._link.set_level(5000)
+        assert store.extents.budget is not None
+        store.extents.budget._link.set_level(5000)
         store.commit({"other": b"x"})
     with ParameterStore.open(tmp_path / "store", slow) as store:
-        assert store.slots.budget is not None
-        assert store.slots.budget.level < 500_000, "not full, as a new one would be"
+        assert store.extents.budget is not None
+        assert store.extents.budget.level < 500_000, "not full, as a new one would be"
         with pytest.raises(ValueError, match="keeps its own"):
             store.commit({"write-budget": b""})
     with ParameterStore.open(tmp_path / "store", StoreConfig(host_budget=1 << 20)) as store:
-        assert store.slots.budget is None
+        assert store.extents.budget is None
         assert not any("write budget" in line for line in store.describe())
 
 
