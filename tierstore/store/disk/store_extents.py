@@ -61,7 +61,7 @@ class StoreExtents:
         self._direct = direct
         self._link = link
         #: The most records of each schema that space was reserved for.
-        self._promised: Counter[str] = Counter()
+        self.promised: Counter[str] = Counter()
         for drive in drives:
             if drive.create is FileCreate.YES:
                 (drive.path / "extents").mkdir()
@@ -135,17 +135,17 @@ class StoreExtents:
 
         Raises OSError (ENOSPC) before anything moves; a count that was refused is not asked for again.
         """
-        promised = self._promised | Counter(counts)
+        promised = self.promised | Counter(counts)
         for extent, slots in self._needed(copies, promised):
             extent.reserve(slots)
-        self._promised = promised
+        self.promised = promised
 
     def discard(self, copies: int, counts: Mapping[str, int]) -> None:
         """Returns, in the background, the blocks of free slots that ``copies`` of every record do not need.
 
         What is reserved stays reserved: the slots that turn around at every commit are never among them.
         """
-        for extent, slots in self._needed(copies, self._promised | Counter(counts)):
+        for extent, slots in self._needed(copies, self.promised | Counter(counts)):
             extent.discard(slots)
 
     def _needed(self, copies: int, counts: Counter[str]) -> Iterator[tuple[StripedExtent, int]]:
