@@ -1,4 +1,4 @@
-#include "native/cache/sieve.hpp"
+#include "native/cache/policies/sieve.hpp"
 
 namespace tierstore {
 

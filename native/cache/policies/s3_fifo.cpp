@@ -1,4 +1,4 @@
-#include "native/cache/s3_fifo.hpp"
+#include "native/cache/policies/s3_fifo.hpp"
 
 #include <algorithm>
 

@@ -1,4 +1,4 @@
-#include "native/cache/fifo.hpp"
+#include "native/cache/policies/fifo.hpp"
 
 namespace tierstore {
 

@@ -1,4 +1,4 @@
-#include "native/cache/lfu.hpp"
+#include "native/cache/policies/lfu.hpp"
 
 namespace tierstore {
 

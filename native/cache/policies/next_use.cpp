@@ -1,4 +1,4 @@
-#include "native/cache/next_use.hpp"
+#include "native/cache/policies/next_use.hpp"
 
 #include <algorithm>
 #include <cmath>

@@ -1,4 +1,4 @@
-#include "native/cache/lirs.hpp"
+#include "native/cache/policies/lirs.hpp"
 
 #include <algorithm>
 

@@ -1,4 +1,4 @@
-#include "native/cache/w_tinylfu.hpp"
+#include "native/cache/policies/w_tinylfu.hpp"
 
 #include <algorithm>
 

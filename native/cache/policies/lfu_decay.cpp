@@ -1,4 +1,4 @@
-#include "native/cache/lfu_decay.hpp"
+#include "native/cache/policies/lfu_decay.hpp"
 
 #include <algorithm>
 #include <cmath>

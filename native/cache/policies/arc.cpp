@@ -1,4 +1,4 @@
-#include "native/cache/arc.hpp"
+#include "native/cache/policies/arc.hpp"
 
 #include <algorithm>
 

@@ -1,4 +1,4 @@
-#include "native/cache/lru.hpp"
+#include "native/cache/policies/lru.hpp"
 
 namespace tierstore {
 

@@ -1,4 +1,4 @@
-#include "native/cache/slru.hpp"
+#include "native/cache/policies/slru.hpp"
 
 namespace tierstore {
 

@@ -1,4 +1,4 @@
-#include "native/cache/clock.hpp"
+#include "native/cache/policies/clock.hpp"
 
 namespace tierstore {
 

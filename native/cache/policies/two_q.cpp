@@ -1,4 +1,4 @@
-#include "native/cache/two_q.hpp"
+#include "native/cache/policies/two_q.hpp"
 
 #include "native/cache/two_ends.hpp"
 
