@@ -74,7 +74,8 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (page.parent / link).exists(), link
     for path in re.findall(r"`((?:docs|examples|scripts|native|tierstore|tests)/[^` *<{]+)`", text):
-        assert (ROOT / path.split("::")[0]).exists(), path
+        if "NAME" not in path:
+            assert (ROOT / path.split("::")[0]).exists(), path
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
