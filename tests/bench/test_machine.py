@@ -14,6 +14,7 @@ from tierstore.plan.costs import load_profile, save_profile
 from tierstore.plan.evidence import Evidence
 
 
+@pytest.mark.slow
 def test_a_measured_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said: list[str] = []
     bench = MachineBench(directory=tmp_path, repeats=1, disk_bytes=8 << 20, threads=1)

@@ -62,6 +62,7 @@ def test_the_rig_computes_as_long_as_it_is_told() -> None:
     assert [unit.gathered for unit in schedule.units] == [4 * 32 * 32] * 3
 
 
+@pytest.mark.slow
 def test_two_ranks(tmp_path: Path) -> None:
     """What it measures is there and adds up; each pass of the last step is drawn."""
     timeline = tmp_path / "timeline.json"
@@ -93,7 +94,6 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 
 def test_the_picture_is_the_same_file_twice(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     named = {"ph": "M", "name": "thread_name", "tid": 1, "args": {"name": "compute"}}
     events: list[dict[str, Any]] = [named]
     for step in range(2):
@@ -113,6 +113,7 @@ def test_the_picture_is_the_same_file_twice(tmp_path: Path) -> None:
     assert len(slices["compute"]) == 3
 
 
+@pytest.mark.slow
 def test_ranks_meet_through_namespaces_where_there_are_some(tmp_path: Path) -> None:
     """At 1 MiB/s: 7 messages of 2 KiB a step fit the bucket, so nothing is asserted of their time."""
     asked = Measurement(place=tmp_path / "run", steps=1, warmup=1, shape=TINY)
@@ -121,6 +122,7 @@ def test_ranks_meet_through_namespaces_where_there_are_some(tmp_path: Path) -> N
         assert ranks.measure(asked)["sent_bytes"] == 7 * 4 * 32 * 32 / 2
 
 
+@pytest.mark.slow
 def test_the_trainer_steps_over_limited_links(tmp_path: Path) -> None:
     """Two ranks; a transfer of the copy link takes 1 ms, so a step is no shorter than its loads of experts."""
     text = tmp_path / "text"

@@ -73,8 +73,10 @@ def test_a_slower_link_never_helps() -> None:
     "differs",
     [
         {},
-        {"layers": 8, "experts": 4, "cached_layers": 4.0},
-        {"layers": 8, "experts": 4, "cached_layers": 4.0, "vertical_depth": 0},
+        pytest.param({"layers": 8, "experts": 4, "cached_layers": 4.0}, marks=pytest.mark.slow),
+        pytest.param(
+            {"layers": 8, "experts": 4, "cached_layers": 4.0, "vertical_depth": 0}, marks=pytest.mark.slow
+        ),
     ],
     ids=["small", "half in cache", "no prefetch"],
 )

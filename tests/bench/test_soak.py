@@ -89,6 +89,7 @@ def test_the_shape() -> None:
 # Nothing is wrong ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_three_seconds_with_kills(tmp_path: Path) -> None:
     place = tmp_path / "soak"
     sizes: list[int] = []
@@ -117,6 +118,7 @@ def test_three_seconds_with_kills(tmp_path: Path) -> None:
     assert not place.exists()
 
 
+@pytest.mark.slow
 def test_a_store_over_two_drives(tmp_path: Path) -> None:
     """Killed and audited as one: a byte changed on the second drive is found there."""
     place, further = tmp_path / "soak", tmp_path / "other" / "drive"
@@ -229,6 +231,7 @@ def test_bytes_changed_while_the_store_is_open_are_found(tmp_path: Path) -> None
     assert name in failure
 
 
+@pytest.mark.slow
 def test_a_commit_that_was_lost_is_found(tmp_path: Path) -> None:
     """The store is put back to an older commit, which is whole in itself."""
     place, kept = tmp_path / "soak", tmp_path / "kept"

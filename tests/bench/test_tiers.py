@@ -155,6 +155,7 @@ def test_points() -> None:
     assert set(star) <= set(full)
 
 
+@pytest.mark.slow
 def test_a_sweep(tmp_path: Path) -> None:
     said: list[str] = []
     found = run(small(tmp_path / "b", budgets=(0.3, 1.0), dirty=(1.0, 0.0)), said.append)
@@ -257,6 +258,7 @@ def test_the_command_fails_when_something_is_wrong(tmp_path: Path, monkeypatch: 
     assert "FAILED: records of 24 KiB" in result.output
 
 
+@pytest.mark.slow
 def test_the_soak_command(tmp_path: Path) -> None:
     store = f"--store={tmp_path / 'b'}"
     sizes = ["--record-bytes=24KiB", "--store-bytes=2MiB", "--budget=0.1"]

@@ -51,6 +51,7 @@ def last_object(out: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_train(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     saved = tmp_path / "saved.json"
     assert bench(*tiny(tmp_path, "--host-budget=300KiB", "--json", f"--save={saved}")) == 0
@@ -74,6 +75,7 @@ def test_train(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert not (tmp_path / "bench").exists()
 
 
+@pytest.mark.slow
 def test_other_losses_than_in_ram_are_status_1(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,6 +86,7 @@ def test_other_losses_than_in_ram_are_status_1(
     assert "same losses: NO" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_train_without_a_baseline(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert bench(*tiny(tmp_path, "--host-budget=300KiB", "--baseline=none")) == 0
     out = capfd.readouterr().out
@@ -92,6 +95,7 @@ def test_train_without_a_baseline(tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert "peak resident memory" in out
 
 
+@pytest.mark.slow
 def test_a_failure_of_a_training_process_is_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,6 +146,7 @@ def test_commit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not (tmp_path / "b").exists()
 
 
+@pytest.mark.slow
 def test_collectives(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,6 +166,7 @@ def test_collectives(
     assert "ranks: expected at least 2" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_overlap(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     small = ["--layers=2", "--forward-ms=1", "--computation=device", "--steps=1", "--warmup=1"]
     saved = tmp_path / "saved.json"
@@ -180,6 +186,7 @@ def test_overlap(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert [one.median for one in listed] == pytest.approx([run["ratio"] for run in found["runs"]])
 
 
+@pytest.mark.slow
 def test_ranks_whose_messages_the_kernel_limits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,6 +237,7 @@ def test_what_cannot_be_is_refused_before_anything_is_measured(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_terminated_it_leaves_neither_files_nor_ranks(tmp_path: Path) -> None:
     place = tmp_path / "place"
     command = [sys.executable, "-m", "tierstore.cli.main", "bench", "overlap", f"--store={place}"]

@@ -92,6 +92,7 @@ def test_two_directories(
     assert targets["bandwidth to tierstore, checksums"] == 0.95  # with them to without
 
 
+@pytest.mark.slow
 def test_beside_a_fio_and_shown_by_doctor(
     places: list[Path],
     profile: Path,

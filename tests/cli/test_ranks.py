@@ -62,6 +62,7 @@ def last_json(text: str) -> dict[str, object]:
     return found
 
 
+@pytest.mark.slow
 def test_two_ranks_reshard_to_one_and_verify(config: Path, tmp_path: Path) -> None:
     store, one = tmp_path / "two", tmp_path / "one"
     metrics = tmp_path / "metrics.jsonl"
@@ -121,6 +122,7 @@ def wait_for(path: Path, lines: int) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_rank_that_is_killed(config: Path, tmp_path: Path, restarts: int) -> None:
     """Without restarts the job ends with the reason; with one it goes on, and ends in the same bits."""
@@ -155,6 +157,7 @@ def test_a_rank_that_is_killed(config: Path, tmp_path: Path, restarts: int) -> N
     assert seen == want
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all_with_a_commit(config: Path, tmp_path: Path) -> None:
     store, metrics = tmp_path / "store", tmp_path / "metrics.jsonl"
     line = torchrun("train", config, "--store", store, "--steps", 100_000, "--metrics", metrics, "--json")

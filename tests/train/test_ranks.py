@@ -21,7 +21,10 @@ from tierstore.train.state import STATE_KEY
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("size", "expert"), [(2, 0), (2, 1), (4, 0), (4, 2)])
+@pytest.mark.parametrize(
+    ("size", "expert"),
+    [(2, 0), (2, 1), *(pytest.param(4, expert, marks=pytest.mark.slow) for expert in (0, 2))],
+)
 def test_ranks_compute_what_one_process_does(
     ranks: Ranks, settings: Callable[..., dict[str, Any]], mode: str, size: int, expert: int
 ) -> None:
@@ -56,6 +59,7 @@ HOLDS: dict[str, Settings] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "expert"), [(2, 0), (2, 1), (4, 2)])
 def test_however_it_is_held_the_bits_are_the_same(
     ranks: Ranks, settings: Callable[..., dict[str, Any]], size: int, expert: int

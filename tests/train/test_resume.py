@@ -124,6 +124,7 @@ def agree(process: Process, expected: tuple[dict[int, float], dict[str, Any]]) -
         assert found[key] == summary[key], key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{}, {"clip_norm": 0.3, "data.micro_batches": 2}], ids=["immediate", "clip"]
 )
@@ -151,6 +152,7 @@ def test_killed_at_random_moments(
     agree(process, expected)
 
 
+@pytest.mark.slow
 def test_killed_while_it_creates(configure: Make, start: Start, tmp_path: Path) -> None:
     """Before the first commit there is no store: the next bare run starts afresh."""
     config = configure(TIGHT | {"steps": 3})

@@ -152,7 +152,6 @@ def _run(bench: OverlapBench, ranks: Ranks, say: Callable[[str], None]) -> dict[
     )
     timeline = bench.timeline
     if bench.svg is not None:
-        picture.check()
         timeline = timeline or bench.place / "timeline.json"
     say("unlimited links")
     free = ranks.measure(asked)

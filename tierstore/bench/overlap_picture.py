@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tierstore.errors import CapabilityError
 from tierstore.timeline import Track
 
-__all__ = ["check", "draw"]
+__all__ = ["draw"]
 
 #: Rows from the top: title, track, whether only the turns on its link are drawn, colour.
 _ROWS = (
@@ -24,46 +25,56 @@ _ROWS = (
 _PASS_COLOURS = {"forward": "#4c72b0", "backward": "#dd8452", "optimizer": "#937860"}
 
 
-def check() -> None:
-    """Raises CapabilityError where there is no matplotlib."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise CapabilityError("svg: drawing needs matplotlib, which is not installed") from error
-
-
 def draw(timeline: Path, svg: Path) -> None:
     """Draws the last step of ``timeline`` into ``svg``."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "tierstore"  # the same drawing is the same file
-    from matplotlib import pyplot
-
-    slices, step = last_step(json.loads(timeline.read_text()))
-    begin, end = step
-    figure, axes = pyplot.subplots(figsize=(11, 3.2))
-    for row, (title, track, link_only, colour) in enumerate(_ROWS):
+    slices, (begin, end) = last_step(json.loads(timeline.read_text()))
+    rows: list[tuple[str, dict[str, list[tuple[float, float]]]]] = []
+    for title, track, link_only, colour in _ROWS:
         kept = [part for part in slices.get(track.value, []) if part[0].endswith("(link)") or not link_only]
         colours: dict[str, list[tuple[float, float]]] = {}
         for name, start, stop in kept:
             face = _PASS_COLOURS.get(name.split()[0], colour) if track is Track.COMPUTE else colour
-            colours.setdefault(face, []).append((start - begin, stop - begin))
-        for face, spans in colours.items():
+            colours.setdefault(face, []).append(((start - begin) / 1e3, (stop - begin) / 1e3))
+        if link_only:
             # Transfers that follow one another at once are one bar: nobody sees them apart.
-            bars = _merged(spans, (end - begin) / 1000) if link_only else spans
-            widths = [(start / 1e3, (stop - start) / 1e3) for start, stop in bars]
-            axes.broken_barh(widths, (row - 0.4, 0.8), facecolors=face, edgecolor="white", linewidth=0.3)
-        axes.text(-0.005, row, title, ha="right", va="center", transform=axes.get_yaxis_transform())
-    axes.set_ylim(len(_ROWS) - 0.5, -0.5)
-    axes.set_xlim(0, (end - begin) / 1e3)
-    axes.set_yticks([])
-    axes.set_xlabel("ms: one step of one of two ranks (forward blue, backward orange)")
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(svg, metadata={"Date": None})
-    pyplot.close(figure)
+            colours = {face: _merged(spans, (end - begin) / 1e6) for face, spans in colours.items()}
+        rows.append((title, colours))
+    svg.write_text(_svg(rows, (end - begin) / 1e3))
+
+
+def _svg(rows: Sequence[tuple[str, Mapping[str, Sequence[tuple[float, float]]]]], length_ms: float) -> str:
+    """Bars of ``(begin, end)`` in ms, one path a row and colour."""
+    left, right, height, bar = 116, 12, 26, 20
+    width, bottom = 880 - left - right, 8 + height * len(rows)
+    scale = width / length_ms
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 880 {bottom + 44}" '
+        'font-family="DejaVu Sans, Helvetica, Arial, sans-serif" font-size="12">',
+        f'<rect width="880" height="{bottom + 44}" fill="#fff"/>',
+    ]
+    for row, (title, colours) in enumerate(rows):
+        top = 8 + height * row
+        lines.append(f'<text x="{left - 8}" y="{top + 15}" text-anchor="end">{title}</text>')
+        for face, spans in colours.items():
+            shapes = []
+            for begin, end in spans:
+                first, last = max(0.0, begin) * scale, min(length_ms, end) * scale
+                shapes.append(f"M{left + first:.1f} {top}h{last - first:.1f}v{bar}H{left + first:.1f}z")
+            drawn = " ".join(shapes)
+            lines.append(f'<path fill="{face}" stroke="#fff" stroke-width=".3" d="{drawn}"/>')
+    tick = 10.0 ** math.floor(math.log10(length_ms))
+    tick /= 5 if length_ms < 2 * tick else 2 if length_ms < 5 * tick else 1
+    marks = [number * tick for number in range(int(length_ms / tick) + 1)]
+    ticks = "".join(f"M{left + mark * scale:.1f} {bottom}v5" for mark in marks)
+    lines.append(f'<path fill="none" stroke="#000" d="M{left} {bottom}h{width}{ticks}"/>')
+    for mark in marks:
+        at = left + mark * scale
+        lines.append(f'<text x="{at:.1f}" y="{bottom + 18}" text-anchor="middle">{mark:g}</text>')
+    lines.append(
+        f'<text x="{left + width / 2:g}" y="{bottom + 36}" text-anchor="middle">'
+        "ms: one step of one of two ranks (forward blue, backward orange)</text>"
+    )
+    return "\n".join([*lines, "</svg>", ""])
 
 
 def _merged(spans: list[tuple[float, float]], gap: float) -> list[tuple[float, float]]:

@@ -67,7 +67,7 @@ def rig_options(*, steps: int, warmup: int, forward_ms: float, computation: str)
 @click.option(
     "--svg",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="A picture of one of its steps (needs matplotlib).",
+    help="A picture of one of its steps.",
 )
 @namespace_option
 @set_option()
