@@ -16,7 +16,7 @@ from tierstore.config import load
 from tierstore.errors import ConfigError
 from tierstore.links import CollectiveLink, LinkConfig, LinksConfig, limited, open_links, wait_until
 from tierstore.store import ParameterStore, RecordSchema, StoreConfig
-from tierstore.tiers import DeviceSlots, open_device_tier
+from tierstore.tiers import DeviceSlots, LimitedTier, open_device_tier
 
 MS = 1_000_000
 
@@ -134,7 +134,7 @@ def test_limited_copies_hold_the_same_weights() -> None:
     with Engine() as engine:
         engine.record_spans(10)
         slots, link = DeviceSlots(1024, torch.float32, weights=1, gradients=1), Link(1e6)
-        tier = open_device_tier(engine, slots, torch.device("cpu"), HugePages.OFF, link)
+        tier = LimitedTier(open_device_tier(engine, slots, torch.device("cpu"), HugePages.OFF), engine, link)
         arena = Arena(4096, HugePages.OFF)
         source = Buffer(arena, [(0, 4096)], 4096)
         source.array()[:] = 7

@@ -30,7 +30,7 @@ from tierstore.stats import Cause, StallKey, StallLedger
 from tierstore.store.config import StoreConfig
 from tierstore.store.directories import rank_directory, rank_stripe
 from tierstore.store.parameter_store import NewRecord, ParameterStore
-from tierstore.tiers import DeviceSlots, DeviceTier, open_device_tier
+from tierstore.tiers import DeviceSlots, DeviceTier, limited_tier, open_device_tier
 from tierstore.tiers.slots import SlotSizes
 from tierstore.timeline import NullTimeline, TimelineSink, Track
 from tierstore.train.budgets import EXPERT_SCHEMA, Budgets, DeviceKind, budgets, expert_schema
@@ -260,7 +260,8 @@ def _fill(setup: _Setup, store: ParameterStore, dense: DenseSlices) -> None:
 def _open_tier(setup: _Setup, store: ParameterStore) -> DeviceTier:
     sizes, config = setup.slots, setup.config
     slots = DeviceSlots(sizes.numel, config.model.compute_dtype.torch, sizes.weights, sizes.gradients)
-    return open_device_tier(store.engine, slots, setup.mesh.device, HugePages.AUTO, config.links.copy.open())
+    tier = open_device_tier(store.engine, slots, setup.mesh.device, HugePages.AUTO)
+    return limited_tier(tier, store.engine, config.links.copy)
 
 
 def _open_experts(
