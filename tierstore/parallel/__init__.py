@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from tierstore.lazy import exports
 
 if TYPE_CHECKING:
-    from tierstore.parallel.collectives import Channel, Failure, Group, LimitedLink, Operation, Traffic, Work
+    from tierstore.parallel.collectives import Channel, Failure, Group, Operation, Traffic, Work
     from tierstore.parallel.config import ParallelConfig
     from tierstore.parallel.launching import launch, rank_device
+    from tierstore.parallel.limited import LimitedGroup, LimitedLink, limited_groups
     from tierstore.parallel.mesh import ExpertBlocks, Mesh
     from tierstore.parallel.notes import MemoryNotes, Notes
     from tierstore.parallel.place import Place
@@ -17,9 +18,10 @@ else:
     __getattr__ = exports(
         __name__,
         {
-            "collectives": ["Channel", "Failure", "Group", "LimitedLink", "Operation", "Traffic", "Work"],
+            "collectives": ["Channel", "Failure", "Group", "Operation", "Traffic", "Work"],
             "config": ["ParallelConfig"],
             "launching": ["launch", "rank_device"],
+            "limited": ["LimitedGroup", "LimitedLink", "limited_groups"],
             "mesh": ["ExpertBlocks", "Mesh"],
             "notes": ["MemoryNotes", "Notes"],
             "place": ["Place"],
@@ -31,6 +33,7 @@ __all__ = [
     "ExpertBlocks",
     "Failure",
     "Group",
+    "LimitedGroup",
     "LimitedLink",
     "MemoryNotes",
     "Mesh",
@@ -41,5 +44,6 @@ __all__ = [
     "Traffic",
     "Work",
     "launch",
+    "limited_groups",
     "rank_device",
 ]

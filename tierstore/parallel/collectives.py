@@ -18,23 +18,21 @@ A group of one rank needs no process group: nothing is sent, and only copies tha
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from tierstore.errors import PeerError
-from tierstore.links import wait_until
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Channel", "Failure", "Group", "LimitedLink", "Operation", "Traffic", "Work"]
+__all__ = ["Channel", "Failure", "Group", "Operation", "Traffic", "Work"]
 
 _SMALL_BYTES = 1 << 14  # below that, one message of everything is faster than two of parts
 
@@ -72,19 +70,10 @@ class Failure:
     reason: str
 
 
-class LimitedLink(Protocol):
-    """A link with a bandwidth and a latency of its own."""
-
-    def reserve(self, nbytes: int) -> int:
-        """When (CLOCK_MONOTONIC, ns) a message of ``nbytes`` that is issued now has passed the link."""
-        ...
-
-
 class Work:
     """One collective under way. Its tensors are in use, and its results undefined, until ``wait`` returns.
 
-    With NCCL, ``wait`` orders the present stream behind the collective instead of blocking the thread. A
-    collective over a limited link is complete when it really is and its time on the link has passed.
+    With NCCL, ``wait`` orders the present stream behind the collective instead of blocking the thread.
     """
 
     def __init__(
@@ -92,12 +81,10 @@ class Work:
         pending: Any = None,
         *,
         finish: Callable[[], None] | None = None,
-        deadline_ns: int = 0,
         explain: Callable[[RuntimeError], PeerError] | None = None,
     ) -> None:
         self._pending = pending
         self._finish = finish
-        self._deadline_ns = deadline_ns
         self._explain = explain
         self._observer: Callable[[], None] | None = None
 
@@ -107,8 +94,7 @@ class Work:
 
     def done(self) -> bool:
         """Whether ``wait`` would return, or raise, without waiting for others."""
-        arrived = self._pending is None or bool(self._pending.is_completed())
-        return arrived and time.monotonic_ns() >= self._deadline_ns
+        return self._pending is None or bool(self._pending.is_completed())
 
     def wait(self, charge: Callable[[], AbstractContextManager[None]] | None = None) -> None:
         """Wait until the results are there. Raises PeerError. Once it has returned, it always returns.
@@ -133,7 +119,6 @@ class Work:
         if self._finish is not None:
             self._finish()
             self._finish = None
-        wait_until(self._deadline_ns)
         if self._observer is not None:
             self._observer()
             self._observer = None
@@ -153,26 +138,20 @@ class Group:
         communicators: dict[Channel, ProcessGroup],
         *,
         native_gather: bool = False,
-        link: LimitedLink | None = None,
-        exchange: LimitedLink | None = None,
         blame: Callable[[], Failure | None] | None = None,
     ) -> None:
-        """``blame`` says who ended first; ``native_gather``: the backend's gather is as good as any (NCCL).
-
-        ``link`` limits what this rank sends; ``exchange``, if given, that on the channel EXCHANGE instead.
-        """
+        """``blame`` says who ended first; ``native_gather``: the backend's gather is as good as any (NCCL)."""
         self.rank = rank
         self.ranks = tuple(ranks)
         self.traffic: dict[Operation, Traffic] = {operation: Traffic() for operation in Operation}
         self._communicators = communicators
         self._native_gather = native_gather
-        self._links = {Channel.STREAM: link, Channel.EXCHANGE: exchange or link}
         self._blame = blame
 
-    @classmethod
-    def alone(cls, world_rank: int = 0) -> Group:
+    @staticmethod
+    def alone(world_rank: int = 0) -> Group:
         """The group of one rank."""
-        return cls(0, (world_rank,), {})
+        return Group(0, (world_rank,), {})
 
     @property
     def size(self) -> int:
@@ -440,21 +419,15 @@ class Group:
         start: Callable[[], Any],
         finish: Callable[[], None] | None = None,
     ) -> Work:
+        """Sends one message: every collective is made of these, and ``LimitedGroup`` gives each its turn on a link."""
         traffic = self.traffic[operation]
         traffic.calls += 1
         traffic.sent_bytes += sent
-        link = self._links[channel]
-        deadline_ns = 0 if link is None else link.reserve(sent)
         try:
             pending = start()
         except RuntimeError as error:
             raise self._explained(operation, error) from error
-        return Work(
-            pending,
-            finish=finish,
-            deadline_ns=deadline_ns,
-            explain=lambda error: self._explained(operation, error),
-        )
+        return Work(pending, finish=finish, explain=lambda error: self._explained(operation, error))
 
     def _explained(self, operation: Operation, error: RuntimeError) -> PeerError:
         failure = None if self._blame is None else self._blame()

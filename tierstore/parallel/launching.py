@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from tierstore.errors import CapabilityError, ConfigError, PeerError
-from tierstore.parallel.collectives import Failure, Group, LimitedLink
+from tierstore.parallel.collectives import Failure, Group
 from tierstore.parallel.config import ParallelConfig
 from tierstore.parallel.mesh import Mesh, build_mesh, expert_ranks
 from tierstore.parallel.notes import job_notes
@@ -66,14 +66,10 @@ def rank_device(asked: str, place: Place) -> torch.device:
 
 @contextlib.contextmanager
 def launch(
-    config: ParallelConfig,
-    *,
-    device: str = "auto",
-    link: LimitedLink | None = None,
-    exchange: LimitedLink | None = None,
+    config: ParallelConfig, *, device: str = "auto", make_group: Callable[..., Group] = Group
 ) -> Iterator[Mesh]:
-    """The mesh of this process. ``link`` limits what this rank's collectives send; ``exchange``, if
-    given, those that computation blocks on.
+    """The mesh of this process. ``make_group`` makes its groups of more than one rank: ``Group``, or what takes the
+    same arguments.
 
     Raises ConfigError for an environment or a layout that cannot work, PeerError when the ranks cannot meet.
     """
@@ -98,7 +94,7 @@ def launch(
 
     try:
         _join(config, place, chosen)
-        mesh, communicators = build_mesh(config, place, chosen, link=link, exchange=exchange, blame=blame)
+        mesh, communicators = build_mesh(config, place, chosen, make_group=make_group, blame=blame)
         mesh = replace(mesh, notes=job_notes(place, config.timeout_s))
         watch = DeathWatch(
             place, mesh.world, grace_s=config.grace_s, timeout_s=config.timeout_s, on_failure=abort

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tierstore.errors import ConfigError
-from tierstore.parallel.collectives import Channel, Failure, Group, LimitedLink, Operation, Traffic
+from tierstore.parallel.collectives import Channel, Failure, Group, Operation, Traffic
 from tierstore.parallel.config import ParallelConfig
 from tierstore.parallel.notes import MemoryNotes, Notes
 from tierstore.parallel.place import Place
@@ -125,11 +125,11 @@ def build_mesh(
     place: Place,
     device: torch.device,
     *,
-    link: LimitedLink | None,
-    exchange: LimitedLink | None,
+    make_group: Callable[..., Group],
     blame: Callable[[], Failure | None],
 ) -> tuple[Mesh, list[ProcessGroup]]:
-    """The mesh and its communicators. A collective, behind ``init_process_group``. Raises ConfigError.
+    """The mesh, of groups that ``make_group`` makes, and its communicators. A collective, behind
+    ``init_process_group``. Raises ConfigError.
 
     Communicators: 2 for the world; with more than one replica and more than one rank in an expert group, 2
     more for each of the two. On Gloo each costs three threads that mostly sleep.
@@ -154,9 +154,7 @@ def build_mesh(
         communicators = {Channel.STREAM: stream, Channel.EXCHANGE: communicator(rows)}
         native = device.type == "cuda"
         rank = ranks.index(place.rank)
-        return Group(
-            rank, ranks, communicators, native_gather=native, link=link, exchange=exchange, blame=blame
-        )
+        return make_group(rank, ranks, communicators, native_gather=native, blame=blame)
 
     everyone = dist.group.WORLD
     assert everyone is not None  # only behind init_process_group
