@@ -34,7 +34,7 @@ with ParameterStore.create(path, [schema], config) as store:
     checksum = store.records_crc32c()
 
 with ParameterStore.open(path, config) as store:
-    assert (store.generation, store.state["step"]) == (generation, b"20")
+    assert (store.last_commit.generation, store.last_commit.state["step"]) == (generation, b"20")
     assert store.records_crc32c() == checksum
     assert not store.verify().failures
     print(f"{len(store.keys)} experts at commit {generation}, checksum {checksum:08x}")

@@ -71,7 +71,7 @@ MUTATIONS = [
     Mutation(
         "what failed in an update is committed",
         "tierstore/store/committing.py",
-        "            self._failures.wait(self.writes)\n",
+        "            self._failures.wait([*self.writes, *self._syncs])\n",
         "",
         STORE + "test_what_depends_on_a_failed_read_is_never_committed[threads]",
     ),
@@ -84,8 +84,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a full disk is found out in the middle of an update",
-        "tierstore/store/parameter_store.py",
-        "        if records and not self._space_reserved:\n",
+        "tierstore/store/core.py",
+        "        if (flags & np.uint16(_DIRTIES)).any():\n",
         "        if False:\n",
         STORE + "test_no_space_for_a_reservation_changes_nothing[s/extents/expert.moments]",
     ),
@@ -121,8 +121,8 @@ MUTATIONS = [
     Mutation(
         "extents are not synced",
         "tierstore/store/committing.py",
-        "            syncs = slots.syncs(())\n",
-        "            syncs: list[int] = []\n",
+        "        self._syncs += slots.syncs(self._unfinished(self.writes))\n",
+        "",
         POWER + "test_power_cuts[plain]",
         (CRASH + "test_a_thousand_crash_states",),
     ),
@@ -253,7 +253,7 @@ MUTATIONS = [
     Mutation(
         "a fetch does not wait for its reads",
         "tierstore/store/parameter_store.py",
-        "            self.wait(lease.tickets)\n",
+        "            self.core.wait(lease.tickets)\n",
         "            pass\n",
         STORE + "test_delays_change_times_alone[threads]",
     ),

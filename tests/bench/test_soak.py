@@ -264,7 +264,7 @@ def test_content_that_its_checksums_agree_with_is_found(tmp_path: Path) -> None:
             )
             for r in range(shape.records)
         )
-        store.snapshot("first")
+        store.commit(snapshot="first")
         model.commit("first")
         wrong = gradient(shape.seed, 3, 8, shape.schema(3).numel)
         wrong[40] *= -1

@@ -111,10 +111,10 @@ def test_counts_by_hand(tmp_path: Path) -> None:
         load = TierLoad(store, keys, model, at_once=2, commit_every=2)
         steps = partly_dirty([TrafficStep(((0, 1, 2),), (0, 1))], 1.0, 0)
         found = asyncio.run(load.run(steps, 0.0))
-        before = store.generation
+        before = store.last_commit.generation
         more = asyncio.run(load.run(steps, 0.05))
-        assert store.generation == model.generation
-        assert more.commits == store.generation - before - 1
+        assert store.last_commit.generation == model.generation
+        assert more.commits == store.last_commit.generation - before - 1
     # The third step finds a commit due, and runs beside it; the last commit has that step alone.
     assert (found.steps, found.commits) == (3, 2)
     assert found.changed_bytes == 3 * 2 * schema.record_bytes

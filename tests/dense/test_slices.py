@@ -79,14 +79,14 @@ def _steps(group: Group, path: Path, given: dict[str, Any], begin: int, end: int
     dense = slice_model(model, group, setting.dense)
     with _open(path / f"rank{group.rank}", list(dense.layouts), create=begin == 0) as store:
         if begin == 0:
-            dense.register(store)
+            dense.register(store.core)
         else:
-            dense.load(store, begin)
+            dense.load(store.core, begin)
         for step in range(begin, end):
             backward(model, dense, group, setting, step)
             dense.finish()
             dense.step(LR)
-        dense.save(store, end)
+        dense.save(store.core, end)
         store.commit()
     return whole_weights(model, dense)
 
@@ -104,7 +104,7 @@ def _recut(path: Path, target: Path, before: int, after: int) -> None:
     for rank in range(before):
         with _open(path / f"rank{rank}", old, create=False) as store:
             for unit in held[rank]:
-                unit.load(store, 3)
+                unit.load(store.core, 3)
     for rank in range(after):
         with _open(target / f"rank{rank}", new, create=True) as store:
             for number, layout in enumerate(new):
@@ -119,7 +119,7 @@ def _recut(path: Path, target: Path, before: int, after: int) -> None:
                     array.copy_(recut(old[number], layout, rank, read))
                 made.loaded(3)
                 store.register(layout.key, f"dense-{layout.slice_numel}")
-                made.save(store, 3)
+                made.save(store.core, 3)
             store.commit()
 
 
@@ -142,7 +142,7 @@ def test_moments_on_disk_change_no_bit(tmp_path: Path) -> None:
         _steps(Group.alone(), path, given, 0, 2)
         found.append(_steps(Group.alone(), path, given, 2, 4))
         with ParameterStore.open(path / "rank0", BUDGET) as store:
-            stores.append((store.records_crc32c(), store.step_of("dense.head")))
+            stores.append((store.records_crc32c(), store.info("dense.head").step))
     for name, value in found[0].items():
         assert torch.equal(value, found[1][name])
     assert stores[0] == stores[1] == (stores[0][0], 4)
@@ -156,7 +156,7 @@ def test_moments_of_steps_that_no_commit_holds_are_gone(tmp_path: Path) -> None:
     model = make_model({})
     dense = slice_model(model, Group.alone(), given["dense"])
     with _open(tmp_path / "cut" / "rank0", list(dense.layouts), create=False) as store:
-        dense.load(store, 2)
+        dense.load(store.core, 2)
         for step in (7, 8):
             backward(model, dense, Group.alone(), Setting(pieces=1), step)
             dense.step(LR)
@@ -170,12 +170,12 @@ def test_moments_without_a_store_are_an_error_and_new_ones_are_zero(tmp_path: Pa
     with pytest.raises(RuntimeError, match="no records yet"):
         dense.step(LR)
     with _open(tmp_path / "store", list(dense.layouts), create=True) as store:
-        dense.register(store)
-        dense.save(store, 0)
+        dense.register(store.core)
+        dense.save(store.core, 0)
         store.commit()
         assert store.verify().failures == []
         whole = slice_model(make_model({}), Group.alone(), {})
-        whole.load(store, 0)
+        whole.load(store.core, 0)
         for one, other in zip(whole.slices, dense.slices, strict=True):
             assert torch.equal(one.host["weight"], other.host["weight"])
             assert (

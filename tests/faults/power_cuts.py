@@ -108,16 +108,16 @@ def wrong_with(
     state.write(root)
     try:
         with ParameterStore.open(root / "s", config) as store:
-            committer = store._committer
+            committer = store.core.committer
             found = [
                 c
                 for c in legal
                 if (c.generation, c.commit.records, c.commit.state)
-                == (store.generation, committer.table, committer.state)
+                == (store.last_commit.generation, committer.table, committer.state)
             ]
             if not found:
                 names = ", ".join(str(commit.generation) for commit in legal)
-                return f"generation {store.generation}, or what it holds, is none of {names}"
+                return f"generation {store.last_commit.generation}, or what it holds, is none of {names}"
             if not any(committer.snapshots in _kept(commit, state.cut) for commit in found):
                 return f"snapshots {sorted(committer.snapshots)} are not what they were"
             tables = [committer.table, *(s.records for s in committer.snapshots.values())]
@@ -143,12 +143,14 @@ def wrong_later(root: Path, config: StoreConfig, mode: Mode | None) -> str:
             collect(root / "s", mode)
         with ParameterStore.open(root / "s", config) as store:
             # A prepared commit is one like any other from here on.
-            generation, snapshots = store.generation, [name for name in store.snapshots if name != PREVIOUS]
-            store.update({key: np.ones(store.schema_of(key).numel, np.float32) for key in store.keys}, lr=0.1)
+            before = store.last_commit
+            named = [name for name in before.snapshots if name != PREVIOUS]
+            gradients = {key: np.ones(store.info(key).schema.numel, np.float32) for key in store.keys}
+            store.update(gradients, lr=0.1)
             store.commit()
-        with ParameterStore.open(root / "s", config) as store:
-            if (store.generation, store.snapshots) != (generation + 1, snapshots):
-                return f"generation {store.generation} with {store.snapshots} after {generation} with {snapshots}"
+            after = store.last_commit
+            if (after.generation, after.snapshots) != (before.generation + 1, named):
+                return f"generation {after.generation} with {after.snapshots} after {before.generation} with {named}"
             return "; ".join(store.verify().failures)
     except (StoreError, OSError) as error:
         return f"{type(error).__name__}: {error}"

@@ -80,7 +80,7 @@ class Run:
     def update(self, steps: int = 1) -> None:
         for _ in range(steps):
             keys = [key for key in self.store.keys if self.rng.random() < 0.4]
-            sizes = {key: self.store.schema_of(key).numel for key in keys}
+            sizes = {key: self.store.info(key).schema.numel for key in keys}
             self.store.update(
                 {key: self.rng.standard_normal(n).astype(np.float32) for key, n in sizes.items()}, lr=1e-2
             )
@@ -93,19 +93,21 @@ class Run:
 
     def commit(self, state: bytes = b"", snapshot: str | None = None) -> None:
         began = self.fs.log_length
-        take = self.store.prepare if self.prepared else self.store.commit
+        take = self.store.core.prepare if self.prepared else self.store.commit
         take({"n": state}, snapshot=snapshot)
         self._note(began, self.fs.log_length)
 
     def acknowledge(self) -> None:
         self.commits[-1].acknowledging = self.fs.log_length
-        self.store.acknowledge()
-        self.commits[-1].kept = dict(self.store._committer.snapshots)
+        self.store.core.acknowledge()
+        self.commits[-1].kept = dict(self.store.core.committer.snapshots)
 
     def _note(self, began: int, ended: int) -> None:
-        committer = self.store._committer
-        commit = Commit(self.store.generation, dict(committer.table), dict(committer.state))
-        self.commits.append(Begun(self.store.generation, began, ended, commit, dict(committer.snapshots)))
+        committer = self.store.core.committer
+        commit = Commit(self.store.last_commit.generation, dict(committer.table), dict(committer.state))
+        self.commits.append(
+            Begun(self.store.last_commit.generation, began, ended, commit, dict(committer.snapshots))
+        )
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ def rolled_back(run: Run) -> None:
         run.close()
         run.open(OpenAt.PREVIOUS)
         # What was undone took its snapshot with it, and what was acknowledged kept its own.
-        assert (f"s{number}" in run.store.snapshots) is bool(number % 2)
+        assert (f"s{number}" in run.store.last_commit.snapshots) is bool(number % 2)
 
 
 def growing(run: Run) -> None:

@@ -61,7 +61,7 @@ def test_a_prepared_commit_can_be_undone_after_a_power_cut(fast_path: Path) -> N
         empty(root)
         state.write(root)
         with ParameterStore.open(root / "s", opening(root)) as store:
-            found = store.generation
+            found = store.last_commit.generation
         (last,) = (c for c in commits if c.generation == found)
         if 0 < last.acknowledging < state.cut or found == 1:
             continue
@@ -76,7 +76,7 @@ def undone(root: Path, state: CrashState, commits: list[Begun], generation: int)
     empty(root)
     state.write(root)
     with ParameterStore.open(root / "s", opening(root), at=OpenAt.PREVIOUS) as store:
-        committer = store._committer
+        committer = store.core.committer
         if (committer.table, committer.state) != (wanted.records, wanted.state):
             return f"not what commit {generation} was"
         return damage(state, committer.table)

@@ -71,10 +71,11 @@ with ParameterStore.create(path, [RecordSchema("expert", 1500)], config) as stor
     for step in range(8):
         store.update({f"e{step % 5}": np.ones(1500, np.float32)}, lr=0.1)
         store.commit({"step": b"%d" % step}, snapshot=f"s{step}")
-        names.append(store.snapshots)
+        names.append(store.last_commit.snapshots)
 with ParameterStore.open(path, config) as store:
     assert store.verify().failures == []
-    print(store.generation, store.records_crc32c(), names, store.snapshots, dict(store.state)["step"])
+    last = store.last_commit
+    print(last.generation, store.records_crc32c(), names, last.snapshots, last.state["step"])
 """
 
 
@@ -173,7 +174,7 @@ with ParameterStore.open(path, config) as store:
         store.commit()
     crc = store.records_crc32c()
 with ParameterStore.open(path, config) as store:
-    assert (store.generation, store.records_crc32c()) == (13, crc)
+    assert (store.last_commit.generation, store.records_crc32c()) == (13, crc)
 """
 
 
@@ -207,7 +208,7 @@ for line in sys.stdin:
         print("failed", repr(error), flush=True)
         sys.stdin.readline()
     else:
-        print("won", store.generation, flush=True)
+        print("won", store.last_commit.generation, flush=True)
         sys.stdin.readline()
         store.close()
     print("done", flush=True)

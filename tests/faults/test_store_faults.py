@@ -51,12 +51,12 @@ def made(fs: FaultFs) -> Path:
 def stands(path: Path, generations: tuple[int, ...] = (1,)) -> int:
     """The store reopens whole, at one of these generations."""
     with ParameterStore.open(path, config("uring")) as store:
-        assert store.generation in generations
+        assert store.last_commit.generation in generations
         assert store.verify().failures == []
-        if store.generation == 1:
+        if store.last_commit.generation == 1:
             with store.fetch(["e0"]) as lease:
                 assert (lease["e0"].copy("weight") == weights(4, NUMEL)["e0"]).all()
-        return store.generation
+        return store.last_commit.generation
 
 
 # Reads ------------------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ def test_a_failed_read_names_key_section_and_file(fs: FaultFs, backend: str, sec
         crc = store.records_crc32c()
     group = Group.WEIGHTS if section == "weight" else Group.MOMENTS
     with ParameterStore.open(path, small) as store:
-        slot, layout = store.record("e2").live.slots[group], store.schema_of("e2").layout(group)
+        slot, layout = store.core.record("e2").live.slots[group], store.info("e2").schema.layout(group)
         assert slot is not None
         at = slot * layout.slot_bytes
         for part in layout.sections:
@@ -113,9 +113,9 @@ def test_what_depends_on_a_failed_read_is_never_committed(fs: FaultFs, backend: 
 def test_a_bit_flipped_on_the_way_is_never_trained_on(fs: FaultFs, backend: str, bit: int) -> None:
     path = made(fs)
     with ParameterStore.open(path, config(backend)) as store:
-        slot = store.record("e2").live.slots[Group.WEIGHTS]
+        slot = store.core.record("e2").live.slots[Group.WEIGHTS]
         assert slot is not None
-        at = slot * store.schema_of("e2").layout(Group.WEIGHTS).slot_bytes + bit // 8
+        at = slot * store.info("e2").schema.layout(Group.WEIGHTS).slot_bytes + bit // 8
         fs.add(Rule(op="read", action=Action.FLIP, path="s/extents/expert.weights", at=at, bit=bit % 8))
         with pytest.raises(ChecksumError, match="'e2', section weight") as caught:
             store.fetch(["e2"])
@@ -235,7 +235,7 @@ def test_a_failed_rename_or_sync_at_creation_leaves_no_store(fs: FaultFs) -> Non
         assert not (fs.mount / f"t{number}").exists()
         fs.clear()
         with small_store(fs.mount / f"t{number}") as store:
-            assert store.generation == 1
+            assert store.last_commit.generation == 1
 
 
 # Slow, or little at a time ----------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ def trained(fs: FaultFs, backend: str, name: str) -> tuple[int, int]:
             for key in store.keys:
                 with store.fetch([key]) as lease:
                     crc = _native.crc32c(lease[key].copy("weight").view(np.uint8), crc)
-        continued = store.engine.stats()["continued_transfers"]
+        continued = store.core.engine.stats()["continued_transfers"]
         return crc ^ store.records_crc32c(), int(continued)
 
 
@@ -303,7 +303,7 @@ def test_a_bit_flipped_as_the_index_is_written_is_found(fs: FaultFs, at: OpenAt)
     with ParameterStore.open(path, config("uring")) as store:
         store.update(ones("e1"), lr=0.1)
         fs.add(Rule(op="write", action=Action.FLIP, path=INDEX, holding="needle", bit=3, times=1))
-        store.prepare({"s": b"a haystack with a needle in it"})
+        store.core.prepare({"s": b"a haystack with a needle in it"})
         assert fs.fired == [1]
     fs.clear()
     with pytest.raises(StoreFormatError, match="damaged"):

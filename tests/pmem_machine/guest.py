@@ -90,8 +90,8 @@ def store() -> None:
             opened.update(gradients, lr=1e-2)
         opened.commit()
         expected = opened.records_crc32c()
-        print("\n".join(f"guest: {line}" for line in opened.describe()))
-        if "MAP_SYNC: on" not in opened.describe():
+        print("\n".join(f"guest: {line}" for line in opened.status().effective))
+        if "MAP_SYNC: on" not in opened.status().effective:
             raise AssertionError("stores are not durable by themselves")
     with ParameterStore.open(MOUNT / "store", config) as opened:
         if opened.records_crc32c() != expected or opened.verify().failures:

@@ -15,6 +15,7 @@ from tierstore._native import HugePages
 from tierstore.prefetch import GradientPlan, PredictorName, Schedule, TieredExperts, make_predictor
 from tierstore.stats import StallLedger
 from tierstore.store import AdamWConfig, Group, Inactive, ParameterStore, RecordSchema, StoreConfig
+from tierstore.store.core import StoreCore
 from tierstore.tiers import DeviceSlots, open_device_tier
 
 NUMEL, LAYERS, EXPERTS = 1024, (0, 2), 4
@@ -23,9 +24,10 @@ RECORD = 4 * 4096 + 4096  # weights, two moments, gradient (4,096 bytes each), a
 
 @dataclass
 class Rig:
-    """``experts`` over ``store``, driven as the trainer drives it."""
+    """``experts`` over ``store``, the core of ``opened``, driven as the trainer drives it."""
 
-    store: ParameterStore
+    opened: ParameterStore
+    store: StoreCore
     experts: TieredExperts
     ledger: StallLedger
 
@@ -40,7 +42,7 @@ class Rig:
 
     def weight(self, layer: int, expert: int) -> torch.Tensor:
         key = f"{layer}.{expert}"
-        with self.store.fetch([key], [Group.WEIGHTS]) as lease:
+        with self.opened.fetch([key], [Group.WEIGHTS]) as lease:
             return torch.from_numpy(lease[key].copy("weight").copy())
 
     def initial(self, layer: int, expert: int) -> torch.Tensor:
@@ -71,16 +73,17 @@ def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
         ) -> Rig:
             nonlocal made
             made += 1
-            store = ParameterStore.create(
+            opened = ParameterStore.create(
                 tmp_path / str(made),
                 [RecordSchema("expert", NUMEL)],
                 StoreConfig(host_budget=int(room * RECORD), lookahead=lookahead),
                 adamw=AdamWConfig(inactive=inactive),
             )
-            stack.callback(store.close)
+            stack.callback(opened.close)
             for layer in LAYERS:
                 for expert in range(EXPERTS):
-                    store.register(f"{layer}.{expert}", "expert", layer=layer, weight=initial(layer, expert))
+                    opened.register(f"{layer}.{expert}", "expert", layer=layer, weight=initial(layer, expert))
+            store = opened.core
             store.reserve()
             store.reserve_scratch("expert")
             store.commit()
@@ -102,6 +105,6 @@ def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
                 schedule=Schedule.of_layers(LAYERS, depth=depth),
                 ledger=ledger,
             )
-            return Rig(store, experts, ledger)
+            return Rig(opened, store, experts, ledger)
 
         yield make

@@ -62,18 +62,18 @@ def test_the_next_layer_is_read_while_this_one_computes(make_rig: MakeRig) -> No
 
 def test_only_what_is_known_when_nothing_is_predicted(make_rig: MakeRig) -> None:
     rig = make_rig(depth=3, predictor=PredictorName.NONE, lookahead=4 * RECORD)
-    rig.store.history.begin(0.01)
-    before = emptied(rig)
-    rig.experts.begin_micro(index=0, count=1)
-    rig.forward(0, 0)
-    # Layer 2 has not been routed yet; what layer 0's backward pass needs is known: two moments.
-    assert since(rig, before)[2] == 2 * PAGE
-    rig.forward(2, 1)
-    assert since(rig, before)[1:3] == (2, 4 * PAGE)
-    rig.backward(2, {1: torch.zeros(1024)})
-    rig.backward(0, {0: torch.zeros(1024)})
-    # Both backward passes found weights and moments there, and nothing was guessed for the next step.
-    assert since(rig, before) == (4, 2, 4 * PAGE, 4 * PAGE, 0)
+    with rig.store.optimizer_step(0.01):
+        before = emptied(rig)
+        rig.experts.begin_micro(index=0, count=1)
+        rig.forward(0, 0)
+        # Layer 2 has not been routed yet; what layer 0's backward pass needs is known: two moments.
+        assert since(rig, before)[2] == 2 * PAGE
+        rig.forward(2, 1)
+        assert since(rig, before)[1:3] == (2, 4 * PAGE)
+        rig.backward(2, {1: torch.zeros(1024)})
+        rig.backward(0, {0: torch.zeros(1024)})
+        # Both backward passes found weights and moments there, and nothing was guessed for the next step.
+        assert since(rig, before) == (4, 2, 4 * PAGE, 4 * PAGE, 0)
 
 
 def test_the_set_of_an_earlier_micro_batch_is_no_knowledge(make_rig: MakeRig) -> None:
@@ -140,24 +140,23 @@ def test_weights_of_a_layer_larger_than_the_cache(make_rig: MakeRig) -> None:
         seen = rig.forward(layer, 0, 1, 2, 3)
         for expert, weights in seen.items():
             assert torch.equal(weights, rig.initial(layer, expert))
-    rig.store.history.begin(0.01)
-    for layer in (2, 0):
-        rig.backward(layer, {expert: torch.ones(1024) for expert in range(4)})
-    assert rig.experts.gradients.sum_of_squares() == 8 * 1024.0
+    with rig.store.optimizer_step(0.01):
+        for layer in (2, 0):
+            rig.backward(layer, {expert: torch.ones(1024) for expert in range(4)})
+        assert rig.experts.gradients.sum_of_squares() == 8 * 1024.0
 
 
 def test_a_layer_of_which_no_expert_is_here(make_rig: MakeRig) -> None:
     """On several ranks, one whose experts got no token still passes through every layer."""
     rig = make_rig(depth=1, predictor=PredictorName.HISTORY, lookahead=4 * RECORD)
-    rig.store.history.begin(0.01)
-    rig.experts.begin_micro(index=0, count=1)
-    before = {expert: rig.weight(2, expert) for expert in range(4)}
-    for layer in (0, 2):
-        assert rig.forward(layer) == {}
-    for layer in (2, 0):
-        rig.backward(layer, {})
-    assert rig.experts.gradients.sum_of_squares() == 0.0
-    rig.store.history.finish()
+    with rig.store.optimizer_step(0.01):
+        rig.experts.begin_micro(index=0, count=1)
+        before = {expert: rig.weight(2, expert) for expert in range(4)}
+        for layer in (0, 2):
+            assert rig.forward(layer) == {}
+        for layer in (2, 0):
+            rig.backward(layer, {})
+        assert rig.experts.gradients.sum_of_squares() == 0.0
     rig.forward(2, 0, 1, 2, 3)
     for expert, weight in before.items():  # weight decay moved them all the same
         assert not torch.equal(rig.weight(2, expert), weight)
@@ -184,10 +183,10 @@ def test_a_slot_is_released_once_its_expert_was_computed_and_before_it_is_loaded
 
     device.load, device.release_weights = loading, releasing
     rig.experts.begin_micro(index=0, count=1)
-    rig.store.history.begin(0.1)
-    for lease in rig.experts.forward(0, range(4)):
-        events[slots[lease.weights.data_ptr()]].append("compute")
-    for lease in rig.experts.backward(0, range(4)):
-        lease.gradients.zero_()
-        events[slots[lease.weights.data_ptr()]].append("compute")
+    with rig.store.optimizer_step(0.1):
+        for lease in rig.experts.forward(0, range(4)):
+            events[slots[lease.weights.data_ptr()]].append("compute")
+        for lease in rig.experts.backward(0, range(4)):
+            lease.gradients.zero_()
+            events[slots[lease.weights.data_ptr()]].append("compute")
     assert list(events.values()) == [["load", "compute", "release"] * 4] * 2

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from tierstore.errors import StoreError, StorePoisonedError
 from tierstore.prefetch import GradientPlan
+from tierstore.store import Inactive
 
 LR = 0.01
 MakeRig = Callable[..., Any]
@@ -38,18 +40,17 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("room", [8, 1.2], ids=["all in memory", "one at a time"])
 def test_immediate_steps_as_soon_as_a_gradient_is_complete(make_rig: MakeRig, room: float) -> None:
     rig = make_rig(room=room)
-    adamw = rig.store.history.config
-    rig.store.history.begin(LR)
-    rig.experts.begin_micro(index=0, count=1)
-    seen = rig.forward(0, 1, 3)
-    assert torch.equal(seen[1], rig.initial(0, 1))
-    rig.forward(2, 0)
-    rig.backward(2, {0: filled(3.0)})
-    rig.backward(0, {1: filled(1.0), 3: filled(-2.0)})
-    # Layer 0 is stepped already, and the norm is known: 1024 * (9 + 1 + 4).
-    assert rig.store.step_of("0.1") == 1
-    assert rig.experts.gradients.sum_of_squares() == 1024 * 14.0
-    rig.store.history.finish()
+    adamw = rig.store.adamw
+    with rig.store.optimizer_step(LR):
+        rig.experts.begin_micro(index=0, count=1)
+        seen = rig.forward(0, 1, 3)
+        assert torch.equal(seen[1], rig.initial(0, 1))
+        rig.forward(2, 0)
+        rig.backward(2, {0: filled(3.0)})
+        rig.backward(0, {1: filled(1.0), 3: filled(-2.0)})
+        # Layer 0 is stepped already, and the norm is known: 1024 * (9 + 1 + 4).
+        assert rig.store.record("0.1").live.step == 1
+        assert rig.experts.gradients.sum_of_squares() == 1024 * 14.0
     close(rig.weight(0, 1), stepped(rig.initial(0, 1), [filled(1.0)], adamw))
     close(rig.weight(0, 3), stepped(rig.initial(0, 3), [filled(-2.0)], adamw))
     # Nobody reached expert 2: it is caught up with a gradient of zero.
@@ -61,21 +62,20 @@ def test_immediate_steps_as_soon_as_a_gradient_is_complete(make_rig: MakeRig, ro
 def test_micro_batches_add_up(make_rig: MakeRig, plan: GradientPlan, room: float) -> None:
     """Expert 0 in both, 1 only in the first, 2 only in the last."""
     rig = make_rig(plan, room=room)
-    adamw = rig.store.history.config
-    if plan is GradientPlan.IMMEDIATE:
-        rig.store.history.begin(LR)
-    for index, gradients in enumerate([{0: filled(1.0), 1: filled(5.0)}, {0: filled(2.0), 2: filled(-1.0)}]):
-        rig.experts.begin_micro(index=index, count=2)
-        rig.forward(0, *gradients)
-        rig.backward(0, gradients)
-    assert rig.experts.gradients.sum_of_squares() == 1024 * (9.0 + 25.0 + 1.0)
+    adamw = rig.store.adamw
     scale = 1.0
-    if plan is GradientPlan.DEFERRED:
-        assert [rig.store.step_of(f"0.{expert}") for expert in range(3)] == [0, 0, 0]
-        scale = 0.5
-        rig.store.history.begin(LR)
-        rig.experts.gradients.apply(scale)
-    rig.store.history.finish()
+    with rig.store.optimizer_step(LR):
+        for index, gradients in enumerate(
+            [{0: filled(1.0), 1: filled(5.0)}, {0: filled(2.0), 2: filled(-1.0)}]
+        ):
+            rig.experts.begin_micro(index=index, count=2)
+            rig.forward(0, *gradients)
+            rig.backward(0, gradients)
+        assert rig.experts.gradients.sum_of_squares() == 1024 * (9.0 + 25.0 + 1.0)
+        if plan is GradientPlan.DEFERRED:
+            assert [rig.store.record(f"0.{expert}").live.step for expert in range(3)] == [0, 0, 0]
+            scale = 0.5
+            rig.experts.gradients.apply(scale)
     rig.experts.gradients.step_pending()
     for expert, total in enumerate([3.0, 5.0, -1.0, 0.0]):
         close(rig.weight(0, expert), stepped(rig.initial(0, expert), [filled(total * scale)], adamw))
@@ -83,38 +83,41 @@ def test_micro_batches_add_up(make_rig: MakeRig, plan: GradientPlan, room: float
 
 def test_deferred_steps_come_before_the_next_use(make_rig: MakeRig) -> None:
     rig = make_rig(GradientPlan.DEFERRED, room=1.2)
-    adamw = rig.store.history.config
-    rig.experts.begin_micro(index=0, count=1)
-    rig.forward(0, 0, 1)
-    rig.backward(0, {0: filled(1.0), 1: filled(2.0)})
-    assert rig.experts.gradients.sum_of_squares() == 1024 * 5.0
-    rig.store.history.begin(LR)
-    rig.experts.gradients.apply(0.25)
-    rig.store.history.finish()
-    assert rig.store.step_of("0.0") == 0
-    rig.experts.begin_micro(index=0, count=1)
-    seen = rig.forward(0, 0, 2)
+    adamw = rig.store.adamw
+    with rig.store.optimizer_step(LR):
+        rig.experts.begin_micro(index=0, count=1)
+        rig.forward(0, 0, 1)
+        rig.backward(0, {0: filled(1.0), 1: filled(2.0)})
+        assert rig.experts.gradients.sum_of_squares() == 1024 * 5.0
+        rig.experts.gradients.apply(0.25)
+    assert rig.store.record("0.0").live.step == 0
+    # The next step is open when these are taken, and they are steps of the one before.
+    with rig.store.optimizer_step(100.0) as step:
+        rig.experts.begin_micro(index=0, count=1)
+        seen = rig.forward(0, 0, 2)
+        step.abandon()
     close(seen[0], stepped(rig.initial(0, 0), [filled(0.25)], adamw))
     close(seen[2], stepped(rig.initial(0, 2), [filled(0.0)], adamw))
     # Expert 1 was not asked for, and its gradient does not outlive the layer's pass.
-    assert rig.store.step_of("0.1") == 1
+    assert rig.store.record("0.1").live.step == 1
     assert not rig.experts.gradients.is_pending(rig.store.record("0.1"))
 
 
 def test_discarded_gradients_leave_no_trace(make_rig: MakeRig) -> None:
     rig = make_rig(GradientPlan.DEFERRED, room=1.2)
-    adamw = rig.store.history.config
+    adamw = rig.store.adamw
     for total in (math.inf, 1.0):
-        rig.experts.begin_micro(index=0, count=1)
-        rig.forward(0, 0, 1)
-        rig.backward(0, {0: filled(total), 1: filled(total)})
-        squares = rig.experts.gradients.sum_of_squares()
-        if math.isfinite(squares):
-            rig.store.history.begin(LR)
-            rig.experts.gradients.apply(1.0)
-            rig.store.history.finish()
-        else:
-            rig.experts.gradients.discard()
+        with rig.store.optimizer_step(LR) as step:
+            rig.experts.begin_micro(index=0, count=1)
+            rig.forward(0, 0, 1)
+            rig.backward(0, {0: filled(total), 1: filled(total)})
+            squares = rig.experts.gradients.sum_of_squares()
+            if math.isfinite(squares):
+                rig.experts.gradients.apply(1.0)
+            else:
+                rig.experts.gradients.discard()
+                step.abandon()
+        if not math.isfinite(squares):
             assert not rig.experts.gradients.is_kept(rig.store.record("0.0"))
     rig.experts.gradients.step_pending()
     for expert in (0, 1):
@@ -123,16 +126,65 @@ def test_discarded_gradients_leave_no_trace(make_rig: MakeRig) -> None:
 
 def test_several_steps_with_sleep(make_rig: MakeRig) -> None:
     rig = make_rig(room=1.2)
-    adamw = rig.store.history.config
+    adamw = rig.store.adamw
     for step in range(6):
         active = 0 if step in (0, 5) else 1
-        rig.store.history.begin(LR)
-        rig.experts.begin_micro(index=0, count=1)
-        rig.forward(0, active)
-        rig.backward(0, {active: filled(1.0)})
-        rig.store.history.finish()
-        rig.store.cache.end_step(step + 1)
+        with rig.store.optimizer_step(LR):
+            rig.experts.begin_micro(index=0, count=1)
+            rig.forward(0, active)
+            rig.backward(0, {active: filled(1.0)})
     gradients = [filled(float(step in (0, 5))) for step in range(6)]
     close(rig.weight(0, 0), stepped(rig.initial(0, 0), gradients, adamw))
     gradients = [filled(float(0 < step < 5)) for step in range(6)]
     close(rig.weight(0, 1), stepped(rig.initial(0, 1), gradients, adamw))
+
+
+@pytest.mark.parametrize("inactive", list(Inactive))
+def test_deferred_steps_equal_immediate_ones_bit_for_bit(make_rig: MakeRig, inactive: Inactive) -> None:
+    """Each with the learning rate of its own step, although the next step is open when it is taken."""
+    bits = []
+    for plan in GradientPlan:
+        rig = make_rig(plan, room=1.2, inactive=inactive)
+        for number, active in enumerate([(0, 1), (1, 2), (0,), (0, 1, 2)]):
+            with rig.store.optimizer_step(LR * (number + 1)):
+                rig.experts.begin_micro(index=0, count=1)
+                rig.forward(0, *active)
+                rig.backward(0, {expert: filled(number + expert + 1.0) for expert in active})
+                if plan is GradientPlan.DEFERRED:
+                    rig.experts.gradients.apply(1.0)
+        rig.experts.gradients.step_pending()
+        bits.append([rig.weight(0, expert) for expert in range(4)])
+    assert all(torch.equal(one, other) for one, other in zip(*bits, strict=True))
+
+
+def backward_of_expert_0(rig: Any, times: int = 1) -> None:
+    for _ in range(times):
+        rig.experts.begin_micro(index=0, count=1)
+        rig.forward(0, 0)
+        rig.backward(0, {0: filled(1.0)})
+
+
+def in_a_step(rig: Any, call: Callable[[], None]) -> None:
+    with rig.store.optimizer_step(LR):
+        call()
+
+
+def test_a_loop_that_opens_no_step_gets_an_error(make_rig: MakeRig) -> None:
+    with pytest.raises(StoreError, match="no optimizer step is open"):
+        backward_of_expert_0(make_rig())
+
+
+def test_a_loop_that_does_not_take_what_waited_gets_an_error(make_rig: MakeRig) -> None:
+    """The next norm is applied before the layer's next pass has taken the gradients of the last one."""
+    rig = make_rig(GradientPlan.DEFERRED)
+    in_a_step(rig, lambda: (backward_of_expert_0(rig), rig.experts.gradients.apply(1.0)))
+    with pytest.raises(StoreError, match="gradients of optimizer step 1 still wait"):
+        in_a_step(rig, lambda: rig.experts.gradients.apply(1.0))
+
+
+def test_a_loop_that_takes_a_step_twice_gets_an_error(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    with pytest.raises(StoreError, match="cannot take step 1"):
+        in_a_step(rig, lambda: backward_of_expert_0(rig, times=2))
+    with pytest.raises(StorePoisonedError, match="optimizer step 1 was cut short"):
+        rig.opened.commit()

@@ -93,17 +93,18 @@ def _train(mesh: Mesh, path: Path, plan: GradientPlan, slots: int, ranks: int) -
     where there is only one process.
     """
     with ExitStack() as stack:
-        store = ParameterStore.create(
+        opened = ParameterStore.create(
             path / f"{mesh.world.size}.{mesh.world.rank}.{slots}",
             [RecordSchema("expert", NUMEL)],
             StoreConfig(host_budget=HOST_BUDGET, group_order=group_order(mesh.replicas)),
             adamw=AdamWConfig(),
         )
-        stack.callback(store.close)
+        stack.callback(opened.close)
         keys = [f"expert.{FIRST + i}" for i in range(EXPERTS)]
         for i, key in enumerate(keys):
             weight = np.random.default_rng(i).normal(size=NUMEL).astype(np.float32)
-            store.register(key, "expert", layer=LAYER, weight=weight)
+            opened.register(key, "expert", layer=LAYER, weight=weight)
+        store = opened.core
         store.reserve()
         store.reserve_scratch("expert")
         store.commit()
@@ -122,10 +123,10 @@ def _train(mesh: Mesh, path: Path, plan: GradientPlan, slots: int, ranks: int) -
             ledger=ledger,
             replicas=mesh.replica,
         )
-        squares = [_step(mesh, store, experts, plan, step, ranks) for step in range(3)]
+        squares = [_step(mesh, opened, experts, plan, step, ranks) for step in range(3)]
         experts.gradients.step_pending()
         store.commit()
-        with store.fetch(keys, [Sections.WEIGHTS]) as lease:
+        with opened.fetch(keys, [Sections.WEIGHTS]) as lease:
             weights = [torch.from_numpy(lease[key].copy("weight").copy()) for key in keys]
         stalls = {(stall.key.tier, stall.key.cause) for stall in ledger.rows()}
     return {"weights": weights, "squares": squares, "stalls": stalls}
@@ -134,30 +135,26 @@ def _train(mesh: Mesh, path: Path, plan: GradientPlan, slots: int, ranks: int) -
 def _step(
     mesh: Mesh, store: ParameterStore, experts: TieredExperts, plan: GradientPlan, step: int, ranks: int
 ) -> float:
-    if plan is GradientPlan.IMMEDIATE:
-        store.history.begin(0.01)
-    for micro in range(2):
-        asked = [e for e in range(FIRST, FIRST + EXPERTS) if (e + step + micro) % 4]
-        experts.begin_micro(index=micro, count=2)
-        for _ in experts.forward(LAYER, asked):
-            pass
-        # Replicas need not have the same experts in memory when they begin.
-        with store.fetch([f"expert.{FIRST + mesh.world.rank % EXPERTS}"], list(COMMITTED_GROUPS)):
-            pass
-        for lease in experts.backward(LAYER, asked):
-            assert lease.gradients is not None
-            if mesh.world.size > 1:
-                lease.gradients.copy_(_gradient(mesh.world.rank, step, micro, lease.expert))
-            else:
-                lease.gradients.copy_(_gradient(0, step, micro, lease.expert))
-                for rank in range(1, ranks):
-                    lease.gradients.add_(_gradient(rank, step, micro, lease.expert))
-    squares = experts.gradients.sum_of_squares()
-    if plan is GradientPlan.DEFERRED:
-        store.history.begin(0.01)
-        experts.gradients.apply(0.5)
-    store.history.finish()
-    store.cache.end_step(step + 1)
+    with store.optimizer_step(0.01):
+        for micro in range(2):
+            asked = [e for e in range(FIRST, FIRST + EXPERTS) if (e + step + micro) % 4]
+            experts.begin_micro(index=micro, count=2)
+            for _ in experts.forward(LAYER, asked):
+                pass
+            # Replicas need not have the same experts in memory when they begin.
+            with store.fetch([f"expert.{FIRST + mesh.world.rank % EXPERTS}"], list(COMMITTED_GROUPS)):
+                pass
+            for lease in experts.backward(LAYER, asked):
+                assert lease.gradients is not None
+                if mesh.world.size > 1:
+                    lease.gradients.copy_(_gradient(mesh.world.rank, step, micro, lease.expert))
+                else:
+                    lease.gradients.copy_(_gradient(0, step, micro, lease.expert))
+                    for rank in range(1, ranks):
+                        lease.gradients.add_(_gradient(rank, step, micro, lease.expert))
+        squares = experts.gradients.sum_of_squares()
+        if plan is GradientPlan.DEFERRED:
+            experts.gradients.apply(0.5)
     return squares
 
 
@@ -179,11 +176,11 @@ def test_replicas_need_a_store_whose_groups_are_in_key_order(tmp_path: Path) -> 
     schema, budget = RecordSchema("expert", NUMEL), StoreConfig(host_budget=HOST_BUDGET)
     with ParameterStore.create(tmp_path / "store", [schema], budget, adamw=AdamWConfig()) as store:
         tier = open_device_tier(
-            store.engine, DeviceSlots(NUMEL, torch.float32), torch.device("cpu"), HugePages.OFF
+            store.core.engine, DeviceSlots(NUMEL, torch.float32), torch.device("cpu"), HugePages.OFF
         )
         with pytest.raises(ConfigError, match=r"GroupOrder\.KEY"):
             TieredExperts(
-                store,
+                store.core,
                 tier,
                 {},
                 weight_slots=1,

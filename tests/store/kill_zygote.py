@@ -25,9 +25,9 @@ def commit_forever(directory: str, seed: int) -> None:
     with ParameterStore.open(directory, StoreConfig(host_budget=80_000)) as store:
         while True:
             keys = sorted(rng.choice(store.keys, 2, replace=False).tolist())
-            numel = store.schema_of(keys[0]).numel
+            numel = store.info(keys[0]).schema.numel
             store.update({key: rng.standard_normal(numel).astype(np.float32) for key in keys}, lr=1e-2)
-            say(f"begin {store.generation + 1} {store.records_crc32c()}")
+            say(f"begin {store.last_commit.generation + 1} {store.records_crc32c()}")
             say(f"done {store.commit()}")
 
 

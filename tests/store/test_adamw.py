@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tierstore.errors import ConfigError, StoreFormatError
+from tierstore.errors import ConfigError, StoreError, StoreFormatError
 from tierstore.store.adamw import AdamWConfig, Inactive, StepHistory
 
 
@@ -50,16 +50,41 @@ def test_history_by_hand() -> None:
         history.begin(lr)
         history.finish()
     history.begin(0.3)
-    assert (history.applied, history.latest) == (2, 3)
+    assert (history.applied, history.current) == (2, 3)
     assert history.missed(1) == 1
     np.testing.assert_array_equal(history.rows(1, 2)[:, 0], np.float32([0.2]))
-    rows, reached = history.step_rows(1)
-    assert reached == 3
+    rows, reached = history.step_rows(1, 3)
+    assert (reached, history.taken) == (3, 1)
     np.testing.assert_array_equal(rows[:, 0], np.float32([0.2, 0.3]))
     history.abandon()
-    assert history.latest == 2
-    with pytest.raises(ValueError, match="begin"):
+    assert not history.is_open
+    with pytest.raises(StoreError, match="no optimizer step is open"):
         history.finish()
+
+
+def test_a_gradient_that_waited_takes_its_own_step() -> None:
+    """While step 3 is open, a record with a gradient of step 2 takes that one, and not the open one."""
+    for inactive in Inactive:
+        history = StepHistory(AdamWConfig(inactive=inactive))
+        for lr in (0.1, 0.2):
+            history.begin(lr)
+            history.finish()
+        history.begin(0.3)
+        rows, reached = history.step_rows(1, 2)
+        assert (reached, history.taken) == (2, 0)
+        np.testing.assert_array_equal(rows, history.config.row(0.2, 2)[None])
+
+
+def test_steps_out_of_order() -> None:
+    history = StepHistory(AdamWConfig())
+    with pytest.raises(StoreError, match="no optimizer step is open"):
+        _ = history.current
+    history.begin(0.1)
+    with pytest.raises(StoreError, match="step 1 is open already"):
+        history.begin(0.2)
+    with pytest.raises(StoreError, match="at optimizer step 1 cannot take step 1"):
+        history.step_rows(1, 1)
+    assert history.taken == 0
 
 
 def test_history_forgets_what_no_record_needs() -> None:
@@ -79,7 +104,8 @@ def test_skip_counts_a_records_own_steps() -> None:
         history.begin(0.5)
         history.finish()
     assert history.missed(0) == 0
-    rows, reached = history.step_rows(1)
+    history.begin(0.5)
+    rows, reached = history.step_rows(1, 5)
     assert reached == 2
     np.testing.assert_array_equal(rows, history.config.row(0.5, 2)[None])
 
@@ -92,7 +118,7 @@ def test_history_survives_packing() -> None:
     history.begin(9.0)  # an open step is not part of a commit
     other = StepHistory(AdamWConfig())
     other.unpack(history.pack())
-    assert (other.applied, other.latest) == (3, 3)
+    assert (other.applied, other.is_open) == (3, False)
     np.testing.assert_array_equal(other.rows(0, 3), history.rows(0, 3))
     with pytest.raises(StoreFormatError, match="damaged"):
         other.unpack(b"short")

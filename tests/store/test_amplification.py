@@ -22,12 +22,12 @@ class Written:
 
     def __init__(self, store: ParameterStore) -> None:
         self._store = store
-        self._extents = int(store.engine.stats()["written_bytes"])
+        self._extents = int(store.core.engine.stats()["written_bytes"])
         self._index = _thread_written_bytes()
 
     @property
     def extents(self) -> int:
-        return int(self._store.engine.stats()["written_bytes"]) - self._extents
+        return int(self._store.core.engine.stats()["written_bytes"]) - self._extents
 
     @property
     def index(self) -> int:
@@ -58,7 +58,9 @@ def gradients(*numbers: int) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("weight_format", WeightFormat)
 def test_a_commit_writes_each_dirty_group_once(tmp_path: Path, weight_format: WeightFormat) -> None:
     with made(tmp_path / "store", budget=64 << 20, weight_format=weight_format) as store:
-        slot = sum(store.schema_of("e0").layout(group).slot_bytes for group in (Group.WEIGHTS, Group.MOMENTS))
+        slot = sum(
+            store.info("e0").schema.layout(group).slot_bytes for group in (Group.WEIGHTS, Group.MOMENTS)
+        )
         for touched in ((0, 3, 7), (1,), tuple(range(COUNT))):
             written = Written(store)
             for _ in range(3):  # dirty three times, and once to be written
@@ -78,20 +80,20 @@ def test_training_traffic_with_evictions(tmp_path: Path) -> None:
     """A third of the records fits: write-backs are of what was stepped since the last one, and of whole groups."""
     rng = np.random.default_rng(3)
     with made(tmp_path / "store", budget=6 * RECORD, weight_format=WeightFormat.SPLIT_BF16) as store:
-        decided = int(str(store.cache.residency.stats()["written_bytes"]))
+        decided = int(str(store.core.cache.residency.stats()["written_bytes"]))
         written, index, changed = Written(store), 0, 0
         stepped_since: set[tuple[str, int]] = set()
-        write = store.slots.write
+        write = store.core.slots.write
 
         def counting(record: int, group: int, *rest: object) -> int:
             nonlocal changed
-            key = store.slots.records[record].key
+            key = store.core.slots.records[record].key
             assert (key, group) in stepped_since, "a write-back of what did not change"
             stepped_since.discard((key, group))
-            changed += sum(section.nbytes for section in store.schema_of(key).layout(Group(group)).sections)
+            changed += sum(section.nbytes for section in store.info(key).schema.layout(Group(group)).sections)
             return write(record, group, *rest)  # type: ignore[arg-type]
 
-        store.slots.write = counting  # type: ignore[method-assign]
+        store.core.slots.write = counting  # type: ignore[method-assign]
         for step in range(24):
             touched = sorted(int(i) for i in rng.choice(COUNT, 4, replace=False))
             stepped_since |= {(f"e{i}", group) for i in touched for group in (0, 1)}
@@ -101,6 +103,6 @@ def test_training_traffic_with_evictions(tmp_path: Path) -> None:
                 store.commit()
                 index += _thread_written_bytes() - before
                 assert not stepped_since, "a commit leaves nothing dirty"
-        assert store.cache.residency.stats()["evictions"]
-        assert written.extents == int(str(store.cache.residency.stats()["written_bytes"])) - decided
+        assert store.core.cache.residency.stats()["evictions"]
+        assert written.extents == int(str(store.core.cache.residency.stats()["written_bytes"])) - decided
         assert 1.0 <= (written.extents + index) / changed <= 1.05

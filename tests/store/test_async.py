@@ -47,7 +47,7 @@ async def test_fetch_update_commit(tmp_path: Path) -> None:
         store.commit()
     with ParameterStore.open(tmp_path / "store", StoreConfig(host_budget=1 << 20)) as store:
         assert store.records_crc32c() == crc
-        assert store.state["step"] == b"5"
+        assert store.last_commit.state["step"] == b"5"
 
 
 async def test_concurrent_tasks(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ async def test_concurrent_tasks(tmp_path: Path) -> None:
         for key, found in zip(("e0", "e1", "e1", "e2"), results[:2] + results[3:], strict=True):
             assert (found == initial[key]).all()
         await asyncio.gather(*(store.update_async({f"e{i}": gradient(i)}, lr=0.1) for i in range(4)))
-        assert store.history.applied == 4
+        assert store.status().steps == 4
         await asyncio.gather(store.commit_async(), store.commit_async({"a": b"1"}))
         assert store.verify().failures == []
 
@@ -86,7 +86,7 @@ async def test_cancelled_awaits_leave_a_working_store(tmp_path: Path) -> None:
             await asyncio.sleep(0)
             commit.cancel()
             await asyncio.gather(update, commit, return_exceptions=True)
-        assert store.history.applied == 4
+        assert store.status().steps == 4
         crc = store.records_crc32c()
         store.commit()
     with ParameterStore.open(tmp_path / "store", StoreConfig(host_budget=1 << 20)) as store:

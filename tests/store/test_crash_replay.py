@@ -15,6 +15,7 @@ from crash_states import CrashState, Entry, Event, crash_states, read_log, witho
 from tierstore.errors import StoreError
 from tierstore.store import OpenAt, ParameterStore, StoreConfig, StripeConfig
 from tierstore.store.committing import Committer
+from tierstore.store.core import StoreCore
 from tierstore.store.index import PREVIOUS, Commit
 from tierstore.store.slots import SlotMap
 
@@ -55,9 +56,9 @@ class Run:
                     store.update(gradients, lr=1e-2)
                 snapshot = f"s{number}" if number % 5 == 2 else None
                 if prepare:
-                    store.prepare({"n": b"%d" % number}, snapshot=snapshot)
-                    self.prepared[store.generation] = self._image(store)
-                    store.acknowledge()
+                    store.core.prepare({"n": b"%d" % number}, snapshot=snapshot)
+                    self.prepared[store.last_commit.generation] = self._image(store)
+                    store.core.acknowledge()
                 else:
                     store.commit({"n": b"%d" % number}, snapshot=snapshot)
                 self._committed(store)
@@ -72,9 +73,9 @@ class Run:
         return (store.directory / "index" / "data.mdb").read_bytes().rstrip(b"\0")
 
     def _committed(self, store: ParameterStore) -> None:
-        self.images[store.generation] = self._image(store)
+        self.images[store.last_commit.generation] = self._image(store)
         # This catches records up and evicts some: writes that belong to no commit yet are in the log too.
-        self.crcs[store.generation] = store.records_crc32c()
+        self.crcs[store.last_commit.generation] = store.records_crc32c()
 
     def reopen(self, state: CrashState, generation: int) -> str:
         """What is wrong with the store that ``state`` leaves; empty when it is the commit it should be."""
@@ -107,8 +108,11 @@ class Run:
                 failures = store.verify().failures
                 if failures:
                     return failures[0]
-                if store.generation != generation or store.generation < state.acknowledged:
-                    return f"generation {store.generation}, acknowledged {state.acknowledged}"
+                if (
+                    store.last_commit.generation != generation
+                    or store.last_commit.generation < state.acknowledged
+                ):
+                    return f"generation {store.last_commit.generation}, acknowledged {state.acknowledged}"
                 expected = generation - (at is OpenAt.PREVIOUS)
                 if store.records_crc32c() != self.crcs[expected]:
                     return f"content is not that of commit {expected}"
@@ -163,15 +167,16 @@ def test_letting_the_previous_commit_go_too_early_fails_the_replay(
 
     monkeypatch.setattr(Committer, "_write_index", eager)
     run = Run(fast_path)
-    acknowledge = ParameterStore.acknowledge
+    acknowledge = StoreCore.acknowledge
 
-    def late(self: ParameterStore) -> None:
+    def late(self: StoreCore) -> None:
         # What another rank's delay leaves time for.
-        self.update({"e0": np.ones(NUMEL, np.float32), "e1": np.ones(NUMEL, np.float32)}, lr=1e-2)
-        self.fetch(["e2", "e3"]).release()
+        store = ParameterStore(self)
+        store.update({"e0": np.ones(NUMEL, np.float32), "e1": np.ones(NUMEL, np.float32)}, lr=1e-2)
+        store.fetch(["e2", "e3"]).release()
         acknowledge(self)
 
-    monkeypatch.setattr(ParameterStore, "acknowledge", late)
+    monkeypatch.setattr(StoreCore, "acknowledge", late)
     run.record(prepare=True)
     monkeypatch.undo()
     assert run.undo_violation(2000)[1] != ""

@@ -65,9 +65,9 @@ def flip(path: Path, schema: RecordSchema, group: Group, slot: int, section: str
 @pytest.mark.parametrize("end", ["first", "last"])
 def test_one_flipped_bit(tmp_path: Path, weight_format: WeightFormat, section: str, end: str) -> None:
     with small_store(tmp_path / "store", numel=1100, weight_format=weight_format) as store:
-        schema = store.schema_of("e2")
+        schema = store.info("e2").schema
         group = Group[SECTIONS[weight_format][section].upper()]
-        slot = store.record("e2").live.slots[group]
+        slot = store.core.record("e2").live.slots[group]
         part = next(s for s in schema.layout(group).sections if s.name == section)
     assert slot is not None
     extent = tmp_path / "store" / "extents" / f"expert.{group.label}"
@@ -94,8 +94,8 @@ def test_one_flipped_bit(tmp_path: Path, weight_format: WeightFormat, section: s
 
 def test_damage_in_a_snapshot_is_found(tmp_path: Path) -> None:
     with small_store(tmp_path / "store", retain=1) as store:
-        schema, slot = store.schema_of("e1"), store.record("e1").live.slots[Group.WEIGHTS]
-        store.snapshot("old")
+        schema, slot = store.info("e1").schema, store.core.record("e1").live.slots[Group.WEIGHTS]
+        store.commit(snapshot="old")
         store.update({"e1": np.ones(3000, np.float32)}, lr=0.1)
         store.commit()
         assert slot is not None
@@ -188,7 +188,7 @@ def test_identity_is_checked(tmp_path: Path) -> None:
 def test_inactive_belongs_to_the_store(tmp_path: Path) -> None:
     small_store(tmp_path / "store", inactive=Inactive.SKIP).close()
     with ParameterStore.open(tmp_path / "store", CONFIG) as store:
-        assert store.history.config.inactive is Inactive.SKIP
+        assert store.core.history.config.inactive is Inactive.SKIP
     with pytest.raises(StoreFormatError, match="inactive = skip, not exact"):
         ParameterStore.open(tmp_path / "store", CONFIG, adamw=AdamWConfig())
 
@@ -228,4 +228,4 @@ def test_killed_creation_is_no_store_and_is_replaced(tmp_path: Path) -> None:
     with pytest.raises(StoreMissingError):
         ParameterStore.open(killed, CONFIG)
     with small_store(killed) as store:
-        assert store.generation == 1
+        assert store.last_commit.generation == 1

@@ -60,10 +60,10 @@ def touch_all(store: ParameterStore) -> None:
 def test_what_fewer_snapshots_need_no_more_is_given_back(store_of_six: Path) -> None:
     """20 records, one snapshot kept: three copies are needed of the six that there are."""
     with ParameterStore.open(store_of_six, config(retain=1)) as store:
-        assert "discard: on" in store.describe()
+        assert "discard: on" in store.status().effective
         touch_all(store)
         store.commit()
-        store.slots.end_discards()
+        store.core.slots.end_discards()
         assert blocks(store_of_six) == {"weights": 3 * COUNT, "moments": 3 * COUNT}
         for number in range(6):  # the slots that turn around are never among them
             touch_all(store)
@@ -74,7 +74,7 @@ def test_what_fewer_snapshots_need_no_more_is_given_back(store_of_six: Path) -> 
 
 def test_off_gives_nothing_back(store_of_six: Path) -> None:
     with ParameterStore.open(store_of_six, config(retain=0, discard=Capability.OFF)) as store:
-        assert "discard: off" in store.describe()
+        assert "discard: off" in store.status().effective
         touch_all(store)
         store.commit()
     assert blocks(store_of_six) == {"weights": 6 * COUNT, "moments": 6 * COUNT}
@@ -102,7 +102,7 @@ def test_it_is_reserved_again_before_it_is_used(store_of_six: Path, monkeypatch:
             def allocate(self, offset: int, nbytes: int) -> None:
                 full(self._file, offset, nbytes)
 
-        weights = store.slots._extents[0, Group.WEIGHTS].extents[0]
+        weights = store.core.slots._extents[0, Group.WEIGHTS].extents[0]
         file, weights.file = weights.file, Full(weights.file)  # type: ignore[assignment]
         needed = 6 * COUNT * SLOT[Group.WEIGHTS]  # all of them: what an opened file has is not known
         with pytest.raises(OSError, match=f"{needed} more bytes are needed") as refused:
@@ -118,19 +118,19 @@ def test_it_is_reserved_again_before_it_is_used(store_of_six: Path, monkeypatch:
 def test_a_slot_is_not_used_before_its_hole_is_made(store_of_six: Path) -> None:
     with ParameterStore.open(store_of_six, config(retain=4)) as store:
         store.reserve()
-        striped = store.slots._extents[0, Group.WEIGHTS]
+        striped = store.core.slots._extents[0, Group.WEIGHTS]
         (extent,) = striped.extents
-        gate = store.engine.external()
+        gate = store.core.engine.external()
         for slot in range(extent.slots):
             extent._reads[slot] = [gate]
         extent.discard(0, Discard(Capability.ON, [store_of_six / "scratch"]))
         punches = list(extent._punches)
         assert punches
-        assert not any(map(store.engine.done, punches)), "a hole follows the reads of its slots"
-        timer = threading.Timer(0.05, lambda: store.engine.complete_external(gate))
+        assert not any(map(store.core.engine.done, punches)), "a hole follows the reads of its slots"
+        timer = threading.Timer(0.05, lambda: store.core.engine.complete_external(gate))
         timer.start()
         striped.take()
-        assert all(map(store.engine.done, punches))
+        assert all(map(store.core.engine.done, punches))
         timer.join()
 
 
@@ -152,12 +152,16 @@ def test_a_file_system_without_holes(
 
 
 def until_they_are_done(store: ParameterStore) -> None:
-    while not all(store.engine.done(ticket) for extent in store.slots._files for ticket in extent._punches):
+    while not all(
+        store.core.engine.done(ticket) for extent in store.core.slots._files for ticket in extent._punches
+    ):
         time.sleep(0.001)
 
 
 @pytest.mark.parametrize(
-    "meanwhile", [until_they_are_done, lambda store: store.slots.reserve(8, {})], ids=["done", "reserved"]
+    "meanwhile",
+    [until_they_are_done, lambda store: store.core.slots.reserve(8, {})],
+    ids=["done", "reserved"],
 )
 def test_a_hole_that_fails_stops_further_ones_and_says_so(
     store_of_six: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[ParameterStore], None]
@@ -180,7 +184,7 @@ def test_a_hole_that_fails_stops_further_ones_and_says_so(
         meanwhile(store)
         touch_all(store)
         store.commit()
-        assert f"discard: off ({path}: punching a hole: Operation not permitted)" in store.describe()
+        assert f"discard: off ({path}: punching a hole: Operation not permitted)" in store.status().effective
     os.close(fd)
 
 

@@ -70,22 +70,22 @@ def test_a_full_drive_leaves_the_rest_to_the_other(tmp_path: Path, small_disk: P
     stripe = StripeConfig(directories=(small_disk / "b",))
     with small_store(tmp_path / "store", stripe=stripe) as store:
         filler = fill(small_disk, but_blocks=40)
-        before = store.drives()
+        before = store.status().drives
         # 40 records want 2 x 20 x 48 KiB there, and there are 160 KiB.
         for number in range(40):
             store.register(f"new{number}", "expert", weight=np.ones(NUMEL, np.float32))
         for _ in range(3):
             step(store)
             store.commit()
-        own, small = store.drives()
+        own, small = store.status().drives
         assert small.reserved_bytes - before[1].reserved_bytes <= 40 * 4096
-        slot_bytes = sum(store.schema_of("e0").layout(g).slot_bytes for g in (Group.WEIGHTS, Group.MOMENTS))
+        slot_bytes = sum(store.info("e0").schema.layout(g).slot_bytes for g in (Group.WEIGHTS, Group.MOMENTS))
         assert own.reserved_bytes + small.reserved_bytes >= 2 * 44 * slot_bytes
         crc = store.records_crc32c()
         filler.unlink()
         step(store)
         store.commit()
-        assert store.drives()[1].reserved_bytes > small.reserved_bytes  # there is room again
+        assert store.status().drives[1].reserved_bytes > small.reserved_bytes  # there is room again
     with ParameterStore.open(tmp_path / "store", CONFIG) as store:
         assert store.verify().failures == []
         assert store.records_crc32c() != crc
@@ -114,11 +114,11 @@ def test_a_quota_is_used_up_and_the_rest_left_to_the_other(tmp_path: Path) -> No
     with ParameterStore.create(
         tmp_path / "store", [schema], StoreConfig(host_budget=1 << 20, stripe=stripe)
     ) as store:
-        extent = store.slots._extents[0, Group.WEIGHTS].extents[1]
+        extent = store.core.slots._extents[0, Group.WEIGHTS].extents[1]
         file, slot_bytes = extent.file, extent.layout.slot_bytes
         extent.file = _Quota(file, 13, slot_bytes)  # type: ignore[assignment]
         store.reserve({"expert": 20})
-        own, other = store.slots._extents[0, Group.WEIGHTS].extents
+        own, other = store.core.slots._extents[0, Group.WEIGHTS].extents
         assert (own.reserved_slots, other.reserved_slots) == (27, 13)
         with pytest.raises(OSError, match=r"Disk quota exceeded: \d+ more bytes are needed") as caught:
             extent.reserve(14)
@@ -162,7 +162,7 @@ def test_a_drive_that_dies_stops_the_store_and_is_named(
     assert str(caught.value.filename).startswith(str(small_disk / "b"))
     remount(small_disk)
     with ParameterStore.open(tmp_path / "store", CONFIG) as store:
-        assert (store.generation, store.records_crc32c()) == (2, crc)
+        assert (store.last_commit.generation, store.records_crc32c()) == (2, crc)
         assert store.verify().failures == []
         step(store)
         assert store.commit() == 3

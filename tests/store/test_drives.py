@@ -65,7 +65,7 @@ def step(store: ParameterStore, seed: int) -> None:
 
 def directories(store: ParameterStore, group: Group = Group.WEIGHTS) -> list[int]:
     """Where each record's group lies."""
-    return [divided(record.slots[group] or 0)[0] for record in store.slots.records]
+    return [divided(record.slots[group] or 0)[0] for record in store.core.slots.records]
 
 
 # What lies where --------------------------------------------------------------------------------------------
@@ -74,9 +74,9 @@ def directories(store: ParameterStore, group: Group = Group.WEIGHTS) -> list[int
 def test_records_are_spread_and_found_again(tmp_path: Path) -> None:
     with striped(tmp_path) as store:
         assert directories(store) == directories(store, Group.MOMENTS) == [0, 1] * 4
-        own, other = store.drives()
+        own, other = store.status().drives
         assert (own.path, other.path) == (tmp_path / "store", tmp_path / "b")
-        slot_bytes = sum(store.schema_of("e0").layout(group).slot_bytes for group in COMMITTED_GROUPS)
+        slot_bytes = sum(store.info("e0").schema.layout(group).slot_bytes for group in COMMITTED_GROUPS)
         assert own.used_bytes == other.used_bytes == 4 * slot_bytes
         assert own.reserved_bytes == other.reserved_bytes == 2 * own.used_bytes
         assert own.written_bytes == other.written_bytes == own.used_bytes
@@ -104,8 +104,8 @@ def test_where_bytes_lie_changes_no_bit_and_no_decision(tmp_path: Path, spread: 
             for number in range(4):
                 step(store, number)
                 store.commit()
-            stats = store.cache.residency.stats()
-            found.append((store.records_crc32c(), stats, store.history.applied))
+            stats = store.core.cache.residency.stats()
+            found.append((store.records_crc32c(), stats, store.status().steps))
     assert found[0] == found[1]
 
 
@@ -124,7 +124,7 @@ def test_shares_converge_and_each_slot_has_one_place(
             store.update({f"e{i}": np.ones(100, np.float32) for i in chosen}, lr=0.1)
             store.commit()
             for group in COMMITTED_GROUPS:
-                places = [record.slots[group] for record in store.slots.records]
+                places = [record.slots[group] for record in store.core.slots.records]
                 assert len(set(places)) == 24
         store.update({key: np.ones(100, np.float32) for key in store.keys}, lr=0.1)
         store.commit()
@@ -144,10 +144,10 @@ def test_a_drive_that_slows_down_gets_less_from_the_next_commit_on(tmp_path: Pat
         store.update(gradients, lr=0.1)
         store.commit()
         assert [directories(store).count(number) for number in (0, 1)] == [6, 6]
-        slow = store._parts.drives[1]
+        slow = store.core._parts.drives[1]
         slow.link = Link(speed / 20)
         slow._seen = (slow._seen[0], 0.0)  # a link that is new has no past
-        for extents in store.slots._extents.values():
+        for extents in store.core.slots._extents.values():
             extents.extents[1]._links = [slow.link]
         counts = []
         for _ in range(4):
@@ -158,9 +158,9 @@ def test_a_drive_that_slows_down_gets_less_from_the_next_commit_on(tmp_path: Pat
         # The first commit measured it, and what follows feels it.
         assert counts[0] == 6
         assert max(counts[1:]) < 6
-        assert store.drives()[1].share < 0.4
+        assert store.status().drives[1].share < 0.4
     with ParameterStore.open(tmp_path / "store", StoreConfig(host_budget=32 << 20)) as store:
-        assert store.drives()[1].share < 0.4  # known from before
+        assert store.status().drives[1].share < 0.4  # known from before
         assert store.records_crc32c() == crc
 
 
@@ -172,7 +172,7 @@ def test_a_drives_own_limit_is_beside_that_of_all(tmp_path: Path) -> None:
         for number in range(4):
             store.register(f"e{number}", "expert")
         store.commit()
-        own, all_of_them = store._parts.drives[1].link, store.slots._link
+        own, all_of_them = store.core._parts.drives[1].link, store.core.slots._link
         assert own is not None
         assert all_of_them is not None
         assert [link.stats()["nbytes"] for link in (own, all_of_them)] == [2 * SLOT_BYTES, 4 * SLOT_BYTES]
@@ -187,11 +187,11 @@ def test_a_limit_is_kept_and_the_other_drive_takes_the_rest(tmp_path: Path) -> N
         for number in range(3):
             step(store, number)
             store.commit()
-        own, other = store.drives()
+        own, other = store.status().drives
         assert 0 < other.reserved_bytes <= 3 * slot_bytes
         assert own.reserved_bytes + other.reserved_bytes >= 16 * slot_bytes
-        store.slots.reserve(4, {})
-        assert store.drives()[1].reserved_bytes <= 3 * slot_bytes
+        store.core.slots.reserve(4, {})
+        assert store.status().drives[1].reserved_bytes <= 3 * slot_bytes
 
 
 def test_limits_everywhere_refuse_what_does_not_fit(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_limits_everywhere_refuse_what_does_not_fit(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="more bytes are needed on any drive") as caught:
             store.reserve({"expert": 8})
         assert caught.value.filename == str(tmp_path / "store" / "extents" / "expert.moments")
-        assert all(drive.reserved_bytes <= 100_000 for drive in store.drives())
+        assert all(drive.reserved_bytes <= 100_000 for drive in store.status().drives)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -218,12 +218,12 @@ def test_what_was_refused_for_space_is_not_asked_for_again(tmp_path: Path) -> No
 def test_a_drive_is_full_when_it_has_no_room_for_one_slot(tmp_path: Path) -> None:
     """Extents grow by an eighth; where that is too much, by what there is room for."""
     with small_store(tmp_path / "store", count=8, stripe=StripeConfig(limits=(17 * SLOT_BYTES,))) as store:
-        weights = store.slots._extents[0, Group.WEIGHTS]
+        weights = store.core.slots._extents[0, Group.WEIGHTS]
         free = 8 + 3  # the last commit's share, and of the 17th slots' room, moments' included
         assert len({weights.take() for _ in range(free)}) == free
         with pytest.raises(OSError, match="No space left"):
             weights.take()
-        assert store.drives()[0].reserved_bytes == 17 * SLOT_BYTES
+        assert store.status().drives[0].reserved_bytes == 17 * SLOT_BYTES
 
 
 def test_a_limit_holds_for_what_was_discarded_where_nothing_is_any_more(
@@ -240,7 +240,7 @@ def test_a_limit_holds_for_what_was_discarded_where_nothing_is_any_more(
         with ParameterStore.open(tmp_path / "store", chosen) as store:
             step(store, 0)
             store.commit()
-            assert [drive.reserved_bytes for drive in store.drives()] == [12 * SLOT_BYTES] * 2
+            assert [drive.reserved_bytes for drive in store.status().drives] == [12 * SLOT_BYTES] * 2
 
 
 # Whose directory it is --------------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ def test_a_directory_is_added_by_naming_it(tmp_path: Path) -> None:
         assert directories(store).count(1) == 4
         crc = store.records_crc32c()
     with ParameterStore.open(tmp_path / "store", CONFIG) as store:
-        assert len(store.drives()) == 2
+        assert len(store.status().drives) == 2
         assert (store.records_crc32c(), store.verify().failures) == (crc, [])
 
 
@@ -339,7 +339,7 @@ def test_without_a_commit_nothing_was_added(tmp_path: Path) -> None:
     ParameterStore.open(tmp_path / "store", config(tmp_path / "b")).close()
     assert not (tmp_path / "b").exists()
     with ParameterStore.open(tmp_path / "store", CONFIG) as store:
-        assert len(store.drives()) == 1
+        assert len(store.status().drives) == 1
 
 
 def test_an_adding_that_was_killed_is_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,12 +353,12 @@ def test_an_adding_that_was_killed_is_taken_up_again(tmp_path: Path, monkeypatch
                 store.commit()
     assert (tmp_path / "b" / "tierstore.json").exists()
     with ParameterStore.open(tmp_path / "store", CONFIG) as store:
-        assert (len(store.drives()), store.generation) == (1, 1)
+        assert (len(store.status().drives), store.last_commit.generation) == (1, 1)
     with ParameterStore.open(tmp_path / "store", config(tmp_path / "b")) as store:
         step(store, 0)
         store.commit()
     with ParameterStore.open(tmp_path / "store", CONFIG) as store:
-        assert (len(store.drives()), store.verify().failures) == (2, [])
+        assert (len(store.status().drives), store.verify().failures) == (2, [])
 
 
 # Creation ---------------------------------------------------------------------------------------------------
@@ -404,7 +404,7 @@ small_store(Path({str(tmp_path / "store")!r}), stripe=StripeConfig(directories=(
 
 def test_damage_names_the_drive(tmp_path: Path) -> None:
     with striped(tmp_path) as store:
-        slot_bytes = store.schema_of("e0").layout(Group.WEIGHTS).slot_bytes
+        slot_bytes = store.info("e0").schema.layout(Group.WEIGHTS).slot_bytes
     path = tmp_path / "b" / "extents" / "expert.weights"
     with open(path, "r+b") as file:
         file.seek(slot_bytes)
@@ -429,7 +429,7 @@ def test_a_profile_gives_the_first_shares(tmp_path: Path, monkeypatch: pytest.Mo
     found = {tmp_path / "store": point, tmp_path / "b": slower}
     monkeypatch.setattr(drives, "load_io_point", lambda path: found[path])
     with striped(tmp_path) as store:
-        assert [drive.share for drive in store.drives()] == [0.75, 0.25]
+        assert [drive.share for drive in store.status().drives] == [0.75, 0.25]
         assert directories(store).count(0) == 6
 
     def damaged(path: Path) -> IoPoint:
@@ -437,10 +437,10 @@ def test_a_profile_gives_the_first_shares(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(drives, "load_io_point", damaged)
     with ParameterStore.open(tmp_path / "store", CONFIG) as store:
-        assert [drive.share for drive in store.drives()] == [0.75, 0.25]  # known from the last commit
+        assert [drive.share for drive in store.status().drives] == [0.75, 0.25]  # known from the last commit
     stripe = StripeConfig(directories=(tmp_path / "d",))
     with small_store(tmp_path / "other", stripe=stripe) as store:
-        assert [drive.share for drive in store.drives()] == [0.5, 0.5]
+        assert [drive.share for drive in store.status().drives] == [0.5, 0.5]
 
 
 @settings(deadline=None, max_examples=6)
@@ -457,18 +457,18 @@ def test_space_follows_the_shares_and_is_always_enough(
     with small_store(root / "store", count=count, numel=numel, budget=32 << 20, stripe=stripe) as store:
         for speed in speeds:
             shares = [1 / (1 + speed), speed / (1 + speed)]
-            store._parts.drives.weighing.shares = shares
+            store.core._parts.drives.weighing.shares = shares
             store.commit()  # space follows the shares
             store.update({key: np.ones(numel, np.float32) for key in store.keys}, lr=0.1)
             store.commit()
             if not limited:
                 assert abs(directories(store).count(1) - count * shares[1]) <= 2
-            for extents in store.slots._extents.values():
+            for extents in store.core.slots._extents.values():
                 assert sum(extent.reserved_slots for extent in extents.extents) >= 2 * count
                 # And no more than that, but for what a change of shares adds until it is given back.
                 assert sum(extent.reserved_slots for extent in extents.extents) <= 3 * count
             if limited:
-                assert store.drives()[1].reserved_bytes <= 4 * slot_bytes
+                assert store.status().drives[1].reserved_bytes <= 4 * slot_bytes
         crc = store.records_crc32c()
         store.commit()
     with ParameterStore.open(root / "store", StoreConfig(host_budget=32 << 20)) as store:

@@ -45,7 +45,7 @@ def register_many(store: ParameterStore, count: int) -> None:
 
 
 def leave_access(store: ParameterStore, records: list[CachedRecord]) -> None:
-    for _ in store.access(Phase.USER, 0, records, Need.STEP):
+    for _ in store.core.access(Phase.USER, 0, records, Need.STEP):
         raise ZeroDivisionError
 
 
@@ -75,7 +75,7 @@ def test_full_disk(small_disk: Path) -> None:
         crc = store.records_crc32c()
         store.update(ones("e0", "e1", "e2", "e3"), lr=0.1)
     with ParameterStore.open(path, CONFIG) as store:
-        assert (store.generation, store.records_crc32c()) == (generation + 1, crc)
+        assert (store.last_commit.generation, store.records_crc32c()) == (generation + 1, crc)
         assert store.verify().failures == []
         filler.unlink()
         store.reserve({"expert": 40})
@@ -99,10 +99,10 @@ def test_holes_are_filled_before_they_are_written(tmp_path: Path) -> None:
     """A copied store may be sparse: free slots without blocks are not taken for reserved space."""
     with small_store(tmp_path / "store") as store:
         extent = tmp_path / "store" / "extents" / "expert.weights"
-        free = store.slots._extents[0, Group.WEIGHTS].extents[0]._free
-        slot_bytes = store.schema_of("e0").layout(Group.WEIGHTS).slot_bytes
+        free = store.core.slots._extents[0, Group.WEIGHTS].extents[0]._free
+        slot_bytes = store.info("e0").schema.layout(Group.WEIGHTS).slot_bytes
         for slot in free:
-            store.slots._extents[0, Group.WEIGHTS].extents[0].file.punch(slot * slot_bytes, slot_bytes)
+            store.core.slots._extents[0, Group.WEIGHTS].extents[0].file.punch(slot * slot_bytes, slot_bytes)
         holes = extent.stat().st_blocks
     with ParameterStore.open(tmp_path / "store", CONFIG) as store:
         store.update(ones("e0"), lr=0.1)
@@ -141,7 +141,7 @@ with ParameterStore.open({str(tmp_path / "store")!r}, config) as store:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     with ParameterStore.open(tmp_path / "store", CONFIG) as store:
-        assert store.generation == 1
+        assert store.last_commit.generation == 1
         assert store.verify().failures == []
         with store.fetch(["e0"]) as lease:
             assert (lease["e0"].copy("weight") == weights(4, NUMEL)["e0"]).all()
@@ -162,10 +162,10 @@ def test_interrupted_update_poisons(tmp_path: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             store.update(Bomb(ones("e0", "e1", "e2", "e3")), lr=0.1)
         for use in (store.commit, lambda: store.update({}, lr=0.1)):
-            with pytest.raises(StorePoisonedError, match="an update was interrupted"):
+            with pytest.raises(StorePoisonedError, match="optimizer step 1 was cut short"):
                 use()
     with ParameterStore.open(tmp_path / "store", CONFIG) as store:
-        assert store.history.applied == 0
+        assert store.status().steps == 0
 
 
 def test_refused_updates_change_nothing(tmp_path: Path) -> None:
@@ -202,27 +202,27 @@ def test_commit_under_a_lease_of_caught_up_records(tmp_path: Path) -> None:
         with store.fetch(["e1"]):
             with pytest.raises(StoreError, match="'e1' was caught up under a lease"):
                 store.commit()
-            assert store.generation == 2
+            assert store.last_commit.generation == 2
         crc, generation = store.records_crc32c(), store.commit()
     with ParameterStore.open(tmp_path / "store", CONFIG) as store:
-        assert (store.generation, store.records_crc32c()) == (generation, crc)
+        assert (store.last_commit.generation, store.records_crc32c()) == (generation, crc)
 
 
 def test_commit_out_of_place(tmp_path: Path) -> None:
     with small_store(tmp_path / "store") as store:
-        for _ in store.access(Phase.USER, 0, [store.record("e0")], Need.WEIGHTS):
+        for _ in store.core.access(Phase.USER, 0, [store.core.record("e0")], Need.WEIGHTS):
             with pytest.raises(StoreError, match="an access is open"):
                 store.commit()
-        store.history.begin(0.1)
-        with pytest.raises(StoreError, match="step 1 is in progress"):
-            store.commit()
-        store.history.abandon()
+        with store.optimizer_step(0.1) as step:
+            with pytest.raises(StoreError, match="step 1 is in progress"):
+                store.commit()
+            step.abandon()
         with pytest.raises(ValueError, match="under that name"):
             store.commit({"adamw-history": b""})
         with pytest.raises(ValueError, match="511"):
             store.commit({"": b""})
         with pytest.raises(StoreError, match="retain = 0"):
-            store.snapshot("s")
+            store.commit(snapshot="s")
         assert store.commit() == 2
 
 
@@ -237,10 +237,10 @@ def test_direct_record_must_be_written(tmp_path: Path) -> None:
 def test_a_late_read_of_a_slot_left_behind_meets_its_own_checksums(tmp_path: Path) -> None:
     """A read ahead that nobody waits for may still be queued when its record is written to a new slot."""
     with small_store(tmp_path / "store") as store:
-        record = store.record("e0")
+        record = store.core.record("e0")
         arena = _native.Arena(1 << 16, _native.HugePages.OFF)
-        late = store.engine.external()
-        read = store.slots.read(
+        late = store.core.engine.external()
+        read = store.core.slots.read(
             record.slot_number,
             Group.WEIGHTS,
             [_native.Buffer(arena, [(0, 12288)], 4 * NUMEL)],
@@ -248,16 +248,16 @@ def test_a_late_read_of_a_slot_left_behind_meets_its_own_checksums(tmp_path: Pat
             _native.Priority.SPECULATIVE,
         )
         store.update(ones("e0"), lr=0.1)
-        store.cache.clean()
+        store.core.cache.clean()
         with pytest.raises(TimeoutError):
-            store.engine.wait(store.cache.take_pending_writes()[0], 0.05)
-        store.engine.complete_external(late)
-        store.wait([read])
+            store.core.engine.wait(store.core.cache.take_pending_writes()[0], 0.05)
+        store.core.engine.complete_external(late)
+        store.core.wait([read])
 
 
 def test_access_left_in_the_middle(tmp_path: Path) -> None:
     with small_store(tmp_path / "store", budget=50_000) as store:
-        records = [store.record(f"e{i}") for i in range(4)]
+        records = [store.core.record(f"e{i}") for i in range(4)]
         with pytest.raises(ZeroDivisionError):
             leave_access(store, records[:1])
         store.commit()
@@ -271,29 +271,29 @@ def test_big_state_makes_the_index_grow(tmp_path: Path) -> None:
     state = {"big": os.urandom(5 << 20)}
     with small_store(tmp_path / "store", retain=2) as store:
         store.commit(state)
-        store.snapshot("s")
+        store.commit(snapshot="s")
     with ParameterStore.open(tmp_path / "store", CONFIG) as store:
-        assert store.state["big"] == state["big"]
+        assert store.last_commit.state["big"] == state["big"]
 
 
 def test_retention_and_space(tmp_path: Path) -> None:
     """With R snapshots, 2 + R copies are reserved, and that is always enough."""
     with small_store(tmp_path / "store", retain=3) as store:
-        allocated = store.slots.allocated_bytes
-        slot_bytes = sum(store.schema_of("e0").layout(g).slot_bytes for g in (Group.WEIGHTS, Group.MOMENTS))
+        allocated = store.core.slots.allocated_bytes
+        slot_bytes = sum(store.info("e0").schema.layout(g).slot_bytes for g in (Group.WEIGHTS, Group.MOMENTS))
         assert allocated == 4 * 5 * slot_bytes
         for number in range(8):
             store.update(ones("e0", "e1", "e2", "e3"), lr=0.1)
-            store.snapshot(f"s{number}")
-            assert store.snapshots == [f"s{i}" for i in range(max(0, number - 2), number + 1)]
+            store.commit(snapshot=f"s{number}")
+            assert store.last_commit.snapshots == [f"s{i}" for i in range(max(0, number - 2), number + 1)]
             store.update(ones("e0", "e1", "e2", "e3"), lr=0.1)
             store.commit()
         with pytest.raises(StoreError, match="exists already"):
-            store.snapshot("s7")
-        assert store.slots.allocated_bytes == allocated
+            store.commit(snapshot="s7")
+        assert store.core.slots.allocated_bytes == allocated
         assert store.verify().snapshots == 3
     with ParameterStore.open(tmp_path / "store", CONFIG) as store:
-        assert store.snapshots == ["s5", "s6", "s7"]
+        assert store.last_commit.snapshots == ["s5", "s6", "s7"]
         assert store.verify().failures == []
 
 

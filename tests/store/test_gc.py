@@ -63,8 +63,8 @@ def crashed(tmp_path: Path) -> Path:
         grown(store)
         store.commit()
         grown(store, 1)
-        store._committer.write_back()
-        store.wait(store._committer.writes)
+        store.core.committer.write_back()
+        store.core.wait(store.core.committer.writes)
         shutil.copytree(tmp_path / "run", tmp_path / "crashed")
     (tmp_path / "crashed" / "scratch" / "expert.gradients").write_bytes(bytes(8192))
     (tmp_path / "crashed" / "tierstore.json.new").write_text("{")
@@ -75,7 +75,7 @@ def content(path: Path) -> tuple[int, int, list[str]]:
     with ParameterStore.open(path, CONFIG) as store:
         report = store.verify()
         assert report.failures == []
-        return store.generation, store.records_crc32c(), store.snapshots
+        return store.last_commit.generation, store.records_crc32c(), store.last_commit.snapshots
 
 
 def paths(report: GcReport) -> set[str]:
@@ -179,7 +179,7 @@ def test_several_ranks(tmp_path: Path, crashed: Path) -> None:
 def test_a_prepared_commit_stays(tmp_path: Path) -> None:
     with small_store(tmp_path / "store", count=COUNT, numel=NUMEL) as store:
         grown(store)
-        store.prepare()
+        store.core.prepare()
     report = collect(tmp_path / "store", Mode.REMOVE)
     assert any("prepared commit" in reason for reason in report.left)
     assert extent_bytes(tmp_path / "store") == 2 * COUNT * SLOTS
@@ -276,10 +276,10 @@ def test_every_commit_that_counts_survives(tmp_path: Path, steps: list[tuple[lis
             gradients = {f"e{i}": rng.standard_normal(NUMEL).astype(np.float32) for i in touched}
             store.update(gradients, lr=1e-2)
             store.commit(snapshot=f"s{number}" if snapshot else None)
-        expected = store.generation, store.records_crc32c(), store.snapshots
+        expected = store.last_commit.generation, store.records_crc32c(), store.last_commit.snapshots
         used = sum(
-            extent.layout.slot_bytes * len(store.slots._references[key])
-            for key, extent in store.slots._extents.items()
+            extent.layout.slot_bytes * len(store.core.slots._references[key])
+            for key, extent in store.core.slots._extents.items()
         )
     collect(path, Mode.REMOVE)
     assert extent_bytes(path) == used

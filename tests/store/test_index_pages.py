@@ -24,7 +24,7 @@ def data(fast_path: Path) -> Path:
     path = fast_path / "s"
     with small_store(path, count=60, numel=300, retain=1) as store:
         store.update({"e0": np.ones(300, np.float32)}, lr=0.1)
-        store.snapshot("s", {"a": b"state" * 50})
+        store.commit({"a": b"state" * 50}, snapshot="s")
         for number in range(3):
             store.update({f"e{number}": np.ones(300, np.float32)}, lr=0.1)
             store.commit({"big": os.urandom(6000)})

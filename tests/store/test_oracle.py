@@ -124,9 +124,11 @@ def test_random_programs(
                     committed = model.copy()
                 elif name == "snapshot":
                     snapshots += 1
-                    store.snapshot(f"s{snapshots}")
+                    store.commit(snapshot=f"s{snapshots}")
                     committed = model.copy()
-                    assert store.snapshots == [f"s{i}" for i in range(max(1, snapshots - 1), snapshots + 1)]
+                    assert store.last_commit.snapshots == [
+                        f"s{i}" for i in range(max(1, snapshots - 1), snapshots + 1)
+                    ]
                 elif name == "reopen":
                     store.close()
                     store = ParameterStore.open(path, config, adamw=adamw)

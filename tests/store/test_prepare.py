@@ -24,7 +24,7 @@ def step(store: ParameterStore, seed: int) -> None:
 def content(path: Path, at: OpenAt = OpenAt.LAST) -> tuple[int, bytes]:
     with ParameterStore.open(path, StoreConfig(host_budget=1 << 20), at=at) as store:
         assert not store.verify().failures
-        return store.records_crc32c(), store.state["n"]
+        return store.records_crc32c(), store.last_commit.state["n"]
 
 
 def test_the_commit_before_a_prepared_one_is_there_until_acknowledged(tmp_path: Path) -> None:
@@ -33,7 +33,7 @@ def test_the_commit_before_a_prepared_one_is_there_until_acknowledged(tmp_path: 
         store.commit({"n": b"1"})
         first = store.records_crc32c()
         step(store, 2)
-        store.prepare({"n": b"2"})
+        store.core.prepare({"n": b"2"})
         second = store.records_crc32c()
     assert first != second
     assert read_states(tmp_path / "s", "n") == {OpenAt.LAST: b"2", OpenAt.PREVIOUS: b"1"}
@@ -52,16 +52,16 @@ def test_after_going_back_training_goes_on_as_if_never_ahead(tmp_path: Path) -> 
         path = tmp_path / name
         with small_store(path) as store:
             step(store, 1)
-            store.prepare({"n": b"1"})
-            store.acknowledge()
+            store.core.prepare({"n": b"1"})
+            store.core.acknowledge()
             if ahead:
                 step(store, 7)
-                store.prepare({"n": b"2"})
+                store.core.prepare({"n": b"2"})
         at = OpenAt.PREVIOUS if ahead else OpenAt.LAST
         with ParameterStore.open(path, StoreConfig(host_budget=1 << 20), at=at) as store:
             step(store, 2)
-            store.prepare({"n": b"2"})
-            store.acknowledge()
+            store.core.prepare({"n": b"2"})
+            store.core.acknowledge()
             step(store, 3)
             store.commit()
             crcs.append(store.records_crc32c())
@@ -76,9 +76,9 @@ def test_acknowledging_frees_the_slots_and_survives_reopening(tmp_path: Path) ->
         sizes = None
         for number in range(6):
             step(store, number)
-            store.prepare({"n": b"%d" % number})
-            store.acknowledge()
-            store.acknowledge()  # again is nothing
+            store.core.prepare({"n": b"%d" % number})
+            store.core.acknowledge()
+            store.core.acknowledge()  # again is nothing
             now = {file.name: file.stat().st_size for file in (path / "extents").iterdir()}
             assert sizes in (None, now)
             sizes = now
@@ -90,12 +90,12 @@ def test_acknowledging_frees_the_slots_and_survives_reopening(tmp_path: Path) ->
 def test_a_second_prepare_needs_the_acknowledgement_of_the_first(tmp_path: Path) -> None:
     with small_store(tmp_path / "s") as store:
         step(store, 1)
-        store.prepare({"n": b"1"})
+        store.core.prepare({"n": b"1"})
         step(store, 2)
         with pytest.raises(StoreError, match="not acknowledged"):
-            store.prepare({"n": b"2"})
-        store.acknowledge()
-        store.prepare({"n": b"2"})
+            store.core.prepare({"n": b"2"})
+        store.core.acknowledge()
+        store.core.prepare({"n": b"2"})
         # An ordinary commit acknowledges by itself.
         step(store, 3)
         store.commit({"n": b"3"})
@@ -106,18 +106,18 @@ def test_named_snapshots_and_the_previous_commit_do_not_count_each_other(tmp_pat
     with small_store(tmp_path / "s", retain=1) as store:
         for number in range(3):
             step(store, number)
-            store.prepare({"n": b"%d" % number}, snapshot=f"named-{number}")
+            store.core.prepare({"n": b"%d" % number}, snapshot=f"named-{number}")
             before = [f"named-{number - 1}"] if number else []
-            assert [name for name in store.snapshots if name.startswith("named")] == [
+            assert [name for name in store.last_commit.snapshots if name.startswith("named")] == [
                 *before,
                 f"named-{number}",
             ]
-            store.acknowledge()
-            assert store.snapshots == [f"named-{number}"]
+            store.core.acknowledge()
+            assert store.last_commit.snapshots == [f"named-{number}"]
         with pytest.raises(ValueError, match="keeps its own"):
             store.commit(snapshot=".previous")
     with ParameterStore.open(tmp_path / "s", StoreConfig(host_budget=1 << 20, retain=1)) as store:
-        assert list(store.snapshots) == ["named-2"]
+        assert list(store.last_commit.snapshots) == ["named-2"]
         assert not store.verify().failures
 
 
@@ -128,8 +128,8 @@ def test_a_first_prepare_has_nothing_before_it(tmp_path: Path) -> None:
         tmp_path / "s", [RecordSchema("expert", 64)], StoreConfig(host_budget=1 << 20)
     ) as s:
         s.register("e0", "expert")
-        s.prepare({"n": b"0"})
-        s.acknowledge()
+        s.core.prepare({"n": b"0"})
+        s.core.acknowledge()
     assert read_states(tmp_path / "s", "n") == {OpenAt.LAST: b"0"}
 
 
@@ -137,20 +137,20 @@ def test_undoing_a_prepared_snapshot_keeps_the_one_whose_place_it_took(tmp_path:
     path, config = tmp_path / "s", StoreConfig(host_budget=1 << 20, retain=1)
     with small_store(path, retain=1) as store:
         step(store, 1)
-        store.prepare({"n": b"1"}, snapshot="a")
-        store.acknowledge()
+        store.core.prepare({"n": b"1"}, snapshot="a")
+        store.core.acknowledge()
         step(store, 2)
-        store.prepare({"n": b"2"}, snapshot="b")
+        store.core.prepare({"n": b"2"}, snapshot="b")
     with ParameterStore.open(path, config, at=OpenAt.PREVIOUS) as store:
-        assert store.snapshots == ["a"]
+        assert store.last_commit.snapshots == ["a"]
         assert not store.verify().failures
     # A commit without a snapshot lets none go, even where fewer are to be kept.
     with ParameterStore.open(path, StoreConfig(host_budget=1 << 20)) as store:
         step(store, 3)
         store.commit()
-        store.prepare({"n": b"3"})
-        store.acknowledge()
-        assert store.snapshots == ["a"]
+        store.core.prepare({"n": b"3"})
+        store.core.acknowledge()
+        assert store.last_commit.snapshots == ["a"]
 
 
 def test_states_are_read_without_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

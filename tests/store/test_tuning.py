@@ -69,7 +69,7 @@ def test_a_store_uses_it_and_holds_the_same_bytes(profile: Path, tmp_path: Path)
             save_io_point(tmp_path, point)
         config = StoreConfig(host_budget=8 << 20)
         with ParameterStore.create(tmp_path / str(number), [RecordSchema("r", weight.size)], config) as store:
-            (line,) = [line for line in store.describe() if line.startswith("transfers: ")]
+            (line,) = [line for line in store.status().effective if line.startswith("transfers: ")]
             assert ("built in" if point is None else f"{point.queue_depth} in flight (measured") in line
             for key in "abcd":
                 store.register(key, "r", weight=weight)

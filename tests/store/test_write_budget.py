@@ -163,7 +163,7 @@ def test_writes_wait_and_nothing_else_changes(tmp_path: Path, monkeypatch: pytes
     rng = np.random.default_rng(2)
     config = StoreConfig(host_budget=120_000, wear=tight(monkeypatch))  # little more than one record
     with ParameterStore.open(tmp_path / "store", config) as store:
-        assert any(line.startswith("write budget: ") for line in store.describe())
+        assert any(line.startswith("write budget: ") for line in store.status().effective)
         begun = time.monotonic()
         for _ in range(6):
             gradients = {f"e{i}": rng.standard_normal(NUMEL).astype(np.float32) for i in range(4)}
@@ -171,9 +171,9 @@ def test_writes_wait_and_nothing_else_changes(tmp_path: Path, monkeypatch: pytes
             model.update(gradients, 1e-2)
         store.commit()
         taken = time.monotonic() - begun
-        budget = store.slots.budget
+        budget = store.core.slots.budget
         assert budget is not None
-        written = store.engine.stats()["written_bytes"]
+        written = store.core.engine.stats()["written_bytes"]
         assert written > 400_000
         assert taken >= (written - 2 * 20_000) / 2e6, "never faster than the budget"
         assert budget.blocked_ns > 0
@@ -187,17 +187,17 @@ def test_the_level_is_committed_with_the_state(tmp_path: Path, monkeypatch: pyte
     small_store(tmp_path / "store").close()
     slow = StoreConfig(host_budget=1 << 20, wear=WearConfig(daily_write_budget=24_000_000))
     with ParameterStore.open(tmp_path / "store", slow) as store:
-        assert store.slots.budget is not None
-        store.slots.budget._link.set_level(5000)
+        assert store.core.slots.budget is not None
+        store.core.slots.budget._link.set_level(5000)
         store.commit({"other": b"x"})
     with ParameterStore.open(tmp_path / "store", slow) as store:
-        assert store.slots.budget is not None
-        assert store.slots.budget.level < 500_000, "not full, as a new one would be"
+        assert store.core.slots.budget is not None
+        assert store.core.slots.budget.level < 500_000, "not full, as a new one would be"
         with pytest.raises(ValueError, match="keeps its own"):
             store.commit({"write-budget": b""})
     with ParameterStore.open(tmp_path / "store", StoreConfig(host_budget=1 << 20)) as store:
-        assert store.slots.budget is None
-        assert not any("write budget" in line for line in store.describe())
+        assert store.core.slots.budget is None
+        assert not any("write budget" in line for line in store.status().effective)
 
 
 def test_a_wait_of_days_ends_with_the_store(tmp_path: Path) -> None:
@@ -207,8 +207,8 @@ def test_a_wait_of_days_ends_with_the_store(tmp_path: Path) -> None:
     begun = time.monotonic()
     with ParameterStore.open(tmp_path / "store", config) as store:
         store.update({"e0": np.ones(NUMEL, np.float32)}, lr=1e-2)
-        store._committer.write_back()
-        assert any(not store.engine.done(ticket) for ticket in store._committer.writes)
+        store.core.committer.write_back()
+        assert any(not store.core.engine.done(ticket) for ticket in store.core.committer.writes)
     assert time.monotonic() - begun < 60
     with ParameterStore.open(tmp_path / "store", StoreConfig(host_budget=1 << 20)) as store:
         assert store.verify().failures == []

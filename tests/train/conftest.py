@@ -105,8 +105,8 @@ class Outcome:
             self.skipped.append(result.step)
         store = trainer.store
         reached = store.history.applied
-        experts = (key for key in store.keys if key.startswith("expert"))
-        self.stepped.append(frozenset(key for key in experts if store.step_of(key) == reached))
+        experts = (key for key in store.records.keys if key.startswith("expert"))
+        self.stepped.append(frozenset(key for key in experts if store.records.info(key).step == reached))
 
 
 def run(
@@ -125,7 +125,7 @@ def run(
             trainer.commit()
             if watch is not None:
                 watch(trainer)
-            outcome.stats = trainer.store.cache.residency.stats()
+            outcome.stats = trainer.store.counters()
             outcome.crc = trainer.store.records_crc32c()
     return outcome
 

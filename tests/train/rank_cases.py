@@ -13,6 +13,7 @@ import torch
 
 from tierstore.config import load
 from tierstore.parallel import Mesh, Place
+from tierstore.store import ParameterStore
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
@@ -81,9 +82,9 @@ def weights(mesh: Mesh, settings: Settings) -> dict[str, npt.NDArray[np.float32]
     """The expert weights of this rank at its last commit."""
     found = {}
     with open_session(load(TrainConfig, None, {**TINY, **settings}), Opening.RESUME, mesh=mesh) as trainer:
-        for key in trainer.store.keys:
+        for key in trainer.store.records.keys:
             if key.startswith("expert"):
-                with trainer.store.fetch([key]) as lease:
+                with ParameterStore(trainer.store).fetch([key]) as lease:
                     found[key] = lease[key].copy("weight")
     return found
 

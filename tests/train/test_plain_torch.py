@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tierstore.store import Group
+from tierstore.store import Group, ParameterStore
 from tierstore.train.config import TrainConfig
 from tierstore.train.reference import PlainTrainer
 from tierstore.train.session import Opening, expert_key, open_session
@@ -48,7 +48,7 @@ def expert_weights(trainer: Trainer) -> dict[tuple[int, int], np.ndarray]:
     for layer in model.moe_layers:
         for expert in range(model.experts):
             key = expert_key(layer, expert)
-            with trainer.store.fetch([key], [Group.WEIGHTS]) as lease:
+            with ParameterStore(trainer.store).fetch([key], [Group.WEIGHTS]) as lease:
                 found[layer, expert] = lease[key].copy("weight")
     return found
 

@@ -17,10 +17,10 @@ from rank_cases import TINY, Settings, ahead, attempt, train
 from tierstore.config import load
 from tierstore.parallel import Mesh, ParallelConfig
 from tierstore.store import OpenAt
+from tierstore.store.core import StoreCore
 from tierstore.store.directories import rank_directory
 from tierstore.store.index import Index, _Changes
 from tierstore.store.opening import read_states
-from tierstore.store.parameter_store import ParameterStore
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
@@ -108,19 +108,19 @@ def _roll_back_and_die(index: Index, snapshot: str) -> None:
     _die()
 
 
-def _prepare_and_die(store: ParameterStore, *arguments: Any, **options: Any) -> None:
+def _prepare_and_die(store: StoreCore, *arguments: Any, **options: Any) -> None:
     PREPARE(store, *arguments, **options)
     _die()
 
 
-ROLL_BACK, PREPARE = Index.roll_back, ParameterStore.prepare
+ROLL_BACK, PREPARE = Index.roll_back, StoreCore.prepare
 #: Where the rank that was ahead is killed: the class, its method, and what stands there instead.
 MOMENTS: dict[str, tuple[type, str, Callable[..., None]]] = {
     "before it": (Index, "roll_back", _die),
     "within its transaction": (_Changes, "finish", _die),
     "after it": (Index, "roll_back", _roll_back_and_die),
-    "before the next commit": (ParameterStore, "prepare", _die),
-    "after the next prepare": (ParameterStore, "prepare", _prepare_and_die),
+    "before the next commit": (StoreCore, "prepare", _die),
+    "after the next prepare": (StoreCore, "prepare", _prepare_and_die),
 }
 
 

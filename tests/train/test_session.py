@@ -71,7 +71,7 @@ def test_one_expert_gets_every_token(configure: Make, train: Any, least: Least) 
                         parameter.zero_()
             assert trainer.step().active_experts == 2
         trainer.commit()
-        reached = [trainer.store.step_of(key) for key in trainer.store.keys if key.startswith("expert")]
+        reached = [trainer.store.record(key).live.step for key in trainer.store.records.cached]
         assert sorted(reached) == [0] * 22 + [5] * 2
 
 

@@ -60,11 +60,11 @@ def _run(place: Path, records: int, numel: int, rounds: int) -> dict[str, Any]:
             for turn in range(rounds + 2):  # two that do not count: the first writes to fresh slots
                 store.update(dict.fromkeys(keys, gradient), lr=1e-3)
                 store.fetch(keys).release()  # waits for the steps
-                before = int(store.engine.stats()["written_bytes"])
+                before = int(store.core.engine.stats()["written_bytes"])
                 begun = time.perf_counter()
                 store.commit()
                 seconds = time.perf_counter() - begun
-                dirty = int(store.engine.stats()["written_bytes"]) - before
+                dirty = int(store.core.engine.stats()["written_bytes"]) - before
                 speed = probe.bytes_per_s(Bytes(0, dirty), durable=Durable.YES)
                 if turn >= 2:
                     commits.append(seconds)

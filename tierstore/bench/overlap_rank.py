@@ -27,7 +27,7 @@ from tierstore.parallel.config import ParallelConfig
 from tierstore.parallel.launching import launch
 from tierstore.parallel.limited import LimitedGroup
 from tierstore.stats import StallLedger
-from tierstore.store.parameter_store import ParameterStore
+from tierstore.store.core import StoreCore
 from tierstore.timeline import open_timeline
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
@@ -107,9 +107,9 @@ def _steps(rig: Rig, asked: Measurement, world: Group, link: CollectiveLink) -> 
     }
 
 
-def _counts(store: ParameterStore, link: CollectiveLink) -> dict[str, float]:
+def _counts(store: StoreCore, link: CollectiveLink) -> dict[str, float]:
     """Bytes of experts as they are asked for: some are always under way, at both ends of what is measured."""
-    engine, residency = store.engine.stats(), store.cache.residency.stats()
+    engine, residency = store.engine.stats(), store.counters()
     return {
         "disk_bytes": float(str(residency["read_bytes"])) + float(str(residency["written_bytes"])),
         "disk_transfers": engine["reads"] + engine["writes"],

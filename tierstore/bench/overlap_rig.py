@@ -33,6 +33,7 @@ from tierstore.prefetch import (
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store.adamw import AdamWConfig
 from tierstore.store.config import StoreConfig
+from tierstore.store.core import StoreCore
 from tierstore.store.format import RecordSchema
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.tiers import DeviceSlots, limited_tier
@@ -155,7 +156,7 @@ class Rig:
         self,
         shape: RigShape,
         schedule: Schedule,
-        store: ParameterStore,
+        store: StoreCore,
         dense: SlicedUnits,
         experts: TieredExperts,
         ledger: StallLedger,
@@ -173,7 +174,6 @@ class Rig:
         self._timeline = timeline
         self._queue = HorizontalQueue(schedule, dense, ledger)
         self._operations = OperationSpans(store.engine, timeline)
-        self._step = 0
 
     def compute_only(self) -> float:
         """Seconds that the computations of a step take when nothing is moved."""
@@ -190,22 +190,20 @@ class Rig:
         """One training step; returns its seconds."""
         clock_ns = self._computer.clock_ns
         started = clock_ns()
-        self.store.history.begin(1e-3)
-        self._experts.begin_micro(index=0, count=1)
-        self._queue.begin(training=True)
-        for item in self._schedule.passes:
-            begun = clock_ns()
-            with self._queue.during(item.unit, item.phase):
-                if item.phase is Phase.FORWARD:
-                    self._forward(item.unit)
-                elif item.phase is Phase.BACKWARD:
-                    self._backward(item.unit)
-                else:
-                    self._dense.step(item.unit)
-            self._timeline.add(Track.COMPUTE, f"{item.phase.name.lower()} {item.unit}", begun, clock_ns())
-        self.store.history.finish()
-        self._step += 1
-        self.store.cache.end_step(self._step)
+        with self.store.optimizer_step(1e-3):
+            self._experts.begin_micro(index=0, count=1)
+            self._queue.begin(training=True)
+            for item in self._schedule.passes:
+                begun = clock_ns()
+                with self._queue.during(item.unit, item.phase):
+                    if item.phase is Phase.FORWARD:
+                        self._forward(item.unit)
+                    elif item.phase is Phase.BACKWARD:
+                        self._backward(item.unit)
+                    else:
+                        self._dense.step(item.unit)
+                name = f"{item.phase.name.lower()} {item.unit}"
+                self._timeline.add(Track.COMPUTE, name, begun, clock_ns())
         seconds = (clock_ns() - started) / 1e9
         self._operations.drain()
         return seconds
@@ -258,11 +256,12 @@ def open_rig(
         disk=disk,
         cache=TrainConfig().cache,
     )
-    with ParameterStore.create(place, [schema], config, adamw=AdamWConfig()) as store:
+    with ParameterStore.create(place, [schema], config, adamw=AdamWConfig()) as opened:
         for layer in range(shape.layers):
             for expert in range(shape.experts):
-                store.register(f"{layer}.{expert}", "expert", layer=layer)
-        store.commit()
+                opened.register(f"{layer}.{expert}", "expert", layer=layer)
+        opened.commit()
+        store = opened.core
         slots = DeviceSlots(shape.expert_numel, torch.float32, weights=8, gradients=8)
         device = shape.computation is Computation.DEVICE
         computer: Computer = Device(store.engine) if device else Processor()

@@ -104,7 +104,7 @@ class SoakWorker:
         self._say("sample", counts=dict(self._counts), held=held)
 
     def _count_engine(self) -> None:
-        stats = self._store.engine.stats()
+        stats = self._store.core.engine.stats()
         read, written = int(stats["read_bytes"]), int(stats["written_bytes"])
         self._counts["read_bytes"] += read - self._engine_read
         self._counts["written_bytes"] += written - self._engine_written
@@ -189,13 +189,13 @@ class SoakWorker:
         self._say("done", position=-1)
 
     def _compare_commits(self) -> None:
-        if self._store.generation != self._model.generation:
+        if self._store.last_commit.generation != self._model.generation:
             raise SoakFailure(
-                f"reopened at commit {self._store.generation}, expected {self._model.generation}"
+                f"reopened at commit {self._store.last_commit.generation}, expected {self._model.generation}"
             )
-        if self._store.snapshots != list(self._model.snapshots):
+        if self._store.last_commit.snapshots != list(self._model.snapshots):
             raise SoakFailure(
-                f"reopened with snapshots {self._store.snapshots}, expected {list(self._model.snapshots)}"
+                f"reopened with snapshots {self._store.last_commit.snapshots}, expected {list(self._model.snapshots)}"
             )
 
     # Working ------------------------------------------------------------------------------------------------

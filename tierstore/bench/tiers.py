@@ -259,7 +259,7 @@ class _Rig:
             )
             steps = partly_dirty(self._traffic.steps, point.dirty_ratio, bench.seed)
             rounds = asyncio.run(_measured(load, steps, bench.seconds))
-            self.effective = store.describe()
+            self.effective = store.status().effective
         return self._figures(point, rounds)
 
     def verify(self) -> Sequence[str]:

@@ -181,7 +181,7 @@ class TierLoad:
     ) -> None:
         self._store, self._keys, self._model = store, keys, model
         self._commit_every = commit_every
-        schema = store.schema_of(keys[0])
+        schema = store.info(keys[0]).schema
         self._record_bytes = schema.record_bytes
         self._weight_bytes = schema.layout(Group.WEIGHTS).nbytes
         # Leases hold at most half of the budget, so that the rest can turn over.
@@ -212,8 +212,8 @@ class TierLoad:
         return result
 
     def _counters(self) -> dict[str, int]:
-        engine = self._store.engine.stats()
-        by_group = self._store.cache.residency.stats()["by_group"]
+        engine = self._store.core.engine.stats()
+        by_group = self._store.core.counters()["by_group"]
         assert isinstance(by_group, dict)
         own = [by_group[name] for name in ("weights", "moments")]
         return {

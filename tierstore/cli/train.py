@@ -33,7 +33,7 @@ from tierstore.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:  # at run time these import torch, which listing the commands must not
     from tierstore.parallel import Mesh
-    from tierstore.store.parameter_store import ParameterStore
+    from tierstore.store.core import StoreCore
     from tierstore.train.config import TrainConfig
     from tierstore.train.ranks import Opening
     from tierstore.train.report import Metrics, RunSummary
@@ -268,7 +268,7 @@ def _existing(directory: Path) -> Path:
     return next(path for path in (directory, *directory.parents) if path.exists())
 
 
-def _describe(store: ParameterStore, output: Output) -> None:
+def _describe(store: StoreCore, output: Output) -> None:
     for line in store.describe():
         output.line(line)
     seen: dict[str, Path] = {}

@@ -17,8 +17,8 @@ import torch
 from tierstore._native import Arena, Buffer, HugePages
 from tierstore.dense.footprint import MOMENT_PLACES, moment_bytes
 from tierstore.dense.layout import UnitLayout
+from tierstore.store.core import StoreCore
 from tierstore.store.format import Group
-from tierstore.store.parameter_store import ParameterStore
 from tierstore.tiers.device import tensor_of
 
 __all__ = ["DiskMoments"]
@@ -40,10 +40,10 @@ class DiskMoments:
         self._size = self.nbytes // (2 * MOMENT_PLACES)
         self._arena = Arena(self.nbytes, HugePages.AUTO)
         self._places = deque(_Place(i * 2 * self._size) for i in range(MOMENT_PLACES))
-        self._store: ParameterStore | None = None
+        self._store: StoreCore | None = None
         self._written: set[str] = set()
 
-    def attach(self, store: ParameterStore, *, written: set[str]) -> None:
+    def attach(self, store: StoreCore, *, written: set[str]) -> None:
         """The records are in ``store``; those of the keys ``written`` have moments there, the others zeros."""
         self._store = store
         self._written = written

@@ -46,7 +46,8 @@ from tierstore.dense.traffic import DenseMessages
 from tierstore.model import Transformer
 from tierstore.parallel import Group
 from tierstore.store.adamw import AdamWConfig
-from tierstore.store.parameter_store import ParameterStore
+from tierstore.store.core import StoreCore
+from tierstore.store.registering import NewRecord, register_many
 from tierstore.timeline import TimelineSink
 
 __all__ = ["DenseSlices", "GatherOnDemand", "Units"]
@@ -260,19 +261,18 @@ class DenseSlices:
         """Records of each schema."""
         return dict(Counter(schema_name(layout) for layout in self.layouts))
 
-    def register(self, store: ParameterStore) -> None:
+    def register(self, store: StoreCore) -> None:
         """Adds the records to ``store``, which a commit needs, and without which NVME cannot step."""
-        for layout in self.layouts:
-            store.register(layout.key, schema_name(layout))
+        register_many(store, [NewRecord(layout.key, schema_name(layout)) for layout in self.layouts])
         if self._moments is not None:
             self._moments.attach(store, written=set())
 
-    def save(self, store: ParameterStore, step: int) -> None:
+    def save(self, store: StoreCore, step: int) -> None:
         """Queues the write of this rank's slices; nothing may change until the commit has returned."""
         for unit in self.slices:
             unit.save(store, step)
 
-    def load(self, store: ParameterStore, step: int) -> None:
+    def load(self, store: StoreCore, step: int) -> None:
         """Reads this rank's slices as of the last commit, which had ``step`` optimizer steps."""
         for number, unit in enumerate(self.slices):
             self._stale(number)

@@ -15,8 +15,8 @@ from tierstore._native import Arena, Buffer, HugePages
 from tierstore.dense.layout import UnitLayout
 from tierstore.dense.moments import DiskMoments
 from tierstore.store.adamw import AdamWConfig
+from tierstore.store.core import StoreCore
 from tierstore.store.format import SECTION_ALIGNMENT, Group, Placement, RecordSchema
-from tierstore.store.parameter_store import ParameterStore
 from tierstore.tiers.device import tensor_of
 
 __all__ = ["UnitSlices", "dense_schemas", "schema_name"]
@@ -124,7 +124,7 @@ class UnitSlices:
 
     # Records ------------------------------------------------------------------------------------------------
 
-    def save(self, store: ParameterStore, step: int) -> None:
+    def save(self, store: StoreCore, step: int) -> None:
         """Queues the write of the record; nothing may change until the commit has returned."""
         for name, own in self._own.items():
             if own is not self._host[name]:
@@ -133,7 +133,7 @@ class UnitSlices:
             self._moments.ensure(self.layout, step)
         store.write_through(self.layout.key, self._groups(), step=step)
 
-    def load(self, store: ParameterStore, step: int) -> None:
+    def load(self, store: StoreCore, step: int) -> None:
         """Reads the record as of the last commit, which had ``step`` optimizer steps."""
         store.read_through(self.layout.key, self._groups())
         self.loaded(step)

@@ -33,9 +33,9 @@ from tierstore.prefetch.predictor import Predictor
 from tierstore.prefetch.replicas import ReplicaSums
 from tierstore.prefetch.schedule import Pass, Schedule
 from tierstore.stats import Cause, StallLedger, Tier
+from tierstore.store.core import StoreCore
 from tierstore.store.format import Group
 from tierstore.store.optimizer import CachedRecord
-from tierstore.store.parameter_store import ParameterStore
 from tierstore.tiers.device import DeviceTier
 
 __all__ = ["TieredExperts", "TieredLease"]
@@ -59,7 +59,7 @@ class TieredExperts:
 
     def __init__(
         self,
-        store: ParameterStore,
+        store: StoreCore,
         device: DeviceTier,
         records: Mapping[int, Mapping[int, CachedRecord]],
         *,

@@ -14,10 +14,11 @@ from collections.abc import Mapping, Sequence
 
 from tierstore._native import Buffer, DoubleTable
 from tierstore.cache.access import GROUP_STRIDE, Need, Phase
+from tierstore.errors import StoreError
 from tierstore.prefetch.plan import GradientPlan
+from tierstore.store.core import StoreCore
 from tierstore.store.format import Group
 from tierstore.store.optimizer import CachedRecord
-from tierstore.store.parameter_store import ParameterStore
 from tierstore.tiers.device import DeviceTier
 
 __all__ = ["GradientKeeper"]
@@ -30,7 +31,7 @@ class GradientKeeper:
 
     def __init__(
         self,
-        store: ParameterStore,
+        store: StoreCore,
         device: DeviceTier,
         records: Mapping[int, Mapping[int, CachedRecord]],
         plan: GradientPlan,
@@ -48,6 +49,7 @@ class GradientKeeper:
         self._kept: set[int] = set()  # records whose GRADIENTS entry holds something
         self._pending: set[int] = set()  # of those: final, with the norm known, waiting for their step
         self._scale = 1.0
+        self._due = 0  # the optimizer step of the pending gradients
         self._last_micro = True
 
     # The backward passes of one step -----------------------------------------------------------------------
@@ -129,7 +131,10 @@ class GradientKeeper:
 
     def apply(self, scale: float) -> None:
         """The kept gradients, times ``scale``, are due: each is stepped before its expert is used again."""
+        if self._pending:
+            raise StoreError(f"gradients of optimizer step {self._due} still wait for it")
         self._scale = scale
+        self._due = self._store.history.current
         self._pending = set(self._kept)
 
     def discard(self) -> None:
@@ -151,7 +156,13 @@ class GradientKeeper:
         entry = record.entry(Group.GRADIENTS)
         gradient = self._cache.sections(entry)[0]
         scale = self._scale if self._plan is GradientPlan.DEFERRED else 1.0
-        ticket = self._store.optimizer.step(record, gradient, scale=scale, after=self._cache.ready(entry))
+        ticket = self._store.optimizer.step(
+            record,
+            gradient,
+            number=self._due if self.is_pending(record) else None,
+            scale=scale,
+            after=self._cache.ready(entry),
+        )
         self._cache.reads(entry, ticket)
         self._kept.discard(record.number)
         self._pending.discard(record.number)

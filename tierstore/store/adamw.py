@@ -17,7 +17,7 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.errors import ConfigError, StoreFormatError
+from tierstore.errors import ConfigError, StoreError, StoreFormatError
 
 __all__ = ["AdamWConfig", "Inactive", "StepHistory"]
 
@@ -78,33 +78,38 @@ class StepHistory:
         self.applied = 0
         self._first = 1  # the step of _rows[0]
         self._rows: list[Row] = []
-        self._lr = 0.0
+        #: How many records have taken the open step.
+        self.taken = 0
 
-    def begin(self, lr: float) -> None:
-        """Opens step ``applied + 1`` with learning rate ``lr``."""
-        self.abandon()
-        self._lr = lr
+    def begin(self, lr: float) -> int:
+        """Opens step ``applied + 1`` with learning rate ``lr``; returns its number. Raises StoreError if one is open."""
+        if self.is_open:
+            raise StoreError(
+                f"optimizer step {self.current} is open already: a step is finished or abandoned first"
+            )
         self._rows.append(self.config.row(lr, self.applied + 1))
-
-    @property
-    def latest(self) -> int:
-        """The last step that has a row: the open one, or else the last applied one."""
-        return self._first + len(self._rows) - 1
-
-    def finish(self) -> None:
-        """The open step has been applied: from now on whoever got no gradient in it is behind."""
-        if self.latest != self.applied + 1:
-            raise ValueError("finish() without begin()")
-        self.applied += 1
-
-    def abandon(self) -> None:
-        """Forgets the open step, if there is one."""
-        del self._rows[self.applied + 1 - self._first :]
+        self.taken = 0
+        return self.current
 
     @property
     def is_open(self) -> bool:
         """Whether a step is in progress."""
-        return self.latest > self.applied
+        return len(self._rows) > self.applied + 1 - self._first
+
+    @property
+    def current(self) -> int:
+        """The number of the open step. Raises StoreError if none is."""
+        if not self.is_open:
+            raise StoreError("no optimizer step is open: steps are taken inside store.optimizer_step(lr)")
+        return self.applied + 1
+
+    def finish(self) -> None:
+        """The open step has been applied: from now on whoever got no gradient in it is behind."""
+        self.applied = self.current
+
+    def abandon(self) -> None:
+        """Forgets the open step, if there is one."""
+        del self._rows[self.applied + 1 - self._first :]
 
     @property
     def replays(self) -> bool:
@@ -122,15 +127,21 @@ class StepHistory:
             raise ValueError(f"steps {reached + 1}..{through} are not in the history")
         return np.stack(self._rows[begin:end]) if end > begin else np.empty((0, ROW_COLUMNS), np.float32)
 
-    def step_rows(self, reached: int) -> tuple[Row, int]:
-        """Rows that bring a record with a gradient through the latest step, and the step it reaches.
+    def step_rows(self, reached: int, step: int) -> tuple[Row, int]:
+        """Rows that take a record with a gradient of step number ``step`` through it, and what the record has reached then.
 
-        EXACT: whatever it missed, then the latest step. SKIP: one row, bias-corrected by the record's own
-        count.
+        EXACT: whatever it missed, then that step. SKIP: one row, bias-corrected by the record's own count.
+        Raises StoreError for a record that has taken the step already.
         """
-        if self.config.inactive is Inactive.SKIP:
-            return self.config.row(self._lr, reached + 1)[None], reached + 1
-        return self.rows(reached, self.latest), self.latest
+        if self.replays:
+            if reached >= step:
+                raise StoreError(f"a record at optimizer step {reached} cannot take step {step}")
+            rows, reached = self.rows(reached, step), step
+        else:
+            lr = float(self.rows(step - 1, step)[0, 0])
+            rows, reached = self.config.row(lr, reached + 1)[None], reached + 1
+        self.taken += step > self.applied
+        return rows, reached
 
     def forget_before(self, reached: int) -> None:
         """Drops the rows that no record needs: the least advanced one has ``reached``."""
@@ -138,24 +149,27 @@ class StepHistory:
         del self._rows[:unneeded]
         self._first += unneeded
 
-    _HEAD = struct.Struct("<qqd")
+    def copy_from(self, other: StepHistory) -> None:
+        """Goes on from the applied steps of ``other``."""
+        self.unpack(other.pack())
+
+    _HEAD = struct.Struct("<qqd")  # applied, first step, and a number that nobody reads any more
 
     def pack(self) -> bytes:
-        """The applied steps (an open one is not part of a commit): applied, first step, rows as float32 [n,
-        7].
-        """
+        """The applied steps (an open one is not part of a commit), rows as float32 [n, 7]."""
         applied = self._rows[: self.applied + 1 - self._first]
         rows = np.stack(applied) if applied else np.empty((0, ROW_COLUMNS), np.float32)
-        return self._HEAD.pack(self.applied, self._first, self._lr) + rows.astype("<f4").tobytes()
+        return self._HEAD.pack(self.applied, self._first, 0.0) + rows.astype("<f4").tobytes()
 
     def unpack(self, data: bytes) -> None:
+        """Takes up what ``pack`` gave. Raises StoreFormatError."""
         try:
-            self.applied, self._first, self._lr = self._HEAD.unpack_from(data)
+            self.applied, self._first, _ = self._HEAD.unpack_from(data)
             rows = np.frombuffer(data, "<f4", offset=self._HEAD.size).reshape(-1, ROW_COLUMNS)
         except (struct.error, ValueError) as error:
             raise StoreFormatError(f"the history of optimizer steps is damaged: {error}") from error
         self._rows = [np.array(row, np.float32) for row in rows]
-        if self._first < 1 or self.latest != self.applied:
+        if self._first < 1 or len(rows) != self.applied + 1 - self._first:
             raise StoreFormatError(
                 f"the history of optimizer steps is damaged: {len(rows)} rows from step {self._first}, "
                 f"{self.applied} applied"

@@ -16,8 +16,9 @@ generation G, and ``acknowledge G`` after the one that lets go of the commit bef
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
+from pathlib import Path
 
 from tierstore.errors import StoreError, StoreFormatError
 from tierstore.store.adamw import StepHistory
@@ -25,6 +26,7 @@ from tierstore.store.failures import Failures
 from tierstore.store.format import RecordEntry, check_name
 from tierstore.store.index import PREVIOUS, Commit
 from tierstore.store.opening import Parts, fsync_directory
+from tierstore.store.records import Records
 from tierstore.store.space import copies
 
 __all__ = ["Committer", "Keep"]
@@ -43,12 +45,15 @@ class Keep(Enum):
 class Committer:
     """What is durable of one open store, and how more becomes so."""
 
-    def __init__(self, parts: Parts, history: StepHistory, failures: Failures) -> None:
+    def __init__(self, parts: Parts, records: Records, history: StepHistory, failures: Failures) -> None:
         self._parts = parts
+        self._records = records
         self._history = history
         self._failures = failures
-        #: Writes that the next commit waits for, besides those of the host cache.
+        #: Writes, syncs and names of files that the next commit waits for, besides what the host cache has queued.
         self.writes: list[int] = []
+        self._syncs: list[int] = []
+        self._directories: list[Path] = []
         self.table: dict[str, RecordEntry] = {}
         self.state: dict[str, bytes] = {}
         self.snapshots: dict[str, Commit] = {}
@@ -78,8 +83,7 @@ class Committer:
         named = [(f"snapshot {name!r}", commit.records) for name, commit in self.snapshots.items()]
         return [("last commit", self.table), *named]
 
-    def check(self, state: Mapping[str, bytes], snapshot: str | None) -> None:
-        """Raises StoreError or ValueError, with nothing changed, for a commit that cannot be."""
+    def _check(self, state: Mapping[str, bytes], snapshot: str | None) -> None:
         for name in state:
             check_name("state", name)
             if name in (_HISTORY, _BUDGET):
@@ -88,7 +92,7 @@ class Committer:
             raise StoreError("commit: an access is open; end it first")
         if self._history.is_open:
             raise StoreError(
-                f"commit: optimizer step {self._history.latest} is in progress; finish or abandon it first"
+                f"commit: optimizer step {self._history.current} is in progress; finish or abandon it first"
             )
         unwritten = self._parts.slots.unwritten_direct
         if unwritten:
@@ -106,40 +110,44 @@ class Committer:
             if snapshot in self.snapshots:
                 raise StoreError(f"snapshot {snapshot!r} exists already")
 
-    def write_back(self) -> None:
-        """Queues the write-back of everything dirty. Raises StoreError for what somebody holds: retry after
-        release.
+    def begin(self, state: Mapping[str, bytes], snapshot: str | None) -> list[int]:
+        """Queues what a commit waits for, which may be waited for beforehand: the write-back of everything dirty and,
+        behind all writes, the syncs. Returns the tickets that have not finished.
+
+        Raises StoreError or ValueError, with nothing lost, for a commit that cannot be.
         """
-        cache = self._parts.cache
+        self._check(state, snapshot)
+        cache, slots = self._parts.cache, self._parts.slots
         cache.clean()
         held = cache.unclean()
         if held:
-            keys = sorted({self._parts.slots.records[cache.backing_record(entry)].key for entry in held})
+            keys = sorted({slots.records[cache.backing_record(entry)].key for entry in held})
             raise StoreError(
                 f"commit: record {keys[0]!r} was caught up under a lease that still holds it "
                 f"({len(keys)} such): release it first"
             )
         self.writes += cache.take_pending_writes()
+        self._syncs += slots.syncs(self._unfinished(self.writes))
+        self._directories += slots.take_unsynced_directories()
+        return self._unfinished([*self.writes, *self._syncs])
 
-    def commit(
-        self, reached: Iterable[int], state: Mapping[str, bytes], snapshot: str | None, keep: Keep
-    ) -> int:
-        """Makes everything so far durable; ``reached`` are the steps of the cached records. Returns the
-        generation.
-        """
-        self.check(state, snapshot)
+    def _unfinished(self, tickets: Sequence[int]) -> list[int]:
+        return [ticket for ticket in tickets if not self._parts.engine.done(ticket)]
+
+    def commit(self, state: Mapping[str, bytes], snapshot: str | None, keep: Keep) -> int:
+        """Makes everything so far durable; returns the generation."""
         if keep is Keep.PREVIOUS and PREVIOUS in self.snapshots:
             raise StoreError("prepare: the prepared commit before this one was not acknowledged")
-        self.write_back()
+        self.begin(state, snapshot)
         slots = self._parts.slots
         try:
-            self._failures.wait(self.writes)
-            self.writes = []
-            syncs = slots.syncs(())
-            for directory in slots.take_unsynced_directories():
+            self._failures.wait([*self.writes, *self._syncs])
+            self.writes, self._syncs = [], []
+            for directory in dict.fromkeys(self._directories):
                 fsync_directory(directory)
-            self._failures.wait(syncs)
-            self._history.forget_before(self._history.oldest(list(reached)))
+            self._directories = []
+            reached = [record.live.step for record in self._records.cached.values()]
+            self._history.forget_before(self._history.oldest(reached))
             own = {_HISTORY: self._history.pack()}
             if slots.budget is not None:
                 own[_BUDGET] = slots.budget.pack()

@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from tierstore import _native
-from tierstore.cache.access import Need, Phase
+from tierstore.cache.host_cache import HostCache
 from tierstore.store.format import COMMITTED_GROUPS
 from tierstore.store.opening import scratch_buffers
 from tierstore.store.optimizer import CachedRecord
-from tierstore.store.records import StoreRecords
+from tierstore.store.slots import SlotMap
 
-__all__ = ["cached_crc32c", "direct_crc32c"]
+__all__ = ["cached_crc32c", "stored_crc32c"]
+
+Wait = Callable[[Sequence[int]], None]
 
 
-def cached_crc32c(store: StoreRecords, record: CachedRecord, crc: int) -> int:
-    """``crc`` continued over a cached record's sections, caught up to the last applied step."""
-    need = Need.STEP if store.optimizer.behind(record) else Need.WEIGHTS | Need.MOMENTS
-    for _ in store.access(Phase.EXPORT, record.live.layer, [record], need):
-        store.optimizer.catch_up(record)
-        for group in COMMITTED_GROUPS:
-            entry = record.entry(group)
-            store.wait(store.cache.ready(entry))
-            for section in store.cache.sections(entry):
-                for piece in section.arrays():
-                    crc = _native.crc32c(piece, crc)
+def cached_crc32c(cache: HostCache, record: CachedRecord, crc: int, wait: Wait) -> int:
+    """``crc`` continued over the sections of a record that is pinned in ``cache``."""
+    for group in COMMITTED_GROUPS:
+        entry = record.entry(group)
+        wait(cache.ready(entry))
+        for section in cache.sections(entry):
+            for piece in section.arrays():
+                crc = _native.crc32c(piece, crc)
     return crc
 
 
-def direct_crc32c(store: StoreRecords, number: int, crc: int) -> int:
-    """``crc`` continued over a DIRECT record's sections as they were last written through."""
-    live = store.slots.records[number]
+def stored_crc32c(slots: SlotMap, number: int, crc: int, wait: Wait) -> int:
+    """``crc`` continued over the sections of record ``number`` of ``slots`` as they were last written."""
+    schema = slots.schemas[slots.records[number].schema]
     for group in COMMITTED_GROUPS:
-        with scratch_buffers(store.slots.schemas[live.schema].layout(group)) as sections:
-            store.wait([store.slots.read(number, group, sections, (), _native.Priority.DEMAND)])
+        with scratch_buffers(schema.layout(group)) as sections:
+            wait([slots.read(number, group, sections, (), _native.Priority.DEMAND)])
             for section in sections:
                 crc = _native.crc32c(section.array(), crc)
     return crc

@@ -1,4 +1,4 @@
-"""What ``ParameterStore.fetch`` hands out: a lease on pinned records, and views of their sections."""
+"""Pinning records for whoever reads them: a lease, and views of the sections that it holds."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore._native import Buffer
-from tierstore.errors import StoreError
+from tierstore.cache.access import Need, Phase
+from tierstore.errors import BudgetError, StoreError
+from tierstore.store.core import StoreCore
 from tierstore.store.format import Group, RecordSchema
+from tierstore.store.optimizer import CachedRecord
+from tierstore.store.records import by_layer
 
-__all__ = ["Lease", "RecordView"]
+__all__ = ["Lease", "RecordView", "begin_fetch", "prefetch"]
+
+_NEED = {Group.WEIGHTS: Need.WEIGHTS, Group.MOMENTS: Need.MOMENTS}
 
 
 class RecordView:
@@ -24,24 +30,25 @@ class RecordView:
             for group, buffers in groups.items()
             for section, buffer in zip(schema.layout(group).sections, buffers, strict=True)
         }
+        self._views: dict[str, npt.NDArray[np.generic]] = {}
 
     @property
     def sections(self) -> list[str]:
         return list(self._sections)
 
     def view(self, name: str) -> npt.NDArray[np.generic]:
-        """The section itself, read-only and without a copy.
-
-        Raises KeyError for a section that was not fetched, ValueError when its frames are not adjacent:
-        ``copy`` always works.
+        """The section, read-only: the host cache's own memory where the section lies there in one piece, otherwise a copy
+        that is made once for the lease. Raises KeyError for a section that was not fetched.
         """
-        section, buffer = self._sections[name]
-        array = buffer.array().view(section.dtype)
-        array.flags.writeable = False
-        return array
+        if name not in self._views:
+            section, buffer = self._sections[name]
+            array = buffer.array().view(section.dtype) if buffer.contiguous else self.copy(name)
+            array.flags.writeable = False
+            self._views[name] = array
+        return self._views[name]
 
     def copy(self, name: str) -> npt.NDArray[np.generic]:
-        """A copy of the section. Raises KeyError for one that was not fetched."""
+        """A copy of the section, which outlives the lease. Raises KeyError for one that was not fetched."""
         section, buffer = self._sections[name]
         content = np.empty(section.nbytes, np.uint8)
         buffer.copy_to(content)
@@ -83,3 +90,90 @@ class Lease:
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.release()
+
+
+def begin_fetch(core: StoreCore, keys: Sequence[str], groups: Sequence[Group]) -> Lease:
+    """Pins ``keys`` with ``groups``, caught up with the optimizer; their bytes are there after the lease's tickets.
+
+    Raises KeyError, ValueError, BudgetError.
+    """
+    core.failures.check()
+    base = _base_need(groups)
+    wanted = [core.record(key) for key in dict.fromkeys(keys)]
+    views: dict[str, RecordView] = {}
+    tickets: list[int] = []
+    pinned: list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint16]]] = []
+
+    def unpin() -> None:
+        for numbers, flags in pinned:
+            core.cache.unpin(numbers, flags)
+
+    def release() -> None:
+        core.records.leased.subtract(list(views))
+        unpin()
+
+    try:
+        for layer, records in by_layer(wanted):
+            numbers, flags = _needs(core, records, base)
+            _pin_layer(core, layer, records, numbers, flags)
+            pinned.append((numbers, flags))
+            for record in records:
+                sections = {Group(g): core.cache.sections(record.entry(g)) for g in groups}
+                views[record.live.key] = RecordView(core.slots.schemas[record.live.schema], sections)
+                tickets += [ticket for g in groups for ticket in core.cache.ready(record.entry(g))]
+    except BaseException:
+        unpin()
+        raise
+    core.records.leased.update(list(views))
+    return Lease(views, tickets, release)
+
+
+def _pin_layer(
+    core: StoreCore,
+    layer: int,
+    records: Sequence[CachedRecord],
+    numbers: npt.NDArray[np.uint32],
+    flags: npt.NDArray[np.uint16],
+) -> None:
+    """One access that catches ``records`` up and leaves them pinned. Raises BudgetError if it takes several groups."""
+    count = core.begin_access(Phase.USER, layer, numbers, flags)
+    for _ in range(count):
+        for unit in core.cache.next_group():
+            core.optimizer.catch_up(records[unit])
+        if count == 1:
+            core.cache.pin(numbers, flags)
+        core.cache.end_group()
+    if count > 1:
+        raise BudgetError(
+            f"host_budget: {len(records)} records do not fit at once; fetch fewer, or in {count} parts"
+        )
+
+
+def prefetch(core: StoreCore, keys: Sequence[str], groups: Sequence[Group]) -> int:
+    """Starts to bring ``keys`` in, within the lookahead; returns how many are covered. Raises KeyError, ValueError."""
+    core.failures.check()
+    base = _base_need(groups)
+    covered = 0
+    for layer, records in by_layer(core.record(key) for key in dict.fromkeys(keys)):
+        numbers, flags = _needs(core, records, base)
+        taken = core.cache.prefetch(core.history.applied, Phase.USER, layer, numbers, flags)
+        covered += taken
+        if taken < len(records):
+            break
+    return covered
+
+
+def _base_need(groups: Sequence[Group]) -> Need:
+    need = Need(0)
+    for group in groups:
+        if group not in _NEED:
+            raise ValueError(f"groups: expected Group.WEIGHTS or Group.MOMENTS, got {group!r}")
+        need |= _NEED[group]
+    return need
+
+
+def _needs(
+    core: StoreCore, records: Sequence[CachedRecord], base: Need
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint16]]:
+    flags = [base | (Need.STEP if core.optimizer.behind(record) else Need(0)) for record in records]
+    return np.array([record.number for record in records], np.uint32), np.array(flags, np.uint16)

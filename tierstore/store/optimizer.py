@@ -52,13 +52,22 @@ class RecordOptimizer:
             self._reached(record, self.history.applied)
 
     def step(
-        self, record: CachedRecord, gradient: Buffer, *, scale: float = 1.0, after: Sequence[int] = ()
+        self,
+        record: CachedRecord,
+        gradient: Buffer,
+        *,
+        number: int | None = None,
+        scale: float = 1.0,
+        after: Sequence[int] = (),
     ) -> int:
-        """Queues the open step with ``gradient`` (fp32, flat) times ``scale``; returns its ticket.
+        """Queues optimizer step ``number`` (None: the open one) with ``gradient`` (fp32, flat) times ``scale``; returns its
+        ticket.
 
-        Whatever the record missed before is replayed in the same pass.
+        An applied step's number is for a gradient that waited for that step's norm. Whatever the record missed before is
+        replayed in the same pass. Raises StoreError where no step is open, or the record has taken the step already.
         """
-        rows, reached = self.history.step_rows(record.live.step)
+        number = self.history.current if number is None else number
+        rows, reached = self.history.step_rows(record.live.step, number)
         ticket = self._adamw(record, rows, gradient, scale, after)
         self._reached(record, reached)
         return ticket

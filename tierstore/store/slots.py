@@ -74,7 +74,7 @@ class SlotMap:
         self._link = link
         self.budget = budget
         #: Records of each schema that space was asked for, where that is more than there are.
-        self._promised: Counter[str] = Counter()
+        self.promised: Counter[str] = Counter()
         self._drives = drives
         self._direct = direct
         self.schemas = list(schemas)
@@ -231,10 +231,10 @@ class SlotMap:
 
         Raises OSError (ENOSPC) before anything moves; what was asked for in vain is not asked for again.
         """
-        promised = self._promised | Counter(counts)
+        promised = self.promised | Counter(counts)
         for key, slots in self._needed_slots(copies, promised).items():
             self._extents[key].reserve(slots)
-        self._promised = promised
+        self.promised = promised
 
     def _needed_slots(self, copies: int, promised: Counter[str]) -> dict[tuple[int, Group], int]:
         live = Counter(record.schema for record in self.records)
@@ -249,7 +249,7 @@ class SlotMap:
 
         What is reserved stays reserved: the slots that turn around at every commit are never among them.
         """
-        for key, slots in self._needed_slots(copies, self._promised).items():
+        for key, slots in self._needed_slots(copies, self.promised).items():
             self._extents[key].discard(slots)
 
     def reserve_scratch(self, schema: int) -> None:

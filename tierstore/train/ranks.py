@@ -24,9 +24,9 @@ from tierstore.errors import (
     TierstoreError,
 )
 from tierstore.parallel import Mesh
+from tierstore.store.core import StoreCore
 from tierstore.store.directories import rank_directories, rank_directory
 from tierstore.store.opening import IDENTITY, OpenAt, read_states
-from tierstore.store.parameter_store import ParameterStore
 from tierstore.train.config import TrainConfig
 from tierstore.train.state import STATE_KEY, TrainState, differences, table_of
 
@@ -228,9 +228,7 @@ def _discard(directory: Path) -> None:
     (directory / IDENTITY).unlink()
 
 
-def commit_everywhere(
-    store: ParameterStore, mesh: Mesh, state: Mapping[str, bytes], snapshot: str | None
-) -> int:
+def commit_everywhere(store: StoreCore, mesh: Mesh, state: Mapping[str, bytes], snapshot: str | None) -> int:
     """One commit of all ranks; a collective. Returns this rank's generation. Raises OSError, PeerError."""
     if mesh.world.size == 1:
         generation = store.commit(state, snapshot=snapshot)

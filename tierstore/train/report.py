@@ -32,7 +32,7 @@ __all__ = [
 
 def counters(trainer: Trainer) -> dict[str, int]:
     """Counters of the residency core and the engine since the store was opened."""
-    stats = trainer.store.cache.residency.stats()
+    stats = trainer.store.counters()
     names = ("hits", "misses", "evictions", "write_backs", "read_bytes", "written_bytes")
     speculation = ("prefetch_read_bytes", "useful_prefetch_bytes", "wasted_prefetch_bytes")
     return {name: int(str(stats[name])) for name in (*names, *speculation)}

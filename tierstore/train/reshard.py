@@ -145,7 +145,7 @@ def _open(source: Path) -> Iterator[_Old]:
             budget = 2 * minimum_host_budget(read_schemas(directory))
             stores.append(ParameterStore.open(directory, StoreConfig(host_budget=budget), at=opened_at))
             stack.callback(stores[-1].close)
-        state = TrainState.unpack(stores[0].state, where=str(directories[0]))
+        state = TrainState.unpack(stores[0].last_commit.state, where=str(directories[0]))
         try:
             parallel, dense = state.conditions["parallel"], state.conditions["dense"]
             model = from_dict(ModelConfig, state.conditions["model"], origin=str(source))  # type: ignore[arg-type]
@@ -182,13 +182,13 @@ class _Writer:
 
     def _write_rank(self, rank: int) -> None:
         first, model = self._old.stores[0], self._old.model
-        expert_schema = next(s for s in first.slots.schemas if s.name == EXPERT_SCHEMA)
+        expert_schema = next(s for s in first.core.slots.schemas if s.name == EXPERT_SCHEMA)
         cuts = self._old.cut(self._layout.ranks)
         directory = rank_directory(self._target, rank, self._layout.ranks)
         schemas = [expert_schema, *dense_schemas(cuts)]
         config = StoreConfig(host_budget=2 * minimum_host_budget(schemas), layers=model.moe_layers)
-        with ParameterStore.create(directory, schemas, config, adamw=first.adamw) as store:
-            store.history.unpack(first.history.pack())
+        with ParameterStore.create(directory, schemas, config, adamw=first.core.adamw) as store:
+            store.core.history.copy_from(first.core.history)
             for cut in cuts:
                 store.register(cut.key, schema_name(cut))
             blocks = ExpertBlocks(model.experts, self._layout.expert_ranks)
@@ -207,7 +207,7 @@ class _Writer:
     def _write_expert(self, store: ParameterStore, layer: int, expert: int) -> None:
         key = expert_key(layer, expert)
         sections = self._old.sections(key, expert)
-        step = self._old.holder(expert).step_of(key)
+        step = self._old.holder(expert).info(key).step
         store.register_many([NewRecord(key, EXPERT_SCHEMA, layer, sections=lambda: sections, step=step)])
         self._wrote(sections)
 
@@ -215,19 +215,19 @@ class _Writer:
         before, after = (
             self._old.cut(ranks)[number] for ranks in (self._old.layout.ranks, self._layout.ranks)
         )
-        cpu, applied = torch.device("cpu"), store.history.applied
+        cpu, applied = torch.device("cpu"), store.core.history.applied
         olds: list[UnitSlices] = []
         for old_rank, old_store in enumerate(self._old.stores):
-            olds.append(UnitSlices(before, old_rank, cpu, old_store.adamw))
-            olds[-1].load(old_store, applied)
-        new = UnitSlices(after, rank, cpu, store.adamw)
+            olds.append(UnitSlices(before, old_rank, cpu, old_store.core.adamw))
+            olds[-1].load(old_store.core, applied)
+        new = UnitSlices(after, rank, cpu, store.core.adamw)
         for name, target in new.host.items():
 
             def read(old_rank: int, offset: int, count: int, name: str = name) -> torch.Tensor:
                 return olds[old_rank].host[name][offset : offset + count]
 
             target.copy_(recut(before, after, rank, read))
-        new.save(store, applied)
+        new.save(store.core, applied)
         self._wrote([array.numpy() for array in new.host.values()])
         return new
 

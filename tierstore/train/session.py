@@ -28,8 +28,10 @@ from tierstore.prefetch.experts import TieredLease
 from tierstore.prefetch.plan import group_order
 from tierstore.stats import Cause, StallKey, StallLedger
 from tierstore.store.config import StoreConfig
+from tierstore.store.core import StoreCore
 from tierstore.store.directories import rank_directory, rank_stripe
-from tierstore.store.parameter_store import NewRecord, ParameterStore
+from tierstore.store.parameter_store import ParameterStore
+from tierstore.store.registering import NewRecord, register_many
 from tierstore.tiers import DeviceSlots, DeviceTier, limited_tier, open_device_tier
 from tierstore.tiers.slots import SlotSizes
 from tierstore.timeline import NullTimeline, TimelineSink, Track
@@ -65,7 +67,7 @@ def open_session(
     with contextlib.ExitStack() as stack:
         store = _open_store(setup, shell, trace=trace, io_log=io_log)
         stack.callback(store.close)
-        if (budget := store.slots.budget) is not None:
+        if (budget := store.write_budget) is not None:
             setup.ledger.divert(Cause.WRITE_BUDGET, lambda: budget.blocked_ns)
         if setup.agreed.opening is Opening.RESUME:
             state = _resumed_state(config, store, setup.conditions)
@@ -189,7 +191,7 @@ def _build_model(setup: _Setup) -> _Shell:
     return _Shell(model=model, source=source, units=units, layouts=layouts)
 
 
-def _open_store(setup: _Setup, shell: _Shell, *, trace: Path | None, io_log: Path | None) -> ParameterStore:
+def _open_store(setup: _Setup, shell: _Shell, *, trace: Path | None, io_log: Path | None) -> StoreCore:
     config, agreed, world = setup.config, setup.agreed, setup.mesh.world
     directory = rank_directory(config.store, world.rank, world.size)
     store_config = StoreConfig(
@@ -208,10 +210,10 @@ def _open_store(setup: _Setup, shell: _Shell, *, trace: Path | None, io_log: Pat
         schemas = [expert_schema(config), *dense_schemas(shell.layouts)]
         return ParameterStore.create(
             directory, schemas, store_config, adamw=config.adamw, trace=trace, io_log=io_log
-        )
+        ).core
     return ParameterStore.open(
         directory, store_config, adamw=config.adamw, at=agreed.at, trace=trace, io_log=io_log
-    )
+    ).core
 
 
 def _slice_dense(setup: _Setup, shell: _Shell) -> _Sliced:
@@ -239,7 +241,7 @@ def _slice_dense(setup: _Setup, shell: _Shell) -> _Sliced:
     return _Sliced(dense=dense, schedule=schedule, queue=HorizontalQueue(schedule, dense, setup.ledger))
 
 
-def _fill(setup: _Setup, store: ParameterStore, dense: DenseSlices) -> None:
+def _fill(setup: _Setup, store: StoreCore, dense: DenseSlices) -> None:
     """Makes all records, or takes up those of the commit that everybody has."""
     config, owned = setup.config, setup.owned
     if setup.agreed.opening is Opening.CREATE:
@@ -257,16 +259,14 @@ def _fill(setup: _Setup, store: ParameterStore, dense: DenseSlices) -> None:
         store.reserve_scratch(EXPERT_SCHEMA)
 
 
-def _open_tier(setup: _Setup, store: ParameterStore) -> DeviceTier:
+def _open_tier(setup: _Setup, store: StoreCore) -> DeviceTier:
     sizes, config = setup.slots, setup.config
     slots = DeviceSlots(sizes.numel, config.model.compute_dtype.torch, sizes.weights, sizes.gradients)
     tier = open_device_tier(store.engine, slots, setup.mesh.device, HugePages.AUTO)
     return limited_tier(tier, store.engine, config.links.copy)
 
 
-def _open_experts(
-    setup: _Setup, store: ParameterStore, tier: DeviceTier, schedule: Schedule
-) -> TieredExperts:
+def _open_experts(setup: _Setup, store: StoreCore, tier: DeviceTier, schedule: Schedule) -> TieredExperts:
     config, owned = setup.config, setup.owned
     records = {
         layer: {expert: store.record(expert_key(layer, expert)) for expert in owned}
@@ -312,7 +312,7 @@ def expert_key(layer: int, expert: int) -> str:
     return f"expert.{layer:04d}.{expert:05d}"
 
 
-def _register_experts(config: TrainConfig, store: ParameterStore, owned: range) -> None:
+def _register_experts(config: TrainConfig, store: StoreCore, owned: range) -> None:
     shape, model = config.model.expert_shape, config.model
 
     def weight_of(layer: int, expert: int) -> Callable[[], npt.NDArray[np.float32]]:
@@ -322,15 +322,16 @@ def _register_experts(config: TrainConfig, store: ParameterStore, owned: range) 
 
         return make
 
-    store.register_many(
+    new = (
         NewRecord(expert_key(layer, expert), EXPERT_SCHEMA, layer, weight_of(layer, expert))
         for layer in model.moe_layers
         for expert in owned
     )
+    register_many(store, new)
 
 
-def _resumed_state(config: TrainConfig, store: ParameterStore, present: dict[str, object]) -> TrainState:
-    state = TrainState.unpack(store.state, where=str(config.store))
+def _resumed_state(config: TrainConfig, store: StoreCore, present: dict[str, object]) -> TrainState:
+    state = TrainState.unpack(store.committer.state, where=str(config.store))
     changed = differences(state.conditions, present)
     shape = [
         line

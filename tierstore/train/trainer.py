@@ -30,7 +30,7 @@ from tierstore.prefetch.experts import TieredExperts
 from tierstore.prefetch.horizontal import HorizontalQueue
 from tierstore.prefetch.plan import GradientPlan
 from tierstore.stats import Cause, StallLedger, Tier
-from tierstore.store.parameter_store import ParameterStore
+from tierstore.store.core import StoreCore
 from tierstore.timeline import OperationSpans, TimelineSink, Track
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TextData
@@ -64,7 +64,7 @@ class Trainer:
         self,
         config: TrainConfig,
         *,
-        store: ParameterStore,
+        store: StoreCore,
         experts: TieredExperts,
         model: Transformer,
         dense: DenseSlices,
@@ -109,27 +109,25 @@ class Trainer:
         started = time.monotonic()
         position = self.state.position
         lr = self.config.schedule.lr_at(position)
-        immediate = self.config.gradient_plan is GradientPlan.IMMEDIATE
-        if immediate:
-            self.store.history.begin(lr)
-        self._queue.begin(training=True)
-        loss, active = self._backward(position)
-        every = self.config.cache.write_back_every
-        if every and (position + 1) % every == 0:
-            # Now, while the disk would rest: dense parameters are stepped, and the next pass has yet to ask.
-            self.store.cache.clean()
-        norm = math.nan
-        if math.isfinite(loss):
-            norm = self._norm()
-        if math.isfinite(norm):
-            self._apply(lr, norm)
-            self.state.skipped_in_a_row = 0
-        else:
-            self._skip(position, loss, immediate)
+        with self.store.optimizer_step(lr) as step:
+            self._queue.begin(training=True)
+            loss, active = self._backward(position)
+            every = self.config.cache.write_back_every
+            if every and (position + 1) % every == 0:
+                # Now, while the disk would rest: dense parameters are stepped, and the next pass has yet to ask.
+                self.store.cache.clean()
+            norm = math.nan
+            if math.isfinite(loss):
+                norm = self._norm()
+            if math.isfinite(norm):
+                self._apply(lr, norm)
+                self.state.skipped_in_a_row = 0
+            else:
+                self._skip(position, loss)
+                step.abandon()
         self.state.position += 1
         if math.isfinite(loss):
             self.state.train_loss = loss
-        self.store.cache.end_step(self.state.position)
         seconds = time.monotonic() - started
         self._operations.drain()
         return StepResult(position, loss, lr, norm, not math.isfinite(norm), seconds, active)
@@ -193,7 +191,6 @@ class Trainer:
         if self.config.gradient_plan is GradientPlan.DEFERRED:
             # torch.nn.utils.clip_grad_norm_'s formula.
             scale = min(1.0, self.config.clip_norm / (norm + 1e-6))
-            self.store.history.begin(lr)
             self._experts.gradients.apply(scale)
             if scale < 1.0:
                 self._dense.scale_gradients(scale)
@@ -201,16 +198,14 @@ class Trainer:
         for unit in self._queue.optimizer_units:
             with self._queue.during(unit, Phase.OPTIMIZER):
                 self._dense.step_unit(unit, lr)
-        self.store.history.finish()
 
-    def _skip(self, position: int, loss: float, immediate: bool) -> None:
-        if immediate and math.isfinite(loss):
+    def _skip(self, position: int, loss: float) -> None:
+        if self.config.gradient_plan is GradientPlan.IMMEDIATE and math.isfinite(loss):
             raise NonFiniteError(
                 f"step {position}: a gradient is not finite, and without clipping experts have been stepped already; "
                 "the last commit stands"
             )
         self._queue.reset()
-        self.store.history.abandon()
         self._experts.gradients.discard()
         self.state.skipped += 1
         self.state.skipped_in_a_row += 1

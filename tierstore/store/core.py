@@ -1,0 +1,317 @@
+"""The core of an open store: what the trainer, its queues and ``ParameterStore`` stand on.
+
+It holds the parts of a store (records by key, slots on disk, host cache, optimizer, committer) and gives what takes
+several of them: accesses, optimizer steps, records that their owner holds, commits. One serialised caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore import _native
+from tierstore.cache.access import Need, Phase
+from tierstore.cache.host_cache import HostCache
+from tierstore.errors import BudgetError, StoreError
+from tierstore.store import content
+from tierstore.store.adamw import StepHistory
+from tierstore.store.committing import Committer, Keep
+from tierstore.store.drives import DriveReport
+from tierstore.store.failures import Failures
+from tierstore.store.format import Group
+from tierstore.store.index import index_bytes
+from tierstore.store.opening import Parts
+from tierstore.store.optimizer import CachedRecord, RecordOptimizer
+from tierstore.store.records import Records, by_layer
+from tierstore.store.space import copies
+from tierstore.units import format_bytes
+
+__all__ = ["OptimizerStep", "StoreCore", "check_array"]
+
+_DIRTIES = Need.DIRTY_WEIGHTS | Need.DIRTY_MOMENTS
+
+
+class StoreCore:
+    """An open store for programs that drive it themselves; made by ``ParameterStore``, whose ``core`` it is."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self.directory = parts.home.directory
+        self.config = parts.config
+        #: The optimizer's hyperparameters, but for the learning rate.
+        self.adamw = parts.adamw
+        self.engine = parts.engine
+        self.slots = parts.slots
+        self.cache: HostCache = parts.cache
+        #: The budget of bytes written a day, if there is one.
+        self.write_budget = parts.slots.budget
+        self.history = StepHistory(parts.adamw)
+        self.optimizer = RecordOptimizer(self.engine, self.cache, self.slots, self.history)
+        self.records = Records(self.slots, self.cache)
+        self.failures = Failures(self.directory, self.cache, self.slots)
+        self.committer = Committer(parts, self.records, self.history, self.failures)
+        self._space_reserved = False
+
+    def record(self, key: str) -> CachedRecord:
+        """The cached record ``key``. Raises KeyError."""
+        return self.records.cached[key]
+
+    # Space --------------------------------------------------------------------------------------------------
+
+    def reserve(self, counts: Mapping[str, int] | None = None) -> None:
+        """Reserves disk for the live records, their last commit and the retained snapshots: 2 + ``retain``
+        copies.
+
+        ``counts`` says how many records of each schema there will be; without it, as many as there are.
+        Raises OSError (ENOSPC) naming the file and the bytes needed, with nothing changed but reservations. A
+        store that was not asked to reserves when records are added, and before the first change after it was
+        opened.
+        """
+        retain = max(self.config.retain, len(self.committer.snapshots))
+        self.slots.reserve(copies(retain), counts or {})
+        records = max(len(self.slots.records), sum((counts or {}).values()))
+        self._parts.index.reserve(index_bytes(records, retain))
+        self._space_reserved = True
+
+    def reserve_scratch(self, schema: str) -> None:
+        """Reserves disk to spill one gradient of each record of ``schema``. Raises OSError (ENOSPC)."""
+        self.slots.reserve_scratch(self.records.schema_index(schema))
+
+    def _before_change(self) -> None:
+        if not self._space_reserved:
+            self.reserve()  # a full disk is found out while nothing has changed
+
+    # Accesses -----------------------------------------------------------------------------------------------
+
+    def begin_access(
+        self, phase: Phase, layer: int, numbers: npt.NDArray[np.uint32], flags: npt.NDArray[np.uint16]
+    ) -> int:
+        """Opens an access of the host cache; returns its groups. A unit that cannot fit is a BudgetError."""
+        self.failures.check()
+        if (flags & np.uint16(_DIRTIES)).any():
+            self._before_change()
+        try:
+            return self.cache.begin_access(self.history.applied, phase, layer, numbers, flags)
+        except _native.CapacityError as error:
+            raise BudgetError(f"host_budget: {error}") from error
+
+    def access(
+        self, phase: Phase, layer: int, records: Sequence[CachedRecord], need: Need
+    ) -> Iterator[CachedRecord]:
+        """Walks ``records`` of ``layer`` (ascending) as one atomic event; each is pinned while yielded.
+
+        If they do not fit at once, those that are resident come first.
+        """
+        if not records:
+            return
+        numbers = np.array([record.number for record in records], np.uint32)
+        groups = self.begin_access(phase, layer, numbers, np.full(len(records), need, np.uint16))
+        for group in range(1, groups + 1):
+            units = self.cache.next_group()
+            try:
+                for unit in units:
+                    yield records[unit]
+                    self.cache.end_unit(unit)
+            except BaseException:
+                if group < groups:
+                    self.poison("an access was left before its end")
+                raise
+            finally:
+                self.cache.end_group()
+
+    def wait(self, tickets: Sequence[int]) -> None:
+        """Waits for engine tickets; checksum failures are raised naming key, section and file."""
+        self.failures.wait(tickets)
+
+    # Steps --------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def optimizer_step(self, lr: float) -> Iterator[OptimizerStep]:
+        """One optimizer step of the whole store with learning rate ``lr``: the only way to take one.
+
+        The step has been taken when the block is left, unless it was abandoned; either way the cache's step ends. When the
+        block raises, the step is not taken, and the store is poisoned if a record has taken it. Raises StoreError if a step
+        is open.
+        """
+        self.failures.check()
+        step = OptimizerStep(self, self.history.begin(lr), lr)
+        try:
+            yield step
+        except BaseException as error:
+            if self.history.taken:
+                self.poison(f"optimizer step {step.number} was cut short: {error or type(error).__name__}")
+            self.history.abandon()
+            raise
+        if self.history.is_open:
+            self.history.finish()
+        self.cache.end_step(self.history.applied)
+
+    # Records that their owner holds -------------------------------------------------------------------------
+
+    def write_through(
+        self, key: str, groups: Mapping[Group, Sequence[_native.Buffer]], *, step: int
+    ) -> list[int]:
+        """Queues the write of a DIRECT record from the owner's memory, which must not change until
+        ``commit``, or until the tickets that are returned have been waited for.
+        """
+        self.failures.check()
+        self._before_change()
+        number = self.records.direct[key]
+        tickets = [self.slots.write(number, group, sections, ()) for group, sections in groups.items()]
+        self.committer.writes += tickets
+        self.slots.records[number].step = step
+        self.slots.touch(number)
+        return tickets
+
+    def read_through(self, key: str, groups: Mapping[Group, Sequence[_native.Buffer]]) -> None:
+        """Reads a DIRECT record into the owner's memory and waits for it."""
+        self.failures.check()
+        number, demand = self.records.direct[key], _native.Priority.DEMAND
+        self.wait([self.slots.read(number, group, into, (), demand) for group, into in groups.items()])
+
+    # Commits ------------------------------------------------------------------------------------------------
+
+    def commit(self, state: Mapping[str, bytes] | None = None, *, snapshot: str | None = None) -> int:
+        """As ``ParameterStore.commit``."""
+        self.failures.check()
+        return self.committer.commit(state or {}, snapshot, Keep.NOTHING)
+
+    def prepare(self, state: Mapping[str, bytes] | None = None, *, snapshot: str | None = None) -> int:
+        """``commit``, keeping the one before until ``acknowledge``: the local half of a commit of several
+        ranks.
+
+        Until then ``open(at=OpenAt.PREVIOUS)`` goes back to it. It takes no more space than a commit does, for
+        nothing may be written before the acknowledgement.
+        """
+        self.failures.check()
+        return self.committer.commit(state or {}, snapshot, Keep.PREVIOUS)
+
+    def acknowledge(self) -> None:
+        """Every rank has its prepared commit: the one before it is let go, durably."""
+        self.failures.check()
+        self.committer.acknowledge()
+
+    def poison(self, reason: str) -> None:
+        """The live state is no longer whole, says whoever was changing it: only the last commit counts from
+        here on.
+        """
+        self.failures.poison(reason)
+
+    # What it is ---------------------------------------------------------------------------------------------
+
+    def records_crc32c(self) -> int:
+        """As ``ParameterStore.records_crc32c``."""
+        self.failures.check()
+        crc = 0
+        for key in self.records.keys:
+            if key in self.records.direct:
+                crc = content.stored_crc32c(self.slots, self.records.direct[key], crc, self.wait)
+                continue
+            record = self.record(key)
+            need = Need.STEP if self.optimizer.behind(record) else Need.WEIGHTS | Need.MOMENTS
+            for _ in self.access(Phase.EXPORT, record.live.layer, [record], need):
+                self.optimizer.catch_up(record)
+                crc = content.cached_crc32c(self.cache, record, crc, self.wait)
+        return crc
+
+    def counters(self) -> dict[str, object]:
+        """Hits, misses and bytes that the host cache has decided since the store was opened."""
+        return self.cache.residency.stats()
+
+    def drives(self) -> list[DriveReport]:
+        """What lies in each of the store's directories, and what each gave; the store's own first."""
+        return self.slots.drive_reports()
+
+    def describe(self) -> list[str]:
+        """One line for each capability: what is in effect, and why where AUTO fell back."""
+        engine, arena = self.engine, self._parts.arena
+        if engine.backend == "pmem":
+            reason = self.slots.map_sync_reason
+            past_cache = "MAP_SYNC: " + (f"off, extents are synced by msync ({reason})" if reason else "on")
+        else:
+            reason = self.slots.direct_reason
+            past_cache = "direct I/O: " + (f"off ({reason})" if reason else "on")
+        drives = self.drives()
+        shares = ", ".join(f"{drive.path} {drive.share:.0%}" for drive in drives)
+        return [
+            f"I/O: {engine.backend}" + (f" ({engine.backend_reason})" if engine.backend_reason else ""),
+            f"transfers: {self._parts.tuning}",
+            past_cache,
+            f"host cache: {format_bytes(arena.nbytes)}, {format_bytes(arena.huge_bytes)} of it in huge pages",
+            *([f"drives: {shares} of new records"] if len(drives) > 1 else []),
+            self.slots.describe_discard(),
+            *([] if self.write_budget is None else [self.write_budget.describe()]),
+        ]
+
+    def end_trace(self) -> None:
+        """Completes the recorded trace, if there is one; what follows is not part of it."""
+        if self._parts.recording is not None:
+            self._parts.recording.close()
+
+    def close(self) -> None:
+        """As ``ParameterStore.close``."""
+        if not self.failures.closed:
+            self.failures.closed = True
+            if not self.failures.forked:
+                self._parts.close()
+
+
+class OptimizerStep:
+    """An optimizer step in progress: ``number`` counts the steps that the whole store has taken, from 1."""
+
+    def __init__(self, core: StoreCore, number: int, lr: float) -> None:
+        self._core = core
+        self.number = number
+        self.lr = lr
+
+    def update(self, gradients: Mapping[str, npt.NDArray[np.float32]]) -> list[int]:
+        """Steps the records in ``gradients`` (float32 [numel]); returns the engine's tickets.
+
+        Each gradient is copied into the host budget while its record is there. Raises KeyError, ValueError, StoreError (a
+        record is leased, say), OSError (ENOSPC) and BudgetError.
+        """
+        core = self._core
+        self._check_open()
+        records = [core.record(key) for key in gradients]
+        for record in records:
+            key = record.live.key
+            check_array(f"record {key!r}: gradient", gradients[key], core.records.info(key).schema.numel)
+            if core.records.leased[key]:
+                raise StoreError(f"update: record {key!r} is leased; release it first")
+        tickets: list[int] = []
+        for layer, group in by_layer(records):
+            for record in core.access(Phase.OPTIMIZER, layer, group, Need.STEP_SPILLED):
+                tickets.append(self._update(record, gradients[record.live.key]))
+        return tickets
+
+    def _update(self, record: CachedRecord, gradient: npt.NDArray[np.float32]) -> int:
+        cache, entry = self._core.cache, record.entry(Group.GRADIENTS)
+        self._core.wait(cache.before_write(entry))  # for the last owners of its frames
+        staged = cache.sections(entry)[0]
+        staged.copy_from(np.ascontiguousarray(gradient).view(np.uint8))
+        cache.wrote(entry, 0)
+        ticket = self._core.optimizer.step(record, staged)
+        cache.reads(entry, ticket)
+        return ticket
+
+    def abandon(self) -> None:
+        """The step is not taken. Raises StoreError if a record has taken it, or it is over."""
+        self._check_open()
+        if self._core.history.taken:
+            raise StoreError(
+                f"optimizer step {self.number}: records have taken it, so it cannot be abandoned"
+            )
+        self._core.history.abandon()
+
+    def _check_open(self) -> None:
+        if self._core.history.current != self.number:
+            raise StoreError(f"optimizer step {self.number} is over")
+
+
+def check_array(what: str, array: npt.NDArray[np.float32], numel: int) -> None:
+    """Raises ValueError unless ``array`` is float32 [numel]."""
+    if array.shape != (numel,) or array.dtype != np.float32:
+        raise ValueError(f"{what} is {array.dtype} {array.shape}, expected float32 ({numel},)")

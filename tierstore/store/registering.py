@@ -1,0 +1,144 @@
+"""Adding records: what can be refused is refused before anything changes, then one record after another is made whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore import _native
+from tierstore.cache.access import Need, Phase
+from tierstore.cache.config import Scope
+from tierstore.errors import StoreError
+from tierstore.store.core import StoreCore, check_array
+from tierstore.store.format import (
+    COMMITTED_GROUPS,
+    Group,
+    Placement,
+    RecordSchema,
+    WeightFormat,
+    check_name,
+)
+from tierstore.store.optimizer import CachedRecord
+
+__all__ = ["NewRecord", "register_many"]
+
+Array = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class NewRecord:
+    """A record to register. ``weight``: its initial weights (float32 [numel], None for zeros), or what makes them when
+    its turn comes.
+
+    A record that comes from another store has ``sections`` instead: what makes all of them, in the schema's order,
+    as they were after ``step`` optimizer steps.
+    """
+
+    key: str
+    schema: str
+    layer: int = 0
+    weight: Array | Callable[[], Array | None] | None = None
+    sections: Callable[[], Sequence[npt.NDArray[np.generic]]] | None = None
+    step: int | None = None
+
+
+def register_many(core: StoreCore, records: Iterable[NewRecord]) -> None:
+    """Adds ``records``; each has its content before the next one is added.
+
+    Raises StoreError, ValueError and OSError (ENOSPC) with nothing changed. Where making a content fails, the records
+    before it stay, and nothing of it or of those behind it does.
+    """
+    core.failures.check()
+    records = list(records)
+    schemas = _check(core, records)
+    promised = core.slots.promised
+    core.reserve(core.records.counts(schemas))
+    try:
+        for new, schema in zip(records, schemas, strict=True):
+            _add(core, new, schema)
+    except BaseException:
+        core.slots.promised = promised  # those that were added count by themselves
+        raise
+
+
+def _check(core: StoreCore, records: Sequence[NewRecord]) -> list[int]:
+    """The schema numbers of ``records``. Raises StoreError or ValueError."""
+    seen: set[str] = set()
+    schemas = []
+    for new in records:
+        check_name("record", new.key)
+        if new.key in core.records or new.key in seen:
+            raise StoreError(f"record {new.key!r} exists already")
+        seen.add(new.key)
+        layers = core.config.layers
+        if core.config.cache.scope is Scope.LAYER and new.layer not in layers:
+            raise ValueError(
+                f"record {new.key!r}: layer {new.layer} has no quota; StoreConfig.layers is {layers}"
+            )
+        if not 0 <= new.layer <= 0xFFFF:
+            raise ValueError(f"record {new.key!r}: expected a layer from 0 to 65535, got {new.layer}")
+        schemas.append(core.records.schema_index(new.schema))
+        if isinstance(new.weight, np.ndarray):
+            check_array(_weight_of(new), new.weight, core.slots.schemas[schemas[-1]].numel)
+    return schemas
+
+
+def _add(core: StoreCore, new: NewRecord, schema: int) -> None:
+    shape = core.slots.schemas[schema]
+    content = [] if shape.placement is Placement.DIRECT else _content(new, shape)
+    live = core.records.add(new.key, schema, new.layer)
+    # A new record is up to date; where missed steps are dropped each counts its own, from nothing.
+    fresh = core.history.applied if core.history.replays else 0
+    live.step = fresh if new.step is None else new.step
+    if content:
+        _fill(core, core.record(new.key), content)
+
+
+def _content(new: NewRecord, shape: RecordSchema) -> list[npt.NDArray[np.generic]]:
+    """The leading sections of a new record; those that are not there begin as zeros."""
+    if new.sections is not None:
+        parts = [np.ascontiguousarray(part) for part in new.sections()]
+        layout = [section for group in COMMITTED_GROUPS for section in shape.layout(group).sections]
+        sizes = [section.nbytes for section in layout]
+        if [part.nbytes for part in parts] != sizes:
+            raise ValueError(
+                f"record {new.key!r}: sections of {[part.nbytes for part in parts]} bytes, expected {sizes}"
+            )
+        return parts
+    weight = new.weight() if callable(new.weight) else new.weight
+    values = np.zeros(shape.numel, np.float32) if weight is None else weight
+    check_array(_weight_of(new), values, shape.numel)
+    if shape.weight_format is not WeightFormat.SPLIT_BF16:
+        return [np.ascontiguousarray(values)]
+    high, low = np.empty(shape.numel, np.uint16), np.empty(shape.numel, np.int16)
+    _native.split_bf16(high, low, np.ascontiguousarray(values))
+    return [high, low]
+
+
+def _weight_of(new: NewRecord) -> str:
+    return f"record {new.key!r}: weight"
+
+
+def _fill(core: StoreCore, record: CachedRecord, content: Sequence[npt.NDArray[np.generic]]) -> None:
+    cache, begun = core.cache, False
+    try:
+        for _ in core.access(Phase.INIT, record.live.layer, [record], Need.STEP):
+            begun = True
+            moments = record.entry(Group.MOMENTS)
+            sections = [*cache.sections(record.entry(Group.WEIGHTS)), *cache.sections(moments)]
+            for group in COMMITTED_GROUPS:
+                core.wait(cache.before_write(record.entry(group)))
+                cache.wrote(record.entry(group), 0)
+            for section, part in zip(sections, content, strict=False):
+                section.copy_from(part.view(np.uint8))
+            for section in sections[len(content) :]:
+                cache.wrote(moments, core.engine.fill_zero(section, after=cache.ready(moments)))
+    except BaseException as error:
+        if begun:
+            core.poison(f"registering {record.live.key!r} was cut short: {error}")
+        else:  # there was no room for it beside what is leased
+            core.records.remove_last()
+        raise
