@@ -13,7 +13,7 @@ from tierstore.lab.costs import Objective
 from tierstore.lab.live import recording_of, replay_recorded
 from tierstore.lab.requests import load_requests
 from tierstore.lab.simulate import Contract, PolicySpec, Scope, Setting
-from tierstore.lab.tune import Hindsight, TuneOptions, tune
+from tierstore.lab.tuning import Hindsight, TuneOptions, tune
 from tierstore.trace.recording import RecordingResidency
 from tierstore.trace.replay import STEP_COUNTS, replay, replay_steps
 
@@ -106,7 +106,7 @@ def test_the_grid_is_scored_with_the_prefetches_too(recorded, monkeypatch):
     def refuse(*arguments, **keywords):
         raise AssertionError("a candidate was replayed without the prefetches")
 
-    monkeypatch.setattr("tierstore.lab.tune.replay_each", refuse)
+    monkeypatch.setattr("tierstore.lab.tuning.replay_each", refuse)
     requests = load_requests(recorded)
     heard = []
     found = tune(

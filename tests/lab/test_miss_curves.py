@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from tierstore.errors import BudgetError
 from tierstore.lab.costs import Machine
-from tierstore.lab.curves import all_policies, curve_capacities, curves, has_one_pass, keep_ratio, lru_curve
+from tierstore.lab.miss_curves import (
+    all_policies,
+    curve_capacities,
+    curves,
+    has_one_pass,
+    keep_ratio,
+    lru_curve,
+)
 from tierstore.lab.results import Role
 from tierstore.lab.simulate import Contract, Scope, known_policies, simulate, suits
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from launcher import Ranks
 from torch import Tensor
 
-from tierstore.parallel import Channel, Group, LimitedGroup, Mesh, Operation, Work
+from tierstore.parallel import Channel, Collective, Group, LimitedGroup, Mesh, Work
 
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
 
@@ -205,11 +205,11 @@ def _counted(mesh: Mesh) -> dict[str, tuple[int, int]]:
 def test_traffic_is_what_goes_to_others(ranks: Ranks) -> None:
     for found in ranks.run(4, _counted):
         assert found == {
-            Operation.ALL_GATHER: (1, 3 * 40),
-            Operation.REDUCE_SCATTER: (1, 3 * 20),
-            Operation.ALL_TO_ALL: (1, 3 * 24),
-            Operation.ALL_REDUCE: (0, 0),
-            Operation.OBJECTS: (0, 0),
+            Collective.ALL_GATHER: (1, 3 * 40),
+            Collective.REDUCE_SCATTER: (1, 3 * 20),
+            Collective.ALL_TO_ALL: (1, 3 * 24),
+            Collective.ALL_REDUCE: (0, 0),
+            Collective.OBJECTS: (0, 0),
         }
 
 

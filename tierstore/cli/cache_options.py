@@ -211,7 +211,7 @@ def _as_typed(message: str) -> str:
 
 def specs_of(requests: Requests, policies: tuple[str, ...], default: tuple[str, ...]) -> list[PolicySpec]:
     """The policies asked for, without repetition. Raises ConfigError naming ``--policy``."""
-    from tierstore.lab.curves import all_policies
+    from tierstore.lab.miss_curves import all_policies
     from tierstore.lab.simulate import PolicySpec
 
     found: list[PolicySpec] = []

@@ -7,7 +7,7 @@ from itertools import product
 
 from tierstore.lab.candidates import half_lives, lfu_decay
 from tierstore.lab.costs import Machine
-from tierstore.lab.curves import all_policies, curves
+from tierstore.lab.miss_curves import all_policies, curves
 from tierstore.lab.parallel import OnProgress
 from tierstore.lab.regime import Regime, survey
 from tierstore.lab.requests import Capacity, Requests
@@ -22,7 +22,7 @@ from tierstore.lab.simulate import (
     contract_name,
     replay_each,
 )
-from tierstore.lab.tune import Tuning
+from tierstore.lab.tuning import Tuning
 
 __all__ = ["half_life_map", "regime_study"]
 

@@ -7,41 +7,41 @@ from typing import TYPE_CHECKING
 from tierstore.lazy import exports
 
 if TYPE_CHECKING:
-    from tierstore.parallel.collectives import Channel, Failure, Group, Operation, Traffic, Work
+    from tierstore.parallel.collectives import Channel, Collective, CollectiveTraffic, Failure, Group, Work
     from tierstore.parallel.config import ParallelConfig
+    from tierstore.parallel.environment import RankEnvironment
+    from tierstore.parallel.job_store import JobStore, MemoryJobStore
     from tierstore.parallel.launching import launch, rank_device
     from tierstore.parallel.limited import LimitedGroup, LimitedLink, limited_groups
     from tierstore.parallel.mesh import ExpertBlocks, Mesh
-    from tierstore.parallel.notes import MemoryNotes, Notes
-    from tierstore.parallel.place import Place
 else:
     __getattr__ = exports(
         __name__,
         {
-            "collectives": ["Channel", "Failure", "Group", "Operation", "Traffic", "Work"],
+            "collectives": ["Channel", "Failure", "Group", "Collective", "CollectiveTraffic", "Work"],
             "config": ["ParallelConfig"],
+            "environment": ["RankEnvironment"],
+            "job_store": ["JobStore", "MemoryJobStore"],
             "launching": ["launch", "rank_device"],
             "limited": ["LimitedGroup", "LimitedLink", "limited_groups"],
             "mesh": ["ExpertBlocks", "Mesh"],
-            "notes": ["MemoryNotes", "Notes"],
-            "place": ["Place"],
         },
     )
 
 __all__ = [
     "Channel",
+    "Collective",
+    "CollectiveTraffic",
     "ExpertBlocks",
     "Failure",
     "Group",
+    "JobStore",
     "LimitedGroup",
     "LimitedLink",
-    "MemoryNotes",
+    "MemoryJobStore",
     "Mesh",
-    "Notes",
-    "Operation",
     "ParallelConfig",
-    "Place",
-    "Traffic",
+    "RankEnvironment",
     "Work",
     "launch",
     "limited_groups",

@@ -9,38 +9,36 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
-from tierstore.parallel.place import Place
+from tierstore.parallel.environment import RankEnvironment
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["JobNotes", "MemoryNotes", "Notes", "job_notes"]
+__all__ = ["JobStore", "MemoryJobStore", "SharedJobStore", "open_job_store"]
 
 
-class Notes(Protocol):
-    """Words that stand until the job ends. Any rank may write; all ranks read the same."""
+class JobStore(Protocol):
+    """Keys that stay set until the job ends. Any rank may set one; all ranks see the same."""
 
-    def write(self, word: str) -> None: ...
-    def written(self, word: str) -> bool: ...
+    def set(self, key: str) -> None: ...
+    def has(self, key: str) -> bool: ...
 
 
-class MemoryNotes:
-    """Of a job that is never restarted: they end with the process."""
+class MemoryJobStore:
+    """The store of a job that is never restarted: it ends with the process."""
 
     def __init__(self) -> None:
-        self._words: set[str] = set()
+        self._keys: set[str] = set()
 
-    def write(self, word: str) -> None:
-        self._words.add(word)
+    def set(self, key: str) -> None:
+        self._keys.add(key)
 
-    def written(self, word: str) -> bool:
-        return word in self._words
+    def has(self, key: str) -> bool:
+        return key in self._keys
 
 
-class JobNotes:
-    """Kept by ``torchrun`` itself, in the store where ranks meet, which outlives each attempt. Connects when it is first
-    used.
-    """
+class SharedJobStore:
+    """``torchrun`` keeps it, in the store where ranks meet, which outlives each attempt. Connects on first use."""
 
     def __init__(self, address: tuple[str, int], timeout_s: float) -> None:
         self._address = address
@@ -56,16 +54,18 @@ class JobNotes:
             self._store = PrefixStore("tierstore/job", store)
         return self._store
 
-    def write(self, word: str) -> None:
-        self._connected().set(word, "1")
+    def set(self, key: str) -> None:
+        self._connected().set(key, "1")
 
-    def written(self, word: str) -> bool:
-        return self._connected().check([word])
+    def has(self, key: str) -> bool:
+        return self._connected().check([key])
 
 
-def job_notes(place: Place, timeout_s: float, environ: Mapping[str, str] | None = None) -> Notes:
-    """The notes of the job that this process belongs to; in memory where ``torchrun`` keeps none."""
+def open_job_store(
+    environment: RankEnvironment, timeout_s: float, environ: Mapping[str, str] | None = None
+) -> JobStore:
+    """The store of the job that this process belongs to; in memory where ``torchrun`` keeps none."""
     environ = os.environ if environ is None else environ
-    if place.supervised and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return JobNotes(place.address, timeout_s)
-    return MemoryNotes()
+    if environment.supervised and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return SharedJobStore(environment.address, timeout_s)
+    return MemoryJobStore()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from tierstore.links import CollectiveLink, LinksConfig, wait_until
-from tierstore.parallel.collectives import Channel, Group, Operation, Work
+from tierstore.parallel.collectives import Channel, Collective, Group, Work
 
 __all__ = ["LimitedGroup", "LimitedLink", "limited_groups"]
 
@@ -42,7 +42,7 @@ class LimitedGroup(Group):
 
     def _issue(
         self,
-        operation: Operation,
+        operation: Collective,
         channel: Channel,
         sent: int,
         start: Callable[[], Any],

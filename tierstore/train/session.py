@@ -22,7 +22,7 @@ from tierstore.dense.parameters import Units
 from tierstore.errors import ConfigError, StoreFormatError
 from tierstore.model import Transformer
 from tierstore.moe import initial_expert
-from tierstore.parallel import Mesh, Place, rank_device
+from tierstore.parallel import Mesh, RankEnvironment, rank_device
 from tierstore.prefetch import HorizontalQueue, Schedule, TieredExperts, make_predictor, unit_schedule
 from tierstore.prefetch.experts import TieredLease
 from tierstore.prefetch.plan import group_order
@@ -148,8 +148,8 @@ class _Sliced:
 
 
 def _prepare(config: TrainConfig, opening: Opening, mesh: Mesh | None, timeline: TimelineSink) -> _Setup:
-    device = rank_device(config.device, Place()) if mesh is None else mesh.device
-    mesh = mesh or Mesh.alone(Place(), device)
+    device = rank_device(config.device, RankEnvironment()) if mesh is None else mesh.device
+    mesh = mesh or Mesh.alone(RankEnvironment(), device)
     _check_batch(config, mesh.world.size)
     if config.threads:
         torch.set_num_threads(config.threads)
