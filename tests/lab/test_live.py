@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from tierstore.cache.config import Scope
 from tierstore.cli.main import cli
 from tierstore.errors import BudgetError
 from tierstore.lab.candidates import Candidate
 from tierstore.lab.costs import Objective
 from tierstore.lab.live import recording_of, replay_recorded
 from tierstore.lab.requests import load_requests
-from tierstore.lab.simulate import Contract, PolicySpec, Scope, Setting
+from tierstore.lab.simulate import Contract, PolicySpec, Setting
 from tierstore.lab.tuning import Hindsight, TuneOptions, tune
 from tierstore.trace.recording import RecordingResidency
 from tierstore.trace.replay import STEP_COUNTS, replay, replay_steps

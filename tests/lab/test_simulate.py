@@ -8,6 +8,7 @@ from cases import NaiveLru, requests_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tierstore.cache.config import Scope
 from tierstore.errors import BudgetError, ConfigError
 from tierstore.lab.importing import import_trace
 from tierstore.lab.miss_curves import curves
@@ -16,7 +17,6 @@ from tierstore.lab.results import Role
 from tierstore.lab.simulate import (
     Contract,
     PolicySpec,
-    Scope,
     Setting,
     known_policies,
     outcome,

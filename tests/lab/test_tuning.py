@@ -10,7 +10,7 @@ import pytest
 from cases import requests_of
 
 from tierstore._native import lfu_decay_options
-from tierstore.cache.config import CacheConfig
+from tierstore.cache.config import CacheConfig, Scope
 from tierstore.config import load
 from tierstore.errors import BudgetError, ConfigError, DataError
 from tierstore.lab.candidates import (
@@ -27,7 +27,7 @@ from tierstore.lab.candidates import (
 from tierstore.lab.costs import Machine, Objective
 from tierstore.lab.regime import survey
 from tierstore.lab.results import Verdict
-from tierstore.lab.simulate import PolicySpec, Scope, known_policies
+from tierstore.lab.simulate import PolicySpec, known_policies
 from tierstore.lab.tuning import Hindsight, TuneOptions, tune
 from tierstore.trace.quotas import quotas_by_layer
 from tierstore.train.config import TrainConfig

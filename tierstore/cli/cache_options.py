@@ -74,7 +74,8 @@ def replay_options(command: F) -> F:
 
     @wraps(command)
     def gather(*args: Any, scope: str, contract: str, warmup: int, threads: int, **rest: Any) -> Any:
-        from tierstore.lab.simulate import Contract, Scope
+        from tierstore.cache.config import Scope
+        from tierstore.lab.simulate import Contract
 
         replay = {
             "scope": Scope(scope),

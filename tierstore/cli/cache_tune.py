@@ -189,8 +189,9 @@ def study(
 
 
 def _tune_options(search: Mapping[str, Any]) -> TuneOptions:
+    from tierstore.cache.config import Scope
     from tierstore.lab.costs import Objective
-    from tierstore.lab.simulate import Contract, PolicySpec, Scope, known_policies
+    from tierstore.lab.simulate import Contract, PolicySpec, known_policies
     from tierstore.lab.tuning import TuneOptions
 
     values = dict(search)

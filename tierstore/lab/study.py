@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from tierstore import __version__
+from tierstore.cache.config import Scope
 from tierstore.errors import ConfigError, DataError
 from tierstore.lab.assemble import half_life_map, regime_study
 from tierstore.lab.candidates import Candidate
@@ -22,7 +23,7 @@ from tierstore.lab.importing import SourceKind, detect_kind, import_trace
 from tierstore.lab.miss_curves import all_policies
 from tierstore.lab.requests import Requests, load_requests
 from tierstore.lab.results import Outcome, RegimeStudy, Study
-from tierstore.lab.simulate import Contract, PolicySpec, Replayed, Scope, Setting, outcome, replay_each
+from tierstore.lab.simulate import Contract, PolicySpec, Replayed, Setting, outcome, replay_each
 from tierstore.lab.tuning import LEAST_STEPS, Hindsight, TuneOptions, tune
 from tierstore.trace.format import MAGIC
 

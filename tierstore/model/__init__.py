@@ -10,13 +10,7 @@ if TYPE_CHECKING:
     from tierstore.model.config import CheckpointActivations, ComputeDtype, ModelConfig, TieEmbeddings
     from tierstore.model.transformer import ModelOutput, Transformer
 else:
-    __getattr__ = exports(
-        __name__,
-        {
-            "config": ["CheckpointActivations", "ComputeDtype", "ModelConfig", "TieEmbeddings"],
-            "transformer": ["ModelOutput", "Transformer"],
-        },
-    )
+    __getattr__, __dir__ = exports(__name__, __file__)
 
 __all__ = [
     "CheckpointActivations",

@@ -15,18 +15,7 @@ if TYPE_CHECKING:
     from tierstore.parallel.limited import LimitedGroup, LimitedLink, limited_groups
     from tierstore.parallel.mesh import ExpertBlocks, Mesh
 else:
-    __getattr__ = exports(
-        __name__,
-        {
-            "collectives": ["Channel", "Failure", "Group", "Collective", "CollectiveTraffic", "Work"],
-            "config": ["ParallelConfig"],
-            "environment": ["RankEnvironment"],
-            "job_store": ["JobStore", "MemoryJobStore"],
-            "launching": ["launch", "rank_device"],
-            "limited": ["LimitedGroup", "LimitedLink", "limited_groups"],
-            "mesh": ["ExpertBlocks", "Mesh"],
-        },
-    )
+    __getattr__, __dir__ = exports(__name__, __file__)
 
 __all__ = [
     "Channel",

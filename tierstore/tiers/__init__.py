@@ -11,13 +11,6 @@ if TYPE_CHECKING:
     from tierstore.tiers.limited import LimitedTier, limited_tier
     from tierstore.tiers.opening import open_device_tier
 else:
-    __getattr__ = exports(
-        __name__,
-        {
-            "device": ["DeviceSlots", "DeviceTier", "HostDeviceTier"],
-            "limited": ["LimitedTier", "limited_tier"],
-            "opening": ["open_device_tier"],
-        },
-    )
+    __getattr__, __dir__ = exports(__name__, __file__)
 
 __all__ = ["DeviceSlots", "DeviceTier", "HostDeviceTier", "LimitedTier", "limited_tier", "open_device_tier"]
