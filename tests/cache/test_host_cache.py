@@ -256,7 +256,7 @@ def test_failed_decisions_break_the_cache() -> None:
         def full(*_: object) -> int:
             raise OSError(28, "No space left on device")
 
-        player.cache.backing(0).write = full  # type: ignore[method-assign]
+        player.cache._entries[0].backing.write = full  # type: ignore[method-assign]
         with pytest.raises(OSError, match="No space"):
             player.access([1], Need.STEP)
         assert "could not carry out" in player.cache.broken

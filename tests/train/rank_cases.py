@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from tierstore.config import load
-from tierstore.parallel import Mesh, Place
+from tierstore.parallel import Mesh, RankEnvironment
 from tierstore.store import ParameterStore
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
@@ -41,23 +41,23 @@ TINY: Settings = {
 }
 
 
-class FileNotes:
+class FileJobStore:
     """What ``torchrun`` would remember of a job whose attempts are worlds of their own here."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def write(self, word: str) -> None:
+    def set(self, key: str) -> None:
         self._directory.mkdir(exist_ok=True)
-        (self._directory / word).touch()
+        (self._directory / key).touch()
 
-    def written(self, word: str) -> bool:
-        return (self._directory / word).exists()
+    def has(self, key: str) -> bool:
+        return (self._directory / key).exists()
 
 
 def attempt(mesh: Mesh, store: Path) -> Mesh:
     """``mesh`` as one attempt of the job that trains into ``store``."""
-    return replace(mesh, notes=FileNotes(store.with_name(f"{store.name}.notes")))
+    return replace(mesh, job_store=FileJobStore(store.with_name(f"{store.name}.notes")))
 
 
 def train(
@@ -90,7 +90,7 @@ def weights(mesh: Mesh, settings: Settings) -> dict[str, npt.NDArray[np.float32]
 
 
 def alone() -> Mesh:
-    return Mesh.alone(Place(), torch.device("cpu"))
+    return Mesh.alone(RankEnvironment(), torch.device("cpu"))
 
 
 MODES: dict[str, Settings] = {

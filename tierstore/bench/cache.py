@@ -17,7 +17,7 @@ import numpy as np
 from tierstore.bench.results import Better, Measurement, measured
 from tierstore.errors import ConfigError
 from tierstore.lab.costs import policy_time
-from tierstore.lab.curves import all_policies, curve_capacities, curves
+from tierstore.lab.miss_curves import all_policies, curve_capacities, curves
 from tierstore.lab.requests import Requests
 from tierstore.lab.simulate import PolicySpec, Setting, suits
 from tierstore.machine import cores

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Protocol
 
 import torch
 
-from tierstore._native import Activity, Engine, HugePages, Link
+from tierstore._native import Activity, Buffer, Engine, HugePages, Link
 from tierstore.links import wait_until
 from tierstore.tiers import DeviceSlots, HostDeviceTier
 
@@ -107,11 +108,17 @@ class Device:
 class EmulatedTier(HostDeviceTier):
     """Slots of what ``computer`` computes with: a copy into or out of one waits for that."""
 
-    def __init__(
-        self, engine: Engine, slots: DeviceSlots, computer: Computer, link: Link | None = None
-    ) -> None:
-        super().__init__(engine, slots, HugePages.OFF, link)
+    def __init__(self, engine: Engine, slots: DeviceSlots, computer: Computer) -> None:
+        super().__init__(engine, slots, HugePages.OFF)
         self._computer = computer
+        self._idle: list[list[int]] = [[] for _ in range(slots.weights)]
 
-    def computed(self) -> list[int]:
-        return self._computer.finished()
+    def load(self, slot: int, source: Buffer, after: Sequence[int]) -> int:
+        return super().load(slot, source, [*after, *self._idle[slot]])
+
+    def release_weights(self, slot: int) -> None:
+        self._idle[slot] = self._computer.finished()
+
+    def land(self, slot: int) -> tuple[Buffer, list[int]]:
+        landed, after = super().land(slot)
+        return landed, [*after, *self._computer.finished()]

@@ -13,6 +13,7 @@ import statistics
 import sys
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,6 +25,7 @@ from tierstore.parallel import Mesh
 from tierstore.parallel.collectives import Group
 from tierstore.parallel.config import ParallelConfig
 from tierstore.parallel.launching import launch
+from tierstore.parallel.limited import LimitedGroup
 from tierstore.stats import StallLedger
 from tierstore.store.core import StoreCore
 from tierstore.timeline import open_timeline
@@ -165,7 +167,8 @@ def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
     # The exchanges' link is never the gathers': what is measured is the overlap of the queues.
     link, exchange = CollectiveLink(None), CollectiveLink(None)
     try:
-        with launch(ParallelConfig(timeout_s=60.0), device="cpu", link=link, exchange=exchange) as mesh:
+        groups = partial(LimitedGroup, link=link, exchange=exchange)
+        with launch(ParallelConfig(timeout_s=60.0), device="cpu", make_group=groups) as mesh:
             for line in requests:
                 asked = from_dict(Measurement, json.loads(line))
                 if asked.stack is Stack.TRAINER:

@@ -36,7 +36,7 @@ from tierstore.store.config import StoreConfig
 from tierstore.store.core import StoreCore
 from tierstore.store.format import RecordSchema
 from tierstore.store.parameter_store import ParameterStore
-from tierstore.tiers import DeviceSlots
+from tierstore.tiers import DeviceSlots, limited_tier
 from tierstore.timeline import OperationSpans, TimelineSink, Track
 from tierstore.train.config import TrainConfig
 from tierstore.train.session import stall_spans
@@ -269,7 +269,8 @@ def open_rig(
         ledger = StallLedger(
             clock=computer.clock_ns, listener=stall_spans(timeline) if timeline.enabled else None
         )
-        tier = EmulatedTier(store.engine, slots, computer, copy.open())
+        emulated = EmulatedTier(store.engine, slots, computer)
+        tier = limited_tier(emulated, store.engine, copy, computer.finished)
         clock_ns, link.clock_ns = link.clock_ns, computer.clock_ns
         try:
             experts = TieredExperts(

@@ -182,7 +182,7 @@ class HostCache:
     def end_step(self) -> None:
         self.residency.end_step()
 
-    def unclean(self) -> list[int]:
+    def unclean(self) -> list[Backing]:
         """Backings of records with dirty weights or moments. After ``clean`` those are pinned."""
         dirty = self.residency.dirty_entries().tolist()
         return [self._entries[e].backing for e in dirty if e % GROUP_STRIDE != _GRADIENTS]

@@ -168,7 +168,7 @@ def simulate(
     as_json: bool,
 ) -> None:
     """Replay TRACE through policies at capacities, with what it costs."""
-    from tierstore.lab.curves import curves
+    from tierstore.lab.miss_curves import curves
     from tierstore.lab.simulate import contract_name
 
     output = Output.for_option(as_json, counts=COUNTS)
@@ -227,7 +227,7 @@ def curve(
     as_json: bool,
 ) -> None:
     """Miss-ratio curves of TRACE over capacity, with the bound and the line 1 - C/N."""
-    from tierstore.lab.curves import curve_capacities, curves, keep_ratio
+    from tierstore.lab.miss_curves import curve_capacities, curves, keep_ratio
     from tierstore.lab.simulate import contract_name
 
     output = Output.for_option(as_json, counts=COUNTS)

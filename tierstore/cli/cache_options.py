@@ -74,7 +74,8 @@ def replay_options(command: F) -> F:
 
     @wraps(command)
     def gather(*args: Any, scope: str, contract: str, warmup: int, threads: int, **rest: Any) -> Any:
-        from tierstore.lab.simulate import Contract, Scope
+        from tierstore.cache.config import Scope
+        from tierstore.lab.simulate import Contract
 
         replay = {
             "scope": Scope(scope),
@@ -211,7 +212,7 @@ def _as_typed(message: str) -> str:
 
 def specs_of(requests: Requests, policies: tuple[str, ...], default: tuple[str, ...]) -> list[PolicySpec]:
     """The policies asked for, without repetition. Raises ConfigError naming ``--policy``."""
-    from tierstore.lab.curves import all_policies
+    from tierstore.lab.miss_curves import all_policies
     from tierstore.lab.simulate import PolicySpec
 
     found: list[PolicySpec] = []

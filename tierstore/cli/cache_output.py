@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tierstore.lab.costs import Machine
     from tierstore.lab.requests import Requests
     from tierstore.lab.results import Curve, Outcome, TuneResult
-    from tierstore.lab.tune import Tuning
+    from tierstore.lab.tuning import Tuning
 
 __all__ = [
     "COUNTS",

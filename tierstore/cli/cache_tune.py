@@ -40,7 +40,7 @@ from tierstore.errors import ConfigError
 if TYPE_CHECKING:
     from tierstore.lab.costs import Machine
     from tierstore.lab.requests import Requests
-    from tierstore.lab.tune import TuneOptions, Tuning
+    from tierstore.lab.tuning import TuneOptions, Tuning
 
 __all__ = ["report", "study", "tune"]
 
@@ -189,9 +189,10 @@ def study(
 
 
 def _tune_options(search: Mapping[str, Any]) -> TuneOptions:
+    from tierstore.cache.config import Scope
     from tierstore.lab.costs import Objective
-    from tierstore.lab.simulate import Contract, PolicySpec, Scope, known_policies
-    from tierstore.lab.tune import TuneOptions
+    from tierstore.lab.simulate import Contract, PolicySpec, known_policies
+    from tierstore.lab.tuning import TuneOptions
 
     values = dict(search)
     scope = values.pop("scope", "both")
@@ -227,7 +228,7 @@ def _tuned(
     output: Output,
 ) -> Tuning:
     from tierstore.lab.live import recording_of
-    from tierstore.lab.tune import tune as search
+    from tierstore.lab.tuning import tune as search
 
     frames = requests.frames_of(capacity, name="--capacity")
     with stage_progress(output, "tune") as heard:
@@ -251,7 +252,7 @@ def _report(
     output: Output,
 ) -> None:
     from tierstore.lab.assemble import half_life_map, regime_study
-    from tierstore.lab.curves import curve_capacities
+    from tierstore.lab.miss_curves import curve_capacities
 
     capacities = curve_capacities(requests, points)
     replay: dict[str, Any] = {"contract": options.contract, "threads": options.threads}

@@ -27,7 +27,6 @@ from tierstore.cli.options import (
 from tierstore.cli.output import Output, OutputMode
 from tierstore.config import load
 from tierstore.devices import disk_health, disks_under
-from tierstore.links import CollectiveLink, open_links
 from tierstore.machine import disk
 from tierstore.timeline import open_timeline
 from tierstore.units import format_bytes, format_seconds
@@ -114,14 +113,13 @@ class _Files:
 
 
 def _run(config: TrainConfig, files: _Files, *, resume: bool, as_json: bool) -> int:
-    from tierstore.parallel import launch
+    from tierstore.parallel import launch, limited_groups
     from tierstore.train.ranks import Opening, restarted
 
     counts = frozenset({"write_backs"})
     # Ranks end together or not at all: from here on a signal to one of them is everybody's.
-    limited = open_links(config.links)
-    links = {"link": CollectiveLink(limited.gather), "exchange": limited.exchange}
-    with Interrupts() as interrupts, launch(config.parallel, device=config.device, **links) as mesh:
+    groups = limited_groups(config.links)
+    with Interrupts() as interrupts, launch(config.parallel, device=config.device, make_group=groups) as mesh:
         first = mesh.world.rank == 0
         output = Output.for_option(as_json, counts=counts) if first else Output(OutputMode.NOBODY)
         again = Opening.RESTART if restarted() else Opening.CREATE

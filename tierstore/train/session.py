@@ -22,7 +22,7 @@ from tierstore.dense.parameters import Units
 from tierstore.errors import ConfigError, StoreFormatError
 from tierstore.model import Transformer
 from tierstore.moe import initial_expert
-from tierstore.parallel import Mesh, Place, rank_device
+from tierstore.parallel import Mesh, RankEnvironment, rank_device
 from tierstore.prefetch import HorizontalQueue, Schedule, TieredExperts, make_predictor, unit_schedule
 from tierstore.prefetch.experts import TieredLease
 from tierstore.prefetch.plan import group_order
@@ -32,7 +32,7 @@ from tierstore.store.core import StoreCore
 from tierstore.store.directories import rank_directory, rank_stripe
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.store.registering import NewRecord, register_many
-from tierstore.tiers import DeviceSlots, DeviceTier, open_device_tier
+from tierstore.tiers import DeviceSlots, DeviceTier, limited_tier, open_device_tier
 from tierstore.tiers.slots import SlotSizes
 from tierstore.timeline import NullTimeline, TimelineSink, Track
 from tierstore.train.budgets import EXPERT_SCHEMA, Budgets, DeviceKind, budgets, expert_schema
@@ -148,8 +148,8 @@ class _Sliced:
 
 
 def _prepare(config: TrainConfig, opening: Opening, mesh: Mesh | None, timeline: TimelineSink) -> _Setup:
-    device = rank_device(config.device, Place()) if mesh is None else mesh.device
-    mesh = mesh or Mesh.alone(Place(), device)
+    device = rank_device(config.device, RankEnvironment()) if mesh is None else mesh.device
+    mesh = mesh or Mesh.alone(RankEnvironment(), device)
     _check_batch(config, mesh.world.size)
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -262,7 +262,8 @@ def _fill(setup: _Setup, store: StoreCore, dense: DenseSlices) -> None:
 def _open_tier(setup: _Setup, store: StoreCore) -> DeviceTier:
     sizes, config = setup.slots, setup.config
     slots = DeviceSlots(sizes.numel, config.model.compute_dtype.torch, sizes.weights, sizes.gradients)
-    return open_device_tier(store.engine, slots, setup.mesh.device, HugePages.AUTO, config.links.copy.open())
+    tier = open_device_tier(store.engine, slots, setup.mesh.device, HugePages.AUTO)
+    return limited_tier(tier, store.engine, config.links.copy)
 
 
 def _open_experts(setup: _Setup, store: StoreCore, tier: DeviceTier, schedule: Schedule) -> TieredExperts:

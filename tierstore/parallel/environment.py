@@ -1,4 +1,4 @@
-"""A process's place among the ranks, from the environment that ``torchrun`` sets."""
+"""Which rank a process is, from the environment that ``torchrun`` sets."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from tierstore.errors import ConfigError
 
-__all__ = ["Place"]
+__all__ = ["RankEnvironment"]
 
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _NEEDED = (*_NUMBERS, "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankEnvironment:
     """Rank ``rank`` of ``world``; ``local_rank`` among the ranks of its machine.
 
     ``address``: the machine of rank 0, and the port where ranks meet. ``supervised``: a ``torchrun`` process
@@ -29,8 +29,8 @@ class Place:
     supervised: bool = False
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Place:
-        """The place that ``environ`` (this process's, when None) gives; one process alone if it gives none.
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> RankEnvironment:
+        """What ``environ`` (this process's, when None) says; one process alone if it says nothing of ranks.
 
         Raises ConfigError naming the variable for an environment that is only half there or cannot be.
         """

@@ -10,7 +10,7 @@ import pytest
 from cases import requests_of
 
 from tierstore._native import lfu_decay_options
-from tierstore.cache.config import CacheConfig
+from tierstore.cache.config import CacheConfig, Scope
 from tierstore.config import load
 from tierstore.errors import BudgetError, ConfigError, DataError
 from tierstore.lab.candidates import (
@@ -27,8 +27,8 @@ from tierstore.lab.candidates import (
 from tierstore.lab.costs import Machine, Objective
 from tierstore.lab.regime import survey
 from tierstore.lab.results import Verdict
-from tierstore.lab.simulate import PolicySpec, Scope, known_policies
-from tierstore.lab.tune import Hindsight, TuneOptions, tune
+from tierstore.lab.simulate import PolicySpec, known_policies
+from tierstore.lab.tuning import Hindsight, TuneOptions, tune
 from tierstore.trace.quotas import quotas_by_layer
 from tierstore.train.config import TrainConfig
 
@@ -101,7 +101,7 @@ def test_the_advice_is_of_the_prefix():
 
 
 def test_starvation_is_said_with_the_configuration(monkeypatch):
-    monkeypatch.setattr("tierstore.lab.tune.neighbours", lambda candidate: iter(()))
+    monkeypatch.setattr("tierstore.lab.tuning.neighbours", lambda candidate: iter(()))
     starving = Candidate(lfu_decay(16, 0.5))
     found = tune(single(scans()), 0.05, TuneOptions(policies=("fifo",), baseline=starving))
     assert found.chosen == starving

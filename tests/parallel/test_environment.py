@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tierstore.errors import ConfigError
-from tierstore.parallel import Place
+from tierstore.parallel import RankEnvironment
 
 GIVEN = {
     "RANK": "3",
@@ -17,14 +17,14 @@ GIVEN = {
 
 
 def test_from_torchrun() -> None:
-    place = Place.from_environment(GIVEN)
-    assert place == Place(rank=3, world=4, local_rank=1, address=("node7", 29500))
-    assert Place.from_environment({**GIVEN, "TORCHELASTIC_RUN_ID": "x"}).supervised
+    place = RankEnvironment.from_environment(GIVEN)
+    assert place == RankEnvironment(rank=3, world=4, local_rank=1, address=("node7", 29500))
+    assert RankEnvironment.from_environment({**GIVEN, "TORCHELASTIC_RUN_ID": "x"}).supervised
 
 
 def test_no_variables_is_a_process_alone() -> None:
-    assert Place.from_environment({}) == Place()
-    assert Place.from_environment({"MASTER_ADDR": "node7", "MASTER_PORT": "1"}).world == 1
+    assert RankEnvironment.from_environment({}) == RankEnvironment()
+    assert RankEnvironment.from_environment({"MASTER_ADDR": "node7", "MASTER_PORT": "1"}).world == 1
 
 
 @pytest.mark.parametrize(
@@ -47,5 +47,5 @@ def test_no_variables_is_a_process_alone() -> None:
 def test_bad_environments_are_named(changes: dict[str, str | None], message: str) -> None:
     environ = {name: value for name, value in {**GIVEN, **changes}.items() if value is not None}
     with pytest.raises(ConfigError, match=message) as caught:
-        Place.from_environment(environ)
+        RankEnvironment.from_environment(environ)
     assert "\n" not in str(caught.value)

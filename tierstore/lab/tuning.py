@@ -26,6 +26,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstore.cache.config import Scope
 from tierstore.errors import BudgetError, ConfigError, DataError
 from tierstore.lab.bootstrap import Interval, paired_interval
 from tierstore.lab.candidates import (
@@ -43,7 +44,7 @@ from tierstore.lab.quotas import split_capacity
 from tierstore.lab.regime import Regime, survey
 from tierstore.lab.requests import Capacity, Requests
 from tierstore.lab.results import Outcome, TuneResult, Verdict
-from tierstore.lab.simulate import Contract, Detail, Replayed, Scope, outcome, replay_each, suits
+from tierstore.lab.simulate import Contract, Detail, Replayed, outcome, replay_each, suits
 
 __all__ = ["LEAST_STEPS", "Hindsight", "OnStage", "TuneOptions", "Tuning", "scored_text", "tune"]
 

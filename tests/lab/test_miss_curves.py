@@ -8,11 +8,19 @@ from cases import NaiveLru, requests_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tierstore.cache.config import Scope
 from tierstore.errors import BudgetError
 from tierstore.lab.costs import Machine
-from tierstore.lab.curves import all_policies, curve_capacities, curves, has_one_pass, keep_ratio, lru_curve
+from tierstore.lab.miss_curves import (
+    all_policies,
+    curve_capacities,
+    curves,
+    has_one_pass,
+    keep_ratio,
+    lru_curve,
+)
 from tierstore.lab.results import Role
-from tierstore.lab.simulate import Contract, Scope, known_policies, simulate, suits
+from tierstore.lab.simulate import Contract, known_policies, simulate, suits
 
 
 @settings(deadline=None, max_examples=25)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore import _native
+from tierstore.cache.config import Scope
 from tierstore.errors import BudgetError
 from tierstore.lab.costs import Machine, with_costs
 from tierstore.lab.parallel import OnProgress, in_parallel
@@ -26,7 +27,6 @@ from tierstore.lab.simulate import (
     Contract,
     Detail,
     PolicySpec,
-    Scope,
     Setting,
     contract_name,
     expected_time,
