@@ -454,19 +454,21 @@ class ParameterStore(StoreRecords):
 
     # Content ------------------------------------------------------------------------------------------------
 
-    def records_crc32c(self) -> int:
+    def records_crc32c(self, progress: Callable[[int, int], None] | None = None) -> int:
         """CRC-32C over every record's content in key order, caught up to the last applied step.
 
-        Two stores with equal content have equal values, wherever their bytes lie. Raises ChecksumError,
-        OSError.
+        Two stores with equal content have equal values, wherever their bytes lie. It reads what is not resident, and
+        changes nothing. ``progress`` is called with the records done and in all. Raises ChecksumError, OSError.
         """
         self._failures.check()
-        crc = 0
-        for key in self.keys:
+        crc, keys = 0, self.keys
+        for done, key in enumerate(keys, start=1):
             if key in self._direct:
                 crc = content.direct_crc32c(self, self._direct[key], crc)
             else:
                 crc = content.cached_crc32c(self, self._records[key], crc)
+            if progress is not None:
+                progress(done, len(keys))
         return crc
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
