@@ -53,14 +53,16 @@ def open_session(
     trace: Path | None = None,
     timeline: TimelineSink | None = None,
     io_log: Path | None = None,
+    accepted: Callable[[], None] = lambda: None,
 ) -> Iterator[Trainer]:
     """A trainer over ``config.store``, closed at exit whatever happens; what was not committed is gone.
 
     On several ranks (``mesh``) this is a collective, and each has a store of its own under ``config.store``. Budgets are
-    each rank's. Raises ConfigError, DataError, BudgetError, CapabilityError, StoreError, PeerError, OSError; on a failure
-    nothing was created or changed.
+    each rank's. ``accepted`` is called when nothing has been refused, before the first write. Raises ConfigError,
+    DataError, BudgetError, CapabilityError, StoreError, PeerError, OSError; on a failure nothing was created or changed.
     """
     setup = _prepare(config, opening, mesh, timeline or NullTimeline())
+    accepted()
     shell = _build_model(setup)
     with contextlib.ExitStack() as stack:
         store = _open_store(setup, shell, trace=trace, io_log=io_log)
