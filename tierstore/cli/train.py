@@ -174,6 +174,7 @@ def _train(
         ) as trainer,
     ):
         _describe(trainer.store, output)
+        output.line(trainer.timer.describe())
         log.start(trainer)
         first, begun = trainer.state.position, Instant.now(trainer)
         stopped = _steps(config, output, trainer, log, interrupts)
@@ -312,7 +313,7 @@ def _describe(store: ParameterStore, output: Output) -> None:
 
 
 def _show(summary: RunSummary, output: Output) -> None:
-    from tierstore.train.report import drive_rows, tier_rows
+    from tierstore.train.report import drive_rows, step_rows, tier_rows
 
     loss = "-" if summary.val_loss is None else f"{summary.val_loss:.4f}"
     output.table(
@@ -334,6 +335,11 @@ def _show(summary: RunSummary, output: Output) -> None:
                 )
                 for stall in summary.totals.stalls[:8]
             ],
+        )
+    if summary.totals.step_time is not None:
+        whole = format_seconds(summary.totals.step_time.wall_s)
+        output.table(
+            f"where {whole} of steps went", ("part", "time", "share"), step_rows(summary.totals.step_time)
         )
     output.table(
         "drives", ("directory", "in use", "read", "written", "bandwidth", "share"), drive_rows(summary)

@@ -13,6 +13,7 @@ from tierstore.stats import delta
 from tierstore.store.drives import DriveReport
 from tierstore.train.config import TrainConfig
 from tierstore.train.footprint import peak_resident_bytes
+from tierstore.train.step_time import StepTime
 from tierstore.train.trainer import StepResult, Trainer
 from tierstore.units import format_bytes, format_seconds
 
@@ -23,6 +24,7 @@ __all__ = [
     "Totals",
     "counters",
     "drive_rows",
+    "step_rows",
     "tier_rows",
     "totals",
 ]
@@ -51,7 +53,8 @@ class Instant:
 @dataclass(frozen=True)
 class Totals:
     """What all ranks did together: sums of ``counts``; ``peaks`` of resident bytes in rank order. ``stalls`` are those of
-    the rank that stalled longest, ``stalled_rank``, for ``stall_s`` seconds.
+    the rank that stalled longest, ``stalled_rank``, for ``stall_s`` seconds; ``step_time`` is where its steps' time went
+    (None without steps).
 
     ``drives`` are the directories of all ranks, in rank order. ``seconds`` is what the run took on this rank.
     """
@@ -62,6 +65,7 @@ class Totals:
     stalled_rank: int
     stall_s: float
     stalls: list[dict[str, object]]
+    step_time: StepTime | None
     #: What the engine of the rank that wrote most wrote in ``seconds``, padding and spills included (not the index).
     drive_written_bytes: int
     drives: list[DriveReport] = field(default_factory=list)
@@ -75,6 +79,7 @@ def totals(trainer: Trainer, begun: Instant) -> Totals:
         peak_resident_bytes(),
         trainer.ledger.total_s,
         [stall.as_dict() for stall in trainer.ledger.rows()],
+        trainer.timer.total,
         ended.drive_written_bytes - begun.drive_written_bytes,
         trainer.store.drives(),
     )
@@ -87,8 +92,9 @@ def totals(trainer: Trainer, begun: Instant) -> Totals:
         stalled_rank=longest,
         stall_s=ranks[longest][2],
         stalls=ranks[longest][3],
-        drive_written_bytes=max(rank[4] for rank in ranks),
-        drives=[drive for rank in ranks for drive in rank[5]],
+        step_time=ranks[longest][4],
+        drive_written_bytes=max(rank[5] for rank in ranks),
+        drives=[drive for rank in ranks for drive in rank[6]],
     )
 
 
@@ -132,6 +138,7 @@ class RunSummary:
             "stall_s": self.totals.stall_s,
             "stalled_rank": self.totals.stalled_rank,
             "stalls": self.totals.stalls,
+            "step_time": None if self.totals.step_time is None else self.totals.step_time.as_dict(),
             "records_crc32c": self.records_crc32c,
             "drives": [drive.as_json() for drive in self.totals.drives],
             "drive_written_bytes": self.totals.drive_written_bytes,
@@ -173,6 +180,23 @@ def tier_rows(summary: RunSummary) -> list[tuple[str, str]]:
             )
         )
     return rows
+
+
+def step_rows(total: StepTime) -> list[tuple[str, str, str]]:
+    """Where the time of the steps went: each part, and its share."""
+    parts = [
+        ("computing", total.computing_s),
+        ("slowed: in the run queue", total.run_queue_s),
+        ("slowed: stolen by the hypervisor", total.stolen_s),
+        ("waiting: threads of torch and the engine", total.threads_s),
+        *((f"waiting: {cause.value}", seconds) for cause, seconds in total.longest_stalls),
+        ("unaccounted", total.unaccounted_s),
+    ]
+    return [
+        (name, format_seconds(seconds), f"{seconds / max(total.wall_s, 1e-9):.1%}")
+        for name, seconds in parts
+        if seconds is not None
+    ]
 
 
 def drive_rows(summary: RunSummary) -> list[tuple[str, ...]]:
@@ -220,6 +244,7 @@ class Metrics:
             "active_experts": result.active_experts,
             "step_s": result.seconds,
             "stall_s": trainer.ledger.total_s,
+            "step_time": None if trainer.timer.last is None else trainer.timer.last.as_dict(),
             **delta(self._before, now),
         }
         self._before = now

@@ -39,6 +39,8 @@ from tierstore.train.data import TextData
 from tierstore.train.footprint import give_back_freed_memory
 from tierstore.train.ranks import Agreed, Opening, agree, check_alike
 from tierstore.train.state import TrainState, conditions, differences
+from tierstore.train.step_time import StepTimer
+from tierstore.train.thread_times import ThreadTimes, stolen_while_running
 from tierstore.train.trainer import Trainer
 
 __all__ = ["Opening", "compute_deterministically", "open_session", "stall_spans"]
@@ -81,6 +83,8 @@ def open_session(
         stack.callback(tier.close)
         experts = _open_experts(setup, store, tier, sliced.schedule)
         shell.source.target = experts
+        threads = ThreadTimes()
+        stack.callback(threads.close)
         trainer = Trainer(
             config,
             store=store,
@@ -92,6 +96,7 @@ def open_session(
             mesh=setup.mesh,
             state=state,
             ledger=setup.ledger,
+            timer=StepTimer(setup.ledger, threads, stolen_while_running()),
             timeline=setup.timeline,
         )
         if setup.agreed.opening is Opening.CREATE:
