@@ -323,7 +323,7 @@ def test_the_parts_of_real_steps_add_up(
 
 
 def test_measuring_costs_little(real: tuple[StallLedger, StepTimer]) -> None:
-    """Less than 0.1 ms of processor time a step."""
+    """About 0.1 ms of processor time a step; twice that is too much."""
     _, timer = real
     with timer.step():
         pass

@@ -348,11 +348,15 @@ class SlotMap:
 
     def drive_reports(self) -> list[DriveReport]:
         """What lies on each drive, and what each gave."""
+        taken = {key: set(references) for key, references in self._references.items()}
+        for record in self.records:
+            for group in COMMITTED_GROUPS:
+                if (slot := record.slots[group]) is not None:
+                    taken[record.schema, group].add(slot)
         used = [0 for _ in self._drives]
-        for (schema, group), references in self._references.items():
-            live = (record.slots[group] for record in self.records if record.schema == schema)
-            for taken in {*references, *(slot for slot in live if slot is not None)}:
-                used[divided(taken)[0]] += self._extents[schema, group].layout.slot_bytes
+        for key, slots in taken.items():
+            for slot in slots:
+                used[divided(slot)[0]] += self._extents[key].layout.slot_bytes
         return self._drives.reports(used)
 
     def explain(self, path: str, offset: int, section: int | None = None) -> str:
