@@ -303,14 +303,15 @@ def test_record_tune_paste_and_train_again(tmp_path: Path) -> None:
     text, config, trace = tmp_path / "text.txt", tmp_path / "run.toml", tmp_path / "run.trace"
     text.write_text("the expert fetched its page from the slower tier; " * 400)
     config.write_text(TINY.format(text=text))
-    first = found("record", trace, config, "--store", tmp_path / "first")
+    first = found("record", trace, config, "--store", tmp_path / "first", "--checksum")
     tuned = found("tune", trace, "--capacity", "0.4", "--scope", "layer")
     assert tuned["trace"]["steps"] >= 8
     config.write_text(TINY.format(text=text) + tuned["configuration"])
-    arguments = ["train", str(config), "--store", str(tmp_path / "second"), "--json"]
+    arguments = ["train", str(config), "--store", str(tmp_path / "second"), "--json", "--checksum"]
     result = CliRunner().invoke(cli, arguments)
     assert result.exit_code == 0, (result.stderr, result.exception)
     second = json.loads(result.stdout)
+    assert isinstance(first["records_crc32c"], int)
     assert second["records_crc32c"] == first["records_crc32c"]
     assert f"cache policy: {tuned['chosen']['policy']}" in result.stderr
 

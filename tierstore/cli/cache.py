@@ -39,6 +39,7 @@ from tierstore.cli.cache_tune import report, study, tune
 from tierstore.cli.groups import CommandGroup
 from tierstore.cli.options import (
     SIZE,
+    checksum_option,
     config_overrides,
     describe_config,
     help_config_option,
@@ -70,6 +71,7 @@ def cache() -> None:
 @click.option("--store", type=click.Path(path_type=Path), help="Store directory.")
 @click.option("--steps", type=int, help="Optimizer steps in all.")
 @click.option("--host-budget", type=SIZE, help="Memory for experts.")
+@checksum_option
 @set_option()
 @json_option
 @help_config_option(train_config)

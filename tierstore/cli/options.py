@@ -14,6 +14,7 @@ from tierstore.units import format_bytes, parse_size
 __all__ = [
     "FRACTION",
     "SIZE",
+    "checksum_option",
     "config_overrides",
     "describe_config",
     "help_config_option",
@@ -79,6 +80,13 @@ def json_option(command: F) -> F:
     """``--json``: the argument ``as_json`` (an OutputMode is made of it by ``Output.for_option``)."""
     return click.option(
         "--json", "as_json", is_flag=True, help="End stdout with one JSON object; tables go to stderr."
+    )(command)
+
+
+def checksum_option(command: F) -> F:
+    """``--checksum``: whether a run ends with the checksum over all records."""
+    return click.option(
+        "--checksum", is_flag=True, help="Read the whole store at the end, for the checksum over its records."
     )(command)
 
 
