@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tierstore.bench import ranks
 from tierstore.bench.collectives import CollectivesBench, render, run
-from tierstore.bench.worker import WorkerError
+from tierstore.bench.processes import ranks
+from tierstore.bench.training.worker import WorkerError
 from tierstore.cli.output import Output, unit_violations
 from tierstore.errors import ConfigError
 

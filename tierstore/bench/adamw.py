@@ -32,9 +32,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore import _native
-from tierstore.bench.bound import Bytes
-from tierstore.bench.disk import DiskProbe
-from tierstore.bench.results import Better, Measurement, derived, measured
+from tierstore.bench.probes.disk import DiskProbe
+from tierstore.bench.results.document import Better, Measurement, derived, measured
+from tierstore.bench.training.bound import Bytes
 from tierstore.errors import ConfigError
 from tierstore.store.config import IoConfig
 from tierstore.store.opening import make_engine

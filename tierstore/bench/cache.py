@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tierstore.bench.results import Better, Measurement, measured
+from tierstore.bench.results.document import Better, Measurement, measured
 from tierstore.errors import ConfigError
 from tierstore.lab.costs import policy_time
 from tierstore.lab.curves import all_policies, curve_capacities, curves

@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from tierstore.bench.adamw import Lines
-from tierstore.bench.namespaces import namespaces_limited_to
-from tierstore.bench.ranks import run_ranks
-from tierstore.bench.results import Better, Measurement, counted, derived, measured
+from tierstore.bench.processes.namespaces import namespaces_limited_to
+from tierstore.bench.processes.ranks import run_ranks
+from tierstore.bench.results.document import Better, Measurement, counted, derived, measured
 from tierstore.errors import ConfigError
 from tierstore.units import format_bytes, format_seconds
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from tierstore.bench.bound import Bytes
-from tierstore.bench.disk import DiskProbe, Durable
-from tierstore.bench.results import Better, Measurement, counted, derived, measured
+from tierstore.bench.probes.disk import DiskProbe, Durable
+from tierstore.bench.results.document import Better, Measurement, counted, derived, measured
+from tierstore.bench.training.bound import Bytes
 from tierstore.errors import ConfigError
 from tierstore.stats import spread
 from tierstore.store import ParameterStore, RecordSchema, StoreConfig

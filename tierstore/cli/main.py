@@ -51,10 +51,10 @@ COMMANDS: Mapping[str, CommandEntry] = {
         "tierstore.cli.reshard:reshard", "Make a store over for another number of ranks."
     ),
     "cache": CommandEntry(
-        "tierstore.cli.cache:cache", "Record, replay, bound and tune cache policies from traces."
+        "tierstore.cli.cache.group:cache", "Record, replay, bound and tune cache policies from traces."
     ),
     "bench": CommandEntry(
-        "tierstore.cli.bench:bench",
+        "tierstore.cli.bench.group:bench",
         "Stress-test disks and stores; measure training, kernels, policies and links.",
     ),
 }

@@ -1,0 +1,274 @@
+"""``tierstore bench tiers``: the store under load, and its soak."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tierstore.cli.bench.results import NOT_SO, PLACE, Reporting, Session, place_option, results_options
+from tierstore.cli.interrupts import Interrupts
+from tierstore.cli.options import SIZE
+from tierstore.cli.output import Output
+from tierstore.endurance import DAY_S
+from tierstore.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from tierstore.bench.results.document import Measurement
+
+__all__ = ["tiers"]
+
+_FULL_RECORD_BYTES = tuple(size << 10 for size in (1024, 64, 256, 4096, 16384, 65536, 262144))
+_FULL_SECONDS = 10.0
+
+
+@click.command()
+@place_option
+@click.option(
+    "--record-bytes", type=SIZE, multiple=True, help="Size of a record; may be repeated. [default: 1MiB, ..]"
+)
+@click.option(
+    "--budget",
+    type=float,
+    multiple=True,
+    help="Host budget as a fraction of the store; may be repeated. [default: 0.25, ..]",
+)
+@click.option(
+    "--dirty",
+    type=float,
+    multiple=True,
+    help="Part of what a step touches that it changes; may be repeated. [default: 1.0, ..]",
+)
+@click.option("--store-bytes", type=SIZE, help="Bytes of the records of one store.")
+@click.option("--seconds", type=float, help="Time of one point.")
+@click.option(
+    "--trace", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Load of a trace."
+)
+@click.option(
+    "--endurance", type=SIZE, default="600TB", show_default=True, help="Bytes that the drive may be written."
+)
+@click.option("--full", is_flag=True, help="Every combination, with records from 64 KiB to 256 MiB.")
+@click.option(
+    "--minutes", type=float, help="Soak instead: full load, kills, every byte that is read compared."
+)
+@click.option(
+    "--kill-every",
+    type=float,
+    default=10.0,
+    show_default=True,
+    help="Soak: seconds between kills, the mean (0: no kills).",
+)
+@click.option(
+    "--drive",
+    "drives",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    help="Soak: a directory to make and remove on another drive, which the store is spread over, too.",
+)
+@click.option("--retain", type=int, help="Snapshots that are kept.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@results_options()
+def tiers(
+    store: Path | None,
+    record_bytes: tuple[int, ...],
+    budget: tuple[float, ...],
+    dirty: tuple[float, ...],
+    store_bytes: int | None,
+    seconds: float | None,
+    trace: Path | None,
+    endurance: int,
+    full: bool,
+    minutes: float | None,
+    kill_every: float,
+    drives: tuple[Path, ...],
+    retain: int | None,
+    seed: int,
+    reporting: Reporting,
+) -> int:
+    """The store under load: throughput, latencies, write and space amplification, wear.
+
+    A sweep of about a minute, from the first record size, budget and dirty ratio along each of them; --full for all
+    combinations. With --minutes a soak: a worker that is killed at random moments, and an independent model of every
+    byte.
+    """
+    place = store or PLACE
+    session = reporting.begin(directory=place)
+    if minutes is not None:
+        _refuse("--minutes", {"--dirty": dirty, "--trace": trace, "--seconds": seconds, "--full": full})
+        given = {
+            "store_bytes": store_bytes,
+            "record_bytes": _only("--record-bytes", record_bytes),
+            "retain": retain,
+            "budget": _only("--budget", budget),
+        }
+        return _soak(session, (place, *drives), minutes, kill_every, seed, given)
+    if drives:
+        raise click.UsageError("--drive: expected --minutes with it")
+    return _sweep(
+        session,
+        place,
+        {
+            "record_bytes": record_bytes or (_FULL_RECORD_BYTES if full else None),
+            "budgets": budget or None,
+            "dirty": dirty or None,
+            "store_bytes": store_bytes,
+            "seconds": seconds if seconds is not None else _FULL_SECONDS if full else None,
+            "trace": trace,
+            "retain": retain,
+            "endurance_bytes": float(endurance),
+            "seed": seed,
+        },
+        full,
+    )
+
+
+def _refuse(with_option: str, options: dict[str, object]) -> None:
+    for name, value in options.items():
+        if value:
+            raise click.UsageError(f"{name} does not go with {with_option}")
+
+
+def _only(option: str, values: tuple[Any, ...]) -> Any:
+    """The one value of an option that may be repeated elsewhere; None without it."""
+    if len(values) > 1:
+        raise click.UsageError(f"{option}: expected one with --minutes, got {len(values)}")
+    return values[0] if values else None
+
+
+def _sweep(session: Session, place: Path, given: dict[str, Any], full: bool) -> int:
+    from tierstore.bench.tiers.run import Sweep, TiersBench, measurements, run
+
+    output = session.output
+    options = {name: value for name, value in given.items() if value is not None}
+    bench = TiersBench(place=place, sweep=Sweep.FULL if full else Sweep.STAR, **options)
+    result = run(bench, output.line)
+    for line in result["effective"]:
+        output.line(line)
+    points = result["points"]
+    what = ("record", "budget", "dirty")
+    output.table(
+        f"{result['traffic']}, {result['fetches_at_once_count']} fetches at once",
+        (*what, "hits", "fetched/s", "changed/s", "fetch p50", "p99", "p99.9", "commit p50", "p99"),
+        [(*_point(point), *_speed(point)) for point in points],
+    )
+    output.table(
+        f"A commit every {result['commit_every_steps_count']} steps, {result['retained_snapshots_count']} snapshots",
+        (*what, "written / changed", "/ dirty", "disk / records", "allowed", "needed", "wear a step", "days"),
+        [(*_point(point), *_wear(point)) for point in points],
+    )
+    output.line(
+        f"days: until {result['endurance_bytes'] / 1e12:g} TB are written, at the speed of this load; needed: copies "
+        "of records that cannot be shared"
+    )
+    return _end(session, result, measurements(result))
+
+
+def _point(point: dict[str, Any]) -> tuple[str, ...]:
+    budget = point["host_budget_bytes"] / (point["records"] * point["record_bytes"])
+    return format_bytes(point["record_bytes"]), f"{budget:.0%}", f"{point['dirty_ratio']:.0%}"
+
+
+def _speed(point: dict[str, Any]) -> tuple[str, ...]:
+    fetch, commit = point["fetch"], point["commit"]
+    return (
+        f"{point['hit_ratio']:.1%}",
+        *(format_bytes(point[f"{what}_bytes_per_s"]) for what in ("fetched", "changed")),
+        *(format_seconds(fetch[f"p{which}_s"]) for which in ("50", "99", "99.9")),
+        *(format_seconds(commit[f"p{which}_s"]) for which in ("50", "99")),
+    )
+
+
+def _wear(point: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        *(_ratio(point[name]) for name in ("write_amplification_ratio", "write_to_dirty_ratio")),
+        *(f"{point[f'space_{name}_ratio']:.2f}" for name in ("amplification", "target", "needed")),
+        format_bytes(point["wear_per_step_bytes"]),
+        f"{point['drive_life_s'] / DAY_S:.4g}" if point["written_bytes"] else "-",
+    )
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _soak(
+    session: Session,
+    places: tuple[Path, ...],
+    minutes: float,
+    kill_every: float,
+    seed: int,
+    given: dict[str, Any],
+) -> int:
+    from tierstore.bench.soak.plan import SoakShape
+    from tierstore.bench.soak.run import SoakBench, measurements, run
+
+    ratio = given.pop("budget")
+    shape = SoakShape(seed=seed, **{name: value for name, value in given.items() if value is not None})
+    if ratio is not None:
+        shape = SoakShape(**shape.as_dict() | {"host_budget_bytes": int(shape.store_bytes * ratio)})
+    bench = SoakBench(
+        place=places[0], further=places[1:], seconds=minutes * 60, shape=shape, kill_every_s=kill_every
+    )
+    total = max(round(bench.seconds), 1)
+    with Interrupts() as interrupts, session.output.progress(total, label="soak") as progress:
+
+        def announce(seconds: float, figures: dict[str, object]) -> None:
+            shown = {
+                name: format_bytes(value) if name != "kills" and isinstance(value, int) else value
+                for name, value in figures.items()
+            }
+            progress.update(min(round(seconds), total), total, shown)
+
+        result = run(bench, announce, lambda: interrupts.asked)
+    _show_soak(result, session.output)
+    return _end(session, result, measurements(result))
+
+
+def _show_soak(result: dict[str, Any], output: Output) -> None:
+    if result["interrupted"]:
+        output.line("interrupted; what follows is what was done until then")
+    operations = ", ".join(
+        f"{count} {name.removesuffix('_count')}" for name, count in result["operations"].items()
+    )
+    output.line(f"{result['records']} records, {format_bytes(result['stored_bytes'])} of disk: {operations}")
+    reopen = result["reopen"]
+    rows = [
+        ("read", format_bytes(result["read_bytes"])),
+        ("written", format_bytes(result["written_bytes"])),
+        ("verified", format_bytes(result["verified_bytes"])),
+        ("of these from the files of closed stores", format_bytes(result["audited_bytes"])),
+        ("wrong bytes", result["wrong_bytes"]),
+        ("kills", result["kills_count"]),
+        ("reopened at a commit not acknowledged yet", result["commits_found_unacknowledged_count"]),
+        (
+            "reopening, median and longest",
+            f"{format_seconds(reopen['median_s'])}, {format_seconds(reopen['greatest_s'])}"
+            if reopen["times_count"]
+            else "-",
+        ),
+    ]
+    for name, trend in result["trends"].items():
+        rows.append((f"{name} at start, middle, end", _trend(trend)))
+    output.table("", ("", ""), rows)
+    if result["faults"]:
+        output.table(
+            "",
+            ("fault", "surfaced as", "times"),
+            [(fault["fault"], fault["error"], fault["times_count"]) for fault in result["faults"]],
+        )
+
+
+def _trend(trend: dict[str, Any]) -> str:
+    values = [trend[f"{when}_{trend['unit']}"] for when in ("first", "middle", "last")]
+    shown = [format_bytes(value) if trend["unit"] == "bytes" else f"{value:g}" for value in values]
+    verdict = "GROWS" if trend["grows"] else "flat" if trend["judged"] else "too short to judge"
+    return f"{', '.join(shown)} ({verdict})"
+
+
+def _end(session: Session, result: dict[str, Any], measurements: Sequence[Measurement]) -> int:
+    for failure in result["failures"]:
+        session.output.line(f"FAILED: {failure}")
+    session.end(result, measurements)
+    return NOT_SO if result["failures"] else 0
