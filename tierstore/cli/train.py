@@ -117,13 +117,12 @@ def _run(config: TrainConfig, files: _Files, *, resume: bool, as_json: bool) -> 
     from tierstore.parallel import launch
     from tierstore.train.ranks import Opening, restarted
 
-    counts = frozenset({"write_backs"})
     # Ranks end together or not at all: from here on a signal to one of them is everybody's.
     limited = open_links(config.links)
     links = {"link": CollectiveLink(limited.gather), "exchange": limited.exchange}
     with Interrupts() as interrupts, launch(config.parallel, device=config.device, **links) as mesh:
         first = mesh.world.rank == 0
-        output = Output.for_option(as_json, counts=counts) if first else Output(OutputMode.NOBODY)
+        output = Output.for_option(as_json) if first else Output(OutputMode.NOBODY)
         again = Opening.RESTART if restarted() else Opening.CREATE
         opening = Opening.RESUME if resume else again
         return _train(config, output, opening, files.of_rank(mesh.world.rank), mesh, interrupts)

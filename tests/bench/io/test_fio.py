@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from tierstore.bench.io.fio import Fio, FioError, find_fio, parse
-from tierstore.bench.io.load import DataFiles, Job, Kind, Pattern
+from tierstore.bench.io.load import DataFiles, Job, Pattern, TransferKind
 from tierstore.capabilities import Capability
 from tierstore.store.config import IoBackendName
 
 #: Two processes of a mix of 1 MiB reads and writes, one at a time each, by fio 3.33.
 RECORDED = Path(__file__).with_name("fio-3.33.json")
-MIXED = Job(kind=Kind.MIXED, block_bytes=1 << 20, depth=2, backend=IoBackendName.THREADS)
+MIXED = Job(kind=TransferKind.MIXED, block_bytes=1 << 20, depth=2, backend=IoBackendName.THREADS)
 
 
 def test_a_recorded_output() -> None:
@@ -72,7 +72,7 @@ def test_the_command_line_says_what_the_job_says() -> None:
     assert "--end_fsync=1" not in given
     cached = replace(
         MIXED,
-        kind=Kind.READ,
+        kind=TransferKind.READ,
         pattern=Pattern.SEQUENTIAL,
         backend=IoBackendName.URING,
         direct=Capability.OFF,
@@ -126,8 +126,8 @@ def test_a_program_that_fails(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("fio") is None, reason="fio is optional, and not installed here")
 @pytest.mark.parametrize("backend", [IoBackendName.URING, IoBackendName.THREADS])
-@pytest.mark.parametrize("kind", list(Kind))
-def test_the_real_one(tmp_path: Path, backend: IoBackendName, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", list(TransferKind))
+def test_the_real_one(tmp_path: Path, backend: IoBackendName, kind: TransferKind) -> None:
     fio = find_fio()
     assert fio is not None
     job = Job(kind=kind, block_bytes=64 << 10, depth=2, backend=backend, direct=Capability.OFF)

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.bench.io.load import DataFiles
-from tierstore.bench.io.search import FINALISTS, Candidate, choose, grid, search
-from tierstore.bench.io.series import Extent, IoBench
+from tierstore.bench.io.search import FINALISTS, GridPoint, choose, grid, search
+from tierstore.bench.io.series import Coverage, IoBench
 from tierstore.capabilities import Capability
 from tierstore.store.config import IoBackendName
 
 MIB = 1 << 20
 CANDIDATES = st.builds(
-    Candidate,
+    GridPoint,
     block_bytes=st.integers(1, 64).map(lambda n: n * 4096),
     depth=st.integers(1, 64),
     reads=st.lists(st.floats(0.5, 2), min_size=1, max_size=3),
@@ -24,14 +24,14 @@ CANDIDATES = st.builds(
 )
 
 
-def candidate(block: int, depth: int, read: float, write: float) -> Candidate:
-    return Candidate(block_bytes=block, depth=depth, reads=[read], writes=[write])
+def candidate(block: int, depth: int, read: float, write: float) -> GridPoint:
+    return GridPoint(block_bytes=block, depth=depth, reads=[read], writes=[write])
 
 
 def test_a_byte_read_and_a_byte_written() -> None:
     """Read at 3, written at 1: two bytes in 1/3 + 1 seconds are 1.5 a second. The middle round counts."""
     assert candidate(4096, 1, 3, 1).bytes_per_s == pytest.approx(1.5)
-    several = Candidate(block_bytes=4096, depth=1, reads=[9, 3, 1], writes=[1, 1, 7])
+    several = GridPoint(block_bytes=4096, depth=1, reads=[9, 3, 1], writes=[1, 1, 7])
     assert several.bytes_per_s == pytest.approx(1.5)
 
 
@@ -45,7 +45,7 @@ def test_little_in_flight_wins_among_the_near() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(CANDIDATES, min_size=1, max_size=8))
-def test_the_definition(candidates: list[Candidate]) -> None:
+def test_the_definition(candidates: list[GridPoint]) -> None:
     chosen = choose(candidates)
     best = max(one.bytes_per_s for one in candidates)
     assert chosen.bytes_per_s >= 0.97 * best
@@ -76,7 +76,7 @@ def test_a_search(tmp_path: Path) -> None:
 
 
 def test_the_full_grid_is_affordable() -> None:
-    points = grid(IoBench(extent=Extent.FULL, size=512 * MIB))
+    points = grid(IoBench(coverage=Coverage.FULL, size=512 * MIB))
     assert all(point.in_flight_bytes <= 128 * MIB for point in points)
     assert {64 << 10, 32 * MIB} <= {point.block_bytes for point in points}
     assert len({(point.block_bytes, point.depth) for point in points}) == len(points)

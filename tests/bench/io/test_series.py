@@ -17,19 +17,19 @@ from tierstore.bench.io.load import (
     Checksums,
     DataFiles,
     Job,
-    Kind,
     Load,
     Pages,
     Pattern,
     Reuse,
     Sample,
+    TransferKind,
     check_space,
 )
 from tierstore.bench.io.series import (
-    Comparison,
-    Extent,
+    Coverage,
     IoBench,
     Plan,
+    ProgramComparison,
     Series,
     compare,
     jobs,
@@ -44,7 +44,7 @@ from tierstore.store.config import IoBackendName
 
 MIB = 1 << 20
 CACHED = Job(
-    kind=Kind.READ,
+    kind=TransferKind.READ,
     block_bytes=64 << 10,
     depth=4,
     backend=IoBackendName.THREADS,
@@ -82,9 +82,9 @@ class FakeArm:
 
 def test_turns_turn_round() -> None:
     log: list[str] = []
-    arms = [FakeArm(name, [sample(number, 1) for number in range(3)], log) for name in "abc"]
+    programs = [FakeArm(name, [sample(number, 1) for number in range(3)], log) for name in "abc"]
     ticks: list[int] = []
-    series = take_turns(arms, 3, lambda: ticks.append(len(log)))
+    series = take_turns(programs, 3, lambda: ticks.append(len(log)))
     assert log == [*"abc", *"cba", *"abc"]
     assert ticks == list(range(1, 10))
     assert [(one.program, [s.nbytes for s in one.samples]) for one in series] == [
@@ -99,13 +99,12 @@ def test_ratios_by_hand() -> None:
     """
     ours = Series(program="tierstore", samples=tuple(sample(n, 1.0) for n in (100, 200, 400)))
     theirs = Series(program="fio", samples=tuple(sample(100, 1.0, cpu_s=2.0) for _ in range(3)))
-    found = Comparison(title="by hand", series=(ours, theirs), targets={"fio": 2.5})
+    found = ProgramComparison(title="by hand", series=(ours, theirs), targets={"fio": 2.5})
     assert found.ratio("fio") == 2
     assert found.cpu_ratio("fio") == 0.25
     assert ours.bytes_per_s == 200
-    plain = found.as_json()
-    (ratio,) = plain["ratios"]  # type: ignore[misc]
-    assert (ratio["least_ratio"], ratio["greatest_ratio"], ratio["met"]) == (1, 4, False)
+    (ratio,) = found.figures().ratios
+    assert (ratio.least_ratio, ratio.greatest_ratio, ratio.met) == (1, 4, False)
     slow = replace(ours, program="slow", samples=theirs.samples)
     assert replace(found, series=(ours, slow, theirs)).ratio("fio", ours="slow") == 1
     idle = replace(theirs, samples=tuple(replace(one, cpu_s=0.0) for one in theirs.samples))
@@ -119,9 +118,11 @@ def test_latencies_of_all_rounds() -> None:
 
 
 @pytest.mark.parametrize("backend", ["AUTO", "THREADS", "PMEM"])
-@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("kind", list(TransferKind))
 @pytest.mark.parametrize("pattern", list(Pattern))
-def test_a_load_moves_what_it_says(files: DataFiles, backend: str, kind: Kind, pattern: Pattern) -> None:
+def test_a_load_moves_what_it_says(
+    files: DataFiles, backend: str, kind: TransferKind, pattern: Pattern
+) -> None:
     job = replace(CACHED, backend=IoBackendName[backend], kind=kind, pattern=pattern)
     with Load(job, files.striped) as load:
         before = load.stats()
@@ -132,20 +133,22 @@ def test_a_load_moves_what_it_says(files: DataFiles, backend: str, kind: Kind, p
     }
     assert moved["read_bytes"] + moved["written_bytes"] == found.nbytes == found.operations * job.block_bytes
     assert moved["reads"] + moved["writes"] == found.operations == found.latencies.count
-    assert (moved["reads"] > 0) == (kind is not Kind.WRITE)
-    assert (moved["writes"] > 0) == (kind is not Kind.READ)
+    assert (moved["reads"] > 0) == (kind is not TransferKind.WRITE)
+    assert (moved["writes"] > 0) == (kind is not TransferKind.READ)
     assert found.operations >= job.depth
     assert 0 < found.latencies.greatest_ns / 1e9 <= found.elapsed_s
 
 
-@pytest.mark.parametrize("kind", list(Kind))
-def test_writes_through_the_page_cache_end_on_the_disk(files: DataFiles, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", list(TransferKind))
+def test_writes_through_the_page_cache_end_on_the_disk(files: DataFiles, kind: TransferKind) -> None:
     """Without a sync in the time it would be the speed of memory."""
     job = replace(CACHED, kind=kind)
     with Load(job, files.striped) as load:
         before = int(load.stats()["syncs"])
         load.run(0.01)
-        assert int(load.stats()["syncs"]) - before == (0 if kind is Kind.READ else len(files.striped.paths))
+        assert int(load.stats()["syncs"]) - before == (
+            0 if kind is TransferKind.READ else len(files.striped.paths)
+        )
 
 
 def test_through_the_page_cache_one_pass(files: DataFiles) -> None:
@@ -157,7 +160,7 @@ def test_through_the_page_cache_one_pass(files: DataFiles) -> None:
 @pytest.mark.parametrize("pattern", list(Pattern))
 def test_one_pass_touches_every_block(files: DataFiles, pattern: Pattern) -> None:
     """In any order: what came twice would come from memory."""
-    job = replace(CACHED, kind=Kind.WRITE, pattern=pattern, block_bytes=4096, depth=2)
+    job = replace(CACHED, kind=TransferKind.WRITE, pattern=pattern, block_bytes=4096, depth=2)
     for path in files.striped.paths:
         path.write_bytes(bytes(4 * MIB))
     with Load(job, files.striped) as load:
@@ -207,26 +210,26 @@ FIO = Fio("fio", "fio-3.33")
 
 
 def test_plans_stay_within_memory_and_file(tmp_path: Path) -> None:
-    for extent in Extent:
-        bench = IoBench(directories=(tmp_path,), size=16 * MIB, extent=extent, direct=Capability.ON)
+    for coverage in Coverage:
+        bench = IoBench(directories=(tmp_path,), size=16 * MIB, coverage=coverage, direct=Capability.ON)
         plans = jobs(bench, FIO)
         chosen = [job for plan in plans for job in plan.ours.values()]
         assert len(set(chosen)) == len(chosen)
         assert all(job.in_flight_bytes <= IN_FLIGHT_LIMIT and job.block_bytes <= 16 * MIB for job in chosen)
-        assert {job.kind for job in chosen} == set(Kind)
+        assert {job.kind for job in chosen} == set(TransferKind)
         assert {job.pattern for job in chosen} == set(Pattern)
         assert {job.backend for job in chosen} == set(bench.backends)
         assert {job.direct for job in chosen} == {Capability.ON, Capability.OFF}
         assert any(plan.fio for plan in plans)
         assert not any(plan.fio for plan in jobs(bench, None))
-    whole = IoBench(directories=(tmp_path,), size=64 * MIB, extent=Extent.FULL, direct=Capability.ON)
+    whole = IoBench(directories=(tmp_path,), size=64 * MIB, coverage=Coverage.FULL, direct=Capability.ON)
     blocks = {job.block_bytes for plan in jobs(whole, None) for job in plan.ours.values()}
     assert (min(blocks), max(blocks)) == (4096, 64 * MIB)
 
 
 def test_targets() -> None:
     plan = with_fio(replace(CACHED, backend=IoBackendName.URING), FIO, "1 MiB")
-    assert (plan.arms, dict(plan.targets)) == (3, {"fio": 0.95})
+    assert (plan.programs, dict(plan.targets)) == (3, {"fio": 0.95})
     assert [job.pages for job in plan.ours.values()] == [Pages.SMALL, Pages.SMALL]
     assert with_fio(CACHED, None, "1 MiB") == Plan(title="1 MiB", ours={"tierstore": CACHED})
 

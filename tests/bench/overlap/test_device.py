@@ -1,4 +1,4 @@
-"""What computes for a rig: times by its own clock, and slots that stay as they are until it has finished."""
+"""What computes for a synthetic stack: times by its own clock, and slots that stay as they are until it has finished."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tierstore._native import Arena, Buffer, Engine, HugePages, Link
-from tierstore.bench.overlap.device import Computer, Device, EmulatedTier, Processor
+from tierstore.bench.overlap.device import Computer, EmulatedDevice, EmulatedTier, Processor
 from tierstore.tiers import DeviceSlots
 
 SLOTS = DeviceSlots(1024, torch.float32, weights=1, gradients=1)
@@ -38,7 +38,7 @@ def engine() -> Iterator[Engine]:
 
 
 def test_a_device_computes_one_after_another_while_its_caller_goes_on(engine: Engine) -> None:
-    device = Device(engine)
+    device = EmulatedDevice(engine)
     assert device.finished() == []
     begun = device.clock_ns()
     for _ in range(3):

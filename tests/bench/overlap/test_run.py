@@ -11,17 +11,17 @@ import pytest
 
 from tierstore.bench.overlap import picture
 from tierstore.bench.overlap.device import Computation
-from tierstore.bench.overlap.rank import Measurement
-from tierstore.bench.overlap.rig import RigShape
+from tierstore.bench.overlap.rank import RankRequest
 from tierstore.bench.overlap.run import Balance, OverlapBench, Prefetch, Ranks, Stack, Times, links_for, run
+from tierstore.bench.overlap.stack import StackShape
 from tierstore.bench.processes.namespaces import rank_namespaces
-from tierstore.bench.training.worker import WorkerError
+from tierstore.bench.processes.spawn import WorkerError
 from tierstore.cache.access import Phase
 from tierstore.config import load
 from tierstore.errors import ConfigError
 from tierstore.train.config import TrainConfig
 
-TINY = RigShape(
+TINY = StackShape(
     layers=3,
     experts=2,
     dense_side=32,
@@ -55,7 +55,7 @@ def test_links_take_the_time_that_they_are_to(balance: Balance, gathers: float, 
     assert 9e6 / links.copy.bandwidth == pytest.approx(min(gathers, fetches) / 4)
 
 
-def test_the_rig_computes_as_long_as_it_is_told() -> None:
+def test_the_stack_has_a_unit_and_a_backward_pass_a_layer() -> None:
     schedule = TINY.schedule()
     backward = [item for item in schedule.passes if item.phase is Phase.BACKWARD]
     assert len(backward) == TINY.layers
@@ -65,22 +65,22 @@ def test_the_rig_computes_as_long_as_it_is_told() -> None:
 def test_two_ranks(tmp_path: Path) -> None:
     """What it measures is there and adds up; each pass of the last step is drawn."""
     timeline = tmp_path / "timeline.json"
-    bench = OverlapBench(place=tmp_path / "place", steps=1, warmup=1, timeline=timeline, shape=TINY)
+    bench = OverlapBench(directory=tmp_path / "place", steps=1, warmup=1, timeline=timeline, shape=TINY)
     result = run(bench)
-    assert not bench.place.exists()
-    cases = [(row["balance"], row["prefetch"]) for row in result["runs"]]
+    assert not bench.directory.exists()
+    cases = [(one.balance, one.prefetch) for one in result.runs]
     assert cases == [
-        *((balance.value, Prefetch.BOTH.value) for balance in Balance),
-        *(("all equal", prefetch.value) for prefetch in Prefetch if prefetch is not Prefetch.BOTH),
+        *((balance, Prefetch.BOTH) for balance in Balance),
+        *((Balance.EQUAL, prefetch) for prefetch in Prefetch if prefetch is not Prefetch.BOTH),
     ]
     # 3 gathers of the forward and 1 of the backward passes (two units stay), 3 reductions, of half a unit each.
-    assert result["collectives"] == 7
-    assert result["sent_bytes"] == 7 * 4 * 32 * 32 / 2
-    for row in result["runs"]:
-        assert row["longest_s"] == max(row["computation_s"], row["gathers_s"], row["fetches_s"])
+    assert result.collectives == 7
+    assert result.sent_bytes == 7 * 4 * 32 * 32 / 2
+    for one in result.runs:
+        assert one.longest_s == max(one.computation_s, one.gathers_s, one.fetches_s)
         # No step is shorter than what it has to compute; what it has to gather may straddle two steps.
-        assert row["step_s"] >= row["computation_s"] / 2
-        assert {stall["cause"].split(":")[0] for stall in row["stalls"]} == {"horizontal", "vertical"}
+        assert one.step_s >= one.computation_s / 2
+        assert {stall.cause.split(":")[0] for stall in one.stalls} == {"horizontal", "vertical"}
     slices, (begin, end) = picture.last_step(json.loads(timeline.read_text()))
     assert end > begin
     passes = [name for name, _, _ in slices["compute"]]
@@ -115,10 +115,10 @@ def test_the_picture_is_the_same_file_twice(tmp_path: Path) -> None:
 
 def test_ranks_meet_through_namespaces_where_there_are_some(tmp_path: Path) -> None:
     """At 1 MiB/s: 7 messages of 2 KiB a step fit the bucket, so nothing is asserted of their time."""
-    asked = Measurement(place=tmp_path / "run", steps=1, warmup=1, shape=TINY)
+    asked = RankRequest(directory=tmp_path / "run", steps=1, warmup=1, shape=TINY)
     with rank_namespaces(2, bandwidth=1 << 20) as (resolution, namespaces), Ranks(namespaces) as ranks:
         assert len(namespaces) == (2 if resolution else 0)
-        assert ranks.measure(asked)["sent_bytes"] == 7 * 4 * 32 * 32 / 2
+        assert ranks.measure(asked).sent_bytes == 7 * 4 * 32 * 32 / 2
 
 
 def test_the_trainer_steps_over_limited_links(tmp_path: Path) -> None:
@@ -137,15 +137,15 @@ def test_the_trainer_steps_over_limited_links(tmp_path: Path) -> None:
         **{"links.gather.bandwidth": "100MiB", "links.copy.latency": 0.001, "threads": 1},
     }
     config = load(TrainConfig, None, settings)
-    asked = Measurement(
-        place=tmp_path / "run", steps=1, warmup=1, stack=Stack.TRAINER, train=config, links=config.links
+    asked = RankRequest(
+        directory=tmp_path / "run", steps=1, warmup=1, stack=Stack.TRAINER, train=config, links=config.links
     )
     with Ranks() as ranks:
         found = ranks.measure(asked)
-        assert not asked.place.exists()
-        assert found["sent_bytes"] > 0
-        assert found["step_s"] >= 0.002  # each layer has experts to load, forward and backward
-        assert {"horizontal: gather", "vertical: copy"} <= set(found["stalls"])
+        assert not asked.directory.exists()
+        assert found.sent_bytes > 0
+        assert found.step_s >= 0.002  # each layer has experts to load, forward and backward
+        assert {"horizontal: gather", "vertical: copy"} <= set(found.stalls)
         # It is refused on both ranks, in a line.
         with pytest.raises(WorkerError, match=r"rank 0: ConfigError: data\.batch_size"):
             ranks.measure(replace(asked, train=replace(config, data=replace(config.data, batch_size=3))))
@@ -153,7 +153,7 @@ def test_the_trainer_steps_over_limited_links(tmp_path: Path) -> None:
 
 def test_bad_requests(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="exists"):
-        run(OverlapBench(place=tmp_path))
+        run(OverlapBench(directory=tmp_path))
     with pytest.raises(ConfigError, match="at least 1"):
         OverlapBench(steps=0)
     with pytest.raises(ConfigError, match="synthetic"):

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from tierstore.bench.probes import disk
-from tierstore.bench.probes.disk import DiskProbe, Durable
-from tierstore.bench.training.bound import Bytes
+from tierstore.bench.probes.disk import Bytes, DiskProbe, Durable
 from tierstore.capabilities import Capability
 from tierstore.store.config import IoConfig
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.bench.probes.latency import Latencies
+from tierstore.bench.results.figures import to_json
 
 DURATIONS = st.lists(st.integers(0, 2**62), min_size=1, max_size=60)
 
@@ -29,8 +30,8 @@ def test_a_worked_example() -> None:
     )  # rank 10: the bucket's top is 1003, but nothing was longer than 1000
     found.add([1002])
     assert found.percentile_ns(85) == 1002
-    assert found.as_json()["greatest_s"] == pytest.approx(1.002e-6)
-    assert set(found.as_json()) == {"p50_s", "p90_s", "p99_s", "p99.9_s", "greatest_s"}
+    assert found.summary().greatest_s == pytest.approx(1.002e-6)
+    assert set(to_json(found.summary())) == {"p50_s", "p90_s", "p99_s", "p99.9_s", "greatest_s"}
 
 
 def test_times_and_merge_are_adding() -> None:
@@ -65,7 +66,7 @@ def test_powers_of_two_begin_a_bucket(shift: int) -> None:
 
 def test_bad_input() -> None:
     empty = Latencies()
-    assert empty.as_json() == {}
+    assert to_json(empty.summary()) == {}
     with pytest.raises(ValueError, match="0 durations"):
         empty.percentile_ns(50)
     with pytest.raises(ValueError, match="-1 ns"):

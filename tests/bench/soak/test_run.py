@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +19,7 @@ from tierstore.bench.probes.usage import disk_bytes
 from tierstore.bench.soak.audit import audit, committed_generation
 from tierstore.bench.soak.model import FORGETFUL, LEARNING_RATE, StoreModel, gradient
 from tierstore.bench.soak.plan import Misuse, OperationKind, SoakPlan, SoakShape, key_of
-from tierstore.bench.soak.run import SoakBench, run, stored_bytes
+from tierstore.bench.soak.run import SoakBench, SoakProgress, SoakResult, run, stored_bytes
 from tierstore.errors import ConfigError
 from tierstore.store import Group, NewRecord, ParameterStore, StoreConfig
 from tierstore.store.format import COMMITTED_GROUPS
@@ -35,10 +34,10 @@ def soak(
     *,
     kill_every_s: float = 0.3,
     between_lives: Callable[[int], None] | None = None,
-    announce: Callable[[float, dict[str, object]], None] = lambda seconds, figures: None,
-) -> dict[str, Any]:
+    announce: Callable[[float, SoakProgress], None] = lambda seconds, progress: None,
+) -> SoakResult:
     bench = SoakBench(
-        place=place,
+        directory=place,
         seconds=seconds,
         shape=SMALL,
         kill_every_s=kill_every_s,
@@ -92,7 +91,7 @@ def test_the_shape() -> None:
 def test_three_seconds_with_kills(tmp_path: Path) -> None:
     place = tmp_path / "soak"
     sizes: list[int] = []
-    heard: list[dict[str, object]] = []
+    heard: list[SoakProgress] = []
     # As long as it takes to be killed twice: processes start slowly on a machine that is busy.
     for seconds in (3, 6, 12):
         found = soak(
@@ -100,19 +99,19 @@ def test_three_seconds_with_kills(tmp_path: Path) -> None:
             seconds,
             kill_every_s=0.6,
             between_lives=lambda life: sizes.append(disk_bytes(place)),
-            announce=lambda seconds, figures: heard.append(figures),
+            announce=lambda seconds, progress: heard.append(progress),
         )
-        assert found["failures"] == []
-        if found["kills_count"] >= 2:
+        assert found.failures == []
+        if found.kills_count >= 2:
             break
-    assert found["kills_count"] >= 2
-    assert found["wrong_bytes"] == 0
-    assert found["lives_count"] >= found["kills_count"]
-    assert found["verified_bytes"] > found["audited_bytes"] > 0
-    assert found["read_bytes"] > 0
-    assert found["reopen"]["times_count"] >= 1
-    assert min(found["operations"][f"{name}_count"] for name in ("fetch", "update")) > 0
-    assert heard[-1]["kills"] is not None
+    assert found.kills_count >= 2
+    assert found.wrong_bytes == 0
+    assert found.lives_count >= found.kills_count
+    assert found.verified_bytes > found.audited_bytes > 0
+    assert found.read_bytes > 0
+    assert found.reopen.times_count >= 1
+    assert min(getattr(found.operations, f"{name}_count") for name in ("fetch", "update")) > 0
+    assert heard[-1].kills >= 0
     assert max(sizes) <= stored_bytes(SMALL) + (1 << 20)
     assert not place.exists()
 
@@ -143,30 +142,30 @@ def test_a_store_over_two_drives(tmp_path: Path) -> None:
             file.seek(-1, os.SEEK_CUR)
             file.write(bytes([value ^ 0x10]))
 
-    def bench(seconds: float, between_lives: Callable[[int], None] | None) -> dict[str, Any]:
+    def bench(seconds: float, between_lives: Callable[[int], None] | None) -> SoakResult:
         return run(
             SoakBench(
-                place=place,
+                directory=place,
                 further=(further,),
                 seconds=seconds,
                 shape=SMALL,
                 kill_every_s=0.6,
                 between_lives=between_lives,
             ),
-            lambda seconds, figures: None,
+            lambda seconds, progress: None,
         )
 
     found = bench(3, None)
-    assert found["failures"] == []
-    assert found["audited_bytes"] > 0 or found["kills_count"] == 0
-    assert found["directories"] == [str(place), str(further)]
+    assert found.failures == []
+    assert found.audited_bytes > 0 or found.kills_count == 0
+    assert found.directories == (place, further)
     assert not place.exists()
     assert not further.exists()
-    (failure,) = bench(20, damage)["failures"]
+    (failure,) = bench(20, damage).failures
     assert str(damaged[0]) in failure
     assert "1 wrong bytes" in failure
     with pytest.raises(ConfigError, match="drive exists"):
-        SoakBench(place=tmp_path / "new", further=(further,), seconds=1)
+        SoakBench(directory=tmp_path / "new", further=(further,), seconds=1)
 
 
 def test_every_misuse_is_refused(tmp_path: Path) -> None:
@@ -175,14 +174,14 @@ def test_every_misuse_is_refused(tmp_path: Path) -> None:
     misuses = {op.misuse for op in (plan.operation(p) for p in range(300)) if op.kind is OperationKind.MISUSE}
     for seconds in (2, 4, 8):
         found = soak(tmp_path / "soak", seconds, kill_every_s=0)
-        assert found["failures"] == []
-        assert found["kills_count"] == 0
-        if {fault["fault"] for fault in found["faults"]} >= {misuse.value for misuse in misuses}:
+        assert found.failures == []
+        assert found.kills_count == 0
+        if {fault.fault for fault in found.faults} >= {misuse.value for misuse in misuses}:
             break
-    assert {fault["fault"] for fault in found["faults"]} >= {misuse.value for misuse in misuses}
-    documented = {fault["fault"]: fault["error"] for fault in found["faults"]}
+    assert {fault.fault for fault in found.faults} >= {misuse.value for misuse in misuses}
+    documented = {fault.fault: fault.error for fault in found.faults}
     assert documented[Misuse.LEASED_UPDATE.value] == "StoreError"
-    assert found["trends"]["descriptors"]["first_count"] == found["trends"]["descriptors"]["last_count"]
+    assert found.trends["descriptors"].first == found.trends["descriptors"].last
 
 
 # Something is wrong ----------------------------------------------------------------------------------------
@@ -200,8 +199,8 @@ def test_one_byte_changed_while_the_store_was_closed_is_found(tmp_path: Path, gr
 
     found = soak(place, 20, between_lives=damage)
     assert len(damaged) == 1
-    assert found["wrong_bytes"] == 1
-    (failure,) = found["failures"]
+    assert found.wrong_bytes == 1
+    (failure,) = found.failures
     assert key_of(5) in failure
     assert str(place / "extents") in failure
     assert place.exists()  # to be looked at
@@ -213,7 +212,7 @@ def test_bytes_changed_while_the_store_is_open_are_found(tmp_path: Path) -> None
     layout = SMALL.schemas[0].layout(Group.WEIGHTS)
     damaged: list[str] = []
 
-    def damage(seconds: float, figures: dict[str, object]) -> None:
+    def damage(seconds: float, progress: SoakProgress) -> None:
         path = place / "extents" / name
         if not damaged and path.exists():
             damaged.append(name)
@@ -224,7 +223,7 @@ def test_bytes_changed_while_the_store_is_open_are_found(tmp_path: Path) -> None
 
     found = soak(place, 20, kill_every_s=0, announce=damage)
     assert damaged
-    (failure,) = found["failures"]
+    (failure,) = found.failures
     assert failure.startswith(("ChecksumError: ", "SoakFailure: verify: "))
     assert name in failure
 
@@ -245,7 +244,7 @@ def test_a_commit_that_was_lost_is_found(tmp_path: Path) -> None:
 
     found = soak(place, 25, kill_every_s=1.0, between_lives=restore)
     assert restored
-    (failure,) = found["failures"]
+    (failure,) = found.failures
     assert "the store is at commit" in failure
 
 
@@ -309,12 +308,12 @@ def test_an_interrupt_ends_it_cleanly(tmp_path: Path) -> None:
 def test_what_cannot_be(tmp_path: Path) -> None:
     for wrong in ({"seconds": 0.0}, {"seconds": 1.0, "kill_every_s": -1.0}):
         with pytest.raises(ConfigError, match="expected"):
-            SoakBench(place=tmp_path / "s", **wrong)
+            SoakBench(directory=tmp_path / "s", **wrong)
     with pytest.raises(ConfigError, match="directory of its own"):
-        SoakBench(place=tmp_path, seconds=1)
+        SoakBench(directory=tmp_path, seconds=1)
     huge = SoakBench(
-        place=tmp_path / "s", seconds=1, shape=SoakShape(store_bytes=1 << 50, record_bytes=1 << 40)
+        directory=tmp_path / "s", seconds=1, shape=SoakShape(store_bytes=1 << 50, record_bytes=1 << 40)
     )
     with pytest.raises(ConfigError, match="free"):
-        run(huge, lambda seconds, figures: None)
+        run(huge, lambda seconds, progress: None)
     assert not (tmp_path / "s").exists()

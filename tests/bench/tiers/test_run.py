@@ -18,7 +18,6 @@ from tierstore.bench.tiers.load import TierLoad, Traffic, TrafficStep, partly_di
 from tierstore.bench.tiers.run import Point, Sweep, TiersBench, run
 from tierstore.cache.access import Need, Phase
 from tierstore.cli.main import cli
-from tierstore.cli.output import unit_violations
 from tierstore.errors import ConfigError
 from tierstore.lab.generators import RoutingWorkload
 from tierstore.lab.importing import write_trace
@@ -130,7 +129,7 @@ def test_counts_by_hand(tmp_path: Path) -> None:
 # Runs ------------------------------------------------------------------------------------------------------
 
 
-def small(place: Path, **options: Any) -> TiersBench:
+def small(directory: Path, **options: Any) -> TiersBench:
     given: dict[str, Any] = {
         "record_bytes": (24 << 10,),
         "budgets": (0.3,),
@@ -138,19 +137,19 @@ def small(place: Path, **options: Any) -> TiersBench:
         "store_bytes": 3 << 20,
         "seconds": 0.4,
     }
-    return TiersBench(place=place, **given | options)
+    return TiersBench(directory=directory, **given | options)
 
 
 def test_points() -> None:
     lists: dict[str, Any] = {"record_bytes": (1 << 20, 1 << 16), "budgets": (0.5, 0.1), "dirty": (1.0, 0.0)}
-    star = TiersBench(place=Path("nowhere"), **lists).points
+    star = TiersBench(directory=Path("nowhere"), **lists).points
     assert star == [
         Point(1 << 20, 0.5, 1.0),
         Point(1 << 20, 0.1, 1.0),
         Point(1 << 20, 0.5, 0.0),
         Point(1 << 16, 0.5, 1.0),
     ]
-    full = TiersBench(place=Path("nowhere"), sweep=Sweep.FULL, **lists).points
+    full = TiersBench(directory=Path("nowhere"), sweep=Sweep.FULL, **lists).points
     assert len(full) == len(set(full)) == 8
     assert set(star) <= set(full)
 
@@ -159,25 +158,24 @@ def test_a_sweep(tmp_path: Path) -> None:
     said: list[str] = []
     found = run(small(tmp_path / "b", budgets=(0.3, 1.0), dirty=(1.0, 0.0)), said.append)
     assert not (tmp_path / "b").exists()
-    assert found["failures"] == []
+    assert found.failures == []
     assert said[0].startswith("3 points of 0.4 s; stores of up to ")
-    some, everything, clean = found["points"]
-    assert some["hit_ratio"] < everything["hit_ratio"]
+    some, everything, clean = found.points
+    assert some.hit_ratio < everything.hit_ratio
     for row in (some, everything):
-        assert 0 < row["write_amplification_ratio"] <= 1.05
-        assert row["write_target_met"] is True
-        assert row["write_to_dirty_ratio"] >= row["write_amplification_ratio"]
-        assert row["drive_life_s"] == pytest.approx(600e12 / row["written_bytes_per_s"])
-        assert row["wear_per_step_bytes"] * row["steps"] == pytest.approx(row["written_bytes"])
-        assert row["read_bytes_per_s"] >= 0
-    assert clean["changed_bytes"] == 0
-    assert clean["write_amplification_ratio"] is None
-    assert clean["write_target_met"] is None
-    for row in found["points"]:
-        assert 1 <= row["space_amplification_ratio"] <= row["space_target_ratio"]
-        assert 1 <= row["space_needed_ratio"] <= 3  # live, committed, one snapshot
-        assert row["fetch"]["p50_s"] <= row["fetch"]["p99_s"] <= row["fetch"]["p99.9_s"]
-    assert list(unit_violations(found)) == []
+        assert 0 < row.write_amplification_ratio <= 1.05
+        assert row.write_target_met is True
+        assert row.write_to_dirty_ratio >= row.write_amplification_ratio
+        assert row.drive_life_s == pytest.approx(600e12 / row.rates.written_bytes_per_s)
+        assert row.wear_per_step_bytes * row.steps == pytest.approx(row.written_bytes)
+        assert row.rates.read_bytes_per_s >= 0
+    assert clean.changed_bytes == 0
+    assert clean.write_amplification_ratio is None
+    assert clean.write_target_met is None
+    for row in found.points:
+        assert 1 <= row.space_amplification_ratio <= row.space_target_ratio
+        assert 1 <= row.space_needed_ratio <= 3  # live, committed, one snapshot
+        assert row.fetch.p50_s <= row.fetch.p99_s <= row.fetch.p99_9_s
     names = {measurement.name for measurement in tiers.measurements(found)}
     assert {"fetched", "fetch p99.9", "commit p99", "write amplification", "space amplification"} <= names
 
@@ -189,15 +187,15 @@ def test_a_sweep_of_a_recorded_trace(tmp_path: Path) -> None:
     path = tmp_path / "routing.trace"
     write_trace(path, workload.table(), workload.chunks(), origin="generated")
     found = run(small(tmp_path / "b", trace=path), lambda line: None)
-    assert found["traffic"] == "routing.trace"
-    assert found["points"][0]["records"] <= 20
-    assert found["points"][0]["steps"] > 0
+    assert found.traffic == "routing.trace"
+    assert found.points[0].records <= 20
+    assert found.points[0].steps > 0
 
 
 def test_a_target_that_is_missed_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "WRITE_AMPLIFICATION_TARGET", 0.01)
     found = run(small(tmp_path / "b"), lambda line: None)
-    (failure,) = found["failures"]
+    (failure,) = found.failures
     assert failure.startswith("records of 24 KiB, budget 30%: write amplification ")
     assert failure.endswith("expected at most 0.01")
 

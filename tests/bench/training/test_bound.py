@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstore.bench.training.bound import Bytes, bound_s, clairvoyant, compulsory
+from tierstore.bench.probes.disk import Bytes
+from tierstore.bench.training.bound import bound_s, clairvoyant, compulsory
 from tierstore.cache.access import Need
 from tierstore.errors import DataError
 from tierstore.trace.format import TraceHeader, TraceKind

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import pytest
 from tierstore.bench.processes.namespaces import probe_namespaces
 from tierstore.bench.results.document import load_document
 from tierstore.cli.main import cli
-from tierstore.cli.output import unit_violations
 
 TINY = [
     *("model.d_model=32", "model.d_ff=64", "model.n_layers=2", "model.n_heads=2", "model.experts=8"),
@@ -56,8 +56,6 @@ def test_train(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert bench(*tiny(tmp_path, "--host-budget=300KiB", "--json", f"--save={saved}")) == 0
     out, err = capfd.readouterr()
     found = last_object(out)
-    counts = frozenset({"steps", "rounds", "warmup_steps", "parameters", "experts"})
-    assert list(unit_violations(found, counts=counts)) == []
     assert found["same_losses"] is True
     assert found["in_ram"]["step_read_bytes"] == found["in_ram"]["step_written_bytes"] == 0
     assert found["in_ram"]["hit_ratio"] == 1
@@ -79,7 +77,7 @@ def test_other_losses_than_in_ram_are_status_1(
 ) -> None:
     from tierstore.bench.training import run as training
 
-    monkeypatch.setattr(training, "_same_losses", lambda samples: False)
+    monkeypatch.setattr(training, "_same_losses", lambda tiered, whole: False)
     assert bench(*tiny(tmp_path, "--host-budget=300KiB")) == 1
     assert "same losses: NO" in capfd.readouterr().out
 
@@ -153,8 +151,10 @@ def test_collectives(
     assert found["apart"]["collectives_count"] > found["fused"]["collectives_count"]
     listed = {one.label: one.median for one in load_document(saved).measurements}
     assert listed["messages a step (messages=apart)"] == found["apart"]["collectives_count"]
-    other = {**found, "same_bits": False}
-    monkeypatch.setattr("tierstore.bench.collectives.run", lambda plan: other)
+    from tierstore.bench import collectives
+
+    measured = collectives.run
+    monkeypatch.setattr(collectives, "run", lambda plan: replace(measured(plan), same_bits=False))
     assert bench("collectives", *small) == 1
     monkeypatch.undo()
     assert bench("collectives", "--ranks=1") == 2
@@ -167,8 +167,6 @@ def test_overlap(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert bench("overlap", *small, f"--store={tmp_path / 'bench'}", "--json", f"--save={saved}") == 0
     out, err = capfd.readouterr()
     found = last_object(out)
-    counts = frozenset({"ranks", "collectives", "disk_transfers"})
-    assert list(unit_violations(found, counts=counts)) == []
     assert [run["prefetch"] for run in found["runs"]] == ["both"] * 4 + [
         "horizontal only",
         "vertical only",

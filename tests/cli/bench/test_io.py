@@ -15,7 +15,6 @@ import pytest
 
 from tierstore.bench.results.document import load_document
 from tierstore.cli.main import cli
-from tierstore.cli.output import unit_violations
 from tierstore.io_profile import load_io_point
 from tierstore.store.config import IoConfig
 from tierstore.store.tuning import tune
@@ -63,7 +62,6 @@ def test_two_directories(
     assert run("bench", "io", *places, *SMALL, "--backend=threads", "--json", f"--save={saved}") == 0
     out, err = capfd.readouterr()
     found = last_object(out)
-    assert list(unit_violations(found)) == []
     assert found["fio"] is None
     assert any(note.startswith("fio: not installed") for note in found["notes"])
     assert len(found["search"]) == 2

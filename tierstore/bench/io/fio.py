@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tierstore.bench.io.load import Job, Kind, Pattern, Sample
+from tierstore.bench.io.load import Job, Pattern, Sample, TransferKind
 from tierstore.bench.probes.latency import Latencies
 from tierstore.capabilities import Capability
 from tierstore.errors import TierstoreError
@@ -24,7 +24,7 @@ from tierstore.store.config import IoBackendName
 __all__ = ["Fio", "FioError", "find_fio", "parse"]
 
 _ENGINES = {IoBackendName.URING: "io_uring", IoBackendName.THREADS: "psync"}
-_NAMES = {Kind.READ: "read", Kind.WRITE: "write", Kind.MIXED: "rw"}
+_NAMES = {TransferKind.READ: "read", TransferKind.WRITE: "write", TransferKind.MIXED: "rw"}
 _MOST_JOBS = 64
 _PATIENCE_S = 60.0  # beyond its run time
 

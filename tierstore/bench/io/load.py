@@ -22,6 +22,7 @@ import numpy as np
 
 from tierstore import _native
 from tierstore.bench.probes.latency import Latencies
+from tierstore.bench.results.figures import Figures
 from tierstore.capabilities import Capability
 from tierstore.errors import ConfigError
 from tierstore.machine import cores, disk
@@ -34,13 +35,14 @@ __all__ = [
     "DataFiles",
     "FileSet",
     "Job",
-    "Kind",
     "Load",
     "Pages",
     "Pattern",
     "Reuse",
     "Sample",
+    "TransferKind",
     "check_space",
+    "cpu_s",
     "drop_pages",
     "noise",
 ]
@@ -56,7 +58,7 @@ _SPANS = 1 << 20
 _FILL_BYTES = 4 << 20
 
 
-class Kind(StrEnum):
+class TransferKind(StrEnum):
     READ = "read"
     WRITE = "write"
     MIXED = "mixed"  # as many reads as writes
@@ -89,10 +91,10 @@ class Pages(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(Figures):
     """One kind of load. ``depth``: transfers of ``block_bytes`` in flight at once. Raises ConfigError."""
 
-    kind: Kind
+    kind: TransferKind
     block_bytes: int
     depth: int
     pattern: Pattern = Pattern.RANDOM
@@ -119,19 +121,6 @@ class Job:
     def past_cache(self) -> bool:
         """Whether transfers pass by the page cache."""
         return self.direct is Capability.ON and self.backend is not IoBackendName.PMEM
-
-    def as_json(self) -> dict[str, object]:
-        return {
-            "kind": self.kind.value,
-            "pattern": self.pattern.value,
-            "block_bytes": self.block_bytes,
-            "depth": self.depth,
-            "backend": self.backend.value,
-            "direct": self.direct.value,
-            "checksums": self.checksums.value,
-            "pages": self.pages.value,
-            "reuse": self.reuse.value,
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,7 +296,7 @@ class Load:
             self._set.forget()
             most = self._slots * len(self._files)
         self._engine.record_spans(_SPANS)
-        first, cpu = self._submitted, _cpu_s()
+        first, cpu = self._submitted, cpu_s()
         begun = time.perf_counter()
         tickets = [self._submit() for _ in range(min(self._window, most))]
         while time.perf_counter() - begun < seconds and self._submitted - first + batch <= most:
@@ -316,10 +305,10 @@ class Load:
             self._engine.wait_all(tickets[: batch - 1])
             tickets = tickets[batch:] + [self._submit() for _ in range(batch)]
         self._engine.wait_all(tickets)
-        if not self._job.past_cache and self._job.kind is not Kind.READ:
+        if not self._job.past_cache and self._job.kind is not TransferKind.READ:
             self._engine.wait_all([self._engine.sync(file) for file in self._files])
         elapsed = time.perf_counter() - begun
-        cpu = _cpu_s() - cpu
+        cpu = cpu_s() - cpu
         count = self._submitted - first
         return Sample(
             nbytes=count * self._block,
@@ -347,7 +336,7 @@ class Load:
             if self._job.pattern is Pattern.SEQUENTIAL
             else self._places[turn % len(self._places)]
         )
-        reads = kind is Kind.READ or (kind is Kind.MIXED and self._coins[number % _PLACES])
+        reads = kind is TransferKind.READ or (kind is TransferKind.MIXED and self._coins[number % _PLACES])
         call = self._engine.read if reads else self._engine.write
         buffers = self._buffers[number % len(self._buffers)]
         if self._table is None:
@@ -389,6 +378,7 @@ class Load:
         self.close()
 
 
-def _cpu_s() -> float:
+def cpu_s() -> float:
+    """CPU time of this process so far, in the program and the kernel."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime

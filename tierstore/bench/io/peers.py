@@ -15,7 +15,6 @@ import asyncio
 import importlib
 import importlib.util
 import os
-import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -27,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore import _native
-from tierstore.bench.io.load import Sample, drop_pages
-from tierstore.bench.io.series import OURS, Comparison, take_turns
+from tierstore.bench.io.load import Sample, cpu_s, drop_pages
+from tierstore.bench.io.series import OURS, ProgramComparison, take_turns
 from tierstore.bench.probes.latency import Latencies
 from tierstore.bench.probes.memory_limit import page_cache_bytes
 from tierstore.errors import TierstoreError
@@ -295,7 +294,7 @@ def missing_peers() -> list[Missing]:
 
 
 @dataclass(frozen=True)
-class _PeerArm:
+class _PeerProgram:
     program: str
     peer: Peer
     paths: list[Path]
@@ -306,13 +305,13 @@ class _PeerArm:
         for path in self.paths:
             drop_pages(path)
         latencies = Latencies()
-        cpu, begun = _cpu_s(), time.perf_counter()
+        cpu, begun = cpu_s(), time.perf_counter()
         self.peer.read(self.order, lambda number, content: None)
         elapsed = time.perf_counter() - begun
         return Sample(
             nbytes=len(self.order) * self.nbytes,
             elapsed_s=elapsed,
-            cpu_s=_cpu_s() - cpu,
+            cpu_s=cpu_s() - cpu,
             operations=len(self.order),
             latencies=latencies,
         )
@@ -348,7 +347,7 @@ def compare_peers(
     queue_depth: int,
     rounds: int,
     tick: Callable[[], None] = lambda: None,
-) -> tuple[Comparison, list[str]]:
+) -> tuple[ProgramComparison, list[str]]:
     """Reads in turns, with files in ``place``; and in words who was left out, or reads warm.
 
     A library that reads other bytes is left out; the engine that does is a PeerMismatch. Raises OSError.
@@ -357,34 +356,34 @@ def compare_peers(
     absent = {peer.name for peer in missing}
     notes: list[str] = []
     with ExitStack() as stack:
-        arms: list[_PeerArm] = []
+        programs: list[_PeerProgram] = []
         for name, peer in _peers(chunk_bytes, queue_depth, absent):
             try:
-                arm = _arm(name, peer, place, records)
+                program = _program(name, peer, place, records)
             except (ImportError, RuntimeError, AttributeError, PeerMismatch) as error:
                 if name == OURS:
                     raise
                 missing.append(Missing(name, str(error) or type(error).__name__))  # installed, and of no use
                 continue
             stack.enter_context(closing(peer))
-            arms.append(arm)
-            if note := arm.warm():
+            programs.append(program)
+            if note := program.warm():
                 notes.append(note)
-        series = take_turns(arms, rounds, tick)
+        series = take_turns(programs, rounds, tick)
     targets = {name: PEER_TARGETS[name] for name in PEER_TARGETS if name not in absent}
     title = "cold reads of records"
-    return Comparison(title=title, series=tuple(series), targets=targets), [*map(str, missing), *notes]
+    return ProgramComparison(title=title, series=tuple(series), targets=targets), [*map(str, missing), *notes]
 
 
-def _arm(name: str, peer: Peer, place: Path, records: Records) -> _PeerArm:
+def _program(name: str, peer: Peer, place: Path, records: Records) -> _PeerProgram:
     """``peer`` with its records written, durable and read once. Raises PeerMismatch, and what it raises."""
     paths = peer.prepare(place, records)
     for path in paths:
         _sync(path)
     order = np.random.default_rng(0).permutation(records.count).tolist()
-    arm = _PeerArm(_TITLES.get(name, name), peer, paths, order, records.nbytes)
-    arm.check(records)
-    return arm
+    program = _PeerProgram(_TITLES.get(name, name), peer, paths, order, records.nbytes)
+    program.check(records)
+    return program
 
 
 def _peers(chunk_bytes: int, queue_depth: int, absent: set[str]) -> Iterator[tuple[str, Peer]]:
@@ -400,8 +399,3 @@ def _sync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime

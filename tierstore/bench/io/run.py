@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
 from tierstore.bench.io.fio import Fio, find_fio
-from tierstore.bench.io.load import DataFiles, FileSet, Job, Kind, check_space
+from tierstore.bench.io.load import DataFiles, FileSet, Job, TransferKind, check_space
 from tierstore.bench.io.peers import PEERS, Records, compare_peers, missing_peers
-from tierstore.bench.io.search import FINALISTS, Found, grid, search
+from tierstore.bench.io.search import FINALISTS, Found, SearchFigures, grid, search
 from tierstore.bench.io.series import (
     CPU_TARGET,
     OURS,
     SMALL_PAGES,
-    Comparison,
-    Extent,
+    ComparisonFigures,
+    Coverage,
     IoBench,
     Plan,
+    ProgramComparison,
     Series,
     compare,
     jobs,
@@ -27,6 +28,7 @@ from tierstore.bench.io.series import (
     with_fio,
 )
 from tierstore.bench.results.document import Better, Measurement, derived, measured
+from tierstore.bench.results.figures import Figures, named
 from tierstore.capabilities import Capability, probe_dax, probe_direct_io, probe_io_uring, resolve
 from tierstore.errors import ConfigError
 from tierstore.io_profile import save_io_point
@@ -37,7 +39,7 @@ __all__ = ["IoResult", "KeepProfile", "effective", "measurements", "run"]
 _LEAST_S, _MOST_S = 0.02, 5.0
 _SHARE = 0.5  # of the time for measuring; the rest is for files, buffers, fio's start, and the libraries
 _MIB = 1 << 20
-_BOTH = (Kind.READ, Kind.WRITE)
+_BOTH = (TransferKind.READ, TransferKind.WRITE)
 _CHECKED_BYTES = 256 * _MIB
 _COPIES = 4  # of the records at most, in the libraries' forms
 
@@ -52,6 +54,30 @@ class KeepProfile(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class IoFigures(Figures):
+    """What a run of the bench found, for programs. ``fio``: its version; ``notes``: what was left out, and why."""
+
+    bench: str = "io"
+    directories: Sequence[Path]
+    file_bytes: int
+    coverage: Coverage = field(metadata=named("extent"))
+    rounds_count: int
+    measurement_s: float
+    direct: Capability
+    backends: Sequence[IoBackendName]
+    fio: str | None
+    cpu_target_ratio: float = CPU_TARGET
+    search: Sequence[SearchFigures]
+    profile: Path | None
+    comparisons: Sequence[ComparisonFigures]
+    striped: Sequence[ComparisonFigures]
+    peers: ComparisonFigures
+    record_bytes: int
+    records: int
+    notes: Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True)
 class IoResult:
     """What a run of the bench found. ``found``: by directory, in their order; ``notes``: what was left out, and why."""
 
@@ -59,34 +85,32 @@ class IoResult:
     fio: str | None
     seconds: float
     found: tuple[Found, ...]
-    comparisons: tuple[Comparison, ...]
-    striped: tuple[Comparison, ...]
-    peers: Comparison
+    comparisons: tuple[ProgramComparison, ...]
+    striped: tuple[ProgramComparison, ...]
+    peers: ProgramComparison
     notes: tuple[str, ...]
     profile: Path | None
 
-    def as_json(self) -> dict[str, object]:
+    def figures(self) -> IoFigures:
         bench = self.bench
-        return {
-            "bench": "io",
-            "directories": [str(path.resolve()) for path in bench.directories],
-            "file_bytes": bench.size,
-            "extent": bench.extent.value,
-            "rounds_count": bench.rounds,
-            "measurement_s": self.seconds,
-            "direct": bench.direct.value,
-            "backends": [backend.value for backend in bench.backends],
-            "fio": self.fio,
-            "cpu_target_ratio": CPU_TARGET,
-            "search": [found.as_json() for found in self.found],
-            "profile": None if self.profile is None else str(self.profile),
-            "comparisons": [comparison.as_json() for comparison in self.comparisons],
-            "striped": [comparison.as_json() for comparison in self.striped],
-            "peers": self.peers.as_json(),
-            "record_bytes": bench.record_bytes,
-            "records": bench.records,
-            "notes": list(self.notes),
-        }
+        return IoFigures(
+            directories=[path.resolve() for path in bench.directories],
+            file_bytes=bench.size,
+            coverage=bench.coverage,
+            rounds_count=bench.rounds,
+            measurement_s=self.seconds,
+            direct=bench.direct,
+            backends=bench.backends,
+            fio=self.fio,
+            search=[found.figures() for found in self.found],
+            profile=self.profile,
+            comparisons=[comparison.figures() for comparison in self.comparisons],
+            striped=[comparison.figures() for comparison in self.striped],
+            peers=self.peers.figures(),
+            record_bytes=bench.record_bytes,
+            records=bench.records,
+            notes=self.notes,
+        )
 
 
 def effective(bench: IoBench) -> tuple[IoBench, list[str]]:
@@ -116,7 +140,7 @@ def effective(bench: IoBench) -> tuple[IoBench, list[str]]:
 
 
 def run(bench: IoBench, *, keep: KeepProfile, tick: Tick = lambda done, total: None) -> IoResult:
-    """Measures. ``tick`` is told how many of how many measurements are done.
+    """Measures. ``tick(done, total)`` is called after each measurement.
 
     Raises ConfigError, also for too little room, naming the bytes; CapabilityError, OSError, FioError, PeerMismatch.
     """
@@ -162,27 +186,27 @@ class _Meter:
 
     def __init__(self, bench: IoBench, fio: Fio | None, tick: Tick) -> None:
         searched = (len(grid(bench)) + FINALISTS * (bench.rounds - 1)) * len(_BOTH) * len(bench.directories)
-        # The best point is not known yet; a comparison at any other has as many arms.
+        # The best point is not known yet; a comparison at any other has as many programs.
         any_point = [Job(kind=kind, block_bytes=_MIB, depth=8, direct=bench.direct) for kind in _BOTH]
-        named = 2 * sum(with_fio(job, fio, "").arms for job in any_point)
-        arms = named + sum(plan.arms for plan in (*jobs(bench, fio), *_checked(bench)))
+        named = 2 * sum(with_fio(job, fio, "").programs for job in any_point)
+        programs = named + sum(plan.programs for plan in (*jobs(bench, fio), *_checked(bench)))
         alone = (len(bench.directories) + 1) * len(_BOTH) if len(bench.directories) > 1 else 0
         libraries = len(PEERS) - len(missing_peers()) + 1
-        self._total = searched + (arms + alone + libraries) * bench.rounds
+        self._total = searched + (programs + alone + libraries) * bench.rounds
         self._done = 0
-        self._told = tick
+        self._tick = tick
         self.seconds = min(max(bench.minutes * 60 * _SHARE / self._total, _LEAST_S), _MOST_S)
         tick(0, self._total)
 
     def tick(self) -> None:
         self._done = min(self._done + 1, self._total - 1)
-        self._told(self._done, self._total)
+        self._tick(self._done, self._total)
 
     def end(self) -> None:
-        self._told(self._total, self._total)
+        self._tick(self._total, self._total)
 
 
-def _job(bench: IoBench, kind: Kind, block_bytes: int, depth: int) -> Job:
+def _job(bench: IoBench, kind: TransferKind, block_bytes: int, depth: int) -> Job:
     return Job(
         kind=kind, block_bytes=block_bytes, depth=depth, backend=bench.backends[0], direct=bench.direct
     )
@@ -199,7 +223,7 @@ def _named(bench: IoBench, found: Found, fio: Fio | None) -> list[Plan]:
 
 
 def _checked(bench: IoBench) -> list[Plan]:
-    blocks = (_MIB,) if bench.extent is Extent.QUICK else (_MIB, 4 * _MIB, 16 * _MIB)
+    blocks = (_MIB,) if bench.coverage is Coverage.QUICK else (_MIB, 4 * _MIB, 16 * _MIB)
     return [
         with_checksums(_job(bench, kind, block, 8))
         for block in blocks
@@ -208,7 +232,7 @@ def _checked(bench: IoBench) -> list[Plan]:
     ]
 
 
-def _striped(bench: IoBench, files: DataFiles, meter: _Meter) -> list[Comparison]:
+def _striped(bench: IoBench, files: DataFiles, meter: _Meter) -> list[ProgramComparison]:
     """Each directory alone and all of them together, one after another."""
     if len(files.alone) < 2:
         return []
@@ -227,7 +251,7 @@ def _striped(bench: IoBench, files: DataFiles, meter: _Meter) -> list[Comparison
     ]
 
 
-def _peers(bench: IoBench, found: Found, meter: _Meter) -> tuple[Comparison, list[str]]:
+def _peers(bench: IoBench, found: Found, meter: _Meter) -> tuple[ProgramComparison, list[str]]:
     with tempfile.TemporaryDirectory(prefix="tierstore-bench-io-", dir=bench.directories[0]) as place:
         return compare_peers(
             Path(place),
@@ -252,11 +276,11 @@ def measurements(result: IoResult) -> list[Measurement]:
     return found
 
 
-def _name(comparison: Comparison, what: str) -> str:
+def _name(comparison: ProgramComparison, what: str) -> str:
     return f"{what}, {comparison.title}" if comparison.title else what
 
 
-def _parameters(comparison: Comparison) -> dict[str, float | str]:
+def _parameters(comparison: ProgramComparison) -> dict[str, float | str]:
     job = comparison.job
     if job is None:
         return {}
@@ -269,7 +293,7 @@ def _parameters(comparison: Comparison) -> dict[str, float | str]:
     return named | {"depth": job.depth, "pattern": job.pattern.value, "way": f"{job.backend.value}, {past}"}
 
 
-def _of_series(comparison: Comparison, series: Series) -> list[Measurement]:
+def _of_series(comparison: ProgramComparison, series: Series) -> list[Measurement]:
     parameters = _parameters(comparison) | {"program": series.program}
     samples = series.samples
     speeds = [sample.bytes_per_s for sample in samples]
@@ -285,7 +309,7 @@ def _of_series(comparison: Comparison, series: Series) -> list[Measurement]:
     return found
 
 
-def _ratios(comparison: Comparison) -> list[Measurement]:
+def _ratios(comparison: ProgramComparison) -> list[Measurement]:
     parameters, found = _parameters(comparison), list[Measurement]()
     programs = {series.program for series in comparison.series}
     if {SMALL_PAGES, "fio"} <= programs:

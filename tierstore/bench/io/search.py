@@ -13,28 +13,48 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from tierstore.bench.io.load import FileSet, Job, Kind, Load
-from tierstore.bench.io.series import Extent, IoBench
+from tierstore.bench.io.load import FileSet, Job, Load, TransferKind
+from tierstore.bench.io.series import Coverage, IoBench
+from tierstore.bench.results.figures import Figures
 from tierstore.io_profile import IoPoint
 from tierstore.stats import percentile
 
-__all__ = ["Candidate", "Found", "choose", "grid", "search"]
+__all__ = ["Found", "GridPoint", "GridPointFigures", "SearchFigures", "choose", "grid", "search"]
 
 FINALISTS = 4
 _NEAR = 0.97
 _KIB, _MIB = 1 << 10, 1 << 20
 _BLOCKS = {
-    Extent.QUICK: (256 * _KIB, _MIB, 4 * _MIB),
-    Extent.FULL: tuple(64 * _KIB << shift for shift in range(0, 10)),  # .. 32 MiB
+    Coverage.QUICK: (256 * _KIB, _MIB, 4 * _MIB),
+    Coverage.FULL: tuple(64 * _KIB << shift for shift in range(0, 10)),  # .. 32 MiB
 }
-_DEPTHS = {Extent.QUICK: (4, 8, 32), Extent.FULL: (1, 2, 4, 8, 16, 32, 64)}
+_DEPTHS = {Coverage.QUICK: (4, 8, 32), Coverage.FULL: (1, 2, 4, 8, 16, 32, 64)}
 _LEAST_DEPTH = 4
 _STORE_IN_FLIGHT = 128 * _MIB  # more than this a store should not have under way
 
 
+@dataclass(frozen=True, kw_only=True)
+class GridPointFigures(Figures):
+    """A point's medians."""
+
+    block_bytes: int
+    depth: int
+    rounds_count: int
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchFigures(Figures):
+    """Of one directory."""
+
+    best: GridPointFigures
+    tried: Sequence[GridPointFigures]
+
+
 @dataclass(kw_only=True)
-class Candidate:
-    """A point, and what it reached in each round (bytes per second)."""
+class GridPoint:
+    """A block size and a depth, and what they reached in each round (bytes per second)."""
 
     block_bytes: int
     depth: int
@@ -50,22 +70,22 @@ class Candidate:
         """Of as many bytes read as written, by the medians."""
         return 2 / (1 / percentile(self.reads, 50) + 1 / percentile(self.writes, 50))
 
-    def as_json(self) -> dict[str, object]:
-        return {
-            "block_bytes": self.block_bytes,
-            "depth": self.depth,
-            "rounds_count": len(self.reads),
-            "read_bytes_per_s": percentile(self.reads, 50),
-            "write_bytes_per_s": percentile(self.writes, 50),
-        }
+    def figures(self) -> GridPointFigures:
+        return GridPointFigures(
+            block_bytes=self.block_bytes,
+            depth=self.depth,
+            rounds_count=len(self.reads),
+            read_bytes_per_s=percentile(self.reads, 50),
+            write_bytes_per_s=percentile(self.writes, 50),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """The best point, and all that were tried."""
 
-    best: Candidate
-    tried: tuple[Candidate, ...]
+    best: GridPoint
+    tried: tuple[GridPoint, ...]
 
     def point(self) -> IoPoint:
         return IoPoint(
@@ -76,50 +96,50 @@ class Found:
             measured=datetime.now(UTC).date().isoformat(),
         )
 
-    def as_json(self) -> dict[str, object]:
-        return {"best": self.best.as_json(), "tried": [candidate.as_json() for candidate in self.tried]}
+    def figures(self) -> SearchFigures:
+        return SearchFigures(best=self.best.figures(), tried=[point.figures() for point in self.tried])
 
 
-def grid(bench: IoBench) -> list[Candidate]:
+def grid(bench: IoBench) -> list[GridPoint]:
     """The points to try: those whose bytes in flight a store could afford, and a file holds."""
     return [
-        Candidate(block_bytes=block, depth=depth)
-        for block in _BLOCKS[bench.extent]
-        for depth in _DEPTHS[bench.extent]
+        GridPoint(block_bytes=block, depth=depth)
+        for block in _BLOCKS[bench.coverage]
+        for depth in _DEPTHS[bench.coverage]
         if block * depth <= min(_STORE_IN_FLIGHT, bench.size)
     ]
 
 
-def choose(candidates: Sequence[Candidate]) -> Candidate:
+def choose(points: Sequence[GridPoint]) -> GridPoint:
     """Of those near the best the one with the fewest bytes in flight; of equals the one with the larger blocks."""
-    best = max(candidate.bytes_per_s for candidate in candidates)
-    near = [candidate for candidate in candidates if candidate.bytes_per_s >= _NEAR * best]
-    return min(near, key=lambda candidate: (candidate.in_flight_bytes, candidate.depth))
+    best = max(point.bytes_per_s for point in points)
+    near = [point for point in points if point.bytes_per_s >= _NEAR * best]
+    return min(near, key=lambda point: (point.in_flight_bytes, point.depth))
 
 
 def search(
     bench: IoBench, files: FileSet, *, seconds: float, tick: Callable[[], None] = lambda: None
 ) -> Found:
     """Tries the grid with the first of the bench's backends. Raises OSError."""
-    candidates = grid(bench)
-    for candidate in candidates:
-        _measure(bench, candidate, files, seconds, tick)
-    deep = [candidate for candidate in candidates if candidate.depth >= _LEAST_DEPTH]
-    finalists = sorted(deep, key=lambda candidate: -candidate.bytes_per_s)[:FINALISTS]
+    points = grid(bench)
+    for point in points:
+        _measure(bench, point, files, seconds, tick)
+    deep = [point for point in points if point.depth >= _LEAST_DEPTH]
+    finalists = sorted(deep, key=lambda point: -point.bytes_per_s)[:FINALISTS]
     for number in range(bench.rounds - 1):
-        for candidate in finalists if number % 2 == 0 else reversed(finalists):
-            _measure(bench, candidate, files, seconds, tick)
-    return Found(best=choose(finalists), tried=tuple(candidates))
+        for point in finalists if number % 2 == 0 else reversed(finalists):
+            _measure(bench, point, files, seconds, tick)
+    return Found(best=choose(finalists), tried=tuple(points))
 
 
 def _measure(
-    bench: IoBench, candidate: Candidate, files: FileSet, seconds: float, tick: Callable[[], None]
+    bench: IoBench, point: GridPoint, files: FileSet, seconds: float, tick: Callable[[], None]
 ) -> None:
-    for kind, found in ((Kind.READ, candidate.reads), (Kind.WRITE, candidate.writes)):
+    for kind, found in ((TransferKind.READ, point.reads), (TransferKind.WRITE, point.writes)):
         job = Job(
             kind=kind,
-            block_bytes=candidate.block_bytes,
-            depth=candidate.depth,
+            block_bytes=point.block_bytes,
+            depth=point.depth,
             backend=bench.backends[0],
             direct=bench.direct,
         )

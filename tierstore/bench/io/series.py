@@ -23,14 +23,15 @@ from tierstore.bench.io.load import (
     Checksums,
     FileSet,
     Job,
-    Kind,
     Load,
     Pages,
     Pattern,
     Reuse,
     Sample,
+    TransferKind,
 )
-from tierstore.bench.probes.latency import Latencies
+from tierstore.bench.probes.latency import Latencies, LatencySummary
+from tierstore.bench.results.figures import Figures
 from tierstore.capabilities import Capability
 from tierstore.errors import ConfigError
 from tierstore.stats import percentile, spread
@@ -42,12 +43,15 @@ __all__ = [
     "FIO_TARGET",
     "OURS",
     "SMALL_PAGES",
-    "Arm",
-    "Comparison",
-    "Extent",
+    "ComparisonFigures",
+    "Coverage",
     "IoBench",
     "Plan",
+    "Program",
+    "ProgramComparison",
+    "RatioFigures",
     "Series",
+    "SeriesFigures",
     "compare",
     "jobs",
     "take_turns",
@@ -65,7 +69,7 @@ _FULL_BLOCKS = tuple(1 << shift for shift in range(12, 27, 2))  # 4 KiB .. 64 Mi
 _FULL_DEPTHS = (1, 4, 16, 64)
 
 
-class Extent(StrEnum):
+class Coverage(StrEnum):
     """How much is measured."""
 
     QUICK = "quick"  # a few points that tell most
@@ -80,7 +84,7 @@ class IoBench:
     size: int = 512 * _MIB
     minutes: float = 1.0
     rounds: int = 3
-    extent: Extent = Extent.QUICK
+    coverage: Coverage = Coverage.QUICK
     direct: Capability = Capability.AUTO
     backends: tuple[IoBackendName, ...] = (IoBackendName.URING, IoBackendName.THREADS, IoBackendName.PMEM)
     record_bytes: int = 48 * _MIB
@@ -107,6 +111,43 @@ class IoBench:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SeriesFigures(Figures):
+    """One program's rounds of a job. ``cpu_per_gb_s``: CPU seconds for 10**9 bytes."""
+
+    program: str
+    median_bytes_per_s: float
+    least_bytes_per_s: float
+    greatest_bytes_per_s: float
+    operations_per_s: float
+    cpu_per_gb_s: float
+    latency: LatencySummary
+    rounds_bytes_per_s: Sequence[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RatioFigures(Figures):
+    """Our bandwidth to that of the program ``to``, round by round, and our CPU time a byte to its."""
+
+    to: str
+    median_ratio: float
+    least_ratio: float
+    greatest_ratio: float
+    cpu_ratio: float | None
+    target_ratio: float | None
+    met: bool | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonFigures(Figures):
+    """Programs that did the same job, in turns. The first is ours."""
+
+    title: str
+    job: Job | None
+    series: Sequence[SeriesFigures]
+    ratios: Sequence[RatioFigures]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Series:
     """One program's measurements of a job, in the order of the rounds."""
 
@@ -130,22 +171,22 @@ class Series:
     def cpu_per_gb_s(self) -> float:
         return percentile([sample.cpu_per_gb_s for sample in self.samples], 50)
 
-    def as_json(self) -> dict[str, object]:
+    def figures(self) -> SeriesFigures:
         speed = spread([sample.bytes_per_s for sample in self.samples])
-        return {
-            "program": self.program,
-            "median_bytes_per_s": speed.median,
-            "least_bytes_per_s": speed.least,
-            "greatest_bytes_per_s": speed.greatest,
-            "operations_per_s": percentile([s.operations / s.elapsed_s for s in self.samples], 50),
-            "cpu_per_gb_s": self.cpu_per_gb_s,
-            "latency": self.latencies.as_json(),
-            "rounds_bytes_per_s": [sample.bytes_per_s for sample in self.samples],
-        }
+        return SeriesFigures(
+            program=self.program,
+            median_bytes_per_s=speed.median,
+            least_bytes_per_s=speed.least,
+            greatest_bytes_per_s=speed.greatest,
+            operations_per_s=percentile([s.operations / s.elapsed_s for s in self.samples], 50),
+            cpu_per_gb_s=self.cpu_per_gb_s,
+            latency=self.latencies.summary(),
+            rounds_bytes_per_s=[sample.bytes_per_s for sample in self.samples],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class ProgramComparison:
     """Programs that did the same, in turns. The first is ours, and ratios are ours to theirs."""
 
     title: str
@@ -172,31 +213,29 @@ class Comparison:
             return None
         return percentile(self.ratios(other, lambda sample: sample.cpu_per_gb_s), 50)
 
-    def as_json(self) -> dict[str, object]:
-        ratios: list[dict[str, object]] = []
-        for series in self.series[1:]:
-            found = spread(self.ratios(series.program, lambda sample: sample.bytes_per_s))
-            target = self.targets.get(series.program)
-            ratios.append(
-                {
-                    "to": series.program,
-                    "median_ratio": found.median,
-                    "least_ratio": found.least,
-                    "greatest_ratio": found.greatest,
-                    "cpu_ratio": self.cpu_ratio(series.program),
-                    "target_ratio": target,
-                    "met": None if target is None else found.median >= target,
-                }
-            )
-        return {
-            "title": self.title,
-            "job": None if self.job is None else self.job.as_json(),
-            "series": [series.as_json() for series in self.series],
-            "ratios": ratios,
-        }
+    def figures(self) -> ComparisonFigures:
+        return ComparisonFigures(
+            title=self.title,
+            job=self.job,
+            series=[series.figures() for series in self.series],
+            ratios=[self._ratio_figures(series.program) for series in self.series[1:]],
+        )
+
+    def _ratio_figures(self, other: str) -> RatioFigures:
+        found = spread(self.ratios(other, lambda sample: sample.bytes_per_s))
+        target = self.targets.get(other)
+        return RatioFigures(
+            to=other,
+            median_ratio=found.median,
+            least_ratio=found.least,
+            greatest_ratio=found.greatest,
+            cpu_ratio=self.cpu_ratio(other),
+            target_ratio=target,
+            met=None if target is None else found.median >= target,
+        )
 
 
-class Arm(Protocol):
+class Program(Protocol):
     """A program that does a job again and again."""
 
     @property
@@ -204,17 +243,17 @@ class Arm(Protocol):
     def measure(self) -> Sample: ...
 
 
-def take_turns(arms: Sequence[Arm], rounds: int, tick: Callable[[], None]) -> list[Series]:
-    """Each arm's measurements; the order turns round from one round to the next. ``tick`` after each measurement."""
-    samples: dict[str, list[Sample]] = {arm.program: [] for arm in arms}
+def take_turns(programs: Sequence[Program], rounds: int, tick: Callable[[], None]) -> list[Series]:
+    """Each program's measurements; the order turns round from one round to the next. ``tick`` after each measurement."""
+    samples: dict[str, list[Sample]] = {program.program: [] for program in programs}
     for number in range(rounds):
-        for arm in arms if number % 2 == 0 else reversed(arms):
-            samples[arm.program].append(arm.measure())
+        for program in programs if number % 2 == 0 else reversed(programs):
+            samples[program.program].append(program.measure())
             tick()
-    return [Series(program=arm.program, samples=tuple(samples[arm.program])) for arm in arms]
+    return [Series(program=program.program, samples=tuple(samples[program.program])) for program in programs]
 
 
-class _EngineArm:
+class _EngineProgram:
     def __init__(self, program: str, job: Job, files: FileSet, seconds: float) -> None:
         self.program, self._seconds = program, seconds
         self.load = Load(job, files)
@@ -223,7 +262,7 @@ class _EngineArm:
         return self.load.run(self._seconds)
 
 
-class _FioArm:
+class _FioProgram:
     def __init__(self, fio: Fio, job: Job, files: FileSet, seconds: float) -> None:
         self.program = "fio"
         self._fio, self._job, self._files, self._seconds = fio, job, files, seconds
@@ -236,7 +275,7 @@ class _FioArm:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One comparison to come: ``ours`` are the engine's arms by name, ours first; with fio where ``fio`` is it."""
+    """One comparison to come: ``ours`` are the engine's programs by name, ours first; with fio where ``fio`` is it."""
 
     title: str
     ours: Mapping[str, Job]
@@ -244,26 +283,26 @@ class Plan:
     targets: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def arms(self) -> int:
+    def programs(self) -> int:
         return len(self.ours) + (self.fio is not None)
 
 
 def compare(
     plan: Plan, files: FileSet, *, seconds: float, rounds: int, tick: Callable[[], None] = lambda: None
-) -> Comparison:
+) -> ProgramComparison:
     """Carries out ``plan``. Raises OSError, FioError, ChecksumMismatch."""
     job = next(iter(plan.ours.values()))
     with contextlib.ExitStack() as stack:
-        arms: list[Arm] = []
+        programs: list[Program] = []
         for name, own in plan.ours.items():
-            arm = _EngineArm(name, own, files, seconds)
-            stack.callback(arm.load.close)
-            arm.load.run(min(_WARM_S, seconds))
-            arms.append(arm)
+            program = _EngineProgram(name, own, files, seconds)
+            stack.callback(program.load.close)
+            program.load.run(min(_WARM_S, seconds))
+            programs.append(program)
         if plan.fio is not None:
-            arms.append(_FioArm(plan.fio, job, files, seconds))
-        series = take_turns(arms, rounds, tick)
-    return Comparison(title=plan.title, job=job, series=tuple(series), targets=plan.targets)
+            programs.append(_FioProgram(plan.fio, job, files, seconds))
+        series = take_turns(programs, rounds, tick)
+    return ProgramComparison(title=plan.title, job=job, series=tuple(series), targets=plan.targets)
 
 
 # What is measured -------------------------------------------------------------------------------------------
@@ -273,7 +312,7 @@ OURS, SMALL_PAGES, CHECKED = "tierstore", "tierstore, 4 KiB pages", "tierstore, 
 
 def jobs(bench: IoBench, fio: Fio | None) -> list[Plan]:
     """What the bench measures, but for the best point and checksums."""
-    chosen = _quick(bench) if bench.extent is Extent.QUICK else _full(bench)
+    chosen = _quick(bench) if bench.coverage is Coverage.QUICK else _full(bench)
     plans = []
     for job in chosen:
         if job.in_flight_bytes > min(IN_FLIGHT_LIMIT, bench.size):
@@ -285,17 +324,19 @@ def jobs(bench: IoBench, fio: Fio | None) -> list[Plan]:
 
 def _worth_fio(bench: IoBench, job: Job) -> bool:
     """In a full sweep only random jobs past the page cache, or fio would take the most of the time."""
-    return bench.extent is Extent.QUICK or (job.pattern is Pattern.RANDOM and job.direct is Capability.ON)
+    return bench.coverage is Coverage.QUICK or (job.pattern is Pattern.RANDOM and job.direct is Capability.ON)
 
 
 def _quick(bench: IoBench) -> Iterator[Job]:
-    whole = Job(kind=Kind.READ, block_bytes=_MIB, depth=8, backend=bench.backends[0], direct=bench.direct)
-    both = (Kind.READ, Kind.WRITE)
+    whole = Job(
+        kind=TransferKind.READ, block_bytes=_MIB, depth=8, backend=bench.backends[0], direct=bench.direct
+    )
+    both = (TransferKind.READ, TransferKind.WRITE)
     for kind in both:
         yield replace(whole, kind=kind, pattern=Pattern.SEQUENTIAL)
     for kind in both:
         yield replace(whole, kind=kind, block_bytes=4096, depth=32)
-    yield replace(whole, kind=Kind.MIXED, block_bytes=64 << 10, depth=16)
+    yield replace(whole, kind=TransferKind.MIXED, block_bytes=64 << 10, depth=16)
     for backend in bench.backends[1:]:
         direct = Capability.OFF if backend is IoBackendName.PMEM else bench.direct
         for kind in both:
@@ -311,7 +352,7 @@ def _full(bench: IoBench) -> Iterator[Job]:
         directs = (Capability.ON, Capability.OFF) if both else (Capability.OFF,)
         for direct in directs:
             for pattern in Pattern:
-                for kind in Kind:
+                for kind in TransferKind:
                     for block in _FULL_BLOCKS:
                         for depth in _FULL_DEPTHS:
                             yield Job(

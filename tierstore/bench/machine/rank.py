@@ -1,16 +1,15 @@
 """One rank that measures collectives: ``python -m tierstore.bench.machine.rank REPEATS SIZE..``.
 
-Rank 0 prints one JSON object: of each operation, the bytes that a rank sends and the seconds that it took, pair by pair.
+Each rank prints one JSON object: of each operation, the bytes that a rank sends and the seconds that it took, pair by pair.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 
+from tierstore.bench.processes.spawn import answer_channel, write_line
 from tierstore.parallel.collectives import Group, Work
 from tierstore.parallel.config import ParallelConfig
 from tierstore.parallel.launching import launch
@@ -51,16 +50,11 @@ def _without_first(pairs: list[tuple[int, float]], each: int) -> list[tuple[int,
 def _main(arguments: Sequence[str]) -> None:
     import torch
 
-    # What a library prints goes to stderr: the answer has a descriptor of its own.
-    channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    channel = answer_channel()
     torch.set_num_threads(1)
     repeats, *sizes = (int(argument) for argument in arguments)
     with launch(ParallelConfig(timeout_s=60.0), device="cpu") as mesh:
-        found = measure(mesh.world, sizes, repeats)
-        if mesh.world.rank == 0:
-            channel.write(json.dumps(found) + "\n")
-            channel.flush()
+        write_line(channel, measure(mesh.world, sizes, repeats))
 
 
 if __name__ == "__main__":

@@ -10,21 +10,20 @@ It is a benchmark and not part of ``plan``, which measures nothing and answers a
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from tierstore import _native, machine
-from tierstore.bench.probes.disk import DiskProbe
-from tierstore.bench.processes.spawn import start_ranks
+from tierstore.bench.checks import at_least
+from tierstore.bench.probes.disk import Bytes, DiskProbe
+from tierstore.bench.processes.ranks import run_ranks
 from tierstore.bench.results.document import Better, Measurement, derived, measured
-from tierstore.bench.training.bound import Bytes
-from tierstore.bench.training.worker import WorkerError
+from tierstore.bench.results.figures import IF_ANY, Figures
 from tierstore.capabilities import chosen_instruction_set
 from tierstore.errors import ConfigError
 from tierstore.plan.costs import ASSUMED, Cost, Profile, fit_cost
@@ -32,7 +31,16 @@ from tierstore.plan.evidence import Evidence
 from tierstore.store.config import IoConfig
 from tierstore.train.footprint import resident_bytes
 
-__all__ = ["MachineBench", "Measured", "measurements", "rows", "run"]
+__all__ = [
+    "CostLine",
+    "MachineBench",
+    "MachineResult",
+    "Measured",
+    "measurements",
+    "result_of",
+    "rows",
+    "run",
+]
 
 _Points = list[tuple[float, float]]
 
@@ -48,10 +56,8 @@ class MachineBench:
     threads: int = 0
 
     def __post_init__(self) -> None:
-        if self.ranks < 2:
-            raise ConfigError(f"--ranks: expected at least 2, got {self.ranks}")
-        if self.repeats < 1:
-            raise ConfigError(f"--repeats: expected at least 1, got {self.repeats}")
+        at_least(2, **{"--ranks": self.ranks})
+        at_least(1, **{"--repeats": self.repeats})
         if self.disk_bytes < 8 << 20:
             raise ConfigError(f"--disk-bytes: expected at least 8 MiB, got {self.disk_bytes}")
 
@@ -228,18 +234,41 @@ def _expert_points(repeats: int) -> _Points:
 def _collectives(bench: MachineBench) -> dict[str, _Points]:
     sizes = (16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
     arguments = [str(bench.repeats), *map(str, sizes)]
-    processes = start_ranks("tierstore.bench.machine.rank", bench.ranks, arguments)
-    try:
-        answers = [process.communicate(timeout=300)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    for rank, process in enumerate(processes):
-        if process.returncode != 0:
-            raise WorkerError(f"rank {rank}: exited with status {process.returncode}")
-    found: dict[str, Sequence[tuple[float, float]]] = json.loads(answers[0])
+    answers = run_ranks("tierstore.bench.machine.rank", arguments, ranks=bench.ranks, timeout_s=300.0)
+    found: dict[str, Sequence[tuple[float, float]]] = answers[0]
     return {name: [(amount, spent) for amount, spent in pairs] for name, pairs in found.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostLine(Figures):
+    """One cost of the profile: operations a second of computation, bytes a second of the others."""
+
+    cost: str
+    latency_s: float
+    flops_per_s: float | None = field(default=None, metadata=IF_ANY)
+    bytes_per_s: float | None = field(default=None, metadata=IF_ANY)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineResult(Figures):
+    """The lines of the profile that was written to ``profile``."""
+
+    profile: str
+    costs: Sequence[CostLine]
+
+
+def result_of(profile: Profile, path: Path) -> MachineResult:
+    """``profile``, which lies at ``path``, for programs."""
+    lines = [
+        CostLine(
+            cost=name,
+            latency_s=cost.latency_s,
+            flops_per_s=cost.per_s if name.endswith("flops") else None,
+            bytes_per_s=None if name.endswith("flops") else cost.per_s,
+        )
+        for name, cost, _ in rows(profile)
+    ]
+    return MachineResult(profile=str(path), costs=lines)
 
 
 def rows(profile: Profile) -> list[tuple[str, Cost, Cost]]:

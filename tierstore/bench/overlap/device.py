@@ -1,7 +1,7 @@
-"""What computes the layers of a rig: the processor itself, or a device that goes on by itself once it is told what to do.
+"""What computes the layers of a synthetic stack: the processor itself, or an emulated device beside it.
 
-A device that is not there takes time only. As with a GPU's stream, what it is told is worked off in order, and the
-program that drives it goes on meanwhile. Weights and gradients in its slots stay as they are until it has finished, and
+The emulated device takes time only. As with a GPU's stream, it works off in order what is launched, and the
+program that launches it goes on meanwhile. Weights and gradients in its slots stay as they are until it has finished, and
 collectives start on their link when it has come to where they were issued, as those of NCCL do on theirs. (Each rank's
 device for itself: they do not wait for one another's, which compute the same and keep step.)
 """
@@ -19,7 +19,7 @@ from tierstore._native import Activity, Engine, HugePages, Link
 from tierstore.links import wait_until
 from tierstore.tiers import DeviceSlots, HostDeviceTier
 
-__all__ = ["Computation", "Computer", "Device", "EmulatedTier", "Processor"]
+__all__ = ["Computation", "Computer", "EmulatedDevice", "EmulatedTier", "Processor"]
 
 
 class Computation(StrEnum):
@@ -79,7 +79,7 @@ class Processor:
         return time.monotonic_ns()
 
 
-class Device:
+class EmulatedDevice:
     """A device that is busy for the times that it is given."""
 
     def __init__(self, engine: Engine) -> None:

@@ -13,22 +13,20 @@ Bytes are predicted too: gathers from the shape, fetches and write-backs by the 
 
 from __future__ import annotations
 
-import shutil
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
+from tierstore.bench.checks import at_least, more_than_0, work_directory
 from tierstore.bench.overlap.device import Computation
-from tierstore.bench.overlap.rank import CAUGHT_UP, Measurement
-from tierstore.bench.overlap.rig import RigShape
-from tierstore.bench.overlap.run import Balance, Ranks, links_for
-from tierstore.bench.results.document import Better, derived, measured
-from tierstore.bench.results.document import Measurement as Found
+from tierstore.bench.overlap.rank import CAUGHT_UP, RankRequest
+from tierstore.bench.overlap.run import Balance, Ranks, SlowestRank, links_for
+from tierstore.bench.overlap.stack import StackShape
+from tierstore.bench.results.document import Better, Measurement, derived, measured
+from tierstore.bench.results.figures import Figures
 from tierstore.cache.access import Phase
-from tierstore.errors import ConfigError
 from tierstore.links import LinkConfig, LinksConfig
 from tierstore.model.config import DenseUnit, ModelConfig
 from tierstore.plan.architecture import Architecture
@@ -45,7 +43,18 @@ from tierstore.tiers.slots import SlotSizes
 from tierstore.train.budgets import Budgets
 from tierstore.train.config import TrainConfig
 
-__all__ = ["Calibration", "Case", "PredictionBench", "RigWorkload", "cases", "measurements", "run", "table"]
+__all__ = [
+    "Calibration",
+    "Case",
+    "PredictedCase",
+    "PredictionBench",
+    "PredictionResult",
+    "StackWorkload",
+    "cases",
+    "measurements",
+    "run",
+    "table",
+]
 
 _RANKS, _SLOTS = 2, 8
 _STEPS, _SETTLED = 4, 2
@@ -62,24 +71,22 @@ class Case:
 
     name: str
     balance: Balance
-    shape: RigShape
+    shape: StackShape
 
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionBench:
     """What to measure. ``forward_s``: computation of one layer's forward pass."""
 
-    place: Path = Path("tierstore-bench")
+    directory: Path = Path("tierstore-bench")
     steps: int = 4
     warmup: int = 6
     forward_s: float = 0.02
     computation: Computation = Computation.DEVICE
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.warmup < 1:
-            raise ConfigError(f"steps, warmup: expected at least 1, got {self.steps} and {self.warmup}")
-        if self.forward_s <= 0:
-            raise ConfigError(f"forward_s: expected more than 0, got {self.forward_s}")
+        at_least(1, steps=self.steps, warmup=self.warmup)
+        more_than_0(forward_s=self.forward_s)
 
     @property
     def span(self) -> Span:
@@ -89,7 +96,7 @@ class PredictionBench:
 
 def cases(bench: PredictionBench) -> list[Case]:
     """The configurations that are judged."""
-    base = RigShape(forward_s=bench.forward_s, computation=bench.computation)
+    base = StackShape(forward_s=bench.forward_s, computation=bench.computation)
     variants = {
         "": base,
         "no prefetch": replace(base, horizontal_depth=0, vertical_depth=0),
@@ -109,7 +116,7 @@ def cases(bench: PredictionBench) -> list[Case]:
     return found
 
 
-# The simulated rig ------------------------------------------------------------------------------------------
+# The simulated stack ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -122,10 +129,10 @@ class Calibration:
 
 
 @dataclass(frozen=True)
-class RigWorkload:
-    """One rank of the rig as operations: what each moves, and how long it takes over ``links``."""
+class StackWorkload:
+    """One rank of the stack as operations: what each moves, and how long it takes over ``links``."""
 
-    shape: RigShape
+    shape: StackShape
     links: LinksConfig
     calibration: Calibration
     #: The steps that are measured.
@@ -133,7 +140,7 @@ class RigWorkload:
 
     @cached_property
     def setting(self) -> Setting:
-        """The rig's experts as a plan sees them: every one is used in every pass."""
+        """The stack's experts as a plan sees them: every one is used in every pass."""
         shape = self.shape
         layers = tuple(range(shape.layers))
         config = TrainConfig(
@@ -159,7 +166,7 @@ class RigWorkload:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The rig's, with the lookahead that its store allows."""
+        """The stack's, with the lookahead that its store allows."""
         asked, (_, lookahead) = self.shape.schedule(), self.shape.budgets
         vertical = QueueLimits(asked.vertical.depth, lookahead) if lookahead else QueueLimits(0)
         return replace(asked, vertical=vertical)
@@ -230,72 +237,100 @@ def _over(link: LinkConfig, nbytes: int) -> float:
 # Measuring --------------------------------------------------------------------------------------------------
 
 
-def run(bench: PredictionBench, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Measures, and returns figures ready for JSON. Raises ConfigError (``place`` exists), WorkerError, OSError."""
-    if bench.place.exists():
-        raise ConfigError(f"store: {bench.place} exists; the benchmark wants a directory of its own")
-    bench.place.mkdir(parents=True)
-    try:
-        with Ranks() as ranks:
-            return _run(bench, ranks, say)
-    finally:
-        shutil.rmtree(bench.place, ignore_errors=True)
+@dataclass(frozen=True, kw_only=True)
+class PredictedCase(Figures):
+    """One case: its step and its bytes, predicted and measured."""
+
+    case: str
+    predicted_step_s: float
+    measured_step_s: float
+    measured_step_samples_s: Sequence[float]
+    predicted_to_measured_ratio: float
+    bottleneck: str
+    predicted_sent_bytes: float
+    measured_sent_bytes: float
+    predicted_disk_bytes: float
+    measured_disk_bytes: float
+    gather_link_bytes_per_s: float
+    disk_link_bytes_per_s: float
+
+    @property
+    def error_ratio(self) -> float:
+        return abs(self.predicted_to_measured_ratio - 1)
 
 
-def _run(bench: PredictionBench, ranks: Ranks, say: Callable[[str], None]) -> dict[str, Any]:
-    asked = Measurement(place=bench.place, steps=bench.steps, warmup=bench.warmup)
+@dataclass(frozen=True, kw_only=True)
+class CalibrationCosts(Figures):
+    """What one calibration found that a dense pass and an expert cost beside what they compute."""
+
+    dense_drive_s: float
+    expert_drive_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictionResult(Figures):
+    """What ``run`` found."""
+
+    ranks_count: int = _RANKS
+    computation: Computation
+    cases: Sequence[PredictedCase]
+    calibrations: Sequence[CalibrationCosts]
+    largest_error_ratio: float
+    median_error_ratio: float
+
+
+def run(bench: PredictionBench, say: Callable[[str], None] = lambda _: None) -> PredictionResult:
+    """Measures. Raises ConfigError (``directory`` exists), WorkerError, OSError."""
+    with work_directory(bench.directory), Ranks() as ranks:
+        return _run(bench, ranks, say)
+
+
+def _run(bench: PredictionBench, ranks: Ranks, say: Callable[[str], None]) -> PredictionResult:
+    asked = RankRequest(directory=bench.directory, steps=bench.steps, warmup=bench.warmup)
     every = cases(bench)
-    calibrations, measured = [_calibrate(bench, ranks, asked)], []
+    calibrations, found = [_calibrate(bench, ranks, asked)], list[PredictedCase]()
     for begin in range(0, len(every), _BETWEEN):
-        part = every[begin : begin + _BETWEEN]
-        for case in part:
+        part = []
+        for case in every[begin : begin + _BETWEEN]:
             say(case.name)
-            free = RigWorkload(case.shape, LinksConfig(), _NOTHING, bench.span)
+            free = StackWorkload(case.shape, LinksConfig(), _NOTHING, bench.span)
             sent, moved = free.moved_bytes()
             links = links_for(case.balance, _computing_s(case.shape), sent, moved)
-            found = ranks.measure(replace(asked, shape=case.shape, links=links))
-            measured.append((case, links, found, len(calibrations) - 1))
+            part.append((case, links, ranks.measure(replace(asked, shape=case.shape, links=links))))
         say("calibration")
         calibrations.append(_calibrate(bench, ranks, asked))
-    rows = [
-        _row(
-            RigWorkload(
-                case.shape, links, _between(calibrations[place], calibrations[place + 1]), bench.span
-            ),
-            case.name,
-            found,
-        )
-        for case, links, found, place in measured
-    ]
-    errors = [abs(row["predicted_to_measured_ratio"] - 1) for row in rows]
-    return {
-        "ranks_count": _RANKS,
-        "computation": bench.computation.value,
-        "cases": rows,
-        "calibrations": [
-            {"dense_drive_s": one.dense_s, "expert_drive_s": one.expert_s} for one in calibrations
+        between = _between(*calibrations[-2:])
+        for case, links, steps in part:
+            work = StackWorkload(case.shape, links, between, bench.span)
+            found.append(_predicted(work, case.name, steps))
+    errors = [one.error_ratio for one in found]
+    return PredictionResult(
+        computation=bench.computation,
+        cases=found,
+        calibrations=[
+            CalibrationCosts(dense_drive_s=one.dense_s, expert_drive_s=one.expert_s) for one in calibrations
         ],
-        "largest_error_ratio": max(errors),
-        "median_error_ratio": statistics.median(errors),
-    }
+        largest_error_ratio=max(errors),
+        median_error_ratio=statistics.median(errors),
+    )
 
 
 _NOTHING = Calibration(0.0, 0.0)
 
 
-def _computing_s(shape: RigShape) -> float:
+def _computing_s(shape: StackShape) -> float:
     """What a step computes, by its shape: once forward, twice backward."""
     return 3 * shape.layers * shape.forward_s
 
 
-def _calibrate(bench: PredictionBench, ranks: Ranks, asked: Measurement) -> Calibration:
+def _calibrate(bench: PredictionBench, ranks: Ranks, asked: RankRequest) -> Calibration:
     """The costs of driving passes, from two shapes over unlimited links: with many experts, and with few."""
-    base = RigShape(forward_s=bench.forward_s, computation=bench.computation, cached_layers=17.0)
+    base = StackShape(forward_s=bench.forward_s, computation=bench.computation, cached_layers=17.0)
     few, many = replace(base, experts=1), replace(base, experts=6)
     extra = {}
     for shape in (few, many):
         found = ranks.measure(replace(asked, shape=shape, links=LinksConfig()))
-        extra[shape.experts] = max(found["step_s"] - _computing_s(shape), 0.0) / (2 * base.layers)
+        extra[shape.experts] = max(found.step_s - _computing_s(shape), 0.0) / (2 * base.layers)
     expert_s = max((extra[many.experts] - extra[few.experts]) / (many.experts - few.experts), 0.0)
     return Calibration(max(extra[few.experts] - few.experts * expert_s, 0.0), expert_s)
 
@@ -304,55 +339,46 @@ def _between(before: Calibration, after: Calibration) -> Calibration:
     return Calibration((before.dense_s + after.dense_s) / 2, (before.expert_s + after.expert_s) / 2)
 
 
-def _row(work: RigWorkload, name: str, found: dict[str, Any]) -> dict[str, Any]:
+def _predicted(work: StackWorkload, name: str, found: SlowestRank) -> PredictedCase:
     predicted = work.run()
     sent, moved = work.moved_bytes()
-    return {
-        "case": name,
-        "predicted_step_s": predicted.step_s,
-        "measured_step_s": found["step_s"],
-        "measured_step_samples_s": found["step_samples_s"],
-        "predicted_to_measured_ratio": predicted.step_s / found["step_s"],
-        "bottleneck": predicted.bottleneck.value,
-        "predicted_sent_bytes": sent,
-        "measured_sent_bytes": found["sent_bytes"],
-        "predicted_disk_bytes": moved,
-        "measured_disk_bytes": found["disk_bytes"],
-        "gather_link_bytes_per_s": work.links.gather.bandwidth,
-        "disk_link_bytes_per_s": work.links.disk.bandwidth,
-    }
+    return PredictedCase(
+        case=name,
+        predicted_step_s=predicted.step_s,
+        measured_step_s=found.step_s,
+        measured_step_samples_s=found.step_samples_s,
+        predicted_to_measured_ratio=predicted.step_s / found.step_s,
+        bottleneck=predicted.bottleneck.value,
+        predicted_sent_bytes=sent,
+        measured_sent_bytes=found.sent_bytes,
+        predicted_disk_bytes=moved,
+        measured_disk_bytes=found.disk_bytes,
+        gather_link_bytes_per_s=work.links.gather.bandwidth,
+        disk_link_bytes_per_s=work.links.disk.bandwidth,
+    )
 
 
-def measurements(result: dict[str, Any]) -> list[Found]:
+def measurements(result: PredictionResult) -> Iterator[Measurement]:
     """What ``run`` found, for a document."""
-    found = []
-    for row in result["cases"]:
-        how, ratio = {"case": row["case"]}, row["predicted_to_measured_ratio"]
-        found += [
-            measured("step", row["measured_step_samples_s"], "s", Better.LOWER, parameters=how),
-            derived("predicted to measured step", ratio, "ratio", Better.NEITHER, parameters=how),
-            derived(
-                "error of the prediction",
-                abs(ratio - 1),
-                "ratio",
-                Better.LOWER,
-                parameters=how,
-                target=_ERROR,
-            ),
-        ]
-    return found
+    for one in result.cases:
+        how, ratio = {"case": one.case}, one.predicted_to_measured_ratio
+        yield measured("step", one.measured_step_samples_s, "s", Better.LOWER, parameters=how)
+        yield derived("predicted to measured step", ratio, "ratio", Better.NEITHER, parameters=how)
+        yield derived(
+            "error of the prediction", one.error_ratio, "ratio", Better.LOWER, parameters=how, target=_ERROR
+        )
 
 
-def table(result: dict[str, Any]) -> Sequence[tuple[str, ...]]:
+def table(result: PredictionResult) -> Sequence[tuple[str, ...]]:
     """The cases for people: name, predicted, measured, ratio, bottleneck."""
     return [
         (
-            row["case"],
-            f"{row['predicted_step_s']:.3f} s",
-            f"{row['measured_step_s']:.3f} s",
-            f"{row['predicted_to_measured_ratio']:.3f}",
-            f"{row['predicted_disk_bytes'] / max(row['measured_disk_bytes'], 1.0):.3f}",
-            row["bottleneck"],
+            one.case,
+            f"{one.predicted_step_s:.3f} s",
+            f"{one.measured_step_s:.3f} s",
+            f"{one.predicted_to_measured_ratio:.3f}",
+            f"{one.predicted_disk_bytes / max(one.measured_disk_bytes, 1.0):.3f}",
+            one.bottleneck,
         )
-        for row in result["cases"]
+        for one in result.cases
     ]

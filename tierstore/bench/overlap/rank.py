@@ -1,22 +1,23 @@
 """One rank of ``bench overlap``, in a process of its own.
 
-The protocol is one JSON object a line. The parent sends any number of measurements (``Measurement``, the same
-to all ranks), then closes the pipe. Each is answered with one line; a failure is ``{"error": text}``.
+The protocol is one JSON object a line. The parent sends any number of measurements (``RankRequest``, the same
+to all ranks), then closes the pipe. Each is answered with one line (``RankSteps``); a failure is ``{"error": text}``.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import statistics
 import sys
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from tierstore.bench.overlap.rig import Rig, RigShape, open_rig
+from tierstore.bench.overlap.stack import StackShape, open_stack
+from tierstore.bench.processes.spawn import answer_channel, write_line
 from tierstore.config import from_dict
 from tierstore.errors import TierstoreError
 from tierstore.links import CollectiveLink, LinksConfig
@@ -31,7 +32,7 @@ from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
 
-__all__ = ["CAUGHT_UP", "Measurement", "Stack"]
+__all__ = ["CAUGHT_UP", "RankRequest", "RankSteps", "Stack"]
 
 #: Steps that are not measured once computation was measured alone: meanwhile the links have caught up with what was
 #: asked of them, and a first step would find all that it needs.
@@ -41,68 +42,87 @@ CAUGHT_UP = 1
 class Stack(StrEnum):
     """What steps."""
 
-    SYNTHETIC = "synthetic"  # layers that do nothing but take time: tierstore.bench.overlap.rig
+    SYNTHETIC = "synthetic"  # layers that do nothing but take time: tierstore.bench.overlap.stack
     TRAINER = "trainer"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """What a rank is to run and measure; ``place`` is a directory to make, use and remove. ``shape`` is for the synthetic
+class RankRequest:
+    """What a rank is to run and measure; ``directory`` is one to make, use and remove. ``shape`` is for the synthetic
     stack, ``train`` for the trainer.
     """
 
-    place: Path
+    directory: Path
     steps: int = 5
     warmup: int = 3
     timeline: Path | None = None
     stack: Stack = Stack.SYNTHETIC
-    shape: RigShape = field(default_factory=RigShape)
+    shape: StackShape = field(default_factory=StackShape)
     train: TrainConfig = field(default_factory=TrainConfig)
     links: LinksConfig = field(default_factory=LinksConfig)
 
 
-def _measure(asked: Measurement, world: Group, link: CollectiveLink) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class RankSteps:
+    """What one rank measured: seconds of each step, and what a step moved and was stalled, in the mean.
+
+    ``computing_s``: the computation of a step alone. ``stalls``: seconds by dimension and cause.
+    """
+
+    step_s: Sequence[float]
+    computing_s: float
+    disk_bytes: float
+    disk_transfers: float
+    sent_bytes: float
+    collectives: float
+    stalls: Mapping[str, float]
+
+
+def _measure(asked: RankRequest, world: Group, link: CollectiveLink) -> RankSteps:
     link.link = asked.links.gather.open()
-    place = asked.place / str(world.rank)
+    directory = asked.directory / str(world.rank)
     try:
         with (
             open_timeline(asked.timeline) as timeline,
-            open_rig(
+            open_stack(
                 asked.shape,
-                place,
+                directory,
                 world,
                 link,
                 disk=asked.links.disk,
                 copy=asked.links.copy,
                 timeline=timeline,
-            ) as rig,
+            ) as stack,
         ):
             world.barrier()
-            found = _steps(rig, asked, world, link)
-            rig.drain()
-        return found
+            for _ in range(asked.warmup):
+                stack.step()
+            computing = [stack.compute_only()]
+            for _ in range(CAUGHT_UP):
+                stack.step()
+            found = _steps(stack.step, asked.steps, stack.store, stack.ledger, link)
+            world.barrier()
+            computing += [stack.compute_only() for _ in range(2)]
+            stack.drain()
+        return replace(found, computing_s=statistics.median(computing))
     finally:
         link.link = None
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
-def _steps(rig: Rig, asked: Measurement, world: Group, link: CollectiveLink) -> dict[str, Any]:
-    for _ in range(asked.warmup):
-        rig.step()
-    computing = [rig.compute_only()]
-    for _ in range(CAUGHT_UP):
-        rig.step()
-    before, stalls = _counts(rig.store, link), _stalls(rig.ledger)
-    seconds = [rig.step() for _ in range(asked.steps)]
-    after, stalled = _counts(rig.store, link), _stalls(rig.ledger)
-    world.barrier()
-    computing += [rig.compute_only() for _ in range(2)]
-    return {
-        "step_s": seconds,
-        "computing_s": statistics.median(computing),
-        **{name: (after[name] - before[name]) / asked.steps for name in after},
-        "stalls": {name: (spent - stalls.get(name, 0.0)) / asked.steps for name, spent in stalled.items()},
-    }
+def _steps(
+    step: Callable[[], float], count: int, store: ParameterStore, ledger: StallLedger, link: CollectiveLink
+) -> RankSteps:
+    """``count`` steps, of which ``step`` returns the seconds; their computation is taken to be all of them."""
+    before, stalls = _counts(store, link), _stalls(ledger)
+    seconds = [step() for _ in range(count)]
+    after, stalled = _counts(store, link), _stalls(ledger)
+    return RankSteps(
+        step_s=seconds,
+        computing_s=statistics.median(seconds),
+        stalls={name: (spent - stalls.get(name, 0.0)) / count for name, spent in stalled.items()},
+        **{name: (after[name] - before[name]) / count for name in after},
+    )
 
 
 def _counts(store: ParameterStore, link: CollectiveLink) -> dict[str, float]:
@@ -122,12 +142,12 @@ def _stalls(ledger: StallLedger) -> dict[str, float]:
     return {str(name): spent / 1e9 for name, spent in totals.items()}
 
 
-def _measure_training(asked: Measurement, mesh: Mesh, link: CollectiveLink) -> dict[str, Any]:
+def _measure_training(asked: RankRequest, mesh: Mesh, link: CollectiveLink) -> RankSteps:
     """As ``_measure``, of the trainer. Its computation cannot be had alone: it is taken to be the step over unlimited
     links.
     """
     link.link = asked.links.gather.open()
-    config = replace(asked.train, store=asked.place, links=asked.links)
+    config = replace(asked.train, store=asked.directory, links=asked.links)
     try:
         with (
             open_timeline(asked.timeline) as timeline,
@@ -135,30 +155,18 @@ def _measure_training(asked: Measurement, mesh: Mesh, link: CollectiveLink) -> d
         ):
             for _ in range(asked.warmup):
                 trainer.step()
-            before, stalls = _counts(trainer.store, link), _stalls(trainer.ledger)
-            seconds = [trainer.step().seconds for _ in range(asked.steps)]
-            after, stalled = _counts(trainer.store, link), _stalls(trainer.ledger)
-        spent = {name: (total - stalls.get(name, 0.0)) / asked.steps for name, total in stalled.items()}
-        # Nobody begins the next measurement, in the same place, before all have ended this one.
+            found = _steps(lambda: trainer.step().seconds, asked.steps, trainer.store, trainer.ledger, link)
+        # No rank begins the next measurement, in the same directory, before all have ended this one.
         mesh.world.barrier()
         if mesh.world.rank == 0:
-            shutil.rmtree(asked.place)
+            shutil.rmtree(asked.directory)
         mesh.world.barrier()
-        return {
-            "step_s": seconds,
-            "computing_s": statistics.median(seconds),
-            **{name: (after[name] - before[name]) / asked.steps for name in after},
-            "stalls": spent,
-        }
+        return found
     finally:
         link.link = None
 
 
-def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
-    def answer(content: dict[str, Any]) -> None:
-        answers.write(json.dumps(content).encode() + b"\n")
-        answers.flush()
-
+def _serve(requests: IO[bytes], answer: Callable[[Mapping[str, object]], None]) -> None:
     import torch
 
     torch.set_num_threads(1)
@@ -167,17 +175,15 @@ def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
     try:
         with launch(ParallelConfig(timeout_s=60.0), device="cpu", link=link, exchange=exchange) as mesh:
             for line in requests:
-                asked = from_dict(Measurement, json.loads(line))
+                asked = from_dict(RankRequest, json.loads(line))
                 if asked.stack is Stack.TRAINER:
-                    answer(_measure_training(asked, mesh, link))
+                    answer(asdict(_measure_training(asked, mesh, link)))
                 else:
-                    answer(_measure(asked, mesh.world, link))
+                    answer(asdict(_measure(asked, mesh.world, link)))
     except (TierstoreError, OSError) as error:
         answer({"error": f"{type(error).__name__}: {error}"})
 
 
 if __name__ == "__main__":
-    # Answers have a descriptor of their own: whatever a library prints goes to stderr.
-    channel = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    _serve(sys.stdin.buffer, channel)
+    channel = answer_channel()
+    _serve(sys.stdin.buffer, lambda content: write_line(channel, content))

@@ -1,6 +1,6 @@
 """How much of gathers and expert fetches disappears behind computation, and behind each other.
 
-Two ranks step the same stack of layers (``tierstore.bench.overlap.rig``, or the trainer) over links that are
+Two ranks step the same stack of layers (``tierstore.bench.overlap.stack``, or the trainer) over links that are
 limited such that computation, gathers and expert fetches each take a chosen time of their own. Serial, a step
 would take their sum; overlapped perfectly, the longest of them. The figure is the step over the longest.
 
@@ -11,24 +11,21 @@ in which nothing is waited for: computation and the program that drives it. A se
 
 from __future__ import annotations
 
-import contextlib
-import json
-import shutil
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import IO, Any
 
+from tierstore.bench.checks import at_least, work_directory
 from tierstore.bench.overlap import picture
-from tierstore.bench.overlap.rank import Measurement, Stack
-from tierstore.bench.overlap.rig import RigShape
+from tierstore.bench.overlap.rank import RankRequest, RankSteps, Stack
+from tierstore.bench.overlap.stack import StackShape
 from tierstore.bench.processes.namespaces import RankNamespace, namespaces_limited_to
-from tierstore.bench.processes.spawn import start_ranks
-from tierstore.bench.results.document import Better, derived, measured
-from tierstore.bench.results.document import Measurement as Found
-from tierstore.bench.training.worker import WorkerError
+from tierstore.bench.processes.ranks import start_ranks
+from tierstore.bench.processes.spawn import close_input, end, receive, send
+from tierstore.bench.results.document import Better, Measurement, derived, measured
+from tierstore.bench.results.figures import Figures, StallTime, named
 from tierstore.config import as_dict
 from tierstore.errors import ConfigError
 from tierstore.links import LinkConfig, LinksConfig
@@ -37,8 +34,11 @@ from tierstore.train.config import TrainConfig
 __all__ = [
     "Balance",
     "OverlapBench",
+    "OverlapResult",
+    "OverlapRun",
     "Prefetch",
     "Ranks",
+    "SlowestRank",
     "Stack",
     "Times",
     "links_for",
@@ -77,19 +77,18 @@ class OverlapBench:
     a picture of its last step. ``namespace_bandwidth``: bytes a second that the kernel lets each rank send (0: no limit).
     """
 
-    place: Path = Path("tierstore-bench")
+    directory: Path = Path("tierstore-bench")
     steps: int = 5
     warmup: int = 3
     timeline: Path | None = None
     svg: Path | None = None
     stack: Stack = Stack.SYNTHETIC
-    shape: RigShape = field(default_factory=RigShape)
+    shape: StackShape = field(default_factory=StackShape)
     train: TrainConfig = field(default_factory=TrainConfig)
     namespace_bandwidth: int = 0
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.warmup < 1:
-            raise ConfigError(f"steps, warmup: expected at least 1, got {self.steps} and {self.warmup}")
+        at_least(1, steps=self.steps, warmup=self.warmup)
         if self.svg is not None and self.stack is Stack.TRAINER:
             raise ConfigError("svg: a picture is drawn of the synthetic stack only")
 
@@ -124,26 +123,59 @@ def links_for(balance: Balance, computing_s: float, sent_bytes: float, disk_byte
     )
 
 
-def run(bench: OverlapBench, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Measures, and returns figures ready for JSON. Raises ConfigError (``place`` exists), CapabilityError (no
-    namespaces), WorkerError, OSError.
+@dataclass(frozen=True, kw_only=True)
+class OverlapRun(Figures):
+    """Steps over one balance of links. The ratios: a step to the longest of the three, and to that or a step over
+    unlimited links, if that is longer.
     """
-    if bench.place.exists():
-        raise ConfigError(f"store: {bench.place} exists; the benchmark wants a directory of its own")
-    bench.place.mkdir(parents=True)
-    try:
-        with (
-            namespaces_limited_to(bench.namespace_bandwidth, _RANKS) as namespaces,
-            Ranks(namespaces) as ranks,
-        ):
-            return _run(bench, ranks, say)
-    finally:
-        shutil.rmtree(bench.place, ignore_errors=True)
+
+    balance: Balance
+    prefetch: Prefetch
+    step_s: float
+    step_samples_s: Sequence[float]
+    computation_s: float
+    gathers_s: float
+    fetches_s: float
+    longest_s: float
+    serial_s: float
+    longest_ratio: float = field(metadata=named("ratio"))
+    unlimited_ratio: float = field(metadata=named("driven_ratio"))
+    stalls: Sequence[StallTime]
+
+    def stalled_s(self, dimension: str) -> float:
+        """Along ``dimension``, for all causes."""
+        return sum(stall.step_stall_s for stall in self.stalls if stall.cause.startswith(dimension))
 
 
-def _run(bench: OverlapBench, ranks: Ranks, say: Callable[[str], None]) -> dict[str, Any]:
-    asked = Measurement(
-        place=bench.place / "run",
+@dataclass(frozen=True, kw_only=True)
+class OverlapResult(Figures):
+    """What ``run`` found. Bytes and counts are those of a step over unlimited links."""
+
+    ranks: int = _RANKS
+    stack: Stack
+    namespace_bytes_per_s: int | None
+    unlimited_step_s: float
+    unlimited_computing_s: float
+    sent_bytes: float
+    collectives: float
+    disk_bytes: float
+    disk_transfers: float
+    runs: Sequence[OverlapRun]
+
+
+def run(bench: OverlapBench, say: Callable[[str], None] = lambda _: None) -> OverlapResult:
+    """Measures. Raises ConfigError (``directory`` exists), CapabilityError (no namespaces), WorkerError, OSError."""
+    with (
+        work_directory(bench.directory),
+        namespaces_limited_to(bench.namespace_bandwidth, _RANKS) as namespaces,
+        Ranks(namespaces) as ranks,
+    ):
+        return _run(bench, ranks, say)
+
+
+def _run(bench: OverlapBench, ranks: Ranks, say: Callable[[str], None]) -> OverlapResult:
+    asked = RankRequest(
+        directory=bench.directory / "run",
         steps=bench.steps,
         warmup=bench.warmup,
         stack=bench.stack,
@@ -153,38 +185,37 @@ def _run(bench: OverlapBench, ranks: Ranks, say: Callable[[str], None]) -> dict[
     timeline = bench.timeline
     if bench.svg is not None:
         picture.check()
-        timeline = timeline or bench.place / "timeline.json"
+        timeline = timeline or bench.directory / "timeline.json"
     say("unlimited links")
     free = ranks.measure(asked)
     cases = [(balance, Prefetch.BOTH) for balance in Balance]
     cases += [(Balance.EQUAL, prefetch) for prefetch in Prefetch if prefetch is not Prefetch.BOTH]
-    rows = []
+    runs = []
     for balance, prefetch in cases:
         say(f"{balance}, prefetch {prefetch}")
-        links = links_for(balance, free["computing_s"], free["sent_bytes"], free["disk_bytes"])
+        links = links_for(balance, free.computing_s, free.sent_bytes, free.disk_bytes)
         drawn = timeline if (balance, prefetch) == (Balance.EQUAL, Prefetch.BOTH) else None
         found = ranks.measure(_limited_to(replace(asked, links=links, timeline=drawn), prefetch))
         if bench.stack is Stack.TRAINER:
-            found["computing_s"] = free["computing_s"]
-        rows.append(_row(balance, prefetch, links, found, free["step_s"]))
+            found = replace(found, computing_s=free.computing_s)
+        runs.append(_overlap_run(balance, prefetch, links, found, free.step_s))
     if bench.svg is not None:
         assert timeline is not None
         picture.draw(timeline, bench.svg)
-    return {
-        "ranks": _RANKS,
-        "stack": bench.stack.value,
-        "namespace_bytes_per_s": bench.namespace_bandwidth or None,
-        "unlimited_step_s": free["step_s"],
-        "unlimited_computing_s": free["computing_s"],
-        "sent_bytes": free["sent_bytes"],
-        "collectives": free["collectives"],
-        "disk_bytes": free["disk_bytes"],
-        "disk_transfers": free["disk_transfers"],
-        "runs": rows,
-    }
+    return OverlapResult(
+        stack=bench.stack,
+        namespace_bytes_per_s=bench.namespace_bandwidth or None,
+        unlimited_step_s=free.step_s,
+        unlimited_computing_s=free.computing_s,
+        sent_bytes=free.sent_bytes,
+        collectives=free.collectives,
+        disk_bytes=free.disk_bytes,
+        disk_transfers=free.disk_transfers,
+        runs=runs,
+    )
 
 
-def _limited_to(asked: Measurement, prefetch: Prefetch) -> Measurement:
+def _limited_to(asked: RankRequest, prefetch: Prefetch) -> RankRequest:
     """The measurement with the lookahead of the other queue taken away."""
     shape, ahead = asked.shape, asked.train.prefetch
     if prefetch in (Prefetch.NONE, Prefetch.VERTICAL):
@@ -194,50 +225,73 @@ def _limited_to(asked: Measurement, prefetch: Prefetch) -> Measurement:
     return replace(asked, shape=shape, train=replace(asked.train, prefetch=ahead))
 
 
-def _row(
-    balance: Balance, prefetch: Prefetch, links: LinksConfig, found: dict[str, Any], unlimited_s: float
-) -> dict[str, Any]:
+def _overlap_run(
+    balance: Balance, prefetch: Prefetch, links: LinksConfig, found: SlowestRank, unlimited_s: float
+) -> OverlapRun:
     times = Times(
-        found["computing_s"],
-        found["sent_bytes"] / links.gather.bandwidth,
-        found["disk_bytes"] / links.disk.bandwidth,
+        found.computing_s,
+        found.sent_bytes / links.gather.bandwidth,
+        found.disk_bytes / links.disk.bandwidth,
     )
-    return {
-        "balance": balance.value,
-        "prefetch": prefetch.value,
-        "step_s": found["step_s"],
-        "step_samples_s": found["step_samples_s"],
-        "computation_s": times.computation,
-        "gathers_s": times.gathers,
-        "fetches_s": times.fetches,
-        "longest_s": times.longest,
-        "serial_s": times.serial,
-        "ratio": found["step_s"] / times.longest,
-        "driven_ratio": found["step_s"] / max(times.longest, unlimited_s),
-        "stalls": [{"cause": name, "step_stall_s": spent} for name, spent in sorted(found["stalls"].items())],
-    }
+    return OverlapRun(
+        balance=balance,
+        prefetch=prefetch,
+        step_s=found.step_s,
+        step_samples_s=found.step_samples_s,
+        computation_s=times.computation,
+        gathers_s=times.gathers,
+        fetches_s=times.fetches,
+        longest_s=times.longest,
+        serial_s=times.serial,
+        longest_ratio=found.step_s / times.longest,
+        unlimited_ratio=found.step_s / max(times.longest, unlimited_s),
+        stalls=[StallTime(cause=name, step_stall_s=spent) for name, spent in sorted(found.stalls.items())],
+    )
 
 
-def measurements(result: dict[str, Any]) -> list[Found]:
+def measurements(result: OverlapResult) -> Iterator[Measurement]:
     """What ``run`` found, for a document."""
-    found = []
-    for row in result["runs"]:
-        how = {"balance": row["balance"], "prefetch": row["prefetch"]}
-        both = row["prefetch"] == Prefetch.BOTH
-        target = _TO_LONGEST if row["balance"] == Balance.EQUAL else _TO_LONGEST_OF_ALL
-        ratios = [step / row["longest_s"] for step in row["step_samples_s"]]
-        found += [
-            measured("step", row["step_samples_s"], "s", Better.LOWER, parameters=how),
-            derived(
-                "step to the longest",
-                ratios,
-                "ratio",
-                Better.LOWER,
-                parameters=how,
-                target=target if both else None,
-            ),
-        ]
-    return found
+    for one in result.runs:
+        how = {"balance": one.balance.value, "prefetch": one.prefetch.value}
+        target = _TO_LONGEST if one.balance is Balance.EQUAL else _TO_LONGEST_OF_ALL
+        yield measured("step", one.step_samples_s, "s", Better.LOWER, parameters=how)
+        yield derived(
+            "step to the longest",
+            [step / one.longest_s for step in one.step_samples_s],
+            "ratio",
+            Better.LOWER,
+            parameters=how,
+            target=target if one.prefetch is Prefetch.BOTH else None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowestRank:
+    """What all ranks measured, of each figure that of the slower rank: a step is over when both are."""
+
+    step_s: float
+    step_samples_s: Sequence[float]
+    computing_s: float
+    disk_bytes: float
+    disk_transfers: float
+    sent_bytes: float
+    collectives: float
+    stalls: Mapping[str, float]
+
+    @staticmethod
+    def of(ranks: Sequence[RankSteps]) -> SlowestRank:
+        steps = [max(times) for times in zip(*(rank.step_s for rank in ranks), strict=True)]
+        causes = {cause for rank in ranks for cause in rank.stalls}
+        return SlowestRank(
+            step_s=statistics.median(steps),
+            step_samples_s=steps,
+            computing_s=max(rank.computing_s for rank in ranks),
+            disk_bytes=max(rank.disk_bytes for rank in ranks),
+            disk_transfers=max(rank.disk_transfers for rank in ranks),
+            sent_bytes=max(rank.sent_bytes for rank in ranks),
+            collectives=max(rank.collectives for rank in ranks),
+            stalls={cause: max(rank.stalls.get(cause, 0.0) for rank in ranks) for cause in causes},
+        )
 
 
 class Ranks:
@@ -246,53 +300,21 @@ class Ranks:
     def __init__(self, namespaces: Sequence[RankNamespace] = ()) -> None:
         self._processes = start_ranks("tierstore.bench.overlap.rank", _RANKS, namespaces=namespaces)
 
-    def measure(self, asked: Measurement) -> dict[str, Any]:
-        """What the ranks found, of each figure that of the slower rank (a step is over when both are).
-
-        Raises WorkerError.
-        """
+    def measure(self, asked: RankRequest) -> SlowestRank:
+        """What the ranks measured. Raises WorkerError."""
         for rank, process in enumerate(self._processes):
             # One timeline is enough, and one file cannot hold two.
-            mine = asked if rank == 0 else replace(asked, timeline=None)
-            with contextlib.suppress(BrokenPipeError):  # it died: the missing answer says so
-                stdin = _pipe(process.stdin)
-                stdin.write(json.dumps(as_dict(mine)).encode() + b"\n")
-                stdin.flush()
-        answers = [self._answer(rank) for rank in range(_RANKS)]
-        steps = [max(times) for times in zip(*(answer["step_s"] for answer in answers), strict=True)]
-        names = [name for name in answers[0] if name not in ("step_s", "stalls")]
-        causes = sorted({cause for answer in answers for cause in answer["stalls"]})
-        return {
-            **{name: max(answer[name] for answer in answers) for name in names},
-            "step_s": statistics.median(steps),
-            "step_samples_s": steps,
-            "stalls": {
-                cause: max(answer["stalls"].get(cause, 0.0) for answer in answers) for cause in causes
-            },
-        }
-
-    def _answer(self, rank: int) -> dict[str, Any]:
-        line = _pipe(self._processes[rank].stdout).readline()
-        if not line:
-            raise WorkerError(f"rank {rank}: exited with status {self._processes[rank].wait()}")
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise WorkerError(f"rank {rank}: {answer['error']}")
-        return answer
+            send(process, as_dict(asked if rank == 0 else replace(asked, timeline=None)))
+        answers = [receive(process, f"rank {rank}") for rank, process in enumerate(self._processes)]
+        return SlowestRank.of([RankSteps(**answer) for answer in answers])
 
     def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for process in self._processes:
-            _pipe(process.stdin).close()
+            close_input(process)
             if kind is not None:
                 process.kill()
         for process in self._processes:
-            process.wait()
-            _pipe(process.stdout).close()
-
-
-def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
-    assert pipe is not None
-    return pipe
+            end(process)

@@ -10,6 +10,7 @@ import itertools
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
@@ -19,14 +20,29 @@ import numpy as np
 
 from tierstore import _native
 from tierstore.bench.io.load import drop_pages
-from tierstore.bench.training.bound import Bytes
 from tierstore.store.config import IoConfig
 from tierstore.store.tuning import tune
 
-__all__ = ["DiskProbe", "Durable"]
+__all__ = ["Bytes", "DiskProbe", "Durable"]
 
 _PAGE = 4096
 _IN_FLIGHT_BYTES = 96 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Bytes that moved between disk and memory."""
+
+    read: int
+    written: int
+
+    @property
+    def total(self) -> int:
+        return self.read + self.written
+
+    def per(self, steps: int) -> Bytes:
+        """The mean over ``steps``."""
+        return Bytes(self.read // steps, self.written // steps)
 
 
 class Durable(Enum):

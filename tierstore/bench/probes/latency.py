@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["PERCENTILES", "Latencies"]
+from tierstore.bench.results.figures import IF_ANY, Figures, named
 
-#: What a summary names.
-PERCENTILES = (50.0, 90.0, 99.0, 99.9)
+__all__ = ["Latencies", "LatencySummary"]
 
 _HALF = 128  # buckets a power of two
 _EXACT = 2 * _HALF  # below this each value has a bucket of its own
 _SHIFTS = 64 - 8
 _BUCKETS = _EXACT + _SHIFTS * _HALF
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencySummary(Figures):
+    """Percentiles and the greatest; None, and not in the JSON, where nothing was counted."""
+
+    p50_s: float | None = field(default=None, metadata=IF_ANY)
+    p90_s: float | None = field(default=None, metadata=IF_ANY)
+    p99_s: float | None = field(default=None, metadata=IF_ANY)
+    p99_9_s: float | None = field(default=None, metadata={**IF_ANY, **named("p99.9_s")})
+    greatest_s: float | None = field(default=None, metadata=IF_ANY)
 
 
 class Latencies:
@@ -58,12 +69,12 @@ class Latencies:
         bucket = int(np.searchsorted(np.cumsum(self._counts), rank))
         return min(_top(bucket), self.greatest_ns)
 
-    def as_json(self) -> dict[str, float]:
-        """``p50_s`` .. ``p99.9_s`` and ``greatest_s``; empty where nothing was counted."""
+    def summary(self) -> LatencySummary:
         if not self.count:
-            return {}
-        found = {f"p{percent:g}_s": self.percentile_ns(percent) / 1e9 for percent in PERCENTILES}
-        return found | {"greatest_s": self.greatest_ns / 1e9}
+            return LatencySummary()
+        p50, p90, p99, p99_9 = (self.percentile_ns(percent) / 1e9 for percent in (50, 90, 99, 99.9))
+        greatest_s = self.greatest_ns / 1e9
+        return LatencySummary(p50_s=p50, p90_s=p90, p99_s=p99, p99_9_s=p99_9, greatest_s=greatest_s)
 
 
 def _buckets(values: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -7,12 +7,14 @@ import math
 import os
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
+
+from tierstore.bench.results.figures import Figures, named
 
 __all__ = ["Trend", "Usage", "disk_bytes", "process_written_bytes", "usage"]
 
@@ -64,24 +66,26 @@ def process_written_bytes() -> int:
 
 
 @dataclass(frozen=True)
-class Trend:
+class Trend(Figures):
     """A quantity over time, by a straight line through its samples after the first quarter of them.
 
-    ``grows``: the line rises by more than ``tolerance`` within the samples, and by more than three standard errors of
-    its slope. ``judged``: there were samples enough, over time enough, to say so.
+    ``unit``: what it is in, ``bytes`` or ``count``. ``grows``: the line rises by more than ``tolerance`` within the
+    samples, and by more than three standard errors of its slope. ``judged``: there were samples enough, over time enough,
+    to say so.
     """
 
-    first: float
-    middle: float
-    last: float
-    slope_per_s: float
+    first: float = field(metadata=named("first_{unit}"))
+    middle: float = field(metadata=named("middle_{unit}"))
+    last: float = field(metadata=named("last_{unit}"))
+    slope_per_s: float = field(metadata=named("slope_{unit}_per_s"))
+    unit: str
     span_s: float
     judged: bool
     grows: bool
 
     @staticmethod
     def of(
-        times: Sequence[float], values: Sequence[float], *, tolerance: float, least_span_s: float
+        times: Sequence[float], values: Sequence[float], unit: str, *, tolerance: float, least_span_s: float
     ) -> Trend:
         """The trend of ``values`` at ``times`` (seconds, rising). Raises ValueError for none."""
         if not values:
@@ -96,23 +100,11 @@ class Trend:
             middle=values[len(values) // 2],
             last=values[-1],
             slope_per_s=slope,
+            unit=unit,
             span_s=span,
             judged=enough,
             grows=enough and slope * span > tolerance and slope > _DEVIATIONS * error,
         )
-
-    def as_dict(self, unit: str) -> dict[str, Any]:
-        """For JSON; ``unit`` ends the keys, such as ``_bytes``."""
-        return {
-            f"first{unit}": self.first,
-            f"middle{unit}": self.middle,
-            f"last{unit}": self.last,
-            f"slope{unit}_per_s": self.slope_per_s,
-            "unit": unit.removeprefix("_"),
-            "span_s": self.span_s,
-            "judged": self.judged,
-            "grows": self.grows,
-        }
 
 
 def _slope(t: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> tuple[float, float]:

@@ -1,18 +1,47 @@
-"""Ranks of a benchmark: processes of their own that meet on this machine."""
+"""Ranks of a benchmark: processes of their own on this machine, that meet on the loopback or in network namespaces."""
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 from collections.abc import Sequence
 from typing import Any
 
 from tierstore.bench.processes.namespaces import RankNamespace
-from tierstore.bench.processes.spawn import start_ranks
-from tierstore.bench.training.worker import WorkerError
+from tierstore.bench.processes.spawn import WorkerError, start_module
 
-__all__ = ["run_ranks"]
+__all__ = ["run_ranks", "start_ranks"]
+
+
+def start_ranks(
+    module: str,
+    count: int,
+    arguments: Sequence[str] = (),
+    *,
+    namespaces: Sequence[RankNamespace] = (),
+) -> list[subprocess.Popen[bytes]]:
+    """``python -m module arguments`` as each of ``count`` ranks; in ``namespaces``, if any."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    started = []
+    for rank in range(count):
+        environ = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(count),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        }
+        inside: Sequence[str] = ()
+        if namespaces:
+            environ |= namespaces[rank].environment
+            inside = namespaces[rank].command(())
+        started.append(start_module(module, arguments, environ=environ, inside=inside))
+    return started
 
 
 def run_ranks(
@@ -23,14 +52,11 @@ def run_ranks(
     timeout_s: float,
     namespaces: Sequence[RankNamespace] = (),
 ) -> list[Any]:
-    """Runs ``python -m module arguments`` as ``ranks`` ranks; the JSON that each printed last, in rank order. They live in
-    ``namespaces``, if any.
+    """Runs ``python -m module arguments`` as ``ranks`` ranks; the JSON that each printed last, in rank order.
 
     Raises WorkerError when one fails or does not end within ``timeout_s`` seconds.
     """
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    environ = {"GLOO_SOCKET_IFNAME": interface}
-    processes = start_ranks(module, ranks, arguments, environ=environ, namespaces=namespaces)
+    processes = start_ranks(module, ranks, arguments, namespaces=namespaces)
     try:
         return [_answer(rank, process, timeout_s) for rank, process in enumerate(processes)]
     finally:

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from tierstore import __version__, machine
+from tierstore.bench.checks import existing_parent
 from tierstore.config import as_dict, from_dict
 from tierstore.errors import ConfigError, DataError
 from tierstore.stats import percentile
@@ -199,7 +200,7 @@ class MachineFacts:
 
 def machine_facts(directory: Path | None = None) -> MachineFacts:
     """Those of this machine. ``directory`` need not exist: the nearest one above it counts."""
-    place = None if directory is None else _existing(directory)
+    place = None if directory is None else existing_parent(directory)
     return MachineFacts(
         processor=machine.processor(),
         cores=machine.cores(),
@@ -209,11 +210,6 @@ def machine_facts(directory: Path | None = None) -> MachineFacts:
         device="none" if place is None else machine.block_device(place),
         torch=version("torch"),
     )
-
-
-def _existing(directory: Path) -> Path:
-    whole = directory.absolute()
-    return next(path for path in (whole, *whole.parents) if path.is_dir())
 
 
 @dataclass(frozen=True, kw_only=True)

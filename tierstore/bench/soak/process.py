@@ -1,4 +1,4 @@
-"""The parent's end of a soak's worker: a process, what it is told, and the messages that it sends."""
+"""The messages that a soak's worker sends, at the parent's end."""
 
 from __future__ import annotations
 
@@ -7,34 +7,9 @@ import json
 import os
 import select
 import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
-__all__ = ["MessageReader", "start_worker", "tell"]
-
-
-def start_worker() -> subprocess.Popen[bytes]:
-    """A worker, in a session of its own, with pipes to and from it."""
-    package = str(Path(__file__).resolve().parents[3])
-    path = os.pathsep.join([package, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    return subprocess.Popen(
-        # -P: the installed package, whatever lies in the directory that this is called from.
-        [sys.executable, "-P", "-m", "tierstore.bench.soak.worker"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": path},
-        # An interrupt from the terminal is this process's to handle: the worker is told to stop.
-        start_new_session=True,
-    )
-
-
-def tell(process: subprocess.Popen[bytes], request: dict[str, Any]) -> None:
-    """Sends ``request``; a worker that is dead already says so by the end of what it says."""
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(json.dumps(request).encode() + b"\n")
-        process.stdin.flush()
+__all__ = ["MessageReader"]
 
 
 class MessageReader:

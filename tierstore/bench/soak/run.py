@@ -17,22 +17,24 @@ import shutil
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tierstore.bench.checks import at_least, more_than_0, refuse_existing, require_free
 from tierstore.bench.probes.usage import Trend
+from tierstore.bench.processes.spawn import send, start_module
 from tierstore.bench.results.document import Better, Measurement, counted, derived, measured
+from tierstore.bench.results.figures import IF_ANY, Figures
 from tierstore.bench.soak.model import StoreModel
-from tierstore.bench.soak.plan import SoakPlan, SoakShape
-from tierstore.bench.soak.process import MessageReader, start_worker, tell
-from tierstore.errors import ConfigError
+from tierstore.bench.soak.plan import OperationKind, SoakPlan, SoakShape
+from tierstore.bench.soak.process import MessageReader
 from tierstore.store.index import index_bytes
 from tierstore.store.space import extent_bytes, scratch_bytes
 
-__all__ = ["SoakBench", "measurements", "run", "stored_bytes"]
+__all__ = ["SoakBench", "SoakProgress", "SoakResult", "measurements", "run", "stored_bytes"]
 
 _STEADY_LEAST_S = 60.0  # shorter soaks are killed all the time
 _JUDGED_SPAN_S = 10.0
@@ -42,18 +44,29 @@ _PATIENCE_S = 300.0
 _EARLY_KILLS_RATIO = 0.25
 _REPORT_S = 1.0
 
-Announce = Callable[[float, dict[str, object]], None]
+
+@dataclass(frozen=True, kw_only=True)
+class SoakProgress:
+    """How far a soak is."""
+
+    read_bytes: int
+    written_bytes: int
+    verified_bytes: int
+    kills: int
+
+
+Announce = Callable[[float, SoakProgress], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SoakBench:
     """How long (seconds), what store, how often it is killed (seconds between kills, the mean; 0: never).
 
-    The store is spread over ``place`` and the directories ``further``, all of them to be made and removed.
-    ``between_lives``, if any, is called with the number of each life that was killed, while nobody has the store open.
+    The store is spread over ``directory`` and the directories ``further``, all of them to be made and removed.
+    ``between_lives``, if any, is called with the number of each life that was killed, while no process has the store open.
     """
 
-    place: Path
+    directory: Path
     seconds: float
     further: tuple[Path, ...] = ()
     shape: SoakShape = field(default_factory=SoakShape)
@@ -61,13 +74,14 @@ class SoakBench:
     between_lives: Callable[[int], None] | None = None
 
     def __post_init__(self) -> None:
-        if self.seconds <= 0:
-            raise ConfigError(f"minutes: expected more than 0, got {self.seconds / 60:g}")
-        if self.kill_every_s < 0:
-            raise ConfigError(f"kill_every: expected at least 0 seconds, got {self.kill_every_s:g}")
-        for place in (self.place, *self.further):
-            if place.exists():
-                raise ConfigError(f"store: {place} exists; the benchmark wants a directory of its own")
+        more_than_0(minutes=self.seconds / 60)
+        at_least(0, kill_every=self.kill_every_s)
+        for directory in self.directories:
+            refuse_existing(directory)
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        return (self.directory, *self.further)
 
 
 def stored_bytes(shape: SoakShape) -> int:
@@ -90,6 +104,81 @@ class _Samples:
     disk: list[float] = field(default_factory=list)
 
 
+@dataclass(frozen=True, kw_only=True)
+class OperationCounts(Figures):
+    """How often each operation was done."""
+
+    fetch_count: int
+    update_count: int
+    prefetch_count: int
+    commit_count: int
+    snapshot_count: int
+    verify_count: int
+    reopen_count: int
+    misuse_count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DurationFigures(Figures):
+    """How long something took, as often as it was done."""
+
+    times_count: int
+    median_s: float | None = field(default=None, metadata=IF_ANY)
+    greatest_s: float | None = field(default=None, metadata=IF_ANY)
+
+    @staticmethod
+    def of(seconds: Sequence[float]) -> DurationFigures:
+        if not seconds:
+            return DurationFigures(times_count=0)
+        return DurationFigures(times_count=len(seconds), median_s=median(seconds), greatest_s=max(seconds))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultCount(Figures):
+    """A misuse, the error that refused it, and how often."""
+
+    fault: str
+    error: str
+    times_count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoakResult(Figures):
+    """What ``run`` found; ``failures`` is empty when all was well."""
+
+    bench: str = "soak"
+    elapsed_s: float
+    interrupted: bool
+    seed: int
+    record_bytes: int
+    host_budget_bytes: int
+    retained_snapshots_count: int
+    stored_bytes: int
+    directories: Sequence[Path]
+    records: int
+    operations: OperationCounts
+    read_bytes: int
+    written_bytes: int
+    verified_bytes: int
+    audited_bytes: int
+    wrong_bytes: int
+    lives_count: int
+    kills_count: int
+    commits_found_unacknowledged_count: int
+    reopen: DurationFigures
+    commit: DurationFigures
+    faults: Sequence[FaultCount]
+    trends: Mapping[str, Trend]
+    failures: Sequence[str]
+
+
+@dataclass(frozen=True)
+class _Failure:
+    error: str
+    text: str
+    wrong_bytes: int = 0
+
+
 class _Soak:
     def __init__(self, bench: SoakBench, announce: Announce, asked_to_stop: Callable[[], bool]) -> None:
         self._bench, self._announce, self._asked_to_stop = bench, announce, asked_to_stop
@@ -106,7 +195,7 @@ class _Soak:
         self._opens_s: list[float] = []
         self._commits_s: list[float] = []
         self._kills = self._later = 0
-        self._failure: dict[str, Any] | None = None
+        self._failure: _Failure | None = None
         self._interrupted = False
         self._start_s: float | None = None
         self._next_report_s = 0.0
@@ -116,7 +205,7 @@ class _Soak:
         """Since the store was first open."""
         return 0.0 if self._start_s is None else time.monotonic() - self._start_s
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> SoakResult:
         life, killed = 0, True
         # A kill is never the end: what it left is looked at.
         while killed or (
@@ -132,7 +221,8 @@ class _Soak:
 
     def _live(self, life: int) -> bool:
         """A life until it is killed (True), has ended by itself, or the time is over."""
-        process = start_worker()
+        # An interrupt from the terminal is this process's to handle: it stops the worker.
+        process = start_module("tierstore.bench.soak.worker", new_session=True)
         self._lives.append(_Samples())
         self._life_counts = {}
         kills = self._bench.kill_every_s > 0
@@ -141,7 +231,7 @@ class _Soak:
         reader = MessageReader(process)
         heard = time.monotonic()
         try:
-            tell(process, self._request(life))
+            send(process, self._request(life))
             while True:
                 if self._asked_to_stop():
                     self._interrupted = True
@@ -179,10 +269,10 @@ class _Soak:
         steady = seconds >= _STEADY_LEAST_S and seconds / 3 <= at - begun < seconds * 2 / 3
         return begun + seconds * 2 / 3 if steady else at
 
-    def _request(self, life: int) -> dict[str, Any]:
+    def _request(self, life: int) -> Mapping[str, object]:
         hypotheses = [self._acknowledged] + ([self._begun] if self._begun else [])
         return {
-            "directory": str(self._bench.place),
+            "directory": str(self._bench.directory),
             "further": [str(path) for path in self._bench.further],
             "shape": self._bench.shape.as_dict(),
             "life": life,
@@ -208,22 +298,22 @@ class _Soak:
                 return self._ended(process)
             if message is not None:
                 self._hear(message)
-        self._fail("Hang", f"the worker did not end within {_PATIENCE_S:g} s of being told to")
+        self._fail("Hang", f"the worker did not end within {_PATIENCE_S:g} s of its pipe being closed")
         return False
 
     def _ended(self, process: subprocess.Popen[bytes]) -> bool:
         status = process.wait()
         if status and self._failure is None:
             how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
-            self._fail("Died", f"the worker {how}, and had not been told to")
+            self._fail("Died", f"the worker {how} by itself")
         return False
 
     def _fail(self, error: str, text: str, wrong: int = 0) -> None:
-        self._failure = self._failure or {"error": error, "text": text, "wrong_bytes": wrong}
+        self._failure = self._failure or _Failure(error, text, wrong)
 
     # What it says -------------------------------------------------------------------------------------------
 
-    def _hear(self, message: dict[str, Any]) -> None:
+    def _hear(self, message: Mapping[str, Any]) -> None:
         match message["say"]:
             case "sample":
                 self._sample(message)
@@ -250,7 +340,7 @@ class _Soak:
         for done in range(begin, position + 1):
             self._plan.apply(model, done)
 
-    def _opened(self, message: dict[str, Any]) -> None:
+    def _opened(self, message: Mapping[str, Any]) -> None:
         """What it was opened at is acknowledged from now on."""
         if self._begun is not None and int(message["position"]) == self._begun[0] and not message["created"]:
             self._acknowledged = self._begun
@@ -261,7 +351,7 @@ class _Soak:
         if not message["created"]:
             self._opens_s.append(float(message["open_s"]))
 
-    def _sample(self, message: dict[str, Any]) -> None:
+    def _sample(self, message: Mapping[str, Any]) -> None:
         samples, now, held = self._lives[-1], self._elapsed_s, message["held"]
         self._life_counts = message["counts"]
         if held:
@@ -272,50 +362,57 @@ class _Soak:
         if time.monotonic() >= self._next_report_s:
             self._next_report_s = time.monotonic() + _REPORT_S
             counts = self._counts + Counter(self._life_counts)
-            shown = {name: counts[f"{name}_bytes"] for name in ("read", "written", "verified")}
-            self._announce(min(now, self._bench.seconds), {**shown, "kills": self._kills})
+            done = SoakProgress(
+                read_bytes=counts["read_bytes"],
+                written_bytes=counts["written_bytes"],
+                verified_bytes=counts["verified_bytes"],
+                kills=self._kills,
+            )
+            self._announce(min(now, self._bench.seconds), done)
 
     # The end ------------------------------------------------------------------------------------------------
 
-    def _result(self, lives: int) -> dict[str, Any]:
-        shape = self._bench.shape
-        refused = {n.removeprefix("refused: "): c for n, c in self._counts.items() if n.startswith("refused")}
+    def _result(self, lives: int) -> SoakResult:
+        shape, counts, failure = self._bench.shape, self._counts, self._failure
+        refused = {n.removeprefix("refused: "): c for n, c in counts.items() if n.startswith("refused")}
         trends = self._trends()
-        failures = [f"{self._failure['error']}: {self._failure['text']}"] if self._failure else []
-        if not (failures or self._interrupted or self._counts["fetch"]):
+        failures = [f"{failure.error}: {failure.text}"] if failure else []
+        if not (failures or self._interrupted or counts["fetch"]):
             failures.append("nothing was fetched in this time; give it more")
-        failures += [f"{name} grows" for name, trend in trends.items() if trend["grows"]]
-        operations = ("fetch", "update", "prefetch", "commit", "snapshot", "verify", "reopen", "misuse")
-        return {
-            "bench": "soak",
-            "elapsed_s": self._elapsed_s,
-            "interrupted": self._interrupted,
-            "seed": shape.seed,
-            "record_bytes": shape.record_bytes,
-            "host_budget_bytes": shape.budget,
-            "retained_snapshots_count": shape.retain,
-            "stored_bytes": stored_bytes(shape),
-            "directories": [str(path) for path in (self._bench.place, *self._bench.further)],
-            "records": shape.records,
-            "operations": {f"{name}_count": self._counts[name] for name in operations},
-            **{f"{name}_bytes": self._counts[f"{name}_bytes"] for name in ("read", "written", "verified")},
-            "audited_bytes": self._counts["audited_bytes"],
-            "wrong_bytes": self._failure["wrong_bytes"] if self._failure else 0,
-            "lives_count": lives,
-            "kills_count": self._kills,
-            "commits_found_unacknowledged_count": self._later,
-            "reopen": _times(self._opens_s),
-            "commit": _times(self._commits_s),
-            "faults": [
-                {"fault": what, "error": error, "times_count": count}
+        failures += [f"{name} grows" for name, trend in trends.items() if trend.grows]
+        return SoakResult(
+            elapsed_s=self._elapsed_s,
+            interrupted=self._interrupted,
+            seed=shape.seed,
+            record_bytes=shape.record_bytes,
+            host_budget_bytes=shape.budget,
+            retained_snapshots_count=shape.retain,
+            stored_bytes=stored_bytes(shape),
+            directories=self._bench.directories,
+            records=shape.records,
+            operations=OperationCounts(
+                **{f"{kind.value}_count": counts[kind.value] for kind in OperationKind}
+            ),
+            read_bytes=counts["read_bytes"],
+            written_bytes=counts["written_bytes"],
+            verified_bytes=counts["verified_bytes"],
+            audited_bytes=counts["audited_bytes"],
+            wrong_bytes=failure.wrong_bytes if failure else 0,
+            lives_count=lives,
+            kills_count=self._kills,
+            commits_found_unacknowledged_count=self._later,
+            reopen=DurationFigures.of(self._opens_s),
+            commit=DurationFigures.of(self._commits_s),
+            faults=[
+                FaultCount(fault=what, error=error, times_count=count)
                 for text, count in sorted(refused.items())
                 for what, error in [text.rsplit(": ", 1)]
             ],
-            "trends": trends,
-            "failures": failures,
-        }
+            trends=trends,
+            failures=failures,
+        )
 
-    def _trends(self) -> dict[str, dict[str, Any]]:
+    def _trends(self) -> dict[str, Trend]:
         """Memory and descriptors of the longest life; disk over all."""
         lives = [life for life in self._lives if life.times]
         if not lives:
@@ -323,57 +420,43 @@ class _Soak:
         longest = max(lives, key=lambda life: life.times[-1] - life.times[0])
         times = [t for life in lives for t in life.times]
         disk = [d for life in lives for d in life.disk]
-        kept = {"least_span_s": _JUDGED_SPAN_S}
-        memory = Trend.of(longest.times, longest.resident, tolerance=_MEMORY_TOLERANCE_BYTES, **kept)
-        open_files = Trend.of(longest.times, longest.descriptors, tolerance=0.5, **kept)
-        space = Trend.of(times, disk, tolerance=max(disk) * _DISK_TOLERANCE_RATIO, **kept)
+        span = _JUDGED_SPAN_S
+        most, more = _MEMORY_TOLERANCE_BYTES, max(disk) * _DISK_TOLERANCE_RATIO
         return {
-            "resident memory": memory.as_dict("_bytes"),
-            "descriptors": open_files.as_dict("_count"),
-            "disk": space.as_dict("_bytes"),
+            "resident memory": Trend.of(
+                longest.times, longest.resident, "bytes", tolerance=most, least_span_s=span
+            ),
+            "descriptors": Trend.of(
+                longest.times, longest.descriptors, "count", tolerance=0.5, least_span_s=span
+            ),
+            "disk": Trend.of(times, disk, "bytes", tolerance=more, least_span_s=span),
         }
 
 
-def measurements(result: dict[str, Any]) -> list[Measurement]:
+def measurements(result: SoakResult) -> Iterator[Measurement]:
     """What ``run`` found, for a document."""
-    found = [
-        counted("wrong bytes", result["wrong_bytes"], "bytes", Better.LOWER),
-        # What was done in the time is not the same each time.
-        measured("kills", [result["kills_count"]], "kills", Better.NEITHER),
-        *(
-            measured(name, [result[f"{name}_bytes"]], "bytes", Better.NEITHER)
-            for name in ("read", "written", "verified")
-        ),
-    ]
-    for name in ("reopen", "commit"):
-        if result[name]["times_count"]:
-            found.append(measured(f"{name}, median", [result[name]["median_s"]], "s", Better.LOWER))
-    for name, trend in result["trends"].items():
-        slope = next(value for key, value in trend.items() if key.startswith("slope"))
-        found.append(derived(f"{name}, growth a second", slope, trend["unit"], Better.LOWER))
-    return found
-
-
-def _times(seconds: list[float]) -> dict[str, Any]:
-    if not seconds:
-        return {"times_count": 0}
-    return {"times_count": len(seconds), "median_s": median(seconds), "greatest_s": max(seconds)}
+    yield counted("wrong bytes", result.wrong_bytes, "bytes", Better.LOWER)
+    # What was done in the time is not the same each time.
+    yield measured("kills", [result.kills_count], "kills", Better.NEITHER)
+    yield measured("read", [result.read_bytes], "bytes", Better.NEITHER)
+    yield measured("written", [result.written_bytes], "bytes", Better.NEITHER)
+    yield measured("verified", [result.verified_bytes], "bytes", Better.NEITHER)
+    for name, times in (("reopen", result.reopen), ("commit", result.commit)):
+        if times.median_s is not None:
+            yield measured(f"{name}, median", [times.median_s], "s", Better.LOWER)
+    for name, trend in result.trends.items():
+        yield derived(f"{name}, growth a second", trend.slope_per_s, trend.unit, Better.LOWER)
 
 
 def run(
     bench: SoakBench, announce: Announce, asked_to_stop: Callable[[], bool] = lambda: False
-) -> dict[str, Any]:
-    """The soak's figures, ready for JSON; ``failures`` is empty when all was well. ``announce(seconds, figures)`` hears
-    how it goes; ``asked_to_stop`` is called every second, and may end it early. The store is removed afterwards unless
-    something failed. Raises ConfigError, OSError.
+) -> SoakResult:
+    """Soaks. ``announce(seconds, progress)`` is called about every second, and so is ``asked_to_stop``, which may end it
+    early. The store is removed afterwards unless something failed. Raises ConfigError, OSError.
     """
-    needed = stored_bytes(bench.shape)
-    parent = next(path for path in bench.place.absolute().parents if path.exists())
-    free = shutil.disk_usage(parent).free
-    if free < needed:
-        raise ConfigError(f"store: the soak takes {needed} bytes of {parent}, which has {free} free")
+    require_free(bench.directory, stored_bytes(bench.shape), "the soak takes")
     result = _Soak(bench, announce, asked_to_stop).run()
-    if not result["failures"]:
-        for place in (bench.place, *bench.further):
-            shutil.rmtree(place, ignore_errors=True)
+    if not result.failures:
+        for directory in bench.directories:
+            shutil.rmtree(directory, ignore_errors=True)
     return result

@@ -18,15 +18,17 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from tierstore.bench.checks import existing_parent, more_than_0, refuse_existing, require_free, work_directory
+from tierstore.bench.probes.latency import LatencySummary
 from tierstore.bench.results.document import Better, Measurement, derived, measured
+from tierstore.bench.results.figures import Figures, prefixed
 from tierstore.bench.soak.model import StoreModel
 from tierstore.bench.tiers.load import (
     LoadResult,
@@ -54,9 +56,13 @@ from tierstore.units import format_bytes
 
 __all__ = [
     "WRITE_AMPLIFICATION_TARGET",
+    "LoadRates",
     "Point",
+    "PointFigures",
+    "RoundFigures",
     "Sweep",
     "TiersBench",
+    "TiersResult",
     "measurements",
     "run",
     "stored_bytes",
@@ -92,7 +98,7 @@ class TiersBench:
     ``store_bytes`` of records (eight at least), or as many as ``trace`` has.
     """
 
-    place: Path
+    directory: Path
     record_bytes: tuple[int, ...] = (1 << 20, 64 << 10, 16 << 20)
     budgets: tuple[float, ...] = (0.25, 0.1, 0.5, 1.0)
     dirty: tuple[float, ...] = (1.0, 0.25, 0.0)
@@ -117,13 +123,12 @@ class TiersBench:
             raise ConfigError(f"budgets: expected fractions of the store in (0, 1], got {self.budgets}")
         if not all(0 <= ratio <= 1 for ratio in self.dirty):
             raise ConfigError(f"dirty: expected fractions in [0, 1], got {self.dirty}")
-        for name in ("seconds", "fetches_at_once", "commit_every", "store_bytes", "endurance_bytes"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name}: expected more than 0, got {getattr(self, name)}")
+        more_than_0(seconds=self.seconds, fetches_at_once=self.fetches_at_once)
+        more_than_0(commit_every=self.commit_every, store_bytes=self.store_bytes)
+        more_than_0(endurance_bytes=self.endurance_bytes)
         if self.retain < 0:
             raise ConfigError(f"retain: expected at least 0 snapshots, got {self.retain}")
-        if self.place.exists():
-            raise ConfigError(f"store: {self.place} exists; the benchmark wants a directory of its own")
+        refuse_existing(self.directory)
 
     @property
     def points(self) -> list[Point]:
@@ -157,64 +162,147 @@ def stored_bytes(bench: TiersBench, record_bytes: int, records: int) -> int:
     return extents + index_bytes(records, bench.retain)
 
 
-def run(bench: TiersBench, announce: Callable[[str], None]) -> dict[str, Any]:
-    """All points; figures ready for JSON, of which ``failures`` says what is not as it should be. The directory is
-    made and removed here. Raises ConfigError, DataError, OSError.
-    """
+@dataclass(frozen=True, kw_only=True)
+class LoadRates(Figures):
+    """A load, by the second."""
+
+    steps_per_s: float
+    fetched_bytes_per_s: float
+    changed_bytes_per_s: float
+    read_bytes_per_s: float
+    written_bytes_per_s: float
+
+    @staticmethod
+    def of(load: LoadResult) -> LoadRates:
+        return LoadRates(
+            steps_per_s=load.steps / load.elapsed_s,
+            fetched_bytes_per_s=load.fetched_bytes / load.elapsed_s,
+            changed_bytes_per_s=load.changed_bytes / load.elapsed_s,
+            read_bytes_per_s=load.read_bytes / load.elapsed_s,
+            written_bytes_per_s=load.written_bytes / load.elapsed_s,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundFigures(Figures):
+    """One round of a point: the noise between rounds is taken from these."""
+
+    rates: LoadRates = field(metadata=prefixed(""))
+    fetch: LatencySummary
+    commit: LatencySummary
+    write_amplification_ratio: float | None
+
+    @staticmethod
+    def of(load: LoadResult) -> RoundFigures:
+        return RoundFigures(
+            rates=LoadRates.of(load),
+            fetch=load.fetch.summary(),
+            commit=load.commit.summary(),
+            write_amplification_ratio=load.write_amplification,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PointFigures(Figures):
+    """One point, all of its rounds together. None: nothing was changed, dirty or written; or no target."""
+
+    record_bytes: int
+    records: int
+    host_budget_bytes: int
+    budget_ratio: float
+    dirty_ratio: float
+    elapsed_s: float
+    steps: int
+    commits: int
+    hit_ratio: float
+    rates: LoadRates = field(metadata=prefixed(""))
+    fetch: LatencySummary
+    update: LatencySummary
+    commit: LatencySummary
+    rounds: Sequence[RoundFigures]
+    changed_bytes: int
+    dirty_bytes: int
+    written_bytes: int
+    written_accounted_by: str
+    index_written_bytes: int
+    write_amplification_ratio: float | None
+    write_to_dirty_ratio: float | None
+    write_target_met: bool | None
+    disk_bytes: int
+    space_amplification_ratio: float
+    space_target_ratio: float
+    space_target_met: bool
+    space_needed_ratio: float
+    wear_per_step_bytes: float
+    drive_life_s: float
+    drive_life_steps_count: float | None
+
+    def missed_targets(self) -> Iterator[str]:
+        what = f"records of {format_bytes(self.record_bytes)}, budget {self.budget_ratio:.0%}"
+        if self.write_target_met is False:
+            found, most = self.write_amplification_ratio, WRITE_AMPLIFICATION_TARGET
+            yield f"{what}: write amplification {found:.3f}, expected at most {most}"
+        if not self.space_target_met:
+            found, most = self.space_amplification_ratio, self.space_target_ratio
+            yield f"{what}: space amplification {found:.3f}, expected at most {most:.3f}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TiersResult(Figures):
+    """What ``run`` found; ``failures``: targets that were missed, and records that do not verify."""
+
+    bench: str = "tiers"
+    traffic: str
+    endurance_bytes: float
+    commit_every_steps_count: int
+    retained_snapshots_count: int
+    fetches_at_once_count: int
+    write_amplification_target_ratio: float
+    seed: int
+    effective: Sequence[str]
+    points: Sequence[PointFigures]
+    failures: Sequence[str]
+
+
+def run(bench: TiersBench, announce: Callable[[str], None]) -> TiersResult:
+    """All points. The directory is made and removed here. Raises ConfigError, DataError, OSError."""
     traffics = {size: _traffic(bench, size) for size in dict.fromkeys(p.record_bytes for p in bench.points)}
     needed = max(stored_bytes(bench, size, len(traffic.layers)) for size, traffic in traffics.items())
-    parent = next(path for path in bench.place.absolute().parents if path.exists())
-    free = shutil.disk_usage(parent).free
+    parent = existing_parent(bench.directory)
     announce(
         f"{len(bench.points)} points of {bench.seconds:g} s; stores of up to {format_bytes(needed)} in {parent}"
     )
-    if free < needed:
-        raise ConfigError(f"store: the largest takes {needed} bytes of {parent}, which has {free} free")
-    bench.place.mkdir(parents=True)
-    rows: list[dict[str, Any]] = []
+    require_free(bench.directory, needed, "the largest takes")
+    points: list[PointFigures] = []
     failures: list[str] = []
     effective: list[str] = []
-    try:
+    with work_directory(bench.directory):
         for size, traffic in traffics.items():
-            here = [point for point in bench.points if point.record_bytes == size]
-            rig = _Rig(bench, size, traffic)
-            for point in here:
+            store = _FilledStore(bench, size, traffic)
+            for point in (point for point in bench.points if point.record_bytes == size):
                 announce(
                     f"records of {format_bytes(size)}, budget {point.budget_ratio:.0%}, dirty {point.dirty_ratio:.0%}"
                 )
-                rows.append(rig.measure(point))
-            failures += rig.verify()
-            effective = rig.effective
-            shutil.rmtree(rig.directory)
-    finally:
-        shutil.rmtree(bench.place, ignore_errors=True)
-    failures += [failure for row in rows for failure in _missed(row)]
-    return {
-        "bench": "tiers",
-        "traffic": next(iter(traffics.values())).name,
-        "endurance_bytes": bench.endurance_bytes,
-        "commit_every_steps_count": bench.commit_every,
-        "retained_snapshots_count": bench.retain,
-        "fetches_at_once_count": bench.fetches_at_once,
-        "write_amplification_target_ratio": WRITE_AMPLIFICATION_TARGET,
-        "seed": bench.seed,
-        "effective": effective,
-        "points": rows,
-        "failures": failures,
-    }
+                points.append(store.measure(point))
+            failures += store.verify()
+            effective = store.effective
+            shutil.rmtree(store.directory)
+    failures += [failure for point in points for failure in point.missed_targets()]
+    return TiersResult(
+        traffic=next(iter(traffics.values())).name,
+        endurance_bytes=bench.endurance_bytes,
+        commit_every_steps_count=bench.commit_every,
+        retained_snapshots_count=bench.retain,
+        fetches_at_once_count=bench.fetches_at_once,
+        write_amplification_target_ratio=WRITE_AMPLIFICATION_TARGET,
+        seed=bench.seed,
+        effective=effective,
+        points=points,
+        failures=failures,
+    )
 
 
-def _missed(row: dict[str, Any]) -> Iterator[str]:
-    what = f"records of {format_bytes(row['record_bytes'])}, budget {row['budget_ratio']:.0%}"
-    if row["write_target_met"] is False:
-        found = row["write_amplification_ratio"]
-        yield f"{what}: write amplification {found:.3f}, expected at most {WRITE_AMPLIFICATION_TARGET}"
-    if not row["space_target_met"]:
-        found, most = row["space_amplification_ratio"], row["space_target_ratio"]
-        yield f"{what}: space amplification {found:.3f}, expected at most {most:.3f}"
-
-
-class _Rig:
+class _FilledStore:
     """One store of records of one size, filled once; a point opens it with its own budget."""
 
     def __init__(self, bench: TiersBench, record_bytes: int, traffic: Traffic) -> None:
@@ -224,7 +312,7 @@ class _Rig:
         self._keys = [f"record.{number:07d}" for number in range(records)]
         self._logical = records * self._schema.record_bytes
         self._model = StoreModel(bench.seed, [0] * records, bench.retain)
-        self.directory = bench.place / f"store-{record_bytes}"
+        self.directory = bench.directory / f"store-{record_bytes}"
         self.effective: list[str] = []
         self._fill()
 
@@ -247,7 +335,7 @@ class _Rig:
             store.commit()
             self._model.commit()
 
-    def measure(self, point: Point) -> dict[str, Any]:
+    def measure(self, point: Point) -> PointFigures:
         bench = self._bench
         with ParameterStore.open(self.directory, self._config(point.budget_ratio)) as store:
             load = TierLoad(
@@ -271,90 +359,84 @@ class _Rig:
         retain, records = self._bench.retain, len(self._keys)
         return extent_bytes(self._schema, records, retain) + index_bytes(records, retain) + _METADATA_BYTES
 
-    def _figures(self, point: Point, rounds: Sequence[LoadResult]) -> dict[str, Any]:
+    def _figures(self, point: Point, rounds: Sequence[LoadResult]) -> PointFigures:
         whole = LoadResult.joined(rounds)
         seconds, written, amplification = whole.elapsed_s, whole.written_bytes, whole.write_amplification
         endurance, allowed = self._bench.endurance_bytes, self._most_disk_bytes()
         met = amplification is None or amplification <= WRITE_AMPLIFICATION_TARGET
-        return {
-            "record_bytes": self._schema.record_bytes,
-            "records": len(self._keys),
-            "host_budget_bytes": self._budget(point.budget_ratio),
-            "budget_ratio": point.budget_ratio,
-            "dirty_ratio": point.dirty_ratio,
-            "elapsed_s": seconds,
-            "steps": whole.steps,
-            "commits": whole.commits,
-            "hit_ratio": whole.hits / max(whole.hits + whole.misses, 1),
-            **_rates(whole),
-            "fetch": whole.fetch.as_json(),
-            "update": whole.update.as_json(),
-            "commit": whole.commit.as_json(),
-            "rounds": [_round(one) for one in rounds],
-            "changed_bytes": whole.changed_bytes,
-            "dirty_bytes": whole.dirty_bytes,
-            "written_bytes": written,
-            "written_accounted_by": "kernel" if whole.process_written_bytes else "engine",
-            "index_written_bytes": written - whole.engine_written_bytes,
-            "write_amplification_ratio": amplification,
-            "write_to_dirty_ratio": written / whole.dirty_bytes if whole.dirty_bytes else None,
+        return PointFigures(
+            record_bytes=self._schema.record_bytes,
+            records=len(self._keys),
+            host_budget_bytes=self._budget(point.budget_ratio),
+            budget_ratio=point.budget_ratio,
+            dirty_ratio=point.dirty_ratio,
+            elapsed_s=seconds,
+            steps=whole.steps,
+            commits=whole.commits,
+            hit_ratio=whole.hits / max(whole.hits + whole.misses, 1),
+            rates=LoadRates.of(whole),
+            fetch=whole.fetch.summary(),
+            update=whole.update.summary(),
+            commit=whole.commit.summary(),
+            rounds=[RoundFigures.of(one) for one in rounds],
+            changed_bytes=whole.changed_bytes,
+            dirty_bytes=whole.dirty_bytes,
+            written_bytes=written,
+            written_accounted_by="kernel" if whole.process_written_bytes else "engine",
+            index_written_bytes=written - whole.engine_written_bytes,
+            write_amplification_ratio=amplification,
+            write_to_dirty_ratio=written / whole.dirty_bytes if whole.dirty_bytes else None,
             # Only training that steps what it touches has the target.
-            "write_target_met": met if point.dirty_ratio == 1 else None,
-            "disk_bytes": whole.disk_bytes,
-            "space_amplification_ratio": whole.disk_bytes / self._logical,
-            "space_target_ratio": allowed / self._logical,
-            "space_target_met": whole.disk_bytes <= allowed,
-            "space_needed_ratio": whole.needed_copies / len(self._keys),
-            "wear_per_step_bytes": written / whole.steps,
-            "drive_life_s": drive_life_s(endurance, written, seconds),
-            "drive_life_steps_count": endurance / written * whole.steps if written else None,
-        }
+            write_target_met=met if point.dirty_ratio == 1 else None,
+            disk_bytes=whole.disk_bytes,
+            space_amplification_ratio=whole.disk_bytes / self._logical,
+            space_target_ratio=allowed / self._logical,
+            space_target_met=whole.disk_bytes <= allowed,
+            space_needed_ratio=whole.needed_copies / len(self._keys),
+            wear_per_step_bytes=written / whole.steps,
+            drive_life_s=drive_life_s(endurance, written, seconds),
+            drive_life_steps_count=endurance / written * whole.steps if written else None,
+        )
 
 
-def _rates(load: LoadResult) -> dict[str, float]:
-    """Of a load, a second."""
-    return {
-        "steps_per_s": load.steps / load.elapsed_s,
-        "fetched_bytes_per_s": load.fetched_bytes / load.elapsed_s,
-        "changed_bytes_per_s": load.changed_bytes / load.elapsed_s,
-        "read_bytes_per_s": load.read_bytes / load.elapsed_s,
-        "written_bytes_per_s": load.written_bytes / load.elapsed_s,
-    }
-
-
-def _round(load: LoadResult) -> dict[str, Any]:
-    """The samples of one round: what the noise between rounds is taken from."""
-    return _rates(load) | {
-        "fetch": load.fetch.as_json(),
-        "commit": load.commit.as_json(),
-        "write_amplification_ratio": load.write_amplification,
-    }
-
-
-def measurements(result: dict[str, Any]) -> list[Measurement]:
+def measurements(result: TiersResult) -> list[Measurement]:
     """What ``run`` found, for a document."""
-    return [measurement for point in result["points"] for measurement in _of_point(point)]
+    return [measurement for point in result.points for measurement in _of_point(point)]
 
 
-def _of_point(point: dict[str, Any]) -> Iterator[Measurement]:
-    what = {name: point[name] for name in ("record_bytes", "budget_ratio", "dirty_ratio")}
-    rounds = point["rounds"]
-    for name in ("fetched", "changed"):
-        rates = [one[f"{name}_bytes_per_s"] for one in rounds]
-        if any(rates):
-            yield measured(name, rates, "bytes/s", Better.HIGHER, parameters=what)
-    for kind, percentiles in (("fetch", ("p50", "p99", "p99.9")), ("commit", ("p50", "p99"))):
-        for which in percentiles:
-            samples = [one[kind][f"{which}_s"] for one in rounds if one[kind]]
-            yield measured(f"{kind} {which}", samples, "s", Better.LOWER, parameters=what)
-    yield derived("hits", point["hit_ratio"], "ratio", Better.HIGHER, parameters=what)
-    if point["write_amplification_ratio"] is not None:
-        target = WRITE_AMPLIFICATION_TARGET if point["dirty_ratio"] == 1 else None
-        found = [one["write_amplification_ratio"] for one in rounds]
+def _of_point(point: PointFigures) -> Iterator[Measurement]:
+    what = {
+        "record_bytes": point.record_bytes,
+        "budget_ratio": point.budget_ratio,
+        "dirty_ratio": point.dirty_ratio,
+    }
+    rates = [one.rates for one in point.rounds]
+    for name, speeds in (
+        ("fetched", [rate.fetched_bytes_per_s for rate in rates]),
+        ("changed", [rate.changed_bytes_per_s for rate in rates]),
+    ):
+        if any(speeds):
+            yield measured(name, speeds, "bytes/s", Better.HIGHER, parameters=what)
+    fetches, commits = [one.fetch for one in point.rounds], [one.commit for one in point.rounds]
+    for name, times in (
+        ("fetch p50", [one.p50_s for one in fetches]),
+        ("fetch p99", [one.p99_s for one in fetches]),
+        ("fetch p99.9", [one.p99_9_s for one in fetches]),
+        ("commit p50", [one.p50_s for one in commits]),
+        ("commit p99", [one.p99_s for one in commits]),
+    ):
+        samples = [time for time in times if time is not None]
+        if samples:
+            yield measured(name, samples, "s", Better.LOWER, parameters=what)
+    yield derived("hits", point.hit_ratio, "ratio", Better.HIGHER, parameters=what)
+    amplified = [one.write_amplification_ratio for one in point.rounds]
+    found = [ratio for ratio in amplified if ratio is not None]
+    if found:
+        target = WRITE_AMPLIFICATION_TARGET if point.dirty_ratio == 1 else None
         yield derived("write amplification", found, "ratio", Better.LOWER, target=target, parameters=what)
-    space, most = point["space_amplification_ratio"], point["space_target_ratio"]
+    space, most = point.space_amplification_ratio, point.space_target_ratio
     yield derived("space amplification", space, "ratio", Better.LOWER, target=most, parameters=what)
-    yield measured("wear of a step", [point["wear_per_step_bytes"]], "bytes", Better.LOWER, parameters=what)
+    yield measured("wear of a step", [point.wear_per_step_bytes], "bytes", Better.LOWER, parameters=what)
 
 
 async def _measured(load: TierLoad, steps: Iterator[TrafficStep], seconds: float) -> list[LoadResult]:

@@ -19,33 +19,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore._native import CapacityError, Replay, policy_names
+from tierstore.bench.probes.disk import Bytes
 from tierstore.cache.access import GROUP_STRIDE
 from tierstore.errors import DataError
 from tierstore.trace.format import Trace, TraceHeader, TraceKind
 from tierstore.trace.reader import load_trace
 from tierstore.trace.replay import make_residency
 
-__all__ = ["Bytes", "Compulsory", "bound_s", "clairvoyant", "compulsory", "replayed"]
+__all__ = ["Compulsory", "bound_s", "clairvoyant", "compulsory", "replayed"]
 
 _GROUPS = 3
 _NEED, _DIRTY, _DROP = 0, 3, 6  # shifts of a unit's flags
 _SPECULATION = (TraceKind.PREFETCH, TraceKind.CANCEL)
-
-
-@dataclass(frozen=True, slots=True)
-class Bytes:
-    """Bytes that moved between disk and memory."""
-
-    read: int
-    written: int
-
-    @property
-    def total(self) -> int:
-        return self.read + self.written
-
-    def per(self, steps: int) -> Bytes:
-        """The mean over ``steps``."""
-        return Bytes(self.read // steps, self.written // steps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -12,12 +12,12 @@ from tierstore.cli.bench.machine import machine
 from tierstore.cli.bench.overlap import overlap, prediction
 from tierstore.cli.bench.report import compare, report
 from tierstore.cli.bench.results import (
-    NOT_SO,
-    PLACE,
+    CHECK_FAILED,
+    WORK_DIRECTORY,
     Reporting,
     namespace_option,
-    place_option,
     results_options,
+    work_directory_option,
 )
 from tierstore.cli.bench.tiers import tiers
 from tierstore.cli.bench.train import train
@@ -26,6 +26,9 @@ from tierstore.cli.interrupts import ended_by_sigterm
 from tierstore.cli.options import SIZE
 from tierstore.cli.output import Output
 from tierstore.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from tierstore.bench.cache import CacheResult, ReplayRate
 
 __all__ = ["bench"]
 
@@ -69,27 +72,24 @@ def adamw(parameters: int, threads: int, repeats: int, store: Path, reporting: R
 @click.option("--records", type=int, default=32, show_default=True)
 @click.option("--record-bytes", type=SIZE, default="24MiB", show_default=True)
 @click.option("--rounds", type=int, default=5, show_default=True)
-@place_option
+@work_directory_option
 @results_options()
 def commit(records: int, record_bytes: int, rounds: int, store: Path | None, reporting: Reporting) -> None:
     """A commit of a cache full of dirty records against durable writes of the same bytes."""
     from tierstore.bench.commit import measurements, run
 
-    place = store or PLACE
-    session = reporting.begin(directory=place)
-    result = run(place, records=records, record_bytes=record_bytes, rounds=rounds)
+    directory = store or WORK_DIRECTORY
+    session = reporting.begin(directory=directory)
+    result = run(directory, records=records, record_bytes=record_bytes, rounds=rounds)
     session.output.table(
-        f"{records} records, {format_bytes(result['dirty_bytes'])} dirty, {rounds} rounds",
+        f"{records} records, {format_bytes(result.dirty_bytes)} dirty, {rounds} rounds",
         ("", "median", "least", "greatest"),
         [
-            (
-                title,
-                *(format_seconds(result[f"{key}_{which}_s"]) for which in ("median", "least", "greatest")),
-            )
-            for title, key in (("commit", "commit"), ("durable write of the same bytes", "write"))
+            (title, *map(format_seconds, (times.median_s, times.least_s, times.greatest_s)))
+            for title, times in (("commit", result.commit), ("durable write of the same bytes", result.write))
         ],
     )
-    session.output.line(f"commit / write {result['commit_to_write_ratio']:.3f}")
+    session.output.line(f"commit / write {result.commit_to_write_ratio:.3f}")
     session.end(result, measurements(result))
 
 
@@ -128,7 +128,7 @@ def collectives(
     result = run(bench)
     render(result, session.output)
     session.end(result, measurements(result))
-    return 0 if result["same_bits"] else NOT_SO
+    return 0 if result.same_bits else CHECK_FAILED
 
 
 @bench.command()
@@ -161,25 +161,18 @@ def cache(requests: int, keys: int, repeats: int, curve_points: int, reporting: 
     session.end(result, measurements(result))
 
 
-def _show_cache(result: dict[str, Any], output: Output) -> None:
-    kinds = ("keys", "passes")
-    rows = [
-        (
-            name,
-            *(
-                f"{found[f'{kind}_requests_per_s'] / 1e6:.1f} M/s"
-                if f"{kind}_requests_per_s" in found
-                else "-"
-                for kind in kinds
-            ),
-        )
-        for name, found in result["policies"].items()
-    ]
-    title = f"requests a second and thread with {result['capacity_ratio']:.0%} of the footprint (measured)"
-    output.table(title, ("policy", "single keys", "layer passes, event-atomic"), rows)
-    if "curves" in result:
-        timed = result["curves"]
+def _show_cache(result: CacheResult, output: Output) -> None:
+    output.table(
+        f"requests a second and thread with {result.capacity_ratio:.0%} of the footprint (measured)",
+        ("policy", "single keys", "layer passes, event-atomic"),
+        [(name, _rate(rates.keys), _rate(rates.passes)) for name, rates in result.policies.items()],
+    )
+    if (timed := result.curves) is not None:
         output.line(
-            f"{timed['policies_count']} curves of {timed['points']} points over {result['requests']} requests: "
-            f"{format_seconds(timed['elapsed_s'])} on {result['cores']} cores"
+            f"{timed.policies_count} curves of {timed.points} points over {result.requests} requests: "
+            f"{format_seconds(timed.elapsed_s)} on {result.cores} cores"
         )
+
+
+def _rate(rate: ReplayRate | None) -> str:
+    return "-" if rate is None else f"{rate.requests_per_s / 1e6:.1f} M/s"

@@ -14,7 +14,7 @@ from tierstore.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from tierstore.bench.io.run import IoResult
-    from tierstore.bench.io.series import Comparison, Series
+    from tierstore.bench.io.series import ProgramComparison, Series
 
 __all__ = ["io"]
 
@@ -59,7 +59,7 @@ def io(
     transfer size and depth are kept for stores on that disk, and shown by `tierstore doctor`.
     """
     from tierstore.bench.io.run import KeepProfile, measurements, run
-    from tierstore.bench.io.series import Extent, IoBench
+    from tierstore.bench.io.series import Coverage, IoBench
     from tierstore.store.config import IoBackendName
 
     bench = IoBench(
@@ -67,7 +67,7 @@ def io(
         size=size,
         minutes=minutes if minutes is not None else _FULL_MINUTES if full else 1.0,
         rounds=rounds,
-        extent=Extent.FULL if full else Extent.QUICK,
+        coverage=Coverage.FULL if full else Coverage.QUICK,
         backends=tuple(IoBackendName(name) for name in dict.fromkeys(backends or _BACKENDS)),
         record_bytes=record_bytes,
         records=records,
@@ -81,7 +81,7 @@ def io(
             tick=lambda done, total: progress.update(done, total, {}),
         )
     _show(result, output)
-    session.end(result.as_json(), measurements(result))
+    session.end(result.figures(), measurements(result))
 
 
 def _show(result: IoResult, output: Output) -> None:
@@ -94,7 +94,7 @@ def _show(result: IoResult, output: Output) -> None:
         f"fio: {result.fio or 'not installed'}"
     )
     columns = ("", "GB/s", "least", "greatest", "p50", "p99", "p99.9", "CPU s/GB", "/ fio", "CPU / fio")
-    output.table("", columns, [_row(comparison) for comparison in _told(result)])
+    output.table("", columns, [_row(comparison) for comparison in _shown_to_people(result)])
     for comparison in result.comparisons:
         if any(series.program == SMALL_PAGES for series in comparison.series):
             assert comparison.job is not None
@@ -130,23 +130,23 @@ def _show(result: IoResult, output: Output) -> None:
         )
 
 
-def _told(result: IoResult) -> list[Comparison]:
+def _shown_to_people(result: IoResult) -> list[ProgramComparison]:
     """The comparisons for people: of a full sweep, by kind, pattern, backend and direct flag, the fastest."""
-    fastest: dict[object, Comparison] = {}
+    fastest: dict[object, ProgramComparison] = {}
     named = [comparison for comparison in result.comparisons if comparison.title not in ("", "checksums")]
     for comparison in result.comparisons:
         job = comparison.job
         if comparison.title or job is None:
             continue
         key: object = (job.kind, job.pattern, job.backend, job.direct)
-        if result.bench.extent.value == "quick":
+        if result.bench.coverage.value == "quick":
             key = job
         if key not in fastest or comparison.series[0].bytes_per_s > fastest[key].series[0].bytes_per_s:
             fastest[key] = comparison
     return [*named, *fastest.values(), *result.striped]
 
 
-def _row(comparison: Comparison) -> tuple[str, ...]:
+def _row(comparison: ProgramComparison) -> tuple[str, ...]:
     job, ours = comparison.job, comparison.series[0]
     assert job is not None
     title = ", ".join(

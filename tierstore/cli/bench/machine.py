@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -41,7 +40,7 @@ def machine(
     reporting: Reporting,
 ) -> None:
     """Measure disk, copies, AdamW, computation and collectives into PROFILE, a JSON file for `plan --profile`."""
-    from tierstore.bench.machine.run import MachineBench, measurements, rows, run
+    from tierstore.bench.machine.run import MachineBench, measurements, result_of, rows, run
     from tierstore.plan.costs import save_profile
 
     session = reporting.begin(directory=directory, files={"PROFILE": profile})
@@ -59,16 +58,10 @@ def machine(
             for name, cost, assumed in rows(measured)
         ],
     )
-    costs = [_as_json(name, asdict(cost)) for name, cost, _ in rows(measured)]
-    session.end({"profile": str(profile), "costs": costs}, measurements(found))
+    session.end(result_of(measured, profile), measurements(found))
 
 
 def _rate(name: str, per_s: float) -> str:
     if math.isinf(per_s):
         return "any"
     return f"{per_s / 1e9:.3g} GFLOP/s" if name.endswith("flops") else f"{format_bytes(per_s)}/s"
-
-
-def _as_json(name: str, cost: dict[str, float]) -> dict[str, object]:
-    unit = "flops" if name.endswith("flops") else "bytes"
-    return {"cost": name, "latency_s": cost["latency_s"], f"{unit}_per_s": cost["per_s"]}

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
-from tierstore.cli.bench.results import PLACE, Reporting, namespace_option, place_option, results_options
+from tierstore.cli.bench.results import (
+    WORK_DIRECTORY,
+    Reporting,
+    namespace_option,
+    results_options,
+    work_directory_option,
+)
 from tierstore.cli.options import F, config_overrides, help_config_option, set_option, train_config
+from tierstore.cli.output import Output
 from tierstore.config import load
 from tierstore.units import format_seconds
+
+if TYPE_CHECKING:
+    from tierstore.bench.overlap.run import OverlapResult
 
 __all__ = ["overlap", "prediction"]
 
 
-def rig_options(*, steps: int, warmup: int, forward_ms: float, computation: str) -> Callable[[F], F]:
+def stack_options(*, steps: int, warmup: int, forward_ms: float, computation: str) -> Callable[[F], F]:
     """``--steps --warmup --forward-ms --computation`` with these defaults."""
     options = (
         click.option(
@@ -57,8 +67,8 @@ def rig_options(*, steps: int, warmup: int, forward_ms: float, computation: str)
     help="Layers that only take time, or the trainer as CONFIG and --set say.",
 )
 @click.option("--layers", type=int, default=16, show_default=True, help="Of the synthetic stack.")
-@rig_options(steps=4, warmup=6, forward_ms=40.0, computation="matmul")
-@place_option
+@stack_options(steps=4, warmup=6, forward_ms=40.0, computation="matmul")
+@work_directory_option
 @click.option(
     "--timeline",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -90,20 +100,20 @@ def overlap(
 ) -> None:
     """Two ranks over limited links: how much of gathers and expert fetches is hidden, and by which queue."""
     from tierstore.bench.overlap.device import Computation
-    from tierstore.bench.overlap.rig import RigShape
     from tierstore.bench.overlap.run import OverlapBench, Stack, measurements, run
+    from tierstore.bench.overlap.stack import StackShape
     from tierstore.train.config import TrainConfig
 
-    shape = RigShape(
+    shape = StackShape(
         layers=layers,
         cached_layers=layers / 2,
         vertical_depth=max(1, layers * 3 // 4),
         forward_s=forward_ms / 1e3,
         computation=Computation(computation),
     )
-    place = store or PLACE
+    directory = store or WORK_DIRECTORY
     plan = OverlapBench(
-        place=place,
+        directory=directory,
         steps=steps,
         warmup=warmup,
         timeline=timeline,
@@ -113,44 +123,36 @@ def overlap(
         shape=shape,
         train=load(TrainConfig, config, config_overrides(settings, {"threads": 1})),
     )
-    session = reporting.begin(directory=place, files={"--timeline": timeline, "--svg": svg})
+    session = reporting.begin(directory=directory, files={"--timeline": timeline, "--svg": svg})
     result = run(plan, session.output.line)
-    session.output.table(
-        f"{result['ranks']} ranks, {stack} layers, links limited",
-        (
-            "",
-            "prefetch",
-            "computation",
-            "gathers",
-            "fetches",
-            "step",
-            "/ longest",
-            "/ driven",
-            "stalled: horizontal",
-            "vertical",
-        ),
-        [
-            (
-                row["balance"],
-                row["prefetch"],
-                *(format_seconds(row[f"{what}_s"]) for what in ("computation", "gathers", "fetches", "step")),
-                f"{row['ratio']:.3f}",
-                f"{row['driven_ratio']:.3f}",
-                *(format_seconds(_stalled_along(row, way)) for way in ("horizontal", "vertical")),
-            )
-            for row in result["runs"]
-        ],
-    )
+    _show(result, session.output)
     session.end(result, measurements(result))
 
 
-def _stalled_along(run: dict[str, Any], dimension: str) -> float:
-    return float(sum(s["step_stall_s"] for s in run["stalls"] if s["cause"].startswith(dimension)))
+def _show(result: OverlapResult, output: Output) -> None:
+    output.table(
+        f"{result.ranks} ranks, {result.stack.value} layers, links limited",
+        (
+            *("", "prefetch", "computation", "gathers", "fetches", "step", "/ longest", "/ driven"),
+            *("stalled: horizontal", "vertical"),
+        ),
+        [
+            (
+                one.balance,
+                one.prefetch,
+                *map(format_seconds, (one.computation_s, one.gathers_s, one.fetches_s, one.step_s)),
+                f"{one.longest_ratio:.3f}",
+                f"{one.unlimited_ratio:.3f}",
+                *(format_seconds(one.stalled_s(way)) for way in ("horizontal", "vertical")),
+            )
+            for one in result.runs
+        ],
+    )
 
 
 @click.command()
-@rig_options(steps=4, warmup=6, forward_ms=20.0, computation="device")
-@place_option
+@stack_options(steps=4, warmup=6, forward_ms=20.0, computation="device")
+@work_directory_option
 @results_options()
 def prediction(
     steps: int, warmup: int, forward_ms: float, computation: str, store: Path | None, reporting: Reporting
@@ -159,10 +161,10 @@ def prediction(
     from tierstore.bench.overlap.device import Computation
     from tierstore.bench.overlap.prediction import PredictionBench, measurements, run, table
 
-    place = store or PLACE
-    session = reporting.begin(directory=place)
+    directory = store or WORK_DIRECTORY
+    session = reporting.begin(directory=directory)
     bench = PredictionBench(
-        place=place,
+        directory=directory,
         steps=steps,
         warmup=warmup,
         forward_s=forward_ms / 1e3,
@@ -175,7 +177,7 @@ def prediction(
         table(result),
     )
     session.output.line(
-        f"largest error {result['largest_error_ratio']:.1%}, median {result['median_error_ratio']:.1%}; fitted on "
-        f"{len(result['calibrations'])} calibrations over unlimited links"
+        f"largest error {result.largest_error_ratio:.1%}, median {result.median_error_ratio:.1%}; fitted on "
+        f"{len(result.calibrations)} calibrations over unlimited links"
     )
     session.end(result, measurements(result))

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -28,45 +28,28 @@ from tierstore.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from tierstore.bench.results.comparing import Comparison
     from tierstore.bench.results.document import Document, Measurement
+    from tierstore.bench.results.figures import Figures
 
 __all__ = [
-    "NOT_SO",
-    "PLACE",
+    "CHECK_FAILED",
+    "WORK_DIRECTORY",
     "Reporting",
     "Session",
     "comparison_json",
     "namespace_option",
-    "place_option",
     "results_options",
     "show_comparison",
+    "work_directory_option",
 ]
 
-#: Exit status where what a benchmark checked is not so.
-NOT_SO = 1
-#: Where benchmarks that make stores do so if nobody says.
-PLACE = Path("tierstore-bench")
-
-#: Keys of the benchmarks' objects that are counts, beside those of all commands.
-_COUNTS = frozenset(
-    {
-        "warmup_steps",
-        "rounds",
-        "replayed_steps",
-        "bytes_per_parameter",
-        "s_per_parameter",
-        "record_parameters",
-        "layers",
-        "collectives",
-        "disk_transfers",
-        "requests",
-        "keys",
-        "points",
-    }
-)
+#: Exit status where a check of a benchmark failed.
+CHECK_FAILED = 1
+#: Where benchmarks make their stores without ``--store``.
+WORK_DIRECTORY = Path("tierstore-bench")
 
 
-def place_option(command: F) -> F:
-    """``--store``: the argument ``store``, None for ``PLACE``."""
+def work_directory_option(command: F) -> F:
+    """``--store``: the argument ``store``, None for ``WORK_DIRECTORY``."""
     return click.option(
         "--store", type=click.Path(path_type=Path), help="A directory to make, measure in, and remove."
     )(command)
@@ -162,7 +145,7 @@ class Reporting:
             against=against,
             directory=directory,
             started=now(),
-            output=Output.for_option(self.as_json, counts=_COUNTS),
+            output=Output.for_option(self.as_json),
         )
 
 
@@ -189,18 +172,21 @@ class Session:
     started: str
     output: Output
 
-    def end(self, result: Mapping[str, object], measurements: Sequence[Measurement]) -> None:
+    def end(self, result: Figures, measurements: Iterable[Measurement]) -> None:
         """After the work and its table: saves, compares, reports, and prints the object of ``--json``, in which the
         comparison is ``compared``. Raises DataError where there is nothing to compare; the object is printed first.
         """
+        from tierstore.bench.results.figures import to_json
+
+        figures = to_json(result)
         compared: dict[str, object] = {}
         try:
-            self._report(result, measurements, compared)
+            self._report(figures, measurements, compared)
         finally:
-            self.output.emit({**result, **compared})
+            self.output.emit(figures | compared)
 
     def _report(
-        self, result: Mapping[str, object], measurements: Sequence[Measurement], compared: dict[str, object]
+        self, result: Mapping[str, object], measurements: Iterable[Measurement], compared: dict[str, object]
     ) -> None:
         from tierstore.bench.results.document import Document, machine_facts, now, save_document
         from tierstore.bench.results.report import write_report

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from tierstore.cli.bench.results import NOT_SO, PLACE, Reporting, Session, place_option, results_options
+from tierstore.cli.bench.results import (
+    CHECK_FAILED,
+    WORK_DIRECTORY,
+    Reporting,
+    Session,
+    results_options,
+    work_directory_option,
+)
 from tierstore.cli.interrupts import Interrupts
 from tierstore.cli.options import SIZE
 from tierstore.cli.output import Output
@@ -16,7 +24,10 @@ from tierstore.endurance import DAY_S
 from tierstore.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from tierstore.bench.probes.usage import Trend
     from tierstore.bench.results.document import Measurement
+    from tierstore.bench.soak.run import SoakProgress, SoakResult
+    from tierstore.bench.tiers.run import PointFigures, TiersResult
 
 __all__ = ["tiers"]
 
@@ -25,7 +36,7 @@ _FULL_SECONDS = 10.0
 
 
 @click.command()
-@place_option
+@work_directory_option
 @click.option(
     "--record-bytes", type=SIZE, multiple=True, help="Size of a record; may be repeated. [default: 1MiB, ..]"
 )
@@ -93,8 +104,8 @@ def tiers(
     combinations. With --minutes a soak: a worker that is killed at random moments, and an independent model of every
     byte.
     """
-    place = store or PLACE
-    session = reporting.begin(directory=place)
+    directory = store or WORK_DIRECTORY
+    session = reporting.begin(directory=directory)
     if minutes is not None:
         _refuse("--minutes", {"--dirty": dirty, "--trace": trace, "--seconds": seconds, "--full": full})
         given = {
@@ -103,12 +114,12 @@ def tiers(
             "retain": retain,
             "budget": _only("--budget", budget),
         }
-        return _soak(session, (place, *drives), minutes, kill_every, seed, given)
+        return _soak(session, (directory, *drives), minutes, kill_every, seed, given)
     if drives:
         raise click.UsageError("--drive: expected --minutes with it")
     return _sweep(
         session,
-        place,
+        directory,
         {
             "record_bytes": record_bytes or (_FULL_RECORD_BYTES if full else None),
             "budgets": budget or None,
@@ -137,55 +148,57 @@ def _only(option: str, values: tuple[Any, ...]) -> Any:
     return values[0] if values else None
 
 
-def _sweep(session: Session, place: Path, given: dict[str, Any], full: bool) -> int:
+def _sweep(session: Session, directory: Path, given: Mapping[str, Any], full: bool) -> int:
     from tierstore.bench.tiers.run import Sweep, TiersBench, measurements, run
 
     output = session.output
     options = {name: value for name, value in given.items() if value is not None}
-    bench = TiersBench(place=place, sweep=Sweep.FULL if full else Sweep.STAR, **options)
+    bench = TiersBench(directory=directory, sweep=Sweep.FULL if full else Sweep.STAR, **options)
     result = run(bench, output.line)
-    for line in result["effective"]:
+    for line in result.effective:
         output.line(line)
-    points = result["points"]
     what = ("record", "budget", "dirty")
     output.table(
-        f"{result['traffic']}, {result['fetches_at_once_count']} fetches at once",
+        f"{result.traffic}, {result.fetches_at_once_count} fetches at once",
         (*what, "hits", "fetched/s", "changed/s", "fetch p50", "p99", "p99.9", "commit p50", "p99"),
-        [(*_point(point), *_speed(point)) for point in points],
+        [(*_point(point), *_speed(point)) for point in result.points],
     )
     output.table(
-        f"A commit every {result['commit_every_steps_count']} steps, {result['retained_snapshots_count']} snapshots",
+        f"A commit every {result.commit_every_steps_count} steps, {result.retained_snapshots_count} snapshots",
         (*what, "written / changed", "/ dirty", "disk / records", "allowed", "needed", "wear a step", "days"),
-        [(*_point(point), *_wear(point)) for point in points],
+        [(*_point(point), *_wear(point)) for point in result.points],
     )
     output.line(
-        f"days: until {result['endurance_bytes'] / 1e12:g} TB are written, at the speed of this load; needed: copies "
+        f"days: until {result.endurance_bytes / 1e12:g} TB are written, at the speed of this load; needed: copies "
         "of records that cannot be shared"
     )
     return _end(session, result, measurements(result))
 
 
-def _point(point: dict[str, Any]) -> tuple[str, ...]:
-    budget = point["host_budget_bytes"] / (point["records"] * point["record_bytes"])
-    return format_bytes(point["record_bytes"]), f"{budget:.0%}", f"{point['dirty_ratio']:.0%}"
+def _point(point: PointFigures) -> tuple[str, ...]:
+    budget = point.host_budget_bytes / (point.records * point.record_bytes)
+    return format_bytes(point.record_bytes), f"{budget:.0%}", f"{point.dirty_ratio:.0%}"
 
 
-def _speed(point: dict[str, Any]) -> tuple[str, ...]:
-    fetch, commit = point["fetch"], point["commit"]
+def _speed(point: PointFigures) -> tuple[str, ...]:
+    fetch, commit = point.fetch, point.commit
+    times = (fetch.p50_s, fetch.p99_s, fetch.p99_9_s, commit.p50_s, commit.p99_s)
     return (
-        f"{point['hit_ratio']:.1%}",
-        *(format_bytes(point[f"{what}_bytes_per_s"]) for what in ("fetched", "changed")),
-        *(format_seconds(fetch[f"p{which}_s"]) for which in ("50", "99", "99.9")),
-        *(format_seconds(commit[f"p{which}_s"]) for which in ("50", "99")),
+        f"{point.hit_ratio:.1%}",
+        format_bytes(point.rates.fetched_bytes_per_s),
+        format_bytes(point.rates.changed_bytes_per_s),
+        *("-" if seconds is None else format_seconds(seconds) for seconds in times),
     )
 
 
-def _wear(point: dict[str, Any]) -> tuple[str, ...]:
+def _wear(point: PointFigures) -> tuple[str, ...]:
+    space = (point.space_amplification_ratio, point.space_target_ratio, point.space_needed_ratio)
     return (
-        *(_ratio(point[name]) for name in ("write_amplification_ratio", "write_to_dirty_ratio")),
-        *(f"{point[f'space_{name}_ratio']:.2f}" for name in ("amplification", "target", "needed")),
-        format_bytes(point["wear_per_step_bytes"]),
-        f"{point['drive_life_s'] / DAY_S:.4g}" if point["written_bytes"] else "-",
+        _ratio(point.write_amplification_ratio),
+        _ratio(point.write_to_dirty_ratio),
+        *(f"{ratio:.2f}" for ratio in space),
+        format_bytes(point.wear_per_step_bytes),
+        f"{point.drive_life_s / DAY_S:.4g}" if point.written_bytes else "-",
     )
 
 
@@ -195,7 +208,7 @@ def _ratio(value: float | None) -> str:
 
 def _soak(
     session: Session,
-    places: tuple[Path, ...],
+    directories: tuple[Path, ...],
     minutes: float,
     kill_every: float,
     seed: int,
@@ -209,66 +222,70 @@ def _soak(
     if ratio is not None:
         shape = SoakShape(**shape.as_dict() | {"host_budget_bytes": int(shape.store_bytes * ratio)})
     bench = SoakBench(
-        place=places[0], further=places[1:], seconds=minutes * 60, shape=shape, kill_every_s=kill_every
+        directory=directories[0],
+        further=directories[1:],
+        seconds=minutes * 60,
+        shape=shape,
+        kill_every_s=kill_every,
     )
     total = max(round(bench.seconds), 1)
     with Interrupts() as interrupts, session.output.progress(total, label="soak") as progress:
 
-        def announce(seconds: float, figures: dict[str, object]) -> None:
-            shown = {
-                name: format_bytes(value) if name != "kills" and isinstance(value, int) else value
-                for name, value in figures.items()
+        def announce(seconds: float, done: SoakProgress) -> None:
+            moved = {
+                "read": done.read_bytes,
+                "written": done.written_bytes,
+                "verified": done.verified_bytes,
             }
-            progress.update(min(round(seconds), total), total, shown)
+            shown = {name: format_bytes(nbytes) for name, nbytes in moved.items()}
+            progress.update(min(round(seconds), total), total, {**shown, "kills": done.kills})
 
         result = run(bench, announce, lambda: interrupts.asked)
     _show_soak(result, session.output)
     return _end(session, result, measurements(result))
 
 
-def _show_soak(result: dict[str, Any], output: Output) -> None:
-    if result["interrupted"]:
+def _show_soak(result: SoakResult, output: Output) -> None:
+    if result.interrupted:
         output.line("interrupted; what follows is what was done until then")
-    operations = ", ".join(
-        f"{count} {name.removesuffix('_count')}" for name, count in result["operations"].items()
-    )
-    output.line(f"{result['records']} records, {format_bytes(result['stored_bytes'])} of disk: {operations}")
-    reopen = result["reopen"]
-    rows = [
-        ("read", format_bytes(result["read_bytes"])),
-        ("written", format_bytes(result["written_bytes"])),
-        ("verified", format_bytes(result["verified_bytes"])),
-        ("of these from the files of closed stores", format_bytes(result["audited_bytes"])),
-        ("wrong bytes", result["wrong_bytes"]),
-        ("kills", result["kills_count"]),
-        ("reopened at a commit not acknowledged yet", result["commits_found_unacknowledged_count"]),
+    counts = asdict(result.operations).items()
+    operations = ", ".join(f"{count} {name.removesuffix('_count')}" for name, count in counts)
+    output.line(f"{result.records} records, {format_bytes(result.stored_bytes)} of disk: {operations}")
+    reopen = result.reopen
+    rows: list[tuple[str, object]] = [
+        ("read", format_bytes(result.read_bytes)),
+        ("written", format_bytes(result.written_bytes)),
+        ("verified", format_bytes(result.verified_bytes)),
+        ("of these from the files of closed stores", format_bytes(result.audited_bytes)),
+        ("wrong bytes", result.wrong_bytes),
+        ("kills", result.kills_count),
+        ("reopened at a commit not acknowledged yet", result.commits_found_unacknowledged_count),
         (
             "reopening, median and longest",
-            f"{format_seconds(reopen['median_s'])}, {format_seconds(reopen['greatest_s'])}"
-            if reopen["times_count"]
-            else "-",
+            "-"
+            if reopen.median_s is None or reopen.greatest_s is None
+            else f"{format_seconds(reopen.median_s)}, {format_seconds(reopen.greatest_s)}",
         ),
+        *((f"{name} at start, middle, end", _trend(trend)) for name, trend in result.trends.items()),
     ]
-    for name, trend in result["trends"].items():
-        rows.append((f"{name} at start, middle, end", _trend(trend)))
     output.table("", ("", ""), rows)
-    if result["faults"]:
+    if result.faults:
         output.table(
             "",
             ("fault", "surfaced as", "times"),
-            [(fault["fault"], fault["error"], fault["times_count"]) for fault in result["faults"]],
+            [(fault.fault, fault.error, fault.times_count) for fault in result.faults],
         )
 
 
-def _trend(trend: dict[str, Any]) -> str:
-    values = [trend[f"{when}_{trend['unit']}"] for when in ("first", "middle", "last")]
-    shown = [format_bytes(value) if trend["unit"] == "bytes" else f"{value:g}" for value in values]
-    verdict = "GROWS" if trend["grows"] else "flat" if trend["judged"] else "too short to judge"
+def _trend(trend: Trend) -> str:
+    values = (trend.first, trend.middle, trend.last)
+    shown = [format_bytes(value) if trend.unit == "bytes" else f"{value:g}" for value in values]
+    verdict = "GROWS" if trend.grows else "flat" if trend.judged else "too short to judge"
     return f"{', '.join(shown)} ({verdict})"
 
 
-def _end(session: Session, result: dict[str, Any], measurements: Sequence[Measurement]) -> int:
-    for failure in result["failures"]:
+def _end(session: Session, result: TiersResult | SoakResult, measurements: Iterable[Measurement]) -> int:
+    for failure in result.failures:
         session.output.line(f"FAILED: {failure}")
     session.end(result, measurements)
-    return NOT_SO if result["failures"] else 0
+    return CHECK_FAILED if result.failures else 0

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
-from tierstore.cli.bench.results import NOT_SO, PLACE, Reporting, place_option, results_options
+from tierstore.cli.bench.results import (
+    CHECK_FAILED,
+    WORK_DIRECTORY,
+    Reporting,
+    results_options,
+    work_directory_option,
+)
 from tierstore.cli.options import SIZE, config_overrides, help_config_option, set_option, train_config
 from tierstore.cli.output import Output
 from tierstore.config import load
 from tierstore.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from tierstore.bench.training.run import TrainResult
 
 __all__ = ["train"]
 
@@ -22,7 +31,7 @@ __all__ = ["train"]
 @click.option("--warmup", type=int, default=5, show_default=True, help="Steps before the first round.")
 @click.option("--rounds", type=int, default=3, show_default=True, help="Rounds; the runs take turns.")
 @click.option("--host-budget", type=SIZE, help="Memory for experts in the tiered run.")
-@place_option
+@work_directory_option
 @click.option(
     "--baseline",
     type=click.Choice(["in-ram", "none"]),
@@ -54,73 +63,66 @@ def train(
     from tierstore.bench.training.run import Baseline, TrainBench, measurements, run
     from tierstore.train.config import TrainConfig
 
-    place = store or PLACE
-    overrides = config_overrides(settings, {"host_budget": host_budget, "store": place})
+    directory = store or WORK_DIRECTORY
+    overrides = config_overrides(settings, {"host_budget": host_budget, "store": directory})
     loaded = load(TrainConfig, config, overrides)
     plan = TrainBench(
         steps=steps, warmup=warmup, rounds=rounds, baseline=Baseline(baseline), cgroup_limit=cgroup_limit
     )
-    session = reporting.begin(directory=place)
+    session = reporting.begin(directory=directory)
     result = run(loaded, plan, session.output.line)
     _show(result, session.output)
     session.end(result, measurements(result))
-    return NOT_SO if result["same_losses"] is False else 0
+    return CHECK_FAILED if result.same_losses is False else 0
 
 
-def _show(result: dict[str, Any], output: Output) -> None:
-    runs = [
-        (title, result[key]) for title, key in (("in RAM", "in_ram"), ("tiered", "tiered")) if key in result
-    ]
+def _show(result: TrainResult, output: Output) -> None:
+    runs = {"in RAM": result.in_ram, "tiered": result.tiered}
+    given = {title: run for title, run in runs.items() if run is not None}
+    found = given.values()
     rows: list[tuple[str, ...]] = [
-        ("step, median", *(format_seconds(run["step_median_s"]) for _, run in runs)),
+        ("step, median", *(format_seconds(run.step_median_s) for run in found)),
         (
             "step, 10% to 90%",
-            *(
-                f"{format_seconds(run['step_p10_s'])} to {format_seconds(run['step_p90_s'])}"
-                for _, run in runs
-            ),
+            *(f"{format_seconds(run.step_p10_s)} to {format_seconds(run.step_p90_s)}" for run in found),
         ),
-        ("CPU time a step, all threads", *(format_seconds(run["step_cpu_s"]) for _, run in runs)),
-        ("read a step", *(format_bytes(run["step_read_bytes"]) for _, run in runs)),
-        ("written a step", *(format_bytes(run["step_written_bytes"]) for _, run in runs)),
-        ("hits", *(f"{run['hit_ratio']:.1%}" for _, run in runs)),
-        ("stalled a step", *(format_seconds(_stalled_s(run)) for _, run in runs)),
-        ("peak resident memory", *(format_bytes(run["peak_resident_bytes"]) for _, run in runs)),
+        ("CPU time a step, all threads", *(format_seconds(run.step_cpu_s) for run in found)),
+        ("read a step", *(format_bytes(run.step_read_bytes) for run in found)),
+        ("written a step", *(format_bytes(run.step_written_bytes) for run in found)),
+        ("hits", *(f"{run.hit_ratio:.1%}" for run in found)),
+        ("stalled a step", *(format_seconds(run.step_stall_s) for run in found)),
+        ("peak resident memory", *(format_bytes(run.peak_resident_bytes) for run in found)),
     ]
     output.line(
-        f"{result['parameters'] / 1e6:.0f} M parameters, {format_bytes(result['record_bytes'])} of expert "
-        f"records, host budget {format_bytes(result['host_budget_bytes'])}"
+        f"{result.parameters / 1e6:.0f} M parameters, {format_bytes(result.record_bytes)} of expert "
+        f"records, host budget {format_bytes(result.host_budget_bytes)}"
     )
-    output.table("", ("", *(title for title, _ in runs)), rows)
-    for line in result["effective"]:
+    output.table("", ("", *given), rows)
+    for line in result.effective:
         output.line(line)
-    speed = result["disk_bytes_per_s"]
+    speed = result.disk_bytes_per_s
     output.line(
-        f"{result['tokens_per_s']:.0f} tokens/s; compulsory "
-        f"{format_bytes(result['compulsory_read_bytes'])} read "
-        f"and {format_bytes(result['compulsory_written_bytes'])} written a step "
-        f"({result['compulsory_policy']}; clairvoyant {format_bytes(result['clairvoyant_bytes'])} in all)"
-        + (f" at {format_bytes(int(speed))}/s take {format_seconds(result['compulsory_s'])}" if speed else "")
+        f"{result.tokens_per_s:.0f} tokens/s; compulsory "
+        f"{format_bytes(result.compulsory_read_bytes)} read "
+        f"and {format_bytes(result.compulsory_written_bytes)} written a step "
+        f"({result.compulsory_policy}; clairvoyant {format_bytes(result.clairvoyant_bytes)} in all)"
+        + (f" at {format_bytes(int(speed))}/s take {format_seconds(result.compulsory_s)}" if speed else "")
     )
-    if result["step_to_in_ram_ratio"] is not None:
+    if result.step_to_in_ram_ratio is not None:
         output.line(
-            f"step / bound {result['step_to_bound_ratio']:.3f}, bound {format_seconds(result['bound_s'])}; "
-            f"step / step in RAM {result['step_to_in_ram_ratio']:.3f}; "
-            f"same losses: {'yes' if result['same_losses'] else 'NO'}"
+            f"step / bound {result.step_to_bound_ratio:.3f}, bound {format_seconds(result.bound_s)}; "
+            f"step / step in RAM {result.step_to_in_ram_ratio:.3f}; "
+            f"same losses: {'yes' if result.same_losses else 'NO'}"
         )
     else:
-        output.line(f"step / time of compulsory bytes {result['step_to_bound_ratio']:.3f}")
-    if result["page_cache_bytes"] is not None:
+        output.line(f"step / time of compulsory bytes {result.step_to_bound_ratio:.3f}")
+    if result.page_cache_bytes is not None:
         output.line(
-            f"in the page cache: {format_bytes(result['page_cache_bytes'])} of "
-            f"{format_bytes(result['extent_bytes'])} of extents"
+            f"in the page cache: {format_bytes(result.page_cache_bytes)} of "
+            f"{format_bytes(result.extent_bytes)} of extents"
         )
-    if "cgroup_limit_bytes" in result:
+    if (cgroup := result.cgroup) is not None:
         output.line(
-            f"memory cgroup of {format_bytes(result['cgroup_limit_bytes'])}: peak "
-            f"{format_bytes(result['cgroup_peak_bytes'])}, {result['cgroup_kills_count']} kills"
+            f"memory cgroup of {format_bytes(cgroup.limit_bytes)}: peak "
+            f"{format_bytes(cgroup.peak_bytes)}, {cgroup.kills_count} kills"
         )
-
-
-def _stalled_s(run: dict[str, Any]) -> float:
-    return float(sum(stall["step_stall_s"] for stall in run["stalls"]))

@@ -18,7 +18,6 @@ from tierstore.cli.cache.options import (
     specs_of,
 )
 from tierstore.cli.cache.output import (
-    COUNTS,
     NO_LOOKAHEAD,
     curves_json,
     outcome_json,
@@ -103,7 +102,7 @@ def import_(
     """Make a TRACE of SOURCE: expert ids (npz, JSON lines), oracleGeneral, csv, or one key a line."""
     from tierstore.lab.importing import SourceKind, import_trace, options_of
 
-    output = Output.for_option(as_json, counts=COUNTS)
+    output = Output.for_option(as_json)
     if list_options:
         kinds = [kind] if kind else _KINDS
         for each in kinds:
@@ -171,7 +170,7 @@ def simulate(
     from tierstore.lab.curves import curves
     from tierstore.lab.simulate import contract_name
 
-    output = Output.for_option(as_json, counts=COUNTS)
+    output = Output.for_option(as_json)
     requests = load_trace_requests(trace, output, replay["warmup_steps"], pins)
     specs = specs_of(
         requests, policies, ("lru", "lfu-decay", *(() if lookahead == "recorded" else ("belady",)))
@@ -230,7 +229,7 @@ def curve(
     from tierstore.lab.curves import curve_capacities, curves, keep_ratio
     from tierstore.lab.simulate import contract_name
 
-    output = Output.for_option(as_json, counts=COUNTS)
+    output = Output.for_option(as_json)
     check_html(html)
     requests = load_trace_requests(trace, output, replay["warmup_steps"], pins)
     specs = specs_of(requests, policies, ("all",))

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from tierstore.lab.tune import Tuning
 
 __all__ = [
-    "COUNTS",
     "NO_LOOKAHEAD",
     "curves_json",
     "gain_json",
@@ -34,14 +33,6 @@ __all__ = [
 NO_LOOKAHEAD = "no lookahead"
 """What replays of requests alone are named with: nothing is fetched ahead, and all of the capacity is cache."""
 
-COUNTS = frozenset(
-    {
-        *("requests", "events", "write_backs", "capacity_frames", "total_frames", "tuned_steps"),
-        *("lookahead_frames", "creates", "starved", "resized", "active_records", "layer_records"),
-        "half_life_steps",
-        *("drive_writes_per_day", "drive_life_years", "policy_options", "layer_quotas", "left_out"),
-    }
-)
 """Keys of these commands' objects that are counts, or say their unit in words."""
 
 

@@ -17,7 +17,6 @@ from tierstore.cli.cache.options import (
     threads_option,
 )
 from tierstore.cli.cache.output import (
-    COUNTS,
     NO_LOOKAHEAD,
     show_assumptions,
     show_tuning,
@@ -88,7 +87,7 @@ def tune(
     **search: Any,
 ) -> None:
     """Choose a policy for TRACE on its first part, and score it on the rest."""
-    output = Output.for_option(as_json, counts=COUNTS)
+    output = Output.for_option(as_json)
     options = _tune_options(search)
     check_html(html)
     check_target("--out", out)
@@ -132,7 +131,7 @@ def report(
     as_json: bool,
 ) -> None:
     """Everything about TRACE in one HTML file: curves, half-lives, costs, and a tuned choice."""
-    output = Output.for_option(as_json, counts=COUNTS)
+    output = Output.for_option(as_json)
     options = _tune_options({"contract": contract, "threads": threads})
     check_html(html)
     requests = load_trace_requests(trace, output)
@@ -173,7 +172,7 @@ def study(
     from tierstore.lab.study import StudyOptions, run_study
     from tierstore.lab.study_tables import study_markdown
 
-    output = Output.for_option(as_json, counts=COUNTS)
+    output = Output.for_option(as_json)
     check_html(html)
     check_target("--markdown", markdown)
     options = StudyOptions(contract=Contract(contract), threads=threads, machine=machine)

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from tierstore.bench.overlap.device import Computation, Computer, Device, EmulatedTier, Processor
+from tierstore.bench.checks import at_least, more_than_0
+from tierstore.bench.overlap.device import Computation, Computer, EmulatedDevice, EmulatedTier, Processor
 from tierstore.cache.access import Phase
-from tierstore.errors import ConfigError
 from tierstore.links import CollectiveLink, LinkConfig
 from tierstore.parallel.collectives import Group, Work
 from tierstore.prefetch import (
@@ -40,11 +40,11 @@ from tierstore.timeline import OperationSpans, TimelineSink, Track
 from tierstore.train.config import TrainConfig
 from tierstore.train.session import stall_spans
 
-__all__ = ["Rig", "RigShape", "open_rig"]
+__all__ = ["StackShape", "SyntheticStack", "open_stack"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RigShape:
+class StackShape:
     """The size of a stack of layers, and how far ahead its queues look.
 
     ``forward_s``: computation of one forward pass; a backward pass takes twice that. Half of it is the experts'.
@@ -62,10 +62,8 @@ class RigShape:
     vertical_depth: int = 12
 
     def __post_init__(self) -> None:
-        if self.layers < 1:
-            raise ConfigError(f"layers: expected at least 1, got {self.layers}")
-        if self.forward_s <= 0:
-            raise ConfigError(f"forward_s: expected more than 0, got {self.forward_s}")
+        at_least(1, layers=self.layers)
+        more_than_0(forward_s=self.forward_s)
 
     @property
     def dense_numel(self) -> int:
@@ -148,12 +146,12 @@ class SlicedUnits:
         self._spare.append(buffer)
 
 
-class Rig:
+class SyntheticStack:
     """One rank's layers, ready to step."""
 
     def __init__(
         self,
-        shape: RigShape,
+        shape: StackShape,
         schedule: Schedule,
         store: ParameterStore,
         dense: SlicedUnits,
@@ -231,23 +229,23 @@ class Rig:
         return self._dense_s(phase) / self._shape.experts
 
     def drain(self) -> None:
-        """Lets go of what was gathered ahead."""
+        """Releases what was gathered ahead."""
         self._dense.wait_all()
         self._queue.reset()
 
 
 @contextlib.contextmanager
-def open_rig(
-    shape: RigShape,
-    place: Path,
+def open_stack(
+    shape: StackShape,
+    directory: Path,
     group: Group,
     link: CollectiveLink,
     *,
     disk: LinkConfig,
     copy: LinkConfig,
     timeline: TimelineSink,
-) -> Iterator[Rig]:
-    """A rig over a new store in ``place``. ``link`` is that of ``group``, whose messages follow what was computed."""
+) -> Iterator[SyntheticStack]:
+    """A stack over a new store in ``directory``. ``link`` is that of ``group``, whose messages follow what was computed."""
     schedule = shape.schedule()
     schema = RecordSchema("expert", shape.expert_numel)
     host_budget, lookahead = shape.budgets
@@ -258,14 +256,14 @@ def open_rig(
         disk=disk,
         cache=TrainConfig().cache,
     )
-    with ParameterStore.create(place, [schema], config, adamw=AdamWConfig()) as store:
+    with ParameterStore.create(directory, [schema], config, adamw=AdamWConfig()) as store:
         for layer in range(shape.layers):
             for expert in range(shape.experts):
                 store.register(f"{layer}.{expert}", "expert", layer=layer)
         store.commit()
         slots = DeviceSlots(shape.expert_numel, torch.float32, weights=8, gradients=8)
         device = shape.computation is Computation.DEVICE
-        computer: Computer = Device(store.engine) if device else Processor()
+        computer: Computer = EmulatedDevice(store.engine) if device else Processor()
         # While the device computes, nothing stalls.
         ledger = StallLedger(
             clock=computer.clock_ns, listener=stall_spans(timeline) if timeline.enabled else None
@@ -287,7 +285,9 @@ def open_rig(
                 ledger=ledger,
             )
             dense = SlicedUnits(group, link, shape.layers, shape.dense_numel, ledger, timeline)
-            yield Rig(shape, schedule, store, dense, experts, ledger, computer=computer, timeline=timeline)
+            yield SyntheticStack(
+                shape, schedule, store, dense, experts, ledger, computer=computer, timeline=timeline
+            )
         finally:
             link.clock_ns = clock_ns
             tier.close()
