@@ -8,13 +8,13 @@ from tierstore.lazy import exports
 
 if TYPE_CHECKING:
     from tierstore.model.config import CheckpointActivations, ComputeDtype, ModelConfig, TieEmbeddings
-    from tierstore.model.transformer import Output, Transformer
+    from tierstore.model.transformer import ModelOutput, Transformer
 else:
     __getattr__ = exports(
         __name__,
         {
             "config": ["CheckpointActivations", "ComputeDtype", "ModelConfig", "TieEmbeddings"],
-            "transformer": ["Output", "Transformer"],
+            "transformer": ["ModelOutput", "Transformer"],
         },
     )
 
@@ -22,7 +22,7 @@ __all__ = [
     "CheckpointActivations",
     "ComputeDtype",
     "ModelConfig",
-    "Output",
+    "ModelOutput",
     "TieEmbeddings",
     "Transformer",
 ]

@@ -28,7 +28,7 @@ from tierstore.bench.io.load import (
 from tierstore.bench.io.series import (
     Coverage,
     IoBench,
-    Plan,
+    JobPlan,
     ProgramComparison,
     Series,
     compare,
@@ -231,7 +231,7 @@ def test_targets() -> None:
     plan = with_fio(replace(CACHED, backend=IoBackendName.URING), FIO, "1 MiB")
     assert (plan.programs, dict(plan.targets)) == (3, {"fio": 0.95})
     assert [job.pages for job in plan.ours.values()] == [Pages.SMALL, Pages.SMALL]
-    assert with_fio(CACHED, None, "1 MiB") == Plan(title="1 MiB", ours={"tierstore": CACHED})
+    assert with_fio(CACHED, None, "1 MiB") == JobPlan(title="1 MiB", ours={"tierstore": CACHED})
 
 
 def test_room_is_checked_first(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tierstore.bench.overlap.prediction import (
     measurements,
 )
 from tierstore.bench.overlap.rank import RankRequest
-from tierstore.bench.overlap.run import Balance, Ranks, links_for
+from tierstore.bench.overlap.run import Balance, RankProcesses, links_for
 from tierstore.bench.overlap.stack import StackShape
 from tierstore.errors import ConfigError
 from tierstore.links import LinkConfig, LinksConfig
@@ -91,7 +91,7 @@ def test_what_is_predicted_to_move_does(tmp_path: Path, differs: dict[str, Any])
     shape = replace(SHAPE, forward_s=0.001, computation=Computation.DEVICE, **differs)
     bench = PredictionBench(steps=8, warmup=6)
     sent, moved = StackWorkload(shape, LinksConfig(), NOTHING, bench.span).moved_bytes()
-    with Ranks() as ranks:
+    with RankProcesses() as ranks:
         found = ranks.measure(
             RankRequest(directory=tmp_path, steps=bench.steps, warmup=bench.warmup, shape=shape)
         )

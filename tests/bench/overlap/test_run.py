@@ -12,7 +12,16 @@ import pytest
 from tierstore.bench.overlap import picture
 from tierstore.bench.overlap.device import Computation
 from tierstore.bench.overlap.rank import RankRequest
-from tierstore.bench.overlap.run import Balance, OverlapBench, Prefetch, Ranks, Stack, Times, links_for, run
+from tierstore.bench.overlap.run import (
+    Balance,
+    OverlapBench,
+    Prefetch,
+    RankProcesses,
+    Stack,
+    Times,
+    links_for,
+    run,
+)
 from tierstore.bench.overlap.stack import StackShape
 from tierstore.bench.processes.namespaces import rank_namespaces
 from tierstore.bench.processes.spawn import WorkerError
@@ -116,7 +125,10 @@ def test_the_picture_is_the_same_file_twice(tmp_path: Path) -> None:
 def test_ranks_meet_through_namespaces_where_there_are_some(tmp_path: Path) -> None:
     """At 1 MiB/s: 7 messages of 2 KiB a step fit the bucket, so nothing is asserted of their time."""
     asked = RankRequest(directory=tmp_path / "run", steps=1, warmup=1, shape=TINY)
-    with rank_namespaces(2, bandwidth=1 << 20) as (resolution, namespaces), Ranks(namespaces) as ranks:
+    with (
+        rank_namespaces(2, bandwidth=1 << 20) as (resolution, namespaces),
+        RankProcesses(namespaces) as ranks,
+    ):
         assert len(namespaces) == (2 if resolution else 0)
         assert ranks.measure(asked).sent_bytes == 7 * 4 * 32 * 32 / 2
 
@@ -140,7 +152,7 @@ def test_the_trainer_steps_over_limited_links(tmp_path: Path) -> None:
     asked = RankRequest(
         directory=tmp_path / "run", steps=1, warmup=1, stack=Stack.TRAINER, train=config, links=config.links
     )
-    with Ranks() as ranks:
+    with RankProcesses() as ranks:
         found = ranks.measure(asked)
         assert not asked.directory.exists()
         assert found.sent_bytes > 0

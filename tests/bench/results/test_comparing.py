@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.stats import t
 
 from tierstore.bench.results import comparing
-from tierstore.bench.results.comparing import Change, compare, table
+from tierstore.bench.results.comparing import ChangeKind, compare, table
 from tierstore.bench.results.document import Better, Measurement, counted, derived, measured
 from tierstore.errors import DataError
 
@@ -31,14 +31,14 @@ OLD = (1.00, 1.01, 0.99, 1.02, 0.98, 1.0)
 
 def test_verdicts_by_hand() -> None:
     slower = one(step(*OLD), step(*(2 * value for value in OLD)))
-    assert (slower.ratio, slower.change, slower.word) == (2.0, Change.WORSE, "slower")
+    assert (slower.ratio, slower.change, slower.word) == (2.0, ChangeKind.WORSE, "slower")
     assert slower.low is not None
     assert slower.high is not None
     assert 1.9 < slower.low < 2 < slower.high < 2.1
     assert one(step(*OLD), step(*(value / 2 for value in OLD))).word == "faster"
-    assert one(step(*OLD), step(*reversed(OLD))).change is Change.WITHIN
+    assert one(step(*OLD), step(*reversed(OLD))).change is ChangeKind.WITHIN
     wide = one(step(1, 2, 3, 4), step(2, 3, 4, 5))
-    assert wide.change is Change.WITHIN
+    assert wide.change is ChangeKind.WITHIN
     assert one(step(*OLD, better=Better.HIGHER), step(*(2 * v for v in OLD), better=Better.HIGHER)).word == (
         "faster"
     )
@@ -47,16 +47,16 @@ def test_verdicts_by_hand() -> None:
 
 
 def test_what_has_no_noise_to_speak_of() -> None:
-    assert one(step(1.0), step(9.0)).change is Change.UNKNOWN
-    assert one(step(*OLD), step(9.0)).change is Change.UNKNOWN
-    assert one(step(1.0), step(1.0)).change is Change.SAME
+    assert one(step(1.0), step(9.0)).change is ChangeKind.UNKNOWN
+    assert one(step(*OLD), step(9.0)).change is ChangeKind.UNKNOWN
+    assert one(step(1.0), step(1.0)).change is ChangeKind.SAME
     # Three against three: even ranges apart by a tenth are no evidence.
-    assert one(step(1.0, 1.05, 1.1), step(1.2, 1.25, 1.3)).change is Change.WITHIN
+    assert one(step(1.0, 1.05, 1.1), step(1.2, 1.25, 1.3)).change is ChangeKind.WITHIN
     # Counts are exact.
-    assert one(counted("sent", 10, "bytes"), counted("sent", 11, "bytes")).change is Change.CHANGED
+    assert one(counted("sent", 10, "bytes"), counted("sent", 11, "bytes")).change is ChangeKind.CHANGED
     sent = one(counted("sent", 0, "bytes", Better.LOWER), counted("sent", 11, "bytes", Better.LOWER))
-    assert (sent.ratio, sent.change) == (None, Change.WORSE)
-    assert one(step(-1.0, -1.0, 2.0, 0.0), step(1, 2, 3, 4)).change is Change.UNKNOWN
+    assert (sent.ratio, sent.change) == (None, ChangeKind.WORSE)
+    assert one(step(-1.0, -1.0, 2.0, 0.0), step(1, 2, 3, 4)).change is ChangeKind.UNKNOWN
 
 
 def test_targets_that_turn() -> None:
@@ -80,7 +80,7 @@ def test_noise_is_seldom_taken_for_a_change(count: int, summary: bool) -> None:
         pair = [step(*np.exp(0.05 * rng.standard_normal(count))) for _ in range(2)]
         if summary:
             pair = [replace(each, samples=()) for each in pair]
-        called += one(*pair).change is not Change.WITHIN
+        called += one(*pair).change is not ChangeKind.WITHIN
     assert called <= 8  # 13%: 5% was promised, and few samples keep no promise exactly
 
 
@@ -116,7 +116,7 @@ def test_runs_that_differ_are_said_to() -> None:
     assert found.only_old == ("commit",)
     assert found.only_new == ("new",)
     assert compare(old, old).warnings == ()
-    assert {row.change for row in compare(old, old).rows} <= {Change.SAME, Change.WITHIN}
+    assert {row.change for row in compare(old, old).rows} <= {ChangeKind.SAME, ChangeKind.WITHIN}
 
 
 def test_what_cannot_be_compared() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tierstore import machine
 from tierstore.bench.results.document import (
     Better,
-    Evidence,
+    Origin,
     counted,
     derived,
     load_document,
@@ -37,7 +37,7 @@ def test_a_measurement_by_hand() -> None:
     assert replace(one, target=2.5).met is True  # at most
     assert replace(one, target=None).met is None
     assert one.label == "step (run=tiered)"
-    assert counted("sent", 7, "bytes").evidence is Evidence.COUNTED
+    assert counted("sent", 7, "bytes").evidence is Origin.COUNTED
     assert derived("ratio", 0.5, "ratio", Better.HIGHER).samples == (0.5,)
 
 

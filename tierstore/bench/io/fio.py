@@ -1,6 +1,6 @@
 """The same jobs through fio, where it is installed: same files, block size, depth, direct flag and number of seconds.
 
-fio is told to use io_uring where the job does, and one process a transfer in flight (``psync``) where the job has threads.
+fio uses io_uring where the job does, and one process a transfer in flight (``psync``) where the job has threads.
 Its CPU time is that of its jobs, by its own account, without what it takes to start. Its latencies are its ``clat``: from
 submission to completion.
 """
@@ -135,4 +135,4 @@ def _add(latencies: Latencies, clat: Mapping[str, Any]) -> None:
 
 def _last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "without a message"

@@ -53,7 +53,7 @@ _LEAST_BLOCK, _GREATEST_BLOCK = 4 << 10, 64 << 20
 _MOST_THREADS = 64
 _DOUBLED_BYTES = 32 << 20  # in flight at most, for a window of twice as much
 _LATE_BYTES = 256 << 20  # of buffers that are used late: several times a processor's cache
-_PLACES = 1 << 16  # random places, taken in turn
+_RANDOM_SLOTS = 1 << 16  # taken in turn
 _SPANS = 1 << 20
 _FILL_BYTES = 4 << 20
 
@@ -167,12 +167,12 @@ class DataFiles:
     """
 
     def __init__(self, directories: Sequence[Path], nbytes: int) -> None:
-        self._places: list[tempfile.TemporaryDirectory[str]] = []
+        self._own: list[tempfile.TemporaryDirectory[str]] = []
         try:
             for directory in directories:
-                place = tempfile.TemporaryDirectory(prefix="tierstore-bench-io-", dir=directory)
-                self._places.append(place)
-            self.striped = FileSet(tuple(Path(place.name) / "data" for place in self._places), nbytes)
+                own = tempfile.TemporaryDirectory(prefix="tierstore-bench-io-", dir=directory)
+                self._own.append(own)
+            self.striped = FileSet(tuple(Path(own.name) / "data" for own in self._own), nbytes)
             self.alone = [FileSet((path,), nbytes) for path in self.striped.paths]
             for path in self.striped.paths:
                 _fill(path, nbytes)
@@ -182,8 +182,8 @@ class DataFiles:
 
     def close(self) -> None:
         """Removes the files. Safe to call twice."""
-        for place in self._places:
-            place.cleanup()
+        for own in self._own:
+            own.cleanup()
 
     def __enter__(self) -> DataFiles:
         return self
@@ -195,7 +195,7 @@ class DataFiles:
 
 
 def check_space(directories: Sequence[Path], each_bytes: int) -> None:
-    """Raises ConfigError where ``directories`` have no room for ``each_bytes`` each; several may share a disk."""
+    """Raises ConfigError where ``directories`` have less than ``each_bytes`` free each; several may share a disk."""
     needed: dict[int, int] = {}
     for directory in directories:
         device = os.stat(directory).st_dev
@@ -279,10 +279,10 @@ class Load:
             raise
         random = np.random.default_rng(1)
         if job.past_cache:
-            self._places = random.integers(0, self._slots, _PLACES).tolist()
-        else:  # each place once a pass: what comes twice would come from memory
-            self._places = random.permutation(self._slots).tolist()
-        self._coins = random.integers(0, 2, _PLACES).tolist()
+            self._order = random.integers(0, self._slots, _RANDOM_SLOTS).tolist()
+        else:  # each slot once a pass: what comes twice would come from memory
+            self._order = random.permutation(self._slots).tolist()
+        self._coins = random.integers(0, 2, _RANDOM_SLOTS).tolist()
         self._submitted = 0
 
     def run(self, seconds: float) -> Sample:
@@ -334,9 +334,11 @@ class Load:
         slot = (
             turn % self._slots
             if self._job.pattern is Pattern.SEQUENTIAL
-            else self._places[turn % len(self._places)]
+            else self._order[turn % len(self._order)]
         )
-        reads = kind is TransferKind.READ or (kind is TransferKind.MIXED and self._coins[number % _PLACES])
+        reads = kind is TransferKind.READ or (
+            kind is TransferKind.MIXED and self._coins[number % _RANDOM_SLOTS]
+        )
         call = self._engine.read if reads else self._engine.write
         buffers = self._buffers[number % len(self._buffers)]
         if self._table is None:

@@ -64,7 +64,7 @@ class Records:
 class Peer(Protocol):
     """One library. ``prepare`` writes the records; ``read`` hands each one's bytes to ``take``, in the order given."""
 
-    def prepare(self, place: Path, records: Records) -> list[Path]: ...
+    def prepare(self, directory: Path, records: Records) -> list[Path]: ...
     def read(self, order: Sequence[int], take: _Take) -> None: ...
     def close(self) -> None: ...
 
@@ -86,8 +86,8 @@ class _Flat:
     path: Path
     records: Records
 
-    def prepare(self, place: Path, records: Records) -> list[Path]:
-        self.path, self.records = place / "flat", records
+    def prepare(self, directory: Path, records: Records) -> list[Path]:
+        self.path, self.records = directory / "flat", records
         if not self.path.exists():
             with self.path.open("wb") as file:
                 for number in range(records.count):
@@ -180,10 +180,10 @@ class _Memmap(_Flat):
 class _Lmdb:
     """A value each, copied out of the map."""
 
-    def prepare(self, place: Path, records: Records) -> list[Path]:
+    def prepare(self, directory: Path, records: Records) -> list[Path]:
         import lmdb
 
-        self._nbytes, self._path = records.nbytes, place / "lmdb"
+        self._nbytes, self._path = records.nbytes, directory / "lmdb"
         size = records.count * (records.nbytes + (1 << 20)) + (16 << 20)
         with lmdb.open(str(self._path), map_size=size) as environment:
             for number in range(records.count):
@@ -219,10 +219,10 @@ class _Lmdb:
 class _Safetensors:
     """A tensor each in one file, loaded one by one."""
 
-    def prepare(self, place: Path, records: Records) -> list[Path]:
+    def prepare(self, directory: Path, records: Records) -> list[Path]:
         from safetensors.numpy import save_file
 
-        self._path = place / "records.safetensors"
+        self._path = directory / "records.safetensors"
         save_file({str(number): records.content(number) for number in range(records.count)}, str(self._path))
         return [self._path]
 
@@ -243,11 +243,11 @@ class _DeepSpeed:
     def __init__(self, chunk_bytes: int, queue_depth: int) -> None:
         self._chunk_bytes, self._queue_depth = chunk_bytes, queue_depth
 
-    def prepare(self, place: Path, records: Records) -> list[Path]:
+    def prepare(self, directory: Path, records: Records) -> list[Path]:
         import torch
 
         builders: Any = importlib.import_module("deepspeed.ops.op_builder")
-        folder = place / "deepspeed"
+        folder = directory / "deepspeed"
         folder.mkdir()
         self._paths = [folder / str(number) for number in range(records.count)]
         for number, path in enumerate(self._paths):
@@ -289,7 +289,7 @@ _TITLES = {"numpy": "numpy.memmap"}
 
 
 def missing_peers() -> list[Missing]:
-    """Those of ``PEERS`` that are not installed."""
+    """The libraries of ``PEERS`` that are not installed."""
     return [Missing(name, "not installed") for name in PEERS if importlib.util.find_spec(name) is None]
 
 
@@ -340,7 +340,7 @@ class _PeerProgram:
 
 
 def compare_peers(
-    place: Path,
+    directory: Path,
     records: Records,
     *,
     chunk_bytes: int,
@@ -348,7 +348,7 @@ def compare_peers(
     rounds: int,
     tick: Callable[[], None] = lambda: None,
 ) -> tuple[ProgramComparison, list[str]]:
-    """Reads in turns, with files in ``place``; and in words who was left out, or reads warm.
+    """Reads in turns, with files in ``directory``; and notes about each library that is left out, or reads warm.
 
     A library that reads other bytes is left out; the engine that does is a PeerMismatch. Raises OSError.
     """
@@ -359,7 +359,7 @@ def compare_peers(
         programs: list[_PeerProgram] = []
         for name, peer in _peers(chunk_bytes, queue_depth, absent):
             try:
-                program = _program(name, peer, place, records)
+                program = _program(name, peer, directory, records)
             except (ImportError, RuntimeError, AttributeError, PeerMismatch) as error:
                 if name == OURS:
                     raise
@@ -375,9 +375,9 @@ def compare_peers(
     return ProgramComparison(title=title, series=tuple(series), targets=targets), [*map(str, missing), *notes]
 
 
-def _program(name: str, peer: Peer, place: Path, records: Records) -> _PeerProgram:
+def _program(name: str, peer: Peer, directory: Path, records: Records) -> _PeerProgram:
     """``peer`` with its records written, durable and read once. Raises PeerMismatch, and what it raises."""
-    paths = peer.prepare(place, records)
+    paths = peer.prepare(directory, records)
     for path in paths:
         _sync(path)
     order = np.random.default_rng(0).permutation(records.count).tolist()

@@ -19,7 +19,7 @@ from tierstore.bench.io.series import (
     ComparisonFigures,
     Coverage,
     IoBench,
-    Plan,
+    JobPlan,
     ProgramComparison,
     Series,
     compare,
@@ -118,7 +118,7 @@ def effective(bench: IoBench) -> tuple[IoBench, list[str]]:
     notes: list[str] = []
     direct = Capability.ON
     for directory in bench.directories:
-        found = resolve("direct_io", bench.direct, lambda place=directory: probe_direct_io(place))  # type: ignore[misc]
+        found = resolve("direct_io", bench.direct, lambda where=directory: probe_direct_io(where))  # type: ignore[misc]
         if not found:
             direct = Capability.OFF
             notes.append(
@@ -142,7 +142,7 @@ def effective(bench: IoBench) -> tuple[IoBench, list[str]]:
 def run(bench: IoBench, *, keep: KeepProfile, tick: Tick = lambda done, total: None) -> IoResult:
     """Measures. ``tick(done, total)`` is called after each measurement.
 
-    Raises ConfigError, also for too little room, naming the bytes; CapabilityError, OSError, FioError, PeerMismatch.
+    Raises ConfigError, also for too little free disk, naming the bytes; CapabilityError, OSError, FioError, PeerMismatch.
     """
     bench, notes = effective(bench)
     fio = find_fio()
@@ -212,7 +212,7 @@ def _job(bench: IoBench, kind: TransferKind, block_bytes: int, depth: int) -> Jo
     )
 
 
-def _named(bench: IoBench, found: Found, fio: Fio | None) -> list[Plan]:
+def _named(bench: IoBench, found: Found, fio: Fio | None) -> list[JobPlan]:
     """The points that the targets speak of."""
     best = found.best
     return [
@@ -222,7 +222,7 @@ def _named(bench: IoBench, found: Found, fio: Fio | None) -> list[Plan]:
     ]
 
 
-def _checked(bench: IoBench) -> list[Plan]:
+def _checked(bench: IoBench) -> list[JobPlan]:
     blocks = (_MIB,) if bench.coverage is Coverage.QUICK else (_MIB, 4 * _MIB, 16 * _MIB)
     return [
         with_checksums(_job(bench, kind, block, 8))
@@ -240,7 +240,7 @@ def _striped(bench: IoBench, files: DataFiles, meter: _Meter) -> list[ProgramCom
     sets += [(str(path), alone) for path, alone in zip(bench.directories, files.alone, strict=True)]
     return [
         compare(
-            Plan(title=title, ours={OURS: _job(bench, kind, _MIB, 8)}),
+            JobPlan(title=title, ours={OURS: _job(bench, kind, _MIB, 8)}),
             chosen,
             seconds=meter.seconds,
             rounds=bench.rounds,
@@ -252,9 +252,9 @@ def _striped(bench: IoBench, files: DataFiles, meter: _Meter) -> list[ProgramCom
 
 
 def _peers(bench: IoBench, found: Found, meter: _Meter) -> tuple[ProgramComparison, list[str]]:
-    with tempfile.TemporaryDirectory(prefix="tierstore-bench-io-", dir=bench.directories[0]) as place:
+    with tempfile.TemporaryDirectory(prefix="tierstore-bench-io-", dir=bench.directories[0]) as directory:
         return compare_peers(
-            Path(place),
+            Path(directory),
             Records(bench.records, bench.record_bytes),
             chunk_bytes=found.best.block_bytes,
             queue_depth=found.best.depth,

@@ -46,7 +46,7 @@ __all__ = [
     "ComparisonFigures",
     "Coverage",
     "IoBench",
-    "Plan",
+    "JobPlan",
     "Program",
     "ProgramComparison",
     "RatioFigures",
@@ -274,7 +274,7 @@ class _FioProgram:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class JobPlan:
     """One comparison to come: ``ours`` are the engine's programs by name, ours first; with fio where ``fio`` is it."""
 
     title: str
@@ -288,7 +288,7 @@ class Plan:
 
 
 def compare(
-    plan: Plan, files: FileSet, *, seconds: float, rounds: int, tick: Callable[[], None] = lambda: None
+    plan: JobPlan, files: FileSet, *, seconds: float, rounds: int, tick: Callable[[], None] = lambda: None
 ) -> ProgramComparison:
     """Carries out ``plan``. Raises OSError, FioError, ChecksumMismatch."""
     job = next(iter(plan.ours.values()))
@@ -310,7 +310,7 @@ def compare(
 OURS, SMALL_PAGES, CHECKED = "tierstore", "tierstore, 4 KiB pages", "tierstore, checksums"
 
 
-def jobs(bench: IoBench, fio: Fio | None) -> list[Plan]:
+def jobs(bench: IoBench, fio: Fio | None) -> list[JobPlan]:
     """What the bench measures, but for the best point and checksums."""
     chosen = _quick(bench) if bench.coverage is Coverage.QUICK else _full(bench)
     plans = []
@@ -318,7 +318,7 @@ def jobs(bench: IoBench, fio: Fio | None) -> list[Plan]:
         if job.in_flight_bytes > min(IN_FLIGHT_LIMIT, bench.size):
             continue
         beside = fio if fio is not None and fio.can_run(job) and _worth_fio(bench, job) else None
-        plans.append(Plan(title="", ours={OURS: job}, fio=beside))
+        plans.append(JobPlan(title="", ours={OURS: job}, fio=beside))
     return plans
 
 
@@ -365,16 +365,16 @@ def _full(bench: IoBench) -> Iterator[Job]:
                             )
 
 
-def with_fio(job: Job, fio: Fio | None, title: str) -> Plan:
+def with_fio(job: Job, fio: Fio | None, title: str) -> JobPlan:
     """``job`` beside fio, with a target: in huge pages, as the store's memory is, and in small ones, as fio's."""
     if fio is None or not fio.can_run(job):
-        return Plan(title=title, ours={OURS: job})
+        return JobPlan(title=title, ours={OURS: job})
     ours = {OURS: job, SMALL_PAGES: replace(job, pages=Pages.SMALL)}
-    return Plan(title=title, ours=ours, fio=fio, targets={"fio": FIO_TARGET})
+    return JobPlan(title=title, ours=ours, fio=fio, targets={"fio": FIO_TARGET})
 
 
-def with_checksums(job: Job) -> Plan:
+def with_checksums(job: Job) -> JobPlan:
     """``job`` with checksums, and without; in memory like a store's."""
     job = replace(job, reuse=Reuse.LATE)
     ours = {CHECKED: replace(job, checksums=Checksums.ON), OURS: job}
-    return Plan(title="checksums", ours=ours, targets={OURS: CHECKSUM_TARGET})
+    return JobPlan(title="checksums", ours=ours, targets={OURS: CHECKSUM_TARGET})

@@ -50,7 +50,7 @@ def draw(timeline: Path, svg: Path) -> None:
             face = _PASS_COLOURS.get(name.split()[0], colour) if track is Track.COMPUTE else colour
             colours.setdefault(face, []).append((start - begin, stop - begin))
         for face, spans in colours.items():
-            # Transfers that follow one another at once are one bar: nobody sees them apart.
+            # Transfers that follow one another at once are one bar: they cannot be seen apart.
             bars = _merged(spans, (end - begin) / 1000) if link_only else spans
             widths = [(start / 1e3, (stop - start) / 1e3) for start, stop in bars]
             axes.broken_barh(widths, (row - 0.4, 0.8), facecolors=face, edgecolor="white", linewidth=0.3)

@@ -22,7 +22,7 @@ from pathlib import Path
 from tierstore.bench.checks import at_least, more_than_0, work_directory
 from tierstore.bench.overlap.device import Computation
 from tierstore.bench.overlap.rank import CAUGHT_UP, RankRequest
-from tierstore.bench.overlap.run import Balance, Ranks, SlowestRank, links_for
+from tierstore.bench.overlap.run import Balance, RankProcesses, SlowestRank, links_for
 from tierstore.bench.overlap.stack import StackShape
 from tierstore.bench.results.document import Better, Measurement, derived, measured
 from tierstore.bench.results.figures import Figures
@@ -281,11 +281,11 @@ class PredictionResult(Figures):
 
 def run(bench: PredictionBench, say: Callable[[str], None] = lambda _: None) -> PredictionResult:
     """Measures. Raises ConfigError (``directory`` exists), WorkerError, OSError."""
-    with work_directory(bench.directory), Ranks() as ranks:
+    with work_directory(bench.directory), RankProcesses() as ranks:
         return _run(bench, ranks, say)
 
 
-def _run(bench: PredictionBench, ranks: Ranks, say: Callable[[str], None]) -> PredictionResult:
+def _run(bench: PredictionBench, ranks: RankProcesses, say: Callable[[str], None]) -> PredictionResult:
     asked = RankRequest(directory=bench.directory, steps=bench.steps, warmup=bench.warmup)
     every = cases(bench)
     calibrations, found = [_calibrate(bench, ranks, asked)], list[PredictedCase]()
@@ -323,7 +323,7 @@ def _computing_s(shape: StackShape) -> float:
     return 3 * shape.layers * shape.forward_s
 
 
-def _calibrate(bench: PredictionBench, ranks: Ranks, asked: RankRequest) -> Calibration:
+def _calibrate(bench: PredictionBench, ranks: RankProcesses, asked: RankRequest) -> Calibration:
     """The costs of driving passes, from two shapes over unlimited links: with many experts, and with few."""
     base = StackShape(forward_s=bench.forward_s, computation=bench.computation, cached_layers=17.0)
     few, many = replace(base, experts=1), replace(base, experts=6)

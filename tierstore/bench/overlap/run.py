@@ -37,7 +37,7 @@ __all__ = [
     "OverlapResult",
     "OverlapRun",
     "Prefetch",
-    "Ranks",
+    "RankProcesses",
     "SlowestRank",
     "Stack",
     "Times",
@@ -168,12 +168,12 @@ def run(bench: OverlapBench, say: Callable[[str], None] = lambda _: None) -> Ove
     with (
         work_directory(bench.directory),
         namespaces_limited_to(bench.namespace_bandwidth, _RANKS) as namespaces,
-        Ranks(namespaces) as ranks,
+        RankProcesses(namespaces) as ranks,
     ):
         return _run(bench, ranks, say)
 
 
-def _run(bench: OverlapBench, ranks: Ranks, say: Callable[[str], None]) -> OverlapResult:
+def _run(bench: OverlapBench, ranks: RankProcesses, say: Callable[[str], None]) -> OverlapResult:
     asked = RankRequest(
         directory=bench.directory / "run",
         steps=bench.steps,
@@ -294,7 +294,7 @@ class SlowestRank:
         )
 
 
-class Ranks:
+class RankProcesses:
     """The processes of the ranks; a context manager. ``namespaces``: one for each to live in, if any."""
 
     def __init__(self, namespaces: Sequence[RankNamespace] = ()) -> None:
@@ -308,7 +308,7 @@ class Ranks:
         answers = [receive(process, f"rank {rank}") for rank, process in enumerate(self._processes)]
         return SlowestRank.of([RankSteps(**answer) for answer in answers])
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> RankProcesses:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

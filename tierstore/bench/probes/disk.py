@@ -63,7 +63,7 @@ class DiskProbe:
         self._slot_bytes = max(self._sizes)
         self._slots = max(nbytes // self._slot_bytes, 2)
         self._random = random.Random(0)
-        self._places = itertools.cycle(self._random.sample(range(self._slots), self._slots))
+        self._order = itertools.cycle(self._random.sample(range(self._slots), self._slots))
         self._path = directory / "bench-disk.tmp"
         buffers = max(_IN_FLIGHT_BYTES // self._slot_bytes, 2)
         arena = _native.Arena(buffers * self._slot_bytes, _native.HugePages.AUTO)
@@ -109,7 +109,7 @@ class DiskProbe:
         return self.bytes_per_s(mix, durable=Durable.YES)
 
     def bytes_per_s(self, mix: Bytes, *, durable: Durable = Durable.NO) -> float:
-        """Bytes per second over ``mix``, its reads and writes interleaved in proportion, at random places."""
+        """Bytes per second over ``mix``, its reads and writes interleaved in proportion, at random slots."""
         moved = Bytes(0, 0)
         sizes = itertools.cycle(self._sizes)
         begun = time.perf_counter()
@@ -117,26 +117,26 @@ class DiskProbe:
             size = next(sizes)
             # Whichever is further behind goes next.
             if moved.written * mix.read >= moved.read * mix.written and moved.read < mix.read:
-                self._submit("read", next(self._places), size)
+                self._submit("read", next(self._order), size)
                 moved = Bytes(moved.read + size, moved.written)
             elif moved.written < mix.written:
-                self._submit("write", next(self._places), size)
+                self._submit("write", next(self._order), size)
                 moved = Bytes(moved.read, moved.written + size)
             else:
-                self._submit("read", next(self._places), size)
+                self._submit("read", next(self._order), size)
                 moved = Bytes(moved.read + size, moved.written)
         self._drain(durable)
         return moved.total / (time.perf_counter() - begun)
 
     def _submit(self, kind: str, slot: int, size: int) -> None:
-        place = self._turn % len(self._buffers)
+        lane = self._turn % len(self._buffers)
         self._turn += 1
         call = self._engine.read if kind == "read" else self._engine.write
-        before = self._tickets[place]
-        self._tickets[place] = call(
+        before = self._tickets[lane]
+        self._tickets[lane] = call(
             self._file,
             slot * self._slot_bytes,
-            [self._buffers[place][size]],
+            [self._buffers[lane][size]],
             after=[before] if before else [],
         )
 

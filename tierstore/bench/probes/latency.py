@@ -89,5 +89,5 @@ def _top(bucket: int) -> int:
     """The greatest value of a bucket."""
     if bucket < _EXACT:
         return bucket
-    shift, place = divmod(bucket - _EXACT, _HALF)
-    return ((place + _HALF + 1) << (shift + 1)) - 1
+    shift, index = divmod(bucket - _EXACT, _HALF)
+    return ((index + _HALF + 1) << (shift + 1)) - 1

@@ -18,11 +18,11 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.bench.results.document import Better, Document, Evidence, Measurement, shown
+from tierstore.bench.results.document import Better, Document, Measurement, Origin, shown
 from tierstore.errors import DataError
 from tierstore.lab.bootstrap import student_quantile
 
-__all__ = ["Change", "Compared", "Comparison", "compare", "table"]
+__all__ = ["ChangeKind", "Compared", "Comparison", "compare", "table"]
 
 _TAIL = 0.975  # of a 95% interval
 _RESAMPLES = 2000
@@ -32,8 +32,8 @@ _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447)
 _QUARTILES_APART, _MEDIAN_ERROR = 1.349, 1.2533
 
 
-class Change(StrEnum):
-    """What became of one measurement."""
+class ChangeKind(StrEnum):
+    """How one measurement changed."""
 
     BETTER = "better"
     WORSE = "worse"
@@ -45,8 +45,8 @@ class Change(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One measurement in both documents. ``low`` and ``high`` of the ratio are None where nothing is known of noise, the
-    ratio itself where the old median is not above 0.
+    """One measurement in both documents. ``low`` and ``high`` of the ratio are None where the noise is unknown, and so
+    is the ratio where a median is not above 0.
     """
 
     old: Measurement
@@ -54,14 +54,14 @@ class Compared:
     ratio: float | None
     low: float | None
     high: float | None
-    change: Change
+    change: ChangeKind
 
     @property
     def word(self) -> str:
         """The change in words: of times and rates ``slower`` and ``faster``; and a target that is no longer met."""
         said = str(self.change)
         if self.new.unit == "s" or self.new.unit.endswith("/s"):
-            said = {Change.BETTER: "faster", Change.WORSE: "slower"}.get(self.change, said)
+            said = {ChangeKind.BETTER: "faster", ChangeKind.WORSE: "slower"}.get(self.change, said)
         if self.old.met and self.new.met is False:
             said += ", target missed now"
         if self.old.met is False and self.new.met:
@@ -116,25 +116,25 @@ def _warnings(old: Document, new: Document) -> list[str]:
 
 def _compared(old: Measurement, new: Measurement) -> Compared:
     if old.median == new.median and old.low == old.high == new.low == new.high:
-        return Compared(old, new, 1.0, 1.0, 1.0, Change.SAME)
-    if old.evidence is new.evidence is Evidence.COUNTED:
+        return Compared(old, new, 1.0, 1.0, 1.0, ChangeKind.SAME)
+    if old.evidence is new.evidence is Origin.COUNTED:
         ratio = new.median / old.median if old.median else None
         return Compared(old, new, ratio, ratio, ratio, _direction(new.better, new.median > old.median))
     if min(old.median, new.median) <= 0:
-        return Compared(old, new, None, None, None, Change.UNKNOWN)
+        return Compared(old, new, None, None, None, ChangeKind.UNKNOWN)
     ratio = new.median / old.median
     half = _half_width(old, new)
     if half is None:
-        return Compared(old, new, ratio, None, None, Change.UNKNOWN)
+        return Compared(old, new, ratio, None, None, ChangeKind.UNKNOWN)
     low, high = (math.exp(math.log(ratio) + side) for side in (-half[0], half[1]))
-    change = Change.WITHIN if low <= 1 <= high else _direction(new.better, ratio > 1)
+    change = ChangeKind.WITHIN if low <= 1 <= high else _direction(new.better, ratio > 1)
     return Compared(old, new, ratio, low, high, change)
 
 
-def _direction(better: Better, grew: bool) -> Change:
+def _direction(better: Better, grew: bool) -> ChangeKind:
     if better is Better.NEITHER:
-        return Change.CHANGED
-    return Change.BETTER if grew is (better is Better.HIGHER) else Change.WORSE
+        return ChangeKind.CHANGED
+    return ChangeKind.BETTER if grew is (better is Better.HIGHER) else ChangeKind.WORSE
 
 
 def _half_width(old: Measurement, new: Measurement) -> tuple[float, float] | None:
@@ -173,7 +173,14 @@ def _student(freedom: int) -> float:
 
 def table(comparison: Comparison) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Columns and rows for people: what changed for the worse first, then for the better, then the rest."""
-    order = [Change.WORSE, Change.BETTER, Change.CHANGED, Change.UNKNOWN, Change.WITHIN, Change.SAME]
+    order = [
+        ChangeKind.WORSE,
+        ChangeKind.BETTER,
+        ChangeKind.CHANGED,
+        ChangeKind.UNKNOWN,
+        ChangeKind.WITHIN,
+        ChangeKind.SAME,
+    ]
     rows = sorted(comparison.rows, key=lambda row: order.index(row.change))
     return (
         ("measurement", "verdict", "old", "new", "new / old", "95% interval"),

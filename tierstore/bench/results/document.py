@@ -34,9 +34,9 @@ __all__ = [
     "FORMAT_VERSION",
     "Better",
     "Document",
-    "Evidence",
     "MachineFacts",
     "Measurement",
+    "Origin",
     "counted",
     "derived",
     "load_document",
@@ -61,7 +61,7 @@ class Better(StrEnum):
     NEITHER = "neither"  # information
 
 
-class Evidence(StrEnum):
+class Origin(StrEnum):
     """Where a number comes from."""
 
     MEASURED = "measured"
@@ -82,7 +82,7 @@ class Measurement:
     parameters: Mapping[str, float | str] = field(default_factory=dict)
     unit: str
     better: Better = Better.NEITHER
-    evidence: Evidence = Evidence.MEASURED
+    evidence: Origin = Origin.MEASURED
     samples: tuple[float, ...] = ()
     count: int
     median: float
@@ -127,7 +127,7 @@ def measured(
     *,
     parameters: Mapping[str, float | str] = _NOTHING,
     target: float | None = None,
-    evidence: Evidence = Evidence.MEASURED,
+    evidence: Origin = Origin.MEASURED,
 ) -> Measurement:
     """A measurement of ``samples`` (at least one). Raises ConfigError for none, or one that is not finite."""
     values = tuple(float(value) for value in samples)
@@ -157,7 +157,7 @@ def counted(
     parameters: Mapping[str, float | str] = _NOTHING,
 ) -> Measurement:
     """An exact number: bytes moved, messages sent."""
-    return measured(name, [value], unit, better, parameters=parameters, evidence=Evidence.COUNTED)
+    return measured(name, [value], unit, better, parameters=parameters, evidence=Origin.COUNTED)
 
 
 def derived(
@@ -172,7 +172,7 @@ def derived(
     """What was computed from measurements, such as a ratio: one value, or one a round."""
     samples = [values] if isinstance(values, int | float) else values
     return measured(
-        name, samples, unit, better, parameters=parameters, target=target, evidence=Evidence.DERIVED
+        name, samples, unit, better, parameters=parameters, target=target, evidence=Origin.DERIVED
     )
 
 
@@ -199,15 +199,15 @@ class MachineFacts:
 
 
 def machine_facts(directory: Path | None = None) -> MachineFacts:
-    """Those of this machine. ``directory`` need not exist: the nearest one above it counts."""
-    place = None if directory is None else existing_parent(directory)
+    """Those of this machine. ``directory`` need not exist: its nearest parent counts."""
+    parent = None if directory is None else existing_parent(directory)
     return MachineFacts(
         processor=machine.processor(),
         cores=machine.cores(),
         memory_bytes=machine.memory().usable_bytes,
         kernel=machine.kernel(),
-        filesystem="none" if place is None else machine.disk(place).filesystem,
-        device="none" if place is None else machine.block_device(place),
+        filesystem="none" if parent is None else machine.disk(parent).filesystem,
+        device="none" if parent is None else machine.block_device(parent),
         torch=version("torch"),
     )
 
@@ -291,11 +291,11 @@ def load_document(path: Path) -> Document:
 def _measurements(items: object) -> Iterable[Measurement]:
     if not isinstance(items, list):
         raise ConfigError("measurements: expected a list")
-    for place, item in enumerate(items):
+    for number, item in enumerate(items):
         if not isinstance(item, Mapping):
-            raise ConfigError(f"measurements[{place}]: expected a table")
+            raise ConfigError(f"measurements[{number}]: expected a table")
         given = {key: value for key, value in item.items() if key != "met"}
-        yield from_dict(Measurement, given, origin=f"measurements[{place}]")
+        yield from_dict(Measurement, given, origin=f"measurements[{number}]")
 
 
 def _text(plain: Mapping[str, object], key: str) -> str:

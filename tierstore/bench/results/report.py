@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from tierstore import __version__
 from tierstore.bench.results.comparing import Comparison
 from tierstore.bench.results.comparing import table as comparison_rows
-from tierstore.bench.results.document import Document, Evidence, Measurement, shown
+from tierstore.bench.results.document import Document, Measurement, Origin, shown
 from tierstore.lab.page import Cell, Column, Table, check_report, own_ids, render_page
 from tierstore.units import format_bytes
 
@@ -43,7 +43,7 @@ def render_report(documents: Sequence[Document], *, comparisons: Sequence[Compar
         sections=[_section(one, numbers) for one in documents],
         targets=_targets(documents),
         comparisons=[(one, _compared(one)) for one in comparisons],
-        Evidence=Evidence,
+        Origin=Origin,
     )
 
 

@@ -1,6 +1,6 @@
 """Every byte of a closed store against the model, read from its files by their documented format.
 
-The last commit and every snapshot are read with plain reads at the places that the index says. Nothing of the
+The last commit and every snapshot are read with plain reads, at the offsets that the index names. Nothing of the
 store's own reading is used: no cache, no engine, no checksum.
 """
 
@@ -38,13 +38,13 @@ class Audit:
 
 
 def committed_generation(directory: Path) -> int:
-    """The generation of the last commit of the store in ``directory``, which nobody may have open."""
+    """The generation of the last commit of the store in ``directory``, which no process may have open."""
     with Lease(directory), closing(Index(directory / "index")) as index:
         return index.read_commit().generation
 
 
 def audit(directory: Path, shape: SoakShape, model: StoreModel, *, further: Sequence[Path] = ()) -> Audit:
-    """Compares the last commit with ``model.committed`` and the snapshots with its own. Nobody may have it open.
+    """Compares the last commit with ``model.committed`` and the snapshots with its own. No process may have it open.
 
     ``further`` are its other directories, in their order.
     """

@@ -19,7 +19,7 @@ from tierstore.lab.generators import Zipf
 from tierstore.store import Group, RecordSchema, WeightFormat
 from tierstore.store.opening import minimum_host_budget
 
-__all__ = ["Misuse", "Operation", "OperationKind", "SoakPlan", "SoakShape", "key_of", "snapshot_name"]
+__all__ = ["Misuse", "OperationKind", "SoakOperation", "SoakPlan", "SoakShape", "key_of", "snapshot_name"]
 
 _BLOCK = 256
 _MOST_RECORDS = 4  # of one operation
@@ -63,7 +63,7 @@ _SHARES = {
 
 
 @dataclass(frozen=True)
-class Operation:
+class SoakOperation:
     """One operation on ``records``; ``groups`` are those of a fetch."""
 
     kind: OperationKind
@@ -128,16 +128,16 @@ class SoakPlan:
     def __init__(self, shape: SoakShape) -> None:
         self._shape = shape
         self._block = -1
-        self._operations: list[Operation] = []
+        self._operations: list[SoakOperation] = []
 
-    def operation(self, position: int) -> Operation:
-        block, place = divmod(position, _BLOCK)
+    def operation(self, position: int) -> SoakOperation:
+        block, index = divmod(position, _BLOCK)
         if block != self._block:
             self._operations = self._make(block)
             self._block = block
-        return self._operations[place]
+        return self._operations[index]
 
-    def _make(self, block: int) -> list[Operation]:
+    def _make(self, block: int) -> list[SoakOperation]:
         rng = np.random.default_rng([self._shape.seed, block])
         names, shares = list(_SHARES), np.array(list(_SHARES.values()))
         kinds = rng.choice(len(names), size=_BLOCK, p=shares / shares.sum())
@@ -148,7 +148,7 @@ class SoakPlan:
         seeds = np.random.SeedSequence([self._shape.seed, block])
         drawn = source.stream(seeds).draw(_BLOCK * _MOST_RECORDS).reshape(_BLOCK, _MOST_RECORDS)
         return [
-            Operation(
+            SoakOperation(
                 names[kinds[i]],
                 tuple(dict.fromkeys(drawn[i, : sizes[i]].tolist())),
                 _GROUPS[groups[i]],

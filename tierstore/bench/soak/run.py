@@ -1,8 +1,8 @@
 """A store under full load for minutes, killed at random moments, every byte that it reads checked.
 
-This process holds the model of what the store must contain; another one (``soak_worker``) works on the store and is
-killed with SIGKILL. Both follow the same plan, so this one needs no word of the store's own: it moves its model along
-as commits are announced (``begin``) and acknowledged (``done``), and tells the next life what the store may be at:
+This process holds the model of what the store must contain; another one (``soak.worker``) works on the store and is
+killed with SIGKILL. Both follow the same plan, so this one does not rely on what the store says: it moves its model along
+as commits are announced (``begin``) and acknowledged (``done``), and sends the next life what the store may be at:
 the last acknowledged commit, or the one that had begun.
 
 Kills come at exponential intervals, a quarter of them while a life is still auditing and opening. In the middle third
@@ -311,7 +311,7 @@ class _Soak:
     def _fail(self, error: str, text: str, wrong: int = 0) -> None:
         self._failure = self._failure or _Failure(error, text, wrong)
 
-    # What it says -------------------------------------------------------------------------------------------
+    # Its messages -------------------------------------------------------------------------------------------
 
     def _hear(self, message: Mapping[str, Any]) -> None:
         match message["say"]:

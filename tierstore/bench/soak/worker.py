@@ -1,9 +1,9 @@
-"""The process of a soak that works on the store, until it is told to stop or is killed.
+"""The process of a soak that works on the store, until its input ends or it is killed.
 
 The protocol is one JSON object a line. The parent sends what the store may be at: a list of models, one of which has
 the store's generation. The child audits the closed store against that one, opens it, reads every record through it,
 and follows the plan from there. It says ``begin`` and ``done`` around each commit, what it holds and has done from time
-to time, and ``failure`` for the first thing that is not as it should be. It ends when its standard input does.
+to time, and ``failure`` for the first thing that is wrong. It ends when its standard input does.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tierstore.bench.soak.audit import audit, committed_generation
 from tierstore.bench.soak.model import FORGETFUL, LEARNING_RATE, StoreModel, content, gradient, wrong_bytes
 from tierstore.bench.soak.plan import (
     Misuse,
-    Operation,
     OperationKind,
+    SoakOperation,
     SoakPlan,
     SoakShape,
     key_of,
@@ -91,7 +91,7 @@ class SoakWorker:
         self._engine_read = self._engine_written = 0
         self._pool = ThreadPoolExecutor(_CHECKING_THREADS)
 
-    # Saying -------------------------------------------------------------------------------------------------
+    # Messages -----------------------------------------------------------------------------------------------
 
     def _say(self, what: str, **fields: object) -> None:
         line = json.dumps({"say": what, **fields}).encode() + b"\n"
@@ -227,13 +227,13 @@ class SoakWorker:
         for done in batch:
             self._advance(done)
 
-    def _advance(self, operation: Operation) -> None:
+    def _advance(self, operation: SoakOperation) -> None:
         self._counts[operation.kind.value] += 1
         if operation.kind not in (OperationKind.COMMIT, OperationKind.SNAPSHOT):
             self._plan.apply(self._model, self._position)
         self._position += 1
 
-    async def _fetch(self, operation: Operation) -> None:
+    async def _fetch(self, operation: SoakOperation) -> None:
         lease = await self._store.fetch_async([key_of(r) for r in operation.records], operation.groups)
         loop = asyncio.get_running_loop()
         with lease:
@@ -245,7 +245,7 @@ class SoakWorker:
             )
         self._counts["verified_bytes"] += sum(checked)
 
-    async def _commit(self, operation: Operation, position: int) -> None:
+    async def _commit(self, operation: SoakOperation, position: int) -> None:
         snapshot = snapshot_name(position) if operation.kind is OperationKind.SNAPSHOT else None
         self._say("begin", position=position)
         begun = time.perf_counter()
@@ -261,7 +261,7 @@ class SoakWorker:
         self._say("done", position=position, commit_s=time.perf_counter() - begun)
         self._report()
 
-    def _alone(self, operation: Operation) -> None:
+    def _alone(self, operation: SoakOperation) -> None:
         keys = [key_of(record) for record in operation.records]
         match operation.kind:
             case OperationKind.UPDATE:
@@ -320,7 +320,7 @@ class SoakWorker:
         if report.failures:
             raise SoakFailure(f"verify: {report.failures[0]}", wrong=1)
 
-    def _misuse(self, operation: Operation) -> None:
+    def _misuse(self, operation: SoakOperation) -> None:
         """Something wrong, which must be refused with the documented error. What it may have changed shows later."""
         misuse, expected = operation.misuse, _REFUSALS[operation.misuse]
         try:
@@ -361,8 +361,8 @@ def _main() -> None:
         worker.run()
     except Exception as error:
         wrong = error.wrong_bytes if isinstance(error, SoakFailure) else 0
-        told = {"error": type(error).__name__, "text": str(error), "wrong_bytes": wrong}
-        os.write(out, json.dumps({"say": "failure", **told}).encode() + b"\n")
+        failure = {"error": type(error).__name__, "text": str(error), "wrong_bytes": wrong}
+        os.write(out, json.dumps({"say": "failure", **failure}).encode() + b"\n")
         sys.exit(1)
 
 

@@ -185,9 +185,9 @@ class TierLoad:
         self._record_bytes = schema.record_bytes
         self._weight_bytes = schema.layout(Group.WEIGHTS).nbytes
         # Leases hold at most half of the budget, so that the rest can turn over.
-        places = max(store.config.host_budget // 2 // self._weight_bytes, 1)
-        self._at_once = min(at_once, places)
-        self._most_keys = places // self._at_once
+        records = max(store.config.host_budget // 2 // self._weight_bytes, 1)
+        self._at_once = min(at_once, records)
+        self._most_keys = records // self._at_once
         rng = np.random.default_rng(model.seed)
         self._gradient: NDArray[np.float32] = rng.standard_normal(schema.numel, np.float32)
         self._result = LoadResult()

@@ -101,15 +101,7 @@ def commit(records: int, record_bytes: int, rounds: int, store: Path | None, rep
 @click.option("--rounds", type=int, default=7, show_default=True)
 @namespace_option
 @results_options()
-def collectives(
-    ranks: int,
-    layers: int,
-    d_model: int,
-    tokens: int,
-    rounds: int,
-    namespace_bandwidth: int,
-    reporting: Reporting,
-) -> int:
+def collectives(reporting: Reporting, **sizes: int) -> int:
     """Fused gathers and gradient buckets against a message a parameter, over ranks on Gloo.
 
     Exit status 1: they differ in a bit.
@@ -117,15 +109,7 @@ def collectives(
     from tierstore.bench.collectives import CollectivesBench, measurements, render, run
 
     session = reporting.begin()
-    bench = CollectivesBench(
-        ranks=ranks,
-        layers=layers,
-        d_model=d_model,
-        tokens=tokens,
-        rounds=rounds,
-        namespace_bandwidth=namespace_bandwidth,
-    )
-    result = run(bench)
+    result = run(CollectivesBench(**sizes))
     render(result, session.output)
     session.end(result, measurements(result))
     return 0 if result.same_bits else CHECK_FAILED
@@ -142,7 +126,7 @@ def collectives(
     help="Also time every policy's curve of so many points.",
 )
 @results_options()
-def cache(requests: int, keys: int, repeats: int, curve_points: int, reporting: Reporting) -> None:
+def cache(reporting: Reporting, **sizes: int) -> None:
     """Requests a second of every cache policy in the simulator.
 
     --requests 20000000 --repeats 1 --curve-points 10 shows how long all curves of a large trace take.
@@ -150,13 +134,7 @@ def cache(requests: int, keys: int, repeats: int, curve_points: int, reporting: 
     from tierstore.bench.cache import measurements, run
 
     session = reporting.begin()
-    result = run(
-        requests=requests,
-        keys=keys,
-        repeats=repeats,
-        curve_points=curve_points,
-        announce=session.output.line,
-    )
+    result = run(**sizes, announce=session.output.line)
     _show_cache(result, session.output)
     session.end(result, measurements(result))
 

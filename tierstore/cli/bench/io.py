@@ -64,11 +64,11 @@ def io(
 
     bench = IoBench(
         directories=directories or (Path(),),
-        size=size,
         minutes=minutes if minutes is not None else _FULL_MINUTES if full else 1.0,
-        rounds=rounds,
         coverage=Coverage.FULL if full else Coverage.QUICK,
         backends=tuple(IoBackendName(name) for name in dict.fromkeys(backends or _BACKENDS)),
+        size=size,
+        rounds=rounds,
         record_bytes=record_bytes,
         records=records,
     )

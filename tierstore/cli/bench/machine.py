@@ -30,24 +30,13 @@ __all__ = ["machine"]
     help="Measure the disk under this directory (default: the current one).",
 )
 @results_options()
-def machine(
-    profile: Path,
-    ranks: int,
-    repeats: int,
-    threads: int,
-    disk_bytes: int,
-    directory: Path,
-    reporting: Reporting,
-) -> None:
+def machine(profile: Path, directory: Path, reporting: Reporting, **sizes: int) -> None:
     """Measure disk, copies, AdamW, computation and collectives into PROFILE, a JSON file for `plan --profile`."""
     from tierstore.bench.machine.run import MachineBench, measurements, result_of, rows, run
     from tierstore.plan.costs import save_profile
 
     session = reporting.begin(directory=directory, files={"PROFILE": profile})
-    bench = MachineBench(
-        directory=directory, ranks=ranks, repeats=repeats, threads=threads, disk_bytes=disk_bytes
-    )
-    found = run(bench, session.output.line)
+    found = run(MachineBench(directory=directory, **sizes), session.output.line)
     measured = found.profile
     save_profile(measured, profile)
     session.output.table(

@@ -86,17 +86,15 @@ def stack_options(*, steps: int, warmup: int, forward_ms: float, computation: st
 def overlap(
     config: Path | None,
     stack: str,
-    steps: int,
-    warmup: int,
     layers: int,
     forward_ms: float,
     computation: str,
     store: Path | None,
     timeline: Path | None,
     svg: Path | None,
-    namespace_bandwidth: int,
     settings: tuple[str, ...],
     reporting: Reporting,
+    **sizes: int,
 ) -> None:
     """Two ranks over limited links: how much of gathers and expert fetches is hidden, and by which queue."""
     from tierstore.bench.overlap.device import Computation
@@ -114,14 +112,12 @@ def overlap(
     directory = store or WORK_DIRECTORY
     plan = OverlapBench(
         directory=directory,
-        steps=steps,
-        warmup=warmup,
         timeline=timeline,
         svg=svg,
-        namespace_bandwidth=namespace_bandwidth,
         stack=Stack(stack),
         shape=shape,
         train=load(TrainConfig, config, config_overrides(settings, {"threads": 1})),
+        **sizes,
     )
     session = reporting.begin(directory=directory, files={"--timeline": timeline, "--svg": svg})
     result = run(plan, session.output.line)
@@ -133,7 +129,7 @@ def _show(result: OverlapResult, output: Output) -> None:
     output.table(
         f"{result.ranks} ranks, {result.stack.value} layers, links limited",
         (
-            *("", "prefetch", "computation", "gathers", "fetches", "step", "/ longest", "/ driven"),
+            *("", "prefetch", "computation", "gathers", "fetches", "step", "/ longest", "/ unlimited"),
             *("stalled: horizontal", "vertical"),
         ),
         [
@@ -155,7 +151,7 @@ def _show(result: OverlapResult, output: Output) -> None:
 @work_directory_option
 @results_options()
 def prediction(
-    steps: int, warmup: int, forward_ms: float, computation: str, store: Path | None, reporting: Reporting
+    forward_ms: float, computation: str, store: Path | None, reporting: Reporting, **steps: int
 ) -> None:
     """Predict the step time of schedules over limited links, then measure them; calibration takes turns with both."""
     from tierstore.bench.overlap.device import Computation
@@ -165,10 +161,9 @@ def prediction(
     session = reporting.begin(directory=directory)
     bench = PredictionBench(
         directory=directory,
-        steps=steps,
-        warmup=warmup,
         forward_s=forward_ms / 1e3,
         computation=Computation(computation),
+        **steps,
     )
     result = run(bench, session.output.line)
     session.output.table(

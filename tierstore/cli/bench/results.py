@@ -12,16 +12,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from tierstore.cli.options import SIZE, F, json_option
+from tierstore.cli.options import SIZE, F, bundled, json_option
 from tierstore.cli.output import Output, finite
 from tierstore.errors import ConfigError, DataError
 
@@ -70,13 +69,7 @@ def results_options() -> Callable[[F], F]:
     """The four options, as one argument ``reporting`` of the command."""
 
     def decorate(command: F) -> F:
-        @functools.wraps(command)
-        def called(
-            *args: Any, as_json: bool, save: Path | None, html: Path | None, compare: Path | None, **rest: Any
-        ) -> object:
-            asked = Reporting(as_json=as_json, save=save, html=html, against=compare)
-            return command(*args, reporting=asked, **rest)
-
+        command = bundled(Reporting, "reporting")(command)
         path = click.Path(path_type=Path, dir_okay=False)
         for option in (
             click.option(
@@ -92,8 +85,8 @@ def results_options() -> Callable[[F], F]:
                 "--save", metavar="FILE.json", type=path, help="Write everything, with all samples."
             ),
         ):
-            called = option(called)
-        return json_option(called)  # type: ignore[return-value]
+            command = option(command)
+        return json_option(command)
 
     return decorate
 
@@ -105,7 +98,7 @@ class Reporting:
     as_json: bool
     save: Path | None
     html: Path | None
-    against: Path | None
+    compare: Path | None
 
     def begin(
         self, *, directory: Path | None = None, files: Mapping[str, Path | None] | None = None
@@ -127,12 +120,12 @@ class Reporting:
             from tierstore.lab.page import check_report
 
             check_report()
-        against = None if self.against is None else load_document(self.against)
+        against = None if self.compare is None else load_document(self.compare)
         if against is not None and against.bench != bench:
             raise DataError(
-                f"{self.against}: expected a document of bench {bench}, got one of {against.bench}"
+                f"{self.compare}: expected a document of bench {bench}, got one of {against.bench}"
             )
-        own = ("as_json", "save", "html", "compare")
+        own = {field.name for field in fields(self)}
         options = {
             name: plain
             for name, value in context.params.items()
@@ -218,7 +211,7 @@ class Session:
         try:
             return compare(old, new)
         except DataError as error:
-            raise DataError(f"{self.asked.against}: {error}") from error
+            raise DataError(f"{self.asked.compare}: {error}") from error
 
 
 def comparison_json(comparison: Comparison) -> dict[str, object]:

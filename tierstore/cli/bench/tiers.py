@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -18,7 +18,7 @@ from tierstore.cli.bench.results import (
     work_directory_option,
 )
 from tierstore.cli.interrupts import Interrupts
-from tierstore.cli.options import SIZE
+from tierstore.cli.options import SIZE, bundled
 from tierstore.cli.output import Output
 from tierstore.endurance import DAY_S
 from tierstore.units import format_bytes, format_seconds
@@ -33,6 +33,23 @@ __all__ = ["tiers"]
 
 _FULL_RECORD_BYTES = tuple(size << 10 for size in (1024, 64, 256, 4096, 16384, 65536, 262144))
 _FULL_SECONDS = 10.0
+_Value = TypeVar("_Value", int, float)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LoadOptions:
+    """Options of the load, as they were given."""
+
+    record_bytes: tuple[int, ...]
+    budget: tuple[float, ...]
+    dirty: tuple[float, ...]
+    store_bytes: int | None
+    seconds: float | None
+    trace: Path | None
+    endurance: int
+    full: bool
+    retain: int | None
+    seed: int
 
 
 @click.command()
@@ -81,21 +98,13 @@ _FULL_SECONDS = 10.0
 @click.option("--retain", type=int, help="Snapshots that are kept.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @results_options()
+@bundled(_LoadOptions, "load")
 def tiers(
     store: Path | None,
-    record_bytes: tuple[int, ...],
-    budget: tuple[float, ...],
-    dirty: tuple[float, ...],
-    store_bytes: int | None,
-    seconds: float | None,
-    trace: Path | None,
-    endurance: int,
-    full: bool,
     minutes: float | None,
     kill_every: float,
     drives: tuple[Path, ...],
-    retain: int | None,
-    seed: int,
+    load: _LoadOptions,
     reporting: Reporting,
 ) -> int:
     """The store under load: throughput, latencies, write and space amplification, wear.
@@ -107,53 +116,43 @@ def tiers(
     directory = store or WORK_DIRECTORY
     session = reporting.begin(directory=directory)
     if minutes is not None:
-        _refuse("--minutes", {"--dirty": dirty, "--trace": trace, "--seconds": seconds, "--full": full})
-        given = {
-            "store_bytes": store_bytes,
-            "record_bytes": _only("--record-bytes", record_bytes),
-            "retain": retain,
-            "budget": _only("--budget", budget),
-        }
-        return _soak(session, (directory, *drives), minutes, kill_every, seed, given)
+        return _soak(session, (directory, *drives), minutes, kill_every, load)
     if drives:
         raise click.UsageError("--drive: expected --minutes with it")
-    return _sweep(
-        session,
-        directory,
-        {
-            "record_bytes": record_bytes or (_FULL_RECORD_BYTES if full else None),
-            "budgets": budget or None,
-            "dirty": dirty or None,
-            "store_bytes": store_bytes,
-            "seconds": seconds if seconds is not None else _FULL_SECONDS if full else None,
-            "trace": trace,
-            "retain": retain,
-            "endurance_bytes": float(endurance),
-            "seed": seed,
-        },
-        full,
-    )
+    return _sweep(session, directory, load)
 
 
-def _refuse(with_option: str, options: dict[str, object]) -> None:
-    for name, value in options.items():
-        if value:
-            raise click.UsageError(f"{name} does not go with {with_option}")
-
-
-def _only(option: str, values: tuple[Any, ...]) -> Any:
+def _only(option: str, values: tuple[_Value, ...]) -> _Value | None:
     """The one value of an option that may be repeated elsewhere; None without it."""
     if len(values) > 1:
         raise click.UsageError(f"{option}: expected one with --minutes, got {len(values)}")
     return values[0] if values else None
 
 
-def _sweep(session: Session, directory: Path, given: Mapping[str, Any], full: bool) -> int:
+def _given(**options: object) -> dict[str, Any]:
+    """The options that were given, by the names of a benchmark's fields."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _sweep(session: Session, directory: Path, load: _LoadOptions) -> int:
     from tierstore.bench.tiers.run import Sweep, TiersBench, measurements, run
 
     output = session.output
-    options = {name: value for name, value in given.items() if value is not None}
-    bench = TiersBench(directory=directory, sweep=Sweep.FULL if full else Sweep.STAR, **options)
+    bench = TiersBench(
+        directory=directory,
+        sweep=Sweep.FULL if load.full else Sweep.STAR,
+        endurance_bytes=float(load.endurance),
+        seed=load.seed,
+        **_given(
+            record_bytes=load.record_bytes or (_FULL_RECORD_BYTES if load.full else None),
+            budgets=load.budget or None,
+            dirty=load.dirty or None,
+            store_bytes=load.store_bytes,
+            seconds=_FULL_SECONDS if load.full and load.seconds is None else load.seconds,
+            trace=load.trace,
+            retain=load.retain,
+        ),
+    )
     result = run(bench, output.line)
     for line in result.effective:
         output.line(line)
@@ -207,20 +206,24 @@ def _ratio(value: float | None) -> str:
 
 
 def _soak(
-    session: Session,
-    directories: tuple[Path, ...],
-    minutes: float,
-    kill_every: float,
-    seed: int,
-    given: dict[str, Any],
+    session: Session, directories: tuple[Path, ...], minutes: float, kill_every: float, load: _LoadOptions
 ) -> int:
     from tierstore.bench.soak.plan import SoakShape
     from tierstore.bench.soak.run import SoakBench, measurements, run
 
-    ratio = given.pop("budget")
-    shape = SoakShape(seed=seed, **{name: value for name, value in given.items() if value is not None})
+    refused = {"--dirty": load.dirty, "--trace": load.trace, "--seconds": load.seconds, "--full": load.full}
+    for name, value in refused.items():
+        if value:
+            raise click.UsageError(f"{name} does not go with --minutes")
+    given = _given(
+        store_bytes=load.store_bytes,
+        record_bytes=_only("--record-bytes", load.record_bytes),
+        retain=load.retain,
+    )
+    ratio = _only("--budget", load.budget)
+    shape = SoakShape(seed=load.seed, **given)
     if ratio is not None:
-        shape = SoakShape(**shape.as_dict() | {"host_budget_bytes": int(shape.store_bytes * ratio)})
+        shape = replace(shape, host_budget_bytes=int(shape.store_bytes * ratio))
     bench = SoakBench(
         directory=directories[0],
         further=directories[1:],

@@ -1,4 +1,4 @@
-"""``tierstore cache``: from a trace of a run, or of somebody else's, to a decision about the cache."""
+"""``tierstore cache``: from a trace of a run, or of another program's, to a decision about the cache."""
 
 from __future__ import annotations
 

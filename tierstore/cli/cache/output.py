@@ -33,8 +33,6 @@ __all__ = [
 NO_LOOKAHEAD = "no lookahead"
 """What replays of requests alone are named with: nothing is fetched ahead, and all of the capacity is cache."""
 
-"""Keys of these commands' objects that are counts, or say their unit in words."""
-
 
 def trace_json(requests: Requests) -> dict[str, object]:
     """What was replayed."""
