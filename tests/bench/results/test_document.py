@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore import machine
+from tierstore.bench.commit import CommitResult, WriteTimes, measurements
+from tierstore.bench.results.comparing import compare
 from tierstore.bench.results.document import (
     Better,
     Origin,
@@ -25,6 +27,8 @@ from tierstore.bench.results.document import (
     save_document,
     shown,
 )
+from tierstore.bench.results.figures import to_json
+from tierstore.bench.results.report import write_report
 from tierstore.errors import ConfigError, DataError
 
 
@@ -160,3 +164,27 @@ def test_the_facts_of_this_machine(tmp_path: Path) -> None:
 )
 def test_amounts_for_people(value: float, unit: str, text: str) -> None:
     assert shown(value, unit) == text
+
+
+def test_a_document_of_an_earlier_version_is_read_compared_and_reported(tmp_path: Path) -> None:
+    earlier = load_document(Path(__file__).with_name("commit-0.1.0.json"))
+    assert [one.name for one in earlier.measurements] == [
+        *("commit", "durable write of the same bytes", "commit to write", "dirty")
+    ]
+    times = WriteTimes.of([0.002, 0.003])
+    result = CommitResult(
+        records=3,
+        record_bytes=49152,
+        dirty_bytes=147456,
+        rounds=2,
+        commit_to_write_ratio=1.0,
+        commit=times,
+        write=times,
+    )
+    new = replace(
+        earlier, measurements=tuple(measurements(result)), figures=to_json(result), tool_version="9.9"
+    )
+    found = compare(earlier, new)
+    assert (len(found.rows), found.only_old, found.only_new) == (4, (), ())
+    assert set(earlier.figures) == set(new.figures)
+    write_report([earlier, new], tmp_path / "page.html", comparisons=[found])

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from tierstore.bench.checks import at_least, more_than_0, work_directory
 from tierstore.bench.overlap.device import Computation
-from tierstore.bench.overlap.rank import CAUGHT_UP, RankRequest
-from tierstore.bench.overlap.run import Balance, RankProcesses, SlowestRank, links_for
+from tierstore.bench.overlap.rank import CAUGHT_UP, RankRequest, RankSteps
+from tierstore.bench.overlap.run import Balance, RankProcesses, links_for
 from tierstore.bench.overlap.stack import StackShape
 from tierstore.bench.results.document import Better, Measurement, derived, measured
 from tierstore.bench.results.figures import Figures
@@ -339,7 +339,7 @@ def _between(before: Calibration, after: Calibration) -> Calibration:
     return Calibration((before.dense_s + after.dense_s) / 2, (before.expert_s + after.expert_s) / 2)
 
 
-def _predicted(work: StackWorkload, name: str, found: SlowestRank) -> PredictedCase:
+def _predicted(work: StackWorkload, name: str, found: RankSteps) -> PredictedCase:
     predicted = work.run()
     sent, moved = work.moved_bytes()
     return PredictedCase(

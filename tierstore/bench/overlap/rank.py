@@ -69,13 +69,29 @@ class RankSteps:
     ``computing_s``: the computation of a step alone. ``stalls``: seconds by dimension and cause.
     """
 
-    step_s: Sequence[float]
+    step_samples_s: Sequence[float]
     computing_s: float
     disk_bytes: float
     disk_transfers: float
     sent_bytes: float
     collectives: float
     stalls: Mapping[str, float]
+
+    @property
+    def step_s(self) -> float:
+        """The median."""
+        return statistics.median(self.step_samples_s)
+
+    @staticmethod
+    def slowest(ranks: Sequence[RankSteps]) -> RankSteps:
+        """Of each figure the greatest: a step is over when all ranks have done it."""
+        means = ("computing_s", "disk_bytes", "disk_transfers", "sent_bytes", "collectives")
+        causes = {cause for rank in ranks for cause in rank.stalls}
+        return RankSteps(
+            step_samples_s=[max(each) for each in zip(*(rank.step_samples_s for rank in ranks), strict=True)],
+            stalls={cause: max(rank.stalls.get(cause, 0.0) for rank in ranks) for cause in causes},
+            **{name: max(getattr(rank, name) for rank in ranks) for name in means},
+        )
 
 
 def _measure(asked: RankRequest, world: Group, link: CollectiveLink) -> RankSteps:
@@ -118,7 +134,7 @@ def _steps(
     seconds = [step() for _ in range(count)]
     after, stalled = _counts(store, link), _stalls(ledger)
     return RankSteps(
-        step_s=seconds,
+        step_samples_s=seconds,
         computing_s=statistics.median(seconds),
         stalls={name: (spent - stalls.get(name, 0.0)) / count for name, spent in stalled.items()},
         **{name: (after[name] - before[name]) / count for name in after},

@@ -11,8 +11,7 @@ in which nothing is waited for: computation and the program that drives it. A se
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -38,7 +37,6 @@ __all__ = [
     "OverlapRun",
     "Prefetch",
     "RankProcesses",
-    "SlowestRank",
     "Stack",
     "Times",
     "links_for",
@@ -226,7 +224,7 @@ def _limited_to(asked: RankRequest, prefetch: Prefetch) -> RankRequest:
 
 
 def _overlap_run(
-    balance: Balance, prefetch: Prefetch, links: LinksConfig, found: SlowestRank, unlimited_s: float
+    balance: Balance, prefetch: Prefetch, links: LinksConfig, found: RankSteps, unlimited_s: float
 ) -> OverlapRun:
     times = Times(
         found.computing_s,
@@ -265,48 +263,19 @@ def measurements(result: OverlapResult) -> Iterator[Measurement]:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class SlowestRank:
-    """What all ranks measured, of each figure that of the slower rank: a step is over when both are."""
-
-    step_s: float
-    step_samples_s: Sequence[float]
-    computing_s: float
-    disk_bytes: float
-    disk_transfers: float
-    sent_bytes: float
-    collectives: float
-    stalls: Mapping[str, float]
-
-    @staticmethod
-    def of(ranks: Sequence[RankSteps]) -> SlowestRank:
-        steps = [max(times) for times in zip(*(rank.step_s for rank in ranks), strict=True)]
-        causes = {cause for rank in ranks for cause in rank.stalls}
-        return SlowestRank(
-            step_s=statistics.median(steps),
-            step_samples_s=steps,
-            computing_s=max(rank.computing_s for rank in ranks),
-            disk_bytes=max(rank.disk_bytes for rank in ranks),
-            disk_transfers=max(rank.disk_transfers for rank in ranks),
-            sent_bytes=max(rank.sent_bytes for rank in ranks),
-            collectives=max(rank.collectives for rank in ranks),
-            stalls={cause: max(rank.stalls.get(cause, 0.0) for rank in ranks) for cause in causes},
-        )
-
-
 class RankProcesses:
     """The processes of the ranks; a context manager. ``namespaces``: one for each to live in, if any."""
 
     def __init__(self, namespaces: Sequence[RankNamespace] = ()) -> None:
         self._processes = start_ranks("tierstore.bench.overlap.rank", _RANKS, namespaces=namespaces)
 
-    def measure(self, asked: RankRequest) -> SlowestRank:
-        """What the ranks measured. Raises WorkerError."""
+    def measure(self, asked: RankRequest) -> RankSteps:
+        """What the ranks measured, each figure that of the slowest. Raises WorkerError."""
         for rank, process in enumerate(self._processes):
             # One timeline is enough, and one file cannot hold two.
             send(process, as_dict(asked if rank == 0 else replace(asked, timeline=None)))
         answers = [receive(process, f"rank {rank}") for rank, process in enumerate(self._processes)]
-        return SlowestRank.of([RankSteps(**answer) for answer in answers])
+        return RankSteps.slowest([RankSteps(**answer) for answer in answers])
 
     def __enter__(self) -> RankProcesses:
         return self
