@@ -17,7 +17,6 @@ from click.testing import CliRunner, Result
 
 from tierstore.cli import train as train_command
 from tierstore.cli.main import cli
-from tierstore.cli.output import unit_violations
 from tierstore.devices import Disk, Health
 from tierstore.store import ParameterStore, StoreConfig
 from tierstore.trace.replay import replay
@@ -87,21 +86,6 @@ def test_the_json_object(run: Run) -> None:
     assert 0 < found["train_loss"] < 7
     assert 0 < found["val_loss"] < 7
     assert found["misses"] > 0
-    counts = {
-        "steps",
-        "parameters",
-        "experts",
-        "hits",
-        "misses",
-        "evictions",
-        "write_backs",
-        "intervals",
-        "ranks",
-        "stalled_rank",
-        "layer",
-    }
-    plain = {"train_loss", "val_loss", "records_crc32c", "tier", "cause"}
-    assert list(unit_violations(found, counts=frozenset(counts | plain))) == []
 
 
 def test_the_table_and_the_head_of_a_run(run: Run) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,6 +16,7 @@ from tierstore.units import format_bytes, parse_size
 __all__ = [
     "FRACTION",
     "SIZE",
+    "bundled",
     "checksum_option",
     "config_overrides",
     "describe_config",
@@ -88,6 +91,21 @@ def checksum_option(command: F) -> F:
     return click.option(
         "--checksum", is_flag=True, help="Read the whole store at the end, for the checksum over its records."
     )(command)
+
+
+def bundled(kind: type[Any], argument: str) -> Callable[[F], F]:
+    """Below a command's options: those that are fields of the dataclass ``kind`` reach it as one ``argument``."""
+    names = [field.name for field in dataclasses.fields(kind)]
+
+    def decorate(command: F) -> F:
+        @functools.wraps(command)
+        def called(*args: Any, **given: Any) -> object:
+            bundle = kind(**{name: given.pop(name) for name in names})
+            return command(*args, **given, **{argument: bundle})
+
+        return called  # type: ignore[return-value]
+
+    return decorate
 
 
 _SET_KEY = (

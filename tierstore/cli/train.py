@@ -120,12 +120,11 @@ def _run(config: TrainConfig, files: _Files, *, resume: bool, checksum: bool, as
     from tierstore.parallel import launch, limited_groups
     from tierstore.train.ranks import Opening, restarted
 
-    counts = frozenset({"write_backs"})
     # Ranks end together or not at all: from here on a signal to one of them is everybody's.
     groups = limited_groups(config.links)
     with Interrupts() as interrupts, launch(config.parallel, device=config.device, make_group=groups) as mesh:
         first = mesh.world.rank == 0
-        output = Output.for_option(as_json, counts=counts) if first else Output(OutputMode.NOBODY)
+        output = Output.for_option(as_json) if first else Output(OutputMode.NOBODY)
         again = Opening.RESTART if restarted() else Opening.CREATE
         opening = Opening.RESUME if resume else again
         own = files.of_rank(mesh.world.rank)
