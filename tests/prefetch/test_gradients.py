@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tierstore.prefetch import GradientPlan
+from tierstore.prefetch import StepTiming
 
 LR = 0.01
 MakeRig = Callable[..., Any]
@@ -56,13 +56,13 @@ def test_immediate_steps_as_soon_as_a_gradient_is_complete(make_rig: MakeRig, ro
     close(rig.weight(0, 2), stepped(rig.initial(0, 2), [filled(0.0)], adamw))
 
 
-@pytest.mark.parametrize("plan", list(GradientPlan))
+@pytest.mark.parametrize("timing", list(StepTiming))
 @pytest.mark.parametrize("room", [8, 1.2], ids=["all in memory", "one at a time"])
-def test_micro_batches_add_up(make_rig: MakeRig, plan: GradientPlan, room: float) -> None:
+def test_micro_batches_add_up(make_rig: MakeRig, timing: StepTiming, room: float) -> None:
     """Expert 0 in both, 1 only in the first, 2 only in the last."""
-    rig = make_rig(plan, room=room)
+    rig = make_rig(timing, room=room)
     adamw = rig.store.history.config
-    if plan is GradientPlan.IMMEDIATE:
+    if timing is StepTiming.IMMEDIATE:
         rig.store.history.begin(LR)
     for index, gradients in enumerate([{0: filled(1.0), 1: filled(5.0)}, {0: filled(2.0), 2: filled(-1.0)}]):
         rig.experts.begin_micro(index=index, count=2)
@@ -70,7 +70,7 @@ def test_micro_batches_add_up(make_rig: MakeRig, plan: GradientPlan, room: float
         rig.backward(0, gradients)
     assert rig.experts.gradients.sum_of_squares() == 1024 * (9.0 + 25.0 + 1.0)
     scale = 1.0
-    if plan is GradientPlan.DEFERRED:
+    if timing is StepTiming.DEFERRED:
         assert [rig.store.step_of(f"0.{expert}") for expert in range(3)] == [0, 0, 0]
         scale = 0.5
         rig.store.history.begin(LR)
@@ -82,7 +82,7 @@ def test_micro_batches_add_up(make_rig: MakeRig, plan: GradientPlan, room: float
 
 
 def test_deferred_steps_come_before_the_next_use(make_rig: MakeRig) -> None:
-    rig = make_rig(GradientPlan.DEFERRED, room=1.2)
+    rig = make_rig(StepTiming.DEFERRED, room=1.2)
     adamw = rig.store.history.config
     rig.experts.begin_micro(index=0, count=1)
     rig.forward(0, 0, 1)
@@ -102,7 +102,7 @@ def test_deferred_steps_come_before_the_next_use(make_rig: MakeRig) -> None:
 
 
 def test_discarded_gradients_leave_no_trace(make_rig: MakeRig) -> None:
-    rig = make_rig(GradientPlan.DEFERRED, room=1.2)
+    rig = make_rig(StepTiming.DEFERRED, room=1.2)
     adamw = rig.store.history.config
     for total in (math.inf, 1.0):
         rig.experts.begin_micro(index=0, count=1)

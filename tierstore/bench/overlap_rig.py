@@ -21,11 +21,11 @@ from tierstore.errors import ConfigError
 from tierstore.links import CollectiveLink, LinkConfig
 from tierstore.parallel.collectives import Group, Work
 from tierstore.prefetch import (
-    GradientPlan,
     HorizontalQueue,
     PredictorName,
     QueueLimits,
     Schedule,
+    StepTiming,
     TieredExperts,
     Unit,
     make_predictor,
@@ -88,7 +88,7 @@ class RigShape:
             units=units,
             horizontal=QueueLimits(self.horizontal_depth),
             vertical=QueueLimits(self.vertical_depth),
-            plan=GradientPlan.IMMEDIATE,
+            timing=StepTiming.IMMEDIATE,
         )
 
 
@@ -281,7 +281,7 @@ def open_rig(
                     for layer in range(shape.layers)
                 },
                 weight_slots=slots.weights,
-                plan=GradientPlan.IMMEDIATE,
+                timing=StepTiming.IMMEDIATE,
                 predictor=make_predictor(PredictorName.ALL, range(shape.experts)),
                 schedule=schedule,
                 ledger=ledger,

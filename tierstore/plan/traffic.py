@@ -23,7 +23,7 @@ from tierstore.errors import BudgetError
 from tierstore.model.config import CheckpointActivations
 from tierstore.plan.capacity import Capacity, Setting
 from tierstore.plan.evidence import Evidence
-from tierstore.prefetch.plan import GradientPlan, group_order
+from tierstore.prefetch.plan import StepTiming, group_order
 from tierstore.prefetch.predictor import make_predictor
 from tierstore.prefetch.schedule import Pass, Schedule
 from tierstore.store.adamw import Inactive
@@ -106,7 +106,7 @@ class _Drive:
         self._layers = model.moe_layers
         self._place = {layer: place for place, layer in enumerate(self._layers)}
         self._local = setting.local_experts
-        self._deferred = config.gradient_plan is GradientPlan.DEFERRED
+        self._deferred = config.step_timing is StepTiming.DEFERRED
         self._exact = config.adamw.inactive is Inactive.EXACT
         self._again = config.model.checkpoint_activations is CheckpointActivations.BLOCK
         self._depth = config.prefetch.depth

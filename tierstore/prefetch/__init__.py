@@ -9,7 +9,7 @@ from tierstore.lazy import exports
 if TYPE_CHECKING:
     from tierstore.prefetch.experts import TieredExperts
     from tierstore.prefetch.horizontal import DenseUnits, HorizontalQueue
-    from tierstore.prefetch.plan import GradientPlan, PrefetchConfig
+    from tierstore.prefetch.plan import PrefetchConfig, StepTiming
     from tierstore.prefetch.predictor import Predictor, PredictorName, make_predictor
     from tierstore.prefetch.schedule import Pass, QueueLimits, Schedule, Unit
     from tierstore.prefetch.units import unit_schedule
@@ -19,7 +19,7 @@ else:
         {
             "experts": ["TieredExperts"],
             "horizontal": ["DenseUnits", "HorizontalQueue"],
-            "plan": ["GradientPlan", "PrefetchConfig"],
+            "plan": ["StepTiming", "PrefetchConfig"],
             "predictor": ["Predictor", "PredictorName", "make_predictor"],
             "schedule": ["Pass", "QueueLimits", "Schedule", "Unit"],
             "units": ["unit_schedule"],
@@ -28,7 +28,6 @@ else:
 
 __all__ = [
     "DenseUnits",
-    "GradientPlan",
     "HorizontalQueue",
     "Pass",
     "Predictor",
@@ -36,6 +35,7 @@ __all__ = [
     "PrefetchConfig",
     "QueueLimits",
     "Schedule",
+    "StepTiming",
     "TieredExperts",
     "Unit",
     "make_predictor",

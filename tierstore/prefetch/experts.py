@@ -4,7 +4,7 @@ layers need them.
 ``TieredExperts`` is the model's expert source. Each layer pass is one atomic access of the host
 cache: while experts of one group compute, the next ones are copied to the device and the following
 groups and layer passes are read. In the backward pass an expert's gradient leaves the device as
-soon as it is complete, and is stepped at once or kept for the norm (``GradientPlan``); both are
+soon as it is complete, and is stepped at once or kept for the norm (``StepTiming``); both are
 queued on the engine behind whatever they need, so nothing here waits but for weights that a layer
 is about to use.
 
@@ -28,7 +28,7 @@ from tierstore.cache.access import Need, Phase
 from tierstore.cache.config import GroupOrder
 from tierstore.errors import ConfigError
 from tierstore.prefetch.gradients import GradientKeeper
-from tierstore.prefetch.plan import GradientPlan
+from tierstore.prefetch.plan import StepTiming
 from tierstore.prefetch.predictor import Predictor
 from tierstore.prefetch.replicas import ReplicaSums
 from tierstore.prefetch.schedule import Pass, Schedule
@@ -64,7 +64,7 @@ class TieredExperts:
         records: Mapping[int, Mapping[int, CachedRecord]],
         *,
         weight_slots: int,
-        plan: GradientPlan,
+        timing: StepTiming,
         predictor: Predictor,
         schedule: Schedule,
         ledger: StallLedger,
@@ -85,7 +85,7 @@ class TieredExperts:
         self._used: dict[int, list[int]] = {}
         self._training = False
         self._last_micro = True
-        self.gradients = GradientKeeper(store, device, records, plan)
+        self.gradients = GradientKeeper(store, device, records, timing)
         self._sums = ReplicaSums(group, device.slots, ledger=ledger)
         #: Bytes that were on their way, but not there, when they were needed.
         self.late_prefetch_bytes = 0

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from tierstore._native import Buffer, DoubleTable
 from tierstore.cache.access import GROUP_STRIDE, Need, Phase
-from tierstore.prefetch.plan import GradientPlan
+from tierstore.prefetch.plan import StepTiming
 from tierstore.store.format import Group
 from tierstore.store.optimizer import CachedRecord
 from tierstore.store.parameter_store import ParameterStore
@@ -33,14 +33,14 @@ class GradientKeeper:
         store: ParameterStore,
         device: DeviceTier,
         records: Mapping[int, Mapping[int, CachedRecord]],
-        plan: GradientPlan,
+        timing: StepTiming,
     ) -> None:
         self._store = store
         self._cache = store.cache
         self._engine = store.engine
         self._device = device
         self._records = records
-        self._plan = plan
+        self._timing = timing
         count = 1 + max((r.number for layer in records.values() for r in layer.values()), default=0)
         self._squares = DoubleTable(count)
         self._square_tickets: list[int] = []
@@ -61,7 +61,7 @@ class GradientKeeper:
 
     @property
     def _steps_now(self) -> bool:
-        return self._plan is GradientPlan.IMMEDIATE and self._last_micro
+        return self._timing is StepTiming.IMMEDIATE and self._last_micro
 
     def backward_need(self, record: CachedRecord) -> Need:
         """What a backward pass of ``record`` needs in memory, and what it leaves behind."""
@@ -150,7 +150,7 @@ class GradientKeeper:
         """Queues the step of a pinned record with its kept gradient, dropped at the end of the unit."""
         entry = record.entry(Group.GRADIENTS)
         gradient = self._cache.sections(entry)[0]
-        scale = self._scale if self._plan is GradientPlan.DEFERRED else 1.0
+        scale = self._scale if self._timing is StepTiming.DEFERRED else 1.0
         ticket = self._store.optimizer.step(record, gradient, scale=scale, after=self._cache.ready(entry))
         self._cache.reads(entry, ticket)
         self._kept.discard(record.number)

@@ -276,7 +276,7 @@ def _open_experts(
         tier,
         records,
         weight_slots=setup.slots.weights,
-        plan=config.gradient_plan,
+        timing=config.step_timing,
         predictor=make_predictor(config.prefetch.predictor, owned, most=config.prefetch.guesses),
         schedule=schedule,
         ledger=setup.ledger,

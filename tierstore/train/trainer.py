@@ -28,7 +28,7 @@ from tierstore.model import Transformer
 from tierstore.parallel import Mesh
 from tierstore.prefetch.experts import TieredExperts
 from tierstore.prefetch.horizontal import HorizontalQueue
-from tierstore.prefetch.plan import GradientPlan
+from tierstore.prefetch.plan import StepTiming
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.timeline import OperationSpans, TimelineSink, Track
@@ -109,7 +109,7 @@ class Trainer:
         started = time.monotonic()
         position = self.state.position
         lr = self.config.schedule.lr_at(position)
-        immediate = self.config.gradient_plan is GradientPlan.IMMEDIATE
+        immediate = self.config.step_timing is StepTiming.IMMEDIATE
         if immediate:
             self.store.history.begin(lr)
         self._queue.begin(training=True)
@@ -190,7 +190,7 @@ class Trainer:
         return math.sqrt(squares) if math.isfinite(squares) else math.nan
 
     def _apply(self, lr: float, norm: float) -> None:
-        if self.config.gradient_plan is GradientPlan.DEFERRED:
+        if self.config.step_timing is StepTiming.DEFERRED:
             # torch.nn.utils.clip_grad_norm_'s formula.
             scale = min(1.0, self.config.clip_norm / (norm + 1e-6))
             self.store.history.begin(lr)
