@@ -176,7 +176,7 @@ def simulate(
     specs = specs_of(
         requests, policies, ("lru", "lfu-decay", *(() if lookahead == "recorded" else ("belady",)))
     )
-    frames = [requests.frames_of(capacity, name="--capacity") for capacity in capacities]
+    frames = [requests.table.frames_of(capacity, name="--capacity") for capacity in capacities]
     with stage_progress(output, "simulate") as heard:
         if lookahead == "recorded":
             outcomes = recorded_outcomes(trace, requests, specs, frames, replay)
@@ -190,7 +190,7 @@ def simulate(
                 **replay,
             )
             outcomes = [point for curve in found for point in curve.points]
-    show_outcomes(outcomes, requests.frame_bytes, output)
+    show_outcomes(outcomes, requests.table.frame_bytes, output)
     said = NO_LOOKAHEAD if lookahead == "none" else "the recorded prefetches and their share of the capacity"
     contract = contract_name(requests, replay["contract"])
     show_assumptions(machine, f"{contract}, {said}, {replay['scope'].value} scope", output)
@@ -200,7 +200,7 @@ def simulate(
             "contract": contract,
             "lookahead": lookahead,
             "assumptions": machine.assumptions,
-            "outcomes": [outcome_json(outcome, requests.frame_bytes) for outcome in outcomes],
+            "outcomes": [outcome_json(outcome, requests.table.frame_bytes) for outcome in outcomes],
         }
     )
 
@@ -261,7 +261,7 @@ def curve(
             "lookahead": "none",
             "scope": replay["scope"].value,
             "keep_ratio": keep,
-            "curves": curves_json(found, requests.frame_bytes),
+            "curves": curves_json(found, requests.table.frame_bytes),
         }
     )
 
