@@ -1,8 +1,25 @@
-"""Makes ``cases`` importable, however the tests were started."""
+"""Makes ``cases`` importable, however the tests were started; and packs sources to import."""
 
 from __future__ import annotations
 
+import gzip
+import lzma
 import sys
 from pathlib import Path
 
+import pytest
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+_PACKINGS = {"plain": bytes, "gzip": gzip.compress, "xz": lzma.compress, "zstd": zstd.compress}
+
+
+@pytest.fixture(params=_PACKINGS)
+def packed(request):
+    """What is done to a source's bytes: nothing, or packed (under the same name)."""
+    return _PACKINGS[request.param]

@@ -82,7 +82,7 @@ def record(ctx: click.Context, /, trace: Path, **options: Any) -> None:
 
 
 @cache.command("import")
-@click.argument("source", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("source", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("trace", required=False, type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--kind", type=click.Choice(_KINDS), help="What SOURCE is (default: what it looks like).")
 @click.option(
@@ -92,7 +92,7 @@ def record(ctx: click.Context, /, trace: Path, **options: Any) -> None:
 @set_option("Set an option of the kind (see --list-options).")
 @json_option
 def import_(
-    source: Path | None,
+    source: tuple[Path, ...],
     trace: Path | None,
     kind: str | None,
     keys: Path | None,
@@ -100,7 +100,12 @@ def import_(
     settings: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Make a TRACE of SOURCE: expert ids (npz, JSON lines), oracleGeneral, csv, or one key a line."""
+    """Make a TRACE of SOURCE: expert ids (npz, JSON lines), oracleGeneral, csv, or one key a line; each plain, or packed
+    by gzip, xz or zstd.
+
+    Several SOURCEs are files of one routing log (JSON lines) that have a layer each, as a field or the file's name
+    (layer_3.jsonl) says. Their steps are merged.
+    """
     from tierstore.lab.importing import SourceKind, import_trace, options_of
 
     output = Output.for_option(as_json, counts=COUNTS)
@@ -111,7 +116,7 @@ def import_(
             output.line(describe_config(options_of(SourceKind(each))))
         output.emit({"options": {each: options_json(options_of(SourceKind(each))) for each in kinds}})
         return
-    if source is None or trace is None:
+    if not source or trace is None:
         raise click.UsageError("SOURCE and TRACE: expected two files")
     found = import_trace(
         source,
