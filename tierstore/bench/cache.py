@@ -128,7 +128,7 @@ def run(
     kinds = (key_requests(requests, keys), pass_requests(requests))
     rates = []
     for kind in kinds:
-        announce(f"{kind.name}: {len(kind.entries)} requests, {kind.total_frames} entries")
+        announce(f"{kind.name}: {len(kind.entries)} requests, {kind.table.total_frames} entries")
         times = _times(kind, all_policies(kind), repeats)
         rates.append({name: ReplayRate.of(seconds) for name, seconds in times.items()})
     of_keys, of_passes = rates
@@ -147,7 +147,7 @@ def run(
 
 def _times(requests: Requests, policies: Sequence[PolicySpec], repeats: int) -> dict[str, list[float]]:
     """CPU seconds a request of each policy, in each repeat."""
-    capacity = requests.frames_of(_CAPACITY)
+    capacity = requests.table.frames_of(_CAPACITY)
     settings = [Setting(policy, capacity) for policy in policies if suits(requests, policy.name)]
     times = policy_time(requests, settings, repeats=repeats)
     return {setting.policy.name: each for setting, each in zip(settings, times, strict=True)}

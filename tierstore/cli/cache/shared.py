@@ -61,7 +61,7 @@ def recorded_outcomes(
     recording = recording_of(trace, requests)
     if recording is None:
         raise ConfigError(f"--lookahead recorded: {trace} has no prefetches")
-    if requests.pins:
+    if requests.table.pins:
         raise ConfigError("--pin: expected --lookahead none: a live cache pins nothing")
     if replay["contract"] is not Contract.ATOMIC:
         raise ConfigError("--lookahead recorded: expected --contract event-atomic, as a run replays")
