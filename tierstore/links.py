@@ -28,7 +28,7 @@ from tierstore._native import Activity, Engine, Link, Priority
 from tierstore.errors import ConfigError
 from tierstore.units import format_bytes, format_seconds
 
-__all__ = ["CollectiveLink", "LinkConfig", "LinksConfig", "limited", "wait_until"]
+__all__ = ["CollectiveLink", "LinkConfig", "LinksConfig", "limited", "open_link", "wait_until"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +47,6 @@ class LinkConfig:
     @property
     def on(self) -> bool:
         return self.bandwidth > 0 or self.latency > 0
-
-    def open(self) -> Link | None:
-        """The link, or None for one that is not limited."""
-        return Link(self.bandwidth or math.inf, self.latency) if self.on else None
 
     def describe(self) -> str:
         speed = f"{format_bytes(self.bandwidth)}/s" if self.bandwidth else "any speed"
@@ -71,6 +67,11 @@ class LinksConfig:
         links = [(link.name, getattr(self, link.name)) for link in fields(self)]
         limits = [f"{name} {config.describe()}" for name, config in links if config.on]
         return f"links limited: {', '.join(limits)}" if limits else None
+
+
+def open_link(config: LinkConfig) -> Link | None:
+    """A link that ``config`` limits, free from now on; None where it says no limit."""
+    return Link(config.bandwidth or math.inf, config.latency) if config.on else None
 
 
 def limited(

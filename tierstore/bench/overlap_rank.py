@@ -20,7 +20,7 @@ from typing import IO, Any
 from tierstore.bench.overlap_rig import Rig, RigShape, open_rig
 from tierstore.config import from_dict
 from tierstore.errors import TierstoreError
-from tierstore.links import CollectiveLink, LinksConfig
+from tierstore.links import CollectiveLink, LinksConfig, open_link
 from tierstore.parallel import Mesh
 from tierstore.parallel.collectives import Group
 from tierstore.parallel.config import ParallelConfig
@@ -64,7 +64,7 @@ class Measurement:
 
 
 def _measure(asked: Measurement, world: Group, link: CollectiveLink) -> dict[str, Any]:
-    link.link = asked.links.gather.open()
+    link.link = open_link(asked.links.gather)
     place = asked.place / str(world.rank)
     try:
         with (
@@ -128,7 +128,7 @@ def _measure_training(asked: Measurement, mesh: Mesh, link: CollectiveLink) -> d
     """As ``_measure``, of the trainer. Its computation cannot be had alone: it is taken to be the step over unlimited
     links.
     """
-    link.link = asked.links.gather.open()
+    link.link = open_link(asked.links.gather)
     config = replace(asked.train, store=asked.place, links=asked.links)
     try:
         with (
