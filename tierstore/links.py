@@ -6,15 +6,16 @@ of each, the bytes that this rank sends) and ``disk`` (reads and writes of exten
 link of its own, ``exchange``. Off by default; a run that has them on says so first.
 
 There is one emulation, outside what it slows: ``tierstore.tiers.LimitedTier`` wraps a device tier,
-``tierstore.parallel.LimitedGroup`` makes the messages of a group. A link serves one transfer at a time, in order of asking::
+``tierstore.parallel.LimitedGroup`` is a group whose messages take turns. A link serves one transfer at a time,
+in order of asking::
 
     start = max(now, free_at)
     free_at = start + latency + nbytes / bandwidth
 
 and a transfer is complete when the real one is and ``free_at`` has come. So limits change times, and
 neither bits nor decisions. For operations of the ticket engine ``Engine.hold`` waits for the link beside the
-real operation (``limited`` joins the two); for collectives ``Link.reserve`` gives the deadline that whoever
-waits for them waits for too (``wait_until``).
+real operation (``limited`` joins the two); for collectives ``Link.reserve`` gives the deadline, which a
+wait for them includes (``wait_until``).
 """
 
 from __future__ import annotations

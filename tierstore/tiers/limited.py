@@ -29,7 +29,7 @@ class LimitedTier:
     """Copies of ``tier``, in both directions, also take their turns on ``link``.
 
     A copy is done when both the real copy and its turn are. The turn begins when the copy may begin: after the
-    tickets that it follows, and after those of ``computed``, which finish once the device has done what it was told so
+    tickets that it follows, and after those of ``computed``, which finish once the device has done all work queued so
     far (none where the caller computes).
     """
 
