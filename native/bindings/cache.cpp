@@ -2,8 +2,10 @@
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
@@ -24,43 +26,59 @@ namespace {
 using Records = Column<std::uint32_t>;
 using Flags = Column<std::uint16_t>;
 
-nb::tuple both(Decided&& decided) {
-    return nb::make_tuple(numpy(std::move(decided.kinds)), numpy(std::move(decided.entries)));
+using Decisions = std::pair<Numpy<std::uint8_t>, Numpy<std::uint32_t>>;
+
+Decisions both(Decided&& decided) {
+    return {numpy(std::move(decided.kinds)), numpy(std::move(decided.entries))};
 }
 
-nb::dict traffic(const Traffic& traffic) {
-    nb::dict out;
-    out["hits"] = traffic.hits;
-    out["misses"] = traffic.misses;
-    return out;
+constexpr std::pair<const char*, std::uint64_t ResidencyStats::*> kCounts[] = {
+    {"accesses", &ResidencyStats::accesses},
+    {"groups", &ResidencyStats::groups},
+    {"steps", &ResidencyStats::steps},
+    {"hits", &ResidencyStats::hits},
+    {"misses", &ResidencyStats::misses},
+    {"creates", &ResidencyStats::creates},
+    {"evictions", &ResidencyStats::evictions},
+    {"write_backs", &ResidencyStats::write_backs},
+    {"drops", &ResidencyStats::drops},
+    {"starved", &ResidencyStats::starved},
+    {"read_bytes", &ResidencyStats::read_bytes},
+    {"written_bytes", &ResidencyStats::written_bytes},
+    {"prefetch_read_bytes", &ResidencyStats::prefetch_read_bytes},
+    {"useful_prefetch_bytes", &ResidencyStats::useful_prefetch_bytes},
+    {"wasted_prefetch_bytes", &ResidencyStats::wasted_prefetch_bytes},
+};
+
+std::map<std::string, HitCounts> by_group(const ResidencyStats& stats) {
+    return {{"weights", stats.by_group[0]}, {"moments", stats.by_group[1]}, {"gradients", stats.by_group[2]}};
 }
 
-nb::dict stats_dict(const ResidencyStats& stats) {
-    nb::dict out;
-    out["accesses"] = stats.accesses;
-    out["groups"] = stats.groups;
-    out["steps"] = stats.steps;
-    out["hits"] = stats.hits;
-    out["misses"] = stats.misses;
-    out["creates"] = stats.creates;
-    out["evictions"] = stats.evictions;
-    out["write_backs"] = stats.write_backs;
-    out["drops"] = stats.drops;
-    out["starved"] = stats.starved;
-    out["read_bytes"] = stats.read_bytes;
-    out["written_bytes"] = stats.written_bytes;
-    out["prefetch_read_bytes"] = stats.prefetch_read_bytes;
-    out["useful_prefetch_bytes"] = stats.useful_prefetch_bytes;
-    out["wasted_prefetch_bytes"] = stats.wasted_prefetch_bytes;
-    nb::dict groups;
-    const char* names[] = {"weights", "moments", "gradients"};
-    for (std::uint32_t group = 0; group < kGroups; ++group)
-        groups[names[group]] = traffic(stats.by_group[group]);
-    out["by_group"] = groups;
-    nb::list layers;
-    for (const Traffic& layer : stats.by_layer) layers.append(traffic(layer));
-    out["by_layer"] = layers;
-    return out;
+template <typename T>
+bool equal(const T& self, nb::handle other) {
+    return nb::isinstance<T>(other) && self == nb::cast<const T&>(other);
+}
+
+void bind_stats(nb::module_& m) {
+    nb::class_<HitCounts>(m, "HitCounts", "Hits: needed and resident when asked for. Misses: needed and read.")
+        .def_ro("hits", &HitCounts::hits)
+        .def_ro("misses", &HitCounts::misses)
+        .def("__eq__", &equal<HitCounts>, nb::sig("def __eq__(self, other: object) -> bool"))
+        .def("__repr__", [](const HitCounts& self) {
+            return "HitCounts(hits=" + std::to_string(self.hits) + ", misses=" + std::to_string(self.misses) + ")";
+        });
+    nb::class_<ResidencyStats> stats(m, "ResidencyStats",
+                                     "Counts since the core was made. ``read_bytes`` has prefetched bytes too.");
+    for (const auto& [name, member] : kCounts) stats.def_ro(name, member);
+    stats.def_prop_ro("by_group", &by_group)
+        .def_ro("by_layer", &ResidencyStats::by_layer)
+        .def("__eq__", &equal<ResidencyStats>, nb::sig("def __eq__(self, other: object) -> bool"))
+        .def("__repr__", [](const ResidencyStats& self) {
+            std::string text = "ResidencyStats(";
+            for (const auto& [name, member] : kCounts)
+                text += std::string(name) + "=" + std::to_string(self.*member) + ", ";
+            return text + "...)";
+        });
 }
 
 }  // namespace
@@ -123,6 +141,7 @@ void bind_cache(nb::module_& m) {
     m.def("beta_for_half_life", &beta_for_half_life, "half_life"_a, "interval"_a,
           "The beta that gives this half-life when counts decay every `interval` steps.");
 
+    bind_stats(m);
     nb::class_<EntryState>(m, "EntryState")
         .def_ro("resident", &EntryState::resident)
         .def_ro("dirty", &EntryState::dirty)
@@ -157,8 +176,8 @@ void bind_cache(nb::module_& m) {
                      bytes.insert(bytes.end(), record.bytes.begin(), record.bytes.end());
                      stored.push_back(record.stored);
                  }
-                 return nb::make_tuple(numpy(std::move(layers)), numpy(std::move(frames)),
-                                       numpy(std::move(bytes)), numpy(std::move(stored)));
+                 return std::tuple(numpy(std::move(layers)), numpy(std::move(frames)), numpy(std::move(bytes)),
+                                   numpy(std::move(stored)));
              })
         .def_prop_ro("late_records", &EventBuffer::late_records);
 
@@ -196,15 +215,15 @@ void bind_cache(nb::module_& m) {
                 std::vector<std::uint32_t> bounds =
                     self.begin_access(static_cast<Phase>(phase), layer, span_of(records), span_of(flags));
                 const std::size_t groups = bounds.size() - 1;
-                return nb::make_tuple(groups, numpy(std::move(bounds)));
+                return std::pair(groups, numpy(std::move(bounds)));
             },
             "phase"_a, "layer"_a, "records"_a.noconvert(), "flags"_a.noconvert())
         .def("next_group",
              [](Residency& self) {
                  Decided demanded, ahead;
                  const std::span<const std::uint32_t> units = self.next_group(demanded, ahead);
-                 return nb::make_tuple(numpy(std::vector<std::uint32_t>(units.begin(), units.end())),
-                                       both(std::move(demanded)), both(std::move(ahead)));
+                 return std::tuple(numpy(std::vector<std::uint32_t>(units.begin(), units.end())),
+                                   both(std::move(demanded)), both(std::move(ahead)));
              })
         .def(
             "end_unit",
@@ -225,7 +244,7 @@ void bind_cache(nb::module_& m) {
             [](Residency& self, std::uint8_t phase, std::uint32_t layer, Records records, Flags flags) {
                 Decided decided;
                 const std::uint32_t taken = self.prefetch(static_cast<Phase>(phase), layer, span_of(records), span_of(flags), decided);
-                return nb::make_tuple(taken, both(std::move(decided)));
+                return std::pair(taken, both(std::move(decided)));
             },
             "phase"_a, "layer"_a, "records"_a.noconvert(), "flags"_a.noconvert())
         .def("cancel_prefetch", &Residency::cancel_prefetch)
@@ -262,7 +281,7 @@ void bind_cache(nb::module_& m) {
             },
             "entries"_a.noconvert())
         .def("end_step", &Residency::end_step)
-        .def("stats", [](const Residency& self) { return stats_dict(self.stats()); })
+        .def("stats", &Residency::stats)
         .def("state", &Residency::state, "entry"_a)
         .def("resident_entries", [](const Residency& self) { return numpy(self.resident_entries()); })
         .def("dirty_entries", [](const Residency& self) { return numpy(self.dirty_entries()); })

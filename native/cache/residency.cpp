@@ -273,8 +273,8 @@ std::span<const std::uint32_t> Residency::next_group(Decided& demanded, Decided&
 
 void Residency::request(Domain& domain, EntryId entry, Decided& decided) {
     std::uint8_t& flags = flags_[entry];
-    Traffic& layer = stats_.by_layer[layer_of_[entry / kGroupStride]];
-    Traffic& group = stats_.by_group[entry % kGroupStride];
+    HitCounts& layer = stats_.by_layer[layer_of_[entry / kGroupStride]];
+    HitCounts& group = stats_.by_group[entry % kGroupStride];
     if ((flags & RESIDENT) != 0) {
         ++stats_.hits, ++layer.hits, ++group.hits;
         if ((flags & FRESH) != 0) {

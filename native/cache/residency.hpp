@@ -68,9 +68,10 @@ private:
     std::uint64_t needed_;
 };
 
-struct Traffic {
+struct HitCounts {
     std::uint64_t hits = 0;    // needed and resident (in flight or on hold included) when asked for
     std::uint64_t misses = 0;  // needed and read
+    bool operator==(const HitCounts&) const = default;
 };
 
 struct ResidencyStats {
@@ -78,8 +79,9 @@ struct ResidencyStats {
     std::uint64_t read_bytes = 0, written_bytes = 0;  // read_bytes counts prefetched bytes too
     std::uint64_t prefetch_read_bytes = 0, useful_prefetch_bytes = 0, wasted_prefetch_bytes = 0;
     std::uint64_t starved = 0, groups = 0, accesses = 0, steps = 0;
-    std::array<Traffic, kGroups> by_group{};
-    std::vector<Traffic> by_layer;
+    std::array<HitCounts, kGroups> by_group{};
+    std::vector<HitCounts> by_layer;
+    bool operator==(const ResidencyStats&) const = default;
 };
 
 struct ResidencyOptions {

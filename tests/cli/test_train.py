@@ -141,8 +141,8 @@ def test_a_timeline_and_a_trace(run: Run, tmp_path: Path) -> None:
     assert all(drawn.count(cause) >= 1 for cause, _ in stalls)
     stats = replay(trace)  # both end with the last commit
     for name in ("hits", "misses", "evictions", "read_bytes", "written_bytes"):
-        assert stats[name] == summary[name], name
-    assert stats["steps"] == 6
+        assert getattr(stats, name) == summary[name], name
+    assert stats.steps == 6
 
 
 def test_a_refused_run_touches_no_file(run: Run, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def trained(mesh: Mesh, config: dict[str, object]) -> dict[str, int]:
             for _ in range(steps):
                 trainer.step()
             stats = trainer.store.cache.residency.stats()
-            moved.append([int(str(stats[key])) for key in ("read_bytes", "written_bytes")])
+            moved.append([getattr(stats, key) for key in ("read_bytes", "written_bytes")])
         trainer.commit()
         directory = trainer.store.directory
         return {

@@ -222,7 +222,7 @@ class StoreCore:
                 progress(done, len(keys))
         return crc
 
-    def counters(self) -> dict[str, object]:
+    def counters(self) -> _native.ResidencyStats:
         """Hits, misses and bytes that the host cache has decided since the store was opened."""
         return self.cache.residency.stats()
 

@@ -147,7 +147,7 @@ def _counts(store: StoreCore, link: CollectiveLink) -> dict[str, float]:
     """Bytes of experts as they are asked for: some are always under way, at both ends of what is measured."""
     engine, residency = store.engine.stats(), store.counters()
     return {
-        "disk_bytes": float(str(residency["read_bytes"])) + float(str(residency["written_bytes"])),
+        "disk_bytes": float(residency.read_bytes + residency.written_bytes),
         "disk_transfers": engine["reads"] + engine["writes"],
         "sent_bytes": link.sent_bytes,
         "collectives": link.messages,

@@ -213,15 +213,14 @@ class TierLoad:
 
     def _counters(self) -> dict[str, int]:
         engine = self._store.core.engine.stats()
-        by_group = self._store.core.counters()["by_group"]
-        assert isinstance(by_group, dict)
+        by_group = self._store.core.counters().by_group
         own = [by_group[name] for name in ("weights", "moments")]
         return {
             "read_bytes": int(engine["read_bytes"]),
             "engine_written_bytes": int(engine["written_bytes"]),
             "process_written_bytes": process_written_bytes(),
-            "hits": sum(int(group["hits"]) for group in own),
-            "misses": sum(int(group["misses"]) for group in own),
+            "hits": sum(group.hits for group in own),
+            "misses": sum(group.misses for group in own),
         }
 
     async def _step(self, step: TrafficStep, commit_due: bool) -> None:

@@ -77,11 +77,11 @@ def replayed(trace: Trace, policy: str, begin: int, end: int) -> Bytes:
     options = header.policy_options if policy == header.policy else {}
     header = replace(header, policy=policy, policy_options=options, lookahead_frames=0)
     residency, loop = make_replay(header)
-    moved: list[tuple[int, ...]] = []
+    moved: list[tuple[int, int]] = []
     for first, last in ((0, begin), (begin, end)):
         _run(loop, trace, first, last)
         stats = residency.stats()
-        moved.append(tuple(int(str(stats[name])) for name in ("read_bytes", "written_bytes")))
+        moved.append((stats.read_bytes, stats.written_bytes))
     (read_before, written_before), (read, written) = moved
     return Bytes(read - read_before, written - written_before)
 
