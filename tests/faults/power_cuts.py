@@ -149,6 +149,7 @@ def wrong_later(root: Path, config: StoreConfig, mode: Mode | None) -> str:
             gradients = {key: np.ones(store.info(key).schema.numel, np.float32) for key in store.keys}
             store.update(gradients, lr=0.1)
             store.commit()
+        with ParameterStore.open(root / "s", config) as store:
             after = store.last_commit
             if (after.generation, after.snapshots) != (before.generation + 1, named):
                 return f"generation {after.generation} with {after.snapshots} after {before.generation} with {named}"
