@@ -30,6 +30,9 @@ class CancelledError(Exception):
 class EngineClosed(RuntimeError):
     """The engine was closed before the operation started."""
 
+class ResultForgotten(RuntimeError):
+    """The operation failed, or may have, too long ago for its error to be kept."""
+
 # ---- memory
 
 class HugePages(enum.Enum):
@@ -262,6 +265,8 @@ class Engine:
         lease_fd: int = -1,
         map_sync: MapSync = ...,
         log_path: str | os.PathLike[str] | None = None,
+        kept_errors: int = 4096,
+        kept_failures: int = 1 << 20,
     ) -> None: ...
     def read(
         self,

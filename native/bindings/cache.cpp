@@ -12,7 +12,7 @@
 #include "native/bindings/bindings.hpp"
 #include "native/bindings/python_policy.hpp"
 #include "native/cache/event_buffer.hpp"
-#include "native/cache/lfu_decay.hpp"
+#include "native/cache/policies/lfu_decay.hpp"
 #include "native/cache/residency.hpp"
 
 namespace nb = nanobind;

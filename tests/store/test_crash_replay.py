@@ -148,6 +148,7 @@ class Run:
         return tried, ""
 
 
+@pytest.mark.slow
 def test_a_prepared_commit_can_be_undone_until_it_is_acknowledged(fast_path: Path) -> None:
     run = Run(fast_path).record(prepare=True)
     assert run.violation(run.log, 500)[1] == ""
@@ -190,6 +191,7 @@ def record(fast_path: Path) -> Callable[[], Run]:
     return lambda: Run(fast_path).record()
 
 
+@pytest.mark.slow
 def test_a_thousand_crash_states(record: Callable[[], Run], record_property: Callable[..., None]) -> None:
     run = record()
     tried, wrong = run.violation(run.log, 1000)
@@ -201,6 +203,7 @@ def test_a_thousand_crash_states(record: Callable[[], Run], record_property: Cal
     record_property("states", tried)
 
 
+@pytest.mark.slow
 def test_crash_states_of_two_drives(fast_path: Path) -> None:
     """Each drive keeps or loses what it will; and a commit that forgot to sync one of them is found out."""
     run = Run(fast_path, further=("b",)).record()

@@ -57,6 +57,7 @@ STORMS: dict[str, tuple[Settings, int, int]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STORMS)
 def test_kills_of_random_ranks_change_no_bit(
     ranks: Ranks, settings: Callable[..., dict[str, Any]], tmp_path: Path, name: str
@@ -140,6 +141,7 @@ def positions(store: Path) -> list[set[OpenAt]]:
     return [set(read_states(rank_directory(store, rank, 2), STATE_KEY)) for rank in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "expert"), [({}, 0), ({"dense.optimizer_state": "nvme"}, 1)], ids=["experts", "replicas"]
 )

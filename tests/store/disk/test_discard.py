@@ -200,6 +200,7 @@ def give_all_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StoreExtents, "discard", lambda self, copies, counts: discard(self, 0, counts))
 
 
+@pytest.mark.slow
 def test_holes_in_every_crash_state(fast_path: Path, give_all_back: None) -> None:
     run = Run(fast_path).record()
     assert sum(entry.event is Event.PUNCH_SUBMIT for entry in run.log) > 20
@@ -208,6 +209,7 @@ def test_holes_in_every_crash_state(fast_path: Path, give_all_back: None) -> Non
     assert tried >= 1000
 
 
+@pytest.mark.slow
 def test_holes_in_prepared_commits(fast_path: Path, give_all_back: None) -> None:
     run = Run(fast_path).record(prepare=True)
     assert any(entry.event is Event.PUNCH_SUBMIT for entry in run.log)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -178,7 +179,7 @@ def test_a_drives_own_limit_is_beside_that_of_all(tmp_path: Path) -> None:
         for number in range(4):
             store.register(f"e{number}", "expert")
         store.commit()
-        own, all_of_them = store._parts.drives[1].link, store.core.extents._link
+        own, all_of_them = store.core._parts.drives[1].link, store.core.extents._link
         assert own is not None
         assert all_of_them is not None
         assert [link.stats()["nbytes"] for link in (own, all_of_them)] == [2 * SLOT_BYTES, 4 * SLOT_BYTES]
@@ -388,8 +389,7 @@ def test_a_creation_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytes
 def test_a_creation_that_was_killed_is_no_obstacle(tmp_path: Path) -> None:
     """Killed when the stripe directory has its identity, and the store's own does not."""
     script = f"""
-import os, sys
-sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+import os
 from pathlib import Path
 from conftest_store import small_store
 from tierstore.store import StripeConfig
@@ -397,7 +397,10 @@ from tierstore.store.disk.home import Home
 Home.publish = lambda self, directories=1: os._exit(9)
 small_store(Path({str(tmp_path / "store")!r}), stripe=StripeConfig(directories=(Path({str(tmp_path / "b")!r}),)))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    helpers = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=helpers, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 9, done.stderr
     assert (tmp_path / "b" / "tierstore.json").exists()
     with pytest.raises(StoreMissingError):
@@ -463,7 +466,7 @@ def test_space_follows_the_shares_and_is_always_enough(
     with small_store(root / "store", count=count, numel=numel, budget=32 << 20, stripe=stripe) as store:
         for speed in speeds:
             shares = [1 / (1 + speed), speed / (1 + speed)]
-            store._parts.drives.estimator.shares = shares
+            store.core._parts.drives.estimator.shares = shares
             store.commit()  # space follows the shares
             store.update({key: np.ones(numel, np.float32) for key in store.keys}, lr=0.1)
             store.commit()

@@ -75,6 +75,7 @@ def test_one_flipped_bit_is_found_or_means_nothing(data: Path) -> None:
     assert everything(data) == wanted
 
 
+@pytest.mark.slow
 def test_damaged_pages_are_refused_and_never_end_the_process(data: Path) -> None:
     """Whole pages of rubbish, of one byte, of another page: LMDB alone would follow them anywhere."""
     whole = data.read_bytes()
