@@ -86,7 +86,12 @@ def commit(records: int, record_bytes: int, rounds: int, store: Path | None, rep
                 title,
                 *(format_seconds(result[f"{key}_{which}_s"]) for which in ("median", "least", "greatest")),
             )
-            for title, key in (("commit", "commit"), ("durable write of the same bytes", "write"))
+            for title, key in (
+                ("commit", "commit"),
+                ("durable write of the same bytes", "write"),
+                ("a heartbeat comes late, commit awaited", "heartbeat_late"),
+                ("a heartbeat comes late, idle loop", "heartbeat_late_idle"),
+            )
         ],
     )
     session.output.line(f"commit / write {result['commit_to_write_ratio']:.3f}")

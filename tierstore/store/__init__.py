@@ -3,11 +3,14 @@
 from tierstore.cache.config import CacheConfig, Scope
 from tierstore.store.adamw import AdamWConfig, Inactive
 from tierstore.store.config import Capability, IoBackendName, IoConfig, StoreConfig, StripeConfig, WearConfig
+from tierstore.store.core import OptimizerStep
 from tierstore.store.drives import DriveReport
 from tierstore.store.fetching import Lease, RecordView
 from tierstore.store.format import Group, Placement, RecordSchema, WeightFormat
 from tierstore.store.opening import OpenAt
-from tierstore.store.parameter_store import NewRecord, ParameterStore, verify_store
+from tierstore.store.parameter_store import LastCommit, ParameterStore, StoreStatus, verify_store
+from tierstore.store.records import RecordInfo
+from tierstore.store.registering import NewRecord
 from tierstore.store.verify import VerifyReport
 
 __all__ = [
@@ -19,15 +22,19 @@ __all__ = [
     "Inactive",
     "IoBackendName",
     "IoConfig",
+    "LastCommit",
     "Lease",
     "NewRecord",
     "OpenAt",
+    "OptimizerStep",
     "ParameterStore",
     "Placement",
+    "RecordInfo",
     "RecordSchema",
     "RecordView",
     "Scope",
     "StoreConfig",
+    "StoreStatus",
     "StripeConfig",
     "VerifyReport",
     "WearConfig",
