@@ -4,10 +4,10 @@ python examples/tune_cache.py
 """
 
 from tierstore.lab.costs import Machine
-from tierstore.lab.curves import curves
 from tierstore.lab.generators import RoutingWorkload, in_memory
+from tierstore.lab.miss_curves import curves
 from tierstore.lab.requests import trace_requests
-from tierstore.lab.tune import tune
+from tierstore.lab.tuning import tune
 
 
 def main() -> None:

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from tierstore.cli.main import cli
 from tierstore.errors import BudgetError, ConfigError
-from tierstore.lab.curves import curves, has_one_pass
 from tierstore.lab.generators import RoutingWorkload
 from tierstore.lab.importing import write_trace
+from tierstore.lab.miss_curves import curves, has_one_pass
 from tierstore.lab.pins import parse_pins, pin
 from tierstore.lab.requests import load_requests
 from tierstore.lab.simulate import Contract, known_policies, simulate
-from tierstore.lab.tune import tune
+from tierstore.lab.tuning import tune
 
 
 def test_a_cycle_with_one_record_pinned():

@@ -11,10 +11,11 @@ from cases import requests_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tierstore.cache.config import Scope
 from tierstore.lab.candidates import Candidate, cache_configuration, starting_grid
 from tierstore.lab.costs import Objective
 from tierstore.lab.quotas import greedy_split, layer_curves, least_quotas, lower_hull, split_capacity
-from tierstore.lab.simulate import PolicySpec, Scope, Setting, replay_all
+from tierstore.lab.simulate import PolicySpec, Setting, replay_all
 from tierstore.store import RecordSchema, StoreConfig, WeightFormat
 from tierstore.store.opening import check_budget, minimum_host_budget, record_frame_bytes
 from tierstore.trace.quotas import quotas_by_layer

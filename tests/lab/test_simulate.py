@@ -8,15 +8,15 @@ from cases import NaiveLru, requests_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tierstore.cache.config import Scope
 from tierstore.errors import BudgetError, ConfigError
-from tierstore.lab.curves import curves
 from tierstore.lab.importing import import_trace
+from tierstore.lab.miss_curves import curves
 from tierstore.lab.requests import load_requests
 from tierstore.lab.results import Role
 from tierstore.lab.simulate import (
     Contract,
     PolicySpec,
-    Scope,
     Setting,
     known_policies,
     outcome,

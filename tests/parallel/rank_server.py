@@ -15,7 +15,6 @@ import sys
 import time
 import traceback
 from multiprocessing.connection import Client, Connection
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -96,7 +95,7 @@ def _rank(address: str, config: Any) -> int:
     with Client(address, "AF_UNIX") as test:
         test.send(("rank", os.getpid()))
         with contextlib.suppress(EOFError), launch(config, device="cpu") as mesh:
-            test.send(("joined", mesh.place.rank))
+            test.send(("joined", mesh.environment.rank))
             modules: dict[str, ModuleType] = {}
             while (case := pickle.loads(test.recv_bytes())) is not None:
                 file, name, arguments = case
@@ -111,7 +110,6 @@ def _rank(address: str, config: Any) -> int:
 
 def _module(file: str, loaded: dict[str, ModuleType]) -> ModuleType:
     if file not in loaded:
-        sys.path.insert(0, str(Path(file).parent))
         spec = importlib.util.spec_from_file_location(f"cases_{len(loaded)}", file)
         assert spec is not None
         assert spec.loader is not None
@@ -122,5 +120,4 @@ def _module(file: str, loaded: dict[str, ModuleType]) -> ModuleType:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))  # for cases whose file imports the launcher
     serve(sys.argv[1])

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tierstore.errors import CapabilityError, ConfigError, PeerError
-from tierstore.parallel import ParallelConfig, Place, launch, rank_device
+from tierstore.parallel import ParallelConfig, RankEnvironment, launch, rank_device
 
 PROGRAM = """
 import os, sys, time
@@ -45,6 +45,7 @@ def _torchrun(tmp_path: Path, what: str, ranks: int = 2) -> subprocess.Popen[str
     )
 
 
+@pytest.mark.slow
 def test_under_torchrun(tmp_path: Path) -> None:
     run = _torchrun(tmp_path, "leave")
     out, err = run.communicate(timeout=120)
@@ -52,6 +53,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert sorted(out.splitlines()) == ["rank 0 of 2: 3", "rank 1 of 2: 3"]
 
 
+@pytest.mark.slow
 def test_a_failure_ends_the_job_with_its_reason(tmp_path: Path) -> None:
     run = _torchrun(tmp_path, "fail")
     _, err = run.communicate(timeout=120)
@@ -59,6 +61,7 @@ def test_a_failure_ends_the_job_with_its_reason(tmp_path: Path) -> None:
     assert "tierstore: rank 0: rank 1 failed: ValueError: a reason of its own" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_end_with_a_killed_torchrun(tmp_path: Path, ranks: int) -> None:
     with _torchrun(tmp_path, "stay", ranks) as run:
@@ -82,7 +85,7 @@ def test_ranks_end_with_a_killed_torchrun(tmp_path: Path, ranks: int) -> None:
 
 def test_alone_needs_no_one() -> None:
     with launch(ParallelConfig(), device="cpu") as mesh:
-        assert mesh.place == Place()
+        assert mesh.environment == RankEnvironment()
         assert mesh.world is mesh.expert is mesh.replica
         assert (mesh.world.size, mesh.replicas, mesh.device) == (1, 1, torch.device("cpu"))
         assert not torch.distributed.is_initialized()
@@ -118,7 +121,7 @@ def test_no_one_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone, third = Place(), Place(rank=2, world=4, local_rank=2)
+    alone, third = RankEnvironment(), RankEnvironment(rank=2, world=4, local_rank=2)
     for asked in ("tpu", "cuda:x", "cpu:0", "auto:1"):
         with pytest.raises(ConfigError, match=f"^device: expected auto, cpu, cuda or cuda:N, got '{asked}'"):
             rank_device(asked, alone)
@@ -133,7 +136,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert rank_device("auto", alone) == torch.device("cuda", 0)
     assert rank_device("cuda:1", alone) == torch.device("cuda", 1)
-    assert rank_device("cuda", Place(rank=5, world=8, local_rank=1)) == torch.device("cuda", 1)
+    assert rank_device("cuda", RankEnvironment(rank=5, world=8, local_rank=1)) == torch.device("cuda", 1)
     with pytest.raises(
         ConfigError, match=r"^device: cuda:0 is one GPU for 4 ranks; expected auto, cpu or cuda"
     ):

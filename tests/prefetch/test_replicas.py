@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tierstore._native import HugePages
 from tierstore.errors import ConfigError
-from tierstore.parallel import Group, Mesh, Place, Work
+from tierstore.parallel import Group, Mesh, RankEnvironment, Work
 from tierstore.prefetch import GradientPlan, PredictorName, TieredExperts, make_predictor
 from tierstore.prefetch.plan import group_order
 from tierstore.prefetch.replicas import ReplicaSums
@@ -163,7 +163,7 @@ def _step(
 def test_replicas_step_as_one_store_with_all_gradients(
     ranks: Ranks, tmp_path: Path, size: int, plan: GradientPlan
 ) -> None:
-    one = _train(Mesh.alone(Place(), torch.device("cpu")), tmp_path, plan, 2, size)
+    one = _train(Mesh.alone(RankEnvironment(), torch.device("cpu")), tmp_path, plan, 2, size)
     for slots in (1, 2, 5):
         for found in ranks.run(size, _train, tmp_path, plan, slots, size, expert=1):
             assert found["squares"] == one["squares"]

@@ -47,12 +47,12 @@ def test_moments_start_at_zero_whatever_their_memory_held(tmp_path: Path) -> Non
 
 def state(store: ParameterStore) -> tuple[Any, ...]:
     """Everything that counts in a later reservation."""
-    slots = store.core.slots
+    extents = store.core.extents
     return (
         store.keys,
-        len(slots.records),
-        +slots.promised,
-        slots.allocated_bytes,
+        store.core.records.counts(),
+        +extents.promised,
+        extents.allocated_bytes,
         store.core.counters()["creates"],
     )
 
@@ -102,8 +102,8 @@ def test_a_weight_that_cannot_be_made_leaves_nothing_of_its_record(
         with pytest.raises(error):
             store.register_many([*new[:2], replace(new[2], weight=weight), new[3]])
         assert store.keys == ["e0", *keys[:2]]
-        assert len(store.core.slots.records) == 3
-        assert sum(store.core.slots.promised.values()) <= 3
+        assert store.core.records.counts() == {"expert": 3}
+        assert sum(store.core.extents.promised.values()) <= 3
         store.register_many(new[2:])
         store.update(dict.fromkeys(("e0", *keys), ONES), lr=0.1)
         store.commit()

@@ -9,59 +9,82 @@ against the same in an idle loop, is how long the commit keeps an event loop fro
 from __future__ import annotations
 
 import asyncio
-import shutil
 import statistics
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.bench.bound import Bytes
-from tierstore.bench.disk import DiskProbe, Durable
-from tierstore.bench.results import Better, Measurement, counted, derived, measured
-from tierstore.errors import ConfigError
+from tierstore.bench.checks import at_least, work_directory
+from tierstore.bench.probes.disk import Bytes, DiskProbe, Durable
+from tierstore.bench.results.document import Better, Measurement, counted, derived, measured
+from tierstore.bench.results.figures import Figures, prefixed, ratios
 from tierstore.stats import spread
 from tierstore.store import ParameterStore, RecordSchema, StoreConfig
 
-__all__ = ["measurements", "run"]
+__all__ = ["CommitResult", "RoundTimes", "measurements", "run"]
 
 _BEAT_S = 0.002
 _TO_WRITE = 1.2  # what a commit may take at most, in times of writing its bytes
 
 
-def run(place: Path, *, records: int, record_bytes: int, rounds: int) -> dict[str, Any]:
-    """Measures in ``place``, made and removed here; figures ready for JSON. Raises ConfigError, OSError."""
-    for name, value, least in (
-        ("records", records, 1),
-        ("record_bytes", record_bytes, 12),
-        ("rounds", rounds, 1),
-    ):
-        if value < least:
-            raise ConfigError(f"{name}: expected at least {least}, got {value}")
-    if place.exists():
-        raise ConfigError(f"store: {place} exists; the benchmark wants a directory of its own")
-    place.mkdir(parents=True)
-    try:
-        return _run(place, records, record_bytes // 12, rounds)
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
+@dataclass(frozen=True, kw_only=True)
+class RoundTimes(Figures):
+    """Seconds of the rounds."""
+
+    samples_s: Sequence[float]
+    median_s: float
+    least_s: float
+    greatest_s: float
+
+    @staticmethod
+    def of(samples_s: Sequence[float]) -> RoundTimes:
+        found = spread(samples_s)
+        return RoundTimes(
+            samples_s=samples_s, median_s=found.median, least_s=found.least, greatest_s=found.greatest
+        )
 
 
-def _run(place: Path, records: int, numel: int, rounds: int) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class CommitResult(Figures):
+    """What ``run`` found. ``write``: durable writes of the same bytes. ``heartbeat_late``: the most in each round."""
+
+    bench: str = "commit"
+    records: int
+    record_bytes: int
+    dirty_bytes: int
+    rounds: int
+    commit_to_write_ratio: float
+    commit: RoundTimes = field(metadata=prefixed("commit_"))
+    write: RoundTimes = field(metadata=prefixed("write_"))
+    heartbeat_late: RoundTimes = field(metadata=prefixed("heartbeat_late_"))
+    heartbeat_late_idle: RoundTimes = field(metadata=prefixed("heartbeat_late_idle_"))
+
+
+def run(directory: Path, *, records: int, record_bytes: int, rounds: int) -> CommitResult:
+    """Measures in ``directory``, made and removed here. Raises ConfigError, OSError."""
+    at_least(1, records=records, rounds=rounds)
+    at_least(12, record_bytes=record_bytes)
+    with work_directory(directory):
+        return _run(directory, records, record_bytes // 12, rounds)
+
+
+def _run(directory: Path, records: int, numel: int, rounds: int) -> CommitResult:
     keys = [f"record.{number:05d}" for number in range(records)]
     gradient = np.full(numel, 1e-3, np.float32)
     config = StoreConfig(host_budget=(records + 1) * (numel * 12 + numel // 2 + (1 << 20)))
     commits, writes, late, late_idle = [], [], [], []
     dirty = 0
-    with ParameterStore.create(place / "store", [RecordSchema("record", numel)], config) as store:
+    with ParameterStore.create(directory / "store", [RecordSchema("record", numel)], config) as store:
         store.reserve({"record": records})
         for key in keys:
             store.register(key, "record", weight=gradient)
         store.commit()
-        with DiskProbe(place, records * numel * 12, (numel * 4, numel * 8), config.io) as probe:
+        with DiskProbe(directory, records * numel * 12, (numel * 4, numel * 8), config.io) as probe:
             for turn in range(rounds + 2):  # two that do not count: the first writes to fresh slots
                 _make_dirty(store, keys, gradient)
                 before = int(store.core.engine.stats()["written_bytes"])
@@ -80,27 +103,17 @@ def _run(place: Path, records: int, numel: int, rounds: int) -> dict[str, Any]:
                     writes.append(dirty / speed)
                     late.append(lateness[0])
                     late_idle.append(lateness[1])
-    figures: dict[str, Any] = {
-        "bench": "commit",
-        "records": records,
-        "record_bytes": numel * 12,
-        "dirty_bytes": dirty,
-        "rounds": rounds,
-        "commit_to_write_ratio": statistics.median(a / b for a, b in zip(commits, writes, strict=True)),
-    }
-    for name, values in (
-        ("commit", commits),
-        ("write", writes),
-        ("heartbeat_late", late),
-        ("heartbeat_late_idle", late_idle),
-    ):
-        figures |= {
-            f"{name}_samples_s": values,
-            f"{name}_median_s": spread(values).median,
-            f"{name}_least_s": spread(values).least,
-            f"{name}_greatest_s": spread(values).greatest,
-        }
-    return figures
+    return CommitResult(
+        records=records,
+        record_bytes=numel * 12,
+        dirty_bytes=dirty,
+        rounds=rounds,
+        commit_to_write_ratio=statistics.median(ratios(commits, writes)),
+        commit=RoundTimes.of(commits),
+        write=RoundTimes.of(writes),
+        heartbeat_late=RoundTimes.of(late),
+        heartbeat_late_idle=RoundTimes.of(late_idle),
+    )
 
 
 def _make_dirty(store: ParameterStore, keys: list[str], gradient: NDArray[np.float32]) -> None:
@@ -120,15 +133,14 @@ async def _lateness(work: Coroutine[Any, Any, object]) -> float:
     return latest
 
 
-def measurements(result: dict[str, Any]) -> list[Measurement]:
+def measurements(result: CommitResult) -> list[Measurement]:
     """What ``run`` found, for a document."""
-    commits, writes = result["commit_samples_s"], result["write_samples_s"]
-    ratios = [commit / write for commit, write in zip(commits, writes, strict=True)]
+    commits, writes = result.commit.samples_s, result.write.samples_s
     return [
         measured("commit", commits, "s", Better.LOWER),
         measured("durable write of the same bytes", writes, "s", Better.LOWER),
-        measured("heartbeat late, commit awaited", result["heartbeat_late_samples_s"], "s", Better.LOWER),
-        measured("heartbeat late, idle loop", result["heartbeat_late_idle_samples_s"], "s", Better.LOWER),
-        derived("commit to write", ratios, "ratio", Better.LOWER, target=_TO_WRITE),
-        counted("dirty", result["dirty_bytes"], "bytes"),
+        measured("heartbeat late, commit awaited", result.heartbeat_late.samples_s, "s", Better.LOWER),
+        measured("heartbeat late, idle loop", result.heartbeat_late_idle.samples_s, "s", Better.LOWER),
+        derived("commit to write", ratios(commits, writes), "ratio", Better.LOWER, target=_TO_WRITE),
+        counted("dirty", result.dirty_bytes, "bytes"),
     ]

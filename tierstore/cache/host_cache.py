@@ -23,28 +23,29 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore import _native
-from tierstore._native import Buffer, Priority
+from tierstore._native import Buffer, Priority, Residency
 from tierstore.cache.access import GROUP_STRIDE
 from tierstore.cache.frame_allocator import FrameAllocator
 from tierstore.cache.write_backs import WriteBacks
-from tierstore.trace.recording import RecordingResidency
 
-__all__ = ["Backing", "HostCache", "Residency"]
+__all__ = ["Backing", "HostCache"]
 
 Decision = _native.Decision
 _GRADIENTS = 2
-#: The native core, or the same with a trace of what it is told.
-Residency = _native.Residency | RecordingResidency
 
 
 class Backing(Protocol):
-    """Where entries come from and go to: the store's extents. Both calls queue work and return its ticket."""
+    """Where a record's entries come from and go to: its slots on disk. Both calls queue work and return its ticket."""
+
+    #: What messages call the record.
+    @property
+    def key(self) -> str: ...
 
     def read(
-        self, record: int, group: int, sections: Sequence[Buffer], after: Sequence[int], priority: Priority
+        self, group: int, sections: Sequence[Buffer], after: Sequence[int], priority: Priority
     ) -> int: ...
 
-    def write(self, record: int, group: int, sections: Sequence[Buffer], after: Sequence[int]) -> int: ...
+    def write(self, group: int, sections: Sequence[Buffer], after: Sequence[int]) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Fetched:
 class _Entry:
     """One entry's memory. ``ready``: the ticket that wrote it last. ``readers``: tickets reading it since."""
 
-    backing_record: int
+    backing: Backing
     section_nbytes: tuple[int, ...]
     sections: tuple[Buffer, ...] = ()
     ready: int = 0
@@ -80,12 +81,10 @@ class HostCache:
         arena: _native.Arena,
         frame_bytes: int,
         residency: Residency,
-        backing: Backing,
     ) -> None:
         self.engine = engine
         self.residency = residency
         self._frames = FrameAllocator(arena, frame_bytes)
-        self._backing = backing
         self._entries: dict[int, _Entry] = {}
         #: What a commit waits for.
         self.write_backs = WriteBacks(engine)
@@ -106,33 +105,32 @@ class HostCache:
         groups: Sequence[Sequence[int]],
         charged: Sequence[int],
         *,
-        backing_record: int,
+        backing: Backing,
         stored: bool,
     ) -> int:
         """Registers a record whose group g has sections of ``groups[g]`` bytes; returns its number here.
 
-        ``backing_record`` is its number in the backing. ``charged[g]`` is what one transfer of group g moves
-        (bytes, padding included). ``stored`` says whether weights and moments are on disk already; an entry
+        ``backing`` reads and writes it. ``charged[g]`` is what one transfer of group g moves (bytes, padding included).
+        ``stored`` says whether weights and moments are on disk already; an entry
         that is not is created, not read.
         """
         frames = [self._frames.count(sections) for sections in groups]
         record = self.residency.add_record(layer, frames, list(charged), 0b011 if stored else 0)
         for group, sections in enumerate(groups):
-            self._entries[record * GROUP_STRIDE + group] = _Entry(backing_record, tuple(sections))
+            self._entries[record * GROUP_STRIDE + group] = _Entry(backing, tuple(sections))
         return record
 
     # Accesses -----------------------------------------------------------------------------------------------
 
     def begin_access(
         self,
-        step: int,
         phase: int,
         layer: int,
         records: npt.NDArray[np.uint32],
         flags: npt.NDArray[np.uint16],
     ) -> int:
         """Opens one atomic event and returns the number of groups that it was split into."""
-        groups, _ = self.residency.begin_access(step, phase, layer, records, flags)
+        groups, _ = self.residency.begin_access(phase, layer, records, flags)
         return groups
 
     def next_group(self) -> list[int]:
@@ -156,14 +154,13 @@ class HostCache:
 
     def prefetch(
         self,
-        step: int,
         phase: int,
         layer: int,
         records: npt.NDArray[np.uint32],
         flags: npt.NDArray[np.uint16],
     ) -> int:
         """Speculates on a coming access; returns how many of its units are covered."""
-        taken, decisions = self.residency.prefetch(step, phase, layer, records, flags)
+        taken, decisions = self.residency.prefetch(phase, layer, records, flags)
         self._execute(decisions, Priority.SPECULATIVE)
         return taken
 
@@ -182,13 +179,13 @@ class HostCache:
         """Discards entries without writing them."""
         self._execute(self.residency.drop(np.asarray(entries, dtype=np.uint32)), Priority.WRITE_BACK)
 
-    def end_step(self, step: int) -> None:
-        self.residency.end_step(step)
+    def end_step(self) -> None:
+        self.residency.end_step()
 
-    def unclean(self) -> list[int]:
-        """Backing numbers of records with dirty weights or moments. After ``clean`` those are pinned."""
+    def unclean(self) -> list[Backing]:
+        """Backings of records with dirty weights or moments. After ``clean`` those are pinned."""
         dirty = self.residency.dirty_entries().tolist()
-        return [self._entries[e].backing_record for e in dirty if e % GROUP_STRIDE != _GRADIENTS]
+        return [self._entries[e].backing for e in dirty if e % GROUP_STRIDE != _GRADIENTS]
 
     # Memory of resident entries -----------------------------------------------------------------------------
 
@@ -244,9 +241,7 @@ class HostCache:
             state = self._entries[entry]
             if kind == Decision.FETCH:
                 guards = self._allocate(state)
-                state.ready = self._backing.read(
-                    state.backing_record, entry % GROUP_STRIDE, state.sections, guards, priority
-                )
+                state.ready = state.backing.read(entry % GROUP_STRIDE, state.sections, guards, priority)
                 state.fetched = Fetched(state.ready, priority is Priority.SPECULATIVE)
             elif kind == Decision.CREATE:
                 # Nothing to read; whoever fills it must still follow the last owners of its frames.
@@ -262,7 +257,7 @@ class HostCache:
 
     def _write_back(self, entry: int, state: _Entry) -> int:
         after = [state.ready] if state.ready else []
-        ticket = self._backing.write(state.backing_record, entry % GROUP_STRIDE, state.sections, after)
+        ticket = state.backing.write(entry % GROUP_STRIDE, state.sections, after)
         self.write_backs.add(ticket)
         return ticket
 

@@ -5,24 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
+from tierstore.cache.config import Scope
 from tierstore.lab.candidates import half_lives, lfu_decay
 from tierstore.lab.costs import Machine
-from tierstore.lab.curves import all_policies, curves
+from tierstore.lab.miss_curves import all_policies, curves
 from tierstore.lab.parallel import OnProgress
 from tierstore.lab.regime import Regime, survey
 from tierstore.lab.requests import Capacity, Requests
 from tierstore.lab.results import Curve, HalfLifeMap, RegimeStudy
-from tierstore.lab.simulate import (
-    Contract,
-    Detail,
-    PolicySpec,
-    Replayed,
-    Scope,
-    Setting,
-    contract_name,
-    replay_each,
-)
-from tierstore.lab.tune import Tuning
+from tierstore.lab.simulate import Contract, Detail, PolicySpec, Replayed, Setting, contract_name, replay_each
+from tierstore.lab.tuning import Tuning
 
 __all__ = ["half_life_map", "regime_study"]
 

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tierstore.cache.config import CacheConfig
-from tierstore.cache.config import Scope as CacheScope
+from tierstore.cache.config import CacheConfig, Scope
 from tierstore.lab.quotas import layer_shares, least_quotas
 from tierstore.lab.requests import Requests
 from tierstore.lab.results import Role
-from tierstore.lab.simulate import Contract, PolicySpec, Scope, Setting, known_policies, suits
+from tierstore.lab.simulate import Contract, PolicySpec, Setting, known_policies, suits
 from tierstore.train.config import TrainConfig
 from tierstore.units import format_bytes
 
@@ -169,7 +168,7 @@ def cache_configuration(candidate: Candidate) -> CacheConfig | None:
     return CacheConfig(
         policy=candidate.policy.name,
         options=candidate.policy.options,
-        scope=CacheScope(candidate.scope.value),
+        scope=candidate.scope,
         layer_shares=layer_shares(candidate.layer_quotas),
     )
 

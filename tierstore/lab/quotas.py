@@ -15,9 +15,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstore.cache.config import Scope
 from tierstore.lab.costs import Machine, Objective, cost_by_layer
 from tierstore.lab.requests import Requests
-from tierstore.lab.simulate import Contract, Detail, PolicySpec, Scope, Setting, replay_all
+from tierstore.lab.simulate import Contract, Detail, PolicySpec, Setting, replay_all
 from tierstore.trace.quotas import quotas_by_layer
 
 __all__ = ["greedy_split", "layer_curves", "layer_shares", "least_quotas", "lower_hull", "split_capacity"]

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from tierstore import _native
 from tierstore._native import Detail
+from tierstore.cache.config import Scope
 from tierstore.errors import BudgetError, ConfigError
 from tierstore.lab.parallel import OnProgress, in_parallel
 from tierstore.lab.requests import Capacity, Creations, Requests
@@ -39,7 +40,6 @@ __all__ = [
     "Detail",
     "PolicySpec",
     "Replayed",
-    "Scope",
     "Setting",
     "contract_name",
     "expected_time",
@@ -60,13 +60,6 @@ class Contract(enum.Enum):
 
     ATOMIC = "event-atomic"
     SEQUENTIAL = "sequential"
-
-
-class Scope(enum.Enum):
-    """One cache, or a quota for each layer."""
-
-    GLOBAL = "global"
-    LAYER = "layer"
 
 
 BOUNDS = tuple(_native.bound_names())

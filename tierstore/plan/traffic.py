@@ -137,8 +137,7 @@ class _Drive:
             cache=setting.config.cache,
             group_order=group_order(setting.ranks.count // setting.ranks.sharing),
         )
-        residency, _ = make_residency(store, max(taken.divided.cache // frame, 1), frame)
-        assert isinstance(residency, Residency)
+        residency = make_residency(store, max(taken.divided.cache // frame, 1), frame)
         layouts = [schema.layout(group) for group in Group]
         frames = [frames_of([section.nbytes for section in one.sections], frame) for one in layouts]
         sizes = [one.slot_bytes for one in layouts]
@@ -190,7 +189,7 @@ class _Drive:
             for layer in reversed(self._layers):
                 self._backward(layer, used)
         self._applied += 1
-        self._residency.end_step(self._applied)
+        self._residency.end_step()
         every = self._setting.config.cache.write_back_every
         if every and (step + 1) % every == 0:
             # Of a simulated step they hold up the next reads, though nothing in a run waits for them: no better is known.
@@ -275,7 +274,7 @@ class _Drive:
             if not len(chosen):
                 continue
             numbers = self._numbers(layer, chosen)
-            taken, decided = self._residency.prefetch(self._applied, item.phase, layer, numbers, flags)
+            taken, decided = self._residency.prefetch(item.phase, layer, numbers, flags)
             self._charge(item.phase, layer, decided)
             if taken < len(chosen):  # nearer passes first, and none further once there is no room
                 return
@@ -304,7 +303,7 @@ class _Drive:
         if not len(chosen):
             return
         numbers = self._numbers(layer, chosen)
-        groups, _ = self._residency.begin_access(self._applied, phase, layer, numbers, flags)
+        groups, _ = self._residency.begin_access(phase, layer, numbers, flags)
         for group in range(groups):
             units, demanded, following = self._residency.next_group()
             self._charge(phase, layer, demanded)

@@ -14,17 +14,7 @@ if TYPE_CHECKING:
     from tierstore.prefetch.schedule import Pass, QueueLimits, Schedule, Unit
     from tierstore.prefetch.units import unit_schedule
 else:
-    __getattr__ = exports(
-        __name__,
-        {
-            "experts": ["TieredExperts"],
-            "horizontal": ["DenseUnits", "HorizontalQueue"],
-            "plan": ["GradientPlan", "PrefetchConfig"],
-            "predictor": ["Predictor", "PredictorName", "make_predictor"],
-            "schedule": ["Pass", "QueueLimits", "Schedule", "Unit"],
-            "units": ["unit_schedule"],
-        },
-    )
+    __getattr__, __dir__ = exports(__name__, __file__)
 
 __all__ = [
     "DenseUnits",

@@ -270,7 +270,7 @@ class TieredExperts:
                 continue
             records = [self._records[layer][expert] for expert in experts]
             numbers, flags = self._needs(following.phase, records, later=following.later)
-            taken = self._cache.prefetch(self._store.history.applied, following.phase, layer, numbers, flags)
+            taken = self._cache.prefetch(following.phase, layer, numbers, flags)
             if taken < len(experts):
                 return
 

@@ -4,7 +4,7 @@ from tierstore.cache.config import CacheConfig, Scope
 from tierstore.store.adamw import AdamWConfig, Inactive
 from tierstore.store.config import Capability, IoBackendName, IoConfig, StoreConfig, StripeConfig, WearConfig
 from tierstore.store.core import OptimizerStep
-from tierstore.store.drives import DriveReport
+from tierstore.store.disk.drives import DriveReport
 from tierstore.store.fetching import Lease, RecordView
 from tierstore.store.format import Group, Placement, RecordSchema, WeightFormat
 from tierstore.store.opening import OpenAt

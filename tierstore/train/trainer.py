@@ -36,6 +36,7 @@ from tierstore.train.config import TrainConfig
 from tierstore.train.data import TextData
 from tierstore.train.ranks import commit_everywhere
 from tierstore.train.state import STATE_KEY, TrainState
+from tierstore.train.step_time import StepTimer
 
 __all__ = ["NonFiniteError", "StepResult", "Trainer"]
 
@@ -73,6 +74,7 @@ class Trainer:
         mesh: Mesh,
         state: TrainState,
         ledger: StallLedger,
+        timer: StepTimer,
         timeline: TimelineSink,
     ) -> None:
         self.config = config
@@ -81,6 +83,8 @@ class Trainer:
         self.data = data
         self.state = state
         self.ledger = ledger
+        #: Where the time of the last step went, and of all.
+        self.timer = timer
         self._experts = experts
         self._dense = dense
         self._queue = queue
@@ -94,7 +98,7 @@ class Trainer:
 
         Whatever is raised, the step may have been taken in part: the last commit stands, and no other is possible.
         """
-        with self._whole(f"step {self.state.position}"):
+        with self._whole(f"step {self.state.position}"), self.timer.step():
             return self._step()
 
     @contextlib.contextmanager
