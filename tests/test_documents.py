@@ -40,6 +40,11 @@ def test_the_map_of_packages_is_the_tree(package: str) -> None:
     assert set(named) == packages(package)
 
 
+def test_the_picture_of_packages_is_the_tree() -> None:
+    drawn = re.findall(r">([a-z_]+)</text>", (ROOT / "docs/packages.svg").read_text())
+    assert sorted(drawn) == sorted([*packages("tierstore"), *packages("native")])
+
+
 def test_every_command_is_listed() -> None:
     cells = [row[0] for row in table((ROOT / "docs/COMMANDS.md").read_text(), "command")]
     named = {word for cell in cells for word in re.findall(r"`tierstore ([a-z]+(?: [a-z/]+)?)", cell)}
