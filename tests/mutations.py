@@ -182,7 +182,7 @@ MUTATIONS = [
     Mutation(
         "the lease of a new store has no durable name",
         "tierstore/store/opening.py",
-        "        home.hold()\n",
+        "        home.sync_names()\n",
         "",
         POWER + "test_power_cuts[created]",
         (POWER + "test_power_cuts[spread]",),
@@ -225,8 +225,8 @@ MUTATIONS = [
     Mutation(
         "an opening that fails keeps its lease",
         "tierstore/store/opening.py",
-        "        lease = stack.enter_context(Lease(directory))\n        index =",
-        "        lease = Lease(directory)\n        index =",
+        "        lease = stack.enter_context(DirectoryLease(directory))\n        index =",
+        "        lease = DirectoryLease(directory)\n        index =",
         PROCESSES + "test_memory_that_is_not_to_be_had_is_one_clear_error",
     ),
     Mutation(

@@ -292,7 +292,7 @@ def test_dotted_fields() -> None:
 
 def test_dump_by_hand() -> None:
     assert dump(Run(data=("a",), cache=Cache(budget=2**21 + 1, policy=Policy.LRU))) == (
-        'name = "run"\ndata = ["a"]\nfiles = "none"\n'
+        'name = "run"\ndata = [\n    "a",\n]\nfiles = "none"\n'
         "\n[model]\nd_model = 256\nheads = 4\ndropout = 0.0\ntied = false\n"
         "\n[model.inner]\ndepth = 7\nlevel = 1\n"
         '\n[cache]\npolicy = "lru"\nbudget = 2097153\nshare = "25%"\ndirectory = "none"\ndepth = 2\n'
@@ -300,10 +300,12 @@ def test_dump_by_hand() -> None:
 
 
 def test_dump_refuses_what_would_not_load_back() -> None:
-    with pytest.raises(ConfigError, match=r"model\.dropout: expected a finite number"):
+    with pytest.raises(ConfigError, match=r"model\.dropout: expected a number, got inf"):
         dump(Run(model=Model(dropout=float("inf"))))
     with pytest.raises(ConfigError, match=r"name: .* UTF-8"):
         dump(Run(name="\ud800"))
+    with pytest.raises(ConfigError, match="the word 'none' stands for no value"):
+        dump(Run(cache=Cache(directory=Path("none"))))
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)

@@ -14,9 +14,9 @@ import torch
 from tierstore._native import Activity, Arena, Buffer, Engine, HugePages, Link
 from tierstore.config import load
 from tierstore.errors import ConfigError
-from tierstore.links import CollectiveLink, LinkConfig, LinksConfig, limited, open_links, wait_until
+from tierstore.links import CollectiveLink, LinkConfig, LinksConfig, limited, wait_until
 from tierstore.store import ParameterStore, RecordSchema, StoreConfig
-from tierstore.tiers import DeviceSlots, open_device_tier
+from tierstore.tiers import DeviceSlots, LimitedTier, open_device_tier
 
 MS = 1_000_000
 
@@ -29,9 +29,7 @@ class Run:
 def test_links_are_off_by_default() -> None:
     config = LinksConfig()
     assert config.describe() is None
-    assert open_links(config) == open_links(LinksConfig())
-    links = open_links(config)
-    assert links.copy is links.gather is links.exchange is links.disk is None
+    assert [link.open() for link in (config.copy, config.gather, config.exchange, config.disk)] == [None] * 4
 
 
 def test_links_are_a_table_of_the_configuration(tmp_path: Path) -> None:
@@ -41,11 +39,11 @@ def test_links_are_a_table_of_the_configuration(tmp_path: Path) -> None:
     assert config.describe() == (
         "links limited: copy 4 MiB/s, gather 1 GiB/s after 1 ms, disk any speed after 500 ms"
     )
-    links = open_links(config)
-    assert links.gather is not None
-    assert (links.gather.bandwidth, links.gather.latency) == (1 << 30, 0.001)
-    assert links.disk is not None
-    assert links.disk.bandwidth == math.inf
+    gather, disk = config.gather.open(), config.disk.open()
+    assert gather is not None
+    assert (gather.bandwidth, gather.latency) == (1 << 30, 0.001)
+    assert disk is not None
+    assert disk.bandwidth == math.inf
 
 
 @pytest.mark.parametrize(
@@ -134,7 +132,7 @@ def test_limited_copies_hold_the_same_weights() -> None:
     with Engine() as engine:
         engine.record_spans(10)
         slots, link = DeviceSlots(1024, torch.float32, weights=1, gradients=1), Link(1e6)
-        tier = open_device_tier(engine, slots, torch.device("cpu"), HugePages.OFF, link)
+        tier = LimitedTier(open_device_tier(engine, slots, torch.device("cpu"), HugePages.OFF), engine, link)
         arena = Arena(4096, HugePages.OFF)
         source = Buffer(arena, [(0, 4096)], 4096)
         source.array()[:] = 7

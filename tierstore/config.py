@@ -12,8 +12,9 @@ a fraction such as ``"25%"`` can be resolved once the whole is known.
 
 TOML has no null, so the word ``none`` stands for one: in a field that may be None, ``"none"`` is None.
 
-Everything that a user can get wrong raises ConfigError with one line: the file, the dotted key, what was
-expected. A declaration that this module cannot read is a TypeError: that is ours to mend.
+A user's mistake raises ConfigError with one line: the file, the dotted key, what was expected. A
+declaration that this module cannot read raises TypeError. ``docs/decisions/configuration.md`` says which libraries
+were tried in its place.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ import math
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tierstore.errors import ConfigError
 from tierstore.units import parse_size
@@ -38,59 +39,36 @@ __all__ = ["FieldInfo", "as_dict", "dotted_fields", "dump", "from_dict", "load"]
 T = TypeVar("T")
 
 _NONE = "none"
-_TRUE = ("true", "yes", "on", "1")
-_FALSE = ("false", "no", "off", "0")
+_BOOLS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
+_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", Path: "a path"}
 _ANY_WHOLE = 2**62  # a whole to check a fraction's syntax against, before the real one is known
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FieldInfo:
-    """One settable value: its dotted name, its type in words, and its default (None when ``required``)."""
+    """One field: its dotted name, its type in words, and its default (None when ``required``)."""
 
     name: str
     type: str
     default: object
     required: bool
     help: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Spec:
-    """A field's declaration, with its annotation taken apart once."""
-
-    name: str
-    kind: type  # the scalar's or element's type, the nested dataclass, or dict for an open table
+    #: The scalar's or the element's type, the nested dataclass, or dict for an open table.
+    kind: Any
     optional: bool
     repeated: bool
     length: int | None  # of a tuple with a fixed number of elements
     size: bool
-    default: object  # dataclasses.MISSING when there is none
-    help: str
 
     @property
     def nested(self) -> bool:
+        """Whether the field is a dataclass of its own."""
         return dataclasses.is_dataclass(self.kind)
 
     @property
     def open(self) -> bool:
+        """Whether the field is a table whose keys the component checks."""
         return self.kind is dict
-
-    @property
-    def expected(self) -> str:
-        """The type in words, as errors and listings name it."""
-        if self.open:
-            return "a table of numbers and text"
-        if self.size:
-            word = "a size such as 512MiB, 4GB" + (" or 25%" if self.kind is str else "")
-        elif issubclass(self.kind, Enum):
-            word = "one of " + ", ".join(str(member.value) for member in self.kind)
-        else:
-            word = {int: "an integer", float: "a number", bool: "true or false", str: "text", Path: "a path"}[
-                self.kind
-            ]
-        if self.repeated:
-            word = f"a list{f' of {self.length}' if self.length else ''}, each {word}"
-        return f"{word}, or none" if self.optional else word
 
 
 def load(cls: type[T], path: Path | None, overrides: Mapping[str, object] | None = None) -> T:
@@ -101,311 +79,283 @@ def load(cls: type[T], path: Path | None, overrides: Mapping[str, object] | None
     "not given" and is skipped.
     Raises ConfigError for anything that does not fit, OSError for a file that cannot be read.
     """
-    table: dict[str, object] = {}
-    origin = ""
-    if path is not None:
-        origin = f"{path}: "
-        try:
-            table = tomllib.loads(path.read_bytes().decode())
-        except tomllib.TOMLDecodeError as exc:
-            raise ConfigError(f"{origin}not valid TOML: {exc}") from exc
-        except UnicodeDecodeError as exc:
-            raise ConfigError(f"{origin}not valid TOML: not UTF-8 text at byte {exc.start}") from exc
-    values = _read_table(cls, table, prefix="", origin=origin)
+    table, origin = ({}, "") if path is None else (_parsed(path), f"{path}: ")
+    values = dict(_read(cls, table, origin=origin))
     given = {name: value for name, value in (overrides or {}).items() if value is not None}
     for name, value in given.items():
         _override(cls, values, name, value)
     if given and path is not None:
-        # What the file alone cannot be refused for is no fault of the file's: then its name misleads.
+        # An error that the file alone does not have comes from an override: then the file is not named.
         with contextlib.suppress(ConfigError):
-            _build(cls, _read_table(cls, table, prefix="", origin=""), None, prefix="", origin="")
+            from_dict(cls, table)
             origin = ""
-    return _build(cls, values, None, prefix="", origin=origin)
+    return _build(cls, values, None, origin=origin)
 
 
 def from_dict(cls: type[T], table: Mapping[str, object], *, origin: str = "") -> T:
     """The inverse of ``as_dict``. ``origin`` (a file) is what errors name. Raises ConfigError."""
     where = f"{origin}: " if origin else ""
-    return _build(cls, _read_table(cls, table, prefix="", origin=where), None, prefix="", origin=where)
+    return _build(cls, dict(_read(cls, table, origin=where)), None, origin=where)
 
 
 def as_dict(config: object) -> dict[str, object]:
     """``config`` as JSON can hold it: paths and enums as text, tuples as lists, tables as dicts."""
-    return {
-        spec.name: as_dict(value) if spec.nested else _plain(value)
-        for spec, value in ((spec, getattr(config, spec.name)) for spec in _specs(type(config)))
-    }
+    return {info.name: _plain(getattr(config, info.name)) for info in _fields(type(config))}
 
 
 def dump(config: object) -> str:
     """TOML text that loads back to a value equal to ``config``.
 
-    Raises ConfigError for what TOML text cannot hold (a number that is not finite, the word ``none`` where
-    that means None).
+    Raises ConfigError for what TOML text cannot hold (a number that is not finite, text that is not UTF-8).
     """
-    return "\n".join(_dump_table(config, prefix="")).lstrip("\n") + "\n"
+    import tomli_w  # no command writes a configuration
+
+    text = tomli_w.dumps({key: _writable(value, key) for key, value in as_dict(config).items()})
+    if from_dict(type(config), tomllib.loads(text)) != config:
+        raise ConfigError(f"the word {_NONE!r} stands for no value, and cannot be one")
+    return text
 
 
 def dotted_fields(cls: type[object]) -> list[FieldInfo]:
     """Every value that ``cls`` and its tables hold, in order of declaration."""
-    return list(_walk(cls, None, prefix=""))
+    return list(_leaves(cls))
 
 
 # Declarations -----------------------------------------------------------------------------------------------
 
 
-def _specs(cls: type[object]) -> list[_Spec]:
+def _leaves(cls: type[object], base: object = None, prefix: str = "") -> Iterator[FieldInfo]:
+    for info in _fields(cls, base, prefix):
+        yield from _leaves(info.kind, info.default, f"{info.name}.") if info.nested else (info,)
+
+
+def _fields(cls: type[object], base: object = None, prefix: str = "") -> list[FieldInfo]:
+    """The fields of ``cls``; their defaults are those of ``base``, an instance, where there is one."""
     if not dataclasses.is_dataclass(cls):
         raise TypeError(f"{cls.__name__} is not a dataclass")
     hints = typing.get_type_hints(cls)
-    return [_spec(cls, field, hints[field.name]) for field in dataclasses.fields(cls) if field.init]
+    infos = []
+    for field in dataclasses.fields(cls):
+        if not field.init:
+            continue
+        default = field.default
+        if base is not None:
+            default = getattr(base, field.name)
+        elif field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        try:
+            infos.append(_info(field, hints[field.name], default, prefix))
+        except TypeError as exc:
+            raise TypeError(
+                f"{cls.__name__}.{field.name}: a configuration cannot hold {field.type!r}"
+            ) from exc
+    return infos
 
 
-def _spec(cls: type[object], field: dataclasses.Field[object], annotation: object) -> _Spec:
-    optional = False
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        members = [arg for arg in typing.get_args(annotation) if arg is not type(None)]
-        optional = len(members) < len(typing.get_args(annotation))
-        annotation = members[0] if optional and len(members) == 1 else None
-    repeated, length = typing.get_origin(annotation) is tuple, None
+def _info(field: dataclasses.Field[object], hint: Any, default: object, prefix: str) -> FieldInfo:
+    """Takes the annotation ``hint`` apart. Raises TypeError for one that a configuration cannot hold."""
+    members, optional = [hint], False
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        members = [member for member in typing.get_args(hint) if member is not types.NoneType]
+        optional = len(members) < len(typing.get_args(hint))
+    repeated, length = typing.get_origin(members[0]) is tuple, None
     if repeated:
-        first, *rest = typing.get_args(annotation)
-        if rest != [Ellipsis]:
-            length = 1 + len(rest)
-        alike = rest == [Ellipsis] or all(other is first for other in rest)
-        annotation = first if alike else None
-    if annotation == Mapping[str, float | str]:
-        annotation = dict
-    scalar = isinstance(annotation, type) and (
-        annotation in (int, float, bool, str, Path) or issubclass(annotation, Enum)
-    )
+        *members, last = typing.get_args(members[0])
+        if last is not Ellipsis:
+            length = len(members) + 1
+            members = [*members, last]
+    kind = dict if members[0] == Mapping[str, float | str] else members[0]
     size = bool(field.metadata.get("size", False))
-    table = dataclasses.is_dataclass(annotation) and not optional and not repeated
-    table = table or annotation is dict
-    if not isinstance(annotation, type) or not (scalar or table) or (size and annotation not in (int, str)):
-        raise TypeError(f"{cls.__name__}.{field.name}: a configuration cannot hold {field.type!r}")
-    default = field.default
-    if field.default_factory is not dataclasses.MISSING:
-        default = field.default_factory()
-    help_text = str(field.metadata.get("help", ""))
-    return _Spec(
-        name=field.name,
-        kind=annotation,
+    table = kind is dict or dataclasses.is_dataclass(kind)
+    enum = isinstance(kind, type) and issubclass(kind, Enum)
+    if (
+        any(member is not members[0] for member in members)
+        or not (table or enum or kind in _WORDS)
+        or (table and (optional or repeated))
+        or (size and kind not in (int, str))
+    ):
+        raise TypeError
+    required = default is dataclasses.MISSING
+    return FieldInfo(
+        name=prefix + field.name,
+        type=_in_words(kind, size=size, repeated=repeated, length=length) + (", or none" if optional else ""),
+        default=None if required else default,
+        required=required,
+        help=str(field.metadata.get("help", "")),
+        kind=kind,
         optional=optional,
         repeated=repeated,
         length=length,
         size=size,
-        default=default,
-        help=help_text,
     )
 
 
-def _walk(cls: type[object], base: object, *, prefix: str) -> Iterator[FieldInfo]:
-    for spec in _specs(cls):
-        default = spec.default if base is None else getattr(base, spec.name)
-        name = prefix + spec.name
-        missing = default is dataclasses.MISSING
-        if spec.nested:
-            yield from _walk(spec.kind, None if missing else default, prefix=f"{name}.")
-        else:
-            shown = None if missing else default
-            yield FieldInfo(name=name, type=spec.expected, default=shown, required=missing, help=spec.help)
+def _in_words(kind: Any, *, size: bool, repeated: bool, length: int | None) -> str:
+    if kind is dict or dataclasses.is_dataclass(kind):
+        return "a table of numbers and text" if kind is dict else "a table"
+    if size:
+        word = "a size such as 512MiB, 4GB" + (" or 25%" if kind is str else "")
+    elif issubclass(kind, Enum):
+        word = "one of " + ", ".join(str(member.value) for member in kind)
+    else:
+        word = _WORDS[kind]
+    return f"a list{f' of {length}' if length else ''}, each {word}" if repeated else word
 
 
 # Reading ----------------------------------------------------------------------------------------------------
-# Values that were given travel as nested dicts of converted values until _build makes the dataclasses, so
-# that each __post_init__ sees the file and the overrides together.
+# Values that were given travel by dotted name until _build makes the dataclasses, so that each __post_init__
+# sees the file and the overrides together.
 
 
-def _read_table(
-    cls: type[object], table: Mapping[str, object], *, prefix: str, origin: str
-) -> dict[str, object]:
-    specs = {spec.name: spec for spec in _specs(cls)}
-    values: dict[str, object] = {}
+def _parsed(path: Path) -> dict[str, object]:
+    try:
+        return tomllib.loads(path.read_bytes().decode())
+    except tomllib.TOMLDecodeError as exc:
+        raise ConfigError(f"{path}: not valid TOML: {exc}") from exc
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"{path}: not valid TOML: not UTF-8 text at byte {exc.start}") from exc
+
+
+def _read(
+    cls: type[object], table: Mapping[str, object], *, prefix: str = "", origin: str
+) -> Iterator[tuple[str, object]]:
+    """The values of ``table`` by dotted name, each converted as its field declares it."""
+    infos = {info.name: info for info in _fields(cls, prefix=prefix)}
     for key, value in table.items():
         name = prefix + key
-        if key not in specs:
-            raise ConfigError(f"{origin}{_unknown(name, [prefix + known for known in specs], cls)}")
-        spec = specs[key]
-        if spec.nested:
-            if not isinstance(value, Mapping):
-                raise ConfigError(f"{origin}{name}: expected a table, got {_shown(value)}")
-            values[key] = _read_table(spec.kind, value, prefix=f"{name}.", origin=origin)
-        elif spec.open:
-            values[key] = _read_open(value, name=name, origin=origin)
+        info = infos.get(name)
+        if info is None:
+            raise ConfigError(f"{origin}{_unknown(name, list(infos))}")
+        if not info.nested:
+            yield name, _converted(info, value, origin=origin)
+        elif isinstance(value, Mapping):
+            yield from _read(info.kind, value, prefix=f"{name}.", origin=origin)
         else:
-            values[key] = _convert(spec, value, name=name, origin=origin, scalar=_from_value)
-    return values
-
-
-def _read_open(value: object, *, name: str, origin: str) -> dict[str, object]:
-    """The items of an open table, as they were typed."""
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{origin}{name}: expected a table, got {_shown(value)}")
-    for key, item in value.items():
-        finite = not isinstance(item, float) or math.isfinite(item)
-        if isinstance(item, bool) or not isinstance(item, int | float | str) or not finite:
-            raise ConfigError(f"{origin}{name}.{key}: expected a number or text, got {_shown(item)}")
-    return dict(value)
-
-
-def _open_item(value: object) -> object:
-    """An item of an open table that was typed on a command line: a number if it reads as one."""
-    if not isinstance(value, str):
-        return value
-    for kind in (int, float):
-        try:
-            return kind(value)
-        except ValueError:
-            continue
-    return value
+            raise ConfigError(f"{origin}{name}: expected a table, got {_shown(value)}")
 
 
 def _override(cls: type[object], values: dict[str, object], name: str, value: object) -> None:
-    known = [info.name for info in dotted_fields(cls)]
-    *tables, key = name.split(".")
-    for depth, table in enumerate(tables):
-        spec = next((spec for spec in _specs(cls) if spec.name == table and (spec.nested or spec.open)), None)
-        if spec is None:
-            raise ConfigError(_unknown(name, known, cls))
-        inner = values.setdefault(table, {})
-        assert isinstance(inner, dict)
-        if spec.open:
-            item = ".".join([*tables[depth + 1 :], key])
-            inner.update(_read_open({item: _open_item(value)}, name=name.removesuffix(f".{item}"), origin=""))
+    """Sets ``name`` in ``values``; text is converted to the type of its field."""
+    leaves = {info.name: info for info in _leaves(cls)}
+    for info in leaves.values():
+        item = name.removeprefix(f"{info.name}.")
+        if info.open and item != name:
+            items = _converted(info, {item: _number(value)})
+            values[info.name] = {**values.get(info.name, {}), **items}  # type: ignore[dict-item]
             return
-        cls = spec.kind
-        values = inner
-    spec = next((spec for spec in _specs(cls) if spec.name == key), None)
-    if spec is None:
-        raise ConfigError(_unknown(name, known, cls))
-    if spec.open:
-        values[key] = _read_open(value, name=name, origin="")
+    if name in leaves:
+        info = leaves[name]
+        values[name] = _converted(info, _listed(info, value) if info.repeated else value, typed=True)
         return
-    if spec.nested:
-        inside = [candidate for candidate in known if candidate.startswith(f"{name}.")]
+    inside = [known for known in leaves if known.startswith(f"{name}.")]
+    if inside:
         raise ConfigError(f"{name}: a table has no value of its own; set one of {', '.join(inside)}")
-    if isinstance(value, str):
-        scalar = _from_text
-        if spec.repeated and value.startswith("["):
-            value, scalar = _bracketed(spec, value, name), _from_value
-        elif spec.repeated and not (spec.optional and value == _NONE):
-            value = [part.strip() for part in value.split(",") if part.strip()]
-        values[key] = _convert(spec, value, name=name, origin="", scalar=scalar)
-    else:
-        values[key] = _convert(spec, value, name=name, origin="", scalar=_from_value)
+    raise ConfigError(_unknown(name, list(leaves)))
 
 
-def _bracketed(spec: _Spec, text: str, name: str) -> object:
-    """A list that was typed on a command line as a file would have it."""
+def _listed(info: FieldInfo, value: object) -> object:
+    """A list that was typed on a command line: with commas, or in brackets as a file would have it."""
+    if not isinstance(value, str) or (info.optional and value == _NONE):
+        return value
+    if not value.startswith("["):
+        return [part.strip() for part in value.split(",") if part.strip()]
     try:
-        return tomllib.loads(f"list = {text}")["list"]
+        return tomllib.loads(f"list = {value}")["list"]
     except tomllib.TOMLDecodeError as exc:
         raise ConfigError(
-            f"{name}: expected {spec.expected}, separated by commas, got {_shown(text)}"
+            f"{info.name}: expected {info.type}, separated by commas, got {_shown(value)}"
         ) from exc
 
 
-def _convert(
-    spec: _Spec, value: object, *, name: str, origin: str, scalar: Callable[[_Spec, object, str], object]
-) -> object:
-    """``value`` as ``spec`` declares it. ``scalar`` converts one element, or raises ValueError."""
-    if spec.optional and (value is None or value == _NONE):
+def _number(value: object) -> object:
+    """An item of an open table that was typed on a command line: a number if it reads as one."""
+    if isinstance(value, str):
+        for kind in (int, float):
+            with contextlib.suppress(ValueError):
+                return kind(value)
+    return value
+
+
+def _converted(info: FieldInfo, value: Any, *, origin: str = "", typed: bool = False) -> Any:
+    """``value`` as ``info`` declares it. ``typed``: text was typed on a command line. Raises ConfigError."""
+    if info.open:
+        return _table(info, value, origin)
+    if info.optional and (value is None or value == _NONE):
         return None
     try:
-        if not spec.repeated:
-            return scalar(spec, value, name)
-        if not isinstance(value, list | tuple) or spec.length not in (None, len(value)):
+        if not info.repeated:
+            return _scalar(info, value, typed=typed)
+        if not isinstance(value, list | tuple) or info.length not in (None, len(value)):
             raise ValueError
-        return tuple(scalar(spec, element, name) for element in value)
-    except ConfigError as exc:  # from parse_size, whole already
+        return tuple(_scalar(info, element, typed=typed) for element in value)
+    except ConfigError as exc:  # parse_size names the field itself
         raise ConfigError(f"{origin}{exc}") from exc
     except ValueError as exc:
-        raise ConfigError(f"{origin}{name}: expected {spec.expected}, got {_shown(value)}") from exc
+        raise ConfigError(f"{origin}{info.name}: expected {info.type}, got {_shown(value)}") from exc
 
 
-def _from_value(spec: _Spec, value: object, name: str) -> object:
-    """One value as TOML or Python typed it: nothing is guessed, but an integer is also a number."""
-    kind = spec.kind
-    if spec.size:
-        return _size(spec, value, name)
-    if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
-        if isinstance(value, float) and not math.isfinite(value):
+def _table(info: FieldInfo, value: object, origin: str) -> dict[str, object]:
+    """The items of an open table, as they were typed."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{origin}{info.name}: expected a table, got {_shown(value)}")
+    for key, item in value.items():
+        finite = not isinstance(item, float) or math.isfinite(item)
+        if isinstance(item, bool) or not isinstance(item, int | float | str) or not finite:
+            raise ConfigError(f"{origin}{info.name}.{key}: expected a number or text, got {_shown(item)}")
+    return dict(value)
+
+
+def _scalar(info: FieldInfo, value: Any, *, typed: bool) -> object:
+    """One value, or ValueError. Of what TOML or Python typed nothing is guessed, but an integer is also a number."""
+    kind = info.kind
+    if info.size:
+        if isinstance(value, bool) or not isinstance(value, int | str):
             raise ValueError
-        return value
+        size = parse_size(value, whole=None if kind is int else _ANY_WHOLE, name=info.name)
+        return size if kind is int else str(value)
     if issubclass(kind, Enum):
         for member in kind:
-            if member.value == value and type(member.value) is type(value):
+            same = type(member.value) is type(value) and member.value == value
+            if member is value or same or (typed and str(member.value) == value):
                 return member
+    elif typed and isinstance(value, str) and kind in (int, float, bool):
+        value = _BOOLS.get(value.lower()) if kind is bool else kind(value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if kind is Path and isinstance(value, str) and value:
         return Path(value)
+    finite = not isinstance(value, float) or math.isfinite(value)
+    if isinstance(value, kind) and finite and (kind is bool or not isinstance(value, bool)):
+        return value
     raise ValueError
 
 
-def _from_text(spec: _Spec, value: object, name: str) -> object:
-    """One value that was typed on a command line."""
-    kind = spec.kind
-    if not isinstance(value, str):
-        return _from_value(spec, value, name)
-    if spec.size:
-        return _size(spec, value, name)
-    if issubclass(kind, Enum):
-        for member in kind:
-            if str(member.value) == value:
-                return member
-        raise ValueError
-    if kind is bool:
-        if value.lower() in _TRUE + _FALSE:
-            return value.lower() in _TRUE
-        raise ValueError
-    if kind is int:
-        return int(value, 10)
-    return _from_value(spec, float(value) if kind is float else value, name)
-
-
-def _size(spec: _Spec, value: object, name: str) -> object:
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ValueError
-    if spec.kind is int:
-        return parse_size(value, name=name)
-    parse_size(value, whole=_ANY_WHOLE, name=name)
-    return str(value)
-
-
-def _build(cls: type[T], values: Mapping[str, object], base: object, *, prefix: str, origin: str) -> T:
+def _build(cls: type[T], values: Mapping[str, object], base: T | None, *, prefix: str = "", origin: str) -> T:
     """A ``cls`` of ``values``; what they leave out comes from ``base``, or from the declared defaults."""
-    arguments: dict[str, object] = {}
-    for spec in _specs(cls):
-        default = spec.default if base is None else getattr(base, spec.name)
-        missing = default is dataclasses.MISSING
-        name = prefix + spec.name
-        if spec.nested:
-            inner = values.get(spec.name, {})
-            assert isinstance(inner, Mapping)
-            arguments[spec.name] = _build(
-                spec.kind, inner, None if missing else default, prefix=f"{name}.", origin=origin
-            )
-        elif spec.name in values:
-            arguments[spec.name] = values[spec.name]
-        elif missing:
-            raise ConfigError(f"{origin}{name}: not set; expected {spec.expected}")
+    given: dict[str, Any] = {}
+    for info in _fields(cls, base, prefix):
+        key = info.name.removeprefix(prefix)
+        if info.nested:
+            given[key] = _build(info.kind, values, info.default, prefix=f"{info.name}.", origin=origin)
+        elif info.name in values:
+            given[key] = values[info.name]
+        elif info.required:
+            raise ConfigError(f"{origin}{info.name}: not set; expected {info.type}")
         else:
-            arguments[spec.name] = default
+            given[key] = info.default
     try:
-        return cls(**arguments)
+        return cls(**given)
     except ValueError as exc:  # a ConfigError, or a dataclass that checks itself the plain way
         where = f"[{prefix[:-1]}] " if prefix and not str(exc).startswith(prefix) else ""
         raise ConfigError(f"{origin}{where}{exc}") from exc
 
 
-def _unknown(name: str, known: list[str], cls: type[object]) -> str:
+def _unknown(name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     if near:
         return f"{name}: unknown configuration key; did you mean {' or '.join(near)}?"
-    known = known if len(known) <= 12 else [spec.name for spec in _specs(cls)]
-    return f"{name}: unknown configuration key; known here: {', '.join(known)}"
+    shown = known if len(known) <= 12 else dict.fromkeys(key.split(".")[0] for key in known)
+    return f"{name}: unknown configuration key; known here: {', '.join(shown)}"
 
 
 def _shown(value: object) -> str:
@@ -417,6 +367,8 @@ def _shown(value: object) -> str:
 
 
 def _plain(value: object) -> object:
+    if dataclasses.is_dataclass(value):
+        return as_dict(value)
     if isinstance(value, tuple):
         return [_plain(element) for element in value]
     if isinstance(value, Mapping):
@@ -426,70 +378,14 @@ def _plain(value: object) -> object:
     return str(value) if isinstance(value, Path) else value
 
 
-def _dump_table(config: object, *, prefix: str) -> list[str]:
-    lines: list[str] = []
-    tables: list[str] = []
-    for spec in _specs(type(config)):
-        value = getattr(config, spec.name)
-        name = prefix + spec.name
-        if spec.nested:
-            inner = _dump_table(value, prefix=f"{name}.")
-            tables += ["", f"[{name}]", *inner] if inner else []
-        elif spec.open:
-            items = [
-                f"{_toml_key(key)} = {_toml_scalar(spec, item, f'{name}.{key}')}"
-                for key, item in value.items()
-            ]
-            tables += ["", f"[{name}]", *items] if items else []
-        else:
-            lines.append(f"{spec.name} = {_toml(spec, value, name)}")
-    return lines + tables
-
-
-def _toml(spec: _Spec, value: object, name: str) -> str:
-    if value is None:
-        return f'"{_NONE}"'
-    if spec.optional and value == _NONE:
-        raise ConfigError(f"{name}: the word {_NONE!r} stands for no value, and cannot be one")
-    if isinstance(value, tuple):
-        return "[" + ", ".join(_toml_scalar(spec, element, name) for element in value) + "]"
-    return _toml_scalar(spec, value, name)
-
-
-def _toml_scalar(spec: _Spec, value: object, name: str) -> str:
-    plain = _plain(value)
-    if isinstance(plain, bool):
-        return "true" if plain else "false"
-    if isinstance(plain, int):
-        if spec.size and plain and plain % 2**20 == 0:
-            return f'"{plain // 2**20}MiB"'
-        return str(plain)
-    if isinstance(plain, float):
-        if not math.isfinite(plain):
-            raise ConfigError(f"{name}: expected a finite number, got {plain}")
-        return repr(plain)
-    if isinstance(plain, str):
-        try:
-            plain.encode()
-        except UnicodeEncodeError as exc:
-            raise ConfigError(f"{name}: {plain!r} is not text that UTF-8 can hold") from exc
-        return _toml_string(plain)
-    raise TypeError(f"{name}: a configuration cannot hold {plain!r}")
-
-
-def _toml_key(key: str) -> str:
-    bare = key.isascii() and key.replace("-", "_").isidentifier()
-    return key if bare else _toml_string(key)
-
-
-def _toml_string(text: str) -> str:
-    """A TOML basic string: control characters, which TOML forbids as they are, become escapes."""
-    escapes = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
-    return (
-        '"'
-        + "".join(
-            escapes.get(char) or (f"\\u{ord(char):04x}" if ord(char) < 32 or ord(char) == 127 else char)
-            for char in text
-        )
-        + '"'
-    )
+def _writable(value: object, name: str) -> object:
+    """``value`` as TOML can hold it: the word ``none`` stands for None."""
+    if isinstance(value, dict):
+        return {key: _writable(item, f"{name}.{key}") for key, item in value.items()}
+    if isinstance(value, list):
+        return [_writable(item, name) for item in value]
+    try:
+        str(value).encode()
+    except UnicodeEncodeError as exc:
+        raise ConfigError(f"{name}: {value!r} is not text that UTF-8 can hold") from exc
+    return _NONE if value is None else value

@@ -1,27 +1,54 @@
 """Packages whose names are imported when they are first used.
 
 A package that re-exports its modules imports all of them for whoever wants one; where one of them imports torch, that
-is a second. ``exports`` makes the package's ``__getattr__`` (PEP 562).
+is a second. Such a package lists its imports once, for type checkers, and ``exports`` carries them out on first use
+(PEP 562)::
+
+    if TYPE_CHECKING:
+        from tierstore.train.trainer import Trainer
+    else:
+        __getattr__, __dir__ = exports(__name__, __file__)
+
+    __all__ = ["Trainer"]
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 __all__ = ["exports"]
 
 
-def exports(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[str], object]:
-    """``__getattr__`` of ``package``: ``modules`` names its modules and what each of them exports."""
-    home = {name: module for module, names in modules.items() for name in names}
-    hidden = home.keys() & modules.keys()
-    if hidden:  # importing the module makes it an attribute of the package, and that one is found first
-        raise ValueError(f"{package}: {sorted(hidden)} are modules and cannot be exported names too")
+def exports(package: str, file: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """``__getattr__`` and ``__dir__`` of ``package``, whose source is ``file``."""
+    home = dict(_imports(ast.parse(Path(file).read_text(encoding="utf-8"))))
+    # Importing a module makes it an attribute of its package, and that one is found first.
+    inside = {module.removeprefix(f"{package}.").split(".")[0] for module in home.values()}
+    if hidden := [name for name, module in home.items() if name in inside and module != package]:
+        raise ValueError(f"{package}: {hidden} are modules and cannot be exported names too")
 
     def find(name: str) -> object:
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"{package}.{home[name]}"), name)
+        if home[name] == package:
+            return importlib.import_module(f"{package}.{name}")
+        return getattr(importlib.import_module(home[name]), name)
 
-    return find
+    return find, lambda: sorted(home)
+
+
+def _imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Each name that is imported under ``if TYPE_CHECKING``, and its module."""
+    for block in tree.body:
+        if (
+            isinstance(block, ast.If)
+            and isinstance(block.test, ast.Name)
+            and block.test.id == "TYPE_CHECKING"
+        ):
+            for statement in block.body:
+                if isinstance(statement, ast.ImportFrom) and statement.module is not None:
+                    for alias in statement.names:
+                        yield alias.name, statement.module

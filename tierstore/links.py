@@ -5,7 +5,8 @@ of each, the bytes that this rank sends) and ``disk`` (reads and writes of exten
 (all-to-alls, agreements) goes over ``gather`` too, behind the gathers issued before it, unless it is given a
 link of its own, ``exchange``. Off by default; a run that has them on says so first.
 
-There is one emulation. A link serves one transfer at a time, in order of asking::
+There is one emulation, outside what it slows: ``tierstore.tiers.LimitedTier`` wraps a device tier,
+``tierstore.parallel.LimitedGroup`` makes the messages of a group. A link serves one transfer at a time, in order of asking::
 
     start = max(now, free_at)
     free_at = start + latency + nbytes / bandwidth
@@ -27,7 +28,7 @@ from tierstore._native import Activity, Engine, Link, Priority
 from tierstore.errors import ConfigError
 from tierstore.units import format_bytes, format_seconds
 
-__all__ = ["CollectiveLink", "LinkConfig", "Links", "LinksConfig", "limited", "open_links", "wait_until"]
+__all__ = ["CollectiveLink", "LinkConfig", "LinksConfig", "limited", "wait_until"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,21 +71,6 @@ class LinksConfig:
         links = [(link.name, getattr(self, link.name)) for link in fields(self)]
         limits = [f"{name} {config.describe()}" for name, config in links if config.on]
         return f"links limited: {', '.join(limits)}" if limits else None
-
-
-@dataclass(frozen=True)
-class Links:
-    """The limited links of a run; None where the machine's own speed holds."""
-
-    copy: Link | None = None
-    gather: Link | None = None
-    exchange: Link | None = None
-    disk: Link | None = None
-
-
-def open_links(config: LinksConfig) -> Links:
-    """Links as ``config`` limits them, each free from now on."""
-    return Links(config.copy.open(), config.gather.open(), config.exchange.open(), config.disk.open())
 
 
 def limited(

@@ -12,7 +12,7 @@ import psutil
 from tierstore.capabilities import filesystem_type
 
 __all__ = [
-    "Disk",
+    "FileSystem",
     "Memory",
     "block_device",
     "cores",
@@ -43,7 +43,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Disk:
+class FileSystem:
     """The file system under a directory: its type, and its bytes free (to this user) and in all."""
 
     filesystem: str
@@ -128,10 +128,10 @@ def _limit(path: Path) -> int | None:
     return limit if limit < 2**60 else None
 
 
-def disk(directory: Path) -> Disk:
+def disk(directory: Path) -> FileSystem:
     """The file system under ``directory``. Raises OSError, naming it, where there is no such directory."""
     space = os.statvfs(directory)
-    return Disk(
+    return FileSystem(
         filesystem=filesystem_type(directory),
         free_bytes=space.f_bavail * space.f_frsize,
         total_bytes=space.f_blocks * space.f_frsize,

@@ -19,6 +19,7 @@ from tierstore import _native
 from tierstore._native import Arena, Buffer, Engine, HugePages, IoBackend, Priority
 from tierstore.cache import HostCache
 from tierstore.cache.access import Need, Phase
+from tierstore.cache.frame_allocator import FrameAllocator
 
 FRAME = 4096
 SECTIONS = ((FRAME,), (FRAME, 2 * FRAME), (FRAME,))  # of each group; nbytes
@@ -228,13 +229,12 @@ def test_the_oracle_is_satisfied_where_mutations_are_tried(play: Play) -> None:
 
 
 def test_forgetting_the_guards_of_frames_is_caught(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    give = HostCache._give_frames
+    allocate = FrameAllocator.allocate
 
-    def unguarded(self: HostCache, state: object) -> list[int]:
-        give(self, state)  # type: ignore[arg-type]
-        return []
+    def unguarded(self: FrameAllocator, nbytes: Sequence[int]) -> tuple[tuple[Buffer, ...], list[int]]:
+        return allocate(self, nbytes)[0], []
 
-    monkeypatch.setattr(HostCache, "_give_frames", unguarded)
+    monkeypatch.setattr(FrameAllocator, "allocate", unguarded)
     assert caught(play)
 
 
@@ -256,7 +256,7 @@ def test_failed_decisions_break_the_cache() -> None:
         def full(*_: object) -> int:
             raise OSError(28, "No space left on device")
 
-        player.cache.backing(0).write = full  # type: ignore[method-assign]
+        player.cache._entries[0].backing.write = full  # type: ignore[method-assign]
         with pytest.raises(OSError, match="No space"):
             player.access([1], Need.STEP)
         assert "could not carry out" in player.cache.broken
@@ -266,19 +266,18 @@ def test_failed_decisions_break_the_cache() -> None:
 
 
 def test_sweeping_keeps_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierstore.cache.host_cache._SWEEP_WRITES", 2)
+    monkeypatch.setattr("tierstore.cache.write_backs._SWEEP_WRITES", 2)
     player = Player(1, 6, 0)
     try:
-        player.cache._sweep_at = 2
         for number in range(4):
             player.access([number], Need.STEP)
             player.wrong()
         failed = player.engine.external()
-        player.cache._pending_writes.append(failed)
+        player.cache.write_backs.add(failed)
         player.engine.complete_external(failed, "it broke")
         for number in range(4):
             player.access([number], Need.STEP)
             player.wrong()
-        assert failed in player.cache.take_pending_writes()
+        assert failed in player.cache.write_backs.take()
     finally:
         player.close()

@@ -129,11 +129,21 @@ def test_a_rank_that_is_killed(config: Path, tmp_path: Path, restarts: int) -> N
     steps, store, metrics = 60, tmp_path / "store", tmp_path / "metrics.jsonl"
     expected = tmp_path / "expected.jsonl"
     straight = torchrun(
-        "train", config, "--store", tmp_path / "straight", "--steps", steps, "--metrics", expected, "--json"
+        "train",
+        config,
+        "--store",
+        tmp_path / "straight",
+        "--steps",
+        steps,
+        "--metrics",
+        expected,
+        "--json",
+        "--checksum",
     )
     whole = last_json(run(straight).stdout) if restarts else {}
     line = torchrun(
-        "train", config, "--store", store, "--steps", steps, "--metrics", metrics, "--json", restarts=restarts
+        *("train", config, "--store", store, "--steps", steps, "--metrics", metrics, "--json", "--checksum"),
+        restarts=restarts,
     )
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -151,6 +161,7 @@ def test_a_rank_that_is_killed(config: Path, tmp_path: Path, restarts: int) -> N
     assert process.returncode == 0, err
     found = last_json(out)
     assert (found["steps"], found["train_loss"]) == (steps, whole["train_loss"])
+    assert isinstance(whole["records_crc32c"], int)
     assert found["records_crc32c"] == whole["records_crc32c"]
     seen = {entry["step"]: entry["loss"] for entry in map(json.loads, metrics.read_text().splitlines())}
     want = {entry["step"]: entry["loss"] for entry in map(json.loads, expected.read_text().splitlines())}

@@ -149,6 +149,7 @@ def wrong_later(root: Path, config: StoreConfig, mode: Mode | None) -> str:
             gradients = {key: np.ones(store.info(key).schema.numel, np.float32) for key in store.keys}
             store.update(gradients, lr=0.1)
             store.commit()
+        with ParameterStore.open(root / "s", config) as store:
             after = store.last_commit
             if (after.generation, after.snapshots) != (before.generation + 1, named):
                 return f"generation {after.generation} with {after.snapshots} after {before.generation} with {named}"
@@ -247,7 +248,7 @@ def cut_twice(directory: Path, workload: Workload, count: int, starts: int, seed
 
 
 def _half_made(state: CrashState, drives: Sequence[str]) -> bool:
-    """Whether further directories have an identity, and the store has none yet."""
+    """Whether stripe directories have an identity, and the store has none yet."""
     identities = [f"{name}/tierstore.json" in state.files for name in ("s", *drives)]
     return any(identities) and not identities[0]
 

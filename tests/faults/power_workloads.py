@@ -20,9 +20,9 @@ from tierstore.store import (
     StoreConfig,
     StripeConfig,
     WearConfig,
-    extents,
 )
 from tierstore.store.config import Capability
+from tierstore.store.disk import extents
 from tierstore.store.disk.store_extents import StoreExtents
 from tierstore.store.gc import Mode, collect
 from tierstore.store.index.database import Commit
@@ -112,7 +112,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Workload:
-    """``work`` on a new store, which has the further directories ``drives`` at some time.
+    """``work`` on a new store, which has the stripe directories ``drives`` at some time.
 
     ``making``: it has them from the beginning, and the power fails while it is made, too.
     """

@@ -10,6 +10,7 @@ import pytest
 from cases import requests_of
 
 from tierstore.cache.access import Phase
+from tierstore.cache.config import Scope
 from tierstore.errors import ConfigError
 from tierstore.lab.costs import (
     Machine,
@@ -20,7 +21,7 @@ from tierstore.lab.costs import (
     policy_time,
     with_costs,
 )
-from tierstore.lab.simulate import PolicySpec, Scope, Setting, outcome, replay_all
+from tierstore.lab.simulate import PolicySpec, Setting, outcome, replay_all
 from tierstore.model.config import ModelConfig
 from tierstore.plan.costs import ASSUMED, Cost
 from tierstore.plan.evidence import Evidence

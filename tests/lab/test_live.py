@@ -7,14 +7,15 @@ import pytest
 from click.testing import CliRunner
 
 from tierstore._native import Residency
+from tierstore.cache.config import Scope
 from tierstore.cli.main import cli
 from tierstore.errors import BudgetError
 from tierstore.lab.candidates import Candidate
 from tierstore.lab.costs import Objective
 from tierstore.lab.live import recording_of, replay_recorded
 from tierstore.lab.requests import load_requests
-from tierstore.lab.simulate import Contract, PolicySpec, Scope, Setting
-from tierstore.lab.tune import Hindsight, TuneOptions, tune
+from tierstore.lab.simulate import Contract, PolicySpec, Setting
+from tierstore.lab.tuning import Hindsight, TuneOptions, tune
 from tierstore.trace.recording import TraceRecorder
 from tierstore.trace.replay import STEP_COUNTS, replay, replay_steps
 
@@ -108,7 +109,7 @@ def test_the_grid_is_scored_with_the_prefetches_too(recorded, monkeypatch):
     def refuse(*arguments, **keywords):
         raise AssertionError("a candidate was replayed without the prefetches")
 
-    monkeypatch.setattr("tierstore.lab.tune.replay_each", refuse)
+    monkeypatch.setattr("tierstore.lab.tuning.replay_each", refuse)
     requests = load_requests(recorded)
     heard = []
     found = tune(

@@ -10,7 +10,7 @@ from launcher import Ranks
 
 from tierstore.model import CheckpointActivations, ComputeDtype, ModelConfig, Transformer
 from tierstore.moe import InMemoryExperts, RouterNoise, SaveActivations
-from tierstore.parallel import Mesh, Place
+from tierstore.parallel import Mesh, RankEnvironment
 
 GLOBAL_BATCH = 4
 Found = dict[str, Any]
@@ -56,7 +56,7 @@ VARIANTS: list[Found] = [
 @pytest.mark.parametrize("options", VARIANTS)
 @pytest.mark.parametrize(("size", "expert"), [(2, 0), (4, 0), (4, 2), (4, 1)])
 def test_as_one_process(ranks: Ranks, size: int, expert: int, options: Found) -> None:
-    one = _pass(Mesh.alone(Place(), torch.device("cpu")), options)
+    one = _pass(Mesh.alone(RankEnvironment(), torch.device("cpu")), options)
     many = ranks.run(size, _pass, options, expert=expert)
     near = {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(sum(found["loss"] for found in many) / size, one["loss"], **near)

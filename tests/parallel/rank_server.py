@@ -95,7 +95,7 @@ def _rank(address: str, config: Any) -> int:
     with Client(address, "AF_UNIX") as test:
         test.send(("rank", os.getpid()))
         with contextlib.suppress(EOFError), launch(config, device="cpu") as mesh:
-            test.send(("joined", mesh.place.rank))
+            test.send(("joined", mesh.environment.rank))
             modules: dict[str, ModuleType] = {}
             while (case := pickle.loads(test.recv_bytes())) is not None:
                 file, name, arguments = case

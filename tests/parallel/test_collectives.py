@@ -14,7 +14,7 @@ import torch.distributed as dist
 from launcher import Ranks
 from torch import Tensor
 
-from tierstore.parallel import Channel, Group, Mesh, Operation, Work
+from tierstore.parallel import Channel, Collective, Group, LimitedGroup, Mesh, Work
 
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
 
@@ -205,11 +205,11 @@ def _counted(mesh: Mesh) -> dict[str, tuple[int, int]]:
 def test_traffic_is_what_goes_to_others(ranks: Ranks) -> None:
     for found in ranks.run(4, _counted):
         assert found == {
-            Operation.ALL_GATHER: (1, 3 * 40),
-            Operation.REDUCE_SCATTER: (1, 3 * 20),
-            Operation.ALL_TO_ALL: (1, 3 * 24),
-            Operation.ALL_REDUCE: (0, 0),
-            Operation.OBJECTS: (0, 0),
+            Collective.ALL_GATHER: (1, 3 * 40),
+            Collective.REDUCE_SCATTER: (1, 3 * 20),
+            Collective.ALL_TO_ALL: (1, 3 * 24),
+            Collective.ALL_REDUCE: (0, 0),
+            Collective.OBJECTS: (0, 0),
         }
 
 
@@ -317,7 +317,7 @@ def test_waiting_is_charged_when_it_blocks_and_results_come_once() -> None:
 def _over_a_link(mesh: Mesh) -> tuple[bool, list[int]]:
     """A gather of 40 bytes to one other, over a link that lets them pass at a time of its own."""
     link = _Link()
-    group = Group(mesh.world.rank, mesh.world.ranks, mesh.world._communicators, link=link)
+    group = LimitedGroup(mesh.world.rank, mesh.world.ranks, mesh.world._communicators, link=link)
     out = torch.empty(20)
     work = group.all_gather(out, torch.full((10,), float(group.rank)))
     group.all_gather_object(None)
@@ -348,7 +348,7 @@ def _over_two_links(mesh: Mesh) -> tuple[list[int], list[int]]:
     """A gather ahead of computation, and an exchange that it blocks on."""
     link, exchange = _Link(), _Link()
     world = mesh.world
-    group = Group(world.rank, world.ranks, world._communicators, link=link, exchange=exchange)
+    group = LimitedGroup(world.rank, world.ranks, world._communicators, link=link, exchange=exchange)
     gathering = group.all_gather(torch.empty(20), torch.ones(10))
     group.all_to_all(torch.empty(2, 3), torch.ones(2, 3), [1, 1], [1, 1]).wait()
     gathering.wait()

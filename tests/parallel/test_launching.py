@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tierstore.errors import CapabilityError, ConfigError, PeerError
-from tierstore.parallel import ParallelConfig, Place, launch, rank_device
+from tierstore.parallel import ParallelConfig, RankEnvironment, launch, rank_device
 
 PROGRAM = """
 import os, sys, time
@@ -85,7 +85,7 @@ def test_ranks_end_with_a_killed_torchrun(tmp_path: Path, ranks: int) -> None:
 
 def test_alone_needs_no_one() -> None:
     with launch(ParallelConfig(), device="cpu") as mesh:
-        assert mesh.place == Place()
+        assert mesh.environment == RankEnvironment()
         assert mesh.world is mesh.expert is mesh.replica
         assert (mesh.world.size, mesh.replicas, mesh.device) == (1, 1, torch.device("cpu"))
         assert not torch.distributed.is_initialized()
@@ -121,7 +121,7 @@ def test_no_one_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone, third = Place(), Place(rank=2, world=4, local_rank=2)
+    alone, third = RankEnvironment(), RankEnvironment(rank=2, world=4, local_rank=2)
     for asked in ("tpu", "cuda:x", "cpu:0", "auto:1"):
         with pytest.raises(ConfigError, match=f"^device: expected auto, cpu, cuda or cuda:N, got '{asked}'"):
             rank_device(asked, alone)
@@ -136,7 +136,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert rank_device("auto", alone) == torch.device("cuda", 0)
     assert rank_device("cuda:1", alone) == torch.device("cuda", 1)
-    assert rank_device("cuda", Place(rank=5, world=8, local_rank=1)) == torch.device("cuda", 1)
+    assert rank_device("cuda", RankEnvironment(rank=5, world=8, local_rank=1)) == torch.device("cuda", 1)
     with pytest.raises(
         ConfigError, match=r"^device: cuda:0 is one GPU for 4 ranks; expected auto, cpu or cuda"
     ):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from launcher import Ranks
 
 from tierstore.errors import ConfigError
-from tierstore.parallel import ExpertBlocks, Mesh, Operation, ParallelConfig, Place
+from tierstore.parallel import Collective, ExpertBlocks, Mesh, ParallelConfig, RankEnvironment
 from tierstore.parallel.mesh import expert_ranks
 
 
@@ -46,8 +46,8 @@ def _groups(mesh: Mesh) -> dict[str, object]:
         "expert": (mesh.expert.ranks, mesh.expert.rank, mesh.expert is mesh.world),
         "replica": (mesh.replica.ranks, mesh.replica.rank, mesh.replica is mesh.world),
         "heard": (
-            mesh.expert.all_gather_object(mesh.place.rank),
-            mesh.replica.all_gather_object(mesh.place.rank),
+            mesh.expert.all_gather_object(mesh.environment.rank),
+            mesh.replica.all_gather_object(mesh.environment.rank),
         ),
     }
 
@@ -74,17 +74,17 @@ def test_groups(ranks: Ranks) -> None:
 
 
 def test_one_process_has_no_device_mesh() -> None:
-    alone = Mesh.alone(Place(), torch.device("cpu"))
-    assert alone.traffic()[Operation.ALL_GATHER].calls == 0
+    alone = Mesh.alone(RankEnvironment(), torch.device("cpu"))
+    assert alone.traffic()[Collective.ALL_GATHER].calls == 0
     with pytest.raises(ValueError, match="a single process has no device mesh"):
         alone.device_mesh()
 
 
 def _sent(mesh: Mesh) -> tuple[int, int]:
-    before = mesh.traffic()[Operation.ALL_REDUCE]
+    before = mesh.traffic()[Collective.ALL_REDUCE]
     for group in (mesh.world, mesh.expert, mesh.replica):
         group.all_reduce(torch.ones(2)).wait()
-    after = mesh.traffic()[Operation.ALL_REDUCE]
+    after = mesh.traffic()[Collective.ALL_REDUCE]
     return after.calls - before.calls, after.sent_bytes - before.sent_bytes
 
 

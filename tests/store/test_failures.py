@@ -249,7 +249,7 @@ def test_a_late_read_of_a_slot_left_behind_meets_its_own_checksums(tmp_path: Pat
         store.update(ones("e0"), lr=0.1)
         store.core.cache.clean()
         with pytest.raises(TimeoutError):
-            store.core.engine.wait(store.core.cache.take_pending_writes()[0], 0.05)
+            store.core.engine.wait(store.core.cache.write_backs.take()[0], 0.05)
         store.core.engine.complete_external(late)
         store.core.wait([read])
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from tierstore.config import load
-from tierstore.parallel import Mesh, Place
+from tierstore.parallel import Mesh, RankEnvironment
 from tierstore.store import ParameterStore
+from tierstore.train import checksum
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
@@ -41,23 +44,23 @@ TINY: Settings = {
 }
 
 
-class FileNotes:
+class FileJobStore:
     """What ``torchrun`` would remember of a job whose attempts are worlds of their own here."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def write(self, word: str) -> None:
+    def set(self, key: str) -> None:
         self._directory.mkdir(exist_ok=True)
-        (self._directory / word).touch()
+        (self._directory / key).touch()
 
-    def written(self, word: str) -> bool:
-        return (self._directory / word).exists()
+    def has(self, key: str) -> bool:
+        return (self._directory / key).exists()
 
 
 def attempt(mesh: Mesh, store: Path) -> Mesh:
     """``mesh`` as one attempt of the job that trains into ``store``."""
-    return replace(mesh, notes=FileNotes(store.with_name(f"{store.name}.notes")))
+    return replace(mesh, job_store=FileJobStore(store.with_name(f"{store.name}.notes")))
 
 
 def train(
@@ -78,6 +81,29 @@ def train(
         return losses, norms, trainer.store.records_crc32c()
 
 
+def checksums(mesh: Mesh, settings: Settings, stops: int | None = None) -> tuple[int, int | None]:
+    """The checksum of this rank's records, and that of all ranks', which meet after every record and go on as long as
+    any is at it. Rank ``stops`` is asked to stop after its third record.
+    """
+    torch.set_num_threads(1)
+    done = 0
+
+    def progress(records: int, total: int) -> None:
+        nonlocal done
+        done = records
+        time.sleep(0.01 * mesh.world.rank)  # the later ranks take longer
+
+    with open_session(load(TrainConfig, None, {**TINY, **settings}), Opening.CREATE, mesh=mesh) as trainer:
+        trainer.step()
+        trainer.commit()
+        own = trainer.store.records_crc32c()
+        with mock.patch.object(checksum, "_MEET_S", 0.0):
+            every = checksum.records_checksum(
+                trainer, progress=progress, stopped=lambda: mesh.world.rank == stops and done >= 3
+            )
+        return own, every
+
+
 def weights(mesh: Mesh, settings: Settings) -> dict[str, npt.NDArray[np.float32]]:
     """The expert weights of this rank at its last commit."""
     found = {}
@@ -90,7 +116,7 @@ def weights(mesh: Mesh, settings: Settings) -> dict[str, npt.NDArray[np.float32]
 
 
 def alone() -> Mesh:
-    return Mesh.alone(Place(), torch.device("cpu"))
+    return Mesh.alone(RankEnvironment(), torch.device("cpu"))
 
 
 MODES: dict[str, Settings] = {

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from launcher import Ranks
-from rank_cases import MODES, Settings, ahead, alone, attempt, train, weights, whole_run
+from rank_cases import MODES, Settings, ahead, alone, attempt, checksums, train, weights, whole_run
 
+from tierstore import _native
 from tierstore.errors import ConfigError, StoreError, StoreExistsError, StoreFormatError, StoreMissingError
 from tierstore.parallel import Mesh
 from tierstore.store import OpenAt
@@ -45,6 +46,19 @@ def test_ranks_compute_what_one_process_does(
         for rank in holders:
             np.testing.assert_allclose(got[rank][key], weight, atol=2e-4)
             assert np.array_equal(got[rank][key], got[holders[0]][key]), "replicas hold the same bits"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_checksum_over_all_ranks(
+    ranks: Ranks, settings: Callable[..., dict[str, Any]], size: int
+) -> None:
+    """Over theirs in rank order, on all of them; and where one is asked to stop, all stop."""
+    found = ranks.run(size, checksums, settings({}))
+    own = [rank[0] for rank in found]
+    expected = own[0] if size == 1 else _native.crc32c(np.array(own, "<u4"))
+    assert [rank[1] for rank in found] == [expected] * size
+    stopped = ranks.run(size, checksums, settings({}), size - 1)
+    assert [rank[1] for rank in stopped] == [None] * size
 
 
 HOLDS: dict[str, Settings] = {

@@ -36,8 +36,8 @@ class Process:
         self._directory = directory
         self.metrics = directory / "metrics.jsonl"
         (directory / "run.toml").write_text(dump(config))
-        argv = ["train", str(directory / "run.toml"), "--json", "--metrics", str(self.metrics), *options]
-        job = {"argv": argv, "stdout": str(directory / "out"), "stderr": str(directory / "err")}
+        argv = ["train", str(directory / "run.toml"), "--json", "--checksum", "--metrics", str(self.metrics)]
+        job = {"argv": [*argv, *options], "stdout": str(directory / "out"), "stderr": str(directory / "err")}
         assert server.stdin is not None
         server.stdin.write(json.dumps(job) + "\n")
         server.stdin.flush()
@@ -111,7 +111,9 @@ def undisturbed(config: TrainConfig, start: Start, tmp_path: Path) -> tuple[dict
     assert process.wait() == 0, process.errors
     losses = process.losses()
     assert [step for step, _ in losses] == list(range(1, config.steps + 1))
-    return dict(losses), process.summary()
+    summary = process.summary()
+    assert isinstance(summary["records_crc32c"], int)
+    return dict(losses), summary
 
 
 def agree(process: Process, expected: tuple[dict[int, float], dict[str, Any]]) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tierstore.errors import StoreFormatError
-from tierstore.parallel import Mesh, Place
+from tierstore.parallel import Mesh, RankEnvironment
 from tierstore.store import ParameterStore, RecordSchema, StoreConfig
 from tierstore.train.config import TrainConfig
 from tierstore.train.session import Opening, open_session
@@ -45,7 +45,7 @@ def test_budgets_are_no_conditions(configure: Make) -> None:
     def of(changes: dict[str, Any]) -> dict[str, object]:
         cpu = torch.device("cpu")
         return conditions(
-            configure(changes), threads=1, device=cpu, data_crc32=3, mesh=Mesh.alone(Place(), cpu)
+            configure(changes), threads=1, device=cpu, data_crc32=3, mesh=Mesh.alone(RankEnvironment(), cpu)
         )
 
     plain = of({})

@@ -22,15 +22,11 @@ from tierstore.cli.options import (
 )
 from tierstore.cli.output import Output
 from tierstore.config import load
+from tierstore.errors import ConfigError
 from tierstore.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:  # numpy and LMDB, which listing the commands need not
-    from tierstore.plan.capacity import Setting
-    from tierstore.plan.costs import Profile
-    from tierstore.plan.fitting import Limits
-    from tierstore.plan.presets import Preset
-    from tierstore.plan.report import Plan
-    from tierstore.train.config import TrainConfig
+    from tierstore.plan import Plan, Profile
 
 __all__ = ["plan"]
 
@@ -74,10 +70,8 @@ def plan(
     as_json: bool,
 ) -> None:
     """Bytes on each tier, whether they fit, the time of a step and its bottleneck, and what to change."""
-    from tierstore.plan.costs import ASSUMED, load_profile
-    from tierstore.plan.presets import find_preset
-    from tierstore.plan.report import make_plan
-    from tierstore.train.config import TrainConfig
+    from tierstore.plan import ASSUMED, DeviceKind, find_preset, load_profile, machine_limits, plan_run
+    from tierstore.train import TrainConfig
 
     output = Output.for_option(as_json)
     if preset == "list":
@@ -90,51 +84,17 @@ def plan(
         published = {**chosen.settings, **({} if config else {"data.batch_size": max(ranks, 1)})}
     loaded = load(TrainConfig, config, published | overrides)
     costs = load_profile(profile) if profile else ASSUMED
-    setting = _setting(loaded, chosen, costs, ranks=ranks, device=device)
-    limits = _limits(setting, ranks_per_node or ranks, memory=memory, disk=disk, device=device_memory)
+    share = ranks_per_node or max(ranks, 1)
+    if not 1 <= share <= max(ranks, 1):
+        raise ConfigError(f"--ranks-per-node: expected 1 to {ranks} (--ranks), got {share}")
+    limits = machine_limits(loaded.store, share=share, memory=memory, disk=disk, device=device_memory)
     if chosen is not None and "host_budget" not in overrides and config is None:
-        setting = replace(setting, config=replace(loaded, host_budget=max(limits.memory // 2, 1)))
-    made = make_plan(setting, limits, costs, alpha=alpha, preset=chosen)
+        loaded = replace(loaded, host_budget=max(limits.memory // 2, 1))
+    kind = DeviceKind(device)
+    made = plan_run(loaded, limits, preset=chosen, ranks=ranks, device=kind, profile=costs, alpha=alpha)
     _show(made, costs, output)
     output.emit(made.as_json())
     ctx.exit(0 if made.verdict.fits else _NOT_SO)
-
-
-def _setting(
-    config: TrainConfig, preset: Preset | None, costs: Profile, *, ranks: int, device: str
-) -> Setting:
-    from tierstore.plan.architecture import Architecture
-    from tierstore.plan.capacity import Ranks, Setting
-    from tierstore.train.budgets import DeviceKind
-    from tierstore.train.files import text_bytes
-
-    return Setting(
-        config=config,
-        model=preset.architecture if preset else Architecture.of(config.model),
-        ranks=Ranks(count=ranks, expert=config.parallel.expert),
-        device=DeviceKind(device),
-        process_bytes=costs.process_bytes,
-        process_evidence=costs.evidence,
-        text_bytes=text_bytes(config.data),
-    )
-
-
-def _limits(
-    setting: Setting, per_node: int, *, memory: int | None, disk: int | None, device: int | None
-) -> Limits:
-    """What one rank may take: its share of the machine."""
-    from tierstore import machine
-    from tierstore.errors import ConfigError
-    from tierstore.plan.fitting import Limits
-
-    if not 1 <= per_node <= setting.ranks.count:
-        raise ConfigError(f"--ranks-per-node: expected 1 to {setting.ranks.count} (--ranks), got {per_node}")
-    if memory is None:
-        memory = machine.memory().usable_bytes
-    if disk is None:
-        store = setting.config.store.absolute()
-        disk = machine.disk(next(path for path in [store, *store.parents] if path.exists())).free_bytes
-    return Limits(memory // per_node, disk // per_node, device)
 
 
 def _list_presets(output: Output) -> None:

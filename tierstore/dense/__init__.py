@@ -15,18 +15,7 @@ if TYPE_CHECKING:
     from tierstore.dense.slices import dense_schemas
     from tierstore.dense.traffic import DenseTraffic
 else:
-    __getattr__ = exports(
-        __name__,
-        {
-            "config": ["DenseConfig", "Fusion", "GatherDtype", "OptimizerState", "Reshard"],
-            "footprint": ["DenseBytes", "dense_bytes"],
-            "gates": ["Gates", "PassListener"],
-            "layout": ["Move", "UnitLayout", "moves", "recut", "unit_layouts"],
-            "parameters": ["DenseSlices", "GatherOnDemand"],
-            "slices": ["dense_schemas"],
-            "traffic": ["DenseTraffic"],
-        },
-    )
+    __getattr__, __dir__ = exports(__name__, __file__)
 
 __all__ = [
     "DenseBytes",

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tierstore.cache.access import Phase
-from tierstore.model.transformer import Output, Transformer
+from tierstore.model.transformer import ModelOutput, Transformer
 
 __all__ = ["Gates", "PassListener"]
 
@@ -119,7 +119,7 @@ class Gates:
             self._context = self._saving()
             self._context.__enter__()
 
-    def _end_forward(self, model: nn.Module, arguments: tuple[Any, ...], output: Output | None) -> None:
+    def _end_forward(self, model: nn.Module, arguments: tuple[Any, ...], output: ModelOutput | None) -> None:
         training = self._context is not None
         if self._context is not None:
             self._context.__exit__(None, None, None)

@@ -14,16 +14,17 @@ from pathlib import Path
 from typing import TypeAlias
 
 from tierstore import __version__
+from tierstore.cache.config import Scope
 from tierstore.errors import ConfigError, DataError
 from tierstore.lab.assemble import half_life_map, regime_study
 from tierstore.lab.candidates import Candidate
 from tierstore.lab.costs import Machine, with_costs
-from tierstore.lab.curves import all_policies
 from tierstore.lab.importing import SourceKind, detect_kind, import_trace
+from tierstore.lab.miss_curves import all_policies
 from tierstore.lab.requests import Requests, load_requests
 from tierstore.lab.results import Outcome, RegimeStudy, Study
-from tierstore.lab.simulate import Contract, PolicySpec, Replayed, Scope, Setting, outcome, replay_each
-from tierstore.lab.tune import LEAST_STEPS, Hindsight, TuneOptions, tune
+from tierstore.lab.simulate import Contract, PolicySpec, Replayed, Setting, outcome, replay_each
+from tierstore.lab.tuning import LEAST_STEPS, Hindsight, TuneOptions, tune
 from tierstore.trace.format import MAGIC
 
 __all__ = ["TOPK_REGIMES", "OnRegime", "StudyOptions", "run_study"]
@@ -173,7 +174,7 @@ def _layered(requests: Requests, options: StudyOptions) -> tuple[Outcome, ...]:
     """Every policy at the focus with equal quotas; none where there is one layer only."""
     if requests.info.layers < 2:
         return ()
-    capacity = requests.frames_of(options.focus)
+    capacity = requests.table.frames_of(options.focus)
     settings = [Setting(spec, capacity, Scope.LAYER, options.contract) for spec in all_policies(requests)]
 
     def reduce(replayed: Replayed) -> Outcome:

@@ -8,21 +8,15 @@ from tierstore.lazy import exports
 
 if TYPE_CHECKING:
     from tierstore.model.config import CheckpointActivations, ComputeDtype, ModelConfig, TieEmbeddings
-    from tierstore.model.transformer import Output, Transformer
+    from tierstore.model.transformer import ModelOutput, Transformer
 else:
-    __getattr__ = exports(
-        __name__,
-        {
-            "config": ["CheckpointActivations", "ComputeDtype", "ModelConfig", "TieEmbeddings"],
-            "transformer": ["Output", "Transformer"],
-        },
-    )
+    __getattr__, __dir__ = exports(__name__, __file__)
 
 __all__ = [
     "CheckpointActivations",
     "ComputeDtype",
     "ModelConfig",
-    "Output",
+    "ModelOutput",
     "TieEmbeddings",
     "Transformer",
 ]

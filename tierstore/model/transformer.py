@@ -31,14 +31,14 @@ from tierstore.moe.seeds import keyed_generator
 from tierstore.parallel import Mesh
 from tierstore.stats import StallLedger
 
-__all__ = ["Block", "MixtureFactory", "Output", "Transformer"]
+__all__ = ["Block", "MixtureFactory", "ModelOutput", "Transformer"]
 
 MixtureFactory = Callable[[int], nn.Module]
 """Makes the mixture of block ``layer``: a module ``(x_TD, NoiseKey) -> (y_TD, Routing)``."""
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class ModelOutput:
     """One forward pass.
 
     ``loss``: mean cross entropy of this rank's tokens in nats, fp32. ``aux_loss``, ``z_loss``: unweighted, summed
@@ -171,7 +171,7 @@ class Transformer(nn.Module):
         matrices = ("attention.qkv", "attention.out", "ffn.inner", "ffn.down", "shared.inner", "shared.down")
         return [parameter for name, parameter in self.named_parameters() if name.endswith(matrices)]
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Output:
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> ModelOutput:
         """Run the model on int64 ``tokens_BT`` (T at most ``seq_len``), with ``targets_BT`` alike or None."""
         config = self.config
         if tokens_BT.shape[1] > config.seq_len:
@@ -198,11 +198,11 @@ class Transformer(nn.Module):
         head = self.embedding if self.head is None else self.head
         if targets_BT is None:
             logits = F.linear(x, head.to(x.dtype)).to(zero.dtype)
-            return Output(None, aux_loss, z_loss, None, tuple(loads), logits)
+            return ModelOutput(None, aux_loss, z_loss, None, tuple(loads), logits)
         loss = cross_entropy(x.flatten(0, 1), head, targets_BT.flatten())
         share = loss if self._ranks == 1 else loss / self._ranks
         objective = share + config.aux_loss_weight * aux_loss + config.z_loss_weight * z_loss
-        return Output(loss, aux_loss, z_loss, objective, tuple(loads), None)
+        return ModelOutput(loss, aux_loss, z_loss, objective, tuple(loads), None)
 
     @torch.no_grad()
     def generate(

@@ -13,16 +13,7 @@ if TYPE_CHECKING:
     from tierstore.moe.router import NoiseKey, Router, Routing
     from tierstore.moe.source import ExpertLease, ExpertSource, InMemoryExperts, MemoryLease
 else:
-    __getattr__ = exports(
-        __name__,
-        {
-            "config": ["Activation", "ExpertShape", "RouterConfig", "RouterNoise", "SaveActivations"],
-            "experts": ["initial_expert"],
-            "layer": ["FeedForward", "MoELayer"],
-            "router": ["NoiseKey", "Router", "Routing"],
-            "source": ["ExpertLease", "ExpertSource", "InMemoryExperts", "MemoryLease"],
-        },
-    )
+    __getattr__, __dir__ = exports(__name__, __file__)
 
 __all__ = [
     "Activation",

@@ -7,39 +7,32 @@ from typing import TYPE_CHECKING
 from tierstore.lazy import exports
 
 if TYPE_CHECKING:
-    from tierstore.parallel.collectives import Channel, Failure, Group, LimitedLink, Operation, Traffic, Work
+    from tierstore.parallel.collectives import Channel, Collective, CollectiveTraffic, Failure, Group, Work
     from tierstore.parallel.config import ParallelConfig
+    from tierstore.parallel.environment import RankEnvironment
+    from tierstore.parallel.job_store import JobStore, MemoryJobStore
     from tierstore.parallel.launching import launch, rank_device
+    from tierstore.parallel.limited import LimitedGroup, LimitedLink, limited_groups
     from tierstore.parallel.mesh import ExpertBlocks, Mesh
-    from tierstore.parallel.notes import MemoryNotes, Notes
-    from tierstore.parallel.place import Place
 else:
-    __getattr__ = exports(
-        __name__,
-        {
-            "collectives": ["Channel", "Failure", "Group", "LimitedLink", "Operation", "Traffic", "Work"],
-            "config": ["ParallelConfig"],
-            "launching": ["launch", "rank_device"],
-            "mesh": ["ExpertBlocks", "Mesh"],
-            "notes": ["MemoryNotes", "Notes"],
-            "place": ["Place"],
-        },
-    )
+    __getattr__, __dir__ = exports(__name__, __file__)
 
 __all__ = [
     "Channel",
+    "Collective",
+    "CollectiveTraffic",
     "ExpertBlocks",
     "Failure",
     "Group",
+    "JobStore",
+    "LimitedGroup",
     "LimitedLink",
-    "MemoryNotes",
+    "MemoryJobStore",
     "Mesh",
-    "Notes",
-    "Operation",
     "ParallelConfig",
-    "Place",
-    "Traffic",
+    "RankEnvironment",
     "Work",
     "launch",
+    "limited_groups",
     "rank_device",
 ]

@@ -18,28 +18,26 @@ A group of one rank needs no process group: nothing is sent, and only copies tha
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from tierstore.errors import PeerError
-from tierstore.links import wait_until
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Channel", "Failure", "Group", "LimitedLink", "Operation", "Traffic", "Work"]
+__all__ = ["Channel", "Collective", "CollectiveTraffic", "Failure", "Group", "Work"]
 
 _SMALL_BYTES = 1 << 14  # below that, one message of everything is faster than two of parts
 
 
-class Operation(StrEnum):
+class Collective(StrEnum):
     """The kinds of collectives, as counters and errors name them."""
 
     ALL_GATHER = "all_gather"
@@ -57,7 +55,7 @@ class Channel(StrEnum):
 
 
 @dataclass(slots=True)
-class Traffic:
+class CollectiveTraffic:
     """What this rank has sent to others of a group: ``sent_bytes`` in ``calls`` collectives."""
 
     calls: int = 0
@@ -72,19 +70,10 @@ class Failure:
     reason: str
 
 
-class LimitedLink(Protocol):
-    """A link with a bandwidth and a latency of its own."""
-
-    def reserve(self, nbytes: int) -> int:
-        """When (CLOCK_MONOTONIC, ns) a message of ``nbytes`` that is issued now has passed the link."""
-        ...
-
-
 class Work:
     """One collective under way. Its tensors are in use, and its results undefined, until ``wait`` returns.
 
-    With NCCL, ``wait`` orders the present stream behind the collective instead of blocking the thread. A
-    collective over a limited link is complete when it really is and its time on the link has passed.
+    With NCCL, ``wait`` orders the present stream behind the collective instead of blocking the thread.
     """
 
     def __init__(
@@ -92,12 +81,10 @@ class Work:
         pending: Any = None,
         *,
         finish: Callable[[], None] | None = None,
-        deadline_ns: int = 0,
         explain: Callable[[RuntimeError], PeerError] | None = None,
     ) -> None:
         self._pending = pending
         self._finish = finish
-        self._deadline_ns = deadline_ns
         self._explain = explain
         self._observer: Callable[[], None] | None = None
 
@@ -107,8 +94,7 @@ class Work:
 
     def done(self) -> bool:
         """Whether ``wait`` would return, or raise, without waiting for others."""
-        arrived = self._pending is None or bool(self._pending.is_completed())
-        return arrived and time.monotonic_ns() >= self._deadline_ns
+        return self._pending is None or bool(self._pending.is_completed())
 
     def wait(self, charge: Callable[[], AbstractContextManager[None]] | None = None) -> None:
         """Wait until the results are there. Raises PeerError. Once it has returned, it always returns.
@@ -133,7 +119,6 @@ class Work:
         if self._finish is not None:
             self._finish()
             self._finish = None
-        wait_until(self._deadline_ns)
         if self._observer is not None:
             self._observer()
             self._observer = None
@@ -153,26 +138,22 @@ class Group:
         communicators: dict[Channel, ProcessGroup],
         *,
         native_gather: bool = False,
-        link: LimitedLink | None = None,
-        exchange: LimitedLink | None = None,
         blame: Callable[[], Failure | None] | None = None,
     ) -> None:
-        """``blame`` says who ended first; ``native_gather``: the backend's gather is as good as any (NCCL).
-
-        ``link`` limits what this rank sends; ``exchange``, if given, that on the channel EXCHANGE instead.
-        """
+        """``blame`` says who ended first; ``native_gather``: the backend's gather is as good as any (NCCL)."""
         self.rank = rank
         self.ranks = tuple(ranks)
-        self.traffic: dict[Operation, Traffic] = {operation: Traffic() for operation in Operation}
+        self.traffic: dict[Collective, CollectiveTraffic] = {
+            operation: CollectiveTraffic() for operation in Collective
+        }
         self._communicators = communicators
         self._native_gather = native_gather
-        self._links = {Channel.STREAM: link, Channel.EXCHANGE: exchange or link}
         self._blame = blame
 
-    @classmethod
-    def alone(cls, world_rank: int = 0) -> Group:
+    @staticmethod
+    def alone(world_rank: int = 0) -> Group:
         """The group of one rank."""
-        return cls(0, (world_rank,), {})
+        return Group(0, (world_rank,), {})
 
     @property
     def size(self) -> int:
@@ -217,11 +198,11 @@ class Group:
             other = 1 - self.rank
             splits = [numel if r == other else 0 for r in range(2)]
             target = out_flat[other * numel : (other + 1) * numel]
-            return self._exchange(Operation.ALL_GATHER, channel, target, piece, splits, splits, sent)
+            return self._exchange(Collective.ALL_GATHER, channel, target, piece, splits, splits, sent)
         repeated = torch.empty_like(out_flat) if scratch is None else scratch
         repeated.view(self.size, numel).copy_(piece.unsqueeze(0))
         splits = [numel] * self.size
-        return self._exchange(Operation.ALL_GATHER, channel, out_flat, repeated, splits, splits, sent)
+        return self._exchange(Collective.ALL_GATHER, channel, out_flat, repeated, splits, splits, sent)
 
     def reduce_scatter(self, in_flat: Tensor, out_piece: Tensor, *, scratch: Tensor | None = None) -> Work:
         """``out_piece`` (n,) becomes the sum over ranks, in rank order, of ``in_flat[r * n : (r + 1) * n]``.
@@ -240,7 +221,7 @@ class Group:
         splits = [numel] * self.size
         sent = numel * in_flat.element_size() * (self.size - 1)
         return self._exchange(
-            Operation.REDUCE_SCATTER,
+            Collective.REDUCE_SCATTER,
             Channel.STREAM,
             received,
             in_flat,
@@ -281,7 +262,7 @@ class Group:
             return Work()
         elsewhere = in_rows.shape[0] - in_splits[self.rank]
         sent = elsewhere * in_rows[:1].numel() * in_rows.element_size()
-        return self._exchange(Operation.ALL_TO_ALL, channel, out_rows, in_rows, out_splits, in_splits, sent)
+        return self._exchange(Collective.ALL_TO_ALL, channel, out_rows, in_rows, out_splits, in_splits, sent)
 
     def all_reduce(self, *tensors: Tensor, channel: Channel = Channel.EXCHANGE) -> Work:
         """Each of ``tensors`` (of one type) becomes its sum over ranks, in rank order: the same bits everywhere.
@@ -340,11 +321,11 @@ class Group:
         import torch.distributed as dist
 
         found: list[Any] = [None] * self.size
-        self.traffic[Operation.OBJECTS].calls += 1
+        self.traffic[Collective.OBJECTS].calls += 1
         try:
             dist.all_gather_object(found, value, group=self._communicators[Channel.EXCHANGE])
         except RuntimeError as error:
-            raise self._explained(Operation.OBJECTS, error) from error
+            raise self._explained(Collective.OBJECTS, error) from error
         return found
 
     # What all of them are made of --------------------------------------------------------------------------
@@ -360,7 +341,7 @@ class Group:
         splits = [0 if r == self.rank else flat.numel() for r in range(2)]
         sent = flat.numel() * flat.element_size()
         return self._exchange(
-            Operation.ALL_REDUCE, channel, theirs, flat, splits, splits, sent, finish=finish
+            Collective.ALL_REDUCE, channel, theirs, flat, splits, splits, sent, finish=finish
         )
 
     def _reduce_and_gather(self, flat: Tensor, channel: Channel, spread: Callable[[], None]) -> Work:
@@ -375,12 +356,14 @@ class Group:
             _ordered_sum(received.view(self.size, mine[0]), piece)
             repeated = piece.repeat(self.size)
             sent = mine[0] * width * (self.size - 1)
-            gathering = self._exchange(Operation.ALL_REDUCE, channel, flat, repeated, parts, mine, sent)
+            gathering = self._exchange(Collective.ALL_REDUCE, channel, flat, repeated, parts, mine, sent)
             gathering.wait()
             spread()
 
         sent = (flat.numel() - mine[0]) * width
-        return self._exchange(Operation.ALL_REDUCE, channel, received, flat, mine, parts, sent, finish=finish)
+        return self._exchange(
+            Collective.ALL_REDUCE, channel, received, flat, mine, parts, sent, finish=finish
+        )
 
     def _gather_small(
         self, gathered: Tensor, tensor: Tensor, channel: Channel, finish: Callable[[], None]
@@ -391,7 +374,7 @@ class Group:
         sent = tensor.numel() * tensor.element_size() * (self.size - 1)
         splits = [1] * self.size
         return self._exchange(
-            Operation.ALL_REDUCE, channel, gathered, repeated, splits, splits, sent, finish=finish
+            Collective.ALL_REDUCE, channel, gathered, repeated, splits, splits, sent, finish=finish
         )
 
     def _gather_natively(self, out_flat: Tensor, piece: Tensor, channel: Channel, sent: int) -> Work:
@@ -399,7 +382,7 @@ class Group:
 
         group = self._communicators[channel]
         return self._issue(
-            Operation.ALL_GATHER,
+            Collective.ALL_GATHER,
             channel,
             sent,
             # Not into a list of views: NCCL would gather into memory of its own, and copy.
@@ -408,7 +391,7 @@ class Group:
 
     def _exchange(
         self,
-        operation: Operation,
+        operation: Collective,
         channel: Channel,
         out: Tensor,
         given: Tensor,
@@ -434,29 +417,23 @@ class Group:
 
     def _issue(
         self,
-        operation: Operation,
+        operation: Collective,
         channel: Channel,
         sent: int,
         start: Callable[[], Any],
         finish: Callable[[], None] | None = None,
     ) -> Work:
+        """Sends one message: every collective is made of these, and ``LimitedGroup`` gives each its turn on a link."""
         traffic = self.traffic[operation]
         traffic.calls += 1
         traffic.sent_bytes += sent
-        link = self._links[channel]
-        deadline_ns = 0 if link is None else link.reserve(sent)
         try:
             pending = start()
         except RuntimeError as error:
             raise self._explained(operation, error) from error
-        return Work(
-            pending,
-            finish=finish,
-            deadline_ns=deadline_ns,
-            explain=lambda error: self._explained(operation, error),
-        )
+        return Work(pending, finish=finish, explain=lambda error: self._explained(operation, error))
 
-    def _explained(self, operation: Operation, error: RuntimeError) -> PeerError:
+    def _explained(self, operation: Collective, error: RuntimeError) -> PeerError:
         failure = None if self._blame is None else self._blame()
         if failure is None:
             return PeerError(operation, str(error).split("\n", 1)[0])

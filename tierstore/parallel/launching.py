@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from tierstore.errors import CapabilityError, ConfigError, PeerError
-from tierstore.parallel.collectives import Failure, Group, LimitedLink
+from tierstore.parallel.collectives import Failure, Group
 from tierstore.parallel.config import ParallelConfig
+from tierstore.parallel.environment import RankEnvironment
+from tierstore.parallel.job_store import open_job_store
 from tierstore.parallel.mesh import Mesh, build_mesh, expert_ranks
-from tierstore.parallel.notes import job_notes
-from tierstore.parallel.place import Place
 from tierstore.parallel.watch import DeathWatch
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["launch", "rank_device"]
 
 
-def rank_device(asked: str, place: Place) -> torch.device:
+def rank_device(asked: str, environment: RankEnvironment) -> torch.device:
     """The device of this rank: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``. ``auto`` is CUDA where there is one.
 
     With CUDA, rank ``local_rank`` of a machine has GPU ``local_rank``. Raises ConfigError, and CapabilityError for
@@ -52,37 +52,37 @@ def rank_device(asked: str, place: Place) -> torch.device:
         raise CapabilityError(
             f"device: {asked} was asked for, and torch {torch.__version__} finds no CUDA device"
         )
-    if index and place.world > 1:
+    if index and environment.world > 1:
         raise ConfigError(
-            f"device: {asked} is one GPU for {place.world} ranks; expected auto, cpu or cuda, "
+            f"device: {asked} is one GPU for {environment.world} ranks; expected auto, cpu or cuda, "
             "and rank LOCAL_RANK of a machine then takes GPU LOCAL_RANK"
         )
-    number = int(index) if index else place.local_rank
+    number = int(index) if index else environment.local_rank
     if number >= count:
-        what = f"LOCAL_RANK: {number} needs GPU {number}" if place.world > 1 else f"device: no GPU {number}"
+        what = (
+            f"LOCAL_RANK: {number} needs GPU {number}"
+            if environment.world > 1
+            else f"device: no GPU {number}"
+        )
         raise ConfigError(f"{what}; this machine has {count}")
     return torch.device("cuda", number)
 
 
 @contextlib.contextmanager
 def launch(
-    config: ParallelConfig,
-    *,
-    device: str = "auto",
-    link: LimitedLink | None = None,
-    exchange: LimitedLink | None = None,
+    config: ParallelConfig, *, device: str = "auto", make_group: Callable[..., Group] = Group
 ) -> Iterator[Mesh]:
-    """The mesh of this process. ``link`` limits what this rank's collectives send; ``exchange``, if
-    given, those that computation blocks on.
+    """The mesh of this process. ``make_group`` makes its groups of more than one rank: ``Group``, or what takes the
+    same arguments.
 
     Raises ConfigError for an environment or a layout that cannot work, PeerError when the ranks cannot meet.
     """
-    place = Place.from_environment()
-    expert_ranks(config, place.world)
-    chosen = rank_device(device, place)
-    if place.world == 1:
-        with _watched_alone(config, place):
-            yield Mesh.alone(place, chosen, job_notes(place, config.timeout_s))
+    environment = RankEnvironment.from_environment()
+    expert_ranks(config, environment.world)
+    chosen = rank_device(device, environment)
+    if environment.world == 1:
+        with _watched_alone(config, environment):
+            yield Mesh.alone(environment, chosen, open_job_store(environment, config.timeout_s))
         return
     mesh: Mesh | None = None
     watch: DeathWatch | None = None
@@ -97,11 +97,11 @@ def launch(
                 group.abort()
 
     try:
-        _join(config, place, chosen)
-        mesh, communicators = build_mesh(config, place, chosen, link=link, exchange=exchange, blame=blame)
-        mesh = replace(mesh, notes=job_notes(place, config.timeout_s))
+        _join(config, environment, chosen)
+        mesh, communicators = build_mesh(config, environment, chosen, make_group=make_group, blame=blame)
+        mesh = replace(mesh, job_store=open_job_store(environment, config.timeout_s))
         watch = DeathWatch(
-            place, mesh.world, grace_s=config.grace_s, timeout_s=config.timeout_s, on_failure=abort
+            environment, mesh.world, grace_s=config.grace_s, timeout_s=config.timeout_s, on_failure=abort
         )
         yield mesh
         mesh.world.barrier()
@@ -118,13 +118,13 @@ def launch(
 
 
 @contextlib.contextmanager
-def _watched_alone(config: ParallelConfig, place: Place) -> Iterator[None]:
+def _watched_alone(config: ParallelConfig, environment: RankEnvironment) -> Iterator[None]:
     """One rank has no peers, and ends with its ``torchrun`` all the same."""
-    if not place.supervised:
+    if not environment.supervised:
         yield
         return
     watch = DeathWatch(
-        place,
+        environment,
         Group.alone(),
         grace_s=config.grace_s,
         timeout_s=config.timeout_s,
@@ -149,7 +149,7 @@ def _part(mesh: Mesh | None, communicators: list[ProcessGroup]) -> None:
         dist.destroy_process_group()
 
 
-def _join(config: ParallelConfig, place: Place, device: torch.device) -> None:
+def _join(config: ParallelConfig, environment: RankEnvironment, device: torch.device) -> None:
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -164,19 +164,23 @@ def _join(config: ParallelConfig, place: Place, device: torch.device) -> None:
     timeout = timedelta(seconds=config.timeout_s)
     try:
         store = TCPStore(
-            *place.address, place.world, place.rank == 0 and not hosted, timeout, multi_tenant=True
+            *environment.address,
+            environment.world,
+            environment.rank == 0 and not hosted,
+            timeout,
+            multi_tenant=True,
         )
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
             store=PrefixStore(f"tierstore/{attempt}", store),
-            rank=place.rank,
-            world_size=place.world,
+            rank=environment.rank,
+            world_size=environment.world,
             timeout=timeout,
             device_id=device if cuda else None,
         )
     except RuntimeError as error:
-        where = f"{place.address[0]}:{place.address[1]}"
+        where = f"{environment.address[0]}:{environment.address[1]}"
         reason = str(error).split("\n", 1)[0]
         raise PeerError(
-            "joining", f"rank {place.rank} of {place.world} met no one at {where}: {reason}"
+            "joining", f"rank {environment.rank} of {environment.world} met no one at {where}: {reason}"
         ) from error

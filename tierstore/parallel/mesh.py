@@ -1,6 +1,6 @@
 """The world as (replica x expert): which ranks share the experts, and who owns which.
 
-Rank = replica * E + place in the expert group, for expert groups of E ranks: so a global batch that is cut into
+Rank = replica * E + rank in the expert group, for expert groups of E ranks: so a global batch that is cut into
 contiguous pieces by rank is also cut contiguously by expert group, and within each.
 """
 
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from tierstore.errors import ConfigError
-from tierstore.parallel.collectives import Channel, Failure, Group, LimitedLink, Operation, Traffic
+from tierstore.parallel.collectives import Channel, Collective, CollectiveTraffic, Failure, Group
 from tierstore.parallel.config import ParallelConfig
-from tierstore.parallel.notes import MemoryNotes, Notes
-from tierstore.parallel.place import Place
+from tierstore.parallel.environment import RankEnvironment
+from tierstore.parallel.job_store import JobStore, MemoryJobStore
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -57,21 +57,23 @@ class Mesh:
 
     ``world``: all ranks. ``expert``: the ranks that share one copy of the experts with this one.
     ``replica``: the ranks that hold the same experts as this one, in the other copies. Groups with the same
-    ranks are the same object. ``notes``: what earlier attempts of this job have written down.
+    ranks are the same object. ``job_store``: what earlier attempts of this job have set.
     """
 
-    place: Place
+    environment: RankEnvironment
     device: torch.device
     world: Group
     expert: Group
     replica: Group
-    notes: Notes = field(default_factory=MemoryNotes)
+    job_store: JobStore = field(default_factory=MemoryJobStore)
 
     @classmethod
-    def alone(cls, place: Place, device: torch.device, notes: Notes | None = None) -> Mesh:
+    def alone(
+        cls, environment: RankEnvironment, device: torch.device, job_store: JobStore | None = None
+    ) -> Mesh:
         """One process, without any process group."""
         group = Group.alone()
-        return cls(place, device, group, group, group, notes or MemoryNotes())
+        return cls(environment, device, group, group, group, job_store or MemoryJobStore())
 
     @property
     def replicas(self) -> int:
@@ -98,9 +100,9 @@ class Mesh:
         for group in (self.world, self.expert, self.replica):
             group.close()
 
-    def traffic(self) -> dict[Operation, Traffic]:
+    def traffic(self) -> dict[Collective, CollectiveTraffic]:
         """What this rank has sent to others so far, over all groups."""
-        total = {operation: Traffic() for operation in Operation}
+        total = {operation: CollectiveTraffic() for operation in Collective}
         for group in {id(group): group for group in (self.world, self.expert, self.replica)}.values():
             for operation, sent in group.traffic.items():
                 total[operation].calls += sent.calls
@@ -122,22 +124,22 @@ def expert_ranks(config: ParallelConfig, world: int) -> int:
 
 def build_mesh(
     config: ParallelConfig,
-    place: Place,
+    environment: RankEnvironment,
     device: torch.device,
     *,
-    link: LimitedLink | None,
-    exchange: LimitedLink | None,
+    make_group: Callable[..., Group],
     blame: Callable[[], Failure | None],
 ) -> tuple[Mesh, list[ProcessGroup]]:
-    """The mesh and its communicators. A collective, behind ``init_process_group``. Raises ConfigError.
+    """The mesh, of groups that ``make_group`` makes, and its communicators. A collective, behind
+    ``init_process_group``. Raises ConfigError.
 
     Communicators: 2 for the world; with more than one replica and more than one rank in an expert group, 2
     more for each of the two. On Gloo each costs three threads that mostly sleep.
     """
     import torch.distributed as dist
 
-    expert = expert_ranks(config, place.world)
-    layout = [list(range(start, start + expert)) for start in range(0, place.world, expert)]
+    expert = expert_ranks(config, environment.world)
+    layout = [list(range(start, start + expert)) for start in range(0, environment.world, expert)]
     made: list[ProcessGroup] = []
     timeout = timedelta(seconds=config.timeout_s)
 
@@ -150,23 +152,21 @@ def build_mesh(
         return mine
 
     def group(rows: list[list[int]], stream: ProcessGroup) -> Group:
-        ranks = next(row for row in rows if place.rank in row)
+        ranks = next(row for row in rows if environment.rank in row)
         communicators = {Channel.STREAM: stream, Channel.EXCHANGE: communicator(rows)}
         native = device.type == "cuda"
-        rank = ranks.index(place.rank)
-        return Group(
-            rank, ranks, communicators, native_gather=native, link=link, exchange=exchange, blame=blame
-        )
+        rank = ranks.index(environment.rank)
+        return make_group(rank, ranks, communicators, native_gather=native, blame=blame)
 
     everyone = dist.group.WORLD
     assert everyone is not None  # only behind init_process_group
     made.append(everyone)
-    world = group([list(range(place.world))], everyone)
-    alone = Group.alone(place.rank)
-    if expert in (1, place.world):
+    world = group([list(range(environment.world))], everyone)
+    alone = Group.alone(environment.rank)
+    if expert in (1, environment.world):
         experts, replicas = (world, alone) if expert > 1 else (alone, world)
-        return Mesh(place, device, world, experts, replicas), made
+        return Mesh(environment, device, world, experts, replicas), made
     columns = [list(column) for column in zip(*layout, strict=True)]
     experts = group(layout, communicator(layout))
     replicas = group(columns, communicator(columns))
-    return Mesh(place, device, world, experts, replicas), made
+    return Mesh(environment, device, world, experts, replicas), made

@@ -27,7 +27,7 @@ from typing import Any
 
 from tierstore.errors import PeerError
 from tierstore.parallel.collectives import Failure, Group
-from tierstore.parallel.place import Place
+from tierstore.parallel.environment import RankEnvironment
 
 __all__ = ["EXIT_STATUS", "DeathWatch"]
 
@@ -44,7 +44,7 @@ class DeathWatch:
 
     def __init__(
         self,
-        place: Place,
+        environment: RankEnvironment,
         world: Group,
         *,
         grace_s: float,
@@ -52,7 +52,7 @@ class DeathWatch:
         on_failure: Callable[[], None],
         end: Callable[[int], None] = os._exit,
     ) -> None:
-        self._place = place
+        self._environment = environment
         self._grace_s = grace_s
         self._end = end
         self._lock = threading.Lock()  # guards failure and the sending on connections
@@ -60,10 +60,10 @@ class DeathWatch:
         self._found = threading.Event()
         self._left = threading.Event()
         self._selector = selectors.DefaultSelector()
-        self._peers = _connect(place, world, timeout_s)
+        self._peers = _connect(environment, world, timeout_s)
         for rank, connection in self._peers.items():
             self._selector.register(connection, selectors.EVENT_READ, rank)
-        self._parent = _parent_pidfd() if place.supervised else None
+        self._parent = _parent_pidfd() if environment.supervised else None
         if self._parent is not None:
             self._selector.register(self._parent, selectors.EVENT_READ, None)
         self._wake_read, self._wake_write = os.pipe()
@@ -85,11 +85,11 @@ class DeathWatch:
         if self._left.is_set():
             return
         if error is None:
-            self._tell({"left": self._place.rank})
+            self._tell({"left": self._environment.rank})
         elif self._failure is None:
             reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             blamed = error.rank if isinstance(error, PeerError) else None
-            rank = self._place.rank if blamed is None else blamed
+            rank = self._environment.rank if blamed is None else blamed
             self._tell({"failed": rank, "reason": reason.split("\n", 1)[0]})
         self._left.set()
         os.write(self._wake_write, b".")
@@ -149,7 +149,7 @@ class DeathWatch:
             if self._failure is not None or self._left.is_set():
                 return
             self._failure = failure
-        if self._place.rank == 0 and failure.rank is not None:
+        if self._environment.rank == 0 and failure.rank is not None:
             self._tell({"failed": failure.rank, "reason": failure.reason})
         who = "the job" if failure.rank is None else f"rank {failure.rank}"
         self._say(f"{who} failed: {failure.reason}; ending within {self._grace_s:g} s")
@@ -165,19 +165,19 @@ class DeathWatch:
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):
-            print(f"tierstore: rank {self._place.rank}: {text}", file=sys.stderr, flush=True)
+            print(f"tierstore: rank {self._environment.rank}: {text}", file=sys.stderr, flush=True)
 
 
 # Connections ------------------------------------------------------------------------------------------------
 
 
-def _connect(place: Place, world: Group, timeout_s: float) -> dict[int, socket.socket]:
+def _connect(environment: RankEnvironment, world: Group, timeout_s: float) -> dict[int, socket.socket]:
     """Rank 0: a connection from every other rank. The others: one to rank 0. By rank."""
     if world.size == 1:
         return {}
     listener = None
     offer: tuple[int, str] | None = None
-    if place.rank == 0:
+    if environment.rank == 0:
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         listener = socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=world.size)
@@ -188,13 +188,13 @@ def _connect(place: Place, world: Group, timeout_s: float) -> dict[int, socket.s
     port, token = offer
     try:
         if listener is None:
-            connection = socket.create_connection((place.address[0], port), timeout_s)
-            connection.sendall(f"{token} {place.rank}\n".encode())
+            connection = socket.create_connection((environment.address[0], port), timeout_s)
+            connection.sendall(f"{token} {environment.rank}\n".encode())
             return {0: _kept_alive(connection)}
         with listener:
             return _accept(listener, token, world.size - 1)
     except OSError as error:
-        reason = f"no connection with the death watch of rank 0 at {place.address[0]}:{port}: {error}"
+        reason = f"no connection with the death watch of rank 0 at {environment.address[0]}:{port}: {error}"
         raise PeerError("joining", reason) from error
 
 

@@ -1,0 +1,48 @@
+"""Planning: what a run takes on each tier, whether it fits, and how long a step takes. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tierstore.lazy import exports
+
+if TYPE_CHECKING:
+    from tierstore.plan.architecture import Architecture
+    from tierstore.plan.capacity import Capacity, Term
+    from tierstore.plan.costs import ASSUMED, Cost, Profile, load_profile, save_profile
+    from tierstore.plan.evidence import Evidence
+    from tierstore.plan.fitting import Change, Effect, Limits, Remedy, Shortfall, Verdict
+    from tierstore.plan.predict import Prediction
+    from tierstore.plan.presets import PRESETS, Preset, find_preset
+    from tierstore.plan.report import Plan, machine_limits, plan_run
+    from tierstore.train import TrainConfig
+    from tierstore.train.budgets import DeviceKind
+else:
+    __getattr__, __dir__ = exports(__name__, __file__)
+
+__all__ = [
+    "ASSUMED",
+    "PRESETS",
+    "Architecture",
+    "Capacity",
+    "Change",
+    "Cost",
+    "DeviceKind",
+    "Effect",
+    "Evidence",
+    "Limits",
+    "Plan",
+    "Prediction",
+    "Preset",
+    "Profile",
+    "Remedy",
+    "Shortfall",
+    "Term",
+    "TrainConfig",
+    "Verdict",
+    "find_preset",
+    "load_profile",
+    "machine_limits",
+    "plan_run",
+    "save_profile",
+]

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from tierstore.plan.capacity import TIERS, Setting
-from tierstore.plan.costs import Profile
+from tierstore import machine
+from tierstore.plan.architecture import Architecture
+from tierstore.plan.capacity import TIERS, Ranks, Setting
+from tierstore.plan.costs import ASSUMED, Profile
 from tierstore.plan.fitting import Limits, Remedy, Verdict, judge, shortest_remedy
 from tierstore.plan.predict import Prediction, predict
 from tierstore.plan.presets import Preset
 from tierstore.plan.semoe import PaperBytes, paper_bytes
 from tierstore.prefetch.operations import Resource
+from tierstore.train.budgets import DeviceKind
+from tierstore.train.config import TrainConfig
+from tierstore.train.files import text_bytes
 
-__all__ = ["Plan", "make_plan"]
+__all__ = ["Plan", "machine_limits", "make_plan", "plan_run"]
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,54 @@ class Plan:
             "traffic_evidence": made.traffic.evidence.value,
             "active_ratio": made.traffic.active,
         }
+
+
+def plan_run(
+    config: TrainConfig,
+    limits: Limits | None = None,
+    *,
+    preset: Preset | None = None,
+    ranks: int = 1,
+    device: DeviceKind = DeviceKind.CPU,
+    profile: Profile = ASSUMED,
+    alpha: float | None = None,
+) -> Plan:
+    """What a run of ``config`` takes on each tier, whether it fits, the time of a step, and what to change.
+
+    ``limits`` None: this machine, shared by all ``ranks``. With ``preset`` the run is of that published model.
+    ``profile``: costs measured by ``tierstore bench machine``. ``alpha``: the share of activated experts in SE-MoE's
+    formulas (None: that of a step). Nothing is opened, allocated or measured. Raises ConfigError.
+    """
+    setting = Setting(
+        config=config,
+        model=preset.architecture if preset else Architecture.of(config.model),
+        ranks=Ranks(count=ranks, expert=config.parallel.expert),
+        device=device,
+        process_bytes=profile.process_bytes,
+        process_evidence=profile.evidence,
+        text_bytes=text_bytes(config.data),
+    )
+    limits = limits or machine_limits(config.store, share=ranks)
+    return make_plan(setting, limits, profile, alpha=alpha, preset=preset)
+
+
+def machine_limits(
+    store: Path,
+    *,
+    share: int = 1,
+    memory: int | None = None,
+    disk: int | None = None,
+    device: int | None = None,
+) -> Limits:
+    """What one of ``share`` ranks may take of a machine: of this one's memory and of what is free under ``store``, or of
+    ``memory`` and ``disk`` bytes. ``device``: bytes of one CUDA device.
+    """
+    if memory is None:
+        memory = machine.memory().usable_bytes
+    if disk is None:
+        store = store.absolute()
+        disk = machine.disk(next(path for path in [store, *store.parents] if path.exists())).free_bytes
+    return Limits(memory // share, disk // share, device)
 
 
 def make_plan(

@@ -9,26 +9,15 @@ from tierstore.lazy import exports
 if TYPE_CHECKING:
     from tierstore.prefetch.experts import TieredExperts
     from tierstore.prefetch.horizontal import DenseUnits, HorizontalQueue
-    from tierstore.prefetch.plan import GradientPlan, PrefetchConfig
+    from tierstore.prefetch.plan import PrefetchConfig, StepTiming
     from tierstore.prefetch.predictor import Predictor, PredictorName, make_predictor
     from tierstore.prefetch.schedule import Pass, QueueLimits, Schedule, Unit
     from tierstore.prefetch.units import unit_schedule
 else:
-    __getattr__ = exports(
-        __name__,
-        {
-            "experts": ["TieredExperts"],
-            "horizontal": ["DenseUnits", "HorizontalQueue"],
-            "plan": ["GradientPlan", "PrefetchConfig"],
-            "predictor": ["Predictor", "PredictorName", "make_predictor"],
-            "schedule": ["Pass", "QueueLimits", "Schedule", "Unit"],
-            "units": ["unit_schedule"],
-        },
-    )
+    __getattr__, __dir__ = exports(__name__, __file__)
 
 __all__ = [
     "DenseUnits",
-    "GradientPlan",
     "HorizontalQueue",
     "Pass",
     "Predictor",
@@ -36,6 +25,7 @@ __all__ = [
     "PrefetchConfig",
     "QueueLimits",
     "Schedule",
+    "StepTiming",
     "TieredExperts",
     "Unit",
     "make_predictor",

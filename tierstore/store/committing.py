@@ -121,12 +121,12 @@ class Committer:
         cache.clean()
         held = cache.unclean()
         if held:
-            keys = sorted({cache.backing(entry).key for entry in held})
+            keys = sorted({backing.key for backing in held})
             raise StoreError(
                 f"commit: record {keys[0]!r} was caught up under a lease that still holds it "
                 f"({len(keys)} such): release it first"
             )
-        self.writes += cache.take_pending_writes()
+        self.writes += cache.write_backs.take()
         self._syncs += extents.syncs(self._unfinished(self.writes))
         self._directories += extents.take_unsynced_directories()
         return self._unfinished([*self.writes, *self._syncs])

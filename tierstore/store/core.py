@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +17,9 @@ from tierstore import _native
 from tierstore.cache.access import Need, Phase
 from tierstore.cache.host_cache import HostCache
 from tierstore.errors import BudgetError, StoreError
-from tierstore.store import content
 from tierstore.store.adamw import StepHistory
 from tierstore.store.committing import Committer, Keep
+from tierstore.store.content import record_crc32c
 from tierstore.store.disk.drives import DriveReport
 from tierstore.store.disk.space import copies
 from tierstore.store.failures import Failures
@@ -205,19 +205,21 @@ class StoreCore:
 
     # What it is ---------------------------------------------------------------------------------------------
 
-    def records_crc32c(self) -> int:
+    def records_crc32c(self, progress: Callable[[int, int], None] | None = None) -> int:
         """As ``ParameterStore.records_crc32c``."""
         self.failures.check()
-        crc = 0
-        for key in self.records.keys:
-            if key not in self.records.cached:
-                crc = content.stored_crc32c(self.records.live(key), crc, self.wait)
-                continue
-            record = self.record(key)
-            need = Need.STEP if self.optimizer.behind(record) else Need.WEIGHTS | Need.MOMENTS
-            for _ in self.access(Phase.EXPORT, record.live.layer, [record], need):
-                self.optimizer.catch_up(record)
-                crc = content.cached_crc32c(self.cache, record, crc, self.wait)
+        crc, keys = 0, self.records.keys
+        for done, key in enumerate(keys, start=1):
+            crc = record_crc32c(
+                self.records.live(key),
+                self.records.cached.get(key),
+                crc,
+                cache=self.cache,
+                optimizer=self.optimizer,
+                wait=self.wait,
+            )
+            if progress is not None:
+                progress(done, len(keys))
         return crc
 
     def counters(self) -> dict[str, object]:

@@ -38,7 +38,7 @@ from tierstore.store.disk.home import (
     remove_content,
     unfinished_creation,
 )
-from tierstore.store.disk.lease import Lease
+from tierstore.store.disk.lease import DirectoryLease
 from tierstore.store.disk.shares import BandwidthEstimator
 from tierstore.store.disk.store_extents import StoreExtents
 from tierstore.store.disk.write_budget import WriteBudget
@@ -107,7 +107,7 @@ class Parts:
     drives: Drives
     config: StoreConfig
     adamw: AdamWConfig
-    lease: Lease
+    lease: DirectoryLease
     engine: Engine
     arena: Arena
     index: Index
@@ -163,9 +163,9 @@ def create(
     with contextlib.ExitStack() as stack:
         home = Home(directory, str(uuid.uuid4()), make_directories(directory))
         stack.callback(home.remove_made)
-        lease = stack.enter_context(Lease(directory))
-        refuse_foreign(directory)  # it may have become somebody's meanwhile
-        home.hold()
+        lease = stack.enter_context(DirectoryLease(directory))
+        refuse_foreign(directory)  # another process may have claimed it meanwhile
+        home.sync_names()
         abandoned = unfinished_creation(directory)
         if not abandoned:
             stack.callback(home.remove_unpublished)
@@ -193,7 +193,7 @@ def open_existing(
     """The store in ``directory``; without ``adamw``, the defaults with the store's own ``inactive``."""
     home = Home(directory, read_identity(directory), published=True)
     with contextlib.ExitStack() as stack:
-        lease = stack.enter_context(Lease(directory))
+        lease = stack.enter_context(DirectoryLease(directory))
         index = stack.enter_context(contextlib.closing(Index(directory / "index")))
         schemas, inactive, known = read_meta(home, index)
         if adamw is not None and adamw.inactive is not inactive:
@@ -220,7 +220,7 @@ def open_existing(
 def read_schemas(directory: Path) -> list[RecordSchema]:
     """The record schemas of the store in ``directory``, which nobody may have open."""
     home = Home(directory, read_identity(directory), published=True)
-    with Lease(directory), contextlib.closing(Index(directory / "index")) as index:
+    with DirectoryLease(directory), contextlib.closing(Index(directory / "index")) as index:
         return read_meta(home, index)[0]
 
 
@@ -230,7 +230,7 @@ def read_states(directory: Path, name: str) -> dict[OpenAt, bytes]:
     Raises StoreMissingError, StoreInUseError, StoreFormatError.
     """
     home = Home(directory, read_identity(directory), published=True)
-    with Lease(directory), contextlib.closing(Index(directory / "index")) as index:
+    with DirectoryLease(directory), contextlib.closing(Index(directory / "index")) as index:
         read_meta(home, index)
         states = {OpenAt.LAST: index.read_state(name)}
         if PREVIOUS in index.snapshots():
@@ -241,10 +241,10 @@ def read_states(directory: Path, name: str) -> dict[OpenAt, bytes]:
 def read_drives(store: Path) -> list[DriveReport]:
     """The directories of the store in ``store``, which nobody may have open, as of its last commit.
 
-    Raises StoreMissingError, StoreInUseError, StoreFormatError; a further directory that is missing is no error.
+    Raises StoreMissingError, StoreInUseError, StoreFormatError; a stripe directory that is missing is no error.
     """
     home = Home(store, read_identity(store), published=True)
-    with Lease(store), contextlib.closing(Index(store / "index")) as index:
+    with DirectoryLease(store), contextlib.closing(Index(store / "index")) as index:
         schemas, _, known = read_meta(home, index)
         commits = [index.read_commit(name) for name in (None, *index.snapshots())]
     paths = [store.absolute(), *(Path(str(entry["path"])) for entry in known[1:])]
@@ -361,7 +361,7 @@ class _Found:
     schemas: Sequence[RecordSchema]
     config: StoreConfig
     adamw: AdamWConfig
-    lease: Lease
+    lease: DirectoryLease
     index: Index
 
 

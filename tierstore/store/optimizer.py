@@ -49,6 +49,15 @@ class RecordOptimizer:
             self._adamw(record, rows, None, 1.0, ())
             self._reached(record, self.history.applied)
 
+    def replay_copy(self, record: CachedRecord, sections: Sequence[Buffer], *, after: Sequence[int]) -> int:
+        """Queues the replay of what the record missed on a copy of its weights and moments; returns its ticket.
+
+        The record itself stays as far behind as it is.
+        """
+        rows = self.history.rows(record.live.step, self.history.applied)
+        *weights, exp_avg, exp_avg_sq = sections
+        return self._engine.adamw(weights, exp_avg, exp_avg_sq, None, rows, 1.0, after=after)
+
     def step(
         self,
         record: CachedRecord,

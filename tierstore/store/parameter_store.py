@@ -287,13 +287,13 @@ class ParameterStore:
         """What is in effect, and what lies where."""
         return StoreStatus(self.core.history.applied, self.core.describe(), self.core.drives())
 
-    def records_crc32c(self) -> int:
+    def records_crc32c(self, progress: Callable[[int, int], None] | None = None) -> int:
         """CRC-32C over every record's content in key order, caught up to the last applied step.
 
-        Two stores with equal content have equal values, wherever their bytes lie. Raises ChecksumError,
-        OSError.
+        Two stores with equal content have equal values, wherever their bytes lie. It reads what is not resident, and
+        changes nothing. ``progress`` is called with the records done and in all. Raises ChecksumError, OSError.
         """
-        return self.core.records_crc32c()
+        return self.core.records_crc32c(progress)
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
         """Reads every section of the last commit and of the snapshots and checks it; see ``verify_store``."""

@@ -8,14 +8,9 @@ from tierstore.lazy import exports
 
 if TYPE_CHECKING:
     from tierstore.tiers.device import DeviceSlots, DeviceTier, HostDeviceTier
+    from tierstore.tiers.limited import LimitedTier, limited_tier
     from tierstore.tiers.opening import open_device_tier
 else:
-    __getattr__ = exports(
-        __name__,
-        {
-            "device": ["DeviceSlots", "DeviceTier", "HostDeviceTier"],
-            "opening": ["open_device_tier"],
-        },
-    )
+    __getattr__, __dir__ = exports(__name__, __file__)
 
-__all__ = ["DeviceSlots", "DeviceTier", "HostDeviceTier", "open_device_tier"]
+__all__ = ["DeviceSlots", "DeviceTier", "HostDeviceTier", "LimitedTier", "limited_tier", "open_device_tier"]

@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tierstore._native import Activity, Arena, Buffer, Engine, HugePages, Link
-from tierstore.links import limited
+from tierstore._native import Arena, Buffer, Engine, HugePages
 from tierstore.tiers.device import DeviceSlots, tensor_of
 
 __all__ = ["CudaDeviceTier", "pin_arena", "unpin_arena"]
@@ -60,22 +59,12 @@ class _CopyThread:
 
 
 class CudaDeviceTier:
-    """Slots on ``device``. Gradients land in pinned host memory, one place for each gradient slot.
-
-    ``link`` limits the speed of copies, both ways.
-    """
+    """Slots on ``device``. Gradients are copied to pinned host memory, a buffer for each gradient slot."""
 
     def __init__(
-        self,
-        engine: Engine,
-        slots: DeviceSlots,
-        device: torch.device,
-        huge_pages: HugePages,
-        link: Link | None = None,
+        self, engine: Engine, slots: DeviceSlots, device: torch.device, huge_pages: HugePages
     ) -> None:
         self.device = device
-        self._engine = engine
-        self._link = link
         self.slots = slots
         self._weights = _slots(slots.weights, slots.weight_bytes, slots.numel, slots.compute, device)
         self._gradients = _slots(slots.gradients, slots.gradient_bytes, slots.numel, torch.float32, device)
@@ -102,11 +91,7 @@ class CudaDeviceTier:
                 target[offset : offset + part.numel()].copy_(part, non_blocking=True)
                 offset += part.numel()
 
-        return self._limited(self._up.submit(after, copy), source.nbytes, after)
-
-    def _limited(self, ticket: int, nbytes: int, after: Sequence[int]) -> int:
-        before = [earlier for earlier in after if earlier]
-        return limited(self._engine, self._link, ticket, nbytes, activity=Activity.COPY, after=before)
+        return self._up.submit(after, copy)
 
     def weights(self, slot: int) -> torch.Tensor:
         return self._weights[slot]
@@ -134,8 +119,7 @@ class CudaDeviceTier:
             self._down.stream.wait_event(made)
             target.copy_(source, non_blocking=True)
 
-        ticket = self._down.submit((), copy)
-        return self._landing[slot], [self._limited(ticket, self._landing[slot].nbytes, ())]
+        return self._landing[slot], [self._down.submit((), copy)]
 
     def release_gradient(self, slot: int, after: Sequence[int]) -> None:
         self._free.append((slot, list(after)))

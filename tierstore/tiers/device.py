@@ -17,8 +17,7 @@ from typing import Protocol
 
 import torch
 
-from tierstore._native import Activity, Arena, Buffer, Engine, HugePages, Link
-from tierstore.links import limited
+from tierstore._native import Arena, Buffer, Engine, HugePages
 from tierstore.tiers.slots import SlotSizes
 
 __all__ = ["DeviceSlots", "DeviceTier", "HostDeviceTier"]
@@ -94,13 +93,10 @@ class DeviceTier(Protocol):
 
 
 class HostDeviceTier:
-    """The CPU as a device: slots in an arena of its own. ``link`` limits the speed of copies, both ways."""
+    """The CPU as a device: slots in an arena of its own."""
 
-    def __init__(
-        self, engine: Engine, slots: DeviceSlots, huge_pages: HugePages, link: Link | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, slots: DeviceSlots, huge_pages: HugePages) -> None:
         self._engine = engine
-        self._link = link
         self.slots = slots
         self._arena = Arena(slots.nbytes, huge_pages)
         self.device = torch.device("cpu")
@@ -115,26 +111,19 @@ class HostDeviceTier:
         ]
         self._weight_tensors = [tensor_of(buffer, slots.compute) for buffer in self._weights]
         self._gradient_tensors = [tensor_of(buffer, torch.float32) for buffer in self._gradients]
-        self._idle: list[list[int]] = [[] for _ in self._weights]
         self._free: deque[tuple[int, list[int]]] = deque((slot, []) for slot in range(slots.gradients))
-
-    def computed(self) -> list[int]:
-        """Tickets after which all is done that was to be computed so far. None: a CPU's caller has waited for it."""
-        return []
 
     def _buffer(self, offset: int, capacity: int, nbytes: int) -> Buffer:
         return Buffer(self._arena, [(offset, capacity)], nbytes)
 
     def load(self, slot: int, source: Buffer, after: Sequence[int]) -> int:
-        before = [*after, *self._idle[slot]]
-        ticket = self._engine.copy(self._weights[slot], source, after=before)
-        return limited(self._engine, self._link, ticket, source.nbytes, activity=Activity.COPY, after=before)
+        return self._engine.copy(self._weights[slot], source, after=after)
 
     def weights(self, slot: int) -> torch.Tensor:
         return self._weight_tensors[slot]
 
     def release_weights(self, slot: int) -> None:
-        self._idle[slot] = self.computed()
+        """Nothing to do: the caller computes, and has finished."""
 
     def take_gradient(self) -> tuple[int, list[int]]:
         return self._free.popleft()
@@ -144,10 +133,7 @@ class HostDeviceTier:
 
     def land(self, slot: int) -> tuple[Buffer, list[int]]:
         # The device's memory is the host's: the optimizer reads the slot itself.
-        landed, made = self._gradients[slot], self.computed()
-        if self._link is None:
-            return landed, made
-        return landed, [self._engine.hold(self._link, landed.nbytes, Activity.COPY, after=made)]
+        return self._gradients[slot], []
 
     def release_gradient(self, slot: int, after: Sequence[int]) -> None:
         self._free.append((slot, list(after)))

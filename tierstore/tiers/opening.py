@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from tierstore._native import Engine, HugePages, Link
+from tierstore._native import Engine, HugePages
 from tierstore.tiers.device import DeviceSlots, DeviceTier, HostDeviceTier
 
 __all__ = ["open_device_tier"]
 
 
 def open_device_tier(
-    engine: Engine,
-    slots: DeviceSlots,
-    device: torch.device,
-    huge_pages: HugePages,
-    link: Link | None = None,
+    engine: Engine, slots: DeviceSlots, device: torch.device, huge_pages: HugePages
 ) -> DeviceTier:
-    """The tier for ``device``; ``link`` limits the speed of its copies.
-
-    Raises OSError or torch's OutOfMemoryError when the slots do not fit.
-    """
+    """The tier for ``device``. Raises OSError or torch's OutOfMemoryError when the slots do not fit."""
     if device.type == "cuda":
         from tierstore.tiers.cuda import CudaDeviceTier
 
-        return CudaDeviceTier(engine, slots, device, huge_pages, link)
-    return HostDeviceTier(engine, slots, huge_pages, link)
+        return CudaDeviceTier(engine, slots, device, huge_pages)
+    return HostDeviceTier(engine, slots, huge_pages)

@@ -1,0 +1,93 @@
+"""Training: configuration, sessions, the trainer, and the ranks of a job. ``Trainer`` and what runs it import torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tierstore.lazy import exports
+
+if TYPE_CHECKING:
+    from tierstore.cache import CacheConfig, Scope
+    from tierstore.dense import DenseBytes, DenseConfig, Fusion, GatherDtype, OptimizerState, Reshard
+    from tierstore.links import LinkConfig, LinksConfig
+    from tierstore.model import CheckpointActivations, ComputeDtype, ModelConfig, TieEmbeddings
+    from tierstore.moe import Activation, RouterNoise, SaveActivations
+    from tierstore.parallel import (
+        Collective,
+        CollectiveTraffic,
+        ExpertBlocks,
+        JobStore,
+        Mesh,
+        ParallelConfig,
+        RankEnvironment,
+        launch,
+    )
+    from tierstore.prefetch import PredictorName, PrefetchConfig
+    from tierstore.store import (
+        AdamWConfig,
+        Capability,
+        Inactive,
+        IoBackendName,
+        IoConfig,
+        StripeConfig,
+        WearConfig,
+    )
+    from tierstore.timeline import NullTimeline, Timeline, TimelineSink, Track, open_timeline
+    from tierstore.train.config import TrainConfig
+    from tierstore.train.files import DataConfig
+    from tierstore.train.ranks import Opening
+    from tierstore.train.schedule import ScheduleConfig
+    from tierstore.train.session import open_session
+    from tierstore.train.trainer import NonFiniteError, StepResult, Trainer
+else:
+    __getattr__, __dir__ = exports(__name__, __file__)
+
+__all__ = [
+    "Activation",
+    "AdamWConfig",
+    "CacheConfig",
+    "Capability",
+    "CheckpointActivations",
+    "Collective",
+    "CollectiveTraffic",
+    "ComputeDtype",
+    "DataConfig",
+    "DenseBytes",
+    "DenseConfig",
+    "ExpertBlocks",
+    "Fusion",
+    "GatherDtype",
+    "Inactive",
+    "IoBackendName",
+    "IoConfig",
+    "JobStore",
+    "LinkConfig",
+    "LinksConfig",
+    "Mesh",
+    "ModelConfig",
+    "NonFiniteError",
+    "NullTimeline",
+    "Opening",
+    "OptimizerState",
+    "ParallelConfig",
+    "PredictorName",
+    "PrefetchConfig",
+    "RankEnvironment",
+    "Reshard",
+    "RouterNoise",
+    "SaveActivations",
+    "ScheduleConfig",
+    "Scope",
+    "StepResult",
+    "StripeConfig",
+    "TieEmbeddings",
+    "Timeline",
+    "TimelineSink",
+    "Track",
+    "TrainConfig",
+    "Trainer",
+    "WearConfig",
+    "launch",
+    "open_session",
+    "open_timeline",
+]

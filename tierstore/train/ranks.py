@@ -99,7 +99,7 @@ def agree(store: Path, wanted: Opening, mesh: Mesh) -> Agreed:
     earlier attempt began is resumed, or begun again when no step of it was ever acknowledged; where none got as far, it
     is a CREATE. Raises StoreExistsError, StoreMissingError, StoreInUseError, StoreFormatError, StoreError.
     """
-    if wanted is Opening.RESTART and not mesh.notes.written(_BEGUN):
+    if wanted is Opening.RESTART and not mesh.job_store.has(_BEGUN):
         wanted = Opening.CREATE
     rank, world = mesh.world.rank, mesh.world.size
     directory = rank_directory(store, rank, world)
@@ -111,7 +111,7 @@ def agree(store: Path, wanted: Opening, mesh: Mesh) -> Agreed:
     if wanted is Opening.CREATE:
         _refuse_existing(store, found)
         if rank == 0:
-            mesh.notes.write(_BEGUN)
+            mesh.job_store.set(_BEGUN)
         return Agreed(Opening.CREATE)
     for number, other in enumerate(found):
         if other.problem is not None and not (wanted is Opening.RESTART and not other.exists):
@@ -120,7 +120,7 @@ def agree(store: Path, wanted: Opening, mesh: Mesh) -> Agreed:
     common = _newest_common(found)
     if common is not None:
         return Agreed(Opening.RESUME, common[rank])
-    if wanted is not Opening.RESTART or mesh.notes.written(_ACKNOWLEDGED):
+    if wanted is not Opening.RESTART or mesh.job_store.has(_ACKNOWLEDGED):
         raise _nothing_common(store, found)
     # Killed while they were made: some have their first commit, and nobody has acknowledged it.
     if found[rank].steps:
@@ -232,11 +232,11 @@ def commit_everywhere(store: StoreCore, mesh: Mesh, state: Mapping[str, bytes], 
     """One commit of all ranks; a collective. Returns this rank's generation. Raises OSError, PeerError."""
     if mesh.world.size == 1:
         generation = store.commit(state, snapshot=snapshot)
-        mesh.notes.write(_ACKNOWLEDGED)
+        mesh.job_store.set(_ACKNOWLEDGED)
         return generation
     generation = store.prepare(state, snapshot=snapshot)
     mesh.world.barrier()
     store.acknowledge()
     if mesh.world.rank == 0:
-        mesh.notes.write(_ACKNOWLEDGED)
+        mesh.job_store.set(_ACKNOWLEDGED)
     return generation

@@ -22,7 +22,7 @@ from tierstore.dense.parameters import Units
 from tierstore.errors import ConfigError, StoreFormatError
 from tierstore.model import Transformer
 from tierstore.moe import initial_expert
-from tierstore.parallel import Mesh, Place, rank_device
+from tierstore.parallel import Mesh, RankEnvironment, rank_device
 from tierstore.prefetch import HorizontalQueue, Schedule, TieredExperts, make_predictor, unit_schedule
 from tierstore.prefetch.experts import TieredLease
 from tierstore.prefetch.plan import group_order
@@ -32,7 +32,7 @@ from tierstore.store.core import StoreCore
 from tierstore.store.directories import rank_directory, rank_stripe
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.store.registering import NewRecord, register_many
-from tierstore.tiers import DeviceSlots, DeviceTier, open_device_tier
+from tierstore.tiers import DeviceSlots, DeviceTier, limited_tier, open_device_tier
 from tierstore.tiers.slots import SlotSizes
 from tierstore.timeline import NullTimeline, TimelineSink, Track
 from tierstore.train.budgets import EXPERT_SCHEMA, Budgets, DeviceKind, budgets, expert_schema
@@ -41,6 +41,8 @@ from tierstore.train.data import TextData
 from tierstore.train.footprint import give_back_freed_memory
 from tierstore.train.ranks import Agreed, Opening, agree, check_alike
 from tierstore.train.state import TrainState, conditions, differences
+from tierstore.train.step_time import StepTimer
+from tierstore.train.thread_times import ThreadTimes, stolen_while_running
 from tierstore.train.trainer import Trainer
 
 __all__ = ["Opening", "compute_deterministically", "open_session", "stall_spans"]
@@ -55,14 +57,16 @@ def open_session(
     trace: Path | None = None,
     timeline: TimelineSink | None = None,
     io_log: Path | None = None,
+    accepted: Callable[[], None] = lambda: None,
 ) -> Iterator[Trainer]:
     """A trainer over ``config.store``, closed at exit whatever happens; what was not committed is gone.
 
     On several ranks (``mesh``) this is a collective, and each has a store of its own under ``config.store``. Budgets are
-    each rank's. Raises ConfigError, DataError, BudgetError, CapabilityError, StoreError, PeerError, OSError; on a failure
-    nothing was created or changed.
+    each rank's. ``accepted`` is called when nothing has been refused, before the first write. Raises ConfigError,
+    DataError, BudgetError, CapabilityError, StoreError, PeerError, OSError; on a failure nothing was created or changed.
     """
     setup = _prepare(config, opening, mesh, timeline or NullTimeline())
+    accepted()
     shell = _build_model(setup)
     with contextlib.ExitStack() as stack:
         store = _open_store(setup, shell, trace=trace, io_log=io_log)
@@ -81,6 +85,8 @@ def open_session(
         stack.callback(tier.close)
         experts = _open_experts(setup, store, tier, sliced.schedule)
         shell.source.target = experts
+        threads = ThreadTimes()
+        stack.callback(threads.close)
         trainer = Trainer(
             config,
             store=store,
@@ -92,6 +98,7 @@ def open_session(
             mesh=setup.mesh,
             state=state,
             ledger=setup.ledger,
+            timer=StepTimer(setup.ledger, threads, stolen_while_running()),
             timeline=setup.timeline,
         )
         if setup.agreed.opening is Opening.CREATE:
@@ -148,8 +155,8 @@ class _Sliced:
 
 
 def _prepare(config: TrainConfig, opening: Opening, mesh: Mesh | None, timeline: TimelineSink) -> _Setup:
-    device = rank_device(config.device, Place()) if mesh is None else mesh.device
-    mesh = mesh or Mesh.alone(Place(), device)
+    device = rank_device(config.device, RankEnvironment()) if mesh is None else mesh.device
+    mesh = mesh or Mesh.alone(RankEnvironment(), device)
     _check_batch(config, mesh.world.size)
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -262,7 +269,8 @@ def _fill(setup: _Setup, store: StoreCore, dense: DenseSlices) -> None:
 def _open_tier(setup: _Setup, store: StoreCore) -> DeviceTier:
     sizes, config = setup.slots, setup.config
     slots = DeviceSlots(sizes.numel, config.model.compute_dtype.torch, sizes.weights, sizes.gradients)
-    return open_device_tier(store.engine, slots, setup.mesh.device, HugePages.AUTO, config.links.copy.open())
+    tier = open_device_tier(store.engine, slots, setup.mesh.device, HugePages.AUTO)
+    return limited_tier(tier, store.engine, config.links.copy)
 
 
 def _open_experts(setup: _Setup, store: StoreCore, tier: DeviceTier, schedule: Schedule) -> TieredExperts:
@@ -276,7 +284,7 @@ def _open_experts(setup: _Setup, store: StoreCore, tier: DeviceTier, schedule: S
         tier,
         records,
         weight_slots=setup.slots.weights,
-        plan=config.gradient_plan,
+        timing=config.step_timing,
         predictor=make_predictor(config.prefetch.predictor, owned, most=config.prefetch.guesses),
         schedule=schedule,
         ledger=setup.ledger,

@@ -32,7 +32,7 @@ from tierstore.store import (
     StripeConfig,
 )
 from tierstore.store.disk.home import remove_unfinished
-from tierstore.store.disk.lease import Lease
+from tierstore.store.disk.lease import DirectoryLease
 
 NUMEL = 3000
 CONFIG = StoreConfig(host_budget=1 << 20)
@@ -198,7 +198,7 @@ def test_a_drive_that_cannot_be_taken_back_holds_no_other(
     with pytest.raises(OSError, match="Input/output error"):
         store.close()
     assert not (tmp_path / "c").exists()
-    with Lease(tmp_path / "b"), Lease(tmp_path / "store"):
+    with DirectoryLease(tmp_path / "b"), DirectoryLease(tmp_path / "store"):
         pass
 
 

@@ -287,7 +287,7 @@ def test_swapped_and_foreign_directories_are_named(tmp_path: Path) -> None:
             "d: expected an empty or missing directory, found",
         ),
         (config(*further, further[0]), ConfigError, "b is there twice"),
-        (config(further[0]), ConfigError, "has 2 further directories .* got 1: none can be left out"),
+        (config(further[0]), ConfigError, "has 2 stripe directories .* got 1: none can be left out"),
         (config(*further, limits=(1, 2)), ConfigError, "stripe.limits: expected 3, .* got 2"),
     ]
     for wrong, error, message in refused:
@@ -387,7 +387,7 @@ def test_a_creation_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_creation_that_was_killed_is_no_obstacle(tmp_path: Path) -> None:
-    """Killed when the further directory has its identity, and the store's own does not."""
+    """Killed when the stripe directory has its identity, and the store's own does not."""
     script = f"""
 import os
 from pathlib import Path

@@ -15,21 +15,21 @@ WEIGHTS = st.lists(st.floats(0.01, 1.0), min_size=1, max_size=6)
 def test_turns_are_spread_out() -> None:
     """Weights 5, 1, 1, by hand: a a b a c a a, and again."""
     turns = WeightedRoundRobin(3)
-    taken = [turns.take((5, 1, 1), range(3)) for _ in range(14)]
+    taken = [turns.next((5, 1, 1), range(3)) for _ in range(14)]
     assert taken == [0, 0, 1, 0, 2, 0, 0] * 2
 
 
 def test_equal_drives_take_turns_and_a_full_one_is_passed_over() -> None:
     turns = WeightedRoundRobin(3)
-    assert [turns.take((1, 1, 1), range(3)) for _ in range(6)] == [0, 1, 2, 0, 1, 2]
-    assert [turns.take((1, 1, 1), (0, 2)) for _ in range(4)] == [0, 2, 0, 2]
+    assert [turns.next((1, 1, 1), range(3)) for _ in range(6)] == [0, 1, 2, 0, 1, 2]
+    assert [turns.next((1, 1, 1), (0, 2)) for _ in range(4)] == [0, 2, 0, 2]
 
 
 @settings(deadline=None, max_examples=60)
 @given(WEIGHTS, st.integers(1, 300))
 def test_any_number_of_turns_is_shared_by_weight(weights: list[float], count: int) -> None:
     turns = WeightedRoundRobin(len(weights))
-    taken = [turns.take(weights, range(len(weights))) for _ in range(count)]
+    taken = [turns.next(weights, range(len(weights))) for _ in range(count)]
     for number, weight in enumerate(weights):
         assert abs(taken.count(number) - count * weight / sum(weights)) < len(weights)
 

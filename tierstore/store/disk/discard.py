@@ -1,4 +1,4 @@
-"""Whether space that is not needed any more can be given back to the file system (``FALLOC_FL_PUNCH_HOLE``)."""
+"""Whether the file systems of a store can free blocks inside of files (``FALLOC_FL_PUNCH_HOLE``)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _PAGE = 4096
 
 
 class Discard:
-    """Resolved for the file systems of the directories ``scratch``. ON raises OSError where it cannot be."""
+    """The capability, resolved for the file systems of the directories ``scratch``. ON raises OSError where one cannot."""
 
     def __init__(self, wanted: Capability, scratch: Sequence[Path]) -> None:
-        #: Why nothing is given back; empty where it is.
+        #: Why nothing is discarded; empty where discarding is on.
         self.reason = "off" if wanted is Capability.OFF else ""
         if wanted is not Capability.OFF:
             try:
@@ -32,7 +32,7 @@ class Discard:
         return not self.reason
 
     def failed(self, error: OSError) -> None:
-        """A hole could not be made: no more are tried, and ``describe`` says so."""
+        """Turns discarding off: a hole could not be made. ``describe`` gives the reason."""
         self.reason = self.reason or f"off ({error.filename}: {error.strerror})"
 
     def describe(self) -> str:

@@ -1,9 +1,9 @@
-"""The directories of a store: its own, and further ones on drives of their own.
+"""The directories of a store: its own, and stripe directories on drives of their own.
 
-Which directories there are, in which order, is said by the index, so it changes with a commit or not at all. Each
-further directory has an identity with a uuid of its own, durable before the first commit that may refer to it: one that
-is missing, swapped, or another store's is refused by name. A directory that a configuration names beyond those that the
-index knows is added, and is part of the store from the next commit on.
+The index lists the directories in order, so the list changes with a commit or not at all. Each stripe directory has an
+identity with a uuid of its own, durable before the first commit that may refer to it: opening refuses one that is
+missing, swapped, or another store's by name. A directory that the configuration names beyond those of the index is
+added, and is part of the store from the next commit on.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tierstore.store.disk.home import (
     same_directory,
     write_identity,
 )
-from tierstore.store.disk.lease import Lease
+from tierstore.store.disk.lease import DirectoryLease
 from tierstore.store.disk.shares import LEAST_BYTES, BandwidthEstimator
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Drive:
     own: str = ""
     published: bool = True
     made: tuple[Path, ...] = ()
-    lease: Lease | None = None
+    lease: DirectoryLease | None = None
     #: Most bytes of extents here, 0 for no limit.
     limit: int = 0
     link: Link | None = None
@@ -95,10 +95,10 @@ class Drive:
 
     @property
     def reserved_bytes(self) -> int:
-        return sum(extent.reserved_slots * extent.layout.slot_bytes for extent in self.extents)
+        return sum(extent.reserved_slots * extent.slot_bytes for extent in self.extents)
 
     def close(self) -> None:
-        """Lets it go; one that no commit knows is taken back."""
+        """Releases the lease; removes a directory that no commit knows."""
         with contextlib.ExitStack() as stack:
             if not self.published:
                 stack.callback(remove_directories, self.made)
@@ -124,7 +124,7 @@ class Drive:
 
 
 class Drives:
-    """The directories of one open store, in the order of their numbers; ``close`` lets them go."""
+    """The directories of one open store, in the order of their numbers."""
 
     def __init__(self, home: Home, config: StripeConfig) -> None:
         self.home = home
@@ -134,7 +134,7 @@ class Drives:
 
     @classmethod
     def create(cls, home: Home, config: StripeConfig, abandoned: str) -> Drives:
-        """Those of a new store. ``abandoned``: a store that was never finished, whose directories may be taken over.
+        """The directories of a new store. It may reuse those of ``abandoned``, a store whose creation never finished.
 
         Raises StoreExistsError, StoreFormatError, StoreInUseError, ConfigError, OSError; nothing is left then.
         """
@@ -147,7 +147,7 @@ class Drives:
 
     @classmethod
     def open(cls, home: Home, config: StripeConfig, known: Sequence[Mapping[str, object]]) -> Drives:
-        """Those that the index knows (``known``, the store's own first), and those that ``config`` adds to them.
+        """The directories that the index lists (``known``, the store's own first), and those that ``config`` adds.
 
         Raises StoreMissingError, StoreFormatError, StoreInUseError, ConfigError, OSError.
         """
@@ -156,7 +156,7 @@ class Drives:
         paths = list(config.directories) or recorded
         if len(paths) < len(recorded):
             raise ConfigError(
-                f"stripe.directories: the store in {home.directory} has {len(recorded)} further directories "
+                f"stripe.directories: the store in {home.directory} has {len(recorded)} stripe directories "
                 f"({', '.join(map(str, recorded))}), got {len(paths)}: none can be left out"
             )
         with drives._closed_on_error():
@@ -176,10 +176,10 @@ class Drives:
             raise
 
     def _attach(self, path: Path, own: str) -> None:
-        """Takes up a directory that commits refer to, for this store's own from now on."""
+        """Adds a directory that commits refer to; its identity records where the store is now."""
         number = len(self._drives)
         self._recognise(path, number, own)
-        self._drives.append(Drive(number, path.absolute(), own, lease=Lease(path)))
+        self._drives.append(Drive(number, path.absolute(), own, lease=DirectoryLease(path)))
         identity = self._recognise(path, number, own)  # the lease keeps it so
         refuse_shared(self.home, path, identity)
         here = replace(identity, home=str(self.home.directory.absolute()), path=str(path.absolute()))
@@ -210,7 +210,7 @@ class Drives:
         return identity
 
     def _claim(self, path: Path, abandoned: str) -> None:
-        """Takes an empty or missing directory, or what was left of a claim that no commit followed."""
+        """Adds an empty or missing directory, or the remains of a claim that no commit followed."""
         number = len(self._drives)
         if any(same_directory(path, drive.path) for drive in self._drives):
             raise ConfigError(f"stripe.directories: {path} is there twice")
@@ -220,19 +220,21 @@ class Drives:
         )
         self._drives.append(drive)
         with contextlib.ExitStack() as stack:
-            lease = stack.enter_context(Lease(path))
-            identity = self._check_free(path, number, abandoned)  # it may have become somebody's meanwhile
+            lease = stack.enter_context(DirectoryLease(path))
+            identity = self._check_free(
+                path, number, abandoned
+            )  # another process may have claimed it meanwhile
             stack.pop_all()
-        drive.lease = lease  # whose content may be removed from here on
-        # Where anything is found beside it after a power cut, this is what tells whose debris it is.
+        drive.lease = lease  # with it, closing may remove the content
+        # After a power cut the lease marks whatever is found beside it as debris.
         fsync_directory(path)
         remove_content(path)
-        if identity is not None:  # gone before what tells whose it was is
+        if identity is not None:  # it goes before the announced identity that names it
             fsync_directory(path)
 
     def _check_free(self, path: Path, number: int, abandoned: str) -> Identity | None:
-        """The identity of an abandoned claim, None for none. Raises StoreExistsError or StoreFormatError where what is in
-        ``path`` may be somebody's.
+        """The identity of an abandoned claim, None for none. Raises StoreExistsError or StoreFormatError where ``path``
+        may belong to another store, or to no store.
         """
         identity = read_directory_identity(path)
         if identity is None:
@@ -285,7 +287,7 @@ class Drives:
         self.estimator.observe([drive.moved() for drive in self])
 
     def as_json(self) -> list[dict[str, object]]:
-        """What the index says of them: nothing for a store of one directory."""
+        """What the index keeps of them: nothing for a store of one directory."""
         if len(self) == 1:
             return []
         return [
@@ -321,7 +323,7 @@ class Drives:
         new = [drive for drive in self if drive.number and not drive.published]
         if not new:
             return
-        # Should this be as far as it gets, a new store's own directory tells whose the others are.
+        # If the process dies from here on, a new store's own directory names the owner of the others.
         self.home.announce(len(self))
         fsync_directory(self.home.directory)
         for drive in new:
@@ -333,18 +335,18 @@ class Drives:
             )
             for made in drive.made:
                 fsync_directory(made.parent)
-            # Of an older store, a commit that fails may be there all the same: nothing is taken back any more.
+            # An older store's commit may be durable though it failed: nothing is removed any more.
             drive.published = self.home.published
         if self.home.published:
             self.home.publish(len(self))
 
     def committed(self) -> None:
-        """A commit knows them all: none is taken back from here on."""
+        """A commit lists them all: ``close`` removes none from here on."""
         for drive in self:
             drive.published = True
 
     def close(self) -> None:
-        """Lets the directories go, all of them whatever fails; those that no commit knows are taken back."""
+        """Closes every stripe directory, whatever fails; those that no commit knows are removed."""
         with contextlib.ExitStack() as stack:
             for drive in self._drives[1:]:
                 stack.callback(drive.close)

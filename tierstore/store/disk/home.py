@@ -38,8 +38,8 @@ OWN_NAMES = {"lease", "index", "extents", "scratch", f"{IDENTITY}.new"}
 
 @dataclass(frozen=True)
 class Identity:
-    """Whose directory it is. Number 0 is the store's own; further ones have an ``own`` uuid each, and know the store's
-    ``home`` and their own ``path``, both absolute, as they were when it was last opened.
+    """Which store a directory belongs to. Number 0 is the store's own; each stripe directory has an ``own`` uuid, and
+    records the store's ``home`` and its own ``path``, both absolute, as they were when the store was last opened.
     """
 
     uuid: str
@@ -66,24 +66,24 @@ class Home:
     directory: Path
     uuid: str
     made: tuple[Path, ...] = ()
-    #: It has an identity, and so is a store: before the first commit it is not.
+    #: Whether it has an identity. Before the first commit it has none, and is no store.
     published: bool = False
-    #: How many directories the identity beside its place speaks of; 0 where there is none.
+    #: How many directories the announced identity names; 0 without one.
     _announced: int = field(default=0, init=False)
 
-    def hold(self) -> None:
-        """Once the lease is there: it and the directory will be found after a power cut, and tell whose debris it is."""
+    def sync_names(self) -> None:
+        """Makes the names of the directory and its lease durable: after a power cut they mark an unfinished creation."""
         for directory in (self.directory, *(made.parent for made in self.made)):
             fsync_directory(directory)
 
     def announce(self, directories: int) -> None:
-        """Writes the identity beside its place: what is not a store yet can be told by it (``unfinished_creation``)."""
+        """Writes the identity under a preliminary name, where ``unfinished_creation`` finds it."""
         write_identity(self.directory, Identity(self.uuid, 0, directories), f"{IDENTITY}.new")
         self._announced = directories
 
     def publish(self, directories: int = 1) -> None:
         """After the first commit, atomically: a directory with an identity is a whole store."""
-        # Written a second time it could be lost to a power cut, and with it whose the further directories are.
+        # Written a second time it could be lost to a power cut, and with it the owner of the stripe directories.
         if self._announced != directories:
             self.announce(directories)
         # What the identity vouches for must be found after a power cut: names are synced by their directory.
@@ -96,7 +96,7 @@ class Home:
         self.published = True
 
     def remove_unpublished(self) -> None:
-        """Takes back a creation that never had a commit. Whoever calls it holds the lease."""
+        """Removes a creation that never had a commit. The caller has the lease."""
         if not self.published:
             remove_unfinished(self.directory)
 
@@ -126,7 +126,7 @@ def read_identity(directory: Path) -> str:
 
 
 def read_directory_identity(directory: Path, name: str = IDENTITY) -> Identity | None:
-    """Whose directory it is; None for nobody's. Raises StoreFormatError."""
+    """The identity of ``directory``; None where it has none. Raises StoreFormatError."""
     path = directory / name
     try:
         value = json.loads(path.read_text())
@@ -147,7 +147,7 @@ def read_directory_identity(directory: Path, name: str = IDENTITY) -> Identity |
 
 
 def unfinished_creation(directory: Path) -> str:
-    """The uuid of a store whose creation was killed here as it became one; empty where there is none."""
+    """The uuid of a store whose creation was killed here just before it was published; empty where there is none."""
     if (directory / IDENTITY).exists():
         return ""
     with contextlib.suppress(StoreFormatError):  # cut short: it had not got far
@@ -177,9 +177,9 @@ def refuse_foreign(directory: Path) -> None:
 def refuse_shared(home: Home, path: Path, identity: Identity) -> None:
     """Raises StoreFormatError where ``path``, with ``identity``, belongs to another copy of the store in ``home``.
 
-    Copying a store's own directory alone makes two that name the same further ones, each with an index of its own: what
-    one writes to a slot that it takes for free, the other's last commit may refer to. A store that was moved, or copied
-    with all of its directories, is no such case.
+    Copying a store's own directory alone makes two stores that share stripe directories, each with an index of its own:
+    a slot that is free to one may be in use by the other's last commit. A store that was moved, or copied with all of
+    its directories, is no such case.
     """
     other = Path(identity.home)
     if same_directory(other, home.directory) or not same_directory(Path(identity.path), path):
@@ -188,7 +188,7 @@ def refuse_shared(home: Home, path: Path, identity: Identity) -> None:
     if found is not None and (found.uuid, found.number) == (home.uuid, 0):
         raise StoreFormatError(
             f"{path}: belongs to the store in {other}, and the one in {home.directory} is a copy of it: name copies of "
-            f"its further directories in stripe.directories, or remove {other}"
+            f"its stripe directories in stripe.directories, or remove {other}"
         )
 
 
@@ -207,7 +207,7 @@ def make_directories(directory: Path) -> tuple[Path, ...]:
 
 
 def remove_directories(made: tuple[Path, ...]) -> None:
-    """Takes back what ``make_directories`` made, as far as nobody has put anything there."""
+    """Removes what ``make_directories`` made, except directories that are not empty by now."""
     with contextlib.suppress(OSError):
         for directory in made:
             directory.rmdir()
@@ -223,9 +223,9 @@ def remove_content(directory: Path) -> None:
 
 
 def remove_unfinished(directory: Path) -> None:
-    """All that a creation without a commit has made here; the lease last, for without it the rest is anybody's."""
+    """Removes all that a creation without a commit has made here; the lease last, for it marks the rest as debris."""
     remove_content(directory)
-    with contextlib.suppress(OSError):  # the drive fails: the error before this one says so
+    with contextlib.suppress(OSError):  # the drive fails, and the first error has been reported
         fsync_directory(directory)
     (directory / "lease").unlink(missing_ok=True)
 

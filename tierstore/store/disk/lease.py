@@ -19,10 +19,10 @@ from pathlib import Path
 
 from tierstore.errors import StoreInUseError
 
-__all__ = ["Lease"]
+__all__ = ["DirectoryLease"]
 
 
-class Lease:
+class DirectoryLease:
     """An exclusive hold on the store in ``directory``; a context manager.
 
     Raises StoreInUseError naming the holder's pid when another process holds it, or when a killed holder's
@@ -82,15 +82,15 @@ class Lease:
         if self._fd >= 0 and self._owner == os.getpid():
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, 0)
-            # Nothing is in flight any more: let go at once, also of what a ring still has registered.
-            # A file system that is gone has let go by itself.
+            # Nothing is in flight any more: unlock at once, for a ring may still have the descriptor registered.
+            # A file system that is gone has released the lock by itself.
             with contextlib.suppress(OSError):
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
             with contextlib.suppress(OSError):
                 os.close(self._fd)
             self._fd = -1
 
-    def __enter__(self) -> Lease:
+    def __enter__(self) -> DirectoryLease:
         return self
 
     def __exit__(self, *exc: object) -> None:

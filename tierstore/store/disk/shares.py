@@ -1,4 +1,4 @@
-"""How new slots are shared out among drives: by weight, in turns, and the weights by measured bandwidth.
+"""How new slots are spread over drives: weighted round robin, with weights from measured bandwidth.
 
 Nothing here changes what is computed or decided, only where bytes lie. Weights change at commits and at no other
 time, so between two commits placement is a function of the weights and of the order of requests.
@@ -23,16 +23,17 @@ _DEAD_BAND = 0.1
 
 
 class WeightedRoundRobin:
-    """Smooth weighted round robin: in any run of turns each has about its share, spread out and not in a row.
+    """Smooth weighted round robin: in any run of turns each number has about its share, spread out and not in a row.
 
-    Each turn gives everyone its weight, takes whoever has most (the first of equals), and charges it the sum.
+    Each turn credits every number with its weight, picks the one with the highest credit (the first of equals), and
+    charges it the sum of the weights.
     """
 
     def __init__(self, count: int) -> None:
         self._credits = [0.0] * count
 
-    def take(self, weights: Sequence[float], among: Sequence[int]) -> int:
-        """Whose turn it is among ``among`` (not empty); who cannot take it now neither gains nor pays."""
+    def next(self, weights: Sequence[float], among: Sequence[int]) -> int:
+        """The number whose turn it is among ``among`` (not empty); the others are neither credited nor charged."""
         for number in among:
             self._credits[number] += weights[number]
         chosen = max(among, key=lambda number: (self._credits[number], -number))
@@ -52,10 +53,10 @@ def apportion(total: int, weights: Sequence[float]) -> list[int]:
 
 
 class BandwidthEstimator:
-    """The shares of drives in new slots, which add up to 1.
+    """Estimates the drives' bandwidths, and their ``shares`` of new slots, which add up to 1.
 
-    ``fixed`` weights, if given, hold for good. Otherwise shares follow ``bandwidths`` (bytes a second; 0 for one that is
-    not known, which counts as the mean of the others), estimated anew from what moved since the last commit.
+    ``fixed`` weights, if given, are the shares for good. Otherwise shares follow ``bandwidths`` (bytes a second; 0 is
+    unknown and counts as the mean of the others), which ``observe`` updates with what moved since the last commit.
     """
 
     def __init__(self, bandwidths: Sequence[float], fixed: Sequence[float] = ()) -> None:

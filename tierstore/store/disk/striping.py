@@ -21,8 +21,8 @@ __all__ = ["StripedExtent"]
 
 
 class StripedExtent:
-    """The extents of one group of one schema, one in each of ``drives``, in their order. ``discard`` says whether they
-    may have free slots without blocks.
+    """The extents of one group of one schema, one on each of ``drives``, in their order. It allocates their slots and
+    reserves their space; ``discard`` decides whether free slots may become holes.
     """
 
     def __init__(self, drives: Drives, extents: Sequence[Extent], discard: Discard) -> None:
@@ -159,7 +159,7 @@ class StripedExtent:
         full: _FullError | None = None
         for among in (free, [number for number in numbers if number not in free]):
             while among:
-                number = self._turns.take(self._drives.shares, among)
+                number = self._turns.next(self._drives.shares, among)
                 try:
                     self._provide(number)
                     return self.extents[number].allocate()

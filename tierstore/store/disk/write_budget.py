@@ -9,8 +9,8 @@ Every write to an extent or a scratch file takes its turn in the bucket *before*
 - when it is empty, those wait too that somebody waits for: dirty victims of demanded fetches, and commits. That time
   is charged to the cause "write budget".
 
-So the budget changes when bytes move, and never what is decided: the cache is not told of it, for a decision that looked
-at a clock would differ from run to run, and from its replay.
+So the budget changes when bytes move, and never a decision: the cache does not know of it, for a decision that looked at
+a clock would differ from run to run, and from its replay.
 
 The level is kept with each commit. Within a run time is CLOCK_MONOTONIC; between runs it is the wall clock, of which
 nothing is believed that it cannot have done: back is no time at all, forward at most fills the bucket. What is written after

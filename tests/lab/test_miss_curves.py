@@ -1,0 +1,114 @@
+"""Curves: one pass says what replays say, and every point is where it belongs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cases import NaiveLru, requests_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierstore.cache.config import Scope
+from tierstore.errors import BudgetError
+from tierstore.lab.costs import Machine
+from tierstore.lab.miss_curves import (
+    all_policies,
+    curve_capacities,
+    curves,
+    has_one_pass,
+    keep_ratio,
+    lru_curve,
+)
+from tierstore.lab.results import Role
+from tierstore.lab.simulate import Contract, known_policies, simulate, suits
+
+
+@settings(deadline=None, max_examples=25)
+@given(data=st.data())
+def test_one_pass_counts_what_replays_count(data):
+    events = data.draw(
+        st.lists(st.lists(st.integers(0, 11), min_size=1, max_size=4, unique=True), min_size=2, max_size=40)
+    )
+    writes = [data.draw(st.lists(st.integers(0, 1), min_size=len(e), max_size=len(e))) for e in events]
+    warmup = data.draw(st.integers(0, 3))
+    contract = data.draw(st.sampled_from(Contract))
+    requests = requests_of(events, writes=writes, sizes=[2] * 12, frame_bytes=10)
+    requests.table.stored[::3] = False
+    capacities = list(range(8, 25))
+    curve = lru_curve(requests, capacities, contract=contract, warmup_steps=min(warmup, len(events) - 1))
+    replays = simulate(
+        requests, ["lru"], capacities, contract=contract, warmup_steps=min(warmup, len(events) - 1)
+    )
+    for point, replayed in zip(curve.points, replays, strict=True):
+        for name in ("capacity_frames", "requests", "hits", "misses", "evictions", "write_backs", "steps"):
+            assert getattr(point, name) == getattr(replayed, name), name
+        assert point.read_bytes == replayed.read_bytes
+        assert point.written_bytes == replayed.written_bytes
+
+
+def test_against_a_naive_cache():
+    rng = np.random.default_rng(0)
+    events = [sorted(rng.choice(30, 3, replace=False).tolist()) for _ in range(400)]
+    (curve,) = curves(requests_of(events), ["lru"], [0.2, 0.5, 0.8])
+    for point in curve.points:
+        naive = NaiveLru(point.capacity_frames)
+        assert point.misses == sum(naive.event(event, [0] * 3)[0] for event in events)
+
+
+def test_curves_come_in_the_order_of_policies():
+    rng = np.random.default_rng(0)
+    requests = requests_of([[entry] for entry in rng.integers(0, 40, 2000)])
+    found = curves(requests, ["belady", "lru", "fifo"], [0.75, 0.25, 0.5])
+    assert [curve.policy for curve in found] == ["belady", "lru", "fifo"]
+    assert [curve.role for curve in found] == [Role.BOUND, Role.POLICY, Role.POLICY]
+    for curve in found:
+        assert [point.capacity_frames for point in curve.points] == [10, 20, 30]
+    bound, lru, fifo = ([point.misses for point in curve.points] for curve in found)
+    assert all(least <= misses for least, misses in zip(bound, lru, strict=True))
+    # Requests that are all alike: every policy misses 1 - C/N, give or take.
+    for misses, point in zip(lru, found[1].points, strict=True):
+        assert misses / 2000 == pytest.approx(keep_ratio(requests, point.capacity_frames), abs=0.05)
+    assert lru != fifo
+
+
+def test_costs_ask_for_replays():
+    requests = requests_of([[0], [1], [2]] * 20, writes=[[1], [0], [0]] * 20, frame_bytes=1000)
+    (plain,) = curves(requests, ["lru"], ["2f"])
+    (costed,) = curves(requests, ["lru"], ["2f"], machine=Machine(), windows=4)
+    assert plain.points[0].policy_s is None
+    assert costed.points[0].stall_s_per_step > 0
+    assert len(costed.points[0].windows) == 4
+    assert plain.points[0].misses == costed.points[0].misses == 60
+
+
+def test_capacities_of_a_curve():
+    requests = requests_of([[entry] for entry in range(20)], layers=[entry % 2 for entry in range(20)])
+    assert curve_capacities(requests, 4) == [5, 10, 15, 20]
+    assert curve_capacities(requests, 20)[0] == 2
+    assert curve_capacities(requests, 20, scope=Scope.LAYER)[0] == 4
+    assert curve_capacities(requests_of([[0]]), 3) == [1]
+    with pytest.raises(ValueError, match="points"):
+        curve_capacities(requests, 0)
+
+
+def test_where_one_pass_does_not_hold():
+    assert not has_one_pass(requests_of([[0], [1]], sizes=[1, 2]), 3)
+    uneven = requests_of([[0], [1]])
+    uneven.table.nbytes[1] = 9
+    assert not has_one_pass(uneven, 2)
+    assert not has_one_pass(requests_of([[0, 1]]), 1)
+    assert has_one_pass(requests_of([[0, 1]]), 1, contract=Contract.SEQUENTIAL)
+    assert not has_one_pass(requests_of([[0, 1]]), 2, scope=Scope.LAYER)
+    with pytest.raises(BudgetError, match="1 frames are no stack"):
+        lru_curve(requests_of([[0, 1]]), [1])
+
+
+def test_all_policies_have_one_bound_and_suit():
+    keys = requests_of([[entry] for entry in range(20)])
+    assert [spec.name for spec in all_policies(keys) if spec.role is Role.BOUND] == ["belady"]
+    assert "next-use" not in [spec.name for spec in all_policies(keys)]
+    passes = requests_of([[0, 1], [2, 3]], layers=[0, 1])
+    assert {spec.name for spec in all_policies(passes)} == {*known_policies(bounds=False), "belady"}
+    # Two layers of 5000 entries, of which a pass asks for one: 5000 looked at for each request.
+    sparse = requests_of([[entry] for entry in range(10_000)], layers=[entry % 2 for entry in range(10_000)])
+    assert not suits(sparse, "next-use")

@@ -1,0 +1,224 @@
+"""Options that the cache commands share, and what they stand for in the lab."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import reduce, wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import click
+
+from tierstore.cli.options import FRACTION, SIZE
+from tierstore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tierstore.lab.costs import Machine
+    from tierstore.lab.requests import Requests
+    from tierstore.lab.simulate import PolicySpec
+
+__all__ = [
+    "TRACE",
+    "capacity_option",
+    "html_option",
+    "machine_options",
+    "pin_option",
+    "policy_option",
+    "replay_options",
+    "specs_of",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+TRACE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+def policy_option(default: str) -> Callable[[F], F]:
+    """``--policy``, any number of times: the argument ``policies``."""
+    return click.option(
+        "--policy",
+        "policies",
+        multiple=True,
+        metavar="NAME[:OPTION=VALUE,..]",
+        help=f"A policy or bound, any number of times; default: {default}. Or 'all'.",
+    )
+
+
+def capacity_option(*, multiple: bool) -> Callable[[F], F]:
+    """``--capacity``: a size, or a fraction of the footprint."""
+    return click.option(
+        "--capacity",
+        "capacities" if multiple else "capacity",
+        type=FRACTION,
+        multiple=multiple,
+        default=("0.5",) if multiple else "0.5",
+        show_default=True,
+        help="Size of the cache: 512MiB, or a fraction of what the trace asks for.",
+    )
+
+
+def html_option(command: F) -> F:
+    """``--html FILE``: a report for a browser."""
+    return click.option(
+        "--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a report for a browser."
+    )(command)
+
+
+def _chained(like: F, command: Callable[..., Any], *options: Callable[[Any], Any]) -> F:
+    """As if ``options`` stood above ``command`` in this order; typed as ``like``, which it stands for."""
+    return cast(F, reduce(lambda inner, option: option(inner), reversed(options), command))
+
+
+def replay_options(command: F) -> F:
+    """``--scope``, ``--contract``, ``--warmup``, ``--threads``: the argument ``replay``, a mapping."""
+
+    @wraps(command)
+    def gather(*args: Any, scope: str, contract: str, warmup: int, threads: int, **rest: Any) -> Any:
+        from tierstore.cache.config import Scope
+        from tierstore.lab.simulate import Contract
+
+        replay = {
+            "scope": Scope(scope),
+            "contract": Contract(contract),
+            "warmup_steps": warmup,
+            "threads": threads,
+        }
+        return command(*args, replay=replay, **rest)
+
+    return _chained(
+        command,
+        gather,
+        click.option(
+            "--scope",
+            type=click.Choice(["global", "layer"]),
+            default="global",
+            show_default=True,
+            help="One cache, or an equal quota for each layer.",
+        ),
+        contract_option,
+        click.option(
+            "--warmup", type=click.IntRange(min=0), default=0, help="Steps that fill the cache uncounted."
+        ),
+        threads_option,
+    )
+
+
+def pin_option(command: F) -> F:
+    """``--pin``, any number of times: the argument ``pins``."""
+    return click.option(
+        "--pin",
+        "pins",
+        multiple=True,
+        metavar="LAYER:EXPERT,..",
+        help="Records that stay once they have come, by layer and place in it; any number of times.",
+    )(command)
+
+
+def contract_option(command: F) -> F:
+    """``--contract``."""
+    return click.option(
+        "--contract",
+        type=click.Choice(["event-atomic", "sequential"]),
+        default="event-atomic",
+        show_default=True,
+        help="Whether what a layer asks for at once is one set.",
+    )(command)
+
+
+def threads_option(command: F) -> F:
+    """``--threads``."""
+    return click.option(
+        "--threads", type=click.IntRange(min=0), default=0, help="Replays at a time (0: one for each core)."
+    )(command)
+
+
+_MACHINE = {
+    "read": "read_bytes_per_s",
+    "write": "write_bytes_per_s",
+    "mixed": "mixed_bytes_per_s",
+    "compute": "compute_s_per_step",
+    "endurance": "endurance_bytes",
+    "drive": "drive_bytes",
+    "steps_per_s": "steps_per_s",
+}
+"""Options, and what they are of a Machine."""
+
+
+def machine_options(command: F) -> F:
+    """What estimates rest on: the argument ``machine``, a Machine."""
+
+    @wraps(command)
+    def gather(*args: Any, profile: Path | None, run: Path | None, overlap: str, **rest: Any) -> Any:
+        given = {name: rest.pop(name) for name in _MACHINE}
+        return command(*args, machine=_machine(profile, run, overlap, given), **rest)
+
+    return _chained(
+        command,
+        gather,
+        click.option(
+            "--profile",
+            type=click.Path(path_type=Path),
+            help="Costs measured by `tierstore bench machine` (default: plan's assumed ones).",
+        ),
+        click.option(
+            "--run",
+            type=click.Path(path_type=Path),
+            help="Configuration of the run, whose computation of a step plan predicts.",
+        ),
+        click.option("--read", type=SIZE, help="Read bandwidth, a second (default: the profile's)."),
+        click.option("--write", type=SIZE, help="Write bandwidth, a second (default: the profile's)."),
+        click.option("--mixed", type=SIZE, help="Bandwidth of reads and writes mixed, a second."),
+        click.option(
+            "--compute", type=float, help="Computation of a step, seconds (default: that of --run, or 0)."
+        ),
+        click.option(
+            "--overlap",
+            type=click.Choice(["lookahead", "serial"]),
+            default="lookahead",
+            show_default=True,
+            help="Whether a pass is fetched while the one before it computes.",
+        ),
+        click.option(
+            "--endurance", type=SIZE, help="Bytes the drive may be written (assumed, if not given: 600TB)."
+        ),
+        click.option("--drive", type=SIZE, help="Size of the drive (assumed, if not given: 1TB)."),
+        click.option("--steps-per-s", type=float, help="Speed (default: from computation and stalls)."),
+    )
+
+
+def _machine(profile: Path | None, run: Path | None, overlap: str, given: Mapping[str, Any]) -> Machine:
+    from tierstore.config import load
+    from tierstore.lab.costs import Machine, Overlap
+    from tierstore.plan.costs import ASSUMED, load_profile
+    from tierstore.train.config import TrainConfig
+
+    values = {_MACHINE[name]: None if value is None else float(value) for name, value in given.items()}
+    try:
+        return Machine(
+            profile=ASSUMED if profile is None else load_profile(profile),
+            run=None if run is None else load(TrainConfig, run),
+            overlap=Overlap(overlap),
+            **values,
+        )
+    except ConfigError as error:
+        raise ConfigError(_as_typed(str(error))) from error
+
+
+def _as_typed(message: str) -> str:
+    name, colon, rest = message.partition(":")
+    typed = {field: f"--{option.replace('_', '-')}" for option, field in _MACHINE.items()}
+    return f"{typed.get(name, name)}{colon}{rest}"
+
+
+def specs_of(requests: Requests, policies: tuple[str, ...], default: tuple[str, ...]) -> list[PolicySpec]:
+    """The policies asked for, without repetition. Raises ConfigError naming ``--policy``."""
+    from tierstore.lab.miss_curves import all_policies
+    from tierstore.lab.simulate import PolicySpec
+
+    found: list[PolicySpec] = []
+    for text in policies or default:
+        try:
+            found += all_policies(requests) if text == "all" else [PolicySpec.parse(text)]
+        except ConfigError as error:
+            raise ConfigError(f"--policy: {error}") from error
+    return [spec for index, spec in enumerate(found) if spec not in found[:index]]

@@ -1,0 +1,208 @@
+"""Miss-ratio curves: what each policy misses at each capacity.
+
+LRU has the inclusion property (a larger cache holds what a smaller one does), so one pass over the trace
+gives every capacity at once (Mattson et al. 1970): ``lru_curve``. That holds with one cache for all layers,
+entries of one size, nothing pinned, and capacities that no event exceeds. Everything else is replayed, in parallel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore import _native
+from tierstore.cache.config import Scope
+from tierstore.errors import BudgetError
+from tierstore.lab.costs import Machine, with_costs
+from tierstore.lab.entries import Capacity
+from tierstore.lab.parallel import OnProgress, in_parallel
+from tierstore.lab.quotas import least_quotas
+from tierstore.lab.requests import Requests
+from tierstore.lab.results import Curve, Outcome
+from tierstore.lab.simulate import (
+    NATIVE_CONTRACTS,
+    Contract,
+    Detail,
+    PolicySpec,
+    Setting,
+    contract_name,
+    expected_time,
+    known_policies,
+    outcome,
+    replay_one,
+    suits,
+)
+
+__all__ = ["all_policies", "curve_capacities", "curves", "has_one_pass", "keep_ratio", "lru_curve"]
+
+_ONE_PASS = 10.0  # beside a replay of FIFO
+
+
+def all_policies(requests: Requests) -> list[PolicySpec]:
+    """Every policy that suits ``requests``, with its defaults, and the bound that admits as a live cache does."""
+    names = [name for name in known_policies(bounds=False) if suits(requests, name)]
+    return [PolicySpec(name) for name in (*names, "belady")]
+
+
+def keep_ratio(requests: Requests, capacity_frames: int) -> float:
+    """``1 - C/N``: what any policy misses of requests that are all alike."""
+    return max(0.0, 1.0 - capacity_frames / requests.table.total_frames)
+
+
+def curve_capacities(requests: Requests, points: int, *, scope: Scope = Scope.GLOBAL) -> list[int]:
+    """``points`` equally spaced capacities up to the footprint, frames; without those that fit no record.
+
+    Raises ValueError for no points.
+    """
+    if points < 1:
+        raise ValueError(f"points: expected at least 1, got {points}")
+    least = _least_capacity(requests, scope)
+    wanted = {max(1, round(requests.table.total_frames * point / points)) for point in range(1, points + 1)}
+    return sorted(frames for frames in wanted if frames >= least) or [requests.table.total_frames]
+
+
+def _least_capacity(requests: Requests, scope: Scope) -> int:
+    if scope is Scope.GLOBAL:
+        return requests.table.largest_record_frames + 1
+    return int(least_quotas(requests, headroom=1).sum())
+
+
+def has_one_pass(
+    requests: Requests,
+    capacity_frames: int,
+    *,
+    scope: Scope = Scope.GLOBAL,
+    contract: Contract = Contract.ATOMIC,
+) -> bool:
+    """Whether ``lru_curve`` holds for this capacity (and larger ones)."""
+    alike = bool(
+        (requests.table.frames == requests.table.frames[0]).all()
+        and (requests.table.nbytes == requests.table.nbytes[0]).all()
+    )
+    whole = contract is Contract.SEQUENTIAL or capacity_frames >= requests.largest_event_frames
+    return scope is Scope.GLOBAL and alike and whole and not requests.table.pins
+
+
+def lru_curve(
+    requests: Requests,
+    capacities: Sequence[Capacity],
+    *,
+    contract: Contract = Contract.ATOMIC,
+    warmup_steps: int = 0,
+) -> Curve:
+    """LRU at all ``capacities`` from one pass, exactly as replays would count it.
+
+    Raises ConfigError for a capacity that cannot be, BudgetError for one below the largest event.
+    """
+    frames = sorted({requests.table.frames_of(capacity) for capacity in capacities})
+    if not has_one_pass(requests, frames[0], contract=contract):
+        raise BudgetError(
+            f"capacity: {frames[0]} frames are no stack of entries of one size that hold the largest event "
+            f"of {requests.largest_event_frames} frames"
+        )
+    warmup = requests.events_before(warmup_steps)
+    found = _native.stack_distances(
+        requests.offsets,
+        requests.entries,
+        requests.writes,
+        contract=NATIVE_CONTRACTS[contract],
+        warmup_events=warmup,
+    )
+    # Misses at c entries: those asked for the first time, and those deeper than c.
+    deeper = np.concatenate((np.cumsum(found["depths"][::-1], dtype=np.int64)[::-1], [0]))
+    created = len(requests.creations.since(warmup).events)
+    warm = _distinct(requests.entries[: int(requests.offsets[warmup])])
+    distinct = _distinct(requests.entries)
+    size = int(requests.table.frames[0])
+    entry_bytes = int(requests.table.nbytes[0])
+    points = []
+    for capacity in frames:
+        held = min(capacity // size, distinct)
+        fetched = int(found["cold"]) + int(deeper[held + 1])
+        written = int(found["write_backs"][held]) if len(found["write_backs"]) else 0
+        points.append(
+            Outcome(
+                policy="lru",
+                capacity_frames=capacity,
+                capacity_fraction=capacity / requests.table.total_frames,
+                scope=Scope.GLOBAL.value,
+                contract=contract_name(requests, contract),
+                steps=requests.step_count - warmup_steps,
+                requests=int(found["requests"]),
+                hits=int(found["requests"]) - fetched,
+                misses=fetched - created,
+                creates=created,
+                evictions=fetched - (held - min(held, warm)),
+                write_backs=written,
+                read_bytes=(fetched - created) * entry_bytes,
+                written_bytes=written * entry_bytes,
+            )
+        )
+    return Curve(tuple(points))
+
+
+def curves(
+    requests: Requests,
+    policies: Sequence[PolicySpec | str],
+    capacities: Sequence[Capacity],
+    *,
+    scope: Scope = Scope.GLOBAL,
+    contract: Contract = Contract.ATOMIC,
+    warmup_steps: int = 0,
+    machine: Machine | None = None,
+    windows: int = 0,
+    threads: int = 0,
+    progress: OnProgress | None = None,
+) -> list[Curve]:
+    """A curve for each policy, in the order given, by ascending capacity.
+
+    Without ``machine`` and ``windows``, LRU comes from one pass where that is exact; with them, every point
+    is a replay that knows what each event moved. Raises ConfigError or BudgetError.
+    """
+    specs = [PolicySpec.parse(policy) if isinstance(policy, str) else policy for policy in policies]
+    frames = sorted({requests.table.frames_of(capacity) for capacity in capacities})
+    one_pass = (
+        machine is None and not windows and has_one_pass(requests, frames[0], scope=scope, contract=contract)
+    )
+
+    def replayed(setting: Setting) -> list[Outcome]:
+        detail = Detail.STEPS if machine is None else Detail.EVENTS
+        found = replay_one(requests, setting, requests.events_before(warmup_steps), detail)
+        point = outcome(requests, found, windows=windows)
+        return [point if machine is None else with_costs(requests, found, point, machine)]
+
+    def once() -> list[Outcome]:
+        return list(lru_curve(requests, frames, contract=contract, warmup_steps=warmup_steps).points)
+
+    jobs: list[_Job] = []
+    for number, spec in enumerate(specs):
+        if one_pass and spec == PolicySpec("lru"):
+            jobs.append(_Job(number, _ONE_PASS, once))
+            continue
+        for size in frames:
+            setting = Setting(spec, size, scope, contract)
+            jobs.append(_Job(number, expected_time(requests, setting), partial(replayed, setting)))
+    found = in_parallel(
+        [job.run for job in jobs], weights=[job.weight for job in jobs], threads=threads, progress=progress
+    )
+    points: list[list[Outcome]] = [[] for _ in specs]
+    for job, outcomes in zip(jobs, found, strict=True):
+        points[job.curve] += outcomes
+    return [Curve(tuple(each)) for each in points]
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Some points of a curve."""
+
+    curve: int
+    weight: float
+    run: Callable[[], list[Outcome]]
+
+
+def _distinct(entries: NDArray[np.uint32]) -> int:
+    return int(np.count_nonzero(np.bincount(entries)))

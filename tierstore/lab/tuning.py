@@ -1,0 +1,382 @@
+"""Choosing a cache setting on the first part of a trace, and saying what it is worth on the rest.
+
+1. A coarse grid (policies, half-lives, scopes) is replayed on the last million requests of the prefix.
+2. The best settings get neighbours: half-lives between the grid's, thresholds, a tuned split of the capacity.
+3. The best of all of them, and the simplest of those close to the best, are replayed on the whole prefix. The
+   simplest is chosen that cannot be told from the best (block bootstrap, corrected for the number of tries)
+   and costs at most half a percent more.
+4. They are replayed once more on the whole trace; only the steps after the prefix count, and the cache keeps
+   what it held (warm). That is what the choice is scored on, against the default of ``tierstore train``.
+
+A run that fetches ahead holds a part of its cache for that, which changes what is best. So where the trace
+has the prefetches of its run, all of these replay it as it was recorded (``tierstore.lab.live``): each candidate
+once, over the whole trace. What a choice looks at is still the prefix alone, since a step's counts do not depend on
+those after it. Only the split of the capacity is made from curves without lookahead, and then scored with it.
+
+Else steps 1 and 2 cost the same whatever the trace's length, steps 3 and 4 some twenty replays.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore.cache.config import Scope
+from tierstore.errors import BudgetError, ConfigError, DataError
+from tierstore.lab.bootstrap import Interval, paired_interval
+from tierstore.lab.candidates import (
+    Candidate,
+    cache_configuration,
+    configuration_text,
+    default_candidate,
+    live_policies,
+    neighbours,
+    starting_grid,
+)
+from tierstore.lab.costs import Machine, Objective, cost_by_step, with_costs
+from tierstore.lab.entries import Capacity
+from tierstore.lab.live import LiveReplay, Recording, replay_recorded
+from tierstore.lab.quotas import split_capacity
+from tierstore.lab.regime import Regime, survey
+from tierstore.lab.requests import Requests
+from tierstore.lab.results import Outcome, TuneResult, Verdict
+from tierstore.lab.simulate import Contract, Detail, Replayed, outcome, replay_each, suits
+
+__all__ = ["LEAST_STEPS", "Hindsight", "OnStage", "TuneOptions", "Tuning", "scored_text", "tune"]
+
+OnStage: TypeAlias = Callable[[str, int, int], None]
+"""Hears the stage, and how many of how many replays are done."""
+
+_COARSE_REQUESTS = 1_000_000
+_BEST = 6  # finalists by cost
+_SIMPLEST = 4  # finalists by simplicity, of those this close to the best:
+_CLOSE = 1.01
+_TIED = 1.005  # what a simpler setting may cost more, if it cannot be told from the best
+LEAST_STEPS = 4
+"""Of a trace that can be tuned on and scored."""
+
+
+class Hindsight(enum.Enum):
+    """What the choice is compared with on the rest: the finalists, or everything that was tried (slower)."""
+
+    FINALISTS = "finalists"
+    ALL = "all"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneOptions:
+    """What is searched, for what. ``policies`` empty: those that ``tierstore train`` runs and that suit."""
+
+    policies: tuple[str, ...] = ()
+    scopes: tuple[Scope, ...] = (Scope.GLOBAL, Scope.LAYER)
+    objective: Objective = Objective.MISSES
+    contract: Contract = Contract.ATOMIC
+    prefix: float = 0.5  # of the steps
+    confidence: float = 0.95
+    seed: int = 0
+    threads: int = 0
+    baseline: Candidate | None = None  # None: default_candidate(requests)
+    hindsight: Hindsight = Hindsight.FINALISTS
+
+    def __post_init__(self) -> None:
+        if not 0 < self.prefix < 1:
+            raise ConfigError(f"prefix: expected a fraction of the steps in (0, 1), got {self.prefix}")
+        if not 0 < self.confidence < 1:
+            raise ConfigError(f"confidence: expected a number in (0, 1), got {self.confidence}")
+        if not self.scopes:
+            raise ConfigError("scopes: expected at least one")
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """A tuned choice, what the regime is like, and the held-out outcomes that it is compared with, best first."""
+
+    result: TuneResult
+    regime: Regime
+    chosen: Candidate
+    ranked: tuple[tuple[Candidate, Outcome], ...]
+
+
+def tune(
+    requests: Requests,
+    capacity: Capacity,
+    options: TuneOptions | None = None,
+    *,
+    machine: Machine | None = None,
+    recording: Recording | None = None,
+    progress: OnStage | None = None,
+) -> Tuning:
+    """The setting for ``capacity``, chosen on the first part of the steps and scored on the rest.
+
+    ``machine`` is what stalls are estimated from. With ``recording`` (``recording_of``) the finalists are
+    scored with its prefetches; without, and for stalls or the sequential contract, without lookahead.
+    Raises ConfigError, BudgetError (a capacity that the largest record does not fit), or DataError for a trace
+    of fewer than four steps.
+    """
+    chosen_options = options or TuneOptions()
+    if requests.step_count < LEAST_STEPS:
+        raise DataError(
+            f"{requests.name}: expected at least {LEAST_STEPS} steps to tune on and to score, found "
+            f"{requests.step_count}"
+        )
+    if requests.table.pins:
+        raise ConfigError(
+            f"{requests.name}: {requests.table.pins}: a live cache pins nothing, so there is nothing to tune"
+        )
+    capacity_frames = requests.table.frames_of(capacity)
+    if capacity_frames < requests.table.largest_record_frames:
+        raise BudgetError(
+            f"capacity: {capacity_frames} frames are too small: the largest record takes "
+            f"{requests.table.largest_record_frames} with all of its groups"
+        )
+    tuner = _Tuner(requests, capacity_frames, chosen_options, machine or Machine(), progress)
+    replayable = (
+        chosen_options.contract is Contract.ATOMIC and chosen_options.objective is not Objective.STALL
+    )
+    return tuner.run(recording if replayable else None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """A candidate with its requests and cost by step, warm-up steps being 0, and what it came to in all."""
+
+    candidate: Candidate
+    step_requests: NDArray[np.uint64] | NDArray[np.int64]
+    costs: NDArray[np.float64]
+    outcome: Outcome
+
+    @property
+    def total(self) -> float:
+        return float(self.costs.sum())
+
+
+_Score: TypeAlias = Callable[[Sequence[Candidate], str], list[_Scored]]
+"""Candidates' costs on what a search may look at; the text is the stage that is heard of."""
+
+
+class _Tuner:
+    """One search."""
+
+    def __init__(
+        self,
+        requests: Requests,
+        capacity_frames: int,
+        options: TuneOptions,
+        machine: Machine,
+        progress: OnStage | None,
+    ) -> None:
+        self._requests = requests
+        self._capacity = capacity_frames
+        self._options = options
+        self._baseline = options.baseline or default_candidate(requests)
+        self._machine = machine
+        self._progress = progress
+        self._split = min(max(2, round(requests.step_count * options.prefix)), requests.step_count - 2)
+
+    def run(self, recording: Recording | None) -> Tuning:
+        options = self._options
+        prefix = self._requests.between(0, self._split)
+        regime = survey(prefix, self._capacity, contract=options.contract, threads=options.threads)
+        if recording is not None:
+            chosen, held_out = self._with_prefetches(prefix, recording)
+        else:
+            chosen, held_out = self._without(prefix)
+        return self._result(regime, chosen, held_out)
+
+    def _without(self, prefix: Requests) -> tuple[Candidate, list[_Scored]]:
+        """The choice, and what it is compared with on the rest, with no lookahead."""
+        part = prefix.tail(_COARSE_REQUESTS)
+
+        def score(candidates: Sequence[Candidate], stage: str) -> list[_Scored]:
+            return self._replay(part, candidates, stage, part.step_count // 4)
+
+        finalists, tried = self._search(part, score)
+        scored = self._replay(prefix, finalists, "prefix", prefix.step_count // 8)
+        chosen = self._choose(scored)
+        # The choice is made. What comes now it has not seen.
+        rest = tried if self._options.hindsight is Hindsight.ALL else finalists
+        return chosen, self._replay(self._requests, rest, "rest", self._split)
+
+    def _with_prefetches(self, prefix: Requests, recording: Recording) -> tuple[Candidate, list[_Scored]]:
+        """The same with the recorded prefetches; what finds no room beside them is out."""
+        replays: dict[tuple[object, ...], LiveReplay] = {}
+        seen = slice(self._split // 8, self._split)  # of the prefix, but for what fills the cache
+
+        def score(candidates: Sequence[Candidate], stage: str) -> list[_Scored]:
+            fresh = [one for one in candidates if one.key not in replays]
+            for one, replayed in zip(fresh, self._recorded(recording, fresh, stage), strict=True):
+                if replayed is not None:
+                    replays[one.key] = replayed
+            fitting = [one for one in candidates if one.key in replays]
+            return [self._scored_live(one, replays[one.key], seen) for one in fitting]
+
+        if not score([self._baseline], "baseline"):
+            raise BudgetError(
+                f"capacity: {self._capacity} frames, of which prefetches hold "
+                f"{recording.lookahead_at(self._capacity)} as in the recorded run, are too small for an access"
+            )
+        finalists, tried = self._search(prefix.tail(_COARSE_REQUESTS), score)
+        chosen = self._choose([self._scored_live(one, replays[one.key], seen) for one in finalists])
+        rest = tried if self._options.hindsight is Hindsight.ALL else finalists
+        return chosen, [self._scored_live(one, replays[one.key], slice(self._split, None)) for one in rest]
+
+    def _recorded(
+        self, recording: Recording, candidates: Sequence[Candidate], stage: str
+    ) -> list[LiveReplay | None]:
+        options, notify = self._options, self._progress
+        return replay_recorded(
+            self._requests,
+            recording,
+            [one.setting(self._capacity, options.contract) for one in candidates],
+            threads=options.threads,
+            progress=None if notify is None else lambda done, total: notify(stage, done, total),
+        )
+
+    def _scored_live(self, candidate: Candidate, replayed: LiveReplay, steps: slice) -> _Scored:
+        if self._options.objective is Objective.MISSES:
+            costs = replayed.step_misses(self._requests)
+        else:
+            costs = (replayed.column("read_bytes") + replayed.column("written_bytes")).astype(np.float64)
+        full = replayed.outcome(self._requests, steps)
+        return _Scored(candidate, replayed.step_requests[steps], costs[steps], full)
+
+    def _search(self, part: Requests, score: _Score) -> tuple[list[Candidate], list[Candidate]]:
+        """The finalists, the baseline among them, and everything that was tried and has a score."""
+        options = self._options
+        names = options.policies or [name for name in live_policies() if suits(self._requests, name)]
+        grid = starting_grid(self._requests, self._capacity, names, options.scopes)
+        tried = score(_distinct([self._baseline, *grid]), "grid")
+        finer = [
+            near
+            for scope in options.scopes
+            for name in names
+            for best in _best_of(tried, scope, name)
+            for near in neighbours(best.candidate)
+        ]
+        finer += [
+            tuned
+            for best in _best_of(tried, Scope.LAYER)
+            for tuned in self._tuned_split(part, best.candidate, part.step_count // 4)
+        ]
+        known = {one.candidate.key for one in tried}
+        fresh = [one for one in _distinct(finer) if one.key not in known]
+        tried += score(fresh, "neighbours")
+        ranked = sorted(tried, key=lambda one: (one.total, one.candidate.complexity))
+        close = [one for one in ranked if one.total <= _CLOSE * ranked[0].total]
+        close.sort(key=lambda one: one.candidate.complexity)
+        finalists = [one.candidate for one in (*ranked[:_BEST], *close[:_SIMPLEST])]
+        return _distinct([self._baseline, *finalists]), [one.candidate for one in ranked]
+
+    def _tuned_split(self, part: Requests, candidate: Candidate, warmup: int) -> Iterable[Candidate]:
+        options = self._options
+        quotas = split_capacity(
+            part,
+            candidate.policy,
+            self._capacity,
+            objective=options.objective,
+            machine=self._machine,
+            contract=options.contract,
+            warmup_steps=warmup,
+            threads=options.threads,
+        )
+        return [Candidate(candidate.policy, Scope.LAYER, quotas)]
+
+    def _replay(
+        self, requests: Requests, candidates: Sequence[Candidate], stage: str, warmup_steps: int
+    ) -> list[_Scored]:
+        """With the costs of a machine on the rest only, where they are shown."""
+        options, notify, machine = self._options, self._progress, self._machine
+        held_out = requests is self._requests
+
+        def reduce(replayed: Replayed) -> tuple[NDArray[np.uint64], NDArray[np.float64], Outcome]:
+            costs = cost_by_step(requests, replayed, options.objective, machine)
+            plain = outcome(requests, replayed)
+            full = with_costs(requests, replayed, plain, machine) if held_out else plain
+            return replayed.step_requests, costs, full
+
+        replays = replay_each(
+            requests,
+            [one.setting(self._capacity, options.contract) for one in candidates],
+            reduce,
+            warmup_steps=warmup_steps,
+            detail=Detail.STEPS if options.objective is Objective.MISSES and not held_out else Detail.EVENTS,
+            threads=options.threads,
+            progress=None if notify is None else lambda done, total: notify(stage, done, total),
+        )
+        return [_Scored(candidate, *found) for candidate, found in zip(candidates, replays, strict=True)]
+
+    def _interval(self, one: _Scored, other: _Scored, confidence: float) -> Interval:
+        """What ``one`` costs more than ``other``: a request for misses, a step otherwise."""
+        counted = np.flatnonzero(one.step_requests)
+        weights = one.step_requests[counted].astype(np.float64)
+        if self._options.objective is not Objective.MISSES:
+            weights = np.ones(len(counted))
+        difference = (one.costs - other.costs)[counted]
+        return paired_interval(difference, weights, confidence=confidence, seed=self._options.seed)
+
+    def _choose(self, scored: Sequence[_Scored]) -> Candidate:
+        """The simplest that cannot be told from the best, on the prefix."""
+        best = min(scored, key=lambda one: (one.total, one.candidate.complexity))
+        confidence = 1 - (1 - self._options.confidence) / len(scored)
+        for one in sorted(scored, key=lambda one: one.candidate.complexity):
+            near = one.total <= _TIED * best.total
+            if one is best or (near and self._interval(one, best, confidence).holds_zero):
+                return one.candidate
+        raise AssertionError("the best is one of them")
+
+    def _result(self, regime: Regime, chosen: Candidate, held_out: list[_Scored]) -> Tuning:
+        options = self._options
+        by_key = {one.candidate.key: one for one in held_out}
+        winner, baseline = by_key[chosen.key], by_key[self._baseline.key]
+        gain = self._interval(baseline, winner, options.confidence)
+        verdict = Verdict.BETTER if gain.low > 0 else Verdict.WORSE if gain.high < 0 else Verdict.TIE
+        ranked = sorted(held_out, key=lambda one: (one.total, one.candidate.complexity))
+        outcomes = {one.candidate.key: one.outcome for one in ranked}
+        recommended = self._baseline if verdict is Verdict.WORSE else chosen
+        config = cache_configuration(recommended)
+        result = TuneResult(
+            chosen=outcomes[chosen.key],
+            baseline=outcomes[self._baseline.key],
+            best=outcomes[ranked[0].candidate.key],
+            gain=gain.estimate,
+            gain_low=gain.low,
+            gain_high=gain.high,
+            confidence=gain.confidence,
+            verdict=verdict,
+            tuned_steps=self._split,
+            advice=regime.advice,
+            configuration=configuration_text(self._requests, recommended, self._capacity),
+            objective=options.objective.value,
+            hindsight=options.hindsight.value,
+            warning=None if config is None else config.starvation_warning,
+            scored=scored_text(outcomes[chosen.key].lookahead_frames),
+        )
+        held = tuple((one.candidate, outcomes[one.candidate.key]) for one in ranked)
+        return Tuning(result, regime, chosen, held)
+
+
+def scored_text(lookahead_frames: int) -> str:
+    """What outcomes say of the lookahead that they were replayed with."""
+    if not lookahead_frames:
+        return "no lookahead"
+    return f"the recorded prefetches and a lookahead of {lookahead_frames} frames"
+
+
+def _distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Without those that do the same as an earlier one."""
+    return list({one.key: one for one in reversed(list(candidates))}.values())[::-1]
+
+
+def _best_of(scored: Sequence[_Scored], scope: Scope, policy: str | None = None) -> list[_Scored]:
+    """The cheapest of a scope (and policy), if there is any."""
+    among = [
+        one
+        for one in scored
+        if one.candidate.scope is scope and (policy is None or one.candidate.policy.name == policy)
+    ]
+    return sorted(among, key=lambda one: (one.total, one.candidate.complexity))[:1]
