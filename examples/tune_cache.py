@@ -3,11 +3,7 @@
 python examples/tune_cache.py
 """
 
-from tierstore.lab.costs import Machine
-from tierstore.lab.generators import RoutingWorkload, in_memory
-from tierstore.lab.miss_curves import curves
-from tierstore.lab.requests import trace_requests
-from tierstore.lab.tuning import tune
+from tierstore.lab import Machine, RoutingWorkload, curves, in_memory, trace_requests, tune
 
 
 def main() -> None:

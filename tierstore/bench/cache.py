@@ -20,7 +20,7 @@ from tierstore.bench.results.figures import IF_ANY, Figures, prefixed
 from tierstore.lab.costs import policy_time
 from tierstore.lab.miss_curves import all_policies, curve_capacities, curves
 from tierstore.lab.requests import Requests
-from tierstore.lab.simulate import PolicySpec, Setting, suits
+from tierstore.lab.simulate import PolicySpec, ReplaySetting, suits
 from tierstore.machine import cores
 
 __all__ = [
@@ -148,7 +148,7 @@ def run(
 def _times(requests: Requests, policies: Sequence[PolicySpec], repeats: int) -> dict[str, list[float]]:
     """CPU seconds a request of each policy, in each repeat."""
     capacity = requests.table.frames_of(_CAPACITY)
-    settings = [Setting(policy, capacity) for policy in policies if suits(requests, policy.name)]
+    settings = [ReplaySetting(policy, capacity) for policy in policies if suits(requests, policy.name)]
     times = policy_time(requests, settings, repeats=repeats)
     return {setting.policy.name: each for setting, each in zip(settings, times, strict=True)}
 

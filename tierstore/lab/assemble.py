@@ -14,7 +14,15 @@ from tierstore.lab.parallel import OnProgress
 from tierstore.lab.regime import Regime, survey
 from tierstore.lab.requests import Requests
 from tierstore.lab.results import Curve, HalfLifeMap, RegimeStudy
-from tierstore.lab.simulate import Contract, Detail, PolicySpec, Replayed, Setting, contract_name, replay_each
+from tierstore.lab.simulate import (
+    Contract,
+    Detail,
+    PolicySpec,
+    Replayed,
+    ReplaySetting,
+    contract_name,
+    replay_each,
+)
 from tierstore.lab.tuning import Tuning
 
 __all__ = ["half_life_map", "regime_study"]
@@ -36,7 +44,8 @@ def half_life_map(
     frames = sorted({requests.table.frames_of(capacity) for capacity in capacities})
     tried = half_lives(requests.step_count)
     settings = [
-        Setting(lfu_decay(half_life), size, scope, contract) for half_life, size in product(tried, frames)
+        ReplaySetting(lfu_decay(half_life), size, scope, contract)
+        for half_life, size in product(tried, frames)
     ]
     ratios = replay_each(
         requests,

@@ -16,7 +16,7 @@ from tierstore.cache.config import CacheConfig, Scope
 from tierstore.lab.quotas import layer_shares, least_quotas
 from tierstore.lab.requests import Requests
 from tierstore.lab.results import Role
-from tierstore.lab.simulate import Contract, PolicySpec, Setting, known_policies, suits
+from tierstore.lab.simulate import Contract, PolicySpec, ReplaySetting, known_policies, suits
 from tierstore.train.config import TrainConfig
 from tierstore.units import format_bytes
 
@@ -56,9 +56,9 @@ class Candidate:
     scope: Scope = Scope.GLOBAL
     layer_quotas: tuple[int, ...] = ()
 
-    def setting(self, capacity_frames: int, contract: Contract) -> Setting:
+    def setting(self, capacity_frames: int, contract: Contract) -> ReplaySetting:
         """This candidate at a capacity."""
-        return Setting(self.policy, capacity_frames, self.scope, contract, self.layer_quotas)
+        return ReplaySetting(self.policy, capacity_frames, self.scope, contract, self.layer_quotas)
 
     @property
     def key(self) -> tuple[object, ...]:

@@ -28,7 +28,7 @@ from tierstore.lab.simulate import (
     Contract,
     Detail,
     PolicySpec,
-    Setting,
+    ReplaySetting,
     contract_name,
     expected_time,
     known_policies,
@@ -169,7 +169,7 @@ def curves(
         machine is None and not windows and has_one_pass(requests, frames[0], scope=scope, contract=contract)
     )
 
-    def replayed(setting: Setting) -> list[Outcome]:
+    def replayed(setting: ReplaySetting) -> list[Outcome]:
         detail = Detail.STEPS if machine is None else Detail.EVENTS
         found = replay_one(requests, setting, requests.events_before(warmup_steps), detail)
         point = outcome(requests, found, windows=windows)
@@ -184,7 +184,7 @@ def curves(
             jobs.append(_Job(number, _ONE_PASS, once))
             continue
         for size in frames:
-            setting = Setting(spec, size, scope, contract)
+            setting = ReplaySetting(spec, size, scope, contract)
             jobs.append(_Job(number, expected_time(requests, setting), partial(replayed, setting)))
     found = in_parallel(
         [job.run for job in jobs], weights=[job.weight for job in jobs], threads=threads, progress=progress

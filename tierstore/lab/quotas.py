@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tierstore.cache.config import Scope
 from tierstore.lab.costs import Machine, Objective, cost_by_layer
 from tierstore.lab.requests import Requests
-from tierstore.lab.simulate import Contract, Detail, PolicySpec, Setting, replay_all
+from tierstore.lab.simulate import Contract, Detail, PolicySpec, ReplaySetting, replay_all
 from tierstore.trace.quotas import quotas_by_layer
 
 __all__ = ["greedy_split", "layer_curves", "layer_shares", "least_quotas", "lower_hull", "split_capacity"]
@@ -55,7 +55,7 @@ def layer_curves(
     frames = requests.table.layer_frames.astype(np.int64)
     quotas = [np.maximum(least, np.ceil(level * frames).astype(np.int64)) for level in _LEVELS]
     settings = [
-        Setting(policy, int(each.sum()), Scope.LAYER, contract, tuple(each.tolist())) for each in quotas
+        ReplaySetting(policy, int(each.sum()), Scope.LAYER, contract, tuple(each.tolist())) for each in quotas
     ]
     points: list[dict[int, float]] = [{} for _ in frames]
     detail = Detail.STEPS if objective is Objective.MISSES else Detail.EVENTS

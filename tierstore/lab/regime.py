@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tierstore.lab.requests import Requests
-from tierstore.lab.simulate import Contract, Detail, PolicySpec, Setting, replay_all
+from tierstore.lab.simulate import Contract, Detail, PolicySpec, ReplaySetting, replay_all
 
 __all__ = ["Regime", "Worth", "survey"]
 
@@ -83,7 +83,9 @@ def survey(
     Raises BudgetError for a capacity that an entry does not fit.
     """
     part = requests.head(_MOST_REQUESTS)
-    settings = [Setting(PolicySpec(name), capacity_frames, contract=contract) for name in (*SENSIBLE, BOUND)]
+    settings = [
+        ReplaySetting(PolicySpec(name), capacity_frames, contract=contract) for name in (*SENSIBLE, BOUND)
+    ]
     warmup = part.step_count // 4
     replays = list(replay_all(part, settings, warmup_steps=warmup, detail=Detail.STEPS, threads=threads))
     ratios = {

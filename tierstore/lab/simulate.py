@@ -40,8 +40,8 @@ __all__ = [
     "Contract",
     "Detail",
     "PolicySpec",
+    "ReplaySetting",
     "Replayed",
-    "Setting",
     "contract_name",
     "expected_time",
     "known_policies",
@@ -155,7 +155,7 @@ def _value(text: str) -> float | str:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class ReplaySetting:
     """One thing to replay. ``layer_quotas`` (frames) with layer scope; empty means equal shares."""
 
     policy: PolicySpec
@@ -186,7 +186,7 @@ class Replayed:
     A creation is the first request of an entry that had no backing copy: it is no hit and reads nothing.
     """
 
-    setting: Setting
+    setting: ReplaySetting
     requests: int
     hits: int
     misses: int  # without creations
@@ -207,7 +207,7 @@ class Replayed:
 
 def replay_all(
     requests: Requests,
-    settings: Sequence[Setting],
+    settings: Sequence[ReplaySetting],
     *,
     warmup_steps: int = 0,
     detail: Detail = Detail.EVENTS,
@@ -241,7 +241,7 @@ def replay_all(
 
 def replay_each(
     requests: Requests,
-    settings: Sequence[Setting],
+    settings: Sequence[ReplaySetting],
     reduce: Callable[[Replayed], Reduced],
     *,
     warmup_steps: int = 0,
@@ -255,7 +255,7 @@ def replay_each(
     """
     warmup = requests.events_before(warmup_steps)
 
-    def one(setting: Setting) -> Reduced:
+    def one(setting: ReplaySetting) -> Reduced:
         return reduce(replay_one(requests, setting, warmup, detail))
 
     return in_parallel(
@@ -266,14 +266,14 @@ def replay_each(
     )
 
 
-def expected_time(requests: Requests, setting: Setting) -> float:
+def expected_time(requests: Requests, setting: ReplaySetting) -> float:
     """About how long a replay takes, in no unit: a smaller cache misses and evicts more."""
     policy = setting.policy
     each = _OWN if policy.own else _SLOW.get(policy.name, 1.0)
     return each * (2.0 - min(1.0, setting.capacity_frames / requests.table.total_frames))
 
 
-def replay_one(requests: Requests, setting: Setting, warmup_events: int, detail: Detail) -> Replayed:
+def replay_one(requests: Requests, setting: ReplaySetting, warmup_events: int, detail: Detail) -> Replayed:
     """One replay, of which the first ``warmup_events`` events are not counted. Raises as ``replay_all`` does."""
     began = time.thread_time()
     try:
@@ -315,7 +315,7 @@ def replay_one(requests: Requests, setting: Setting, warmup_events: int, detail:
 
 def _replayed(
     requests: Requests,
-    setting: Setting,
+    setting: ReplaySetting,
     found: _native.SimulationResult,
     created: Creations,
     elapsed_s: float,
@@ -368,7 +368,7 @@ def simulate(
     """
     specs = [PolicySpec.parse(policy) if isinstance(policy, str) else policy for policy in policies]
     frames = [requests.table.frames_of(capacity) for capacity in capacities]
-    settings = [Setting(spec, size, scope, contract) for spec, size in product(specs, frames)]
+    settings = [ReplaySetting(spec, size, scope, contract) for spec, size in product(specs, frames)]
     return replay_each(
         requests,
         settings,

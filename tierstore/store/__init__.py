@@ -1,13 +1,15 @@
 """The parameter store: record format, extents, index, commits and snapshots. Imports no torch."""
 
-from tierstore.cache.config import CacheConfig, Scope
+from tierstore.cache.config import CacheConfig, GroupOrder, Scope
+from tierstore.links import LinkConfig
 from tierstore.store.adamw import AdamWConfig, Inactive
 from tierstore.store.config import Capability, IoBackendName, IoConfig, StoreConfig, StripeConfig, WearConfig
 from tierstore.store.disk.drives import DriveReport
 from tierstore.store.fetching import Lease, RecordView
-from tierstore.store.format import Group, Placement, RecordSchema, WeightFormat
+from tierstore.store.format import Group, GroupLayout, Placement, RecordSchema, Section, WeightFormat
 from tierstore.store.opening import OpenAt
-from tierstore.store.parameter_store import NewRecord, ParameterStore, verify_store
+from tierstore.store.parameter_store import LastCommit, NewRecord, ParameterStore, StoreStatus, verify_store
+from tierstore.store.records import RecordInfo
 from tierstore.store.verify import VerifyReport
 
 __all__ = [
@@ -16,18 +18,26 @@ __all__ = [
     "Capability",
     "DriveReport",
     "Group",
+    "GroupLayout",
+    "GroupOrder",
     "Inactive",
     "IoBackendName",
     "IoConfig",
+    "LastCommit",
     "Lease",
+    "LinkConfig",
     "NewRecord",
     "OpenAt",
+    "OptimizerStep",
     "ParameterStore",
     "Placement",
+    "RecordInfo",
     "RecordSchema",
     "RecordView",
     "Scope",
+    "Section",
     "StoreConfig",
+    "StoreStatus",
     "StripeConfig",
     "VerifyReport",
     "WearConfig",
