@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from faultfs import unavailable
 from power_cuts import cut_once, cut_twice, damage, opening, violation
 from power_loss import CrashState, Event, Kind, crash_states, empty, without
-from power_workloads import WORKLOADS, Begun, Workload, record
+from power_workloads import WORKLOADS, Begun, record
 
 from tierstore.store import OpenAt, ParameterStore
 
@@ -26,10 +27,15 @@ NAMED = {workload.name: workload for workload in WORKLOADS}
 TWICE = ["plain", "created", "rolled_back", "discarding", "spread"]
 
 
+def one_is_quick(names: list[str], quick: str) -> list[Any]:
+    """``names`` as parameters, all but ``quick`` marked slow."""
+    return [pytest.param(name, marks=() if name == quick else pytest.mark.slow, id=name) for name in names]
+
+
 @needs_fuse
-@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: str(workload.name))
-def test_power_cuts(fast_path: Path, workload: Workload) -> None:
-    tried = cut_once(fast_path, workload, STATES)
+@pytest.mark.parametrize("name", one_is_quick(list(NAMED), "created"))
+def test_power_cuts(fast_path: Path, name: str) -> None:
+    tried = cut_once(fast_path, NAMED[name], STATES)
     assert tried.wrong == ""
     assert tried.states >= STATES
     assert set(tried.kinds) == set(Kind)
@@ -41,7 +47,7 @@ def test_ten_thousand_states_are_tried() -> None:
 
 
 @needs_fuse
-@pytest.mark.parametrize("name", TWICE)
+@pytest.mark.parametrize("name", one_is_quick(TWICE, "created"))
 def test_power_cuts_after_a_power_cut(fast_path: Path, name: str) -> None:
     """What is found is opened, or collected first, or made anew where it was being made: and the power fails again."""
     tried = cut_twice(fast_path, NAMED[name], 160, 8)
@@ -49,6 +55,7 @@ def test_power_cuts_after_a_power_cut(fast_path: Path, name: str) -> None:
     assert tried.states >= 140
 
 
+@pytest.mark.slow
 @needs_fuse
 def test_a_prepared_commit_can_be_undone_after_a_power_cut(fast_path: Path) -> None:
     """Until its acknowledgement has begun; also where the cut met the prepare, and it has landed by chance."""
@@ -93,7 +100,7 @@ def undone(root: Path, state: CrashState, commits: list[Begun], generation: int)
         ("created", "fsyncdir", "/index"),
         ("created", "fsyncdir", "/extents"),
         ("created", "fsyncdir", "s"),  # before anything is made, before the identity's rename, and after it
-        ("growing", "fsync", "other.weights"),
+        pytest.param("growing", "fsync", "other.weights", marks=pytest.mark.slow),
         ("spread", "fsync", "b/extents/expert.weights"),
         ("spread", "fsync", "b/tierstore.json.new"),
         ("spread", "fsyncdir", "b/extents"),

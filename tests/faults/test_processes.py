@@ -124,7 +124,14 @@ print(*before, *after)
 """
 
 
-@pytest.mark.parametrize(("backend", "cycles"), [("uring", 1000), ("threads", 1000), ("pmem", 300)])
+@pytest.mark.parametrize(
+    ("backend", "cycles"),
+    [
+        ("uring", 1000),
+        pytest.param("threads", 1000, marks=pytest.mark.slow),
+        pytest.param("pmem", 300, marks=pytest.mark.slow),
+    ],
+)
 def test_opening_a_thousand_times_leaves_nothing(fast_path: Path, backend: str, cycles: int) -> None:
     small_store(fast_path / "s", numel=1500).close()
     done = run_python(CYCLES, fast_path / "s", cycles, backend, timeout=300)
@@ -281,6 +288,7 @@ with ParameterStore.open(sys.argv[1], StoreConfig(host_budget=16 << 20)) as stor
 """
 
 
+@pytest.mark.slow
 def test_a_store_many_times_its_memory_is_trained_within_a_cgroup(tmp_path: Path) -> None:
     """The group counts the page cache too: direct I/O leaves nothing in it. The kernel kills what does not fit."""
     path = tmp_path / "s"

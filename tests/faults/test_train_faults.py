@@ -114,9 +114,16 @@ RULES = {
     ]
 }
 CASES = [
-    *(("uring", name) for name in RULES),
-    *(("threads", name) for name in ("read", "gone-write")),
-    *(("pmem", name) for name in ("read", "gone-read")),
+    ("threads", "read"),
+    *(
+        pytest.param(backend, name, marks=pytest.mark.slow)
+        for backend, names in (
+            ("uring", RULES),
+            ("threads", ["gone-write"]),
+            ("pmem", ["read", "gone-read"]),
+        )
+        for name in names
+    ),
 ]
 
 
