@@ -317,7 +317,7 @@ class _PeerProgram:
         )
 
     def warm(self) -> str | None:
-        """What dropping its pages leaves in the page cache, in words; None for nothing to speak of."""
+        """A note on what dropping its pages leaves in the page cache; None where that is next to nothing."""
         for path in self.paths:
             drop_pages(path)
         left = page_cache_bytes(self.paths)

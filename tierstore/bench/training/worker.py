@@ -35,7 +35,7 @@ _COUNTERS = ("read_bytes", "written_bytes", "hits", "misses", "wasted_prefetch_b
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """A run whose session is open: what it holds for good, and how its store describes itself."""
+    """An open run: the memory that it always holds, and its store's description of itself."""
 
     fixed_resident_bytes: int
     effective: Sequence[str]
