@@ -67,7 +67,7 @@ _ERROR = 0.15
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration: how its links are balanced, and what of the shape differs."""
+    """One configuration: the balance of its links, and its shape."""
 
     name: str
     balance: Balance

@@ -118,10 +118,10 @@ class _Use:
 
 
 def clairvoyant(trace: Trace, begin: int, end: int) -> Bytes:
-    """Bytes that move in events ``begin`` to ``end`` when the entry evicted is the one that is needed last.
+    """Bytes that move in events ``begin`` to ``end`` when the evicted entry is always the one that is needed last.
 
-    After the end the last training step is taken to come once more, so that what is kept for the next step is
-    kept here.
+    The last training step is assumed to repeat after the end, so that entries kept for a next step are kept
+    here too.
     """
     uses = list(_uses(trace, begin, end))
     following = _next_uses(uses)
