@@ -125,6 +125,20 @@ def test_metrics_have_a_line_for_each_step(run: Run, tmp_path: Path) -> None:
     assert [line["step"] for line in lines if line["val_loss"] is not None] == [3]
     for name in ("hits", "misses", "evictions", "read_bytes"):
         assert 0 < sum(line[name] for line in lines) <= summary[name]
+    for name in ("wall_s", "computing_s", "stall_s"):
+        each = [line["step_time"][name] for line in lines]
+        assert summary["step_time"][name] == pytest.approx(sum(each))
+
+
+def test_the_parts_of_the_steps_add_up(run: Run) -> None:
+    found = run.json()["step_time"]
+    named = ("computing_s", "run_queue_s", "stolen_s", "threads_s", "stall_s", "unaccounted_s")
+    assert sum(found[name] or 0.0 for name in named) == pytest.approx(found["wall_s"])
+    assert sum(stall["stall_s"] for stall in found["stalls"]) == pytest.approx(found["stall_s"])
+    shown = run(store=run.directory / "shown").stdout
+    assert re.search(r"^step time: ", shown, re.MULTILINE)
+    assert re.search(r"^where .* of steps went$", shown, re.MULTILINE)
+    assert re.search(r"^computing +[\d.]+ m?s +[\d.]+%$", shown, re.MULTILINE)
 
 
 def test_a_timeline_and_a_trace(run: Run, tmp_path: Path) -> None:
