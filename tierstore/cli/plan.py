@@ -27,7 +27,7 @@ from tierstore.units import format_bytes, format_seconds
 if TYPE_CHECKING:  # numpy and LMDB, which listing the commands need not
     from tierstore.plan.capacity import Setting
     from tierstore.plan.costs import Profile
-    from tierstore.plan.fitting import Limits
+    from tierstore.plan.fitting import Hardware, Limits
     from tierstore.plan.presets import Preset
     from tierstore.plan.report import Plan
     from tierstore.train.config import TrainConfig
@@ -134,7 +134,7 @@ def _limits(
     if disk is None:
         store = setting.config.store.absolute()
         disk = machine.disk(next(path for path in [store, *store.parents] if path.exists())).free_bytes
-    return Limits(memory // per_node, disk // per_node, device)
+    return Limits(memory // per_node, disk // per_node, device, sharing=per_node)
 
 
 def _list_presets(output: Output) -> None:
@@ -202,11 +202,33 @@ def _show(made: Plan, costs: Profile, output: Output) -> None:
         return
     for shortfall in made.verdict.shortfalls:
         output.line(f"does not fit: {shortfall}")
-    if made.remedy is None:
-        output.line("no three changes make it fit")
-        return
-    changes = "; ".join(f"{change.text} ({change.effect.value})" for change in made.remedy.changes)
-    output.line(f"shortest way to make it fit: {changes}")
+    if made.hardware is not None:
+        _show_hardware(made, made.hardware, output)
+    if made.remedy is not None:
+        changes = "; ".join(f"{change.text} ({change.effect.value})" for change in made.remedy.changes)
+        output.line(f"shortest way to make it fit: {changes}")
+
+
+def _show_hardware(made: Plan, hardware: Hardware, output: Output) -> None:
+    """What is missing on which tier, and a machine that has it."""
+    sharing = f" for its {made.limits.sharing} ranks" if made.limits.sharing > 1 else ""
+    tiers = {
+        "memory": "host tier" if hardware.device is not None else "host and device tiers",
+        "device memory": "device tier",
+        "disk": "nvme tier",
+    }
+    budgets = " and ".join(change.text for change in hardware.changes)
+    output.line(
+        "no three changes make it fit" + (f"; with {budgets}, the least that starts:" if budgets else ":")
+    )
+    for shortfall in hardware.shortfalls:
+        missing = format_bytes(shortfall.needed - shortfall.limit)
+        output.line(f"each rank misses {missing} on the {tiers[shortfall.place]} ({shortfall})")
+    device = "" if hardware.device is None else f", and {format_bytes(hardware.device)} on each device"
+    output.line(
+        f"hardware that would do: a machine with {format_bytes(hardware.memory)} of memory and "
+        f"{format_bytes(hardware.disk)} of disk{sharing}{device}"
+    )
 
 
 def _show_bytes(made: Plan, output: Output) -> None:
