@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -24,9 +22,6 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 # A shell starts what it puts in the background with interrupts ignored, and so would be what tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-# For ``from launcher import ...`` in any room's tests.
-sys.path.insert(0, str(Path(__file__).parent / "parallel"))
 
 if TYPE_CHECKING:
     from launcher import Ranks

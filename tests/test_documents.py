@@ -1,9 +1,10 @@
-"""The documents name what there is: every room, every command, every page; and nothing besides."""
+"""The documents name every package, every command and every page, and nothing besides; their lines are short."""
 
 from __future__ import annotations
 
 import itertools
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -13,13 +14,14 @@ import pytest
 from tierstore.cli.main import COMMANDS, cli
 
 ROOT = Path(__file__).parents[1]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def rooms(package: str) -> set[str]:
+def packages(parent: str) -> set[str]:
     """Packages and modules of the first level."""
     return {
         path.stem
-        for path in (ROOT / package).iterdir()
+        for path in (ROOT / parent).iterdir()
         if path.suffix == ".py" or (path.is_dir() and path.name != "__pycache__")
     } - {"__init__"}
 
@@ -31,15 +33,15 @@ def table(text: str, title: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("package", ["tierstore", "native"])
-def test_the_map_of_rooms_is_the_tree(package: str) -> None:
+def test_the_map_of_packages_is_the_tree(package: str) -> None:
     listed = table((ROOT / "docs/DESIGN.md").read_text(), f"in `{package}/`")
     named = [name for cells in listed for name in re.findall(r"`([^`]+)`", cells[0])]
     assert len(named) == len(set(named))
-    assert set(named) == rooms(package)
+    assert set(named) == packages(package)
 
 
-def test_the_readme_lists_the_commands() -> None:
-    cells = [row[0] for row in table((ROOT / "README.md").read_text(), "command")]
+def test_every_command_is_listed() -> None:
+    cells = [row[0] for row in table((ROOT / "docs/COMMANDS.md").read_text(), "command")]
     named = {word for cell in cells for word in re.findall(r"`tierstore ([a-z]+(?: [a-z/]+)?)", cell)}
     there: set[str] = set()
     for name in COMMANDS:
@@ -57,9 +59,46 @@ def test_the_readme_lists_the_commands() -> None:
 def test_the_readme_leads_to_every_page() -> None:
     text = (ROOT / "README.md").read_text()
     for page in (ROOT / "docs").glob("*.md"):
-        assert f"`docs/{page.name}`" in text
-    for path in re.findall(r"`((?:docs|examples)/[^` *]+)`", text):
-        assert (ROOT / path).exists(), path
+        assert f"](docs/{page.name})" in text
+
+
+def test_the_readme_gives_the_two_commands() -> None:
+    blocks = re.findall(r"```\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert "pip install -c constraints.txt . && tierstore train\n" in blocks
+    assert 'pip install -c constraints.txt ".[test]" && pytest\n' in blocks
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_paths_lead_somewhere(page: Path) -> None:
+    text = page.read_text()
+    for link in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (page.parent / link).exists(), link
+    for path in re.findall(r"`((?:docs|examples|scripts|native|tierstore|tests)/[^` *<{]+)`", text):
+        if "NAME" not in path:
+            assert (ROOT / path.split("::")[0]).exists(), path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lines_are_short(page: Path) -> None:
+    """Except for tables and code, which do not wrap."""
+    prose = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for line in prose.splitlines():
+        assert len(line) <= 100 or line.startswith(("|", "    ")), line
+
+
+def test_helper_modules_of_tests_have_names_of_their_own() -> None:
+    """Tests import them by bare names from pytest's ``pythonpath``."""
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    names = [
+        path.stem
+        for directory in options["pythonpath"]
+        for path in (ROOT / directory).glob("*.py")
+        if path.stem != "conftest" and not path.stem.startswith("test_")
+    ]
+    assert len(names) == len(set(names))
+    assert not set(names) & sys.stdlib_module_names
+    for path in (ROOT / "tests").rglob("*.py"):
+        assert not re.search(r"sys\.path\.insert", path.read_text()), path
 
 
 def test_constraints_pin_what_is_required() -> None:

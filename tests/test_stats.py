@@ -179,3 +179,17 @@ def test_part_of_a_stall_can_be_somebody_elses() -> None:
         Cause.DEMAND_READ: 4,
     }
     assert ledger.total_ns == 39
+
+
+def test_a_watcher_hears_of_the_outermost_stalls() -> None:
+    clock, heard = FakeClock(), []
+    ledger = StallLedger(clock=clock)
+    ledger.watch(lambda: heard.append("begun"), lambda: heard.append("ended"))
+    with stall(ledger, COMMIT):
+        with stall(ledger, READ):
+            assert heard == ["begun"]
+        assert heard == ["begun"]
+    assert heard == ["begun", "ended"]
+    with pytest.raises(ZeroDivisionError), stall(ledger, READ):
+        raise ZeroDivisionError
+    assert heard == ["begun", "ended", "begun", "ended"]

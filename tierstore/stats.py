@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from types import TracebackType
+from typing import TypeVar
 
 __all__ = [
     "Cause",
@@ -34,6 +35,9 @@ __all__ = [
     "percentile",
     "spread",
 ]
+
+
+K = TypeVar("K")
 
 
 class Dimension(Enum):
@@ -120,6 +124,7 @@ class StallLedger:
         self._charges: dict[StallKey, list[int]] = {}
         self._diverted: tuple[Cause, Callable[[], int]] | None = None
         self._open: list[_OpenStall] = []
+        self._watchers: tuple[Callable[[], None], Callable[[], None]] | None = None
 
     def stall(self, *, layer: int | None, tier: Tier, cause: Cause) -> _OpenStall:
         """A context manager: the time inside it is charged, also when it raises."""
@@ -128,6 +133,12 @@ class StallLedger:
     def divert(self, cause: Cause, spent_ns: Callable[[], int]) -> None:
         """From now on what ``spent_ns`` (it only grows) grows by in a stall is charged to ``cause`` instead."""
         self._diverted = cause, spent_ns
+
+    def watch(self, begun: Callable[[], None], ended: Callable[[], None]) -> None:
+        """From now on calls ``begun`` when the caller begins to stall and ``ended`` when it goes on; stalls that nest
+        are one.
+        """
+        self._watchers = begun, ended
 
     def charge(self, key: StallKey, stall_ns: int) -> None:
         """Add one interval that was measured elsewhere. Raises ValueError if it is negative."""
@@ -142,9 +153,9 @@ class StallLedger:
         stalls = [Stall(key, entry[0], entry[1]) for key, entry in self._charges.items()]
         return sorted(stalls, key=_rank)
 
-    def totals(self, by: Callable[[StallKey], object]) -> dict[object, int]:
+    def totals(self, by: Callable[[StallKey], K]) -> dict[K, int]:
         """Nanoseconds grouped by part of the key: ``ledger.totals(lambda key: key.cause)``."""
-        sums: dict[object, int] = {}
+        sums: dict[K, int] = {}
         for key, entry in self._charges.items():
             sums[by(key)] = sums.get(by(key), 0) + entry[0]
         return sums
@@ -160,6 +171,8 @@ class StallLedger:
         return self.total_ns / 1e9
 
     def _enter(self, stall: _OpenStall) -> None:
+        if self._watchers is not None and not self._open:
+            self._watchers[0]()
         now = self._clock()
         if self._open:
             self._open[-1].pause(now)
@@ -182,6 +195,8 @@ class StallLedger:
             self._listener(stall.key, stall.first_ns, now)
         if self._open:
             self._open[-1].resume(now)
+        elif self._watchers is not None:
+            self._watchers[1]()
 
 
 class _OpenStall:

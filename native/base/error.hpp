@@ -57,11 +57,18 @@ struct EngineClosed : std::runtime_error {
     EngineClosed() : std::runtime_error("the engine is closed") {}
 };
 
+// The operation failed too long ago for its error to be kept, or so long ago that nobody knows whether it failed.
+struct ResultForgotten : std::runtime_error {
+    ResultForgotten()
+        : std::runtime_error("the result of an old operation is no longer known: many have failed since") {}
+};
+
 // One failure, shared by the operation and all that depend on it. It throws a fresh copy to each waiter: one
 // exception object rethrown in several threads would be shared mutable state.
 class Failure {
 public:
-    using Error = std::variant<SyscallError, ChecksumMismatch, Cancelled, EngineClosed, std::runtime_error>;
+    using Error = std::variant<SyscallError, ChecksumMismatch, Cancelled, EngineClosed, ResultForgotten,
+                               std::runtime_error>;
 
     explicit Failure(Error error) : error_(std::move(error)) {}
 

@@ -15,6 +15,7 @@ struct Types {
     PyObject* checksum_mismatch;
     PyObject* cancelled;
     PyObject* closed;
+    PyObject* forgotten;
 };
 
 void set_os_error(const SyscallError& error) {
@@ -49,6 +50,8 @@ void translate(const std::exception_ptr& pointer, void* payload) {
         PyErr_SetString(types.cancelled, error.what());
     } catch (const EngineClosed& error) {
         PyErr_SetString(types.closed, error.what());
+    } catch (const ResultForgotten& error) {
+        PyErr_SetString(types.forgotten, error.what());
     }
 }
 
@@ -69,5 +72,8 @@ void bind_base(nb::module_& m) {
     types.cancelled = new_type(m, "CancelledError", "The operation, or one that it follows, was cancelled.",
                                PyExc_Exception);
     types.closed = new_type(m, "EngineClosed", "The engine was closed.", PyExc_RuntimeError);
+    types.forgotten = new_type(m, "ResultForgotten",
+                               "The operation failed, or may have, too long ago for its error to be kept.",
+                               PyExc_RuntimeError);
     nb::register_exception_translator(translate, &types);
 }

@@ -2,6 +2,7 @@
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/variant.h>
@@ -10,7 +11,8 @@
 #include "native/bindings/arrays.hpp"
 #include "native/bindings/bindings.hpp"
 #include "native/bindings/python_policy.hpp"
-#include "native/cache/lfu_decay.hpp"
+#include "native/cache/event_buffer.hpp"
+#include "native/cache/policies/lfu_decay.hpp"
 #include "native/cache/residency.hpp"
 
 namespace nb = nanobind;
@@ -128,6 +130,38 @@ void bind_cache(nb::module_& m) {
         .def_ro("held", &EntryState::held)
         .def_ro("pins", &EntryState::pins);
 
+    nb::class_<ResidencyObserver>(m, "ResidencyObserver");
+    nb::class_<EventBuffer, ResidencyObserver>(m, "EventBuffer")
+        .def(
+            "__init__",
+            [](EventBuffer* self, std::size_t rows, nb::callable sink) {
+                // A core may be driven without the lock, as a replay is.
+                new (self) EventBuffer(rows, [sink = std::move(sink)](EventColumns&& columns) {
+                    const nb::gil_scoped_acquire gil;
+                    sink(numpy(std::move(columns.kinds)), numpy(std::move(columns.phases)),
+                         numpy(std::move(columns.layers)), numpy(std::move(columns.at)),
+                         numpy(std::move(columns.steps)), numpy(std::move(columns.offsets)),
+                         numpy(std::move(columns.records)), numpy(std::move(columns.flags)));
+                });
+            },
+            "rows"_a, "sink"_a)
+        .def("flush", &EventBuffer::flush)
+        .def("records",
+             [](const EventBuffer& self) {
+                 std::vector<std::uint32_t> layers, frames;
+                 std::vector<std::uint64_t> bytes;
+                 std::vector<std::uint16_t> stored;
+                 for (const RecordInfo& record : self.records()) {
+                     layers.push_back(record.layer);
+                     frames.insert(frames.end(), record.frames.begin(), record.frames.end());
+                     bytes.insert(bytes.end(), record.bytes.begin(), record.bytes.end());
+                     stored.push_back(record.stored);
+                 }
+                 return nb::make_tuple(numpy(std::move(layers)), numpy(std::move(frames)),
+                                       numpy(std::move(bytes)), numpy(std::move(stored)));
+             })
+        .def_prop_ro("late_records", &EventBuffer::late_records);
+
     nb::class_<Residency>(m, "Residency")
         .def(
             "__init__",
@@ -146,19 +180,25 @@ void bind_cache(nb::module_& m) {
             "capacity_frames"_a, nb::kw_only(), "policy"_a = "lfu-decay",
             "policy_options"_a = PolicyOptions{}, "scope"_a = Scope::GLOBAL, "lookahead_frames"_a = 0,
             "layer_quotas"_a = std::vector<std::uint64_t>{}, "group_order"_a = GroupOrder::RESIDENT_FIRST)
-        .def("add_record", &Residency::add_record, "layer"_a, "group_frames"_a, "group_bytes"_a,
-             "stored_mask"_a)
+        .def("observe", &Residency::observe, "observer"_a.none())
+        .def("start_at", &Residency::start_at, "step"_a)
+        .def(
+            "add_record",
+            [](Residency& self, std::uint32_t layer, const std::array<std::uint32_t, kGroups>& frames,
+               const std::array<std::uint64_t, kGroups>& bytes, std::uint16_t stored) {
+                return self.add_record(RecordInfo{layer, frames, bytes, stored});
+            },
+            "layer"_a, "group_frames"_a, "group_bytes"_a, "stored_mask"_a)
         .def("set_stored", &Residency::set_stored, "record"_a, "mask"_a)
         .def(
             "begin_access",
-            [](Residency& self, std::uint64_t, std::uint8_t phase, std::uint32_t layer, Records records,
-               Flags flags) {
+            [](Residency& self, std::uint8_t phase, std::uint32_t layer, Records records, Flags flags) {
                 std::vector<std::uint32_t> bounds =
                     self.begin_access(static_cast<Phase>(phase), layer, span_of(records), span_of(flags));
                 const std::size_t groups = bounds.size() - 1;
                 return nb::make_tuple(groups, numpy(std::move(bounds)));
             },
-            "step"_a, "phase"_a, "layer"_a, "records"_a.noconvert(), "flags"_a.noconvert())
+            "phase"_a, "layer"_a, "records"_a.noconvert(), "flags"_a.noconvert())
         .def("next_group",
              [](Residency& self) {
                  Decided demanded, ahead;
@@ -182,13 +222,12 @@ void bind_cache(nb::module_& m) {
              })
         .def(
             "prefetch",
-            [](Residency& self, std::uint64_t, std::uint32_t, std::uint32_t layer, Records records,
-               Flags flags) {
+            [](Residency& self, std::uint8_t phase, std::uint32_t layer, Records records, Flags flags) {
                 Decided decided;
-                const std::uint32_t taken = self.prefetch(layer, span_of(records), span_of(flags), decided);
+                const std::uint32_t taken = self.prefetch(static_cast<Phase>(phase), layer, span_of(records), span_of(flags), decided);
                 return nb::make_tuple(taken, both(std::move(decided)));
             },
-            "step"_a, "phase"_a, "layer"_a, "records"_a.noconvert(), "flags"_a.noconvert())
+            "phase"_a, "layer"_a, "records"_a.noconvert(), "flags"_a.noconvert())
         .def("cancel_prefetch", &Residency::cancel_prefetch)
         .def(
             "pin",
@@ -222,15 +261,20 @@ void bind_cache(nb::module_& m) {
                 return both(std::move(decided));
             },
             "entries"_a.noconvert())
-        .def(
-            "end_step", [](Residency& self, std::uint64_t) { self.end_step(); }, "step"_a)
+        .def("end_step", &Residency::end_step)
         .def("stats", [](const Residency& self) { return stats_dict(self.stats()); })
         .def("state", &Residency::state, "entry"_a)
         .def("resident_entries", [](const Residency& self) { return numpy(self.resident_entries()); })
         .def("dirty_entries", [](const Residency& self) { return numpy(self.dirty_entries()); })
         .def_prop_ro("used_frames", &Residency::used_frames)
         .def_prop_ro("policy_failed", &Residency::policy_failed)
-        .def_prop_ro("capacity_frames", &Residency::capacity_frames)
+        .def_prop_ro("capacity_frames", [](const Residency& self) { return self.options().capacity_frames; })
+        .def_prop_ro("lookahead_frames", [](const Residency& self) { return self.options().lookahead_frames; })
+        .def_prop_ro("scope", [](const Residency& self) { return self.options().scope; })
+        .def_prop_ro("layer_quotas", [](const Residency& self) { return self.options().layer_quotas; })
+        .def_prop_ro("group_order", [](const Residency& self) { return self.options().order; })
+        .def_prop_ro("policy", [](const Residency& self) { return self.options().policy; })
+        .def_prop_ro("policy_options", [](const Residency& self) { return self.options().policy_options; })
         .def_prop_ro("record_count", &Residency::record_count)
         .def_prop_ro("access_open", &Residency::access_open)
         .def_prop_ro("group_open", &Residency::group_open);

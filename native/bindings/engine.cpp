@@ -78,6 +78,7 @@ nb::dict stats(Engine& self) {
     d["syncs"] = s.syncs;
     d["compute_ops"] = s.compute_ops;
     d["failed_ops"] = s.failed_ops;
+    d["kept_failures"] = s.kept_failures;
     d["continued_transfers"] = s.continued_transfers;
     d["read_s"] = static_cast<double>(s.read_ns) * 1e-9;
     d["write_s"] = static_cast<double>(s.write_ns) * 1e-9;
@@ -89,11 +90,13 @@ nb::dict stats(Engine& self) {
 }
 
 void init(Engine* self, IoBackend backend, size_t io_threads, size_t queue_depth, size_t chunk_bytes,
-          size_t compute_threads, int lease_fd, MapSync map_sync, const nb::object& log_path) {
+          size_t compute_threads, int lease_fd, MapSync map_sync, const nb::object& log_path,
+          size_t kept_errors, size_t kept_failures) {
     EngineOptions options;
     options.backend = backend;
     options.io = {io_threads, queue_depth, chunk_bytes, lease_fd, map_sync};
     options.compute_threads = compute_threads;
+    options.failures = FailedTickets(kept_errors, kept_failures);
     if (!log_path.is_none())
         options.log_path = nb::cast<std::string>(nb::module_::import_("os").attr("fsdecode")(log_path));
     nb::gil_scoped_release release;
@@ -301,7 +304,8 @@ void bind_engine(nb::module_& m) {
     nb::class_<Engine> engine(m, "Engine", "Background operations, each after the tickets that it names.");
     engine.def("__init__", init, nb::kw_only(), "backend"_a = IoBackend::Auto, "io_threads"_a = 4,
                "queue_depth"_a = 32, "chunk_bytes"_a = 1 << 20, "compute_threads"_a = 1, "lease_fd"_a = -1,
-               "map_sync"_a = MapSync::Auto, "log_path"_a = nb::none());
+               "map_sync"_a = MapSync::Auto, "log_path"_a = nb::none(), "kept_errors"_a = 4096,
+               "kept_failures"_a = 1 << 20);
     bind_transfers(engine);
     bind_compute(engine);
     bind_waiting(engine);

@@ -5,6 +5,8 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+
 #include "native/bindings/arrays.hpp"
 #include "native/bindings/bindings.hpp"
 #include "native/bindings/python_policy.hpp"
@@ -65,11 +67,33 @@ void check_columns(const TraceColumns& trace) {
     if (!whole) throw std::invalid_argument("the columns of a trace do not fit together");
 }
 
+std::vector<RecordInfo> late_records(const Column<std::uint32_t>& layers, const Column<std::uint32_t>& frames,
+                                     const Column<std::uint64_t>& bytes, const Column<std::uint16_t>& stored) {
+    const std::size_t count = layers.shape(0);
+    if (frames.shape(0) != count * kGroups || bytes.shape(0) != count * kGroups || stored.shape(0) != count) {
+        throw std::invalid_argument("the columns of records do not fit together");
+    }
+    std::vector<RecordInfo> records(count);
+    for (std::size_t i = 0; i < count; ++i) {
+        records[i] = {.layer = layers.data()[i], .frames = {}, .bytes = {}, .stored = stored.data()[i]};
+        std::copy_n(frames.data() + i * kGroups, kGroups, records[i].frames.begin());
+        std::copy_n(bytes.data() + i * kGroups, kGroups, records[i].bytes.begin());
+    }
+    return records;
+}
+
 }  // namespace
 
 void bind_sim(nb::module_& m) {
     nb::class_<Replay>(m, "Replay")
-        .def(nb::init<Residency&>(), "residency"_a, nb::keep_alive<1, 2>())
+        .def(
+            "__init__",
+            [](Replay* self, Residency& residency, Column<std::uint32_t> layers, Column<std::uint32_t> frames,
+               Column<std::uint64_t> bytes, Column<std::uint16_t> stored) {
+                new (self) Replay(residency, late_records(layers, frames, bytes, stored));
+            },
+            "residency"_a, "late_layers"_a.noconvert(), "late_frames"_a.noconvert(),
+            "late_bytes"_a.noconvert(), "late_stored"_a.noconvert(), nb::keep_alive<1, 2>())
         .def(
             "run",
             [](Replay& self, Column<std::uint8_t> kinds, Column<std::uint8_t> phases, Column<std::uint32_t> at,

@@ -4,20 +4,20 @@
 #include <stdexcept>
 #include <string>
 
-#include "native/cache/arc.hpp"
-#include "native/cache/clock.hpp"
-#include "native/cache/fifo.hpp"
-#include "native/cache/lfu.hpp"
-#include "native/cache/lfu_decay.hpp"
-#include "native/cache/lirs.hpp"
-#include "native/cache/lru.hpp"
-#include "native/cache/next_use.hpp"
+#include "native/cache/policies/arc.hpp"
+#include "native/cache/policies/clock.hpp"
+#include "native/cache/policies/fifo.hpp"
+#include "native/cache/policies/lfu.hpp"
+#include "native/cache/policies/lfu_decay.hpp"
+#include "native/cache/policies/lirs.hpp"
+#include "native/cache/policies/lru.hpp"
+#include "native/cache/policies/next_use.hpp"
 #include "native/cache/policy.hpp"
-#include "native/cache/s3_fifo.hpp"
-#include "native/cache/sieve.hpp"
-#include "native/cache/slru.hpp"
-#include "native/cache/two_q.hpp"
-#include "native/cache/w_tinylfu.hpp"
+#include "native/cache/policies/s3_fifo.hpp"
+#include "native/cache/policies/sieve.hpp"
+#include "native/cache/policies/slru.hpp"
+#include "native/cache/policies/two_q.hpp"
+#include "native/cache/policies/w_tinylfu.hpp"
 
 namespace tierstore {
 namespace {

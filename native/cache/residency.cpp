@@ -46,9 +46,33 @@ Residency::Residency(const ResidencyOptions& options) : options_(options) {
     }
 }
 
-std::uint32_t Residency::add_record(std::uint32_t layer, const std::array<std::uint32_t, kGroups>& frames,
-                                    const std::array<std::uint64_t, kGroups>& bytes,
-                                    std::uint16_t stored_mask) {
+void Residency::observe(std::shared_ptr<ResidencyObserver> observer) {
+    if (observer && record_count() > 0) {
+        throw std::logic_error("an observer comes before the first record");
+    }
+    observer_ = std::move(observer);
+}
+
+void Residency::start_at(std::uint32_t step) {
+    if (stats_.accesses > 0 || stats_.steps > 0) {
+        throw std::logic_error("steps are numbered before the first access");
+    }
+    step_ = step;
+}
+
+// Units that ended are one event, told before what follows; those that end with their group go without saying.
+void Residency::tell_observer(Event event) {
+    if (access_open_ && event.kind != EventKind::ACCESS) event.at = 2 * groups_begun_ + (group_open_ ? 0 : 1);
+    if (!ended_.empty()) {
+        observer_->on_event(
+            Event{.kind = EventKind::END_UNIT, .at = event.at, .step = event.step, .records = ended_});
+        ended_.clear();
+    }
+    observer_->on_event(event);
+}
+
+std::uint32_t Residency::add_record(const RecordInfo& info) {
+    const std::uint32_t layer = info.layer;
     if (options_.scope == Scope::LAYER && layer >= domains_.size()) {
         throw std::invalid_argument("layer " + std::to_string(layer) + " has no quota: there are " +
                                     std::to_string(domains_.size()));
@@ -58,23 +82,32 @@ std::uint32_t Residency::add_record(std::uint32_t layer, const std::array<std::u
     layer_of_.push_back(layer);
     for (std::uint32_t group = 0; group < kGroupStride; ++group) {
         const bool real = group < kGroups;
-        frames_.push_back(real ? frames[group] : 0);
-        bytes_.push_back(real ? bytes[group] : 0);
+        frames_.push_back(real ? info.frames[group] : 0);
+        bytes_.push_back(real ? info.bytes[group] : 0);
         busy_.push_back(0);
         flags_.push_back(0);
         hold_slot_.push_back(0);
     }
     if (layer >= stats_.by_layer.size()) stats_.by_layer.resize(layer + 1);
-    set_stored(record, stored_mask);
+    mark_stored(record, info.stored);
     for (std::uint32_t group = 0; group < kGroups; ++group) {
-        const EntryInfo info{record, group, layer, frames[group]};
-        domain_for(layer).policy->add(record * kGroupStride + group, info);
+        const EntryInfo entry{record, group, layer, info.frames[group]};
+        domain_for(layer).policy->add(record * kGroupStride + group, entry);
+    }
+    if (observer_) {
+        tell_observer(Event{
+            .kind = EventKind::ADD, .step = step_, .records = std::span(&record, 1), .added = &info});
     }
     return record;
 }
 
 void Residency::set_stored(std::uint32_t record, std::uint16_t mask) {
     if (record >= record_count()) throw std::invalid_argument("no record " + std::to_string(record));
+    mark_stored(record, mask);
+    tell(EventKind::SET_STORED, std::span(&record, 1), std::span(&mask, 1));
+}
+
+void Residency::mark_stored(std::uint32_t record, std::uint16_t mask) {
     for (std::uint32_t group = 0; group < kGroups; ++group) {
         std::uint8_t& flags = flags_[record * kGroupStride + group];
         flags = static_cast<std::uint8_t>((flags & ~STORED) | ((mask >> group & 1) != 0 ? STORED : 0));
@@ -115,6 +148,7 @@ const std::vector<std::uint32_t>& Residency::begin_access(Phase phase, std::uint
                                                           std::span<const std::uint16_t> flags) {
     if (access_open_) throw std::logic_error("an access is open already");
     check_units(layer, records, flags, Check::ACCESS);
+    if (observer_) observer_->before_event();
     records_.assign(records.begin(), records.end());
     units_.assign(flags.begin(), flags.end());
     unit_at_.resize(records.size());
@@ -127,6 +161,7 @@ const std::vector<std::uint32_t>& Residency::begin_access(Phase phase, std::uint
     access_open_ = !records_.empty();
     ++stats_.accesses;
     if (domains_.front().policy->follows_accesses()) announce(phase, records, flags);
+    tell(EventKind::ACCESS, records, flags, phase, layer);
     return bounds_;
 }
 
@@ -277,6 +312,7 @@ void Residency::end_unit(std::uint32_t unit, Decided& decided) {
     if (unit_ended_[place] != 0) throw std::logic_error("unit " + std::to_string(unit) + " has ended already");
     unit_ended_[place] = 1;
     finish(records_[place], units_[place], decided);
+    if (observer_) ended_.push_back(unit);
 }
 
 void Residency::end_group(Decided& decided) {
@@ -287,6 +323,7 @@ void Residency::end_group(Decided& decided) {
     }
     group_open_ = false;
     access_open_ = groups_begun_ < group_count();
+    ended_.clear();
 }
 
 void Residency::finish(std::uint32_t record, std::uint16_t unit, Decided& decided) {
@@ -314,6 +351,7 @@ void Residency::pin(std::span<const std::uint32_t> records, std::span<const std:
     for (std::size_t i = 0; i < records.size(); ++i) {
         each_needed(records[i], flags[i], [&](EntryId entry) { pin_entry(domain_of(entry), entry); });
     }
+    tell(EventKind::PIN, records, flags);
 }
 
 void Residency::unpin(std::span<const std::uint32_t> records, std::span<const std::uint16_t> flags,
@@ -325,6 +363,7 @@ void Residency::unpin(std::span<const std::uint32_t> records, std::span<const st
         });
     }
     for (std::size_t i = 0; i < records.size(); ++i) finish(records[i], flags[i], decided);
+    tell(EventKind::UNPIN, records, flags);
 }
 
 // ---- write-back, drop, the clock
@@ -346,10 +385,12 @@ void Residency::clean(std::span<const std::uint32_t> records, Decided& decided) 
             clean_entry(record * kGroupStride + group, decided);
         }
     }
+    tell(EventKind::CLEAN, records);
 }
 
 void Residency::clean_all(Decided& decided) {
     for (EntryId entry = 0; entry < flags_.size(); ++entry) clean_entry(entry, decided);
+    tell(EventKind::CLEAN_ALL);
 }
 
 void Residency::drop(std::span<const EntryId> entries, Decided& decided) {
@@ -358,13 +399,17 @@ void Residency::drop(std::span<const EntryId> entries, Decided& decided) {
         if (pins(entry) != 0) throw std::logic_error("entry " + std::to_string(entry) + " is pinned");
     }
     for (const EntryId entry : entries) drop_entry(entry, decided);
+    tell(EventKind::DROP, entries);
 }
 
 void Residency::end_step() {
     if (access_open_) throw std::logic_error("an access is open");
-    cancel_prefetch();
+    if (observer_) observer_->before_event();
+    release_holds();
     for (Domain& domain : domains_) domain.policy->tick(Clock::STEP);
     ++stats_.steps;
+    ++step_;
+    tell(EventKind::END_STEP);
 }
 
 // ---- looking at it

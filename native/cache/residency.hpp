@@ -17,12 +17,12 @@
 #include <string>
 #include <vector>
 
+#include "native/cache/observer.hpp"
 #include "native/cache/policy.hpp"
 
 namespace tierstore {
 
-inline constexpr std::uint32_t kGroups = 3;       // weights, moments, gradients
-inline constexpr std::uint32_t kGradients = 2;
+inline constexpr std::uint32_t kGradients = 2;  // of kGroups
 
 enum class Decision : std::uint8_t {
     HIT,          // resident already
@@ -106,8 +106,12 @@ public:
     Residency(const Residency&) = delete;
     Residency& operator=(const Residency&) = delete;
 
-    std::uint32_t add_record(std::uint32_t layer, const std::array<std::uint32_t, kGroups>& frames,
-                             const std::array<std::uint64_t, kGroups>& bytes, std::uint16_t stored_mask);
+    // From now on `observer` sees what the core is asked; null: nobody does. Before there are records.
+    void observe(std::shared_ptr<ResidencyObserver> observer);
+    // Numbers the steps from `step` on. Before anything else is asked.
+    void start_at(std::uint32_t step);
+
+    std::uint32_t add_record(const RecordInfo& record);
     void set_stored(std::uint32_t record, std::uint16_t mask);
 
     // Opens an access; records strictly ascending, units numbered as they are given. Returns the boundaries of
@@ -123,7 +127,7 @@ public:
 
     // Speculation for an access to come, in the order given; stops at the first entry that does not fit.
     // Returns how many leading units are wholly covered.
-    std::uint32_t prefetch(std::uint32_t layer, std::span<const std::uint32_t> records,
+    std::uint32_t prefetch(Phase phase, std::uint32_t layer, std::span<const std::uint32_t> records,
                            std::span<const std::uint16_t> flags, Decided& decided);
     void cancel_prefetch();
 
@@ -145,7 +149,7 @@ public:
     std::vector<EntryId> dirty_entries() const;
     std::uint64_t used_frames() const;
     bool policy_failed() const;
-    std::uint64_t capacity_frames() const { return options_.capacity_frames; }
+    const ResidencyOptions& options() const { return options_; }
     std::uint32_t record_count() const { return static_cast<std::uint32_t>(layer_of_.size()); }
     // The open access, for whoever drives it: groups begun, groups in all, whether one is open now.
     bool access_open() const { return access_open_; }
@@ -195,11 +199,17 @@ private:
         return group_open_ && unit < place_of_.size() && place_of_[unit] >= bounds_[groups_begun_ - 1] &&
                place_of_[unit] < bounds_[groups_begun_];
     }
+    void tell(EventKind kind, std::span<const std::uint32_t> records = {},
+              std::span<const std::uint16_t> flags = {}, Phase phase = Phase::INIT, std::uint32_t layer = 0) {
+        if (observer_) tell_observer(Event{kind, phase, layer, 0, step_, records, flags, nullptr});
+    }
+    void tell_observer(Event event);
     void announce(Phase phase, std::span<const std::uint32_t> records,
                   std::span<const std::uint16_t> flags);
     [[noreturn]] void refuse_capacity(const Domain& domain, std::uint64_t added) const;
     void request(Domain& domain, EntryId entry, Decided& decided);
     void finish(std::uint32_t record, std::uint16_t unit, Decided& decided);
+    void mark_stored(std::uint32_t record, std::uint16_t mask);
     void clean_entry(EntryId entry, Decided& decided);
     std::vector<EntryId> entries_with(std::uint8_t flag) const;
 
@@ -209,6 +219,7 @@ private:
     bool hold(Domain& domain, EntryId entry, Decided& decided);
     void release(EntryId entry);
     void unhold(EntryId entry);
+    void release_holds();
     bool make_room(Domain& domain, std::uint64_t frames, Decided& decided);
     void cancel_holds_for(Domain& domain, std::uint64_t frames, Decided& decided);
     void evict(Domain& domain, EntryId entry, Decided& decided);
@@ -219,6 +230,9 @@ private:
     void tell_policy(Domain& domain, EntryId entry);
 
     ResidencyOptions options_;
+    std::shared_ptr<ResidencyObserver> observer_;
+    std::vector<std::uint32_t> ended_;  // units of the open group that the observer has yet to hear of
+    std::uint32_t step_ = 0;
     std::vector<Domain> domains_;
     // By entry.
     std::vector<std::uint32_t> frames_;

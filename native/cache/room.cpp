@@ -72,10 +72,13 @@ void Residency::cancel_holds_for(Domain& domain, std::uint64_t frames, Decided& 
     }
 }
 
-std::uint32_t Residency::prefetch(std::uint32_t layer, std::span<const std::uint32_t> records,
+std::uint32_t Residency::prefetch(Phase phase, std::uint32_t layer, std::span<const std::uint32_t> records,
                                   std::span<const std::uint16_t> flags, Decided& decided) {
     check_units(layer, records, flags, Check::PREFETCH);
-    return hold_units(domain_for(layer), records, flags, decided);
+    if (observer_) observer_->before_event();
+    const std::uint32_t covered = hold_units(domain_for(layer), records, flags, decided);
+    tell(EventKind::PREFETCH, records, flags, phase, layer);
+    return covered;
 }
 
 std::uint32_t Residency::hold_units(Domain& domain, std::span<const std::uint32_t> records,
@@ -128,6 +131,11 @@ void Residency::unhold(EntryId entry) {
 }
 
 void Residency::cancel_prefetch() {
+    release_holds();
+    tell(EventKind::CANCEL);
+}
+
+void Residency::release_holds() {
     const std::vector<EntryId> released = std::move(holds_);
     holds_.clear();
     for (const EntryId entry : released) {

@@ -20,7 +20,7 @@ Urgency urgency(Priority priority) {
 
 }  // namespace
 
-Engine::Engine(const EngineOptions& options) {
+Engine::Engine(const EngineOptions& options) : failed_(options.failures) {
     if (options.compute_threads == 0) throw std::invalid_argument("compute_threads must be at least 1");
     if (!options.log_path.empty()) log_ = std::make_shared<EventLog>(options.log_path);
     if (options.backend == IoBackend::Pmem) {
@@ -159,8 +159,8 @@ Ticket Engine::submit(OperationPtr operation, Order order) {
             before->dependents.push_back(ticket);
             added.after.push_back(earlier);
             ++added.unmet;
-        } else if (const auto it = failed_.find(earlier); it != failed_.end() && !failure) {
-            failure = it->second;
+        } else if (!failure) {
+            failure = failed_.find(earlier);
         }
     }
     if (failure) {
@@ -379,7 +379,7 @@ void Engine::finish(Ticket ticket, FailurePtr failure, Remains& remains) {
         OperationPtr operation = std::move(it->second);
         operations_.erase(it);
         if (why) {
-            failed_.emplace(ended, why);
+            failed_.add(ended, why);
             ++stats_.failed_ops;
         }
         awaited |= operation->awaited;
@@ -439,8 +439,7 @@ bool Engine::wait(Ticket ticket, std::chrono::nanoseconds timeout) {
         }
         if (find(ticket)) return false;
     }
-    if (const auto it = failed_.find(ticket); it != failed_.end()) {
-        const FailurePtr failure = it->second;
+    if (const FailurePtr failure = failed_.find(ticket)) {
         lock.unlock();
         failure->raise();
     }
@@ -526,6 +525,7 @@ void Engine::signal_event() {
 EngineStats Engine::stats() {
     std::lock_guard lock(mutex_);
     EngineStats stats = stats_;
+    stats.kept_failures = failed_.size();
     for (const auto& [ticket, operation] : operations_)
         ++(operation->state == State::Waiting ? stats.waiting : stats.in_flight);
     return stats;

@@ -16,12 +16,12 @@
 #include <span>
 #include <string>
 #include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 #include "native/base/error.hpp"
 #include "native/base/timer.hpp"
 #include "native/base/worker_pool.hpp"
+#include "native/engine/failed_tickets.hpp"
 #include "native/engine/link.hpp"
 #include "native/engine/spans.hpp"
 #include "native/engine/work.hpp"
@@ -30,12 +30,11 @@
 
 namespace tierstore {
 
-using Ticket = uint64_t;  // from 1 on, in order of submission
-
 struct EngineOptions {
     IoBackend backend = IoBackend::Auto;
     BackendOptions io;
     size_t compute_threads = 1;
+    FailedTickets failures;
     std::string log_path;  // not empty: log writes and syncs there (native/io/recording.hpp)
 };
 
@@ -48,6 +47,7 @@ struct EngineStats {
     uint64_t syncs = 0;
     uint64_t compute_ops = 0;
     uint64_t failed_ops = 0;
+    uint64_t kept_failures = 0;  // now: of failed_ops those that are remembered by their ticket
     uint64_t continued_transfers = 0;  // came back short and were continued
     uint64_t read_ns = 0;              // service time, summed over operations: they overlap
     uint64_t write_ns = 0;
@@ -59,7 +59,7 @@ struct EngineStats {
 
 // `after` names earlier tickets only, and threads receive only operations that are ready, so nothing can wait
 // in a circle. Submitting never waits for a completion. An operation that fails, fails all that follow it
-// with the same failure. A write or sync that fails poisons the engine: no later write or sync is tried, each
+// with the same failure, also when it is submitted later: failures are kept, in bounded memory (FailedTickets). A write or sync that fails poisons the engine: no later write or sync is tried, each
 // fails with that failure; what they leave on disk is unknown, and a second sync would not tell.
 //
 // Thread-safe. One mutex guards the graph; operations hold no lock while they run.
@@ -98,7 +98,7 @@ public:
     // A non-empty `error` fails it.
     void complete_external(Ticket ticket, const std::string& error = {});
 
-    // Whether it finished in time; throws its failure. Waiting makes it, and what it waits for, urgent.
+    // Whether it finished in time; throws its failure, each time, however late (an old one as ResultForgotten). Waiting makes it, and what it waits for, urgent.
     bool wait(Ticket ticket, std::chrono::nanoseconds timeout);
     // Finished, well or not.
     bool done(Ticket ticket);
@@ -190,8 +190,8 @@ private:
     std::condition_variable changed_;
     Ticket next_ = 1;
     std::unordered_map<Ticket, OperationPtr>
-        operations_;                                 // unfinished; an absent earlier ticket succeeded ...
-    std::unordered_map<Ticket, FailurePtr> failed_;  // ... unless it is here
+        operations_;        // unfinished; an absent earlier ticket succeeded ...
+    FailedTickets failed_;  // ... unless it is here
     std::vector<Ticket> notified_;
     FailurePtr poisoned_;
     EngineStats stats_;

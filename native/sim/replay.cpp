@@ -9,7 +9,7 @@ void Replay::run(const TraceColumns& trace) {
         const std::uint64_t begin = trace.offsets[i];
         const std::uint64_t count = trace.offsets[i + 1] - begin;
         try {
-            if (trace.kinds[i] >= kTraceEvents) {
+            if (trace.kinds[i] >= kEventKinds) {
                 throw std::invalid_argument("unknown kind " + std::to_string(trace.kinds[i]));
             }
             if (trace.at[i] == 0) {
@@ -17,7 +17,7 @@ void Replay::run(const TraceColumns& trace) {
             } else {
                 advance_to(trace.at[i]);
             }
-            apply(static_cast<TraceEvent>(trace.kinds[i]), static_cast<Phase>(trace.phases[i]), trace.layers[i],
+            apply(static_cast<EventKind>(trace.kinds[i]), static_cast<Phase>(trace.phases[i]), trace.layers[i],
                   trace.records.subspan(begin, count), trace.flags.subspan(begin, count));
         } catch (const CapacityError&) {
             throw;
@@ -59,22 +59,34 @@ void Replay::end_units(std::span<const std::uint32_t> units) {
     }
 }
 
-void Replay::apply(TraceEvent kind, Phase phase, std::uint32_t layer, std::span<const std::uint32_t> records,
+void Replay::add(std::span<const std::uint32_t> records) {
+    for (const std::uint32_t record : records) {
+        if (record != residency_.record_count() || record - first_late_ >= late_.size()) {
+            throw std::invalid_argument("record " + std::to_string(record) + " cannot be added: there are " +
+                                        std::to_string(residency_.record_count()) + " of " +
+                                        std::to_string(first_late_ + late_.size()));
+        }
+        residency_.add_record(late_[record - first_late_]);
+    }
+}
+
+void Replay::apply(EventKind kind, Phase phase, std::uint32_t layer, std::span<const std::uint32_t> records,
                    std::span<const std::uint16_t> flags) {
     switch (kind) {
-        case TraceEvent::ACCESS: residency_.begin_access(phase, layer, records, flags); break;
-        case TraceEvent::PREFETCH: residency_.prefetch(layer, records, flags, decided_); break;
-        case TraceEvent::CANCEL: residency_.cancel_prefetch(); break;
-        case TraceEvent::CLEAN: residency_.clean(records, decided_); break;
-        case TraceEvent::CLEAN_ALL: residency_.clean_all(decided_); break;
-        case TraceEvent::DROP: residency_.drop(records, decided_); break;
-        case TraceEvent::SET_STORED:
+        case EventKind::ACCESS: residency_.begin_access(phase, layer, records, flags); break;
+        case EventKind::PREFETCH: residency_.prefetch(phase, layer, records, flags, decided_); break;
+        case EventKind::CANCEL: residency_.cancel_prefetch(); break;
+        case EventKind::CLEAN: residency_.clean(records, decided_); break;
+        case EventKind::CLEAN_ALL: residency_.clean_all(decided_); break;
+        case EventKind::DROP: residency_.drop(records, decided_); break;
+        case EventKind::SET_STORED:
             for (std::size_t i = 0; i < records.size(); ++i) residency_.set_stored(records[i], flags[i]);
             break;
-        case TraceEvent::PIN: residency_.pin(records, flags); break;
-        case TraceEvent::UNPIN: residency_.unpin(records, flags, decided_); break;
-        case TraceEvent::END_UNIT: end_units(records); break;
-        case TraceEvent::END_STEP: residency_.end_step(); break;
+        case EventKind::PIN: residency_.pin(records, flags); break;
+        case EventKind::UNPIN: residency_.unpin(records, flags, decided_); break;
+        case EventKind::END_UNIT: end_units(records); break;
+        case EventKind::END_STEP: residency_.end_step(); break;
+        case EventKind::ADD: add(records); break;
     }
 }
 

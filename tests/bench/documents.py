@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from tierstore.bench.results import Better, Document, MachineFacts, Measurement, counted, derived, measured
+from tierstore.bench.results.document import (
+    Better,
+    Document,
+    MachineFacts,
+    Measurement,
+    counted,
+    derived,
+    measured,
+)
 
 MACHINE = MachineFacts(
     processor="a <processor>",

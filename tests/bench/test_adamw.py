@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tierstore.bench import adamw
+from tierstore.bench.results.figures import to_json
 from tierstore.cli.output import Output
 from tierstore.errors import ConfigError
 
@@ -22,32 +23,33 @@ def test_figures_by_hand():
         "replay": [20.0, 40.0],
         "subnormal": [20.0, 60.0],
     }
-    figures = adamw._figures(samples, 10)
-    assert figures["speed_to_torch_ratio"] == (2 + 1) / 2
-    assert figures["speed_to_copy_ratio"] == pytest.approx((0.5 + 0.25) / 2 * 3.5)
-    assert figures["replay_to_step_ratio"] == (10 + 5) / 2
-    assert figures["subnormal_to_replay_ratio"] == (1 + 1.5) / 2
-    assert figures["copy"]["median_bytes_per_s"] == pytest.approx(80 / 1.5)
-    assert figures["step"]["median_bytes_per_s"] == pytest.approx(280 / 5)
-    assert figures["replay"]["median_bytes_per_s"] == pytest.approx(240 / 30)
-    assert figures["torch"].pop("samples_s") == samples["torch"]
-    assert figures["torch"] == pytest.approx(
+    figures = adamw.figures(samples, 10, threads=1)
+    assert figures.speed_to_torch_ratio == (2 + 1) / 2
+    assert figures.speed_to_copy_ratio == pytest.approx((0.5 + 0.25) / 2 * 3.5)
+    assert figures.replay_to_step_ratio == (10 + 5) / 2
+    assert figures.subnormal_to_replay_ratio == (1 + 1.5) / 2
+    assert figures.programs["copy"].median_bytes_per_s == pytest.approx(80 / 1.5)
+    assert figures.programs["step"].median_bytes_per_s == pytest.approx(280 / 5)
+    assert figures.programs["replay"].median_bytes_per_s == pytest.approx(240 / 30)
+    plain = to_json(figures)["torch"]
+    assert plain.pop("samples_s") == samples["torch"]
+    assert plain == pytest.approx(
         {"median_s": 6, "min_s": 4, "max_s": 8, "median_bytes_per_s": 280 / 6, "s_per_parameter": 0.6}
     )
 
 
-def test_every_contestant_is_measured(result):
+def test_every_program_is_measured(result):
     for name in ("copy", "torch", "step", "replay", "subnormal"):
-        row = result[name]
-        assert 0 < row["min_s"] <= row["median_s"] <= row["max_s"]
-        assert row["median_bytes_per_s"] > 0
+        times = result.programs[name]
+        assert 0 < times.min_s <= times.median_s <= times.max_s
+        assert times.median_bytes_per_s > 0
     for key in ("speed_to_torch", "speed_to_copy", "replay_to_step", "subnormal_to_replay"):
-        assert result[f"{key}_ratio"] > 0
-    assert result["torch_version"] == torch.__version__
-    assert result["instruction_set"] in ("scalar", "avx2", "avx512")
+        assert getattr(result, f"{key}_ratio") > 0
+    assert result.torch_version == torch.__version__
+    assert result.instruction_set in ("scalar", "avx2", "avx512")
 
 
-def test_the_table_names_every_contestant(result, capsys):
+def test_the_table_names_every_program(result, capsys):
     adamw.render(result, Output.for_option(False))
     out = capsys.readouterr().out
     assert "torch fused AdamW" in out
@@ -59,8 +61,8 @@ def test_a_record_is_read_where_the_directory_is(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(adamw, "_PROBE_BYTES", 1 << 20)
     monkeypatch.setattr(adamw, "_READ_BYTES", 1 << 20)
     result = adamw.run(parameters=1000, threads=1, repeats=2, directory=tmp_path)
-    assert result["record_bytes"] == 4096 * 12
-    assert result["record_replay_to_read_ratio"] > 0
+    assert result.record.bytes == 4096 * 12
+    assert result.record.replay_to_read_ratio > 0
     assert not list(tmp_path.iterdir())
     adamw.render(result, Output.for_option(False))
     assert "replay / read" in capsys.readouterr().out

@@ -17,12 +17,12 @@ from tierstore.lab.simulate import known_policies
 def test_every_policy_is_measured():
     heard = []
     result = run(requests=4000, keys=200, repeats=2, curve_points=3, announce=heard.append)
-    assert set(result["policies"]) == {*known_policies(bounds=False), "belady"}
-    for name, rates in result["policies"].items():
-        assert rates["passes_requests_per_s"] == 1 / rates["passes_request_s"] > 0
-        assert ("keys_request_s" in rates) == (name != "next-use")
-    assert result["curves"]["points"] == 3
-    assert result["curves"]["elapsed_s"] > 0
+    assert set(result.policies) == {*known_policies(bounds=False), "belady"}
+    for name, rates in result.policies.items():
+        assert rates.passes.requests_per_s == 1 / rates.passes.request_s > 0
+        assert (rates.keys is not None) == (name != "next-use")
+    assert result.curves.points == 3
+    assert result.curves.elapsed_s > 0
     assert len(heard) == 3
 
 

@@ -19,6 +19,7 @@ from tierstore import _native
 from tierstore._native import Arena, Buffer, Engine, HugePages, IoBackend, Priority
 from tierstore.cache import HostCache
 from tierstore.cache.access import Need, Phase
+from tierstore.cache.frame_allocator import FrameAllocator
 
 FRAME = 4096
 SECTIONS = ((FRAME,), (FRAME, 2 * FRAME), (FRAME,))  # of each group; nbytes
@@ -32,14 +33,12 @@ def buffer_of(nbytes: int, value: int = 0) -> Buffer:
 
 
 class SlowMemory:
-    """A ``Backing`` whose transfers are copies that wait until the test lets them go."""
+    """What records are backed by: transfers are copies that wait until the test lets them go."""
 
     def __init__(self, engine: Engine, rng: random.Random) -> None:
         self.engine = engine
         self.held: list[int] = []
         self._rng = rng
-        self._stored: dict[tuple[int, int], list[Buffer]] = {}
-        self._last: dict[tuple[int, int], list[int]] = {}
 
     def hold(self, after: Sequence[int]) -> int:
         ticket = self.engine.external(after=list(after))
@@ -51,26 +50,30 @@ class SlowMemory:
         for _ in range(int(len(self.held) * share)):
             self.engine.complete_external(self.held.pop())
 
-    def _copies(self, pairs: Sequence[tuple[Buffer, Buffer]], after: Sequence[int]) -> int:
+    def copies(self, pairs: Sequence[tuple[Buffer, Buffer]], after: Sequence[int]) -> int:
         held = self.hold(after)
         return self.engine.barrier([self.engine.copy(to, of, after=[held]) for to, of in pairs])
 
-    def _slot(self, record: int, group: int) -> list[Buffer]:
-        new = [buffer_of(nbytes, 0xEE) for nbytes in SECTIONS[group]]
-        return self._stored.setdefault((record, group), new)
 
-    def read(
-        self, record: int, group: int, sections: Sequence[Buffer], after: Sequence[int], priority: Priority
-    ) -> int:
-        pairs = list(zip(sections, self._slot(record, group), strict=True))
-        ticket = self._copies(pairs, [*after, *self._last.get((record, group), ())[:1]])
-        self._last.setdefault((record, group), []).append(ticket)
+class SlowRecord:
+    """The ``Backing`` of one record in a ``SlowMemory``."""
+
+    def __init__(self, memory: SlowMemory, key: str) -> None:
+        self.key = key
+        self._memory = memory
+        self._stored = [[buffer_of(nbytes, 0xEE) for nbytes in sections] for sections in SECTIONS]
+        self._last: list[list[int]] = [[] for _ in SECTIONS]
+
+    def read(self, group: int, sections: Sequence[Buffer], after: Sequence[int], priority: Priority) -> int:
+        pairs = list(zip(sections, self._stored[group], strict=True))
+        ticket = self._memory.copies(pairs, [*after, *self._last[group][:1]])
+        self._last[group].append(ticket)
         return ticket
 
-    def write(self, record: int, group: int, sections: Sequence[Buffer], after: Sequence[int]) -> int:
-        pairs = list(zip(self._slot(record, group), sections, strict=True))
-        ticket = self._copies(pairs, [*after, *self._last.get((record, group), ())])
-        self._last[record, group] = [ticket]
+    def write(self, group: int, sections: Sequence[Buffer], after: Sequence[int]) -> int:
+        pairs = list(zip(self._stored[group], sections, strict=True))
+        ticket = self._memory.copies(pairs, [*after, *self._last[group]])
+        self._last[group] = [ticket]
         return ticket
 
 
@@ -87,12 +90,11 @@ class Player:
             arena=Arena(frames * FRAME, HugePages.OFF),
             frame_bytes=FRAME,
             residency=residency,
-            backing=self.backing,
         )
         for number in range(RECORDS):
             charged = [sum(sections) for sections in SECTIONS]
-            # Numbers in the backing differ from numbers in the cache.
-            self.cache.add_record(0, SECTIONS, charged, backing_record=100 + number, stored=False)
+            record = SlowRecord(self.backing, f"e{number}")
+            self.cache.add_record(0, SECTIONS, charged, backing=record, stored=False)
         self.holds: dict[int, int] = {}  # entry -> the value of all of its bytes
         self.seen: list[tuple[Buffer, int, str]] = []
         self.tickets: list[int] = []
@@ -104,7 +106,7 @@ class Player:
             # An entry must exist before it is read: a first access creates it.
             if number * 4 not in self.holds:
                 flags[numbers.tolist().index(number)] = Need.STEP | need
-        groups = self.cache.begin_access(0, Phase.USER, 0, numbers, flags)
+        groups = self.cache.begin_access(Phase.USER, 0, numbers, flags)
         for _ in range(groups):
             for unit in self.cache.next_group():
                 for group in range(3):
@@ -162,11 +164,11 @@ class Player:
                     )
                 case 6:
                     flags = np.full(len(known), Need.WEIGHTS | Need.MOMENTS, np.uint16)
-                    self.cache.prefetch(0, Phase.USER, 0, np.array(known, np.uint32), flags)
+                    self.cache.prefetch(Phase.USER, 0, np.array(known, np.uint32), flags)
                 case 7:
                     self.cache.clean()
             if self.rng.random() < 0.3:
-                self.cache.end_step(1)
+                self.cache.end_step()
             self.backing.let_go(self.rng.random())
         self.access(list(range(RECORDS)), Need.WEIGHTS | Need.MOMENTS)
 
@@ -227,13 +229,12 @@ def test_the_oracle_is_satisfied_where_mutations_are_tried(play: Play) -> None:
 
 
 def test_forgetting_the_guards_of_frames_is_caught(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    give = HostCache._give_frames
+    allocate = FrameAllocator.allocate
 
-    def unguarded(self: HostCache, state: object) -> list[int]:
-        give(self, state)  # type: ignore[arg-type]
-        return []
+    def unguarded(self: FrameAllocator, nbytes: Sequence[int]) -> tuple[tuple[Buffer, ...], list[int]]:
+        return allocate(self, nbytes)[0], []
 
-    monkeypatch.setattr(HostCache, "_give_frames", unguarded)
+    monkeypatch.setattr(FrameAllocator, "allocate", unguarded)
     assert caught(play)
 
 
@@ -255,7 +256,7 @@ def test_failed_decisions_break_the_cache() -> None:
         def full(*_: object) -> int:
             raise OSError(28, "No space left on device")
 
-        player.backing.write = full  # type: ignore[method-assign]
+        player.cache._entries[0].backing.write = full  # type: ignore[method-assign]
         with pytest.raises(OSError, match="No space"):
             player.access([1], Need.STEP)
         assert "could not carry out" in player.cache.broken
@@ -265,19 +266,18 @@ def test_failed_decisions_break_the_cache() -> None:
 
 
 def test_sweeping_keeps_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierstore.cache.host_cache._SWEEP_WRITES", 2)
+    monkeypatch.setattr("tierstore.cache.write_backs._SWEEP_WRITES", 2)
     player = Player(1, 6, 0)
     try:
-        player.cache._sweep_at = 2
         for number in range(4):
             player.access([number], Need.STEP)
             player.wrong()
         failed = player.engine.external()
-        player.cache._pending_writes.append(failed)
+        player.cache.write_backs.add(failed)
         player.engine.complete_external(failed, "it broke")
         for number in range(4):
             player.access([number], Need.STEP)
             player.wrong()
-        assert failed in player.cache.take_pending_writes()
+        assert failed in player.cache.write_backs.take()
     finally:
         player.close()

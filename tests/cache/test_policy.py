@@ -11,7 +11,7 @@ import pytest
 from tierstore._native import Candidates, Clock, Residency
 from tierstore.cache.policy import PythonPolicy
 from tierstore.errors import ConfigError, DataError
-from tierstore.trace.recording import RecordingResidency
+from tierstore.trace.recording import TraceRecorder
 from tierstore.trace.replay import replay
 
 HERE = __name__
@@ -90,9 +90,9 @@ class Incomplete:
     def insert(self, entry: int) -> None: ...
 
 
-def ask(core: Residency | RecordingResidency, keys: Iterable[int], phase: int = 0) -> None:
+def ask(core: Residency, keys: Iterable[int], phase: int = 0) -> None:
     asked = np.array(sorted(keys), np.uint32)
-    groups, _ = core.begin_access(0, phase, 0, asked, np.ones(len(asked), np.uint16))
+    groups, _ = core.begin_access(phase, 0, asked, np.ones(len(asked), np.uint16))
     for _ in range(groups):
         core.next_group()
         core.end_group()
@@ -108,12 +108,13 @@ def filled(policy: str, capacity: int = 3, **options: float | str) -> Residency:
 def test_it_decides_as_the_native_one_does_live_and_in_a_replay(tmp_path: Path) -> None:
     random = np.random.default_rng(3)
     path = tmp_path / "trace"
-    with RecordingResidency(path, 7, policy="lru", lookahead_frames=2) as core:
+    core = Residency(7, policy="lru", lookahead_frames=2)
+    with TraceRecorder(path, core):
         for _ in range(12):
             core.add_record(0, [1, 2, 0], [1, 2, 0], 3)
-        for step in range(60):
+        for _ in range(60):
             ask(core, random.choice(12, 4, replace=False).tolist())
-            core.end_step(step)
+            core.end_step()
         live = core.stats()
     written: PythonPolicy = Lru()
     assert isinstance(written, Lru)
@@ -124,7 +125,7 @@ def test_what_it_is_told() -> None:
     core = filled(f"{HERE}:Talkative", 2, word="on")
     ask(core, [1], phase=2)
     ask(core, [1, 3])
-    core.end_step(0)
+    core.end_step()
     told = Talkative.told
     assert told[:2] == [("word", "on"), ("set_capacity", 2)]
     assert ("add", 4, 1, 0, 1) in told
@@ -166,7 +167,8 @@ def test_errors_are_the_users_own(tmp_path: Path) -> None:
     assert raised.value.__notes__ == [f"in cache policy {HERE}:Hurt, hit()"]
     assert core.policy_failed
     path = tmp_path / "trace"
-    with RecordingResidency(path, 2, policy="lru") as recording:
+    recording = Residency(2, policy="lru")
+    with TraceRecorder(path, recording):
         recording.add_record(0, [1, 0, 0], [1, 0, 0], 1)
         ask(recording, [0])
         ask(recording, [0])
@@ -177,7 +179,8 @@ def test_errors_are_the_users_own(tmp_path: Path) -> None:
 
 def test_a_trace_alone_does_not_choose_the_code_that_runs(tmp_path: Path) -> None:
     path = tmp_path / "trace"
-    with RecordingResidency(path, 2, policy=f"{HERE}:Talkative", policy_options={"word": "on"}) as core:
+    core = Residency(2, policy=f"{HERE}:Talkative", policy_options={"word": "on"})
+    with TraceRecorder(path, core):
         core.add_record(0, [1, 0, 0], [1, 0, 0], 1)
         ask(core, [0])
         live = core.stats()

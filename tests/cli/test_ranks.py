@@ -62,6 +62,7 @@ def last_json(text: str) -> dict[str, object]:
     return found
 
 
+@pytest.mark.slow
 def test_two_ranks_reshard_to_one_and_verify(config: Path, tmp_path: Path) -> None:
     store, one = tmp_path / "two", tmp_path / "one"
     metrics = tmp_path / "metrics.jsonl"
@@ -121,17 +122,28 @@ def wait_for(path: Path, lines: int) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_rank_that_is_killed(config: Path, tmp_path: Path, restarts: int) -> None:
     """Without restarts the job ends with the reason; with one it goes on, and ends in the same bits."""
     steps, store, metrics = 60, tmp_path / "store", tmp_path / "metrics.jsonl"
     expected = tmp_path / "expected.jsonl"
     straight = torchrun(
-        "train", config, "--store", tmp_path / "straight", "--steps", steps, "--metrics", expected, "--json"
+        "train",
+        config,
+        "--store",
+        tmp_path / "straight",
+        "--steps",
+        steps,
+        "--metrics",
+        expected,
+        "--json",
+        "--checksum",
     )
     whole = last_json(run(straight).stdout) if restarts else {}
     line = torchrun(
-        "train", config, "--store", store, "--steps", steps, "--metrics", metrics, "--json", restarts=restarts
+        *("train", config, "--store", store, "--steps", steps, "--metrics", metrics, "--json", "--checksum"),
+        restarts=restarts,
     )
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -149,12 +161,14 @@ def test_a_rank_that_is_killed(config: Path, tmp_path: Path, restarts: int) -> N
     assert process.returncode == 0, err
     found = last_json(out)
     assert (found["steps"], found["train_loss"]) == (steps, whole["train_loss"])
+    assert isinstance(whole["records_crc32c"], int)
     assert found["records_crc32c"] == whole["records_crc32c"]
     seen = {entry["step"]: entry["loss"] for entry in map(json.loads, metrics.read_text().splitlines())}
     want = {entry["step"]: entry["loss"] for entry in map(json.loads, expected.read_text().splitlines())}
     assert seen == want
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all_with_a_commit(config: Path, tmp_path: Path) -> None:
     store, metrics = tmp_path / "store", tmp_path / "metrics.jsonl"
     line = torchrun("train", config, "--store", store, "--steps", 100_000, "--metrics", metrics, "--json")

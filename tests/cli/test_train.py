@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
 
 from tierstore.cli import train as train_command
 from tierstore.cli.main import cli
-from tierstore.cli.output import unit_violations
 from tierstore.devices import Disk, Health
+from tierstore.store import ParameterStore, StoreConfig
 from tierstore.trace.replay import replay
 
 TINY = """
@@ -82,21 +86,6 @@ def test_the_json_object(run: Run) -> None:
     assert 0 < found["train_loss"] < 7
     assert 0 < found["val_loss"] < 7
     assert found["misses"] > 0
-    counts = {
-        "steps",
-        "parameters",
-        "experts",
-        "hits",
-        "misses",
-        "evictions",
-        "write_backs",
-        "intervals",
-        "ranks",
-        "stalled_rank",
-        "layer",
-    }
-    plain = {"train_loss", "val_loss", "records_crc32c", "tier", "cause"}
-    assert list(unit_violations(found, counts=frozenset(counts | plain))) == []
 
 
 def test_the_table_and_the_head_of_a_run(run: Run) -> None:
@@ -168,18 +157,96 @@ def test_a_refused_run_touches_no_file(run: Run, tmp_path: Path) -> None:
         result = CliRunner().invoke(cli, again)
         assert result.exit_code == 2
         assert "there is a store here already" in result.stderr
+        assert result.stdout == ""
     assert {path.read_text() for path in there.values()} == {"of the run before"}
     assert not any(path.exists() for path in new.values())
 
 
+def test_a_refused_run_does_not_describe_the_model(run: Run) -> None:
+    result = CliRunner().invoke(
+        cli, ["train", str(run.directory / "run.toml"), "--store", str(run.store), "--resume"]
+    )
+    assert result.exit_code == 2
+    assert result.stderr.startswith("tierstore: error: ")
+    assert "no store here" in result.stderr
+    assert result.stdout == ""
+
+
+def test_after_the_last_commit_nothing_is_read_or_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a run does not depend on the size of the store."""
+    moved: list[tuple[int, int]] = []
+
+    def spy(name: str) -> None:
+        original = getattr(ParameterStore, name)
+
+        def called(store: ParameterStore) -> None:
+            stats = store.engine.stats()
+            moved.append((stats["read_bytes"], stats["written_bytes"]))
+            original(store)
+
+        monkeypatch.setattr(ParameterStore, name, called)
+
+    spy("end_trace")  # right after the last commit
+    spy("close")
+    found = run.json("--set", "sample_tokens=0")
+    assert moved[0] == moved[1]
+    assert moved[0][1] > 0
+    assert found["records_crc32c"] is None
+
+
+def test_the_checksum_is_that_of_the_store(run: Run) -> None:
+    result = run("--json", "--checksum")
+    assert "checksum 1/" in result.stderr  # progress, in plain lines
+    with ParameterStore.open(run.store, StoreConfig(host_budget=1 << 20)) as store:
+        assert json.loads(result.stdout)["records_crc32c"] == store.records_crc32c()
+
+
+def test_a_signal_ends_the_checksum(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = ParameterStore.records_crc32c
+
+    def interrupted(store: ParameterStore, progress: Callable[[int, int], None]) -> int:
+        signal.raise_signal(signal.SIGINT)
+        return original(store, progress)
+
+    monkeypatch.setattr(ParameterStore, "records_crc32c", interrupted)
+    arguments = ["train", str(run.directory / "run.toml"), "--store", str(run.store), "--json", "--checksum"]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 130
+    assert json.loads(result.stdout)["records_crc32c"] is None
+    assert "stopped by a signal after step 6, committed" in result.stderr
+
+
+def test_the_life_of_a_drive_is_what_the_run_wrote_in_its_time(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither what is written after the run nor the time that it takes counts."""
+    endurance = ("--set", "wear.endurance=1TB")
+    plain = run.json(*endurance, store=run.directory / "plain")
+
+    def writing(store: ParameterStore, progress: Callable[[int, int], None]) -> int:
+        key = next(key for key in store.keys if key.startswith("expert"))
+        store.update({key: np.ones(store.schema_of(key).numel, np.float32)}, lr=1e-3)
+        store.commit()
+        time.sleep(0.5)
+        return 1
+
+    monkeypatch.setattr(ParameterStore, "records_crc32c", writing)
+    found = run.json("--checksum", *endurance)
+    assert found["drive_written_bytes"] == plain["drive_written_bytes"]
+    for one in (plain, found):
+        rate = one["drive_written_bytes"] / one["elapsed_s"]
+        assert one["drive_life_s"] == pytest.approx(1e12 / rate)
+
+
 def test_stopping_and_going_on(run: Run, tmp_path: Path) -> None:
-    whole = run.json(store=tmp_path / "whole")
+    whole = run.json("--checksum", store=tmp_path / "whole")
+    assert isinstance(whole["records_crc32c"], int)
     run("--steps", "4")
-    resumed = run.json("--resume")
+    resumed = run.json("--checksum", "--resume")
     for name in ("steps", "train_loss", "val_loss", "records_crc32c"):
         assert resumed[name] == whole[name]
     # Nothing is left to do: it says so without a step.
-    again = run.json("--resume")
+    again = run.json("--checksum", "--resume")
     assert again["records_crc32c"] == whole["records_crc32c"]
 
 
@@ -210,9 +277,10 @@ def test_a_flipped_bit_is_found(run: Run) -> None:
 
 def test_drives_change_where_bytes_lie_and_nothing_else(run: Run, tmp_path: Path) -> None:
     """Two drives against one, with a trace of each; then a third is added at a resumption."""
-    one = run.json("--record-trace", str(tmp_path / "one.trace"), store=tmp_path / "one")
+    one = run.json("--checksum", "--record-trace", str(tmp_path / "one.trace"), store=tmp_path / "one")
     further = f"stripe.directories={tmp_path / 'b'}"
-    two = run.json("--set", further, "--record-trace", str(tmp_path / "two.trace"))
+    two = run.json("--checksum", "--set", further, "--record-trace", str(tmp_path / "two.trace"))
+    assert isinstance(one["records_crc32c"], int)
     for name in ("train_loss", "val_loss", "records_crc32c", "hits", "misses", "evictions", "read_bytes"):
         assert two[name] == one[name]
     # Byte for byte: where a record lies is no part of a decision.

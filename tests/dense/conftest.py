@@ -1,14 +1,9 @@
-"""Cases that ranks and tests both import."""
+"""One thread, for the same bits everywhere."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(autouse=True)

@@ -1,11 +1,4 @@
-"""Makes the helpers beside this file, and those of the store's tests, importable."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent.parent))
-sys.path.insert(0, str(Path(__file__).parent.parent / "store"))
+"""The store's directory in memory is a fixture here too."""
 
 from conftest_store import fast_path
 

@@ -41,9 +41,10 @@ from power_workloads import (
 from tierstore import _native
 from tierstore.errors import StoreError, StoreMissingError
 from tierstore.store import IoBackendName, IoConfig, ParameterStore, StoreConfig, StripeConfig
-from tierstore.store.format import COMMITTED_GROUPS, Group, RecordEntry
+from tierstore.store.format import COMMITTED_GROUPS, Group
 from tierstore.store.gc import Mode, collect
-from tierstore.store.index import PREVIOUS
+from tierstore.store.index.database import PREVIOUS
+from tierstore.store.index.entries import RecordEntry
 
 # One thread each: a store is opened ten thousand times here.
 _IO = IoConfig(backend=IoBackendName.THREADS, threads=1, compute_threads=1)
@@ -148,6 +149,7 @@ def wrong_later(root: Path, config: StoreConfig, mode: Mode | None) -> str:
             gradients = {key: np.ones(store.info(key).schema.numel, np.float32) for key in store.keys}
             store.update(gradients, lr=0.1)
             store.commit()
+        with ParameterStore.open(root / "s", config) as store:
             after = store.last_commit
             if (after.generation, after.snapshots) != (before.generation + 1, named):
                 return f"generation {after.generation} with {after.snapshots} after {before.generation} with {named}"
@@ -246,7 +248,7 @@ def cut_twice(directory: Path, workload: Workload, count: int, starts: int, seed
 
 
 def _half_made(state: CrashState, drives: Sequence[str]) -> bool:
-    """Whether further directories have an identity, and the store has none yet."""
+    """Whether stripe directories have an identity, and the store has none yet."""
     identities = [f"{name}/tierstore.json" in state.files for name in ("s", *drives)]
     return any(identities) and not identities[0]
 

@@ -20,12 +20,12 @@ from tierstore.store import (
     StoreConfig,
     StripeConfig,
     WearConfig,
-    extents,
 )
 from tierstore.store.config import Capability
+from tierstore.store.disk import extents
+from tierstore.store.disk.store_extents import StoreExtents
 from tierstore.store.gc import Mode, collect
-from tierstore.store.index import Commit
-from tierstore.store.slots import SlotMap
+from tierstore.store.index.database import Commit
 
 NUMEL = 1500
 RECORDS = 5
@@ -112,7 +112,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Workload:
-    """``work`` on a new store, which has the further directories ``drives`` at some time.
+    """``work`` on a new store, which has the stripe directories ``drives`` at some time.
 
     ``making``: it has them from the beginning, and the power fails while it is made, too.
     """
@@ -184,10 +184,10 @@ def discarding(run: Run) -> None:
 
 @contextlib.contextmanager
 def _everything_is_discarded() -> Iterator[None]:
-    discard = SlotMap.discard
+    discard = StoreExtents.discard
     with (
         patch.object(extents, "_WORTH_BYTES", 0),
-        patch.object(SlotMap, "discard", lambda self, copies: discard(self, 0)),
+        patch.object(StoreExtents, "discard", lambda self, copies, counts: discard(self, 0, counts)),
     ):
         yield
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest_store import small_store
 
-from tierstore.bench.memory_limit import MemoryLimit
+from tierstore.bench.probes.memory_limit import MemoryLimit
 from tierstore.errors import CapabilityError
 from tierstore.store import StoreConfig
 

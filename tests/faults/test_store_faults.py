@@ -73,7 +73,7 @@ def test_a_failed_read_names_key_section_and_file(fs: FaultFs, backend: str, sec
     with ParameterStore.open(path, small) as store:
         slot, layout = store.core.record("e2").live.slots[group], store.info("e2").schema.layout(group)
         assert slot is not None
-        at = slot * layout.slot_bytes
+        at = slot.number * layout.slot_bytes
         for part in layout.sections:
             if part.name == section:
                 break
@@ -115,7 +115,7 @@ def test_a_bit_flipped_on_the_way_is_never_trained_on(fs: FaultFs, backend: str,
     with ParameterStore.open(path, config(backend)) as store:
         slot = store.core.record("e2").live.slots[Group.WEIGHTS]
         assert slot is not None
-        at = slot * store.info("e2").schema.layout(Group.WEIGHTS).slot_bytes + bit // 8
+        at = slot.number * store.info("e2").schema.layout(Group.WEIGHTS).slot_bytes + bit // 8
         fs.add(Rule(op="read", action=Action.FLIP, path="s/extents/expert.weights", at=at, bit=bit % 8))
         with pytest.raises(ChecksumError, match="'e2', section weight") as caught:
             store.fetch(["e2"])

@@ -60,7 +60,7 @@ class Trainer:
         """Exit status, the JSON and the error output of one run, which must end by itself."""
         file = self.directory / "run.toml"
         file.write_text(CONFIG.format(text=self.directory / "text.txt", backend=backend))
-        argv = ["train", str(file), "--store", str(store), "--json", *options]
+        argv = ["train", str(file), "--store", str(store), "--json", "--checksum", *options]
         out, err = self.directory / "out", self.directory / "err"
         job = {"argv": argv, "stdout": str(out), "stderr": str(err)}
         assert self.server.stdin is not None
@@ -92,6 +92,7 @@ def expected(trainer: Trainer, tmp_path_factory: pytest.TempPathFactory) -> int:
     """The checksum of the run that nothing happens to."""
     status, summary, errors = trainer.run(tmp_path_factory.mktemp("plain") / "s", "auto")
     assert status == 0, errors
+    assert isinstance(summary["records_crc32c"], int)
     return int(summary["records_crc32c"])
 
 

@@ -15,7 +15,7 @@ from tierstore.errors import ConfigError
 from tierstore.lab.generators import KeyWorkload, RoutingWorkload, Scan, Tenants, Zipf, in_memory
 from tierstore.lab.routing import Passes, Sections
 from tierstore.trace.format import TraceKind
-from tierstore.trace.replay import make_residency
+from tierstore.trace.replay import make_replay
 
 NAMES = ("kinds", "phases", "layers", "steps", "offsets", "records", "flags")
 WORKLOADS = [
@@ -40,7 +40,7 @@ def test_a_seed_gives_the_same_trace_in_any_chunks(workload, monkeypatch):
     for name in NAMES:
         np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
     assert one.records.max() < len(one.header.records)
-    make_residency(one.header)
+    make_replay(one.header)
 
 
 def test_other_seeds_give_other_traces():

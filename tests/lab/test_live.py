@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from tierstore._native import Residency
 from tierstore.cache.config import Scope
 from tierstore.cli.main import cli
 from tierstore.errors import BudgetError
@@ -15,7 +16,7 @@ from tierstore.lab.live import recording_of, replay_recorded
 from tierstore.lab.requests import load_requests
 from tierstore.lab.simulate import Contract, PolicySpec, ReplaySetting
 from tierstore.lab.tuning import Hindsight, TuneOptions, tune
-from tierstore.trace.recording import RecordingResidency
+from tierstore.trace.recording import TraceRecorder
 from tierstore.trace.replay import STEP_COUNTS, replay, replay_steps
 
 LAYERS, EXPERTS, STEPS = 3, 8, 40
@@ -32,25 +33,26 @@ def recorded(tmp_path_factory):
     path = tmp_path_factory.mktemp("live") / "run.trace"
     rng = np.random.default_rng(0)
     weights = 1 / np.arange(1, EXPERTS + 1)
-    with RecordingResidency(path, CAPACITY, policy="lru", lookahead_frames=LOOKAHEAD) as core:
+    core = Residency(CAPACITY, policy="lru", lookahead_frames=LOOKAHEAD)
+    with TraceRecorder(path, core):
         for layer in range(LAYERS):
             for _ in range(EXPERTS):
                 core.add_record(layer, [1, 0, 0], [4096, 0, 0], 1)
-        for step in range(STEPS):
+        for _ in range(STEPS):
             chosen = [
                 layer * EXPERTS + np.sort(rng.choice(EXPERTS, 3, replace=False, p=weights / weights.sum()))
                 for layer in range(LAYERS)
             ]
             for layer in range(LAYERS):
-                groups, _ = core.begin_access(step, 1, layer, *units(chosen[layer]))
+                groups, _ = core.begin_access(1, layer, *units(chosen[layer]))
                 for _ in range(groups):
                     units_served, _, _ = core.next_group()
                     for unit in units_served.tolist():
                         core.end_unit(unit)
                     core.end_group()
                 if layer + 1 < LAYERS:
-                    core.prefetch(step, 1, layer + 1, *units(chosen[layer + 1]))
-            core.end_step(step)
+                    core.prefetch(1, layer + 1, *units(chosen[layer + 1]))
+            core.end_step()
     return path
 
 
@@ -155,13 +157,14 @@ def test_what_has_no_room_beside_the_prefetches(recorded):
 
 def test_a_trace_without_prefetches_is_no_recording(recorded, tmp_path):
     path = tmp_path / "plain.trace"
-    with RecordingResidency(path, 4, policy="lru", lookahead_frames=2) as core:
+    core = Residency(4, policy="lru", lookahead_frames=2)
+    with TraceRecorder(path, core):
         core.add_record(0, [1, 0, 0], [4096, 0, 0], 1)
-        core.begin_access(0, 1, 0, *units([0]))
+        core.begin_access(1, 0, *units([0]))
         core.next_group()
         core.end_unit(0)
         core.end_group()
-        core.end_step(0)
+        core.end_step()
     assert recording_of(path, load_requests(path)) is None
 
 

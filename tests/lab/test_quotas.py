@@ -62,7 +62,8 @@ def test_greedy_is_the_best_split_of_convex_curves(falls, capacity):
 
 def with_records_of(requests, frames):
     """The same requests, of records that have other groups as well: ``frames`` each in all."""
-    return replace(requests, record_frames=np.full(len(requests.sizes), frames, np.uint32))
+    table = requests.table
+    return replace(requests, table=replace(table, record_frames=np.full(len(table), frames, np.uint32)))
 
 
 def uneven():
@@ -94,7 +95,7 @@ def test_a_layer_needs_room_for_the_largest_record_with_all_of_its_groups():
 
 def test_frames_go_where_the_objective_falls():
     requests = uneven()
-    requests.entry_bytes[requests.entry_layers == 2] = 10**6
+    requests.table.nbytes[requests.table.layers == 2] = 10**6
     assert split_capacity(requests, LRU, 6) == (4, 0, 2)
     for objective in (Objective.BYTES, Objective.STALL):
         assert split_capacity(requests, LRU, 6, objective=objective) == (2, 0, 4)

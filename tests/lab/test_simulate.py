@@ -61,14 +61,15 @@ def test_bytes_are_those_of_the_keys(tmp_path, frame_bytes):
     trace = tmp_path / "keys.trace"
     import_trace(source, trace, options={"size": "2", "frame_bytes": frame_bytes})
     requests = load_requests(trace)
-    large = int(requests.sizes.max())
+    large = int(requests.table.frames.max())
     (found,) = simulate(requests, ["lru"], [large])
     assert found.misses == 300
     assert found.read_bytes == 30 * 10**6 + 270 * 10
     (curve,) = curves(requests, ["lru"], [large])
     assert curve.points[0].read_bytes == found.read_bytes
     # A capacity in bytes counts slots that hold any key; what holds all keys is the whole footprint.
-    assert requests.frames_of(str(requests.total_frames * requests.frame_bytes)) == requests.total_frames
+    table = requests.table
+    assert table.frames_of(str(table.total_frames * table.frame_bytes)) == table.total_frames
 
 
 def test_a_warm_up_is_carried_out_and_not_counted():
@@ -81,7 +82,7 @@ def test_a_warm_up_is_carried_out_and_not_counted():
 
 def test_creations_are_neither_hits_nor_misses():
     requests = requests_of([[0], [1], [0], [1]])
-    requests.entry_stored[0] = False
+    requests.table.stored[0] = False
     (found,) = simulate(requests, ["lru"], ["1f"], windows=4)
     assert (found.requests, found.hits, found.misses, found.read_bytes) == (4, 0, 3, 3)
     assert sum(layer.misses for layer in found.layers) == 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +12,6 @@ import numpy as np
 import pytest
 
 from tierstore import _native as native
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 MakeEngine = Callable[..., native.Engine]
 

@@ -101,7 +101,7 @@ def test_what_was_taken_out_by_a_choice_and_stayed_is_chosen_again():
     one = np.array([1], np.uint16)
     evicted = []
     for record in (0, 1, 2, 3, 4, 0):
-        core.begin_access(0, 0, 0, np.array([record], np.uint32), one)
+        core.begin_access(0, 0, np.array([record], np.uint32), one)
         kinds, entries = core.next_group()[1]
         core.end_group()
         evicted += entries[kinds == _native.Decision.EVICT].tolist()

@@ -28,7 +28,7 @@ class Program:
     def ask(self, phase, layer, experts):
         """(layer, expert) of what was evicted, in order, group by group."""
         records = np.array(sorted(experts), np.uint32) + np.uint32(layer * self.experts)
-        groups, _ = self.core.begin_access(0, phase, layer, records, np.ones(len(records), np.uint16))
+        groups, _ = self.core.begin_access(phase, layer, records, np.ones(len(records), np.uint16))
         evicted = []
         for _ in range(groups):
             kinds, entries = self.core.next_group()[1]

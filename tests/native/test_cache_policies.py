@@ -21,7 +21,7 @@ class Keys:
 
     def ask(self, key):
         """The keys that were evicted for it."""
-        self.core.begin_access(0, 0, 0, np.array([key], np.uint32), np.array([1], np.uint16))
+        self.core.begin_access(0, 0, np.array([key], np.uint32), np.array([1], np.uint16))
         _, (kinds, entries), _ = self.core.next_group()
         self.core.end_group()
         out = (Decision.EVICT, Decision.EVICT_WRITE)
@@ -89,12 +89,12 @@ def test_corrected_decays_by_steps_and_spares_what_fell_below_the_threshold():
     cache.ask(0)
     cache.ask(1)
     cache.ask(1)
-    cache.core.end_step(0)
-    cache.core.end_step(1)  # hits: 0: .5, 1: 1
+    cache.core.end_step()
+    cache.core.end_step()  # hits: 0: .5, 1: 1
     assert cache.ask(2) == [1]  # the minimum is 0, but it is below the threshold
     assert cache.starved == 0
-    cache.core.end_step(2)
-    cache.core.end_step(3)  # hits: 0: .25, 2: .5: none qualifies
+    cache.core.end_step()
+    cache.core.end_step()  # hits: 0: .25, 2: .5: none qualifies
     assert cache.ask(3) == [0]
     assert cache.starved == 1
 
@@ -123,7 +123,7 @@ def test_unequal_sizes_go_until_the_newcomer_fits():
         core.add_record(0, [frames, 0, 0], [frames, 0, 0], 1)
     evicted = []
     for record in (0, 1, 2, 3):
-        core.begin_access(0, 0, 0, np.array([record], np.uint32), np.array([1], np.uint16))
+        core.begin_access(0, 0, np.array([record], np.uint32), np.array([1], np.uint16))
         kinds, entries = core.next_group()[1]
         core.end_group()
         evicted.append(entries[kinds == Decision.EVICT].tolist())

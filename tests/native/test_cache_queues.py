@@ -23,7 +23,7 @@ class Cache:
             self.core.add_record(0, [1, 0, 0], [1, 0, 0], 1)
 
     def ask(self, key):
-        self.core.begin_access(0, 0, 0, np.array([key], np.uint32), np.array([1], np.uint16))
+        self.core.begin_access(0, 0, np.array([key], np.uint32), np.array([1], np.uint16))
         _, (kinds, entries), _ = self.core.next_group()
         self.core.end_group()
         if kinds.tolist() == [Decision.HIT]:

@@ -375,6 +375,7 @@ def units(draw, records):
     return made
 
 
+@pytest.mark.slow
 @settings(
     max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
@@ -415,7 +416,7 @@ def test_every_decision_is_the_naive_one(data):
 
     def speculate():
         layer, chosen = some_units()
-        taken, decided = core.prefetch(0, 0, layer, *arrays(chosen))
+        taken, decided = core.prefetch(0, layer, *arrays(chosen))
         expected = []
         assert taken == naive.hold(chosen, layer if by_layer else 0, expected)
         assert pairs(decided) == expected
@@ -427,7 +428,7 @@ def test_every_decision_is_the_naive_one(data):
         for d, limit in enumerate(naive.limits):
             assert naive.size(naive.resident, d) <= limit
 
-    for step in range(draw(st.integers(1, 8))):
+    for _ in range(draw(st.integers(1, 8))):
         for _ in range(draw(st.integers(1, 4))):
             action = draw(
                 st.sampled_from(["access"] * 5 + ["prefetch"] * 3 + ["clean", "drop", "cancel", "stored"])
@@ -456,9 +457,9 @@ def test_every_decision_is_the_naive_one(data):
                 groups = naive.begin_access(phase, layer, chosen)
                 if groups is None:
                     with pytest.raises(_native.CapacityError):
-                        core.begin_access(step, phase, layer, *arrays(chosen))
+                        core.begin_access(phase, layer, *arrays(chosen))
                     continue
-                number, bounds = core.begin_access(step, phase, layer, *arrays(chosen))
+                number, bounds = core.begin_access(phase, layer, *arrays(chosen))
                 assert [b - a for a, b in itertools.pairwise(bounds.tolist())] == [len(g) for g in groups]
                 assert number == len(groups)
                 for g, members in enumerate(groups):
@@ -478,7 +479,7 @@ def test_every_decision_is_the_naive_one(data):
                     rest = [d for i in members if i not in early for d in naive.end_unit(chosen[i])]
                     assert pairs(core.end_group()) == rest
             check()
-        core.end_step(step)
+        core.end_step()
         naive.end_step()
         check()
     stats = core.stats()

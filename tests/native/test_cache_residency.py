@@ -30,7 +30,7 @@ def pairs(decided):
 
 
 def access(core, records, flags=NEED_W, layer=0):
-    groups, _ = core.begin_access(0, 0, layer, *units(records, flags))
+    groups, _ = core.begin_access(0, layer, *units(records, flags))
     out = []
     for _ in range(groups):
         _, demanded, ahead = core.next_group()
@@ -42,10 +42,10 @@ def test_the_case_from_the_literature():
     # 3 layers x 4 experts, 2 slots a layer, sets {0,1},{0,2},{0,1},{0,3},{0,1}. In each layer: 0 and 1
     # miss, then 0 hits each time (it is in the set, so nothing evicts it) and the other misses: 4 and 6.
     core = make(6, records=12, layers=3, scope=Scope.LAYER, layer_quotas=[2, 2, 2])
-    for step, chosen in enumerate(([0, 1], [0, 2], [0, 1], [0, 3], [0, 1])):
+    for chosen in ([0, 1], [0, 2], [0, 1], [0, 3], [0, 1]):
         for layer in range(3):
             access(core, [4 * layer + expert for expert in chosen], layer=layer)
-        core.end_step(step)
+        core.end_step()
     stats = core.stats()
     assert (stats["hits"], stats["misses"]) == (12, 18)
     assert stats["by_layer"] == [{"hits": 4, "misses": 6}] * 3
@@ -62,7 +62,7 @@ def test_no_entry_of_an_access_evicts_another():
 
 def served(core, records, flags=NEED_W):
     """The groups of an access: their units, and the entries that each fetches."""
-    groups, _ = core.begin_access(0, 0, 0, *units(records, flags))
+    groups, _ = core.begin_access(0, 0, *units(records, flags))
     out = []
     for _ in range(groups):
         group, demanded, _ = core.next_group()
@@ -73,7 +73,7 @@ def served(core, records, flags=NEED_W):
 
 def test_an_access_larger_than_the_capacity_is_split_in_record_order():
     core = make(3)
-    groups, bounds = core.begin_access(0, 0, 0, *units([0, 1, 2, 3, 4, 5, 6]))
+    groups, bounds = core.begin_access(0, 0, *units([0, 1, 2, 3, 4, 5, 6]))
     assert groups == 3
     assert bounds.tolist() == [0, 3, 6, 7]
 
@@ -106,7 +106,7 @@ def test_an_access_that_fits_keeps_record_order():
 def test_units_keep_their_numbers():
     core = make(2)
     access(core, [2, 3])
-    groups, _ = core.begin_access(0, 0, 0, *units([0, 2, 3], 1 | 1 << 3))
+    groups, _ = core.begin_access(0, 0, *units([0, 2, 3], 1 | 1 << 3))
     assert groups == 2
     assert core.next_group()[0].tolist() == [1, 2]
     with pytest.raises(ValueError, match="unit 0 is not of the open group"):
@@ -140,7 +140,7 @@ def test_one_unit_may_use_everything_and_no_more():
     assert access(core, [0], NEED_ALL) == [([(D.FETCH, 0), (D.FETCH, 1), (D.FETCH, 2)], [], [])]
     core = make(6, frames=(1, 2, 4))
     with pytest.raises(_native.CapacityError, match="7 frames") as caught:
-        core.begin_access(0, 0, 0, *units([0], NEED_ALL))
+        core.begin_access(0, 0, *units([0], NEED_ALL))
     assert caught.value.needed_frames == 7
     assert not core.access_open
 
@@ -148,7 +148,7 @@ def test_one_unit_may_use_everything_and_no_more():
 def test_the_papers_empty_frame_counts_in_the_minimum():
     core = make(3, frames=(3, 0, 0), policy="lfu-decay", policy_options={"variant": "paper"})
     with pytest.raises(_native.CapacityError) as caught:
-        core.begin_access(0, 0, 0, *units([0]))
+        core.begin_access(0, 0, *units([0]))
     assert caught.value.needed_frames == 4
 
 
@@ -189,7 +189,7 @@ def test_clean_writes_weights_and_moments_once():
 def test_prefetch_within_its_frames_and_in_order():
     core = make(4, lookahead_frames=2)
     access(core, [0])
-    taken, decided = core.prefetch(0, 0, 0, *units([0, 3, 2, 1]))
+    taken, decided = core.prefetch(0, 0, *units([0, 3, 2, 1]))
     assert taken == 3  # 0 is there already, 3 and 2 fill the two frames, 1 does not fit
     assert pairs(decided) == [(D.FETCH, 12), (D.FETCH, 8)]
     assert core.state(0).held
@@ -201,33 +201,33 @@ def test_prefetch_within_its_frames_and_in_order():
 
 def test_demand_takes_the_newest_holds_and_counts_them_wasted():
     core = make(3, lookahead_frames=2)
-    core.prefetch(0, 0, 0, *units([4, 5]))
-    core.begin_access(0, 0, 0, *units([0]))
+    core.prefetch(0, 0, *units([4, 5]))
+    core.begin_access(0, 0, *units([0]))
     core.next_group()
     core.end_group()
-    core.prefetch(0, 0, 0, *units([0]))  # 0 is kept, too: the newest hold
+    core.prefetch(0, 0, *units([0]))  # 0 is kept, too: the newest hold
     assert access(core, [1])[0][0] == [(D.EVICT, 0), (D.FETCH, 4)]
-    core.prefetch(0, 0, 0, *units([1]))
+    core.prefetch(0, 0, *units([1]))
     assert access(core, [2, 3])[0][0][0] == (D.EVICT, 4)
     core = make(2, lookahead_frames=1)
-    core.prefetch(0, 0, 0, *units([5]))
-    groups, _ = core.begin_access(0, 0, 0, *units([0, 1]))
+    core.prefetch(0, 0, *units([5]))
+    groups, _ = core.begin_access(0, 0, *units([0, 1]))
     assert groups == 2
     core.next_group()
     core.end_group()
     core.next_group()
     core.end_group()
     core = make(1, lookahead_frames=1)
-    core.prefetch(0, 0, 0, *units([5]))
+    core.prefetch(0, 0, *units([5]))
     assert access(core, [0])[0][0] == [(D.EVICT, 20), (D.FETCH, 0)]
     assert core.stats()["wasted_prefetch_bytes"] == 4096
 
 
 def test_holds_end_with_the_step():
     core = make(2, lookahead_frames=2)
-    core.prefetch(0, 0, 0, *units([4, 5]))
+    core.prefetch(0, 0, *units([4, 5]))
     assert core.state(16).held
-    core.end_step(0)
+    core.end_step()
     assert not core.state(16).held
     assert access(core, [4])[0][0] == [(D.HIT, 16)]
     assert access(core, [0])[0][0] == [(D.EVICT, 20), (D.FETCH, 0)]
@@ -237,13 +237,13 @@ def test_holds_end_with_the_step():
 
 def test_nothing_is_ahead_of_what_has_no_backing_copy():
     core = make(2, stored=0, lookahead_frames=2)
-    taken, decided = core.prefetch(0, 0, 0, *units([0, 1]))
+    taken, decided = core.prefetch(0, 0, *units([0, 1]))
     assert (taken, pairs(decided), core.used_frames) == (2, [], 0)
 
 
 def test_an_ended_unit_makes_room_at_once():
     core = make(2, lookahead_frames=1)
-    core.begin_access(0, 0, 0, *units([0]))
+    core.begin_access(0, 0, *units([0]))
     core.next_group()
     access_ended = core.end_unit(0)
     assert pairs(access_ended) == []
@@ -255,14 +255,14 @@ def test_an_ended_unit_makes_room_at_once():
 
 def test_pins_across_accesses():
     core = make(2)
-    core.begin_access(0, 0, 0, *units([0]))
+    core.begin_access(0, 0, *units([0]))
     core.next_group()
     core.pin(*units([0]))
     core.end_group()
     assert access(core, [1])[0][0] == [(D.FETCH, 4)]
     assert access(core, [2])[0][0] == [(D.EVICT, 4), (D.FETCH, 8)]
     # Only one frame is left, so accesses are split to it.
-    assert core.begin_access(0, 0, 0, *units([2, 3]))[0] == 2
+    assert core.begin_access(0, 0, *units([2, 3]))[0] == 2
     for _ in range(2):
         core.next_group()
         core.end_group()
@@ -277,7 +277,7 @@ def test_layers_do_not_take_each_others_frames():
     access(core, [0])
     access(core, [4, 5, 6], layer=1)
     assert access(core, [1])[0][0] == [(D.EVICT, 0), (D.FETCH, 4)]
-    assert core.begin_access(0, 0, 0, *units([0, 1]))[0] == 2
+    assert core.begin_access(0, 0, *units([0, 1]))[0] == 2
     assert core.used_frames == 4
 
 
@@ -295,19 +295,19 @@ def test_bad_arguments_and_calls_out_of_order_change_nothing():
     ]
     for layer, records, flags, message in bad:
         with pytest.raises(ValueError, match=message):
-            core.begin_access(0, 0, layer, *units(records, flags))
+            core.begin_access(0, layer, *units(records, flags))
     with pytest.raises(ValueError, match="length"):
-        core.prefetch(0, 0, 0, np.array([0], np.uint32), np.zeros(0, np.uint16))
+        core.prefetch(0, 0, np.array([0], np.uint32), np.zeros(0, np.uint16))
     with pytest.raises(ValueError, match="no entry 3"):
         core.drop(np.array([3], np.uint32))
     with pytest.raises(TypeError):
-        core.begin_access(0, 0, 0, np.array([0], np.int64), np.array([1], np.uint16))
+        core.begin_access(0, 0, np.array([0], np.int64), np.array([1], np.uint16))
     with pytest.raises(RuntimeError, match="no access"):
         core.next_group()
     with pytest.raises(RuntimeError, match="no group"):
         core.end_group()
-    core.begin_access(0, 0, 0, *units([0]))
-    for call in (lambda: core.begin_access(0, 0, 0, *units([0])), lambda: core.end_step(0)):
+    core.begin_access(0, 0, *units([0]))
+    for call in (lambda: core.begin_access(0, 0, *units([0])), lambda: core.end_step()):
         with pytest.raises(RuntimeError, match="access is open"):
             call()
     core.next_group()
@@ -335,6 +335,6 @@ def test_a_core_that_cannot_be_is_refused():
 
 def test_an_access_to_nothing():
     core = make(4)
-    groups, bounds = core.begin_access(0, 0, 0, NO_ONE, np.zeros(0, np.uint16))
+    groups, bounds = core.begin_access(0, 0, NO_ONE, np.zeros(0, np.uint16))
     assert (groups, bounds.tolist()) == (0, [0])
     assert not core.access_open

@@ -125,7 +125,7 @@ def lived(trace, capacity, quotas, pinned, policy, options, contract, order=Grou
     now = 0
     for step, layer, phase, chosen in trace.events:
         if step != now:
-            core.end_step(now)
+            core.end_step()
             now = step
         if contract is Contract.ATOMIC:
             sets = [chosen]
@@ -135,7 +135,7 @@ def lived(trace, capacity, quotas, pinned, policy, options, contract, order=Grou
             records = np.array(list(asked), np.uint32)
             needed = np.array([sum(1 << g for g in some) for some in asked.values()], np.uint16)
             written = np.array([sum(w << g for g, w in some.items()) for some in asked.values()], np.uint16)
-            groups, _ = core.begin_access(step, phase, layer, records, needed | written << 3)
+            groups, _ = core.begin_access(phase, layer, records, needed | written << 3)
             for _ in range(groups):
                 units, (kinds, _), _ = core.next_group()
                 steps[step] += kinds.tolist().count(Decision.FETCH)

@@ -15,7 +15,6 @@ import sys
 import time
 import traceback
 from multiprocessing.connection import Client, Connection
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -111,7 +110,6 @@ def _rank(address: str, config: Any) -> int:
 
 def _module(file: str, loaded: dict[str, ModuleType]) -> ModuleType:
     if file not in loaded:
-        sys.path.insert(0, str(Path(file).parent))
         spec = importlib.util.spec_from_file_location(f"cases_{len(loaded)}", file)
         assert spec is not None
         assert spec.loader is not None
@@ -122,5 +120,4 @@ def _module(file: str, loaded: dict[str, ModuleType]) -> ModuleType:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))  # for cases whose file imports the launcher
     serve(sys.argv[1])

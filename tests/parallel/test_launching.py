@@ -45,6 +45,7 @@ def _torchrun(tmp_path: Path, what: str, ranks: int = 2) -> subprocess.Popen[str
     )
 
 
+@pytest.mark.slow
 def test_under_torchrun(tmp_path: Path) -> None:
     run = _torchrun(tmp_path, "leave")
     out, err = run.communicate(timeout=120)
@@ -52,6 +53,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert sorted(out.splitlines()) == ["rank 0 of 2: 3", "rank 1 of 2: 3"]
 
 
+@pytest.mark.slow
 def test_a_failure_ends_the_job_with_its_reason(tmp_path: Path) -> None:
     run = _torchrun(tmp_path, "fail")
     _, err = run.communicate(timeout=120)
@@ -59,6 +61,7 @@ def test_a_failure_ends_the_job_with_its_reason(tmp_path: Path) -> None:
     assert "tierstore: rank 0: rank 1 failed: ValueError: a reason of its own" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_end_with_a_killed_torchrun(tmp_path: Path, ranks: int) -> None:
     with _torchrun(tmp_path, "stay", ranks) as run:

@@ -14,7 +14,7 @@ from tierstore.errors import BudgetError, ConfigError
 from tierstore.plan.capacity import PROCESS_BYTES, Ranks, Setting, capacity
 from tierstore.plan.traffic import step_traffic
 from tierstore.stats import Tier
-from tierstore.store.index import index_bytes
+from tierstore.store.index.database import index_bytes
 from tierstore.train.budgets import DeviceKind
 from tierstore.train.footprint import fixed_cost
 from tierstore.train.session import Opening, open_session
@@ -59,7 +59,7 @@ def test_a_run_takes_what_its_plan_says(name: str, setting: Make) -> None:
         trainer.commit()
         arena = store.core.cache.residency.capacity_frames
         held = sum(path.stat().st_size for path in planned.config.store.rglob("*") if path.is_file())
-        scratch = store.core.slots.allocated_bytes - _extents(planned.config.store)
+        scratch = store.core.extents.allocated_bytes - _extents(planned.config.store)
     step = [(after - before) / 8 for before, after in zip(*moved, strict=True)]
     assert step[:2] == pytest.approx([traffic.read_bytes, traffic.written_bytes], abs=1)
     assert step[2:] == [traffic.hits, traffic.misses]

@@ -1,9 +1,4 @@
-"""Makes the helpers beside this file importable, and the directory in memory a fixture."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
+"""Directories for stores, as fixtures."""
 
 from conftest_store import fast_path, small_disk
 

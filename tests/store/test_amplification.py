@@ -9,8 +9,9 @@ import pytest
 from conftest_store import weights
 
 from tierstore.store import AdamWConfig, Inactive, ParameterStore, RecordSchema, StoreConfig, WeightFormat
+from tierstore.store.disk.write_budget import _thread_written_bytes
 from tierstore.store.format import Group
-from tierstore.store.write_budget import _thread_written_bytes
+from tierstore.store.index.live import LiveRecord
 
 NUMEL = 100_003  # no section ends at a page's end
 COUNT = 12
@@ -76,24 +77,24 @@ def test_a_commit_writes_each_dirty_group_once(tmp_path: Path, weight_format: We
         assert written.extents == 0
 
 
-def test_training_traffic_with_evictions(tmp_path: Path) -> None:
+def test_training_traffic_with_evictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A third of the records fits: write-backs are of what was stepped since the last one, and of whole groups."""
     rng = np.random.default_rng(3)
     with made(tmp_path / "store", budget=6 * RECORD, weight_format=WeightFormat.SPLIT_BF16) as store:
         decided = int(str(store.core.cache.residency.stats()["written_bytes"]))
         written, index, changed = Written(store), 0, 0
         stepped_since: set[tuple[str, int]] = set()
-        write = store.core.slots.write
+        write = LiveRecord.write
 
-        def counting(record: int, group: int, *rest: object) -> int:
+        def counting(record: LiveRecord, group: int, *rest: object) -> int:
             nonlocal changed
-            key = store.core.slots.records[record].key
+            key = record.key
             assert (key, group) in stepped_since, "a write-back of what did not change"
             stepped_since.discard((key, group))
             changed += sum(section.nbytes for section in store.info(key).schema.layout(Group(group)).sections)
             return write(record, group, *rest)  # type: ignore[arg-type]
 
-        store.core.slots.write = counting  # type: ignore[method-assign]
+        monkeypatch.setattr(LiveRecord, "write", counting)
         for step in range(24):
             touched = sorted(int(i) for i in rng.choice(COUNT, 4, replace=False))
             stepped_since |= {(f"e{i}", group) for i in touched for group in (0, 1)}

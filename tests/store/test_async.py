@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest_store import ArrayModel, small_store, weights
 
+from tierstore import _native
 from tierstore.errors import ChecksumError
 from tierstore.store import AdamWConfig, Group, ParameterStore, StoreConfig
 
@@ -110,3 +113,93 @@ def test_one_loop_after_another(tmp_path: Path) -> None:
         for _ in range(3):
             for key in store.keys:
                 asyncio.run(store.fetch_async([key])).release()
+
+
+class HeldSyncs:
+    """Lets no fdatasync of ``store`` finish before ``release``."""
+
+    def __init__(self, store: ParameterStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._engine = store.core.engine
+        self._gates: list[int] = []
+        sync = _native.Engine.sync
+
+        def held(engine: _native.Engine, file: _native.File, *, after: Sequence[int] = ()) -> int:
+            self._gates.append(engine.external(after=[sync(engine, file, after=after)]))
+            return self._gates[-1]
+
+        monkeypatch.setattr(_native.Engine, "sync", held)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._gates)
+
+    def release(self) -> None:
+        while self._gates:
+            self._engine.complete_external(self._gates.pop())
+
+
+async def test_the_loop_runs_while_a_commit_syncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others fetch and update meanwhile; what they do is part of the commit."""
+    with small_store(tmp_path / "store") as store:
+        store.update({"e0": gradient(0)}, lr=0.1)
+        syncs = HeldSyncs(store, monkeypatch)
+        late = threading.Timer(20.0, syncs.release)  # a loop that is blocked cannot release them
+        late.start()
+        commit = asyncio.create_task(store.commit_async({"a": b"1"}))
+        while not (syncs.waiting or commit.done()):
+            await asyncio.sleep(0.001)
+        held = syncs.waiting
+        for _ in range(100):
+            await asyncio.sleep(0.001)
+            (await store.fetch_async(["e1"])).release()
+        assert (commit.done(), syncs.waiting, store.last_commit.generation) == (False, held, 1)
+        await store.update_async({"e1": gradient(1)}, lr=0.1)
+        syncs.release()
+        while not commit.done():
+            await asyncio.sleep(0.001)
+            syncs.release()  # of what the update has written
+        assert await commit == 2
+        late.cancel()
+        assert late.finished.is_set()
+        crc = store.records_crc32c()
+    with ParameterStore.open(tmp_path / "store", StoreConfig(host_budget=1 << 20)) as store:
+        assert (store.records_crc32c(), store.last_commit.state["a"]) == (crc, b"1")
+        assert store.verify().failures == []
+
+
+async def test_a_commit_syncs_what_was_written_while_an_earlier_one_was_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with small_store(tmp_path / "store") as store:
+        store.update({"e0": gradient(0)}, lr=0.1)
+        syncs = HeldSyncs(store, monkeypatch)
+        cancelled = asyncio.create_task(store.commit_async())
+        while not (syncs.waiting or cancelled.done()):
+            await asyncio.sleep(0.001)
+        cancelled.cancel()
+        await asyncio.gather(cancelled, return_exceptions=True)
+        commit = asyncio.create_task(store.commit_async())
+        await asyncio.sleep(0.05)
+        assert not commit.done(), "the syncs that the cancelled one has queued are its own too"
+        syncs.release()
+        assert await commit == 2
+
+
+async def test_a_loop_that_never_rests_has_its_commit(tmp_path: Path) -> None:
+    """Another task changes the store at every turn of the loop: after some rounds the commit takes what there is."""
+    with small_store(tmp_path / "store") as store:
+
+        async def change() -> None:
+            while True:
+                await store.update_async({"e0": gradient(0)}, lr=0.1)
+
+        changing = asyncio.create_task(change())
+        await asyncio.sleep(0)
+        for number in range(3):
+            assert await store.commit_async() == number + 2
+        changing.cancel()
+        await asyncio.gather(changing, return_exceptions=True)
+        store.commit()
+        crc = store.records_crc32c()
+    with ParameterStore.open(tmp_path / "store", StoreConfig(host_budget=1 << 20)) as store:
+        assert store.records_crc32c() == crc

@@ -1,4 +1,4 @@
-"""A store that was copied: two with one uuid, of which only one can have the further directories."""
+"""A store that was copied: two with one uuid, of which only one can have the stripe directories."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import pytest
 from conftest_store import small_store
 
 from tierstore.errors import StoreExistsError, StoreFormatError, StoreMissingError
-from tierstore.store import ParameterStore, StoreConfig, StripeConfig, drives, verify_store
+from tierstore.store import ParameterStore, StoreConfig, StripeConfig, verify_store
+from tierstore.store.disk import drives
+from tierstore.store.disk.lease import DirectoryLease
 from tierstore.store.gc import Mode, collect
-from tierstore.store.lease import Lease
 
 NUMEL = 3000
 CONFIG = StoreConfig(host_budget=1 << 20)
@@ -108,13 +109,13 @@ def test_a_directory_that_becomes_somebodys_just_before_its_lease(
     small_store(tmp_path / "store").close()
     found: list[int] = []
 
-    def late(path: Path) -> Lease:
+    def late(path: Path) -> DirectoryLease:
         monkeypatch.undo()
         small_store(tmp_path / "other", stripe=StripeConfig(directories=(path,))).close()
         found.append(content(tmp_path / "other"))
-        return Lease(path)
+        return DirectoryLease(path)
 
-    monkeypatch.setattr(drives, "Lease", late)
+    monkeypatch.setattr(drives, "DirectoryLease", late)
     with pytest.raises(StoreExistsError, match="found directory 1 of the store in"):
         ParameterStore.open(tmp_path / "store", config(tmp_path / "b"))
     assert found == [content(tmp_path / "other")]
@@ -123,10 +124,10 @@ def test_a_directory_that_becomes_somebodys_just_before_its_lease(
 def test_an_identity_that_goes_before_its_lease_is_missed(
     tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def late(path: Path) -> Lease:
+    def late(path: Path) -> DirectoryLease:
         (path / "tierstore.json").unlink()
-        return Lease(path)
+        return DirectoryLease(path)
 
-    monkeypatch.setattr(drives, "Lease", late)
+    monkeypatch.setattr(drives, "DirectoryLease", late)
     with pytest.raises(StoreMissingError, match=r"b: directory 1 of the store in .* is missing"):
         ParameterStore.open(store, CONFIG)

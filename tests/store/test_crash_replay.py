@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +17,10 @@ from tierstore.errors import StoreError
 from tierstore.store import OpenAt, ParameterStore, StoreConfig, StripeConfig
 from tierstore.store.committing import Committer
 from tierstore.store.core import StoreCore
-from tierstore.store.index import PREVIOUS, Commit
-from tierstore.store.slots import SlotMap
+from tierstore.store.disk.extents import Extent
+from tierstore.store.index.database import PREVIOUS, Commit
+from tierstore.store.index.entries import RecordEntry
+from tierstore.store.index.live import LiveIndex, LiveRecord
 
 NUMEL = 1500  # two pages a section: writes can tear
 RECORDS = 5
@@ -145,6 +148,7 @@ class Run:
         return tried, ""
 
 
+@pytest.mark.slow
 def test_a_prepared_commit_can_be_undone_until_it_is_acknowledged(fast_path: Path) -> None:
     run = Run(fast_path).record(prepare=True)
     assert run.violation(run.log, 500)[1] == ""
@@ -162,7 +166,7 @@ def test_letting_the_previous_commit_go_too_early_fails_the_replay(
     def eager(self: Committer, *arguments: object) -> None:
         write_index(self, *arguments)  # type: ignore[arg-type]
         if PREVIOUS in self.snapshots:
-            self._parts.slots.let_go(self.snapshots[PREVIOUS].records.values())
+            self._parts.live.release(self.snapshots[PREVIOUS].records.values())
             self.snapshots[PREVIOUS] = Commit(0, {}, {})
 
     monkeypatch.setattr(Committer, "_write_index", eager)
@@ -187,6 +191,7 @@ def record(fast_path: Path) -> Callable[[], Run]:
     return lambda: Run(fast_path).record()
 
 
+@pytest.mark.slow
 def test_a_thousand_crash_states(record: Callable[[], Run], record_property: Callable[..., None]) -> None:
     run = record()
     tried, wrong = run.violation(run.log, 1000)
@@ -198,6 +203,7 @@ def test_a_thousand_crash_states(record: Callable[[], Run], record_property: Cal
     record_property("states", tried)
 
 
+@pytest.mark.slow
 def test_crash_states_of_two_drives(fast_path: Path) -> None:
     """Each drive keeps or loses what it will; and a commit that forgot to sync one of them is found out."""
     run = Run(fast_path, further=("b",)).record()
@@ -217,21 +223,7 @@ def test_without_fdatasync_the_replay_fails(record: Callable[[], Run]) -> None:
 def test_without_copy_on_write_the_replay_fails(
     record: Callable[[], Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class NeverShared(dict[int, int]):
-        def __contains__(self, slot: object) -> bool:
-            return False
-
-    write = SlotMap.write
-
-    def in_place(self: SlotMap, *arguments: object) -> int:
-        references = self._references
-        self._references = {key: NeverShared() for key in references}  # type: ignore[misc]
-        try:
-            return write(self, *arguments)  # type: ignore[arg-type]
-        finally:
-            self._references = references
-
-    monkeypatch.setattr(SlotMap, "write", in_place)
+    monkeypatch.setattr(Extent, "shared", lambda self, slot: False)
     run = record()
     monkeypatch.undo()
     assert run.violation(run.log, 1000)[1] != ""
@@ -243,27 +235,22 @@ def test_freeing_slots_before_the_commit_fails_the_replay(
     """A slot freed when it is left behind, not when the commit that leaves it is durable, is overwritten too
     early.
     """
-    take = SlotMap.write
+    write = LiveRecord.write
 
-    def eager(self: SlotMap, record: int, group: int, *rest: object) -> int:
-        before = self.records[record].slots[group] if group < 2 else None
-        ticket = take(self, record, group, *rest)  # type: ignore[arg-type]
-        if before is not None and self.records[record].slots[group] != before:
-            self._extents[0, group].give_back(before)  # type: ignore[index]
-            self._given.add((group, before))  # type: ignore[attr-defined]
+    def eager(self: LiveRecord, group: int, *rest: object) -> int:
+        before = self.slots[group]
+        ticket = write(self, group, *rest)  # type: ignore[arg-type]
+        if before is not None and self.slots[group] != before:
+            before.extent.free(before.number)
         return ticket
 
-    def let_go(self: SlotMap, entries: object) -> None:
-        for entry in entries:  # type: ignore[attr-defined]
-            for group, location in enumerate(entry.groups):
-                references = self._references[entry.schema, group]  # type: ignore[index]
-                references[location.slot] -= 1
-                if not references[location.slot]:
-                    del references[location.slot]
+    def release(self: LiveIndex, entries: Iterable[RecordEntry]) -> None:
+        for entry in entries:
+            for _, slot in self.slots_of(entry):
+                slot.extent._references -= Counter([slot.number])
 
-    monkeypatch.setattr(SlotMap, "_given", set(), raising=False)
-    monkeypatch.setattr(SlotMap, "write", eager)
-    monkeypatch.setattr(SlotMap, "let_go", let_go)
+    monkeypatch.setattr(LiveRecord, "write", eager)
+    monkeypatch.setattr(LiveIndex, "release", release)
     run = record()
     monkeypatch.undo()
     assert run.violation(run.log, 1000)[1] != ""

@@ -31,7 +31,7 @@ from tierstore.store import (
     WeightFormat,
     verify_store,
 )
-from tierstore.store.index import Commit, Index
+from tierstore.store.index.database import Commit, Index
 
 CONFIG = StoreConfig(host_budget=1 << 18)
 SECTIONS = {
@@ -70,8 +70,9 @@ def test_one_flipped_bit(tmp_path: Path, weight_format: WeightFormat, section: s
         slot = store.core.record("e2").live.slots[group]
         part = next(s for s in schema.layout(group).sections if s.name == section)
     assert slot is not None
-    extent = tmp_path / "store" / "extents" / f"expert.{group.label}"
-    flip(extent, schema, group, slot, section, 0 if end == "first" else 8 * part.nbytes - 1)
+    extent = slot.extent.path
+    assert extent == tmp_path / "store" / "extents" / f"expert.{group.label}"
+    flip(extent, schema, group, slot.number, section, 0 if end == "first" else 8 * part.nbytes - 1)
     (failure,) = verify_store(tmp_path / "store").failures
     assert all(word in failure for word in ("'e2'", f"section {section},", str(extent)))
     with ParameterStore.open(tmp_path / "store", CONFIG) as store:
@@ -99,7 +100,7 @@ def test_damage_in_a_snapshot_is_found(tmp_path: Path) -> None:
         store.update({"e1": np.ones(3000, np.float32)}, lr=0.1)
         store.commit()
         assert slot is not None
-        flip(tmp_path / "store/extents/expert.weights", schema, Group.WEIGHTS, slot, "weight", 5)
+        flip(tmp_path / "store/extents/expert.weights", schema, Group.WEIGHTS, slot.number, "weight", 5)
         (failure,) = store.verify().failures
         assert "snapshot 'old': record 'e1'" in failure
         with store.fetch(["e1"]):

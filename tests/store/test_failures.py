@@ -99,10 +99,10 @@ def test_holes_are_filled_before_they_are_written(tmp_path: Path) -> None:
     """A copied store may be sparse: free slots without blocks are not taken for reserved space."""
     with small_store(tmp_path / "store") as store:
         extent = tmp_path / "store" / "extents" / "expert.weights"
-        free = store.core.slots._extents[0, Group.WEIGHTS].extents[0]._free
+        free = store.core.extents[0][Group.WEIGHTS].extents[0]._free
         slot_bytes = store.info("e0").schema.layout(Group.WEIGHTS).slot_bytes
         for slot in free:
-            store.core.slots._extents[0, Group.WEIGHTS].extents[0].file.punch(slot * slot_bytes, slot_bytes)
+            store.core.extents[0][Group.WEIGHTS].extents[0].file.punch(slot * slot_bytes, slot_bytes)
         holes = extent.stat().st_blocks
     with ParameterStore.open(tmp_path / "store", CONFIG) as store:
         store.update(ones("e0"), lr=0.1)
@@ -237,11 +237,10 @@ def test_direct_record_must_be_written(tmp_path: Path) -> None:
 def test_a_late_read_of_a_slot_left_behind_meets_its_own_checksums(tmp_path: Path) -> None:
     """A read ahead that nobody waits for may still be queued when its record is written to a new slot."""
     with small_store(tmp_path / "store") as store:
-        record = store.core.record("e0")
+        record = store.core.record("e0").live
         arena = _native.Arena(1 << 16, _native.HugePages.OFF)
         late = store.core.engine.external()
-        read = store.core.slots.read(
-            record.slot_number,
+        read = record.read(
             Group.WEIGHTS,
             [_native.Buffer(arena, [(0, 12288)], 4 * NUMEL)],
             [late],
@@ -250,7 +249,7 @@ def test_a_late_read_of_a_slot_left_behind_meets_its_own_checksums(tmp_path: Pat
         store.update(ones("e0"), lr=0.1)
         store.core.cache.clean()
         with pytest.raises(TimeoutError):
-            store.core.engine.wait(store.core.cache.take_pending_writes()[0], 0.05)
+            store.core.engine.wait(store.core.cache.write_backs.take()[0], 0.05)
         store.core.engine.complete_external(late)
         store.core.wait([read])
 
@@ -279,7 +278,7 @@ def test_big_state_makes_the_index_grow(tmp_path: Path) -> None:
 def test_retention_and_space(tmp_path: Path) -> None:
     """With R snapshots, 2 + R copies are reserved, and that is always enough."""
     with small_store(tmp_path / "store", retain=3) as store:
-        allocated = store.core.slots.allocated_bytes
+        allocated = store.core.extents.allocated_bytes
         slot_bytes = sum(store.info("e0").schema.layout(g).slot_bytes for g in (Group.WEIGHTS, Group.MOMENTS))
         assert allocated == 4 * 5 * slot_bytes
         for number in range(8):
@@ -290,7 +289,7 @@ def test_retention_and_space(tmp_path: Path) -> None:
             store.commit()
         with pytest.raises(StoreError, match="exists already"):
             store.commit(snapshot="s7")
-        assert store.core.slots.allocated_bytes == allocated
+        assert store.core.extents.allocated_bytes == allocated
         assert store.verify().snapshots == 3
     with ParameterStore.open(tmp_path / "store", CONFIG) as store:
         assert store.last_commit.snapshots == ["s5", "s6", "s7"]

@@ -15,16 +15,8 @@ from hypothesis import strategies as st
 
 from tierstore.errors import ConfigError, StoreFormatError
 from tierstore.store import StripeConfig
-from tierstore.store.format import (
-    Group,
-    GroupLocation,
-    RecordEntry,
-    RecordSchema,
-    WeightFormat,
-    check_name,
-    pack_table,
-    unpack_table,
-)
+from tierstore.store.format import Group, RecordSchema, WeightFormat
+from tierstore.store.index.entries import GroupLocation, RecordEntry, check_name, pack_table, unpack_table
 
 u32 = st.integers(0, 2**32 - 1)
 locations = st.builds(

@@ -63,7 +63,7 @@ def crashed(tmp_path: Path) -> Path:
         grown(store)
         store.commit()
         grown(store, 1)
-        store.core.committer.write_back()
+        store.core.committer.begin({}, None)
         store.core.wait(store.core.committer.writes)
         shutil.copytree(tmp_path / "run", tmp_path / "crashed")
     (tmp_path / "crashed" / "scratch" / "expert.gradients").write_bytes(bytes(8192))
@@ -277,10 +277,7 @@ def test_every_commit_that_counts_survives(tmp_path: Path, steps: list[tuple[lis
             store.update(gradients, lr=1e-2)
             store.commit(snapshot=f"s{number}" if snapshot else None)
         expected = store.last_commit.generation, store.records_crc32c(), store.last_commit.snapshots
-        used = sum(
-            extent.layout.slot_bytes * len(store.core.slots._references[key])
-            for key, extent in store.core.slots._extents.items()
-        )
+        used = sum(extent.slot_bytes * len(extent._references) for extent in store.core.extents.files)
     collect(path, Mode.REMOVE)
     assert extent_bytes(path) == used
     assert content(path) == expected

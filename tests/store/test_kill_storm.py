@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from conftest_store import small_store
 
 from tierstore.store import ParameterStore, StoreConfig
@@ -74,6 +75,7 @@ class Zygote:
         self.process.stdout.close()
 
 
+@pytest.mark.slow
 def test_kill_storm(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     path = tmp_path / "store"
     with small_store(path, count=5, numel=1500) as store:

@@ -10,7 +10,7 @@ from conftest_store import small_store
 
 from tierstore.errors import StoreError
 from tierstore.store import OpenAt, ParameterStore, StoreConfig
-from tierstore.store.index import Index
+from tierstore.store.index.database import Index
 from tierstore.store.opening import read_states
 
 NUMEL = 3000

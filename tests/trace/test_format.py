@@ -121,8 +121,8 @@ def test_payloads_that_are_none():
     refused(payload, "bytes of columns", events=1)
     refused(payload, "bytes of columns", units=7)
     plain = bytearray(zlib.decompress(payload))
-    plain[1] = 11
-    refused(bytes(plain), "kind 11", coding=0)
+    plain[1] = 12
+    refused(bytes(plain), "kind 12", coding=0)
     plain[1] = 10
     plain[2 + 1 + 2 + 4] = 9  # units of each event (a constant column)
     refused(bytes(plain), "18 units in all", coding=0)
@@ -137,7 +137,14 @@ def test_a_header_is_its_json():
     assert TraceHeader(9, records=[TraceRecord(0, (1, 0, 0), (1, 0, 0), 1)] * 2).table == RecordTable(
         [TraceRecord(0, (1, 0, 0), (1, 0, 0), 1)] * 2
     )
-    assert max(TraceKind) == TraceKind.END_STEP
+    assert max(TraceKind) == TraceKind.ADD
+    assert (header.version, "late_records" in header.to_json()) == (2, False)
+    records = [TraceRecord(0, (1, 0, 0), (1, 0, 0), 1)] * 2
+    late = TraceHeader(9, records=records, late_records=2)
+    assert late.version == 3
+    assert TraceHeader.from_json(late.to_json(), late.table) == late
+    with pytest.raises(ValueError, match="late_records 3 of 2"):
+        TraceHeader(9, records=records, late_records=3)
 
 
 def test_a_header_says_how_accesses_were_split():

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstore._native import GroupOrder, Scope
+from tierstore._native import GroupOrder, Residency, Scope
 from tierstore.errors import BudgetError, ConfigError, DataError
+from tierstore.lab.requests import load_requests
 from tierstore.trace.format import TraceHeader, TraceKind
 from tierstore.trace.reader import load_trace
-from tierstore.trace.recording import RecordingResidency
+from tierstore.trace.recording import TraceRecorder
 from tierstore.trace.records import TraceRecord
 from tierstore.trace.replay import replay
 from tierstore.trace.writer import TraceWriter
@@ -33,17 +36,17 @@ def train(core, rng, steps=4, tangled=False):
         return layer * EXPERTS + np.flatnonzero(rng.random(EXPERTS) < 0.5)
 
     def run(step, phase, layer, chosen, flags):
-        groups, _ = core.begin_access(step, phase, layer, *units(chosen, flags))
+        groups, _ = core.begin_access(phase, layer, *units(chosen, flags))
         if tangled and rng.random() < 0.3:
-            core.prefetch(step, phase, layer, *units(experts(layer)))
+            core.prefetch(phase, layer, *units(experts(layer)))
         for _ in range(groups):
             units_served, _, _ = core.next_group()
             for unit in units_served.tolist():
                 core.end_unit(unit)
                 if tangled and rng.random() < 0.3:
-                    core.prefetch(step, phase, layer, *units(experts(layer), 3))
+                    core.prefetch(phase, layer, *units(experts(layer), 3))
             if not tangled:
-                core.prefetch(step, phase, layer, *units(experts(layer)))
+                core.prefetch(phase, layer, *units(experts(layer)))
             core.end_group()
             if tangled and rng.random() < 0.2:
                 core.clean()
@@ -59,7 +62,7 @@ def train(core, rng, steps=4, tangled=False):
             core.set_stored(0, 3)
         core.drop(np.array([2], np.uint32))
         core.cancel_prefetch()
-        core.end_step(step)
+        core.end_step()
 
 
 SETTINGS = [
@@ -90,7 +93,8 @@ def test_a_replay_decides_as_the_live_run_did(
     if by_layer:
         scope |= {"scope": Scope.LAYER, "layer_quotas": [capacity] * LAYERS}
         capacity *= LAYERS
-    with RecordingResidency(path, capacity, lookahead_frames=lookahead, **setting, **scope) as core:
+    core = Residency(capacity, lookahead_frames=lookahead, **setting, **scope)
+    with TraceRecorder(path, core):
         train(core, np.random.default_rng(seed), tangled=tangled)
     assert replay(path) == core.stats()
 
@@ -98,7 +102,8 @@ def test_a_replay_decides_as_the_live_run_did(
 @pytest.fixture
 def recorded(tmp_path):
     path = tmp_path / "run.trace"
-    with RecordingResidency(path, 12, policy="lru", lookahead_frames=3) as core:
+    core = Residency(12, policy="lru", lookahead_frames=3)
+    with TraceRecorder(path, core):
         train(core, np.random.default_rng(5), steps=6)
     return path, core.stats()
 
@@ -126,11 +131,12 @@ def test_other_capacities_and_policies(recorded):
 
 def test_pins_are_replayed(tmp_path):
     path = tmp_path / "pins.trace"
-    with RecordingResidency(path, 2, policy="lru") as core:
+    core = Residency(2, policy="lru")
+    with TraceRecorder(path, core):
         for _ in range(4):
             core.add_record(0, [1, 0, 0], [1, 0, 0], 1)
         for record in (0, 1, 2, 3):
-            core.begin_access(0, 0, 0, *units([record]))
+            core.begin_access(0, 0, *units([record]))
             core.next_group()
             if record == 0:
                 core.pin(*units([0]))
@@ -174,31 +180,145 @@ def test_an_event_that_cannot_be_is_named(tmp_path):
         replay(path)
 
 
+def one_frame(core, count=1, stored=1):
+    for _ in range(count):
+        core.add_record(0, [1, 0, 0], [1, 0, 0], stored)
+
+
+def ask(core, *records):
+    groups, _ = core.begin_access(1, 0, *units(records))
+    for _ in range(groups):
+        core.next_group()
+        core.end_group()
+
+
 def test_an_unfinished_trace_is_refused(tmp_path):
     path = tmp_path / "cut.trace"
-    core = RecordingResidency(path, 4)
-    core.add_record(0, [1, 0, 0], [1, 0, 0], 1)
-    core.end_step(0)
-    core._writer._file.flush()
+    core = Residency(4)
+    recorder = TraceRecorder(path, core)
+    one_frame(core)
+    core.end_step()
+    recorder._events.flush()
+    recorder._writer._file.flush()
     with pytest.raises(DataError, match="the trace was not completed"):
         replay(path)
-    core.close()
+    recorder.close()
     assert replay(path)["steps"] == 1
-    with pytest.raises(ValueError, match="before anything else"):
-        core.add_record(0, [1, 0, 0], [1, 0, 0], 1)
+    core.end_step()
+    recorder.close()
+    assert replay(path)["steps"] == 1, "the core goes on unrecorded"
+
+
+def test_records_may_come_at_any_time(tmp_path):
+    """Also inside an access; the trace is of version 3 then, and of 2 if all came first."""
+    path = tmp_path / "late.trace"
+    core = Residency(2, policy="lru")
+    with TraceRecorder(path, core):
+        one_frame(core, 2)
+        ask(core, 0, 1)
+        one_frame(core, 3, stored=0)
+        core.begin_access(1, 0, *units([1, 3]))
+        core.next_group()
+        one_frame(core)
+        core.end_group()
+        core.end_step()
+        one_frame(core)
+        ask(core, 5, 6)
+    trace = load_trace(path)
+    assert (trace.header.version, trace.header.late_records, len(trace.header.records)) == (3, 5, 7)
+    assert [record.stored for record in trace.header.records] == [1, 1, 0, 0, 0, 1, 1]
+    assert trace.kinds.tolist() == [
+        *(TraceKind.ACCESS, TraceKind.ADD, TraceKind.ACCESS, TraceKind.ADD, TraceKind.END_STEP),
+        *(TraceKind.ADD, TraceKind.ACCESS),
+    ]
+    assert trace.records.tolist() == [0, 1, 2, 3, 4, 1, 3, 5, 6, 5, 6]
+    assert trace.at.tolist() == [0, 0, 0, 2, 0, 0, 0]
+    assert replay(path) == core.stats()
+    assert replay(path, capacity_frames=7)["evictions"] == 0
+    assert replay(path, scope="layer", policy="lfu-decay")["steps"] == 1
+    requests = load_requests(path)
+    assert (requests.events, len(requests.entries), requests.total_frames) == (3, 6, 5)
+    assert len(requests.creations.entries) == 1
+
+    early = tmp_path / "early.trace"
+    core = Residency(2, policy="lru")
+    with TraceRecorder(early, core):
+        one_frame(core, 2)
+        ask(core, 0, 1)
+    assert load_trace(early).header.version == 2
+    assert early.read_bytes()[8] == 2
+
+
+def test_records_that_cannot_be_added_are_refused(tmp_path):
+    path = tmp_path / "wrong.trace"
+    records = (TraceRecord(0, (1, 0, 0), (1, 0, 0), 1),) * 3
+    for late, added in ((1, [2, 3]), (1, [1]), (2, [2])):
+        with TraceWriter(path, TraceHeader(4, records=records, late_records=late)) as writer:
+            writer.event(TraceKind.ADD, records=np.array(added, np.uint32))
+        with pytest.raises(DataError, match=rf"event 0: record {added[-1]} cannot be added"):
+            replay(path)
+    with TraceWriter(path, TraceHeader(4, records=records)) as writer:
+        writer.event(TraceKind.ADD, records=np.array([3], np.uint32))
+    with pytest.raises(DataError, match="event 0: record 3 cannot be added"):
+        replay(path)
+
+
+def test_steps_are_numbered_by_the_core(tmp_path):
+    """The end of a step has the number of the one that begins."""
+    path = tmp_path / "steps.trace"
+    core = Residency(2, policy="lru")
+    with TraceRecorder(path, core):
+        core.start_at(7)
+        one_frame(core)
+        ask(core, 0)
+        core.end_step()
+        core.end_step()
+        ask(core, 0)
+        with pytest.raises(RuntimeError, match="before the first access"):
+            core.start_at(0)
+    assert load_trace(path).steps.tolist() == [7, 8, 9, 9]
+
+
+def test_a_trace_begins_with_the_first_record(tmp_path):
+    core = Residency(2)
+    one_frame(core)
+    with pytest.raises(ValueError, match="from the first record on"):
+        TraceRecorder(tmp_path / "trace", core)
+    assert not (tmp_path / "trace").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is full")
+def test_a_trace_that_cannot_be_written_refuses_the_next_access(monkeypatch):
+    monkeypatch.setattr("tierstore.trace.recording._BUFFER_ROWS", 4)
+    core = Residency(2, policy="lru")
+    recorder = TraceRecorder("/dev/full", core)
+    one_frame(core)
+    before = []
+
+    def run():
+        while True:
+            before.append(core.stats())
+            ask(core, 0)
+
+    with pytest.raises(OSError, match="No space left"):
+        run()
+    assert core.stats() == before[-1]
+    with pytest.raises(OSError, match="No space left"):
+        recorder.close()
 
 
 def test_layers_without_records_get_no_quota(tmp_path):
     # Layers 1 and 3 have a record of four frames each: eight frames are enough for both.
     path = tmp_path / "run.trace"
-    with RecordingResidency(path, 8, policy="lru") as core:
+    core = Residency(8, policy="lru")
+    with TraceRecorder(path, core):
         for layer in (1, 3):
             core.add_record(layer, [4, 0, 0], [4, 0, 0], 1)
         for record, layer in ((0, 1), (1, 3), (0, 1)):
-            core.begin_access(0, 1, layer, np.array([record], np.uint32), np.array([1], np.uint16))
+            core.begin_access(1, layer, np.array([record], np.uint32), np.array([1], np.uint16))
             core.next_group()
             core.end_group()
-        core.end_step(0)
+        core.end_step()
     assert replay(path, scope="layer")["misses"] == 2
     with pytest.raises(BudgetError, match="too small"):
         replay(path, scope="layer", capacity_frames=7)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,9 +17,6 @@ from tierstore.errors import BudgetError
 from tierstore.train.config import TrainConfig
 from tierstore.train.session import Opening, open_session
 from tierstore.train.trainer import StepResult, Trainer
-
-# For the modules of cases beside this file.
-sys.path.insert(0, str(Path(__file__).parent))
 
 Settings = Mapping[str, Any]
 RAM = 8 << 20  # holds every tiny model whole

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +16,7 @@ import torch
 from tierstore.config import load
 from tierstore.parallel import Mesh, RankEnvironment
 from tierstore.store import ParameterStore
+from tierstore.train import checksum
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
@@ -76,6 +79,29 @@ def train(
                 trainer.commit()
         trainer.commit()
         return losses, norms, trainer.store.records_crc32c()
+
+
+def checksums(mesh: Mesh, settings: Settings, stops: int | None = None) -> tuple[int, int | None]:
+    """The checksum of this rank's records, and that of all ranks', which meet after every record and go on as long as
+    any is at it. Rank ``stops`` is asked to stop after its third record.
+    """
+    torch.set_num_threads(1)
+    done = 0
+
+    def progress(records: int, total: int) -> None:
+        nonlocal done
+        done = records
+        time.sleep(0.01 * mesh.world.rank)  # the later ranks take longer
+
+    with open_session(load(TrainConfig, None, {**TINY, **settings}), Opening.CREATE, mesh=mesh) as trainer:
+        trainer.step()
+        trainer.commit()
+        own = trainer.store.records_crc32c()
+        with mock.patch.object(checksum, "_MEET_S", 0.0):
+            every = checksum.records_checksum(
+                trainer, progress=progress, stopped=lambda: mesh.world.rank == stops and done >= 3
+            )
+        return own, every
 
 
 def weights(mesh: Mesh, settings: Settings) -> dict[str, npt.NDArray[np.float32]]:

@@ -155,6 +155,7 @@ def test_data_that_cannot_be_read(configure: Make, tmp_path: Path) -> None:
     assert not config.store.exists()
 
 
+@pytest.mark.slow
 def test_without_io_uring(configure: Make, tmp_path: Path) -> None:
     """ON is refused, AUTO falls back to threads and says so."""
     config = configure({"steps": 1})

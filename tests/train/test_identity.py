@@ -80,7 +80,9 @@ def held(
     return make(changes | {"host_budget": max(minimum, int(share * ram.model.expert_parameters * 12))})
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", ["skip", *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES if mode != "skip")]
+)
 def test_every_way_to_hold_it_gives_the_same_bits(
     mode: str, configure: Make, train: Any, least: Callable[[TrainConfig], int]
 ) -> None:
@@ -119,6 +121,7 @@ def sleeps(stepped: list[frozenset[str]]) -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inactive", ["exact", "skip"])
 @pytest.mark.parametrize("clip", [0.0, 0.3], ids=["immediate", "clip"])
 def test_long_sleeps(

@@ -19,7 +19,7 @@ from tierstore.parallel import Mesh, ParallelConfig
 from tierstore.store import OpenAt
 from tierstore.store.core import StoreCore
 from tierstore.store.directories import rank_directory
-from tierstore.store.index import Index, _Changes
+from tierstore.store.index.database import Index, _Changes
 from tierstore.store.opening import read_states
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
@@ -57,6 +57,7 @@ STORMS: dict[str, tuple[Settings, int, int]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STORMS)
 def test_kills_of_random_ranks_change_no_bit(
     ranks: Ranks, settings: Callable[..., dict[str, Any]], tmp_path: Path, name: str
@@ -140,6 +141,7 @@ def positions(store: Path) -> list[set[OpenAt]]:
     return [set(read_states(rank_directory(store, rank, 2), STATE_KEY)) for rank in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "expert"), [({}, 0), ({"dense.optimizer_state": "nvme"}, 1)], ids=["experts", "replicas"]
 )

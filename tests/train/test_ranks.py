@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from launcher import Ranks
-from rank_cases import MODES, Settings, ahead, alone, attempt, train, weights, whole_run
+from rank_cases import MODES, Settings, ahead, alone, attempt, checksums, train, weights, whole_run
 
+from tierstore import _native
 from tierstore.errors import ConfigError, StoreError, StoreExistsError, StoreFormatError, StoreMissingError
 from tierstore.parallel import Mesh
 from tierstore.store import OpenAt
@@ -21,7 +22,10 @@ from tierstore.train.state import STATE_KEY
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("size", "expert"), [(2, 0), (2, 1), (4, 0), (4, 2)])
+@pytest.mark.parametrize(
+    ("size", "expert"),
+    [(2, 0), (2, 1), *(pytest.param(4, expert, marks=pytest.mark.slow) for expert in (0, 2))],
+)
 def test_ranks_compute_what_one_process_does(
     ranks: Ranks, settings: Callable[..., dict[str, Any]], mode: str, size: int, expert: int
 ) -> None:
@@ -44,6 +48,19 @@ def test_ranks_compute_what_one_process_does(
             assert np.array_equal(got[rank][key], got[holders[0]][key]), "replicas hold the same bits"
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_checksum_over_all_ranks(
+    ranks: Ranks, settings: Callable[..., dict[str, Any]], size: int
+) -> None:
+    """Over theirs in rank order, on all of them; and where one is asked to stop, all stop."""
+    found = ranks.run(size, checksums, settings({}))
+    own = [rank[0] for rank in found]
+    expected = own[0] if size == 1 else _native.crc32c(np.array(own, "<u4"))
+    assert [rank[1] for rank in found] == [expected] * size
+    stopped = ranks.run(size, checksums, settings({}), size - 1)
+    assert [rank[1] for rank in stopped] == [None] * size
+
+
 HOLDS: dict[str, Settings] = {
     "nothing gathered ahead": {"prefetch.gather_depth": 0},
     "far ahead": {"prefetch.gather_depth": 4, "dense.buffers": 2},
@@ -56,6 +73,7 @@ HOLDS: dict[str, Settings] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "expert"), [(2, 0), (2, 1), (4, 2)])
 def test_however_it_is_held_the_bits_are_the_same(
     ranks: Ranks, settings: Callable[..., dict[str, Any]], size: int, expert: int

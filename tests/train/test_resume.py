@@ -36,8 +36,8 @@ class Process:
         self._directory = directory
         self.metrics = directory / "metrics.jsonl"
         (directory / "run.toml").write_text(dump(config))
-        argv = ["train", str(directory / "run.toml"), "--json", "--metrics", str(self.metrics), *options]
-        job = {"argv": argv, "stdout": str(directory / "out"), "stderr": str(directory / "err")}
+        argv = ["train", str(directory / "run.toml"), "--json", "--checksum", "--metrics", str(self.metrics)]
+        job = {"argv": [*argv, *options], "stdout": str(directory / "out"), "stderr": str(directory / "err")}
         assert server.stdin is not None
         server.stdin.write(json.dumps(job) + "\n")
         server.stdin.flush()
@@ -111,7 +111,9 @@ def undisturbed(config: TrainConfig, start: Start, tmp_path: Path) -> tuple[dict
     assert process.wait() == 0, process.errors
     losses = process.losses()
     assert [step for step, _ in losses] == list(range(1, config.steps + 1))
-    return dict(losses), process.summary()
+    summary = process.summary()
+    assert isinstance(summary["records_crc32c"], int)
+    return dict(losses), summary
 
 
 def agree(process: Process, expected: tuple[dict[int, float], dict[str, Any]]) -> None:
@@ -124,6 +126,7 @@ def agree(process: Process, expected: tuple[dict[int, float], dict[str, Any]]) -
         assert found[key] == summary[key], key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{}, {"clip_norm": 0.3, "data.micro_batches": 2}], ids=["immediate", "clip"]
 )
@@ -151,6 +154,7 @@ def test_killed_at_random_moments(
     agree(process, expected)
 
 
+@pytest.mark.slow
 def test_killed_while_it_creates(configure: Make, start: Start, tmp_path: Path) -> None:
     """Before the first commit there is no store: the next bare run starts afresh."""
     config = configure(TIGHT | {"steps": 3})

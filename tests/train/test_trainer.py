@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tierstore.errors import StorePoisonedError
+from tierstore.lab.requests import load_requests
+from tierstore.trace.format import TraceKind
+from tierstore.trace.reader import load_trace
+from tierstore.trace.replay import replay, replay_steps
 from tierstore.train.config import TrainConfig
 from tierstore.train.session import Opening, open_session
 from tierstore.train.trainer import NonFiniteError, Trainer
@@ -35,6 +41,33 @@ def mend(trainer: Trainer, weight: torch.Tensor) -> None:
 def explode(trainer: Trainer) -> Any:
     """From now on gradients overflow although the loss is finite."""
     return trainer.model.embedding.register_hook(lambda gradient: gradient * math.inf)
+
+
+def test_a_skipped_step_is_a_step_of_its_trace(configure: Make, tmp_path: Path) -> None:
+    """Cut by the numbers of its accesses or by the ends of steps, a trace has the same steps."""
+    config = configure(TIGHT | {"prefetch.depth": 1})
+    with open_session(config, Opening.CREATE, trace=tmp_path / "trace") as trainer:
+        for _ in range(2):
+            trainer.step()
+        weight = spoil(trainer, math.nan)
+        assert trainer.step().skipped
+        mend(trainer, weight)
+        for _ in range(2):
+            trainer.step()
+        live = trainer.store.cache.residency.stats()
+    trace = load_trace(tmp_path / "trace")
+    accesses = trace.kinds == TraceKind.ACCESS
+    ended = np.cumsum(trace.kinds == TraceKind.END_STEP)
+    assert (trace.steps[accesses] == ended[accesses]).all()
+    by_end = replay_steps(
+        tmp_path / "trace",
+        policy=config.cache.policy,
+        policy_options=config.cache.options,
+        capacity_frames=trace.header.capacity_frames,
+        lookahead_frames=trace.header.lookahead_frames,
+    )
+    assert len(by_end) == load_requests(tmp_path / "trace").step_count == 5
+    assert replay(tmp_path / "trace") == live
 
 
 @pytest.mark.parametrize("changes", [{}, {"clip_norm": 0.5}, {"clip_norm": 0.5, "data.micro_batches": 2}])

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tierstore.stats import Cause
-from tierstore.store import write_budget
+from tierstore.store.disk import write_budget
 from tierstore.train.config import TrainConfig
-from tierstore.train.report import RunSummary, drive_written_bytes, tier_rows, totals
+from tierstore.train.report import Instant, RunSummary, tier_rows, totals
 from tierstore.train.session import Opening, open_session
 from tierstore.train.trainer import Trainer
 
@@ -40,27 +40,28 @@ def test_a_budget_changes_times_and_nothing_else(
     assert found[0][2]["evictions"] > 0
 
 
-def summary(trainer: Trainer, config: TrainConfig, seconds: float) -> RunSummary:
+def summary(trainer: Trainer, config: TrainConfig, begun: Instant) -> RunSummary:
     return RunSummary(
         config=config,
         steps=1,
         train_loss=None,
         val_loss=None,
-        seconds=seconds,
         tokens=0,
         fixed_resident_bytes=0,
-        totals=totals(trainer),
+        totals=totals(trainer, begun),
     )
 
 
 def test_the_life_of_a_drive_is_in_the_table(configure: Make) -> None:
     with open_session(configure({"wear.endurance": "1TB"}), Opening.CREATE) as trainer:
+        begun = Instant.now(trainer)
         trainer.step()
         trainer.commit()
-        written = drive_written_bytes(trainer)
-        said = summary(trainer, trainer.config, 10.0)
-        silent = summary(trainer, configure({}), 10.0)
-    days = 1e12 / (written / 10.0) / 86_400
+        written = trainer.store.engine.stats()["written_bytes"] - begun.drive_written_bytes
+        said = summary(trainer, trainer.config, begun)
+        silent = summary(trainer, configure({}), begun)
+    assert said.totals.drive_written_bytes == written
+    days = 1e12 / (written / said.totals.seconds) / 86_400
     assert said.drive_life_days == pytest.approx(days)
     assert said.as_json()["drive_life_s"] == pytest.approx(days * 86_400)
     assert tier_rows(said)[-1][1].startswith(f"{days:.3g} days at ")

@@ -1,13 +1,13 @@
 """How fast the native AdamW is: against torch's fused AdamW and against the machine's copy bandwidth.
 
-Each round measures every contestant once, in turn, so that a machine whose speed drifts treats them alike.
+Each round measures every program once, in turn, so that a machine whose speed drifts treats them alike.
 Figures are medians over the rounds with their spread; a ratio is the median of the rounds' ratios.
 
 With a directory, also: the replay of one record of ``RECORD_PARAMETERS`` by an engine with the store's default
 settings, against the read of such a record from a file there (12 bytes a parameter, many reads in flight, past the
 page cache).
 
-Contestants: ``copy`` (memory to memory), ``torch`` (``torch.optim.AdamW(fused=True)``), ``step`` (one step),
+Programs: ``copy`` (memory to memory), ``torch`` (``torch.optim.AdamW(fused=True)``), ``step`` (one step),
 ``replay`` (``REPLAYED`` missed steps in one pass, without a gradient) and ``subnormal`` (the same over
 moments that are subnormal, or become so).
 
@@ -22,30 +22,32 @@ import contextlib
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from tierstore import _native
-from tierstore.bench.bound import Bytes
-from tierstore.bench.disk import DiskProbe
-from tierstore.bench.results import Better, Measurement, derived, measured
-from tierstore.errors import ConfigError
+from tierstore.bench.checks import at_least
+from tierstore.bench.probes.disk import Bytes, DiskProbe
+from tierstore.bench.results.document import Better, Measurement, derived, measured
+from tierstore.bench.results.figures import Figures, prefixed, ratios
 from tierstore.store.config import IoConfig
 from tierstore.store.opening import make_engine
 from tierstore.store.tuning import tune
 from tierstore.units import format_bytes, format_seconds
 
-__all__ = ["REPLAYED", "Lines", "measurements", "render", "run"]
+__all__ = ["REPLAYED", "AdamWResult", "Lines", "ProgramTimes", "measurements", "render", "run"]
 
 BYTES_PER_PARAMETER = 28
 REPLAYED = 16
 RECORD_PARAMETERS = 1 << 20
+_COPIED_BYTES = 8  # a parameter
 _OF_TORCH = 0.95  # the speed that is to be reached at least
 _READ_BYTES = 256 << 20
 _PROBE_BYTES = 1 << 30
@@ -54,18 +56,74 @@ _Array = npt.NDArray[np.float32]
 _LR, _BETA1, _BETA2, _EPS, _DECAY = 1e-3, 0.9, 0.999, 1e-8, 0.01
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProgramTimes(Figures):
+    """One program's seconds for all parameters, in each round."""
+
+    samples_s: Sequence[float]
+    median_s: float
+    min_s: float
+    max_s: float
+    median_bytes_per_s: float
+    s_per_parameter: float
+
+    @staticmethod
+    def of(samples_s: Sequence[float], parameters: int, moved_bytes: int) -> ProgramTimes:
+        """``moved_bytes``: what the program reads and writes of a parameter."""
+        median_s = statistics.median(samples_s)
+        return ProgramTimes(
+            samples_s=samples_s,
+            median_s=median_s,
+            min_s=min(samples_s),
+            max_s=max(samples_s),
+            median_bytes_per_s=moved_bytes * parameters / median_s,
+            s_per_parameter=median_s / parameters,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordTimes(Figures):
+    """Seconds to replay one record, as the store's engine does it, and to read it, in turn."""
+
+    parameters: int
+    bytes: int
+    replay_s: float
+    replay_samples_s: Sequence[float]
+    read_s: float
+    read_samples_s: Sequence[float]
+    replay_to_read_ratio: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWResult(Figures):
+    """What ``run`` found. The ratios are medians of the rounds' ratios."""
+
+    bench: str = "adamw"
+    parameters: int
+    threads: int
+    repeats: int
+    instruction_set: str
+    omp_wait_policy: str
+    torch_version: str
+    replayed_steps: int = REPLAYED
+    bytes_per_parameter: int = BYTES_PER_PARAMETER
+    programs: Mapping[str, ProgramTimes] = field(metadata=prefixed(""))
+    speed_to_torch_ratio: float
+    speed_to_copy_ratio: float
+    replay_to_step_ratio: float
+    subnormal_to_replay_ratio: float
+    record: RecordTimes | None = field(default=None, metadata=prefixed("record_"))
+
+
 def run(
     parameters: int = 100_000_000, threads: int = 2, repeats: int = 7, *, directory: Path | None = None
-) -> dict[str, Any]:
-    """Measure, and return figures ready for JSON; keys name their units, ratios are plain numbers.
+) -> AdamWResult:
+    """Measures ``parameters`` fp32 parameters with ``threads`` threads for every program (ours: Python threads over equal
+    parts, the GIL released), in ``repeats`` rounds after one that is not counted.
 
-    ``parameters`` fp32 parameters, ``threads`` threads for every contestant (ours: Python threads over equal
-    parts, the GIL released), ``repeats`` rounds after one that is not counted. Needs about 20 bytes a
-    parameter. Sets torch's thread count for its duration. Raises ConfigError.
+    Needs about 20 bytes a parameter. Sets torch's thread count for its duration. Raises ConfigError.
     """
-    for name, value in (("parameters", parameters), ("threads", threads), ("repeats", repeats)):
-        if value < 1:
-            raise ConfigError(f"{name}: expected at least 1, got {value}")
+    at_least(1, parameters=parameters, threads=threads, repeats=repeats)
     import torch
 
     threads_before = torch.get_num_threads()
@@ -73,26 +131,63 @@ def run(
     try:
         with ThreadPoolExecutor(threads) as pool:
             samples = _measure(parameters, threads, repeats, pool)
-        record = {} if directory is None else _record(directory, repeats)
+        record = None if directory is None else _record(directory, repeats)
     finally:
         torch.set_num_threads(threads_before)
-    return {
-        "bench": "adamw",
-        "parameters": parameters,
-        "threads": threads,
-        "repeats": repeats,
-        "instruction_set": _native.instruction_set().name.lower(),
-        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "unset"),
-        "torch_version": torch.__version__,
-        "replayed_steps": REPLAYED,
-        "bytes_per_parameter": BYTES_PER_PARAMETER,
-        **_figures(samples, parameters),
-        **record,
-    }
+    return figures(samples, parameters, threads=threads, record=record)
 
 
-def _record(directory: Path, repeats: int) -> dict[str, Any]:
-    """Seconds to replay one record, as the store's engine does it, and to read it, in turn."""
+def figures(
+    samples: Mapping[str, Sequence[float]],
+    parameters: int,
+    *,
+    threads: int,
+    record: RecordTimes | None = None,
+) -> AdamWResult:
+    """The result of ``samples``, the seconds of each program in each round."""
+    import torch
+
+    found = _Ratios.of(samples)
+    # Without a gradient 4 of the bytes are not read.
+    moved = {"copy": _COPIED_BYTES} | dict.fromkeys(("replay", "subnormal"), BYTES_PER_PARAMETER - 4)
+    return AdamWResult(
+        parameters=parameters,
+        threads=threads,
+        repeats=len(samples["step"]),
+        instruction_set=_native.instruction_set().name.lower(),
+        omp_wait_policy=os.environ.get("OMP_WAIT_POLICY", "unset"),
+        torch_version=torch.__version__,
+        programs={
+            name: ProgramTimes.of(seconds, parameters, moved.get(name, BYTES_PER_PARAMETER))
+            for name, seconds in samples.items()
+        },
+        record=record,
+        speed_to_torch_ratio=statistics.median(found.speed_to_torch),
+        speed_to_copy_ratio=statistics.median(found.speed_to_copy),
+        replay_to_step_ratio=statistics.median(found.replay_to_step),
+        subnormal_to_replay_ratio=statistics.median(found.subnormal_to_replay),
+    )
+
+
+class _Ratios(NamedTuple):
+    """Round by round."""
+
+    speed_to_torch: list[float]
+    speed_to_copy: list[float]
+    replay_to_step: list[float]
+    subnormal_to_replay: list[float]
+
+    @staticmethod
+    def of(samples: Mapping[str, Sequence[float]]) -> _Ratios:
+        return _Ratios(
+            ratios(samples["torch"], samples["step"]),
+            ratios(samples["copy"], samples["step"], BYTES_PER_PARAMETER / _COPIED_BYTES),
+            ratios(samples["replay"], samples["step"]),
+            ratios(samples["subnormal"], samples["replay"]),
+        )
+
+
+def _record(directory: Path, repeats: int) -> RecordTimes:
     section = RECORD_PARAMETERS * 4
     nbytes = section * 3
     arena = _native.Arena(nbytes, _native.HugePages.AUTO)
@@ -109,83 +204,91 @@ def _record(directory: Path, repeats: int) -> dict[str, Any]:
             engine.wait(engine.adamw(parts[:1], parts[1], parts[2], None, _steps(REPLAYED)))
             replays.append(time.perf_counter() - start)
             reads.append(nbytes / probe.disk_bytes_per_s(Bytes(_READ_BYTES, 0)))
-    return {
-        "record_parameters": RECORD_PARAMETERS,
-        "record_bytes": nbytes,
-        "record_replay_s": statistics.median(replays),
-        "record_replay_samples_s": replays,
-        "record_read_s": statistics.median(reads),
-        "record_read_samples_s": reads,
-        "record_replay_to_read_ratio": statistics.median(a / b for a, b in zip(replays, reads, strict=True)),
-    }
+    return RecordTimes(
+        parameters=RECORD_PARAMETERS,
+        bytes=nbytes,
+        replay_s=statistics.median(replays),
+        replay_samples_s=replays,
+        read_s=statistics.median(reads),
+        read_samples_s=reads,
+        replay_to_read_ratio=statistics.median(ratios(replays, reads)),
+    )
+
+
+class _Memory:
+    """What all programs work on, over equal parts on the threads of ``pool``."""
+
+    def __init__(self, parameters: int, threads: int, pool: ThreadPoolExecutor) -> None:
+        import torch
+
+        generator = torch.Generator().manual_seed(0)
+        gradient = torch.randn(parameters, generator=generator)
+        theirs = torch.nn.Parameter(torch.randn(parameters, generator=generator))
+        theirs.grad = gradient
+        self.optimizer = torch.optim.AdamW(
+            [theirs], lr=_LR, betas=(_BETA1, _BETA2), eps=_EPS, weight_decay=_DECAY, fused=True
+        )
+        self.optimizer.step()  # makes torch's state
+        # The very same memory for both: the placement of pages is worth more than what is measured here.
+        state = self.optimizer.state[theirs]
+        self._weight: _Array = theirs.detach().numpy()
+        self._exp_avg: _Array = state["exp_avg"].numpy()
+        self._exp_avg_sq: _Array = state["exp_avg_sq"].numpy()
+        self._grad: _Array = gradient.numpy()
+        self._copied = np.empty_like(self._weight)
+        bounds = [parameters * i // threads for i in range(threads + 1)]
+        self._parts = [slice(a, b) for a, b in pairwise(bounds)]
+        self._pool = pool
+
+    def _everywhere(self, work: Callable[[slice], None]) -> None:
+        for future in [self._pool.submit(work, part) for part in self._parts]:
+            future.result()
+
+    def adamw(self, steps: _Array) -> None:
+        """Ours: one step with the gradient; several without one."""
+
+        def work(part: slice) -> None:
+            gradient = self._grad[part] if len(steps) == 1 else None
+            _native.adamw(self._weight[part], self._exp_avg[part], self._exp_avg_sq[part], gradient, steps)
+
+        self._everywhere(work)
+
+    def fill(self, exp_avg: float, exp_avg_sq: float) -> None:
+        def work(part: slice) -> None:
+            self._exp_avg[part] = exp_avg
+            self._exp_avg_sq[part] = exp_avg_sq
+
+        self._everywhere(work)
+
+    def copy(self) -> None:
+        self._everywhere(lambda part: np.copyto(self._copied[part], self._weight[part]))
 
 
 def _measure(parameters: int, threads: int, repeats: int, pool: ThreadPoolExecutor) -> dict[str, list[float]]:
-    """Seconds of each contestant in each round."""
-    import torch
-
-    generator = torch.Generator().manual_seed(0)
-    gradient = torch.randn(parameters, generator=generator)
-    theirs = torch.nn.Parameter(torch.randn(parameters, generator=generator))
-    theirs.grad = gradient
-    optimizer = torch.optim.AdamW(
-        [theirs], lr=_LR, betas=(_BETA1, _BETA2), eps=_EPS, weight_decay=_DECAY, fused=True
-    )
-    optimizer.step()  # makes torch's state
-    # The very same memory for both: the placement of pages is worth more than what is measured here.
-    weight = theirs.detach().numpy()
-    exp_avg: _Array = optimizer.state[theirs]["exp_avg"].numpy()
-    exp_avg_sq: _Array = optimizer.state[theirs]["exp_avg_sq"].numpy()
-    grad = gradient.numpy()
-    copied = np.empty_like(weight)
-    bounds = [parameters * i // threads for i in range(threads + 1)]
-    parts = [slice(a, b) for a, b in pairwise(bounds)]
-
-    def everywhere(work: Callable[[slice], None]) -> None:
-        for future in [pool.submit(work, part) for part in parts]:
-            future.result()
-
-    def ours(steps: _Array, gradient: _Array | None) -> Callable[[], None]:
-        def work(part: slice) -> None:
-            g = None if gradient is None else gradient[part]
-            _native.adamw(weight[part], exp_avg[part], exp_avg_sq[part], g, steps)
-
-        return lambda: everywhere(work)
-
-    def fill(m: float, v: float) -> Callable[[], None]:
-        def work(part: slice) -> None:
-            exp_avg[part] = m
-            exp_avg_sq[part] = v
-
-        return lambda: everywhere(work)
-
-    def copy(part: slice) -> None:
-        np.copyto(copied[part], weight[part])
-
-    nothing: Callable[[], None] = lambda: None  # noqa: E731
-    # Name, what to set up untimed, what to time. The last replay starts from an exp_avg that falls below the
-    # smallest normal fp32, 1.2e-38, on its way, and an exp_avg_sq that lies there already.
-    contestants: list[tuple[str, Callable[[], None], Callable[[], None]]] = [
-        ("copy", nothing, lambda: everywhere(copy)),
-        ("torch", nothing, lambda: _discard(optimizer.step())),
-        ("step", nothing, ours(_steps(1), grad)),
-        ("replay", fill(1e-3, 1e-6), ours(_steps(REPLAYED), None)),
-        ("subnormal", fill(2e-38, 1e-40), ours(_steps(REPLAYED), None)),
-    ]
-    samples: dict[str, list[float]] = {name: [] for name, _, _ in contestants}
+    """Seconds of each program in each round."""
+    memory = _Memory(parameters, threads, pool)
+    one, missed = _steps(1), _steps(REPLAYED)
+    programs: dict[str, Callable[[], object]] = {
+        "copy": memory.copy,
+        "torch": memory.optimizer.step,
+        "step": lambda: memory.adamw(one),
+        "replay": lambda: memory.adamw(missed),
+        "subnormal": lambda: memory.adamw(missed),
+    }
+    # Set up untimed. The last replay starts from an exp_avg that falls below the smallest normal fp32, 1.2e-38, on its
+    # way, and an exp_avg_sq that lies there already.
+    moments = {"replay": (1e-3, 1e-6), "subnormal": (2e-38, 1e-40)}
+    samples: dict[str, list[float]] = {name: [] for name in programs}
     for turn in range(repeats + 1):
-        for name, prepare, work in contestants:
-            prepare()
+        for name, work in programs.items():
+            if name in moments:
+                memory.fill(*moments[name])
             start = time.perf_counter()
             work()
             if turn > 0:
                 samples[name].append(time.perf_counter() - start)
-        fill(1e-3, 1e-6)()
+        memory.fill(1e-3, 1e-6)
     return samples
-
-
-def _discard(_: object) -> None:
-    pass
 
 
 def _steps(count: int) -> _Array:
@@ -197,65 +300,21 @@ def _steps(count: int) -> _Array:
     return np.array(rows, np.float32)
 
 
-def _figures(samples: dict[str, list[float]], parameters: int) -> dict[str, Any]:
-    moved = {"copy": 8 * parameters}
-    figures: dict[str, Any] = {}
-    for name, seconds in samples.items():
-        median = statistics.median(seconds)
-        figures[name] = {
-            "samples_s": seconds,
-            "median_s": median,
-            "min_s": min(seconds),
-            "max_s": max(seconds),
-            "median_bytes_per_s": moved.get(name, BYTES_PER_PARAMETER * parameters) / median,
-            "s_per_parameter": median / parameters,
-        }
-    # Without a gradient 4 of the bytes are not read.
-    for name in ("replay", "subnormal"):
-        figures[name]["median_bytes_per_s"] *= (BYTES_PER_PARAMETER - 4) / BYTES_PER_PARAMETER
-
-    def ratio(numerator: str, denominator: str) -> float:
-        pairs = zip(samples[numerator], samples[denominator], strict=True)
-        return statistics.median(a / b for a, b in pairs)
-
-    figures["speed_to_torch_ratio"] = ratio("torch", "step")
-    figures["speed_to_copy_ratio"] = ratio("copy", "step") * BYTES_PER_PARAMETER / 8
-    figures["replay_to_step_ratio"] = ratio("replay", "step")
-    figures["subnormal_to_replay_ratio"] = ratio("subnormal", "replay")
-    return figures
-
-
-def measurements(result: dict[str, Any]) -> list[Measurement]:
+def measurements(result: AdamWResult) -> Iterator[Measurement]:
     """What ``run`` found, for a document."""
-    samples = {name: result[name]["samples_s"] for name in ("copy", "torch", "step", "replay", "subnormal")}
-    found = [
-        measured("pass over all parameters", seconds, "s", Better.LOWER, parameters={"contestant": name})
-        for name, seconds in samples.items()
-    ]
-
-    def ratios(numerator: str, denominator: str, scale: float = 1.0) -> list[float]:
-        pairs = zip(samples[numerator], samples[denominator], strict=True)
-        return [scale * a / b for a, b in pairs]
-
-    speed = ratios("torch", "step")
-    found += [
-        derived("speed to torch's", speed, "ratio", Better.HIGHER, target=_OF_TORCH),
-        derived("speed to copy's", ratios("copy", "step", BYTES_PER_PARAMETER / 8), "ratio", Better.HIGHER),
-        derived("replay to one step", ratios("replay", "step"), "ratio", Better.LOWER),
-        derived("subnormal to normal replay", ratios("subnormal", "replay"), "ratio", Better.LOWER),
-    ]
-    if "record_read_s" in result:
-        found += [
-            measured(
-                "record",
-                result[f"record_{what}_samples_s"],
-                "s",
-                Better.LOWER,
-                parameters={"operation": what},
-            )
-            for what in ("replay", "read")
-        ]
-    return found
+    samples = {name: times.samples_s for name, times in result.programs.items()}
+    for name, seconds in samples.items():
+        yield measured(
+            "pass over all parameters", seconds, "s", Better.LOWER, parameters={"contestant": name}
+        )
+    found = _Ratios.of(samples)
+    yield derived("speed to torch's", found.speed_to_torch, "ratio", Better.HIGHER, target=_OF_TORCH)
+    yield derived("speed to copy's", found.speed_to_copy, "ratio", Better.HIGHER)
+    yield derived("replay to one step", found.replay_to_step, "ratio", Better.LOWER)
+    yield derived("subnormal to normal replay", found.subnormal_to_replay, "ratio", Better.LOWER)
+    if (record := result.record) is not None:
+        for what, seconds in (("replay", record.replay_samples_s), ("read", record.read_samples_s)):
+            yield measured("record", seconds, "s", Better.LOWER, parameters={"operation": what})
 
 
 class Lines(Protocol):
@@ -266,36 +325,38 @@ class Lines(Protocol):
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None: ...
 
 
-def render(result: dict[str, Any], output: Lines) -> None:
+def render(result: AdamWResult, output: Lines) -> None:
     """The environment, a table and the ratios, for people."""
     labels = {
         "copy": "copy",
         "torch": "torch fused AdamW",
         "step": "tierstore AdamW",
-        "replay": f"{result['replayed_steps']} missed steps in one pass",
+        "replay": f"{result.replayed_steps} missed steps in one pass",
         "subnormal": "the same, subnormal moments",
     }
-    rows = []
-    for name, label in labels.items():
-        row = result[name]
-        seconds = [format_seconds(row[key]) for key in ("median_s", "min_s", "max_s")]
-        speed = f"{format_bytes(row['median_bytes_per_s'])}/s"
-        rows.append((label, *seconds, f"{row['s_per_parameter'] * 1e9:.3f}", speed))
     output.table(
-        f"AdamW, {result['parameters']:,} fp32 parameters, {result['threads']} threads, "
-        f"{result['instruction_set']}, torch {result['torch_version']}, "
-        f"OMP_WAIT_POLICY {result['omp_wait_policy']}, {result['repeats']} rounds",
+        f"AdamW, {result.parameters:,} fp32 parameters, {result.threads} threads, "
+        f"{result.instruction_set}, torch {result.torch_version}, "
+        f"OMP_WAIT_POLICY {result.omp_wait_policy}, {result.repeats} rounds",
         ("", "median", "min", "max", "ns/parameter", "bytes/s"),
-        rows,
+        [
+            (
+                labels[name],
+                *map(format_seconds, (times.median_s, times.min_s, times.max_s)),
+                f"{times.s_per_parameter * 1e9:.3f}",
+                f"{format_bytes(times.median_bytes_per_s)}/s",
+            )
+            for name, times in result.programs.items()
+        ],
     )
     output.line(
-        f"of torch's speed {result['speed_to_torch_ratio']:.2f}, of copy bandwidth "
-        f"{result['speed_to_copy_ratio']:.2f}; replay / step {result['replay_to_step_ratio']:.2f}, "
-        f"subnormal / replay {result['subnormal_to_replay_ratio']:.2f}"
+        f"of torch's speed {result.speed_to_torch_ratio:.2f}, of copy bandwidth "
+        f"{result.speed_to_copy_ratio:.2f}; replay / step {result.replay_to_step_ratio:.2f}, "
+        f"subnormal / replay {result.subnormal_to_replay_ratio:.2f}"
     )
-    if "record_read_s" in result:
+    if (record := result.record) is not None:
         output.line(
-            f"a record of {format_bytes(result['record_bytes'])}: replay in the engine "
-            f"{format_seconds(result['record_replay_s'])}, read {format_seconds(result['record_read_s'])}; "
-            f"replay / read {result['record_replay_to_read_ratio']:.2f}"
+            f"a record of {format_bytes(record.bytes)}: replay in the engine "
+            f"{format_seconds(record.replay_s)}, read {format_seconds(record.read_s)}; "
+            f"replay / read {record.replay_to_read_ratio:.2f}"
         )

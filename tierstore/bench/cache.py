@@ -9,24 +9,79 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from tierstore.bench.results import Better, Measurement, measured
-from tierstore.errors import ConfigError
+from tierstore.bench.checks import at_least
+from tierstore.bench.results.document import Better, Measurement, measured
+from tierstore.bench.results.figures import IF_ANY, Figures, prefixed
 from tierstore.lab.costs import policy_time
 from tierstore.lab.miss_curves import all_policies, curve_capacities, curves
 from tierstore.lab.requests import Requests
 from tierstore.lab.simulate import PolicySpec, ReplaySetting, suits
 from tierstore.machine import cores
 
-__all__ = ["key_requests", "measurements", "pass_requests", "run"]
+__all__ = [
+    "CacheResult",
+    "CurveTimes",
+    "PolicyRates",
+    "ReplayRate",
+    "key_requests",
+    "measurements",
+    "pass_requests",
+    "run",
+]
 
 _LAYERS, _EXPERTS, _ACTIVE = 26, 64, 20
 _PASSES_AT_ONCE = 1 << 14
 _CAPACITY = 0.2  # of the footprint
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayRate(Figures):
+    """How fast one policy replays one kind of requests: CPU time of one thread, median and repeats."""
+
+    request_s: float
+    requests_per_s: float
+    request_samples_s: Sequence[float]
+
+    @staticmethod
+    def of(samples_s: Sequence[float]) -> ReplayRate:
+        median_s = statistics.median(samples_s)
+        return ReplayRate(request_s=median_s, requests_per_s=1 / median_s, request_samples_s=samples_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyRates(Figures):
+    """Of one policy; None for requests that do not suit it."""
+
+    keys: ReplayRate | None = field(metadata=prefixed("keys_"))
+    passes: ReplayRate | None = field(metadata=prefixed("passes_"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurveTimes(Figures):
+    """How long the curves of all policies take."""
+
+    elapsed_s: float
+    policies_count: int
+    points: int
+    replayed_requests_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheResult(Figures):
+    """What ``run`` found."""
+
+    requests: int
+    keys: int
+    repeats: int
+    cores: int
+    capacity_ratio: float = _CAPACITY
+    policies: Mapping[str, PolicyRates]
+    curves: CurveTimes | None = field(metadata=IF_ANY)
 
 
 def key_requests(count: int, keys: int, *, seed: int = 0) -> Requests:
@@ -64,73 +119,73 @@ def run(
     repeats: int,
     curve_points: int = 0,
     announce: Callable[[str], None] = lambda line: None,
-) -> dict[str, Any]:
+) -> CacheResult:
     """Rates of every policy; with ``curve_points``, the time of all curves with so many points, too.
 
     Raises ConfigError for counts below 1.
     """
-    for name, value in (("requests", requests), ("keys", keys), ("repeats", repeats)):
-        if value < 1:
-            raise ConfigError(f"--{name}: expected at least 1, got {value}")
+    at_least(1, **{"--requests": requests, "--keys": keys, "--repeats": repeats})
     kinds = (key_requests(requests, keys), pass_requests(requests))
-    rates: dict[str, dict[str, Any]] = {}
+    rates = []
     for kind in kinds:
-        announce(f"{kind.name}: {len(kind.entries)} requests, {kind.total_frames} entries")
-        for name, seconds in _times(kind, all_policies(kind), repeats).items():
-            found = rates.setdefault(name, {})
-            found[f"{kind.name}_request_s"] = statistics.median(seconds)
-            found[f"{kind.name}_requests_per_s"] = 1 / statistics.median(seconds)
-            found[f"{kind.name}_request_samples_s"] = seconds
-    result: dict[str, Any] = {
-        "requests": requests,
-        "keys": keys,
-        "repeats": repeats,
-        "cores": cores(),
-        "capacity_ratio": _CAPACITY,
-        "policies": rates,
-    }
-    if curve_points:
-        result["curves"] = _time_curves(kinds[0], curve_points, announce)
-    return result
+        announce(f"{kind.name}: {len(kind.entries)} requests, {kind.table.total_frames} entries")
+        times = _times(kind, all_policies(kind), repeats)
+        rates.append({name: ReplayRate.of(seconds) for name, seconds in times.items()})
+    of_keys, of_passes = rates
+    return CacheResult(
+        requests=requests,
+        keys=keys,
+        repeats=repeats,
+        cores=cores(),
+        policies={
+            name: PolicyRates(keys=of_keys.get(name), passes=of_passes.get(name))
+            for name in of_keys | of_passes
+        },
+        curves=_time_curves(kinds[0], curve_points, announce) if curve_points else None,
+    )
 
 
 def _times(requests: Requests, policies: Sequence[PolicySpec], repeats: int) -> dict[str, list[float]]:
     """CPU seconds a request of each policy, in each repeat."""
-    capacity = requests.frames_of(_CAPACITY)
+    capacity = requests.table.frames_of(_CAPACITY)
     settings = [ReplaySetting(policy, capacity) for policy in policies if suits(requests, policy.name)]
     times = policy_time(requests, settings, repeats=repeats)
     return {setting.policy.name: each for setting, each in zip(settings, times, strict=True)}
 
 
-def _time_curves(requests: Requests, points: int, announce: Callable[[str], None]) -> dict[str, object]:
+def _time_curves(requests: Requests, points: int, announce: Callable[[str], None]) -> CurveTimes:
     policies = all_policies(requests)
     capacities = curve_capacities(requests, points)
     announce(f"curves: {len(policies)} policies, {len(capacities)} capacities")
     began = time.monotonic()
     found = curves(requests, policies, capacities)
     elapsed = time.monotonic() - began
-    return {
-        "elapsed_s": elapsed,
-        "policies_count": len(found),
-        "points": len(capacities),
-        "replayed_requests_per_s": len(found) * len(capacities) * len(requests.entries) / elapsed,
-    }
+    return CurveTimes(
+        elapsed_s=elapsed,
+        policies_count=len(found),
+        points=len(capacities),
+        replayed_requests_per_s=len(found) * len(capacities) * len(requests.entries) / elapsed,
+    )
 
 
-def measurements(result: dict[str, Any]) -> list[Measurement]:
+def measurements(result: CacheResult) -> list[Measurement]:
     """What ``run`` found, for a document."""
+    kinds = {
+        "keys": {name: rates.keys for name, rates in result.policies.items()},
+        "passes": {name: rates.passes for name, rates in result.policies.items()},
+    }
     found = [
         measured(
             "replay",
-            [1 / spent for spent in rates[f"{kind}_request_samples_s"]],
+            [1 / spent for spent in rate.request_samples_s],
             "requests/s",
             Better.HIGHER,
             parameters={"policy": name, "trace": kind},
         )
-        for kind in ("keys", "passes")
-        for name, rates in result["policies"].items()
-        if f"{kind}_request_samples_s" in rates
+        for kind, rates in kinds.items()
+        for name, rate in rates.items()
+        if rate is not None
     ]
-    if "curves" in result:
-        found.append(measured("all curves", [result["curves"]["elapsed_s"]], "s", Better.LOWER))
+    if result.curves is not None:
+        found.append(measured("all curves", [result.curves.elapsed_s], "s", Better.LOWER))
     return found

@@ -15,20 +15,23 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from tierstore.bench.adamw import Lines
-from tierstore.bench.namespaces import namespaces_limited_to
-from tierstore.bench.ranks import run_ranks
-from tierstore.bench.results import Better, Measurement, counted, derived, measured
+from tierstore.bench.checks import at_least
+from tierstore.bench.processes.namespaces import namespaces_limited_to
+from tierstore.bench.processes.ranks import run_ranks
+from tierstore.bench.results.document import Better, Measurement, counted, derived, measured
+from tierstore.bench.results.figures import Figures, ratios
 from tierstore.errors import ConfigError
 from tierstore.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from tierstore.parallel import Group
 
-__all__ = ["CollectivesBench", "measurements", "render", "run"]
+__all__ = ["CollectivesBench", "CollectivesResult", "ModeTimes", "measurements", "render", "run"]
 
 _TIMEOUT_S = 600.0
 #: The two modes, by the value of ``dense.fusion``.
@@ -53,99 +56,120 @@ class CollectivesBench:
     def __post_init__(self) -> None:
         if self.ranks < 2:
             raise ConfigError(f"ranks: expected at least 2, got {self.ranks}: one sends no messages")
-        for name in ("layers", "d_model", "tokens", "rounds", "steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        at_least(1, layers=self.layers, d_model=self.d_model, tokens=self.tokens)
+        at_least(1, rounds=self.rounds, steps=self.steps)
         if self.d_model % 8:
             raise ConfigError(f"d_model: expected a multiple of 8, got {self.d_model}")
 
 
-def run(bench: CollectivesBench) -> dict[str, Any]:
-    """Measures, and returns figures ready for JSON. Raises CapabilityError (no namespaces), WorkerError."""
+@dataclass(frozen=True, kw_only=True)
+class ModeTimes(Figures):
+    """Steps of one mode, by the round; messages and bytes of one step, of one rank."""
+
+    step_samples_s: Sequence[float]
+    step_s: float
+    step_min_s: float
+    step_max_s: float
+    collectives_count: int
+    sent_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectivesResult(Figures):
+    """What ``run`` found. ``saved_s``: the median of the rounds' differences."""
+
+    bench: str = "collectives"
+    backend: str = "gloo"
+    ranks: int
+    layers_count: int
+    d_model_count: int
+    tokens_count: int
+    rounds_count: int
+    bucket_bytes: int
+    namespace_bytes_per_s: int | None
+    parameters: int
+    same_bits: bool
+    fused: ModeTimes
+    apart: ModeTimes
+    saved_s: float
+    messages_ratio: float
+
+
+def run(bench: CollectivesBench) -> CollectivesResult:
+    """Measures. Raises CapabilityError (no namespaces), WorkerError."""
     with namespaces_limited_to(bench.namespace_bandwidth, bench.ranks) as namespaces:
-        found = run_ranks(
+        answers = run_ranks(
             "tierstore.bench.collectives",
             [json.dumps(asdict(bench))],
             ranks=bench.ranks,
             timeout_s=_TIMEOUT_S,
             namespaces=namespaces,
         )
-    modes: dict[str, Any] = found[0]["modes"]  # between barriers all ranks see the same seconds
-    fused, apart = modes["fused"], modes["apart"]
-    saved = [a - f for a, f in zip(apart["rounds_s"], fused["rounds_s"], strict=True)]
-    return {
-        "bench": "collectives",
-        "backend": "gloo",
-        "ranks": bench.ranks,
-        "layers_count": bench.layers,
-        "d_model_count": bench.d_model,
-        "tokens_count": bench.tokens,
-        "rounds_count": bench.rounds,
-        "bucket_bytes": bench.bucket_bytes,
-        "namespace_bytes_per_s": bench.namespace_bandwidth or None,
-        "parameters": found[0]["parameters"],
-        "same_bits": found[0]["same_bits"],
-        **{name: _summary(mode) for name, mode in modes.items()},
-        "saved_s": statistics.median(saved),
-        "messages_ratio": apart["collectives"] / fused["collectives"],
-    }
+    found = _Found(**answers[0])  # between barriers all ranks see the same seconds
+    fused, apart = (ModeTimes(**found.modes[name]) for name in _MODES)
+    saved = [a - f for a, f in zip(apart.step_samples_s, fused.step_samples_s, strict=True)]
+    return CollectivesResult(
+        ranks=bench.ranks,
+        layers_count=bench.layers,
+        d_model_count=bench.d_model,
+        tokens_count=bench.tokens,
+        rounds_count=bench.rounds,
+        bucket_bytes=bench.bucket_bytes,
+        namespace_bytes_per_s=bench.namespace_bandwidth or None,
+        parameters=found.parameters,
+        same_bits=found.same_bits,
+        fused=fused,
+        apart=apart,
+        saved_s=statistics.median(saved),
+        messages_ratio=apart.collectives_count / fused.collectives_count,
+    )
 
 
-def _summary(mode: dict[str, Any]) -> dict[str, Any]:
-    rounds = mode["rounds_s"]
-    return {
-        "step_samples_s": rounds,
-        "step_s": statistics.median(rounds),
-        "step_min_s": min(rounds),
-        "step_max_s": max(rounds),
-        "collectives_count": mode["collectives"],
-        "sent_bytes": mode["sent_bytes"],
-    }
-
-
-def measurements(result: dict[str, Any]) -> list[Measurement]:
+def measurements(result: CollectivesResult) -> Iterator[Measurement]:
     """What ``run`` found, for a document."""
-    found = []
-    for mode in _MODES:
-        of, how = result[mode], {"messages": mode}
-        found += [
-            measured("step", of["step_samples_s"], "s", Better.LOWER, parameters=how),
-            counted("messages a step", of["collectives_count"], "messages", Better.LOWER, parameters=how),
-            counted("sent a step", of["sent_bytes"], "bytes", Better.LOWER, parameters=how),
-        ]
-    pairs = zip(*(result[mode]["step_samples_s"] for mode in _MODES), strict=True)
-    ratios = [fused / apart for fused, apart in pairs]
-    return [*found, derived("step fused to apart", ratios, "ratio", Better.LOWER)]
+    for mode, of in (("fused", result.fused), ("apart", result.apart)):
+        how = {"messages": mode}
+        yield measured("step", of.step_samples_s, "s", Better.LOWER, parameters=how)
+        yield counted("messages a step", of.collectives_count, "messages", Better.LOWER, parameters=how)
+        yield counted("sent a step", of.sent_bytes, "bytes", Better.LOWER, parameters=how)
+    fused_to_apart = ratios(result.fused.step_samples_s, result.apart.step_samples_s)
+    yield derived("step fused to apart", fused_to_apart, "ratio", Better.LOWER)
 
 
-def render(result: dict[str, Any], output: Lines) -> None:
+def render(result: CollectivesResult, output: Lines) -> None:
     """The environment, a table and what was saved, for people."""
-    rows = [
-        (title, *(show(result[mode][name]) for mode in _MODES))
-        for title, name, show in (
-            ("collectives a step", "collectives_count", str),
-            ("sent a step by a rank", "sent_bytes", format_bytes),
-            ("step, median", "step_s", format_seconds),
-            ("step, fastest", "step_min_s", format_seconds),
-            ("step, slowest", "step_max_s", format_seconds),
-        )
-    ]
+    modes = (result.fused, result.apart)
     output.table(
-        f"{result['ranks']} ranks on {result['backend']}, {result['layers_count']} dense blocks of width "
-        f"{result['d_model_count']}, {result['parameters']:,} parameters, {result['rounds_count']} rounds",
+        f"{result.ranks} ranks on {result.backend}, {result.layers_count} dense blocks of width "
+        f"{result.d_model_count}, {result.parameters:,} parameters, {result.rounds_count} rounds",
         ("", "fused", "a message a parameter"),
-        rows,
+        [
+            ("collectives a step", *(mode.collectives_count for mode in modes)),
+            ("sent a step by a rank", *(format_bytes(mode.sent_bytes) for mode in modes)),
+            ("step, median", *(format_seconds(mode.step_s) for mode in modes)),
+            ("step, fastest", *(format_seconds(mode.step_min_s) for mode in modes)),
+            ("step, slowest", *(format_seconds(mode.step_max_s) for mode in modes)),
+        ],
     )
     output.line(
-        f"{result['messages_ratio']:.1f} x fewer messages; a step is {format_seconds(abs(result['saved_s']))} "
-        f"{'shorter' if result['saved_s'] >= 0 else 'longer'}"
+        f"{result.messages_ratio:.1f} x fewer messages; a step is {format_seconds(abs(result.saved_s))} "
+        f"{'shorter' if result.saved_s >= 0 else 'longer'}"
     )
 
 
 # One rank ---------------------------------------------------------------------------------------------------
 
 
-def _rank(bench: CollectivesBench) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Found:
+    """One rank's answer; ``modes`` are the fields of ``ModeTimes``."""
+
+    parameters: int
+    same_bits: bool
+    modes: Mapping[str, Mapping[str, Any]]
+
+
+def _rank(bench: CollectivesBench) -> _Found:
     import torch
 
     from tierstore.parallel import ParallelConfig, launch
@@ -155,7 +179,7 @@ def _rank(bench: CollectivesBench) -> dict[str, Any]:
         return _take_turns(bench, mesh.world)
 
 
-def _take_turns(bench: CollectivesBench, world: Group) -> dict[str, Any]:
+def _take_turns(bench: CollectivesBench, world: Group) -> _Found:
     import torch
 
     runs = {name: _Run(bench, world, fusion) for name, fusion in _MODES.items()}
@@ -171,11 +195,8 @@ def _take_turns(bench: CollectivesBench, world: Group) -> dict[str, Any]:
         for unit in range(len(fused.dense.layouts))
         for one, other in zip(fused.dense.whole(unit), apart.dense.whole(unit), strict=True)
     )
-    return {
-        "parameters": fused.parameters,
-        "same_bits": same,
-        "modes": {name: each.found() for name, each in runs.items()},
-    }
+    modes = {name: asdict(each.found()) for name, each in runs.items()}
+    return _Found(fused.parameters, same, modes)
 
 
 class _Run:
@@ -239,16 +260,19 @@ class _Run:
         self._world.barrier()
         self._rounds_s.append((time.perf_counter() - started) / self._bench.steps)
 
-    def found(self) -> dict[str, Any]:
+    def found(self) -> ModeTimes:
         traffic = self.dense.traffic
-        return {
-            "rounds_s": self._rounds_s,
-            "collectives": (traffic.gathers + traffic.reductions) // self._steps,
-            "sent_bytes": (traffic.gather_bytes + traffic.reduction_bytes) // self._steps,
-        }
+        return ModeTimes(
+            step_samples_s=self._rounds_s,
+            step_s=statistics.median(self._rounds_s),
+            step_min_s=min(self._rounds_s),
+            step_max_s=max(self._rounds_s),
+            collectives_count=(traffic.gathers + traffic.reductions) // self._steps,
+            sent_bytes=(traffic.gather_bytes + traffic.reduction_bytes) // self._steps,
+        )
 
 
 if __name__ == "__main__":
-    print(json.dumps(_rank(CollectivesBench(**json.loads(sys.argv[1])))), flush=True)
+    print(json.dumps(asdict(_rank(CollectivesBench(**json.loads(sys.argv[1]))))), flush=True)
     # Gloo's threads have aborted processes whose interpreter was being taken apart; the answer is out.
     os._exit(0)

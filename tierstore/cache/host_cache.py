@@ -15,7 +15,6 @@ An *entry* is one section group of one record, numbered by record and group (``G
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -24,29 +23,29 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore import _native
-from tierstore._native import Buffer, Priority
+from tierstore._native import Buffer, Priority, Residency
 from tierstore.cache.access import GROUP_STRIDE
-from tierstore.cache.frames import frames_of
-from tierstore.trace.recording import RecordingResidency
+from tierstore.cache.frame_allocator import FrameAllocator
+from tierstore.cache.write_backs import WriteBacks
 
-__all__ = ["Backing", "HostCache", "Residency"]
+__all__ = ["Backing", "HostCache"]
 
 Decision = _native.Decision
 _GRADIENTS = 2
-#: Between commits the tickets of write-backs pile up; those that succeeded are swept at this many.
-_SWEEP_WRITES = 4096
-#: The native core, or the same with a trace of what it is told.
-Residency = _native.Residency | RecordingResidency
 
 
 class Backing(Protocol):
-    """Where entries come from and go to: the store's extents. Both calls queue work and return its ticket."""
+    """Where a record's entries come from and go to: its slots on disk. Both calls queue work and return its ticket."""
+
+    #: What messages call the record.
+    @property
+    def key(self) -> str: ...
 
     def read(
-        self, record: int, group: int, sections: Sequence[Buffer], after: Sequence[int], priority: Priority
+        self, group: int, sections: Sequence[Buffer], after: Sequence[int], priority: Priority
     ) -> int: ...
 
-    def write(self, record: int, group: int, sections: Sequence[Buffer], after: Sequence[int]) -> int: ...
+    def write(self, group: int, sections: Sequence[Buffer], after: Sequence[int]) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +60,8 @@ class Fetched:
 class _Entry:
     """One entry's memory. ``ready``: the ticket that wrote it last. ``readers``: tickets reading it since."""
 
-    backing_record: int
+    backing: Backing
     section_nbytes: tuple[int, ...]
-    frames: list[int] = field(default_factory=list)
     sections: tuple[Buffer, ...] = ()
     ready: int = 0
     readers: list[int] = field(default_factory=list)
@@ -83,18 +81,13 @@ class HostCache:
         arena: _native.Arena,
         frame_bytes: int,
         residency: Residency,
-        backing: Backing,
     ) -> None:
         self.engine = engine
         self.residency = residency
-        self._arena = arena
-        self._frame_bytes = frame_bytes
-        self._backing = backing
+        self._frames = FrameAllocator(arena, frame_bytes)
         self._entries: dict[int, _Entry] = {}
-        self._free = list(range(arena.nbytes // frame_bytes))
-        self._guards: dict[int, tuple[int, ...]] = {}
-        self._pending_writes: list[int] = []
-        self._sweep_at = _SWEEP_WRITES
+        #: What a commit waits for.
+        self.write_backs = WriteBacks(engine)
         self._broken = ""
 
     @property
@@ -112,33 +105,32 @@ class HostCache:
         groups: Sequence[Sequence[int]],
         charged: Sequence[int],
         *,
-        backing_record: int,
+        backing: Backing,
         stored: bool,
     ) -> int:
         """Registers a record whose group g has sections of ``groups[g]`` bytes; returns its number here.
 
-        ``backing_record`` is its number in the backing. ``charged[g]`` is what one transfer of group g moves
-        (bytes, padding included). ``stored`` says whether weights and moments are on disk already; an entry
+        ``backing`` reads and writes it. ``charged[g]`` is what one transfer of group g moves (bytes, padding included).
+        ``stored`` says whether weights and moments are on disk already; an entry
         that is not is created, not read.
         """
-        frames = [frames_of(sections, self._frame_bytes) for sections in groups]
+        frames = [self._frames.count(sections) for sections in groups]
         record = self.residency.add_record(layer, frames, list(charged), 0b011 if stored else 0)
         for group, sections in enumerate(groups):
-            self._entries[record * GROUP_STRIDE + group] = _Entry(backing_record, tuple(sections))
+            self._entries[record * GROUP_STRIDE + group] = _Entry(backing, tuple(sections))
         return record
 
     # Accesses -----------------------------------------------------------------------------------------------
 
     def begin_access(
         self,
-        step: int,
         phase: int,
         layer: int,
         records: npt.NDArray[np.uint32],
         flags: npt.NDArray[np.uint16],
     ) -> int:
         """Opens one atomic event and returns the number of groups that it was split into."""
-        groups, _ = self.residency.begin_access(step, phase, layer, records, flags)
+        groups, _ = self.residency.begin_access(phase, layer, records, flags)
         return groups
 
     def next_group(self) -> list[int]:
@@ -162,14 +154,13 @@ class HostCache:
 
     def prefetch(
         self,
-        step: int,
         phase: int,
         layer: int,
         records: npt.NDArray[np.uint32],
         flags: npt.NDArray[np.uint16],
     ) -> int:
         """Speculates on a coming access; returns how many of its units are covered."""
-        taken, decisions = self.residency.prefetch(step, phase, layer, records, flags)
+        taken, decisions = self.residency.prefetch(phase, layer, records, flags)
         self._execute(decisions, Priority.SPECULATIVE)
         return taken
 
@@ -188,23 +179,13 @@ class HostCache:
         """Discards entries without writing them."""
         self._execute(self.residency.drop(np.asarray(entries, dtype=np.uint32)), Priority.WRITE_BACK)
 
-    def end_step(self, step: int) -> None:
-        self.residency.end_step(step)
+    def end_step(self) -> None:
+        self.residency.end_step()
 
-    def take_pending_writes(self) -> list[int]:
-        """Tickets of the write-backs queued since the last call: what a commit waits for."""
-        pending, self._pending_writes = self._pending_writes, []
-        return pending
-
-    def unclean(self) -> list[int]:
-        """Dirty weights and moments entries. After ``clean`` they are those that somebody has pinned."""
-        return [
-            entry for entry in self.residency.dirty_entries().tolist() if entry % GROUP_STRIDE != _GRADIENTS
-        ]
-
-    def backing_record(self, entry: int) -> int:
-        """The number that the entry's record has in the backing."""
-        return self._entries[entry].backing_record
+    def unclean(self) -> list[Backing]:
+        """Backings of records with dirty weights or moments. After ``clean`` those are pinned."""
+        dirty = self.residency.dirty_entries().tolist()
+        return [self._entries[e].backing for e in dirty if e % GROUP_STRIDE != _GRADIENTS]
 
     # Memory of resident entries -----------------------------------------------------------------------------
 
@@ -259,77 +240,34 @@ class HostCache:
                 continue
             state = self._entries[entry]
             if kind == Decision.FETCH:
-                guards = self._give_frames(state)
-                state.ready = self._backing.read(
-                    state.backing_record, entry % GROUP_STRIDE, state.sections, guards, priority
-                )
+                guards = self._allocate(state)
+                state.ready = state.backing.read(entry % GROUP_STRIDE, state.sections, guards, priority)
                 state.fetched = Fetched(state.ready, priority is Priority.SPECULATIVE)
             elif kind == Decision.CREATE:
                 # Nothing to read; whoever fills it must still follow the last owners of its frames.
-                state.readers = self._give_frames(state)
+                state.readers = self._allocate(state)
                 state.ready, state.fetched = 0, None
             elif kind == Decision.WRITE_BACK:
                 state.readers.append(self._write_back(entry, state))
             elif kind == Decision.EVICT_WRITE:
                 state.readers.append(self._write_back(entry, state))
-                self._take_frames(state)
+                self._free(state)
             else:  # EVICT of a clean entry, DROP of one that nobody needs again
-                self._take_frames(state)
+                self._free(state)
 
     def _write_back(self, entry: int, state: _Entry) -> int:
         after = [state.ready] if state.ready else []
-        ticket = self._backing.write(state.backing_record, entry % GROUP_STRIDE, state.sections, after)
-        self._pending_writes.append(ticket)
-        if len(self._pending_writes) >= self._sweep_at:
-            self._sweep()
+        ticket = state.backing.write(entry % GROUP_STRIDE, state.sections, after)
+        self.write_backs.add(ticket)
         return ticket
 
-    def _sweep(self) -> None:
-        """Forgets write-backs that have succeeded. One that failed stays, for the commit to find."""
-        self._pending_writes = [ticket for ticket in self._pending_writes if not self._succeeded(ticket)]
-        self._sweep_at = 2 * len(self._pending_writes) + _SWEEP_WRITES
-
-    def _succeeded(self, ticket: int) -> bool:
-        if not self.engine.done(ticket):
-            return False
-        try:
-            self.engine.wait(ticket)
-        except Exception:
-            return False
-        return True
-
-    def _give_frames(self, state: _Entry) -> list[int]:
-        """Frames for a new resident; returns the tickets that must finish before they are written."""
-        count = frames_of(state.section_nbytes, self._frame_bytes)
-        # Lowest first: neighbours tend to come together, and their spans merge into one.
-        state.frames = [heapq.heappop(self._free) for _ in range(count)]
-        guards: set[int] = set()
-        for frame in state.frames:
-            guards.update(self._guards.pop(frame, ()))
-        sections, begin = [], 0
-        for nbytes in state.section_nbytes:
-            end = begin + frames_of((nbytes,), self._frame_bytes)
-            sections.append(Buffer(self._arena, self._spans(state.frames[begin:end]), nbytes))
-            begin = end
-        state.sections = tuple(sections)
+    def _allocate(self, state: _Entry) -> list[int]:
+        """Memory for a new resident; returns the tickets that must finish before it is written."""
+        state.sections, guards = self._frames.allocate(state.section_nbytes)
         state.readers = []
-        return sorted(guards)
+        return guards
 
-    def _spans(self, frames: list[int]) -> list[tuple[int, int]]:
-        spans: list[tuple[int, int]] = []
-        size = self._frame_bytes
-        for frame in frames:
-            if spans and spans[-1][0] + spans[-1][1] == frame * size:
-                spans[-1] = (spans[-1][0], spans[-1][1] + size)
-            else:
-                spans.append((frame * size, size))
-        return spans
-
-    def _take_frames(self, state: _Entry) -> None:
+    def _free(self, state: _Entry) -> None:
         queued = [t for t in (state.ready, *state.readers) if t and not self.engine.done(t)]
-        guards = tuple(queued)
-        for frame in state.frames:
-            if guards:
-                self._guards[frame] = guards
-            heapq.heappush(self._free, frame)
-        state.frames, state.sections, state.readers, state.ready = [], (), [], 0
+        self._frames.free(state.sections, queued)
+        state.sections, state.readers, state.ready = (), [], 0

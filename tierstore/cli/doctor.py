@@ -35,7 +35,7 @@ from tierstore.store.tuning import tune
 from tierstore.units import format_bytes
 
 if TYPE_CHECKING:
-    from tierstore.store.drives import DriveReport
+    from tierstore.store.disk.drives import DriveReport
 
 __all__ = ["CHECKS", "Check", "doctor"]
 

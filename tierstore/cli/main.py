@@ -1,6 +1,6 @@
 """The ``tierstore`` command: finds the subcommand, and turns every failure into its exit status.
 
-Exit statuses: 0 done; 1 the thing checked is not so; 2 bad usage or input, with one line on stderr.
+Exit statuses: 0 done; 1 a check failed; 2 bad usage or input, with one line on stderr.
 ``--help`` imports no command and no torch: commands are imported when they are run.
 """
 
@@ -21,7 +21,7 @@ from tierstore.errors import ChecksumError, TierstoreError
 
 __all__ = ["COMMANDS", "CommandEntry", "cli", "main"]
 
-_DONE, _NOT_SO, _BAD_INPUT = 0, 1, 2
+_DONE, _CHECK_FAILED, _BAD_INPUT = 0, 1, 2
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
@@ -51,10 +51,10 @@ COMMANDS: Mapping[str, CommandEntry] = {
         "tierstore.cli.reshard:reshard", "Make a store over for another number of ranks."
     ),
     "cache": CommandEntry(
-        "tierstore.cli.cache:cache", "Record, replay, bound and tune cache policies from traces."
+        "tierstore.cli.cache.group:cache", "Record, replay, bound and tune cache policies from traces."
     ),
     "bench": CommandEntry(
-        "tierstore.cli.bench:bench",
+        "tierstore.cli.bench.group:bench",
         "Stress-test disks and stores; measure training, kernels, policies and links.",
     ),
 }
@@ -102,7 +102,7 @@ class LazyGroup(CommandGroup):
             sys.exit(_INTERRUPTED)
         except (click.ClickException, TierstoreError, OSError) as error:
             click.echo(f"tierstore: error: {_rank()}{_one_line(error)}", err=True)
-            sys.exit(_NOT_SO if isinstance(error, ChecksumError) else _BAD_INPUT)
+            sys.exit(_CHECK_FAILED if isinstance(error, ChecksumError) else _BAD_INPUT)
         sys.exit(status if isinstance(status, int) else _DONE)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,6 +16,8 @@ from tierstore.units import format_bytes, parse_size
 __all__ = [
     "FRACTION",
     "SIZE",
+    "bundled",
+    "checksum_option",
     "config_overrides",
     "describe_config",
     "help_config_option",
@@ -80,6 +84,28 @@ def json_option(command: F) -> F:
     return click.option(
         "--json", "as_json", is_flag=True, help="End stdout with one JSON object; tables go to stderr."
     )(command)
+
+
+def checksum_option(command: F) -> F:
+    """``--checksum``: whether a run ends with the checksum over all records."""
+    return click.option(
+        "--checksum", is_flag=True, help="Read the whole store at the end, for the checksum over its records."
+    )(command)
+
+
+def bundled(kind: type[Any], argument: str) -> Callable[[F], F]:
+    """Below a command's options: those that are fields of the dataclass ``kind`` reach it as one ``argument``."""
+    names = [field.name for field in dataclasses.fields(kind)]
+
+    def decorate(command: F) -> F:
+        @functools.wraps(command)
+        def called(*args: Any, **given: Any) -> object:
+            bundle = kind(**{name: given.pop(name) for name in names})
+            return command(*args, **given, **{argument: bundle})
+
+        return called  # type: ignore[return-value]
+
+    return decorate
 
 
 _SET_KEY = (

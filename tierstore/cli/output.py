@@ -1,7 +1,7 @@
 """What commands print: tables and progress for people, one JSON object for programs.
 
 With ``--json`` everything for people goes to stderr, and stdout is the object, on one line. Without it the
-same table goes to stdout. Every number in the object says its unit in its key.
+same table goes to stdout. Every number in the object says its unit in its key: the tests of the commands check it.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from types import TracebackType
 
@@ -20,56 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
-__all__ = ["Output", "OutputMode", "Progress", "finite", "unit_violations"]
+__all__ = ["Output", "OutputMode", "Progress", "finite"]
 
-# A key that ends in one of these says its unit.
-_UNITS = (
-    "_bytes",
-    "_bytes_per_s",
-    "_per_s",
-    "_s",
-    "_ns",
-    "_loss",
-    "_ratio",
-    "_count",
-    "_percent",
-    "_nats_per_byte",
-    "_crc32c",
-    "_version",
-    "_threads",
-)
-# Counts and pure numbers, which have no unit to say.
-_COUNTS = frozenset(
-    {
-        "steps",
-        "step",
-        "loss",
-        "parameters",
-        "experts",
-        "layers",
-        "layer",
-        "tokens",
-        "hits",
-        "misses",
-        "evictions",
-        "records",
-        "sections",
-        "snapshots",
-        "intervals",
-        "cores",
-        "threads",
-        "generation",
-        "seed",
-        "commits",
-        "replayed",
-        "frames",
-        "depth",
-        "repeats",
-        "ranks",
-        "stalled_rank",
-        "rank",
-    }
-)
 _PLAIN_WIDTH = 120  # columns for tables where there is no terminal to ask
 _PLAIN_INTERVAL_S = 5.0
 
@@ -83,11 +34,10 @@ class OutputMode(Enum):
 
 
 class Output:
-    """Where a command prints. ``counts`` names keys of this command's object that are counts, too."""
+    """Where a command prints."""
 
-    def __init__(self, mode: OutputMode, *, counts: frozenset[str] = frozenset()) -> None:
+    def __init__(self, mode: OutputMode) -> None:
         self.mode = mode
-        self._counts = _COUNTS | counts
         self.console = Console(
             stderr=mode is OutputMode.JSON,
             quiet=mode is OutputMode.NOBODY,
@@ -99,9 +49,9 @@ class Output:
             self.console.width = _PLAIN_WIDTH
 
     @classmethod
-    def for_option(cls, as_json: bool, *, counts: frozenset[str] = frozenset()) -> Output:
+    def for_option(cls, as_json: bool) -> Output:
         """The Output of ``--json`` given or not."""
-        return cls(OutputMode.JSON if as_json else OutputMode.HUMAN, counts=counts)
+        return cls(OutputMode.JSON if as_json else OutputMode.HUMAN)
 
     def line(self, text: str = "") -> None:
         """One line for people; it is not wrapped."""
@@ -121,16 +71,9 @@ class Output:
         self.console.print(table)
 
     def emit(self, result: Mapping[str, object]) -> None:
-        """The command's JSON object, in JSON mode: the last line of stdout. Numbers not finite become null.
-
-        A number whose key says no unit is a warning (an error in the tests): the object itself comes out
-        all the same, since it may be the end of a long run.
-        """
+        """The command's JSON object, in JSON mode: the last line of stdout. Numbers not finite become null."""
         if self.mode is OutputMode.JSON:
             click.echo(json.dumps(finite(result), allow_nan=False))
-        wrong = list(unit_violations(result, counts=self._counts))
-        if wrong:
-            warnings.warn(f"numbers without a unit in their key: {', '.join(wrong)}", stacklevel=2)
 
     def progress(self, total: int, *, label: str) -> Progress:
         """A Progress of ``total`` steps, for people."""
@@ -196,24 +139,6 @@ class Progress:
 
 def _shown(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def unit_violations(
-    value: object, *, counts: frozenset[str] = _COUNTS, key: str = "", path: str = ""
-) -> Iterator[str]:
-    """The dotted keys in ``value`` that hold numbers and say no unit. A list's numbers go by its key."""
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from unit_violations(inner, counts=counts, key=str(name), path=f"{path}.{name}".lstrip("."))
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            if (found := next(unit_violations(inner, counts=counts, key=key, path=path), None)) is not None:
-                yield found
-                break
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        named = any(key.endswith(unit) or key == unit[1:] for unit in _UNITS)
-        if not named and key not in counts:
-            yield path
 
 
 def finite(value: object) -> object:

@@ -29,9 +29,7 @@ def reshard(store: Path, target: Path, ranks: int, expert_ranks: int, as_json: b
     from tierstore.train.reshard import Layout
     from tierstore.train.reshard import reshard as make
 
-    output = Output.for_option(
-        as_json, counts=frozenset({"expert_ranks", "ranks_before", "expert_ranks_before"})
-    )
+    output = Output.for_option(as_json)
     start = time.monotonic()
     with output.progress(0, label="reshard") as progress:
         done = make(

@@ -18,6 +18,7 @@ import click
 from tierstore.cli.interrupts import Interrupts
 from tierstore.cli.options import (
     SIZE,
+    checksum_option,
     config_overrides,
     help_config_option,
     json_option,
@@ -56,6 +57,7 @@ _INTERRUPTED = 130
 @click.option("--device-budget", type=SIZE, help="Memory for experts on the device.")
 @click.option("--resume", is_flag=True, help="Go on from the store's last commit.")
 @click.option("--commit-every", type=int, help="Steps between commits (0: only at the end).")
+@checksum_option
 @click.option("--metrics", type=click.Path(path_type=Path), help="Append one JSON line a step to this file.")
 @click.option("--timeline", type=click.Path(path_type=Path), help="Write a Chrome trace for Perfetto.")
 @click.option("--record-trace", type=click.Path(path_type=Path), help="Record every cache decision's input.")
@@ -73,6 +75,7 @@ def train(
     device_budget: int | None,
     resume: bool,
     commit_every: int | None,
+    checksum: bool,
     metrics: Path | None,
     timeline: Path | None,
     record_trace: Path | None,
@@ -95,7 +98,8 @@ def train(
         "commit_every": commit_every,
     }
     loaded = load(TrainConfig, config, config_overrides(settings, given))
-    ctx.exit(_run(loaded, _Files(metrics, timeline, record_trace), resume=resume, as_json=as_json))
+    files = _Files(metrics, timeline, record_trace)
+    ctx.exit(_run(loaded, files, resume=resume, checksum=checksum, as_json=as_json))
 
 
 @dataclass(frozen=True)
@@ -112,79 +116,99 @@ class _Files:
         return _Files(*(rank_file(path, rank) for path in (self.metrics, self.timeline, self.trace)))
 
 
-def _run(config: TrainConfig, files: _Files, *, resume: bool, as_json: bool) -> int:
+def _run(config: TrainConfig, files: _Files, *, resume: bool, checksum: bool, as_json: bool) -> int:
     from tierstore.parallel import launch, limited_groups
     from tierstore.train.ranks import Opening, restarted
 
-    counts = frozenset({"write_backs"})
     # Ranks end together or not at all: from here on a signal to one of them is everybody's.
     groups = limited_groups(config.links)
     with Interrupts() as interrupts, launch(config.parallel, device=config.device, make_group=groups) as mesh:
         first = mesh.world.rank == 0
-        output = Output.for_option(as_json, counts=counts) if first else Output(OutputMode.NOBODY)
+        output = Output.for_option(as_json) if first else Output(OutputMode.NOBODY)
         again = Opening.RESTART if restarted() else Opening.CREATE
         opening = Opening.RESUME if resume else again
-        return _train(config, output, opening, files.of_rank(mesh.world.rank), mesh, interrupts)
+        own = files.of_rank(mesh.world.rank)
+        summary, stopped = _train(config, output, opening, own, mesh, interrupts, checksum=checksum)
+        _show(summary, output)
+        if first:
+            output.emit(summary.as_json())
+    if not stopped:
+        return 0
+    output.line(f"stopped by a signal after step {summary.steps}, committed; --resume goes on")
+    # To torchrun any other status is a failure, and it would start the ranks again.
+    return 0 if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" else _INTERRUPTED
 
 
 def _train(
-    config: TrainConfig, output: Output, opening: Opening, files: _Files, mesh: Mesh, interrupts: Interrupts
-) -> int:
+    config: TrainConfig,
+    output: Output,
+    opening: Opening,
+    files: _Files,
+    mesh: Mesh,
+    interrupts: Interrupts,
+    *,
+    checksum: bool,
+) -> tuple[RunSummary, bool]:
+    """The run: its result, and whether a signal ended it."""
     from tierstore.train.budgets import DeviceKind
     from tierstore.train.footprint import fixed_cost, keep_freed_memory, resident_bytes
-    from tierstore.train.report import (
-        Metrics,
-        RunSummary,
-        drive_rows,
-        drive_written_bytes,
-        tier_rows,
-        totals,
-    )
+    from tierstore.train.report import Instant, Metrics, RunSummary, totals
     from tierstore.train.session import open_session
 
     keep_freed_memory()
     device = DeviceKind(mesh.device.type)
     fixed = fixed_cost(config, resident_bytes(), ranks=mesh.world.size, device=device).nbytes
-    _announce(config, output, fixed, mesh)
     with (
         open_timeline(files.timeline) as sink,
         Metrics(files.metrics) as log,
-        open_session(config, opening, mesh=mesh, trace=files.trace, timeline=sink) as trainer,
+        open_session(
+            config,
+            opening,
+            mesh=mesh,
+            trace=files.trace,
+            timeline=sink,
+            accepted=lambda: _announce(config, output, fixed, mesh),
+        ) as trainer,
     ):
         _describe(trainer.store, output)
+        output.line(trainer.timer.describe())
         log.start(trainer)
-        begun, first = time.monotonic(), trainer.state.position
-        written_before = drive_written_bytes(trainer)
+        first, begun = trainer.state.position, Instant.now(trainer)
         stopped = _steps(config, output, trainer, log, interrupts)
         if not stopped:
             trainer.evaluate()
         trainer.commit()
         trainer.store.end_trace()
-        seconds = time.monotonic() - begun
+        ended = totals(trainer, begun)
+        crc = _checksum(output, trainer, interrupts) if checksum and not stopped else None
+        stopped = stopped or (checksum and crc is None)
         summary = RunSummary(
             config=config,
             steps=trainer.state.position,
             train_loss=trainer.state.train_loss,
             val_loss=trainer.state.val_loss,
-            seconds=seconds,
             tokens=config.tokens_per_step * (trainer.state.position - first),
             fixed_resident_bytes=fixed,
-            totals=totals(trainer, written_before=written_before),
+            totals=ended,
+            records_crc32c=crc,
         )
         if config.sample_tokens and not stopped:
             text = trainer.sample(_PROMPT, config.sample_tokens)
             output.line("sample: " + (_PROMPT + text).decode(errors="replace"))
-    _show(summary, output, tier_rows(summary))
-    output.table(
-        "drives", ("directory", "in use", "read", "written", "bandwidth", "share"), drive_rows(summary)
-    )
-    if mesh.world.rank == 0:
-        output.emit(summary.as_json())
-    if stopped:
-        output.line(f"stopped by a signal after step {summary.steps}, committed; --resume goes on")
-        # To torchrun any other status is a failure, and it would start the ranks again.
-        return 0 if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" else _INTERRUPTED
-    return 0
+    return summary, stopped
+
+
+def _checksum(output: Output, trainer: Trainer, interrupts: Interrupts) -> int | None:
+    """The checksum over the records of all ranks; None where a signal cut it short."""
+    from tierstore.train.checksum import records_checksum
+
+    count = len(trainer.store.records.keys)
+    with output.progress(count, label="checksum") as progress:
+        return records_checksum(
+            trainer,
+            progress=lambda done, total: progress.update(done, total, {}),
+            stopped=lambda: interrupts.asked,
+        )
 
 
 def _steps(
@@ -227,7 +251,7 @@ def _steps(
 def _announce(config: TrainConfig, output: Output, fixed: int, mesh: Mesh) -> None:
     """What the run will take, before the first write."""
     from tierstore.store.directories import rank_directory
-    from tierstore.store.space import copies
+    from tierstore.store.disk.space import copies
 
     model = config.model
     records = model.expert_parameters * 12
@@ -285,12 +309,14 @@ def _describe(store: StoreCore, output: Output) -> None:
                 output.line(f"warning: {found.name} {found.model} under {drive.path}: {warning}")
 
 
-def _show(summary: RunSummary, output: Output, rows: list[tuple[str, str]]) -> None:
+def _show(summary: RunSummary, output: Output) -> None:
+    from tierstore.train.report import drive_rows, step_rows, tier_rows
+
     loss = "-" if summary.val_loss is None else f"{summary.val_loss:.4f}"
     output.table(
-        f"{summary.steps} steps, {format_seconds(summary.seconds)}, validation loss {loss} nats a byte",
+        f"{summary.steps} steps, {format_seconds(summary.totals.seconds)}, validation loss {loss} nats a byte",
         ("tier", "total"),
-        rows,
+        tier_rows(summary),
     )
     if summary.totals.stalls:
         output.table(
@@ -307,6 +333,14 @@ def _show(summary: RunSummary, output: Output, rows: list[tuple[str, str]]) -> N
                 for stall in summary.totals.stalls[:8]
             ],
         )
+    if summary.totals.step_time is not None:
+        whole = format_seconds(summary.totals.step_time.wall_s)
+        output.table(
+            f"where {whole} of steps went", ("part", "time", "share"), step_rows(summary.totals.step_time)
+        )
+    output.table(
+        "drives", ("directory", "in use", "read", "written", "bandwidth", "share"), drive_rows(summary)
+    )
 
 
 def _seconds(stall: Mapping[str, object]) -> str:

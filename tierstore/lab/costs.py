@@ -260,7 +260,7 @@ def cost_by_layer(
     if objective is Objective.MISSES:
         return replayed.layer_misses.astype(np.float64)
     return _summed(
-        requests.layers, requests.layer_count, _cost_by_event(requests, replayed, objective, machine)
+        requests.layers, requests.table.layer_count, _cost_by_event(requests, replayed, objective, machine)
     )
 
 

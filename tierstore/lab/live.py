@@ -88,7 +88,7 @@ class LiveReplay:
             policy_options=setting.policy.options,
             role=setting.policy.role,
             capacity_frames=setting.capacity_frames,
-            capacity_fraction=setting.capacity_frames / requests.total_frames,
+            capacity_fraction=setting.capacity_frames / requests.table.total_frames,
             scope=setting.scope.value,
             contract=setting.contract.value,
             lookahead_frames=self.lookahead_frames,

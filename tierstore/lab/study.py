@@ -174,7 +174,7 @@ def _layered(requests: Requests, options: StudyOptions) -> tuple[Outcome, ...]:
     """Every policy at the focus with equal quotas; none where there is one layer only."""
     if requests.info.layers < 2:
         return ()
-    capacity = requests.frames_of(options.focus)
+    capacity = requests.table.frames_of(options.focus)
     settings = [
         ReplaySetting(spec, capacity, Scope.LAYER, options.contract) for spec in all_policies(requests)
     ]

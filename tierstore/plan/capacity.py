@@ -20,9 +20,9 @@ from tierstore.plan.evidence import Evidence
 from tierstore.prefetch.schedule import Schedule
 from tierstore.prefetch.units import unit_schedule
 from tierstore.stats import Tier
+from tierstore.store.disk.space import copies, extent_bytes, scratch_bytes
 from tierstore.store.format import Placement, RecordSchema, WeightFormat
-from tierstore.store.index import index_bytes
-from tierstore.store.space import copies, extent_bytes, scratch_bytes
+from tierstore.store.index.database import index_bytes
 from tierstore.train.budgets import EXPERT_SCHEMA, Budgets, DeviceKind, budgets, expert_schema
 from tierstore.train.config import TrainConfig
 from tierstore.train.footprint import FixedCost, fixed_cost, flat_layouts, rank_tokens

@@ -22,12 +22,12 @@ from pathlib import Path
 
 from tierstore.errors import StoreError, StoreFormatError
 from tierstore.store.adamw import StepHistory
+from tierstore.store.disk.space import copies
 from tierstore.store.failures import Failures
-from tierstore.store.format import RecordEntry, check_name
-from tierstore.store.index import PREVIOUS, Commit
+from tierstore.store.index.database import PREVIOUS, Commit
+from tierstore.store.index.entries import RecordEntry, check_name
 from tierstore.store.opening import Parts, fsync_directory
 from tierstore.store.records import Records
-from tierstore.store.space import copies
 
 __all__ = ["Committer", "Keep"]
 
@@ -62,20 +62,20 @@ class Committer:
 
     def load(self) -> Mapping[str, RecordEntry]:
         """Takes up the last commit and its snapshots; returns its records. Raises StoreFormatError."""
-        index, slots = self._parts.index, self._parts.slots
+        index, live, extents = self._parts.index, self._parts.live, self._parts.extents
         commit = index.read_commit()
-        slots.generation = commit.generation
+        live.generation = commit.generation
         self.table, self.state = commit.records, commit.state
         self.snapshots = {name: index.read_commit(name) for name in index.snapshots()}
         for where, table in self.tables():
-            slots.check_table(table, f"{self._parts.home.directory}: {where}")
-            slots.retain(table.values())
-        slots.adopt_free_slots()
+            live.check_table(table, f"{self._parts.home.directory}: {where}")
+            live.retain(table.values())
+        extents.recover()
         if _HISTORY not in self.state:
             raise StoreFormatError(f"{self._parts.home.directory}: the history of optimizer steps is missing")
         self._history.unpack(self.state[_HISTORY])
-        if slots.budget is not None and _BUDGET in self.state:
-            slots.budget.unpack(self.state[_BUDGET])
+        if extents.budget is not None and _BUDGET in self.state:
+            extents.budget.unpack(self.state[_BUDGET])
         return self.table
 
     def tables(self) -> list[tuple[str, Mapping[str, RecordEntry]]]:
@@ -94,7 +94,7 @@ class Committer:
             raise StoreError(
                 f"commit: optimizer step {self._history.current} is in progress; finish or abandon it first"
             )
-        unwritten = self._parts.slots.unwritten_direct
+        unwritten = self._parts.live.unwritten_direct
         if unwritten:
             raise StoreError(
                 f"commit: record {unwritten[0]!r} is held by its owner, who has not written it through"
@@ -117,18 +117,18 @@ class Committer:
         Raises StoreError or ValueError, with nothing lost, for a commit that cannot be.
         """
         self._check(state, snapshot)
-        cache, slots = self._parts.cache, self._parts.slots
+        cache, extents = self._parts.cache, self._parts.extents
         cache.clean()
         held = cache.unclean()
         if held:
-            keys = sorted({slots.records[cache.backing_record(entry)].key for entry in held})
+            keys = sorted({backing.key for backing in held})
             raise StoreError(
                 f"commit: record {keys[0]!r} was caught up under a lease that still holds it "
                 f"({len(keys)} such): release it first"
             )
-        self.writes += cache.take_pending_writes()
-        self._syncs += slots.syncs(self._unfinished(self.writes))
-        self._directories += slots.take_unsynced_directories()
+        self.writes += cache.write_backs.take()
+        self._syncs += extents.syncs(self._unfinished(self.writes))
+        self._directories += extents.take_unsynced_directories()
         return self._unfinished([*self.writes, *self._syncs])
 
     def _unfinished(self, tickets: Sequence[int]) -> list[int]:
@@ -139,7 +139,7 @@ class Committer:
         if keep is Keep.PREVIOUS and PREVIOUS in self.snapshots:
             raise StoreError("prepare: the prepared commit before this one was not acknowledged")
         self.begin(state, snapshot)
-        slots = self._parts.slots
+        extents = self._parts.extents
         try:
             self._failures.wait([*self.writes, *self._syncs])
             self.writes, self._syncs = [], []
@@ -149,13 +149,13 @@ class Committer:
             reached = [record.live.step for record in self._records.cached.values()]
             self._history.forget_before(self._history.oldest(reached))
             own = {_HISTORY: self._history.pack()}
-            if slots.budget is not None:
-                own[_BUDGET] = slots.budget.pack()
+            if extents.budget is not None:
+                own[_BUDGET] = extents.budget.pack()
             self._write_index({**state, **own}, snapshot, keep)
         except BaseException as error:
             self._failures.poison(f"a commit failed: {error}")
             raise
-        return slots.generation
+        return self._parts.live.generation
 
     def acknowledge(self) -> None:
         """Lets the commit before a prepared one go, durably; without one, nothing."""
@@ -168,20 +168,21 @@ class Committer:
         except BaseException as error:
             self._failures.poison(f"acknowledging a commit failed: {error}")
             raise
-        self._parts.engine.log_mark(f"acknowledge {self._parts.slots.generation}")
+        self._parts.engine.log_mark(f"acknowledge {self._parts.live.generation}")
         for name in dropped:
-            self._parts.slots.let_go(self.snapshots.pop(name).records.values())
+            self._parts.live.release(self.snapshots.pop(name).records.values())
         self._replaces = False
         self._discard()
 
     def _counted(self) -> contextlib.AbstractContextManager[None]:
         """What the index writes counts against the write budget, if there is one."""
-        budget = self._parts.slots.budget
+        budget = self._parts.extents.budget
         return contextlib.nullcontext() if budget is None else budget.counting()
 
     def _discard(self) -> None:
         named = [name for name in self.snapshots if name != PREVIOUS]
-        self._parts.slots.discard(copies(max(self._parts.config.retain, len(named))))
+        kept = copies(max(self._parts.config.retain, len(named)))
+        self._parts.extents.discard(kept, self._parts.live.counts())
 
     def _superseded(self, adding: int) -> list[str]:
         """What is let go of by a commit that adds so many snapshots and cannot be undone."""
@@ -190,18 +191,18 @@ class Committer:
         return named[:excess] + ([PREVIOUS] if PREVIOUS in self.snapshots else [])
 
     def _write_index(self, state: dict[str, bytes], snapshot: str | None, keep: Keep) -> None:
-        parts, slots = self._parts, self._parts.slots
-        changed = slots.changed_entries()
-        generation = slots.generation + 1
+        parts, live = self._parts, self._parts.live
+        changed = live.changed_entries()
+        generation = live.generation + 1
         table, merged = self.table | changed, self.state | state
         added: dict[str, Commit] = {}
         dropped: list[str] = []
         if snapshot is not None:
             added[snapshot] = Commit(generation, table, merged)
-        if keep is Keep.PREVIOUS and slots.generation:
+        if keep is Keep.PREVIOUS and live.generation:
             # Older snapshots stay as well: if this commit is undone, so is the one that takes their place.
             self._replaces = bool(added)
-            added[PREVIOUS] = Commit(slots.generation, self.table, self.state)
+            added[PREVIOUS] = Commit(live.generation, self.table, self.state)
         else:
             dropped = self._superseded(len(added))
         # What it may refer to comes first; the weights of what comes after it are part of it.
@@ -222,15 +223,15 @@ class Committer:
         parts.drives.committed()
         parts.engine.log_mark(f"commit {generation}")
         # The transaction is durable: only now may the slots that it left behind be used again.
-        slots.generation = generation
-        slots.retain(changed.values())
+        live.committed(generation)
+        live.retain(changed.values())
         for name, commit in added.items():
-            slots.retain(commit.records.values())
+            live.retain(commit.records.values())
             self.snapshots[name] = commit
-        slots.let_go(self.table[key] for key in changed if key in self.table)
+        live.release(self.table[key] for key in changed if key in self.table)
         for name in dropped:
-            slots.let_go(self.snapshots.pop(name).records.values())
+            live.release(self.snapshots.pop(name).records.values())
         self.table, self.state = table, merged
-        slots.committed()
+        parts.extents.committed()
         if PREVIOUS not in self.snapshots:
             self._discard()

@@ -1,38 +1,62 @@
-"""Checksums over what records hold, wherever their bytes lie."""
+"""Checksums over what records hold, wherever their bytes lie.
+
+They change nothing: no cache decision, no record, no file. What is not resident is read into memory of its own, one
+record's beside the host budget, and missed steps are replayed there and forgotten.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 from tierstore import _native
+from tierstore._native import Buffer, Priority
 from tierstore.cache.host_cache import HostCache
 from tierstore.store.format import COMMITTED_GROUPS
+from tierstore.store.index.live import LiveRecord
 from tierstore.store.opening import scratch_buffers
-from tierstore.store.optimizer import CachedRecord
-from tierstore.store.slots import SlotMap
+from tierstore.store.optimizer import CachedRecord, RecordOptimizer
 
-__all__ = ["cached_crc32c", "stored_crc32c"]
-
-Wait = Callable[[Sequence[int]], None]
+__all__ = ["record_crc32c"]
 
 
-def cached_crc32c(cache: HostCache, record: CachedRecord, crc: int, wait: Wait) -> int:
-    """``crc`` continued over the sections of a record that is pinned in ``cache``."""
-    for group in COMMITTED_GROUPS:
-        entry = record.entry(group)
-        wait(cache.ready(entry))
-        for section in cache.sections(entry):
+def record_crc32c(
+    live: LiveRecord,
+    cached: CachedRecord | None,
+    crc: int,
+    *,
+    cache: HostCache,
+    optimizer: RecordOptimizer,
+    wait: Callable[[Sequence[int]], None],
+) -> int:
+    """``crc`` continued over the sections of ``live``, caught up to the last applied step.
+
+    ``cached`` is the record in ``cache``, None where the cache does not hold it. Raises ChecksumError, OSError.
+    """
+    behind = cached is not None and optimizer.behind(cached) > 0
+    with contextlib.ExitStack() as stack:
+        sections: list[Buffer] = []
+        tickets: list[int] = []
+        for group in COMMITTED_GROUPS:
+            resident: Sequence[Buffer] = ()
+            if cached is not None:
+                resident = cache.sections(cached.entry(group))
+            ready = cache.ready(cached.entry(group)) if cached is not None and resident else []
+            if resident and not behind:
+                sections += resident
+                tickets += ready
+                continue
+            scratch = stack.enter_context(scratch_buffers(live.schema.layout(group)))
+            sections += scratch
+            if resident:
+                copies = zip(scratch, resident, strict=True)
+                tickets += [cache.engine.copy(copy, source, after=ready) for copy, source in copies]
+            else:
+                tickets.append(live.read(group, scratch, (), Priority.DEMAND))
+        if cached is not None and behind:
+            tickets = [optimizer.replay_copy(cached, sections, after=tickets)]
+        wait(tickets)
+        for section in sections:
             for piece in section.arrays():
                 crc = _native.crc32c(piece, crc)
-    return crc
-
-
-def stored_crc32c(slots: SlotMap, number: int, crc: int, wait: Wait) -> int:
-    """``crc`` continued over the sections of record ``number`` of ``slots`` as they were last written."""
-    schema = slots.schemas[slots.records[number].schema]
-    for group in COMMITTED_GROUPS:
-        with scratch_buffers(schema.layout(group)) as sections:
-            wait([slots.read(number, group, sections, (), _native.Priority.DEMAND)])
-            for section in sections:
-                crc = _native.crc32c(section.array(), crc)
     return crc

@@ -7,7 +7,8 @@ several of them: accesses, optimizer steps, records that their owner holds, comm
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -16,17 +17,17 @@ from tierstore import _native
 from tierstore.cache.access import Need, Phase
 from tierstore.cache.host_cache import HostCache
 from tierstore.errors import BudgetError, StoreError
-from tierstore.store import content
 from tierstore.store.adamw import StepHistory
 from tierstore.store.committing import Committer, Keep
-from tierstore.store.drives import DriveReport
+from tierstore.store.content import record_crc32c
+from tierstore.store.disk.drives import DriveReport
+from tierstore.store.disk.space import copies
 from tierstore.store.failures import Failures
 from tierstore.store.format import Group
-from tierstore.store.index import index_bytes
+from tierstore.store.index.database import index_bytes
 from tierstore.store.opening import Parts
 from tierstore.store.optimizer import CachedRecord, RecordOptimizer
 from tierstore.store.records import Records, by_layer
-from tierstore.store.space import copies
 from tierstore.units import format_bytes
 
 __all__ = ["OptimizerStep", "StoreCore", "check_array"]
@@ -44,14 +45,15 @@ class StoreCore:
         #: The optimizer's hyperparameters, but for the learning rate.
         self.adamw = parts.adamw
         self.engine = parts.engine
-        self.slots = parts.slots
+        self.live = parts.live
+        self.extents = parts.extents
         self.cache: HostCache = parts.cache
         #: The budget of bytes written a day, if there is one.
-        self.write_budget = parts.slots.budget
+        self.write_budget = parts.extents.budget
         self.history = StepHistory(parts.adamw)
-        self.optimizer = RecordOptimizer(self.engine, self.cache, self.slots, self.history)
-        self.records = Records(self.slots, self.cache)
-        self.failures = Failures(self.directory, self.cache, self.slots)
+        self.optimizer = RecordOptimizer(self.engine, self.cache, self.history)
+        self.records = Records(self.live, self.extents, self.cache)
+        self.failures = Failures(self.directory, self.cache, self.live)
         self.committer = Committer(parts, self.records, self.history, self.failures)
         self._space_reserved = False
 
@@ -71,14 +73,16 @@ class StoreCore:
         opened.
         """
         retain = max(self.config.retain, len(self.committer.snapshots))
-        self.slots.reserve(copies(retain), counts or {})
-        records = max(len(self.slots.records), sum((counts or {}).values()))
+        wanted = self.records.counts() | Counter(counts or {})
+        self.extents.reserve(copies(retain), wanted)
+        records = max(len(self.records.keys), sum((counts or {}).values()))
         self._parts.index.reserve(index_bytes(records, retain))
         self._space_reserved = True
 
     def reserve_scratch(self, schema: str) -> None:
         """Reserves disk to spill one gradient of each record of ``schema``. Raises OSError (ENOSPC)."""
-        self.slots.reserve_scratch(self.records.schema_index(schema))
+        extents = self.extents[self.records.schema_index(schema)]
+        extents[Group.GRADIENTS].reserve(self.records.counts()[schema])
 
     def _before_change(self) -> None:
         if not self._space_reserved:
@@ -94,7 +98,7 @@ class StoreCore:
         if (flags & np.uint16(_DIRTIES)).any():
             self._before_change()
         try:
-            return self.cache.begin_access(self.history.applied, phase, layer, numbers, flags)
+            return self.cache.begin_access(phase, layer, numbers, flags)
         except _native.CapacityError as error:
             raise BudgetError(f"host_budget: {error}") from error
 
@@ -147,7 +151,7 @@ class StoreCore:
             raise
         if self.history.is_open:
             self.history.finish()
-        self.cache.end_step(self.history.applied)
+        self.cache.end_step()
 
     # Records that their owner holds -------------------------------------------------------------------------
 
@@ -159,18 +163,17 @@ class StoreCore:
         """
         self.failures.check()
         self._before_change()
-        number = self.records.direct[key]
-        tickets = [self.slots.write(number, group, sections, ()) for group, sections in groups.items()]
+        live = self.records.live(key)
+        tickets = [live.write(group, sections, ()) for group, sections in groups.items()]
         self.committer.writes += tickets
-        self.slots.records[number].step = step
-        self.slots.touch(number)
+        live.step, live.changed = step, True
         return tickets
 
     def read_through(self, key: str, groups: Mapping[Group, Sequence[_native.Buffer]]) -> None:
         """Reads a DIRECT record into the owner's memory and waits for it."""
         self.failures.check()
-        number, demand = self.records.direct[key], _native.Priority.DEMAND
-        self.wait([self.slots.read(number, group, into, (), demand) for group, into in groups.items()])
+        live, demand = self.records.live(key), _native.Priority.DEMAND
+        self.wait([live.read(group, into, (), demand) for group, into in groups.items()])
 
     # Commits ------------------------------------------------------------------------------------------------
 
@@ -202,19 +205,21 @@ class StoreCore:
 
     # What it is ---------------------------------------------------------------------------------------------
 
-    def records_crc32c(self) -> int:
+    def records_crc32c(self, progress: Callable[[int, int], None] | None = None) -> int:
         """As ``ParameterStore.records_crc32c``."""
         self.failures.check()
-        crc = 0
-        for key in self.records.keys:
-            if key in self.records.direct:
-                crc = content.stored_crc32c(self.slots, self.records.direct[key], crc, self.wait)
-                continue
-            record = self.record(key)
-            need = Need.STEP if self.optimizer.behind(record) else Need.WEIGHTS | Need.MOMENTS
-            for _ in self.access(Phase.EXPORT, record.live.layer, [record], need):
-                self.optimizer.catch_up(record)
-                crc = content.cached_crc32c(self.cache, record, crc, self.wait)
+        crc, keys = 0, self.records.keys
+        for done, key in enumerate(keys, start=1):
+            crc = record_crc32c(
+                self.records.live(key),
+                self.records.cached.get(key),
+                crc,
+                cache=self.cache,
+                optimizer=self.optimizer,
+                wait=self.wait,
+            )
+            if progress is not None:
+                progress(done, len(keys))
         return crc
 
     def counters(self) -> dict[str, object]:
@@ -223,16 +228,16 @@ class StoreCore:
 
     def drives(self) -> list[DriveReport]:
         """What lies in each of the store's directories, and what each gave; the store's own first."""
-        return self.slots.drive_reports()
+        return self.extents.drive_reports()
 
     def describe(self) -> list[str]:
         """One line for each capability: what is in effect, and why where AUTO fell back."""
         engine, arena = self.engine, self._parts.arena
         if engine.backend == "pmem":
-            reason = self.slots.map_sync_reason
+            reason = self.extents.map_sync_reason
             past_cache = "MAP_SYNC: " + (f"off, extents are synced by msync ({reason})" if reason else "on")
         else:
-            reason = self.slots.direct_reason
+            reason = self.extents.direct_reason
             past_cache = "direct I/O: " + (f"off ({reason})" if reason else "on")
         drives = self.drives()
         shares = ", ".join(f"{drive.path} {drive.share:.0%}" for drive in drives)
@@ -242,7 +247,7 @@ class StoreCore:
             past_cache,
             f"host cache: {format_bytes(arena.nbytes)}, {format_bytes(arena.huge_bytes)} of it in huge pages",
             *([f"drives: {shares} of new records"] if len(drives) > 1 else []),
-            self.slots.describe_discard(),
+            self.extents.describe_discard(),
             *([] if self.write_budget is None else [self.write_budget.describe()]),
         ]
 

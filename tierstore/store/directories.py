@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tierstore.errors import StoreInUseError
 from tierstore.store.config import StripeConfig
-from tierstore.store.drives import DriveReport
+from tierstore.store.disk.drives import DriveReport
 from tierstore.store.opening import IDENTITY, read_drives
 from tierstore.store.parameter_store import verify_store
 from tierstore.store.verify import VerifyReport
@@ -33,7 +33,7 @@ def rank_directory(store: Path, rank: int, world: int) -> Path:
 
 
 def rank_stripe(config: StripeConfig, rank: int, world: int) -> StripeConfig:
-    """The further directories of rank ``rank``'s store: its own below each of those of the job."""
+    """The stripe directories of rank ``rank``'s store: one of its own below each of the job's."""
     return replace(
         config, directories=tuple(rank_directory(path, rank, world) for path in config.directories)
     )
@@ -71,7 +71,7 @@ def drives_of(store: Path) -> list[DriveReport]:
 
 
 def verify_all(store: Path, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-    """``verify_store`` of every rank, in rank order; ``progress`` is told of one after another."""
+    """``verify_store`` of every rank, in rank order; ``progress`` follows one after another."""
     total = VerifyReport()
     for directory in rank_directories(store) or [store]:
         report = verify_store(directory, progress)

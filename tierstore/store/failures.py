@@ -10,7 +10,7 @@ from pathlib import Path
 from tierstore import _native
 from tierstore.cache.host_cache import HostCache
 from tierstore.errors import ChecksumError, StoreError, StorePoisonedError
-from tierstore.store.slots import SlotMap
+from tierstore.store.index.live import LiveIndex
 
 __all__ = ["Failures"]
 
@@ -18,10 +18,10 @@ __all__ = ["Failures"]
 class Failures:
     """Whether the store may still be used, and waiting that raises its errors."""
 
-    def __init__(self, directory: Path, cache: HostCache, slots: SlotMap) -> None:
+    def __init__(self, directory: Path, cache: HostCache, live: LiveIndex) -> None:
         self._directory = directory
         self._cache = cache
-        self._slots = slots
+        self._live = live
         self._owner = os.getpid()
         self._poison = ""
         self.closed = False
@@ -55,13 +55,13 @@ class Failures:
             yield
         except _native.ChecksumMismatch as error:
             message, path, offset, section = error.args
-            what = self._slots.explain(path, offset, section)
+            what = self._live.explain(path, offset, section)
             raise ChecksumError(f"{what}, {path}: {message}") from error
         except OSError as error:
             offset = getattr(error, "file_offset", None)
             if offset is None:
                 raise
-            what = self._slots.explain(str(error.filename), offset)
+            what = self._live.explain(str(error.filename), offset)
             raise OSError(error.errno, f"{what}: {error.strerror}", error.filename) from error
 
     def wait(self, tickets: Sequence[int]) -> None:

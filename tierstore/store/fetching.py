@@ -119,7 +119,7 @@ def begin_fetch(core: StoreCore, keys: Sequence[str], groups: Sequence[Group]) -
             pinned.append((numbers, flags))
             for record in records:
                 sections = {Group(g): core.cache.sections(record.entry(g)) for g in groups}
-                views[record.live.key] = RecordView(core.slots.schemas[record.live.schema], sections)
+                views[record.live.key] = RecordView(record.live.schema, sections)
                 tickets += [ticket for g in groups for ticket in core.cache.ready(record.entry(g))]
     except BaseException:
         unpin()
@@ -156,7 +156,7 @@ def prefetch(core: StoreCore, keys: Sequence[str], groups: Sequence[Group]) -> i
     covered = 0
     for layer, records in by_layer(core.record(key) for key in dict.fromkeys(keys)):
         numbers, flags = _needs(core, records, base)
-        taken = core.cache.prefetch(core.history.applied, Phase.USER, layer, numbers, flags)
+        taken = core.cache.prefetch(Phase.USER, layer, numbers, flags)
         covered += taken
         if taken < len(records):
             break

@@ -1,6 +1,6 @@
-"""The on-disk format: what a store directory holds, and how index values are packed.
+"""The on-disk format: what a store directory holds, and how the slots of records are laid out.
 
-``docs/FORMAT.md`` is the same in prose. Everything is little-endian.
+``docs/FORMAT.md`` is the same in prose; ``index.entries`` packs the index values. Everything is little-endian.
 
 A store directory holds::
 
@@ -18,7 +18,6 @@ section's ``nbytes`` bytes, without the gap.
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
@@ -32,26 +31,15 @@ __all__ = [
     "SECTION_ALIGNMENT",
     "Group",
     "GroupLayout",
-    "GroupLocation",
     "Placement",
-    "RecordEntry",
     "RecordSchema",
     "Section",
     "WeightFormat",
-    "check_name",
-    "divided",
-    "pack_table",
-    "place",
-    "unpack_table",
 ]
 
 FORMAT_VERSION = 2
-#: LMDB's longest key.
-MAX_NAME_BYTES = 511
 #: Sections start at multiples of this many bytes, in files and in memory: enough for direct I/O everywhere.
 SECTION_ALIGNMENT = 4096
-#: Slots are numbered in so many bits, in index entries too.
-_SLOT_BITS = 32
 
 
 class Group(IntEnum):
@@ -107,10 +95,11 @@ class Section:
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """The sections of one group, in file order."""
+    """The sections of one group, in file order. ``first_section`` counts the sections of the groups before it."""
 
     group: Group
     sections: tuple[Section, ...]
+    first_section: int
 
     @property
     def slot_bytes(self) -> int:
@@ -142,18 +131,21 @@ class RecordSchema:
             raise ConfigError(f"schema {self.name}: numel must be at least 1, got {self.numel}")
 
     def layout(self, group: Group) -> GroupLayout:
-        if group is Group.GRADIENTS:
-            return GroupLayout(group, (Section("gradient", "<f4", self.numel),))
+        weights: tuple[Section, ...] = (Section("weight", "<f4", self.numel),)
         moments: tuple[Section, ...] = (
             Section("exp_avg", "<f4", self.numel),
             Section("exp_avg_sq", "<f4", self.numel),
         )
-        if self.weight_format is WeightFormat.FP32:
-            weights: tuple[Section, ...] = (Section("weight", "<f4", self.numel),)
-        else:
+        if self.weight_format is WeightFormat.SPLIT_BF16:
             weights = (Section("weight_hi", "<u2", self.numel),)
             moments = (Section("weight_lo", "<i2", self.numel), *moments)
-        return GroupLayout(group, weights if group is Group.WEIGHTS else moments)
+        groups = (weights, moments, (Section("gradient", "<f4", self.numel),))
+        return GroupLayout(group, groups[group], sum(map(len, groups[:group])))
+
+    @property
+    def sections(self) -> int:
+        """How many sections a record has, in all groups."""
+        return sum(len(self.layout(group).sections) for group in Group)
 
     @property
     def record_bytes(self) -> int:
@@ -180,112 +172,3 @@ class RecordSchema:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise StoreFormatError(f"not a record schema: {value!r} ({error})") from error
-
-
-def place(directory: int, slot: int) -> int:
-    """Directory and slot in one number; in a store of one directory it is the slot's."""
-    return directory << _SLOT_BITS | slot
-
-
-def divided(place: int) -> tuple[int, int]:
-    """Directory and slot of a place."""
-    return place >> _SLOT_BITS, place & (1 << _SLOT_BITS) - 1
-
-
-@dataclass(frozen=True)
-class GroupLocation:
-    """Where one group of one record lies: stripe directory, slot, the generation that wrote it, its CRCs."""
-
-    directory: int
-    slot: int
-    generation: int
-    crcs: tuple[int, ...]
-
-    @property
-    def place(self) -> int:
-        """Directory and slot in one number."""
-        return place(self.directory, self.slot)
-
-
-@dataclass(frozen=True)
-class RecordEntry:
-    """One record's index value. ``step`` counts the optimizer steps that its content has had applied."""
-
-    schema: int
-    layer: int
-    step: int
-    groups: tuple[GroupLocation, ...]
-
-    _HEAD = struct.Struct("<HHHHq")
-    _GROUP = struct.Struct("<HHIQ")
-
-    def pack(self) -> bytes:
-        parts = [self._HEAD.pack(self.schema, self.layer, len(self.groups), 0, self.step)]
-        for location in self.groups:
-            parts.append(
-                self._GROUP.pack(location.directory, len(location.crcs), location.slot, location.generation)
-            )
-            parts.append(struct.pack(f"<{len(location.crcs)}I", *location.crcs))
-        return b"".join(parts)
-
-    @classmethod
-    def unpack(cls, data: bytes, *, where: str) -> RecordEntry:
-        """Raises StoreFormatError naming ``where`` when ``data`` is not a whole entry."""
-        try:
-            schema, layer, count, _, step = cls._HEAD.unpack_from(data)
-            offset = cls._HEAD.size
-            groups = []
-            for _ in range(count):
-                directory, sections, slot, generation = cls._GROUP.unpack_from(data, offset)
-                offset += cls._GROUP.size
-                crcs = struct.unpack_from(f"<{sections}I", data, offset)
-                offset += 4 * sections
-                groups.append(GroupLocation(directory, slot, generation, crcs))
-        except struct.error as error:
-            raise StoreFormatError(
-                f"{where}: truncated index entry of {len(data)} bytes ({error})"
-            ) from error
-        if offset != len(data):
-            raise StoreFormatError(f"{where}: index entry has {len(data)} bytes, expected {offset}")
-        return cls(schema, layer, step, tuple(groups))
-
-
-def check_name(kind: str, name: str) -> None:
-    """Raises ValueError for a name that the index cannot hold: empty, or longer than LMDB's keys may be."""
-    if not 0 < len(name.encode()) <= MAX_NAME_BYTES:
-        raise ValueError(
-            f"{kind} {name[:40]!r}: expected 1 to {MAX_NAME_BYTES} bytes, got {len(name.encode())}"
-        )
-
-
-_TABLE_HEAD = struct.Struct("<HI")
-
-
-def pack_table(table: dict[str, bytes]) -> bytes:
-    """A mapping of keys to values as one value: per item key length (u16), value length (u32), key, value."""
-    parts = []
-    for key, value in sorted(table.items()):
-        encoded = key.encode()
-        parts += [_TABLE_HEAD.pack(len(encoded), len(value)), encoded, value]
-    return b"".join(parts)
-
-
-def unpack_table(data: bytes, *, where: str) -> dict[str, bytes]:
-    """The inverse of ``pack_table``. Raises StoreFormatError naming ``where``."""
-    table: dict[str, bytes] = {}
-    offset = 0
-    while offset < len(data):
-        if offset + _TABLE_HEAD.size > len(data):
-            raise StoreFormatError(f"{where}: table ends inside an item at byte {offset}")
-        key_length, value_length = _TABLE_HEAD.unpack_from(data, offset)
-        offset += _TABLE_HEAD.size
-        end = offset + key_length + value_length
-        if end > len(data):
-            raise StoreFormatError(f"{where}: table ends inside an item at byte {offset}")
-        try:
-            key = data[offset : offset + key_length].decode()
-        except UnicodeDecodeError as error:
-            raise StoreFormatError(f"{where}: a key is not UTF-8 at byte {offset}") from error
-        table[key] = data[offset + key_length : end]
-        offset = end
-    return table

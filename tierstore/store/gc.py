@@ -26,8 +26,7 @@ from pathlib import Path
 from tierstore._native import DirectIo, File
 from tierstore.errors import StoreFormatError, StoreMissingError
 from tierstore.store.directories import building, building_directory
-from tierstore.store.format import COMMITTED_GROUPS, RecordEntry, RecordSchema
-from tierstore.store.home import (
+from tierstore.store.disk.home import (
     IDENTITY,
     OWN_NAMES,
     Home,
@@ -36,8 +35,10 @@ from tierstore.store.home import (
     read_identity,
     refuse_shared,
 )
-from tierstore.store.index import PREVIOUS, Index
-from tierstore.store.lease import Lease
+from tierstore.store.disk.lease import DirectoryLease
+from tierstore.store.format import COMMITTED_GROUPS, RecordSchema
+from tierstore.store.index.database import PREVIOUS, Index
+from tierstore.store.index.entries import RecordEntry
 from tierstore.store.opening import read_meta
 
 __all__ = ["Garbage", "GcReport", "Mode", "collect"]
@@ -54,7 +55,7 @@ class Mode(Enum):
 
 @dataclass(frozen=True)
 class Garbage:
-    """Something of no use to anybody; ``nbytes`` is what it takes of the disk."""
+    """Something that no commit needs; ``nbytes`` is what it takes of the disk."""
 
     path: Path
     what: str
@@ -135,7 +136,7 @@ class _Collector:
         if IDENTITY in names:
             self._store(directory, ranks)
         elif "lease" in names and names <= OWN_NAMES | ranks:
-            with Lease(directory):
+            with DirectoryLease(directory):
                 if not (directory / IDENTITY).exists():  # it became a store meanwhile
                     self._creation(directory)
         else:
@@ -149,7 +150,7 @@ class _Collector:
         with contextlib.suppress(StoreFormatError):  # cut short: it had not got far
             begun = read_directory_identity(directory, f"{IDENTITY}.new")
             if begun is not None and begun.directories > 1:
-                # It alone tells whose the others are: a creation with the same directories takes them over.
+                # It alone names the owner of the others, which a creation with the same directories reuses.
                 self.report.left.append(
                     f"{directory}: an interrupted creation in {begun.directories} directories; create it again, or remove "
                     "them all"
@@ -160,7 +161,7 @@ class _Collector:
             for name in sorted(OWN_NAMES - {"lease"}):
                 path = directory / name
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-            # The last of all: without it nobody would know what the rest was.
+            # The last of all: it marks the rest as debris of a creation.
             fsync_directory(directory)
             (directory / "lease").unlink()
             with contextlib.suppress(OSError):  # ranks' directories are in it
@@ -171,7 +172,7 @@ class _Collector:
     def _store(self, directory: Path, ranks: set[str]) -> None:
         home = Home(directory, read_identity(directory), published=True)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(Lease(directory))
+            stack.enter_context(DirectoryLease(directory))
             index = stack.enter_context(contextlib.closing(Index(directory / "index")))
             schemas, _, known = read_meta(home, index)
             if PREVIOUS in index.snapshots():
@@ -179,21 +180,21 @@ class _Collector:
             used = _used_slots(index)
             self._one_directory(directory, 0, schemas, used, ranks | {"index", IDENTITY})
             for number, entry in enumerate(known[1:], 1):
-                further = Path(str(entry["path"]))
-                identity = read_directory_identity(further)
+                stripe = Path(str(entry["path"]))
+                identity = read_directory_identity(stripe)
                 if identity is None or (identity.uuid, identity.own) != (home.uuid, entry["own"]):
                     self.report.left.append(
-                        f"{further}: directory {number} of the store in {directory} is not here"
+                        f"{stripe}: directory {number} of the store in {directory} is not here"
                     )
                     continue
                 try:
                     # Of a copy's index the original's slots are garbage.
-                    refuse_shared(home, further, identity)
+                    refuse_shared(home, stripe, identity)
                 except StoreFormatError as error:
                     self.report.left.append(str(error))
                     continue
-                stack.enter_context(Lease(further))
-                self._one_directory(further, number, schemas, used, {IDENTITY})
+                stack.enter_context(DirectoryLease(stripe))
+                self._one_directory(stripe, number, schemas, used, {IDENTITY})
 
     def _one_directory(
         self, directory: Path, number: int, schemas: Sequence[RecordSchema], used: _Used, known: set[str]
@@ -207,16 +208,16 @@ class _Collector:
         for child in sorted(scratch.iterdir()) if scratch.is_dir() else ():
             self._file(child, "scratch of a process that is gone")
         layouts = {
-            f"{schema.name}.{group.label}": (place, group, schema.layout(group).slot_bytes)
-            for place, schema in enumerate(schemas)
+            f"{schema.name}.{group.label}": (index, group, schema.layout(group).slot_bytes)
+            for index, schema in enumerate(schemas)
             for group in COMMITTED_GROUPS
         }
         for child in sorted((directory / "extents").iterdir()):
             if child.name not in layouts:
                 self.report.left.append(f"{child}: not an extent of this store")
                 continue
-            place, group, slot_bytes = layouts[child.name]
-            self._extent(child, slot_bytes, used.get((place, group, number), set()))
+            index, group, slot_bytes = layouts[child.name]
+            self._extent(child, slot_bytes, used.get((index, group, number), set()))
 
     def _file(self, path: Path, what: str) -> None:
         if path.is_dir():

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from tierstore import _native
-from tierstore._native import Arena, Buffer, DirectIo, Engine, HugePages, IoBackend, MapSync
+from tierstore._native import Arena, Buffer, DirectIo, Engine, HugePages, IoBackend, MapSync, Residency
 from tierstore.cache.config import CacheConfig, GroupOrder, Scope
 from tierstore.cache.frames import choose_frame_bytes, frames_of
-from tierstore.cache.host_cache import HostCache, Residency
+from tierstore.cache.host_cache import HostCache
 from tierstore.errors import (
     BudgetError,
     ConfigError,
@@ -27,17 +27,8 @@ from tierstore.links import open_link
 from tierstore.machine import cores
 from tierstore.store.adamw import AdamWConfig, Inactive
 from tierstore.store.config import Capability, IoBackendName, IoConfig, StoreConfig
-from tierstore.store.drives import DriveReport, Drives
-from tierstore.store.format import (
-    COMMITTED_GROUPS,
-    FORMAT_VERSION,
-    Group,
-    GroupLayout,
-    Placement,
-    RecordSchema,
-    divided,
-)
-from tierstore.store.home import (
+from tierstore.store.disk.drives import DriveReport, Drives
+from tierstore.store.disk.home import (
     IDENTITY,
     OWN_NAMES,
     Home,
@@ -48,14 +39,23 @@ from tierstore.store.home import (
     remove_content,
     unfinished_creation,
 )
-from tierstore.store.index import PREVIOUS, Index
-from tierstore.store.lease import Lease
-from tierstore.store.slots import SlotMap
+from tierstore.store.disk.lease import DirectoryLease
+from tierstore.store.disk.shares import BandwidthEstimator
+from tierstore.store.disk.store_extents import StoreExtents
+from tierstore.store.disk.write_budget import WriteBudget
+from tierstore.store.format import (
+    COMMITTED_GROUPS,
+    FORMAT_VERSION,
+    Group,
+    GroupLayout,
+    Placement,
+    RecordSchema,
+)
+from tierstore.store.index.database import PREVIOUS, Index
+from tierstore.store.index.live import LiveIndex
 from tierstore.store.tuning import Tuning, tune
-from tierstore.store.weighing import Weighing
-from tierstore.store.write_budget import WriteBudget
 from tierstore.trace.quotas import quotas_by_layer
-from tierstore.trace.recording import RecordingResidency
+from tierstore.trace.recording import TraceRecorder
 
 __all__ = [
     "IDENTITY",
@@ -108,13 +108,14 @@ class Parts:
     drives: Drives
     config: StoreConfig
     adamw: AdamWConfig
-    lease: Lease
+    lease: DirectoryLease
     engine: Engine
     arena: Arena
     index: Index
-    slots: SlotMap
+    extents: StoreExtents
+    live: LiveIndex
     cache: HostCache
-    recording: RecordingResidency | None
+    recording: TraceRecorder | None
     tuning: Tuning
 
     def meta(self) -> dict[str, object]:
@@ -122,7 +123,7 @@ class Parts:
         return {
             "format": FORMAT_VERSION,
             "uuid": self.home.uuid,
-            "schemas": [schema.as_json() for schema in self.slots.schemas],
+            "schemas": [schema.as_json() for schema in self.extents.schemas],
             "inactive": self.adamw.inactive.value,
             **({"stripe": self.drives.as_json()} if len(self.drives) > 1 else {}),
         }
@@ -135,11 +136,11 @@ class Parts:
             stack.callback(self.home.remove_unpublished)
             stack.callback(self.drives.close)
             stack.callback(self.index.close)
-            stack.callback(self.slots.close)
+            stack.callback(self.extents.close)
             if self.recording is not None:
                 stack.callback(self.recording.close)
             stack.callback(self.engine.close)
-            stack.callback(self.slots.end_discards)
+            stack.callback(self.extents.end_discards)
 
 
 def create(
@@ -163,9 +164,9 @@ def create(
     with contextlib.ExitStack() as stack:
         home = Home(directory, str(uuid.uuid4()), make_directories(directory))
         stack.callback(home.remove_made)
-        lease = stack.enter_context(Lease(directory))
-        refuse_foreign(directory)  # it may have become somebody's meanwhile
-        home.hold()
+        lease = stack.enter_context(DirectoryLease(directory))
+        refuse_foreign(directory)  # another process may have claimed it meanwhile
+        home.sync_names()
         abandoned = unfinished_creation(directory)
         if not abandoned:
             stack.callback(home.remove_unpublished)
@@ -193,7 +194,7 @@ def open_existing(
     """The store in ``directory``; without ``adamw``, the defaults with the store's own ``inactive``."""
     home = Home(directory, read_identity(directory), published=True)
     with contextlib.ExitStack() as stack:
-        lease = stack.enter_context(Lease(directory))
+        lease = stack.enter_context(DirectoryLease(directory))
         index = stack.enter_context(contextlib.closing(Index(directory / "index")))
         schemas, inactive, known = read_meta(home, index)
         if adamw is not None and adamw.inactive is not inactive:
@@ -220,7 +221,7 @@ def open_existing(
 def read_schemas(directory: Path) -> list[RecordSchema]:
     """The record schemas of the store in ``directory``, which nobody may have open."""
     home = Home(directory, read_identity(directory), published=True)
-    with Lease(directory), contextlib.closing(Index(directory / "index")) as index:
+    with DirectoryLease(directory), contextlib.closing(Index(directory / "index")) as index:
         return read_meta(home, index)[0]
 
 
@@ -230,7 +231,7 @@ def read_states(directory: Path, name: str) -> dict[OpenAt, bytes]:
     Raises StoreMissingError, StoreInUseError, StoreFormatError.
     """
     home = Home(directory, read_identity(directory), published=True)
-    with Lease(directory), contextlib.closing(Index(directory / "index")) as index:
+    with DirectoryLease(directory), contextlib.closing(Index(directory / "index")) as index:
         read_meta(home, index)
         states = {OpenAt.LAST: index.read_state(name)}
         if PREVIOUS in index.snapshots():
@@ -238,26 +239,26 @@ def read_states(directory: Path, name: str) -> dict[OpenAt, bytes]:
     return {at: state for at, state in states.items() if state is not None}
 
 
-def read_drives(directory: Path) -> list[DriveReport]:
-    """The directories of the store in ``directory``, which nobody may have open, as of its last commit.
+def read_drives(store: Path) -> list[DriveReport]:
+    """The directories of the store in ``store``, which nobody may have open, as of its last commit.
 
-    Raises StoreMissingError, StoreInUseError, StoreFormatError; a further directory that is missing is no error.
+    Raises StoreMissingError, StoreInUseError, StoreFormatError; a stripe directory that is missing is no error.
     """
-    home = Home(directory, read_identity(directory), published=True)
-    with Lease(directory), contextlib.closing(Index(directory / "index")) as index:
+    home = Home(store, read_identity(store), published=True)
+    with DirectoryLease(store), contextlib.closing(Index(store / "index")) as index:
         schemas, _, known = read_meta(home, index)
         commits = [index.read_commit(name) for name in (None, *index.snapshots())]
-    paths = [directory.absolute(), *(Path(str(entry["path"])) for entry in known[1:])]
+    paths = [store.absolute(), *(Path(str(entry["path"])) for entry in known[1:])]
     bandwidths = [float(str(entry["bandwidth"])) for entry in known] or [0.0]
     slots = {
-        (entry.schema, group, location.place)
+        (entry.schema, group, location.directory, location.slot)
         for commit in commits
         for entry in commit.records.values()
         for group, location in zip(COMMITTED_GROUPS, entry.groups, strict=True)
     }
     used = [0 for _ in paths]
-    for schema, group, place in slots:
-        used[divided(place)[0]] += schemas[schema].layout(group).slot_bytes
+    for schema, group, directory, _ in slots:
+        used[directory] += schemas[schema].layout(group).slot_bytes
     return [
         DriveReport(
             path=path,
@@ -267,7 +268,7 @@ def read_drives(directory: Path) -> list[DriveReport]:
             bandwidth=bandwidth,
         )
         for path, share, held, bandwidth in zip(
-            paths, Weighing(bandwidths).shares, used, bandwidths, strict=True
+            paths, BandwidthEstimator(bandwidths).shares, used, bandwidths, strict=True
         )
     ]
 
@@ -361,7 +362,7 @@ class _Found:
     schemas: Sequence[RecordSchema]
     config: StoreConfig
     adamw: AdamWConfig
-    lease: Lease
+    lease: DirectoryLease
     index: Index
 
 
@@ -385,7 +386,7 @@ def _assemble(stack: contextlib.ExitStack, found: _Found, trace: Path | None, io
     frame = record_frame_bytes(schemas)
     frames = max(config.host_budget // frame, 1)
     arena = _host_arena(config, frames * frame)
-    slots = SlotMap(
+    extents = StoreExtents(
         engine,
         drives,
         schemas,
@@ -394,11 +395,10 @@ def _assemble(stack: contextlib.ExitStack, found: _Found, trace: Path | None, io
         budget=WriteBudget(engine, budget) if (budget := config.wear.daily_write_budget) else None,
         discard=config.wear.discard,
     )
-    stack.callback(slots.close)
-    residency, recording = make_residency(config, frames, frame, trace)
-    if recording is not None:
-        stack.callback(recording.close)
-    cache = HostCache(engine=engine, arena=arena, frame_bytes=frame, residency=residency, backing=slots)
+    stack.callback(extents.close)
+    residency = make_residency(config, frames, frame)
+    recording = None if trace is None else stack.enter_context(TraceRecorder(trace, residency))
+    cache = HostCache(engine=engine, arena=arena, frame_bytes=frame, residency=residency)
     return Parts(
         home=drives.home,
         drives=drives,
@@ -408,17 +408,16 @@ def _assemble(stack: contextlib.ExitStack, found: _Found, trace: Path | None, io
         engine=engine,
         arena=arena,
         index=found.index,
-        slots=slots,
+        extents=extents,
+        live=LiveIndex(extents),
         cache=cache,
         recording=recording,
         tuning=tuning,
     )
 
 
-def make_residency(
-    config: StoreConfig, frames: int, frame_bytes: int, trace: Path | None = None
-) -> tuple[Residency, RecordingResidency | None]:
-    """The residency core that ``config`` asks for; with ``trace``, in a wrapper that records its input."""
+def make_residency(config: StoreConfig, frames: int, frame_bytes: int) -> Residency:
+    """The residency core that ``config`` asks for."""
     settings: dict[str, Any] = {
         "policy": config.cache.policy,
         "policy_options": dict(config.cache.options),
@@ -428,10 +427,7 @@ def make_residency(
     }
     if config.cache.scope is Scope.LAYER:
         settings["layer_quotas"] = quotas_by_layer(config.layers, frames, config.cache.layer_shares)
-    if trace is not None:
-        recording = RecordingResidency(trace, frames, **settings)
-        return recording, recording
-    return _native.Residency(frames, **settings), None
+    return Residency(frames, **settings)
 
 
 def make_engine(io: IoConfig, tuning: Tuning, *, lease_fd: int = -1, log_path: Path | None = None) -> Engine:

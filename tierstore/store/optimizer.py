@@ -14,17 +14,16 @@ from tierstore.cache.access import GROUP_STRIDE
 from tierstore.cache.host_cache import HostCache
 from tierstore.store.adamw import Row, StepHistory
 from tierstore.store.format import Group
-from tierstore.store.slots import LiveRecord, SlotMap
+from tierstore.store.index.live import LiveRecord
 
 __all__ = ["CachedRecord", "RecordOptimizer"]
 
 
 @dataclass(frozen=True, slots=True)
 class CachedRecord:
-    """A record that the host cache holds: its numbers there and in the slot map, its live index value."""
+    """A record that the host cache holds: its number there, and the record itself."""
 
     number: int
-    slot_number: int
     live: LiveRecord
 
     def entry(self, group: Group) -> int:
@@ -34,11 +33,10 @@ class CachedRecord:
 class RecordOptimizer:
     """Steps and replays records of one store under one step history."""
 
-    def __init__(self, engine: Engine, cache: HostCache, slots: SlotMap, history: StepHistory) -> None:
+    def __init__(self, engine: Engine, cache: HostCache, history: StepHistory) -> None:
         self.history = history
         self._engine = engine
         self._cache = cache
-        self._slots = slots
 
     def behind(self, record: CachedRecord) -> int:
         """Steps that must be replayed before the record's weights are used."""
@@ -50,6 +48,15 @@ class RecordOptimizer:
             rows = self.history.rows(record.live.step, self.history.applied)
             self._adamw(record, rows, None, 1.0, ())
             self._reached(record, self.history.applied)
+
+    def replay_copy(self, record: CachedRecord, sections: Sequence[Buffer], *, after: Sequence[int]) -> int:
+        """Queues the replay of what the record missed on a copy of its weights and moments; returns its ticket.
+
+        The record itself stays as far behind as it is.
+        """
+        rows = self.history.rows(record.live.step, self.history.applied)
+        *weights, exp_avg, exp_avg_sq = sections
+        return self._engine.adamw(weights, exp_avg, exp_avg_sq, None, rows, 1.0, after=after)
 
     def step(
         self,
@@ -93,4 +100,4 @@ class RecordOptimizer:
 
     def _reached(self, record: CachedRecord, step: int) -> None:
         record.live.step = step
-        self._slots.touch(record.slot_number)
+        record.live.changed = True

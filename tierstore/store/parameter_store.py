@@ -33,7 +33,7 @@ from tierstore.store.adamw import AdamWConfig
 from tierstore.store.awaiting import TicketAwaiter
 from tierstore.store.config import StoreConfig
 from tierstore.store.core import OptimizerStep, StoreCore
-from tierstore.store.drives import DriveReport
+from tierstore.store.disk.drives import DriveReport
 from tierstore.store.fetching import Lease, begin_fetch, prefetch
 from tierstore.store.format import Group, RecordSchema
 from tierstore.store.records import RecordInfo
@@ -119,7 +119,9 @@ class ParameterStore:
         config = config or StoreConfig()
         core = StoreCore(opening.open_existing(Path(directory), config, adamw, at, trace, io_log))
         try:
-            for key, entry in core.committer.load().items():
+            records = core.committer.load()
+            core.cache.residency.start_at(core.history.applied)
+            for key, entry in records.items():
                 core.records.add(key, entry.schema, entry.layer, entry)
         except BaseException:
             core.close()
@@ -246,7 +248,7 @@ class ParameterStore:
     def last_commit(self) -> LastCommit:
         """What a store opened now would be at."""
         committer = self.core.committer
-        return LastCommit(self.core.slots.generation, committer.state, list(committer.snapshots))
+        return LastCommit(self.core.live.generation, committer.state, list(committer.snapshots))
 
     def commit(self, state: Mapping[str, bytes] | None = None, *, snapshot: str | None = None) -> int:
         """Makes everything so far durable, with ``state`` merged into the named state; returns the
@@ -285,18 +287,19 @@ class ParameterStore:
         """What is in effect, and what lies where."""
         return StoreStatus(self.core.history.applied, self.core.describe(), self.core.drives())
 
-    def records_crc32c(self) -> int:
+    def records_crc32c(self, progress: Callable[[int, int], None] | None = None) -> int:
         """CRC-32C over every record's content in key order, caught up to the last applied step.
 
-        Two stores with equal content have equal values, wherever their bytes lie. Raises ChecksumError,
-        OSError.
+        Two stores with equal content have equal values, wherever their bytes lie. It reads what is not resident, and
+        changes nothing. ``progress`` is called with the records done and in all. Raises ChecksumError, OSError.
         """
-        return self.core.records_crc32c()
+        return self.core.records_crc32c(progress)
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
         """Reads every section of the last commit and of the snapshots and checks it; see ``verify_store``."""
         self.core.failures.check()
-        return verify_tables(self.core.slots, self.core.engine, self.core.committer.tables(), progress)
+        core = self.core
+        return verify_tables(core.live, core.extents, core.engine, core.committer.tables(), progress)
 
 
 def verify_store(directory: Path | str, progress: Callable[[int, int], None] | None = None) -> VerifyReport:

@@ -19,8 +19,8 @@ from tierstore.store.format import (
     Placement,
     RecordSchema,
     WeightFormat,
-    check_name,
 )
+from tierstore.store.index.entries import check_name
 from tierstore.store.optimizer import CachedRecord
 
 __all__ = ["NewRecord", "register_many"]
@@ -54,13 +54,13 @@ def register_many(core: StoreCore, records: Iterable[NewRecord]) -> None:
     core.failures.check()
     records = list(records)
     schemas = _check(core, records)
-    promised = core.slots.promised
+    promised = core.extents.promised
     core.reserve(core.records.counts(schemas))
     try:
         for new, schema in zip(records, schemas, strict=True):
             _add(core, new, schema)
     except BaseException:
-        core.slots.promised = promised  # those that were added count by themselves
+        core.extents.promised = promised  # those that were added count by themselves
         raise
 
 
@@ -82,12 +82,12 @@ def _check(core: StoreCore, records: Sequence[NewRecord]) -> list[int]:
             raise ValueError(f"record {new.key!r}: expected a layer from 0 to 65535, got {new.layer}")
         schemas.append(core.records.schema_index(new.schema))
         if isinstance(new.weight, np.ndarray):
-            check_array(_weight_of(new), new.weight, core.slots.schemas[schemas[-1]].numel)
+            check_array(_weight_of(new), new.weight, core.extents.schemas[schemas[-1]].numel)
     return schemas
 
 
 def _add(core: StoreCore, new: NewRecord, schema: int) -> None:
-    shape = core.slots.schemas[schema]
+    shape = core.extents.schemas[schema]
     content = [] if shape.placement is Placement.DIRECT else _content(new, shape)
     live = core.records.add(new.key, schema, new.layer)
     # A new record is up to date; where missed steps are dropped each counts its own, from nothing.
@@ -140,5 +140,5 @@ def _fill(core: StoreCore, record: CachedRecord, content: Sequence[npt.NDArray[n
         if begun:
             core.poison(f"registering {record.live.key!r} was cut short: {error}")
         else:  # there was no room for it beside what is leased
-            core.records.remove_last()
+            core.records.remove(record.live.key)
         raise

@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tierstore import _native
-from tierstore._native import CrcTable, Engine
-from tierstore.store.drives import DriveReport
-from tierstore.store.format import COMMITTED_GROUPS, Group, RecordEntry, divided
+from tierstore._native import CrcTable, Engine, Priority
+from tierstore.store.disk.drives import DriveReport
+from tierstore.store.disk.extents import Slot
+from tierstore.store.disk.store_extents import StoreExtents
+from tierstore.store.index.entries import RecordEntry
+from tierstore.store.index.live import LiveIndex
 from tierstore.store.opening import scratch_buffers
-from tierstore.store.slots import SlotMap
 
 __all__ = ["VerifyReport", "verify_tables"]
 
@@ -29,12 +31,12 @@ class VerifyReport:
     drives: list[DriveReport] = field(default_factory=list)
 
 
-Location = tuple[int, Group, int, int]
 Progress = Callable[[int, int], None]
 
 
 def verify_tables(
-    slots: SlotMap,
+    live: LiveIndex,
+    extents: StoreExtents,
     engine: Engine,
     tables: Sequence[tuple[str, Mapping[str, RecordEntry]]],
     progress: Progress | None = None,
@@ -43,41 +45,37 @@ def verify_tables(
     once.
     """
     report = VerifyReport(snapshots=len(tables) - 1, records=len(tables[0][1]))
-    work: dict[Location, tuple[str, tuple[int, ...]]] = {}
+    work: dict[tuple[Slot, int], tuple[str, tuple[int, ...]]] = {}
     for commit, table in tables:
         for key, entry in table.items():
-            for group, location in zip(COMMITTED_GROUPS, entry.groups, strict=True):
-                where = (entry.schema, group, location.place, location.generation)
-                work.setdefault(where, (f"{commit}: record {key!r}", location.crcs))
-    for done, (where, (what, crcs)) in enumerate(work.items()):
-        _check(slots, engine, where, what, crcs, report)
+            for location, slot in live.slots_of(entry):
+                what = f"{commit}: record {key!r}"
+                work.setdefault((slot, location.generation), (what, location.crcs))
+    for done, ((slot, _), (what, crcs)) in enumerate(work.items()):
+        _check(engine, slot, what, crcs, report)
         if progress is not None:
             progress(done + 1, len(work))
-    report.drives = slots.drive_reports()
+    report.drives = extents.drive_reports()
     return report
 
 
-def _check(
-    slots: SlotMap, engine: Engine, where: Location, what: str, crcs: tuple[int, ...], report: VerifyReport
-) -> None:
+def _check(engine: Engine, slot: Slot, what: str, crcs: tuple[int, ...], report: VerifyReport) -> None:
     """Reads one slot; on a mismatch every bad section is named, not the first."""
-    schema, group, place, _ = where
-    layout = slots.schemas[schema].layout(group)
-    path, slot = slots.extent_path(schema, group, place), divided(place)[1]
+    extent, layout = slot.extent, slot.extent.layout
     with scratch_buffers(layout) as sections:
-        table = CrcTable(len(sections))
-        table.array()[:] = crcs
+        table = CrcTable(layout.first_section + len(sections))
+        table.array()[layout.first_section :] = crcs
         try:
-            engine.wait(slots.read_location(schema, group, place, sections, table))
+            engine.wait(extent.read(slot.number, sections, table, (), Priority.DEMAND))
         except OSError as error:
-            report.failures.append(f"{what}, {path}, slot {slot}: {error}")
+            report.failures.append(f"{what}, {extent.path}, slot {slot.number}: {error}")
             return
         except _native.ChecksumMismatch:
             for section, buffer, expected in zip(layout.sections, sections, crcs, strict=True):
                 found = _native.crc32c(buffer.array(), 0)
                 if found != expected:
                     report.failures.append(
-                        f"{what}, section {section.name}, {path}, slot {slot}: "
+                        f"{what}, section {section.name}, {extent.path}, slot {slot.number}: "
                         f"checksum {found:08x}, expected {expected:08x}"
                     )
     report.sections += len(layout.sections)

@@ -1,6 +1,6 @@
 """What a trace is, in memory and as bytes: events in columns, chunks of them, and what describes them.
 
-The file (version 2) is laid out in docs/TRACES.md. ``tierstore.trace.writer`` and ``reader`` write and read
+The file (versions 2 and 3) is laid out in docs/TRACES.md. ``tierstore.trace.writer`` and ``reader`` write and read
 it, ``replay`` drives a residency core through it.
 """
 
@@ -26,7 +26,7 @@ __all__ = [
     "MAGIC",
     "MAX_CHUNK",
     "PREAMBLE",
-    "VERSION",
+    "VERSIONS",
     "Coding",
     "EventColumns",
     "EventDigest",
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 MAGIC = b"tsrtrace"
-VERSION = 2
+VERSIONS = (2, 3)  # 3 has records that were added after the first event
 PREAMBLE = struct.Struct("<8sIIQ")  # magic, version, 0, byte of the description (0: not completed)
 CHUNK = struct.Struct("<4sIIIIBBH")  # tag, events, units, bytes, crc32, coding, constant columns, 0
 DESCRIPTION = struct.Struct(
@@ -71,6 +71,7 @@ class TraceKind(enum.IntEnum):
     UNPIN = 8
     END_UNIT = 9
     END_STEP = 10
+    ADD = 11
 
 
 class Coding(enum.IntEnum):
@@ -86,7 +87,8 @@ class TraceHeader:
     ``"resident-first"`` or ``"key"``.
 
     Of an imported or generated trace: a core in which everything fits. ``origin`` says in words where the
-    trace comes from. ``records`` is a RecordTable, whatever sequence was given.
+    trace comes from. ``records`` is a RecordTable, whatever sequence was given; the last ``late_records`` of them
+    were added after the first event, each by an ADD.
     """
 
     capacity_frames: int
@@ -98,11 +100,19 @@ class TraceHeader:
     group_order: str = "resident-first"
     records: Sequence[TraceRecord] = ()
     origin: str = ""
+    late_records: int = 0
 
     def __post_init__(self) -> None:
         if self.group_order not in ("resident-first", "key"):
             raise ValueError(f"group_order {self.group_order!r}: expected resident-first or key")
         object.__setattr__(self, "records", RecordTable.of(self.records))
+        if not 0 <= self.late_records <= len(self.records):
+            raise ValueError(f"late_records {self.late_records} of {len(self.records)} records")
+
+    @property
+    def version(self) -> int:
+        """Of the file: the oldest that can say it."""
+        return VERSIONS[self.late_records > 0]
 
     @property
     def table(self) -> RecordTable:
@@ -113,6 +123,8 @@ class TraceHeader:
         """The header as JSON, without its records."""
         plain = {name: value for name, value in vars(self).items() if name != "records"}
         plain["policy_options"] = dict(self.policy_options)
+        if not self.late_records:
+            del plain["late_records"]
         return json.dumps(plain, separators=(",", ":"), sort_keys=True)
 
     @staticmethod

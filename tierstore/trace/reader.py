@@ -16,7 +16,7 @@ from tierstore.trace.format import (
     MAGIC,
     MAX_CHUNK,
     PREAMBLE,
-    VERSION,
+    VERSIONS,
     EventColumns,
     EventDigest,
     Trace,
@@ -52,18 +52,18 @@ def _refuse(file: BinaryIO, offset: int, expected: str, found: object) -> DataEr
     return DataError(f"{file.name}: at byte {offset}: expected {expected}, found {found}")
 
 
-def _description_at(file: BinaryIO) -> int:
-    """Checks the preamble and returns the byte of the description."""
+def _read_preamble(file: BinaryIO) -> tuple[int, int]:
+    """Checks the preamble; returns the version and the byte of the description."""
     magic = file.read(len(MAGIC))
     if magic != MAGIC:
         raise _refuse(file, 0, f"a trace (it starts with {MAGIC!r})", repr(magic))
     rest = _read(file, PREAMBLE.size - len(MAGIC), "the rest of the preamble")
     _, version, _, start = PREAMBLE.unpack(MAGIC + rest)
-    if version != VERSION:
-        raise _refuse(file, 8, f"version {VERSION}", version)
+    if version not in VERSIONS:
+        raise _refuse(file, 8, "version " + " or ".join(map(str, VERSIONS)), version)
     if start == 0:
         raise _refuse(file, 16, "where the description is", "none: the trace was not completed")
-    return int(start)
+    return int(version), int(start)
 
 
 def read_summary(file: BinaryIO) -> TraceSummary:
@@ -71,7 +71,7 @@ def read_summary(file: BinaryIO) -> TraceSummary:
 
     Raises DataError.
     """
-    start = _description_at(file)
+    version, start = _read_preamble(file)
     file.seek(start)
     head = _read(file, DESCRIPTION.size, "the description of the trace")
     tag, text_bytes, table_bytes, crc, events, units, sha256 = DESCRIPTION.unpack(head)
@@ -91,6 +91,10 @@ def read_summary(file: BinaryIO) -> TraceSummary:
         header = TraceHeader.from_json(text.decode(), records)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _refuse(file, start + DESCRIPTION.size, "a header", f"JSON that is none ({error})") from error
+    if header.version != version:
+        raise _refuse(
+            file, 8, f"version {header.version} (as there are records added late, or none)", version
+        )
     file.seek(PREAMBLE.size)
     return TraceSummary(header, events, units, sha256.hex())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from tierstore.trace.quotas import quotas_by_layer
 from tierstore.trace.reader import read_chunks, read_header, read_summary
 from tierstore.trace.records import RecordTable
 
-__all__ = ["STEP_COUNTS", "make_residency", "replay", "replay_steps"]
+__all__ = ["STEP_COUNTS", "make_replay", "replay", "replay_steps"]
 
 STEP_COUNTS = (
     *("hits", "misses", "creates", "evictions", "write_backs", "starved", "read_bytes", "written_bytes"),
@@ -26,8 +27,8 @@ STEP_COUNTS = (
 _ORDERS = {"resident-first": GroupOrder.RESIDENT_FIRST, "key": GroupOrder.KEY}
 
 
-def make_residency(header: TraceHeader) -> Residency:
-    """A fresh core as the header describes it, with its records. Raises ConfigError."""
+def make_replay(header: TraceHeader) -> tuple[Residency, Replay]:
+    """A fresh core as the header describes it, and what drives it through the trace's events. Raises ConfigError."""
     try:
         residency = Residency(
             header.capacity_frames,
@@ -38,11 +39,19 @@ def make_residency(header: TraceHeader) -> Residency:
             layer_quotas=list(header.layer_quotas),
             group_order=_ORDERS[header.group_order],
         )
-        for record in header.records:
+        table, first_late = header.table, len(header.records) - header.late_records
+        for record in islice(table, first_late):
             residency.add_record(record.layer, record.frames, record.bytes, record.stored)
+        loop = Replay(
+            residency,
+            table.layers[first_late:],
+            table.frames[first_late:].reshape(-1),
+            table.bytes[first_late:].reshape(-1),
+            table.stored[first_late:],
+        )
     except (ValueError, TypeError) as error:
         raise ConfigError(str(error)) from error
-    return residency
+    return residency, loop
 
 
 def replay(
@@ -140,6 +149,7 @@ def _chosen(
         policy_options=policy_options if policy_options is not None else options,
         group_order=recorded.group_order,
         records=recorded.records,
+        late_records=recorded.late_records,
     )
 
 
@@ -147,8 +157,7 @@ def _driven(
     path: str | os.PathLike[str], header: TraceHeader, after_step: Callable[[Residency], None] | None = None
 ) -> Residency:
     """A core as ``header`` describes it, after the events of the trace at ``path``."""
-    residency = make_residency(header)
-    loop = Replay(residency)
+    residency, loop = make_replay(header)
     try:
         with Path(path).open("rb") as file:
             for chunk in read_chunks(file, read_summary(file)):

@@ -15,7 +15,7 @@ from tierstore.trace.format import (
     DESCRIPTION,
     MAGIC,
     PREAMBLE,
-    VERSION,
+    VERSIONS,
     Coding,
     EventColumns,
     EventDigest,
@@ -42,7 +42,7 @@ class TraceWriter:
         self.header = header
         self._coding = coding
         self._file: BinaryIO = Path(path).open("wb")  # noqa: SIM115 - closed by close()
-        self._file.write(PREAMBLE.pack(MAGIC, VERSION, 0, 0))
+        self._file.write(PREAMBLE.pack(MAGIC, VERSIONS[0], 0, 0))
         self._digest = EventDigest()
         self._events: list[tuple[int, int, int, int, int, int]] = []
         self._records: list[NDArray[np.uint32]] = []
@@ -123,7 +123,7 @@ class TraceWriter:
             )
             self._file.write(text + runs)
             self._file.seek(0)
-            self._file.write(PREAMBLE.pack(MAGIC, VERSION, 0, start))
+            self._file.write(PREAMBLE.pack(MAGIC, self.header.version, 0, start))
         finally:
             self._file.close()
 

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-import numpy as np
-
-from tierstore import _native
 from tierstore.endurance import DAY_S, drive_life_s
 from tierstore.stats import delta
-from tierstore.store.drives import DriveReport
+from tierstore.store.disk.drives import DriveReport
 from tierstore.train.config import TrainConfig
 from tierstore.train.footprint import peak_resident_bytes
+from tierstore.train.step_time import StepTime
 from tierstore.train.trainer import StepResult, Trainer
 from tierstore.units import format_bytes, format_seconds
 
 __all__ = [
+    "Instant",
     "Metrics",
     "RunSummary",
     "Totals",
     "counters",
     "drive_rows",
-    "drive_written_bytes",
+    "step_rows",
     "tier_rows",
     "totals",
 ]
@@ -39,54 +39,60 @@ def counters(trainer: Trainer) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
+class Instant:
+    """The clock (monotonic, seconds) and what this rank's engine had written (bytes), read at the same time."""
+
+    at_s: float
+    drive_written_bytes: int
+
+    @classmethod
+    def now(cls, trainer: Trainer) -> Instant:
+        return cls(time.monotonic(), int(trainer.store.engine.stats()["written_bytes"]))
+
+
+@dataclass(frozen=True)
 class Totals:
     """What all ranks did together: sums of ``counts``; ``peaks`` of resident bytes in rank order. ``stalls`` are those of
-    the rank that stalled longest, ``stalled_rank``, for ``stall_s`` seconds.
+    the rank that stalled longest, ``stalled_rank``, for ``stall_s`` seconds; ``step_time`` is where its steps' time went
+    (None without steps).
 
-    ``drives`` are the directories of all ranks, in rank order. ``records_crc32c``: of one rank that of its records; of
-    several, the checksum of theirs in rank order.
+    ``drives`` are the directories of all ranks, in rank order. ``seconds`` is what the run took on this rank.
     """
 
+    seconds: float
     counts: dict[str, int]
     peaks: list[int]
-    records_crc32c: int
     stalled_rank: int
     stall_s: float
     stalls: list[dict[str, object]]
-    #: What the engine of the rank that wrote most has written, padding and spills included (not the index).
+    step_time: StepTime | None
+    #: What the engine of the rank that wrote most wrote in ``seconds``, padding and spills included (not the index).
     drive_written_bytes: int
     drives: list[DriveReport] = field(default_factory=list)
 
 
-def drive_written_bytes(trainer: Trainer) -> int:
-    """What this rank's engine has written since the store was opened."""
-    return int(trainer.store.engine.stats()["written_bytes"])
-
-
-def totals(trainer: Trainer, *, written_before: int = 0) -> Totals:
-    """A collective: the same on all ranks. ``written_before``: ``drive_written_bytes`` when the run began."""
+def totals(trainer: Trainer, begun: Instant) -> Totals:
+    """The totals of the run that began at ``begun`` and ends now; a collective."""
+    ended = Instant.now(trainer)
     own = (
         counters(trainer) | {"late_prefetch_bytes": trainer.late_prefetch_bytes},
         peak_resident_bytes(),
-        trainer.store.records_crc32c(),
         trainer.ledger.total_s,
         [stall.as_dict() for stall in trainer.ledger.rows()],
-        drive_written_bytes(trainer) - written_before,
+        trainer.timer.total,
+        ended.drive_written_bytes - begun.drive_written_bytes,
         trainer.store.drives(),
     )
     ranks = trainer.mesh.world.all_gather_object(own)
-    counts = {name: sum(rank[0][name] for rank in ranks) for name in own[0]}
-    crc = own[2]
-    if len(ranks) > 1:
-        crc = _native.crc32c(np.array([rank[2] for rank in ranks], "<u4"))
-    longest = max(range(len(ranks)), key=lambda rank: ranks[rank][3])
+    longest = max(range(len(ranks)), key=lambda rank: ranks[rank][2])
     return Totals(
-        counts=counts,
+        seconds=ended.at_s - begun.at_s,
+        counts={name: sum(rank[0][name] for rank in ranks) for name in own[0]},
         peaks=[rank[1] for rank in ranks],
-        records_crc32c=crc,
         stalled_rank=longest,
-        stall_s=ranks[longest][3],
-        stalls=ranks[longest][4],
+        stall_s=ranks[longest][2],
+        stalls=ranks[longest][3],
+        step_time=ranks[longest][4],
         drive_written_bytes=max(rank[5] for rank in ranks),
         drives=[drive for rank in ranks for drive in rank[6]],
     )
@@ -94,16 +100,16 @@ def totals(trainer: Trainer, *, written_before: int = 0) -> Totals:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The result of ``tierstore train``."""
+    """The result of ``tierstore train``. ``records_crc32c`` is None where nobody asked for it."""
 
     config: TrainConfig
     steps: int
     train_loss: float | None
     val_loss: float | None
-    seconds: float
     tokens: int
     fixed_resident_bytes: int
     totals: Totals
+    records_crc32c: int | None = None
 
     @property
     def drive_life_days(self) -> float | None:
@@ -111,7 +117,7 @@ class RunSummary:
         endurance = self.config.wear.endurance
         if not endurance:
             return None
-        return drive_life_s(endurance, self.totals.drive_written_bytes, self.seconds) / DAY_S
+        return drive_life_s(endurance, self.totals.drive_written_bytes, self.totals.seconds) / DAY_S
 
     def as_json(self) -> dict[str, object]:
         model = self.config.model
@@ -119,8 +125,8 @@ class RunSummary:
             "steps": self.steps,
             "train_loss": self.train_loss,
             "val_loss": self.val_loss,
-            "elapsed_s": self.seconds,
-            "tokens_per_s": self.tokens / self.seconds if self.seconds else 0.0,
+            "elapsed_s": self.totals.seconds,
+            "tokens_per_s": self.tokens / self.totals.seconds if self.totals.seconds else 0.0,
             "parameters": model.total_parameters,
             "experts": model.expert_count,
             "record_bytes": model.expert_parameters * 12,
@@ -132,7 +138,8 @@ class RunSummary:
             "stall_s": self.totals.stall_s,
             "stalled_rank": self.totals.stalled_rank,
             "stalls": self.totals.stalls,
-            "records_crc32c": self.totals.records_crc32c,
+            "step_time": None if self.totals.step_time is None else self.totals.step_time.as_dict(),
+            "records_crc32c": self.records_crc32c,
             "drives": [drive.as_json() for drive in self.totals.drives],
             "drive_written_bytes": self.totals.drive_written_bytes,
             "drive_life_s": None if self.drive_life_days is None else self.drive_life_days * DAY_S,
@@ -155,7 +162,7 @@ def tier_rows(summary: RunSummary) -> list[tuple[str, str]]:
         ("prefetched: wasted", format_bytes(counts["wasted_prefetch_bytes"])),
         (
             f"stalled, rank {summary.totals.stalled_rank} (the longest)" if several else "stalled",
-            f"{format_seconds(summary.totals.stall_s)} of {format_seconds(summary.seconds)}",
+            f"{format_seconds(summary.totals.stall_s)} of {format_seconds(summary.totals.seconds)}",
         ),
         (f"host budget{each}", format_bytes(summary.config.host_budget)),
         (f"fixed memory, as announced{each}", format_bytes(summary.fixed_resident_bytes)),
@@ -165,7 +172,7 @@ def tier_rows(summary: RunSummary) -> list[tuple[str, str]]:
         ),
     ]
     if summary.drive_life_days is not None:
-        daily = summary.totals.drive_written_bytes / max(summary.seconds, 1e-9) * DAY_S
+        daily = summary.totals.drive_written_bytes / max(summary.totals.seconds, 1e-9) * DAY_S
         rows.append(
             (
                 f"life of a drive of {format_bytes(summary.config.wear.endurance)} endurance",
@@ -173,6 +180,23 @@ def tier_rows(summary: RunSummary) -> list[tuple[str, str]]:
             )
         )
     return rows
+
+
+def step_rows(total: StepTime) -> list[tuple[str, str, str]]:
+    """Where the time of the steps went: each part, and its share."""
+    parts = [
+        ("computing", total.computing_s),
+        ("slowed: in the run queue", total.run_queue_s),
+        ("slowed: stolen by the hypervisor", total.stolen_s),
+        ("waiting: threads of torch and the engine", total.threads_s),
+        *((f"waiting: {cause.value}", seconds) for cause, seconds in total.longest_stalls),
+        ("unaccounted", total.unaccounted_s),
+    ]
+    return [
+        (name, format_seconds(seconds), f"{seconds / max(total.wall_s, 1e-9):.1%}")
+        for name, seconds in parts
+        if seconds is not None
+    ]
 
 
 def drive_rows(summary: RunSummary) -> list[tuple[str, ...]]:
@@ -220,6 +244,7 @@ class Metrics:
             "active_experts": result.active_experts,
             "step_s": result.seconds,
             "stall_s": trainer.ledger.total_s,
+            "step_time": None if trainer.timer.last is None else trainer.timer.last.as_dict(),
             **delta(self._before, now),
         }
         self._before = now

@@ -182,7 +182,7 @@ class _Writer:
 
     def _write_rank(self, rank: int) -> None:
         first, model = self._old.stores[0], self._old.model
-        expert_schema = next(s for s in first.core.slots.schemas if s.name == EXPERT_SCHEMA)
+        expert_schema = next(s for s in first.core.extents.schemas if s.name == EXPERT_SCHEMA)
         cuts = self._old.cut(self._layout.ranks)
         directory = rank_directory(self._target, rank, self._layout.ranks)
         schemas = [expert_schema, *dense_schemas(cuts)]

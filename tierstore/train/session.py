@@ -41,6 +41,8 @@ from tierstore.train.data import TextData
 from tierstore.train.footprint import give_back_freed_memory
 from tierstore.train.ranks import Agreed, Opening, agree, check_alike
 from tierstore.train.state import TrainState, conditions, differences
+from tierstore.train.step_time import StepTimer
+from tierstore.train.thread_times import ThreadTimes, stolen_while_running
 from tierstore.train.trainer import Trainer
 
 __all__ = ["Opening", "compute_deterministically", "open_session", "stall_spans"]
@@ -55,14 +57,16 @@ def open_session(
     trace: Path | None = None,
     timeline: TimelineSink | None = None,
     io_log: Path | None = None,
+    accepted: Callable[[], None] = lambda: None,
 ) -> Iterator[Trainer]:
     """A trainer over ``config.store``, closed at exit whatever happens; what was not committed is gone.
 
     On several ranks (``mesh``) this is a collective, and each has a store of its own under ``config.store``. Budgets are
-    each rank's. Raises ConfigError, DataError, BudgetError, CapabilityError, StoreError, PeerError, OSError; on a failure
-    nothing was created or changed.
+    each rank's. ``accepted`` is called when nothing has been refused, before the first write. Raises ConfigError,
+    DataError, BudgetError, CapabilityError, StoreError, PeerError, OSError; on a failure nothing was created or changed.
     """
     setup = _prepare(config, opening, mesh, timeline or NullTimeline())
+    accepted()
     shell = _build_model(setup)
     with contextlib.ExitStack() as stack:
         store = _open_store(setup, shell, trace=trace, io_log=io_log)
@@ -81,6 +85,8 @@ def open_session(
         stack.callback(tier.close)
         experts = _open_experts(setup, store, tier, sliced.schedule)
         shell.source.target = experts
+        threads = ThreadTimes()
+        stack.callback(threads.close)
         trainer = Trainer(
             config,
             store=store,
@@ -92,6 +98,7 @@ def open_session(
             mesh=setup.mesh,
             state=state,
             ledger=setup.ledger,
+            timer=StepTimer(setup.ledger, threads, stolen_while_running()),
             timeline=setup.timeline,
         )
         if setup.agreed.opening is Opening.CREATE:
@@ -277,7 +284,7 @@ def _open_experts(setup: _Setup, store: StoreCore, tier: DeviceTier, schedule: S
         tier,
         records,
         weight_slots=setup.slots.weights,
-        plan=config.gradient_plan,
+        timing=config.step_timing,
         predictor=make_predictor(config.prefetch.predictor, owned, most=config.prefetch.guesses),
         schedule=schedule,
         ledger=setup.ledger,

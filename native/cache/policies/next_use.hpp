@@ -1,0 +1,135 @@
+// Eviction by the expected time until the next use, over the known walk through the layers.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "native/cache/policies/layer_cycle.hpp"
+#include "native/cache/policy.hpp"
+#include "native/cache/use_odds.hpp"
+
+namespace tierstore {
+
+struct NextUseOptions {
+    double half_life = 16.0;  // cycles after which a use counts half
+};
+
+// A cycle has C passes (layer_cycle.hpp): L forward ones, and L backward ones if the program trains. Time is
+// counted in passes. Within the pass of a layer, records are used in ascending order: the j-th of the n records of
+// a layer is used r = j / n after the pass begins. (Of an access that is split, residents come first; r orders the
+// entries of one layer, nothing more.)
+//
+// Learned for each entry when the cycle is over for its layer (after the backward pass, or the forward one if
+// there is none), each an average in which a cycle counts half after `half_life` later ones:
+//   u  the part of the cycles in which it is used,
+//   k  of those, the part in which its first use is in the backward pass,
+//   b  of the cycles in which its record is used forward, the part in which the backward pass uses the entry.
+// Weights have k = 0, b = 1; the moments of an expert that is stepped in its backward pass k = 1, b = 1.
+//
+// Entries are not used independently from cycle to cycle: what was just used is likelier to be used again. So u
+// is calibrated: of all entries that had been used last a cycles ago, and had a certain u, the part that the
+// next cycle did use is counted (use_odds.hpp), and that is p, the chance of a use in the next cycle.
+//
+// With D_F and D_B passes until the next forward and backward pass of layer l, of which d = 2 L - 1 - 2 l lie
+// between the two in one cycle, and the waiting time in cycles taken as geometric, the expected time until the
+// next use, counted from the next forward pass, is
+//     tail = d k + C (1 - p) / p
+// An entry is in one of three states, each with its expected time until the next use:
+//     PENDING  announced by the open access, and not asked for yet:        r
+//     ACTIVE   its record was used forward, and the backward pass is due:  D_B + r + (1 - b) (2 l + 1 + tail)
+//     IDLE     neither:                                                    D_F + r + tail
+// (2 l + 1 passes lie between the backward pass of layer l and its next forward pass.) The victim is the entry
+// with the largest of these, ties by entry.
+//
+// All but D_F and D_B changes only in passes of the entry's own layer: the entries of a layer in one state keep
+// their order while the program walks on, and the layers' lists only shift against each other. So each layer has
+// a list for ACTIVE and one for IDLE, sorted when it is first needed after a pass (of the layer's n entries:
+// O(n log n), once a pass), and a victim is the first of 2 L lists; PENDING entries are sorted if they must go,
+// after all others. Averages are updated once a cycle, in O(n).
+class NextUse final : public Policy {
+public:
+    explicit NextUse(const NextUseOptions& options);
+    bool follows_accesses() const override { return true; }
+    void add(EntryId entry, const EntryInfo& info) override;
+    void access(const AccessInfo& info) override;
+    void insert(EntryId entry) override;
+    void hit(EntryId entry) override { used(entry); }
+    void remove(EntryId entry) override { entries_[entry].resident = false; }
+    void tick(Clock) override {}
+    std::uint64_t select(const Candidates& candidates, std::uint64_t frames,
+                         std::vector<EntryId>& victims) override;
+
+private:
+    enum State : std::uint8_t { ACTIVE, IDLE };
+    static constexpr std::size_t kStates = 2;
+    static constexpr std::uint32_t kNever = 1u << 30;
+
+    struct Entry {
+        double use = 0.0;        // u
+        double late = 0.0;       // k
+        double backward = 1.0;   // b
+        double chance = 0.0;     // p
+        std::uint32_t age = kNever;  // cycles since the last use
+        std::uint32_t past = UseOdds::past(kNever, 0.0);
+        std::uint32_t record = 0;
+        std::uint32_t layer = 0;
+        bool real = false;
+        bool resident = false;
+        bool pending = false;
+        bool used_forward = false;   // in the present cycle
+        bool used_backward = false;  // in the present cycle
+        bool ever_active = false;    // b is known
+    };
+    struct Ranked {
+        double key;  // the expected time, but for D_F or D_B
+        EntryId entry;
+    };
+    // The resident entries of a layer in one state, the largest key first; those before `next` have left.
+    struct List {
+        std::vector<Ranked> ranked;
+        std::size_t next = 0;
+        double shift = 0.0;  // D_F or D_B, of the present choice
+        std::size_t at = 0;  // how far the present choice has got
+    };
+    struct Offer {
+        double distance;
+        EntryId entry;
+        List* list;
+    };
+    struct Layer {
+        std::vector<EntryId> entries;
+        std::vector<std::uint32_t> records;  // ascending
+        std::uint64_t cycles = 0;
+        bool backward_due = false;
+        bool sorted = false;
+        List lists[kStates];
+    };
+
+    void pass_forward(Layer& layer);
+    void pass_backward(Layer& layer);
+    void close_cycle(Layer& layer);
+    void used(EntryId entry);
+    double phase_of(const Entry& entry) const;
+    double tail(const Entry& entry) const;
+    static void rank(List& list);
+    void sort(Layer& layer);
+    void offer(List& list, const Candidates& candidates);
+    std::uint64_t choose(const Candidates& candidates, std::uint64_t frames, std::vector<EntryId>& victims);
+
+    double decay_;  // of one cycle
+    LayerCycle cycle_;
+    UseOdds odds_;
+    std::uint32_t version_ = 0;  // of the cycle, when the lists were last sorted
+    std::vector<Entry> entries_;
+    std::vector<Layer> layers_;
+    std::uint32_t own_layers_ = 0;  // those that have entries here
+    std::vector<EntryId> pending_;  // what the open access announced
+    std::vector<Offer> offers_;     // scratch: the first of each list
+    List announced_;                // scratch
+    std::vector<std::uint8_t> record_active_;      // used forward in the present cycle
+    std::vector<std::uint32_t> record_rank_;       // its place among the records of its layer
+};
+
+std::unique_ptr<Policy> make_next_use(const PolicyOptions& options);
+
+}  // namespace tierstore

@@ -1,0 +1,381 @@
+"""``tierstore cache`` as a user sees it: tables, objects, what is pasted, and every bad input in one line."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from tierstore.cli.main import cli
+from tierstore.plan.costs import ASSUMED, Cost, save_profile
+from tierstore.plan.evidence import Evidence
+from tierstore.trace.format import TraceHeader, TraceKind, TraceRecord
+from tierstore.trace.writer import TraceWriter
+
+LAYERS, EXPERTS, STEPS = 3, 8, 60
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, ["cache", *map(str, arguments)])
+
+
+def done(*arguments: object) -> Result:
+    result = call(*arguments)
+    assert result.exit_code == 0, (result.stderr, result.exception)
+    return result
+
+
+def found(*arguments: object) -> dict[str, Any]:
+    lines = done(*arguments, "--json").stdout.splitlines()
+    assert len(lines) == 1
+    value = json.loads(lines[0])
+    assert isinstance(value, dict)
+    return value
+
+
+def refused(*arguments: object) -> str:
+    """The one line of a refusal."""
+    result = call(*arguments)
+    assert result.exit_code == 2, (result.stdout, result.stderr)
+    lines = result.stderr.splitlines()
+    assert lines[-1].startswith("tierstore: error: ")
+    return lines[-1].removeprefix("tierstore: error: ")
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forward and backward passes, some experts much oftener than others; a mebibyte each."""
+    path = tmp_path_factory.mktemp("traces") / "run.trace"
+    rng = np.random.default_rng(0)
+    weights = 1 / np.arange(1, EXPERTS + 1)
+    record = [
+        TraceRecord(layer, (1, 0, 0), (1 << 20, 0, 0), 1) for layer in range(LAYERS) for _ in range(EXPERTS)
+    ]
+    with TraceWriter(path, TraceHeader(capacity_frames=24, records=tuple(record))) as writer:
+        for step in range(STEPS):
+            chosen = [
+                np.sort(rng.choice(EXPERTS, 2, replace=False, p=weights / weights.sum())) + layer * EXPERTS
+                for layer in range(LAYERS)
+            ]
+            for phase, order in ((1, range(LAYERS)), (2, reversed(range(LAYERS)))):
+                for layer in order:
+                    flags = np.full(2, 1 if phase == 1 else 9, np.uint16)
+                    writer.event(
+                        TraceKind.ACCESS,
+                        step=step,
+                        phase=phase,
+                        layer=layer,
+                        records=chosen[layer].astype(np.uint32),
+                        flags=flags,
+                    )
+            writer.event(TraceKind.END_STEP, step=step)
+    return path
+
+
+# What they do ------------------------------------------------------------------------------------------------
+
+
+def test_simulate(trace: Path) -> None:
+    value = found("simulate", trace, "--capacity", "0.25", "--capacity", "12MiB", "--compute", "0.01")
+    assert value["contract"] == "event-atomic"
+    assert value["trace"]["requests"] == STEPS * LAYERS * 4
+    assert value["trace"]["total_bytes"] == 24 << 20
+    assert [(one["policy"], one["capacity_frames"]) for one in value["outcomes"]] == [
+        (policy, frames) for policy in ("lru", "lfu-decay", "belady") for frames in (6, 12)
+    ]
+    for one in value["outcomes"]:
+        assert one["hits"] + one["misses"] + one["creates"] == one["requests"]
+        assert one["starved"] == 0
+        assert one["evidence"]["misses"] == "simulated"
+        assert one["evidence"]["policy_s"] == "measured"
+        assert one["evidence"]["step_stall_s"] == "estimated"
+        assert one["read_bytes"] == one["misses"] << 20
+        assert one["capacity_bytes"] == one["capacity_frames"] << 20
+        assert one["step_stall_s"] > 0
+        assert one["drive_life_years"] > 0
+        assert one["policy_s"] > 0
+    assert value["assumptions"]["read bandwidth"] == "100 us an entry and 2 GB/s (assumed)"
+
+
+def test_simulate_says_what_its_numbers_are(trace: Path) -> None:
+    out = done("simulate", trace, "--policy", "lru", "--policy", "lfu-decay:half_life=4").stdout
+    for said in (
+        "lfu-decay(half_life=4)",
+        "50.0%, 12 MiB",
+        "event-atomic, no lookahead, global scope;",
+        "measured",
+        "estimated",
+    ):
+        assert said in out
+
+
+def test_starvation_is_said(trace: Path) -> None:
+    asked = ("simulate", trace, "--policy", "lfu-decay:threshold=3,half_life=0.5", "--capacity", "0.25")
+    (one,) = found(*asked)["outcomes"]
+    assert one["starved"] > 0
+    assert f"was starved {one['starved']} times" in done(*asked).stdout
+
+
+def test_a_warm_up_is_not_counted(trace: Path) -> None:
+    value = found("simulate", trace, "--policy", "lru", "--warmup", 20)
+    assert value["outcomes"][0]["steps"] == STEPS - 20
+    assert value["outcomes"][0]["requests"] == (STEPS - 20) * LAYERS * 4
+
+
+def test_scope_and_contract(trace: Path) -> None:
+    (one,) = found(
+        "simulate", trace, "--policy", "lru", "--scope", "layer", "--contract", "sequential", "--threads", 1
+    )["outcomes"]
+    assert (one["scope"], one["contract"]) == ("layer", "sequential")
+
+
+def test_curve(trace: Path) -> None:
+    value = found("curve", trace, "--points", 4)
+    assert value["keep_ratio"] == [0.75, 0.5, 0.25, 0]
+    by_policy = {
+        curve["policy"]: [point["miss_ratio"] for point in curve["points"]] for curve in value["curves"]
+    }
+    assert {"lru", "lfu-decay", "belady"} <= set(by_policy)
+    for ratios in by_policy.values():
+        assert len(ratios) == 4
+        assert all(least <= ratio + 1e-12 for least, ratio in zip(by_policy["belady"], ratios, strict=True))
+    out = done("curve", trace, "--policy", "lru", "--policy", "belady").stdout
+    assert "1 - C/N" in out
+    assert "all numbers simulated" in out
+
+
+def test_tune_and_what_it_prints_is_taken_by_train(trace: Path, tmp_path: Path) -> None:
+    written = tmp_path / "cache.toml"
+    value = found("tune", trace, "--capacity", "0.4", "--out", written)
+    assert value["verdict"] in ("better", "tie", "worse")
+    assert value["chosen"]["steps"] == STEPS - value["tuned_steps"] == STEPS // 2
+    assert (value["miss_gain_low_ratio"], value["miss_gain_high_ratio"]) == (None, None)  # too few steps
+    assert value["verdict"] == "tie"
+    said = done("tune", trace, "--capacity", "0.4", "--policy", "lru").stdout
+    assert "no interval: too few steps" in said
+    longer = found("tune", trace, "--capacity", "0.4", "--prefix", "0.1")
+    assert longer["miss_gain_low_ratio"] <= longer["miss_gain_ratio"] <= longer["miss_gain_high_ratio"]
+    assert [one["policy"] for one in value["ranked"]].count(value["chosen"]["policy"]) >= 1
+    assert value["ranked"][0]["miss_ratio"] == value["best"]["miss_ratio"]
+    assert value["scored"] == "no lookahead"
+    assert value["configuration"] == written.read_text()
+    assert "cache" in tomllib.loads(written.read_text())
+    out = done("tune", trace, "--capacity", "0.4", "--objective", "stall").stdout
+    for said in (
+        "A pass asks for 2.0 of a layer's 8.0 frames",
+        "interval",
+        "[cache]",
+        "the finalists in hindsight",
+    ):
+        assert said in out
+
+
+def test_import_then_simulate(tmp_path: Path) -> None:
+    source, trace, keys = tmp_path / "keys.txt", tmp_path / "keys.trace", tmp_path / "names"
+    source.write_text("a\nb\na\nc\n" * 30)
+    value = found("import", source, trace, "--keys", keys)
+    assert (value["kind"], value["requests"], value["records"]) == ("text", 120, 3)
+    assert keys.read_text() == "a\nb\nc\n"
+    (one,) = found("simulate", trace, "--policy", "lru", "--capacity", "1.0")["outcomes"]
+    assert (one["misses"], one["hits"]) == (3, 117)
+    assert "120 requests for 3 records" in done("import", source, tmp_path / "again").stdout
+
+
+def test_the_layers_of_a_log_are_imported_together(tmp_path: Path) -> None:
+    parts = []
+    for layer in (1, 0):
+        parts.append(tmp_path / f"layer_{layer}.jsonl")
+        parts[-1].write_text("".join(json.dumps({"topk_ids": [ids]}) + "\n" for ids in ([1, 2], [2, 3], [1])))
+    value = found("import", "--kind", "vllm", *parts, tmp_path / "trace")
+    assert (value["steps"], value["layers"], value["records"], value["requests"]) == (3, 2, 6, 10)
+    refused = CliRunner().invoke(cli, ["cache", "import", str(parts[0])])
+    assert refused.exit_code == 2
+    assert "SOURCE and TRACE" in refused.output
+
+
+def test_the_options_of_an_import_are_listed() -> None:
+    out = done("import", "--list-options", "--kind", "npz").stdout
+    assert "tokens_per_step" in out
+    options = found("import", "--list-options", "--kind", "npz")["options"]["npz"]
+    assert {"name", "type", "default", "help"} == set(options[0])
+    assert "tokens_per_step" in {option["name"] for option in options}
+
+
+# What they refuse --------------------------------------------------------------------------------------------
+
+
+def test_refusals(trace: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_bytes(b"no trace at all")
+    missing = tmp_path / "missing"
+    cases: list[tuple[tuple[object, ...], str]] = [
+        ((), "no command given"),
+        (("simulate",), "TRACE"),
+        (("simulate", missing), str(missing)),
+        (("simulate", other), "expected a trace"),
+        (("curve", other), str(other)),
+        (("tune", other), str(other)),
+        (("simulate", trace, "--policy", "mru"), "--policy: policy 'mru': expected one of"),
+        (
+            ("simulate", trace, "--policy", "lru:speed=1"),
+            "--policy: cache policy 'lru' has no option 'speed'",
+        ),
+        (("simulate", trace, "--policy", "lfu-decay:threshold"), "got 'threshold'"),
+        (("simulate", trace, "--policy", "lfu-decay:half_life=-1"), "half_life"),
+        (("simulate", trace, "--capacity", "much"), "--capacity: expected a size"),
+        (("simulate", trace, "--capacity", "0.001"), "--capacity: '0.001' is less than a frame"),
+        (("simulate", trace, "--capacity", "2.5"), "--capacity"),
+        (("simulate", trace, "--capacity", "0.05", "--scope", "layer"), "capacity: 1 frames"),
+        (("simulate", trace, "--scope", "rank"), "--scope"),
+        (("simulate", trace, "--contract", "none"), "--contract"),
+        (("simulate", trace, "--warmup", STEPS), "--warmup: expected less than the 60 steps"),
+        (("simulate", trace, "--warmup", -1), "--warmup"),
+        (("simulate", trace, "--read", "0"), "--read: expected more than 0"),
+        (("simulate", trace, "--write", "fast"), "--write: expected a size"),
+        (("simulate", trace, "--compute", "-1"), "--compute: expected at least 0"),
+        (("simulate", trace, "--endurance", "0"), "--endurance: expected more than 0"),
+        (("simulate", trace, "--steps-per-s", "0"), "--steps-per-s: expected more than 0"),
+        (("curve", trace, "--points", "0"), "--points"),
+        (("curve", trace, "--html", missing / "deep.html"), "--html"),
+        (("tune", trace, "--out", missing / "cache.toml"), f"--out: {missing} is no directory"),
+        (("study", trace, "--markdown", missing / "study.md"), f"--markdown: {missing} is no directory"),
+        (("tune", trace, "--prefix", "1"), "--prefix: expected a fraction"),
+        (("tune", trace, "--confidence", "0"), "--confidence: expected"),
+        (("tune", trace, "--objective", "joy"), "--objective"),
+        (("tune", trace, "--policy", "belady"), "w-tinylfu, next-use, got 'belady'"),
+        (("tune", trace, "--policy", "lru:x=1"), "has no option 'x'"),
+        (
+            ("tune", trace, "--policy", "lfu-decay:half_life=1"),
+            "--policy: expected the name of a policy, without options",
+        ),
+        (("tune", trace, "--policy", "mru"), "w-tinylfu, next-use, got 'mru'"),
+        (("report", trace), "--html"),
+        (("import", other), "SOURCE and TRACE"),
+        (("import", missing, other), str(missing)),
+        (("import", other, missing, "--kind", "elf"), "--kind"),
+        (("import", other, missing, "--kind", "npz"), str(other)),
+        (("import", other, missing, "--kind", "text", "--set", "speed=1"), "speed"),
+        (("import", other, missing, "--set", "speed"), "KEY=VALUE"),
+        (("record",), "TRACE"),
+    ]
+    for arguments, said in cases:
+        assert said in refused(*arguments), arguments
+    assert not missing.exists()
+
+
+def test_a_cut_trace_is_refused_where_it_is_cut(trace: Path, tmp_path: Path) -> None:
+    cut = tmp_path / "cut.trace"
+    cut.write_bytes(trace.read_bytes()[:-40])
+    assert "at byte" in refused("simulate", cut)
+
+
+def test_too_short_a_trace_cannot_be_tuned(tmp_path: Path) -> None:
+    source, short = tmp_path / "keys.txt", tmp_path / "short.trace"
+    source.write_text("a\nb\n")
+    done("import", source, short)
+    assert "expected at least 4 steps" in refused("tune", short, "--capacity", "1.0")
+
+
+# A real run --------------------------------------------------------------------------------------------------
+
+TINY = """
+steps = 8
+device = "cpu"
+threads = 1
+host_budget = "192KiB"
+commit_every = 0
+eval_every = 0
+eval_batches = 1
+sample_tokens = 0
+[model]
+d_model = 16
+n_layers = 2
+n_heads = 2
+seq_len = 8
+d_ff = 32
+experts = 8
+[data]
+batch_size = 2
+paths = ["{text}"]
+"""
+
+
+def test_record_tune_paste_and_train_again(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    text, config, trace = tmp_path / "text.txt", tmp_path / "run.toml", tmp_path / "run.trace"
+    text.write_text("the expert fetched its page from the slower tier; " * 400)
+    config.write_text(TINY.format(text=text))
+    first = found("record", trace, config, "--store", tmp_path / "first", "--checksum")
+    tuned = found("tune", trace, "--capacity", "0.4", "--scope", "layer")
+    assert tuned["trace"]["steps"] >= 8
+    config.write_text(TINY.format(text=text) + tuned["configuration"])
+    arguments = ["train", str(config), "--store", str(tmp_path / "second"), "--json", "--checksum"]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 0, (result.stderr, result.exception)
+    second = json.loads(result.stdout)
+    assert isinstance(first["records_crc32c"], int)
+    assert second["records_crc32c"] == first["records_crc32c"]
+    assert f"cache policy: {tuned['chosen']['policy']}" in result.stderr
+
+
+# Reports -----------------------------------------------------------------------------------------------------
+
+
+def test_costs_as_measured_here(trace: Path, tmp_path: Path) -> None:
+    profile, config = tmp_path / "machine.json", tmp_path / "run.toml"
+    measured = replace(ASSUMED, evidence=Evidence.MEASURED, machine="8 cores", disk_read=Cost(0.001, 1 << 20))
+    save_profile(measured, profile)
+    config.write_text("[model]\nd_model = 32\nd_ff = 64\nexperts = 4\nseq_len = 16\n")
+    options = ("--policy", "lru", "--capacity", "0.4", "--overlap", "serial", "--profile", profile)
+    value = found("simulate", trace, *options, "--run", config)
+    assert value["assumptions"]["read bandwidth"].endswith(
+        "an entry and 1.049 MB/s (measured profile: 8 cores)"
+    )
+    assert value["assumptions"]["computation"].endswith("(predicted by plan, measured profile: 8 cores)")
+    assert value["assumptions"]["endurance"] == "600 TB written (assumed)"
+    said = done("simulate", trace, *options, "--mixed", "2GB", "--drive", "2TB").stdout
+    assert "read bandwidth 1 ms an entry and 1.049 MB/s (measured profile: 8 cores)" in said
+    assert "mixed bandwidth 2 GB/s (given)" in said
+    assert "computation 0 us a step (assumed)" in said
+    assert "drive 2 TB (given)" in said
+    profile.write_text("{}")
+    assert "expected a machine profile of version" in refused("simulate", trace, "--profile", profile)
+    config.write_text("[cache]\npolicy = 'mru'\n")
+    assert "unknown cache policy 'mru'" in refused("simulate", trace, "--run", config)
+
+
+def test_reports(trace: Path, tmp_path: Path) -> None:
+    for number, arguments in enumerate((("curve", "--points", 3), ("report", "--points", 3))):
+        html = tmp_path / f"{number}.html"
+        value = found(arguments[0], trace, *arguments[1:], "--html", html)
+        page = html.read_text()
+        assert page.startswith("<!doctype html>") or page.startswith("<!DOCTYPE html>")
+        assert value["contract"] == "event-atomic"
+        if arguments[0] == "report":
+            assert value["assumptions"]["read bandwidth"] == "100 us an entry and 2 GB/s (assumed)"
+        for said in ("run.trace", value["trace"]["sha256"][:12], "event-atomic", "simulated", "estimated"):
+            assert said in page, (arguments, said)
+
+
+def test_study(trace: Path, tmp_path: Path) -> None:
+    tables = tmp_path / "study.md"
+    value = found("study", trace, "--markdown", tables)
+    (regime,) = value["regimes"]
+    assert len(regime["sha256"]) == 64
+    assert regime["chosen_miss_ratio"] >= regime["best_miss_ratio"]
+    assert {curve["policy"] for curve in regime["curves"]} >= {"lru", "lfu-decay", "belady"}
+    text = tables.read_text()
+    assert "### Distance from the bound" in text
+    for outcome in regime["layered"]:
+        assert f"{outcome['miss_ratio']:.4f}".removeprefix("0") in text
+    assert len(regime["tuned"]) == 2
+    assert regime["against_lru"]["baseline"]["policy"] == "lru"
+    assert {"half_life_steps", "capacity_ratio", "miss_ratio"} == set(regime["half_lives"][0])
+    assert "expected a trace or an npz" in refused("study", tables)

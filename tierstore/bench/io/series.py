@@ -1,0 +1,380 @@
+"""What a tier can bear, raw: jobs through the engine over files of the bench's own, beside fio and other libraries.
+
+Everything that is compared is measured in turns, in one run: round after round each program does the job once, in an order
+that turns round with the rounds, so that a disk whose speed drifts treats all alike. A ratio is the median of the rounds'
+ratios. Each measurement lasts a share of the time that the whole may take.
+
+Through the page cache, a job reads or writes each file at most once, with its pages dropped before: a second pass would
+measure memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+
+from tierstore.bench.io.fio import Fio
+from tierstore.bench.io.load import (
+    IN_FLIGHT_LIMIT,
+    Checksums,
+    FileSet,
+    Job,
+    Load,
+    Pages,
+    Pattern,
+    Reuse,
+    Sample,
+    TransferKind,
+)
+from tierstore.bench.probes.latency import Latencies, LatencySummary
+from tierstore.bench.results.figures import Figures
+from tierstore.capabilities import Capability
+from tierstore.errors import ConfigError
+from tierstore.stats import percentile, spread
+from tierstore.store.config import IoBackendName
+
+__all__ = [
+    "CHECKED",
+    "CPU_TARGET",
+    "FIO_TARGET",
+    "OURS",
+    "SMALL_PAGES",
+    "ComparisonFigures",
+    "Coverage",
+    "IoBench",
+    "JobPlan",
+    "Program",
+    "ProgramComparison",
+    "RatioFigures",
+    "Series",
+    "SeriesFigures",
+    "compare",
+    "jobs",
+    "take_turns",
+    "with_checksums",
+    "with_fio",
+]
+
+#: Bandwidth of fio that the engine is to reach, and the CPU time a byte that it may take, in fio's.
+FIO_TARGET, CPU_TARGET = 0.95, 1.3
+#: Throughput with checksums that must remain, of that without.
+CHECKSUM_TARGET = 0.95
+_MIB = 1 << 20
+_WARM_S = 0.05
+_FULL_BLOCKS = tuple(1 << shift for shift in range(12, 27, 2))  # 4 KiB .. 64 MiB
+_FULL_DEPTHS = (1, 4, 16, 64)
+
+
+class Coverage(StrEnum):
+    """How much is measured."""
+
+    QUICK = "quick"  # a few points that tell most
+    FULL = "full"  # every block size and depth, both patterns, all backends, with and without O_DIRECT
+
+
+@dataclass(frozen=True, kw_only=True)
+class IoBench:
+    """What to measure. ``size`` (bytes) is of the file in each of ``directories``. Raises ConfigError."""
+
+    directories: tuple[Path, ...] = (Path(),)
+    size: int = 512 * _MIB
+    minutes: float = 1.0
+    rounds: int = 3
+    coverage: Coverage = Coverage.QUICK
+    direct: Capability = Capability.AUTO
+    backends: tuple[IoBackendName, ...] = (IoBackendName.URING, IoBackendName.THREADS, IoBackendName.PMEM)
+    record_bytes: int = 48 * _MIB
+    records: int = 4
+
+    def __post_init__(self) -> None:
+        if not self.directories:
+            raise ConfigError("directories: expected at least one")
+        if len({path.resolve() for path in self.directories}) < len(self.directories):
+            raise ConfigError("directories: expected each one once")
+        for path in self.directories:
+            if not path.is_dir():
+                raise ConfigError(f"{path}: expected a directory")
+        if self.size < 8 * _MIB or self.size % (4 * _MIB):
+            raise ConfigError(
+                f"--size: expected a multiple of 4 MiB of at least 8 MiB, got {self.size} bytes"
+            )
+        if not self.minutes > 0:
+            raise ConfigError(f"--minutes: expected more than 0, got {self.minutes}")
+        if self.rounds < 1:
+            raise ConfigError(f"--rounds: expected at least 1, got {self.rounds}")
+        if self.record_bytes < 4096 or self.record_bytes % 4096 or self.records < 1:
+            raise ConfigError("records: expected at least one, of a multiple of 4096 bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeriesFigures(Figures):
+    """One program's rounds of a job. ``cpu_per_gb_s``: CPU seconds for 10**9 bytes."""
+
+    program: str
+    median_bytes_per_s: float
+    least_bytes_per_s: float
+    greatest_bytes_per_s: float
+    operations_per_s: float
+    cpu_per_gb_s: float
+    latency: LatencySummary
+    rounds_bytes_per_s: Sequence[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RatioFigures(Figures):
+    """Our bandwidth to that of the program ``to``, round by round, and our CPU time a byte to its."""
+
+    to: str
+    median_ratio: float
+    least_ratio: float
+    greatest_ratio: float
+    cpu_ratio: float | None
+    target_ratio: float | None
+    met: bool | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonFigures(Figures):
+    """Programs that did the same job, in turns. The first is ours."""
+
+    title: str
+    job: Job | None
+    series: Sequence[SeriesFigures]
+    ratios: Sequence[RatioFigures]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One program's measurements of a job, in the order of the rounds."""
+
+    program: str
+    samples: tuple[Sample, ...]
+
+    @property
+    def latencies(self) -> Latencies:
+        """Of all rounds together."""
+        merged = Latencies()
+        for sample in self.samples:
+            merged.merge(sample.latencies)
+        return merged
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The median."""
+        return percentile([sample.bytes_per_s for sample in self.samples], 50)
+
+    @property
+    def cpu_per_gb_s(self) -> float:
+        return percentile([sample.cpu_per_gb_s for sample in self.samples], 50)
+
+    def figures(self) -> SeriesFigures:
+        speed = spread([sample.bytes_per_s for sample in self.samples])
+        return SeriesFigures(
+            program=self.program,
+            median_bytes_per_s=speed.median,
+            least_bytes_per_s=speed.least,
+            greatest_bytes_per_s=speed.greatest,
+            operations_per_s=percentile([s.operations / s.elapsed_s for s in self.samples], 50),
+            cpu_per_gb_s=self.cpu_per_gb_s,
+            latency=self.latencies.summary(),
+            rounds_bytes_per_s=[sample.bytes_per_s for sample in self.samples],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramComparison:
+    """Programs that did the same, in turns. The first is ours, and ratios are ours to theirs."""
+
+    title: str
+    series: tuple[Series, ...]
+    job: Job | None = None
+    targets: Mapping[str, float] = field(default_factory=dict)  # program: least bandwidth ratio
+
+    def of(self, program: str) -> Series:
+        """The series of ``program``. Raises KeyError."""
+        return {series.program: series for series in self.series}[program]
+
+    def ratios(self, other: str, of: Callable[[Sample], float], *, ours: str | None = None) -> list[float]:
+        """``of`` our sample (the first program's, or that of ``ours``) to that of ``other``, round by round."""
+        first = self.series[0] if ours is None else self.of(ours)
+        return [of(a) / of(b) for a, b in zip(first.samples, self.of(other).samples, strict=True)]
+
+    def ratio(self, other: str, *, ours: str | None = None) -> float:
+        """Our bandwidth to theirs: the median of the rounds'."""
+        return percentile(self.ratios(other, lambda sample: sample.bytes_per_s, ours=ours), 50)
+
+    def cpu_ratio(self, other: str) -> float | None:
+        """Our CPU time a byte to theirs; None where theirs was too short to count."""
+        if not all(sample.cpu_s > 0 for sample in self.of(other).samples):
+            return None
+        return percentile(self.ratios(other, lambda sample: sample.cpu_per_gb_s), 50)
+
+    def figures(self) -> ComparisonFigures:
+        return ComparisonFigures(
+            title=self.title,
+            job=self.job,
+            series=[series.figures() for series in self.series],
+            ratios=[self._ratio_figures(series.program) for series in self.series[1:]],
+        )
+
+    def _ratio_figures(self, other: str) -> RatioFigures:
+        found = spread(self.ratios(other, lambda sample: sample.bytes_per_s))
+        target = self.targets.get(other)
+        return RatioFigures(
+            to=other,
+            median_ratio=found.median,
+            least_ratio=found.least,
+            greatest_ratio=found.greatest,
+            cpu_ratio=self.cpu_ratio(other),
+            target_ratio=target,
+            met=None if target is None else found.median >= target,
+        )
+
+
+class Program(Protocol):
+    """A program that does a job again and again."""
+
+    @property
+    def program(self) -> str: ...
+    def measure(self) -> Sample: ...
+
+
+def take_turns(programs: Sequence[Program], rounds: int, tick: Callable[[], None]) -> list[Series]:
+    """Each program's measurements; the order turns round from one round to the next. ``tick`` after each measurement."""
+    samples: dict[str, list[Sample]] = {program.program: [] for program in programs}
+    for number in range(rounds):
+        for program in programs if number % 2 == 0 else reversed(programs):
+            samples[program.program].append(program.measure())
+            tick()
+    return [Series(program=program.program, samples=tuple(samples[program.program])) for program in programs]
+
+
+class _EngineProgram:
+    def __init__(self, program: str, job: Job, files: FileSet, seconds: float) -> None:
+        self.program, self._seconds = program, seconds
+        self.load = Load(job, files)
+
+    def measure(self) -> Sample:
+        return self.load.run(self._seconds)
+
+
+class _FioProgram:
+    def __init__(self, fio: Fio, job: Job, files: FileSet, seconds: float) -> None:
+        self.program = "fio"
+        self._fio, self._job, self._files, self._seconds = fio, job, files, seconds
+
+    def measure(self) -> Sample:
+        if not self._job.past_cache:
+            self._files.forget()
+        return self._fio.run(self._job, self._files.paths, self._files.nbytes, self._seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobPlan:
+    """One comparison to come: ``ours`` are the engine's programs by name, ours first; with fio where ``fio`` is it."""
+
+    title: str
+    ours: Mapping[str, Job]
+    fio: Fio | None = None
+    targets: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def programs(self) -> int:
+        return len(self.ours) + (self.fio is not None)
+
+
+def compare(
+    plan: JobPlan, files: FileSet, *, seconds: float, rounds: int, tick: Callable[[], None] = lambda: None
+) -> ProgramComparison:
+    """Carries out ``plan``. Raises OSError, FioError, ChecksumMismatch."""
+    job = next(iter(plan.ours.values()))
+    with contextlib.ExitStack() as stack:
+        programs: list[Program] = []
+        for name, own in plan.ours.items():
+            program = _EngineProgram(name, own, files, seconds)
+            stack.callback(program.load.close)
+            program.load.run(min(_WARM_S, seconds))
+            programs.append(program)
+        if plan.fio is not None:
+            programs.append(_FioProgram(plan.fio, job, files, seconds))
+        series = take_turns(programs, rounds, tick)
+    return ProgramComparison(title=plan.title, job=job, series=tuple(series), targets=plan.targets)
+
+
+# What is measured -------------------------------------------------------------------------------------------
+
+OURS, SMALL_PAGES, CHECKED = "tierstore", "tierstore, 4 KiB pages", "tierstore, checksums"
+
+
+def jobs(bench: IoBench, fio: Fio | None) -> list[JobPlan]:
+    """What the bench measures, but for the best point and checksums."""
+    chosen = _quick(bench) if bench.coverage is Coverage.QUICK else _full(bench)
+    plans = []
+    for job in chosen:
+        if job.in_flight_bytes > min(IN_FLIGHT_LIMIT, bench.size):
+            continue
+        beside = fio if fio is not None and fio.can_run(job) and _worth_fio(bench, job) else None
+        plans.append(JobPlan(title="", ours={OURS: job}, fio=beside))
+    return plans
+
+
+def _worth_fio(bench: IoBench, job: Job) -> bool:
+    """In a full sweep only random jobs past the page cache, or fio would take the most of the time."""
+    return bench.coverage is Coverage.QUICK or (job.pattern is Pattern.RANDOM and job.direct is Capability.ON)
+
+
+def _quick(bench: IoBench) -> Iterator[Job]:
+    whole = Job(
+        kind=TransferKind.READ, block_bytes=_MIB, depth=8, backend=bench.backends[0], direct=bench.direct
+    )
+    both = (TransferKind.READ, TransferKind.WRITE)
+    for kind in both:
+        yield replace(whole, kind=kind, pattern=Pattern.SEQUENTIAL)
+    for kind in both:
+        yield replace(whole, kind=kind, block_bytes=4096, depth=32)
+    yield replace(whole, kind=TransferKind.MIXED, block_bytes=64 << 10, depth=16)
+    for backend in bench.backends[1:]:
+        direct = Capability.OFF if backend is IoBackendName.PMEM else bench.direct
+        for kind in both:
+            yield replace(whole, kind=kind, backend=backend, direct=direct)
+    if bench.direct is Capability.ON:
+        for kind in both:
+            yield replace(whole, kind=kind, direct=Capability.OFF)
+
+
+def _full(bench: IoBench) -> Iterator[Job]:
+    for backend in bench.backends:
+        both = bench.direct is Capability.ON and backend is not IoBackendName.PMEM
+        directs = (Capability.ON, Capability.OFF) if both else (Capability.OFF,)
+        for direct in directs:
+            for pattern in Pattern:
+                for kind in TransferKind:
+                    for block in _FULL_BLOCKS:
+                        for depth in _FULL_DEPTHS:
+                            yield Job(
+                                kind=kind,
+                                block_bytes=block,
+                                depth=depth,
+                                pattern=pattern,
+                                backend=backend,
+                                direct=direct,
+                            )
+
+
+def with_fio(job: Job, fio: Fio | None, title: str) -> JobPlan:
+    """``job`` beside fio, with a target: in huge pages, as the store's memory is, and in small ones, as fio's."""
+    if fio is None or not fio.can_run(job):
+        return JobPlan(title=title, ours={OURS: job})
+    ours = {OURS: job, SMALL_PAGES: replace(job, pages=Pages.SMALL)}
+    return JobPlan(title=title, ours=ours, fio=fio, targets={"fio": FIO_TARGET})
+
+
+def with_checksums(job: Job) -> JobPlan:
+    """``job`` with checksums, and without; in memory like a store's."""
+    job = replace(job, reuse=Reuse.LATE)
+    ours = {CHECKED: replace(job, checksums=Checksums.ON), OURS: job}
+    return JobPlan(title="checksums", ours=ours, targets={OURS: CHECKSUM_TARGET})

@@ -1,0 +1,108 @@
+"""Starting the processes of a benchmark, and JSON objects between them and their parent, one a line.
+
+A child is a module of this package. It keeps its standard output for its answers (``answer_channel``), and says of a
+failure ``{"error": text}``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import IO, Any
+
+from tierstore.errors import TierstoreError
+
+__all__ = [
+    "WorkerError",
+    "answer_channel",
+    "close_input",
+    "end",
+    "receive",
+    "send",
+    "start_module",
+    "write_line",
+]
+
+_Process = subprocess.Popen[bytes]
+
+
+class WorkerError(TierstoreError):
+    """A process of a benchmark that failed, or was killed."""
+
+
+def start_module(
+    module: str,
+    arguments: Sequence[str] = (),
+    *,
+    environ: Mapping[str, str] = MappingProxyType({}),
+    inside: Sequence[str] = (),
+    new_session: bool = False,
+) -> _Process:
+    """``python -m module arguments`` with pipes to and from it. ``inside``: a command that runs it, as ``ip netns`` does."""
+    package = str(Path(__file__).resolve().parents[3])
+    path = os.pathsep.join([package, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    return subprocess.Popen(
+        # -P: the installed package, whatever lies in the directory that this is called from.
+        [*inside, sys.executable, "-P", "-m", module, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"OMP_WAIT_POLICY": "passive", "PYTHONPATH": path, **environ},
+        start_new_session=new_session,
+    )
+
+
+def _pipes(process: _Process) -> tuple[IO[bytes], IO[bytes]]:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    return process.stdin, process.stdout
+
+
+def write_line(pipe: IO[bytes], content: Mapping[str, object]) -> None:
+    """One object, sent at once."""
+    pipe.write(json.dumps(content).encode() + b"\n")
+    pipe.flush()
+
+
+def send(process: _Process, request: Mapping[str, object]) -> None:
+    """Sends ``request``. A process that has died raises nothing: its missing answer says so."""
+    with contextlib.suppress(BrokenPipeError):
+        write_line(_pipes(process)[0], request)
+
+
+def receive(process: _Process, who: str) -> dict[str, Any]:
+    """The next answer. Raises WorkerError, naming ``who``, for an error, and for a process that has ended."""
+    line = _pipes(process)[1].readline()
+    if not line:
+        status = process.wait()
+        how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
+        raise WorkerError(f"{who}: {how}")
+    answer: dict[str, Any] = json.loads(line)
+    if "error" in answer:
+        raise WorkerError(f"{who}: {answer['error']}")
+    return answer
+
+
+def close_input(process: _Process) -> None:
+    """Closes the pipe to ``process``, which ends it. Safe to call twice."""
+    with contextlib.suppress(BrokenPipeError):
+        _pipes(process)[0].close()
+
+
+def end(process: _Process) -> None:
+    """Closes the pipes of ``process``, and waits for its end. Safe to call twice."""
+    close_input(process)
+    process.wait()
+    _pipes(process)[1].close()
+
+
+def answer_channel() -> IO[bytes]:
+    """The child's standard output, for its answers alone: whatever a library prints goes to stderr from now on."""
+    channel = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    return channel

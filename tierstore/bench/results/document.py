@@ -1,0 +1,312 @@
+"""What a benchmark found, as one JSON document: for programs, for the report, and for a later run to compare with.
+
+::
+
+    Document              one run of one benchmark: command, options, machine, when, and
+    ├── Measurement ..    one thing measured: name, parameters, unit, samples or their summary, target
+    └── figures           what ``--json`` prints, as it is
+
+Every benchmark makes its measurements with ``measured`` (clocks and counters), ``counted`` (exact, without noise) and
+``derived`` (ratios and the like). Names are stable: two documents are compared by benchmark, name and parameters.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from enum import StrEnum
+from importlib.metadata import version
+from pathlib import Path
+from types import MappingProxyType
+
+from tierstore import __version__, machine
+from tierstore.bench.checks import existing_parent
+from tierstore.config import as_dict, from_dict
+from tierstore.errors import ConfigError, DataError
+from tierstore.stats import percentile
+from tierstore.units import format_bytes, format_seconds
+
+__all__ = [
+    "FORMAT_VERSION",
+    "Better",
+    "Document",
+    "MachineFacts",
+    "Measurement",
+    "Origin",
+    "counted",
+    "derived",
+    "load_document",
+    "machine_facts",
+    "measured",
+    "now",
+    "save_document",
+    "shown",
+]
+
+FORMAT_VERSION = 1
+_FORMAT = "tierstore-bench"
+_NOTHING: Mapping[str, float | str] = MappingProxyType({})
+_HEAD = ("format", "format_version", "tool_version", "bench", "options", "started", "ended", "machine")
+
+
+class Better(StrEnum):
+    """Which way is good."""
+
+    HIGHER = "higher"
+    LOWER = "lower"
+    NEITHER = "neither"  # information
+
+
+class Origin(StrEnum):
+    """Where a number comes from."""
+
+    MEASURED = "measured"
+    COUNTED = "counted"  # exact: it has no noise
+    DERIVED = "derived"  # computed from measurements
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One thing that was measured. ``samples`` may be empty where only their summary was kept.
+
+    ``unit`` is what the numbers are in: ``s``, ``bytes``, ``bytes/s``, ``ratio``, or a plural noun (``collectives``).
+    ``low`` and ``high`` are the quartiles of ``count`` samples. ``target``: at least this (higher is better) or at most
+    (lower is). Raises ConfigError for what contradicts itself.
+    """
+
+    name: str
+    parameters: Mapping[str, float | str] = field(default_factory=dict)
+    unit: str
+    better: Better = Better.NEITHER
+    evidence: Origin = Origin.MEASURED
+    samples: tuple[float, ...] = ()
+    count: int
+    median: float
+    low: float
+    high: float
+    target: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name or not self.unit:
+            raise ConfigError("name, unit: expected text")
+        if self.count < 1 or (self.samples and len(self.samples) != self.count):
+            raise ConfigError(f"count: expected the number of samples, got {self.count}")
+        if not self.low <= self.median <= self.high:
+            raise ConfigError(f"median: {self.median} is not between {self.low} and {self.high}")
+        if self.target is not None and self.better is Better.NEITHER:
+            raise ConfigError("target: without a direction nothing can meet it")
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the median meets the target; None without one."""
+        if self.target is None:
+            return None
+        return self.median >= self.target if self.better is Better.HIGHER else self.median <= self.target
+
+    @property
+    def label(self) -> str:
+        """The name with its parameters: ``step (run=tiered)``."""
+        given = ", ".join(f"{key}={value}" for key, value in self.parameters.items())
+        return f"{self.name} ({given})" if given else self.name
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What two documents are compared by."""
+        return (self.name, self.unit, tuple(sorted(self.parameters.items())))
+
+
+def measured(
+    name: str,
+    samples: Sequence[float],
+    unit: str,
+    better: Better,
+    *,
+    parameters: Mapping[str, float | str] = _NOTHING,
+    target: float | None = None,
+    evidence: Origin = Origin.MEASURED,
+) -> Measurement:
+    """A measurement of ``samples`` (at least one). Raises ConfigError for none, or one that is not finite."""
+    values = tuple(float(value) for value in samples)
+    if not values or not all(map(math.isfinite, values)):
+        raise ConfigError(f"{name}: expected finite samples, got {list(samples)}")
+    return Measurement(
+        name=name,
+        parameters=dict(parameters),
+        unit=unit,
+        better=better,
+        evidence=evidence,
+        samples=values,
+        count=len(values),
+        median=percentile(values, 50),
+        low=percentile(values, 25),
+        high=percentile(values, 75),
+        target=target,
+    )
+
+
+def counted(
+    name: str,
+    value: float,
+    unit: str,
+    better: Better = Better.NEITHER,
+    *,
+    parameters: Mapping[str, float | str] = _NOTHING,
+) -> Measurement:
+    """An exact number: bytes moved, messages sent."""
+    return measured(name, [value], unit, better, parameters=parameters, evidence=Origin.COUNTED)
+
+
+def derived(
+    name: str,
+    values: float | Sequence[float],
+    unit: str,
+    better: Better,
+    *,
+    parameters: Mapping[str, float | str] = _NOTHING,
+    target: float | None = None,
+) -> Measurement:
+    """What was computed from measurements, such as a ratio: one value, or one a round."""
+    samples = [values] if isinstance(values, int | float) else values
+    return measured(
+        name, samples, unit, better, parameters=parameters, target=target, evidence=Origin.DERIVED
+    )
+
+
+def shown(value: float, unit: str) -> str:
+    """``value`` for people: ``12.3 ms``, ``1.2 GiB/s``, ``0.981``."""
+    if unit == "s":
+        return format_seconds(value) if value >= 0 else f"-{format_seconds(-value)}"
+    if unit in ("bytes", "bytes/s"):
+        return format_bytes(value) + unit.removeprefix("bytes")
+    return f"{value:.3f}" if unit == "ratio" else f"{value:.4g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineFacts:
+    """Where it ran. ``filesystem`` and ``device`` are those of the directory measured in, ``none`` without one."""
+
+    processor: str
+    cores: int
+    memory_bytes: int
+    kernel: str
+    filesystem: str
+    device: str
+    torch: str
+
+
+def machine_facts(directory: Path | None = None) -> MachineFacts:
+    """Those of this machine. ``directory`` need not exist: its nearest parent counts."""
+    parent = None if directory is None else existing_parent(directory)
+    return MachineFacts(
+        processor=machine.processor(),
+        cores=machine.cores(),
+        memory_bytes=machine.memory().usable_bytes,
+        kernel=machine.kernel(),
+        filesystem="none" if parent is None else machine.disk(parent).filesystem,
+        device="none" if parent is None else machine.block_device(parent),
+        torch=version("torch"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """One run of one benchmark. Times are UTC, ISO 8601."""
+
+    bench: str
+    options: Mapping[str, float | str]
+    machine: MachineFacts
+    started: str
+    ended: str
+    measurements: tuple[Measurement, ...]
+    figures: Mapping[str, object] = field(default_factory=dict)
+    tool_version: str = __version__
+
+    def __post_init__(self) -> None:
+        seen: set[tuple[object, ...]] = set()
+        for measurement in self.measurements:
+            if measurement.key in seen:
+                raise ConfigError(f"measurements: {measurement.label}: given twice")
+            seen.add(measurement.key)
+
+
+def now() -> str:
+    """This moment, as documents have it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def save_document(document: Document, path: Path) -> None:
+    """Writes ``document``, whole or not at all. Raises OSError."""
+    plain = {
+        "format": _FORMAT,
+        "format_version": FORMAT_VERSION,
+        "tool_version": document.tool_version,
+        "bench": document.bench,
+        "options": dict(document.options),
+        "machine": as_dict(document.machine),
+        "started": document.started,
+        "ended": document.ended,
+        "measurements": [{**as_dict(one), "met": one.met} for one in document.measurements],
+        "figures": document.figures,
+    }
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(plain, indent=1, allow_nan=False) + "\n")
+    os.replace(partial, path)
+
+
+def load_document(path: Path) -> Document:
+    """The inverse of ``save_document``. Raises DataError naming the file and what is wrong with it, OSError."""
+    try:
+        plain = json.loads(path.read_text())
+    except ValueError as error:
+        raise DataError(f"{path}: not a benchmark's document: not JSON: {error}") from error
+    if not isinstance(plain, dict) or plain.get("format") != _FORMAT:
+        raise DataError(f"{path}: not a benchmark's document (see --save)")
+    if plain.get("format_version") != FORMAT_VERSION:
+        raise DataError(
+            f"{path}: expected a benchmark's document of version {FORMAT_VERSION}, "
+            f"got {plain.get('format_version')!r}"
+        )
+    wanted = {*_HEAD, "measurements", "figures"}
+    if wrong := sorted(wanted.symmetric_difference(plain)):
+        raise DataError(f"{path}: {wrong[0]}: {'missing' if wrong[0] in wanted else 'unknown'} key")
+    try:
+        return Document(
+            bench=_text(plain, "bench"),
+            options=_table(plain, "options"),  # type: ignore[arg-type]
+            machine=from_dict(MachineFacts, _table(plain, "machine"), origin="machine"),
+            started=_text(plain, "started"),
+            ended=_text(plain, "ended"),
+            measurements=tuple(_measurements(plain["measurements"])),
+            figures=_table(plain, "figures"),
+            tool_version=_text(plain, "tool_version"),
+        )
+    except ConfigError as error:
+        raise DataError(f"{path}: {error}") from error
+
+
+def _measurements(items: object) -> Iterable[Measurement]:
+    if not isinstance(items, list):
+        raise ConfigError("measurements: expected a list")
+    for number, item in enumerate(items):
+        if not isinstance(item, Mapping):
+            raise ConfigError(f"measurements[{number}]: expected a table")
+        given = {key: value for key, value in item.items() if key != "met"}
+        yield from_dict(Measurement, given, origin=f"measurements[{number}]")
+
+
+def _text(plain: Mapping[str, object], key: str) -> str:
+    value = plain[key]
+    if not isinstance(value, str):
+        raise ConfigError(f"{key}: expected text, got {value!r}")
+    return value
+
+
+def _table(plain: Mapping[str, object], key: str) -> Mapping[str, object]:
+    value = plain[key]
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{key}: expected a table, got {value!r}")
+    return value

@@ -1,0 +1,462 @@
+"""A store under full load for minutes, killed at random moments, every byte that it reads checked.
+
+This process holds the model of what the store must contain; another one (``soak.worker``) works on the store and is
+killed with SIGKILL. Both follow the same plan, so this one does not rely on what the store says: it moves its model along
+as commits are announced (``begin``) and acknowledged (``done``), and sends the next life what the store may be at:
+the last acknowledged commit, or the one that had begun.
+
+Kills come at exponential intervals, a quarter of them while a life is still auditing and opening. In the middle third
+of a soak of at least a minute there are none: memory that grows shows only in a long life.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import shutil
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tierstore.bench.checks import at_least, more_than_0, refuse_existing, require_free
+from tierstore.bench.probes.usage import Trend
+from tierstore.bench.processes.spawn import send, start_module
+from tierstore.bench.results.document import Better, Measurement, counted, derived, measured
+from tierstore.bench.results.figures import IF_ANY, Figures
+from tierstore.bench.soak.model import StoreModel
+from tierstore.bench.soak.plan import OperationKind, SoakPlan, SoakShape
+from tierstore.bench.soak.process import MessageReader
+from tierstore.store.disk.space import extent_bytes, scratch_bytes
+from tierstore.store.index.database import index_bytes
+
+__all__ = ["SoakBench", "SoakProgress", "SoakResult", "measurements", "run", "stored_bytes"]
+
+_STEADY_LEAST_S = 60.0  # shorter soaks are killed all the time
+_JUDGED_SPAN_S = 10.0
+_MEMORY_TOLERANCE_BYTES = 4 << 20
+_DISK_TOLERANCE_RATIO = 0.01
+_PATIENCE_S = 300.0
+_EARLY_KILLS_RATIO = 0.25
+_REPORT_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoakProgress:
+    """How far a soak is."""
+
+    read_bytes: int
+    written_bytes: int
+    verified_bytes: int
+    kills: int
+
+
+Announce = Callable[[float, SoakProgress], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoakBench:
+    """How long (seconds), what store, how often it is killed (seconds between kills, the mean; 0: never).
+
+    The store is spread over ``directory`` and the directories ``further``, all of them to be made and removed.
+    ``between_lives``, if any, is called with the number of each life that was killed, while no process has the store open.
+    """
+
+    directory: Path
+    seconds: float
+    further: tuple[Path, ...] = ()
+    shape: SoakShape = field(default_factory=SoakShape)
+    kill_every_s: float = 10.0
+    between_lives: Callable[[int], None] | None = None
+
+    def __post_init__(self) -> None:
+        more_than_0(minutes=self.seconds / 60)
+        at_least(0, kill_every=self.kill_every_s)
+        for directory in self.directories:
+            refuse_existing(directory)
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        return (self.directory, *self.further)
+
+
+def stored_bytes(shape: SoakShape) -> int:
+    """What a soak of ``shape`` takes of the disk."""
+    records = shape.records // 2
+    extents = sum(
+        extent_bytes(schema, records, shape.retain) + scratch_bytes(schema, records)
+        for schema in shape.schemas
+    )
+    return extents + index_bytes(shape.records, shape.retain)
+
+
+@dataclass
+class _Samples:
+    """What one life held, sample by sample."""
+
+    times: list[float] = field(default_factory=list)
+    resident: list[float] = field(default_factory=list)
+    descriptors: list[float] = field(default_factory=list)
+    disk: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperationCounts(Figures):
+    """How often each operation was done."""
+
+    fetch_count: int
+    update_count: int
+    prefetch_count: int
+    commit_count: int
+    snapshot_count: int
+    verify_count: int
+    reopen_count: int
+    misuse_count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DurationFigures(Figures):
+    """How long something took, as often as it was done."""
+
+    times_count: int
+    median_s: float | None = field(default=None, metadata=IF_ANY)
+    greatest_s: float | None = field(default=None, metadata=IF_ANY)
+
+    @staticmethod
+    def of(seconds: Sequence[float]) -> DurationFigures:
+        if not seconds:
+            return DurationFigures(times_count=0)
+        return DurationFigures(times_count=len(seconds), median_s=median(seconds), greatest_s=max(seconds))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultCount(Figures):
+    """A misuse, the error that refused it, and how often."""
+
+    fault: str
+    error: str
+    times_count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoakResult(Figures):
+    """What ``run`` found; ``failures`` is empty when all was well."""
+
+    bench: str = "soak"
+    elapsed_s: float
+    interrupted: bool
+    seed: int
+    record_bytes: int
+    host_budget_bytes: int
+    retained_snapshots_count: int
+    stored_bytes: int
+    directories: Sequence[Path]
+    records: int
+    operations: OperationCounts
+    read_bytes: int
+    written_bytes: int
+    verified_bytes: int
+    audited_bytes: int
+    wrong_bytes: int
+    lives_count: int
+    kills_count: int
+    commits_found_unacknowledged_count: int
+    reopen: DurationFigures
+    commit: DurationFigures
+    faults: Sequence[FaultCount]
+    trends: Mapping[str, Trend]
+    failures: Sequence[str]
+
+
+@dataclass(frozen=True)
+class _Failure:
+    error: str
+    text: str
+    wrong_bytes: int = 0
+
+
+class _Soak:
+    def __init__(self, bench: SoakBench, announce: Announce, asked_to_stop: Callable[[], bool]) -> None:
+        self._bench, self._announce, self._asked_to_stop = bench, announce, asked_to_stop
+        self._plan = SoakPlan(bench.shape)
+        self._random = random.Random(bench.shape.seed)
+        shape = bench.shape
+        empty = StoreModel(shape.seed, [0] * shape.records, shape.retain)
+        #: The next position, and the model there, of the last acknowledged commit and of the one that has begun.
+        self._acknowledged = (0, empty)
+        self._begun: tuple[int, StoreModel] | None = None
+        self._counts: Counter[str] = Counter()
+        self._life_counts: dict[str, int] = {}
+        self._lives: list[_Samples] = []
+        self._opens_s: list[float] = []
+        self._commits_s: list[float] = []
+        self._kills = self._later = 0
+        self._failure: _Failure | None = None
+        self._interrupted = False
+        self._start_s: float | None = None
+        self._next_report_s = 0.0
+
+    @property
+    def _elapsed_s(self) -> float:
+        """Since the store was first open."""
+        return 0.0 if self._start_s is None else time.monotonic() - self._start_s
+
+    def run(self) -> SoakResult:
+        life, killed = 0, True
+        # A kill is never the end: what it left is looked at.
+        while killed or (
+            self._elapsed_s < self._bench.seconds and not self._failure and not self._interrupted
+        ):
+            killed = self._live(life)
+            if killed and self._bench.between_lives is not None:
+                self._bench.between_lives(life)
+            life += 1
+        return self._result(life)
+
+    # One life -----------------------------------------------------------------------------------------------
+
+    def _live(self, life: int) -> bool:
+        """A life until it is killed (True), has ended by itself, or the time is over."""
+        # An interrupt from the terminal is this process's to handle: it stops the worker.
+        process = start_module("tierstore.bench.soak.worker", new_session=True)
+        self._lives.append(_Samples())
+        self._life_counts = {}
+        kills = self._bench.kill_every_s > 0
+        early = kills and self._random.random() < _EARLY_KILLS_RATIO
+        kill_at = self._next_kill(self._random.random() * self._typical_start_s) if early else math.inf
+        reader = MessageReader(process)
+        heard = time.monotonic()
+        try:
+            send(process, self._request(life))
+            while True:
+                if self._asked_to_stop():
+                    self._interrupted = True
+                    return self._stop(process, reader)
+                now = time.monotonic()
+                end = now + self._bench.seconds - self._elapsed_s
+                if now >= min(end, kill_at):
+                    return self._kill(process, reader) if kill_at < end else self._stop(process, reader)
+                message = reader.next(min(kill_at, end, now + _REPORT_S) - now)
+                if message is None:
+                    if now - heard > _PATIENCE_S:
+                        self._fail("Hang", f"the worker said nothing for {_PATIENCE_S:g} s")
+                        return False
+                    continue
+                heard = time.monotonic()
+                if message["say"] == "ended":
+                    return self._ended(process)
+                self._hear(message)
+                if message["say"] == "opened" and math.isinf(kill_at) and kills:
+                    kill_at = self._next_kill(self._random.expovariate(1 / self._bench.kill_every_s))
+        finally:
+            process.kill()
+            process.wait()
+            reader.close()
+            self._counts.update(self._life_counts)
+
+    @property
+    def _typical_start_s(self) -> float:
+        return 1.0 + (2 * median(self._opens_s) if self._opens_s else 0.0)
+
+    def _next_kill(self, delay_s: float) -> float:
+        """When (of the monotonic clock) the process is killed that would be after ``delay_s``."""
+        begun, seconds = time.monotonic() - self._elapsed_s, self._bench.seconds
+        at = time.monotonic() + delay_s
+        steady = seconds >= _STEADY_LEAST_S and seconds / 3 <= at - begun < seconds * 2 / 3
+        return begun + seconds * 2 / 3 if steady else at
+
+    def _request(self, life: int) -> Mapping[str, object]:
+        hypotheses = [self._acknowledged] + ([self._begun] if self._begun else [])
+        return {
+            "directory": str(self._bench.directory),
+            "further": [str(path) for path in self._bench.further],
+            "shape": self._bench.shape.as_dict(),
+            "life": life,
+            "hypotheses": [{"position": p, "model": m.as_dict()} for p, m in hypotheses],
+        }
+
+    def _kill(self, process: subprocess.Popen[bytes], reader: MessageReader) -> bool:
+        process.kill()
+        self._kills += 1
+        while (message := reader.next(None)) is None or message["say"] != "ended":
+            if message is not None:
+                self._hear(message)
+        return True
+
+    def _stop(self, process: subprocess.Popen[bytes], reader: MessageReader) -> bool:
+        """The last life reads everything once more, and closes the store."""
+        assert process.stdin is not None
+        process.stdin.close()
+        deadline = time.monotonic() + _PATIENCE_S
+        while time.monotonic() < deadline:
+            message = reader.next(_REPORT_S)
+            if message is not None and message["say"] == "ended":
+                return self._ended(process)
+            if message is not None:
+                self._hear(message)
+        self._fail("Hang", f"the worker did not end within {_PATIENCE_S:g} s of its pipe being closed")
+        return False
+
+    def _ended(self, process: subprocess.Popen[bytes]) -> bool:
+        status = process.wait()
+        if status and self._failure is None:
+            how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
+            self._fail("Died", f"the worker {how} by itself")
+        return False
+
+    def _fail(self, error: str, text: str, wrong: int = 0) -> None:
+        self._failure = self._failure or _Failure(error, text, wrong)
+
+    # Its messages -------------------------------------------------------------------------------------------
+
+    def _hear(self, message: Mapping[str, Any]) -> None:
+        match message["say"]:
+            case "sample":
+                self._sample(message)
+            case "begin":
+                position = int(message["position"])
+                model = self._acknowledged[1].copy()
+                self._follow(model, self._acknowledged[0], position)
+                self._begun = (position + 1, model)
+            case "done":
+                assert self._begun is not None
+                assert self._begun[0] == int(message["position"]) + 1
+                self._acknowledged, self._begun = self._begun, None
+                if "commit_s" in message:
+                    self._commits_s.append(float(message["commit_s"]))
+            case "opened":
+                self._opened(message)
+            case "failure":
+                self._fail(message["error"], message["text"], int(message["wrong_bytes"]))
+
+    def _follow(self, model: StoreModel, begin: int, position: int) -> None:
+        """``model``, which is at operation ``begin``, after the operation ``position`` (-1: the registration)."""
+        if position < 0:
+            model.commit()
+        for done in range(begin, position + 1):
+            self._plan.apply(model, done)
+
+    def _opened(self, message: Mapping[str, Any]) -> None:
+        """What it was opened at is acknowledged from now on."""
+        if self._begun is not None and int(message["position"]) == self._begun[0] and not message["created"]:
+            self._acknowledged = self._begun
+            self._later += 1
+        self._begun = None
+        if self._start_s is None:
+            self._start_s = time.monotonic()
+        if not message["created"]:
+            self._opens_s.append(float(message["open_s"]))
+
+    def _sample(self, message: Mapping[str, Any]) -> None:
+        samples, now, held = self._lives[-1], self._elapsed_s, message["held"]
+        self._life_counts = message["counts"]
+        if held:
+            samples.times.append(now)
+            samples.resident.append(float(held["resident_bytes"]))
+            samples.descriptors.append(float(held["descriptors"]))
+            samples.disk.append(float(held["disk_bytes"]))
+        if time.monotonic() >= self._next_report_s:
+            self._next_report_s = time.monotonic() + _REPORT_S
+            counts = self._counts + Counter(self._life_counts)
+            done = SoakProgress(
+                read_bytes=counts["read_bytes"],
+                written_bytes=counts["written_bytes"],
+                verified_bytes=counts["verified_bytes"],
+                kills=self._kills,
+            )
+            self._announce(min(now, self._bench.seconds), done)
+
+    # The end ------------------------------------------------------------------------------------------------
+
+    def _result(self, lives: int) -> SoakResult:
+        shape, counts, failure = self._bench.shape, self._counts, self._failure
+        refused = {n.removeprefix("refused: "): c for n, c in counts.items() if n.startswith("refused")}
+        trends = self._trends()
+        failures = [f"{failure.error}: {failure.text}"] if failure else []
+        if not (failures or self._interrupted or counts["fetch"]):
+            failures.append("nothing was fetched in this time; give it more")
+        failures += [f"{name} grows" for name, trend in trends.items() if trend.grows]
+        return SoakResult(
+            elapsed_s=self._elapsed_s,
+            interrupted=self._interrupted,
+            seed=shape.seed,
+            record_bytes=shape.record_bytes,
+            host_budget_bytes=shape.budget,
+            retained_snapshots_count=shape.retain,
+            stored_bytes=stored_bytes(shape),
+            directories=self._bench.directories,
+            records=shape.records,
+            operations=OperationCounts(
+                **{f"{kind.value}_count": counts[kind.value] for kind in OperationKind}
+            ),
+            read_bytes=counts["read_bytes"],
+            written_bytes=counts["written_bytes"],
+            verified_bytes=counts["verified_bytes"],
+            audited_bytes=counts["audited_bytes"],
+            wrong_bytes=failure.wrong_bytes if failure else 0,
+            lives_count=lives,
+            kills_count=self._kills,
+            commits_found_unacknowledged_count=self._later,
+            reopen=DurationFigures.of(self._opens_s),
+            commit=DurationFigures.of(self._commits_s),
+            faults=[
+                FaultCount(fault=what, error=error, times_count=count)
+                for text, count in sorted(refused.items())
+                for what, error in [text.rsplit(": ", 1)]
+            ],
+            trends=trends,
+            failures=failures,
+        )
+
+    def _trends(self) -> dict[str, Trend]:
+        """Memory and descriptors of the longest life; disk over all."""
+        lives = [life for life in self._lives if life.times]
+        if not lives:
+            return {}
+        longest = max(lives, key=lambda life: life.times[-1] - life.times[0])
+        times = [t for life in lives for t in life.times]
+        disk = [d for life in lives for d in life.disk]
+        span = _JUDGED_SPAN_S
+        most, more = _MEMORY_TOLERANCE_BYTES, max(disk) * _DISK_TOLERANCE_RATIO
+        return {
+            "resident memory": Trend.of(
+                longest.times, longest.resident, "bytes", tolerance=most, least_span_s=span
+            ),
+            "descriptors": Trend.of(
+                longest.times, longest.descriptors, "count", tolerance=0.5, least_span_s=span
+            ),
+            "disk": Trend.of(times, disk, "bytes", tolerance=more, least_span_s=span),
+        }
+
+
+def measurements(result: SoakResult) -> Iterator[Measurement]:
+    """What ``run`` found, for a document."""
+    yield counted("wrong bytes", result.wrong_bytes, "bytes", Better.LOWER)
+    # What was done in the time is not the same each time.
+    yield measured("kills", [result.kills_count], "kills", Better.NEITHER)
+    yield measured("read", [result.read_bytes], "bytes", Better.NEITHER)
+    yield measured("written", [result.written_bytes], "bytes", Better.NEITHER)
+    yield measured("verified", [result.verified_bytes], "bytes", Better.NEITHER)
+    for name, times in (("reopen", result.reopen), ("commit", result.commit)):
+        if times.median_s is not None:
+            yield measured(f"{name}, median", [times.median_s], "s", Better.LOWER)
+    for name, trend in result.trends.items():
+        yield derived(f"{name}, growth a second", trend.slope_per_s, trend.unit, Better.LOWER)
+
+
+def run(
+    bench: SoakBench, announce: Announce, asked_to_stop: Callable[[], bool] = lambda: False
+) -> SoakResult:
+    """Soaks. ``announce(seconds, progress)`` is called about every second, and so is ``asked_to_stop``, which may end it
+    early. The store is removed afterwards unless something failed. Raises ConfigError, OSError.
+    """
+    require_free(bench.directory, stored_bytes(bench.shape), "the soak takes")
+    result = _Soak(bench, announce, asked_to_stop).run()
+    if not result.failures:
+        for directory in bench.directories:
+            shutil.rmtree(directory, ignore_errors=True)
+    return result

@@ -1,0 +1,152 @@
+"""A training run in a process of its own, that does a few steps at each request.
+
+``bench train`` compares runs in turns. Each has its own process, so that each has its own peak memory, and
+the runs are open side by side, the one resting while the other steps: both see the same disk and the same
+neighbours.
+
+The protocol is one JSON object a line. The parent sends ``{"config": .., "trace": ..}``, then any number of
+``{"steps": n}``, then closes the pipe. The child answers each with one line: ``Opened``, then ``RoundSteps``; a
+failure is ``{"error": text}``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any
+
+from tierstore.bench.probes.memory_limit import MemoryLimit
+from tierstore.bench.processes.spawn import answer_channel, end, receive, send, start_module, write_line
+from tierstore.config import as_dict, from_dict
+from tierstore.errors import TierstoreError
+
+if TYPE_CHECKING:
+    from tierstore.train.trainer import Trainer
+
+__all__ = ["Opened", "RoundSteps", "TrainingProcess"]
+
+_COUNTERS = ("read_bytes", "written_bytes", "hits", "misses", "wasted_prefetch_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A run whose session is open: what it holds for good, and how its store describes itself."""
+
+    fixed_resident_bytes: int
+    effective: Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundSteps:
+    """Some steps of a run: the time and the loss of each, and what all of them took."""
+
+    step_s: Sequence[float]
+    losses: Sequence[float]
+    cpu_s: float
+    stall_s_by_cause: Mapping[str, float]
+    peak_resident_bytes: int
+    read_bytes: int
+    written_bytes: int
+    wasted_prefetch_bytes: int
+    hits: int
+    misses: int
+
+
+class TrainingProcess:
+    """The parent's end; a context manager. ``limit``: a memory cgroup for the process to live in."""
+
+    def __init__(
+        self, name: str, config: object, *, trace: Path | None = None, limit: MemoryLimit | None = None
+    ) -> None:
+        self._name = name
+        self._process = start_module("tierstore.bench.training.worker")
+        try:
+            if limit is not None:
+                limit.add(self._process.pid)
+            send(self._process, {"config": as_dict(config), "trace": None if trace is None else str(trace)})
+            self.opened = Opened(**receive(self._process, name))
+        except BaseException:
+            self._process.kill()
+            self.close()
+            raise
+
+    def run(self, steps: int) -> RoundSteps:
+        """Trains ``steps`` steps. Raises WorkerError."""
+        send(self._process, {"steps": steps})
+        return RoundSteps(**receive(self._process, self._name))
+
+    def close(self) -> None:
+        """Ends the process and waits for it; its trace is whole then."""
+        end(self._process)
+
+    def __enter__(self) -> TrainingProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+# The child's end
+# ------------------------------------------------------------------------------------------------
+
+
+def _serve(requests: IO[bytes], answer: Callable[[Mapping[str, object]], None]) -> None:
+    try:
+        first = json.loads(requests.readline() or b"{}")
+        if first:
+            _train(first, requests, answer)
+    except (TierstoreError, OSError) as error:
+        answer({"error": f"{type(error).__name__}: {error}"})
+
+
+def _train(
+    first: Mapping[str, Any], requests: IO[bytes], answer: Callable[[Mapping[str, object]], None]
+) -> None:
+    from tierstore.train.config import TrainConfig
+    from tierstore.train.footprint import fixed_cost, keep_freed_memory, resident_bytes
+    from tierstore.train.session import Opening, open_session
+
+    config = from_dict(TrainConfig, first["config"])
+    trace = None if first["trace"] is None else Path(first["trace"])
+    keep_freed_memory()
+    fixed = fixed_cost(config, resident_bytes()).nbytes
+    with open_session(config, Opening.CREATE, trace=trace) as trainer:
+        answer(asdict(Opened(fixed_resident_bytes=fixed, effective=trainer.store.describe())))
+        for line in requests:
+            answer(asdict(_steps(trainer, json.loads(line)["steps"])))
+
+
+def _steps(trainer: Trainer, count: int) -> RoundSteps:
+    from tierstore.train.footprint import peak_resident_bytes
+    from tierstore.train.report import counters
+
+    before, stalls, cpu = counters(trainer), _stalls(trainer), time.process_time()
+    results = [trainer.step() for _ in range(count)]
+    cpu, after = time.process_time() - cpu, counters(trainer)
+    return RoundSteps(
+        step_s=[result.seconds for result in results],
+        losses=[result.loss for result in results],
+        cpu_s=cpu,
+        stall_s_by_cause={
+            cause: (total - stalls.get(cause, 0)) / 1e9 for cause, total in _stalls(trainer).items()
+        },
+        peak_resident_bytes=peak_resident_bytes(),
+        **{name: after[name] - before[name] for name in _COUNTERS},
+    )
+
+
+def _stalls(trainer: Trainer) -> dict[str, int]:
+    totals = trainer.ledger.totals(lambda key: key.cause.value)
+    return {str(cause): spent for cause, spent in totals.items()}
+
+
+if __name__ == "__main__":
+    channel = answer_channel()
+    _serve(sys.stdin.buffer, lambda content: write_line(channel, content))

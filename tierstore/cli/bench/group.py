@@ -1,0 +1,156 @@
+"""``tierstore bench``: how fast this machine runs what tierstore does, in ratios measured in one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from tierstore.cli.bench.io import io
+from tierstore.cli.bench.machine import machine
+from tierstore.cli.bench.overlap import overlap, prediction
+from tierstore.cli.bench.report import compare, report
+from tierstore.cli.bench.results import (
+    CHECK_FAILED,
+    WORK_DIRECTORY,
+    Reporting,
+    namespace_option,
+    results_options,
+    work_directory_option,
+)
+from tierstore.cli.bench.tiers import tiers
+from tierstore.cli.bench.train import train
+from tierstore.cli.groups import CommandGroup
+from tierstore.cli.interrupts import ended_by_sigterm
+from tierstore.cli.options import SIZE
+from tierstore.cli.output import Output
+from tierstore.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from tierstore.bench.cache import CacheResult, ReplayRate
+
+__all__ = ["bench"]
+
+
+@click.group(cls=CommandGroup)
+@click.pass_context
+def bench(ctx: click.Context) -> None:
+    """Stress tests and benchmarks. Each prints a table; with --json the last line is one object.
+
+    With --save FILE.json all that was measured is kept, for `bench report` and --compare.
+    """
+    ctx.with_resource(ended_by_sigterm())
+
+
+for _command in (io, tiers, train, overlap, prediction, machine, report, compare):
+    bench.add_command(_command)
+
+
+@bench.command()
+@click.option("--parameters", type=int, default=100_000_000, show_default=True, help="fp32 parameters.")
+@click.option("--threads", type=int, default=2, show_default=True)
+@click.option("--repeats", type=int, default=7, show_default=True, help="Rounds.")
+@click.option(
+    "--store",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    default=Path("."),
+    help="Where to measure the read of a record.",
+)
+@results_options()
+def adamw(parameters: int, threads: int, repeats: int, store: Path, reporting: Reporting) -> None:
+    """The native AdamW against torch's fused AdamW, the machine's copy bandwidth, and a read from disk."""
+    from tierstore.bench.adamw import measurements, render, run
+
+    session = reporting.begin(directory=store)
+    result = run(parameters, threads, repeats, directory=store)
+    render(result, session.output)
+    session.end(result, measurements(result))
+
+
+@bench.command()
+@click.option("--records", type=int, default=32, show_default=True)
+@click.option("--record-bytes", type=SIZE, default="24MiB", show_default=True)
+@click.option("--rounds", type=int, default=5, show_default=True)
+@work_directory_option
+@results_options()
+def commit(records: int, record_bytes: int, rounds: int, store: Path | None, reporting: Reporting) -> None:
+    """A commit of a cache full of dirty records against durable writes of the same bytes."""
+    from tierstore.bench.commit import measurements, run
+
+    directory = store or WORK_DIRECTORY
+    session = reporting.begin(directory=directory)
+    result = run(directory, records=records, record_bytes=record_bytes, rounds=rounds)
+    session.output.table(
+        f"{records} records, {format_bytes(result.dirty_bytes)} dirty, {rounds} rounds",
+        ("", "median", "least", "greatest"),
+        [
+            (title, *map(format_seconds, (times.median_s, times.least_s, times.greatest_s)))
+            for title, times in (("commit", result.commit), ("durable write of the same bytes", result.write))
+        ],
+    )
+    session.output.line(f"commit / write {result.commit_to_write_ratio:.3f}")
+    session.end(result, measurements(result))
+
+
+@bench.command()
+@click.option("--ranks", type=int, default=2, show_default=True)
+@click.option("--layers", type=int, default=8, show_default=True, help="Dense blocks.")
+@click.option("--d-model", type=int, default=128, show_default=True, help="Their width.")
+@click.option("--tokens", type=int, default=64, show_default=True, help="Tokens of a step on each rank.")
+@click.option("--rounds", type=int, default=7, show_default=True)
+@namespace_option
+@results_options()
+def collectives(reporting: Reporting, **sizes: int) -> int:
+    """Fused gathers and gradient buckets against a message a parameter, over ranks on Gloo.
+
+    Exit status 1: they differ in a bit.
+    """
+    from tierstore.bench.collectives import CollectivesBench, measurements, render, run
+
+    session = reporting.begin()
+    result = run(CollectivesBench(**sizes))
+    render(result, session.output)
+    session.end(result, measurements(result))
+    return 0 if result.same_bits else CHECK_FAILED
+
+
+@bench.command()
+@click.option("--requests", type=int, default=2_000_000, show_default=True, help="Of each trace.")
+@click.option("--keys", type=int, default=100_000, show_default=True, help="Of the trace of single keys.")
+@click.option("--repeats", type=int, default=3, show_default=True, help="Rounds.")
+@click.option(
+    "--curve-points",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Also time every policy's curve of so many points.",
+)
+@results_options()
+def cache(reporting: Reporting, **sizes: int) -> None:
+    """Requests a second of every cache policy in the simulator.
+
+    --requests 20000000 --repeats 1 --curve-points 10 shows how long all curves of a large trace take.
+    """
+    from tierstore.bench.cache import measurements, run
+
+    session = reporting.begin()
+    result = run(**sizes, announce=session.output.line)
+    _show_cache(result, session.output)
+    session.end(result, measurements(result))
+
+
+def _show_cache(result: CacheResult, output: Output) -> None:
+    output.table(
+        f"requests a second and thread with {result.capacity_ratio:.0%} of the footprint (measured)",
+        ("policy", "single keys", "layer passes, event-atomic"),
+        [(name, _rate(rates.keys), _rate(rates.passes)) for name, rates in result.policies.items()],
+    )
+    if (timed := result.curves) is not None:
+        output.line(
+            f"{timed.policies_count} curves of {timed.points} points over {result.requests} requests: "
+            f"{format_seconds(timed.elapsed_s)} on {result.cores} cores"
+        )
+
+
+def _rate(rate: ReplayRate | None) -> str:
+    return "-" if rate is None else f"{rate.requests_per_s / 1e6:.1f} M/s"

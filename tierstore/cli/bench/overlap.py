@@ -1,0 +1,178 @@
+"""``tierstore bench overlap`` and ``prediction``: a stack of layers over limited links, measured and predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from tierstore.cli.bench.results import (
+    WORK_DIRECTORY,
+    Reporting,
+    namespace_option,
+    results_options,
+    work_directory_option,
+)
+from tierstore.cli.options import F, config_overrides, help_config_option, set_option, train_config
+from tierstore.cli.output import Output
+from tierstore.config import load
+from tierstore.units import format_seconds
+
+if TYPE_CHECKING:
+    from tierstore.bench.overlap.run import OverlapResult
+
+__all__ = ["overlap", "prediction"]
+
+
+def stack_options(*, steps: int, warmup: int, forward_ms: float, computation: str) -> Callable[[F], F]:
+    """``--steps --warmup --forward-ms --computation`` with these defaults."""
+    options = (
+        click.option(
+            "--steps", type=int, default=steps, show_default=True, help="Steps measured of each run."
+        ),
+        click.option("--warmup", type=int, default=warmup, show_default=True, help="Steps before them."),
+        click.option(
+            "--forward-ms",
+            type=float,
+            default=forward_ms,
+            show_default=True,
+            help="Computation of a layer's forward pass.",
+        ),
+        click.option(
+            "--computation",
+            type=click.Choice(["matmul", "device"]),
+            default=computation,
+            show_default=True,
+            help="On the processor, or as a device would: a time in which the processor is free.",
+        ),
+    )
+
+    def decorate(command: F) -> F:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+@click.command()
+@click.argument("config", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--stack",
+    type=click.Choice(["synthetic", "trainer"]),
+    default="synthetic",
+    show_default=True,
+    help="Layers that only take time, or the trainer as CONFIG and --set say.",
+)
+@click.option("--layers", type=int, default=16, show_default=True, help="Of the synthetic stack.")
+@stack_options(steps=4, warmup=6, forward_ms=40.0, computation="matmul")
+@work_directory_option
+@click.option(
+    "--timeline",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Rank 0's Chrome trace of the balanced run.",
+)
+@click.option(
+    "--svg",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="A picture of one of its steps.",
+)
+@namespace_option
+@set_option()
+@results_options()
+@help_config_option(train_config)
+def overlap(
+    config: Path | None,
+    stack: str,
+    layers: int,
+    forward_ms: float,
+    computation: str,
+    store: Path | None,
+    timeline: Path | None,
+    svg: Path | None,
+    settings: tuple[str, ...],
+    reporting: Reporting,
+    **sizes: int,
+) -> None:
+    """Two ranks over limited links: how much of gathers and expert fetches is hidden, and by which queue."""
+    from tierstore.bench.overlap.device import Computation
+    from tierstore.bench.overlap.run import OverlapBench, Stack, measurements, run
+    from tierstore.bench.overlap.stack import StackShape
+    from tierstore.train.config import TrainConfig
+
+    shape = StackShape(
+        layers=layers,
+        cached_layers=layers / 2,
+        vertical_depth=max(1, layers * 3 // 4),
+        forward_s=forward_ms / 1e3,
+        computation=Computation(computation),
+    )
+    directory = store or WORK_DIRECTORY
+    plan = OverlapBench(
+        directory=directory,
+        timeline=timeline,
+        svg=svg,
+        stack=Stack(stack),
+        shape=shape,
+        train=load(TrainConfig, config, config_overrides(settings, {"threads": 1})),
+        **sizes,
+    )
+    session = reporting.begin(directory=directory, files={"--timeline": timeline, "--svg": svg})
+    result = run(plan, session.output.line)
+    _show(result, session.output)
+    session.end(result, measurements(result))
+
+
+def _show(result: OverlapResult, output: Output) -> None:
+    output.table(
+        f"{result.ranks} ranks, {result.stack.value} layers, links limited",
+        (
+            *("", "prefetch", "computation", "gathers", "fetches", "step", "/ longest", "/ unlimited"),
+            *("stalled: horizontal", "vertical"),
+        ),
+        [
+            (
+                one.balance,
+                one.prefetch,
+                *map(format_seconds, (one.computation_s, one.gathers_s, one.fetches_s, one.step_s)),
+                f"{one.longest_ratio:.3f}",
+                f"{one.unlimited_ratio:.3f}",
+                *(format_seconds(one.stalled_s(way)) for way in ("horizontal", "vertical")),
+            )
+            for one in result.runs
+        ],
+    )
+
+
+@click.command()
+@stack_options(steps=4, warmup=6, forward_ms=20.0, computation="device")
+@work_directory_option
+@results_options()
+def prediction(
+    forward_ms: float, computation: str, store: Path | None, reporting: Reporting, **steps: int
+) -> None:
+    """Predict the step time of schedules over limited links, then measure them; calibration takes turns with both."""
+    from tierstore.bench.overlap.device import Computation
+    from tierstore.bench.overlap.prediction import PredictionBench, measurements, run, table
+
+    directory = store or WORK_DIRECTORY
+    session = reporting.begin(directory=directory)
+    bench = PredictionBench(
+        directory=directory,
+        forward_s=forward_ms / 1e3,
+        computation=Computation(computation),
+        **steps,
+    )
+    result = run(bench, session.output.line)
+    session.output.table(
+        "Predicted and measured",
+        ("case (none was fitted on)", "predicted", "measured", "ratio", "disk bytes ratio", "bottleneck"),
+        table(result),
+    )
+    session.output.line(
+        f"largest error {result.largest_error_ratio:.1%}, median {result.median_error_ratio:.1%}; fitted on "
+        f"{len(result.calibrations)} calibrations over unlimited links"
+    )
+    session.end(result, measurements(result))

@@ -1,0 +1,273 @@
+"""What the cache commands print: outcomes, curves and a tuned choice, as tables and as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from tierstore.cli.output import Output
+from tierstore.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from tierstore.lab.costs import Machine
+    from tierstore.lab.requests import Requests
+    from tierstore.lab.results import Curve, Outcome, TuneResult
+    from tierstore.lab.tuning import Tuning
+
+__all__ = [
+    "NO_LOOKAHEAD",
+    "curves_json",
+    "gain_json",
+    "outcome_json",
+    "show_assumptions",
+    "show_curves",
+    "show_outcomes",
+    "show_trace",
+    "show_tuning",
+    "trace_json",
+    "tuning_json",
+]
+
+NO_LOOKAHEAD = "no lookahead"
+"""What replays of requests alone are named with: nothing is fetched ahead, and all of the capacity is cache."""
+
+
+def trace_json(requests: Requests) -> dict[str, object]:
+    """What was replayed."""
+    info = requests.info
+    return {
+        "name": info.name,
+        "sha256": info.sha256,
+        "steps": info.steps,
+        "events": info.events,
+        "requests": info.requests,
+        "records": info.records,
+        "layers": info.layers,
+        "total_frames": info.total_frames,
+        "total_bytes": info.total_bytes,
+        "left_out": [f"{name}: {count}" for name, count in requests.left_out.items()],
+    }
+
+
+def show_trace(requests: Requests, output: Output) -> None:
+    """One line on what was replayed, one on what of it was not."""
+    info = requests.info
+    output.line(
+        f"{info.name}: {info.steps} steps, {info.events} events, {info.requests} requests for {info.records} "
+        f"records of {info.layers} layers, {format_bytes(info.total_bytes)} in {info.total_frames} frames; "
+        f"sha256 {info.sha256[:16] or '-'}"
+    )
+    if requests.left_out:
+        said = ", ".join(f"{count} {name}" for name, count in requests.left_out.items())
+        output.line(f"left out: {said}")
+
+
+_COUNTED = (
+    *("hits", "misses", "creates", "miss_ratio", "evictions", "starved", "write_backs"),
+    *("read_bytes", "written_bytes"),
+)
+_ESTIMATED = ("step_stall_s", "drive_writes_per_day", "drive_life_years")
+
+
+def outcome_json(outcome: Outcome, frame_bytes: int) -> dict[str, object]:
+    """One outcome; options as text, since their units differ. ``evidence`` says what each number is."""
+    return {
+        "policy": outcome.policy,
+        "policy_options": [f"{key}={value}" for key, value in sorted(outcome.policy_options.items())],
+        "role": outcome.role.value,
+        "capacity_frames": outcome.capacity_frames,
+        "capacity_bytes": outcome.capacity_frames * frame_bytes,
+        "capacity_ratio": outcome.capacity_fraction,
+        "scope": outcome.scope,
+        "contract": outcome.contract,
+        "lookahead_frames": outcome.lookahead_frames,
+        "evidence": {
+            **dict.fromkeys(_COUNTED, outcome.evidence.value),
+            **dict.fromkeys(_ESTIMATED, "estimated"),
+            "policy_s": "measured",
+        },
+        "steps": outcome.steps,
+        "requests": outcome.requests,
+        "hits": outcome.hits,
+        "misses": outcome.misses,
+        "creates": outcome.creates,
+        "miss_ratio": outcome.miss_ratio,
+        "evictions": outcome.evictions,
+        "starved": outcome.starved,
+        "write_backs": outcome.write_backs,
+        "read_bytes": outcome.read_bytes,
+        "written_bytes": outcome.written_bytes,
+        "step_stall_s": outcome.stall_s_per_step,
+        "drive_writes_per_day": outcome.drive_writes_per_day,
+        "drive_life_years": outcome.drive_life_years,
+        "policy_s": outcome.policy_s,
+    }
+
+
+_COSTS = ("misses", "read", "written", "stall/step", "drive/day", "life", "CPU")
+
+
+def show_outcomes(outcomes: Sequence[Outcome], frame_bytes: int, output: Output) -> None:
+    """A row for each outcome."""
+    rows = [
+        (
+            _label(outcome),
+            f"{outcome.capacity_fraction:.1%}, {format_bytes(outcome.capacity_frames * frame_bytes)}",
+            *_costs(outcome),
+        )
+        for outcome in outcomes
+    ]
+    output.table("", ("policy", "capacity", *_COSTS), rows)
+    _show_starved(outcomes, output)
+
+
+def _show_starved(outcomes: Sequence[Outcome], output: Output) -> None:
+    """A line for each outcome whose policy found no victim in a full cache."""
+    for one in outcomes:
+        if one.starved:
+            output.line(
+                f"warning: {_label(one)} at {one.capacity_fraction:.1%} was starved {one.starved} times: no "
+                "entry was above its threshold, and the fallback chose"
+            )
+
+
+def _costs(outcome: Outcome) -> tuple[str, ...]:
+    return (
+        f"{outcome.miss_ratio:.4f}",
+        format_bytes(outcome.read_bytes),
+        format_bytes(outcome.written_bytes),
+        "-" if outcome.stall_s_per_step is None else format_seconds(outcome.stall_s_per_step),
+        "-" if outcome.drive_writes_per_day is None else f"{outcome.drive_writes_per_day:.3g}",
+        _years(outcome.drive_life_years),
+        _each(outcome.policy_s, outcome.requests),
+    )
+
+
+def _years(years: float | None) -> str:
+    if years is None or math.isinf(years):
+        return "-"
+    return f"{years:.3g} y"
+
+
+def _each(seconds: float | None, requests: int) -> str:
+    return "-" if seconds is None or not requests else f"{seconds / requests * 1e9:.0f} ns"
+
+
+def show_assumptions(machine: Machine, replayed: str, output: Output) -> None:
+    """What was ``replayed`` (contract, scope), and what the numbers are: simulated, measured or estimated."""
+    said = "; ".join(f"{name} {value}" for name, value in machine.assumptions.items())
+    output.line(
+        f"{replayed}; counts and bytes simulated; CPU time a request measured (cache core and policy); stalls, "
+        f"drive writes (whole drives a day) and life estimated: {said}"
+    )
+
+
+def curves_json(found: Sequence[Curve], frame_bytes: int) -> list[dict[str, Any]]:
+    """Each curve with its points."""
+    return [
+        {
+            "policy": curve.label,
+            "role": curve.role.value,
+            "points": [outcome_json(point, frame_bytes) for point in curve.points],
+        }
+        for curve in found
+    ]
+
+
+def show_curves(found: Sequence[Curve], keep: Sequence[float], output: Output) -> None:
+    """Miss ratios: a column for each capacity, a row for each policy, and the line 1 - C/N (``keep``)."""
+    columns = ("miss ratio at", *(f"{point.capacity_fraction:.0%}" for point in found[0].points))
+    rows = [("1 - C/N", *(f"{line:.4f}" for line in keep))]
+    rows += [
+        (_label(curve.points[0]), *(f"{point.miss_ratio:.4f}" for point in curve.points)) for curve in found
+    ]
+    output.table("", columns, rows)
+
+
+def _label(outcome: Outcome) -> str:
+    """The policy with its options; K is not shown beside the half-life that it makes with beta."""
+    options = dict(outcome.policy_options)
+    if "half_life" in options:
+        options.pop("interval", None)
+    label = replace(outcome, policy_options=options).label
+    return label if outcome.role.value == "policy" else f"{label} (bound)"
+
+
+def gain_json(result: TuneResult) -> dict[str, object]:
+    """What tuning gained. The gain's key says what it is of: a miss ratio, bytes or seconds a step."""
+    unit = {"misses": "miss_ratio", "bytes": "step_bytes", "stall": "step_stall_s"}[result.objective]
+    kind, _, rest = unit.partition("_")
+    return {
+        "objective": result.objective,
+        "verdict": result.verdict.value,
+        f"{kind}_gain_{rest}": result.gain,
+        f"{kind}_gain_low_{rest}": result.gain_low,
+        f"{kind}_gain_high_{rest}": result.gain_high,
+        "confidence_ratio": result.confidence,
+        "regret_ratio": result.regret,
+        "tuned_steps": result.tuned_steps,
+        "scored": result.scored,
+        "hindsight": result.hindsight,
+    }
+
+
+def tuning_json(tuning: Tuning, frame_bytes: int) -> dict[str, object]:
+    """A tuned choice: its gain, the advice, what to paste, and the outcomes on the rest, best first."""
+    result = tuning.result
+    return {
+        **gain_json(result),
+        "regime": tuning.regime.worth.value,
+        "advice": result.advice,
+        "warning": result.warning,
+        "configuration": result.configuration,
+        "layer_quotas": list(tuning.chosen.layer_quotas),
+        "chosen": outcome_json(result.chosen, frame_bytes),
+        "baseline": outcome_json(result.baseline, frame_bytes),
+        "best": outcome_json(result.best, frame_bytes),
+        "ranked": [
+            {**outcome_json(outcome, frame_bytes), "layer_quotas": list(candidate.layer_quotas)}
+            for candidate, outcome in tuning.ranked
+        ],
+    }
+
+
+def _replayed_with(scored: str) -> str:
+    return scored if scored == NO_LOOKAHEAD else f"with {scored}"
+
+
+def show_tuning(tuning: Tuning, frame_bytes: int, output: Output) -> None:
+    """The advice, the outcomes on the rest, the verdict, and what to paste."""
+    result = tuning.result
+    output.line(result.advice)
+    rows = [
+        (
+            _label(outcome),
+            "layer, tuned" if candidate.layer_quotas else outcome.scope,
+            *_costs(outcome),
+            "chosen" if candidate == tuning.chosen else "baseline" if outcome is result.baseline else "",
+        )
+        for candidate, outcome in tuning.ranked
+    ]
+    size = format_bytes(result.chosen.capacity_frames * frame_bytes)
+    title = (
+        f"with {size}, {result.chosen.capacity_fraction:.1%}, on the {result.chosen.steps} steps after the first "
+        f"{result.tuned_steps}, {_replayed_with(result.scored)}; best first"
+    )
+    output.table(title, ("policy", "scope", *_COSTS, ""), rows)
+    _show_starved([outcome for _, outcome in tuning.ranked], output)
+    said = {
+        "better": "better than the baseline",
+        "tie": "a tie with the baseline",
+        "worse": "worse than the baseline, which stays",
+    }[result.verdict.value]
+    output.line(
+        f"chosen on the first {result.tuned_steps} steps: {_label(result.chosen)}, {result.chosen.scope} scope; "
+        f"{said} ({_label(result.baseline)}, {result.baseline.scope}): gain {result.gain_text}; "
+        f"{result.regret:.2%} behind {result.best_of}"
+    )
+    output.line("paste into the configuration of tierstore train:")
+    output.line(result.configuration.rstrip("\n"))
+    if result.warning is not None:
+        output.line(f"warning: {result.warning}")

@@ -1,0 +1,131 @@
+"""What the cache commands do alike: read a trace, show how far they are, write a report."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tierstore.cli.cache.output import show_trace
+from tierstore.cli.output import Output
+from tierstore.errors import BudgetError, ConfigError
+
+if TYPE_CHECKING:
+    from tierstore.lab.costs import Machine
+    from tierstore.lab.requests import Requests
+    from tierstore.lab.results import Outcome, RegimeStudy, Study
+    from tierstore.lab.simulate import PolicySpec
+
+__all__ = [
+    "check_html",
+    "check_target",
+    "load_trace_requests",
+    "recorded_outcomes",
+    "stage_progress",
+    "study_of",
+    "write_html",
+]
+
+
+def load_trace_requests(
+    trace: Path, output: Output, warmup_steps: int = 0, pins: Sequence[str] = ()
+) -> Requests:
+    """The requests of a trace, with a line on them. Raises ConfigError for a warm-up that leaves nothing, or for
+    what cannot be pinned."""
+    from tierstore.lab.pins import parse_pins, pin
+    from tierstore.lab.requests import load_requests
+
+    requests = load_requests(trace)
+    if pins:
+        requests = pin(requests, parse_pins(pins, name="--pin"), name="--pin")
+    show_trace(requests, output)
+    if warmup_steps >= requests.step_count:
+        raise ConfigError(f"--warmup: expected less than the {requests.step_count} steps of {trace}")
+    return requests
+
+
+def recorded_outcomes(
+    trace: Path,
+    requests: Requests,
+    specs: Sequence[PolicySpec],
+    frames: Sequence[int],
+    replay: Mapping[str, Any],
+) -> list[Outcome]:
+    """Outcomes with the prefetches of the recorded run. Raises ConfigError naming the option, or BudgetError."""
+    from tierstore.lab.live import recording_of, replay_recorded
+    from tierstore.lab.results import Role
+    from tierstore.lab.simulate import Contract, ReplaySetting
+
+    recording = recording_of(trace, requests)
+    if recording is None:
+        raise ConfigError(f"--lookahead recorded: {trace} has no prefetches")
+    if requests.table.pins:
+        raise ConfigError("--pin: expected --lookahead none: a live cache pins nothing")
+    if replay["contract"] is not Contract.ATOMIC:
+        raise ConfigError("--lookahead recorded: expected --contract event-atomic, as a run replays")
+    bounds = [spec.name for spec in specs if spec.role is Role.BOUND]
+    if bounds:
+        raise ConfigError(f"--lookahead recorded: expected policies, got the bound {bounds[0]}")
+    settings = [ReplaySetting(spec, size, replay["scope"]) for spec in specs for size in frames]
+    found = []
+    replays = replay_recorded(requests, recording, settings, threads=replay["threads"])
+    for setting, replayed in zip(settings, replays, strict=True):
+        if replayed is None:
+            raise BudgetError(
+                f"--capacity: {setting.capacity_frames} frames, of which prefetches hold "
+                f"{recording.lookahead_at(setting.capacity_frames)}, are too small for {setting.policy.name}"
+            )
+        found.append(replayed.outcome(requests, slice(replay["warmup_steps"], None)))
+    return found
+
+
+@contextmanager
+def stage_progress(output: Output, label: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A function that hears of each stage how much of it is done."""
+    with output.progress(1, label=label) as progress:
+        yield lambda stage, done, total: progress.update(done, total, {"stage": stage})
+
+
+def check_html(html: Path | None) -> None:
+    """Before the work: a report that cannot be written is refused."""
+    if html is None:
+        return
+    from tierstore.lab.page import check_report
+
+    check_report()
+    check_target("--html", html)
+
+
+def check_target(option: str, path: Path | None) -> None:
+    """Before the work: a file that cannot be written is refused. Raises ConfigError naming ``option``."""
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ConfigError(f"{option}: {folder} is no directory")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError(f"{option}: {path} cannot be written")
+
+
+def write_html(html: Path, study: Study, output: Output) -> None:
+    """Writes a report and says where."""
+    from tierstore.lab.report import write_report
+
+    write_report(study, html)
+    output.line(f"report: {html}")
+
+
+def study_of(regime: RegimeStudy, machine: Machine) -> Study:
+    """A report of one regime."""
+    from tierstore import __version__
+    from tierstore.lab.results import Study
+
+    return Study(
+        title=f"Cache policies on {regime.name}",
+        regimes=(regime,),
+        assumptions=machine.assumptions,
+        source=machine.source,
+        version=__version__,
+    )

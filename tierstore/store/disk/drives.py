@@ -1,0 +1,368 @@
+"""The directories of a store: its own, and stripe directories on drives of their own.
+
+The index lists the directories in order, so the list changes with a commit or not at all. Each stripe directory has an
+identity with a uuid of its own, durable before the first commit that may refer to it: opening refuses one that is
+missing, swapped, or another store's by name. A directory that the configuration names beyond those of the index is
+added, and is part of the store from the next commit on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tierstore._native import FileCreate, Link, Meter
+from tierstore.errors import ConfigError, DataError, StoreExistsError, StoreFormatError, StoreMissingError
+from tierstore.io_profile import load_io_point
+from tierstore.store.config import StripeConfig
+from tierstore.store.disk.home import (
+    IDENTITY,
+    Home,
+    Identity,
+    fsync_directory,
+    make_directories,
+    read_directory_identity,
+    refuse_foreign,
+    refuse_shared,
+    remove_content,
+    remove_directories,
+    remove_unfinished,
+    same_directory,
+    write_identity,
+)
+from tierstore.store.disk.lease import DirectoryLease
+from tierstore.store.disk.shares import LEAST_BYTES, BandwidthEstimator
+
+if TYPE_CHECKING:
+    from tierstore.store.disk.extents import Extent
+
+__all__ = ["Drive", "DriveReport", "Drives"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriveReport:
+    """One directory of a store: its ``share`` of new slots, what lies there, and what was moved since the opening.
+
+    ``bandwidth`` is bytes a second while anything was under way: since the opening, or as the last commits knew it when
+    little was moved since (0: not known).
+    """
+
+    path: Path
+    share: float
+    used_bytes: int
+    reserved_bytes: int
+    bandwidth: float
+    read_bytes: int = 0
+    written_bytes: int = 0
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "path": str(self.path),
+            "share_ratio": self.share,
+            "used_bytes": self.used_bytes,
+            "reserved_bytes": self.reserved_bytes,
+            "read_bytes": self.read_bytes,
+            "written_bytes": self.written_bytes,
+            "bandwidth_bytes_per_s": self.bandwidth,
+        }
+
+
+@dataclass
+class Drive:
+    """One directory. Number 0 is the store's own, which has the store's identity and lease."""
+
+    number: int
+    path: Path
+    own: str = ""
+    published: bool = True
+    made: tuple[Path, ...] = ()
+    lease: DirectoryLease | None = None
+    #: Most bytes of extents here, 0 for no limit.
+    limit: int = 0
+    link: Link | None = None
+    meter: Meter = field(default_factory=Meter)
+    extents: list[Extent] = field(default_factory=list)
+    _seen: tuple[int, float] = (0, 0.0)
+
+    @property
+    def create(self) -> FileCreate:
+        """Whether extents that are not here yet are made, or missed."""
+        return FileCreate.NO if self.published else FileCreate.YES
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(extent.reserved_slots * extent.slot_bytes for extent in self.extents)
+
+    def close(self) -> None:
+        """Releases the lease; removes a directory that no commit knows."""
+        with contextlib.ExitStack() as stack:
+            if not self.published:
+                stack.callback(remove_directories, self.made)
+            if self.lease is not None:
+                stack.callback(self.lease.close)
+                if not self.published:
+                    remove_unfinished(self.path)
+
+    def totals(self) -> tuple[int, int, float]:
+        """Bytes read and written since the opening, and the seconds in which any were under way."""
+        read, written, busy_s = self.meter.reading()
+        if self.link is not None:
+            busy_s = max(busy_s, float(self.link.stats()["busy_s"]))
+        return read, written, busy_s
+
+    def moved(self) -> tuple[int, float]:
+        """Bytes to and from here since the last call, and the seconds in which any were under way."""
+        read, written, busy_s = self.totals()
+        now = (read + written, busy_s)
+        since = (now[0] - self._seen[0], now[1] - self._seen[1])
+        self._seen = now
+        return since
+
+
+class Drives:
+    """The directories of one open store, in the order of their numbers."""
+
+    def __init__(self, home: Home, config: StripeConfig) -> None:
+        self.home = home
+        self._config = config
+        self._drives = [Drive(0, home.directory, published=home.published)]
+        self.estimator = BandwidthEstimator([0.0])
+
+    @classmethod
+    def create(cls, home: Home, config: StripeConfig, abandoned: str) -> Drives:
+        """The directories of a new store. It may reuse those of ``abandoned``, a store whose creation never finished.
+
+        Raises StoreExistsError, StoreFormatError, StoreInUseError, ConfigError, OSError; nothing is left then.
+        """
+        drives = cls(home, config)
+        with drives._closed_on_error():
+            for path in config.directories:
+                drives._claim(path, abandoned)
+            drives._configure([])
+        return drives
+
+    @classmethod
+    def open(cls, home: Home, config: StripeConfig, known: Sequence[Mapping[str, object]]) -> Drives:
+        """The directories that the index lists (``known``, the store's own first), and those that ``config`` adds.
+
+        Raises StoreMissingError, StoreFormatError, StoreInUseError, ConfigError, OSError.
+        """
+        drives = cls(home, config)
+        recorded = [Path(str(entry["path"])) for entry in known[1:]]
+        paths = list(config.directories) or recorded
+        if len(paths) < len(recorded):
+            raise ConfigError(
+                f"stripe.directories: the store in {home.directory} has {len(recorded)} stripe directories "
+                f"({', '.join(map(str, recorded))}), got {len(paths)}: none can be left out"
+            )
+        with drives._closed_on_error():
+            for entry, path in zip(known[1:], paths, strict=False):
+                drives._attach(path, str(entry["own"]))
+            for path in paths[len(recorded) :]:
+                drives._claim(path, home.uuid)
+            drives._configure([float(str(entry["bandwidth"])) for entry in known])
+        return drives
+
+    @contextlib.contextmanager
+    def _closed_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def _attach(self, path: Path, own: str) -> None:
+        """Adds a directory that commits refer to; its identity records where the store is now."""
+        number = len(self._drives)
+        self._recognise(path, number, own)
+        self._drives.append(Drive(number, path.absolute(), own, lease=DirectoryLease(path)))
+        identity = self._recognise(path, number, own)  # the lease keeps it so
+        refuse_shared(self.home, path, identity)
+        here = replace(identity, home=str(self.home.directory.absolute()), path=str(path.absolute()))
+        if here != identity:
+            _put_identity(path, here)
+
+    def _recognise(self, path: Path, number: int, own: str) -> Identity:
+        """The identity of what must be directory ``number``. Raises StoreMissingError or StoreFormatError."""
+        home = self.home
+        what = f"directory {number} of the store in {home.directory}"
+        identity = read_directory_identity(path)
+        if identity is None:
+            raise StoreMissingError(
+                f"{path}: {what} is missing: mount its drive, or say in stripe.directories where it is now"
+            )
+        if identity.uuid != home.uuid:
+            raise StoreFormatError(
+                f"{path}: expected {what}, found one of the store in {identity.home or path}"
+            )
+        if identity.number != number:
+            raise StoreFormatError(
+                f"{path}: expected {what}, found its directory {identity.number}: stripe.directories is out of order"
+            )
+        if identity.own != own:
+            raise StoreFormatError(
+                f"{path}: expected {what}, found a directory {number} that it no longer refers to"
+            )
+        return identity
+
+    def _claim(self, path: Path, abandoned: str) -> None:
+        """Adds an empty or missing directory, or the remains of a claim that no commit followed."""
+        number = len(self._drives)
+        if any(same_directory(path, drive.path) for drive in self._drives):
+            raise ConfigError(f"stripe.directories: {path} is there twice")
+        self._check_free(path, number, abandoned)
+        drive = Drive(
+            number, path.absolute(), str(uuid.uuid4()), published=False, made=make_directories(path)
+        )
+        self._drives.append(drive)
+        with contextlib.ExitStack() as stack:
+            lease = stack.enter_context(DirectoryLease(path))
+            identity = self._check_free(
+                path, number, abandoned
+            )  # another process may have claimed it meanwhile
+            stack.pop_all()
+        drive.lease = lease  # with it, closing may remove the content
+        # After a power cut the lease marks whatever is found beside it as debris.
+        fsync_directory(path)
+        remove_content(path)
+        if identity is not None:  # it goes before the announced identity that names it
+            fsync_directory(path)
+
+    def _check_free(self, path: Path, number: int, abandoned: str) -> Identity | None:
+        """The identity of an abandoned claim, None for none. Raises StoreExistsError or StoreFormatError where ``path``
+        may belong to another store, or to no store.
+        """
+        identity = read_directory_identity(path)
+        if identity is None:
+            refuse_foreign(path)
+            return None
+        if identity.uuid != abandoned or (self.home.published and identity.number < number):
+            raise StoreExistsError(
+                f"{path}: expected an empty or missing directory, found directory {identity.number} of the store in "
+                f"{identity.home or path}"
+            )
+        refuse_shared(self.home, path, identity)
+        return identity
+
+    def _configure(self, bandwidths: Sequence[float]) -> None:
+        config, count = self._config, len(self)
+        for name in ("limits", "weights", "bandwidths"):
+            given = len(getattr(config, name))
+            if given not in (0, count):
+                raise ConfigError(
+                    f"stripe.{name}: expected {count}, the store's own directory first, got {given}"
+                )
+        for drive, limit in zip(self, config.limits, strict=False):
+            drive.limit = limit
+        for drive, speed in zip(self, config.bandwidths, strict=False):
+            drive.link = Link(speed) if speed else None
+        start = list(bandwidths) + [0.0] * (count - len(bandwidths))
+        if not any(start):
+            # What was measured in operation is less than what a benchmark finds: the two are not mixed.
+            start = [profiled_bandwidth(drive.path) for drive in self]
+        self.estimator = BandwidthEstimator(start, config.weights)
+
+    # What there is ------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._drives)
+
+    def __iter__(self) -> Iterator[Drive]:
+        return iter(self._drives)
+
+    def __getitem__(self, number: int) -> Drive:
+        return self._drives[number]
+
+    @property
+    def shares(self) -> Sequence[float]:
+        """Of new slots, by directory."""
+        return self.estimator.shares
+
+    def reweigh(self) -> None:
+        """At a commit: the shares of what comes after it."""
+        self.estimator.observe([drive.moved() for drive in self])
+
+    def as_json(self) -> list[dict[str, object]]:
+        """What the index keeps of them: nothing for a store of one directory."""
+        if len(self) == 1:
+            return []
+        return [
+            {"path": str(drive.path), "own": drive.own, "bandwidth": round(bandwidth)}
+            for drive, bandwidth in zip(self, self.estimator.bandwidths, strict=True)
+        ]
+
+    def reports(self, used_bytes: Sequence[int]) -> list[DriveReport]:
+        """One for each; ``used_bytes`` are those of slots in use."""
+        rows = []
+        for drive, used, share, bandwidth in zip(
+            self, used_bytes, self.shares, self.estimator.bandwidths, strict=True
+        ):
+            read, written, busy_s = drive.totals()
+            known = read + written >= LEAST_BYTES and busy_s > 0
+            rows.append(
+                DriveReport(
+                    path=drive.path,
+                    share=share,
+                    used_bytes=used,
+                    reserved_bytes=drive.reserved_bytes,
+                    read_bytes=read,
+                    written_bytes=written,
+                    bandwidth=(read + written) / busy_s if known else bandwidth,
+                )
+            )
+        return rows
+
+    # Becoming and ceasing -----------------------------------------------------------------------------------
+
+    def publish(self) -> None:
+        """Before a commit that may refer to new directories: each gets its identity, durably."""
+        new = [drive for drive in self if drive.number and not drive.published]
+        if not new:
+            return
+        # If the process dies from here on, a new store's own directory names the owner of the others.
+        self.home.announce(len(self))
+        fsync_directory(self.home.directory)
+        for drive in new:
+            fsync_directory(drive.path / "extents")
+            home = str(self.home.directory.absolute())
+            _put_identity(
+                drive.path,
+                Identity(self.home.uuid, drive.number, len(self), drive.own, home, str(drive.path)),
+            )
+            for made in drive.made:
+                fsync_directory(made.parent)
+            # An older store's commit may be durable though it failed: nothing is removed any more.
+            drive.published = self.home.published
+        if self.home.published:
+            self.home.publish(len(self))
+
+    def committed(self) -> None:
+        """A commit lists them all: ``close`` removes none from here on."""
+        for drive in self:
+            drive.published = True
+
+    def close(self) -> None:
+        """Closes every stripe directory, whatever fails; those that no commit knows are removed."""
+        with contextlib.ExitStack() as stack:
+            for drive in self._drives[1:]:
+                stack.callback(drive.close)
+
+
+def profiled_bandwidth(directory: Path) -> float:
+    """Bytes a second that the disk under ``directory`` wrote in a benchmark of it; 0 where the profile has none."""
+    try:
+        point = load_io_point(directory)
+    except (DataError, OSError):  # a profile makes a store faster, no more
+        return 0.0
+    return 0.0 if point is None else point.write_bytes_per_s
+
+
+def _put_identity(path: Path, identity: Identity) -> None:
+    """Durably, and at once or not at all."""
+    write_identity(path, identity, f"{IDENTITY}.new")
+    (path / f"{IDENTITY}.new").rename(path / IDENTITY)
+    fsync_directory(path)

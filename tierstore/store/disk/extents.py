@@ -1,0 +1,299 @@
+"""Extent files: equal slots, preallocated, reused only when nothing can still need them.
+
+An ``Extent`` owns one file and knows which of its slots are free. ``reserve`` allocates space with ``fallocate`` before
+it is needed, so a full disk is an ``OSError`` (ENOSPC, path, bytes needed) there, and never a failed write later.
+``discard`` returns the blocks of free slots that are not needed any more to the file system; such slots are *holes*,
+and ``reserve`` fills them before they are used.
+
+A slot is *shared* while a durable table of the index refers to it: shared slots are never written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import heapq
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierstore._native import (
+    Activity,
+    Buffer,
+    CrcTable,
+    DirectIo,
+    Engine,
+    File,
+    FileCreate,
+    Link,
+    Meter,
+    Priority,
+)
+from tierstore.store.disk.discard import Discard
+from tierstore.store.disk.limited import over_links
+from tierstore.store.disk.write_budget import WriteBudget
+from tierstore.store.format import SECTION_ALIGNMENT, GroupLayout
+
+__all__ = ["NO_SPACE", "Extent", "Slot"]
+
+#: Errors of a drive that is full, or of an owner who may take no more of it.
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+#: Between commits a slot that is only read collects tickets; the finished ones are swept at this many.
+_PRUNE_READS = 16
+#: Fewer bytes than this are not worth a hole.
+_WORTH_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one group of a record lies: slot ``number`` of ``extent``."""
+
+    extent: Extent
+    number: int
+
+
+class Extent:
+    """Slots of ``layout`` in the file ``path``, in the store's directory ``directory``.
+
+    With ``FileCreate.NO`` a missing file is OSError (ENOENT). ``budget`` limits what is written, ``meter`` counts the
+    transfers, and each of ``links`` limits their speed.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        path: Path,
+        layout: GroupLayout,
+        *,
+        directory: int,
+        direct: DirectIo,
+        create: FileCreate,
+        links: Sequence[Link] = (),
+        meter: Meter | None = None,
+        budget: WriteBudget | None = None,
+    ) -> None:
+        self.path = path
+        self.layout = layout
+        self.slot_bytes = layout.slot_bytes
+        self.directory = directory
+        #: The file or its size changed since the directory was last synced.
+        self.unsynced_directory = not path.exists()
+        self._engine = engine
+        self._transfer_in = over_links(engine.read, engine, links, Activity.READ)
+        self._transfer_out = over_links(engine.write, engine, links, Activity.WRITE)
+        self._budget = budget
+        # Free slots: a heap of those with blocks, and those that may have none.
+        self._free: list[int] = []
+        self._holes: list[int] = []
+        self._unchecked: set[int] = set()
+        self._holes_unpunched = False
+        self._references: Counter[int] = Counter()
+        self._punches: list[int] = []
+        self._punch_errors: list[OSError] = []  # not reported yet
+        self._last_write: dict[int, int] = {}
+        self._reads: dict[int, list[int]] = {}
+        self._written = False
+        self.file = File(str(path), create=create, direct=direct, meter=meter)
+        self.slots = self.file.size // self.slot_bytes
+
+    # Space --------------------------------------------------------------------------------------------------
+
+    def reserve(self, slots: int) -> None:
+        """Allocates blocks for at least ``slots`` slots, all in use among them; the file grows if it must.
+
+        Raises OSError (ENOSPC, EDQUOT) with nothing changed but blocks.
+        """
+        short = max(slots - self.reserved_slots, 0)
+        filled = heapq.nsmallest(short, self._holes)
+        grown = range(self.slots, self.slots + short - len(filled))
+        if not (short or self._unchecked):
+            return
+        self.end_punches()
+        missing = sorted({*self._unchecked, *filled, *grown})
+        try:
+            for first, count in _runs(missing):
+                self.file.allocate(first * self.slot_bytes, count * self.slot_bytes)
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            self._undo_partial_growth()
+            free = os.statvfs(self.path.parent)
+            message = (
+                f"{os.strerror(error.errno)}: {len(missing) * self.slot_bytes} more bytes are needed and "
+                f"{free.f_bavail * free.f_frsize} are free"
+            )
+            raise OSError(error.errno, message, str(self.path)) from error
+        self._unchecked.clear()
+        self._holes = sorted(set(self._holes) - set(filled))
+        for slot in (*filled, *grown):
+            heapq.heappush(self._free, slot)
+        if grown:
+            self.unsynced_directory = True
+        self.slots += len(grown)
+
+    def _undo_partial_growth(self) -> None:
+        """A refused fallocate leaves what it got so far, and a later opening would take it for slots."""
+        with contextlib.suppress(FileNotFoundError):  # scratch has no name
+            os.truncate(self.path, self.slots * self.slot_bytes)
+
+    def recover(self) -> None:
+        """After opening: every slot that no durable table refers to is free."""
+        # The file may have holes (discarded slots, a copy, a restored backup): no block is taken for granted.
+        self._unchecked = set(self._references)
+        self._holes = [slot for slot in range(self.slots) if slot not in self._references]
+        self._holes_unpunched = bool(self._holes)
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free)
+
+    @property
+    def reserved_slots(self) -> int:
+        """Slots with blocks of their own, once those in use have been checked."""
+        return self.slots - len(self._holes)
+
+    def allocate(self) -> Slot:
+        """A free slot; there must be one (``free_slots``)."""
+        return Slot(self, heapq.heappop(self._free))
+
+    def free(self, slot: int) -> None:
+        """Frees a slot whose last content nothing on disk refers to any more."""
+        if slot in self._unchecked:
+            self._unchecked.remove(slot)
+            heapq.heappush(self._holes, slot)
+        else:
+            heapq.heappush(self._free, slot)
+
+    def retain(self, slot: int) -> None:
+        """One more durable table refers to ``slot``."""
+        self._references[slot] += 1
+
+    def release(self, slot: int) -> None:
+        """One durable table fewer refers to ``slot``; without any it is free."""
+        self._references[slot] -= 1
+        if not self._references[slot]:
+            del self._references[slot]
+            self.free(slot)
+
+    def shared(self, slot: int) -> bool:
+        """Whether a durable table refers to ``slot``."""
+        return slot in self._references
+
+    def discard(self, keep: int, discard: Discard) -> None:
+        """Queues holes for free slots beyond ``keep`` slots with blocks, the last in the file first.
+
+        The slots that were free when the file was opened become holes too: they may have blocks.
+        """
+        self._wait_for_punches([ticket for ticket in self._punches if self._engine.done(ticket)])
+        for error in self._punch_errors:
+            discard.failed(error)
+        self._punch_errors = []
+        if not discard:
+            return
+        surplus = max(min(self.reserved_slots - keep, len(self._free)), 0)
+        given = set(heapq.nlargest(surplus, self._free))
+        holes = sorted(given | set(self._holes if self._holes_unpunched else ()))
+        if len(holes) * self.slot_bytes < _WORTH_BYTES:
+            return
+        for first, count in _runs(holes):
+            slots = range(first, first + count)
+            reads = [ticket for slot in slots for ticket in self.reads_in_flight(slot)]
+            begin, nbytes = first * self.slot_bytes, count * self.slot_bytes
+            self._punches.append(self._engine.punch(self.file, begin, nbytes, after=reads))
+        self._free = sorted(set(self._free) - given)
+        self._holes = sorted({*self._holes, *given})
+        self._holes_unpunched = False
+
+    def end_punches(self) -> None:
+        """Waits for the holes that are being made."""
+        self._wait_for_punches(self._punches)
+
+    def _wait_for_punches(self, tickets: Sequence[int]) -> None:
+        """A slot that could not be punched counts as a hole all the same."""
+        ended = set(tickets)
+        self._punches = [ticket for ticket in self._punches if ticket not in ended]
+        for ticket in tickets:
+            try:
+                self._engine.wait(ticket)
+            except OSError as error:
+                self._punch_errors.append(error)
+
+    # Transfers ----------------------------------------------------------------------------------------------
+
+    def read(
+        self, slot: int, sections: Sequence[Buffer], crcs: CrcTable, after: Sequence[int], priority: Priority
+    ) -> int:
+        """Queues a read of a whole slot, after the last write to it, checked by ``crcs``, the record's checksums."""
+        write = self._last_write.get(slot)
+        ticket = self._transfer_in(
+            self.file,
+            slot * self.slot_bytes,
+            sections,
+            crcs,
+            self.layout.first_section,
+            align=SECTION_ALIGNMENT,
+            after=[*after, write] if write else after,
+            priority=priority,
+        )
+        reads = self._reads.setdefault(slot, [])
+        if len(reads) >= _PRUNE_READS:
+            reads[:] = self._unfinished(reads)
+        reads.append(ticket)
+        return ticket
+
+    def reads_in_flight(self, slot: int) -> list[int]:
+        """Tickets of the reads of ``slot`` that have not finished."""
+        return self._unfinished(self._reads.get(slot, ()))
+
+    def _unfinished(self, tickets: Iterable[int]) -> list[int]:
+        # What has finished, even badly, delays nothing any more.
+        return [ticket for ticket in tickets if not self._engine.done(ticket)]
+
+    def write(self, slot: int, sections: Sequence[Buffer], crcs: CrcTable, after: Sequence[int]) -> int:
+        """Queues a write of a whole slot, after every read and write queued on that slot before."""
+        before = [*after, *self._unfinished(self._reads.pop(slot, ()))]
+        if slot in self._last_write:
+            before.append(self._last_write[slot])
+        if self._budget is not None:
+            before.append(self._budget.turn(self.slot_bytes, before))
+        ticket = self._transfer_out(
+            self.file,
+            slot * self.slot_bytes,
+            sections,
+            crcs,
+            self.layout.first_section,
+            align=SECTION_ALIGNMENT,
+            after=before,
+            priority=Priority.WRITE_BACK,
+        )
+        self._last_write[slot] = ticket
+        self._written = True
+        return ticket
+
+    def sync(self, after: Sequence[int]) -> int | None:
+        """Queues an fdatasync when something was written or grown since the last one."""
+        if not (self._written or self.unsynced_directory):
+            return None
+        self._written = False
+        return self._engine.sync(self.file, after=list(after))
+
+    def forget_finished(self) -> None:
+        """Drops the ordering kept for transfers that are known to have finished (after a commit)."""
+        self._last_write = {s: t for s, t in self._last_write.items() if not self._engine.done(t)}
+        unfinished = {s: self._unfinished(ts) for s, ts in self._reads.items()}
+        self._reads = {s: ts for s, ts in unfinished.items() if ts}
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(first, count) of each run of adjacent ``slots``, which ascend."""
+    first = 0
+    for index in range(1, len(slots) + 1):
+        if index == len(slots) or slots[index] != slots[index - 1] + 1:
+            yield slots[first], index - first
+            first = index

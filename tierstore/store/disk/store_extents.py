@@ -1,0 +1,211 @@
+"""All extents of an open store: their files, and the space that they reserve for its records."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from tierstore._native import DirectIo, Engine, FileCreate, Link
+from tierstore.capabilities import Capability
+from tierstore.errors import StoreFormatError
+from tierstore.store.disk.discard import Discard
+from tierstore.store.disk.drives import Drive, DriveReport, Drives
+from tierstore.store.disk.extents import Extent
+from tierstore.store.disk.striping import StripedExtent
+from tierstore.store.disk.write_budget import WriteBudget
+from tierstore.store.format import COMMITTED_GROUPS, Group, RecordSchema
+
+__all__ = ["SchemaExtents", "StoreExtents"]
+
+
+class SchemaExtents:
+    """The extents of the records of one schema, by group. ``number`` is the schema's in the store."""
+
+    def __init__(self, number: int, schema: RecordSchema, make: Callable[[Group], StripedExtent]) -> None:
+        self.number = number
+        self.schema = schema
+        self._make = make
+        self._groups = {group: make(group) for group in COMMITTED_GROUPS}
+
+    def __getitem__(self, group: int) -> StripedExtent:
+        """The extent of ``group``. That of gradients is made when it is first used."""
+        if group not in self._groups:
+            self._groups[Group(group)] = self._make(Group(group))
+        return self._groups[Group(group)]
+
+    def rebalance(self) -> None:
+        """Room for the drives' shares as they are now."""
+        for extent in self._groups.values():
+            extent.rebalance()
+
+
+class StoreExtents:
+    """The extents of the schemas of a store, by number. ``link`` limits the speed of all drives together."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        drives: Drives,
+        schemas: Sequence[RecordSchema],
+        *,
+        direct: DirectIo,
+        link: Link | None = None,
+        budget: WriteBudget | None = None,
+        discard: Capability = Capability.OFF,
+    ) -> None:
+        self.schemas = list(schemas)
+        self.budget = budget
+        self._engine = engine
+        self._drives = drives
+        self._direct = direct
+        self._link = link
+        #: The most records of each schema that space was reserved for.
+        self.promised: Counter[str] = Counter()
+        for drive in drives:
+            if drive.create is FileCreate.YES:
+                (drive.path / "extents").mkdir()
+            scratch = drive.path / "scratch"
+            scratch.mkdir(exist_ok=True)
+            for stale in scratch.iterdir():
+                stale.unlink()
+        self._discard = Discard(discard, [drive.path / "scratch" for drive in drives])
+        self._by_schema: list[SchemaExtents] = []
+        try:
+            for number, schema in enumerate(self.schemas):
+                self._by_schema.append(SchemaExtents(number, schema, self._maker(schema)))
+        except BaseException:
+            self.close()
+            raise
+
+    def _maker(self, schema: RecordSchema) -> Callable[[Group], StripedExtent]:
+        return lambda group: StripedExtent(
+            self._drives, [self._open(drive, schema, group) for drive in self._drives], self._discard
+        )
+
+    def _open(self, drive: Drive, schema: RecordSchema, group: Group) -> Extent:
+        scratch = group is Group.GRADIENTS
+        path = drive.path / ("scratch" if scratch else "extents") / f"{schema.name}.{group.label}"
+        try:
+            extent = Extent(
+                self._engine,
+                path,
+                schema.layout(group),
+                directory=drive.number,
+                direct=self._direct,
+                create=FileCreate.YES if scratch else drive.create,
+                links=[link for link in (drive.link, self._link) if link is not None],
+                budget=self.budget,
+                meter=drive.meter,
+            )
+        except FileNotFoundError as error:
+            if scratch:
+                raise
+            raise StoreFormatError(f"{error.filename}: the extent file is missing") from error
+        drive.extents.append(extent)
+        if scratch:
+            # Nobody resumes from gradients: without a name their space is free however the process ends.
+            path.unlink()
+        return extent
+
+    def __getitem__(self, number: int) -> SchemaExtents:
+        return self._by_schema[number]
+
+    def __iter__(self) -> Iterator[SchemaExtents]:
+        return iter(self._by_schema)
+
+    @property
+    def files(self) -> list[Extent]:
+        """Every extent, scratch included."""
+        return [extent for drive in self._drives for extent in drive.extents]
+
+    @property
+    def _committed(self) -> list[Extent]:
+        return [extent for extent in self.files if extent.layout.group is not Group.GRADIENTS]
+
+    # Space --------------------------------------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """After opening: every slot that no durable table refers to is free."""
+        for extent in self._committed:
+            extent.recover()
+
+    def reserve(self, copies: int, counts: Mapping[str, int]) -> None:
+        """Reserves space for ``copies`` of ``counts[schema name]`` records, or of as many as ever before.
+
+        Raises OSError (ENOSPC) before anything moves; a count that was refused is not asked for again.
+        """
+        promised = self.promised | Counter(counts)
+        for extent, slots in self._needed(copies, promised):
+            extent.reserve(slots)
+        self.promised = promised
+
+    def discard(self, copies: int, counts: Mapping[str, int]) -> None:
+        """Returns, in the background, the blocks of free slots that ``copies`` of every record do not need.
+
+        What is reserved stays reserved: the slots that turn around at every commit are never among them.
+        """
+        for extent, slots in self._needed(copies, self.promised | Counter(counts)):
+            extent.discard(slots)
+
+    def _needed(self, copies: int, counts: Counter[str]) -> Iterator[tuple[StripedExtent, int]]:
+        for extents in self:
+            for group in COMMITTED_GROUPS:
+                yield extents[group], counts[extents.schema.name] * copies
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(extent.slots * extent.slot_bytes for extent in self.files)
+
+    def end_discards(self) -> None:
+        """Waits for the holes that are being made."""
+        for extent in self.files:
+            extent.end_punches()
+
+    # Commits ------------------------------------------------------------------------------------------------
+
+    def syncs(self, after: Iterable[int]) -> list[int]:
+        """Queues the fdatasync of every committed extent that changed; returns their tickets."""
+        waits = list(after)
+        tickets = [extent.sync(waits) for extent in self._committed]
+        return [ticket for ticket in tickets if ticket is not None]
+
+    def take_unsynced_directories(self) -> list[Path]:
+        """Directories with extents that are new or have grown since the last commit."""
+        grown = [extent for extent in self._committed if extent.unsynced_directory]
+        for extent in grown:
+            extent.unsynced_directory = False
+        return list(dict.fromkeys(extent.path.parent for extent in grown))
+
+    def committed(self) -> None:
+        """After a commit: transfers before it have finished, and the drives' shares may have changed."""
+        for extent in self.files:
+            extent.forget_finished()
+        for extents in self:
+            extents.rebalance()
+
+    # What they are ------------------------------------------------------------------------------------------
+
+    def drive_reports(self) -> list[DriveReport]:
+        """What lies on each drive, and what each gave."""
+        used = Counter[int]()
+        for extent in self._committed:
+            used[extent.directory] += (extent.reserved_slots - extent.free_slots) * extent.slot_bytes
+        return self._drives.reports([used[drive.number] for drive in self._drives])
+
+    @property
+    def direct_reason(self) -> str:
+        """Why extents are not read and written past the page cache; empty when they are."""
+        return next((extent.file.direct_reason for extent in self.files if not extent.file.direct), "")
+
+    @property
+    def map_sync_reason(self) -> str:
+        """Why mapped extents need a sync; empty where their stores are durable by themselves."""
+        return next(filter(None, (extent.file.map_sync_reason() for extent in self.files)), "")
+
+    def describe_discard(self) -> str:
+        return self._discard.describe()
+
+    def close(self) -> None:
+        for extent in self.files:
+            extent.close()

@@ -1,0 +1,96 @@
+"""A budget of bytes written a day: writes wait, and nothing fails.
+
+A token bucket of one hour's share, which refills at the budget's rate, so that any day sees at most 25/24 of the budget.
+Every write to an extent or a scratch file takes its turn in the bucket *before* it reaches the drive, in the engine:
+
+- while the bucket is more than half full, nothing waits;
+- below that, write-backs that nobody waits for are paced at the budget's rate, and so is the speculation that wants
+  the memory that they hold;
+- when it is empty, those wait too that somebody waits for: dirty victims of demanded fetches, and commits. That time
+  is charged to the cause "write budget".
+
+So the budget changes when bytes move, and never a decision: the cache does not know of it, for a decision that looked at
+a clock would differ from run to run, and from its replay.
+
+The level is kept with each commit. Within a run time is CLOCK_MONOTONIC; between runs it is the wall clock, of which
+nothing is believed that it cannot have done: back is no time at all, forward at most fills the bucket. What is written after
+the last commit of a run that is killed is not remembered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from tierstore._native import Activity, Engine, Link, Priority
+from tierstore.endurance import DAY_S
+from tierstore.units import format_bytes
+
+__all__ = ["WriteBudget"]
+
+_BURST_S = 3600.0
+_STATE = struct.Struct("<dd")  # level (bytes), wall clock (s)
+_THREAD_IO = Path("/proc/thread-self/io")
+
+
+class WriteBudget:
+    """At most ``daily_bytes`` written a day. ``clock`` is the wall clock, seconds."""
+
+    def __init__(self, engine: Engine, daily_bytes: int, *, clock: Callable[[], float] = time.time) -> None:
+        self._engine = engine
+        self._clock = clock
+        self.daily_bytes = daily_bytes
+        self._bytes_per_s = daily_bytes / DAY_S
+        self._link = Link(self._bytes_per_s, 0.0, self._bytes_per_s * _BURST_S)
+        self._link.set_level(self._bytes_per_s * _BURST_S)
+
+    def turn(self, nbytes: int, after: Sequence[int]) -> int:
+        """A ticket that a write of ``nbytes`` follows; it asks the bucket when what ``after`` names is done."""
+        return self._engine.hold(
+            self._link, nbytes, Activity.WRITE, after=after, priority=Priority.WRITE_BACK
+        )
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """What this thread writes inside is taken from the bucket, without waiting (where the kernel counts it)."""
+        before = _thread_written_bytes()
+        yield
+        self._link.reserve(max(_thread_written_bytes() - before, 0))
+
+    @property
+    def level(self) -> float:
+        """Bytes that may be written at once; negative where writes wait."""
+        return self._link.level()
+
+    @property
+    def blocked_ns(self) -> int:
+        """Time in which somebody waited for a write that the budget alone held back."""
+        return self._link.blocked_ns
+
+    def pack(self) -> bytes:
+        return _STATE.pack(self.level, self._clock())
+
+    def unpack(self, raw: bytes) -> None:
+        """Goes on from an earlier run's ``pack``; what is not one is taken as an empty bucket."""
+        level, then = _STATE.unpack(raw) if len(raw) == _STATE.size else (0.0, self._clock())
+        # Written so that a number that is none (NaN) counts as nothing.
+        refilled = max(0.0, min(self._clock() - then, _BURST_S)) * self._bytes_per_s
+        full = self._bytes_per_s * _BURST_S
+        self._link.set_level(max(-full, min(level + refilled, full)) if level == level else 0.0)
+
+    def describe(self) -> str:
+        return (
+            f"write budget: {format_bytes(self.daily_bytes)} a day, "
+            f"{format_bytes(max(self.level, 0.0))} of them at once; then writes wait"
+        )
+
+
+def _thread_written_bytes() -> int:
+    try:
+        lines = _THREAD_IO.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("wchar:")), 0)

@@ -1,0 +1,343 @@
+"""The LMDB index of a store: one synchronous transaction acknowledges a whole commit.
+
+Databases: ``meta`` (uuid, schemas, optimizer, generation), ``records`` (key -> RecordEntry), ``state`` (name
+-> bytes: random state, data position, schedules) and ``snapshots`` (name -> a commit's whole table, see
+``docs/FORMAT.md``). Between commits the live index is in memory only; what is here is always the last commit.
+
+The file has its full size, blocks included, before LMDB writes into it: LMDB would otherwise allocate as it
+commits, and meet a full disk in the middle of the one operation that must not fail. And since the size is
+always there, a file cut short is noticed before its map is touched, where it would be a SIGBUS. So would be a
+drive's error: pages are read with ``pread``, which says so, before the map is touched.
+
+LMDB has no checksums. ``meta`` holds one over all entries of all databases, which every transaction keeps up to
+date and every opening checks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import lmdb
+import numpy as np
+
+from tierstore import _native
+from tierstore.errors import StoreFormatError
+from tierstore.store.index.entries import RecordEntry, pack_table, unpack_table
+from tierstore.store.index.pages import check_pages
+
+__all__ = ["PREVIOUS", "Commit", "Index", "index_bytes"]
+
+#: The snapshot that a prepared commit keeps of the one before it.
+PREVIOUS = ".previous"
+
+_PAGE = 4096
+_TOUCH_BYTES = 1 << 20
+_CHECKSUM = b"checksum"
+_DATABASES = (b"meta", b"records", b"state", b"snapshots")
+_FIRST_BYTES = 1 << 20
+_ENTRY_BYTES = 256  # a record's key and entry with LMDB's overhead, rounded up
+
+
+def index_bytes(records: int, retain: int) -> int:
+    """Bytes to reserve for the index of ``records`` records: the table, ``retain`` snapshots of it, the
+    one being added and the previous commit, and as much again, for LMDB writes pages anew before it frees the
+    old ones."""
+    needed = _FIRST_BYTES + records * _ENTRY_BYTES * 2 * (3 + retain)
+    return -(-needed // _FIRST_BYTES) * _FIRST_BYTES
+
+
+@dataclass(frozen=True)
+class Commit:
+    """All that one commit says: ``generation`` counts commits, ``records`` and ``state`` are whole tables."""
+
+    generation: int
+    records: dict[str, RecordEntry]
+    state: dict[str, bytes]
+
+
+class Index:
+    """The index in ``directory``, which ``create`` made. Raises StoreFormatError where there is none, and from whatever
+    reads it where it is damaged.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._data = directory / "data.mdb"
+        try:
+            size = self._data.stat().st_size
+        except FileNotFoundError as error:
+            raise StoreFormatError(f"{self._data}: the index is missing") from error
+        self._map_bytes = max(size, _FIRST_BYTES)
+        check_pages(self._data)
+        try:
+            # lock=False: the store's lease already admits one process, and one thread commits.
+            self._env = lmdb.open(
+                str(directory), map_size=self._map_bytes, max_dbs=4, lock=False, create=False
+            )
+        except lmdb.Error as error:
+            if _system_errno(error):
+                raise self._os_error(error) from error
+            raise StoreFormatError(f"{self._data}: not an index: {error}") from error
+        try:
+            self._databases = {name: self._env.open_db(name, create=False) for name in _DATABASES}
+            self._check_entries()
+        except lmdb.Error as error:
+            self._env.close()
+            raise StoreFormatError(f"{self._data}: damaged: {error}") from error
+        except BaseException:
+            self._env.close()
+            raise
+        self._meta, self._records, self._state, self._snapshots = self._databases.values()
+
+    @classmethod
+    def create(cls, directory: Path) -> Index:
+        """A new index. Raises OSError (ENOSPC) when its space is not to be had."""
+        directory.mkdir()
+        try:
+            with lmdb.open(str(directory), map_size=_FIRST_BYTES, max_dbs=4, lock=False) as env:
+                databases = [env.open_db(name) for name in _DATABASES]
+                with env.begin(write=True) as txn:
+                    txn.put(_CHECKSUM, bytes(8), db=databases[0])
+        except lmdb.Error as error:
+            code = _system_errno(error) or errno.EIO
+            raise OSError(code, str(error), str(directory / "data.mdb")) from error
+        _allocate(directory / "data.mdb", _FIRST_BYTES)
+        return cls(directory)
+
+    def _touch(self) -> None:
+        """Brings the pages in use into the page cache. Raises OSError naming the file."""
+        used = (int(self._env.info()["last_pgno"]) + 1) * _PAGE
+        buffer = bytearray(min(used, _TOUCH_BYTES))
+        with open(self._data, "rb", buffering=0) as file:
+            try:
+                for offset in range(0, used, _TOUCH_BYTES):
+                    os.preadv(file.fileno(), [buffer], offset)
+            except OSError as error:
+                message = f"reading the index: {os.strerror(error.errno or 0)}"
+                raise OSError(error.errno, message, str(self._data)) from error
+
+    def _check_entries(self) -> None:
+        """Raises StoreFormatError unless the entries are those that were written."""
+        total = 0
+        with self._env.begin() as txn:
+            for name, database in self._databases.items():
+                for key, value in txn.cursor(db=database):
+                    if (name, key) != (b"meta", _CHECKSUM):
+                        total += _entry_crc32c(name, key, value)
+            expected = txn.get(_CHECKSUM, db=self._databases[b"meta"])
+        if expected is None or total % 2**64 != int.from_bytes(expected, "little"):
+            raise StoreFormatError(f"{self._data}: damaged: its entries do not match its checksum")
+
+    def _os_error(self, error: lmdb.Error) -> OSError:
+        return OSError(_system_errno(error) or errno.EIO, str(error), str(self._data))
+
+    def reserve(self, nbytes: int) -> None:
+        """Makes room for ``nbytes`` in all. Raises OSError (ENOSPC) naming the file and the bytes needed."""
+        nbytes = -(-nbytes // _FIRST_BYTES) * _FIRST_BYTES
+        if nbytes > self._map_bytes:
+            _allocate(self._data, nbytes)
+            self._env.set_mapsize(nbytes)
+            self._map_bytes = nbytes
+
+    def read_meta(self) -> dict[str, object]:
+        with self._reading() as txn:
+            raw = txn.get(b"store", db=self._meta)
+        if raw is None:
+            return {}
+        try:
+            value = json.loads(bytes(raw))
+        except ValueError as error:
+            raise StoreFormatError(f"{self._data}: meta is not JSON: {error}") from error
+        if not isinstance(value, dict):
+            raise StoreFormatError(f"{self._data}: meta is not a table")
+        return value
+
+    def read_commit(self, snapshot: str | None = None) -> Commit:
+        """The last commit, or the snapshot named. Raises KeyError for an unknown snapshot."""
+        with self._reading() as txn:
+            if snapshot is not None:
+                raw = txn.get(snapshot.encode(), db=self._snapshots)
+                if raw is None:
+                    raise KeyError(snapshot)
+                table = unpack_table(bytes(raw), where=f"{self._data}: snapshot {snapshot!r}")
+                generation = int(table.pop("generation"))
+                packed = {k.removeprefix("record/"): v for k, v in table.items() if k.startswith("record/")}
+                state = {k.removeprefix("state/"): v for k, v in table.items() if k.startswith("state/")}
+            else:
+                generation = int(bytes(txn.get(b"generation", db=self._meta, default=b"0")))
+                packed = {bytes(k).decode(): bytes(v) for k, v in txn.cursor(db=self._records)}
+                state = {bytes(k).decode(): bytes(v) for k, v in txn.cursor(db=self._state)}
+        records = {k: RecordEntry.unpack(v, where=f"{self._data}: record {k!r}") for k, v in packed.items()}
+        return Commit(generation, records, state)
+
+    def read_state(self, name: str, snapshot: str | None = None) -> bytes | None:
+        """State ``name`` of the last commit, or of the snapshot named; None where it has none. Raises KeyError for an
+        unknown snapshot.
+        """
+        if snapshot is not None:
+            return self.read_commit(snapshot).state.get(name)
+        with self._reading() as txn:  # without its records, of which there are many
+            raw = txn.get(name.encode(), db=self._state)
+            return None if raw is None else bytes(raw)
+
+    def snapshots(self) -> dict[str, int]:
+        """Names of the retained snapshots, oldest first, with their generations."""
+        names = {}
+        with self._reading() as txn:
+            for name, raw in txn.cursor(db=self._snapshots):
+                where = f"{self._data}: snapshot {bytes(name)!r}"
+                names[bytes(name).decode()] = int(unpack_table(bytes(raw), where=where)["generation"])
+        return dict(sorted(names.items(), key=lambda item: item[1]))
+
+    def write(
+        self,
+        *,
+        generation: int,
+        meta: Mapping[str, object],
+        changed: Mapping[str, RecordEntry],
+        state: Mapping[str, bytes],
+        add_snapshots: Mapping[str, Commit] = MappingProxyType({}),
+        drop_snapshots: Sequence[str] = (),
+    ) -> None:
+        """Commits: when this returns, all of it is durable. When it raises, a reopened index has all or none
+        of it.
+
+        ``changed`` and ``state`` are merged into what is there. An index that is too small grows.
+        """
+
+        def work(changes: _Changes) -> None:
+            changes.put(b"meta", b"store", json.dumps(meta, sort_keys=True).encode())
+            changes.put(b"meta", b"generation", str(generation).encode())
+            changes.put_tables(changed, state)
+            for name in drop_snapshots:
+                changes.delete(b"snapshots", name.encode())
+            for name, commit in add_snapshots.items():
+                changes.put(b"snapshots", name.encode(), _pack_snapshot(commit))
+
+        self._transact(work)
+
+    def drop_snapshots(self, names: Sequence[str]) -> None:
+        """Forgets snapshots; durable when this returns."""
+
+        def work(changes: _Changes) -> None:
+            for name in names:
+                changes.delete(b"snapshots", name.encode())
+
+        self._transact(work)
+
+    def roll_back(self, snapshot: str) -> None:
+        """Makes ``snapshot`` the last commit, and forgets it and those after it. Raises KeyError.
+
+        Generations go on counting, so that what is written next is newer than what is given up.
+        """
+        commit = self.read_commit(snapshot)
+        later = [name for name, generation in self.snapshots().items() if generation > commit.generation]
+
+        def work(changes: _Changes) -> None:
+            changes.clear(b"records")
+            changes.clear(b"state")
+            changes.put_tables(commit.records, commit.state)
+            for name in {snapshot, *later}:
+                changes.delete(b"snapshots", name.encode())
+
+        self._transact(work)
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[lmdb.Transaction]:
+        """A read transaction. What LMDB cannot follow in it, and what is not of the form written, is damage."""
+        try:
+            with self._env.begin() as txn:
+                yield txn
+        except (lmdb.Error, ValueError) as error:
+            raise StoreFormatError(f"{self._data}: damaged: {error}") from error
+
+    def _transact(self, work: Callable[[_Changes], None]) -> None:
+        """Runs ``work`` in one synchronous transaction. An index that is too small grows."""
+        self._touch()
+        while True:
+            try:
+                with self._env.begin(write=True) as txn:
+                    changes = _Changes(txn, self._databases)
+                    work(changes)
+                    changes.finish()
+                return
+            except lmdb.MapFullError:  # nothing was written
+                self.reserve(2 * self._map_bytes)
+            except lmdb.Error as error:
+                raise self._os_error(error) from error
+
+    def close(self) -> None:
+        self._env.close()
+
+
+class _Changes:
+    """What one transaction changes; it keeps the checksum over all entries up to date."""
+
+    def __init__(self, txn: lmdb.Transaction, databases: Mapping[bytes, lmdb._Database]) -> None:
+        self._txn = txn
+        self._databases = databases
+        self._total = int.from_bytes(txn.get(_CHECKSUM, b"", db=databases[b"meta"]), "little")
+
+    def put(self, database: bytes, key: bytes, value: bytes) -> None:
+        old = self._txn.get(key, db=self._databases[database])
+        self._total += _entry_crc32c(database, key, value)
+        if old is not None:
+            self._total -= _entry_crc32c(database, key, old)
+        self._txn.put(key, value, db=self._databases[database])
+
+    def put_tables(self, records: Mapping[str, RecordEntry], state: Mapping[str, bytes]) -> None:
+        for key, entry in records.items():
+            self.put(b"records", key.encode(), entry.pack())
+        for name, value in state.items():
+            self.put(b"state", name.encode(), value)
+
+    def delete(self, database: bytes, key: bytes) -> None:
+        old = self._txn.pop(key, db=self._databases[database])
+        if old is not None:
+            self._total -= _entry_crc32c(database, key, old)
+
+    def clear(self, database: bytes) -> None:
+        for key, value in self._txn.cursor(db=self._databases[database]):
+            self._total -= _entry_crc32c(database, key, value)
+        self._txn.drop(self._databases[database], delete=False)
+
+    def finish(self) -> None:
+        self._txn.put(_CHECKSUM, (self._total % 2**64).to_bytes(8, "little"), db=self._databases[b"meta"])
+
+
+def _entry_crc32c(database: bytes, key: bytes | memoryview, value: bytes | memoryview) -> int:
+    return _native.crc32c(np.frombuffer(b"\0".join((database, key, value)), np.uint8), 0)
+
+
+def _system_errno(error: lmdb.Error) -> int:
+    """The errno behind ``error``; 0 where LMDB itself found fault."""
+    code = int(getattr(error, "code", 0) or 0)
+    return errno.ENOSPC if isinstance(error, lmdb.DiskError) else max(code, 0)
+
+
+def _pack_snapshot(commit: Commit) -> bytes:
+    table = {f"record/{key}": entry.pack() for key, entry in commit.records.items()}
+    table |= {f"state/{name}": value for name, value in commit.state.items()}
+    table["generation"] = str(commit.generation).encode()
+    return pack_table(table)
+
+
+def _allocate(path: Path, nbytes: int) -> None:
+    """Makes the file at ``path`` ``nbytes`` long, with blocks; what it holds stays."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        size = os.fstat(fd).st_size
+        try:
+            os.posix_fallocate(fd, size, nbytes - size)
+        except OSError as error:
+            os.ftruncate(fd, size)
+            message = f"{os.strerror(error.errno or 0)}: the index needs {nbytes - size} more bytes"
+            raise OSError(error.errno, message, str(path)) from error
+    finally:
+        os.close(fd)
