@@ -3,11 +3,7 @@
 python examples/tune_cache.py
 """
 
-from tierstore.lab.costs import Machine
-from tierstore.lab.generators import RoutingWorkload, in_memory
-from tierstore.lab.miss_curves import curves
-from tierstore.lab.requests import trace_requests
-from tierstore.lab.tuning import tune
+from tierstore.lab import Machine, RoutingWorkload, curves, in_memory, trace_requests, tune
 
 
 def main() -> None:
@@ -23,7 +19,7 @@ def main() -> None:
         weight_bytes=8 << 20,
     )
     requests = trace_requests(in_memory(workload), name="generated")
-    print(f"{requests.info.requests} requests for {requests.total_bytes >> 20} MiB of experts")
+    print(f"{requests.info.requests} requests for {requests.table.total_bytes >> 20} MiB of experts")
 
     for curve in curves(requests, ["lru", "lfu-decay", "next-use", "belady"], [0.2, 0.4, 0.6]):
         print(f"{curve.label:10}", *(f"{point.miss_ratio:.3f}" for point in curve.points))

@@ -14,7 +14,7 @@ import torch
 from tierstore._native import Activity, Arena, Buffer, Engine, HugePages, Link
 from tierstore.config import load
 from tierstore.errors import ConfigError
-from tierstore.links import CollectiveLink, LinkConfig, LinksConfig, limited, wait_until
+from tierstore.links import CollectiveLink, LinkConfig, LinksConfig, limited, open_link, wait_until
 from tierstore.store import ParameterStore, RecordSchema, StoreConfig
 from tierstore.tiers import DeviceSlots, LimitedTier, open_device_tier
 
@@ -29,7 +29,9 @@ class Run:
 def test_links_are_off_by_default() -> None:
     config = LinksConfig()
     assert config.describe() is None
-    assert [link.open() for link in (config.copy, config.gather, config.exchange, config.disk)] == [None] * 4
+    assert [open_link(link) for link in (config.copy, config.gather, config.exchange, config.disk)] == [
+        None
+    ] * 4
 
 
 def test_links_are_a_table_of_the_configuration(tmp_path: Path) -> None:
@@ -39,7 +41,7 @@ def test_links_are_a_table_of_the_configuration(tmp_path: Path) -> None:
     assert config.describe() == (
         "links limited: copy 4 MiB/s, gather 1 GiB/s after 1 ms, disk any speed after 500 ms"
     )
-    gather, disk = config.gather.open(), config.disk.open()
+    gather, disk = open_link(config.gather), open_link(config.disk)
     assert gather is not None
     assert (gather.bandwidth, gather.latency) == (1 << 30, 0.001)
     assert disk is not None

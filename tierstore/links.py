@@ -6,15 +6,16 @@ of each, the bytes that this rank sends) and ``disk`` (reads and writes of exten
 link of its own, ``exchange``. Off by default; a run that has them on says so first.
 
 There is one emulation, outside what it slows: ``tierstore.tiers.LimitedTier`` wraps a device tier,
-``tierstore.parallel.LimitedGroup`` makes the messages of a group. A link serves one transfer at a time, in order of asking::
+``tierstore.parallel.LimitedGroup`` is a group whose messages take turns. A link serves one transfer at a time,
+in order of asking::
 
     start = max(now, free_at)
     free_at = start + latency + nbytes / bandwidth
 
 and a transfer is complete when the real one is and ``free_at`` has come. So limits change times, and
 neither bits nor decisions. For operations of the ticket engine ``Engine.hold`` waits for the link beside the
-real operation (``limited`` joins the two); for collectives ``Link.reserve`` gives the deadline that whoever
-waits for them waits for too (``wait_until``).
+real operation (``limited`` joins the two); for collectives ``Link.reserve`` gives the deadline, which a
+wait for them includes (``wait_until``).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tierstore._native import Activity, Engine, Link, Priority
 from tierstore.errors import ConfigError
 from tierstore.units import format_bytes, format_seconds
 
-__all__ = ["CollectiveLink", "LinkConfig", "LinksConfig", "limited", "wait_until"]
+__all__ = ["CollectiveLink", "LinkConfig", "LinksConfig", "limited", "open_link", "wait_until"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +48,6 @@ class LinkConfig:
     @property
     def on(self) -> bool:
         return self.bandwidth > 0 or self.latency > 0
-
-    def open(self) -> Link | None:
-        """The link, or None for one that is not limited."""
-        return Link(self.bandwidth or math.inf, self.latency) if self.on else None
 
     def describe(self) -> str:
         speed = f"{format_bytes(self.bandwidth)}/s" if self.bandwidth else "any speed"
@@ -71,6 +68,11 @@ class LinksConfig:
         links = [(link.name, getattr(self, link.name)) for link in fields(self)]
         limits = [f"{name} {config.describe()}" for name, config in links if config.on]
         return f"links limited: {', '.join(limits)}" if limits else None
+
+
+def open_link(config: LinkConfig) -> Link | None:
+    """A link that ``config`` limits, free from now on; None where it says no limit."""
+    return Link(config.bandwidth or math.inf, config.latency) if config.on else None
 
 
 def limited(

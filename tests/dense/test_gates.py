@@ -23,7 +23,7 @@ from tierstore.cache.access import Phase
 from tierstore.dense import DenseSlices, GatherOnDemand, Reshard
 from tierstore.parallel import Group, Mesh
 from tierstore.prefetch import HorizontalQueue, Schedule
-from tierstore.prefetch.plan import GradientPlan
+from tierstore.prefetch.plan import StepTiming
 from tierstore.prefetch.schedule import QueueLimits, Unit
 from tierstore.prefetch.schedule import Reshard as ScheduleReshard
 
@@ -139,13 +139,13 @@ def test_hooks_go_with_the_gates() -> None:
 
 
 def schedule(
-    dense: DenseSlices, depth: int, micros: int, plan: GradientPlan, reshard: ScheduleReshard
+    dense: DenseSlices, depth: int, micros: int, timing: StepTiming, reshard: ScheduleReshard
 ) -> Schedule:
     units = tuple(Unit(layout.name, layout.gathered_bytes(torch.float32)) for layout in dense.layouts)
     return Schedule(
         units=units,
         horizontal=QueueLimits(depth),
-        plan=plan,
+        timing=timing,
         reshard=reshard,
         micro_batches=micros,
     )
@@ -161,7 +161,7 @@ def queued(mesh: Mesh, depth: int, reshard: str, group: Group | None = None) -> 
     micros = setting.pieces // group.size
 
     def listen(dense: DenseSlices) -> HorizontalQueue:
-        plan = schedule(dense, depth, micros, GradientPlan.DEFERRED, ScheduleReshard[reshard.upper()])
+        plan = schedule(dense, depth, micros, StepTiming.DEFERRED, ScheduleReshard[reshard.upper()])
         made.append(HorizontalQueue(plan, dense))
         return made[0]
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import struct
+import sys
 
 import numpy as np
 import pytest
 
 from tierstore.config import dotted_fields
-from tierstore.errors import DataError
+from tierstore.errors import CapabilityError, DataError
 from tierstore.lab.importing import SourceKind, detect_kind, import_trace, options_of, write_trace
 from tierstore.trace.format import EventColumns
 from tierstore.trace.reader import load_trace
@@ -35,11 +35,10 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("kind", SourceKind)
-def test_every_kind_is_known_by_its_bytes(tmp_path, kind):
+def test_every_kind_is_known_by_its_bytes(tmp_path, packed, kind):
     source = tmp_path / "no-telling-name"
-    for data in (SOURCES[kind], gzip.compress(SOURCES[kind])):
-        source.write_bytes(data)
-        assert detect_kind(source) is kind
+    source.write_bytes(packed(SOURCES[kind]))
+    assert detect_kind(source) is kind
     summary = import_trace(source, tmp_path / "trace")
     assert summary.kind is kind
     assert summary.records == len(load_trace(tmp_path / "trace").header.records)
@@ -79,3 +78,28 @@ def test_sizes_that_change_are_counted(tmp_path):
     assert (found.resized, found.total_bytes) == (2, 15)
     (tmp_path / "keys.txt").write_text("a\nb\na\n")
     assert import_trace(tmp_path / "keys.txt", tmp_path / "keys.trace").resized == 0
+
+
+def test_zstd_without_a_package_that_reads_it(tmp_path, monkeypatch):
+    for module in ("compression.zstd", "backports.zstd"):
+        monkeypatch.setitem(sys.modules, module, None)
+    (tmp_path / "source").write_bytes(b"\x28\xb5\x2f\xfd and so on")
+    with pytest.raises(
+        CapabilityError, match=r"source: .* needs backports.zstd: pip install 'tierstore\[zstd\]'"
+    ):
+        import_trace(tmp_path / "source", tmp_path / "trace")
+
+
+def test_several_sources_are_of_one_routing_log(tmp_path):
+    for name, kind in (("a", SourceKind.VLLM), ("b", SourceKind.VLLM), ("c", SourceKind.TEXT)):
+        (tmp_path / name).write_bytes(SOURCES[kind])
+    text, log = tmp_path / "c", tmp_path / "a"
+    with pytest.raises(DataError, match=r"c: expected vllm, as .*a is, found text"):
+        import_trace([log, text], tmp_path / "trace")
+    with pytest.raises(
+        DataError, match=r"c: several sources are the layers of a routing log \(vllm or megatron\)"
+    ):
+        import_trace([text, text], tmp_path / "trace")
+    with pytest.raises(DataError, match=r"b: layer 0, which is in .*a too"):
+        import_trace([log, tmp_path / "b"], tmp_path / "trace")
+    assert not (tmp_path / "trace").exists()

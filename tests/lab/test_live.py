@@ -14,7 +14,7 @@ from tierstore.lab.candidates import Candidate
 from tierstore.lab.costs import Objective
 from tierstore.lab.live import recording_of, replay_recorded
 from tierstore.lab.requests import load_requests
-from tierstore.lab.simulate import Contract, PolicySpec, Setting
+from tierstore.lab.simulate import Contract, PolicySpec, ReplaySetting
 from tierstore.lab.tuning import Hindsight, TuneOptions, tune
 from tierstore.trace.recording import TraceRecorder
 from tierstore.trace.replay import STEP_COUNTS, replay, replay_steps
@@ -142,7 +142,7 @@ def test_bytes_are_scored_so_and_stalls_are_not(recorded):
 def test_what_has_no_room_beside_the_prefetches(recorded):
     requests = load_requests(recorded)
     recording = recording_of(recorded, requests)
-    settings = [Setting(PolicySpec("lru"), size, Scope.LAYER) for size in (2, 9)]
+    settings = [ReplaySetting(PolicySpec("lru"), size, Scope.LAYER) for size in (2, 9)]
     none, one = replay_recorded(requests, recording, settings)
     assert none is None
     assert one is not None

@@ -33,7 +33,7 @@ def test_one_pass_counts_what_replays_count(data):
     warmup = data.draw(st.integers(0, 3))
     contract = data.draw(st.sampled_from(Contract))
     requests = requests_of(events, writes=writes, sizes=[2] * 12, frame_bytes=10)
-    requests.entry_stored[::3] = False
+    requests.table.stored[::3] = False
     capacities = list(range(8, 25))
     curve = lru_curve(requests, capacities, contract=contract, warmup_steps=min(warmup, len(events) - 1))
     replays = simulate(
@@ -94,7 +94,7 @@ def test_capacities_of_a_curve():
 def test_where_one_pass_does_not_hold():
     assert not has_one_pass(requests_of([[0], [1]], sizes=[1, 2]), 3)
     uneven = requests_of([[0], [1]])
-    uneven.entry_bytes[1] = 9
+    uneven.table.nbytes[1] = 9
     assert not has_one_pass(uneven, 2)
     assert not has_one_pass(requests_of([[0, 1]]), 1)
     assert has_one_pass(requests_of([[0, 1]]), 1, contract=Contract.SEQUENTIAL)

@@ -30,7 +30,7 @@ def test_a_cycle_with_one_record_pinned():
     (found,) = simulate(pinned, ["lru"], ["2f"])
     assert found.misses == 7
     assert found.contract == "event-atomic, 1 record of 1 frame pinned"
-    assert requests.pins == ""
+    assert requests.table.pins == ""
 
 
 @settings(deadline=None, max_examples=40)
@@ -72,14 +72,14 @@ def test_pinned_requests_have_no_one_pass_and_no_tuning():
     assert has_one_pass(requests, 2)
     pinned = pin(pin(requests, [(0, 1)]), [(0, 2)])
     assert not has_one_pass(pinned, 2)
-    assert pinned.pins == "2 records of 2 frames pinned"
+    assert pinned.table.pins == "2 records of 2 frames pinned"
     (curve,) = curves(pinned, ["lru"], ["3f"])
     assert curve.points[0].misses == 3
     with pytest.raises(ConfigError, match="2 records of 2 frames pinned: a live cache pins nothing"):
         tune(pinned, 0.5)
     with pytest.raises(BudgetError, match="too small"):
         simulate(pinned, ["lru"], ["1f"])
-    assert pinned.between(3, 6).pins == pinned.pins
+    assert pinned.between(3, 6).table.pins == pinned.table.pins
 
 
 def test_records_are_named_by_layer_and_place(tmp_path):
@@ -87,7 +87,7 @@ def test_records_are_named_by_layer_and_place(tmp_path):
     write_trace(tmp_path / "run.trace", workload.table(), workload.chunks(), origin="a test")
     requests = load_requests(tmp_path / "run.trace")
     pinned = pin(requests, [(1, 5), (2, 0)])
-    assert sorted(set(pinned.entry_records[pinned.pinned > 0].tolist())) == [8 + 5, 16]
+    assert sorted(set(pinned.table.records[pinned.table.pinned > 0].tolist())) == [8 + 5, 16]
     with pytest.raises(ConfigError, match=r"pins: run.trace asks for no record 3:0"):
         pin(requests, [(3, 0)])
 

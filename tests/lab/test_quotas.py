@@ -15,7 +15,7 @@ from tierstore.cache.config import Scope
 from tierstore.lab.candidates import Candidate, cache_configuration, starting_grid
 from tierstore.lab.costs import Objective
 from tierstore.lab.quotas import greedy_split, layer_curves, least_quotas, lower_hull, split_capacity
-from tierstore.lab.simulate import PolicySpec, Setting, replay_all
+from tierstore.lab.simulate import PolicySpec, ReplaySetting, replay_all
 from tierstore.store import RecordSchema, StoreConfig, WeightFormat
 from tierstore.store.opening import check_budget, minimum_host_budget, record_frame_bytes
 from tierstore.trace.quotas import quotas_by_layer
@@ -62,7 +62,8 @@ def test_greedy_is_the_best_split_of_convex_curves(falls, capacity):
 
 def with_records_of(requests, frames):
     """The same requests, of records that have other groups as well: ``frames`` each in all."""
-    return replace(requests, record_frames=np.full(len(requests.sizes), frames, np.uint32))
+    table = requests.table
+    return replace(requests, table=replace(table, record_frames=np.full(len(table), frames, np.uint32)))
 
 
 def uneven():
@@ -94,7 +95,7 @@ def test_a_layer_needs_room_for_the_largest_record_with_all_of_its_groups():
 
 def test_frames_go_where_the_objective_falls():
     requests = uneven()
-    requests.entry_bytes[requests.entry_layers == 2] = 10**6
+    requests.table.nbytes[requests.table.layers == 2] = 10**6
     assert split_capacity(requests, LRU, 6) == (4, 0, 2)
     for objective in (Objective.BYTES, Objective.STALL):
         assert split_capacity(requests, LRU, 6, objective=objective) == (2, 0, 4)
@@ -125,10 +126,12 @@ def test_a_split_gives_the_loop_what_it_needs():
     quotas = split_capacity(requests, LRU, 12)
     assert quotas == (4, 0, 8)
     equal, tuned = replay_all(
-        requests, [Setting(LRU, 8, Scope.LAYER), Setting(LRU, 8, Scope.LAYER, layer_quotas=(4, 0, 4))]
+        requests,
+        [ReplaySetting(LRU, 8, Scope.LAYER), ReplaySetting(LRU, 8, Scope.LAYER, layer_quotas=(4, 0, 4))],
     )
     assert equal.layer_misses[0] == tuned.layer_misses[0] == 4
     small_equal, small_tuned = replay_all(
-        requests, [Setting(LRU, 6, Scope.LAYER), Setting(LRU, 6, Scope.LAYER, layer_quotas=(4, 0, 2))]
+        requests,
+        [ReplaySetting(LRU, 6, Scope.LAYER), ReplaySetting(LRU, 6, Scope.LAYER, layer_quotas=(4, 0, 2))],
     )
     assert small_equal.misses > 1.5 * small_tuned.misses

@@ -49,18 +49,18 @@ def test_groups_become_entries(tmp_path):
     assert found.name == "trace"
     assert len(found.sha256) == 64
     # Entries asked for, by key: weights of 0, weights of 2, moments of 2.
-    assert found.entry_keys.tolist() == [0, 6, 7]
+    assert found.table.keys.tolist() == [0, 6, 7]
     assert found.offsets.tolist() == [0, 3, 5, 6]
     assert found.entries.tolist() == [0, 1, 2, 1, 2, 0]
     assert found.writes.tolist() == [0, 0, 0, 0, 1, 0]
     assert found.phases.tolist() == [1, 2, 1]
     assert found.steps.tolist() == [0, 0, 1]
-    assert found.sizes.tolist() == [1, 1, 2]
-    assert (found.entry_records.tolist(), found.entry_groups.tolist()) == ([0, 2, 2], [0, 0, 1])
-    assert found.record_frames.tolist() == [4, 4, 4]  # gradients, too
-    assert found.largest_record_frames == 4
-    assert found.entry_bytes.tolist() == [4096, 4096, 8000]
-    assert (found.total_frames, found.total_bytes, found.frame_bytes) == (4, 16192, 4096)
+    assert found.table.frames.tolist() == [1, 1, 2]
+    assert (found.table.records.tolist(), found.table.groups.tolist()) == ([0, 2, 2], [0, 0, 1])
+    assert found.table.record_frames.tolist() == [4, 4, 4]  # gradients, too
+    assert found.table.largest_record_frames == 4
+    assert found.table.nbytes.tolist() == [4096, 4096, 8000]
+    assert (found.table.total_frames, found.table.total_bytes, found.table.frame_bytes) == (4, 16192, 4096)
     assert found.largest_event_frames == 4
     assert found.left_out == {"prefetch": 1}
     assert (found.info.records, found.info.requests, found.info.events, found.info.steps) == (2, 6, 3, 2)
@@ -71,7 +71,7 @@ def test_what_a_run_discards_is_left_out(tmp_path):
     found = load_requests(
         write(tmp_path / "trace", [access(0, [0, 1], [W, W]), access(0, [0, 1], [flags] * 2)])
     )
-    assert found.entry_keys.tolist() == [0, 3]
+    assert found.table.keys.tolist() == [0, 3]
     assert found.offsets.tolist() == [0, 2, 4]
     assert found.left_out == {"discarded requests": 2}
 
@@ -80,11 +80,11 @@ def test_the_first_request_of_what_has_no_copy_makes_it(tmp_path):
     record = TraceRecord(0, (1, 2, 1), (4096, 8192, 4096), 1)
     events = [access(0, [1], [W | M]), access(1, [0, 1], [W, W | M]), access(2, [0], [W | M])]
     found = load_requests(write(tmp_path / "trace", events, record=record))
-    assert found.entry_keys[found.creations.entries].tolist() == [4, 1]
+    assert found.table.keys[found.creations.entries].tolist() == [4, 1]
     assert found.creations.events.tolist() == [0, 2]
     assert found.creations.since(1).events.tolist() == [2]
     later = found.between(1, 3)
-    assert later.entry_keys[later.creations.entries].tolist() == [1]
+    assert later.table.keys[later.creations.entries].tolist() == [1]
     assert later.creations.events.tolist() == [1]
 
 
@@ -103,14 +103,14 @@ def test_many_chunks_are_one(tmp_path):
 )
 def test_capacities(capacity, frames):
     requests = Requests.of_columns([0, 2], [0, 1], sizes=[4, 6], frame_bytes=4096)
-    assert requests.frames_of(capacity) == frames
+    assert requests.table.frames_of(capacity) == frames
 
 
 @pytest.mark.parametrize("capacity", [0, -1, 0.0, 1.5, "2KiB", "0.01", "1.5", "none", "", "-1f", "150%"])
 def test_capacities_that_cannot_be(capacity):
     requests = Requests.of_columns([0, 2], [0, 1], sizes=[4, 6], frame_bytes=4096)
     with pytest.raises(ConfigError, match="--capacity"):
-        requests.frames_of(capacity, name="--capacity")
+        requests.table.frames_of(capacity, name="--capacity")
 
 
 def test_a_span_of_steps():
@@ -118,7 +118,7 @@ def test_a_span_of_steps():
     part = requests.between(1, 3)
     assert (part.offsets.tolist(), part.entries.tolist()) == ([0, 1, 3], [0, 3, 1])
     assert part.steps.tolist() == [0, 1]
-    assert part.total_frames == requests.total_frames
+    assert part.table.total_frames == requests.table.total_frames
 
 
 def test_traces_that_cannot_be(tmp_path):

@@ -17,7 +17,7 @@ from tierstore.lab.results import Role
 from tierstore.lab.simulate import (
     Contract,
     PolicySpec,
-    Setting,
+    ReplaySetting,
     known_policies,
     outcome,
     replay_all,
@@ -46,7 +46,7 @@ def test_the_case_from_the_literature():
 def test_by_event():
     # Two slots: 0, 1 come; 2 takes the place of 0 (dirty); 0 that of 1; both go on.
     requests = requests_of([[0], [1], [2], [0]], writes=[[1], [0], [0], [0]], frame_bytes=100)
-    (replayed,) = replay_all(requests, [Setting(LRU, 2)])
+    (replayed,) = replay_all(requests, [ReplaySetting(LRU, 2)])
     assert replayed.event_read_bytes.tolist() == [100, 100, 100, 100]
     assert replayed.event_written_bytes.tolist() == [0, 0, 100, 0]
     found = outcome(requests, replayed)
@@ -61,19 +61,20 @@ def test_bytes_are_those_of_the_keys(tmp_path, frame_bytes):
     trace = tmp_path / "keys.trace"
     import_trace(source, trace, options={"size": "2", "frame_bytes": frame_bytes})
     requests = load_requests(trace)
-    large = int(requests.sizes.max())
+    large = int(requests.table.frames.max())
     (found,) = simulate(requests, ["lru"], [large])
     assert found.misses == 300
     assert found.read_bytes == 30 * 10**6 + 270 * 10
     (curve,) = curves(requests, ["lru"], [large])
     assert curve.points[0].read_bytes == found.read_bytes
     # A capacity in bytes counts slots that hold any key; what holds all keys is the whole footprint.
-    assert requests.frames_of(str(requests.total_frames * requests.frame_bytes)) == requests.total_frames
+    table = requests.table
+    assert table.frames_of(str(table.total_frames * table.frame_bytes)) == table.total_frames
 
 
 def test_a_warm_up_is_carried_out_and_not_counted():
     requests = requests_of([[0], [1], [0], [2], [0]])
-    (replayed,) = replay_all(requests, [Setting(LRU, 2)], warmup_steps=2)
+    (replayed,) = replay_all(requests, [ReplaySetting(LRU, 2)], warmup_steps=2)
     assert (replayed.hits, replayed.misses) == (2, 1)
     assert replayed.event_read_bytes.tolist() == [0, 0, 0, 1, 0]
     assert outcome(requests, replayed).steps == 3
@@ -81,7 +82,7 @@ def test_a_warm_up_is_carried_out_and_not_counted():
 
 def test_creations_are_neither_hits_nor_misses():
     requests = requests_of([[0], [1], [0], [1]])
-    requests.entry_stored[0] = False
+    requests.table.stored[0] = False
     (found,) = simulate(requests, ["lru"], ["1f"], windows=4)
     assert (found.requests, found.hits, found.misses, found.read_bytes) == (4, 0, 3, 3)
     assert sum(layer.misses for layer in found.layers) == 3
@@ -117,7 +118,7 @@ def test_against_a_naive_cache(data):
     writes = [data.draw(st.lists(st.integers(0, 1), min_size=len(e), max_size=len(e))) for e in events]
     capacity = data.draw(st.integers(4, 8))
     requests = requests_of(events, writes=writes)
-    (replayed,) = replay_all(requests, [Setting(LRU, capacity)])
+    (replayed,) = replay_all(requests, [ReplaySetting(LRU, capacity)])
     naive = NaiveLru(capacity)
     expected = [naive.event(*pair) for pair in zip(events, writes, strict=True)]
     assert replayed.event_read_bytes.tolist() == [misses for misses, _ in expected]
@@ -136,9 +137,9 @@ def test_sequential_requests_evict_each_other():
 
 def test_equal_quotas_leave_out_layers_without_requests():
     requests = requests_of([[0, 1], [2], [3]], layers=[0, 2, 3])
-    assert Setting(LRU, 10, Scope.LAYER).quotas(requests) == (4, 0, 3, 3)
+    assert ReplaySetting(LRU, 10, Scope.LAYER).quotas(requests) == (4, 0, 3, 3)
     with pytest.raises(ConfigError, match="4 of at most 4 frames in all, got 4 of 5"):
-        Setting(LRU, 4, Scope.LAYER, layer_quotas=(2, 1, 1, 1)).quotas(requests)
+        ReplaySetting(LRU, 4, Scope.LAYER, layer_quotas=(2, 1, 1, 1)).quotas(requests)
 
 
 def test_what_cannot_be():

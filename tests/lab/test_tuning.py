@@ -195,7 +195,8 @@ def test_what_cannot_be():
         tune(single(walk()), 0.1, TuneOptions(policies=("mru",)))
     with pytest.raises(BudgetError, match="too small"):
         tune(requests_of([[0], [1]] * 4, sizes=[5, 5]), "4f")
-    records = replace(requests_of([[0], [1]] * 4), record_frames=np.full(2, 3, np.uint32))
+    records = requests_of([[0], [1]] * 4)
+    records = replace(records, table=replace(records.table, record_frames=np.full(2, 3, np.uint32)))
     with pytest.raises(BudgetError, match="2 frames are too small: the largest record takes 3"):
         tune(records, "2f")
 

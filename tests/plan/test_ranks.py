@@ -91,13 +91,19 @@ def test_what_is_simulated_is_what_is_sent(
         assert (found["gather_bytes"] > 0) == (count > 1)
 
 
+TAKEN: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16, clipped": {"model.compute_dtype": "bf16", "clip_norm": 0.3},
+    "nothing guessed, far ahead": {"prefetch.depth": 6, "prefetch.predictor": "none"},
+}
+
+
 @pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("kind", ["fp32", "bf16, clipped"])
+@pytest.mark.parametrize("kind", TAKEN)
 def test_each_rank_takes_what_its_plan_says(
     kind: str, count: int, setting: Callable[..., Setting], ranks: Ranks
 ) -> None:
-    changes = {} if kind == "fp32" else {"model.compute_dtype": "bf16", "clip_norm": 0.3}
-    planned = setting({"host_budget": 120 << 10, "model.n_layers": 4} | changes, ranks=count)
+    planned = setting({"host_budget": 120 << 10, "model.n_layers": 4} | TAKEN[kind], ranks=count)
     taken = capacity(planned)
     by_name = {term.name: term.nbytes for term in taken.terms}
     traffic = step_traffic(planned, taken)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tierstore.plan.simulate import DISCIPLINES, Discipline, outcome, simulate
 from tierstore.prefetch.operations import Kind, Operation, PassSizes, Resource, operations
-from tierstore.prefetch.plan import GradientPlan
+from tierstore.prefetch.plan import StepTiming
 from tierstore.prefetch.schedule import Pass, QueueLimits, Schedule, Unit
 
 
@@ -200,13 +200,13 @@ def test_in_program_order_nothing_shorter_makes_it_longer(listed: list[Operation
 # A real schedule --------------------------------------------------------------------------------------------
 
 
-def _schedule(depth: int, plan: GradientPlan) -> Schedule:
+def _schedule(depth: int, timing: StepTiming) -> Schedule:
     units = (*(Unit(f"block {i}", 8, i) for i in range(4)), Unit("ends", 8))
-    return Schedule(units=units, horizontal=QueueLimits(depth), vertical=QueueLimits(depth), plan=plan)
+    return Schedule(units=units, horizontal=QueueLimits(depth), vertical=QueueLimits(depth), timing=timing)
 
 
-def _step_s(depth: int, plan: GradientPlan, rates: Mapping[Resource, float]) -> float:
-    schedule = _schedule(depth, plan)
+def _step_s(depth: int, timing: StepTiming, rates: Mapping[Resource, float]) -> float:
+    schedule = _schedule(depth, timing)
 
     def sizes(item: Pass) -> PassSizes:
         if item.moe_layer is None:
@@ -220,20 +220,20 @@ def _step_s(depth: int, plan: GradientPlan, rates: Mapping[Resource, float]) -> 
     return outcome(run, len(schedule.passes), steps=4).step_s
 
 
-@pytest.mark.parametrize("plan", GradientPlan)
+@pytest.mark.parametrize("timing", StepTiming)
 @pytest.mark.parametrize("resource", Resource)
-def test_a_faster_resource_shortens_a_step(resource: Resource, plan: GradientPlan) -> None:
+def test_a_faster_resource_shortens_a_step(resource: Resource, timing: StepTiming) -> None:
     """But for Graham's anomalies: who takes the first that is ready may be better off had it come later."""
     rates = dict.fromkeys(Resource, 1.0)
-    before = _step_s(1, plan, rates)
+    before = _step_s(1, timing, rates)
     for rate in (1.5, 3.0, 10.0, 100.0):
-        after = _step_s(1, plan, rates | {resource: rate})
+        after = _step_s(1, timing, rates | {resource: rate})
         assert after <= before * 1.02
         before = min(after, before)
 
 
-@pytest.mark.parametrize("plan", GradientPlan)
-def test_looking_ahead_pays(plan: GradientPlan) -> None:
+@pytest.mark.parametrize("timing", StepTiming)
+def test_looking_ahead_pays(timing: StepTiming) -> None:
     """With links as slow as computation, a step that looks ahead takes less than one that does not."""
     rates = dict.fromkeys(Resource, 1.0)
-    assert _step_s(1, plan, rates) < 0.95 * _step_s(0, plan, rates)
+    assert _step_s(1, timing, rates) < 0.95 * _step_s(0, timing, rates)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tierstore._native import HugePages
-from tierstore.prefetch import GradientPlan, PredictorName, Schedule, TieredExperts, make_predictor
+from tierstore.prefetch import PredictorName, Schedule, StepTiming, TieredExperts, make_predictor
 from tierstore.stats import StallLedger
 from tierstore.store import AdamWConfig, Group, Inactive, ParameterStore, RecordSchema, StoreConfig
 from tierstore.store.core import StoreCore
@@ -63,7 +63,7 @@ def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
         made = 0
 
         def make(
-            plan: GradientPlan = GradientPlan.IMMEDIATE,
+            timing: StepTiming = StepTiming.IMMEDIATE,
             *,
             room: float = 8,
             depth: int = 0,
@@ -100,7 +100,7 @@ def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
                 tier,
                 records,
                 weight_slots=slots.weights,
-                plan=plan,
+                timing=timing,
                 predictor=make_predictor(predictor, range(EXPERTS)),
                 schedule=Schedule.of_layers(LAYERS, depth=depth),
                 ledger=ledger,

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tierstore.errors import StoreError, StorePoisonedError
-from tierstore.prefetch import GradientPlan
+from tierstore.prefetch import StepTiming
+from tierstore.prefetch.program import GradientState
 from tierstore.store import Inactive
 
 LR = 0.01
@@ -57,11 +58,11 @@ def test_immediate_steps_as_soon_as_a_gradient_is_complete(make_rig: MakeRig, ro
     close(rig.weight(0, 2), stepped(rig.initial(0, 2), [filled(0.0)], adamw))
 
 
-@pytest.mark.parametrize("plan", list(GradientPlan))
+@pytest.mark.parametrize("timing", list(StepTiming))
 @pytest.mark.parametrize("room", [8, 1.2], ids=["all in memory", "one at a time"])
-def test_micro_batches_add_up(make_rig: MakeRig, plan: GradientPlan, room: float) -> None:
+def test_micro_batches_add_up(make_rig: MakeRig, timing: StepTiming, room: float) -> None:
     """Expert 0 in both, 1 only in the first, 2 only in the last."""
-    rig = make_rig(plan, room=room)
+    rig = make_rig(timing, room=room)
     adamw = rig.store.adamw
     scale = 1.0
     with rig.store.optimizer_step(LR):
@@ -72,7 +73,7 @@ def test_micro_batches_add_up(make_rig: MakeRig, plan: GradientPlan, room: float
             rig.forward(0, *gradients)
             rig.backward(0, gradients)
         assert rig.experts.gradients.sum_of_squares() == 1024 * (9.0 + 25.0 + 1.0)
-        if plan is GradientPlan.DEFERRED:
+        if timing is StepTiming.DEFERRED:
             assert [rig.store.record(f"0.{expert}").live.step for expert in range(3)] == [0, 0, 0]
             scale = 0.5
             rig.experts.gradients.apply(scale)
@@ -82,7 +83,7 @@ def test_micro_batches_add_up(make_rig: MakeRig, plan: GradientPlan, room: float
 
 
 def test_deferred_steps_come_before_the_next_use(make_rig: MakeRig) -> None:
-    rig = make_rig(GradientPlan.DEFERRED, room=1.2)
+    rig = make_rig(StepTiming.DEFERRED, room=1.2)
     adamw = rig.store.adamw
     with rig.store.optimizer_step(LR):
         rig.experts.begin_micro(index=0, count=1)
@@ -100,11 +101,11 @@ def test_deferred_steps_come_before_the_next_use(make_rig: MakeRig) -> None:
     close(seen[2], stepped(rig.initial(0, 2), [filled(0.0)], adamw))
     # Expert 1 was not asked for, and its gradient does not outlive the layer's pass.
     assert rig.store.record("0.1").live.step == 1
-    assert not rig.experts.gradients.is_pending(rig.store.record("0.1"))
+    assert rig.experts.program.gradient(0, 1) is GradientState.NONE
 
 
 def test_discarded_gradients_leave_no_trace(make_rig: MakeRig) -> None:
-    rig = make_rig(GradientPlan.DEFERRED, room=1.2)
+    rig = make_rig(StepTiming.DEFERRED, room=1.2)
     adamw = rig.store.adamw
     for total in (math.inf, 1.0):
         with rig.store.optimizer_step(LR) as step:
@@ -118,7 +119,7 @@ def test_discarded_gradients_leave_no_trace(make_rig: MakeRig) -> None:
                 rig.experts.gradients.discard()
                 step.abandon()
         if not math.isfinite(squares):
-            assert not rig.experts.gradients.is_kept(rig.store.record("0.0"))
+            assert rig.experts.program.gradient(0, 0) is GradientState.NONE
     rig.experts.gradients.step_pending()
     for expert in (0, 1):
         close(rig.weight(0, expert), stepped(rig.initial(0, expert), [filled(1.0)], adamw))
@@ -143,14 +144,14 @@ def test_several_steps_with_sleep(make_rig: MakeRig) -> None:
 def test_deferred_steps_equal_immediate_ones_bit_for_bit(make_rig: MakeRig, inactive: Inactive) -> None:
     """Each with the learning rate of its own step, although the next step is open when it is taken."""
     bits = []
-    for plan in GradientPlan:
-        rig = make_rig(plan, room=1.2, inactive=inactive)
+    for timing in StepTiming:
+        rig = make_rig(timing, room=1.2, inactive=inactive)
         for number, active in enumerate([(0, 1), (1, 2), (0,), (0, 1, 2)]):
             with rig.store.optimizer_step(LR * (number + 1)):
                 rig.experts.begin_micro(index=0, count=1)
                 rig.forward(0, *active)
                 rig.backward(0, {expert: filled(number + expert + 1.0) for expert in active})
-                if plan is GradientPlan.DEFERRED:
+                if timing is StepTiming.DEFERRED:
                     rig.experts.gradients.apply(1.0)
         rig.experts.gradients.step_pending()
         bits.append([rig.weight(0, expert) for expert in range(4)])
@@ -176,7 +177,7 @@ def test_a_loop_that_opens_no_step_gets_an_error(make_rig: MakeRig) -> None:
 
 def test_a_loop_that_does_not_take_what_waited_gets_an_error(make_rig: MakeRig) -> None:
     """The next norm is applied before the layer's next pass has taken the gradients of the last one."""
-    rig = make_rig(GradientPlan.DEFERRED)
+    rig = make_rig(StepTiming.DEFERRED)
     in_a_step(rig, lambda: (backward_of_expert_0(rig), rig.experts.gradients.apply(1.0)))
     with pytest.raises(StoreError, match="gradients of optimizer step 1 still wait"):
         in_a_step(rig, lambda: rig.experts.gradients.apply(1.0))

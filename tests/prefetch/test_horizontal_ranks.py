@@ -18,7 +18,7 @@ from tierstore.model import ModelConfig, Transformer
 from tierstore.moe import ExpertShape, FeedForward, NoiseKey, Routing
 from tierstore.moe.router import Router
 from tierstore.parallel import Mesh
-from tierstore.prefetch import GradientPlan, HorizontalQueue, PrefetchConfig, Schedule, unit_schedule
+from tierstore.prefetch import HorizontalQueue, PrefetchConfig, Schedule, StepTiming, unit_schedule
 from tierstore.prefetch.schedule import Window
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store.adamw import AdamWConfig
@@ -79,7 +79,7 @@ def expected_log(schedule: Schedule, steps: int) -> Log:
 def train(mesh: Mesh, depth: int | None, dense_changes: dict[str, Any], changes: dict[str, Any]) -> Any:
     """Three steps of two micro-batches, with a validation between; depth None: gathered on demand."""
     torch.set_num_threads(1)
-    group, plan = mesh.world, GradientPlan(changes.get("plan", "deferred"))
+    group, timing = mesh.world, StepTiming(changes.get("timing", "deferred"))
     config = ModelConfig(**{**_TINY, "moe_every": 2, **changes.get("model", {})})
     model = Transformer(config, None, mixture=lambda layer: Mixture(config, layer))
     settings, units = DenseConfig(**dense_changes), model.dense_units()
@@ -103,7 +103,7 @@ def train(mesh: Mesh, depth: int | None, dense_changes: dict[str, Any], changes:
         compute=compute,
         micro_batches=2,
     )
-    schedule = replace(schedule, plan=plan)
+    schedule = replace(schedule, timing=timing)
     logged, ledger = Logged(dense, 0.001 * group.rank), StallLedger()
     queue = None if depth is None else HorizontalQueue(schedule, logged, ledger)
     dense.attach(model, GatherOnDemand(dense, settings.reshard) if queue is None else queue)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.cache.access import Phase
-from tierstore.prefetch import GradientPlan, QueueLimits, Schedule, Unit
+from tierstore.prefetch import QueueLimits, Schedule, StepTiming, Unit
 from tierstore.prefetch.operations import Kind, Operation, PassSizes, Resource, operations
 from tierstore.prefetch.schedule import Buffer, Pass
 
@@ -183,14 +183,14 @@ def test_what_is_evicted_was_stepped() -> None:
     st.integers(0, 4),
     st.integers(0, 4),
     st.none() | st.integers(0, 2000),
-    st.sampled_from(GradientPlan),
+    st.sampled_from(StepTiming),
 )
 def test_any_graph_computes_in_order_and_moves_every_byte_once(
-    moe: list[bool], horizontal: int, vertical: int, budget: int | None, plan: GradientPlan
+    moe: list[bool], horizontal: int, vertical: int, budget: int | None, timing: StepTiming
 ) -> None:
     units = tuple(Unit(str(i), 10, i if has else None) for i, has in enumerate(moe))
     schedule = Schedule(
-        units=units, horizontal=QueueLimits(horizontal), vertical=QueueLimits(vertical, budget), plan=plan
+        units=units, horizontal=QueueLimits(horizontal), vertical=QueueLimits(vertical, budget), timing=timing
     )
     steps, count = 2, len(schedule.passes)
     found = operations(schedule, sizes, steps=steps)

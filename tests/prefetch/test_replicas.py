@@ -15,7 +15,7 @@ from torch import Tensor
 from tierstore._native import HugePages
 from tierstore.errors import ConfigError
 from tierstore.parallel import Group, Mesh, RankEnvironment, Work
-from tierstore.prefetch import GradientPlan, PredictorName, TieredExperts, make_predictor
+from tierstore.prefetch import PredictorName, StepTiming, TieredExperts, make_predictor
 from tierstore.prefetch.plan import group_order
 from tierstore.prefetch.replicas import ReplicaSums
 from tierstore.prefetch.schedule import Schedule
@@ -88,7 +88,7 @@ def _gradient(rank: int, step: int, micro: int, expert: int) -> Tensor:
     return torch.randn(NUMEL, generator=generator)
 
 
-def _train(mesh: Mesh, path: Path, plan: GradientPlan, slots: int, ranks: int) -> dict[str, Any]:
+def _train(mesh: Mesh, path: Path, timing: StepTiming, slots: int, ranks: int) -> dict[str, Any]:
     """Three steps of two micro-batches on a store of this rank's; ``ranks`` replicas' gradients are added up here
     where there is only one process.
     """
@@ -117,13 +117,13 @@ def _train(mesh: Mesh, path: Path, plan: GradientPlan, slots: int, ranks: int) -
             tier,
             {LAYER: {FIRST + i: store.record(key) for i, key in enumerate(keys)}},
             weight_slots=shape.weights,
-            plan=plan,
+            timing=timing,
             predictor=make_predictor(PredictorName.NONE, range(FIRST, FIRST + EXPERTS)),
             schedule=Schedule.of_layers([LAYER], depth=1),
             ledger=ledger,
             replicas=mesh.replica,
         )
-        squares = [_step(mesh, opened, experts, plan, step, ranks) for step in range(3)]
+        squares = [_step(mesh, opened, experts, timing, step, ranks) for step in range(3)]
         experts.gradients.step_pending()
         store.commit()
         with opened.fetch(keys, [Sections.WEIGHTS]) as lease:
@@ -133,7 +133,7 @@ def _train(mesh: Mesh, path: Path, plan: GradientPlan, slots: int, ranks: int) -
 
 
 def _step(
-    mesh: Mesh, store: ParameterStore, experts: TieredExperts, plan: GradientPlan, step: int, ranks: int
+    mesh: Mesh, store: ParameterStore, experts: TieredExperts, timing: StepTiming, step: int, ranks: int
 ) -> float:
     with store.optimizer_step(0.01):
         for micro in range(2):
@@ -153,19 +153,19 @@ def _step(
                     for rank in range(1, ranks):
                         lease.gradients.add_(_gradient(rank, step, micro, lease.expert))
         squares = experts.gradients.sum_of_squares()
-        if plan is GradientPlan.DEFERRED:
+        if timing is StepTiming.DEFERRED:
             experts.gradients.apply(0.5)
     return squares
 
 
-@pytest.mark.parametrize("plan", list(GradientPlan))
+@pytest.mark.parametrize("plan", list(StepTiming))
 @pytest.mark.parametrize("size", [2, 4])
 def test_replicas_step_as_one_store_with_all_gradients(
-    ranks: Ranks, tmp_path: Path, size: int, plan: GradientPlan
+    ranks: Ranks, tmp_path: Path, size: int, timing: StepTiming
 ) -> None:
-    one = _train(Mesh.alone(RankEnvironment(), torch.device("cpu")), tmp_path, plan, 2, size)
+    one = _train(Mesh.alone(RankEnvironment(), torch.device("cpu")), tmp_path, timing, 2, size)
     for slots in (1, 2, 5):
-        for found in ranks.run(size, _train, tmp_path, plan, slots, size, expert=1):
+        for found in ranks.run(size, _train, tmp_path, timing, slots, size, expert=1):
             assert found["squares"] == one["squares"]
             for ours, theirs in zip(found["weights"], one["weights"], strict=True):
                 assert torch.equal(ours, theirs)
@@ -184,7 +184,7 @@ def test_replicas_need_a_store_whose_groups_are_in_key_order(tmp_path: Path) -> 
                 tier,
                 {},
                 weight_slots=1,
-                plan=GradientPlan.IMMEDIATE,
+                plan=StepTiming.IMMEDIATE,
                 predictor=make_predictor(PredictorName.NONE, range(1)),
                 schedule=Schedule.of_layers([LAYER], depth=1),
                 ledger=StallLedger(),

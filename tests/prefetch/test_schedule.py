@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tierstore.cache.access import Phase
 from tierstore.dense.config import Reshard
 from tierstore.errors import ConfigError
-from tierstore.prefetch import GradientPlan, HorizontalQueue, QueueLimits, Schedule, Unit
+from tierstore.prefetch import HorizontalQueue, QueueLimits, Schedule, StepTiming, Unit
 from tierstore.prefetch.operations import Kind, PassSizes, operations
 from tierstore.prefetch.schedule import Buffer, Pass, Window
 
@@ -37,17 +37,17 @@ def test_a_step_goes_forward_then_backward_then_steps() -> None:
 
 
 def test_without_clipping_a_unit_is_stepped_when_its_gradients_had_time_to_be_scattered() -> None:
-    immediate = GradientPlan.IMMEDIATE
+    immediate = StepTiming.IMMEDIATE
     forward = [(F, 0), (F, 1), (F, 2)]
-    assert sequence(three(0, plan=immediate)) == [
+    assert sequence(three(0, timing=immediate)) == [
         *forward,
         *((B, 2), (S, 2), (B, 1), (S, 1), (B, 0), (S, 0)),
     ]
-    assert sequence(three(1, plan=immediate)) == [
+    assert sequence(three(1, timing=immediate)) == [
         *forward,
         *((B, 2), (B, 1), (S, 2), (B, 0), (S, 1), (S, 0)),
     ]
-    assert sequence(three(9, plan=immediate)) == [
+    assert sequence(three(9, timing=immediate)) == [
         *forward,
         *((B, 2), (B, 1), (B, 0), (S, 2), (S, 1), (S, 0)),
     ]
@@ -143,19 +143,23 @@ def test_a_buffer_of_its_own_is_gathered_once_a_step() -> None:
 @given(
     owned=st.lists(st.booleans(), min_size=1, max_size=6),
     depth=st.integers(0, 5),
-    plan=st.sampled_from(GradientPlan),
+    timing=st.sampled_from(StepTiming),
     reshard=st.sampled_from(Reshard),
     micro_batches=st.integers(1, 3),
 )
 @settings(deadline=None, max_examples=60)
 def test_what_is_printed_is_what_is_simulated(
-    owned: list[bool], depth: int, plan: GradientPlan, reshard: Reshard, micro_batches: int
+    owned: list[bool], depth: int, timing: StepTiming, reshard: Reshard, micro_batches: int
 ) -> None:
     units = tuple(
         Unit(f"u{number}", 1, buffer=Buffer.OWN if own else Buffer.SHARED) for number, own in enumerate(owned)
     )
     schedule = Schedule(
-        units=units, horizontal=QueueLimits(depth), plan=plan, reshard=reshard, micro_batches=micro_batches
+        units=units,
+        horizontal=QueueLimits(depth),
+        timing=timing,
+        reshard=reshard,
+        micro_batches=micro_batches,
     )
     written = operations(schedule, lambda item: PassSizes(gather=1 + item.unit), steps=3, slots=1)
     for step in range(2):
@@ -297,16 +301,16 @@ def test_passes_out_of_order_are_refused() -> None:
 
 
 schedules = st.builds(
-    lambda sizes, depth, spare, plan, micro_batches: Schedule(
+    lambda sizes, depth, spare, timing, micro_batches: Schedule(
         units=tuple(Unit(str(i), size) for i, size in enumerate(sizes)),
         horizontal=QueueLimits(depth, None if spare is None else max(sizes) + spare),
-        plan=plan,
+        timing=timing,
         micro_batches=micro_batches,
     ),
     st.lists(st.integers(0, 20), min_size=1, max_size=6),
     st.integers(0, 8),
     st.none() | st.integers(0, 60),
-    st.sampled_from(GradientPlan),
+    st.sampled_from(StepTiming),
     st.integers(1, 3),
 )
 

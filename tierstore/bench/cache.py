@@ -20,7 +20,7 @@ from tierstore.bench.results.figures import IF_ANY, Figures, prefixed
 from tierstore.lab.costs import policy_time
 from tierstore.lab.miss_curves import all_policies, curve_capacities, curves
 from tierstore.lab.requests import Requests
-from tierstore.lab.simulate import PolicySpec, Setting, suits
+from tierstore.lab.simulate import PolicySpec, ReplaySetting, suits
 from tierstore.machine import cores
 
 __all__ = [
@@ -128,7 +128,7 @@ def run(
     kinds = (key_requests(requests, keys), pass_requests(requests))
     rates = []
     for kind in kinds:
-        announce(f"{kind.name}: {len(kind.entries)} requests, {kind.total_frames} entries")
+        announce(f"{kind.name}: {len(kind.entries)} requests, {kind.table.total_frames} entries")
         times = _times(kind, all_policies(kind), repeats)
         rates.append({name: ReplayRate.of(seconds) for name, seconds in times.items()})
     of_keys, of_passes = rates
@@ -147,8 +147,8 @@ def run(
 
 def _times(requests: Requests, policies: Sequence[PolicySpec], repeats: int) -> dict[str, list[float]]:
     """CPU seconds a request of each policy, in each repeat."""
-    capacity = requests.frames_of(_CAPACITY)
-    settings = [Setting(policy, capacity) for policy in policies if suits(requests, policy.name)]
+    capacity = requests.table.frames_of(_CAPACITY)
+    settings = [ReplaySetting(policy, capacity) for policy in policies if suits(requests, policy.name)]
     times = policy_time(requests, settings, repeats=repeats)
     return {setting.policy.name: each for setting, each in zip(settings, times, strict=True)}
 

@@ -78,7 +78,7 @@ class Health:
 
 
 def disk_health(disk: Disk, *, sys: Path = _SYS, dev: Path = _DEV) -> Health:
-    """What ``disk`` says of itself, from whoever can be asked first."""
+    """What ``disk`` says of itself, from the first source that answers."""
     if disk.bus == "virtio":
         return Health(reason="not offered by virtio")
     asked: list[Callable[[], Health]] = []
@@ -96,7 +96,7 @@ def disk_health(disk: Disk, *, sys: Path = _SYS, dev: Path = _DEV) -> Health:
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             refused.append(str(error))
         except (LookupError, TypeError, AttributeError) as error:
-            # A version of a tool that nobody has tried: a run starts all the same.
+            # An unknown version of a tool must not keep a run from starting.
             refused.append(f"said in another form than is known: {error!r}")
     return Health(reason=f"not known: {'; '.join(refused)}")
 

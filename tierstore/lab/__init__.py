@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tierstore.lab.requests import Requests, load_requests, trace_requests
     from tierstore.lab.results import Curve, Outcome, Study, TraceInfo, TuneResult
     from tierstore.lab.routing import Passes, Sections
-    from tierstore.lab.simulate import Contract, PolicySpec, known_policies
+    from tierstore.lab.simulate import Contract, PolicySpec, Replayed, ReplaySetting, known_policies
     from tierstore.lab.study import StudyOptions, run_study
     from tierstore.lab.tuning import Hindsight, TuneOptions, Tuning, tune
     from tierstore.plan import Profile
@@ -56,6 +56,8 @@ __all__ = [
     "Profile",
     "RecordTable",
     "Recording",
+    "ReplaySetting",
+    "Replayed",
     "Requests",
     "RoutingWorkload",
     "Scan",

@@ -8,12 +8,21 @@ from itertools import product
 from tierstore.cache.config import Scope
 from tierstore.lab.candidates import half_lives, lfu_decay
 from tierstore.lab.costs import Machine
+from tierstore.lab.entries import Capacity
 from tierstore.lab.miss_curves import all_policies, curves
 from tierstore.lab.parallel import OnProgress
 from tierstore.lab.regime import Regime, survey
-from tierstore.lab.requests import Capacity, Requests
+from tierstore.lab.requests import Requests
 from tierstore.lab.results import Curve, HalfLifeMap, RegimeStudy
-from tierstore.lab.simulate import Contract, Detail, PolicySpec, Replayed, Setting, contract_name, replay_each
+from tierstore.lab.simulate import (
+    Contract,
+    Detail,
+    PolicySpec,
+    Replayed,
+    ReplaySetting,
+    contract_name,
+    replay_each,
+)
 from tierstore.lab.tuning import Tuning
 
 __all__ = ["half_life_map", "regime_study"]
@@ -32,10 +41,11 @@ def half_life_map(
     progress: OnProgress | None = None,
 ) -> HalfLifeMap:
     """Miss ratios of LFU-decay over half-lives (a step to the trace's length, and never) and capacities."""
-    frames = sorted({requests.frames_of(capacity) for capacity in capacities})
+    frames = sorted({requests.table.frames_of(capacity) for capacity in capacities})
     tried = half_lives(requests.step_count)
     settings = [
-        Setting(lfu_decay(half_life), size, scope, contract) for half_life, size in product(tried, frames)
+        ReplaySetting(lfu_decay(half_life), size, scope, contract)
+        for half_life, size in product(tried, frames)
     ]
     ratios = replay_each(
         requests,
@@ -49,7 +59,7 @@ def half_life_map(
     width = len(frames)
     return HalfLifeMap(
         half_lives=tuple(tried),
-        capacity_fractions=tuple(size / requests.total_frames for size in frames),
+        capacity_fractions=tuple(size / requests.table.total_frames for size in frames),
         miss_ratios=tuple(tuple(ratios[at : at + width]) for at in range(0, len(ratios), width)),
     )
 

@@ -16,7 +16,7 @@ from tierstore.cache.config import CacheConfig, Scope
 from tierstore.lab.quotas import layer_shares, least_quotas
 from tierstore.lab.requests import Requests
 from tierstore.lab.results import Role
-from tierstore.lab.simulate import Contract, PolicySpec, Setting, known_policies, suits
+from tierstore.lab.simulate import Contract, PolicySpec, ReplaySetting, known_policies, suits
 from tierstore.train.config import TrainConfig
 from tierstore.units import format_bytes
 
@@ -56,9 +56,9 @@ class Candidate:
     scope: Scope = Scope.GLOBAL
     layer_quotas: tuple[int, ...] = ()
 
-    def setting(self, capacity_frames: int, contract: Contract) -> Setting:
+    def setting(self, capacity_frames: int, contract: Contract) -> ReplaySetting:
         """This candidate at a capacity."""
-        return Setting(self.policy, capacity_frames, self.scope, contract, self.layer_quotas)
+        return ReplaySetting(self.policy, capacity_frames, self.scope, contract, self.layer_quotas)
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -137,7 +137,9 @@ def _fits(requests: Requests, candidate: Candidate, capacity_frames: int) -> boo
     if candidate.scope is Scope.GLOBAL:
         return True
     quotas = np.array(candidate.setting(capacity_frames, Contract.ATOMIC).quotas(requests))
-    return len(requests.present_layers) > 1 and bool((quotas >= least_quotas(requests, headroom=1)).all())
+    return len(requests.table.present_layers) > 1 and bool(
+        (quotas >= least_quotas(requests, headroom=1)).all()
+    )
 
 
 def neighbours(candidate: Candidate) -> Iterator[Candidate]:
@@ -175,8 +177,8 @@ def cache_configuration(candidate: Candidate) -> CacheConfig | None:
 
 def configuration_text(requests: Requests, candidate: Candidate, capacity_frames: int) -> str:
     """TOML to paste into a configuration of ``tierstore train``: its ``[cache]`` table, as far as it matters."""
-    capacity = format_bytes(capacity_frames * requests.frame_bytes)
-    share = capacity_frames / requests.total_frames
+    capacity = format_bytes(capacity_frames * requests.table.frame_bytes)
+    share = capacity_frames / requests.table.total_frames
     head = f"# for a cache of {capacity}, {share:.1%} of what {requests.name} asks for\n"
     config = cache_configuration(candidate)
     if config is None:

@@ -33,7 +33,7 @@ from tierstore.endurance import DAY_S, drive_life_s
 from tierstore.errors import ConfigError
 from tierstore.lab.requests import Requests
 from tierstore.lab.results import Outcome
-from tierstore.lab.simulate import Detail, Replayed, Setting, replay_all
+from tierstore.lab.simulate import Detail, Replayed, ReplaySetting, replay_all
 from tierstore.plan.costs import ASSUMED, Cost, Profile
 from tierstore.plan.evidence import Evidence
 from tierstore.units import format_seconds
@@ -216,14 +216,13 @@ def _joined(origins: Sequence[str]) -> str:
 def _predicted_compute_s(config: TrainConfig, profile: Profile) -> float:
     """What ``tierstore plan`` says that the computation of one rank's step takes."""
     from tierstore.plan.architecture import Architecture
-    from tierstore.plan.capacity import Ranks
-    from tierstore.plan.capacity import Setting as Planned
+    from tierstore.plan.capacity import Ranks, Setting
     from tierstore.plan.predict import predict
     from tierstore.prefetch.operations import Resource
     from tierstore.train.budgets import DeviceKind
 
     expert = config.parallel.expert
-    planned = Planned(
+    planned = Setting(
         config=config,
         model=Architecture.of(config.model),
         ranks=Ranks(count=max(expert, 1), expert=expert),
@@ -261,7 +260,7 @@ def cost_by_layer(
     if objective is Objective.MISSES:
         return replayed.layer_misses.astype(np.float64)
     return _summed(
-        requests.layers, requests.layer_count, _cost_by_event(requests, replayed, objective, machine)
+        requests.layers, requests.table.layer_count, _cost_by_event(requests, replayed, objective, machine)
     )
 
 
@@ -277,7 +276,9 @@ def _cost_by_event(
     return replayed.event_read_bytes.astype(np.float64) + replayed.event_written_bytes
 
 
-def policy_time(requests: Requests, settings: Sequence[Setting], *, repeats: int = 3) -> list[list[float]]:
+def policy_time(
+    requests: Requests, settings: Sequence[ReplaySetting], *, repeats: int = 3
+) -> list[list[float]]:
     """CPU seconds per request of each setting, in each of ``repeats`` replays: one thread, in turns."""
     rounds = [
         [replayed.policy_s for replayed in replay_all(requests, settings, detail=Detail.STEPS, threads=1)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,6 +50,7 @@ class SourceKind(enum.Enum):
     TEXT = "text"
 
 
+_ROUTING_LOGS = (SourceKind.VLLM, SourceKind.MEGATRON)
 _OPTIONS: Mapping[SourceKind, type[Any]] = {
     SourceKind.NPZ: TopkOptions,
     SourceKind.VLLM: JsonOptions,
@@ -81,23 +82,25 @@ def options_of(kind: SourceKind) -> type[Any]:
 
 
 def import_trace(
-    source: str | os.PathLike[str],
+    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     target: str | os.PathLike[str],
     *,
     kind: SourceKind | None = None,
     options: Mapping[str, object] | None = None,
     keys: str | os.PathLike[str] | None = None,
 ) -> ImportSummary:
-    """Writes the trace in ``source`` to ``target``; ``kind`` None: what ``detect_kind`` says.
+    """Writes the trace in ``source`` to ``target``; ``kind`` None: what ``detect_kind`` says. Several sources are files
+    of one routing log, each of which has other layers.
 
     ``options`` are those of the kind by name, as text or typed. ``keys``: a file that gets the source's name
     of each record, one a line (experts as ``layer.expert``). The target appears when it is whole. Raises
     DataError naming file, line or byte, and reason; ConfigError for an option; OSError.
     """
-    path = Path(source)
-    chosen = detect_kind(path) if kind is None else kind
-    importer = _importer(path, chosen, config.load(_OPTIONS[chosen], None, options))
-    origin = f"imported from {path.name} ({chosen.value})"
+    paths = [Path(source)] if isinstance(source, str | os.PathLike) else [Path(path) for path in source]
+    chosen = _common_kind(paths) if kind is None else kind
+    importer = _importer(paths, chosen, config.load(_OPTIONS[chosen], None, options))
+    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+    origin = f"imported from {paths[0].name}{more} ({chosen.value})"
     with _replacing(Path(target)) as partial:
         summary = _written(partial, importer, chosen, origin)
     if keys is not None:
@@ -106,12 +109,26 @@ def import_trace(
     return summary
 
 
-def _importer(path: Path, kind: SourceKind, options: Any) -> Importer:
+def _common_kind(paths: Sequence[Path]) -> SourceKind:
+    kinds = [detect_kind(path) for path in paths]
+    for path, kind in zip(paths, kinds, strict=True):
+        if kind is not kinds[0]:
+            raise DataError(f"{path}: expected {kinds[0].value}, as {paths[0]} is, found {kind.value}")
+    return kinds[0]
+
+
+def _importer(paths: Sequence[Path], kind: SourceKind, options: Any) -> Importer:
+    path, *others = paths
+    if others and kind not in _ROUTING_LOGS:
+        logs = " or ".join(log.value for log in _ROUTING_LOGS)
+        raise DataError(
+            f"{others[0]}: several sources are the layers of a routing log ({logs}), not {kind.value}"
+        )
     match kind:
         case SourceKind.NPZ:
             return TopkImporter(path, options)
         case SourceKind.VLLM | SourceKind.MEGATRON:
-            return RoutingLog(path, kind.value, options)
+            return RoutingLog(paths, kind.value, options)
         case SourceKind.ORACLE_GENERAL:
             return OracleGeneralImporter(path, options)
         case SourceKind.CSV:

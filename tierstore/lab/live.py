@@ -21,7 +21,7 @@ from tierstore.errors import BudgetError
 from tierstore.lab.parallel import OnProgress, in_parallel
 from tierstore.lab.requests import Requests
 from tierstore.lab.results import Outcome
-from tierstore.lab.simulate import Setting, expected_time
+from tierstore.lab.simulate import ReplaySetting, expected_time
 from tierstore.trace.format import TraceKind
 from tierstore.trace.reader import read_header
 from tierstore.trace.records import RecordTable
@@ -61,7 +61,7 @@ def recording_of(path: str | os.PathLike[str], requests: Requests) -> Recording 
 class LiveReplay:
     """One replay: ``counts`` [steps, STEP_COUNTS]."""
 
-    setting: Setting
+    setting: ReplaySetting
     lookahead_frames: int
     counts: NDArray[np.int64]
 
@@ -88,7 +88,7 @@ class LiveReplay:
             policy_options=setting.policy.options,
             role=setting.policy.role,
             capacity_frames=setting.capacity_frames,
-            capacity_fraction=setting.capacity_frames / requests.total_frames,
+            capacity_fraction=setting.capacity_frames / requests.table.total_frames,
             scope=setting.scope.value,
             contract=setting.contract.value,
             lookahead_frames=self.lookahead_frames,
@@ -108,7 +108,7 @@ class LiveReplay:
 def replay_recorded(
     requests: Requests,
     recording: Recording,
-    settings: Sequence[Setting],
+    settings: Sequence[ReplaySetting],
     *,
     threads: int = 0,
     progress: OnProgress | None = None,
@@ -118,7 +118,7 @@ def replay_recorded(
     Raises ConfigError, or DataError for a malformed trace.
     """
 
-    def one(setting: Setting) -> LiveReplay | None:
+    def one(setting: ReplaySetting) -> LiveReplay | None:
         lookahead = recording.lookahead_at(setting.capacity_frames)
         quotas = setting.quotas(requests)
         try:

@@ -18,16 +18,17 @@ from tierstore import _native
 from tierstore.cache.config import Scope
 from tierstore.errors import BudgetError
 from tierstore.lab.costs import Machine, with_costs
+from tierstore.lab.entries import Capacity
 from tierstore.lab.parallel import OnProgress, in_parallel
 from tierstore.lab.quotas import least_quotas
-from tierstore.lab.requests import Capacity, Requests
+from tierstore.lab.requests import Requests
 from tierstore.lab.results import Curve, Outcome
 from tierstore.lab.simulate import (
     NATIVE_CONTRACTS,
     Contract,
     Detail,
     PolicySpec,
-    Setting,
+    ReplaySetting,
     contract_name,
     expected_time,
     known_policies,
@@ -49,7 +50,7 @@ def all_policies(requests: Requests) -> list[PolicySpec]:
 
 def keep_ratio(requests: Requests, capacity_frames: int) -> float:
     """``1 - C/N``: what any policy misses of requests that are all alike."""
-    return max(0.0, 1.0 - capacity_frames / requests.total_frames)
+    return max(0.0, 1.0 - capacity_frames / requests.table.total_frames)
 
 
 def curve_capacities(requests: Requests, points: int, *, scope: Scope = Scope.GLOBAL) -> list[int]:
@@ -60,13 +61,13 @@ def curve_capacities(requests: Requests, points: int, *, scope: Scope = Scope.GL
     if points < 1:
         raise ValueError(f"points: expected at least 1, got {points}")
     least = _least_capacity(requests, scope)
-    wanted = {max(1, round(requests.total_frames * point / points)) for point in range(1, points + 1)}
-    return sorted(frames for frames in wanted if frames >= least) or [requests.total_frames]
+    wanted = {max(1, round(requests.table.total_frames * point / points)) for point in range(1, points + 1)}
+    return sorted(frames for frames in wanted if frames >= least) or [requests.table.total_frames]
 
 
 def _least_capacity(requests: Requests, scope: Scope) -> int:
     if scope is Scope.GLOBAL:
-        return requests.largest_record_frames + 1
+        return requests.table.largest_record_frames + 1
     return int(least_quotas(requests, headroom=1).sum())
 
 
@@ -79,11 +80,11 @@ def has_one_pass(
 ) -> bool:
     """Whether ``lru_curve`` holds for this capacity (and larger ones)."""
     alike = bool(
-        (requests.sizes == requests.sizes[0]).all()
-        and (requests.entry_bytes == requests.entry_bytes[0]).all()
+        (requests.table.frames == requests.table.frames[0]).all()
+        and (requests.table.nbytes == requests.table.nbytes[0]).all()
     )
     whole = contract is Contract.SEQUENTIAL or capacity_frames >= requests.largest_event_frames
-    return scope is Scope.GLOBAL and alike and whole and not requests.pins
+    return scope is Scope.GLOBAL and alike and whole and not requests.table.pins
 
 
 def lru_curve(
@@ -97,7 +98,7 @@ def lru_curve(
 
     Raises ConfigError for a capacity that cannot be, BudgetError for one below the largest event.
     """
-    frames = sorted({requests.frames_of(capacity) for capacity in capacities})
+    frames = sorted({requests.table.frames_of(capacity) for capacity in capacities})
     if not has_one_pass(requests, frames[0], contract=contract):
         raise BudgetError(
             f"capacity: {frames[0]} frames are no stack of entries of one size that hold the largest event "
@@ -116,8 +117,8 @@ def lru_curve(
     created = len(requests.creations.since(warmup).events)
     warm = _distinct(requests.entries[: int(requests.offsets[warmup])])
     distinct = _distinct(requests.entries)
-    size = int(requests.sizes[0])
-    entry_bytes = int(requests.entry_bytes[0])
+    size = int(requests.table.frames[0])
+    entry_bytes = int(requests.table.nbytes[0])
     points = []
     for capacity in frames:
         held = min(capacity // size, distinct)
@@ -127,7 +128,7 @@ def lru_curve(
             Outcome(
                 policy="lru",
                 capacity_frames=capacity,
-                capacity_fraction=capacity / requests.total_frames,
+                capacity_fraction=capacity / requests.table.total_frames,
                 scope=Scope.GLOBAL.value,
                 contract=contract_name(requests, contract),
                 steps=requests.step_count - warmup_steps,
@@ -163,12 +164,12 @@ def curves(
     is a replay that knows what each event moved. Raises ConfigError or BudgetError.
     """
     specs = [PolicySpec.parse(policy) if isinstance(policy, str) else policy for policy in policies]
-    frames = sorted({requests.frames_of(capacity) for capacity in capacities})
+    frames = sorted({requests.table.frames_of(capacity) for capacity in capacities})
     one_pass = (
         machine is None and not windows and has_one_pass(requests, frames[0], scope=scope, contract=contract)
     )
 
-    def replayed(setting: Setting) -> list[Outcome]:
+    def replayed(setting: ReplaySetting) -> list[Outcome]:
         detail = Detail.STEPS if machine is None else Detail.EVENTS
         found = replay_one(requests, setting, requests.events_before(warmup_steps), detail)
         point = outcome(requests, found, windows=windows)
@@ -183,7 +184,7 @@ def curves(
             jobs.append(_Job(number, _ONE_PASS, once))
             continue
         for size in frames:
-            setting = Setting(spec, size, scope, contract)
+            setting = ReplaySetting(spec, size, scope, contract)
             jobs.append(_Job(number, expected_time(requests, setting), partial(replayed, setting)))
     found = in_parallel(
         [job.run for job in jobs], weights=[job.weight for job in jobs], threads=threads, progress=progress

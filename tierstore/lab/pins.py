@@ -35,10 +35,11 @@ def pin(requests: Requests, records: Sequence[tuple[int, int]], *, name: str = "
 
     Raises ConfigError, naming ``name``, for a record that the trace does not ask for.
     """
-    pinned = requests.pinned.copy() if len(requests.pinned) else np.zeros(len(requests.sizes), np.uint8)
+    table = requests.table
+    pinned = table.pinned.copy() if len(table.pinned) else np.zeros(len(table), np.uint8)
     for layer, place in records:
-        entries = (requests.entry_layers == layer) & (requests.entry_places == place)
+        entries = (table.layers == layer) & (table.record_indices == place)
         if not entries.any():
             raise ConfigError(f"{name}: {requests.name} asks for no record {layer}:{place}")
         pinned[entries] = 1
-    return replace(requests, pinned=pinned)
+    return replace(requests, table=replace(table, pinned=pinned))

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tierstore.cache.config import Scope
 from tierstore.lab.costs import Machine, Objective, cost_by_layer
 from tierstore.lab.requests import Requests
-from tierstore.lab.simulate import Contract, Detail, PolicySpec, Setting, replay_all
+from tierstore.lab.simulate import Contract, Detail, PolicySpec, ReplaySetting, replay_all
 from tierstore.trace.quotas import quotas_by_layer
 
 __all__ = ["greedy_split", "layer_curves", "layer_shares", "least_quotas", "lower_hull", "split_capacity"]
@@ -32,7 +32,7 @@ Curve = Sequence[tuple[int, float]]
 def least_quotas(requests: Requests, headroom: int = 0) -> NDArray[np.int64]:
     """The fewest frames that ``tierstore train`` takes for each layer [layers]: the largest record of any layer
     with all of its groups, and ``headroom``."""
-    return np.where(requests.layer_frames > 0, requests.largest_record_frames + headroom, 0)
+    return np.where(requests.table.layer_frames > 0, requests.table.largest_record_frames + headroom, 0)
 
 
 def layer_shares(quotas: Sequence[int]) -> tuple[float, ...]:
@@ -52,17 +52,17 @@ def layer_curves(
 ) -> list[list[tuple[int, float]]]:
     """Of each layer its cost by quota, one point a replay; empty for layers that ask for nothing."""
     least = least_quotas(requests, headroom=1)
-    frames = requests.layer_frames.astype(np.int64)
+    frames = requests.table.layer_frames.astype(np.int64)
     quotas = [np.maximum(least, np.ceil(level * frames).astype(np.int64)) for level in _LEVELS]
     settings = [
-        Setting(policy, int(each.sum()), Scope.LAYER, contract, tuple(each.tolist())) for each in quotas
+        ReplaySetting(policy, int(each.sum()), Scope.LAYER, contract, tuple(each.tolist())) for each in quotas
     ]
     points: list[dict[int, float]] = [{} for _ in frames]
     detail = Detail.STEPS if objective is Objective.MISSES else Detail.EVENTS
     replays = replay_all(requests, settings, warmup_steps=warmup_steps, detail=detail, threads=threads)
     for each, replayed in zip(quotas, replays, strict=True):
         costs = cost_by_layer(requests, replayed, objective, machine or Machine())
-        for layer in requests.present_layers:
+        for layer in requests.table.present_layers:
             points[layer][int(each[layer])] = float(costs[layer])
     return [sorted(layer.items()) for layer in points]
 
@@ -134,4 +134,4 @@ def split_capacity(
         threads=threads,
     )
     shares = layer_shares(greedy_split(curves, capacity_frames))
-    return tuple(quotas_by_layer(requests.present_layers, capacity_frames, shares))
+    return tuple(quotas_by_layer(requests.table.present_layers, capacity_frames, shares))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tierstore.lab.requests import Requests
-from tierstore.lab.simulate import Contract, Detail, PolicySpec, Setting, replay_all
+from tierstore.lab.simulate import Contract, Detail, PolicySpec, ReplaySetting, replay_all
 
 __all__ = ["Regime", "Worth", "survey"]
 
@@ -83,18 +83,20 @@ def survey(
     Raises BudgetError for a capacity that an entry does not fit.
     """
     part = requests.head(_MOST_REQUESTS)
-    settings = [Setting(PolicySpec(name), capacity_frames, contract=contract) for name in (*SENSIBLE, BOUND)]
+    settings = [
+        ReplaySetting(PolicySpec(name), capacity_frames, contract=contract) for name in (*SENSIBLE, BOUND)
+    ]
     warmup = part.step_count // 4
     replays = list(replay_all(part, settings, warmup_steps=warmup, detail=Detail.STEPS, threads=threads))
     ratios = {
         replayed.setting.policy.name: replayed.misses / max(replayed.requests, 1) for replayed in replays
     }
     bound = ratios.pop(BOUND)
-    layers = max(len(requests.present_layers), 1)
+    layers = max(len(requests.table.present_layers), 1)
     info = requests.info
     return Regime(
-        active_frames=float(requests.sizes[part.entries].sum(dtype=np.uint64)) / part.events,
-        layer_frames=requests.total_frames / layers,
+        active_frames=float(requests.table.frames[part.entries].sum(dtype=np.uint64)) / part.events,
+        layer_frames=requests.table.total_frames / layers,
         capacity_frames=capacity_frames / layers,
         active_records=part.records_per_event,
         layer_records=info.records / layers,
@@ -105,7 +107,7 @@ def survey(
 
 
 def _worth(requests: Requests, capacity_frames: int, ratios: dict[str, float], bound: float) -> Worth:
-    if capacity_frames >= requests.total_frames:
+    if capacity_frames >= requests.table.total_frames:
         return Worth.FITS
     if max(ratios.values()) - bound <= _AT_BOUND:
         return Worth.AT_BOUND

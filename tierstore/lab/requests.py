@@ -14,28 +14,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tierstore.errors import ConfigError, DataError
+from tierstore.errors import DataError
+from tierstore.lab.entries import SECTION_GROUPS, EntryTable
 from tierstore.lab.results import TraceInfo
 from tierstore.trace.format import Trace, TraceHeader, TraceKind
 from tierstore.trace.reader import read_chunks, read_summary
 from tierstore.trace.records import RecordTable
-from tierstore.units import parse_size
 
-__all__ = ["Capacity", "Creations", "Requests", "load_requests", "trace_requests"]
+__all__ = ["Creations", "Requests", "load_requests", "trace_requests"]
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
-_GROUPS = 3
 _DIRTY, _DROP = 3, 6  # shifts of a unit's flags
-
-Capacity: TypeAlias = int | float | str
-"""Frames (an int), a fraction of the footprint (a float, at most 1), or text: ``512MiB``, ``0.4``, ``40%``,
-``900f`` (frames)."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -55,8 +50,8 @@ class Creations:
 class Requests:
     """A trace's requests as columns. Event i asks for ``entries[offsets[i]:offsets[i + 1]]`` at once.
 
-    An entry is one section group of one record; entries are numbered densely in the order of their keys.
-    ``writes`` is 1 where the request leaves its entry dirty. ``steps`` counts from 0 without gaps.
+    Entries are numbered as in ``table``. ``writes`` is 1 where the request leaves its entry dirty. ``steps`` counts
+    from 0 without gaps.
     """
 
     name: str
@@ -67,16 +62,7 @@ class Requests:
     layers: NDArray[np.uint32]  # [events]
     phases: NDArray[np.uint8]  # [events]
     steps: NDArray[np.uint32]  # [events]
-    sizes: NDArray[np.uint32]  # [entries]: frames
-    entry_layers: NDArray[np.uint32]  # [entries]
-    entry_bytes: NDArray[np.uint64]  # [entries]
-    entry_keys: NDArray[np.uint32]  # [entries]: record * 3 + group
-    record_frames: NDArray[np.uint32]  # [entries]: of all groups of its record, asked for or not
-    entry_stored: NDArray[np.bool_]  # [entries]: whether there is a backing copy at the start
-    entry_places: NDArray[np.uint32]  # [entries]: of its record among the records of its layer, from 0
-    pinned: NDArray[np.uint8] = field(
-        default_factory=lambda: np.zeros(0, np.uint8)
-    )  # [entries], or empty: none
+    table: EntryTable
     left_out: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -126,13 +112,15 @@ class Requests:
             layers=by_event,
             phases=np.ones(events, np.uint8) if phases is None else np.asarray(phases, np.uint8),
             steps=np.arange(events, dtype=np.uint32) if steps is None else _numbered(np.asarray(steps)),
-            sizes=frames,
-            entry_layers=of_entry,
-            entry_bytes=frames.astype(np.uint64) * np.uint64(frame_bytes),
-            entry_keys=np.arange(len(frames), dtype=np.uint32) * np.uint32(_GROUPS),
-            record_frames=frames,
-            entry_stored=np.ones(len(frames), np.bool_),
-            entry_places=_places(of_entry),
+            table=EntryTable(
+                keys=np.arange(len(frames), dtype=np.uint32) * np.uint32(SECTION_GROUPS),
+                layers=of_entry,
+                frames=frames,
+                nbytes=frames.astype(np.uint64) * np.uint64(frame_bytes),
+                stored=np.ones(len(frames), np.bool_),
+                record_frames=frames,
+                record_indices=_record_indices(of_entry),
+            ),
         )
 
     @property
@@ -143,62 +131,10 @@ class Requests:
     def step_count(self) -> int:
         return int(self.steps[-1]) + 1 if len(self.steps) else 0
 
-    @property
-    def layer_count(self) -> int:
-        """One more than the highest layer."""
-        return int(self.entry_layers.max()) + 1 if len(self.entry_layers) else 0
-
-    @cached_property
-    def entry_records(self) -> NDArray[np.uint32]:
-        """Which record each entry is a group of [entries]."""
-        return self.entry_keys // np.uint32(_GROUPS)
-
-    @cached_property
-    def entry_groups(self) -> NDArray[np.uint8]:
-        """Which of its record's groups each entry is [entries]."""
-        return (self.entry_keys % np.uint32(_GROUPS)).astype(np.uint8)
-
-    @cached_property
-    def total_frames(self) -> int:
-        """The footprint: frames of all entries that the trace asks for."""
-        return int(self.sizes.sum(dtype=np.uint64))
-
-    @cached_property
-    def total_bytes(self) -> int:
-        return int(self.entry_bytes.sum(dtype=np.uint64))
-
-    @cached_property
-    def frame_bytes(self) -> int:
-        """Bytes of a frame: the least that every entry fits its frames with.
-
-        It is what a capacity in bytes is counted by, nothing else: what is read and written is entries' bytes.
-        """
-        if not len(self.sizes):
-            return 1
-        return max(1, int(np.ceil((self.entry_bytes / np.maximum(self.sizes, 1)).max())))
-
     @cached_property
     def mean_bytes(self) -> float:
         """Bytes of a request, the mean."""
-        return float(self.entry_bytes[self.entries].mean()) if len(self.entries) else 1.0
-
-    @cached_property
-    def layer_frames(self) -> NDArray[np.uint64]:
-        """Frames of each layer's entries [layers]."""
-        return np.bincount(self.entry_layers, weights=self.sizes, minlength=self.layer_count).astype(
-            np.uint64
-        )
-
-    @cached_property
-    def present_layers(self) -> list[int]:
-        """The layers that ask for anything, ascending."""
-        layers: list[int] = np.unique(self.entry_layers).tolist()
-        return layers
-
-    @cached_property
-    def largest_record_frames(self) -> int:
-        """Frames of the largest record with all of its groups: what a live cache must hold at once."""
-        return int(self.record_frames.max(initial=0))
+        return float(self.table.nbytes[self.entries].mean()) if len(self.entries) else 1.0
 
     @cached_property
     def largest_event_frames(self) -> int:
@@ -206,29 +142,19 @@ class Requests:
         if not len(self.entries):
             return 0
         starts = self.offsets[:-1][np.diff(self.offsets) > 0].astype(np.int64)
-        return int(np.add.reduceat(self.sizes[self.entries].astype(np.uint64), starts).max())
+        return int(np.add.reduceat(self.table.frames[self.entries].astype(np.uint64), starts).max())
 
     @cached_property
     def creations(self) -> Creations:
         """The requests that make their entry."""
-        if self.entry_stored.all():
+        if self.table.stored.all():
             return Creations(np.zeros(0, np.int64), np.zeros(0, np.uint32))
-        positions = np.flatnonzero(~self.entry_stored[self.entries])
+        positions = np.flatnonzero(~self.table.stored[self.entries])
         entries, first = np.unique(self.entries[positions], return_index=True)
         order = np.argsort(first, kind="stable")
         asked = positions[first[order]].astype(np.uint64)
         events = np.searchsorted(self.offsets, asked, side="right").astype(np.int64) - 1
         return Creations(events, entries[order])
-
-    @property
-    def pins(self) -> str:
-        """What is pinned, in words: empty for nothing."""
-        if not self.pinned.any():
-            return ""
-        entries = self.pinned > 0
-        records = len(np.unique(self.entry_records[entries]))
-        frames = int(self.sizes[entries].sum(dtype=np.uint64))
-        return f"{records} record{'' if records == 1 else 's'} of {frames} frame{'' if frames == 1 else 's'} pinned"
 
     @property
     def info(self) -> TraceInfo:
@@ -239,44 +165,20 @@ class Requests:
             steps=self.step_count,
             events=self.events,
             requests=len(self.entries),
-            records=len(np.unique(self.entry_records)),
-            layers=len(np.unique(self.entry_layers)),
-            total_frames=self.total_frames,
-            total_bytes=self.total_bytes,
+            records=len(np.unique(self.table.records)),
+            layers=len(np.unique(self.table.layers)),
+            total_frames=self.table.total_frames,
+            total_bytes=self.table.total_bytes,
         )
 
     @cached_property
     def records_per_event(self) -> float:
         """Records that an event asks for, the mean: the groups of one record count once."""
-        records = self.entry_records[self.entries]
+        records = self.table.records[self.entries]
         new = np.ones(len(records), np.bool_)
         new[1:] = records[1:] != records[:-1]
         new[self.offsets[:-1].astype(np.int64)] = True
         return float(new.sum()) / max(self.events, 1)
-
-    def frames_of(self, capacity: Capacity, *, name: str = "capacity") -> int:
-        """``capacity`` in frames, at least 1. ``name`` is what the error calls it. Raises ConfigError."""
-        frames = self._frames(capacity, name)
-        if frames < 1:
-            raise ConfigError(
-                f"{name}: {capacity!r} is less than a frame of {self.frame_bytes} bytes "
-                f"(the trace asks for {self.total_frames} frames in all)"
-            )
-        return frames
-
-    def _frames(self, capacity: Capacity, name: str) -> int:
-        if isinstance(capacity, float):
-            if not 0 < capacity <= 1:
-                raise ConfigError(f"{name}: expected a fraction of the footprint in (0, 1], got {capacity:g}")
-            return int(capacity * self.total_frames)
-        if isinstance(capacity, int):
-            return capacity
-        text = capacity.strip()
-        if text.endswith("f") and text[:-1].isdigit():
-            return int(text[:-1])
-        if text.endswith("%") or (text.replace(".", "", 1).isdigit() and "." in text):
-            return parse_size(text, whole=self.total_frames, name=name)
-        return parse_size(text, name=name) // self.frame_bytes
 
     def events_before(self, step: int) -> int:
         """How many events come before ``step`` (counted from 0)."""
@@ -302,11 +204,11 @@ class Requests:
         """The requests of steps ``first_step`` up to ``end_step``, which is not among them; all entries stay."""
         begin, end = self.events_before(first_step), self.events_before(end_step)
         first, last = int(self.offsets[begin]), int(self.offsets[end])
-        stored = self.entry_stored.copy()
+        stored = self.table.stored.copy()
         stored[self.entries[:first]] = True
         return replace(
             self,
-            entry_stored=stored,
+            table=replace(self.table, stored=stored),
             offsets=self.offsets[begin : end + 1] - self.offsets[begin],
             entries=self.entries[first:last],
             writes=self.writes[first:last],
@@ -344,7 +246,7 @@ class _Reader:
 
     def __init__(self, header: TraceHeader) -> None:
         self._table = RecordTable.of(header.records)
-        self._dropped = np.zeros(len(self._table) * _GROUPS, np.bool_)
+        self._dropped = np.zeros(len(self._table) * SECTION_GROUPS, np.bool_)
         self._keys: list[NDArray[np.uint32]] = []
         self._writes: list[NDArray[np.uint8]] = []
         self._counts: list[NDArray[np.uint32]] = []
@@ -364,9 +266,9 @@ class _Reader:
             raise DataError(
                 f"{path}: expected records up to {len(self._table) - 1}, found {int(records.max())}"
             )
-        needed = (flags[:, None] >> np.arange(_GROUPS, dtype=np.uint16) & 1).astype(np.bool_)
-        bits = np.arange(_GROUPS, dtype=np.uint16)
-        keys = records[:, None] * np.uint32(_GROUPS) + bits.astype(np.uint32)
+        needed = (flags[:, None] >> np.arange(SECTION_GROUPS, dtype=np.uint16) & 1).astype(np.bool_)
+        bits = np.arange(SECTION_GROUPS, dtype=np.uint16)
+        keys = records[:, None] * np.uint32(SECTION_GROUPS) + bits.astype(np.uint32)
         self._keys.append(keys[needed])
         self._writes.append((flags[:, None] >> (bits + _DIRTY) & 1)[needed].astype(np.uint8))
         self._dropped[keys[(flags[:, None] >> (bits + _DROP) & 1).astype(np.bool_)]] = True
@@ -391,7 +293,7 @@ class _Reader:
             keys, writes = keys[keep], writes[keep]
         if not len(keys):
             raise DataError(f"{path}: expected a trace with accesses, found none")
-        used = np.zeros(len(self._table) * _GROUPS, np.bool_)
+        used = np.zeros(len(self._table) * SECTION_GROUPS, np.bool_)
         used[keys] = True
         number = np.cumsum(used, dtype=np.uint32) - np.uint32(1)
         used_keys = np.flatnonzero(used).astype(np.uint32)
@@ -399,9 +301,10 @@ class _Reader:
         if (sizes == 0).any():
             key = int(used_keys[np.argmin(sizes)])
             raise DataError(
-                f"{path}: record {key // _GROUPS}: group {key % _GROUPS} is asked for and has no frames"
+                f"{path}: record {key // SECTION_GROUPS}: group {key % SECTION_GROUPS} is asked for and has no frames"
             )
         np.take(number, keys, out=keys)
+        records = used_keys // SECTION_GROUPS
         keep_events = counts > 0
         return Requests(
             name=name,
@@ -412,19 +315,21 @@ class _Reader:
             layers=_joined(self._layers, np.uint32)[keep_events],
             phases=_joined(self._phases, np.uint8)[keep_events],
             steps=_numbered(_joined(self._steps, np.uint32)[keep_events]),
-            sizes=sizes,
-            entry_layers=self._table.layers[used_keys // _GROUPS],
-            entry_bytes=self._table.bytes.reshape(-1)[used_keys],
-            entry_keys=used_keys,
-            record_frames=self._table.frames.sum(axis=1, dtype=np.uint32)[used_keys // _GROUPS],
-            entry_stored=self._stored(used_keys),
-            entry_places=_places(self._table.layers)[used_keys // _GROUPS],
+            table=EntryTable(
+                keys=used_keys,
+                layers=self._table.layers[records],
+                frames=sizes,
+                nbytes=self._table.bytes.reshape(-1)[used_keys],
+                stored=self._stored(used_keys),
+                record_frames=self._table.frames.sum(axis=1, dtype=np.uint32)[records],
+                record_indices=_record_indices(self._table.layers)[records],
+            ),
             left_out=self._left_out(discarded),
         )
 
     def _stored(self, keys: NDArray[np.uint32]) -> NDArray[np.bool_]:
-        masks = self._table.stored[keys // _GROUPS]
-        return (masks >> (keys % _GROUPS).astype(np.uint16) & 1).astype(np.bool_)
+        masks = self._table.stored[keys // SECTION_GROUPS]
+        return (masks >> (keys % SECTION_GROUPS).astype(np.uint16) & 1).astype(np.bool_)
 
     def _left_out(self, discarded: int) -> dict[str, int]:
         events = {
@@ -440,13 +345,13 @@ class _Reader:
         return {name: count for name, count in {**events, "discarded requests": discarded}.items() if count}
 
 
-def _places(layers: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Of each record its number among those of its layer."""
+def _record_indices(layers: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """The index of each record among those of its layer."""
     order = np.argsort(layers, kind="stable")
     ordered = layers[order]
-    places = np.empty(len(layers), np.uint32)
-    places[order] = np.arange(len(layers)) - np.searchsorted(ordered, ordered)
-    return places
+    indices = np.empty(len(layers), np.uint32)
+    indices[order] = np.arange(len(layers)) - np.searchsorted(ordered, ordered)
+    return indices
 
 
 def _joined(parts: list[NDArray[Scalar]], kind: type[Scalar]) -> NDArray[Scalar]:

@@ -27,8 +27,9 @@ from tierstore import _native
 from tierstore._native import Detail
 from tierstore.cache.config import Scope
 from tierstore.errors import BudgetError, ConfigError
+from tierstore.lab.entries import Capacity
 from tierstore.lab.parallel import OnProgress, in_parallel
-from tierstore.lab.requests import Capacity, Creations, Requests
+from tierstore.lab.requests import Creations, Requests
 from tierstore.lab.results import LayerOutcome, Outcome, Role, Window
 from tierstore.machine import cores
 from tierstore.trace.quotas import quotas_by_layer
@@ -39,8 +40,8 @@ __all__ = [
     "Contract",
     "Detail",
     "PolicySpec",
+    "ReplaySetting",
     "Replayed",
-    "Setting",
     "contract_name",
     "expected_time",
     "known_policies",
@@ -90,8 +91,8 @@ def suits(requests: Requests, policy: str) -> bool:
     """
     if policy != "next-use":
         return True
-    layers = len(requests.present_layers)
-    looked_at = requests.events * len(requests.sizes) / max(layers, 1)
+    layers = len(requests.table.present_layers)
+    looked_at = requests.events * len(requests.table) / max(layers, 1)
     return layers > 1 and looked_at <= _MOST_LOOKED_AT * len(requests.entries)
 
 
@@ -154,7 +155,7 @@ def _value(text: str) -> float | str:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class ReplaySetting:
     """One thing to replay. ``layer_quotas`` (frames) with layer scope; empty means equal shares."""
 
     policy: PolicySpec
@@ -168,13 +169,14 @@ class Setting:
         if self.scope is Scope.GLOBAL:
             return ()
         if self.layer_quotas:
-            if len(self.layer_quotas) < requests.layer_count or sum(self.layer_quotas) > self.capacity_frames:
+            layers = requests.table.layer_count
+            if len(self.layer_quotas) < layers or sum(self.layer_quotas) > self.capacity_frames:
                 raise ConfigError(
-                    f"layer quotas: expected {requests.layer_count} of at most {self.capacity_frames} frames "
+                    f"layer quotas: expected {layers} of at most {self.capacity_frames} frames "
                     f"in all, got {len(self.layer_quotas)} of {sum(self.layer_quotas)}"
                 )
             return self.layer_quotas
-        return tuple(quotas_by_layer(requests.present_layers, self.capacity_frames))
+        return tuple(quotas_by_layer(requests.table.present_layers, self.capacity_frames))
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -184,7 +186,7 @@ class Replayed:
     A creation is the first request of an entry that had no backing copy: it is no hit and reads nothing.
     """
 
-    setting: Setting
+    setting: ReplaySetting
     requests: int
     hits: int
     misses: int  # without creations
@@ -205,7 +207,7 @@ class Replayed:
 
 def replay_all(
     requests: Requests,
-    settings: Sequence[Setting],
+    settings: Sequence[ReplaySetting],
     *,
     warmup_steps: int = 0,
     detail: Detail = Detail.EVENTS,
@@ -239,7 +241,7 @@ def replay_all(
 
 def replay_each(
     requests: Requests,
-    settings: Sequence[Setting],
+    settings: Sequence[ReplaySetting],
     reduce: Callable[[Replayed], Reduced],
     *,
     warmup_steps: int = 0,
@@ -253,7 +255,7 @@ def replay_each(
     """
     warmup = requests.events_before(warmup_steps)
 
-    def one(setting: Setting) -> Reduced:
+    def one(setting: ReplaySetting) -> Reduced:
         return reduce(replay_one(requests, setting, warmup, detail))
 
     return in_parallel(
@@ -264,14 +266,14 @@ def replay_each(
     )
 
 
-def expected_time(requests: Requests, setting: Setting) -> float:
+def expected_time(requests: Requests, setting: ReplaySetting) -> float:
     """About how long a replay takes, in no unit: a smaller cache misses and evicts more."""
     policy = setting.policy
     each = _OWN if policy.own else _SLOW.get(policy.name, 1.0)
-    return each * (2.0 - min(1.0, setting.capacity_frames / requests.total_frames))
+    return each * (2.0 - min(1.0, setting.capacity_frames / requests.table.total_frames))
 
 
-def replay_one(requests: Requests, setting: Setting, warmup_events: int, detail: Detail) -> Replayed:
+def replay_one(requests: Requests, setting: ReplaySetting, warmup_events: int, detail: Detail) -> Replayed:
     """One replay, of which the first ``warmup_events`` events are not counted. Raises as ``replay_all`` does."""
     began = time.thread_time()
     try:
@@ -282,12 +284,12 @@ def replay_one(requests: Requests, setting: Setting, warmup_events: int, detail:
             requests.layers,
             requests.phases,
             requests.steps,
-            requests.sizes,
-            requests.entry_layers,
-            requests.entry_records,
-            requests.entry_groups,
-            requests.entry_bytes,
-            pinned=requests.pinned if len(requests.pinned) else None,
+            requests.table.frames,
+            requests.table.layers,
+            requests.table.records,
+            requests.table.groups,
+            requests.table.nbytes,
+            pinned=requests.table.pinned if len(requests.table.pinned) else None,
             policy=setting.policy.name,
             options=dict(setting.policy.options),
             capacity_frames=setting.capacity_frames,
@@ -299,7 +301,7 @@ def replay_one(requests: Requests, setting: Setting, warmup_events: int, detail:
         )
     except _native.CapacityError as error:
         raise BudgetError(
-            f"capacity: {setting.capacity_frames} frames of {requests.frame_bytes} bytes are too small for "
+            f"capacity: {setting.capacity_frames} frames of {requests.table.frame_bytes} bytes are too small for "
             f"{setting.policy.name} with {setting.scope.value} scope: {error}"
         ) from error
     except (ValueError, TypeError) as error:
@@ -313,13 +315,13 @@ def replay_one(requests: Requests, setting: Setting, warmup_events: int, detail:
 
 def _replayed(
     requests: Requests,
-    setting: Setting,
+    setting: ReplaySetting,
     found: _native.SimulationResult,
     created: Creations,
     elapsed_s: float,
 ) -> Replayed:
     """What the native loop ``found``, with creations told from misses."""
-    created_bytes = requests.entry_bytes[created.entries]
+    created_bytes = requests.table.nbytes[created.entries]
     event_read_bytes = found["event_missed_bytes"]
     if len(event_read_bytes):
         np.subtract.at(event_read_bytes, created.events, created_bytes)
@@ -365,8 +367,8 @@ def simulate(
     BudgetError.
     """
     specs = [PolicySpec.parse(policy) if isinstance(policy, str) else policy for policy in policies]
-    frames = [requests.frames_of(capacity) for capacity in capacities]
-    settings = [Setting(spec, size, scope, contract) for spec, size in product(specs, frames)]
+    frames = [requests.table.frames_of(capacity) for capacity in capacities]
+    settings = [ReplaySetting(spec, size, scope, contract) for spec, size in product(specs, frames)]
     return replay_each(
         requests,
         settings,
@@ -379,7 +381,7 @@ def simulate(
 
 def contract_name(requests: Requests, contract: Contract) -> str:
     """The contract as reports name it: with what is pinned."""
-    return ", ".join(filter(None, (contract.value, requests.pins)))
+    return ", ".join(filter(None, (contract.value, requests.table.pins)))
 
 
 def outcome(requests: Requests, replayed: Replayed, *, windows: int = 0) -> Outcome:
@@ -391,7 +393,7 @@ def outcome(requests: Requests, replayed: Replayed, *, windows: int = 0) -> Outc
         policy_options=setting.policy.options,
         role=setting.policy.role,
         capacity_frames=setting.capacity_frames,
-        capacity_fraction=setting.capacity_frames / requests.total_frames,
+        capacity_fraction=setting.capacity_frames / requests.table.total_frames,
         scope=setting.scope.value,
         contract=contract_name(requests, setting.contract),
         steps=len(counted),

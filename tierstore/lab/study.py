@@ -23,7 +23,7 @@ from tierstore.lab.importing import SourceKind, detect_kind, import_trace
 from tierstore.lab.miss_curves import all_policies
 from tierstore.lab.requests import Requests, load_requests
 from tierstore.lab.results import Outcome, RegimeStudy, Study
-from tierstore.lab.simulate import Contract, PolicySpec, Replayed, Setting, outcome, replay_each
+from tierstore.lab.simulate import Contract, PolicySpec, Replayed, ReplaySetting, outcome, replay_each
 from tierstore.lab.tuning import LEAST_STEPS, Hindsight, TuneOptions, tune
 from tierstore.trace.format import MAGIC
 
@@ -174,8 +174,10 @@ def _layered(requests: Requests, options: StudyOptions) -> tuple[Outcome, ...]:
     """Every policy at the focus with equal quotas; none where there is one layer only."""
     if requests.info.layers < 2:
         return ()
-    capacity = requests.frames_of(options.focus)
-    settings = [Setting(spec, capacity, Scope.LAYER, options.contract) for spec in all_policies(requests)]
+    capacity = requests.table.frames_of(options.focus)
+    settings = [
+        ReplaySetting(spec, capacity, Scope.LAYER, options.contract) for spec in all_policies(requests)
+    ]
 
     def reduce(replayed: Replayed) -> Outcome:
         return with_costs(requests, replayed, outcome(requests, replayed), options.machine)

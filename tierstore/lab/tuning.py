@@ -39,10 +39,11 @@ from tierstore.lab.candidates import (
     starting_grid,
 )
 from tierstore.lab.costs import Machine, Objective, cost_by_step, with_costs
+from tierstore.lab.entries import Capacity
 from tierstore.lab.live import LiveReplay, Recording, replay_recorded
 from tierstore.lab.quotas import split_capacity
 from tierstore.lab.regime import Regime, survey
-from tierstore.lab.requests import Capacity, Requests
+from tierstore.lab.requests import Requests
 from tierstore.lab.results import Outcome, TuneResult, Verdict
 from tierstore.lab.simulate import Contract, Detail, Replayed, outcome, replay_each, suits
 
@@ -123,15 +124,15 @@ def tune(
             f"{requests.name}: expected at least {LEAST_STEPS} steps to tune on and to score, found "
             f"{requests.step_count}"
         )
-    if requests.pins:
+    if requests.table.pins:
         raise ConfigError(
-            f"{requests.name}: {requests.pins}: a live cache pins nothing, so there is nothing to tune"
+            f"{requests.name}: {requests.table.pins}: a live cache pins nothing, so there is nothing to tune"
         )
-    capacity_frames = requests.frames_of(capacity)
-    if capacity_frames < requests.largest_record_frames:
+    capacity_frames = requests.table.frames_of(capacity)
+    if capacity_frames < requests.table.largest_record_frames:
         raise BudgetError(
             f"capacity: {capacity_frames} frames are too small: the largest record takes "
-            f"{requests.largest_record_frames} with all of its groups"
+            f"{requests.table.largest_record_frames} with all of its groups"
         )
     tuner = _Tuner(requests, capacity_frames, chosen_options, machine or Machine(), progress)
     replayable = (

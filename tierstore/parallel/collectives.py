@@ -165,7 +165,7 @@ class Group:
         return self._communicators[channel]
 
     def close(self) -> None:
-        """Lets go of the communicators; only a group of one can be used any more."""
+        """Drops the communicators; only a group of one can be used any more."""
         self._communicators = {}
 
     # Ahead of the computation ------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ class Group:
     ) -> Work:
         """Rank r's ``piece`` (n,) becomes ``out_flat[r * n : (r + 1) * n]`` on all ranks.
 
-        ``piece`` may be a view of its own place in ``out_flat``. ``scratch``: as ``out_flat``, in use until
+        ``piece`` may be a view of the part of ``out_flat`` that it becomes. ``scratch``: as ``out_flat``, in use until
         the Work is complete; needed on Gloo with three ranks and more, and made when not given.
         """
         numel = piece.numel()

@@ -137,7 +137,7 @@ def _watched_alone(config: ParallelConfig, environment: RankEnvironment) -> Iter
 
 
 def _part(mesh: Mesh | None, communicators: list[ProcessGroup]) -> None:
-    """Drops the last references, so that the backend's threads are joined here: one that still lets go of a tensor
+    """Drops the last references, so that the backend's threads are joined here: one that still frees a tensor
     while the interpreter ends would abort the process.
     """
     import torch.distributed as dist

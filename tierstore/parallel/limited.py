@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from tierstore.links import CollectiveLink, LinksConfig, wait_until
+from tierstore.links import CollectiveLink, LinksConfig, open_link, wait_until
 from tierstore.parallel.collectives import Channel, Collective, Group, Work
 
 __all__ = ["LimitedGroup", "LimitedLink", "limited_groups"]
@@ -25,7 +25,7 @@ def limited_groups(config: LinksConfig) -> Callable[..., Group]:
     """What makes the groups of a run: ``Group`` itself where ``config`` limits no collective."""
     if not (config.gather.on or config.exchange.on):
         return Group
-    link, exchange = CollectiveLink(config.gather.open()), config.exchange.open()
+    link, exchange = CollectiveLink(open_link(config.gather)), open_link(config.exchange)
     return functools.partial(LimitedGroup, link=link, exchange=exchange)
 
 

@@ -83,7 +83,7 @@ class Mesh:
     def device_mesh(self) -> DeviceMesh:
         """The same dimensions, those of more than one rank, for torch's own parallel modules (``fully_shard``).
 
-        It keeps the groups alive: let go of it before leaving. Raises ValueError for a single process.
+        It keeps the groups alive: drop it before leaving. Raises ValueError for a single process.
         """
         from torch.distributed.device_mesh import DeviceMesh
 
@@ -96,7 +96,7 @@ class Mesh:
         return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=tuple(named))
 
     def close(self) -> None:
-        """Lets go of the communicators; no collective is possible any more."""
+        """Drops the communicators; no collective is possible any more."""
         for group in (self.world, self.expert, self.replica):
             group.close()
 

@@ -78,7 +78,7 @@ class DeathWatch:
         return self._failure
 
     def leave(self, error: BaseException | None = None) -> None:
-        """This rank's part is over: done, or failed with ``error``, which the others are then told.
+        """This rank's part is over: done, or failed with ``error``, which the others then hear.
 
         After a failure of any rank ``on_failure`` has returned, or the process is ended after ``grace_s``.
         """

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from tierstore.lazy import exports
 
 if TYPE_CHECKING:
-    from tierstore.plan.architecture import Architecture
     from tierstore.plan.capacity import Capacity, Term
     from tierstore.plan.costs import ASSUMED, Cost, Profile, load_profile, save_profile
     from tierstore.plan.evidence import Evidence
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     from tierstore.plan.predict import Prediction
     from tierstore.plan.presets import PRESETS, Preset, find_preset
     from tierstore.plan.report import Plan, machine_limits, plan_run
+    from tierstore.stats import Tier
     from tierstore.train import TrainConfig
     from tierstore.train.budgets import DeviceKind
 else:
@@ -23,7 +23,6 @@ else:
 __all__ = [
     "ASSUMED",
     "PRESETS",
-    "Architecture",
     "Capacity",
     "Change",
     "Cost",
@@ -38,6 +37,7 @@ __all__ = [
     "Remedy",
     "Shortfall",
     "Term",
+    "Tier",
     "TrainConfig",
     "Verdict",
     "find_preset",

@@ -9,7 +9,7 @@ from tierstore.lazy import exports
 if TYPE_CHECKING:
     from tierstore.prefetch.experts import TieredExperts
     from tierstore.prefetch.horizontal import DenseUnits, HorizontalQueue
-    from tierstore.prefetch.plan import GradientPlan, PrefetchConfig
+    from tierstore.prefetch.plan import PrefetchConfig, StepTiming
     from tierstore.prefetch.predictor import Predictor, PredictorName, make_predictor
     from tierstore.prefetch.schedule import Pass, QueueLimits, Schedule, Unit
     from tierstore.prefetch.units import unit_schedule
@@ -18,7 +18,6 @@ else:
 
 __all__ = [
     "DenseUnits",
-    "GradientPlan",
     "HorizontalQueue",
     "Pass",
     "Predictor",
@@ -26,6 +25,7 @@ __all__ = [
     "PrefetchConfig",
     "QueueLimits",
     "Schedule",
+    "StepTiming",
     "TieredExperts",
     "Unit",
     "make_predictor",

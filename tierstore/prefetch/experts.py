@@ -1,11 +1,12 @@
-"""The vertical dimension of the schedule (SE-MoE section 2.2): experts move disk -> host -> device as
+"""Expert prefetch (SE-MoE section 2.2, its vertical dimension): experts move disk -> host -> device as
 layers need them.
 
-``TieredExperts`` is the model's expert source. Each layer pass is one atomic access of the host
+``TieredExperts`` is the model's expert source: it carries out the access program (``tierstore.prefetch.program``) on a
+store. Each layer pass is one atomic access of the host
 cache: while experts of one group compute, the next ones are copied to the device and the following
 groups and layer passes are read. In the backward pass an expert's gradient leaves the device as
-soon as it is complete, and is stepped at once or kept for the norm (``GradientPlan``); both are
-queued on the engine behind whatever they need, so nothing here waits but for weights that a layer
+soon as it is complete. Every action is
+queued on the engine behind whatever it needs, so nothing here waits but for weights that a layer
 is about to use.
 
 Decisions are taken in program order, and do not depend on what has finished: see
@@ -15,7 +16,7 @@ Decisions are taken in program order, and do not depend on what has finished: se
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,15 +25,17 @@ import numpy.typing as npt
 import torch
 
 from tierstore import parallel
-from tierstore.cache.access import Need, Phase
+from tierstore.cache.access import Phase
 from tierstore.cache.config import GroupOrder
 from tierstore.errors import ConfigError
-from tierstore.prefetch.gradients import GradientKeeper
-from tierstore.prefetch.plan import GradientPlan
+from tierstore.prefetch.gradients import GradientAccumulator
+from tierstore.prefetch.plan import StepTiming
 from tierstore.prefetch.predictor import Predictor
+from tierstore.prefetch.program import Access, AccessProgram, Action, Experts, Speculation
 from tierstore.prefetch.replicas import ReplicaSums
-from tierstore.prefetch.schedule import Pass, Schedule
+from tierstore.prefetch.schedule import Schedule
 from tierstore.stats import Cause, StallLedger, Tier
+from tierstore.store.adamw import StepHistory
 from tierstore.store.core import StoreCore
 from tierstore.store.format import Group
 from tierstore.store.optimizer import CachedRecord
@@ -64,7 +67,7 @@ class TieredExperts:
         records: Mapping[int, Mapping[int, CachedRecord]],
         *,
         weight_slots: int,
-        plan: GradientPlan,
+        timing: StepTiming,
         predictor: Predictor,
         schedule: Schedule,
         ledger: StallLedger,
@@ -77,15 +80,12 @@ class TieredExperts:
         self._cache = store.cache
         self._device = device
         self._records = records
-        self._predictor = predictor
         self._ledger = ledger
-        self._schedule = schedule
         self._free_slots = deque(range(weight_slots))
-        #: What the forward passes of the present micro-batch used, by layer.
-        self._used: dict[int, list[int]] = {}
-        self._training = False
-        self._last_micro = True
-        self.gradients = GradientKeeper(store, device, records, plan)
+        ids = 1 + max((expert for layer in records.values() for expert in layer), default=0)
+        counts = _RecordSteps(store.history, records)
+        self.program = AccessProgram(schedule, predictor, counts, timing=timing, experts=ids)
+        self.gradients = GradientAccumulator(store, device, records, self.program)
         self._sums = ReplicaSums(group, device.slots, ledger=ledger)
         #: Bytes that were on their way, but not there, when they were needed.
         self.late_prefetch_bytes = 0
@@ -93,76 +93,55 @@ class TieredExperts:
     # Where training stands ---------------------------------------------------------------------------------
 
     def begin_micro(self, *, index: int, count: int) -> None:
-        """A training micro-batch begins: ``index`` of ``count``. The optimizer's row, if due, is open."""
-        self._training = True
-        self._last_micro = index == count - 1
-        self._used.clear()
-        self.gradients.begin_micro(index=index, count=count)
+        """Training micro-batch ``index`` of ``count`` begins."""
+        self.program.begin_micro(index=index, count=count)
+        if index == 0:
+            self.gradients.begin_step()
 
     def begin_evaluation(self) -> None:
         """Only forward passes follow, until the next ``begin_micro``."""
-        self._training = False
-        self._used.clear()
+        self.program.begin_evaluation()
 
     # The expert source -------------------------------------------------------------------------------------
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[TieredLease]:
         """Leases of ``experts`` (ascending) for a forward pass, those in memory first. Their weights are caught up with the
         optimizer, and gradients that wait for their step are stepped first.
-
-        A second forward pass of a layer in a micro-batch is its recomputation (activation checkpointing):
-        the same experts, and the layer's backward pass comes next.
         """
-        again = self._training and layer in self._used
-        if again:
-            ahead = self._schedule.recomputed(layer)
-        else:
-            ahead = self._following(Phase.FORWARD, layer)
-            self._used[layer] = list(experts)
-        records = [self._records[layer][expert] for expert in experts]
-        for unit, slot, _ in self._walk(Phase.FORWARD, layer, records, ahead, self._prepare_forward):
-            yield TieredLease(experts[unit], self._device.weights(slot))
+        accesses = self.program.forward(layer, experts)
+        access = next(accesses)
+        for unit, slot, _ in self._walk(access, self._records_of(access)):
+            yield TieredLease(int(access.experts[unit]), self._device.weights(slot))
             self._cache.end_unit(unit)
-        if not again:
-            self._predictor.observe(layer, experts)
-            self.gradients.step_pending(layer)
-
-    def _prepare_forward(self, record: CachedRecord) -> None:
-        if self.gradients.is_pending(record):
-            self.gradients.step(record)
-        else:
-            self._store.optimizer.catch_up(record)
+        for access in accesses:
+            self.gradients.carry_out(access)
 
     def backward(self, layer: int, experts: Sequence[int]) -> Iterator[TieredLease]:
         """Leases with gradient slots. Advancing past one takes its gradient as complete, once it has been summed
         over the replicas.
         """
-        records = [self._records[layer][expert] for expert in experts]
-        ahead = self._following(Phase.BACKWARD, layer)
-        for unit, slot, last in self._walk(Phase.BACKWARD, layer, records, ahead, None):
+        accesses = self.program.backward(layer, experts)
+        access = next(accesses)
+        records = self._records_of(access)
+        for unit, slot, last in self._walk(access, records):
             taken, guards = self._device.take_gradient()
             self._wait(guards, layer, Tier.HOST, Cause.OPTIMIZER)
             gradient = self._device.gradients(taken)
-            yield TieredLease(experts[unit], self._device.weights(slot), gradient)
-            self._sums.add(gradient, partial(self._complete, records, unit, taken), layer=layer)
+            yield TieredLease(int(access.experts[unit]), self._device.weights(slot), gradient)
+            action = Action(int(access.actions[unit]))
+            self._sums.add(gradient, partial(self._complete, unit, records[unit], action, taken), layer=layer)
             if last:
                 self._sums.flush(layer=layer)
-        self.gradients.end_layer(layer)
+        for access in accesses:
+            self.gradients.carry_out(access)
 
-    def _complete(self, records: Sequence[CachedRecord], unit: int, gradient: int) -> None:
-        self.gradients.take(records[unit], gradient)
+    def _complete(self, unit: int, record: CachedRecord, action: Action, gradient: int) -> None:
+        self.gradients.take(record, action, gradient)
         self._cache.end_unit(unit)
 
     # One access --------------------------------------------------------------------------------------------
 
-    def _walk(
-        self,
-        phase: Phase,
-        layer: int,
-        records: Sequence[CachedRecord],
-        ahead: Sequence[Pass],
-        prepare: Callable[[CachedRecord], None] | None,
-    ) -> Iterator[tuple[int, int, bool]]:
+    def _walk(self, access: Access, records: Sequence[CachedRecord]) -> Iterator[tuple[int, int, bool]]:
         """Yields (place in ``records``, weight slot, last of its group) for each record, in the order of its groups; the
         slot is loaded when it is yielded.
 
@@ -171,15 +150,15 @@ class TieredExperts:
         Left before its end (the computation raised), the access stays open: whoever drives this poisons
         the store, whose last commit stands.
         """
-        numbers, flags = self._needs(phase, records, later=0)
-        groups = self._store.begin_access(phase, layer, numbers, flags)
+        layer = access.layer
+        groups = self._store.begin_access(access.phase, layer, _numbers(records), access.flags)
         for group in range(groups):
             units = self._cache.next_group()
             if group == groups - 1:
-                self._speculate(ahead)
-            if prepare is not None:
+                self.program.speculate(access, self._prefetch)
+            if access.phase is Phase.FORWARD:
                 for unit in units:
-                    prepare(records[unit])
+                    self._bring_up(records[unit], Action(int(access.actions[unit])))
             staged: deque[tuple[int, int]] = deque()
             following = 0
             for unit in units:
@@ -192,6 +171,21 @@ class TieredExperts:
                 self._device.release_weights(slot)
                 self._free_slots.append(slot)
             self._cache.end_group()
+            self.program.done(access, units)
+
+    def _bring_up(self, record: CachedRecord, action: Action) -> None:
+        """What comes before an expert is computed with."""
+        if action is Action.CATCH_UP:
+            self._store.optimizer.catch_up(record)
+        elif action is Action.STEP:
+            self.gradients.settle(record, action)
+
+    def _prefetch(self, ahead: Speculation) -> int:
+        numbers = _numbers(self._records_of(ahead))
+        return self._cache.prefetch(ahead.phase, ahead.layer, numbers, ahead.flags)
+
+    def _records_of(self, asked: Access | Speculation) -> list[CachedRecord]:
+        return [self._records[asked.layer][expert] for expert in asked.experts.tolist()]
 
     def _stage(self, record: CachedRecord) -> tuple[int, int]:
         slot = self._free_slots.popleft()
@@ -238,46 +232,26 @@ class TieredExperts:
         else:
             self._store.wait(tickets)
 
-    # What passes need --------------------------------------------------------------------------------------
 
-    def _needs(
-        self, phase: Phase, records: Sequence[CachedRecord], *, later: int
-    ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint16]]:
-        if phase is Phase.FORWARD:
-            flags = [self._forward_need(record, later) for record in records]
-        else:
-            flags = [self.gradients.backward_need(record) for record in records]
-        return np.array([record.number for record in records], np.uint32), np.array(flags, np.uint16)
+class _RecordSteps:
+    """``StepCounts`` of a store's records."""
 
-    def _forward_need(self, record: CachedRecord, later: int) -> Need:
-        if self.gradients.is_pending(record):
-            return Need.STEP_SPILLED
-        # A pass of the next step comes after the present one has been applied.
-        next_step = self._training and later > 0 and self._last_micro
-        if next_step and self.gradients.is_kept(record):
-            return Need.STEP_SPILLED
-        history = self._store.history
-        behind = history.applied + next_step - record.live.step
-        return Need.STEP if history.replays and behind > 0 else Need.WEIGHTS
+    def __init__(self, history: StepHistory, records: Mapping[int, Mapping[int, CachedRecord]]) -> None:
+        self._history = history
+        self._records = records
 
-    def _following(self, phase: Phase, layer: int) -> list[Pass]:
-        return self._schedule.following(phase, layer, training=self._training)
+    @property
+    def applied(self) -> int:
+        return self._history.applied
 
-    def _speculate(self, ahead: Sequence[Pass]) -> None:
-        for following in ahead:
-            layer, experts = self._expected(following)
-            if not experts:
-                continue
-            records = [self._records[layer][expert] for expert in experts]
-            numbers, flags = self._needs(following.phase, records, later=following.later)
-            taken = self._cache.prefetch(following.phase, layer, numbers, flags)
-            if taken < len(experts):
-                return
+    @property
+    def replays(self) -> bool:
+        return self._history.replays
 
-    def _expected(self, item: Pass) -> tuple[int, list[int]]:
-        """The MoE layer of a pass, and the experts that it is expected to use."""
-        layer = item.moe_layer
-        assert layer is not None
-        if item.phase is Phase.BACKWARD and item.later == 0 and layer in self._used:
-            return layer, self._used[layer]
-        return layer, self._predictor.predict(layer)
+    def of(self, layer: int, experts: Experts) -> npt.NDArray[np.int64]:
+        records = self._records[layer]
+        return np.array([records[expert].live.step for expert in experts.tolist()], np.int64)
+
+
+def _numbers(records: Sequence[CachedRecord]) -> npt.NDArray[np.uint32]:
+    return np.array([record.number for record in records], np.uint32)

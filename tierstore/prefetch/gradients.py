@@ -1,10 +1,10 @@
-"""What becomes of expert gradients: accumulated in fp32, stepped at once or when the norm is known.
+"""Expert gradients of one training step, in the host cache: accumulated in fp32, and stepped when they are due.
 
 A gradient arrives complete for one micro-batch. Where it cannot be stepped at once (more
 micro-batches follow, or clipping waits for the norm) it is added to the record's GRADIENTS entry of
 the host cache, which spills to disk like any other dirty entry. The sum of squares is taken of
 every final gradient, before any state moves on its account when clipping, so the norm is exact and
-a non-finite gradient is always noticed.
+a non-finite gradient is always noticed. Which of these happens to which gradient, and when, the access program says.
 """
 
 from __future__ import annotations
@@ -13,115 +13,97 @@ import math
 from collections.abc import Mapping, Sequence
 
 from tierstore._native import Buffer, DoubleTable
-from tierstore.cache.access import GROUP_STRIDE, Need, Phase
+from tierstore.cache.access import GROUP_STRIDE, Need
 from tierstore.errors import StoreError
-from tierstore.prefetch.plan import GradientPlan
+from tierstore.prefetch.plan import StepTiming
+from tierstore.prefetch.program import Access, AccessProgram, Action
 from tierstore.store.core import StoreCore
 from tierstore.store.format import Group
 from tierstore.store.optimizer import CachedRecord
 from tierstore.tiers.device import DeviceTier
 
-__all__ = ["GradientKeeper"]
+__all__ = ["GradientAccumulator"]
 
 
-class GradientKeeper:
-    """The gradients of one training step. ``records[layer]`` are the experts of a layer, in key order, by
-    number.
-    """
+class GradientAccumulator:
+    """Takes the actions of ``program`` on gradients. ``records[layer][expert]`` says which record each expert is."""
 
     def __init__(
         self,
         store: StoreCore,
         device: DeviceTier,
         records: Mapping[int, Mapping[int, CachedRecord]],
-        plan: GradientPlan,
+        program: AccessProgram,
     ) -> None:
         self._store = store
         self._cache = store.cache
         self._engine = store.engine
         self._device = device
         self._records = records
-        self._plan = plan
+        self._program = program
         count = 1 + max((r.number for layer in records.values() for r in layer.values()), default=0)
         self._squares = DoubleTable(count)
         self._square_tickets: list[int] = []
-        self._squared: set[int] = set()  # records whose sum of squares is that of their final gradient
-        self._kept: set[int] = set()  # records whose GRADIENTS entry holds something
-        self._pending: set[int] = set()  # of those: final, with the norm known, waiting for their step
         self._scale = 1.0
-        self._due = 0  # the optimizer step of the pending gradients
-        self._last_micro = True
 
-    # The backward passes of one step -----------------------------------------------------------------------
+    def begin_step(self) -> None:
+        """No gradient has arrived yet."""
+        self._squares.array()[:] = 0.0
+        self._square_tickets = []
 
-    def begin_micro(self, *, index: int, count: int) -> None:
-        if index == 0:
-            self._squares.array()[:] = 0.0
-            self._square_tickets = []
-            self._squared.clear()
-        self._last_micro = index == count - 1
+    # Actions on a pinned record ----------------------------------------------------------------------------
 
-    @property
-    def _steps_now(self) -> bool:
-        return self._plan is GradientPlan.IMMEDIATE and self._last_micro
-
-    def backward_need(self, record: CachedRecord) -> Need:
-        """What a backward pass of ``record`` needs in memory, and what it leaves behind."""
-        if not self._steps_now:
-            return Need.WEIGHTS | Need.ACCUMULATE
-        return Need.STEP_SPILLED if record.number in self._kept else Need.STEP
-
-    def take(self, record: CachedRecord, slot: int) -> None:
-        """The gradient in device slot ``slot`` is complete for this micro-batch; the record is pinned."""
+    def take(self, record: CachedRecord, action: Action, slot: int) -> None:
+        """The gradient in device slot ``slot`` is complete for this micro-batch."""
         landed, after = self._device.land(slot)
-        if self._steps_now and record.number not in self._kept:
+        if action & (Action.KEEP | Action.ACCUMULATE):
+            reading = [self._accumulate(record, action, landed, after)]
+            self.settle(record, action)
+        else:
             square = self._square(record, landed, after)
             reading = [square, self._store.optimizer.step(record, landed, after=after)]
-        else:
-            reading = [self._accumulate(record, landed, after)]
-            if self._last_micro:
-                self._square_kept(record)
-            if self._steps_now:
-                self.step(record)
         self._device.release_gradient(slot, reading)
 
-    def end_layer(self, layer: int) -> None:
-        """``layer``'s backward pass is over: after the last one, finishes what only earlier ones reached."""
-        if not self._last_micro:
-            return
-        left = [r for r in self._records[layer].values() if r.number in self._kept - self._squared]
-        if self._steps_now:
-            for record in self._store.access(Phase.OPTIMIZER, layer, left, Need.STEP_SPILLED):
-                self._square_kept(record)
-                self.step(record)
-        else:
-            for record in self._store.access(Phase.BACKWARD, layer, left, Need.GRADIENTS):
-                self._square_kept(record)
+    def settle(self, record: CachedRecord, action: Action) -> None:
+        """Finishes and steps the kept gradient, as ``action`` says. A stepped gradient is dropped at the end of the
+        record's turn in the access.
+        """
+        entry = record.entry(Group.GRADIENTS)
+        gradient = self._cache.sections(entry)[0]
+        if action & Action.FINISH:
+            self._cache.reads(entry, self._square(record, gradient, self._cache.ready(entry)))
+        if action & Action.STEP:
+            # What waited for the norm takes the step before the one that may be open.
+            deferred = self._program.timing is StepTiming.DEFERRED
+            number, after = self._store.history.applied if deferred else None, self._cache.ready(entry)
+            ticket = self._store.optimizer.step(
+                record, gradient, number=number, scale=self._scale, after=after
+            )
+            self._cache.reads(entry, ticket)
 
-    def _accumulate(self, record: CachedRecord, landed: Buffer, after: Sequence[int]) -> int:
+    def _accumulate(self, record: CachedRecord, action: Action, landed: Buffer, after: Sequence[int]) -> int:
         entry = record.entry(Group.GRADIENTS)
         target = self._cache.sections(entry)[0]
         before = [*after, *self._cache.before_write(entry)]
-        if record.number in self._kept:
-            ticket = self._engine.accumulate(target, landed, after=before)
-        else:
-            ticket = self._engine.copy(target, landed, after=before)
-            self._kept.add(record.number)
+        queue = self._engine.copy if action & Action.KEEP else self._engine.accumulate
+        ticket = queue(target, landed, after=before)
         self._cache.wrote(entry, ticket)
         return ticket
-
-    def _square_kept(self, record: CachedRecord) -> None:
-        entry = record.entry(Group.GRADIENTS)
-        ticket = self._square(record, self._cache.sections(entry)[0], self._cache.ready(entry))
-        self._cache.reads(entry, ticket)
 
     def _square(self, record: CachedRecord, gradient: Buffer, after: Sequence[int]) -> int:
         ticket = self._engine.sum_of_squares(gradient, self._squares, record.number, after=list(after))
         self._square_tickets.append(ticket)
-        self._squared.add(record.number)
         return ticket
 
-    # The norm, and the steps that waited for it ------------------------------------------------------------
+    # Beside the passes -------------------------------------------------------------------------------------
+
+    def carry_out(self, access: Access) -> None:
+        """Carries out an access that nothing is computed in: all of its requests are alike."""
+        need, action = Need(int(access.flags[0])), Action(int(access.actions[0]))
+        records = [self._records[access.layer][expert] for expert in access.experts.tolist()]
+        for record in self._store.access(access.phase, access.layer, records, need):
+            self.settle(record, action)
+        self._program.done(access, range(len(records)))
 
     def sum_of_squares(self) -> float:
         """The sum of squares of all final expert gradients, added in key order; waits for them."""
@@ -131,45 +113,18 @@ class GradientKeeper:
 
     def apply(self, scale: float) -> None:
         """The kept gradients, times ``scale``, are due: each is stepped before its expert is used again."""
-        if self._pending:
-            raise StoreError(f"gradients of optimizer step {self._due} still wait for it")
+        if any(self._program.pending()):
+            raise StoreError("gradients of the optimizer step before this one still wait for it")
         self._scale = scale
-        self._due = self._store.history.current
-        self._pending = set(self._kept)
+        self._program.apply()
 
     def discard(self) -> None:
         """Forgets the kept gradients: the step is skipped."""
-        self._cache.drop([number * GROUP_STRIDE + Group.GRADIENTS for number in sorted(self._kept)])
-        self._kept.clear()
-        self._pending.clear()
+        numbers = sorted(self._records[layer][expert].number for layer, expert in self._program.kept())
+        self._cache.drop([number * GROUP_STRIDE + Group.GRADIENTS for number in numbers])
+        self._program.discard()
 
-    def is_pending(self, record: CachedRecord) -> bool:
-        """Whether the record's kept gradient is final and due."""
-        return record.number in self._pending
-
-    def is_kept(self, record: CachedRecord) -> bool:
-        """Whether the record has a gradient of the present step that waits."""
-        return record.number in self._kept
-
-    def step(self, record: CachedRecord) -> None:
-        """Queues the step of a pinned record with its kept gradient, dropped at the end of the unit."""
-        entry = record.entry(Group.GRADIENTS)
-        gradient = self._cache.sections(entry)[0]
-        scale = self._scale if self._plan is GradientPlan.DEFERRED else 1.0
-        ticket = self._store.optimizer.step(
-            record,
-            gradient,
-            number=self._due if self.is_pending(record) else None,
-            scale=scale,
-            after=self._cache.ready(entry),
-        )
-        self._cache.reads(entry, ticket)
-        self._kept.discard(record.number)
-        self._pending.discard(record.number)
-
-    def step_pending(self, layer: int | None = None) -> None:
-        """Steps the pending records of ``layer`` (of all layers when None)."""
-        for number in sorted(self._records) if layer is None else [layer]:
-            due = [record for record in self._records[number].values() if record.number in self._pending]
-            for record in self._store.access(Phase.OPTIMIZER, number, due, Need.STEP_SPILLED):
-                self.step(record)
+    def step_pending(self) -> None:
+        """Steps every pending record."""
+        for access in self._program.pending():
+            self.carry_out(access)

@@ -104,9 +104,9 @@ class HorizontalQueue:
         movement = self._window.leave(self._position)
         self._open = False
         self._position += 1
-        self._gather(movement.early)
+        self._gather(movement.before)
         self._release(movement.releases)
-        self._gather(movement.late)
+        self._gather(movement.after)
 
     @contextlib.contextmanager
     def during(self, unit: int, phase: Phase) -> Iterator[None]:

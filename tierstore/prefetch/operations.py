@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from tierstore.cache.access import Phase
-from tierstore.prefetch.plan import GradientPlan
-from tierstore.prefetch.schedule import Kept, Pass, Schedule, Window
+from tierstore.prefetch.plan import StepTiming
+from tierstore.prefetch.schedule import Pass, Schedule, StickyGathers, Window
 
 __all__ = ["Kind", "Operation", "PassSizes", "Resource", "operations"]
 
@@ -122,7 +122,7 @@ class _Writer:
         #: The last thing that the main thread has done.
         self._last: tuple[int, ...] = ()
         self._gathered: dict[int, int] = {}
-        self._kept = Kept(schedule.units)
+        self._sticky = StickyGathers(schedule.units)
         self._reduced: dict[int, list[int]] = {}
         #: Reads by position: those that the load of each expert waits for, and those that its step does.
         self._fetched: dict[int, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
@@ -149,7 +149,7 @@ class _Writer:
         return len(self._operations) - 1
 
     def _gather(self, position: int, units: tuple[int, ...]) -> None:
-        for unit in self._kept.sent(units):
+        for unit in self._sticky.sent(units):
             item = next(p for p in self._schedule.passes if p.unit == unit)
             self._gathered[unit] = self._add(Kind.GATHER, position, self._sizes(item).gather, *self._last)
 
@@ -236,9 +236,9 @@ class _Writer:
         self._gradients.append(self._stepped)
 
     def _step(self, position: int, item: Pass) -> None:
-        self._kept.step(item.unit)
+        self._sticky.step(item.unit)
         units = range(len(self._schedule.units))
-        needed = units if self._schedule.plan is GradientPlan.DEFERRED else [item.unit]
+        needed = units if self._schedule.timing is StepTiming.DEFERRED else [item.unit]
         reduced = [index for unit in needed for index in self._reduced.get(unit, [])]
         self._last = (self._add(Kind.STEP, position, 0, *self._last, *reduced),)
         if item.unit == self._window.passes[-1].unit:

@@ -9,10 +9,10 @@ from tierstore.cache.config import GroupOrder
 from tierstore.errors import ConfigError
 from tierstore.prefetch.predictor import PredictorName
 
-__all__ = ["GradientPlan", "PrefetchConfig", "group_order"]
+__all__ = ["PrefetchConfig", "StepTiming", "group_order"]
 
 
-class GradientPlan(Enum):
+class StepTiming(Enum):
     """When a complete expert gradient becomes a step.
 
     ``IMMEDIATE``: during the backward pass, as soon as it is complete. ``DEFERRED``: when the gradient norm

@@ -21,9 +21,19 @@ from enum import Enum
 from tierstore.cache.access import Phase
 from tierstore.dense.config import Reshard
 from tierstore.errors import ConfigError
-from tierstore.prefetch.plan import GradientPlan
+from tierstore.prefetch.plan import StepTiming
 
-__all__ = ["COLUMNS", "Buffer", "Kept", "Movement", "Pass", "QueueLimits", "Schedule", "Unit", "Window"]
+__all__ = [
+    "COLUMNS",
+    "Buffer",
+    "Movement",
+    "Pass",
+    "QueueLimits",
+    "Schedule",
+    "StickyGathers",
+    "Unit",
+    "Window",
+]
 
 #: The titles of ``Schedule.rows``.
 COLUMNS = ("", "pass", "gathers before", "releases after", "scatters after", "fetches meanwhile")
@@ -51,22 +61,24 @@ class Unit:
     buffer: Buffer = Buffer.SHARED
 
 
-class Kept:
-    """Which gathers of ``units`` send: of a unit in a buffer of its own only the first one since it was stepped."""
+class StickyGathers:
+    """Which gathers of ``units`` send a message. A unit in a buffer of its own stays gathered: only the first gather
+    since its step sends one.
+    """
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
-        self._kept: set[int] = set()
+        self._sent: set[int] = set()
 
     def sent(self, gathers: Iterable[int]) -> tuple[int, ...]:
         """Those of ``gathers``, issued now, for which a message leaves."""
-        sent = tuple(unit for unit in gathers if unit not in self._kept)
-        self._kept.update(unit for unit in sent if self._units[unit].buffer is Buffer.OWN)
+        sent = tuple(unit for unit in gathers if unit not in self._sent)
+        self._sent.update(unit for unit in sent if self._units[unit].buffer is Buffer.OWN)
         return sent
 
     def step(self, unit: int) -> None:
         """What ``unit`` was gathered with has changed."""
-        self._kept.discard(unit)
+        self._sent.discard(unit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +111,7 @@ class QueueLimits:
 class Schedule:
     """The passes of a step over ``units``, and the limits of the two queues. Immutable.
 
-    With ``GradientPlan.IMMEDIATE`` the optimizer pass of a unit comes as soon as its gradients had
+    With ``StepTiming.IMMEDIATE`` the optimizer pass of a unit comes as soon as its gradients had
     ``horizontal.depth`` passes to be scattered; with ``DEFERRED`` all come last, in forward order, so that the
     first units of the next step can be gathered while the others are stepped.
     With ``Reshard.AFTER_FORWARD`` a unit is let go after every pass, unless a pass within the lookahead needs it
@@ -110,7 +122,7 @@ class Schedule:
     units: tuple[Unit, ...]
     horizontal: QueueLimits = QueueLimits()
     vertical: QueueLimits = QueueLimits()
-    plan: GradientPlan = GradientPlan.DEFERRED
+    timing: StepTiming = StepTiming.DEFERRED
     reshard: Reshard = Reshard.AFTER_FORWARD
     micro_batches: int = 1
     #: The passes of one step, in program order.
@@ -164,7 +176,7 @@ class Schedule:
 
     def _with_optimizer(self, backward: Sequence[Pass]) -> list[Pass]:
         """The backward passes of the last micro-batch with the optimizer passes in their places."""
-        if self.plan is GradientPlan.DEFERRED:
+        if self.timing is StepTiming.DEFERRED:
             return [*backward, *self._passes(Phase.OPTIMIZER, range(len(self.units)))]
         placed: list[Pass] = []
         lag, count = self.horizontal.depth, len(self.units)
@@ -203,19 +215,19 @@ class Schedule:
         scattered; the MoE passes whose experts are fetched meanwhile. Step 0 starts with nothing gathered. A unit in a
         buffer of its own is gathered once a step, and released when it is stepped.
         """
-        window, kept = Window(self, training=True), Kept(self.units)
-        issued = kept.sent(window.begin().gathers)
+        window, sticky = Window(self, training=True), StickyGathers(self.units)
+        issued = sticky.sent(window.begin().gathers)
         rows = []
         for position in range((step + 1) * len(self.passes)):
             item = window.at(position)
             movement = window.leave(position)
             released = [unit for unit in movement.releases if self.units[unit].buffer is Buffer.SHARED]
             if item.phase is Phase.OPTIMIZER:
-                kept.step(item.unit)
+                sticky.step(item.unit)
                 released += [item.unit] if self.units[item.unit].buffer is Buffer.OWN else []
             if item.later == step:
                 rows.append(self._row(position % len(self.passes), item, issued, released))
-            issued = kept.sent(movement.gathers)
+            issued = sticky.sent(movement.gathers)
         return rows
 
     def _row(self, index: int, item: Pass, issued: Sequence[int], releases: Sequence[int]) -> tuple[str, ...]:
@@ -247,16 +259,16 @@ class Schedule:
 class Movement:
     """What happens at one end of a pass: units whose gathers are issued, and units that are released.
 
-    ``early`` are issued before the releases, ``late`` after them, in what they gave back.
+    ``before`` the releases, and ``after`` them, in the room that they made.
     """
 
-    early: tuple[int, ...] = ()
+    before: tuple[int, ...] = ()
     releases: tuple[int, ...] = ()
-    late: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
 
     @property
     def gathers(self) -> tuple[int, ...]:
-        return self.early + self.late
+        return self.before + self.after
 
 
 class Window:
@@ -294,16 +306,16 @@ class Window:
 
     def begin(self) -> Movement:
         """Before the first pass."""
-        return Movement(early=self._advance(0))
+        return Movement(before=self._advance(0))
 
     def leave(self, position: int) -> Movement:
         """The pass at ``position`` ends; the next one is about to begin."""
-        early = self._advance(position + 1)
+        before = self._advance(position + 1)
         releases = tuple(unit for unit, until in self._held.items() if until == position)
         for unit in releases:
             del self._held[unit]
             self.nbytes -= self._schedule.units[unit].gathered
-        return Movement(early, releases, self._advance(position + 1))
+        return Movement(before, releases, self._advance(position + 1))
 
     def adopt(self, other: Window) -> tuple[int, ...]:
         """Starts with what ``other`` holds for its next passes; returns the units that it holds in vain."""

@@ -1,12 +1,13 @@
 """The parameter store: record format, extents, index, commits and snapshots. Imports no torch."""
 
-from tierstore.cache.config import CacheConfig, Scope
+from tierstore.cache.config import CacheConfig, GroupOrder, Scope
+from tierstore.links import LinkConfig
 from tierstore.store.adamw import AdamWConfig, Inactive
 from tierstore.store.config import Capability, IoBackendName, IoConfig, StoreConfig, StripeConfig, WearConfig
 from tierstore.store.core import OptimizerStep
 from tierstore.store.disk.drives import DriveReport
 from tierstore.store.fetching import Lease, RecordView
-from tierstore.store.format import Group, Placement, RecordSchema, WeightFormat
+from tierstore.store.format import Group, GroupLayout, Placement, RecordSchema, Section, WeightFormat
 from tierstore.store.opening import OpenAt
 from tierstore.store.parameter_store import LastCommit, ParameterStore, StoreStatus, verify_store
 from tierstore.store.records import RecordInfo
@@ -19,11 +20,14 @@ __all__ = [
     "Capability",
     "DriveReport",
     "Group",
+    "GroupLayout",
+    "GroupOrder",
     "Inactive",
     "IoBackendName",
     "IoConfig",
     "LastCommit",
     "Lease",
+    "LinkConfig",
     "NewRecord",
     "OpenAt",
     "OptimizerStep",
@@ -33,6 +37,7 @@ __all__ = [
     "RecordSchema",
     "RecordView",
     "Scope",
+    "Section",
     "StoreConfig",
     "StoreStatus",
     "StripeConfig",

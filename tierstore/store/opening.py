@@ -23,6 +23,7 @@ from tierstore.errors import (
     StoreError,
     StoreFormatError,
 )
+from tierstore.links import open_link
 from tierstore.machine import cores
 from tierstore.store.adamw import AdamWConfig, Inactive
 from tierstore.store.config import Capability, IoBackendName, IoConfig, StoreConfig
@@ -390,7 +391,7 @@ def _assemble(stack: contextlib.ExitStack, found: _Found, trace: Path | None, io
         drives,
         schemas,
         direct=_DIRECT[config.io.direct],
-        link=config.disk.open(),
+        link=open_link(config.disk),
         budget=WriteBudget(engine, budget) if (budget := config.wear.daily_write_budget) else None,
         discard=config.wear.discard,
     )

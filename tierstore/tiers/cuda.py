@@ -1,4 +1,4 @@
-"""The device tier on a CUDA device: slots in device memory, pinned landing places, one copy thread a
+"""The device tier on a CUDA device: slots in device memory, pinned host buffers, one copy thread a
 direction.
 
 The engine knows nothing of CUDA. A copy that a stream carries out is an *external* ticket: a thread
@@ -35,7 +35,7 @@ class _CopyThread:
 
     def submit(self, after: Sequence[int], copy: Callable[[], None]) -> int:
         before = [earlier for earlier in after if earlier]
-        # It fails with the very error of what it follows, and whoever waits for it makes that urgent.
+        # It fails with the error of what it follows; waiting for it makes what it follows urgent.
         ticket = self._engine.external(after=before)
         self._work.put((before, copy, ticket))
         return ticket
@@ -48,7 +48,7 @@ class _CopyThread:
                 with torch.cuda.stream(self.stream):
                     copy()
                 self.stream.synchronize()
-            except Exception as error:  # whoever waits for the ticket must hear of it, whatever it is
+            except Exception as error:  # raised again for those that wait for the ticket
                 self._engine.complete_external(ticket, str(error))
             else:
                 self._engine.complete_external(ticket)
@@ -74,7 +74,7 @@ class CudaDeviceTier:
             Buffer(self._landing_arena, [(i * slots.gradient_bytes, slots.gradient_bytes)], slots.numel * 4)
             for i in range(slots.gradients)
         ]
-        # Their memory may be in use by what the compute stream was told before it was given to them.
+        # The allocator may have given them memory that work queued on the compute stream still uses.
         self._idle = [self._reached()] * slots.weights
         self._free: deque[tuple[int, list[int]]] = deque((slot, []) for slot in range(slots.gradients))
         self._up = _CopyThread(engine, device, "tierstore-h2d")
@@ -100,7 +100,7 @@ class CudaDeviceTier:
         self._idle[slot] = self._reached()
 
     def _reached(self) -> torch.cuda.Event:
-        """Happens when the compute stream has done what it was told so far."""
+        """An event that occurs when the compute stream has done all work queued so far."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event

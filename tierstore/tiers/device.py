@@ -51,9 +51,9 @@ class DeviceSlots:
 
 
 class DeviceTier(Protocol):
-    """Slots are numbers. A weight slot is loaded, used, and free again when its user says so, who may have told the
-    device what to compute with it and not have waited; a gradient slot is taken, written, landed, and free again when
-    the tickets given to ``release_gradient`` have finished.
+    """Slots are numbers. A weight slot is loaded, used and released, possibly before the device has finished the work
+    queued with it. A gradient slot is allocated, written and copied to the host; it is free again when the tickets given
+    to ``release_gradient`` have finished.
     """
 
     @property
@@ -70,7 +70,7 @@ class DeviceTier(Protocol):
         ...
 
     def release_weights(self, slot: int) -> None:
-        """The slot may be loaded again once the device has done what it was told so far."""
+        """The slot may be loaded again once the device has done all work queued so far."""
         ...
 
     def take_gradient(self) -> tuple[int, list[int]]:
@@ -80,13 +80,13 @@ class DeviceTier(Protocol):
     def gradients(self, slot: int) -> torch.Tensor: ...
 
     def land(self, slot: int) -> tuple[Buffer, list[int]]:
-        """The gradient of ``slot`` in host memory, complete once the device has done what it was told so far, and the
+        """The gradient of ``slot`` in host memory, complete once the device has done all work queued so far, and the
         tickets after which it is there.
         """
         ...
 
     def release_gradient(self, slot: int, after: Sequence[int]) -> None:
-        """The slot (and its landing place) may be reused once the tickets ``after`` have finished."""
+        """The slot (and its host buffer) may be reused once the tickets ``after`` have finished."""
         ...
 
     def close(self) -> None: ...

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tierstore._native import Activity, Buffer, Engine, Link
-from tierstore.links import LinkConfig, limited
+from tierstore.links import LinkConfig, limited, open_link
 from tierstore.tiers.device import DeviceSlots, DeviceTier
 
 __all__ = ["LimitedTier", "limited_tier"]
@@ -21,7 +21,7 @@ def limited_tier(
     tier: DeviceTier, engine: Engine, config: LinkConfig, computed: Callable[[], list[int]] = _nothing
 ) -> DeviceTier:
     """``tier`` with its copies limited as ``config`` says: ``tier`` itself where that says no limit."""
-    link = config.open()
+    link = open_link(config)
     return tier if link is None else LimitedTier(tier, engine, link, computed)
 
 
@@ -29,7 +29,7 @@ class LimitedTier:
     """Copies of ``tier``, in both directions, also take their turns on ``link``.
 
     A copy is done when both the real copy and its turn are. The turn begins when the copy may begin: after the
-    tickets that it follows, and after those of ``computed``, which finish once the device has done what it was told so
+    tickets that it follows, and after those of ``computed``, which finish once the device has done all work queued so
     far (none where the caller computes).
     """
 

@@ -13,13 +13,16 @@ if TYPE_CHECKING:
     from tierstore.model import CheckpointActivations, ComputeDtype, ModelConfig, TieEmbeddings
     from tierstore.moe import Activation, RouterNoise, SaveActivations
     from tierstore.parallel import (
+        Channel,
         Collective,
         CollectiveTraffic,
         ExpertBlocks,
+        Group,
         JobStore,
         Mesh,
         ParallelConfig,
         RankEnvironment,
+        Work,
         launch,
     )
     from tierstore.prefetch import PredictorName, PrefetchConfig
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
     from tierstore.train.config import TrainConfig
     from tierstore.train.files import DataConfig
     from tierstore.train.ranks import Opening
-    from tierstore.train.schedule import ScheduleConfig
+    from tierstore.train.schedule import Schedule, ScheduleConfig
     from tierstore.train.session import open_session
     from tierstore.train.trainer import NonFiniteError, StepResult, Trainer
 else:
@@ -47,6 +50,7 @@ __all__ = [
     "AdamWConfig",
     "CacheConfig",
     "Capability",
+    "Channel",
     "CheckpointActivations",
     "Collective",
     "CollectiveTraffic",
@@ -57,6 +61,7 @@ __all__ = [
     "ExpertBlocks",
     "Fusion",
     "GatherDtype",
+    "Group",
     "Inactive",
     "IoBackendName",
     "IoConfig",
@@ -76,6 +81,7 @@ __all__ = [
     "Reshard",
     "RouterNoise",
     "SaveActivations",
+    "Schedule",
     "ScheduleConfig",
     "Scope",
     "StepResult",
@@ -87,6 +93,7 @@ __all__ = [
     "TrainConfig",
     "Trainer",
     "WearConfig",
+    "Work",
     "launch",
     "open_session",
     "open_timeline",

@@ -12,7 +12,7 @@ from tierstore.errors import ConfigError
 from tierstore.links import LinksConfig
 from tierstore.model.config import ModelConfig
 from tierstore.parallel.config import ParallelConfig
-from tierstore.prefetch.plan import GradientPlan, PrefetchConfig
+from tierstore.prefetch.plan import PrefetchConfig, StepTiming
 from tierstore.store.adamw import AdamWConfig
 from tierstore.store.config import IoConfig, StripeConfig, WearConfig
 from tierstore.train.files import DataConfig
@@ -73,13 +73,13 @@ class TrainConfig:
             raise ConfigError(f"device: expected auto, cpu or cuda, got {self.device!r}")
 
     @property
-    def gradient_plan(self) -> GradientPlan:
-        return GradientPlan.DEFERRED if self.clip_norm else GradientPlan.IMMEDIATE
+    def step_timing(self) -> StepTiming:
+        return StepTiming.DEFERRED if self.clip_norm else StepTiming.IMMEDIATE
 
     @property
     def keeps_gradients(self) -> bool:
         """Whether expert gradients outlive their backward pass, and may spill to disk."""
-        return self.gradient_plan is GradientPlan.DEFERRED or self.data.micro_batches > 1
+        return self.step_timing is StepTiming.DEFERRED or self.data.micro_batches > 1
 
     @property
     def tokens_per_micro_batch(self) -> int:

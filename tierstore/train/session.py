@@ -284,7 +284,7 @@ def _open_experts(setup: _Setup, store: StoreCore, tier: DeviceTier, schedule: S
         tier,
         records,
         weight_slots=setup.slots.weights,
-        plan=config.gradient_plan,
+        timing=config.step_timing,
         predictor=make_predictor(config.prefetch.predictor, owned, most=config.prefetch.guesses),
         schedule=schedule,
         ledger=setup.ledger,

@@ -28,7 +28,7 @@ from tierstore.model import Transformer
 from tierstore.parallel import Mesh
 from tierstore.prefetch.experts import TieredExperts
 from tierstore.prefetch.horizontal import HorizontalQueue
-from tierstore.prefetch.plan import GradientPlan
+from tierstore.prefetch.plan import StepTiming
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store.core import StoreCore
 from tierstore.timeline import OperationSpans, TimelineSink, Track
@@ -192,7 +192,7 @@ class Trainer:
         return math.sqrt(squares) if math.isfinite(squares) else math.nan
 
     def _apply(self, lr: float, norm: float) -> None:
-        if self.config.gradient_plan is GradientPlan.DEFERRED:
+        if self.config.step_timing is StepTiming.DEFERRED:
             # torch.nn.utils.clip_grad_norm_'s formula.
             scale = min(1.0, self.config.clip_norm / (norm + 1e-6))
             self._experts.gradients.apply(scale)
@@ -204,7 +204,7 @@ class Trainer:
                 self._dense.step_unit(unit, lr)
 
     def _skip(self, position: int, loss: float) -> None:
-        if self.config.gradient_plan is GradientPlan.IMMEDIATE and math.isfinite(loss):
+        if self.config.step_timing is StepTiming.IMMEDIATE and math.isfinite(loss):
             raise NonFiniteError(
                 f"step {position}: a gradient is not finite, and without clipping experts have been stepped already; "
                 "the last commit stands"

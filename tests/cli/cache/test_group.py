@@ -188,6 +188,18 @@ def test_import_then_simulate(tmp_path: Path) -> None:
     assert "120 requests for 3 records" in done("import", source, tmp_path / "again").stdout
 
 
+def test_the_layers_of_a_log_are_imported_together(tmp_path: Path) -> None:
+    parts = []
+    for layer in (1, 0):
+        parts.append(tmp_path / f"layer_{layer}.jsonl")
+        parts[-1].write_text("".join(json.dumps({"topk_ids": [ids]}) + "\n" for ids in ([1, 2], [2, 3], [1])))
+    value = found("import", "--kind", "vllm", *parts, tmp_path / "trace")
+    assert (value["steps"], value["layers"], value["records"], value["requests"]) == (3, 2, 6, 10)
+    refused = CliRunner().invoke(cli, ["cache", "import", str(parts[0])])
+    assert refused.exit_code == 2
+    assert "SOURCE and TRACE" in refused.output
+
+
 def test_the_options_of_an_import_are_listed() -> None:
     out = done("import", "--list-options", "--kind", "npz").stdout
     assert "tokens_per_step" in out

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
-
 import pytest
 
 from tierstore.lab.importing import import_trace
 from tierstore.trace.format import TraceKind
 from tierstore.trace.reader import load_trace
-
-
-@pytest.fixture(params=["plain", "gzip"])
-def packed(request):
-    """What is done to a source's bytes: nothing, or gzip (under the same name)."""
-    return gzip.compress if request.param == "gzip" else bytes
 
 
 @pytest.fixture

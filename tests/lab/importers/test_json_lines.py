@@ -6,6 +6,8 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tierstore.errors import DataError
 from tierstore.lab.importing import SourceKind, detect_kind, import_trace
@@ -196,3 +198,119 @@ def test_what_is_wrong_is_named(imported, tmp_path):
     unknown.write_bytes(lines({"stage": 1}))
     with pytest.raises(DataError, match="JSON lines of no known routing log"):
         detect_kind(unknown)
+
+
+# Several files of one log ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def merged(tmp_path):
+    """Imports logs by file name; what a summary, the trace's events and the names of records say."""
+
+    def run(files, **options):
+        paths = []
+        for name, data in files.items():
+            paths.append(tmp_path / name)
+            paths[-1].write_bytes(data)
+        found = import_trace(
+            paths, tmp_path / "trace", kind=SourceKind.VLLM, options=options, keys=tmp_path / "keys"
+        )
+        return found, (tmp_path / "keys").read_text().splitlines()
+
+    return run
+
+
+def test_a_file_a_layer(merged, tmp_path, packed):
+    # Token numbers begin again in each step: two tokens, then one. The files come in no order; their lines say the layer.
+    found, keys = merged(
+        {
+            "b.jsonl": packed(lines(META, route(0, 6, 9, 2), route(1, 6, 9, 2), route(0, 6, 5))),
+            "a.jsonl": packed(lines(META, route(0, 4, 9, 1), route(1, 4, 1, 3), route(0, 4, 9, 1))),
+        }
+    )
+    assert keys == ["4.1", "4.9", "4.3", "6.2", "6.9", "6.5"]
+    trace = load_trace(tmp_path / "trace")
+    assert (found.steps, trace.layers.tolist(), trace.steps.tolist()) == (
+        2,
+        [0, 1, 0, 0, 1, 0],
+        [0, 0, 0, 1, 1, 1],
+    )
+    assert trace.records.tolist() == [0, 1, 2, 3, 4, 0, 1, 5]
+
+
+def test_the_name_of_a_file_says_its_layer(merged, tmp_path):
+    # A line is a batch: neither step nor token.
+    batches = {"run-layer_12.jsonl": [[3]], "run-layer_2.jsonl": [[1, 2]]}
+    logs = {name: lines(*({"topk_ids": ids} for ids in [first, [[7]]])) for name, first in batches.items()}
+    found, keys = merged(logs)
+    assert (found.steps, keys) == (2, ["2.1", "2.2", "12.3", "2.7", "12.7"])
+    with pytest.raises(DataError, match=r"other\.jsonl: line 1: expected fields layer"):
+        merged({"other.jsonl": logs["run-layer_2.jsonl"], **logs})
+
+
+def batch(step, layer, *ids):
+    return {"step": step, "layer": layer, "topk_ids": [list(ids)]}
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ([batch(1, 1, 0)], "b: has 1 steps, and .*a has more"),
+        ([batch(1, 1, 0), batch(2, 1, 0), batch(3, 1, 0)], "a: has 2 steps, and .*b has more"),
+        ([batch(1, 1, 0), batch(3, 1, 0)], "b: line 2: expected step 2, as in .*a, found 3"),
+        ([batch(1, 0, 0), batch(2, 1, 0)], "b: layer 0, which is in .*a too"),
+        (
+            [batch(1, 1, 0), {**batch(2, 1, 0), "req_id": "r"}],
+            "b: line 2: a step of other tokens than in .*a, line 2",
+        ),
+        ([batch(1, 1, 0), {"step": 2}], "b: line 2: layer: expected a layer number, found null"),
+    ],
+)
+def test_files_of_no_common_log(merged, tmp_path, other, message):
+    ours = [{"req_id": None, **batch(step, 0, 1)} for step in (1, 2)]
+    theirs = [{"req_id": None, **row} for row in other]
+    with pytest.raises(DataError, match=message):
+        merged({"a": lines(*ours), "b": lines(*theirs)})
+    assert not (tmp_path / "trace").exists()
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(  # steps, of tokens, of layers, of experts
+        st.integers(1, 3).flatmap(
+            lambda tokens: st.lists(
+                st.lists(st.lists(st.integers(0, 4), max_size=3), min_size=3, max_size=3),
+                min_size=tokens,
+                max_size=tokens,
+            )
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    st.booleans(),
+    st.permutations(range(3)),
+    st.sampled_from(["as-logged", "add-backward"]),
+)
+def test_a_log_is_what_its_layers_merge_to(tmp_path, steps, numbered, order, passes):
+    rows = []
+    for number, tokens in enumerate(steps):
+        for layer in range(3):
+            for token, ids in enumerate(tokens):
+                row = route(token, layer, *ids[layer])
+                rows.append({**row, "step": number} if numbered else row)
+    whole = tmp_path / "whole"
+    whole.write_bytes(lines(*rows))
+    files = []
+    for layer in order:
+        files.append(tmp_path / f"part{layer}")
+        files[-1].write_bytes(lines(META, *(row for row in rows if row["layer"] == layer)))
+    if not any(row["topk_ids"] for row in rows):
+        return
+    found = [
+        import_trace(
+            source, tmp_path / "trace", options={"passes": passes}, keys=tmp_path / f"keys{len(source)}"
+        )
+        for source in ([whole], files)
+    ]
+    assert found[0] == found[1]  # the sha256 of all events among the rest
+    assert (tmp_path / "keys1").read_bytes() == (tmp_path / "keys3").read_bytes()

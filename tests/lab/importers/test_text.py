@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import lzma
 
 import numpy as np
 import pytest
@@ -77,7 +78,9 @@ def test_malformed_lines_are_named(imported):
         (b"1\r2\r3\r", "line 1: expected one key"),  # nor is this one key, 123
         (b"1\n\x00\n", "line 2: expected one key"),
         (gzip.compress(b"1\n" * 1000)[:-9], "damaged gzip"),
-        (b"\x28\xb5\x2f\xfd123", "zstd"),
+        (b"\x28\xb5\x2f\xfd123", "damaged zstd"),
+        (lzma.compress(b"1\n" * 1000)[:-9], "damaged xz"),
+        (b"\xfd7zXZ\x00nothing", "damaged xz"),
         (b"", "expected at least one request"),
     ):
         with pytest.raises(DataError, match=message) as caught:

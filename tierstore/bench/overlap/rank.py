@@ -21,7 +21,7 @@ from tierstore.bench.overlap.stack import StackShape, open_stack
 from tierstore.bench.processes.spawn import answer_channel, write_line
 from tierstore.config import from_dict
 from tierstore.errors import TierstoreError
-from tierstore.links import CollectiveLink, LinksConfig
+from tierstore.links import CollectiveLink, LinksConfig, open_link
 from tierstore.parallel import Mesh
 from tierstore.parallel.collectives import Group
 from tierstore.parallel.config import ParallelConfig
@@ -97,7 +97,7 @@ class RankSteps:
 
 
 def _measure(asked: RankRequest, world: Group, link: CollectiveLink) -> RankSteps:
-    link.link = asked.links.gather.open()
+    link.link = open_link(asked.links.gather)
     directory = asked.directory / str(world.rank)
     try:
         with (
@@ -164,7 +164,7 @@ def _measure_training(asked: RankRequest, mesh: Mesh, link: CollectiveLink) -> R
     """As ``_measure``, of the trainer. Its computation cannot be had alone: it is taken to be the step over unlimited
     links.
     """
-    link.link = asked.links.gather.open()
+    link.link = open_link(asked.links.gather)
     config = replace(asked.train, store=asked.directory, links=asked.links)
     try:
         with (

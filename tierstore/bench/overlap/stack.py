@@ -21,11 +21,11 @@ from tierstore.cache.access import Phase
 from tierstore.links import CollectiveLink, LinkConfig
 from tierstore.parallel.collectives import Group, Work
 from tierstore.prefetch import (
-    GradientPlan,
     HorizontalQueue,
     PredictorName,
     QueueLimits,
     Schedule,
+    StepTiming,
     TieredExperts,
     Unit,
     make_predictor,
@@ -87,7 +87,7 @@ class StackShape:
             units=units,
             horizontal=QueueLimits(self.horizontal_depth),
             vertical=QueueLimits(self.vertical_depth),
-            plan=GradientPlan.IMMEDIATE,
+            timing=StepTiming.IMMEDIATE,
         )
 
 
@@ -279,7 +279,7 @@ def open_stack(
                     for layer in range(shape.layers)
                 },
                 weight_slots=slots.weights,
-                plan=GradientPlan.IMMEDIATE,
+                timing=StepTiming.IMMEDIATE,
                 predictor=make_predictor(PredictorName.ALL, range(shape.experts)),
                 schedule=schedule,
                 ledger=ledger,

@@ -59,13 +59,13 @@ class Traffic:
     @staticmethod
     def of(requests: Requests) -> Traffic:
         """Gradients are left out: the store has its own."""
-        kept = requests.entry_groups != _GRADIENT_GROUP
-        known, numbers = np.unique(requests.entry_records[kept], return_inverse=True)
-        number = np.zeros(len(requests.entry_records), np.int64)
+        kept = requests.table.groups != _GRADIENT_GROUP
+        known, numbers = np.unique(requests.table.records[kept], return_inverse=True)
+        number = np.zeros(len(requests.table.records), np.int64)
         number[kept] = numbers
         layers = np.zeros(len(known), np.int64)
-        layers[number[kept]] = requests.entry_layers[kept]
-        sizes = np.bincount(number[kept], weights=requests.entry_bytes[kept], minlength=len(known))
+        layers[number[kept]] = requests.table.layers[kept]
+        sizes = np.bincount(number[kept], weights=requests.table.nbytes[kept], minlength=len(known))
         steps: list[list[tuple[int, ...]]] = [[] for _ in range(requests.step_count)]
         stepped: list[set[int]] = [set() for _ in range(requests.step_count)]
         for event in range(requests.events):

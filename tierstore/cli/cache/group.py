@@ -83,7 +83,7 @@ def record(ctx: click.Context, /, trace: Path, **options: Any) -> None:
 
 
 @cache.command("import")
-@click.argument("source", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("source", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("trace", required=False, type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--kind", type=click.Choice(_KINDS), help="What SOURCE is (default: what it looks like).")
 @click.option(
@@ -93,7 +93,7 @@ def record(ctx: click.Context, /, trace: Path, **options: Any) -> None:
 @set_option("Set an option of the kind (see --list-options).")
 @json_option
 def import_(
-    source: Path | None,
+    source: tuple[Path, ...],
     trace: Path | None,
     kind: str | None,
     keys: Path | None,
@@ -101,7 +101,12 @@ def import_(
     settings: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Make a TRACE of SOURCE: expert ids (npz, JSON lines), oracleGeneral, csv, or one key a line."""
+    """Make a TRACE of SOURCE: expert ids (npz, JSON lines), oracleGeneral, csv, or one key a line; each plain, or packed
+    by gzip, xz or zstd.
+
+    Several SOURCEs are files of one routing log (JSON lines) that have a layer each, as a field or the file's name
+    (layer_3.jsonl) says. Their steps are merged.
+    """
     from tierstore.lab.importing import SourceKind, import_trace, options_of
 
     output = Output.for_option(as_json)
@@ -112,7 +117,7 @@ def import_(
             output.line(describe_config(options_of(SourceKind(each))))
         output.emit({"options": {each: options_json(options_of(SourceKind(each))) for each in kinds}})
         return
-    if source is None or trace is None:
+    if not source or trace is None:
         raise click.UsageError("SOURCE and TRACE: expected two files")
     found = import_trace(
         source,
@@ -177,7 +182,7 @@ def simulate(
     specs = specs_of(
         requests, policies, ("lru", "lfu-decay", *(() if lookahead == "recorded" else ("belady",)))
     )
-    frames = [requests.frames_of(capacity, name="--capacity") for capacity in capacities]
+    frames = [requests.table.frames_of(capacity, name="--capacity") for capacity in capacities]
     with stage_progress(output, "simulate") as heard:
         if lookahead == "recorded":
             outcomes = recorded_outcomes(trace, requests, specs, frames, replay)
@@ -191,7 +196,7 @@ def simulate(
                 **replay,
             )
             outcomes = [point for curve in found for point in curve.points]
-    show_outcomes(outcomes, requests.frame_bytes, output)
+    show_outcomes(outcomes, requests.table.frame_bytes, output)
     said = NO_LOOKAHEAD if lookahead == "none" else "the recorded prefetches and their share of the capacity"
     contract = contract_name(requests, replay["contract"])
     show_assumptions(machine, f"{contract}, {said}, {replay['scope'].value} scope", output)
@@ -201,7 +206,7 @@ def simulate(
             "contract": contract,
             "lookahead": lookahead,
             "assumptions": machine.assumptions,
-            "outcomes": [outcome_json(outcome, requests.frame_bytes) for outcome in outcomes],
+            "outcomes": [outcome_json(outcome, requests.table.frame_bytes) for outcome in outcomes],
         }
     )
 
@@ -262,7 +267,7 @@ def curve(
             "lookahead": "none",
             "scope": replay["scope"].value,
             "keep_ratio": keep,
-            "curves": curves_json(found, requests.frame_bytes),
+            "curves": curves_json(found, requests.table.frame_bytes),
         }
     )
 

@@ -93,7 +93,7 @@ def tune(
     check_target("--out", out)
     requests = load_trace_requests(trace, output)
     found = _tuned(trace, requests, capacity, options, machine, output)
-    show_tuning(found, requests.frame_bytes, output)
+    show_tuning(found, requests.table.frame_bytes, output)
     show_assumptions(machine, f"{options.contract.value}, {found.result.scored}", output)
     if out is not None:
         out.write_text(found.result.configuration)
@@ -104,7 +104,7 @@ def tune(
             "trace": trace_json(requests),
             "contract": options.contract.value,
             "assumptions": machine.assumptions,
-            **tuning_json(found, requests.frame_bytes),
+            **tuning_json(found, requests.table.frame_bytes),
         }
     )
 
@@ -136,7 +136,7 @@ def report(
     check_html(html)
     requests = load_trace_requests(trace, output)
     found = _tuned(trace, requests, capacity, options, machine, output)
-    show_tuning(found, requests.frame_bytes, output)
+    show_tuning(found, requests.table.frame_bytes, output)
     show_assumptions(machine, f"{options.contract.value}, {found.result.scored}", output)
     _report(requests, points, options, machine, found, html, output)
     output.emit(
@@ -145,7 +145,7 @@ def report(
             "contract": options.contract.value,
             "assumptions": machine.assumptions,
             "html": str(html),
-            **tuning_json(found, requests.frame_bytes),
+            **tuning_json(found, requests.table.frame_bytes),
         }
     )
 
@@ -229,7 +229,7 @@ def _tuned(
     from tierstore.lab.live import recording_of
     from tierstore.lab.tuning import tune as search
 
-    frames = requests.frames_of(capacity, name="--capacity")
+    frames = requests.table.frames_of(capacity, name="--capacity")
     with stage_progress(output, "tune") as heard:
         return search(
             requests,

@@ -7,14 +7,20 @@ routing line has.
 
 Where no field says the step, one begins when the layer number falls, or when a layer comes again for the same
 request and the token's number does not rise (a log of one layer only). Where no field says the phase, it is forward.
+
+Several files are the layers of one log, which one logger a layer has written: each is cut into steps by itself, and
+the steps are merged, forward passes in the order of the layers. Where no field says the layer, the file's name does.
 """
 
 from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -110,7 +116,8 @@ class _Line:
 class _Fields:
     """Which field of a line is what; settled by the first line that has a layer and experts."""
 
-    def __init__(self, kind: str, options: JsonOptions) -> None:
+    def __init__(self, kind: str, options: JsonOptions, layer: int | None) -> None:
+        self._layer = layer  # where no field says it
         given = {name: getattr(options, name) for name in _NAMES}
         self._known = {name: (given[name],) if given[name] else _KNOWN[kind][name] for name in _NAMES}
         self._required = {name for name in _NAMES if given[name]}
@@ -120,7 +127,8 @@ class _Fields:
         """The line, or None for one without routing (a ``meta`` line). Raises ValueError saying what is wrong."""
         if self._chosen is None:
             chosen = {name: next((key for key in self._known[name] if key in row), None) for name in _NAMES}
-            if chosen["layer"] is None or (chosen["experts"] is None and chosen["counts"] is None):
+            no_layer = chosen["layer"] is None and self._layer is None
+            if no_layer or (chosen["experts"] is None and chosen["counts"] is None):
                 if row.get("type") == "meta":
                     return None
                 wanted = [*self._known["layer"], "and", *self._known["experts"], *self._known["counts"]]
@@ -133,7 +141,9 @@ class _Fields:
             return None
         layer = _whole(row, self._chosen["layer"], "layer")
         token = _whole(row, self._chosen["token"], "token")
-        assert layer is not None
+        if layer is None:
+            assert self._layer is not None
+            layer = self._layer
         return _Line(self._step(row), layer, self._phase(row), token, self._request(row), self._experts(row))
 
     def _step(self, row: Mapping[str, object]) -> object:
@@ -203,38 +213,57 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-class RoutingLog:
-    """Reads a log. Layers and experts are numbered densely as they first appear, so gaps do no harm."""
+@dataclass(slots=True)
+class _Access:
+    """Experts that one layer's pass asks for, in the order in which they appear."""
 
-    def __init__(self, path: Path, kind: str, options: JsonOptions) -> None:
-        self._path = path
+    layer: int
+    phase: int
+    experts: dict[int, None]
+
+
+@dataclass(slots=True)
+class _Step:
+    """The accesses of each pass over the layers; ``name`` is what a field says of the step, ``line`` its first."""
+
+    name: object
+    line: int
+    passes: list[list[_Access]]
+    tokens: set[tuple[str | int | None, int | None]]  # (request, token) of its lines, if it is merged
+
+
+class _Source:
+    """One file, cut into steps. ``merged``: it is one of several."""
+
+    def __init__(self, path: Path, kind: str, options: JsonOptions, *, merged: bool) -> None:
+        self.path = path
         self._options = options
-        self._fields = _Fields(kind, options)
-        self._layers = KeyNumbers()
-        self._records = KeyNumbers()  # (layer, expert) as the log numbers them
-        self._pass: list[tuple[int, int, set[int]]] = []  # accesses of the pass: layer, phase, experts
-        self._rows: list[tuple[int, int, int, list[int]]] = []  # events: kind, phase, layer, records
-        self._steps: list[int] = []
-        self._units = 0
-        self._step_number = 0
+        self._merged = merged
+        found = re.search(r"layers?[^0-9a-z]?(\d+)", path.name, re.IGNORECASE)
+        self._fields = _Fields(kind, options, int(found[1]) if found and merged else None)
         self._tokens: dict[str | int | None, int] = {}  # of each request, the last in this layer's pass
 
-    def chunks(self) -> Iterator[EventColumns]:
+    def steps(self) -> Generator[_Step]:
         last: _Line | None = None
-        with open_source(self._path) as file:
+        step = _Step(None, 0, [[]], set())
+        with open_source(self.path) as file:
             for block in line_blocks(file):
                 for number, text in enumerate(block.lines, block.first):
                     line = self._line(number, text)
                     if line is None:
                         continue
-                    self._take(line, last)
+                    if last is None or self._begins_step(line, last):
+                        if last is not None:
+                            yield step
+                        self._tokens.clear()
+                        step = _Step(line.step, number, [[]], set())
+                    elif line.layer < last.layer and line.phase == FORWARD:
+                        step.passes.append([])
+                    self._take(line, step)
                     last = line
-                    if self._units >= _FLUSH_UNITS:
-                        yield self._flushed()
         if last is None:
-            raise DataError(f"{self._path}: expected lines with routing, found none")
-        self._end_step()
-        yield self._flushed()
+            raise DataError(f"{self.path}: expected lines with routing, found none")
+        yield step
 
     def _line(self, number: int, text: bytes) -> _Line | None:
         try:
@@ -254,54 +283,118 @@ class RoutingLog:
             return line
         except json.JSONDecodeError as error:
             reason = f"expected a JSON object: {error.msg} at column {error.colno}"
-            raise refuse_line(self._path, number, reason if text.strip() else "an empty line") from error
+            raise refuse_line(self.path, number, reason if text.strip() else "an empty line") from error
         except (ValueError, RecursionError) as error:
-            raise refuse_line(self._path, number, str(error)) from error
+            raise refuse_line(self.path, number, str(error)) from error
 
-    def _take(self, line: _Line, last: _Line | None) -> None:
-        if last is not None:
-            falls = line.layer < last.layer
-            if last.step is not None:
-                ends = line.step != last.step
-            else:
-                again = line.layer == last.layer and line.phase == last.phase
-                before = self._tokens.get(line.request) if again else None
-                stays = before is not None and line.token is not None and line.token <= before
-                ends = (falls and line.phase == FORWARD) or stays or line.phase < last.phase
-                if not again:
-                    self._tokens.clear()
-            if ends:
-                self._tokens.clear()
-                self._end_step()
-            elif falls and line.phase == FORWARD:
-                self._end_pass()
+    def _begins_step(self, line: _Line, last: _Line) -> bool:
+        if last.step is not None:
+            return line.step != last.step
+        again = line.layer == last.layer and line.phase == last.phase
+        if not again:
+            self._tokens.clear()
+        before = self._tokens.get(line.request)
+        if before is not None and line.token is not None and line.token <= before:
+            return True
+        # One of several files has no other layers between whose lines a step could end.
+        alone = again and line.token is None and self._merged
+        return alone or (line.layer < last.layer and line.phase == FORWARD) or line.phase < last.phase
+
+    def _take(self, line: _Line, step: _Step) -> None:
         if line.token is not None:
             self._tokens[line.request] = line.token
-        layer = self._layers[line.layer]
-        if self._pass and self._pass[-1][:2] == (layer, line.phase):
-            self._pass[-1][2].update(self._numbers(line))
-        else:
-            self._pass.append((layer, line.phase, self._numbers(line)))
+        if self._merged:
+            step.tokens.add((line.request, line.token))
+        accesses = step.passes[-1]
+        if not accesses or (accesses[-1].layer, accesses[-1].phase) != (line.layer, line.phase):
+            accesses.append(_Access(line.layer, line.phase, {}))
+        accesses[-1].experts.update(dict.fromkeys(sorted(line.experts)))
 
-    def _numbers(self, line: _Line) -> set[int]:
-        return {self._records[line.layer, expert] for expert in sorted(line.experts)}
 
-    def _end_pass(self) -> None:
-        accesses = self._pass
+def _merged_steps(sources: Sequence[_Source]) -> Iterator[_Step]:
+    """The steps of all sources, each of which has a part of every step."""
+    first = sources[0].path
+    with ExitStack() as stack:
+        streams = [stack.enter_context(closing(source.steps())) for source in sources]
+        for count, parts in enumerate(zip_longest(*streams)):
+            if None in parts:
+                short = sources[parts.index(None)].path
+                longer = next(s.path for s, part in zip(sources, parts, strict=True) if part is not None)
+                raise DataError(f"{short}: has {count} steps, and {longer} has more")
+            for source, part in zip(sources, parts, strict=True):
+                if part.name != parts[0].name:
+                    raise refuse_line(
+                        source.path,
+                        part.line,
+                        f"expected step {parts[0].name}, as in {first}, found {part.name}",
+                    )
+                if part.tokens != parts[0].tokens:
+                    raise refuse_line(
+                        source.path,
+                        part.line,
+                        f"a step of other tokens than in {first}, line {parts[0].line}",
+                    )
+            yield _merged_step(sources, parts)
+
+
+def _merged_step(sources: Sequence[_Source], parts: Sequence[_Step]) -> _Step:
+    passes = []
+    for same_pass in zip_longest(*(part.passes for part in parts), fillvalue=[]):
+        owner: dict[tuple[int, int], _Source] = {}
+        for source, accesses in zip(sources, same_pass, strict=True):
+            for access in accesses:
+                other = owner.setdefault((access.phase, access.layer), source)
+                if other is not source:
+                    raise DataError(f"{source.path}: layer {access.layer}, which is in {other.path} too")
+        merged = [access for accesses in same_pass for access in accesses]
+        passes.append(sorted(merged, key=lambda a: (a.phase, a.layer if a.phase == FORWARD else -a.layer)))
+    return _Step(parts[0].name, parts[0].line, passes, parts[0].tokens)
+
+
+class RoutingLog:
+    """Reads a log, from one file or from several that have different layers. Layers and experts are numbered densely
+    as they first appear, so gaps do no harm.
+    """
+
+    def __init__(self, paths: Sequence[Path], kind: str, options: JsonOptions) -> None:
+        self._sources = [_Source(path, kind, options, merged=len(paths) > 1) for path in paths]
+        self._options = options
+        self._layers = KeyNumbers()
+        self._records = KeyNumbers()  # (layer, expert) as the log numbers them
+        self._rows: list[tuple[int, int, int, list[int]]] = []  # events: kind, phase, layer, records
+        self._steps: list[int] = []
+        self._units = 0
+
+    def chunks(self) -> Iterator[EventColumns]:
+        one = len(self._sources) == 1
+        steps = self._sources[0].steps() if one else _merged_steps(self._sources)
+        for number, step in enumerate(steps):
+            for accesses in step.passes:
+                self._add_pass(accesses, number)
+            self._add(number, TraceKind.END_STEP)
+            if self._units >= _FLUSH_UNITS:
+                yield self._flushed()
+        if self._rows:
+            yield self._flushed()
+
+    def _add_pass(self, accesses: Sequence[_Access], step: int) -> None:
+        numbered = []
+        for access in accesses:
+            layer = self._layers[access.layer]
+            records = sorted(self._records[access.layer, expert] for expert in access.experts)
+            numbered.append((access.phase, layer, records))
         if self._options.passes is LoggedPasses.ADD_BACKWARD:
-            accesses = accesses + [(layer, BACKWARD, records) for layer, _, records in reversed(accesses)]
-        for layer, phase, records in accesses:
+            numbered += [(BACKWARD, layer, records) for _, layer, records in reversed(numbered)]
+        for phase, layer, records in numbered:
             if records:
-                self._rows.append((TraceKind.ACCESS, phase, layer, sorted(records)))
-                self._steps.append(self._step_number)
-                self._units += len(records)
-        self._pass = []
+                self._add(step, TraceKind.ACCESS, phase, layer, records)
 
-    def _end_step(self) -> None:
-        self._end_pass()
-        self._rows.append((TraceKind.END_STEP, 0, 0, []))
-        self._steps.append(self._step_number)
-        self._step_number += 1
+    def _add(
+        self, step: int, kind: TraceKind, phase: int = 0, layer: int = 0, records: Sequence[int] = ()
+    ) -> None:
+        self._rows.append((kind, phase, layer, list(records)))
+        self._steps.append(step)
+        self._units += len(records)
 
     def _flushed(self) -> EventColumns:
         kinds, phases, layers, records = zip(*self._rows, strict=True)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import gzip
+import importlib
 import io
+import lzma
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
-from tierstore.errors import DataError
+from tierstore.errors import CapabilityError, DataError
 from tierstore.trace.format import EventColumns
 from tierstore.trace.records import RecordTable
 
 __all__ = ["Importer", "LineBlock", "line_blocks", "open_source", "refuse_line"]
 
-_GZIP = b"\x1f\x8b"
-_ZSTD = b"\x28\xb5\x2f\xfd"
+_MAGIC = {b"\x1f\x8b": "gzip", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _BLOCK_BYTES = 1 << 22
 
 
@@ -37,21 +38,39 @@ class Importer(Protocol):
 
 @contextmanager
 def open_source(path: Path) -> Iterator[BinaryIO]:
-    """``path`` for reading, through gzip if it starts as gzip does. Raises OSError; DataError for bad gzip."""
+    """``path`` for reading, unpacked if its first bytes are those of gzip, xz or zstd.
+
+    Raises OSError; DataError for damaged content; CapabilityError for zstd where no package reads it.
+    """
     with path.open("rb") as file:
-        start = file.read(len(_ZSTD))
+        start = file.read(max(map(len, _MAGIC)))
         file.seek(0)
-        if start == _ZSTD:
-            raise DataError(f"{path}: zstd-compressed, which is not read here; unpack it first (zstd -d)")
-        if start[: len(_GZIP)] != _GZIP:
+        name = next((name for magic, name in _MAGIC.items() if start.startswith(magic)), None)
+        if name is None:
             yield file
             return
+        opened, damage = _unpacking(name, file, path)
         try:
-            # Buffered, because a read of GzipFile ends wherever the decompressor stopped.
-            with gzip.GzipFile(fileobj=file) as unpacked, io.BufferedReader(unpacked, 1 << 20) as buffered:
+            # Buffered, because a read of an unpacking file ends wherever the decompressor stopped.
+            with opened as unpacked, io.BufferedReader(unpacked, 1 << 20) as buffered:
                 yield buffered
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise DataError(f"{path}: damaged gzip at byte {file.tell()}: {error}") from error
+        except damage as error:
+            raise DataError(f"{path}: damaged {name} at byte {file.tell()}: {error}") from error
+
+
+def _unpacking(name: str, file: BinaryIO, path: Path) -> tuple[Any, tuple[type[Exception], ...]]:
+    """``file`` unpacked, and the errors that say that it is damaged."""
+    if name == "gzip":
+        return gzip.GzipFile(fileobj=file), (EOFError, gzip.BadGzipFile, zlib.error)
+    if name == "xz":
+        return lzma.LZMAFile(file), (EOFError, lzma.LZMAError)
+    for module in ("compression.zstd", "backports.zstd"):  # the first is part of Python 3.14
+        with suppress(ImportError):
+            zstd = importlib.import_module(module)
+            return zstd.ZstdFile(file), (EOFError, zstd.ZstdError)
+    raise CapabilityError(
+        f"{path}: zstd-compressed, which needs backports.zstd: pip install 'tierstore[zstd]'"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,279 @@
+"""The access program: what the passes of a training step ask of the host cache, and what becomes of it.
+
+One description serves both: ``TieredExperts`` carries it out on a store, and ``plan.traffic`` counts it. It knows
+which gradients wait and where, which experts the present micro-batch used, and what the schedule and the predictor
+say comes next; how far each expert has been stepped it asks ``StepCounts``. It has no store, no tensors and no clock.
+
+::
+
+    for access in program.forward(layer, experts):   # the pass, then what must follow it
+        ...                                          # begin the access; then for each group of its requests:
+            program.speculate(access, prefetch)      #     while the last group is open
+            program.done(access, requests)           #     once their actions have been taken
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum, IntFlag
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.cache.access import Need, Phase
+from tierstore.prefetch.plan import StepTiming
+from tierstore.prefetch.predictor import Predictor
+from tierstore.prefetch.schedule import Pass, Schedule
+
+__all__ = ["Access", "AccessProgram", "Action", "GradientState", "Speculation", "StepCounts"]
+
+Experts = npt.NDArray[np.uint32]
+Flags = npt.NDArray[np.uint16]
+Actions = npt.NDArray[np.uint8]
+
+
+class Action(IntFlag):
+    """What happens to a requested expert, in this order: the first before it is computed with, the rest once its
+    gradient has arrived. (``STEP`` alone is the step of a pending gradient, and comes first too.)
+    """
+
+    CATCH_UP = 1 << 0  # replay the steps that it missed
+    KEEP = 1 << 1  # its gradient is the step's first, and waits in the host cache
+    ACCUMULATE = 1 << 2  # its gradient is added to the one that waits
+    FINISH = 1 << 3  # its gradient is final: the norm takes its sum of squares
+    STEP = 1 << 4  # step it, with its final gradient
+
+
+class GradientState(IntEnum):
+    """Of an expert's gradient, between accesses."""
+
+    NONE = 0
+    KEPT = 1  # waits in the host cache for more, or for the norm
+    PENDING = 2  # final, with the norm known: stepped before the expert is used again
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Access:
+    """One atomic access: for each of ``experts`` (ascending) its flags (``Need``) and its ``Action``.
+
+    ``step`` is the one that ``Action.STEP`` takes an expert to; ``ahead`` the passes to speculate on meanwhile.
+    """
+
+    phase: Phase
+    layer: int
+    experts: Experts
+    flags: Flags
+    actions: Actions
+    step: int
+    ahead: Sequence[Pass] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Speculation:
+    """Experts of a coming pass, and what it would ask of them."""
+
+    phase: Phase
+    layer: int
+    experts: Experts
+    flags: Flags
+
+
+class StepCounts(Protocol):
+    """How many optimizer steps were applied to the whole model, and to the content of each expert."""
+
+    @property
+    def applied(self) -> int: ...
+
+    @property
+    def replays(self) -> bool:
+        """Whether an expert replays the steps in which it got no gradient."""
+        ...
+
+    def of(self, layer: int, experts: Experts) -> npt.NDArray[np.int64]:
+        """The steps of ``experts``."""
+        ...
+
+
+class AccessProgram:
+    """The accesses of training and evaluation over the MoE layers of ``schedule``.
+
+    ``experts``: ids of experts are less. Accesses come from iterators: each is carried out before the next one is
+    asked for.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        predictor: Predictor,
+        counts: StepCounts,
+        *,
+        timing: StepTiming,
+        experts: int,
+    ) -> None:
+        self._schedule = schedule
+        self._predictor = predictor
+        self._counts = counts
+        #: When a final gradient becomes a step.
+        self.timing = timing
+        layers = sorted({item.moe_layer for item in schedule.passes if item.moe_layer is not None})
+        self._gradients = {layer: np.zeros(experts, np.uint8) for layer in layers}
+        #: What the forward passes of the present micro-batch used, by layer.
+        self._used: dict[int, Experts] = {}
+        self._training = False
+        self._last_micro = True
+
+    # Where training stands ---------------------------------------------------------------------------------
+
+    def begin_micro(self, *, index: int, count: int) -> None:
+        """Training micro-batch ``index`` of ``count`` begins."""
+        self._training = True
+        self._last_micro = index == count - 1
+        self._used.clear()
+
+    def begin_evaluation(self) -> None:
+        """Only forward passes follow, until the next ``begin_micro``."""
+        self._training = False
+        self._used.clear()
+
+    def apply(self) -> None:
+        """The norm is known: the kept gradients are pending."""
+        for state in self._gradients.values():
+            state[state == GradientState.KEPT] = GradientState.PENDING
+
+    def discard(self) -> None:
+        """The step is skipped: the kept gradients are dropped."""
+        for state in self._gradients.values():
+            state[:] = GradientState.NONE
+
+    def gradient(self, layer: int, expert: int) -> GradientState:
+        return GradientState(self._gradients[layer][expert])
+
+    def kept(self) -> Iterator[tuple[int, int]]:
+        """Layer and expert of every gradient that is kept or pending."""
+        for layer, state in self._gradients.items():
+            for expert in np.flatnonzero(state).tolist():
+                yield layer, expert
+
+    # Accesses ----------------------------------------------------------------------------------------------
+
+    def forward(self, layer: int, experts: Sequence[int] | Experts) -> Iterator[Access]:
+        """A forward pass, and the steps of pending gradients of experts that it did not ask for.
+
+        A second forward pass of a layer in a micro-batch is its recomputation (activation checkpointing): the same
+        experts, and the layer's backward pass comes next.
+        """
+        chosen = np.asarray(experts, np.uint32)
+        again = self._training and layer in self._used
+        if again:
+            ahead = self._schedule.recomputed(layer)
+        else:
+            ahead = self._schedule.following(Phase.FORWARD, layer, training=self._training)
+            self._used[layer] = chosen
+        flags = self._forward_flags(layer, chosen, later=0)
+        actions = np.select(
+            [flags == Need.STEP_SPILLED, flags == Need.STEP], [int(Action.STEP), int(Action.CATCH_UP)]
+        )
+        yield self._access(Phase.FORWARD, layer, chosen, flags, actions, ahead)
+        if not again:
+            self._predictor.observe(layer, chosen.tolist())
+            yield from self.pending(layer)
+
+    def backward(self, layer: int, experts: Sequence[int] | Experts) -> Iterator[Access]:
+        """A backward pass, and after the last micro-batch's, what becomes of gradients that only earlier ones reached."""
+        chosen = np.asarray(experts, np.uint32)
+        kept = self._gradients[layer][chosen] != GradientState.NONE
+        actions = np.where(kept, int(Action.ACCUMULATE), 0 if self._steps_now else int(Action.KEEP))
+        final = (Action.FINISH if self._last_micro else 0) | (Action.STEP if self._steps_now else 0)
+        flags = self._backward_flags(layer, chosen)
+        ahead = self._schedule.following(Phase.BACKWARD, layer, training=self._training)
+        yield self._access(Phase.BACKWARD, layer, chosen, flags, actions | final, ahead)
+        if not self._last_micro:
+            return
+        left = np.setdiff1d(np.flatnonzero(self._gradients[layer]), chosen)
+        if self._steps_now:
+            yield from self._rest(
+                Phase.OPTIMIZER, layer, left, Need.STEP_SPILLED, Action.FINISH | Action.STEP
+            )
+        else:
+            yield from self._rest(Phase.BACKWARD, layer, left, Need.GRADIENTS, Action.FINISH)
+
+    def pending(self, layer: int | None = None) -> Iterator[Access]:
+        """The steps of the pending gradients of ``layer`` (of all layers when None)."""
+        for number in self._gradients if layer is None else [layer]:
+            due = np.flatnonzero(self._gradients[number] == GradientState.PENDING)
+            yield from self._rest(Phase.OPTIMIZER, number, due, Need.STEP_SPILLED, Action.STEP)
+
+    def done(self, access: Access, requests: Sequence[int] | npt.NDArray[np.uint32]) -> None:
+        """The actions of these requests of ``access`` (by their places in it) have been taken."""
+        state = self._gradients[access.layer]
+        experts, actions = access.experts[requests], access.actions[requests]
+        state[experts[actions & Action.KEEP != 0]] = GradientState.KEPT
+        state[experts[actions & Action.STEP != 0]] = GradientState.NONE
+
+    def speculate(self, access: Access, prefetch: Callable[[Speculation], int]) -> None:
+        """Offers the passes ahead of ``access`` to ``prefetch``, nearest first, until it takes fewer experts than a
+        pass is expected to use.
+        """
+        for item in access.ahead:
+            wanted = self._speculation(item)
+            if len(wanted.experts) and prefetch(wanted) < len(wanted.experts):
+                return
+
+    # What passes need --------------------------------------------------------------------------------------
+
+    @property
+    def _steps_now(self) -> bool:
+        return self.timing is StepTiming.IMMEDIATE and self._last_micro
+
+    def _forward_flags(self, layer: int, experts: Experts, *, later: int) -> Flags:
+        # A pass of the next step comes after the present one has been applied.
+        next_step = self._training and later > 0 and self._last_micro
+        due = GradientState.KEPT if next_step else GradientState.PENDING
+        behind = self._counts.applied + next_step > self._counts.of(layer, experts)
+        flags = np.where(behind & self._counts.replays, int(Need.STEP), int(Need.WEIGHTS))
+        flags[self._gradients[layer][experts] >= due] = Need.STEP_SPILLED
+        return flags.astype(np.uint16)
+
+    def _backward_flags(self, layer: int, experts: Experts) -> Flags:
+        if not self._steps_now:
+            return np.full(len(experts), int(Need.WEIGHTS | Need.ACCUMULATE), np.uint16)
+        kept = self._gradients[layer][experts] != GradientState.NONE
+        return np.where(kept, int(Need.STEP_SPILLED), int(Need.STEP)).astype(np.uint16)
+
+    def _speculation(self, item: Pass) -> Speculation:
+        layer = item.moe_layer
+        assert layer is not None
+        if item.phase is Phase.BACKWARD:
+            known = self._used.get(layer) if item.later == 0 else None
+            experts = self._expected(layer) if known is None else known
+            return Speculation(item.phase, layer, experts, self._backward_flags(layer, experts))
+        experts = self._expected(layer)
+        flags = self._forward_flags(layer, experts, later=item.later)
+        return Speculation(item.phase, layer, experts, flags)
+
+    def _expected(self, layer: int) -> Experts:
+        return np.array(self._predictor.predict(layer), np.uint32)
+
+    def _rest(
+        self, phase: Phase, layer: int, experts: npt.NDArray[np.int64], need: Need, action: Action
+    ) -> Iterator[Access]:
+        """An access beside the passes, if there is anything to do in it."""
+        if len(experts):
+            flags = np.full(len(experts), int(need), np.uint16)
+            actions = np.full(len(experts), int(action))
+            yield self._access(phase, layer, experts.astype(np.uint32), flags, actions)
+
+    def _access(
+        self,
+        phase: Phase,
+        layer: int,
+        experts: Experts,
+        flags: Flags,
+        actions: npt.NDArray[np.int64],
+        ahead: Sequence[Pass] = (),
+    ) -> Access:
+        # What waited for the norm belongs to the step before the present one.
+        step = self._counts.applied + (self.timing is StepTiming.IMMEDIATE)
+        return Access(phase, layer, experts, flags, actions.astype(np.uint8), step, ahead)
