@@ -9,8 +9,9 @@ from tierstore.store.disk.drives import DriveReport
 from tierstore.store.fetching import Lease, RecordView
 from tierstore.store.format import Group, GroupLayout, Placement, RecordSchema, Section, WeightFormat
 from tierstore.store.opening import OpenAt
-from tierstore.store.parameter_store import LastCommit, NewRecord, ParameterStore, StoreStatus, verify_store
+from tierstore.store.parameter_store import LastCommit, ParameterStore, StoreStatus, verify_store
 from tierstore.store.records import RecordInfo
+from tierstore.store.registering import NewRecord
 from tierstore.store.verify import VerifyReport
 
 __all__ = [

@@ -43,11 +43,11 @@ def test_a_location_has_the_generation_of_the_commit_that_wrote_it(tmp_path: Pat
 
 def test_only_the_first_write_back_after_a_commit_takes_a_new_slot(tmp_path: Path) -> None:
     with small_store(tmp_path / "store") as store:
-        live: LiveRecord = store.record("e0").live
+        live: LiveRecord = store.core.record("e0").live
         places = []
         for commit in (False, False, True, False):
             update(store, "e0")
-            store.commit() if commit else store.cache.clean()
+            store.commit() if commit else store.core.cache.clean()
             places.append([live.slots[group] for group in COMMITTED_GROUPS])
         assert places[0] == places[1] == places[2] != places[3]
         assert live.slots[Group.GRADIENTS] is None

@@ -86,7 +86,12 @@ def commit(records: int, record_bytes: int, rounds: int, store: Path | None, rep
         ("", "median", "least", "greatest"),
         [
             (title, *map(format_seconds, (times.median_s, times.least_s, times.greatest_s)))
-            for title, times in (("commit", result.commit), ("durable write of the same bytes", result.write))
+            for title, times in (
+                ("commit", result.commit),
+                ("durable write of the same bytes", result.write),
+                ("a heartbeat comes late, commit awaited", result.heartbeat_late),
+                ("a heartbeat comes late, idle loop", result.heartbeat_late_idle),
+            )
         ],
     )
     session.output.line(f"commit / write {result.commit_to_write_ratio:.3f}")
