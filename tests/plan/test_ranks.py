@@ -15,7 +15,7 @@ from tierstore.parallel import Mesh
 from tierstore.plan.capacity import Setting, capacity
 from tierstore.plan.costs import ASSUMED
 from tierstore.plan.traffic import step_traffic
-from tierstore.plan.workload import Workload
+from tierstore.plan.workload import StepWorkload
 from tierstore.prefetch.operations import Kind, operations
 from tierstore.train.config import TrainConfig
 from tierstore.train.session import Opening, open_session
@@ -76,7 +76,7 @@ def test_what_is_simulated_is_what_is_sent(
     """Gathers and reductions of three settled steps, and their bytes: embedding and head are gathered once a step."""
     planned = setting({"model.n_layers": 4} | SENT[name], ranks=count)
     taken = capacity(planned)
-    workload = Workload(planned, taken, step_traffic(planned, taken), ASSUMED)
+    workload = StepWorkload(planned, taken, step_traffic(planned, taken), ASSUMED)
 
     def listed(steps: int) -> Counter[Kind]:
         moved: Counter[Kind] = Counter()
