@@ -4,6 +4,7 @@ from tierstore.cache.config import CacheConfig, GroupOrder, Scope
 from tierstore.links import LinkConfig
 from tierstore.store.adamw import AdamWConfig, Inactive
 from tierstore.store.config import Capability, IoBackendName, IoConfig, StoreConfig, StripeConfig, WearConfig
+from tierstore.store.core import OptimizerStep
 from tierstore.store.disk.drives import DriveReport
 from tierstore.store.fetching import Lease, RecordView
 from tierstore.store.format import Group, GroupLayout, Placement, RecordSchema, Section, WeightFormat
