@@ -60,15 +60,17 @@ bool equal(const T& self, nb::handle other) {
 }
 
 void bind_stats(nb::module_& m) {
-    nb::class_<HitCounts>(m, "HitCounts", "Hits: needed and resident when asked for. Misses: needed and read.")
+    nb::class_<HitCounts>(m, "HitCounts",
+                          "Hits: needed and resident when asked for. Misses: needed and read.")
         .def_ro("hits", &HitCounts::hits)
         .def_ro("misses", &HitCounts::misses)
         .def("__eq__", &equal<HitCounts>, nb::sig("def __eq__(self, other: object) -> bool"))
         .def("__repr__", [](const HitCounts& self) {
-            return "HitCounts(hits=" + std::to_string(self.hits) + ", misses=" + std::to_string(self.misses) + ")";
+            return "HitCounts(hits=" + std::to_string(self.hits) + ", misses=" + std::to_string(self.misses) +
+                   ")";
         });
-    nb::class_<ResidencyStats> stats(m, "ResidencyStats",
-                                     "Counts since the core was made. ``read_bytes`` has prefetched bytes too.");
+    nb::class_<ResidencyStats> stats(
+        m, "ResidencyStats", "Counts since the core was made. ``read_bytes`` has prefetched bytes too.");
     for (const auto& [name, member] : kCounts) stats.def_ro(name, member);
     stats.def_prop_ro("by_group", &by_group)
         .def_ro("by_layer", &ResidencyStats::by_layer)
@@ -149,8 +151,13 @@ void bind_cache(nb::module_& m) {
         .def_ro("held", &EntryState::held)
         .def_ro("pins", &EntryState::pins);
 
-    nb::class_<ResidencyObserver>(m, "ResidencyObserver");
-    nb::class_<EventBuffer, ResidencyObserver>(m, "EventBuffer")
+    nb::class_<ResidencyObserver>(m, "ResidencyObserver", "Sees what a residency core is asked.");
+    nb::class_<EventBuffer, ResidencyObserver>(
+        m, "EventBuffer",
+        R"(Buffers events as columns and gives them to ``sink`` when there are ``rows`` of them.
+
+The columns: kinds, phases, layers, at, steps, offsets, records, flags. What the sink raises refuses the call that
+follows, with nothing changed.)")
         .def(
             "__init__",
             [](EventBuffer* self, std::size_t rows, nb::callable sink) {
@@ -163,25 +170,32 @@ void bind_cache(nb::module_& m) {
                          numpy(std::move(columns.records)), numpy(std::move(columns.flags)));
                 });
             },
-            "rows"_a, "sink"_a)
-        .def("flush", &EventBuffer::flush)
-        .def("records",
-             [](const EventBuffer& self) {
-                 std::vector<std::uint32_t> layers, frames;
-                 std::vector<std::uint64_t> bytes;
-                 std::vector<std::uint16_t> stored;
-                 for (const RecordInfo& record : self.records()) {
-                     layers.push_back(record.layer);
-                     frames.insert(frames.end(), record.frames.begin(), record.frames.end());
-                     bytes.insert(bytes.end(), record.bytes.begin(), record.bytes.end());
-                     stored.push_back(record.stored);
-                 }
-                 return std::tuple(numpy(std::move(layers)), numpy(std::move(frames)), numpy(std::move(bytes)),
-                                   numpy(std::move(stored)));
-             })
-        .def_prop_ro("late_records", &EventBuffer::late_records);
+            "rows"_a, "sink"_a,
+            nb::sig("def __init__(self, rows: int, sink: collections.abc.Callable[..., object]) -> None"))
+        .def("flush", &EventBuffer::flush, "Gives the sink what is buffered.")
+        .def(
+            "records",
+            [](const EventBuffer& self) {
+                std::vector<std::uint32_t> layers, frames;
+                std::vector<std::uint64_t> bytes;
+                std::vector<std::uint16_t> stored;
+                for (const RecordInfo& record : self.records()) {
+                    layers.push_back(record.layer);
+                    frames.insert(frames.end(), record.frames.begin(), record.frames.end());
+                    bytes.insert(bytes.end(), record.bytes.begin(), record.bytes.end());
+                    stored.push_back(record.stored);
+                }
+                return std::tuple(numpy(std::move(layers)), numpy(std::move(frames)), numpy(std::move(bytes)),
+                                  numpy(std::move(stored)));
+            },
+            "Of all records: layers, frames [3 each], bytes [3 each], masks of groups stored when they were "
+            "added.")
+        .def_prop_ro("late_records", &EventBuffer::late_records,
+                     "How many of them were added after the first other event.");
 
-    nb::class_<Residency>(m, "Residency")
+    nb::class_<Residency>(
+        m, "Residency",
+        "What is in the budget: every decision of the host cache (native/cache/residency.hpp).")
         .def(
             "__init__",
             [](Residency* self, std::uint64_t capacity, const std::string& policy,
@@ -199,14 +213,16 @@ void bind_cache(nb::module_& m) {
             "capacity_frames"_a, nb::kw_only(), "policy"_a = "lfu-decay",
             "policy_options"_a = PolicyOptions{}, "scope"_a = Scope::GLOBAL, "lookahead_frames"_a = 0,
             "layer_quotas"_a = std::vector<std::uint64_t>{}, "group_order"_a = GroupOrder::RESIDENT_FIRST)
-        .def("observe", &Residency::observe, "observer"_a.none())
-        .def("start_at", &Residency::start_at, "step"_a)
+        .def("observe", &Residency::observe, "observer"_a.none(),
+             "From now on ``observer`` sees what the core is asked; None: nobody does. Before there are "
+             "records.")
+        .def("start_at", &Residency::start_at, "step"_a,
+             "Numbers the steps from ``step`` on. Before anything else is asked.")
         .def(
             "add_record",
             [](Residency& self, std::uint32_t layer, const std::array<std::uint32_t, kGroups>& frames,
-               const std::array<std::uint64_t, kGroups>& bytes, std::uint16_t stored) {
-                return self.add_record(RecordInfo{layer, frames, bytes, stored});
-            },
+               const std::array<std::uint64_t, kGroups>& bytes,
+               std::uint16_t stored) { return self.add_record(RecordInfo{layer, frames, bytes, stored}); },
             "layer"_a, "group_frames"_a, "group_bytes"_a, "stored_mask"_a)
         .def("set_stored", &Residency::set_stored, "record"_a, "mask"_a)
         .def(
@@ -243,7 +259,8 @@ void bind_cache(nb::module_& m) {
             "prefetch",
             [](Residency& self, std::uint8_t phase, std::uint32_t layer, Records records, Flags flags) {
                 Decided decided;
-                const std::uint32_t taken = self.prefetch(static_cast<Phase>(phase), layer, span_of(records), span_of(flags), decided);
+                const std::uint32_t taken = self.prefetch(static_cast<Phase>(phase), layer, span_of(records),
+                                                          span_of(flags), decided);
                 return std::pair(taken, both(std::move(decided)));
             },
             "phase"_a, "layer"_a, "records"_a.noconvert(), "flags"_a.noconvert())
@@ -288,7 +305,8 @@ void bind_cache(nb::module_& m) {
         .def_prop_ro("used_frames", &Residency::used_frames)
         .def_prop_ro("policy_failed", &Residency::policy_failed)
         .def_prop_ro("capacity_frames", [](const Residency& self) { return self.options().capacity_frames; })
-        .def_prop_ro("lookahead_frames", [](const Residency& self) { return self.options().lookahead_frames; })
+        .def_prop_ro("lookahead_frames",
+                     [](const Residency& self) { return self.options().lookahead_frames; })
         .def_prop_ro("scope", [](const Residency& self) { return self.options().scope; })
         .def_prop_ro("layer_quotas", [](const Residency& self) { return self.options().layer_quotas; })
         .def_prop_ro("group_order", [](const Residency& self) { return self.options().order; })

@@ -206,8 +206,7 @@ private:
         if (observer_) tell_observer(Event{kind, phase, layer, 0, step_, records, flags, nullptr});
     }
     void tell_observer(Event event);
-    void announce(Phase phase, std::span<const std::uint32_t> records,
-                  std::span<const std::uint16_t> flags);
+    void announce(Phase phase, std::span<const std::uint32_t> records, std::span<const std::uint16_t> flags);
     [[noreturn]] void refuse_capacity(const Domain& domain, std::uint64_t added) const;
     void request(Domain& domain, EntryId entry, Decided& decided);
     void finish(std::uint32_t record, std::uint16_t unit, Decided& decided);
@@ -258,7 +257,7 @@ private:
     std::vector<std::uint32_t> unit_at_;
     std::vector<std::uint32_t> place_of_;  // by unit
     std::vector<std::uint32_t> bounds_{0};
-    std::vector<EntryId> victims_;   // scratch
+    std::vector<EntryId> victims_;    // scratch
     std::vector<EntryId> announced_;  // scratch
     ResidencyStats stats_;
 };
