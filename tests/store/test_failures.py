@@ -234,6 +234,14 @@ def test_direct_record_must_be_written(tmp_path: Path) -> None:
             store.commit()
 
 
+def test_only_direct_records_are_written_and_read_through(tmp_path: Path) -> None:
+    with small_store(tmp_path / "store") as store:
+        with pytest.raises(KeyError, match="e0"):
+            store.core.write_through("e0", {}, step=1)
+        with pytest.raises(KeyError, match="e0"):
+            store.core.read_through("e0", {})
+
+
 def test_a_late_read_of_a_slot_left_behind_meets_its_own_checksums(tmp_path: Path) -> None:
     """A read ahead that nobody waits for may still be queued when its record is written to a new slot."""
     with small_store(tmp_path / "store") as store:

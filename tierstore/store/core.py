@@ -156,7 +156,7 @@ class StoreCore:
         """
         self.failures.check()
         self._before_change()
-        live = self.records.live(key)
+        live = self.records.direct(key)
         tickets = [live.write(group, sections, ()) for group, sections in groups.items()]
         self.committer.writes += tickets
         live.step, live.changed = step, True
@@ -165,7 +165,7 @@ class StoreCore:
     def read_through(self, key: str, groups: Mapping[Group, Sequence[_native.Buffer]]) -> None:
         """Reads a DIRECT record into the owner's memory and waits for it."""
         self.failures.check()
-        live, demand = self.records.live(key), _native.Priority.DEMAND
+        live, demand = self.records.direct(key), _native.Priority.DEMAND
         self.wait([live.read(group, into, (), demand) for group, into in groups.items()])
 
     # Commits ------------------------------------------------------------------------------------------------

@@ -50,6 +50,12 @@ class Records:
         """The record's live index value. Raises KeyError."""
         return self._live.records[key]
 
+    def direct(self, key: str) -> LiveRecord:
+        """The record ``key``, which its owner holds. Raises KeyError, also for one that the host cache holds."""
+        if key in self.cached:
+            raise KeyError(key)
+        return self.live(key)
+
     def info(self, key: str) -> RecordInfo:
         """Raises KeyError."""
         live = self.live(key)
