@@ -48,18 +48,18 @@ def test_a_run_takes_what_its_plan_says(name: str, setting: Make) -> None:
     traffic = step_traffic(planned, taken)
     with open_session(planned.config, Opening.CREATE) as trainer:
         store = trainer.store
-        assert store.info(f"expert.{planned.model.moe_layers[0]:04d}.00000").schema == planned.schema
-        assert sum(key.startswith("expert") for key in store.keys) == planned.records
+        assert store.records.info(f"expert.{planned.model.moe_layers[0]:04d}.00000").schema == planned.schema
+        assert sum(key.startswith("expert") for key in store.records.keys) == planned.records
         moved = []
         for steps in (6, 8):
             for _ in range(steps):
                 trainer.step()
-            stats = store.core.cache.residency.stats()
+            stats = store.cache.residency.stats()
             moved.append([getattr(stats, key) for key in ("read_bytes", "written_bytes", "hits", "misses")])
         trainer.commit()
-        arena = store.core.cache.residency.capacity_frames
+        arena = store.cache.residency.capacity_frames
         held = sum(path.stat().st_size for path in planned.config.store.rglob("*") if path.is_file())
-        scratch = store.core.extents.allocated_bytes - _extents(planned.config.store)
+        scratch = store.extents.allocated_bytes - _extents(planned.config.store)
     step = [(after - before) / 8 for before, after in zip(*moved, strict=True)]
     assert step[:2] == pytest.approx([traffic.read_bytes, traffic.written_bytes], abs=1)
     assert step[2:] == [traffic.hits, traffic.misses]

@@ -175,6 +175,13 @@ def test_a_loop_that_opens_no_step_gets_an_error(make_rig: MakeRig) -> None:
         backward_of_expert_0(make_rig())
 
 
+def test_a_loop_that_applies_a_norm_outside_a_step_gets_an_error(make_rig: MakeRig) -> None:
+    rig = make_rig(StepTiming.DEFERRED)
+    backward_of_expert_0(rig)
+    with pytest.raises(StoreError, match="no optimizer step is open"):
+        rig.experts.gradients.apply(1.0)
+
+
 def test_a_loop_that_does_not_take_what_waited_gets_an_error(make_rig: MakeRig) -> None:
     """The next norm is applied before the layer's next pass has taken the gradients of the last one."""
     rig = make_rig(StepTiming.DEFERRED)

@@ -158,7 +158,7 @@ def _step(
     return squares
 
 
-@pytest.mark.parametrize("plan", list(StepTiming))
+@pytest.mark.parametrize("timing", list(StepTiming))
 @pytest.mark.parametrize("size", [2, 4])
 def test_replicas_step_as_one_store_with_all_gradients(
     ranks: Ranks, tmp_path: Path, size: int, timing: StepTiming
@@ -184,7 +184,7 @@ def test_replicas_need_a_store_whose_groups_are_in_key_order(tmp_path: Path) -> 
                 tier,
                 {},
                 weight_slots=1,
-                plan=StepTiming.IMMEDIATE,
+                timing=StepTiming.IMMEDIATE,
                 predictor=make_predictor(PredictorName.NONE, range(1)),
                 schedule=Schedule.of_layers([LAYER], depth=1),
                 ledger=StallLedger(),

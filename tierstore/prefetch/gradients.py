@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from tierstore._native import Buffer, DoubleTable
 from tierstore.cache.access import GROUP_STRIDE, Need
 from tierstore.errors import StoreError
-from tierstore.prefetch.plan import StepTiming
 from tierstore.prefetch.program import Access, AccessProgram, Action
 from tierstore.store.core import StoreCore
 from tierstore.store.format import Group
@@ -45,6 +44,8 @@ class GradientAccumulator:
         self._squares = DoubleTable(count)
         self._square_tickets: list[int] = []
         self._scale = 1.0
+        #: The optimizer step of gradients that waited for its norm; None: none do, the open step is taken.
+        self._due: int | None = None
 
     def begin_step(self) -> None:
         """No gradient has arrived yet."""
@@ -73,11 +74,9 @@ class GradientAccumulator:
         if action & Action.FINISH:
             self._cache.reads(entry, self._square(record, gradient, self._cache.ready(entry)))
         if action & Action.STEP:
-            # What waited for the norm takes the step before the one that may be open.
-            deferred = self._program.timing is StepTiming.DEFERRED
-            number, after = self._store.history.applied if deferred else None, self._cache.ready(entry)
+            after = self._cache.ready(entry)
             ticket = self._store.optimizer.step(
-                record, gradient, number=number, scale=self._scale, after=after
+                record, gradient, number=self._due, scale=self._scale, after=after
             )
             self._cache.reads(entry, ticket)
 
@@ -114,7 +113,8 @@ class GradientAccumulator:
     def apply(self, scale: float) -> None:
         """The kept gradients, times ``scale``, are due: each is stepped before its expert is used again."""
         if any(self._program.pending()):
-            raise StoreError("gradients of the optimizer step before this one still wait for it")
+            raise StoreError(f"gradients of optimizer step {self._due} still wait for it")
+        self._due = self._store.history.current
         self._scale = scale
         self._program.apply()
 
