@@ -15,11 +15,13 @@ std::span<const T> span_of(const Column<T>& array) {
     return std::span(array.data(), array.shape(0));
 }
 
+template <typename T>
+using Numpy = nanobind::ndarray<nanobind::numpy, T, nanobind::ndim<1>>;
+
 // An array that owns the values.
 template <typename T>
-nanobind::object numpy(std::vector<T>&& values) {
+Numpy<T> numpy(std::vector<T>&& values) {
     auto* owned = new std::vector<T>(std::move(values));
     nanobind::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-    return nanobind::cast(
-        nanobind::ndarray<nanobind::numpy, T, nanobind::ndim<1>>(owned->data(), {owned->size()}, owner));
+    return Numpy<T>(owned->data(), {owned->size()}, owner);
 }

@@ -68,10 +68,15 @@ PyObject* new_type(nb::module_& m, const char* name, const char* doc, PyObject* 
 void bind_base(nb::module_& m) {
     static Types types;
     types.checksum_mismatch = new_type(
-        m, "ChecksumMismatch", "A section read from a file is not what was written there.", PyExc_Exception);
-    types.cancelled = new_type(m, "CancelledError", "The operation, or one that it follows, was cancelled.",
-                               PyExc_Exception);
-    types.closed = new_type(m, "EngineClosed", "The engine was closed.", PyExc_RuntimeError);
+        m, "ChecksumMismatch",
+        "A section read from a file is not what was written there. ``args`` is (message, path, file_offset,\n"
+        "section_index).",
+        PyExc_Exception);
+    types.cancelled =
+        new_type(m, "CancelledError",
+                 "The operation, or one that it follows, was cancelled before it started.", PyExc_Exception);
+    types.closed = new_type(m, "EngineClosed", "The engine was closed before the operation started.",
+                            PyExc_RuntimeError);
     types.forgotten = new_type(m, "ResultForgotten",
                                "The operation failed, or may have, too long ago for its error to be kept.",
                                PyExc_RuntimeError);

@@ -2,8 +2,10 @@
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
@@ -24,43 +26,61 @@ namespace {
 using Records = Column<std::uint32_t>;
 using Flags = Column<std::uint16_t>;
 
-nb::tuple both(Decided&& decided) {
-    return nb::make_tuple(numpy(std::move(decided.kinds)), numpy(std::move(decided.entries)));
+using Decisions = std::pair<Numpy<std::uint8_t>, Numpy<std::uint32_t>>;
+
+Decisions both(Decided&& decided) {
+    return {numpy(std::move(decided.kinds)), numpy(std::move(decided.entries))};
 }
 
-nb::dict traffic(const Traffic& traffic) {
-    nb::dict out;
-    out["hits"] = traffic.hits;
-    out["misses"] = traffic.misses;
-    return out;
+constexpr std::pair<const char*, std::uint64_t ResidencyStats::*> kCounts[] = {
+    {"accesses", &ResidencyStats::accesses},
+    {"groups", &ResidencyStats::groups},
+    {"steps", &ResidencyStats::steps},
+    {"hits", &ResidencyStats::hits},
+    {"misses", &ResidencyStats::misses},
+    {"creates", &ResidencyStats::creates},
+    {"evictions", &ResidencyStats::evictions},
+    {"write_backs", &ResidencyStats::write_backs},
+    {"drops", &ResidencyStats::drops},
+    {"starved", &ResidencyStats::starved},
+    {"read_bytes", &ResidencyStats::read_bytes},
+    {"written_bytes", &ResidencyStats::written_bytes},
+    {"prefetch_read_bytes", &ResidencyStats::prefetch_read_bytes},
+    {"useful_prefetch_bytes", &ResidencyStats::useful_prefetch_bytes},
+    {"wasted_prefetch_bytes", &ResidencyStats::wasted_prefetch_bytes},
+};
+
+std::map<std::string, HitCounts> by_group(const ResidencyStats& stats) {
+    return {{"weights", stats.by_group[0]}, {"moments", stats.by_group[1]}, {"gradients", stats.by_group[2]}};
 }
 
-nb::dict stats_dict(const ResidencyStats& stats) {
-    nb::dict out;
-    out["accesses"] = stats.accesses;
-    out["groups"] = stats.groups;
-    out["steps"] = stats.steps;
-    out["hits"] = stats.hits;
-    out["misses"] = stats.misses;
-    out["creates"] = stats.creates;
-    out["evictions"] = stats.evictions;
-    out["write_backs"] = stats.write_backs;
-    out["drops"] = stats.drops;
-    out["starved"] = stats.starved;
-    out["read_bytes"] = stats.read_bytes;
-    out["written_bytes"] = stats.written_bytes;
-    out["prefetch_read_bytes"] = stats.prefetch_read_bytes;
-    out["useful_prefetch_bytes"] = stats.useful_prefetch_bytes;
-    out["wasted_prefetch_bytes"] = stats.wasted_prefetch_bytes;
-    nb::dict groups;
-    const char* names[] = {"weights", "moments", "gradients"};
-    for (std::uint32_t group = 0; group < kGroups; ++group)
-        groups[names[group]] = traffic(stats.by_group[group]);
-    out["by_group"] = groups;
-    nb::list layers;
-    for (const Traffic& layer : stats.by_layer) layers.append(traffic(layer));
-    out["by_layer"] = layers;
-    return out;
+template <typename T>
+bool equal(const T& self, nb::handle other) {
+    return nb::isinstance<T>(other) && self == nb::cast<const T&>(other);
+}
+
+void bind_stats(nb::module_& m) {
+    nb::class_<HitCounts>(m, "HitCounts",
+                          "Hits: needed and resident when asked for. Misses: needed and read.")
+        .def_ro("hits", &HitCounts::hits)
+        .def_ro("misses", &HitCounts::misses)
+        .def("__eq__", &equal<HitCounts>, nb::sig("def __eq__(self, other: object) -> bool"))
+        .def("__repr__", [](const HitCounts& self) {
+            return "HitCounts(hits=" + std::to_string(self.hits) + ", misses=" + std::to_string(self.misses) +
+                   ")";
+        });
+    nb::class_<ResidencyStats> stats(
+        m, "ResidencyStats", "Counts since the core was made. ``read_bytes`` has prefetched bytes too.");
+    for (const auto& [name, member] : kCounts) stats.def_ro(name, member);
+    stats.def_prop_ro("by_group", &by_group)
+        .def_ro("by_layer", &ResidencyStats::by_layer)
+        .def("__eq__", &equal<ResidencyStats>, nb::sig("def __eq__(self, other: object) -> bool"))
+        .def("__repr__", [](const ResidencyStats& self) {
+            std::string text = "ResidencyStats(";
+            for (const auto& [name, member] : kCounts)
+                text += std::string(name) + "=" + std::to_string(self.*member) + ", ";
+            return text + "...)";
+        });
 }
 
 }  // namespace
@@ -123,6 +143,7 @@ void bind_cache(nb::module_& m) {
     m.def("beta_for_half_life", &beta_for_half_life, "half_life"_a, "interval"_a,
           "The beta that gives this half-life when counts decay every `interval` steps.");
 
+    bind_stats(m);
     nb::class_<EntryState>(m, "EntryState")
         .def_ro("resident", &EntryState::resident)
         .def_ro("dirty", &EntryState::dirty)
@@ -130,8 +151,13 @@ void bind_cache(nb::module_& m) {
         .def_ro("held", &EntryState::held)
         .def_ro("pins", &EntryState::pins);
 
-    nb::class_<ResidencyObserver>(m, "ResidencyObserver");
-    nb::class_<EventBuffer, ResidencyObserver>(m, "EventBuffer")
+    nb::class_<ResidencyObserver>(m, "ResidencyObserver", "Sees what a residency core is asked.");
+    nb::class_<EventBuffer, ResidencyObserver>(
+        m, "EventBuffer",
+        R"(Buffers events as columns and gives them to ``sink`` when there are ``rows`` of them.
+
+The columns: kinds, phases, layers, at, steps, offsets, records, flags. What the sink raises refuses the call that
+follows, with nothing changed.)")
         .def(
             "__init__",
             [](EventBuffer* self, std::size_t rows, nb::callable sink) {
@@ -144,25 +170,32 @@ void bind_cache(nb::module_& m) {
                          numpy(std::move(columns.records)), numpy(std::move(columns.flags)));
                 });
             },
-            "rows"_a, "sink"_a)
-        .def("flush", &EventBuffer::flush)
-        .def("records",
-             [](const EventBuffer& self) {
-                 std::vector<std::uint32_t> layers, frames;
-                 std::vector<std::uint64_t> bytes;
-                 std::vector<std::uint16_t> stored;
-                 for (const RecordInfo& record : self.records()) {
-                     layers.push_back(record.layer);
-                     frames.insert(frames.end(), record.frames.begin(), record.frames.end());
-                     bytes.insert(bytes.end(), record.bytes.begin(), record.bytes.end());
-                     stored.push_back(record.stored);
-                 }
-                 return nb::make_tuple(numpy(std::move(layers)), numpy(std::move(frames)),
-                                       numpy(std::move(bytes)), numpy(std::move(stored)));
-             })
-        .def_prop_ro("late_records", &EventBuffer::late_records);
+            "rows"_a, "sink"_a,
+            nb::sig("def __init__(self, rows: int, sink: collections.abc.Callable[..., object]) -> None"))
+        .def("flush", &EventBuffer::flush, "Gives the sink what is buffered.")
+        .def(
+            "records",
+            [](const EventBuffer& self) {
+                std::vector<std::uint32_t> layers, frames;
+                std::vector<std::uint64_t> bytes;
+                std::vector<std::uint16_t> stored;
+                for (const RecordInfo& record : self.records()) {
+                    layers.push_back(record.layer);
+                    frames.insert(frames.end(), record.frames.begin(), record.frames.end());
+                    bytes.insert(bytes.end(), record.bytes.begin(), record.bytes.end());
+                    stored.push_back(record.stored);
+                }
+                return std::tuple(numpy(std::move(layers)), numpy(std::move(frames)), numpy(std::move(bytes)),
+                                  numpy(std::move(stored)));
+            },
+            "Of all records: layers, frames [3 each], bytes [3 each], masks of groups stored when they were "
+            "added.")
+        .def_prop_ro("late_records", &EventBuffer::late_records,
+                     "How many of them were added after the first other event.");
 
-    nb::class_<Residency>(m, "Residency")
+    nb::class_<Residency>(
+        m, "Residency",
+        "What is in the budget: every decision of the host cache (native/cache/residency.hpp).")
         .def(
             "__init__",
             [](Residency* self, std::uint64_t capacity, const std::string& policy,
@@ -180,14 +213,16 @@ void bind_cache(nb::module_& m) {
             "capacity_frames"_a, nb::kw_only(), "policy"_a = "lfu-decay",
             "policy_options"_a = PolicyOptions{}, "scope"_a = Scope::GLOBAL, "lookahead_frames"_a = 0,
             "layer_quotas"_a = std::vector<std::uint64_t>{}, "group_order"_a = GroupOrder::RESIDENT_FIRST)
-        .def("observe", &Residency::observe, "observer"_a.none())
-        .def("start_at", &Residency::start_at, "step"_a)
+        .def("observe", &Residency::observe, "observer"_a.none(),
+             "From now on ``observer`` sees what the core is asked; None: nobody does. Before there are "
+             "records.")
+        .def("start_at", &Residency::start_at, "step"_a,
+             "Numbers the steps from ``step`` on. Before anything else is asked.")
         .def(
             "add_record",
             [](Residency& self, std::uint32_t layer, const std::array<std::uint32_t, kGroups>& frames,
-               const std::array<std::uint64_t, kGroups>& bytes, std::uint16_t stored) {
-                return self.add_record(RecordInfo{layer, frames, bytes, stored});
-            },
+               const std::array<std::uint64_t, kGroups>& bytes,
+               std::uint16_t stored) { return self.add_record(RecordInfo{layer, frames, bytes, stored}); },
             "layer"_a, "group_frames"_a, "group_bytes"_a, "stored_mask"_a)
         .def("set_stored", &Residency::set_stored, "record"_a, "mask"_a)
         .def(
@@ -196,15 +231,15 @@ void bind_cache(nb::module_& m) {
                 std::vector<std::uint32_t> bounds =
                     self.begin_access(static_cast<Phase>(phase), layer, span_of(records), span_of(flags));
                 const std::size_t groups = bounds.size() - 1;
-                return nb::make_tuple(groups, numpy(std::move(bounds)));
+                return std::pair(groups, numpy(std::move(bounds)));
             },
             "phase"_a, "layer"_a, "records"_a.noconvert(), "flags"_a.noconvert())
         .def("next_group",
              [](Residency& self) {
                  Decided demanded, ahead;
                  const std::span<const std::uint32_t> units = self.next_group(demanded, ahead);
-                 return nb::make_tuple(numpy(std::vector<std::uint32_t>(units.begin(), units.end())),
-                                       both(std::move(demanded)), both(std::move(ahead)));
+                 return std::tuple(numpy(std::vector<std::uint32_t>(units.begin(), units.end())),
+                                   both(std::move(demanded)), both(std::move(ahead)));
              })
         .def(
             "end_unit",
@@ -224,8 +259,9 @@ void bind_cache(nb::module_& m) {
             "prefetch",
             [](Residency& self, std::uint8_t phase, std::uint32_t layer, Records records, Flags flags) {
                 Decided decided;
-                const std::uint32_t taken = self.prefetch(static_cast<Phase>(phase), layer, span_of(records), span_of(flags), decided);
-                return nb::make_tuple(taken, both(std::move(decided)));
+                const std::uint32_t taken = self.prefetch(static_cast<Phase>(phase), layer, span_of(records),
+                                                          span_of(flags), decided);
+                return std::pair(taken, both(std::move(decided)));
             },
             "phase"_a, "layer"_a, "records"_a.noconvert(), "flags"_a.noconvert())
         .def("cancel_prefetch", &Residency::cancel_prefetch)
@@ -262,14 +298,15 @@ void bind_cache(nb::module_& m) {
             },
             "entries"_a.noconvert())
         .def("end_step", &Residency::end_step)
-        .def("stats", [](const Residency& self) { return stats_dict(self.stats()); })
+        .def("stats", &Residency::stats)
         .def("state", &Residency::state, "entry"_a)
         .def("resident_entries", [](const Residency& self) { return numpy(self.resident_entries()); })
         .def("dirty_entries", [](const Residency& self) { return numpy(self.dirty_entries()); })
         .def_prop_ro("used_frames", &Residency::used_frames)
         .def_prop_ro("policy_failed", &Residency::policy_failed)
         .def_prop_ro("capacity_frames", [](const Residency& self) { return self.options().capacity_frames; })
-        .def_prop_ro("lookahead_frames", [](const Residency& self) { return self.options().lookahead_frames; })
+        .def_prop_ro("lookahead_frames",
+                     [](const Residency& self) { return self.options().lookahead_frames; })
         .def_prop_ro("scope", [](const Residency& self) { return self.options().scope; })
         .def_prop_ro("layer_quotas", [](const Residency& self) { return self.options().layer_quotas; })
         .def_prop_ro("group_order", [](const Residency& self) { return self.options().order; })

@@ -25,13 +25,15 @@ using HeldCrcs = Held<CrcTable>;
 using HeldDoubles = Held<DoubleTable>;
 using HeldLink = Held<Link>;
 
-std::vector<Buffer> buffers(const nb::sequence& sequence) {
+using Buffers = nb::typed<nb::sequence, Buffer>;
+
+std::vector<Buffer> buffers(const Buffers& sequence) {
     std::vector<Buffer> out;
     for (nb::handle item : sequence) out.push_back(nb::cast<const Buffer&>(item));
     return out;
 }
 
-Transfer transfer(const HeldFile& file, uint64_t offset, const nb::sequence& sections, const HeldCrcs* crcs,
+Transfer transfer(const HeldFile& file, uint64_t offset, const Buffers& sections, const HeldCrcs* crcs,
                   size_t first_crc, size_t align) {
     return {file.ptr->open(), offset, buffers(sections), crcs ? crcs->ptr : nullptr, first_crc, align};
 }
@@ -103,7 +105,7 @@ void init(Engine* self, IoBackend backend, size_t io_threads, size_t queue_depth
     new (self) Engine(options);
 }
 
-Ticket adamw(Engine& self, const nb::sequence& weight, const Buffer& exp_avg, const Buffer& exp_avg_sq,
+Ticket adamw(Engine& self, const Buffers& weight, const Buffer& exp_avg, const Buffer& exp_avg_sq,
              const Buffer* grad, const Steps& steps, float grad_scale, const Tickets& after,
              Priority priority) {
     AdamWRecord record{buffers(weight), exp_avg, exp_avg_sq, {}};
@@ -115,46 +117,50 @@ Ticket adamw(Engine& self, const nb::sequence& weight, const Buffer& exp_avg, co
     }
     size_t nbytes = record.exp_avg.nbytes() + record.exp_avg_sq.nbytes();
     for (const Buffer& part : record.weight) nbytes += part.nbytes();
-    return self.compute(
-        adamw_work(std::move(record), std::move(copied), grad_scale, self.compute_threads()),
-        {after, priority}, {Activity::AdamW, nbytes});
+    return self.compute(adamw_work(std::move(record), std::move(copied), grad_scale, self.compute_threads()),
+                        {after, priority}, {Activity::AdamW, nbytes});
 }
 
 void bind_transfers(nb::class_<Engine>& engine) {
     engine
         .def(
             "read",
-            [](Engine& self, const HeldFile& file, uint64_t offset, const nb::sequence& sections,
+            [](Engine& self, const HeldFile& file, uint64_t offset, const Buffers& sections,
                const HeldCrcs* crcs, size_t first_crc, size_t align, const Tickets& after,
                Priority priority) {
                 return self.read(transfer(file, offset, sections, crcs, first_crc, align), {after, priority});
             },
             "file"_a, "offset"_a, "sections"_a, "crcs"_a.none() = nb::none(), "first_crc"_a = 0,
-            nb::kw_only(), "align"_a = 4096, "after"_a = nb::make_tuple(), "priority"_a = Priority::Demand)
+            nb::kw_only(), "align"_a = 4096, "after"_a = nb::make_tuple(), "priority"_a = Priority::Demand,
+            R"(Reads sections that follow one another from ``offset``, each padded to ``align`` (a power of two).
+
+Every section needs room for its padding. With ``crcs``, section i is compared with ``crcs[first_crc + i]``
+as it stands when the bytes have arrived.)")
         .def(
             "write",
-            [](Engine& self, const HeldFile& file, uint64_t offset, const nb::sequence& sections,
+            [](Engine& self, const HeldFile& file, uint64_t offset, const Buffers& sections,
                const HeldCrcs* crcs, size_t first_crc, size_t align, const Tickets& after,
                Priority priority) {
                 return self.write(transfer(file, offset, sections, crcs, first_crc, align),
                                   {after, priority});
             },
             "file"_a, "offset"_a, "sections"_a, "crcs"_a.none() = nb::none(), "first_crc"_a = 0,
-            nb::kw_only(), "align"_a = 4096, "after"_a = nb::make_tuple(), "priority"_a = Priority::WriteBack)
+            nb::kw_only(), "align"_a = 4096, "after"_a = nb::make_tuple(), "priority"_a = Priority::WriteBack,
+            "Writes sections as ``read`` reads them; zeroes their padding and stores their checksums first.")
         .def(
             "sync",
             [](Engine& self, const HeldFile& file, const Tickets& after, Priority priority) {
                 return self.sync(file.ptr->open(), {after, priority});
             },
-            "file"_a, nb::kw_only(), "after"_a = nb::make_tuple(), "priority"_a = Priority::Demand)
+            "file"_a, nb::kw_only(), "after"_a = nb::make_tuple(), "priority"_a = Priority::Demand,
+            "fdatasync: what ``after`` names is durable once it is done.")
         .def(
             "punch",
             [](Engine& self, const HeldFile& file, uint64_t offset, uint64_t nbytes, const Tickets& after,
-               Priority priority) {
-                return self.punch(file.ptr->open(), offset, nbytes, {after, priority});
-            },
+               Priority priority) { return self.punch(file.ptr->open(), offset, nbytes, {after, priority}); },
             "file"_a, "offset"_a, "nbytes"_a, nb::kw_only(), "after"_a = nb::make_tuple(),
-            "priority"_a = Priority::WriteBack);
+            "priority"_a = Priority::WriteBack,
+            "Gives blocks back: they read as zeros. A failure poisons nothing.");
 }
 
 void bind_compute(nb::class_<Engine>& engine) {
@@ -162,8 +168,7 @@ void bind_compute(nb::class_<Engine>& engine) {
         .def(
             "copy",
             [](Engine& self, const Buffer& dst, const Buffer& src, const Tickets& after, Priority priority) {
-                return self.compute(copy_work(dst, src), {after, priority},
-                                    {Activity::Copy, dst.nbytes()});
+                return self.compute(copy_work(dst, src), {after, priority}, {Activity::Copy, dst.nbytes()});
             },
             "dst"_a, "src"_a, nb::kw_only(), "after"_a = nb::make_tuple(), "priority"_a = Priority::Demand)
         .def(
@@ -181,7 +186,7 @@ void bind_compute(nb::class_<Engine>& engine) {
                                     {Activity::Accumulate, dst.nbytes()});
             },
             "dst"_a, "src"_a, "src_dtype"_a = Dtype::Fp32, nb::kw_only(), "after"_a = nb::make_tuple(),
-            "priority"_a = Priority::Demand)
+            "priority"_a = Priority::Demand, "``dst += src``; dst is fp32.")
         .def(
             "sum_of_squares",
             [](Engine& self, const Buffer& src, const HeldDoubles& out, size_t index, const Tickets& after,
@@ -190,10 +195,16 @@ void bind_compute(nb::class_<Engine>& engine) {
                                     {Activity::SumOfSquares, src.nbytes()});
             },
             "src"_a, "out"_a, "index"_a, nb::kw_only(), "after"_a = nb::make_tuple(),
-            "priority"_a = Priority::Demand)
-        .def("adamw", adamw, "weight"_a, "exp_avg"_a, "exp_avg_sq"_a, "grad"_a.none(), "steps"_a.noconvert(),
-             "grad_scale"_a = 1.0f, nb::kw_only(), "after"_a = nb::make_tuple(),
-             "priority"_a = Priority::Demand);
+            "priority"_a = Priority::Demand,
+            "``out[index]`` = the sum of squares of src (fp32); the same bits wherever its spans lie.")
+        .def(
+            "adamw", adamw, "weight"_a, "exp_avg"_a, "exp_avg_sq"_a, "grad"_a.none(), "steps"_a.noconvert(),
+            "grad_scale"_a = 1.0f, nb::kw_only(), "after"_a = nb::make_tuple(),
+            "priority"_a = Priority::Demand,
+            R"(AdamW steps over one record in one pass. ``weight`` is [fp32] or [bf16 rounding, int16 remainder].
+
+``steps`` is [k, 7], copied: lr, beta1, beta2, eps, weight_decay, bias_correction1, sqrt(bias_correction2).
+All but the last step have a zero gradient.)");
 }
 
 void bind_waiting(nb::class_<Engine>& engine) {
@@ -203,39 +214,62 @@ void bind_waiting(nb::class_<Engine>& engine) {
             [](Engine& self, const Tickets& after, Priority priority) {
                 return self.barrier({after, priority});
             },
-            "after"_a = nb::make_tuple(), nb::kw_only(), "priority"_a = Priority::Demand)
+            "after"_a = nb::make_tuple(), nb::kw_only(), "priority"_a = Priority::Demand,
+            "Done when all of ``after`` is done.")
         .def(
             "external",
             [](Engine& self, const Tickets& after, Priority priority) {
                 return self.external({after, priority});
             },
-            nb::kw_only(), "after"_a = nb::make_tuple(), "priority"_a = Priority::Demand)
+            nb::kw_only(), "after"_a = nb::make_tuple(), "priority"_a = Priority::Demand,
+            "Done when complete_external() was called and ``after`` is done: for events outside the engine.")
         .def(
             "hold",
             [](Engine& self, const HeldLink& link, size_t nbytes, Activity activity, const Tickets& after,
-               Priority priority) {
-                return self.hold(link.ptr, {after, priority}, {activity, nbytes});
-            },
-            "link"_a, "nbytes"_a, "activity"_a = Activity::Other, nb::kw_only(),
-            "after"_a = nb::make_tuple(), "priority"_a = Priority::Demand)
-        .def("complete_external", &Engine::complete_external, "ticket"_a, "error"_a = "")
+               Priority priority) { return self.hold(link.ptr, {after, priority}, {activity, nbytes}); },
+            "link"_a, "nbytes"_a, "activity"_a = Activity::Other, nb::kw_only(), "after"_a = nb::make_tuple(),
+            "priority"_a = Priority::Demand,
+            R"(Done at the end of a transfer of ``nbytes`` on ``link`` that is asked for when ``after`` is done.
+
+It moves nothing: it stands beside the operation that does, and a barrier joins the two. The link serves in
+order of asking, whatever the priorities. Cancelled, it keeps its turn on the link.)")
+        .def("complete_external", &Engine::complete_external, "ticket"_a, "error"_a = "",
+             "Ends an external operation; with an ``error`` it fails (RuntimeError).")
         .def(
             "wait",
             [](Engine& self, Ticket ticket, std::optional<double> timeout_s) {
                 wait_all(self, {ticket}, timeout_s);
             },
-            "ticket"_a, "timeout_s"_a = nb::none())
-        .def("wait_all", wait_all, "tickets"_a, "timeout_s"_a = nb::none())
-        .def("done", &Engine::done, "ticket"_a)
-        .def("cancel", &Engine::cancel, "ticket"_a)
-        .def("promote", &Engine::promote, "ticket"_a)
-        .def("event_fd", &Engine::event_fd)
+            "ticket"_a, "timeout_s"_a = nb::none(),
+            R"(Returns when the operation succeeded, raises its error, or TimeoutError. Makes it urgent.
+
+May be called again, and late: very old failures are raised as ResultForgotten.)")
+        .def("wait_all", wait_all, "tickets"_a, "timeout_s"_a = nb::none(),
+             "Waits for each in turn; raises the first error met.")
+        .def("done", &Engine::done, "ticket"_a, "Whether it has finished, well or not.")
+        .def("cancel", &Engine::cancel, "ticket"_a,
+             "Takes back an operation that has not started; it and what follows it fail with CancelledError.")
+        .def("promote", &Engine::promote, "ticket"_a,
+             "Makes it, and what it waits for, as urgent as a demanded one.")
+        .def("event_fd", &Engine::event_fd,
+             "Readable when a ticket given to notify() has finished. Belongs to the engine.")
         .def("notify", &Engine::notify, "ticket"_a)
-        .def("drain_notified", &Engine::drain_notified);
+        .def("drain_notified", &Engine::drain_notified,
+             "The tickets given to notify() that have finished since the last call.");
 }
 
 void bind_link(nb::module_& m) {
-    nb::class_<HeldLink>(m, "Link", "A link of limited bandwidth and latency; transfers follow one another.")
+    nb::class_<HeldLink>(
+        m, "Link",
+        R"(A link of ``bandwidth`` (bytes a second) and ``latency`` (seconds) whose transfers follow one another.
+
+A transfer that is asked for at ``now`` ends at ``max(now, end of the one before) + latency + nbytes /
+bandwidth``, rounded up to a nanosecond. ValueError unless the bandwidth is positive and the latency finite
+and not negative.
+
+With a ``burst`` (bytes) it is a token bucket: time unused is credit, at most the burst, and a transfer for
+which there is credit ends at once. A hold that nobody waits for ends only when half of the burst is there
+again.)")
         .def(
             "__init__",
             [](HeldLink* self, double bandwidth, double latency, double burst) {
@@ -249,29 +283,36 @@ void bind_link(nb::module_& m) {
             [](const HeldLink& self, size_t nbytes, std::optional<uint64_t> now_ns) {
                 return self.ptr->reserve(nbytes, now_ns ? *now_ns : monotonic_ns()).end_ns;
             },
-            "nbytes"_a, "now_ns"_a = nb::none())
+            "nbytes"_a, "now_ns"_a = nb::none(),
+            "The end of a transfer asked for now, in ns of CLOCK_MONOTONIC. Whoever transfers waits until "
+            "then.")
         .def(
             "level",
             [](const HeldLink& self, std::optional<uint64_t> now_ns) {
                 return self.ptr->level(now_ns ? *now_ns : monotonic_ns());
             },
-            "now_ns"_a = nb::none())
+            "now_ns"_a = nb::none(), "Bytes of credit: at most the burst, negative where transfers wait.")
         .def(
             "set_level",
             [](const HeldLink& self, double nbytes, std::optional<uint64_t> now_ns) {
                 self.ptr->set_level(nbytes, now_ns ? *now_ns : monotonic_ns());
             },
             "nbytes"_a, "now_ns"_a = nb::none())
-        .def_prop_ro("blocked_ns",
-                     [](const HeldLink& self) { return self.ptr->blocked_ns(monotonic_ns()); })
-        .def("stats", [](const HeldLink& self) {
-            const Link::Stats s = self.ptr->stats();
-            nb::dict d;
-            d["transfers"] = s.transfers;
-            d["nbytes"] = s.nbytes;
-            d["busy_s"] = static_cast<double>(s.busy_ns) * 1e-9;
-            return d;
-        });
+        .def_prop_ro(
+            "blocked_ns", [](const HeldLink& self) { return self.ptr->blocked_ns(monotonic_ns()); },
+            "Time in which somebody waited for at least one hold that this link alone kept from ending.")
+        .def(
+            "stats",
+            [](const HeldLink& self) {
+                const Link::Stats s = self.ptr->stats();
+                nb::dict d;
+                d["transfers"] = s.transfers;
+                d["nbytes"] = s.nbytes;
+                d["busy_s"] = static_cast<double>(s.busy_ns) * 1e-9;
+                return d;
+            },
+            "``transfers``, ``nbytes``, ``busy_s`` since it was made.",
+            nb::sig("def stats(self) -> dict[str, typing.Any]"));
 }
 
 // As tuples: a timeline drains thousands of them at once.
@@ -287,7 +328,7 @@ nb::tuple drain_spans(Engine& self) {
 }  // namespace
 
 void bind_engine(nb::module_& m) {
-    nb::enum_<Activity>(m, "Activity")
+    nb::enum_<Activity>(m, "Activity", "What an operation does.")
         .value("OTHER", Activity::Other)
         .value("READ", Activity::Read)
         .value("WRITE", Activity::Write)
@@ -301,30 +342,64 @@ void bind_engine(nb::module_& m) {
     bind_link(m);
     nb::enum_<Dtype>(m, "Dtype").value("FP32", Dtype::Fp32).value("BF16", Dtype::Bf16);
 
-    nb::class_<Engine> engine(m, "Engine", "Background operations, each after the tickets that it names.");
+    nb::class_<Engine> engine(
+        m, "Engine",
+        R"(Background operations. Each method returns a ticket at once; ``after`` names earlier tickets only.
+
+An operation that fails, fails all that follow it with the same error, and whoever waits gets it: OSError
+with errno and path, ChecksumMismatch, CancelledError, EngineClosed. Arguments that cannot work are a
+ValueError at once. After a failed write or sync no later one is tried (``poisoned``).
+
+The newest ``kept_errors`` failures keep their error, and ``kept_failures`` before them their ticket: a very old
+result is a failure (ResultForgotten) rather than a wrong success.)");
     engine.def("__init__", init, nb::kw_only(), "backend"_a = IoBackend::Auto, "io_threads"_a = 4,
                "queue_depth"_a = 32, "chunk_bytes"_a = 1 << 20, "compute_threads"_a = 1, "lease_fd"_a = -1,
                "map_sync"_a = MapSync::Auto, "log_path"_a = nb::none(), "kept_errors"_a = 4096,
-               "kept_failures"_a = 1 << 20);
+               "kept_failures"_a = 1 << 20,
+               nb::sig("def __init__(self, *, backend: IoBackend = tierstore._native.IoBackend.AUTO, "
+                       "io_threads: int = 4, "
+                       "queue_depth: int = 32, chunk_bytes: int = 1048576, compute_threads: int = 1, "
+                       "lease_fd: int = -1, map_sync: MapSync = tierstore._native.MapSync.AUTO, "
+                       "log_path: str | os.PathLike[str] | None = None, kept_errors: int = 4096, "
+                       "kept_failures: int = 1048576) -> None"));
     bind_transfers(engine);
     bind_compute(engine);
     bind_waiting(engine);
-    engine.def("stats", stats)
-        .def_prop_ro("backend", &Engine::backend_name)
-        .def_prop_ro("backend_reason", [](Engine& self) { return self.backend_reason(); })
-        .def_prop_ro("poisoned",
-                     [](Engine& self) -> std::optional<std::string> {
-                         const FailurePtr failure = self.poisoned();
-                         return failure ? std::optional(failure->message()) : std::nullopt;
-                     })
-        .def("record_spans", &Engine::record_spans, "capacity"_a)
-        .def("drain_spans", drain_spans)
+    engine
+        .def("stats", stats,
+             "Bytes, operations and seconds of service by kind since the start; what waits and runs now.",
+             nb::sig("def stats(self) -> dict[str, typing.Any]"))
+        .def_prop_ro("backend", &Engine::backend_name, "``uring``, ``threads`` or ``pmem``.")
+        .def_prop_ro(
+            "backend_reason", [](Engine& self) { return self.backend_reason(); },
+            "Why AUTO fell back; empty when it did not.")
+        .def_prop_ro(
+            "poisoned",
+            [](Engine& self) -> std::optional<std::string> {
+                const FailurePtr failure = self.poisoned();
+                return failure ? std::optional(failure->message()) : std::nullopt;
+            },
+            "The error of the first write or sync that failed.")
+        .def("record_spans", &Engine::record_spans, "capacity"_a,
+             "From now on remembers when the last ``capacity`` operations ran (0: none of them).")
         .def(
-            "log_mark", [](Engine& self, const std::string& text) { self.log_mark(text); }, "text"_a)
-        .def("close", &Engine::close, nb::call_guard<nb::gil_scoped_release>())
-        .def("__enter__", [](nb::handle self) { return nb::borrow(self); })
-        .def("__exit__", [](Engine& self, const nb::args&) {
-            nb::gil_scoped_release release;
-            self.close();
-        });
+            "drain_spans", drain_spans,
+            R"((activity, held, ticket, start_ns, end_ns, nbytes) of what ended since the last call, in order of ending,
+and how many more were overwritten before it. ``held``: the turn on a limited link, not the operation itself.)",
+            nb::sig("def drain_spans(self) -> tuple[list[tuple[Activity, bool, int, int, int, int]], int]"))
+        .def(
+            "log_mark", [](Engine& self, const std::string& text) { self.log_mark(text); }, "text"_a,
+            "A mark in the event log; nothing without ``log_path``.")
+        .def("close", &Engine::close, nb::call_guard<nb::gil_scoped_release>(),
+             "Lets what is running finish, fails the rest with EngineClosed, joins the threads.")
+        .def(
+            "__enter__", [](nb::handle self) { return nb::borrow(self); },
+            nb::sig("def __enter__(self) -> typing.Self"))
+        .def(
+            "__exit__",
+            [](Engine& self, const nb::args&) {
+                nb::gil_scoped_release release;
+                self.close();
+            },
+            nb::sig("def __exit__(self, *args: object) -> None"));
 }

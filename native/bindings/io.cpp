@@ -2,6 +2,7 @@
 #include "native/io/file.hpp"
 
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 
 #include "native/bindings/bindings.hpp"
 #include "native/bindings/held.hpp"
@@ -21,7 +22,9 @@ std::string fs_path(const nb::object& path) {
 
 void bind_io(nb::module_& m) {
     nb::enum_<FileCreate>(m, "FileCreate").value("NO", FileCreate::No).value("YES", FileCreate::Yes);
-    nb::enum_<DirectIo>(m, "DirectIo", "Whether a file is opened past the page cache too.")
+    nb::enum_<DirectIo>(
+        m, "DirectIo",
+        "Whether a file is opened past the page cache too. ON raises OSError where it cannot be.")
         .value("OFF", DirectIo::Off)
         .value("AUTO", DirectIo::Auto)
         .value("ON", DirectIo::On);
@@ -30,16 +33,22 @@ void bind_io(nb::module_& m) {
         .value("URING", IoBackend::Uring)
         .value("THREADS", IoBackend::Threads)
         .value("PMEM", IoBackend::Pmem);
-    nb::enum_<MapSync>(m, "MapSync", "Whether the pmem backend's mappings make stores durable by themselves.")
+    nb::enum_<MapSync>(
+        m, "MapSync",
+        "Whether the pmem backend's mappings make stores durable by themselves. ON fails where they\n"
+        "cannot.")
         .value("OFF", MapSync::Off)
         .value("AUTO", MapSync::Auto)
         .value("ON", MapSync::On);
-    nb::enum_<Priority>(m, "Priority", "DEMAND passes ahead of everything queued.")
+    nb::enum_<Priority>(m, "Priority",
+                        "DEMAND passes ahead of everything queued; the others go in order of arrival.")
         .value("DEMAND", Priority::Demand)
         .value("SPECULATIVE", Priority::Speculative)
         .value("WRITE_BACK", Priority::WriteBack);
 
-    nb::class_<Held<Meter>>(m, "Meter", "What was moved to and from the files of a drive, and how long that took.")
+    nb::class_<Held<Meter>>(
+        m, "Meter",
+        "What was moved to and from the files that share it, and how long anything was under way.")
         .def("__init__", [](Held<Meter>* self) { new (self) Held(Held<Meter>::make()); })
         .def(
             "add",
@@ -48,14 +57,22 @@ void bind_io(nb::module_& m) {
                 self.ptr->read(read_bytes, start_ns, end_ns);
                 self.ptr->wrote(written_bytes, start_ns, end_ns);
             },
-            "read_bytes"_a, "written_bytes"_a, "start_ns"_a, "end_ns"_a)
-        .def("reading", [](const Held<Meter>& self) {
-            const Meter::Reading total = self.ptr->reading();
-            return nb::make_tuple(total.read_bytes, total.written_bytes,
+            "read_bytes"_a, "written_bytes"_a, "start_ns"_a, "end_ns"_a,
+            "Counts a transfer that took the interval, as the engine does for those of its files.")
+        .def(
+            "reading",
+            [](const Held<Meter>& self) {
+                const Meter::Reading total = self.ptr->reading();
+                return std::tuple(total.read_bytes, total.written_bytes,
                                   static_cast<double>(total.busy_ns) * 1e-9);
-        });
+            },
+            "Bytes read, bytes written, and seconds in which at least one transfer or sync was under way.");
 
-    nb::class_<Held<File>>(m, "File", "A file opened with and, where it can be, without the page cache.")
+    nb::class_<Held<File>>(
+        m, "File",
+        R"(A file opened for reading and writing, through the page cache and, where it can be, past it.
+
+Its transfers and syncs are counted by ``meter``, if any.)")
         .def(
             "__init__",
             [](Held<File>* self, const nb::object& path, FileCreate create, DirectIo direct,
@@ -66,18 +83,26 @@ void bind_io(nb::module_& m) {
                 new (self) Held(Held<File>::make(name, create, direct, counted));
             },
             "path"_a, nb::kw_only(), "create"_a = FileCreate::No, "direct"_a = DirectIo::Auto,
-            "meter"_a.none() = nb::none())
+            "meter"_a.none() = nb::none(),
+            nb::sig(
+                "def __init__(self, path: str | os.PathLike[str], *, create: FileCreate = "
+                "tierstore._native.FileCreate.NO, "
+                "direct: DirectIo = tierstore._native.DirectIo.AUTO, meter: Meter | None = None) -> None"))
         .def_prop_ro("path", [](const Held<File>& self) { return self.ptr->path(); })
         .def_prop_ro("size", [](const Held<File>& self) { return self.ptr->size(); })
         .def_prop_ro("direct", [](const Held<File>& self) { return self.ptr->open()->direct_fd >= 0; })
-        .def_prop_ro("direct_reason", [](const Held<File>& self) { return self.ptr->open()->direct_reason; })
-        .def("map_sync_reason",
-             [](const Held<File>& self) {
-                 const OpenFilePtr file = self.ptr->open();
-                 const MappedPtr mapped =
-                     file->mapping.covering(file->buffered_fd, file->path, 1, MapSync::Auto);
-                 return mapped ? mapped->reason() : std::string("the file is empty");
-             })
+        .def_prop_ro(
+            "direct_reason", [](const Held<File>& self) { return self.ptr->open()->direct_reason; },
+            "Why there is no direct I/O; empty when there is.")
+        .def(
+            "map_sync_reason",
+            [](const Held<File>& self) {
+                const OpenFilePtr file = self.ptr->open();
+                const MappedPtr mapped =
+                    file->mapping.covering(file->buffered_fd, file->path, 1, MapSync::Auto);
+                return mapped ? mapped->reason() : std::string("the file is empty");
+            },
+            "Why a mapping of the file needs a sync (msync); empty where stores are durable by themselves.")
         .def_prop_ro("memory_alignment",
                      [](const Held<File>& self) { return self.ptr->open()->memory_alignment; })
         .def_prop_ro("offset_alignment",
@@ -85,12 +110,21 @@ void bind_io(nb::module_& m) {
         .def(
             "allocate",
             [](const Held<File>& self, uint64_t offset, uint64_t n) { self.ptr->allocate(offset, n); },
-            "offset"_a, "nbytes"_a, nb::call_guard<nb::gil_scoped_release>())
+            "offset"_a, "nbytes"_a,
+            "Reserves blocks, lengthening the file. OSError (ENOSPC) when they are not to be had.",
+            nb::call_guard<nb::gil_scoped_release>())
         .def(
             "punch", [](const Held<File>& self, uint64_t offset, uint64_t n) { self.ptr->punch(offset, n); },
-            "offset"_a, "nbytes"_a, nb::call_guard<nb::gil_scoped_release>())
+            "offset"_a, "nbytes"_a, "Gives blocks back: they read as zeros. The size stays.",
+            nb::call_guard<nb::gil_scoped_release>())
         .def_prop_ro("closed", [](const Held<File>& self) { return self.ptr->closed(); })
-        .def("close", [](const Held<File>& self) { self.ptr->close(); })
-        .def("__enter__", [](nb::handle self) { return nb::borrow(self); })
-        .def("__exit__", [](const Held<File>& self, const nb::args&) { self.ptr->close(); });
+        .def(
+            "close", [](const Held<File>& self) { self.ptr->close(); },
+            "Operations in flight keep their descriptors until they have ended.")
+        .def(
+            "__enter__", [](nb::handle self) { return nb::borrow(self); },
+            nb::sig("def __enter__(self) -> typing.Self"))
+        .def(
+            "__exit__", [](const Held<File>& self, const nb::args&) { self.ptr->close(); },
+            nb::sig("def __exit__(self, *args: object) -> None"));
 }

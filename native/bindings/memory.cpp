@@ -1,5 +1,6 @@
 // Arena, Buffer and the tables, with numpy views that keep them alive.
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -32,9 +33,9 @@ Bytes view(const std::shared_ptr<Arena>& arena, void* data, size_t nbytes) {
     return Bytes(data, {nbytes}, keep(arena));
 }
 
-Bytes arena_view(const Held<Arena>& self, size_t offset, nb::object nbytes) {
+Bytes arena_view(const Held<Arena>& self, size_t offset, std::optional<size_t> nbytes) {
     const size_t whole = self.ptr->nbytes();
-    const size_t n = nbytes.is_none() ? whole - std::min(offset, whole) : nb::cast<size_t>(nbytes);
+    const size_t n = nbytes.value_or(whole - std::min(offset, whole));
     if (offset > whole || n > whole - offset) throw std::out_of_range("the view is outside its arena");
     return view(self.ptr, self.ptr->data() + offset, n);
 }
@@ -58,10 +59,9 @@ Bytes buffer_array(const Buffer& self) {
     return view(self.arena(), spans.empty() ? self.arena()->data() : spans[0].data, self.nbytes());
 }
 
-nb::list buffer_arrays(const Buffer& self) {
-    nb::list arrays;
-    for (const Span& span : self.content())
-        arrays.append(nb::cast(view(self.arena(), span.data, span.nbytes)));
+std::vector<Bytes> buffer_arrays(const Buffer& self) {
+    std::vector<Bytes> arrays;
+    for (const Span& span : self.content()) arrays.push_back(view(self.arena(), span.data, span.nbytes));
     return arrays;
 }
 
@@ -84,19 +84,24 @@ void bind_table(nb::module_& m, const char* name, const char* doc) {
             [](const Held<Table<T>>& self) {
                 return Numpy(self.ptr->data(), {self.ptr->size()}, keep(self.ptr));
             },
-            "A writable numpy view.");
+            "A writable view.");
 }
 
 }  // namespace
 
 void bind_memory(nb::module_& m) {
-    nb::enum_<HugePages>(m, "HugePages",
-                         "Whether an arena asks for huge pages; ON raises when none is granted.")
+    nb::enum_<HugePages>(
+        m, "HugePages",
+        "Whether an arena asks for huge pages. ON raises OSError when the kernel grants none.")
         .value("OFF", HugePages::Off)
         .value("AUTO", HugePages::Auto)
         .value("ON", HugePages::On);
 
-    nb::class_<Held<Arena>>(m, "Arena", "Page-aligned memory, all of it there from the start.")
+    nb::class_<Held<Arena>>(
+        m, "Arena", R"(``nbytes`` of zeroed memory at a 2 MiB boundary, every page there from the start.
+
+Raises OSError (ENOMEM) at once when it is not to be had. Freed when the last of the object, its buffers,
+views and operations in flight has gone.)")
         .def(
             "__init__",
             [](Held<Arena>* self, size_t nbytes, HugePages huge_pages) {
@@ -107,10 +112,18 @@ void bind_memory(nb::module_& m) {
         .def_prop_ro("nbytes", [](const Held<Arena>& self) { return self.ptr->nbytes(); })
         .def_prop_ro("address",
                      [](const Held<Arena>& self) { return reinterpret_cast<uintptr_t>(self.ptr->data()); })
-        .def_prop_ro("huge_bytes", [](const Held<Arena>& self) { return self.ptr->huge_bytes(); })
-        .def("view", arena_view, "offset"_a = 0, "nbytes"_a = nb::none(), "A writable numpy view of bytes.");
+        .def_prop_ro(
+            "huge_bytes", [](const Held<Arena>& self) { return self.ptr->huge_bytes(); },
+            "Bytes that huge pages back now. Reads /proc/self/smaps: not for a hot path.")
+        .def("view", arena_view, "offset"_a = 0, "nbytes"_a = nb::none(),
+             "A writable view of ``[offset, offset + nbytes)``, by default to the end. IndexError outside.");
 
-    nb::class_<Buffer>(m, "Buffer", "nbytes bytes over spans (offset, capacity) of an arena.")
+    nb::class_<Buffer>(
+        m, "Buffer",
+        R"(An immutable run of ``nbytes`` bytes over spans ``(offset, capacity)`` of an arena, in bytes.
+
+Capacity beyond ``nbytes`` is room for the padding of direct I/O. IndexError for a span outside the arena,
+ValueError for spans too small.)")
         .def(
             "__init__",
             [](Buffer* self, const Held<Arena>& arena, const Pairs& spans, size_t nbytes) {
@@ -120,9 +133,11 @@ void bind_memory(nb::module_& m) {
         .def_prop_ro("nbytes", &Buffer::nbytes)
         .def_prop_ro("capacity", &Buffer::capacity)
         .def_prop_ro("spans", buffer_spans)
-        .def_prop_ro("contiguous", &Buffer::contiguous)
-        .def("array", buffer_array, "One writable numpy view; ValueError when in several pieces.")
-        .def("arrays", buffer_arrays, "Writable numpy views, one for each piece, in order.")
+        .def_prop_ro("contiguous", &Buffer::contiguous,
+                     "Whether the content is one piece of memory (adjacent spans count as one).")
+        .def("array", buffer_array,
+             "A writable view of the content. ValueError when it is in several pieces.")
+        .def("arrays", buffer_arrays, "Writable views of the content's pieces, in order.")
         .def(
             "copy_to",
             [](const Buffer& self, const BytesOut& out) {
@@ -130,7 +145,8 @@ void bind_memory(nb::module_& m) {
                 nb::gil_scoped_release release;
                 self.gather(reinterpret_cast<std::byte*>(out.data()));
             },
-            nb::arg("out").noconvert(), "Gathers the content into a uint8 array of nbytes.")
+            nb::arg("out").noconvert(),
+            "Gathers the content into an array of ``nbytes``; ValueError for another size.")
         .def(
             "copy_from",
             [](const Buffer& self, const BytesIn& data) {
@@ -138,8 +154,9 @@ void bind_memory(nb::module_& m) {
                 nb::gil_scoped_release release;
                 self.scatter(reinterpret_cast<const std::byte*>(data.data()));
             },
-            nb::arg("data").noconvert(), "Scatters a uint8 array of nbytes into the content.");
+            nb::arg("data").noconvert(),
+            "Scatters an array of ``nbytes`` into the content; ValueError for another size.");
 
-    bind_table<uint32_t>(m, "CrcTable", "n checksums (uint32) that operations read and write.");
-    bind_table<double>(m, "DoubleTable", "n float64 that operations write.");
+    bind_table<uint32_t>(m, "CrcTable", "``n`` crc32c values that writes store and reads compare.");
+    bind_table<double>(m, "DoubleTable", "``n`` float64 that operations store.");
 }

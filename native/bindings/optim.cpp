@@ -73,14 +73,16 @@ void bind_optim(nb::module_& m) {
             const nb::gil_scoped_release release;
             return tierstore::crc32c(data.data(), data.nbytes(), crc);
         },
-        "data"_a.noconvert(), "crc"_a = 0);
+        "data"_a.noconvert(), "crc"_a = 0,
+        nb::sig("def crc32c(data: numpy.typing.NDArray[typing.Any], crc: int = 0) -> int"));
     m.def(
         "crc32c_scalar",
         [](const Bytes& data, std::uint32_t crc) {
             const nb::gil_scoped_release release;
             return tierstore::crc32c_scalar(data.data(), data.nbytes(), crc);
         },
-        "data"_a.noconvert(), "crc"_a = 0);
+        "data"_a.noconvert(), "crc"_a = 0,
+        nb::sig("def crc32c_scalar(data: numpy.typing.NDArray[typing.Any], crc: int = 0) -> int"));
     m.def("crc32c_combine", &tierstore::crc32c_combine, "crc_a"_a, "crc_b"_a, "len_b"_a);
     m.def("crc32c_method", [] { return std::string_view(tierstore::crc32c_method()); });
 
@@ -89,8 +91,13 @@ void bind_optim(nb::module_& m) {
         [](const Array<float>& weight, const Array<float>& exp_avg, const Array<float>& exp_avg_sq,
            const std::optional<Array<const float>>& grad, const Steps& steps, float grad_scale,
            std::optional<InstructionSet> isa) {
-            adamw({.weight = weight.data(), .weight_hi = nullptr, .weight_lo = nullptr, .exp_avg = nullptr,
-                   .exp_avg_sq = nullptr, .grad = nullptr, .numel = weight.size()},
+            adamw({.weight = weight.data(),
+                   .weight_hi = nullptr,
+                   .weight_lo = nullptr,
+                   .exp_avg = nullptr,
+                   .exp_avg_sq = nullptr,
+                   .grad = nullptr,
+                   .numel = weight.size()},
                   exp_avg, exp_avg_sq, grad, steps, grad_scale, isa);
         },
         "weight"_a.noconvert(), "exp_avg"_a.noconvert(), "exp_avg_sq"_a.noconvert(),
@@ -101,8 +108,13 @@ void bind_optim(nb::module_& m) {
            const std::optional<Array<const float>>& grad, const Steps& steps, float grad_scale,
            std::optional<InstructionSet> isa) {
             same_length(weight.first.size(), weight.second.size(), "weight_lo");
-            adamw({.weight = nullptr, .weight_hi = weight.first.data(), .weight_lo = weight.second.data(),
-                   .exp_avg = nullptr, .exp_avg_sq = nullptr, .grad = nullptr, .numel = weight.first.size()},
+            adamw({.weight = nullptr,
+                   .weight_hi = weight.first.data(),
+                   .weight_lo = weight.second.data(),
+                   .exp_avg = nullptr,
+                   .exp_avg_sq = nullptr,
+                   .grad = nullptr,
+                   .numel = weight.first.size()},
                   exp_avg, exp_avg_sq, grad, steps, grad_scale, isa);
         },
         "weight"_a.noconvert(), "exp_avg"_a.noconvert(), "exp_avg_sq"_a.noconvert(),

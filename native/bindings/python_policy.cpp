@@ -198,7 +198,9 @@ std::unique_ptr<Policy> make_any_policy(std::string_view name, const PolicyOptio
 
 void bind_python_policy(nb::module_& m) {
     nb::enum_<Clock>(m, "Clock").value("REQUEST", Clock::REQUEST).value("STEP", Clock::STEP);
-    nb::class_<CandidatesView>(m, "Candidates")
+    nb::class_<CandidatesView>(
+        m, "Candidates",
+        "What a policy may know of entries while it chooses; ValueError once select() has returned.")
         .def("evictable", &CandidatesView::evictable, "entry"_a)
         .def("frames", &CandidatesView::frames, "entry"_a);
 }

@@ -35,9 +35,17 @@ std::span<const T> column_or_none(const std::optional<Column<T>>& array, const c
     return array ? span_of(*array) : std::span<const T>();
 }
 
-nb::dict result_dict(SimulationResult&& result) {
+// Dicts whose keys the stub names (stub.patterns).
+struct SimulationDict : nb::dict {
+    static constexpr auto Name = nb::detail::const_name("SimulationResult");
+};
+struct StackDistancesDict : nb::dict {
+    static constexpr auto Name = nb::detail::const_name("StackDistances");
+};
+
+SimulationDict result_dict(SimulationResult&& result) {
     const SimulationCounts& counts = result.counts;
-    nb::dict out;
+    SimulationDict out;
     out["requests"] = counts.hits + counts.misses;
     out["hits"] = counts.hits;
     out["misses"] = counts.misses;
@@ -60,15 +68,17 @@ nb::dict result_dict(SimulationResult&& result) {
 
 void check_columns(const TraceColumns& trace) {
     const std::size_t events = trace.kinds.size();
-    bool whole = trace.at.size() == events && trace.phases.size() == events && trace.layers.size() == events &&
-                 trace.offsets.size() == events + 1 && trace.flags.size() == trace.records.size() &&
-                 trace.offsets.front() == 0 && trace.offsets.back() == trace.records.size();
+    bool whole = trace.at.size() == events && trace.phases.size() == events &&
+                 trace.layers.size() == events && trace.offsets.size() == events + 1 &&
+                 trace.flags.size() == trace.records.size() && trace.offsets.front() == 0 &&
+                 trace.offsets.back() == trace.records.size();
     for (std::size_t i = 0; whole && i < events; ++i) whole = trace.offsets[i] <= trace.offsets[i + 1];
     if (!whole) throw std::invalid_argument("the columns of a trace do not fit together");
 }
 
 std::vector<RecordInfo> late_records(const Column<std::uint32_t>& layers, const Column<std::uint32_t>& frames,
-                                     const Column<std::uint64_t>& bytes, const Column<std::uint16_t>& stored) {
+                                     const Column<std::uint64_t>& bytes,
+                                     const Column<std::uint16_t>& stored) {
     const std::size_t count = layers.shape(0);
     if (frames.shape(0) != count * kGroups || bytes.shape(0) != count * kGroups || stored.shape(0) != count) {
         throw std::invalid_argument("the columns of records do not fit together");
@@ -96,24 +106,30 @@ void bind_sim(nb::module_& m) {
             "late_bytes"_a.noconvert(), "late_stored"_a.noconvert(), nb::keep_alive<1, 2>())
         .def(
             "run",
-            [](Replay& self, Column<std::uint8_t> kinds, Column<std::uint8_t> phases, Column<std::uint32_t> at,
-               Column<std::uint32_t> layers, Column<std::uint64_t> offsets, Column<std::uint32_t> records,
-               Column<std::uint16_t> flags) {
-                const TraceColumns trace{span_of(kinds),  span_of(phases),  span_of(at),   span_of(layers),
+            [](Replay& self, Column<std::uint8_t> kinds, Column<std::uint8_t> phases,
+               Column<std::uint32_t> at, Column<std::uint32_t> layers, Column<std::uint64_t> offsets,
+               Column<std::uint32_t> records, Column<std::uint16_t> flags) {
+                const TraceColumns trace{span_of(kinds),   span_of(phases),  span_of(at),   span_of(layers),
                                          span_of(offsets), span_of(records), span_of(flags)};
                 check_columns(trace);
                 // The caller lends the residency to this thread until the call returns.
                 nb::gil_scoped_release release;
                 self.run(trace);
             },
-            "kinds"_a.noconvert(), "phases"_a.noconvert(), "at"_a.noconvert(), "layers"_a.noconvert(), "offsets"_a.noconvert(),
-            "records"_a.noconvert(), "flags"_a.noconvert())
+            "kinds"_a.noconvert(), "phases"_a.noconvert(), "at"_a.noconvert(), "layers"_a.noconvert(),
+            "offsets"_a.noconvert(), "records"_a.noconvert(), "flags"_a.noconvert())
         .def("finish", &Replay::finish, nb::call_guard<nb::gil_scoped_release>());
 
-    nb::enum_<Contract>(m, "Contract")
+    nb::enum_<Contract>(
+        m, "Contract",
+        "How an event's entries are asked for: as one set none of which evicts another, or one after\n"
+        "another.")
         .value("ATOMIC", Contract::ATOMIC)
         .value("SEQUENTIAL", Contract::SEQUENTIAL);
-    nb::enum_<Detail>(m, "Detail").value("STEPS", Detail::STEPS).value("EVENTS", Detail::EVENTS);
+    nb::enum_<Detail>(m, "Detail",
+                      "What is counted beside the totals: by step and layer, or by event as well.")
+        .value("STEPS", Detail::STEPS)
+        .value("EVENTS", Detail::EVENTS);
     m.def("bound_names", &bound_names, "The bounds that simulate() takes in the place of a policy.");
     using Bytes = std::optional<Column<std::uint8_t>>;
     using Words = std::optional<Column<std::uint32_t>>;
@@ -121,10 +137,10 @@ void bind_sim(nb::module_& m) {
         "simulate",
         [](Column<std::uint64_t> offsets, Column<std::uint32_t> entries, Bytes writes, Words layers,
            Bytes phases, Words steps, Words sizes, Words entry_layers, Words records, Bytes groups,
-           std::optional<Column<std::uint64_t>> bytes, Bytes pinned,
-           const std::string& policy, const PolicyOptions& policy_options, std::uint64_t capacity,
-           Scope scope, const std::vector<std::uint64_t>& quotas, Contract contract, std::uint64_t warmup,
-           Detail detail, GroupOrder order) {
+           std::optional<Column<std::uint64_t>> bytes, Bytes pinned, const std::string& policy,
+           const PolicyOptions& policy_options, std::uint64_t capacity, Scope scope,
+           const std::vector<std::uint64_t>& quotas, Contract contract, std::uint64_t warmup, Detail detail,
+           GroupOrder order) {
             const std::size_t asked = entries.shape(0);
             const RequestColumns requests{.offsets = span_of(offsets),
                                           .entries = span_of(entries),
@@ -158,14 +174,20 @@ void bind_sim(nb::module_& m) {
         "offsets"_a.noconvert(), "entries"_a.noconvert(), "writes"_a.noconvert().none() = nb::none(),
         "layers"_a.noconvert().none() = nb::none(), "phases"_a.noconvert().none() = nb::none(),
         "steps"_a.noconvert().none() = nb::none(), "sizes"_a.noconvert().none() = nb::none(),
-        "entry_layers"_a.noconvert().none() = nb::none(),
-        "records"_a.noconvert().none() = nb::none(), "groups"_a.noconvert().none() = nb::none(),
-        "bytes"_a.noconvert().none() = nb::none(), "pinned"_a.noconvert().none() = nb::none(),
-        nb::kw_only(), "policy"_a, "options"_a = PolicyOptions{}, "capacity_frames"_a,
-        "scope"_a = Scope::GLOBAL, "layer_quotas"_a = std::vector<std::uint64_t>{},
+        "entry_layers"_a.noconvert().none() = nb::none(), "records"_a.noconvert().none() = nb::none(),
+        "groups"_a.noconvert().none() = nb::none(), "bytes"_a.noconvert().none() = nb::none(),
+        "pinned"_a.noconvert().none() = nb::none(), nb::kw_only(), "policy"_a, "options"_a = PolicyOptions{},
+        "capacity_frames"_a, "scope"_a = Scope::GLOBAL, "layer_quotas"_a = std::vector<std::uint64_t>{},
         "contract"_a = Contract::ATOMIC, "warmup_events"_a = 0, "detail"_a = Detail::STEPS,
         "group_order"_a = GroupOrder::RESIDENT_FIRST,
-        "What a policy does with columns of requests; see native/sim/simulate.hpp.");
+        R"(A policy (or a bound: Belady 1966) over columns: event i asks for ``entries[offsets[i]:offsets[i + 1]]``.
+
+``writes`` is by request; ``layers``, ``phases`` and ``steps`` (non-decreasing) are by event; ``sizes``
+(frames; 1 each), ``entry_layers``, ``records`` (which entries are of one record; each of its own), ``groups``
+(which of its record's an entry is; its place among neighbours), ``bytes`` (1 a frame) and ``pinned`` (never
+leaves once resident) are by entry, entries being numbered from 0. Counts exactly what a Residency of this
+policy counts. The first ``warmup_events`` are carried out and not counted. ValueError, naming the column, for
+what does not fit together; CapacityError when what must be resident at once does not.)");
     m.def(
         "stack_distances",
         [](Column<std::uint64_t> offsets, Column<std::uint32_t> entries, Bytes writes, Contract contract,
@@ -178,7 +200,7 @@ void bind_sim(nb::module_& m) {
                 nb::gil_scoped_release release;
                 found = stack_distances(requests, contract, warmup);
             }
-            nb::dict out;
+            StackDistancesDict out;
             out["requests"] = found.requests;
             out["cold"] = found.cold;
             out["largest_event"] = found.largest_event;
@@ -188,5 +210,6 @@ void bind_sim(nb::module_& m) {
         },
         "offsets"_a.noconvert(), "entries"_a.noconvert(), "writes"_a.noconvert().none() = nb::none(),
         nb::kw_only(), "contract"_a = Contract::ATOMIC, "warmup_events"_a = 0,
-        "LRU at every capacity in one pass; see native/sim/stack_distances.hpp.");
+        R"(LRU at every capacity in one pass over columns as of ``simulate``, entries of one size, one cache for all
+(Mattson et al. 1970).)");
 }

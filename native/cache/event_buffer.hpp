@@ -32,8 +32,8 @@ public:
     // Gives the sink what is buffered.
     void flush();
 
-    // Of all records, in order; the last `late_records` were added after the first other event. Only those have ADD
-    // events, neighbours in one.
+    // Of all records, in order; the last `late_records` were added after the first other event. Only those
+    // have ADD events, neighbours in one.
     const std::vector<RecordInfo>& records() const { return records_; }
     std::size_t late_records() const { return late_records_; }
 

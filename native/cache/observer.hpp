@@ -53,7 +53,8 @@ struct Event {
 class ResidencyObserver {
 public:
     virtual ~ResidencyObserver() = default;
-    // Before an access, a prefetch or the end of a step, while nothing has changed: what is thrown here refuses it.
+    // Before an access, a prefetch or the end of a step, while nothing has changed: what is thrown here
+    // refuses it.
     virtual void before_event() = 0;
     virtual void on_event(const Event& event) = 0;
 };

@@ -95,8 +95,8 @@ std::uint32_t Residency::add_record(const RecordInfo& info) {
         domain_for(layer).policy->add(record * kGroupStride + group, entry);
     }
     if (observer_) {
-        tell_observer(Event{
-            .kind = EventKind::ADD, .step = step_, .records = std::span(&record, 1), .added = &info});
+        tell_observer(
+            Event{.kind = EventKind::ADD, .step = step_, .records = std::span(&record, 1), .added = &info});
     }
     return record;
 }
@@ -273,8 +273,8 @@ std::span<const std::uint32_t> Residency::next_group(Decided& demanded, Decided&
 
 void Residency::request(Domain& domain, EntryId entry, Decided& decided) {
     std::uint8_t& flags = flags_[entry];
-    Traffic& layer = stats_.by_layer[layer_of_[entry / kGroupStride]];
-    Traffic& group = stats_.by_group[entry % kGroupStride];
+    HitCounts& layer = stats_.by_layer[layer_of_[entry / kGroupStride]];
+    HitCounts& group = stats_.by_group[entry % kGroupStride];
     if ((flags & RESIDENT) != 0) {
         ++stats_.hits, ++layer.hits, ++group.hits;
         if ((flags & FRESH) != 0) {
@@ -309,7 +309,8 @@ void Residency::end_unit(std::uint32_t unit, Decided& decided) {
         throw std::invalid_argument("unit " + std::to_string(unit) + " is not of the open group");
     }
     const std::uint32_t place = place_of_[unit];
-    if (unit_ended_[place] != 0) throw std::logic_error("unit " + std::to_string(unit) + " has ended already");
+    if (unit_ended_[place] != 0)
+        throw std::logic_error("unit " + std::to_string(unit) + " has ended already");
     unit_ended_[place] = 1;
     finish(records_[place], units_[place], decided);
     if (observer_) ended_.push_back(unit);

@@ -68,9 +68,10 @@ private:
     std::uint64_t needed_;
 };
 
-struct Traffic {
+struct HitCounts {
     std::uint64_t hits = 0;    // needed and resident (in flight or on hold included) when asked for
     std::uint64_t misses = 0;  // needed and read
+    bool operator==(const HitCounts&) const = default;
 };
 
 struct ResidencyStats {
@@ -78,8 +79,9 @@ struct ResidencyStats {
     std::uint64_t read_bytes = 0, written_bytes = 0;  // read_bytes counts prefetched bytes too
     std::uint64_t prefetch_read_bytes = 0, useful_prefetch_bytes = 0, wasted_prefetch_bytes = 0;
     std::uint64_t starved = 0, groups = 0, accesses = 0, steps = 0;
-    std::array<Traffic, kGroups> by_group{};
-    std::vector<Traffic> by_layer;
+    std::array<HitCounts, kGroups> by_group{};
+    std::vector<HitCounts> by_layer;
+    bool operator==(const ResidencyStats&) const = default;
 };
 
 struct ResidencyOptions {
@@ -204,8 +206,7 @@ private:
         if (observer_) tell_observer(Event{kind, phase, layer, 0, step_, records, flags, nullptr});
     }
     void tell_observer(Event event);
-    void announce(Phase phase, std::span<const std::uint32_t> records,
-                  std::span<const std::uint16_t> flags);
+    void announce(Phase phase, std::span<const std::uint32_t> records, std::span<const std::uint16_t> flags);
     [[noreturn]] void refuse_capacity(const Domain& domain, std::uint64_t added) const;
     void request(Domain& domain, EntryId entry, Decided& decided);
     void finish(std::uint32_t record, std::uint16_t unit, Decided& decided);
@@ -256,7 +257,7 @@ private:
     std::vector<std::uint32_t> unit_at_;
     std::vector<std::uint32_t> place_of_;  // by unit
     std::vector<std::uint32_t> bounds_{0};
-    std::vector<EntryId> victims_;   // scratch
+    std::vector<EntryId> victims_;    // scratch
     std::vector<EntryId> announced_;  // scratch
     ResidencyStats stats_;
 };

@@ -59,7 +59,8 @@ struct EngineStats {
 
 // `after` names earlier tickets only, and threads receive only operations that are ready, so nothing can wait
 // in a circle. Submitting never waits for a completion. An operation that fails, fails all that follow it
-// with the same failure, also when it is submitted later: failures are kept, in bounded memory (FailedTickets). A write or sync that fails poisons the engine: no later write or sync is tried, each
+// with the same failure, those that are submitted later too: failures are kept, in bounded memory
+// (FailedTickets). A write or sync that fails poisons the engine: no later write or sync is tried, each
 // fails with that failure; what they leave on disk is unknown, and a second sync would not tell.
 //
 // Thread-safe. One mutex guards the graph; operations hold no lock while they run.
@@ -98,7 +99,8 @@ public:
     // A non-empty `error` fails it.
     void complete_external(Ticket ticket, const std::string& error = {});
 
-    // Whether it finished in time; throws its failure, each time, however late (an old one as ResultForgotten). Waiting makes it, and what it waits for, urgent.
+    // Whether it finished in time; throws its failure, each time, however late (an old one as
+    // ResultForgotten). Waiting makes it, and what it waits for, urgent.
     bool wait(Ticket ticket, std::chrono::nanoseconds timeout);
     // Finished, well or not.
     bool done(Ticket ticket);

@@ -12,12 +12,12 @@ namespace tierstore {
 
 using Ticket = std::uint64_t;  // from 1 on, in order of submission
 
-// A ticket may be waited for, or named as a dependency, twice, late or never, so nothing says when its failure is no
-// longer needed. What is kept shrinks in two stages, and a failure never turns into a success:
+// A ticket may be waited for, or named as a dependency, twice, late or never, so nothing says when its failure
+// is no longer needed. What is kept shrinks in two stages, and a failure never turns into a success:
 //
 // - the newest `errors` failures are kept with their error; older ones are raised as ResultForgotten;
-// - of those the newest `tickets` are kept by number. Beyond that the engine has lost track: every ticket up to the
-//   newest one that it dropped counts as failed. A success that old is refused, for it can no longer be told apart.
+// - of those the newest `tickets` are kept by number. Beyond that the engine has lost track: every ticket up to
+//   the newest one that it dropped counts as failed. A success that old is refused, for nothing tells it apart.
 //
 // With the defaults that takes a million failures, and 10 MiB at most.
 class FailedTickets {

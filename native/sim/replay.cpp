@@ -17,8 +17,8 @@ void Replay::run(const TraceColumns& trace) {
             } else {
                 advance_to(trace.at[i]);
             }
-            apply(static_cast<EventKind>(trace.kinds[i]), static_cast<Phase>(trace.phases[i]), trace.layers[i],
-                  trace.records.subspan(begin, count), trace.flags.subspan(begin, count));
+            apply(static_cast<EventKind>(trace.kinds[i]), static_cast<Phase>(trace.phases[i]),
+                  trace.layers[i], trace.records.subspan(begin, count), trace.flags.subspan(begin, count));
         } catch (const CapacityError&) {
             throw;
         } catch (const std::logic_error& error) {

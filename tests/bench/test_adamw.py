@@ -5,6 +5,7 @@ import torch
 
 from tierstore.bench import adamw
 from tierstore.bench.results.figures import to_json
+from tierstore.cli.bench.group import show_adamw
 from tierstore.cli.output import Output
 from tierstore.errors import ConfigError
 
@@ -50,7 +51,7 @@ def test_every_program_is_measured(result):
 
 
 def test_the_table_names_every_program(result, capsys):
-    adamw.render(result, Output.for_option(False))
+    show_adamw(result, Output.for_option(False))
     out = capsys.readouterr().out
     assert "torch fused AdamW" in out
     assert "replay / read" not in out
@@ -64,7 +65,7 @@ def test_a_record_is_read_where_the_directory_is(tmp_path, monkeypatch, capsys):
     assert result.record.bytes == 4096 * 12
     assert result.record.replay_to_read_ratio > 0
     assert not list(tmp_path.iterdir())
-    adamw.render(result, Output.for_option(False))
+    show_adamw(result, Output.for_option(False))
     assert "replay / read" in capsys.readouterr().out
 
 

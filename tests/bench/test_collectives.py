@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tierstore.bench.collectives import CollectivesBench, CollectivesResult, render, run
+from tierstore.bench.collectives import CollectivesBench, CollectivesResult, run
 from tierstore.bench.processes import ranks
 from tierstore.bench.processes.spawn import WorkerError
+from tierstore.cli.bench.group import show_collectives
 from tierstore.cli.output import Output
 from tierstore.errors import ConfigError
 
@@ -43,7 +44,7 @@ def test_both_modes_compute_the_same_and_take_time(result: CollectivesResult) ->
 
 @pytest.mark.slow
 def test_the_table(result: CollectivesResult, capsys: pytest.CaptureFixture[str]) -> None:
-    render(result, Output.for_option(False))
+    show_collectives(result, Output.for_option(False))
     out = capsys.readouterr().out
     assert "2 ranks on gloo, 3 dense blocks of width 16" in out
     assert "collectives a step" in out

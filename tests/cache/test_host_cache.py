@@ -248,7 +248,7 @@ def test_forgetting_what_writes_is_caught(play: Play, monkeypatch: pytest.Monkey
     assert caught(play)
 
 
-def test_failed_decisions_break_the_cache() -> None:
+def test_failed_decisions_break_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     player = Player(0, 5, 0)
     try:
         player.access([0], Need.STEP)
@@ -256,7 +256,7 @@ def test_failed_decisions_break_the_cache() -> None:
         def full(*_: object) -> int:
             raise OSError(28, "No space left on device")
 
-        player.cache._entries[0].backing.write = full  # type: ignore[method-assign]
+        monkeypatch.setattr(SlowRecord, "write", full)
         with pytest.raises(OSError, match="No space"):
             player.access([1], Need.STEP)
         assert "could not carry out" in player.cache.broken

@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 from tierstore.cli.options import (
     FRACTION,
     SIZE,
+    bundled,
     config_overrides,
     help_config_option,
     json_option,
@@ -112,3 +113,26 @@ def test_help_config_lists_every_key() -> None:
         "host.budget  (a size such as 512MiB, 4GB; default 256 MiB)",
         "    what experts may use",
     ]
+
+
+def test_options_of_a_dataclass_are_one_argument() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Load:
+        depth: int
+        note: str
+
+    seen: list[object] = []
+
+    @click.command()
+    @click.option("--depth", type=int, default=1)
+    @click.option("--note", default="none")
+    @click.option("--rounds", type=int, default=3)
+    @bundled(Load, "load")
+    def command(load: Load, rounds: int) -> None:
+        """Loads."""
+        seen.extend((load, rounds))
+
+    result = CliRunner().invoke(command, ["--depth=4"])
+    assert result.exit_code == 0, result.output
+    assert seen == [Load(depth=4, note="none"), 3]
+    assert command.help == "Loads."

@@ -52,6 +52,32 @@ def test_what_does_not_fit_exits_1_with_the_way_out(capsys: pytest.CaptureFixtur
     assert "shortest way to make it fit: retain = 0" in shown
 
 
+def test_what_no_change_helps_names_the_hardware_that_would(capsys: pytest.CaptureFixture[str]) -> None:
+    """A published model of 104 G parameters on a small machine, and then on the one that the plan asks for."""
+    asked = ["--preset", "se-moe-104.1b", "--ranks", "8"]
+    status, found, shown = _run(capsys, *asked, "--memory", "24GiB", "--disk", "60GB")
+    assert (status, found["remedy"]) == (1, [])
+    hardware = found["hardware"]
+    assert [s["place"] for s in hardware["shortfalls"]] == ["memory", "disk"]
+    for shortfall, limit in zip(hardware["shortfalls"], (24 << 30, 60 * 10**9), strict=True):
+        assert shortfall["limit_bytes"] == limit // 8
+        assert shortfall["needed_bytes"] == hardware[f"{shortfall['place']}_bytes"] // 8
+    assert "GiB on the host and device tiers (memory: " in shown
+    assert "GiB on the nvme tier (disk: " in shown
+    assert (
+        "hardware that would do: a machine with 106 GiB of memory and 2.27 TiB of disk for its 8 ranks"
+        in shown
+    )
+    budget = hardware["changes"][0]["change"].split('"')[1]
+    status, found, _ = _run(
+        capsys,
+        *asked,
+        *("--memory", str(hardware["memory_bytes"]), "--disk", str(hardware["disk_bytes"])),
+        *("--host-budget", budget),
+    )
+    assert (status, found["fits"], found["hardware"]) == (0, True, None)
+
+
 def test_a_budget_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
     status, found, _ = _run(capsys, *ROOMY, "--host-budget", "1MiB")
     assert status == 1

@@ -19,6 +19,7 @@ from tierstore.cli import train as train_command
 from tierstore.cli.main import cli
 from tierstore.devices import Disk, Health
 from tierstore.store import ParameterStore, StoreConfig
+from tierstore.store.core import StoreCore
 from tierstore.trace.replay import replay
 
 TINY = """
@@ -125,6 +126,20 @@ def test_metrics_have_a_line_for_each_step(run: Run, tmp_path: Path) -> None:
     assert [line["step"] for line in lines if line["val_loss"] is not None] == [3]
     for name in ("hits", "misses", "evictions", "read_bytes"):
         assert 0 < sum(line[name] for line in lines) <= summary[name]
+    for name in ("wall_s", "computing_s", "stall_s"):
+        each = [line["step_time"][name] for line in lines]
+        assert summary["step_time"][name] == pytest.approx(sum(each))
+
+
+def test_the_parts_of_the_steps_add_up(run: Run) -> None:
+    found = run.json()["step_time"]
+    named = ("computing_s", "run_queue_s", "stolen_s", "threads_s", "stall_s", "unaccounted_s")
+    assert sum(found[name] or 0.0 for name in named) == pytest.approx(found["wall_s"])
+    assert sum(stall["stall_s"] for stall in found["stalls"]) == pytest.approx(found["stall_s"])
+    shown = run(store=run.directory / "shown").stdout
+    assert re.search(r"^step time: ", shown, re.MULTILINE)
+    assert re.search(r"^where .* of steps went$", shown, re.MULTILINE)
+    assert re.search(r"^computing +[\d.]+ m?s +[\d.]+%$", shown, re.MULTILINE)
 
 
 def test_a_timeline_and_a_trace(run: Run, tmp_path: Path) -> None:
@@ -141,8 +156,8 @@ def test_a_timeline_and_a_trace(run: Run, tmp_path: Path) -> None:
     assert all(drawn.count(cause) >= 1 for cause, _ in stalls)
     stats = replay(trace)  # both end with the last commit
     for name in ("hits", "misses", "evictions", "read_bytes", "written_bytes"):
-        assert stats[name] == summary[name], name
-    assert stats["steps"] == 6
+        assert getattr(stats, name) == summary[name], name
+    assert stats.steps == 6
 
 
 def test_a_refused_run_touches_no_file(run: Run, tmp_path: Path) -> None:
@@ -177,14 +192,14 @@ def test_after_the_last_commit_nothing_is_read_or_written(run: Run, monkeypatch:
     moved: list[tuple[int, int]] = []
 
     def spy(name: str) -> None:
-        original = getattr(ParameterStore, name)
+        original = getattr(StoreCore, name)
 
-        def called(store: ParameterStore) -> None:
+        def called(store: StoreCore) -> None:
             stats = store.engine.stats()
             moved.append((stats["read_bytes"], stats["written_bytes"]))
             original(store)
 
-        monkeypatch.setattr(ParameterStore, name, called)
+        monkeypatch.setattr(StoreCore, name, called)
 
     spy("end_trace")  # right after the last commit
     spy("close")
@@ -202,13 +217,13 @@ def test_the_checksum_is_that_of_the_store(run: Run) -> None:
 
 
 def test_a_signal_ends_the_checksum(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = ParameterStore.records_crc32c
+    original = StoreCore.records_crc32c
 
-    def interrupted(store: ParameterStore, progress: Callable[[int, int], None]) -> int:
+    def interrupted(store: StoreCore, progress: Callable[[int, int], None]) -> int:
         signal.raise_signal(signal.SIGINT)
         return original(store, progress)
 
-    monkeypatch.setattr(ParameterStore, "records_crc32c", interrupted)
+    monkeypatch.setattr(StoreCore, "records_crc32c", interrupted)
     arguments = ["train", str(run.directory / "run.toml"), "--store", str(run.store), "--json", "--checksum"]
     result = CliRunner().invoke(cli, arguments)
     assert result.exit_code == 130
@@ -223,14 +238,15 @@ def test_the_life_of_a_drive_is_what_the_run_wrote_in_its_time(
     endurance = ("--set", "wear.endurance=1TB")
     plain = run.json(*endurance, store=run.directory / "plain")
 
-    def writing(store: ParameterStore, progress: Callable[[int, int], None]) -> int:
-        key = next(key for key in store.keys if key.startswith("expert"))
-        store.update({key: np.ones(store.schema_of(key).numel, np.float32)}, lr=1e-3)
+    def writing(store: StoreCore, progress: Callable[[int, int], None]) -> int:
+        key = next(iter(store.records.cached))
+        with store.optimizer_step(1e-3) as step:
+            step.update({key: np.ones(store.records.info(key).schema.numel, np.float32)})
         store.commit()
         time.sleep(0.5)
         return 1
 
-    monkeypatch.setattr(ParameterStore, "records_crc32c", writing)
+    monkeypatch.setattr(StoreCore, "records_crc32c", writing)
     found = run.json("--checksum", *endurance)
     assert found["drive_written_bytes"] == plain["drive_written_bytes"]
     for one in (plain, found):

@@ -8,12 +8,12 @@ from tierstore.lab.results import (
     LayerOutcome,
     Outcome,
     RegimeStudy,
+    ReplayWindow,
     Role,
     Study,
     TraceInfo,
     TuneResult,
-    Verdict,
-    Window,
+    TuneVerdict,
 )
 
 SHA = "0123456789abcdef" * 4
@@ -48,7 +48,10 @@ def curve(policy, misses, **more):
                 fraction,
                 count,
                 layers=(LayerOutcome(0, 400, count // 2), LayerOutcome(3, 600, count - count // 2)),
-                windows=(Window(0, 500, 500 - count // 2), Window(5, 500, 500 - count + count // 2)),
+                windows=(
+                    ReplayWindow(0, 500, 500 - count // 2),
+                    ReplayWindow(5, 500, 500 - count + count // 2),
+                ),
                 **more,
             )
             for fraction, count in zip((0.2, 0.4, 0.6), misses, strict=True)
@@ -93,7 +96,7 @@ def small_study(writes=50):
             gain_low=0.01,
             gain_high=0.04,
             confidence=0.95,
-            verdict=Verdict.BETTER,
+            verdict=TuneVerdict.BETTER,
             tuned_steps=5,
             advice="Tuning may be worth it.",
             configuration='[cache]\npolicy = "lfu-decay"\n',

@@ -42,7 +42,7 @@ def test_every_kind_is_known_by_its_bytes(tmp_path, packed, kind):
     summary = import_trace(source, tmp_path / "trace")
     assert summary.kind is kind
     assert summary.records == len(load_trace(tmp_path / "trace").header.records)
-    assert replay(tmp_path / "trace")["evictions"] == 0  # everything fits, as the header says
+    assert replay(tmp_path / "trace").evictions == 0  # everything fits, as the header says
     assert all(info.help for info in dotted_fields(options_of(kind)))
 
 

@@ -63,7 +63,7 @@ def test_steps_add_up_to_the_replay(recorded):
     )
     assert steps.shape == (STEPS, len(STEP_COUNTS))
     assert dict(zip(STEP_COUNTS, steps.sum(axis=0).tolist(), strict=True)) == {
-        name: whole[name] for name in STEP_COUNTS
+        name: getattr(whole, name) for name in STEP_COUNTS
     }
     layered = replay_steps(
         recorded,
@@ -74,7 +74,7 @@ def test_steps_add_up_to_the_replay(recorded):
         layer_quotas=(4, 4, 4),
     )
     again = replay(recorded, policy="lru", capacity_frames=12, lookahead_frames=3, scope="layer")
-    assert layered[:, STEP_COUNTS.index("hits")].sum() == again["hits"]
+    assert layered[:, STEP_COUNTS.index("hits")].sum() == again.hits
 
 
 def test_the_tuner_scores_with_the_recorded_prefetches(recorded):

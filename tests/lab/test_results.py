@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tierstore.lab.results import Curve, Outcome, TuneResult, Verdict
+from tierstore.lab.results import Curve, Outcome, TuneResult, TuneVerdict
 
 
 def outcome(frames, misses, **more):
@@ -52,7 +52,7 @@ def test_regret_is_relative_to_the_best_in_hindsight():
         gain_low=0.05,
         gain_high=0.1,
         confidence=0.95,
-        verdict=Verdict.BETTER,
+        verdict=TuneVerdict.BETTER,
         tuned_steps=1,
         advice="",
         configuration="",

@@ -26,7 +26,7 @@ from tierstore.lab.candidates import (
 )
 from tierstore.lab.costs import Machine, Objective
 from tierstore.lab.regime import survey
-from tierstore.lab.results import Verdict
+from tierstore.lab.results import TuneVerdict
 from tierstore.lab.simulate import PolicySpec, known_policies
 from tierstore.lab.tuning import Hindsight, TuneOptions, tune
 from tierstore.trace.quotas import quotas_by_layer
@@ -58,7 +58,7 @@ def test_requests_that_are_all_alike_are_a_tie():
     found = tune(
         single(np.random.default_rng(1).integers(0, 200, 10 * STEPS * EACH)), 0.3, TuneOptions(policies=CHEAP)
     )
-    assert found.result.verdict is Verdict.TIE
+    assert found.result.verdict is TuneVerdict.TIE
     assert found.result.gain_low <= 0 <= found.result.gain_high
     assert found.chosen == Candidate(PolicySpec("lru"))  # the simplest
 
@@ -66,7 +66,7 @@ def test_requests_that_are_all_alike_are_a_tie():
 def test_recency_wants_lru():
     found = tune(single(walk()), 0.05, TuneOptions(policies=CHEAP))
     assert found.chosen.policy.name == "lru"
-    assert found.result.verdict is Verdict.BETTER
+    assert found.result.verdict is TuneVerdict.BETTER
     assert found.result.baseline.policy == "lfu-decay"
     assert found.result.gain == pytest.approx(
         found.result.baseline.miss_ratio - found.result.chosen.miss_ratio
@@ -78,7 +78,7 @@ def test_recency_wants_lru():
 def test_scans_want_frequency():
     found = tune(single(scans()), 0.05, TuneOptions(policies=CHEAP, baseline=Candidate(PolicySpec("lru"))))
     assert found.chosen.policy.name == "lfu-decay"
-    assert found.result.verdict is Verdict.BETTER
+    assert found.result.verdict is TuneVerdict.BETTER
     assert found.result.gain > 0.1
     assert found.result.regret < 0.01
     assert found.result.chosen.steps == found.result.baseline.steps == STEPS // 2

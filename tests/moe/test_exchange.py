@@ -29,7 +29,7 @@ from tierstore.moe import (
 )
 from tierstore.moe.dispatch import dispatch
 from tierstore.moe.exchange import ExchangedRows
-from tierstore.parallel import Group, Mesh, Place
+from tierstore.parallel import Group, Mesh, RankEnvironment
 
 WIDTH = 16
 Found = dict[str, Any]
@@ -81,7 +81,7 @@ def _pass(mesh: Mesh, tokens: list[int], dtype: torch.dtype, options: Found, tim
 
 
 def _alone() -> Mesh:
-    return Mesh.alone(Place(), torch.device("cpu"))
+    return Mesh.alone(RankEnvironment(), torch.device("cpu"))
 
 
 def _compare(

@@ -31,7 +31,7 @@ class Keys:
 
     @property
     def starved(self):
-        return self.core.stats()["starved"]
+        return self.core.stats().starved
 
 
 def test_lru_evicts_what_was_asked_for_longest_ago():

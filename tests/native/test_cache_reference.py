@@ -483,7 +483,7 @@ def test_every_decision_is_the_naive_one(data):
         naive.end_step()
         check()
     stats = core.stats()
-    assert {key: stats[key] for key in naive.count} == naive.count
-    assert stats["starved"] == sum(policy.starved for policy in naive.policies)
-    assert sum(layer["hits"] for layer in stats["by_layer"]) == stats["hits"]
-    assert sum(group["misses"] for group in stats["by_group"].values()) == stats["misses"]
+    assert {key: getattr(stats, key) for key in naive.count} == naive.count
+    assert stats.starved == sum(policy.starved for policy in naive.policies)
+    assert sum(layer.hits for layer in stats.by_layer) == stats.hits
+    assert sum(group.misses for group in stats.by_group.values()) == stats.misses

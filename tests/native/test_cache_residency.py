@@ -47,10 +47,10 @@ def test_the_case_from_the_literature():
             access(core, [4 * layer + expert for expert in chosen], layer=layer)
         core.end_step()
     stats = core.stats()
-    assert (stats["hits"], stats["misses"]) == (12, 18)
-    assert stats["by_layer"] == [{"hits": 4, "misses": 6}] * 3
-    assert stats["evictions"] == 12
-    assert stats["read_bytes"] == 18 * 4096
+    assert (stats.hits, stats.misses) == (12, 18)
+    assert [(layer.hits, layer.misses) for layer in stats.by_layer] == [(4, 6)] * 3
+    assert stats.evictions == 12
+    assert stats.read_bytes == 18 * 4096
 
 
 def test_no_entry_of_an_access_evicts_another():
@@ -132,7 +132,7 @@ def test_the_lookahead_is_kept_free_for_the_next_group():
     ]
     assert [ahead for _, ahead, _ in decided] == [[(D.FETCH, 8)], []]
     stats = core.stats()
-    assert (stats["prefetch_read_bytes"], stats["useful_prefetch_bytes"]) == (4096, 4096)
+    assert (stats.prefetch_read_bytes, stats.useful_prefetch_bytes) == (4096, 4096)
 
 
 def test_one_unit_may_use_everything_and_no_more():
@@ -164,7 +164,7 @@ def test_dirty_entries_are_written_when_they_go_and_gradients_are_dropped():
         (D.FETCH, 5),
         (D.CREATE, 6),
     ]
-    assert core.stats()["written_bytes"] == 2 * 4096
+    assert core.stats().written_bytes == 2 * 4096
 
 
 def test_a_spilled_gradient_is_read_again():
@@ -195,8 +195,8 @@ def test_prefetch_within_its_frames_and_in_order():
     assert core.state(0).held
     assert access(core, [2, 3])[0][0] == [(D.HIT, 8), (D.HIT, 12)]
     stats = core.stats()
-    assert stats["useful_prefetch_bytes"] == 2 * 4096
-    assert (stats["hits"], stats["misses"]) == (2, 1)
+    assert stats.useful_prefetch_bytes == 2 * 4096
+    assert (stats.hits, stats.misses) == (2, 1)
 
 
 def test_demand_takes_the_newest_holds_and_counts_them_wasted():
@@ -220,7 +220,7 @@ def test_demand_takes_the_newest_holds_and_counts_them_wasted():
     core = make(1, lookahead_frames=1)
     core.prefetch(0, 0, *units([5]))
     assert access(core, [0])[0][0] == [(D.EVICT, 20), (D.FETCH, 0)]
-    assert core.stats()["wasted_prefetch_bytes"] == 4096
+    assert core.stats().wasted_prefetch_bytes == 4096
 
 
 def test_holds_end_with_the_step():
@@ -232,7 +232,7 @@ def test_holds_end_with_the_step():
     assert access(core, [4])[0][0] == [(D.HIT, 16)]
     assert access(core, [0])[0][0] == [(D.EVICT, 20), (D.FETCH, 0)]
     stats = core.stats()
-    assert (stats["useful_prefetch_bytes"], stats["wasted_prefetch_bytes"]) == (4096, 4096)
+    assert (stats.useful_prefetch_bytes, stats.wasted_prefetch_bytes) == (4096, 4096)
 
 
 def test_nothing_is_ahead_of_what_has_no_backing_copy():
@@ -319,7 +319,7 @@ def test_bad_arguments_and_calls_out_of_order_change_nothing():
     with pytest.raises(RuntimeError, match="ended already"):
         core.end_unit(0)
     core.end_group()
-    assert core.stats()["misses"] == 1
+    assert core.stats().misses == 1
 
 
 def test_a_core_that_cannot_be_is_refused():

@@ -158,16 +158,16 @@ def compare(trace, capacity, quotas, pinned, policy, options, contract, order=Gr
         return
     result = simulated(trace, capacity, quotas, pinned, policy, **keywords)
     same = ("hits", "misses", "evictions", "write_backs", "starved")
-    assert {key: result[key] for key in same} == {key: stats[key] for key in same}
+    assert {key: result[key] for key in same} == {key: getattr(stats, key) for key in same}
     for simulated_bytes, frames, moved in (
-        (result["missed_bytes"], result["missed_frames"], stats["read_bytes"]),
-        (result["written_bytes"], result["written_frames"], stats["written_bytes"]),
+        (result["missed_bytes"], result["missed_frames"], stats.read_bytes),
+        (result["written_bytes"], result["written_frames"], stats.written_bytes),
     ):
         assert (simulated_bytes, frames) == (moved, moved // MILLION)
     by_layer = zip(result["layer_hits"].tolist(), result["layer_misses"].tolist(), strict=True)
-    assert [{"hits": hits, "misses": misses} for hits, misses in by_layer] == stats["by_layer"]
+    assert [*by_layer] == [(layer.hits, layer.misses) for layer in stats.by_layer]
     assert result["step_misses"].tolist() == misses_by_step
-    assert result["step_requests"].sum() == result["requests"] == stats["hits"] + stats["misses"]
+    assert result["step_requests"].sum() == result["requests"] == stats.hits + stats.misses
     assert result["step_write_backs"].sum() == result["write_backs"]
 
 

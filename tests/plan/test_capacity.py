@@ -56,7 +56,7 @@ def test_a_run_takes_what_its_plan_says(name: str, setting: Make) -> None:
             for _ in range(steps):
                 trainer.step()
             stats = store.core.cache.residency.stats()
-            moved.append([int(str(stats[key])) for key in ("read_bytes", "written_bytes", "hits", "misses")])
+            moved.append([getattr(stats, key) for key in ("read_bytes", "written_bytes", "hits", "misses")])
         trainer.commit()
         arena = store.core.cache.residency.capacity_frames
         held = sum(path.stat().st_size for path in planned.config.store.rglob("*") if path.is_file())

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tierstore.plan.capacity import Setting, capacity
-from tierstore.plan.fitting import Effect, Limits, judge, shortest_remedy
+from tierstore.plan.fitting import Effect, Hardware, Limits, hardware_for, judge, shortest_remedy
 from tierstore.plan.presets import find_preset
 from tierstore.stats import Tier
 from tierstore.train.budgets import DeviceKind, budgets
@@ -131,3 +131,34 @@ def test_a_remedy_always_fits(share: float, setting: Make) -> None:
     if remedy is not None:
         assert judge(remedy.setting, limits).fits
         assert 1 <= len(remedy.changes) <= 3
+
+
+# Hardware ----------------------------------------------------------------------------------------------------
+
+
+def _on(hardware: Hardware, ranks: int, **less: int) -> Limits:
+    """A rank's limits on that machine, short of ``less``."""
+    return Limits(
+        hardware.memory // ranks - less.get("memory", 0),
+        hardware.disk // ranks - less.get("disk", 0),
+        None if hardware.device is None else hardware.device - less.get("device", 0),
+    )
+
+
+@pytest.mark.parametrize("device", DeviceKind)
+@pytest.mark.parametrize("budget", [{"host_budget": 64 << 20}, {"host_budget": 4096}, {"device_budget": 64}])
+def test_the_hardware_that_would_do_does_to_the_byte(
+    device: DeviceKind, budget: dict[str, int], setting: Make
+) -> None:
+    planned = replace(setting(budget, ranks=2), device=device)
+    found = hardware_for(planned, Limits(1 << 20, 4096, 1 << 10, sharing=2))
+    changed = found.changes[-1].setting
+    assert {change.effect for change in found.changes} == {Effect.SAME_BITS}
+    assert judge(changed, _on(found, 2)).fits
+    places = {"memory": "memory", "disk": "disk", "device": "device memory"}
+    for short in ("memory", "disk", *(["device"] if device is DeviceKind.CUDA else [])):
+        verdict = judge(changed, _on(found, 2, **{short: 1}))
+        assert [(s.place, s.needed - s.limit) for s in verdict.shortfalls] == [(places[short], 1)]
+    assert {s.place for s in found.shortfalls} == {places[name] for name in places if name != "device"} | (
+        {"device memory"} if device is DeviceKind.CUDA else set()
+    )

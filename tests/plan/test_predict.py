@@ -14,7 +14,7 @@ from tierstore.plan.costs import ASSUMED, Cost, Profile
 from tierstore.plan.evidence import Evidence
 from tierstore.plan.predict import predict
 from tierstore.plan.traffic import step_traffic
-from tierstore.plan.workload import Workload
+from tierstore.plan.workload import StepWorkload
 from tierstore.prefetch.operations import Kind, Operation, Resource, operations
 from tierstore.prefetch.schedule import Pass
 
@@ -22,9 +22,9 @@ Make = Callable[..., Setting]
 FREE = Cost(0.0, math.inf)
 
 
-def _workload(setting: Setting, profile: Profile = ASSUMED) -> Workload:
+def _workload(setting: Setting, profile: Profile = ASSUMED) -> StepWorkload:
     taken = capacity(setting)
-    return Workload(setting, taken, step_traffic(setting, taken), profile)
+    return StepWorkload(setting, taken, step_traffic(setting, taken), profile)
 
 
 def _only(**costs: Cost) -> Profile:

@@ -16,7 +16,7 @@ from tierstore.parallel import Mesh
 from tierstore.plan.capacity import Setting, capacity
 from tierstore.plan.costs import ASSUMED
 from tierstore.plan.traffic import step_traffic
-from tierstore.plan.workload import Workload
+from tierstore.plan.workload import StepWorkload
 from tierstore.prefetch.operations import Kind, operations
 from tierstore.train.config import TrainConfig
 from tierstore.train.session import Opening, open_session
@@ -34,7 +34,7 @@ def trained(mesh: Mesh, config: dict[str, object]) -> dict[str, int]:
             for _ in range(steps):
                 trainer.step()
             stats = trainer.store.cache.residency.stats()
-            moved.append([int(str(stats[key])) for key in ("read_bytes", "written_bytes")])
+            moved.append([getattr(stats, key) for key in ("read_bytes", "written_bytes")])
         trainer.commit()
         directory = trainer.store.directory
         return {
@@ -77,7 +77,7 @@ def test_what_is_simulated_is_what_is_sent(
     """Gathers and reductions of three settled steps, and their bytes: embedding and head are gathered once a step."""
     planned = setting({"model.n_layers": 4} | SENT[name], ranks=count)
     taken = capacity(planned)
-    workload = Workload(planned, taken, step_traffic(planned, taken), ASSUMED)
+    workload = StepWorkload(planned, taken, step_traffic(planned, taken), ASSUMED)
 
     def listed(steps: int) -> Counter[Kind]:
         moved: Counter[Kind] = Counter()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tierstore.errors import ConfigError
 from tierstore.model.config import DenseUnit
 from tierstore.plan.architecture import Architecture
-from tierstore.plan.semoe import Device, largest_sparse, paper_bytes
+from tierstore.plan.semoe import PaperDevice, largest_sparse, paper_bytes
 
 
 def _model(dense: int, expert: int, experts: int, layers: int) -> Architecture:
@@ -49,7 +49,7 @@ def test_the_largest_model_is_the_largest(
     gpu: int, cpu: int, ssd: int, devices: int, dense: int, layers: int, alpha: float
 ) -> None:
     """It fits, and one with a thousandth more does not."""
-    device = Device(gpu, cpu, ssd)
+    device = PaperDevice(gpu, cpu, ssd)
     most = largest_sparse(device, devices, dense=dense, layers=layers, alpha=alpha)
 
     def fits(sparse: int) -> bool:

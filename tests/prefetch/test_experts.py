@@ -20,7 +20,7 @@ NAMES = ("hits", "misses", "prefetch_read_bytes", "useful_prefetch_bytes", "wast
 
 def counts(rig: Any) -> tuple[int, ...]:
     stats = rig.store.cache.residency.stats()
-    return tuple(stats[name] for name in NAMES)
+    return tuple(getattr(stats, name) for name in NAMES)
 
 
 def since(rig: Any, before: tuple[int, ...]) -> tuple[int, ...]:

@@ -81,7 +81,7 @@ def test_training_traffic_with_evictions(tmp_path: Path, monkeypatch: pytest.Mon
     """A third of the records fits: write-backs are of what was stepped since the last one, and of whole groups."""
     rng = np.random.default_rng(3)
     with made(tmp_path / "store", budget=6 * RECORD, weight_format=WeightFormat.SPLIT_BF16) as store:
-        decided = int(str(store.core.cache.residency.stats()["written_bytes"]))
+        decided = store.core.cache.residency.stats().written_bytes
         written, index, changed = Written(store), 0, 0
         stepped_since: set[tuple[str, int]] = set()
         write = LiveRecord.write
@@ -104,6 +104,6 @@ def test_training_traffic_with_evictions(tmp_path: Path, monkeypatch: pytest.Mon
                 store.commit()
                 index += _thread_written_bytes() - before
                 assert not stepped_since, "a commit leaves nothing dirty"
-        assert store.core.cache.residency.stats()["evictions"]
-        assert written.extents == int(str(store.core.cache.residency.stats()["written_bytes"])) - decided
+        assert store.core.cache.residency.stats().evictions
+        assert written.extents == store.core.cache.residency.stats().written_bytes - decided
         assert 1.0 <= (written.extents + index) / changed <= 1.05

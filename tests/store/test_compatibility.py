@@ -30,10 +30,11 @@ def path(tmp_path: Path) -> Path:
 
 def test_it_opens_and_holds_what_it_held(path: Path) -> None:
     with ParameterStore.open(path, CONFIG) as store:
-        assert {key: store.step_of(key) for key in store.keys} == EXPECTED["steps"]
+        assert {key: store.info(key).step for key in store.keys} == EXPECTED["steps"]
         assert len(set(EXPECTED["steps"].values())) > 2, "some records have missed steps, and not the same"
-        assert (store.generation, store.snapshots) == (EXPECTED["generation"], EXPECTED["snapshots"])
-        assert {name: value.hex() for name, value in store.state.items()} == EXPECTED["state"]
+        last = store.last_commit
+        assert (last.generation, last.snapshots) == (EXPECTED["generation"], EXPECTED["snapshots"])
+        assert {name: value.hex() for name, value in last.state.items()} == EXPECTED["state"]
         assert store.records_crc32c() == EXPECTED["records_crc32c"]
 
 
@@ -51,7 +52,7 @@ def test_it_goes_on(path: Path) -> None:
         store.commit()
         expected = store.records_crc32c()
     with ParameterStore.open(path, CONFIG) as store:
-        assert store.generation == EXPECTED["generation"] + 1
-        assert store.step_of("e3") == max(EXPECTED["steps"].values()) + 1
+        assert store.last_commit.generation == EXPECTED["generation"] + 1
+        assert store.info("e3").step == max(EXPECTED["steps"].values()) + 1
         assert store.records_crc32c() == expected
         assert store.verify().failures == []

@@ -35,9 +35,9 @@ def test_a_checksum_of_records_with_missed_steps_writes_nothing(
     with stepped(tmp_path / "s", 200_000, weight_format) as store:
         with store.fetch(["e5"]):
             pass  # caught up, not committed
-        engine, residency = store.engine, store.cache.residency
+        engine, residency = store.core.engine, store.core.cache.residency
         before = residency.stats(), residency.resident_entries().tolist(), residency.dirty_entries().tolist()
-        steps, written = [store.step_of(key) for key in store.keys], engine.stats()["written_bytes"]
+        steps, written = [store.info(key).step for key in store.keys], engine.stats()["written_bytes"]
         assert len(before[1]) < COUNT
         assert min(steps) < 3
 
@@ -45,12 +45,12 @@ def test_a_checksum_of_records_with_missed_steps_writes_nothing(
 
         after = residency.stats(), residency.resident_entries().tolist(), residency.dirty_entries().tolist()
         assert after == before
-        assert [store.step_of(key) for key in store.keys] == steps
+        assert [store.info(key).step for key in store.keys] == steps
         assert engine.stats()["written_bytes"] == written
         # What it summed is what the records hold once they are caught up.
         for key in store.keys:
             store.fetch([key], COMMITTED_GROUPS).release()
-        assert {store.step_of(key) for key in store.keys} == {3}
+        assert {store.info(key).step for key in store.keys} == {3}
         assert store.records_crc32c() == crc
         store.commit()
         assert store.records_crc32c() == crc

@@ -23,7 +23,7 @@ def test_columns(small, header):
     assert (trace.steps.tolist(), trace.phases.tolist(), trace.at.tolist()) == ([4, 4], [1, 0], [0, 0])
     assert (trace.offsets.tolist(), trace.records.tolist()) == ([0, 2, 2], [0, 2])
     assert trace.flags.tolist() == [1, 9]
-    assert replay(small)["misses"] == 2
+    assert replay(small).misses == 2
     with small.open("rb") as file:
         summary = read_summary(file)
         assert file.tell() == PREAMBLE.size

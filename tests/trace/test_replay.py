@@ -112,15 +112,15 @@ def test_other_capacities_and_policies(recorded):
     path, live = recorded
     assert replay(path, policy="lru", capacity_frames=12) == live
     larger = replay(path, capacity_frames=200)
-    assert larger["evictions"] == 0
-    assert larger["misses"] < live["misses"]
+    assert larger.evictions == 0
+    assert larger.misses < live.misses
     asked = ("hits", "misses", "creates")
-    assert sum(larger[key] for key in asked) == sum(live[key] for key in asked)
+    assert sum(getattr(larger, key) for key in asked) == sum(getattr(live, key) for key in asked)
     smaller = replay(path, capacity_frames=4, lookahead_frames=0)
-    assert smaller["groups"] > live["groups"]
-    assert smaller["accesses"] == live["accesses"]
-    assert replay(path, policy="lfu-decay")["steps"] == 6
-    assert replay(path, scope="layer", capacity_frames=36)["steps"] == 6
+    assert smaller.groups > live.groups
+    assert smaller.accesses == live.accesses
+    assert replay(path, policy="lfu-decay").steps == 6
+    assert replay(path, scope="layer", capacity_frames=36).steps == 6
     with pytest.raises(BudgetError, match="4 frames must be resident at once"):
         replay(path, capacity_frames=3, lookahead_frames=0)
     with pytest.raises(ConfigError, match="unknown cache policy"):
@@ -142,7 +142,7 @@ def test_pins_are_replayed(tmp_path):
                 core.pin(*units([0]))
             core.end_group()
         core.unpin(*units([0], 1 | 1 << 3))
-    assert core.stats()["evictions"] == 2
+    assert core.stats().evictions == 2
     assert replay(path) == core.stats()
 
 
@@ -160,15 +160,15 @@ def test_many_chunks_are_one_trace(tmp_path):
     assert (trace.steps == np.arange(50_000)).all()
     # Groups {0,1} and {2}: 1 is evicted by 2 (0 is older), then 0 is, ...: worked for the first two accesses.
     stats = replay(path)
-    assert stats["groups"] == 100_000
-    assert stats["hits"] + stats["misses"] == 150_000
+    assert stats.groups == 100_000
+    assert stats.hits + stats.misses == 150_000
 
 
 def test_an_empty_trace(tmp_path):
     path = tmp_path / "empty.trace"
     TraceWriter(path, TraceHeader(1)).close()
     assert len(load_trace(path)) == 0
-    assert replay(path)["accesses"] == 0
+    assert replay(path).accesses == 0
 
 
 def test_an_event_that_cannot_be_is_named(tmp_path):
@@ -203,10 +203,10 @@ def test_an_unfinished_trace_is_refused(tmp_path):
     with pytest.raises(DataError, match="the trace was not completed"):
         replay(path)
     recorder.close()
-    assert replay(path)["steps"] == 1
+    assert replay(path).steps == 1
     core.end_step()
     recorder.close()
-    assert replay(path)["steps"] == 1, "the core goes on unrecorded"
+    assert replay(path).steps == 1, "the core goes on unrecorded"
 
 
 def test_records_may_come_at_any_time(tmp_path):
@@ -234,8 +234,8 @@ def test_records_may_come_at_any_time(tmp_path):
     assert trace.records.tolist() == [0, 1, 2, 3, 4, 1, 3, 5, 6, 5, 6]
     assert trace.at.tolist() == [0, 0, 0, 2, 0, 0, 0]
     assert replay(path) == core.stats()
-    assert replay(path, capacity_frames=7)["evictions"] == 0
-    assert replay(path, scope="layer", policy="lfu-decay")["steps"] == 1
+    assert replay(path, capacity_frames=7).evictions == 0
+    assert replay(path, scope="layer", policy="lfu-decay").steps == 1
     requests = load_requests(path)
     assert (requests.events, len(requests.entries), requests.total_frames) == (3, 6, 5)
     assert len(requests.creations.entries) == 1
@@ -319,6 +319,6 @@ def test_layers_without_records_get_no_quota(tmp_path):
             core.next_group()
             core.end_group()
         core.end_step()
-    assert replay(path, scope="layer")["misses"] == 2
+    assert replay(path, scope="layer").misses == 2
     with pytest.raises(BudgetError, match="too small"):
         replay(path, scope="layer", capacity_frames=7)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tierstore._native import ResidencyStats
 from tierstore.config import load
 from tierstore.errors import BudgetError
 from tierstore.train.config import TrainConfig
@@ -88,7 +89,7 @@ class Outcome:
     skipped: list[int] = field(default_factory=list)
     stepped: list[frozenset[str]] = field(default_factory=list)
     crc: int = 0
-    stats: dict[str, Any] = field(default_factory=dict)
+    stats: ResidencyStats = field(init=False)
 
     @property
     def bits(self) -> tuple[list[float], int]:

@@ -86,7 +86,7 @@ def test_every_way_to_hold_it_gives_the_same_bits(
     mode: str, configure: Make, train: Any, least: Callable[[TrainConfig], int]
 ) -> None:
     expected = train(configure(MODES[mode] | {"steps": STEPS}))
-    assert expected.stats["misses"] == 0
+    assert expected.stats.misses == 0
     assert len(set(expected.losses)) > 1
     for name in HOLDS if mode in ("immediate", "micro-clip") else SOME:
         config = held(configure, MODES[mode] | {"steps": STEPS}, HOLDS[name], least)
@@ -94,9 +94,9 @@ def test_every_way_to_hold_it_gives_the_same_bits(
         found = train(config, stops=stops)
         assert found.bits == expected.bits, f"{mode} held as {name}"
         assert found.norms == expected.norms, f"{mode} held as {name}"
-        assert found.stats["evictions"] > 0, f"{mode} held as {name}: nothing was evicted"
+        assert found.stats.evictions > 0, f"{mode} held as {name}: nothing was evicted"
         if "clip" in mode and name == "least":
-            assert found.stats["by_group"]["gradients"]["misses"] > 0, "no gradient came back from disk"
+            assert found.stats.by_group["gradients"].misses > 0, "no gradient came back from disk"
 
 
 SLEEPY: dict[str, Any] = {

@@ -81,7 +81,7 @@ def test_every_policy_computes_the_same_and_replays_exactly(
         trainer.commit()
         bits = losses, trainer.store.records_crc32c()
         live = trainer.store.cache.residency.stats()
-    assert live["evictions"]
+    assert live.evictions
     assert replay(tmp_path / "trace", policy=policy if ":" in policy else None) == live
     assert expected.setdefault("bits", bits) == bits
 

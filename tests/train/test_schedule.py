@@ -12,28 +12,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.errors import ConfigError
-from tierstore.train.schedule import Schedule, ScheduleConfig
+from tierstore.train.schedule import LearningRateDecay, ScheduleConfig
 
 
 def test_by_hand() -> None:
     options: dict[str, Any] = {"lr": 0.8, "warmup_steps": 4, "total_steps": 12, "min_lr_fraction": 0.25}
-    cosine = ScheduleConfig(kind=Schedule.COSINE, **options)
+    cosine = ScheduleConfig(kind=LearningRateDecay.COSINE, **options)
     assert [cosine.lr_at(step) for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.8])
     assert cosine.lr_at(8) == pytest.approx(0.5)  # halfway: between 0.8 and 0.2
     assert cosine.lr_at(12) == cosine.lr_at(1000) == pytest.approx(0.2)
-    linear = ScheduleConfig(kind=Schedule.LINEAR, **options)
+    linear = ScheduleConfig(kind=LearningRateDecay.LINEAR, **options)
     assert [linear.lr_at(step) for step in (4, 6, 8, 12, 99)] == pytest.approx([0.8, 0.65, 0.5, 0.2, 0.2])
-    constant = ScheduleConfig(kind=Schedule.CONSTANT, **options)
+    constant = ScheduleConfig(kind=LearningRateDecay.CONSTANT, **options)
     assert [constant.lr_at(step) for step in (0, 3, 4, 99)] == pytest.approx([0.2, 0.8, 0.8, 0.8])
-    assert ScheduleConfig(kind="linear").kind is Schedule.LINEAR  # type: ignore[arg-type]
+    assert ScheduleConfig(kind="linear").kind is LearningRateDecay.LINEAR  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", [Schedule.COSINE, Schedule.LINEAR])
-def test_against_torch(kind: Schedule) -> None:
+@pytest.mark.parametrize("kind", [LearningRateDecay.COSINE, LearningRateDecay.LINEAR])
+def test_against_torch(kind: LearningRateDecay) -> None:
     config = ScheduleConfig(kind=kind, lr=0.3, warmup_steps=5, total_steps=35, min_lr_fraction=0.1)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.3)
     scheduler: torch.optim.lr_scheduler.LRScheduler
-    if kind == Schedule.COSINE:
+    if kind == LearningRateDecay.COSINE:
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=30, eta_min=0.03)
     else:
         scheduler = torch.optim.lr_scheduler.LinearLR(
@@ -46,8 +46,8 @@ def test_against_torch(kind: Schedule) -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.sampled_from(list(Schedule)), st.integers(0, 20), st.integers(1, 60), st.floats(0, 1))
-def test_it_rises_then_falls(kind: Schedule, warmup: int, total: int, least: float) -> None:
+@given(st.sampled_from(list(LearningRateDecay)), st.integers(0, 20), st.integers(1, 60), st.floats(0, 1))
+def test_it_rises_then_falls(kind: LearningRateDecay, warmup: int, total: int, least: float) -> None:
     config = ScheduleConfig(kind=kind, lr=0.5, warmup_steps=warmup, total_steps=total, min_lr_fraction=least)
     rates = [config.lr_at(step) for step in range(90)]
     assert all(0 < rate <= 0.5 for rate in rates[: max(1, min(warmup, total))])

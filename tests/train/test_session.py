@@ -51,7 +51,7 @@ def test_every_shape_fits_the_minimum(
     config = configure(mode | {"host_budget": least(configure(mode))})
     found = train(config, stops=(3,))
     assert found.bits == expected.bits
-    assert found.stats["evictions"] > 0
+    assert found.stats.evictions > 0
     report = verify_store(config.store)
     assert report.failures == []
     assert report.records >= config.model.expert_count
@@ -124,9 +124,9 @@ def test_a_trace_replays_to_the_same_counts(name: str, configure: Make, tmp_path
                 trainer.evaluate()
         trainer.commit()
         live = trainer.store.cache.residency.stats()
-    assert live["misses"] > 0
-    assert live["evictions"] > 0
-    assert live["written_bytes"] > 0
+    assert live.misses > 0
+    assert live.evictions > 0
+    assert live.written_bytes > 0
     assert len(load_trace(trace)) > 0
     assert replay(trace) == live
 
@@ -144,7 +144,7 @@ def test_the_engine_moved_what_the_core_counted(shape: str, configure: Make, lea
                 time.sleep(0.001)
             core = store.cache.residency.stats()
             names = ("read_bytes", "written_bytes")
-            return {name: engine[name] for name in names}, {name: int(core[name]) for name in names}
+            return {name: engine[name] for name in names}, {name: getattr(core, name) for name in names}
 
         engine_before, core_before = moved()
         for _ in range(config.steps):

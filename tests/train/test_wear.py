@@ -37,7 +37,7 @@ def test_a_budget_changes_times_and_nothing_else(
                 assert stalls[Cause.WRITE_BUDGET] > 0
                 assert any(line.startswith("write budget") for line in trainer.store.describe())
     assert found[0] == found[1]
-    assert found[0][2]["evictions"] > 0
+    assert found[0][2].evictions > 0
 
 
 def summary(trainer: Trainer, config: TrainConfig, begun: Instant) -> RunSummary:

@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,9 +40,8 @@ from tierstore.bench.results.figures import Figures, prefixed, ratios
 from tierstore.store.config import IoConfig
 from tierstore.store.opening import make_engine
 from tierstore.store.tuning import tune
-from tierstore.units import format_bytes, format_seconds
 
-__all__ = ["REPLAYED", "AdamWResult", "Lines", "ProgramTimes", "measurements", "render", "run"]
+__all__ = ["REPLAYED", "AdamWResult", "ProgramTimes", "measurements", "run"]
 
 BYTES_PER_PARAMETER = 28
 REPLAYED = 16
@@ -315,48 +314,3 @@ def measurements(result: AdamWResult) -> Iterator[Measurement]:
     if (record := result.record) is not None:
         for what, seconds in (("replay", record.replay_samples_s), ("read", record.read_samples_s)):
             yield measured("record", seconds, "s", Better.LOWER, parameters={"operation": what})
-
-
-class Lines(Protocol):
-    """Where figures are shown."""
-
-    def line(self, text: str = "") -> None: ...
-
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None: ...
-
-
-def render(result: AdamWResult, output: Lines) -> None:
-    """The environment, a table and the ratios, for people."""
-    labels = {
-        "copy": "copy",
-        "torch": "torch fused AdamW",
-        "step": "tierstore AdamW",
-        "replay": f"{result.replayed_steps} missed steps in one pass",
-        "subnormal": "the same, subnormal moments",
-    }
-    output.table(
-        f"AdamW, {result.parameters:,} fp32 parameters, {result.threads} threads, "
-        f"{result.instruction_set}, torch {result.torch_version}, "
-        f"OMP_WAIT_POLICY {result.omp_wait_policy}, {result.repeats} rounds",
-        ("", "median", "min", "max", "ns/parameter", "bytes/s"),
-        [
-            (
-                labels[name],
-                *map(format_seconds, (times.median_s, times.min_s, times.max_s)),
-                f"{times.s_per_parameter * 1e9:.3f}",
-                f"{format_bytes(times.median_bytes_per_s)}/s",
-            )
-            for name, times in result.programs.items()
-        ],
-    )
-    output.line(
-        f"of torch's speed {result.speed_to_torch_ratio:.2f}, of copy bandwidth "
-        f"{result.speed_to_copy_ratio:.2f}; replay / step {result.replay_to_step_ratio:.2f}, "
-        f"subnormal / replay {result.subnormal_to_replay_ratio:.2f}"
-    )
-    if (record := result.record) is not None:
-        output.line(
-            f"a record of {format_bytes(record.bytes)}: replay in the engine "
-            f"{format_seconds(record.replay_s)}, read {format_seconds(record.read_s)}; "
-            f"replay / read {record.replay_to_read_ratio:.2f}"
-        )

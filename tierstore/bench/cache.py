@@ -85,7 +85,7 @@ class CacheResult(Figures):
 
 
 def key_requests(count: int, keys: int, *, seed: int = 0) -> Requests:
-    """``count`` single requests for ``keys`` keys, the r-th of which is asked for in proportion to 1/r."""
+    """``count`` single requests for ``keys`` keys, the r-th key in proportion to 1/r."""
     rng = np.random.default_rng(seed)
     popularity = np.cumsum(1 / np.arange(1, keys + 1))
     rank = np.searchsorted(popularity, rng.random(count) * popularity[-1])

@@ -19,19 +19,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from tierstore.bench.adamw import Lines
 from tierstore.bench.checks import at_least
 from tierstore.bench.processes.namespaces import namespaces_limited_to
 from tierstore.bench.processes.ranks import run_ranks
 from tierstore.bench.results.document import Better, Measurement, counted, derived, measured
 from tierstore.bench.results.figures import Figures, ratios
 from tierstore.errors import ConfigError
-from tierstore.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from tierstore.parallel import Group
 
-__all__ = ["CollectivesBench", "CollectivesResult", "ModeTimes", "measurements", "render", "run"]
+__all__ = ["CollectivesBench", "CollectivesResult", "ModeTimes", "measurements", "run"]
 
 _TIMEOUT_S = 600.0
 #: The two modes, by the value of ``dense.fusion``.
@@ -134,27 +132,6 @@ def measurements(result: CollectivesResult) -> Iterator[Measurement]:
         yield counted("sent a step", of.sent_bytes, "bytes", Better.LOWER, parameters=how)
     fused_to_apart = ratios(result.fused.step_samples_s, result.apart.step_samples_s)
     yield derived("step fused to apart", fused_to_apart, "ratio", Better.LOWER)
-
-
-def render(result: CollectivesResult, output: Lines) -> None:
-    """The environment, a table and what was saved, for people."""
-    modes = (result.fused, result.apart)
-    output.table(
-        f"{result.ranks} ranks on {result.backend}, {result.layers_count} dense blocks of width "
-        f"{result.d_model_count}, {result.parameters:,} parameters, {result.rounds_count} rounds",
-        ("", "fused", "a message a parameter"),
-        [
-            ("collectives a step", *(mode.collectives_count for mode in modes)),
-            ("sent a step by a rank", *(format_bytes(mode.sent_bytes) for mode in modes)),
-            ("step, median", *(format_seconds(mode.step_s) for mode in modes)),
-            ("step, fastest", *(format_seconds(mode.step_min_s) for mode in modes)),
-            ("step, slowest", *(format_seconds(mode.step_max_s) for mode in modes)),
-        ],
-    )
-    output.line(
-        f"{result.messages_ratio:.1f} x fewer messages; a step is {format_seconds(abs(result.saved_s))} "
-        f"{'shorter' if result.saved_s >= 0 else 'longer'}"
-    )
 
 
 # One rank ---------------------------------------------------------------------------------------------------

@@ -216,7 +216,7 @@ def _backend(resolution: Resolution) -> str:
 
 
 def machine_facts(directory: Path) -> dict[str, object]:
-    """What is so of this machine and of the disk under ``directory``. Imports torch. Raises OSError."""
+    """Facts of this machine and of the disk under ``directory``. Imports torch. Raises OSError."""
     space = machine.disk(directory)
     memory = machine.memory()
     tuning = tune(IoConfig(), directory)

@@ -1,4 +1,4 @@
-"""A group of commands, whose help has their whole summaries and whose errors name them."""
+"""A group of commands. Its help shows whole summaries, and its errors name the commands that exist."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _WHOLE = 1000  # characters of a summary: all of it
 
 
 class CommandGroup(click.Group):
-    """As click's, which cuts summaries off and says of a wrong command only that there is none."""
+    """A click group with whole summaries, and errors that list the commands. (click cuts summaries off.)"""
 
     def summaries(self, ctx: click.Context) -> list[tuple[str, str]]:
         """The name and the summary of each command, in the order of the help."""

@@ -26,7 +26,7 @@ from tierstore.errors import ConfigError
 from tierstore.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:  # numpy and LMDB, which listing the commands need not
-    from tierstore.plan import Plan, Profile
+    from tierstore.plan import Hardware, Plan, Profile
 
 __all__ = ["plan"]
 
@@ -87,7 +87,7 @@ def plan(
     share = ranks_per_node or max(ranks, 1)
     if not 1 <= share <= max(ranks, 1):
         raise ConfigError(f"--ranks-per-node: expected 1 to {ranks} (--ranks), got {share}")
-    limits = machine_limits(loaded.store, share=share, memory=memory, disk=disk, device=device_memory)
+    limits = machine_limits(loaded.store, sharing=share, memory=memory, disk=disk, device=device_memory)
     if chosen is not None and "host_budget" not in overrides and config is None:
         loaded = replace(loaded, host_budget=max(limits.memory // 2, 1))
     kind = DeviceKind(device)
@@ -162,11 +162,33 @@ def _show(made: Plan, costs: Profile, output: Output) -> None:
         return
     for shortfall in made.verdict.shortfalls:
         output.line(f"does not fit: {shortfall}")
-    if made.remedy is None:
-        output.line("no three changes make it fit")
-        return
-    changes = "; ".join(f"{change.text} ({change.effect.value})" for change in made.remedy.changes)
-    output.line(f"shortest way to make it fit: {changes}")
+    if made.hardware is not None:
+        _show_hardware(made, made.hardware, output)
+    if made.remedy is not None:
+        changes = "; ".join(f"{change.text} ({change.effect.value})" for change in made.remedy.changes)
+        output.line(f"shortest way to make it fit: {changes}")
+
+
+def _show_hardware(made: Plan, hardware: Hardware, output: Output) -> None:
+    """What is missing on which tier, and a machine that has it."""
+    sharing = f" for its {made.limits.sharing} ranks" if made.limits.sharing > 1 else ""
+    tiers = {
+        "memory": "host tier" if hardware.device is not None else "host and device tiers",
+        "device memory": "device tier",
+        "disk": "nvme tier",
+    }
+    budgets = " and ".join(change.text for change in hardware.changes)
+    output.line(
+        "no three changes make it fit" + (f"; with {budgets}, the least that starts:" if budgets else ":")
+    )
+    for shortfall in hardware.shortfalls:
+        missing = format_bytes(shortfall.needed - shortfall.limit)
+        output.line(f"each rank misses {missing} on the {tiers[shortfall.place]} ({shortfall})")
+    device = "" if hardware.device is None else f", and {format_bytes(hardware.device)} on each device"
+    output.line(
+        f"hardware that would do: a machine with {format_bytes(hardware.memory)} of memory and "
+        f"{format_bytes(hardware.disk)} of disk{sharing}{device}"
+    )
 
 
 def _show_bytes(made: Plan, output: Output) -> None:

@@ -16,7 +16,7 @@ from tierstore.units import format_bytes, format_seconds
 __all__ = ["Report", "Verifier", "run_verify", "verify"]
 
 _SHOWN_FAILURES = 20  # beyond these a person reads no more; the JSON object has them all
-_NOT_SO = 1
+_CHECK_FAILED = 1
 
 
 class DriveRow(Protocol):
@@ -111,4 +111,4 @@ def run_verify(store: Path, output: Output, verifier: Verifier) -> int:
             "drives": [drive.as_json() for drive in report.drives],
         }
     )
-    return _NOT_SO if report.failures else 0
+    return _CHECK_FAILED if report.failures else 0

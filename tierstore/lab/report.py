@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tierstore import __version__
 from tierstore.lab.page import Cell, Column, Table, check_report, own_ids, render_page
-from tierstore.lab.results import Evidence, Outcome, RegimeStudy, Role, Study, TuneResult
+from tierstore.lab.results import Outcome, OutcomeEvidence, RegimeStudy, Role, Study, TuneResult
 from tierstore.units import format_bytes, format_seconds
 
 __all__ = ["render_report", "write_report"]
@@ -39,7 +39,7 @@ def render_report(study: Study) -> str:
         study=study,
         version=study.version or __version__,
         regimes=[_regime(regime, numbers) for regime in study.regimes],
-        Evidence=Evidence,
+        Evidence=OutcomeEvidence,
     )
 
 
@@ -56,8 +56,8 @@ class _Regime:
     layered: Table | None
     layers: Table | None
     tunings: Sequence[tuple[str, TuneResult, Table]]
-    evidence: Evidence
-    tuned_evidence: Evidence
+    evidence: OutcomeEvidence
+    tuned_evidence: OutcomeEvidence
 
 
 def _regime(regime: RegimeStudy, numbers: count[int]) -> _Regime:
@@ -128,10 +128,10 @@ def _outcome_table(outcomes: Sequence[Outcome]) -> Table:
         Column("read a step", counted),
         Column("write-backs", counted),
         Column("written a step", counted),
-        Column("stall a step", Evidence.ESTIMATED),
-        Column("drive writes a day", Evidence.ESTIMATED),
-        Column("drive life", Evidence.ESTIMATED),
-        Column("own time a request", Evidence.MEASURED),
+        Column("stall a step", OutcomeEvidence.ESTIMATED),
+        Column("drive writes a day", OutcomeEvidence.ESTIMATED),
+        Column("drive life", OutcomeEvidence.ESTIMATED),
+        Column("own time a request", OutcomeEvidence.MEASURED),
     ]
     bounds = [one.miss_ratio for one in outcomes if one.role is Role.BOUND]
     policies = [one.miss_ratio for one in outcomes if one.role is Role.POLICY]
@@ -210,7 +210,7 @@ def _tuned_table(tuned: TuneResult) -> Table:
         Column("miss ratio", counted),
         Column("read a step", counted),
         Column("written a step", counted),
-        Column("stall a step", Evidence.ESTIMATED),
+        Column("stall a step", OutcomeEvidence.ESTIMATED),
     ]
     return _without_empty(Table(columns, rows))
 

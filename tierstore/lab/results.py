@@ -25,21 +25,21 @@ from tierstore.units import format_bytes, format_seconds
 
 __all__ = [
     "Curve",
-    "Evidence",
     "HalfLifeMap",
     "LayerOutcome",
     "Outcome",
+    "OutcomeEvidence",
     "RegimeStudy",
+    "ReplayWindow",
     "Role",
     "Study",
     "TraceInfo",
     "TuneResult",
-    "Verdict",
-    "Window",
+    "TuneVerdict",
 ]
 
 
-class Evidence(enum.Enum):
+class OutcomeEvidence(enum.Enum):
     """Where a number comes from."""
 
     MEASURED = "measured"
@@ -54,7 +54,7 @@ class Role(enum.Enum):
     BOUND = "bound"
 
 
-class Verdict(enum.Enum):
+class TuneVerdict(enum.Enum):
     """What tuning gained over its baseline on the held-out rest; a tie when the interval holds zero."""
 
     BETTER = "better"
@@ -72,7 +72,7 @@ class LayerOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class ReplayWindow:
     """Counts over consecutive steps, from ``first_step`` up to the next window's."""
 
     first_step: int
@@ -107,13 +107,13 @@ class Outcome:
     write_backs: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
-    evidence: Evidence = Evidence.SIMULATED
+    evidence: OutcomeEvidence = OutcomeEvidence.SIMULATED
     policy_s: float | None = None  # the policy's and the core's own time, measured
     stall_s_per_step: float | None = None  # estimated
     drive_writes_per_day: float | None = None  # estimated; the whole drive once a day is 1
     drive_life_years: float | None = None  # estimated
     layers: tuple[LayerOutcome, ...] = ()
-    windows: tuple[Window, ...] = ()
+    windows: tuple[ReplayWindow, ...] = ()
 
     @property
     def miss_ratio(self) -> float:
@@ -166,7 +166,7 @@ class HalfLifeMap:
     half_lives: tuple[float, ...]
     capacity_fractions: tuple[float, ...]
     miss_ratios: tuple[tuple[float, ...], ...]
-    evidence: Evidence = Evidence.SIMULATED
+    evidence: OutcomeEvidence = OutcomeEvidence.SIMULATED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +184,7 @@ class TuneResult:
     gain_low: float
     gain_high: float
     confidence: float  # of the interval, such as 0.95
-    verdict: Verdict
+    verdict: TuneVerdict
     tuned_steps: int
     advice: str  # whether tuning is worth anything in this regime, in a sentence
     configuration: str  # to paste into a configuration of ``tierstore train``
@@ -216,9 +216,9 @@ class TuneResult:
         return sign + (format_seconds(size) if self.objective == "stall" else f"{size:.4f}")
 
     @property
-    def gain_evidence(self) -> Evidence:
+    def gain_evidence(self) -> OutcomeEvidence:
         """What the gain, the verdict and the regret are."""
-        return Evidence.ESTIMATED if self.objective == "stall" else self.chosen.evidence
+        return OutcomeEvidence.ESTIMATED if self.objective == "stall" else self.chosen.evidence
 
     @property
     def regret(self) -> float:

@@ -30,7 +30,7 @@ from tierstore.errors import BudgetError, ConfigError
 from tierstore.lab.entries import Capacity
 from tierstore.lab.parallel import OnProgress, in_parallel
 from tierstore.lab.requests import Creations, Requests
-from tierstore.lab.results import LayerOutcome, Outcome, Role, Window
+from tierstore.lab.results import LayerOutcome, Outcome, ReplayWindow, Role
 from tierstore.machine import cores
 from tierstore.trace.quotas import quotas_by_layer
 
@@ -416,14 +416,14 @@ def outcome(requests: Requests, replayed: Replayed, *, windows: int = 0) -> Outc
     )
 
 
-def _windows(replayed: Replayed, count: int) -> tuple[Window, ...]:
+def _windows(replayed: Replayed, count: int) -> tuple[ReplayWindow, ...]:
     """Hits over ``count`` windows of equal steps, creations among the misses, the warm-up left out."""
     asked = replayed.step_requests.astype(np.int64)
     first = int(np.flatnonzero(asked)[0]) if asked.any() else 0
     edges = np.unique(np.linspace(first, len(asked), count + 1).astype(np.int64)[:-1])
     hits = asked - replayed.step_misses - replayed.step_creations
     return tuple(
-        Window(int(edge), int(requested), int(hit))
+        ReplayWindow(int(edge), int(requested), int(hit))
         for edge, requested, hit in zip(
             edges, np.add.reduceat(asked, edges), np.add.reduceat(hits, edges), strict=True
         )

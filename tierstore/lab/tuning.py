@@ -44,7 +44,7 @@ from tierstore.lab.live import LiveReplay, Recording, replay_recorded
 from tierstore.lab.quotas import split_capacity
 from tierstore.lab.regime import Regime, survey
 from tierstore.lab.requests import Requests
-from tierstore.lab.results import Outcome, TuneResult, Verdict
+from tierstore.lab.results import Outcome, TuneResult, TuneVerdict
 from tierstore.lab.simulate import Contract, Detail, Replayed, outcome, replay_each, suits
 
 __all__ = ["LEAST_STEPS", "Hindsight", "OnStage", "TuneOptions", "Tuning", "scored_text", "tune"]
@@ -334,10 +334,12 @@ class _Tuner:
         by_key = {one.candidate.key: one for one in held_out}
         winner, baseline = by_key[chosen.key], by_key[self._baseline.key]
         gain = self._interval(baseline, winner, options.confidence)
-        verdict = Verdict.BETTER if gain.low > 0 else Verdict.WORSE if gain.high < 0 else Verdict.TIE
+        verdict = (
+            TuneVerdict.BETTER if gain.low > 0 else TuneVerdict.WORSE if gain.high < 0 else TuneVerdict.TIE
+        )
         ranked = sorted(held_out, key=lambda one: (one.total, one.candidate.complexity))
         outcomes = {one.candidate.key: one.outcome for one in ranked}
-        recommended = self._baseline if verdict is Verdict.WORSE else chosen
+        recommended = self._baseline if verdict is TuneVerdict.WORSE else chosen
         config = cache_configuration(recommended)
         result = TuneResult(
             chosen=outcomes[chosen.key],

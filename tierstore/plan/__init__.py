@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from tierstore.plan.capacity import Capacity, Term
     from tierstore.plan.costs import ASSUMED, Cost, Profile, load_profile, save_profile
     from tierstore.plan.evidence import Evidence
-    from tierstore.plan.fitting import Change, Effect, Limits, Remedy, Shortfall, Verdict
+    from tierstore.plan.fitting import Change, Effect, Hardware, Limits, Remedy, Shortfall, Verdict
     from tierstore.plan.predict import Prediction
     from tierstore.plan.presets import PRESETS, Preset, find_preset
     from tierstore.plan.report import Plan, machine_limits, plan_run
@@ -29,6 +29,7 @@ __all__ = [
     "DeviceKind",
     "Effect",
     "Evidence",
+    "Hardware",
     "Limits",
     "Plan",
     "Prediction",

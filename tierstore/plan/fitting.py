@@ -22,7 +22,18 @@ from tierstore.train.budgets import DeviceKind, least_host_budget
 from tierstore.train.config import TrainConfig
 from tierstore.units import format_bytes
 
-__all__ = ["Effect", "Limits", "Remedy", "Shortfall", "Verdict", "judge", "shortest_remedy"]
+__all__ = [
+    "Change",
+    "Effect",
+    "Hardware",
+    "Limits",
+    "Remedy",
+    "Shortfall",
+    "Verdict",
+    "hardware_for",
+    "judge",
+    "shortest_remedy",
+]
 
 _MIB = 1 << 20
 _MOST_CHANGES = 3
@@ -40,11 +51,12 @@ class Effect(StrEnum):
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes that one rank may take; ``device`` None: the device's memory is the host's."""
+    """Bytes that one rank may take; ``device`` None: the device's memory is the host's. ``sharing``: ranks of a machine."""
 
     memory: int
     disk: int
     device: int | None = None
+    sharing: int = 1
 
 
 @dataclass(frozen=True)
@@ -91,6 +103,21 @@ class Remedy:
         return self.changes[-1].setting
 
 
+@dataclass(frozen=True)
+class Hardware:
+    """The least machine on which a setting fits, once its budgets are cut or raised to the least that it can start with.
+
+    ``memory`` and ``disk`` are a machine's, for all of its ranks; ``device`` is one device's memory, None without one.
+    ``shortfalls`` are what a rank misses of each under the limits.
+    """
+
+    changes: tuple[Change, ...]
+    shortfalls: tuple[Shortfall, ...]
+    memory: int
+    disk: int
+    device: int | None
+
+
 def judge(setting: Setting, limits: Limits) -> Verdict:
     """Holds what ``setting`` takes against ``limits``."""
     try:
@@ -103,11 +130,18 @@ def judge(setting: Setting, limits: Limits) -> Verdict:
             None,
             (Shortfall("device_budget", _least_device_budget(setting), setting.config.device_budget),),
         )
-    on_host = [Tier.HOST, Tier.DEVICE] if setting.device is DeviceKind.CPU else [Tier.HOST]
-    held = [("memory", taken.total(*on_host), limits.memory), ("disk", taken.total(Tier.NVME), limits.disk)]
-    if setting.device is not DeviceKind.CPU and limits.device is not None:
-        held.append(("device memory", taken.total(Tier.DEVICE), limits.device))
+    memory, disk, device = _totals(setting, taken)
+    held = [("memory", memory, limits.memory), ("disk", disk, limits.disk)]
+    if device is not None and limits.device is not None:
+        held.append(("device memory", device, limits.device))
     return Verdict(taken, tuple(Shortfall(*item) for item in held if item[1] > item[2]))
+
+
+def _totals(setting: Setting, taken: Capacity) -> tuple[int, int, int | None]:
+    """Bytes of memory, of disk, and of a device with memory of its own, that one rank takes."""
+    if setting.device is DeviceKind.CPU:
+        return taken.total(Tier.HOST, Tier.DEVICE), taken.total(Tier.NVME), None
+    return taken.total(Tier.HOST), taken.total(Tier.NVME), taken.total(Tier.DEVICE)
 
 
 def _least_device_budget(setting: Setting) -> int:
@@ -130,6 +164,26 @@ def shortest_remedy(setting: Setting, limits: Limits) -> Remedy | None:
                 if judge(remedy.setting, limits).fits:
                     return remedy
     return None
+
+
+def hardware_for(setting: Setting, limits: Limits) -> Hardware:
+    """What ``setting`` needs of a machine, and misses under ``limits``, with the least budgets that it can start with."""
+    changes: list[Change] = []
+    least = least_host_budget(setting.config, setting.device, setting.schema)
+    if setting.config.host_budget != least:
+        changes.append(_with_host_budget(setting, least))
+        setting = changes[-1].setting
+    for change in _device_budget(setting, limits):
+        changes.append(change)
+        setting = change.setting
+    memory, disk, device = _totals(setting, capacity(setting))
+    return Hardware(
+        changes=tuple(changes),
+        shortfalls=judge(setting, limits).shortfalls,
+        memory=memory * limits.sharing,
+        disk=disk * limits.sharing,
+        device=device,
+    )
 
 
 def _furthest(setting: Setting, limits: Limits, knobs: Sequence[Knob]) -> Setting | None:
@@ -168,8 +222,12 @@ def _host_budget(setting: Setting, limits: Limits) -> Iterator[Change]:
         wanted = max((setting.config.host_budget - over) // _MIB * _MIB, least)
         if wanted >= setting.config.host_budget:
             return
-    size = f"{wanted // _MIB}MiB" if wanted % _MIB == 0 else str(wanted)
-    yield _configured(setting, f'host_budget = "{size}"', Effect.SAME_BITS, host_budget=wanted)
+    yield _with_host_budget(setting, wanted)
+
+
+def _with_host_budget(setting: Setting, nbytes: int) -> Change:
+    size = f"{nbytes // _MIB}MiB" if nbytes % _MIB == 0 else str(nbytes)
+    return _configured(setting, f'host_budget = "{size}"', Effect.SAME_BITS, host_budget=nbytes)
 
 
 def _device_budget(setting: Setting, limits: Limits) -> Iterator[Change]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from tierstore.plan.capacity import Capacity, Setting, capacity
 from tierstore.plan.costs import Profile
 from tierstore.plan.evidence import Evidence
-from tierstore.plan.simulate import Outcome, outcome, simulate
+from tierstore.plan.simulate import SteadyState, outcome, simulate
 from tierstore.plan.traffic import Traffic, step_traffic
-from tierstore.plan.workload import Workload
+from tierstore.plan.workload import StepWorkload
 from tierstore.prefetch.operations import Kind, Resource, operations
 
 __all__ = ["Prediction", "predict"]
@@ -35,7 +35,7 @@ def predict(setting: Setting, profile: Profile, taken: Capacity | None = None) -
     """Simulates some steps of ``setting``. Raises BudgetError, ConfigError."""
     taken = taken or capacity(setting)
     traffic = step_traffic(setting, taken)
-    result = simulated(Workload(setting, taken, traffic, profile))
+    result = simulated(StepWorkload(setting, taken, traffic, profile))
     tokens = setting.config.tokens_per_step
     return Prediction(
         step_s=result.step_s,
@@ -48,7 +48,7 @@ def predict(setting: Setting, profile: Profile, taken: Capacity | None = None) -
     )
 
 
-def simulated(workload: Workload) -> Outcome:
+def simulated(workload: StepWorkload) -> SteadyState:
     """The steady state of ``workload``."""
     schedule = workload.schedule
     slots, each = workload.taken.divided.slots, workload.experts / workload.parts

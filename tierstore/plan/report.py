@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,17 @@ from tierstore import machine
 from tierstore.plan.architecture import Architecture
 from tierstore.plan.capacity import TIERS, Ranks, Setting
 from tierstore.plan.costs import ASSUMED, Profile
-from tierstore.plan.fitting import Limits, Remedy, Verdict, judge, shortest_remedy
+from tierstore.plan.fitting import (
+    Change,
+    Hardware,
+    Limits,
+    Remedy,
+    Shortfall,
+    Verdict,
+    hardware_for,
+    judge,
+    shortest_remedy,
+)
 from tierstore.plan.predict import Prediction, predict
 from tierstore.plan.presets import Preset
 from tierstore.plan.semoe import PaperBytes, paper_bytes
@@ -24,12 +35,15 @@ __all__ = ["Plan", "machine_limits", "make_plan", "plan_run"]
 
 @dataclass(frozen=True)
 class Plan:
-    """``prediction`` is None where the budgets are too small for any run; ``remedy`` where it fits, or nothing helps."""
+    """``prediction`` is None where the budgets are too small for any run; ``remedy`` where it fits, or nothing helps;
+    ``hardware`` is what would, where nothing else does.
+    """
 
     setting: Setting
     limits: Limits
     verdict: Verdict
     remedy: Remedy | None
+    hardware: Hardware | None
     prediction: Prediction | None
     alpha: float
     paper: PaperBytes
@@ -48,14 +62,9 @@ class Plan:
             "device": self.setting.device.value,
             "host_budget_bytes": config.host_budget,
             "fits": self.verdict.fits,
-            "shortfalls": [
-                {"place": s.place, "needed_bytes": s.needed, "limit_bytes": s.limit}
-                for s in self.verdict.shortfalls
-            ],
-            "remedy": [
-                {"change": change.text, "effect": change.effect.value}
-                for change in (self.remedy.changes if self.remedy else ())
-            ],
+            "shortfalls": _shortfalls(self.verdict.shortfalls),
+            "remedy": _changes(self.remedy.changes if self.remedy else ()),
+            "hardware": self._hardware(),
             "terms": self._terms(),
             "totals": self._totals(),
             "limits": {
@@ -77,6 +86,18 @@ class Plan:
                 "note": self.preset.note,
             },
             "prediction": self._prediction(),
+        }
+
+    def _hardware(self) -> dict[str, object] | None:
+        made = self.hardware
+        if made is None:
+            return None
+        return {
+            "changes": _changes(made.changes),
+            "shortfalls": _shortfalls(made.shortfalls),
+            "memory_bytes": made.memory,
+            "disk_bytes": made.disk,
+            "device_bytes": made.device,
         }
 
     def _terms(self) -> list[dict[str, object]]:
@@ -139,19 +160,19 @@ def plan_run(
         process_evidence=profile.evidence,
         text_bytes=text_bytes(config.data),
     )
-    limits = limits or machine_limits(config.store, share=ranks)
+    limits = limits or machine_limits(config.store, sharing=ranks)
     return make_plan(setting, limits, profile, alpha=alpha, preset=preset)
 
 
 def machine_limits(
     store: Path,
     *,
-    share: int = 1,
+    sharing: int = 1,
     memory: int | None = None,
     disk: int | None = None,
     device: int | None = None,
 ) -> Limits:
-    """What one of ``share`` ranks may take of a machine: of this one's memory and of what is free under ``store``, or of
+    """What one of ``sharing`` ranks may take of a machine: of this one's memory and of what is free under ``store``, or of
     ``memory`` and ``disk`` bytes. ``device``: bytes of one CUDA device.
     """
     if memory is None:
@@ -159,7 +180,15 @@ def machine_limits(
     if disk is None:
         store = store.absolute()
         disk = machine.disk(next(path for path in [store, *store.parents] if path.exists())).free_bytes
-    return Limits(memory // share, disk // share, device)
+    return Limits(memory // sharing, disk // sharing, device, sharing=sharing)
+
+
+def _shortfalls(shortfalls: Iterable[Shortfall]) -> list[dict[str, object]]:
+    return [{"place": s.place, "needed_bytes": s.needed, "limit_bytes": s.limit} for s in shortfalls]
+
+
+def _changes(changes: Iterable[Change]) -> list[dict[str, str]]:
+    return [{"change": change.text, "effect": change.effect.value} for change in changes]
 
 
 def make_plan(
@@ -172,6 +201,7 @@ def make_plan(
 ) -> Plan:
     """Everything about ``setting`` at once. ``alpha`` None: the share of experts that a step reaches."""
     verdict = judge(setting, limits)
+    remedy = None if verdict.fits else shortest_remedy(setting, limits)
     prediction = predict(setting, profile, verdict.capacity) if verdict.capacity else None
     if alpha is None:
         alpha = prediction.traffic.active if prediction else 1.0
@@ -179,7 +209,8 @@ def make_plan(
         setting=setting,
         limits=limits,
         verdict=verdict,
-        remedy=None if verdict.fits else shortest_remedy(setting, limits),
+        remedy=remedy,
+        hardware=None if verdict.fits or remedy else hardware_for(setting, limits),
         prediction=prediction,
         alpha=alpha,
         paper=paper_bytes(setting.model, alpha),

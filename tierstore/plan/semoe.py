@@ -26,11 +26,11 @@ from dataclasses import dataclass
 from tierstore.errors import ConfigError
 from tierstore.plan.architecture import Architecture
 
-__all__ = ["Device", "PaperBytes", "largest_sparse", "paper_bytes"]
+__all__ = ["PaperBytes", "PaperDevice", "largest_sparse", "paper_bytes"]
 
 
 @dataclass(frozen=True)
-class Device:
+class PaperDevice:
     """M_GPU, M_CPU and M_SSD of one device of the paper (a node with all its GPUs), bytes."""
 
     gpu: int
@@ -46,7 +46,7 @@ class PaperBytes:
     cpu: int
     ssd: int
 
-    def fits(self, device: Device, devices: int) -> bool:
+    def fits(self, device: PaperDevice, devices: int) -> bool:
         """Whether equation 1 holds on ``devices`` devices."""
         return (
             self.gpu <= devices * device.gpu
@@ -66,7 +66,7 @@ def paper_bytes(model: Architecture, alpha: float) -> PaperBytes:
     )
 
 
-def largest_sparse(device: Device, devices: int, *, dense: int, layers: int, alpha: float) -> int:
+def largest_sparse(device: PaperDevice, devices: int, *, dense: int, layers: int, alpha: float) -> int:
     """The largest S that equation 1 admits; 0 where the dense states alone do not fit."""
     _check_share(alpha)
     room = devices * device.gpu - 16 * dense

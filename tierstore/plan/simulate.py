@@ -19,7 +19,7 @@ from enum import Enum
 
 from tierstore.prefetch.operations import Kind, Operation, Resource
 
-__all__ = ["Discipline", "Outcome", "Run", "outcome", "simulate"]
+__all__ = ["Discipline", "Run", "SteadyState", "outcome", "simulate"]
 
 
 class Discipline(Enum):
@@ -161,7 +161,7 @@ class _Simulation:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SteadyState:
     """The steady state. ``busy_ratio`` by resource; ``path_s``: seconds of one step's critical path by kind of operation,
     waiting left out; ``bottleneck``: the resource with most of it.
     """
@@ -172,7 +172,7 @@ class Outcome:
     bottleneck: Resource
 
 
-def outcome(run: Run, passes: int, *, steps: int, settled: int = 1) -> Outcome:
+def outcome(run: Run, passes: int, *, steps: int, settled: int = 1) -> SteadyState:
     """What ``run``, of ``steps`` steps of ``passes`` passes each, comes to once the first ``settled`` are over."""
     ends = _step_ends(run, passes, steps)
     first, last = ends[settled - 1] if settled else -1, ends[-1]
@@ -191,7 +191,7 @@ def outcome(run: Run, passes: int, *, steps: int, settled: int = 1) -> Outcome:
     by_resource: Counter[Resource] = Counter()
     for kind, spent in path.items():
         by_resource[Operation(kind, 0, 0, ()).resource] += spent
-    return Outcome(
+    return SteadyState(
         step_s=span / counted,
         busy_ratio={r: busy[r] / span if span else 0.0 for r in Resource},
         path_s={kind: spent / counted for kind, spent in path.items()},

@@ -178,7 +178,7 @@ class _Drive:
         after = self._residency.stats()
 
         def mean(name: str) -> float:
-            return (int(str(after[name])) - int(str(before[name]))) / span.steps
+            return float(getattr(after, name) - getattr(before, name)) / span.steps
 
         return Traffic(
             read_bytes=round(mean("read_bytes")),

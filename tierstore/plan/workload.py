@@ -24,7 +24,7 @@ from tierstore.prefetch.operations import Kind, Operation, PassSizes
 from tierstore.prefetch.schedule import Pass, QueueLimits, Schedule
 from tierstore.train.budgets import DeviceKind
 
-__all__ = ["Workload"]
+__all__ = ["StepWorkload"]
 
 #: Experts of a pass that are simulated one by one, and of a step; of more, so many equal parts stand for all.
 _MOST_OF_A_PASS, _MOST_OF_A_STEP = 16, 256
@@ -33,7 +33,7 @@ _STEP_BYTES = 28
 
 
 @dataclass(frozen=True)
-class Workload:
+class StepWorkload:
     """Operations of one rank. ``sizes`` and ``seconds`` are what ``operations`` and ``simulate`` ask for."""
 
     setting: Setting

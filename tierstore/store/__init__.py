@@ -4,12 +4,14 @@ from tierstore.cache.config import CacheConfig, GroupOrder, Scope
 from tierstore.links import LinkConfig
 from tierstore.store.adamw import AdamWConfig, Inactive
 from tierstore.store.config import Capability, IoBackendName, IoConfig, StoreConfig, StripeConfig, WearConfig
+from tierstore.store.core import OptimizerStep
 from tierstore.store.disk.drives import DriveReport
 from tierstore.store.fetching import Lease, RecordView
 from tierstore.store.format import Group, GroupLayout, Placement, RecordSchema, Section, WeightFormat
 from tierstore.store.opening import OpenAt
-from tierstore.store.parameter_store import LastCommit, NewRecord, ParameterStore, StoreStatus, verify_store
+from tierstore.store.parameter_store import LastCommit, ParameterStore, StoreStatus, verify_store
 from tierstore.store.records import RecordInfo
+from tierstore.store.registering import NewRecord
 from tierstore.store.verify import VerifyReport
 
 __all__ = [

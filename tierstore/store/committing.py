@@ -5,6 +5,10 @@ synced by their directories, and only then the index transaction says where thin
 transaction leaves behind are free once it is durable, and not before: until then a crash reopens at the
 commit that refers to them.
 
+``begin`` queues the write-backs and, behind them, the syncs, as engine tickets; ``commit`` does so too, waits for all
+of them, and writes the index. So ``begin`` may be called and its tickets awaited before, and what changes meanwhile is
+found by the next call. The transaction stays on the caller's thread: it holds the live state as it is at that moment.
+
 A commit of several ranks has two phases. A rank's local commit is a *prepare*: it keeps the commit before it
 under a name of its own, so that the rank can go back if another one never got as far. When all ranks have
 theirs, ``acknowledge`` lets that one go.

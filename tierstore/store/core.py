@@ -64,14 +64,7 @@ class StoreCore:
     # Space --------------------------------------------------------------------------------------------------
 
     def reserve(self, counts: Mapping[str, int] | None = None) -> None:
-        """Reserves disk for the live records, their last commit and the retained snapshots: 2 + ``retain``
-        copies.
-
-        ``counts`` says how many records of each schema there will be; without it, as many as there are.
-        Raises OSError (ENOSPC) naming the file and the bytes needed, with nothing changed but reservations. A
-        store that was not asked to reserves when records are added, and before the first change after it was
-        opened.
-        """
+        """As ``ParameterStore.reserve``."""
         retain = max(self.config.retain, len(self.committer.snapshots))
         wanted = self.records.counts() | Counter(counts or {})
         self.extents.reserve(copies(retain), wanted)
@@ -222,7 +215,7 @@ class StoreCore:
                 progress(done, len(keys))
         return crc
 
-    def counters(self) -> dict[str, object]:
+    def counters(self) -> _native.ResidencyStats:
         """Hits, misses and bytes that the host cache has decided since the store was opened."""
         return self.cache.residency.stats()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore._native import CapacityError, GroupOrder, Replay, Residency, Scope
+from tierstore._native import CapacityError, GroupOrder, Replay, Residency, ResidencyStats, Scope
 from tierstore.errors import BudgetError, ConfigError, DataError
 from tierstore.trace.format import EventColumns, TraceHeader, TraceKind
 from tierstore.trace.quotas import quotas_by_layer
@@ -22,7 +22,7 @@ __all__ = ["STEP_COUNTS", "make_replay", "replay", "replay_steps"]
 STEP_COUNTS = (
     *("hits", "misses", "creates", "evictions", "write_backs", "starved", "read_bytes", "written_bytes"),
 )
-"""What ``replay_steps`` says of each step, of ``Residency.stats()``: reads ahead are among ``read_bytes``."""
+"""What ``replay_steps`` says of each step, of ``ResidencyStats``: reads ahead are among ``read_bytes``."""
 
 _ORDERS = {"resident-first": GroupOrder.RESIDENT_FIRST, "key": GroupOrder.KEY}
 
@@ -63,7 +63,7 @@ def replay(
     lookahead_frames: int | None = None,
     scope: str | None = None,
     layer_quotas: Sequence[int] | None = None,
-) -> dict[str, object]:
+) -> ResidencyStats:
     """Replays a trace in the native loop, chunk by chunk, and returns ``Residency.stats()``.
 
     What is not given is as it was recorded: then the statistics are those of the live run, exactly. Another
@@ -100,7 +100,7 @@ def replay_steps(
 
     def note(residency: Residency) -> None:
         stats = residency.stats()
-        totals.append([int(stats[name]) for name in STEP_COUNTS])  # type: ignore[call-overload]
+        totals.append([getattr(stats, name) for name in STEP_COUNTS])
 
     note(_driven(path, header, note))
     counts = np.array(totals, np.int64)

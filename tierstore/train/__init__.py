@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from tierstore.train.config import TrainConfig
     from tierstore.train.files import DataConfig
     from tierstore.train.ranks import Opening
-    from tierstore.train.schedule import Schedule, ScheduleConfig
+    from tierstore.train.schedule import LearningRateDecay, ScheduleConfig
     from tierstore.train.session import open_session
     from tierstore.train.trainer import NonFiniteError, StepResult, Trainer
 else:
@@ -66,6 +66,7 @@ __all__ = [
     "IoBackendName",
     "IoConfig",
     "JobStore",
+    "LearningRateDecay",
     "LinkConfig",
     "LinksConfig",
     "Mesh",
@@ -81,7 +82,6 @@ __all__ = [
     "Reshard",
     "RouterNoise",
     "SaveActivations",
-    "Schedule",
     "ScheduleConfig",
     "Scope",
     "StepResult",

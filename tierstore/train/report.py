@@ -35,7 +35,7 @@ def counters(trainer: Trainer) -> dict[str, int]:
     stats = trainer.store.counters()
     names = ("hits", "misses", "evictions", "write_backs", "read_bytes", "written_bytes")
     speculation = ("prefetch_read_bytes", "useful_prefetch_bytes", "wasted_prefetch_bytes")
-    return {name: int(str(stats[name])) for name in (*names, *speculation)}
+    return {name: getattr(stats, name) for name in (*names, *speculation)}
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ from tierstore.store.config import StoreConfig
 from tierstore.store.directories import building, building_directory, rank_directories, rank_directory
 from tierstore.store.format import COMMITTED_GROUPS
 from tierstore.store.opening import IDENTITY, OWN_NAMES, fsync_directory, minimum_host_budget, read_schemas
-from tierstore.store.parameter_store import NewRecord, ParameterStore
+from tierstore.store.parameter_store import ParameterStore
+from tierstore.store.registering import NewRecord
 from tierstore.train.budgets import EXPERT_SCHEMA
 from tierstore.train.ranks import newest_common
 from tierstore.train.session import expert_key

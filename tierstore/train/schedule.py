@@ -12,10 +12,10 @@ from enum import StrEnum
 
 from tierstore.errors import ConfigError
 
-__all__ = ["Schedule", "ScheduleConfig"]
+__all__ = ["LearningRateDecay", "ScheduleConfig"]
 
 
-class Schedule(StrEnum):
+class LearningRateDecay(StrEnum):
     """How the learning rate falls after the warm-up."""
 
     COSINE = "cosine"
@@ -31,16 +31,18 @@ class ScheduleConfig:
     ``warmup_steps`` to ``lr * min_lr_fraction`` at step ``total_steps`` and ever after.
     """
 
-    kind: Schedule = field(default=Schedule.COSINE, metadata={"help": "how the learning rate falls"})
+    kind: LearningRateDecay = field(
+        default=LearningRateDecay.COSINE, metadata={"help": "how the learning rate falls"}
+    )
     lr: float = field(default=2e-3, metadata={"help": "highest learning rate"})
     warmup_steps: int = field(default=10, metadata={"help": "steps in which it rises"})
     total_steps: int = field(default=60, metadata={"help": "step at which it has fallen"})
     min_lr_fraction: float = field(default=0.1, metadata={"help": "what is left of it then"})
 
     def __post_init__(self) -> None:
-        if self.kind not in tuple(Schedule):
-            raise ConfigError(f"schedule: expected one of {', '.join(Schedule)}, got {self.kind!r}")
-        object.__setattr__(self, "kind", Schedule(self.kind))
+        if self.kind not in tuple(LearningRateDecay):
+            raise ConfigError(f"schedule: expected one of {', '.join(LearningRateDecay)}, got {self.kind!r}")
+        object.__setattr__(self, "kind", LearningRateDecay(self.kind))
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise ConfigError(f"lr: expected more than 0, got {self.lr}")
         if self.total_steps < 1:
@@ -54,9 +56,9 @@ class ScheduleConfig:
         """The learning rate of ``step`` (from 0)."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
-        if self.kind == Schedule.CONSTANT:
+        if self.kind == LearningRateDecay.CONSTANT:
             return self.lr
         span = max(1, self.total_steps - self.warmup_steps)
         done = min(1.0, (step - self.warmup_steps) / span)
-        left = 1.0 - done if self.kind == Schedule.LINEAR else 0.5 * (1.0 + math.cos(math.pi * done))
+        left = 1.0 - done if self.kind == LearningRateDecay.LINEAR else 0.5 * (1.0 + math.cos(math.pi * done))
         return self.lr * (self.min_lr_fraction + (1.0 - self.min_lr_fraction) * left)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore import machine
-from tierstore.bench.commit import CommitResult, WriteTimes, measurements
+from tierstore.bench.commit import CommitResult, RoundTimes, measurements
 from tierstore.bench.results.comparing import compare
 from tierstore.bench.results.document import (
     Better,
@@ -171,7 +171,7 @@ def test_a_document_of_an_earlier_version_is_read_compared_and_reported(tmp_path
     assert [one.name for one in earlier.measurements] == [
         *("commit", "durable write of the same bytes", "commit to write", "dirty")
     ]
-    times = WriteTimes.of([0.002, 0.003])
+    times = RoundTimes.of([0.002, 0.003])
     result = CommitResult(
         records=3,
         record_bytes=49152,
@@ -180,11 +180,14 @@ def test_a_document_of_an_earlier_version_is_read_compared_and_reported(tmp_path
         commit_to_write_ratio=1.0,
         commit=times,
         write=times,
+        heartbeat_late=times,
+        heartbeat_late_idle=times,
     )
     new = replace(
         earlier, measurements=tuple(measurements(result)), figures=to_json(result), tool_version="9.9"
     )
     found = compare(earlier, new)
-    assert (len(found.rows), found.only_old, found.only_new) == (4, (), ())
-    assert set(earlier.figures) == set(new.figures)
+    added = ("heartbeat late, commit awaited", "heartbeat late, idle loop")
+    assert (len(found.rows), found.only_old, found.only_new) == (4, (), added)
+    assert {key for key in new.figures if not key.startswith("heartbeat_late_")} == set(earlier.figures)
     write_report([earlier, new], tmp_path / "page.html", comparisons=[found])

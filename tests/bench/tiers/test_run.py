@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from tierstore.bench.soak.model import StoreModel
 from tierstore.bench.tiers import run as tiers
-from tierstore.bench.tiers.load import TierLoad, Traffic, TrafficStep, partly_dirty, recorded, synthetic
+from tierstore.bench.tiers.load import TierLoad, TierTraffic, TrafficStep, partly_dirty, recorded, synthetic
 from tierstore.bench.tiers.run import Point, Sweep, TiersBench, run
 from tierstore.cache.access import Need, Phase
 from tierstore.cli.main import cli
@@ -30,7 +30,7 @@ from tierstore.trace.records import RecordTable, TraceRecord
 FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
 
 
-# Traffic ---------------------------------------------------------------------------------------------------
+# TierTraffic ---------------------------------------------------------------------------------------------------
 
 
 def test_traffic_of_a_trace_by_hand() -> None:
@@ -52,7 +52,7 @@ def test_traffic_of_a_trace_by_hand() -> None:
         ],
     )
     header = TraceHeader(100, policy="lru", records=table, origin="by hand")
-    found = Traffic.of(trace_requests(Trace(header=header, **vars(events)), name="hand"))
+    found = TierTraffic.of(trace_requests(Trace(header=header, **vars(events)), name="hand"))
     assert found.name == "hand"
     assert found.layers == (0, 0, 1)
     assert found.steps == (TrafficStep(((0, 1), (2,)), (0, 2)), TrafficStep(((1,),), ()))

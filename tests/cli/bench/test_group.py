@@ -142,6 +142,9 @@ def test_commit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["dirty_bytes"] == 3 * 48 * 1024
     assert 0 < found["commit_least_s"] <= found["commit_median_s"] <= found["commit_greatest_s"]
     assert found["commit_to_write_ratio"] > 0
+    for loop in ("heartbeat_late", "heartbeat_late_idle"):
+        assert 0 < found[f"{loop}_median_s"] < 60
+        assert len(found[f"{loop}_samples_s"]) == 2
     assert not (tmp_path / "b").exists()
 
 

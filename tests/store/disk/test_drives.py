@@ -179,7 +179,7 @@ def test_a_drives_own_limit_is_beside_that_of_all(tmp_path: Path) -> None:
         for number in range(4):
             store.register(f"e{number}", "expert")
         store.commit()
-        own, all_of_them = store._parts.drives[1].link, store.core.extents._link
+        own, all_of_them = store.core._parts.drives[1].link, store.core.extents._link
         assert own is not None
         assert all_of_them is not None
         assert [link.stats()["nbytes"] for link in (own, all_of_them)] == [2 * SLOT_BYTES, 4 * SLOT_BYTES]
@@ -466,7 +466,7 @@ def test_space_follows_the_shares_and_is_always_enough(
     with small_store(root / "store", count=count, numel=numel, budget=32 << 20, stripe=stripe) as store:
         for speed in speeds:
             shares = [1 / (1 + speed), speed / (1 + speed)]
-            store._parts.drives.estimator.shares = shares
+            store.core._parts.drives.estimator.shares = shares
             store.commit()  # space follows the shares
             store.update({key: np.ones(numel, np.float32) for key in store.keys}, lr=0.1)
             store.commit()

@@ -1,0 +1,1 @@
+"""Raw disks: jobs through the engine beside fio and other libraries."""

@@ -41,7 +41,7 @@ class Fio:
     version: str
 
     def can_run(self, job: Job) -> bool:
-        """Whether fio has a job like it: mapped files are none of its, nor threads that share one sequence, or one pass."""
+        """Whether fio has such a job: it has no mapped files, and no threads that share one sequence or one pass."""
         if job.backend is IoBackendName.THREADS:
             return job.pattern is Pattern.RANDOM and job.direct is Capability.ON
         return job.backend in _ENGINES
@@ -74,7 +74,7 @@ class Fio:
         ]
 
     def run(self, job: Job, paths: Sequence[Path], nbytes: int, seconds: float) -> Sample:
-        """Raises FioError, OSError. Interrupted, it ends fio before it lets the interrupt go on."""
+        """Runs ``job`` for ``seconds``. An interrupt ends fio first. Raises FioError, OSError."""
         command = self.arguments(job, paths, nbytes, seconds)
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             try:

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -188,9 +187,7 @@ class DataFiles:
     def __enter__(self) -> DataFiles:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -286,7 +283,7 @@ class Load:
         self._submitted = 0
 
     def run(self, seconds: float) -> Sample:
-        """Transfers for ``seconds``, and the end of what is in flight then.
+        """Transfers for ``seconds``, then waits for what is in flight.
 
         Through the page cache no more than one pass over the files, whose pages are dropped before; what was written is
         synced within the time, or it would be memory's speed.
@@ -347,7 +344,7 @@ class Load:
         return call(self._files[which], slot * self._block, buffers, self._table, entry)
 
     def _write_checked(self) -> None:
-        """Every slot that is to be read once, with its checksum."""
+        """Writes each slot once, and keeps its checksum for the reads."""
         tickets = [
             self._engine.write(
                 file,
@@ -374,9 +371,7 @@ class Load:
     def __enter__(self) -> Load:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

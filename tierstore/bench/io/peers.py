@@ -80,7 +80,14 @@ class Missing:
         return f"{self.name}: {self.reason}"
 
 
-class _Flat:
+class _Closed:
+    """A library that keeps nothing open between reads."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class _Flat(_Closed):
     """All records in one file, one after another."""
 
     path: Path
@@ -97,9 +104,6 @@ class _Flat:
 
     def _opened(self) -> None:
         """The file is there now."""
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 class Ours(_Flat):
@@ -177,7 +181,7 @@ class _Memmap(_Flat):
             take(number, buffer)
 
 
-class _Lmdb:
+class _Lmdb(_Closed):
     """A value each, copied out of the map."""
 
     def prepare(self, directory: Path, records: Records) -> list[Path]:
@@ -212,11 +216,8 @@ class _Lmdb:
                 np.copyto(buffer, np.frombuffer(value, np.uint8))
                 take(number, buffer)
 
-    def close(self) -> None:
-        """Nothing is open."""
 
-
-class _Safetensors:
+class _Safetensors(_Closed):
     """A tensor each in one file, loaded one by one."""
 
     def prepare(self, directory: Path, records: Records) -> list[Path]:
@@ -232,9 +233,6 @@ class _Safetensors:
         with safe_open(str(self._path), framework="numpy") as file:
             for number in order:
                 take(number, file.get_tensor(str(number)))
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 class _DeepSpeed:
@@ -317,7 +315,7 @@ class _PeerProgram:
         )
 
     def warm(self) -> str | None:
-        """What dropping its pages leaves in the page cache, in words; None for nothing to speak of."""
+        """A note on what dropping its pages leaves in the page cache; None where that is next to nothing."""
         for path in self.paths:
             drop_pages(path)
         left = page_cache_bytes(self.paths)

@@ -101,7 +101,7 @@ class Found:
 
 
 def grid(bench: IoBench) -> list[GridPoint]:
-    """The points to try: those whose bytes in flight a store could afford, and a file holds."""
+    """The points to try: a store can afford their bytes in flight, and the file is large enough."""
     return [
         GridPoint(block_bytes=block, depth=depth)
         for block in _BLOCKS[bench.coverage]

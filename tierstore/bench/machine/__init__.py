@@ -1,0 +1,1 @@
+"""The costs of this machine that ``plan`` predicts with."""

@@ -49,7 +49,7 @@ class Computer(Protocol):
 
 
 class Processor:
-    """Computes products before it goes on."""
+    """Computes products on the calling thread."""
 
     def __init__(self) -> None:
         self._x = torch.ones(64, 512)

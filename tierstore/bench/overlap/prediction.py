@@ -32,7 +32,7 @@ from tierstore.model.config import DenseUnit, ModelConfig
 from tierstore.plan.architecture import Architecture
 from tierstore.plan.capacity import Capacity, Setting
 from tierstore.plan.costs import ASSUMED, Cost
-from tierstore.plan.simulate import Outcome, outcome, simulate
+from tierstore.plan.simulate import SteadyState, outcome, simulate
 from tierstore.plan.traffic import Moved, Span, Traffic, step_traffic
 from tierstore.prefetch.operations import Kind, Operation, PassSizes, operations
 from tierstore.prefetch.plan import PrefetchConfig
@@ -67,7 +67,7 @@ _ERROR = 0.15
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration: how its links are balanced, and what of the shape differs."""
+    """One configuration: the balance of its links, and its shape."""
 
     name: str
     balance: Balance
@@ -215,7 +215,7 @@ class StackWorkload:
             return half + machine.dense_s
         return half / shape.experts + machine.expert_s
 
-    def run(self) -> Outcome:
+    def run(self) -> SteadyState:
         """The steady state."""
         done = simulate(self.operations, self.seconds)
         return outcome(done, len(self.schedule.passes), steps=_STEPS, settled=_SETTLED)

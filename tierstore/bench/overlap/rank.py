@@ -50,7 +50,7 @@ class Stack(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class RankRequest:
-    """What a rank is to run and measure; ``directory`` is one to make, use and remove. ``shape`` is for the synthetic
+    """What a rank runs and measures; it makes ``directory`` and removes it. ``shape`` is for the synthetic
     stack, ``train`` for the trainer.
     """
 
@@ -131,7 +131,7 @@ def _measure(asked: RankRequest, world: Group, link: CollectiveLink) -> RankStep
 def _steps(
     step: Callable[[], float], count: int, store: StoreCore, ledger: StallLedger, link: CollectiveLink
 ) -> RankSteps:
-    """``count`` steps, of which ``step`` returns the seconds; their computation is taken to be all of them."""
+    """Measures ``count`` calls of ``step``, which returns its seconds. Takes all of a step for computation."""
     before, stalls = _counts(store, link), _stalls(ledger)
     seconds = [step() for _ in range(count)]
     after, stalled = _counts(store, link), _stalls(ledger)
@@ -147,7 +147,7 @@ def _counts(store: StoreCore, link: CollectiveLink) -> dict[str, float]:
     """Bytes of experts as they are asked for: some are always under way, at both ends of what is measured."""
     engine, residency = store.engine.stats(), store.counters()
     return {
-        "disk_bytes": float(str(residency["read_bytes"])) + float(str(residency["written_bytes"])),
+        "disk_bytes": float(residency.read_bytes + residency.written_bytes),
         "disk_transfers": engine["reads"] + engine["writes"],
         "sent_bytes": link.sent_bytes,
         "collectives": link.messages,
@@ -161,8 +161,8 @@ def _stalls(ledger: StallLedger) -> dict[str, float]:
 
 
 def _measure_training(asked: RankRequest, mesh: Mesh, link: CollectiveLink) -> RankSteps:
-    """As ``_measure``, of the trainer. Its computation cannot be had alone: it is taken to be the step over unlimited
-    links.
+    """Measures the trainer as ``_measure`` does the synthetic stack. The trainer's computation cannot run alone: the
+    step over unlimited links stands for it.
     """
     link.link = open_link(asked.links.gather)
     config = replace(asked.train, store=asked.directory, links=asked.links)

@@ -33,7 +33,7 @@ class Usage:
 
 
 def usage(*directories: Path) -> Usage:
-    """The Usage of this process, whose store is in ``directories``; blocks of files it has that lost their name count."""
+    """The Usage of this process, whose store is in ``directories``. Open files without a name count."""
     nameless = 0
     descriptors = os.listdir("/proc/self/fd")
     for descriptor in descriptors:

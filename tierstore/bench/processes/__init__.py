@@ -1,0 +1,1 @@
+"""Ranks and workers of benchmarks, in processes of their own."""

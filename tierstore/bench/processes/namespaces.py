@@ -58,7 +58,7 @@ def rank_namespaces(
     ranks: int, *, bandwidth: int, setting: Capability = Capability.AUTO
 ) -> Iterator[tuple[Resolution, list[RankNamespace]]]:
     """``ranks`` namespaces, each of which sends at most ``bandwidth`` bytes a second; none where the capability
-    resolves to OFF. They are removed at exit, with whatever still runs in them left without a network.
+    resolves to OFF. They are removed at exit, and a process that still runs in one loses its network.
 
     Raises CapabilityError for ON where it is lacking, ConfigError for what is no bandwidth.
     """

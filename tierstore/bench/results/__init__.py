@@ -1,0 +1,1 @@
+"""Result types as JSON, documents, their comparison, plots and the report."""

@@ -58,7 +58,7 @@ class Compared:
 
     @property
     def word(self) -> str:
-        """The change in words: of times and rates ``slower`` and ``faster``; and a target that is no longer met."""
+        """The change for people: ``slower`` or ``faster`` for times and rates, and whether a target is now missed or met."""
         said = str(self.change)
         if self.new.unit == "s" or self.new.unit.endswith("/s"):
             said = {ChangeKind.BETTER: "faster", ChangeKind.WORSE: "slower"}.get(self.change, said)

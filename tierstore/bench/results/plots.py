@@ -41,8 +41,8 @@ class Plot:
 
 
 def plots_of(measurements: Sequence[Measurement]) -> list[Plot]:
-    """The plots of one document. What stands alone with its name shares a plot with others of its unit; a single value
-    is a row of the table and no plot.
+    """The plots of one document. Measurements that are alone with their name share a plot by unit; a single value has
+    a row in the table and no plot.
     """
     families: dict[tuple[str, str], list[Measurement]] = {}
     for one in measurements:

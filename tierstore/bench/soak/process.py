@@ -22,7 +22,7 @@ class MessageReader:
         self._buffer = b""
 
     def next(self, timeout_s: float | None) -> dict[str, Any] | None:
-        """The next one, ``{"say": "ended"}`` after the last; None when none comes in time (None: wait for it)."""
+        """The next message, ``{"say": "ended"}`` after the last; None where none arrives in time. Without a time, waits."""
         while b"\n" not in self._buffer:
             wait = None if timeout_s is None else max(timeout_s, 0.0)
             if not select.select([self._pipe], [], [], wait)[0]:

@@ -1,0 +1,1 @@
+"""A store under load: throughput, latencies, write and space amplification."""

@@ -26,7 +26,7 @@ from tierstore.lab.requests import Requests, load_requests, trace_requests
 from tierstore.lab.routing import Sections
 from tierstore.store import Group, ParameterStore
 
-__all__ = ["LoadResult", "TierLoad", "Traffic", "TrafficStep", "recorded", "synthetic"]
+__all__ = ["LoadResult", "TierLoad", "TierTraffic", "TrafficStep", "recorded", "synthetic"]
 
 _STEPS = 64
 _MANY_RECORDS = 64
@@ -48,7 +48,7 @@ class TrafficStep:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class TierTraffic:
     """Steps over records numbered from 0, whose layers are ``layers``. ``record_bytes``: of the largest, as traced."""
 
     name: str
@@ -57,7 +57,7 @@ class Traffic:
     record_bytes: int
 
     @staticmethod
-    def of(requests: Requests) -> Traffic:
+    def of(requests: Requests) -> TierTraffic:
         """Gradients are left out: the store has its own."""
         kept = requests.table.groups != _GRADIENT_GROUP
         known, numbers = np.unique(requests.table.records[kept], return_inverse=True)
@@ -77,7 +77,7 @@ class Traffic:
             stepped[step].update(changed)
             if requests.phases[event] not in (Phase.BACKWARD, Phase.OPTIMIZER) and len(entries):
                 steps[step].append(tuple(np.unique(number[entries]).tolist()))
-        return Traffic(
+        return TierTraffic(
             requests.name,
             tuple(layers.tolist()),
             tuple(
@@ -89,7 +89,7 @@ class Traffic:
         )
 
 
-def synthetic(records: int, seed: int) -> Traffic:
+def synthetic(records: int, seed: int) -> TierTraffic:
     """Training of a router over about ``records`` experts: skewed, and with some persistence from token to token."""
     layers = 4 if records >= _MANY_RECORDS else 2
     experts = max(records // layers, 2)
@@ -104,12 +104,12 @@ def synthetic(records: int, seed: int) -> Traffic:
         sections=Sections.SPLIT,
         seed=seed,
     )
-    return Traffic.of(trace_requests(in_memory(workload), name="synthetic routing"))
+    return TierTraffic.of(trace_requests(in_memory(workload), name="synthetic routing"))
 
 
-def recorded(path: Path) -> Traffic:
+def recorded(path: Path) -> TierTraffic:
     """The traffic of the trace at ``path``. Raises DataError, OSError."""
-    return Traffic.of(load_requests(path).head(_MOST_TRACE_REQUESTS))
+    return TierTraffic.of(load_requests(path).head(_MOST_TRACE_REQUESTS))
 
 
 def partly_dirty(steps: Sequence[TrafficStep], ratio: float, seed: int) -> Iterator[TrafficStep]:
@@ -213,15 +213,14 @@ class TierLoad:
 
     def _counters(self) -> dict[str, int]:
         engine = self._store.core.engine.stats()
-        by_group = self._store.core.counters()["by_group"]
-        assert isinstance(by_group, dict)
+        by_group = self._store.core.counters().by_group
         own = [by_group[name] for name in ("weights", "moments")]
         return {
             "read_bytes": int(engine["read_bytes"]),
             "engine_written_bytes": int(engine["written_bytes"]),
             "process_written_bytes": process_written_bytes(),
-            "hits": sum(int(group["hits"]) for group in own),
-            "misses": sum(int(group["misses"]) for group in own),
+            "hits": sum(group.hits for group in own),
+            "misses": sum(group.misses for group in own),
         }
 
     async def _step(self, step: TrafficStep, commit_due: bool) -> None:

@@ -33,7 +33,7 @@ from tierstore.bench.soak.model import StoreModel
 from tierstore.bench.tiers.load import (
     LoadResult,
     TierLoad,
-    Traffic,
+    TierTraffic,
     TrafficStep,
     partly_dirty,
     recorded,
@@ -148,7 +148,7 @@ def schema_of(record_bytes: int) -> RecordSchema:
     return RecordSchema("record", record_bytes // _STATE_BYTES // _PAGE_NUMEL * _PAGE_NUMEL)
 
 
-def _traffic(bench: TiersBench, record_bytes: int) -> Traffic:
+def _traffic(bench: TiersBench, record_bytes: int) -> TierTraffic:
     if bench.trace is not None:
         return recorded(bench.trace)
     records = max(bench.store_bytes // schema_of(record_bytes).record_bytes, _LEAST_RECORDS)
@@ -305,7 +305,7 @@ def run(bench: TiersBench, announce: Callable[[str], None]) -> TiersResult:
 class _FilledStore:
     """One store of records of one size, filled once; a point opens it with its own budget."""
 
-    def __init__(self, bench: TiersBench, record_bytes: int, traffic: Traffic) -> None:
+    def __init__(self, bench: TiersBench, record_bytes: int, traffic: TierTraffic) -> None:
         self._bench, self._traffic = bench, traffic
         self._schema = schema_of(record_bytes)
         records = len(traffic.layers)

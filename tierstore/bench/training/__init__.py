@@ -1,0 +1,1 @@
+"""The same training steps in RAM and tiered, against the bound of bytes and bandwidth."""

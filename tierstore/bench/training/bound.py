@@ -77,11 +77,11 @@ def replayed(trace: Trace, policy: str, begin: int, end: int) -> Bytes:
     options = header.policy_options if policy == header.policy else {}
     header = replace(header, policy=policy, policy_options=options, lookahead_frames=0)
     residency, loop = make_replay(header)
-    moved: list[tuple[int, ...]] = []
+    moved: list[tuple[int, int]] = []
     for first, last in ((0, begin), (begin, end)):
         _run(loop, trace, first, last)
         stats = residency.stats()
-        moved.append(tuple(int(str(stats[name])) for name in ("read_bytes", "written_bytes")))
+        moved.append((stats.read_bytes, stats.written_bytes))
     (read_before, written_before), (read, written) = moved
     return Bytes(read - read_before, written - written_before)
 
@@ -118,10 +118,10 @@ class _Use:
 
 
 def clairvoyant(trace: Trace, begin: int, end: int) -> Bytes:
-    """Bytes that move in events ``begin`` to ``end`` when the entry evicted is the one that is needed last.
+    """Bytes that move in events ``begin`` to ``end`` when the evicted entry is always the one that is needed last.
 
-    After the end the last training step is taken to come once more, so that what is kept for the next step is
-    kept here.
+    The last training step is assumed to repeat after the end, so that entries kept for a next step are kept
+    here too.
     """
     uses = list(_uses(trace, begin, end))
     following = _next_uses(uses)

@@ -1,5 +1,5 @@
-"""The same training steps with everything in RAM and with experts on disk, and how near to the bound the
-latter are.
+"""The same training steps with everything in RAM and with experts on disk, and how near to
+their bound the latter are.
 
 Both run in processes of their own, which are open side by side and step in turns: a machine whose speed
 drifts treats them alike, each has a peak memory of its own, and only one computes at a time. The disk is

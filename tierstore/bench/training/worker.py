@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from tierstore.bench.probes.memory_limit import MemoryLimit
@@ -35,7 +34,7 @@ _COUNTERS = ("read_bytes", "written_bytes", "hits", "misses", "wasted_prefetch_b
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """A run whose session is open: what it holds for good, and how its store describes itself."""
+    """An open run: the memory that it always holds, and its store's description of itself."""
 
     fixed_resident_bytes: int
     effective: Sequence[str]
@@ -87,9 +86,7 @@ class TrainingProcess:
     def __enter__(self) -> TrainingProcess:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -1,0 +1,1 @@
+"""``tierstore bench``: a file for each larger benchmark's command, the smaller ones in ``group``."""

@@ -28,9 +28,11 @@ from tierstore.cli.output import Output
 from tierstore.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from tierstore.bench.adamw import AdamWResult
     from tierstore.bench.cache import CacheResult, ReplayRate
+    from tierstore.bench.collectives import CollectivesResult
 
-__all__ = ["bench"]
+__all__ = ["bench", "show_adamw", "show_collectives"]
 
 
 @click.group(cls=CommandGroup)
@@ -60,12 +62,49 @@ for _command in (io, tiers, train, overlap, prediction, machine, report, compare
 @results_options()
 def adamw(parameters: int, threads: int, repeats: int, store: Path, reporting: Reporting) -> None:
     """The native AdamW against torch's fused AdamW, the machine's copy bandwidth, and a read from disk."""
-    from tierstore.bench.adamw import measurements, render, run
+    from tierstore.bench.adamw import measurements, run
 
     session = reporting.begin(directory=store)
     result = run(parameters, threads, repeats, directory=store)
-    render(result, session.output)
+    show_adamw(result, session.output)
     session.end(result, measurements(result))
+
+
+def show_adamw(result: AdamWResult, output: Output) -> None:
+    """The environment, a table and the ratios, for people."""
+    labels = {
+        "copy": "copy",
+        "torch": "torch fused AdamW",
+        "step": "tierstore AdamW",
+        "replay": f"{result.replayed_steps} missed steps in one pass",
+        "subnormal": "the same, subnormal moments",
+    }
+    output.table(
+        f"AdamW, {result.parameters:,} fp32 parameters, {result.threads} threads, "
+        f"{result.instruction_set}, torch {result.torch_version}, "
+        f"OMP_WAIT_POLICY {result.omp_wait_policy}, {result.repeats} rounds",
+        ("", "median", "min", "max", "ns/parameter", "bytes/s"),
+        [
+            (
+                labels[name],
+                *map(format_seconds, (times.median_s, times.min_s, times.max_s)),
+                f"{times.s_per_parameter * 1e9:.3f}",
+                f"{format_bytes(times.median_bytes_per_s)}/s",
+            )
+            for name, times in result.programs.items()
+        ],
+    )
+    output.line(
+        f"of torch's speed {result.speed_to_torch_ratio:.2f}, of copy bandwidth "
+        f"{result.speed_to_copy_ratio:.2f}; replay / step {result.replay_to_step_ratio:.2f}, "
+        f"subnormal / replay {result.subnormal_to_replay_ratio:.2f}"
+    )
+    if (record := result.record) is not None:
+        output.line(
+            f"a record of {format_bytes(record.bytes)}: replay in the engine "
+            f"{format_seconds(record.replay_s)}, read {format_seconds(record.read_s)}; "
+            f"replay / read {record.replay_to_read_ratio:.2f}"
+        )
 
 
 @bench.command()
@@ -86,7 +125,12 @@ def commit(records: int, record_bytes: int, rounds: int, store: Path | None, rep
         ("", "median", "least", "greatest"),
         [
             (title, *map(format_seconds, (times.median_s, times.least_s, times.greatest_s)))
-            for title, times in (("commit", result.commit), ("durable write of the same bytes", result.write))
+            for title, times in (
+                ("commit", result.commit),
+                ("durable write of the same bytes", result.write),
+                ("a heartbeat comes late, commit awaited", result.heartbeat_late),
+                ("a heartbeat comes late, idle loop", result.heartbeat_late_idle),
+            )
         ],
     )
     session.output.line(f"commit / write {result.commit_to_write_ratio:.3f}")
@@ -106,13 +150,34 @@ def collectives(reporting: Reporting, **sizes: int) -> int:
 
     Exit status 1: they differ in a bit.
     """
-    from tierstore.bench.collectives import CollectivesBench, measurements, render, run
+    from tierstore.bench.collectives import CollectivesBench, measurements, run
 
     session = reporting.begin()
     result = run(CollectivesBench(**sizes))
-    render(result, session.output)
+    show_collectives(result, session.output)
     session.end(result, measurements(result))
     return 0 if result.same_bits else CHECK_FAILED
+
+
+def show_collectives(result: CollectivesResult, output: Output) -> None:
+    """The environment, a table and what was saved, for people."""
+    modes = (result.fused, result.apart)
+    output.table(
+        f"{result.ranks} ranks on {result.backend}, {result.layers_count} dense blocks of width "
+        f"{result.d_model_count}, {result.parameters:,} parameters, {result.rounds_count} rounds",
+        ("", "fused", "a message a parameter"),
+        [
+            ("collectives a step", *(mode.collectives_count for mode in modes)),
+            ("sent a step by a rank", *(format_bytes(mode.sent_bytes) for mode in modes)),
+            ("step, median", *(format_seconds(mode.step_s) for mode in modes)),
+            ("step, fastest", *(format_seconds(mode.step_min_s) for mode in modes)),
+            ("step, slowest", *(format_seconds(mode.step_max_s) for mode in modes)),
+        ],
+    )
+    output.line(
+        f"{result.messages_ratio:.1f} x fewer messages; a step is {format_seconds(abs(result.saved_s))} "
+        f"{'shorter' if result.saved_s >= 0 else 'longer'}"
+    )
 
 
 @bench.command()

@@ -103,10 +103,10 @@ class Reporting:
     def begin(
         self, *, directory: Path | None = None, files: Mapping[str, Path | None] | None = None
     ) -> Session:
-        """Before the work. ``directory``: the one that is measured in, whose file system and device are to be noted.
-        ``files``: what else is written at the end, by the option that names it.
+        """Call it before the work. ``directory``: where the benchmark measures; the document names its file system and
+        device. ``files``: further files to be written at the end, by the option that names them.
 
-        Raises what would otherwise be raised after it: DataError for a document that cannot be compared with,
+        Raises errors that would otherwise come after the work: DataError for a document that cannot be compared with,
         CapabilityError without the report's libraries, ConfigError for a file that cannot be written.
         """
         from tierstore.bench.results.document import load_document, now

@@ -1,0 +1,1 @@
+"""``tierstore cache``: the commands, their options, and what they print."""

@@ -52,7 +52,7 @@ def trace_json(requests: Requests) -> dict[str, object]:
 
 
 def show_trace(requests: Requests, output: Output) -> None:
-    """One line on what was replayed, one on what of it was not."""
+    """One line about the trace, and one about what was left out of it."""
     info = requests.info
     output.line(
         f"{info.name}: {info.steps} steps, {info.events} events, {info.requests} requests for {info.records} "

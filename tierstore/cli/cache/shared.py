@@ -83,7 +83,7 @@ def recorded_outcomes(
 
 @contextmanager
 def stage_progress(output: Output, label: str) -> Iterator[Callable[[str, int, int], None]]:
-    """A function that hears of each stage how much of it is done."""
+    """A function to call with a stage's name, what is done of it, and its total."""
     with output.progress(1, label=label) as progress:
         yield lambda stage, done, total: progress.update(done, total, {"stage": stage})
 

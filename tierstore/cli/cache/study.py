@@ -1,4 +1,4 @@
-"""What ``tierstore cache study`` says as JSON: the numbers of each of its tables."""
+"""The JSON of ``tierstore cache study``: the numbers of each of its tables."""
 
 from __future__ import annotations
 

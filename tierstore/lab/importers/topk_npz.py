@@ -27,12 +27,12 @@ from tierstore.lab.routing import (
 from tierstore.trace.format import EventColumns
 from tierstore.trace.records import RecordTable
 
-__all__ = ["Regime", "TopkImporter", "TopkOptions", "load_topk"]
+__all__ = ["TopkImporter", "TopkOptions", "TopkRegime", "load_topk"]
 
 _MAX_EXPERTS = 1 << 20
 
 
-class Regime(enum.Enum):
+class TopkRegime(enum.Enum):
     """How the tokens are taken to have come."""
 
     DECODE = "decode"
@@ -43,7 +43,9 @@ class Regime(enum.Enum):
 class TopkOptions:
     """How tokens become steps."""
 
-    regime: Regime = field(default=Regime.DECODE, metadata={"help": "decode: one token a sequence; train"})
+    regime: TopkRegime = field(
+        default=TopkRegime.DECODE, metadata={"help": "decode: one token a sequence; train"}
+    )
     sequences: int = field(default=1, metadata={"help": "prompts decoded side by side"})
     tokens_per_step: int = field(default=512, metadata={"help": "tokens of a training step"})
     experts: int = field(default=0, metadata={"help": "experts of a layer (0: the highest id plus one)"})
@@ -119,7 +121,7 @@ class TopkImporter:
             raise DataError(f"{self._path}: topk: expert {highest}, but option experts is {options.experts}")
         self._layers, self._experts = topk.shape[1], options.experts or highest + 1
         passes = Passes.FORWARD
-        if options.regime is Regime.TRAIN:
+        if options.regime is TopkRegime.TRAIN:
             passes = Passes.FORWARD_BACKWARD
             steps = len(topk) // options.tokens_per_step
             if steps == 0:
