@@ -90,7 +90,7 @@ MUTATIONS = [
         STORE + "test_no_space_for_a_reservation_changes_nothing[s/extents/expert.moments]",
     ),
     Mutation(
-        "a lease cannot be let go of where its drive is gone",
+        "a lease cannot be released where its drive is gone",
         "tierstore/store/disk/lease.py",
         "            with contextlib.suppress(OSError):\n                os.close(self._fd)\n",
         "            os.close(self._fd)\n",
@@ -195,14 +195,14 @@ MUTATIONS = [
         POWER + "test_power_cuts[reweighed]",
     ),
     Mutation(
-        "what tells whose directories these are is written twice",
+        "the file that says whose directories these are is written twice",
         "tierstore/store/disk/home.py",
         "        if self._announced != directories:\n",
         "        if True:\n",
         POWER + "test_power_cuts[spread]",
     ),
     Mutation(
-        "what tells whose directories these are goes before they are taken over",
+        "the file that says whose directories these are goes before they are recovered",
         "tierstore/store/opening.py",
         "        drives = Drives.create(home, config.stripe, abandoned)\n",
         "        remove_content(directory)\n        drives = Drives.create(home, config.stripe, abandoned)\n",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -43,6 +45,20 @@ def test_the_map_of_packages_is_the_tree(package: str) -> None:
 def test_the_picture_of_packages_is_the_tree() -> None:
     drawn = re.findall(r">([a-z_]+)</text>", (ROOT / "docs/packages.svg").read_text())
     assert sorted(drawn) == sorted([*packages("tierstore"), *packages("native")])
+
+
+def test_pictures_are_small() -> None:
+    for picture in (ROOT / "docs").glob("*.svg"):
+        assert picture.stat().st_size < 60_000, picture
+
+
+def test_the_plot_of_a_run(tmp_path: Path) -> None:
+    line = {"loss": 2.0, "val_loss": None, "hits": 3, "misses": 1, "read_bytes": 1 << 30, "written_bytes": 0}
+    metrics, target = tmp_path / "run.jsonl", tmp_path / "run.svg"
+    metrics.write_text("".join(json.dumps({"step": step, **line}) + "\n" for step in (1, 2)))
+    subprocess.run([sys.executable, ROOT / "scripts/plot_run.py", metrics, target], check=True)
+    for title in ("Loss, nats a byte", "Hits of the host cache, %", "Disk, GiB a step"):
+        assert f">{title}<" in target.read_text()
 
 
 def test_every_command_is_listed() -> None:

@@ -19,6 +19,7 @@ def result() -> CollectivesResult:
     return run(CollectivesBench(layers=LAYERS, d_model=WIDTH, tokens=8, rounds=2, steps=1))
 
 
+@pytest.mark.slow
 def test_counts_are_those_of_the_model(result: CollectivesResult) -> None:
     # Gathers: each block twice a step, embedding and head once. Fused: one a unit. Apart: a block has 2 norms, 2 matrices of
     # attention and 2 of its network, the head a norm and a matrix. Reductions: one a unit, or one a parameter.
@@ -34,12 +35,14 @@ def test_counts_are_those_of_the_model(result: CollectivesResult) -> None:
     assert result.fused.sent_bytes == pytest.approx(sent, rel=0.01)
 
 
+@pytest.mark.slow
 def test_both_modes_compute_the_same_and_take_time(result: CollectivesResult) -> None:
     assert result.same_bits is True
     for mode in (result.fused, result.apart):
         assert 0 < mode.step_min_s <= mode.step_s <= mode.step_max_s
 
 
+@pytest.mark.slow
 def test_the_table(result: CollectivesResult, capsys: pytest.CaptureFixture[str]) -> None:
     show_collectives(result, Output.for_option(False))
     out = capsys.readouterr().out

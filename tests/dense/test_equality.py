@@ -9,6 +9,7 @@ import pytest
 import torch
 from dense_cases import ADAMW, LR, Outcome, Setting, make_model, piece, train_group
 from dense_ranks import on_ranks
+from slowness import mostly_slow
 from torch import Tensor
 
 from tierstore.parallel import Group, Mesh
@@ -44,7 +45,7 @@ def agreed(outcomes: list[Outcome]) -> Outcome:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", mostly_slow([2, 4], 2))
 def test_ranks_add_what_micro_batches_add(ranks: Ranks, size: int, name: str) -> None:
     """N ranks with one piece each are one process with N micro-batches, bit for bit: the same sums in one order."""
     setting = Setting(pieces=size, model=MODELS[name])
@@ -144,6 +145,7 @@ def _fully_sharded(mesh: Mesh, given: dict[str, Any]) -> Outcome:
     return outcome
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [{}, {"tie_embeddings": "tied"}], ids=["untied", "tied"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_twenty_steps_equal_fully_shard_and_one_process(

@@ -112,6 +112,7 @@ def test_moments_on_disk_leave_half_of_the_state_in_memory() -> None:
     assert found.fusion == by_formula(Setting(dense={"optimizer_state": "host"}), 1).fusion
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_state_shrinks_with_ranks_and_buffers_do_not_grow_with_depth(ranks: Ranks, size: int) -> None:
     found = {}

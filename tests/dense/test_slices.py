@@ -183,6 +183,7 @@ def test_moments_without_a_store_are_an_error_and_new_ones_are_zero(tmp_path: Pa
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [1, 4])
 def test_another_number_of_ranks_goes_on(ranks: Ranks, tmp_path: Path, after: int) -> None:
     """The same gradients summed by other ranks: equal up to the order of additions."""

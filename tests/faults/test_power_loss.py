@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from faultfs import unavailable
 from power_cuts import cut_once, cut_twice, damage, opening, violation
 from power_loss import CrashState, Event, Kind, crash_states, empty, without
 from power_workloads import WORKLOADS, Begun, record
+from slowness import mostly_slow
 
 from tierstore.store import OpenAt, ParameterStore
 
@@ -27,13 +27,9 @@ NAMED = {workload.name: workload for workload in WORKLOADS}
 TWICE = ["plain", "created", "rolled_back", "discarding", "spread"]
 
 
-def one_is_quick(names: list[str], quick: str) -> list[Any]:
-    """``names`` as parameters, all but ``quick`` marked slow."""
-    return [pytest.param(name, marks=() if name == quick else pytest.mark.slow, id=name) for name in names]
-
-
+@pytest.mark.slow
 @needs_fuse
-@pytest.mark.parametrize("name", one_is_quick(list(NAMED), "created"))
+@pytest.mark.parametrize("name", NAMED)
 def test_power_cuts(fast_path: Path, name: str) -> None:
     tried = cut_once(fast_path, NAMED[name], STATES)
     assert tried.wrong == ""
@@ -47,7 +43,7 @@ def test_ten_thousand_states_are_tried() -> None:
 
 
 @needs_fuse
-@pytest.mark.parametrize("name", one_is_quick(TWICE, "created"))
+@pytest.mark.parametrize("name", mostly_slow(TWICE, "created"))
 def test_power_cuts_after_a_power_cut(fast_path: Path, name: str) -> None:
     """What is found is opened, or collected first, or made anew where it was being made: and the power fails again."""
     tried = cut_twice(fast_path, NAMED[name], 160, 8)

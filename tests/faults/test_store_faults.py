@@ -20,6 +20,7 @@ import pytest
 from conftest_store import small_store, weights
 from fault_store import NUMEL, config
 from faultfs import Action, FaultFs, Rule, unavailable
+from slowness import mostly_slow
 
 from tierstore import _native
 from tierstore.errors import ChecksumError, StoreFormatError, StorePoisonedError
@@ -161,7 +162,7 @@ def test_a_write_that_was_lost_is_found_when_it_is_read(fs: FaultFs, backend: st
 # Writes, syncs and space ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", mostly_slow(BACKENDS, "uring"))
 @pytest.mark.parametrize("code", [errno.EIO, errno.EROFS, errno.ENOSPC])
 @pytest.mark.parametrize("op", ["write", "fsync"])
 @pytest.mark.parametrize("file", ["s/extents/expert.moments", INDEX])
@@ -333,7 +334,7 @@ def outcomes(fs: FaultFs, backend: str, steps: list[str], rule: Rule) -> list[li
     return [json.loads(line) for line in out.splitlines()]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", mostly_slow(BACKENDS, "uring"))
 @pytest.mark.parametrize(
     ("op", "path", "step"),
     [

@@ -154,6 +154,7 @@ def test_a_run_stops_with_one_line_and_resumes(
         assert summary["records_crc32c"] == expected
 
 
+@pytest.mark.slow
 def test_a_slow_drive_changes_times_alone(trainer: Trainer, expected: int, fast_path: Path) -> None:
     with FaultFs(fast_path) as fs:
         for op, after in (("read", 3), ("write", 20), ("fsync", 3)):

@@ -139,6 +139,7 @@ def test_it_learns() -> None:
     assert output.loss.item() < 2.0
 
 
+@pytest.mark.slow
 def test_sampling() -> None:
     model, _ = _model(_config(router_noise=RouterNoise.JITTER, router_noise_std=0.2))
     long = model.generate(b"abc", 20, seed=4)  # past the window

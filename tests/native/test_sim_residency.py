@@ -171,6 +171,7 @@ def compare(trace, capacity, quotas, pinned, policy, options, contract, order=Gr
     assert result["step_write_backs"].sum() == result["write_backs"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "options"), CASES)
 @settings(deadline=None, max_examples=50)
 @given(

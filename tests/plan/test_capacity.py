@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from slowness import mostly_slow
 
 from tierstore.errors import BudgetError, ConfigError
 from tierstore.plan.capacity import PROCESS_BYTES, Ranks, Setting, capacity
@@ -39,7 +40,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", mostly_slow(RUNS, "all in memory", "lru", "clipped"))
 def test_a_run_takes_what_its_plan_says(name: str, setting: Make) -> None:
     """Records, extents, index, host budget; and with every expert active, the bytes read and written a step: exactly."""
     torch.set_num_threads(1)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from slowness import mostly_slow
 
 from tierstore.config import as_dict, from_dict
 from tierstore.parallel import Mesh
@@ -68,7 +69,7 @@ SENT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SENT)
+@pytest.mark.parametrize("name", mostly_slow(SENT, "plain", "far ahead, few buffers"))
 @pytest.mark.parametrize("count", [1, 2])
 def test_what_is_simulated_is_what_is_sent(
     name: str, count: int, setting: Callable[..., Setting], ranks: Ranks

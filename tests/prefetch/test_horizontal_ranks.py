@@ -153,6 +153,7 @@ def agree(found: list[Any], expected: list[Any]) -> None:
 CHECKPOINTED = {"model": {"checkpoint_activations": "block", "compute_dtype": "bf16"}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("depth", "dense", "changes"),
     [

@@ -142,6 +142,7 @@ def restricted(restriction: str, *arguments: str) -> subprocess.CompletedProcess
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.slow
 def test_data_that_cannot_be_read(configure: Make, tmp_path: Path) -> None:
     unreadable = tmp_path / "unreadable"
     unreadable.write_bytes(b"words " * 10_000)

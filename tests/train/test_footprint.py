@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from launcher import Ranks
 from rank_cases import TINY, Settings
+from slowness import mostly_slow
 
 from tierstore.config import load
 from tierstore.dense import DenseBytes
@@ -55,7 +56,7 @@ def given_to_dense(mesh: Mesh, settings: Settings) -> DenseBytes:
         return trainer.dense_bytes
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", mostly_slow([2, 4], 2))
 @pytest.mark.parametrize("changes", [{}, {"model.compute_dtype": "bf16"}], ids=["fp32", "bf16"])
 def test_ranks_are_given_what_was_announced(
     ranks: Ranks, settings: Callable[..., dict[str, Any]], changes: Settings, size: int

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from slowness import mostly_slow
 
 from tierstore.train.config import TrainConfig
 
@@ -80,9 +81,7 @@ def held(
     return make(changes | {"host_budget": max(minimum, int(share * ram.model.expert_parameters * 12))})
 
 
-@pytest.mark.parametrize(
-    "mode", ["skip", *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES if mode != "skip")]
-)
+@pytest.mark.parametrize("mode", mostly_slow(MODES, "skip"))
 def test_every_way_to_hold_it_gives_the_same_bits(
     mode: str, configure: Make, train: Any, least: Callable[[TrainConfig], int]
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from slowness import mostly_slow
 
 from tierstore.store import Group, ParameterStore
 from tierstore.train.config import TrainConfig
@@ -53,7 +54,7 @@ def expert_weights(trainer: Trainer) -> dict[tuple[int, int], np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", mostly_slow(CASES, "plain", "sleepy-clip"))
 def test_losses_and_parameters_follow_plain_torch(
     case: str, configure: Callable[[Mapping[str, Any]], TrainConfig]
 ) -> None:

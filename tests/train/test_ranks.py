@@ -92,6 +92,7 @@ def test_however_it_is_held_the_bits_are_the_same(
                 assert rest[rank][2] == expected[rank][2], name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "expert"), [(2, 0), (4, 2)])
 def test_validation_sampling_and_skipped_steps(
     ranks: Ranks, settings: Callable[..., dict[str, Any]], size: int, expert: int

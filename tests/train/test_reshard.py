@@ -31,6 +31,7 @@ def contents(store: Path) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{}, {"model.compute_dtype": "bf16"}, {"adamw.inactive": "skip"}, MODES["clip"]]
 )

@@ -110,6 +110,7 @@ def test_a_directory_that_exists_is_left_alone(tmp_path: Path, capfd: pytest.Cap
     assert (tmp_path / "bench").is_dir()
 
 
+@pytest.mark.slow
 def test_adamw(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from tierstore.bench import adamw
 
