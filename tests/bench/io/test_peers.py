@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tierstore.bench.io import peers as io_peers
-from tierstore.bench.io.peers import PEERS, PeerMismatch, Records, compare_peers
+from tierstore.bench.io.peers import PEERS, PeerMismatch, PeerRecords, compare_peers
 
-RECORDS = Records(count=5, nbytes=256 << 10)
+RECORDS = PeerRecords(count=5, nbytes=256 << 10)
 
 
 def test_all_that_are_installed(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_all_that_are_installed(tmp_path: Path) -> None:
 class Liar:
     """Its records are all alike."""
 
-    def prepare(self, place: Path, records: Records) -> list[Path]:
+    def prepare(self, place: Path, records: PeerRecords) -> list[Path]:
         self.content = records.content(0)
         (place / "liar").write_bytes(self.content.tobytes())
         return [place / "liar"]
@@ -63,7 +63,7 @@ class Forgetful(Liar):
 class Broken(Liar):
     """Installed, and of no use."""
 
-    def prepare(self, place: Path, records: Records) -> list[Path]:
+    def prepare(self, place: Path, records: PeerRecords) -> list[Path]:
         raise RuntimeError("its library is missing")
 
 

@@ -34,7 +34,15 @@ from tierstore.errors import TierstoreError
 from tierstore.machine import cores
 from tierstore.units import format_bytes
 
-__all__ = ["PEERS", "PEER_TARGETS", "Missing", "PeerMismatch", "Records", "compare_peers", "missing_peers"]
+__all__ = [
+    "PEERS",
+    "PEER_TARGETS",
+    "Missing",
+    "PeerMismatch",
+    "PeerRecords",
+    "compare_peers",
+    "missing_peers",
+]
 
 #: Ours to theirs, at least.
 PEER_TARGETS = {"aiofiles": 2.0, "lmdb": 2.0, "safetensors": 2.0, "deepspeed": 1.0}
@@ -51,7 +59,7 @@ class PeerMismatch(TierstoreError):
 
 
 @dataclass(frozen=True)
-class Records:
+class PeerRecords:
     """``count`` records of ``nbytes`` each, by number; each is noise of its own."""
 
     count: int
@@ -64,7 +72,7 @@ class Records:
 class Peer(Protocol):
     """One library. ``prepare`` writes the records; ``read`` hands each one's bytes to ``take``, in the order given."""
 
-    def prepare(self, directory: Path, records: Records) -> list[Path]: ...
+    def prepare(self, directory: Path, records: PeerRecords) -> list[Path]: ...
     def read(self, order: Sequence[int], take: _Take) -> None: ...
     def close(self) -> None: ...
 
@@ -91,9 +99,9 @@ class _Flat(_Closed):
     """All records in one file, one after another."""
 
     path: Path
-    records: Records
+    records: PeerRecords
 
-    def prepare(self, directory: Path, records: Records) -> list[Path]:
+    def prepare(self, directory: Path, records: PeerRecords) -> list[Path]:
         self.path, self.records = directory / "flat", records
         if not self.path.exists():
             with self.path.open("wb") as file:
@@ -184,7 +192,7 @@ class _Memmap(_Flat):
 class _Lmdb(_Closed):
     """A value each, copied out of the map."""
 
-    def prepare(self, directory: Path, records: Records) -> list[Path]:
+    def prepare(self, directory: Path, records: PeerRecords) -> list[Path]:
         import lmdb
 
         self._nbytes, self._path = records.nbytes, directory / "lmdb"
@@ -220,7 +228,7 @@ class _Lmdb(_Closed):
 class _Safetensors(_Closed):
     """A tensor each in one file, loaded one by one."""
 
-    def prepare(self, directory: Path, records: Records) -> list[Path]:
+    def prepare(self, directory: Path, records: PeerRecords) -> list[Path]:
         from safetensors.numpy import save_file
 
         self._path = directory / "records.safetensors"
@@ -241,7 +249,7 @@ class _DeepSpeed:
     def __init__(self, chunk_bytes: int, queue_depth: int) -> None:
         self._chunk_bytes, self._queue_depth = chunk_bytes, queue_depth
 
-    def prepare(self, directory: Path, records: Records) -> list[Path]:
+    def prepare(self, directory: Path, records: PeerRecords) -> list[Path]:
         import torch
 
         builders: Any = importlib.import_module("deepspeed.ops.op_builder")
@@ -323,7 +331,7 @@ class _PeerProgram:
             return None
         return f"{self.program}: {format_bytes(left)} of its records stay in the page cache when they are dropped"
 
-    def check(self, records: Records) -> None:
+    def check(self, records: PeerRecords) -> None:
         """Raises PeerMismatch unless every record arrives once, as it was written."""
         seen: list[int] = []
 
@@ -339,7 +347,7 @@ class _PeerProgram:
 
 def compare_peers(
     directory: Path,
-    records: Records,
+    records: PeerRecords,
     *,
     chunk_bytes: int,
     queue_depth: int,
@@ -373,7 +381,7 @@ def compare_peers(
     return ProgramComparison(title=title, series=tuple(series), targets=targets), [*map(str, missing), *notes]
 
 
-def _program(name: str, peer: Peer, directory: Path, records: Records) -> _PeerProgram:
+def _program(name: str, peer: Peer, directory: Path, records: PeerRecords) -> _PeerProgram:
     """``peer`` with its records written, durable and read once. Raises PeerMismatch, and what it raises."""
     paths = peer.prepare(directory, records)
     for path in paths:

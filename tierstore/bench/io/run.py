@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tierstore.bench.io.fio import Fio, find_fio
 from tierstore.bench.io.load import DataFiles, FileSet, Job, TransferKind, check_space
-from tierstore.bench.io.peers import PEERS, Records, compare_peers, missing_peers
+from tierstore.bench.io.peers import PEERS, PeerRecords, compare_peers, missing_peers
 from tierstore.bench.io.search import FINALISTS, Found, SearchFigures, grid, search
 from tierstore.bench.io.series import (
     CPU_TARGET,
@@ -255,7 +255,7 @@ def _peers(bench: IoBench, found: Found, meter: _Meter) -> tuple[ProgramComparis
     with tempfile.TemporaryDirectory(prefix="tierstore-bench-io-", dir=bench.directories[0]) as directory:
         return compare_peers(
             Path(directory),
-            Records(bench.records, bench.record_bytes),
+            PeerRecords(bench.records, bench.record_bytes),
             chunk_bytes=found.best.block_bytes,
             queue_depth=found.best.depth,
             rounds=bench.rounds,
