@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from tierstore._native import Buffer, DoubleTable
 from tierstore.cache.access import GROUP_STRIDE, Need
 from tierstore.errors import StoreError
-from tierstore.prefetch.plan import StepTiming
 from tierstore.prefetch.program import Access, AccessProgram, Action
 from tierstore.store.core import StoreCore
 from tierstore.store.format import Group
@@ -53,32 +52,28 @@ class GradientAccumulator:
 
     # Actions on a pinned record ----------------------------------------------------------------------------
 
-    def take(self, record: CachedRecord, action: Action, slot: int) -> None:
-        """The gradient in device slot ``slot`` is complete for this micro-batch."""
+    def take(self, record: CachedRecord, action: Action, step: int, slot: int) -> None:
+        """The gradient in device slot ``slot`` is complete for this micro-batch; ``step`` is as in ``Access``."""
         landed, after = self._device.land(slot)
         if action & (Action.KEEP | Action.ACCUMULATE):
             reading = [self._accumulate(record, action, landed, after)]
-            self.settle(record, action)
+            self.settle(record, action, step)
         else:
             square = self._square(record, landed, after)
-            reading = [square, self._store.optimizer.step(record, landed, after=after)]
+            reading = [square, self._store.optimizer.step(record, landed, number=step, after=after)]
         self._device.release_gradient(slot, reading)
 
-    def settle(self, record: CachedRecord, action: Action) -> None:
-        """Finishes and steps the kept gradient, as ``action`` says. A stepped gradient is dropped at the end of the
-        record's turn in the access.
+    def settle(self, record: CachedRecord, action: Action, step: int) -> None:
+        """Finishes the kept gradient, and takes optimizer step ``step`` with it, as ``action`` says. A stepped gradient is
+        dropped at the end of the record's turn in the access.
         """
         entry = record.entry(Group.GRADIENTS)
         gradient = self._cache.sections(entry)[0]
         if action & Action.FINISH:
             self._cache.reads(entry, self._square(record, gradient, self._cache.ready(entry)))
         if action & Action.STEP:
-            # What waited for the norm takes the step before the one that may be open.
-            deferred = self._program.timing is StepTiming.DEFERRED
-            number, after = self._store.history.applied if deferred else None, self._cache.ready(entry)
-            ticket = self._store.optimizer.step(
-                record, gradient, number=number, scale=self._scale, after=after
-            )
+            after = self._cache.ready(entry)
+            ticket = self._store.optimizer.step(record, gradient, number=step, scale=self._scale, after=after)
             self._cache.reads(entry, ticket)
 
     def _accumulate(self, record: CachedRecord, action: Action, landed: Buffer, after: Sequence[int]) -> int:
@@ -102,7 +97,7 @@ class GradientAccumulator:
         need, action = Need(int(access.flags[0])), Action(int(access.actions[0]))
         records = [self._records[access.layer][expert] for expert in access.experts.tolist()]
         for record in self._store.access(access.phase, access.layer, records, need):
-            self.settle(record, action)
+            self.settle(record, action, access.step)
         self._program.done(access, range(len(records)))
 
     def sum_of_squares(self) -> float:
@@ -113,8 +108,8 @@ class GradientAccumulator:
 
     def apply(self, scale: float) -> None:
         """The kept gradients, times ``scale``, are due: each is stepped before its expert is used again."""
-        if any(self._program.pending()):
-            raise StoreError("gradients of the optimizer step before this one still wait for it")
+        if (waiting := next(self._program.pending(), None)) is not None:
+            raise StoreError(f"gradients of optimizer step {waiting.step} still wait for it")
         self._scale = scale
         self._program.apply()
 
