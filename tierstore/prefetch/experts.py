@@ -122,21 +122,20 @@ class TieredExperts:
         """
         accesses = self.program.backward(layer, experts)
         access = next(accesses)
-        records = self._records_of(access)
-        for unit, slot, last in self._walk(access, records):
+        for unit, slot, last in self._walk(access, self._records_of(access)):
             taken, guards = self._device.take_gradient()
             self._wait(guards, layer, Tier.HOST, Cause.OPTIMIZER)
             gradient = self._device.gradients(taken)
             yield TieredLease(int(access.experts[unit]), self._device.weights(slot), gradient)
-            action = Action(int(access.actions[unit]))
-            self._sums.add(gradient, partial(self._complete, unit, records[unit], action, taken), layer=layer)
+            self._sums.add(gradient, partial(self._complete, access, unit, taken), layer=layer)
             if last:
                 self._sums.flush(layer=layer)
         for access in accesses:
             self.gradients.carry_out(access)
 
-    def _complete(self, unit: int, record: CachedRecord, action: Action, gradient: int) -> None:
-        self.gradients.take(record, action, gradient)
+    def _complete(self, access: Access, unit: int, gradient: int) -> None:
+        record = self._records[access.layer][int(access.experts[unit])]
+        self.gradients.take(record, Action(int(access.actions[unit])), access.step, gradient)
         self._cache.end_unit(unit)
 
     # One access --------------------------------------------------------------------------------------------
@@ -158,7 +157,7 @@ class TieredExperts:
                 self.program.speculate(access, self._prefetch)
             if access.phase is Phase.FORWARD:
                 for unit in units:
-                    self._bring_up(records[unit], Action(int(access.actions[unit])))
+                    self._bring_up(records[unit], Action(int(access.actions[unit])), access.step)
             staged: deque[tuple[int, int]] = deque()
             following = 0
             for unit in units:
@@ -173,12 +172,12 @@ class TieredExperts:
             self._cache.end_group()
             self.program.done(access, units)
 
-    def _bring_up(self, record: CachedRecord, action: Action) -> None:
+    def _bring_up(self, record: CachedRecord, action: Action, step: int) -> None:
         """What comes before an expert is computed with."""
         if action is Action.CATCH_UP:
             self._store.optimizer.catch_up(record)
         elif action is Action.STEP:
-            self.gradients.settle(record, action)
+            self.gradients.settle(record, action, step)
 
     def _prefetch(self, ahead: Speculation) -> int:
         numbers = _numbers(self._records_of(ahead))

@@ -45,7 +45,6 @@ class GradientAccumulator:
         self._square_tickets: list[int] = []
         self._scale = 1.0
         #: The optimizer step of gradients that waited for its norm; None: none do, the open step is taken.
-        self._due: int | None = None
 
     def begin_step(self) -> None:
         """No gradient has arrived yet."""
@@ -54,20 +53,20 @@ class GradientAccumulator:
 
     # Actions on a pinned record ----------------------------------------------------------------------------
 
-    def take(self, record: CachedRecord, action: Action, slot: int) -> None:
-        """The gradient in device slot ``slot`` is complete for this micro-batch."""
+    def take(self, record: CachedRecord, action: Action, step: int, slot: int) -> None:
+        """The gradient in device slot ``slot`` is complete for this micro-batch; ``step`` is as in ``Access``."""
         landed, after = self._device.land(slot)
         if action & (Action.KEEP | Action.ACCUMULATE):
             reading = [self._accumulate(record, action, landed, after)]
-            self.settle(record, action)
+            self.settle(record, action, step)
         else:
             square = self._square(record, landed, after)
-            reading = [square, self._store.optimizer.step(record, landed, after=after)]
+            reading = [square, self._store.optimizer.step(record, landed, number=step, after=after)]
         self._device.release_gradient(slot, reading)
 
-    def settle(self, record: CachedRecord, action: Action) -> None:
-        """Finishes and steps the kept gradient, as ``action`` says. A stepped gradient is dropped at the end of the
-        record's turn in the access.
+    def settle(self, record: CachedRecord, action: Action, step: int) -> None:
+        """Finishes the kept gradient, and takes optimizer step ``step`` with it, as ``action`` says. A stepped gradient is
+        dropped at the end of the record's turn in the access.
         """
         entry = record.entry(Group.GRADIENTS)
         gradient = self._cache.sections(entry)[0]
@@ -75,9 +74,7 @@ class GradientAccumulator:
             self._cache.reads(entry, self._square(record, gradient, self._cache.ready(entry)))
         if action & Action.STEP:
             after = self._cache.ready(entry)
-            ticket = self._store.optimizer.step(
-                record, gradient, number=self._due, scale=self._scale, after=after
-            )
+            ticket = self._store.optimizer.step(record, gradient, number=step, scale=self._scale, after=after)
             self._cache.reads(entry, ticket)
 
     def _accumulate(self, record: CachedRecord, action: Action, landed: Buffer, after: Sequence[int]) -> int:
@@ -101,7 +98,7 @@ class GradientAccumulator:
         need, action = Need(int(access.flags[0])), Action(int(access.actions[0]))
         records = [self._records[access.layer][expert] for expert in access.experts.tolist()]
         for record in self._store.access(access.phase, access.layer, records, need):
-            self.settle(record, action)
+            self.settle(record, action, access.step)
         self._program.done(access, range(len(records)))
 
     def sum_of_squares(self) -> float:
@@ -112,9 +109,8 @@ class GradientAccumulator:
 
     def apply(self, scale: float) -> None:
         """The kept gradients, times ``scale``, are due: each is stepped before its expert is used again."""
-        if any(self._program.pending()):
-            raise StoreError(f"gradients of optimizer step {self._due} still wait for it")
-        self._due = self._store.history.current
+        if (waiting := next(self._program.pending(), None)) is not None:
+            raise StoreError(f"gradients of optimizer step {waiting.step} still wait for it")
         self._scale = scale
         self._program.apply()
 

@@ -116,7 +116,7 @@ class AccessProgram:
         self._predictor = predictor
         self._counts = counts
         #: When a final gradient becomes a step.
-        self.timing = timing
+        self._timing = timing
         layers = sorted({item.moe_layer for item in schedule.passes if item.moe_layer is not None})
         self._gradients = {layer: np.zeros(experts, np.uint8) for layer in layers}
         #: What the forward passes of the present micro-batch used, by layer.
@@ -225,7 +225,7 @@ class AccessProgram:
 
     @property
     def _steps_now(self) -> bool:
-        return self.timing is StepTiming.IMMEDIATE and self._last_micro
+        return self._timing is StepTiming.IMMEDIATE and self._last_micro
 
     def _forward_flags(self, layer: int, experts: Experts, *, later: int) -> Flags:
         # A pass of the next step comes after the present one has been applied.
@@ -275,5 +275,5 @@ class AccessProgram:
         ahead: Sequence[Pass] = (),
     ) -> Access:
         # What waited for the norm belongs to the step before the present one.
-        step = self._counts.applied + (self.timing is StepTiming.IMMEDIATE)
+        step = self._counts.applied + (self._timing is StepTiming.IMMEDIATE)
         return Access(phase, layer, experts, flags, actions.astype(np.uint8), step, ahead)

@@ -73,7 +73,8 @@ class RecordOptimizer:
         An applied step's number is for a gradient that waited for that step's norm. Whatever the record missed before is
         replayed in the same pass. Raises StoreError where no step is open, or the record has taken the step already.
         """
-        number = self.history.current if number is None else number
+        if number is None or number > self.history.applied:
+            number = self.history.current
         rows, reached = self.history.step_rows(record.live.step, number)
         ticket = self._adamw(record, rows, gradient, scale, after)
         self._reached(record, reached)
