@@ -20,23 +20,6 @@ from pathlib import Path
 
 from tierstore.errors import CapabilityError
 
-__all__ = [
-    "Capability",
-    "Finding",
-    "Resolution",
-    "chosen_instruction_set",
-    "filesystem_type",
-    "instruction_sets",
-    "probe_avx2",
-    "probe_avx512",
-    "probe_cuda",
-    "probe_dax",
-    "probe_direct_io",
-    "probe_huge_pages",
-    "probe_io_uring",
-    "resolve",
-]
-
 _PROC = Path("/proc")
 _SYS = Path("/sys")
 _IO_URING_SETUP = 425  # one number on every architecture

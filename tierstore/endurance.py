@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["DAY_S", "drive_life_s"]
-
 DAY_S = 86400.0
 
 

@@ -19,8 +19,6 @@ from pathlib import Path
 from tierstore.errors import DataError
 from tierstore.machine import block_device, disk
 
-__all__ = ["IO_PROFILE_VERSION", "IoPoint", "device_name", "load_io_point", "profile_path", "save_io_point"]
-
 IO_PROFILE_VERSION = 1
 _FORMAT = "tierstore-io-profile"
 _VARIABLE = "TIERSTORE_IO_PROFILE"

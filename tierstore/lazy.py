@@ -19,8 +19,6 @@ import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-__all__ = ["exports"]
-
 
 def exports(package: str, file: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """``__getattr__`` and ``__dir__`` of ``package``, whose source is ``file``."""

@@ -29,8 +29,6 @@ from tierstore._native import Activity, Engine, Link, Priority
 from tierstore.errors import ConfigError
 from tierstore.units import format_bytes, format_seconds
 
-__all__ = ["CollectiveLink", "LinkConfig", "LinksConfig", "limited", "open_link", "wait_until"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LinkConfig:

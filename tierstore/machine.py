@@ -11,18 +11,6 @@ import psutil
 
 from tierstore.capabilities import filesystem_type
 
-__all__ = [
-    "FileSystem",
-    "Memory",
-    "block_device",
-    "cores",
-    "disk",
-    "kernel",
-    "memory",
-    "openmp_wait_policy",
-    "processor",
-]
-
 _PROC = Path("/proc")
 _SYS = Path("/sys")
 _CGROUPS = Path("/sys/fs/cgroup")

@@ -22,21 +22,6 @@ from enum import Enum
 from types import TracebackType
 from typing import TypeVar
 
-__all__ = [
-    "Cause",
-    "Counters",
-    "Dimension",
-    "Spread",
-    "Stall",
-    "StallKey",
-    "StallLedger",
-    "Tier",
-    "delta",
-    "percentile",
-    "spread",
-]
-
-
 K = TypeVar("K")
 
 

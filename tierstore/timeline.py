@@ -28,8 +28,6 @@ from typing import Protocol
 
 from tierstore._native import Activity, Engine
 
-__all__ = ["NullTimeline", "OperationSpans", "Timeline", "TimelineSink", "Track", "open_timeline"]
-
 Args = Mapping[str, str | int | float | bool | None]
 
 _BUFFER_BYTES = 1 << 18

@@ -6,8 +6,6 @@ import re
 
 from tierstore.errors import ConfigError
 
-__all__ = ["format_bytes", "format_seconds", "parse_size"]
-
 _UNITS = {
     "": 1,
     "b": 1,

@@ -41,8 +41,6 @@ from tierstore.store.config import IoConfig
 from tierstore.store.opening import make_engine
 from tierstore.store.tuning import tune
 
-__all__ = ["REPLAYED", "AdamWResult", "ProgramTimes", "measurements", "run"]
-
 BYTES_PER_PARAMETER = 28
 REPLAYED = 16
 RECORD_PARAMETERS = 1 << 20

@@ -23,17 +23,6 @@ from tierstore.lab.requests import Requests
 from tierstore.lab.simulate import PolicySpec, ReplaySetting, suits
 from tierstore.machine import cores
 
-__all__ = [
-    "CacheResult",
-    "CurveTimes",
-    "PolicyRates",
-    "ReplayRate",
-    "key_requests",
-    "measurements",
-    "pass_requests",
-    "run",
-]
-
 _LAYERS, _EXPERTS, _ACTIVE = 26, 64, 20
 _PASSES_AT_ONCE = 1 << 14
 _CAPACITY = 0.2  # of the footprint

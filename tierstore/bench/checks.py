@@ -9,8 +9,6 @@ from pathlib import Path
 
 from tierstore.errors import ConfigError
 
-__all__ = ["at_least", "existing_parent", "more_than_0", "refuse_existing", "require_free", "work_directory"]
-
 
 def at_least(least: int, **values: float) -> None:
     """Raises ConfigError for the first of ``values`` that is below ``least``, by its name."""

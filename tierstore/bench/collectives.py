@@ -29,8 +29,6 @@ from tierstore.errors import ConfigError
 if TYPE_CHECKING:
     from tierstore.parallel import Group
 
-__all__ = ["CollectivesBench", "CollectivesResult", "ModeTimes", "measurements", "run"]
-
 _TIMEOUT_S = 600.0
 #: The two modes, by the value of ``dense.fusion``.
 _MODES = {"fused": "unit", "apart": "parameter"}

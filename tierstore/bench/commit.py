@@ -26,8 +26,6 @@ from tierstore.bench.results.figures import Figures, prefixed, ratios
 from tierstore.stats import spread
 from tierstore.store import ParameterStore, RecordSchema, StoreConfig
 
-__all__ = ["CommitResult", "RoundTimes", "measurements", "run"]
-
 _BEAT_S = 0.002
 _TO_WRITE = 1.2  # what a commit may take at most, in times of writing its bytes
 

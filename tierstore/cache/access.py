@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import IntEnum, IntFlag
 
-__all__ = ["GROUP_STRIDE", "Need", "Phase"]
-
 #: An entry of the host cache, one group of one record, has the number ``record * GROUP_STRIDE + group``.
 GROUP_STRIDE = 4
 

@@ -10,8 +10,6 @@ from enum import Enum
 from tierstore import _native
 from tierstore.errors import ConfigError
 
-__all__ = ["CacheConfig", "GroupOrder", "Scope"]
-
 _LFU_DECAY = "lfu-decay"
 
 

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from tierstore._native import Arena, Buffer
 from tierstore.cache.frames import frames_of
 
-__all__ = ["FrameAllocator"]
-
 
 class FrameAllocator:
     """Cuts ``arena`` in frames of ``frame_bytes``. A freed frame is guarded by what its last owner has queued on it."""

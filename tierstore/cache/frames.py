@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-__all__ = ["choose_frame_bytes", "frames_of"]
-
 #: A frame is a multiple of this (direct I/O), and not smaller than MIN_FRAME_BYTES (vectored I/O takes at
 #: most
 #: 1,024 pieces, and bookkeeping costs time per frame).

@@ -28,8 +28,6 @@ from tierstore.cache.access import GROUP_STRIDE
 from tierstore.cache.frame_allocator import FrameAllocator
 from tierstore.cache.write_backs import WriteBacks
 
-__all__ = ["Backing", "HostCache"]
-
 Decision = _native.Decision
 _GRADIENTS = 2
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tierstore._native import Engine
 
-__all__ = ["WriteBacks"]
-
 #: Between commits the tickets of write-backs pile up; those that succeeded are swept at this many.
 _SWEEP_WRITES = 4096
 

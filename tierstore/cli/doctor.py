@@ -37,8 +37,6 @@ from tierstore.units import format_bytes
 if TYPE_CHECKING:
     from tierstore.store.disk.drives import DriveReport
 
-__all__ = ["CHECKS", "Check", "doctor"]
-
 
 @dataclass(frozen=True, slots=True)
 class Check:

@@ -10,8 +10,6 @@ from tierstore.cli.options import json_option
 from tierstore.cli.output import Output
 from tierstore.units import format_bytes
 
-__all__ = ["gc"]
-
 
 @click.command()
 @click.argument("store", type=click.Path(path_type=Path))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import click
 
-__all__ = ["CommandGroup"]
-
 _WHOLE = 1000  # characters of a summary: all of it
 
 

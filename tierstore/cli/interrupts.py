@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 
-__all__ = ["Interrupts", "ended_by_sigterm"]
-
 
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:

@@ -19,8 +19,6 @@ from tierstore import __version__
 from tierstore.cli.groups import CommandGroup
 from tierstore.errors import ChecksumError, TierstoreError
 
-__all__ = ["COMMANDS", "CommandEntry", "cli", "main"]
-
 _DONE, _CHECK_FAILED, _BAD_INPUT = 0, 1, 2
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 

@@ -13,20 +13,6 @@ from tierstore.config import dotted_fields
 from tierstore.errors import ConfigError
 from tierstore.units import format_bytes, parse_size
 
-__all__ = [
-    "FRACTION",
-    "SIZE",
-    "bundled",
-    "checksum_option",
-    "config_overrides",
-    "describe_config",
-    "help_config_option",
-    "json_option",
-    "options_json",
-    "set_option",
-    "train_config",
-]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 _ANY_WHOLE = 2**62

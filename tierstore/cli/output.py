@@ -19,8 +19,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
-__all__ = ["Output", "OutputMode", "Progress", "finite"]
-
 _PLAIN_WIDTH = 120  # columns for tables where there is no terminal to ask
 _PLAIN_INTERVAL_S = 5.0
 

@@ -28,8 +28,6 @@ from tierstore.units import format_bytes, format_seconds
 if TYPE_CHECKING:  # numpy and LMDB, which listing the commands need not
     from tierstore.plan import Hardware, Plan, Profile
 
-__all__ = ["plan"]
-
 _NOT_SO = 1
 
 

@@ -11,8 +11,6 @@ from tierstore.cli.options import json_option
 from tierstore.cli.output import Output
 from tierstore.units import format_bytes, format_seconds
 
-__all__ = ["reshard"]
-
 
 @click.command()
 @click.argument("store", type=click.Path(path_type=Path))

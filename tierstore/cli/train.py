@@ -40,8 +40,6 @@ if TYPE_CHECKING:  # at run time these import torch, which listing the commands 
     from tierstore.train.report import Metrics, RunSummary
     from tierstore.train.trainer import Trainer
 
-__all__ = ["train"]
-
 _PROMPT = b"def "
 _INTERRUPTED = 130
 

@@ -13,8 +13,6 @@ from tierstore.cli.options import json_option
 from tierstore.cli.output import Output
 from tierstore.units import format_bytes, format_seconds
 
-__all__ = ["Report", "Verifier", "run_verify", "verify"]
-
 _SHOWN_FAILURES = 20  # beyond these a person reads no more; the JSON object has them all
 _CHECK_FAILED = 1
 

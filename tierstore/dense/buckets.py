@@ -25,8 +25,6 @@ from tierstore.dense.traffic import DenseMessages
 from tierstore.errors import BudgetError
 from tierstore.parallel import Channel, Group, Work
 
-__all__ = ["Bucket", "GradientExchange", "buckets_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Bucket:

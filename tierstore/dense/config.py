@@ -7,8 +7,6 @@ from enum import StrEnum
 
 from tierstore.errors import ConfigError
 
-__all__ = ["DenseConfig", "Fusion", "GatherDtype", "OptimizerState", "Reshard"]
-
 
 class OptimizerState(StrEnum):
     """Where a rank's slices live, fp32 weights and moments, and are stepped: in host memory unless on the device."""

@@ -17,20 +17,6 @@ from tierstore.store.format import SECTION_ALIGNMENT
 if TYPE_CHECKING:  # a plan reckons without torch
     import torch
 
-__all__ = [
-    "FP32",
-    "MOMENT_PLACES",
-    "DenseBytes",
-    "blocks_held",
-    "dense_bytes",
-    "gather_copies",
-    "gather_dtype",
-    "gather_width",
-    "moment_bytes",
-    "needs_exchange",
-    "needs_gather",
-]
-
 #: Units whose moments are in memory at once when they live on disk: one is stepped, one write drains.
 MOMENT_PLACES = 2
 

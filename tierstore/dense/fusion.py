@@ -20,8 +20,6 @@ from tierstore.dense.traffic import DenseMessages
 from tierstore.errors import BudgetError
 from tierstore.parallel import Group, Work
 
-__all__ = ["FusionBuffer", "FusionPool", "GatheredUnit"]
-
 
 class FusionBuffer:
     """``nbytes`` of device memory that one unit at a time is gathered into."""

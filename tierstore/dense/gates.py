@@ -20,8 +20,6 @@ from torch.utils.hooks import RemovableHandle
 from tierstore.cache.access import Phase
 from tierstore.model.transformer import ModelOutput, Transformer
 
-__all__ = ["Gates", "PassListener"]
-
 
 class PassListener(Protocol):
     """Hears of passes, one after another: each ``enter`` is followed by its ``leave``."""

@@ -23,20 +23,6 @@ if TYPE_CHECKING:  # a plan lays units out without torch
     import torch
     from torch import nn
 
-__all__ = [
-    "SLICE_ALIGNMENT",
-    "ElementType",
-    "Move",
-    "Narrow",
-    "Place",
-    "Region",
-    "UnitLayout",
-    "gathered_dtype",
-    "moves",
-    "recut",
-    "unit_layouts",
-]
-
 #: Slices are multiples of this many elements: 64 bytes in fp32, 32 in bf16. Then no vector kernel meets a tail.
 SLICE_ALIGNMENT = 16
 

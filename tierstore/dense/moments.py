@@ -21,8 +21,6 @@ from tierstore.store.core import StoreCore
 from tierstore.store.format import Group
 from tierstore.tiers.device import tensor_of
 
-__all__ = ["DiskMoments"]
-
 
 @dataclass(slots=True)
 class _Place:

@@ -50,8 +50,6 @@ from tierstore.store.core import StoreCore
 from tierstore.store.registering import NewRecord, register_many
 from tierstore.timeline import TimelineSink
 
-__all__ = ["DenseSlices", "GatherOnDemand", "Units"]
-
 Units = Sequence[tuple[str, Sequence[nn.Parameter]]]
 
 

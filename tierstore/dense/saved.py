@@ -14,8 +14,6 @@ import torch
 
 from tierstore.dense.fusion import FusionBuffer, FusionPool
 
-__all__ = ["saved_by_place"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Saved:

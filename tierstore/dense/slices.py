@@ -19,8 +19,6 @@ from tierstore.store.core import StoreCore
 from tierstore.store.format import SECTION_ALIGNMENT, Group, Placement, RecordSchema
 from tierstore.tiers.device import tensor_of
 
-__all__ = ["UnitSlices", "dense_schemas", "schema_name"]
-
 _ARRAYS = ("weight", "exp_avg", "exp_avg_sq")
 
 

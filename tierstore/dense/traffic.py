@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from tierstore.parallel import Work
 from tierstore.timeline import NullTimeline, TimelineSink, Track
 
-__all__ = ["DenseMessages", "DenseTraffic"]
-
 
 @dataclass(slots=True)
 class DenseTraffic:

@@ -11,8 +11,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Disk", "disks_under"]
-
 _PROC = Path("/proc")
 _SYS = Path("/sys")
 _SECTOR = 512  # the unit of sizes in /sys, whatever a disk's own is

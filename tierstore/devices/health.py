@@ -21,8 +21,6 @@ from typing import Any
 
 from tierstore.devices.blocks import Disk
 
-__all__ = ["Health", "disk_health", "parse_health_page", "parse_nvme", "parse_smartctl"]
-
 _SYS = Path("/sys")
 _DEV = Path("/dev")
 _PAGE_BYTES = 512

@@ -25,8 +25,6 @@ from tierstore.lab.simulate import (
 )
 from tierstore.lab.tuning import Tuning
 
-__all__ = ["half_life_map", "regime_study"]
-
 _WINDOWS = 50
 
 

@@ -16,8 +16,6 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["Interval", "block_length", "paired_interval", "student_quantile"]
-
 _LEAST_BLOCKS = 8  # below, no interval says anything
 _MOST_BINS = 4096  # longer series are summed in bins of consecutive steps first
 _RESAMPLES = 2000

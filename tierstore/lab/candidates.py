@@ -20,19 +20,6 @@ from tierstore.lab.simulate import Contract, PolicySpec, ReplaySetting, known_po
 from tierstore.train.config import TrainConfig
 from tierstore.units import format_bytes
 
-__all__ = [
-    "SIMPLEST_FIRST",
-    "Candidate",
-    "cache_configuration",
-    "configuration_text",
-    "default_candidate",
-    "half_lives",
-    "lfu_decay",
-    "live_policies",
-    "neighbours",
-    "starting_grid",
-]
-
 SIMPLEST_FIRST = (
     *("fifo", "clock", "sieve", "lru", "lfu", "slru", "s3-fifo", "2q", "w-tinylfu", "arc", "lirs"),
     *("lfu-decay", "next-use"),

@@ -41,8 +41,6 @@ from tierstore.units import format_seconds
 if TYPE_CHECKING:  # a run's configuration, where one is asked about
     from tierstore.train.config import TrainConfig
 
-__all__ = ["Machine", "Objective", "Overlap", "cost_by_layer", "cost_by_step", "policy_time", "with_costs"]
-
 _YEAR_S = 365.25 * DAY_S
 _BACKWARD_WEIGHT = 2.0
 _ASSUMED_ENDURANCE, _ASSUMED_DRIVE = 600e12, 1e12

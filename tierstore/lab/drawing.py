@@ -15,8 +15,6 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-__all__ = ["INK", "SETTINGS", "SIZE", "Style", "line", "new_figure", "set_legend", "style", "svg_of"]
-
 INK = "#010203"  # becomes currentColor
 _PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C7A00")
 _MARKERS = "osD^vPX<>*hpd8H"

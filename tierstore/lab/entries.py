@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from tierstore.errors import ConfigError
 from tierstore.units import parse_size
 
-__all__ = ["SECTION_GROUPS", "Capacity", "EntryTable"]
-
 SECTION_GROUPS = 3
 
 Capacity: TypeAlias = int | float | str

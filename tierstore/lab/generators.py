@@ -21,8 +21,6 @@ from tierstore.lab.routing import Passes, Sections, expert_masks, expert_table, 
 from tierstore.trace.format import EventColumns, Trace, TraceHeader, TraceKind
 from tierstore.trace.records import RecordTable
 
-__all__ = ["KeySource", "KeyWorkload", "RoutingWorkload", "Scan", "Tenants", "Workload", "Zipf", "in_memory"]
-
 _CHUNK_REQUESTS = 1 << 18
 _CHUNK_CELLS = 1 << 23  # of the noise that top-k sampling draws at a time
 

@@ -33,8 +33,6 @@ from tierstore.trace.reader import read_summary
 from tierstore.trace.records import RecordTable
 from tierstore.trace.writer import TraceWriter
 
-__all__ = ["ImportSummary", "SourceKind", "detect_kind", "import_trace", "options_of", "write_trace"]
-
 _HEAD_BYTES = 1 << 16
 _MAX_REQUESTS = 1 << 40  # that a trace is believed to have
 

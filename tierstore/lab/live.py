@@ -27,8 +27,6 @@ from tierstore.trace.reader import read_header
 from tierstore.trace.records import RecordTable
 from tierstore.trace.replay import STEP_COUNTS, replay_steps
 
-__all__ = ["LiveReplay", "Recording", "recording_of", "replay_recorded"]
-
 
 @dataclass(frozen=True, slots=True)
 class Recording:

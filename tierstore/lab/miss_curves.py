@@ -37,8 +37,6 @@ from tierstore.lab.simulate import (
     suits,
 )
 
-__all__ = ["all_policies", "curve_capacities", "curves", "has_one_pass", "keep_ratio", "lru_curve"]
-
 _ONE_PASS = 10.0  # beside a replay of FIFO
 
 

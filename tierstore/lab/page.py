@@ -14,8 +14,6 @@ from importlib import resources
 
 from tierstore.errors import CapabilityError
 
-__all__ = ["Cell", "Column", "Table", "check_report", "own_ids", "render_page"]
-
 _NEEDED = ("matplotlib", "jinja2")
 _SHARED = ("page.html", "macros.html")
 

@@ -11,8 +11,6 @@ from typing import TypeAlias, TypeVar
 
 from tierstore.machine import cores
 
-__all__ = ["OnProgress", "in_parallel"]
-
 Result = TypeVar("Result")
 
 OnProgress: TypeAlias = Callable[[int, int], None]

@@ -15,8 +15,6 @@ import numpy as np
 from tierstore.errors import ConfigError
 from tierstore.lab.requests import Requests
 
-__all__ = ["parse_pins", "pin"]
-
 
 def parse_pins(texts: Iterable[str], *, name: str = "pins") -> list[tuple[int, int]]:
     """``3:17,3:18`` as (layer, place) pairs, in order, each once. Raises ConfigError naming ``name``."""

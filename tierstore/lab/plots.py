@@ -13,8 +13,6 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 from tierstore.lab.drawing import INK, SETTINGS, SIZE, Style, line, new_figure, set_legend, style, svg_of
 from tierstore.lab.results import Curve, HalfLifeMap, Outcome, Role
 
-__all__ = ["curves_plot", "half_life_plot", "pareto_plot", "styles_of", "windows_plot"]
-
 
 def styles_of(labels: Sequence[tuple[str, Role]]) -> dict[str, Style]:
     """A style for each label, in the order given; bounds in the page's ink, without a marker."""

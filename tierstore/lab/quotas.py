@@ -21,8 +21,6 @@ from tierstore.lab.requests import Requests
 from tierstore.lab.simulate import Contract, Detail, PolicySpec, ReplaySetting, replay_all
 from tierstore.trace.quotas import quotas_by_layer
 
-__all__ = ["greedy_split", "layer_curves", "layer_shares", "least_quotas", "lower_hull", "split_capacity"]
-
 _LEVELS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0)
 
 Curve = Sequence[tuple[int, float]]

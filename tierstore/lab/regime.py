@@ -16,8 +16,6 @@ import numpy as np
 from tierstore.lab.requests import Requests
 from tierstore.lab.simulate import Contract, Detail, PolicySpec, ReplaySetting, replay_all
 
-__all__ = ["Regime", "Worth", "survey"]
-
 #: In the order of preference among equals.
 SENSIBLE = ("lru", "lfu-decay")
 BOUND = "belady"

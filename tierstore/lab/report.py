@@ -18,8 +18,6 @@ from tierstore.lab.page import Cell, Column, Table, check_report, own_ids, rende
 from tierstore.lab.results import Outcome, OutcomeEvidence, RegimeStudy, Role, Study, TuneResult
 from tierstore.units import format_bytes, format_seconds
 
-__all__ = ["render_report", "write_report"]
-
 _LAYER_COLUMNS = 6  # policies of the table by layer
 
 

@@ -26,8 +26,6 @@ from tierstore.trace.format import Trace, TraceHeader, TraceKind
 from tierstore.trace.reader import read_chunks, read_summary
 from tierstore.trace.records import RecordTable
 
-__all__ = ["Creations", "Requests", "load_requests", "trace_requests"]
-
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 _DIRTY, _DROP = 3, 6  # shifts of a unit's flags

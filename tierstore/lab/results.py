@@ -23,21 +23,6 @@ from dataclasses import dataclass, field
 
 from tierstore.units import format_bytes, format_seconds
 
-__all__ = [
-    "Curve",
-    "HalfLifeMap",
-    "LayerOutcome",
-    "Outcome",
-    "OutcomeEvidence",
-    "RegimeStudy",
-    "ReplayWindow",
-    "Role",
-    "Study",
-    "TraceInfo",
-    "TuneResult",
-    "TuneVerdict",
-]
-
 
 class OutcomeEvidence(enum.Enum):
     """Where a number comes from."""

@@ -17,19 +17,6 @@ from tierstore.cache.access import Phase
 from tierstore.trace.format import EventColumns, TraceKind
 from tierstore.trace.records import RecordTable
 
-__all__ = [
-    "BACKWARD",
-    "FORWARD",
-    "Passes",
-    "Sections",
-    "decode_tokens",
-    "expert_masks",
-    "expert_table",
-    "expert_unit_flags",
-    "routing_events",
-    "step_blocks",
-]
-
 FORWARD, BACKWARD = Phase.FORWARD.value, Phase.BACKWARD.value
 _STEPS_AT_ONCE_CELLS = 1 << 24  # of masks held at a time
 

@@ -27,8 +27,6 @@ from tierstore.lab.simulate import Contract, PolicySpec, Replayed, ReplaySetting
 from tierstore.lab.tuning import LEAST_STEPS, Hindsight, TuneOptions, tune
 from tierstore.trace.format import MAGIC
 
-__all__ = ["TOPK_REGIMES", "OnRegime", "StudyOptions", "run_study"]
-
 OnRegime: TypeAlias = Callable[[str, str], None]
 """Hears the regime, and what is being done with it."""
 

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tierstore.lab.results import Outcome, RegimeStudy, Role, Study, TuneResult
 
-__all__ = ["study_markdown"]
-
 _WITHIN = 0.01  # of the best in hindsight: what a choice is held to
 
 

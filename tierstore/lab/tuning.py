@@ -47,8 +47,6 @@ from tierstore.lab.requests import Requests
 from tierstore.lab.results import Outcome, TuneResult, TuneVerdict
 from tierstore.lab.simulate import Contract, Detail, Replayed, outcome, replay_each, suits
 
-__all__ = ["LEAST_STEPS", "Hindsight", "OnStage", "TuneOptions", "Tuning", "scored_text", "tune"]
-
 OnStage: TypeAlias = Callable[[str, int, int], None]
 """Hears the stage, and how many of how many replays are done."""
 

@@ -12,8 +12,6 @@ from torch.nn import functional as F
 from tierstore.moe.experts import weight_std
 from tierstore.moe.seeds import keyed_generator
 
-__all__ = ["Attention", "RMSNorm", "rotary_tables", "rotate"]
-
 
 class RMSNorm(nn.Module):
     """``x / sqrt(mean(x**2) + eps) * weight`` (Zhang and Sennrich 2019), in fp32 or wider, cast back."""

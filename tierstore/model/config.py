@@ -13,8 +13,6 @@ from tierstore.moe.config import Activation, ExpertShape, RouterConfig, RouterNo
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CheckpointActivations", "ComputeDtype", "DenseUnit", "ModelConfig", "TieEmbeddings"]
-
 
 class ComputeDtype(StrEnum):
     """The type in which blocks compute. Dense masters, norms, softmax, router and loss are fp32 in both."""

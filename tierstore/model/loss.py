@@ -7,8 +7,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["CHUNK_LOGITS", "cross_entropy"]
-
 # 16 Mi logits are 64 MiB in fp32. A constant: were it taken from a budget, the budget would change the sum.
 CHUNK_LOGITS = 1 << 24
 

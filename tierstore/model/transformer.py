@@ -31,8 +31,6 @@ from tierstore.moe.seeds import keyed_generator
 from tierstore.parallel import Mesh
 from tierstore.stats import StallLedger
 
-__all__ = ["Block", "MixtureFactory", "ModelOutput", "Transformer"]
-
 MixtureFactory = Callable[[int], nn.Module]
 """Makes the mixture of block ``layer``: a module ``(x_TD, NoiseKey) -> (y_TD, Routing)``."""
 

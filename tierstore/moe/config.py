@@ -15,8 +15,6 @@ from tierstore.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Activation", "ExpertShape", "ExpertViews", "RouterConfig", "RouterNoise", "SaveActivations"]
-
 
 class Activation(StrEnum):
     """The nonlinearity of a feed-forward network."""

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Dispatch", "combine", "combine_weighted", "dispatch"]
-
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:

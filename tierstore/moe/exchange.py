@@ -22,8 +22,6 @@ from torch import Tensor
 from tierstore.moe.dispatch import Dispatch
 from tierstore.parallel import Group, Mesh, Work
 
-__all__ = ["Arrival", "Charge", "ExchangedRows", "LocalRows", "Rows", "rows_of"]
-
 Charge = Callable[[], AbstractContextManager[None]]
 
 

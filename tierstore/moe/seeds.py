@@ -11,8 +11,6 @@ import hashlib
 
 import torch
 
-__all__ = ["derive_seed", "keyed_generator"]
-
 
 def derive_seed(*parts: int | str) -> int:
     """A seed in [0, 2**63) from ``parts``; any change in any part, or in their order, gives another seed."""

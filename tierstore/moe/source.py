@@ -17,8 +17,6 @@ from torch import Tensor
 from tierstore.moe.experts import ExpertShape, initial_expert
 from tierstore.parallel import Group
 
-__all__ = ["ExpertLease", "ExpertSource", "InMemoryExperts", "MemoryLease"]
-
 
 class ExpertLease(Protocol):
     """One expert, for as long as the iterator that gave it has not advanced.

@@ -32,8 +32,6 @@ from tierstore.errors import PeerError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Channel", "Collective", "CollectiveTraffic", "Failure", "Group", "Work"]
-
 _SMALL_BYTES = 1 << 14  # below that, one message of everything is faster than two of parts
 
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from tierstore.errors import ConfigError
 
-__all__ = ["ParallelConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:

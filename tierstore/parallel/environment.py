@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from tierstore.errors import ConfigError
 
-__all__ = ["RankEnvironment"]
-
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _NEEDED = (*_NUMBERS, "MASTER_ADDR", "MASTER_PORT")
 

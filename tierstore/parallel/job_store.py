@@ -14,8 +14,6 @@ from tierstore.parallel.environment import RankEnvironment
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["JobStore", "MemoryJobStore", "SharedJobStore", "open_job_store"]
-
 
 class JobStore(Protocol):
     """Keys that stay set until the job ends. Any rank may set one; all ranks see the same."""

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-__all__ = ["launch", "rank_device"]
-
 
 def rank_device(asked: str, environment: RankEnvironment) -> torch.device:
     """The device of this rank: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``. ``auto`` is CUDA where there is one.

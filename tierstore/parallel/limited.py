@@ -10,8 +10,6 @@ from typing import Any, Protocol
 from tierstore.links import CollectiveLink, LinksConfig, open_link, wait_until
 from tierstore.parallel.collectives import Channel, Collective, Group, Work
 
-__all__ = ["LimitedGroup", "LimitedLink", "limited_groups"]
-
 
 class LimitedLink(Protocol):
     """A link with a bandwidth and a latency of its own."""

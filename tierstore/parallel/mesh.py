@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["ExpertBlocks", "Mesh"]
-
 
 @dataclass(frozen=True, slots=True)
 class ExpertBlocks:

@@ -29,8 +29,6 @@ from tierstore.errors import PeerError
 from tierstore.parallel.collectives import Failure, Group
 from tierstore.parallel.environment import RankEnvironment
 
-__all__ = ["EXIT_STATUS", "DeathWatch"]
-
 EXIT_STATUS = 1  # of a process that the watch had to end
 _LINE_BYTES = 65536
 _ENDED = "its process ended"

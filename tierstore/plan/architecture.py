@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from tierstore.model.config import DenseUnit, ModelConfig
 
-__all__ = ["Architecture"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:

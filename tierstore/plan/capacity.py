@@ -27,8 +27,6 @@ from tierstore.train.budgets import EXPERT_SCHEMA, Budgets, DeviceKind, budgets,
 from tierstore.train.config import TrainConfig
 from tierstore.train.footprint import FixedCost, fixed_cost, flat_layouts, rank_tokens
 
-__all__ = ["PROCESS_BYTES", "TIERS", "Capacity", "Ranks", "Setting", "Term", "capacity"]
-
 #: The tiers that hold bytes of a run, from the top.
 TIERS = (Tier.DEVICE, Tier.HOST, Tier.NVME)
 #: An interpreter that has imported torch and tierstore, where no profile says what it takes here.

@@ -18,8 +18,6 @@ import numpy as np
 from tierstore.errors import DataError
 from tierstore.plan.evidence import Evidence
 
-__all__ = ["ASSUMED", "PROFILE_VERSION", "Cost", "Profile", "fit_cost", "load_profile", "save_profile"]
-
 PROFILE_VERSION = 1
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-__all__ = ["Evidence"]
-
 
 class Evidence(StrEnum):
     """``FORMULA`` is exact arithmetic on the configuration, ``ASSUMED`` a default that nobody measured here."""

@@ -22,19 +22,6 @@ from tierstore.train.budgets import DeviceKind, least_host_budget
 from tierstore.train.config import TrainConfig
 from tierstore.units import format_bytes
 
-__all__ = [
-    "Change",
-    "Effect",
-    "Hardware",
-    "Limits",
-    "Remedy",
-    "Shortfall",
-    "Verdict",
-    "hardware_for",
-    "judge",
-    "shortest_remedy",
-]
-
 _MIB = 1 << 20
 _MOST_CHANGES = 3
 

@@ -13,8 +13,6 @@ from tierstore.plan.traffic import Traffic, step_traffic
 from tierstore.plan.workload import StepWorkload
 from tierstore.prefetch.operations import Kind, Resource, operations
 
-__all__ = ["Prediction", "predict"]
-
 _STEPS, _SETTLED = 3, 1
 
 

@@ -13,8 +13,6 @@ from types import MappingProxyType
 from tierstore.errors import ConfigError
 from tierstore.plan.architecture import Architecture
 
-__all__ = ["PRESETS", "Preset", "find_preset"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:

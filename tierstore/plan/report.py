@@ -30,8 +30,6 @@ from tierstore.train.budgets import DeviceKind
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import text_bytes
 
-__all__ = ["Plan", "machine_limits", "make_plan", "plan_run"]
-
 
 @dataclass(frozen=True)
 class Plan:

@@ -26,8 +26,6 @@ from dataclasses import dataclass
 from tierstore.errors import ConfigError
 from tierstore.plan.architecture import Architecture
 
-__all__ = ["PaperBytes", "PaperDevice", "largest_sparse", "paper_bytes"]
-
 
 @dataclass(frozen=True)
 class PaperDevice:

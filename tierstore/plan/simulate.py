@@ -19,8 +19,6 @@ from enum import Enum
 
 from tierstore.prefetch.operations import Kind, Operation, Resource
 
-__all__ = ["Discipline", "Run", "SteadyState", "outcome", "simulate"]
-
 
 class Discipline(Enum):
     """Which of its operations a resource serves next."""

@@ -32,8 +32,6 @@ from tierstore.store.config import StoreConfig
 from tierstore.store.format import Group
 from tierstore.store.opening import make_residency, record_frame_bytes
 
-__all__ = ["Moved", "Span", "Traffic", "step_traffic"]
-
 
 @dataclass(frozen=True)
 class Span:

@@ -24,8 +24,6 @@ from tierstore.prefetch.operations import Kind, Operation, PassSizes
 from tierstore.prefetch.schedule import Pass, QueueLimits, Schedule
 from tierstore.train.budgets import DeviceKind
 
-__all__ = ["StepWorkload"]
-
 #: Experts of a pass that are simulated one by one, and of a step; of more, so many equal parts stand for all.
 _MOST_OF_A_PASS, _MOST_OF_A_STEP = 16, 256
 #: What AdamW touches: weight, exp_avg and exp_avg_sq read and written, the gradient read.

@@ -41,8 +41,6 @@ from tierstore.store.format import Group
 from tierstore.store.optimizer import CachedRecord
 from tierstore.tiers.device import DeviceTier
 
-__all__ = ["TieredExperts", "TieredLease"]
-
 
 @dataclass(frozen=True, slots=True)
 class TieredLease:

@@ -21,8 +21,6 @@ from tierstore.store.format import Group
 from tierstore.store.optimizer import CachedRecord
 from tierstore.tiers.device import DeviceTier
 
-__all__ = ["GradientAccumulator"]
-
 
 class GradientAccumulator:
     """Takes the actions of ``program`` on gradients. ``records[layer][expert]`` says which record each expert is."""
@@ -44,7 +42,6 @@ class GradientAccumulator:
         self._squares = DoubleTable(count)
         self._square_tickets: list[int] = []
         self._scale = 1.0
-        #: The optimizer step of gradients that waited for its norm; None: none do, the open step is taken.
 
     def begin_step(self) -> None:
         """No gradient has arrived yet."""

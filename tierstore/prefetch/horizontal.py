@@ -14,8 +14,6 @@ from tierstore.cache.access import Phase
 from tierstore.prefetch.schedule import Pass, Schedule, Window
 from tierstore.stats import Cause, StallLedger, Tier
 
-__all__ = ["DenseUnits", "HorizontalQueue"]
-
 
 class DenseUnits(Protocol):
     """Sliced dense parameters by unit number, as the queue moves them."""

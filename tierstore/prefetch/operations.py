@@ -17,8 +17,6 @@ from tierstore.cache.access import Phase
 from tierstore.prefetch.plan import StepTiming
 from tierstore.prefetch.schedule import Pass, Schedule, StickyGathers, Window
 
-__all__ = ["Kind", "Operation", "PassSizes", "Resource", "operations"]
-
 
 class Resource(Enum):
     """What does one thing at a time. ``HOST``: the engine's compute threads."""

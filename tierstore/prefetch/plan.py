@@ -9,8 +9,6 @@ from tierstore.cache.config import GroupOrder
 from tierstore.errors import ConfigError
 from tierstore.prefetch.predictor import PredictorName
 
-__all__ = ["PrefetchConfig", "StepTiming", "group_order"]
-
 
 class StepTiming(Enum):
     """When a complete expert gradient becomes a step.

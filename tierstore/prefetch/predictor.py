@@ -13,8 +13,6 @@ from typing import Protocol
 
 import numpy as np
 
-__all__ = ["AllExperts", "HistoryPredictor", "NoPrediction", "Predictor", "PredictorName", "make_predictor"]
-
 
 class PredictorName(Enum):
     ALL = "all"

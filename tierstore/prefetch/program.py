@@ -27,8 +27,6 @@ from tierstore.prefetch.plan import StepTiming
 from tierstore.prefetch.predictor import Predictor
 from tierstore.prefetch.schedule import Pass, Schedule
 
-__all__ = ["Access", "AccessProgram", "Action", "GradientState", "Speculation", "StepCounts"]
-
 Experts = npt.NDArray[np.uint32]
 Flags = npt.NDArray[np.uint16]
 Actions = npt.NDArray[np.uint8]

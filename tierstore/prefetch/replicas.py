@@ -16,8 +16,6 @@ from tierstore.parallel import Channel, Group, Work
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.tiers import DeviceSlots
 
-__all__ = ["BATCH_BYTES", "ReplicaSums"]
-
 BATCH_BYTES = 1 << 20  # a message this long costs more in bytes than in latency
 
 

@@ -23,18 +23,6 @@ from tierstore.dense.config import Reshard
 from tierstore.errors import ConfigError
 from tierstore.prefetch.plan import StepTiming
 
-__all__ = [
-    "COLUMNS",
-    "Buffer",
-    "Movement",
-    "Pass",
-    "QueueLimits",
-    "Schedule",
-    "StickyGathers",
-    "Unit",
-    "Window",
-]
-
 #: The titles of ``Schedule.rows``.
 COLUMNS = ("", "pass", "gathers before", "releases after", "scatters after", "fetches meanwhile")
 

@@ -10,8 +10,6 @@ from tierstore.dense.layout import ElementType, UnitLayout
 from tierstore.prefetch.plan import PrefetchConfig
 from tierstore.prefetch.schedule import Buffer, QueueLimits, Schedule, Unit
 
-__all__ = ["unit_schedule"]
-
 
 def unit_schedule(
     layouts: Sequence[UnitLayout],

@@ -19,8 +19,6 @@ import numpy.typing as npt
 
 from tierstore.errors import ConfigError, StoreError, StoreFormatError
 
-__all__ = ["AdamWConfig", "Inactive", "StepHistory"]
-
 Row = npt.NDArray[np.float32]
 ROW_COLUMNS = 7
 

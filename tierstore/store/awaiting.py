@@ -7,8 +7,6 @@ from collections.abc import Iterable
 
 from tierstore._native import Engine
 
-__all__ = ["TicketAwaiter"]
-
 
 class TicketAwaiter:
     """Turns tickets of ``engine`` into futures of the running event loop. One loop at a time."""

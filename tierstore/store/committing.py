@@ -33,8 +33,6 @@ from tierstore.store.index.entries import RecordEntry, check_name
 from tierstore.store.opening import Parts, fsync_directory
 from tierstore.store.records import Records
 
-__all__ = ["Committer", "Keep"]
-
 _HISTORY = "adamw-history"
 _BUDGET = "write-budget"
 

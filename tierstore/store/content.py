@@ -17,8 +17,6 @@ from tierstore.store.index.live import LiveRecord
 from tierstore.store.opening import scratch_buffers
 from tierstore.store.optimizer import CachedRecord, RecordOptimizer
 
-__all__ = ["record_crc32c"]
-
 
 def record_crc32c(
     live: LiveRecord,

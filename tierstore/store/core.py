@@ -30,8 +30,6 @@ from tierstore.store.optimizer import CachedRecord, RecordOptimizer
 from tierstore.store.records import Records, by_layer
 from tierstore.units import format_bytes
 
-__all__ = ["OptimizerStep", "StoreCore", "check_array"]
-
 _DIRTIES = Need.DIRTY_WEIGHTS | Need.DIRTY_MOMENTS
 
 

@@ -16,16 +16,6 @@ from tierstore.store.opening import IDENTITY, read_drives
 from tierstore.store.parameter_store import verify_store
 from tierstore.store.verify import VerifyReport
 
-__all__ = [
-    "building",
-    "building_directory",
-    "drives_of",
-    "rank_directories",
-    "rank_directory",
-    "rank_stripe",
-    "verify_all",
-]
-
 
 def rank_directory(store: Path, rank: int, world: int) -> Path:
     """Where rank ``rank`` of ``world`` keeps its store: a directory of its own, which may be a link to its own drive."""

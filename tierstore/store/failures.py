@@ -12,8 +12,6 @@ from tierstore.cache.host_cache import HostCache
 from tierstore.errors import ChecksumError, StoreError, StorePoisonedError
 from tierstore.store.index.live import LiveIndex
 
-__all__ = ["Failures"]
-
 
 class Failures:
     """Whether the store may still be used, and waiting that raises its errors."""

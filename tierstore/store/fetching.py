@@ -16,8 +16,6 @@ from tierstore.store.format import Group, RecordSchema
 from tierstore.store.optimizer import CachedRecord
 from tierstore.store.records import by_layer
 
-__all__ = ["Lease", "RecordView", "begin_fetch", "prefetch"]
-
 _NEED = {Group.WEIGHTS: Need.WEIGHTS, Group.MOMENTS: Need.MOMENTS}
 
 

@@ -25,18 +25,6 @@ import numpy as np
 
 from tierstore.errors import ConfigError, StoreFormatError
 
-__all__ = [
-    "COMMITTED_GROUPS",
-    "FORMAT_VERSION",
-    "SECTION_ALIGNMENT",
-    "Group",
-    "GroupLayout",
-    "Placement",
-    "RecordSchema",
-    "Section",
-    "WeightFormat",
-]
-
 FORMAT_VERSION = 2
 #: Sections start at multiples of this many bytes, in files and in memory: enough for direct I/O everywhere.
 SECTION_ALIGNMENT = 4096

@@ -41,8 +41,6 @@ from tierstore.store.index.database import PREVIOUS, Index
 from tierstore.store.index.entries import RecordEntry
 from tierstore.store.opening import read_meta
 
-__all__ = ["Garbage", "GcReport", "Mode", "collect"]
-
 _BLOCK = 512  # of st_blocks
 
 

@@ -16,8 +16,6 @@ from tierstore.store.adamw import Row, StepHistory
 from tierstore.store.format import Group
 from tierstore.store.index.live import LiveRecord
 
-__all__ = ["CachedRecord", "RecordOptimizer"]
-
 
 @dataclass(frozen=True, slots=True)
 class CachedRecord:

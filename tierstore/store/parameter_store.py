@@ -40,8 +40,6 @@ from tierstore.store.records import RecordInfo
 from tierstore.store.registering import NewRecord, register_many
 from tierstore.store.verify import VerifyReport, verify_tables
 
-__all__ = ["LastCommit", "ParameterStore", "StoreStatus", "verify_store"]
-
 #: How often ``commit_async`` awaits what other tasks have changed meanwhile, before it blocks for the rest.
 _ROUNDS = 3
 

@@ -15,8 +15,6 @@ from tierstore.store.index.entries import RecordEntry
 from tierstore.store.index.live import LiveIndex, LiveRecord
 from tierstore.store.optimizer import CachedRecord
 
-__all__ = ["RecordInfo", "Records", "by_layer"]
-
 
 @dataclass(frozen=True)
 class RecordInfo:

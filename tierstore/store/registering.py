@@ -23,8 +23,6 @@ from tierstore.store.format import (
 from tierstore.store.index.entries import check_name
 from tierstore.store.optimizer import CachedRecord
 
-__all__ = ["NewRecord", "register_many"]
-
 Array = npt.NDArray[np.float32]
 
 

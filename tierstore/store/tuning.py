@@ -10,8 +10,6 @@ from tierstore.io_profile import load_io_point
 from tierstore.store.config import IoConfig
 from tierstore.units import format_bytes
 
-__all__ = ["DEFAULT_CHUNK_BYTES", "DEFAULT_QUEUE_DEPTH", "Tuning", "tune"]
-
 DEFAULT_CHUNK_BYTES = 1 << 20
 DEFAULT_QUEUE_DEPTH = 32
 

@@ -14,8 +14,6 @@ from tierstore.store.index.entries import RecordEntry
 from tierstore.store.index.live import LiveIndex
 from tierstore.store.opening import scratch_buffers
 
-__all__ = ["VerifyReport", "verify_tables"]
-
 
 @dataclass
 class VerifyReport:

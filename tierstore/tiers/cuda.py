@@ -18,8 +18,6 @@ import torch
 from tierstore._native import Arena, Buffer, Engine, HugePages
 from tierstore.tiers.device import DeviceSlots, tensor_of
 
-__all__ = ["CudaDeviceTier", "pin_arena", "unpin_arena"]
-
 _Work = tuple[Sequence[int], Callable[[], None], int]
 
 

@@ -20,8 +20,6 @@ import torch
 from tierstore._native import Arena, Buffer, Engine, HugePages
 from tierstore.tiers.slots import SlotSizes
 
-__all__ = ["DeviceSlots", "DeviceTier", "HostDeviceTier"]
-
 
 @dataclass(frozen=True)
 class DeviceSlots:

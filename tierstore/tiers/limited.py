@@ -10,8 +10,6 @@ from tierstore._native import Activity, Buffer, Engine, Link
 from tierstore.links import LinkConfig, limited, open_link
 from tierstore.tiers.device import DeviceSlots, DeviceTier
 
-__all__ = ["LimitedTier", "limited_tier"]
-
 
 def _nothing() -> list[int]:
     return []

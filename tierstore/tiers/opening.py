@@ -7,8 +7,6 @@ import torch
 from tierstore._native import Engine, HugePages
 from tierstore.tiers.device import DeviceSlots, DeviceTier, HostDeviceTier
 
-__all__ = ["open_device_tier"]
-
 
 def open_device_tier(
     engine: Engine, slots: DeviceSlots, device: torch.device, huge_pages: HugePages

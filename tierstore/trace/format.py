@@ -20,23 +20,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from tierstore.trace.records import RecordTable, TraceRecord
 
-__all__ = [
-    "CHUNK",
-    "DESCRIPTION",
-    "MAGIC",
-    "MAX_CHUNK",
-    "PREAMBLE",
-    "VERSIONS",
-    "Coding",
-    "EventColumns",
-    "EventDigest",
-    "Trace",
-    "TraceHeader",
-    "TraceKind",
-    "decode_chunk",
-    "encode_chunk",
-]
-
 MAGIC = b"tsrtrace"
 VERSIONS = (2, 3)  # 3 has records that were added after the first event
 PREAMBLE = struct.Struct("<8sIIQ")  # magic, version, 0, byte of the description (0: not completed)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["quotas_by_layer"]
-
 
 def quotas_by_layer(layers: Sequence[int], frames: int, shares: Sequence[float] = ()) -> list[int]:
     """Frames of each layer number up to the last: parts of ``frames`` in proportion to ``shares`` (empty: equal)

@@ -25,8 +25,6 @@ from tierstore.trace.format import (
 )
 from tierstore.trace.records import RecordTable
 
-__all__ = ["TraceSummary", "load_trace", "read_chunks", "read_header", "read_summary"]
-
 
 @dataclass(frozen=True, slots=True)
 class TraceSummary:

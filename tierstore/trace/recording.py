@@ -12,8 +12,6 @@ from tierstore.trace.format import EventColumns, TraceHeader
 from tierstore.trace.records import RecordTable
 from tierstore.trace.writer import TraceWriter
 
-__all__ = ["TraceRecorder"]
-
 _BUFFER_ROWS = (
     1 << 15
 )  # events or units that are written at once: half of the writer's chunk, which has room for more

@@ -12,8 +12,6 @@ from typing import overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["RecordTable", "TraceRecord"]
-
 # One run as it is stored: how many records, and what each of them is.
 _RUN = np.dtype(
     [("count", "<u4"), ("layer", "<u4"), ("frames", "<u4", (3,)), ("bytes", "<u8", (3,)), ("stored", "<u4")]

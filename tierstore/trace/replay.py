@@ -17,8 +17,6 @@ from tierstore.trace.quotas import quotas_by_layer
 from tierstore.trace.reader import read_chunks, read_header, read_summary
 from tierstore.trace.records import RecordTable
 
-__all__ = ["STEP_COUNTS", "make_replay", "replay", "replay_steps"]
-
 STEP_COUNTS = (
     *("hits", "misses", "creates", "evictions", "write_backs", "starved", "read_bytes", "written_bytes"),
 )

@@ -24,8 +24,6 @@ from tierstore.trace.format import (
     encode_chunk,
 )
 
-__all__ = ["TraceWriter"]
-
 _CHUNK_ROWS = 1 << 16  # a chunk is written when it has this many units or events
 
 

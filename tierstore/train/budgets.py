@@ -13,8 +13,6 @@ from tierstore.tiers.slots import SlotSizes
 from tierstore.train.config import TrainConfig
 from tierstore.units import format_bytes
 
-__all__ = ["EXPERT_SCHEMA", "Budgets", "DeviceKind", "budgets", "expert_schema", "least_host_budget"]
-
 EXPERT_SCHEMA = "expert"
 
 

@@ -10,8 +10,6 @@ import numpy as np
 from tierstore import _native
 from tierstore.train.trainer import Trainer
 
-__all__ = ["records_checksum"]
-
 #: The ranks meet this often, so that none waits for a slower one longer than peers may.
 _MEET_S = 1.0
 

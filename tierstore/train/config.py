@@ -18,8 +18,6 @@ from tierstore.store.config import IoConfig, StripeConfig, WearConfig
 from tierstore.train.files import DataConfig
 from tierstore.train.schedule import ScheduleConfig
 
-__all__ = ["TrainConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:

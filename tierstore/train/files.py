@@ -9,8 +9,6 @@ from pathlib import Path
 
 from tierstore.errors import ConfigError, DataError
 
-__all__ = ["DataConfig", "text_bytes", "text_files"]
-
 _SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 
 

@@ -21,18 +21,6 @@ from tierstore.train.budgets import DeviceKind
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import text_bytes
 
-__all__ = [
-    "WORKING_BYTES",
-    "FixedCost",
-    "fixed_cost",
-    "flat_layouts",
-    "give_back_freed_memory",
-    "keep_freed_memory",
-    "peak_resident_bytes",
-    "rank_tokens",
-    "resident_bytes",
-]
-
 #: What torch, its thread pools and the fragmentation of freed activations take beyond that, bytes (measured).
 WORKING_BYTES = 160 << 20
 

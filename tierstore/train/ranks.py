@@ -30,17 +30,6 @@ from tierstore.store.opening import IDENTITY, OpenAt, read_states
 from tierstore.train.config import TrainConfig
 from tierstore.train.state import STATE_KEY, TrainState, differences, table_of
 
-__all__ = [
-    "Agreed",
-    "Opening",
-    "agree",
-    "check_alike",
-    "commit_everywhere",
-    "newest_common",
-    "rank_file",
-    "restarted",
-]
-
 #: Settings that each rank may have of its own.
 _OWN = ("store", "stripe", "io", "device", "links", "wear")
 #: What a job notes for its later attempts: its ranks agreed to make stores; a step was everybody's.

@@ -23,8 +23,6 @@ from tierstore.moe.experts import ExpertShape
 from tierstore.store.adamw import AdamWConfig, Inactive
 from tierstore.train.schedule import ScheduleConfig
 
-__all__ = ["PlainExpert", "PlainMixture", "PlainStep", "PlainTrainer"]
-
 
 class PlainExpert(nn.Module):
     """One expert of three (or two) ordinary matrices."""

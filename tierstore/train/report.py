@@ -17,18 +17,6 @@ from tierstore.train.step_time import StepTime
 from tierstore.train.trainer import StepResult, Trainer
 from tierstore.units import format_bytes, format_seconds
 
-__all__ = [
-    "Instant",
-    "Metrics",
-    "RunSummary",
-    "Totals",
-    "counters",
-    "drive_rows",
-    "step_rows",
-    "tier_rows",
-    "totals",
-]
-
 
 def counters(trainer: Trainer) -> dict[str, int]:
     """Counters of the residency core and the engine since the store was opened."""

@@ -36,8 +36,6 @@ from tierstore.train.ranks import newest_common
 from tierstore.train.session import expert_key
 from tierstore.train.state import STATE_KEY, TrainState
 
-__all__ = ["Layout", "Resharded", "reshard"]
-
 Progress = Callable[[int, int], None]
 
 

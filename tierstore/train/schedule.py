@@ -12,8 +12,6 @@ from enum import StrEnum
 
 from tierstore.errors import ConfigError
 
-__all__ = ["LearningRateDecay", "ScheduleConfig"]
-
 
 class LearningRateDecay(StrEnum):
     """How the learning rate falls after the warm-up."""

@@ -19,8 +19,6 @@ from tierstore.errors import StoreFormatError
 from tierstore.parallel import Mesh
 from tierstore.train.config import TrainConfig
 
-__all__ = ["STATE_KEY", "TrainState", "conditions", "differences", "table_of"]
-
 STATE_KEY = "train"
 
 

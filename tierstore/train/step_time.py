@@ -27,8 +27,6 @@ from typing import Any
 from tierstore.stats import Cause, StallLedger
 from tierstore.train.thread_times import Reading, Role, Spent, Stolen, ThreadTimes
 
-__all__ = ["StepTime", "StepTimer"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:

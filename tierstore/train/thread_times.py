@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-__all__ = ["Reading", "Role", "Spent", "Stolen", "ThreadTimes", "stolen_while_running"]
-
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 

@@ -38,8 +38,6 @@ from tierstore.train.ranks import commit_everywhere
 from tierstore.train.state import STATE_KEY, TrainState
 from tierstore.train.step_time import StepTimer
 
-__all__ = ["NonFiniteError", "StepResult", "Trainer"]
-
 
 class NonFiniteError(TierstoreError):
     """A loss or gradient that is not finite, and that the run cannot or must not step over."""

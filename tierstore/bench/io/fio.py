@@ -21,8 +21,6 @@ from tierstore.capabilities import Capability
 from tierstore.errors import TierstoreError
 from tierstore.store.config import IoBackendName
 
-__all__ = ["Fio", "FioError", "find_fio", "parse"]
-
 _ENGINES = {IoBackendName.URING: "io_uring", IoBackendName.THREADS: "psync"}
 _NAMES = {TransferKind.READ: "read", TransferKind.WRITE: "write", TransferKind.MIXED: "rw"}
 _MOST_JOBS = 64

@@ -28,24 +28,6 @@ from tierstore.machine import cores, disk
 from tierstore.store.config import IoBackendName
 from tierstore.units import format_bytes
 
-__all__ = [
-    "IN_FLIGHT_LIMIT",
-    "Checksums",
-    "DataFiles",
-    "FileSet",
-    "Job",
-    "Load",
-    "Pages",
-    "Pattern",
-    "Reuse",
-    "Sample",
-    "TransferKind",
-    "check_space",
-    "cpu_s",
-    "drop_pages",
-    "noise",
-]
-
 #: Bytes that a job may have in flight; what would need more is not measured.
 IN_FLIGHT_LIMIT = 256 << 20
 _LEAST_BLOCK, _GREATEST_BLOCK = 4 << 10, 64 << 20

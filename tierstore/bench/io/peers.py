@@ -34,16 +34,6 @@ from tierstore.errors import TierstoreError
 from tierstore.machine import cores
 from tierstore.units import format_bytes
 
-__all__ = [
-    "PEERS",
-    "PEER_TARGETS",
-    "Missing",
-    "PeerMismatch",
-    "PeerRecords",
-    "compare_peers",
-    "missing_peers",
-]
-
 #: Ours to theirs, at least.
 PEER_TARGETS = {"aiofiles": 2.0, "lmdb": 2.0, "safetensors": 2.0, "deepspeed": 1.0}
 _COLD_SHARE = 0.01  # of the records in memory still counts as cold

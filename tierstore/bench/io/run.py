@@ -34,8 +34,6 @@ from tierstore.errors import ConfigError
 from tierstore.io_profile import save_io_point
 from tierstore.store.config import IoBackendName
 
-__all__ = ["IoResult", "KeepProfile", "effective", "measurements", "run"]
-
 _LEAST_S, _MOST_S = 0.02, 5.0
 _SHARE = 0.5  # of the time for measuring; the rest is for files, buffers, fio's start, and the libraries
 _MIB = 1 << 20

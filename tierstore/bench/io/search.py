@@ -19,8 +19,6 @@ from tierstore.bench.results.figures import Figures
 from tierstore.io_profile import IoPoint
 from tierstore.stats import percentile
 
-__all__ = ["Found", "GridPoint", "GridPointFigures", "SearchFigures", "choose", "grid", "search"]
-
 FINALISTS = 4
 _NEAR = 0.97
 _KIB, _MIB = 1 << 10, 1 << 20

@@ -37,28 +37,6 @@ from tierstore.errors import ConfigError
 from tierstore.stats import percentile, spread
 from tierstore.store.config import IoBackendName
 
-__all__ = [
-    "CHECKED",
-    "CPU_TARGET",
-    "FIO_TARGET",
-    "OURS",
-    "SMALL_PAGES",
-    "ComparisonFigures",
-    "Coverage",
-    "IoBench",
-    "JobPlan",
-    "Program",
-    "ProgramComparison",
-    "RatioFigures",
-    "Series",
-    "SeriesFigures",
-    "compare",
-    "jobs",
-    "take_turns",
-    "with_checksums",
-    "with_fio",
-]
-
 #: Bandwidth of fio that the engine is to reach, and the CPU time a byte that it may take, in fio's.
 FIO_TARGET, CPU_TARGET = 0.95, 1.3
 #: Throughput with checksums that must remain, of that without.

@@ -14,8 +14,6 @@ from tierstore.parallel.collectives import Group, Work
 from tierstore.parallel.config import ParallelConfig
 from tierstore.parallel.launching import launch
 
-__all__ = ["measure"]
-
 
 def measure(group: Group, sizes: Sequence[int], repeats: int) -> dict[str, list[tuple[int, float]]]:
     """Seconds of gathers, reduce-scatters and all-to-alls in which each rank sends about ``sizes`` bytes."""

@@ -31,17 +31,6 @@ from tierstore.plan.evidence import Evidence
 from tierstore.store.config import IoConfig
 from tierstore.train.footprint import resident_bytes
 
-__all__ = [
-    "CostLine",
-    "MachineBench",
-    "MachineResult",
-    "Measured",
-    "measurements",
-    "result_of",
-    "rows",
-    "run",
-]
-
 _Points = list[tuple[float, float]]
 
 

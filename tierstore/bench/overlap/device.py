@@ -20,8 +20,6 @@ from tierstore._native import Activity, Buffer, Engine, HugePages, Link
 from tierstore.links import wait_until
 from tierstore.tiers import DeviceSlots, HostDeviceTier
 
-__all__ = ["Computation", "Computer", "EmulatedDevice", "EmulatedTier", "Processor"]
-
 
 class Computation(StrEnum):
     """What a layer's computation is."""

@@ -10,8 +10,6 @@ from typing import Any
 
 from tierstore.timeline import Track
 
-__all__ = ["draw"]
-
 #: Rows from the top: title, track, whether only the turns on its link are drawn, colour.
 _ROWS = (
     ("computation", Track.COMPUTE, False, "#4c72b0"),

@@ -43,19 +43,6 @@ from tierstore.tiers.slots import SlotSizes
 from tierstore.train.budgets import Budgets
 from tierstore.train.config import TrainConfig
 
-__all__ = [
-    "Calibration",
-    "Case",
-    "PredictedCase",
-    "PredictionBench",
-    "PredictionResult",
-    "StackWorkload",
-    "cases",
-    "measurements",
-    "run",
-    "table",
-]
-
 _RANKS, _SLOTS = 2, 8
 _STEPS, _SETTLED = 4, 2
 _STEP_BYTES = 28

@@ -34,8 +34,6 @@ from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
 
-__all__ = ["CAUGHT_UP", "RankRequest", "RankSteps", "Stack"]
-
 #: Steps that are not measured once computation was measured alone: meanwhile the links have caught up with what was
 #: asked of them, and a first step would find all that it needs.
 CAUGHT_UP = 1

@@ -41,8 +41,6 @@ from tierstore.timeline import OperationSpans, TimelineSink, Track
 from tierstore.train.config import TrainConfig
 from tierstore.train.session import stall_spans
 
-__all__ = ["StackShape", "SyntheticStack", "open_stack"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class StackShape:

@@ -22,8 +22,6 @@ from tierstore.bench.io.load import drop_pages
 from tierstore.store.config import IoConfig
 from tierstore.store.tuning import tune
 
-__all__ = ["Bytes", "DiskProbe", "Durable"]
-
 _PAGE = 4096
 _IN_FLIGHT_BYTES = 96 << 20
 

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from tierstore.bench.results.figures import IF_ANY, Figures, named
 
-__all__ = ["Latencies", "LatencySummary"]
-
 _HALF = 128  # buckets a power of two
 _EXACT = 2 * _HALF  # below this each value has a bucket of its own
 _SHIFTS = 64 - 8

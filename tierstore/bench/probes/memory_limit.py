@@ -18,8 +18,6 @@ from pathlib import Path
 
 from tierstore.errors import CapabilityError
 
-__all__ = ["MemoryLimit", "MemoryUse", "page_cache_bytes"]
-
 _ROOT = Path("/sys/fs/cgroup")
 
 

@@ -16,8 +16,6 @@ import psutil
 
 from tierstore.bench.results.figures import Figures, named
 
-__all__ = ["Trend", "Usage", "disk_bytes", "process_written_bytes", "usage"]
-
 _BLOCK = 512  # the unit of st_blocks, whatever the file system's
 _DEVIATIONS = 3.0
 _LEAST_SAMPLES = 12

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from tierstore.capabilities import Capability, Finding, Resolution, resolve
 from tierstore.errors import CapabilityError, ConfigError
 
-__all__ = ["RankNamespace", "namespaces_limited_to", "probe_namespaces", "rank_namespaces"]
-
 _INTERFACE = "eth0"
 #: What a bucket holds: a few of the largest frames that a virtual cable carries.
 _BURST_BYTES = 256 << 10

@@ -12,8 +12,6 @@ from typing import Any
 from tierstore.bench.processes.namespaces import RankNamespace
 from tierstore.bench.processes.spawn import WorkerError, start_module
 
-__all__ = ["run_ranks", "start_ranks"]
-
 
 def start_ranks(
     module: str,

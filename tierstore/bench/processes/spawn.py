@@ -18,17 +18,6 @@ from typing import IO, Any
 
 from tierstore.errors import TierstoreError
 
-__all__ = [
-    "WorkerError",
-    "answer_channel",
-    "close_input",
-    "end",
-    "receive",
-    "send",
-    "start_module",
-    "write_line",
-]
-
 _Process = subprocess.Popen[bytes]
 
 

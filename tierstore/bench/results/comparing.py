@@ -22,8 +22,6 @@ from tierstore.bench.results.document import Better, Document, Measurement, Orig
 from tierstore.errors import DataError
 from tierstore.lab.bootstrap import student_quantile
 
-__all__ = ["ChangeKind", "Compared", "Comparison", "compare", "table"]
-
 _TAIL = 0.975  # of a 95% interval
 _RESAMPLES = 2000
 #: Student's quantile at 0.975 for 1 to 6 degrees of freedom; an expansion serves from 7.

@@ -30,23 +30,6 @@ from tierstore.errors import ConfigError, DataError
 from tierstore.stats import percentile
 from tierstore.units import format_bytes, format_seconds
 
-__all__ = [
-    "FORMAT_VERSION",
-    "Better",
-    "Document",
-    "MachineFacts",
-    "Measurement",
-    "Origin",
-    "counted",
-    "derived",
-    "load_document",
-    "machine_facts",
-    "measured",
-    "now",
-    "save_document",
-    "shown",
-]
-
 FORMAT_VERSION = 1
 _FORMAT = "tierstore-bench"
 _NOTHING: Mapping[str, float | str] = MappingProxyType({})

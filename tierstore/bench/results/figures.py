@@ -12,8 +12,6 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
 
-__all__ = ["IF_ANY", "Figures", "StallTime", "named", "prefixed", "ratios", "to_json"]
-
 #: No key where the value is None; another field that is None is null.
 IF_ANY: Mapping[str, object] = {"if_any": True}
 

@@ -19,8 +19,6 @@ from tierstore.bench.results.document import Measurement, shown
 from tierstore.lab.drawing import INK, SETTINGS, SIZE, line, new_figure, set_legend, style, svg_of
 from tierstore.units import format_bytes
 
-__all__ = ["Plot", "plots_of"]
-
 _MOST_LINES = 7  # more hide each other
 _MOST_ROWS = 40
 _LEAST_POINTS = 3

@@ -21,8 +21,6 @@ from tierstore.units import format_bytes
 if TYPE_CHECKING:
     from tierstore.bench.results.plots import Plot
 
-__all__ = ["render_report", "write_report"]
-
 
 def write_report(
     documents: Sequence[Document], path: Path, *, comparisons: Sequence[Comparison] = ()

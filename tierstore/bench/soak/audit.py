@@ -22,8 +22,6 @@ from tierstore.store.format import COMMITTED_GROUPS
 from tierstore.store.index.database import Commit, Index
 from tierstore.store.index.entries import RecordEntry
 
-__all__ = ["Audit", "audit", "committed_generation"]
-
 
 @dataclass
 class Audit:

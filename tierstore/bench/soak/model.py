@@ -21,8 +21,6 @@ from numpy.typing import NDArray
 
 from tierstore.store import AdamWConfig, Inactive, RecordSchema, WeightFormat
 
-__all__ = ["FORGETFUL", "LEARNING_RATE", "StoreModel", "content", "gradient", "wrong_bytes"]
-
 #: The optimizer under which content follows from the last gradient.
 FORGETFUL = AdamWConfig(betas=(0.0, 0.0), eps=1.0, weight_decay=1.0, inactive=Inactive.SKIP)
 LEARNING_RATE = 1.0

@@ -19,8 +19,6 @@ from tierstore.lab.generators import Zipf
 from tierstore.store import Group, RecordSchema, WeightFormat
 from tierstore.store.opening import minimum_host_budget
 
-__all__ = ["Misuse", "OperationKind", "SoakOperation", "SoakPlan", "SoakShape", "key_of", "snapshot_name"]
-
 _BLOCK = 256
 _MOST_RECORDS = 4  # of one operation
 _ALPHA = 0.8

@@ -9,8 +9,6 @@ import select
 import subprocess
 from typing import Any
 
-__all__ = ["MessageReader"]
-
 
 class MessageReader:
     """Messages of a worker, as they come; what is cut off by its death is not one."""

@@ -34,8 +34,6 @@ from tierstore.bench.soak.process import MessageReader
 from tierstore.store.disk.space import extent_bytes, scratch_bytes
 from tierstore.store.index.database import index_bytes
 
-__all__ = ["SoakBench", "SoakProgress", "SoakResult", "measurements", "run", "stored_bytes"]
-
 _STEADY_LEAST_S = 60.0  # shorter soaks are killed all the time
 _JUDGED_SPAN_S = 10.0
 _MEMORY_TOLERANCE_BYTES = 4 << 20

@@ -49,8 +49,6 @@ from tierstore.store import (
 )
 from tierstore.store.opening import IDENTITY
 
-__all__ = ["SoakFailure", "SoakWorker"]
-
 _SAMPLE_S = 0.25
 _CHECKING_THREADS = 2
 #: None of these changes what is stored, so every life may have its own.

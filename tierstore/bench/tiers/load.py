@@ -26,8 +26,6 @@ from tierstore.lab.requests import Requests, load_requests, trace_requests
 from tierstore.lab.routing import Sections
 from tierstore.store import Group, ParameterStore
 
-__all__ = ["LoadResult", "TierLoad", "TierTraffic", "TrafficStep", "recorded", "synthetic"]
-
 _STEPS = 64
 _MANY_RECORDS = 64
 _GRADIENT_GROUP = 2

@@ -54,20 +54,6 @@ from tierstore.store.index.database import index_bytes
 from tierstore.store.opening import minimum_host_budget
 from tierstore.units import format_bytes
 
-__all__ = [
-    "WRITE_AMPLIFICATION_TARGET",
-    "LoadRates",
-    "Point",
-    "PointFigures",
-    "RoundFigures",
-    "Sweep",
-    "TiersBench",
-    "TiersResult",
-    "measurements",
-    "run",
-    "stored_bytes",
-]
-
 #: Of training traffic: everything that is touched is stepped.
 WRITE_AMPLIFICATION_TARGET = 1.05
 _PAGE_NUMEL = 1024  # sections of so many elements fill whole pages, in each of their dtypes

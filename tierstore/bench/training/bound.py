@@ -26,8 +26,6 @@ from tierstore.trace.format import Trace, TraceHeader, TraceKind
 from tierstore.trace.reader import load_trace
 from tierstore.trace.replay import make_replay
 
-__all__ = ["Compulsory", "bound_s", "clairvoyant", "compulsory", "replayed"]
-
 _GROUPS = 3
 _NEED, _DIRTY, _DROP = 0, 3, 6  # shifts of a unit's flags
 _SPECULATION = (TraceKind.PREFETCH, TraceKind.CANCEL)

@@ -31,17 +31,6 @@ from tierstore.bench.training.worker import Opened, RoundSteps, TrainingProcess
 from tierstore.stats import spread
 from tierstore.train.config import TrainConfig
 
-__all__ = [
-    "Baseline",
-    "CgroupUse",
-    "StepTimes",
-    "TrainBench",
-    "TrainResult",
-    "in_ram",
-    "measurements",
-    "run",
-]
-
 _TO_BOUND = 1.15  # what a step may take at most, in times of its bound
 _PROBE_BYTES = 1 << 30
 _PROBE_SHARE = 0.5  # of one step's bytes, moved for one measurement ...

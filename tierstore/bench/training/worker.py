@@ -27,8 +27,6 @@ from tierstore.errors import TierstoreError
 if TYPE_CHECKING:
     from tierstore.train.trainer import Trainer
 
-__all__ = ["Opened", "RoundSteps", "TrainingProcess"]
-
 _COUNTERS = ("read_bytes", "written_bytes", "hits", "misses", "wasted_prefetch_bytes")
 
 

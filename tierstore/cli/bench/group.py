@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from tierstore.bench.cache import CacheResult, ReplayRate
     from tierstore.bench.collectives import CollectivesResult
 
-__all__ = ["bench", "show_adamw", "show_collectives"]
-
 
 @click.group(cls=CommandGroup)
 @click.pass_context

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from tierstore.bench.io.run import IoResult
     from tierstore.bench.io.series import ProgramComparison, Series
 
-__all__ = ["io"]
-
 _BACKENDS = ("uring", "threads", "pmem")
 _FULL_MINUTES = 30.0
 

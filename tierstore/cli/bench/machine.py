@@ -11,8 +11,6 @@ from tierstore.cli.bench.results import Reporting, results_options
 from tierstore.cli.options import SIZE
 from tierstore.units import format_bytes, format_seconds
 
-__all__ = ["machine"]
-
 
 @click.command()
 @click.argument("profile", type=click.Path(path_type=Path, dir_okay=False))

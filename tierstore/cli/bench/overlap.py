@@ -23,8 +23,6 @@ from tierstore.units import format_seconds
 if TYPE_CHECKING:
     from tierstore.bench.overlap.run import OverlapResult
 
-__all__ = ["overlap", "prediction"]
-
 
 def stack_options(*, steps: int, warmup: int, forward_ms: float, computation: str) -> Callable[[F], F]:
     """``--steps --warmup --forward-ms --computation`` with these defaults."""

@@ -10,8 +10,6 @@ from tierstore.cli.bench.results import comparison_json, show_comparison
 from tierstore.cli.options import json_option
 from tierstore.cli.output import Output
 
-__all__ = ["compare", "report"]
-
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
 

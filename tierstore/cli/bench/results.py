@@ -29,18 +29,6 @@ if TYPE_CHECKING:
     from tierstore.bench.results.document import Document, Measurement
     from tierstore.bench.results.figures import Figures
 
-__all__ = [
-    "CHECK_FAILED",
-    "WORK_DIRECTORY",
-    "Reporting",
-    "Session",
-    "comparison_json",
-    "namespace_option",
-    "results_options",
-    "show_comparison",
-    "work_directory_option",
-]
-
 #: Exit status where a check of a benchmark failed.
 CHECK_FAILED = 1
 #: Where benchmarks make their stores without ``--store``.

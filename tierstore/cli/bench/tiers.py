@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from tierstore.bench.soak.run import SoakProgress, SoakResult
     from tierstore.bench.tiers.run import PointFigures, TiersResult
 
-__all__ = ["tiers"]
-
 _FULL_RECORD_BYTES = tuple(size << 10 for size in (1024, 64, 256, 4096, 16384, 65536, 262144))
 _FULL_SECONDS = 10.0
 _Value = TypeVar("_Value", int, float)

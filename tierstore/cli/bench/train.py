@@ -22,8 +22,6 @@ from tierstore.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from tierstore.bench.training.run import TrainResult
 
-__all__ = ["train"]
-
 
 @click.command()
 @click.argument("config", required=False, type=click.Path(path_type=Path))

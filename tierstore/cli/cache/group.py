@@ -53,8 +53,6 @@ from tierstore.units import format_bytes
 if TYPE_CHECKING:
     from tierstore.lab.costs import Machine
 
-__all__ = ["cache"]
-
 _KINDS = ("npz", "vllm", "megatron", "oracle-general", "csv", "text")
 
 

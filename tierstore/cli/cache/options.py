@@ -17,17 +17,6 @@ if TYPE_CHECKING:
     from tierstore.lab.requests import Requests
     from tierstore.lab.simulate import PolicySpec
 
-__all__ = [
-    "TRACE",
-    "capacity_option",
-    "html_option",
-    "machine_options",
-    "pin_option",
-    "policy_option",
-    "replay_options",
-    "specs_of",
-]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 TRACE = click.Path(exists=True, dir_okay=False, path_type=Path)

@@ -16,20 +16,6 @@ if TYPE_CHECKING:
     from tierstore.lab.results import Curve, Outcome, TuneResult
     from tierstore.lab.tuning import Tuning
 
-__all__ = [
-    "NO_LOOKAHEAD",
-    "curves_json",
-    "gain_json",
-    "outcome_json",
-    "show_assumptions",
-    "show_curves",
-    "show_outcomes",
-    "show_trace",
-    "show_tuning",
-    "trace_json",
-    "tuning_json",
-]
-
 NO_LOOKAHEAD = "no lookahead"
 """What replays of requests alone are named with: nothing is fetched ahead, and all of the capacity is cache."""
 

@@ -18,16 +18,6 @@ if TYPE_CHECKING:
     from tierstore.lab.results import Outcome, RegimeStudy, Study
     from tierstore.lab.simulate import PolicySpec
 
-__all__ = [
-    "check_html",
-    "check_target",
-    "load_trace_requests",
-    "recorded_outcomes",
-    "stage_progress",
-    "study_of",
-    "write_html",
-]
-
 
 def load_trace_requests(
     trace: Path, output: Output, warmup_steps: int = 0, pins: Sequence[str] = ()

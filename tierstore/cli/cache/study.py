@@ -10,8 +10,6 @@ from tierstore.cli.cache.output import curves_json, gain_json, outcome_json
 if TYPE_CHECKING:
     from tierstore.lab.results import RegimeStudy, Study, TuneResult
 
-__all__ = ["regimes_json"]
-
 
 def regimes_json(study: Study) -> list[dict[str, object]]:
     """Of each regime its trace, every replay (global and layer scope), and the tuner's choices."""

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from tierstore.lab.requests import Requests
     from tierstore.lab.tuning import TuneOptions, Tuning
 
-__all__ = ["report", "study", "tune"]
-
 
 @click.command()
 @click.argument("trace", type=TRACE)

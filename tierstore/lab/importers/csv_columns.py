@@ -18,8 +18,6 @@ from tierstore.lab.importers.source import open_source, refuse_line
 from tierstore.trace.format import EventColumns
 from tierstore.trace.records import RecordTable
 
-__all__ = ["CsvImporter", "CsvOptions"]
-
 _BLOCK = 1 << 13  # rows: few enough that the garbage collector stays out of the old ones
 _MAX_SIZE = 2**62
 

@@ -32,8 +32,6 @@ from tierstore.lab.routing import BACKWARD, FORWARD, Sections, expert_table, exp
 from tierstore.trace.format import EventColumns, TraceKind
 from tierstore.trace.records import RecordTable
 
-__all__ = ["JsonOptions", "LoggedPasses", "RoutingLog", "TrainingJsonOptions", "known_fields"]
-
 _FLUSH_UNITS = 1 << 18
 _MAX_ID = 1 << 32
 _NAMES = ("step", "layer", "experts", "counts", "token", "request", "phase")

@@ -14,8 +14,6 @@ from tierstore.errors import ConfigError
 from tierstore.trace.format import EventColumns, TraceKind
 from tierstore.trace.records import RecordTable
 
-__all__ = ["KeyNumbers", "KeyOptions", "KeyRecords", "stepped"]
-
 _MAX_FRAMES = 2**32 - 1
 
 

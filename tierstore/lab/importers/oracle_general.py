@@ -14,8 +14,6 @@ from tierstore.lab.importers.source import open_source
 from tierstore.trace.format import EventColumns
 from tierstore.trace.records import RecordTable
 
-__all__ = ["ORACLE_RECORD", "OracleGeneralImporter", "OracleGeneralOptions"]
-
 ORACLE_RECORD = np.dtype([("time", "<u4"), ("key", "<u8"), ("size", "<u4"), ("next", "<i8")])
 _BLOCK = 1 << 17  # records
 

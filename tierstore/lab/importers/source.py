@@ -17,8 +17,6 @@ from tierstore.errors import CapabilityError, DataError
 from tierstore.trace.format import EventColumns
 from tierstore.trace.records import RecordTable
 
-__all__ = ["Importer", "LineBlock", "line_blocks", "open_source", "refuse_line"]
-
 _MAGIC = {b"\x1f\x8b": "gzip", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _BLOCK_BYTES = 1 << 22
 

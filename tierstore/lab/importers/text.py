@@ -11,8 +11,6 @@ from tierstore.lab.importers.source import LineBlock, line_blocks, open_source, 
 from tierstore.trace.format import EventColumns
 from tierstore.trace.records import RecordTable
 
-__all__ = ["TextImporter", "TextOptions"]
-
 _ODD = (b" ", b"\t", b"\r", b"\v", b"\f", b"\0")
 
 

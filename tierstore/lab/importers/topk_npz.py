@@ -27,8 +27,6 @@ from tierstore.lab.routing import (
 from tierstore.trace.format import EventColumns
 from tierstore.trace.records import RecordTable
 
-__all__ = ["TopkImporter", "TopkOptions", "TopkRegime", "load_topk"]
-
 _MAX_EXPERTS = 1 << 20
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 from tierstore._native import DirectIo, File, FileCreate
 from tierstore.capabilities import Capability
 
-__all__ = ["Discard"]
-
 _PAGE = 4096
 
 

@@ -40,8 +40,6 @@ from tierstore.store.disk.shares import LEAST_BYTES, BandwidthEstimator
 if TYPE_CHECKING:
     from tierstore.store.disk.extents import Extent
 
-__all__ = ["Drive", "DriveReport", "Drives"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class DriveReport:

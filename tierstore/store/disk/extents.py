@@ -36,8 +36,6 @@ from tierstore.store.disk.limited import over_links
 from tierstore.store.disk.write_budget import WriteBudget
 from tierstore.store.format import SECTION_ALIGNMENT, GroupLayout
 
-__all__ = ["NO_SPACE", "Extent", "Slot"]
-
 #: Errors of a drive that is full, or of an owner who may take no more of it.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 

@@ -12,25 +12,6 @@ from pathlib import Path
 from tierstore.errors import StoreExistsError, StoreFormatError, StoreMissingError
 from tierstore.store.format import FORMAT_VERSION
 
-__all__ = [
-    "IDENTITY",
-    "OWN_NAMES",
-    "Home",
-    "Identity",
-    "fsync_directory",
-    "make_directories",
-    "read_directory_identity",
-    "read_identity",
-    "refuse_foreign",
-    "refuse_shared",
-    "remove_content",
-    "remove_directories",
-    "remove_unfinished",
-    "same_directory",
-    "unfinished_creation",
-    "write_identity",
-]
-
 IDENTITY = "tierstore.json"
 #: What there may be in a directory besides the identity of a store.
 OWN_NAMES = {"lease", "index", "extents", "scratch", f"{IDENTITY}.new"}

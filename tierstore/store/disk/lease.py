@@ -19,8 +19,6 @@ from pathlib import Path
 
 from tierstore.errors import StoreInUseError
 
-__all__ = ["DirectoryLease"]
-
 
 class DirectoryLease:
     """An exclusive hold on the store in ``directory``; a context manager.

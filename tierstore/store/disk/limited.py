@@ -8,8 +8,6 @@ from typing import TypeVar, cast
 from tierstore._native import Activity, Buffer, Engine, File, Link, Priority
 from tierstore.links import limited
 
-__all__ = ["over_links"]
-
 #: ``Engine.read`` or ``Engine.write``.
 Transfer = TypeVar("Transfer", bound=Callable[..., int])
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ["LEAST_BYTES", "BandwidthEstimator", "WeightedRoundRobin", "apportion"]
-
 #: A drive is measured anew once so much was moved to or from it: less is latency and noise.
 LEAST_BYTES = 4 << 20
 #: An estimate moves by the root of what was measured over it, which counts as at most so much: one hiccup cannot

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tierstore.store.format import COMMITTED_GROUPS, Group, RecordSchema
 
-__all__ = ["copies", "extent_bytes", "scratch_bytes"]
-
 
 def copies(retain: int) -> int:
     """Copies of every record for which there is room: the live one, the last commit's, and ``retain`` snapshots'.

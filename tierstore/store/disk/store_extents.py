@@ -16,8 +16,6 @@ from tierstore.store.disk.striping import StripedExtent
 from tierstore.store.disk.write_budget import WriteBudget
 from tierstore.store.format import COMMITTED_GROUPS, Group, RecordSchema
 
-__all__ = ["SchemaExtents", "StoreExtents"]
-
 
 class SchemaExtents:
     """The extents of the records of one schema, by group. ``number`` is the schema's in the store."""

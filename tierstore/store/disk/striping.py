@@ -17,8 +17,6 @@ from tierstore.store.disk.extents import NO_SPACE, Extent, Slot
 from tierstore.store.disk.shares import WeightedRoundRobin, apportion
 from tierstore.store.format import GroupLayout
 
-__all__ = ["StripedExtent"]
-
 
 class StripedExtent:
     """The extents of one group of one schema, one on each of ``drives``, in their order. It allocates their slots and

@@ -29,8 +29,6 @@ from tierstore._native import Activity, Engine, Link, Priority
 from tierstore.endurance import DAY_S
 from tierstore.units import format_bytes
 
-__all__ = ["WriteBudget"]
-
 _BURST_S = 3600.0
 _STATE = struct.Struct("<dd")  # level (bytes), wall clock (s)
 _THREAD_IO = Path("/proc/thread-self/io")

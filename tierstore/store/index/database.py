@@ -32,8 +32,6 @@ from tierstore.errors import StoreFormatError
 from tierstore.store.index.entries import RecordEntry, pack_table, unpack_table
 from tierstore.store.index.pages import check_pages
 
-__all__ = ["PREVIOUS", "Commit", "Index", "index_bytes"]
-
 #: The snapshot that a prepared commit keeps of the one before it.
 PREVIOUS = ".previous"
 

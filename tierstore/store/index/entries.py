@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from tierstore.errors import StoreFormatError
 
-__all__ = ["GroupLocation", "RecordEntry", "check_name", "pack_table", "unpack_table"]
-
 #: LMDB's longest key.
 MAX_NAME_BYTES = 511
 

@@ -22,8 +22,6 @@ from tierstore.store.disk.store_extents import SchemaExtents, StoreExtents
 from tierstore.store.format import COMMITTED_GROUPS, Group, GroupLayout, Placement, RecordSchema
 from tierstore.store.index.entries import GroupLocation, RecordEntry
 
-__all__ = ["LiveIndex", "LiveRecord"]
-
 
 @dataclass(slots=True, eq=False)
 class LiveRecord:

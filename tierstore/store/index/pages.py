@@ -17,8 +17,6 @@ from pathlib import Path
 
 from tierstore.errors import StoreFormatError
 
-__all__ = ["check_pages"]
-
 _PAGE = 4096
 _READ_BYTES = 1 << 20
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
