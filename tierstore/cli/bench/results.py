@@ -105,7 +105,7 @@ class Reporting:
             if path is not None and not path.absolute().parent.is_dir():
                 raise ConfigError(f"{option}: there is no directory {path.absolute().parent}")
         if self.html is not None:
-            from tierstore.lab.page import check_report
+            from tierstore.lab.reports.page import check_report
 
             check_report()
         against = None if self.compare is None else load_document(self.compare)

@@ -1,4 +1,4 @@
-"""The plots of a study's report (see ``tierstore.lab.drawing`` for how they are drawn)."""
+"""The plots of a study's report (see ``tierstore.lab.reports.drawing`` for how they are drawn)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
-from tierstore.lab.drawing import INK, SETTINGS, SIZE, Style, line, new_figure, set_legend, style, svg_of
+from tierstore.lab.reports.drawing import INK, SETTINGS, SIZE, Style, line, new_figure, set_legend, style, svg_of
 from tierstore.lab.results import Curve, HalfLifeMap, Outcome, Role
 
 

@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 
 from tierstore import __version__
-from tierstore.lab.page import Cell, Column, Table, check_report, own_ids, render_page
+from tierstore.lab.reports.page import Cell, Column, Table, check_report, own_ids, render_page
 from tierstore.lab.results import Outcome, OutcomeEvidence, RegimeStudy, Role, Study, TuneResult
 from tierstore.units import format_bytes, format_seconds
 
@@ -31,7 +31,7 @@ def render_report(study: Study) -> str:
     check_report()
     numbers = count()
     return render_page(
-        "tierstore.lab",
+        "tierstore.lab.reports",
         "report.html",
         title=study.title,
         study=study,
@@ -92,7 +92,7 @@ def _summary(outcomes: Sequence[Outcome], tuned: TuneResult | None) -> dict[str,
 
 
 def _plots(regime: RegimeStudy, outcomes: Sequence[Outcome], numbers: count[int]) -> dict[str, str]:
-    from tierstore.lab import plots  # matplotlib: an extra, and half a second to import
+    from tierstore.lab.reports import plots  # matplotlib: an extra, and half a second to import
 
     named = [(curve.label, curve.role) for curve in regime.curves] + [
         (one.label, one.role) for one in outcomes
