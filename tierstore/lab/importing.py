@@ -18,15 +18,12 @@ import numpy as np
 
 from tierstore import config
 from tierstore.errors import DataError
-from tierstore.lab.importers.csv_columns import CsvImporter, CsvOptions
+from tierstore.lab.importers.csv_columns import CsvOptions, csv_requests
 from tierstore.lab.importers.json_lines import JsonOptions, RoutingLog, TrainingJsonOptions, known_fields
-from tierstore.lab.importers.oracle_general import (
-    ORACLE_RECORD,
-    OracleGeneralImporter,
-    OracleGeneralOptions,
-)
+from tierstore.lab.importers.keys import KeyOptions, KeyTrace
+from tierstore.lab.importers.oracle_general import ORACLE_RECORD, oracle_general_requests
 from tierstore.lab.importers.source import Importer, open_source
-from tierstore.lab.importers.text import TextImporter, TextOptions
+from tierstore.lab.importers.text import TextOptions, text_requests
 from tierstore.lab.importers.topk_npz import TopkImporter, TopkOptions
 from tierstore.trace.format import EventColumns, TraceHeader, TraceKind
 from tierstore.trace.reader import read_summary
@@ -53,7 +50,7 @@ _OPTIONS: Mapping[SourceKind, type[Any]] = {
     SourceKind.NPZ: TopkOptions,
     SourceKind.VLLM: JsonOptions,
     SourceKind.MEGATRON: TrainingJsonOptions,
-    SourceKind.ORACLE_GENERAL: OracleGeneralOptions,
+    SourceKind.ORACLE_GENERAL: KeyOptions,
     SourceKind.CSV: CsvOptions,
     SourceKind.TEXT: TextOptions,
 }
@@ -128,11 +125,11 @@ def _importer(paths: Sequence[Path], kind: SourceKind, options: Any) -> Importer
         case SourceKind.VLLM | SourceKind.MEGATRON:
             return RoutingLog(paths, kind.value, options)
         case SourceKind.ORACLE_GENERAL:
-            return OracleGeneralImporter(path, options)
+            return KeyTrace(options, oracle_general_requests(path))
         case SourceKind.CSV:
-            return CsvImporter(path, options)
+            return KeyTrace(options, csv_requests(path, options))
         case SourceKind.TEXT:
-            return TextImporter(path, options)
+            return KeyTrace(options, text_requests(path, options))
 
 
 def _written(partial: Path, importer: Importer, kind: SourceKind, origin: str) -> ImportSummary:
@@ -157,7 +154,7 @@ def _written(partial: Path, importer: Importer, kind: SourceKind, origin: str) -
         layers=len(np.unique(table.layers)),
         total_bytes=int(table.bytes.sum()),
         sha256=summary.sha256,
-        resized=importer.resized if isinstance(importer, CsvImporter | OracleGeneralImporter) else 0,
+        resized=importer.resized if isinstance(importer, KeyTrace) else 0,
     )
 
 

@@ -166,9 +166,9 @@ def study(
     as_json: bool,
 ) -> None:
     """Study SOURCES, traces or an npz of expert ids in nine regimes: which policy to use when."""
+    from tierstore.lab.reports.study_tables import study_markdown
     from tierstore.lab.simulate import Contract
     from tierstore.lab.study import StudyOptions, run_study
-    from tierstore.lab.reports.study_tables import study_markdown
 
     output = Output.for_option(as_json)
     check_html(html)

@@ -10,7 +10,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
-from tierstore.lab.reports.drawing import INK, SETTINGS, SIZE, Style, line, new_figure, set_legend, style, svg_of
+from tierstore.lab.reports.drawing import (
+    INK,
+    SETTINGS,
+    SIZE,
+    Style,
+    line,
+    new_figure,
+    set_legend,
+    style,
+    svg_of,
+)
 from tierstore.lab.results import Curve, HalfLifeMap, Outcome, Role
 
 
