@@ -33,7 +33,7 @@ from tierstore.endurance import DAY_S, drive_life_s
 from tierstore.errors import ConfigError
 from tierstore.lab.requests import Requests
 from tierstore.lab.results import Outcome
-from tierstore.lab.simulate import Detail, Replayed, ReplaySetting, replay_all
+from tierstore.lab.simulate import Detail, Replayed, ReplaySetting, replay_one
 from tierstore.plan.costs import ASSUMED, Cost, Profile
 from tierstore.plan.evidence import Evidence
 from tierstore.units import format_seconds
@@ -279,7 +279,7 @@ def policy_time(
 ) -> list[list[float]]:
     """CPU seconds per request of each setting, in each of ``repeats`` replays: one thread, in turns."""
     rounds = [
-        [replayed.policy_s for replayed in replay_all(requests, settings, detail=Detail.STEPS, threads=1)]
+        [replay_one(requests, setting, 0, Detail.STEPS).policy_s for setting in settings]
         for _ in range(repeats)
     ]
     count = max(len(requests.entries), 1)

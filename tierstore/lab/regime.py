@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tierstore.lab.requests import Requests
-from tierstore.lab.simulate import Contract, Detail, PolicySpec, ReplaySetting, replay_all
+from tierstore.lab.simulate import Contract, Detail, PolicySpec, ReplaySetting, replay_each
 
 #: In the order of preference among equals.
 SENSIBLE = ("lru", "lfu-decay")
@@ -81,15 +81,15 @@ def survey(
     Raises BudgetError for a capacity that an entry does not fit.
     """
     part = requests.head(_MOST_REQUESTS)
-    settings = [
-        ReplaySetting(PolicySpec(name), capacity_frames, contract=contract) for name in (*SENSIBLE, BOUND)
-    ]
-    warmup = part.step_count // 4
-    replays = list(replay_all(part, settings, warmup_steps=warmup, detail=Detail.STEPS, threads=threads))
-    ratios = {
-        replayed.setting.policy.name: replayed.misses / max(replayed.requests, 1) for replayed in replays
-    }
-    bound = ratios.pop(BOUND)
+    *found, bound = replay_each(
+        part,
+        [ReplaySetting(PolicySpec(name), capacity_frames, contract=contract) for name in (*SENSIBLE, BOUND)],
+        lambda replayed: replayed.miss_ratio,
+        warmup_steps=part.step_count // 4,
+        detail=Detail.STEPS,
+        threads=threads,
+    )
+    ratios = dict(zip(SENSIBLE, found, strict=True))
     layers = max(len(requests.table.present_layers), 1)
     info = requests.info
     return Regime(

@@ -254,7 +254,7 @@ def curve(
     contract = contract_name(requests, replay["contract"])
     output.line(f"{contract}, {NO_LOOKAHEAD}, {replay['scope'].value} scope; all numbers simulated")
     if html is not None:
-        from tierstore.lab.assemble import regime_study
+        from tierstore.lab.study import regime_study
 
         regime = regime_study(requests, capacities, machine=machine, found=found, **replay)
         write_html(html, study_of(regime, machine), output)

@@ -248,8 +248,8 @@ def _report(
     html: Path,
     output: Output,
 ) -> None:
-    from tierstore.lab.assemble import half_life_map, regime_study
     from tierstore.lab.miss_curves import curve_capacities
+    from tierstore.lab.study import half_life_map, regime_study
 
     capacities = curve_capacities(requests, points)
     replay: dict[str, Any] = {"contract": options.contract, "threads": options.threads}
