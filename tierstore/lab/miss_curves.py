@@ -8,8 +8,8 @@ entries of one size, nothing pinned, and capacities that no event exceeds. Every
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -176,30 +176,19 @@ def curves(
     def once() -> list[Outcome]:
         return list(lru_curve(requests, frames, contract=contract, warmup_steps=warmup_steps).points)
 
-    jobs: list[_Job] = []
-    for number, spec in enumerate(specs):
+    jobs: list[tuple[float, Callable[[], list[Outcome]]]] = []
+    for spec in specs:
         if one_pass and spec == PolicySpec("lru"):
-            jobs.append(_Job(number, _ONE_PASS, once))
+            jobs.append((_ONE_PASS, once))
             continue
         for size in frames:
             setting = ReplaySetting(spec, size, scope, contract)
-            jobs.append(_Job(number, expected_time(requests, setting), partial(replayed, setting)))
+            jobs.append((expected_time(requests, setting), partial(replayed, setting)))
     found = in_parallel(
-        [job.run for job in jobs], weights=[job.weight for job in jobs], threads=threads, progress=progress
+        [run for _, run in jobs], weights=[weight for weight, _ in jobs], threads=threads, progress=progress
     )
-    points: list[list[Outcome]] = [[] for _ in specs]
-    for job, outcomes in zip(jobs, found, strict=True):
-        points[job.curve] += outcomes
-    return [Curve(tuple(each)) for each in points]
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """Some points of a curve."""
-
-    curve: int
-    weight: float
-    run: Callable[[], list[Outcome]]
+    points = chain.from_iterable(found)  # as many for each policy, whatever jobs they come from
+    return [Curve(tuple(islice(points, len(frames)))) for _ in specs]
 
 
 def _distinct(entries: NDArray[np.uint32]) -> int:
