@@ -53,7 +53,7 @@ from tierstore.store.format import (
 )
 from tierstore.store.index.database import PREVIOUS, Index
 from tierstore.store.index.live import LiveIndex
-from tierstore.store.tuning import Tuning, tune
+from tierstore.store.tuning import TransferTuning, tune
 from tierstore.trace.quotas import quotas_by_layer
 from tierstore.trace.recording import TraceRecorder
 
@@ -116,7 +116,7 @@ class Parts:
     live: LiveIndex
     cache: HostCache
     recording: TraceRecorder | None
-    tuning: Tuning
+    tuning: TransferTuning
 
     def meta(self) -> dict[str, object]:
         """What the index says of the store itself."""
@@ -430,7 +430,9 @@ def make_residency(config: StoreConfig, frames: int, frame_bytes: int) -> Reside
     return Residency(frames, **settings)
 
 
-def make_engine(io: IoConfig, tuning: Tuning, *, lease_fd: int = -1, log_path: Path | None = None) -> Engine:
+def make_engine(
+    io: IoConfig, tuning: TransferTuning, *, lease_fd: int = -1, log_path: Path | None = None
+) -> Engine:
     """An engine as ``io`` and ``tuning`` say. Raises OSError when a backend that is ON is refused."""
     return Engine(
         backend=_BACKENDS[io.backend],
