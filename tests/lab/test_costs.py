@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cases import requests_of
 
+from tierstore._native import Detail
 from tierstore.cache.access import Phase
 from tierstore.cache.config import Scope
 from tierstore.errors import ConfigError
@@ -21,7 +22,7 @@ from tierstore.lab.costs import (
     policy_time,
     with_costs,
 )
-from tierstore.lab.simulate import Detail, PolicySpec, ReplaySetting, outcome, replay_one
+from tierstore.lab.simulate import PolicySpec, ReplaySetting, outcome, replay_one
 from tierstore.model.config import ModelConfig
 from tierstore.plan.costs import ASSUMED, Cost
 from tierstore.plan.evidence import Evidence

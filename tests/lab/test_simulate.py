@@ -8,6 +8,7 @@ from cases import NaiveLru, requests_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tierstore._native import Detail
 from tierstore.cache.config import Scope
 from tierstore.errors import BudgetError, ConfigError
 from tierstore.lab.importing import import_trace
@@ -16,7 +17,6 @@ from tierstore.lab.requests import load_requests
 from tierstore.lab.results import Role
 from tierstore.lab.simulate import (
     Contract,
-    Detail,
     PolicySpec,
     ReplaySetting,
     known_policies,

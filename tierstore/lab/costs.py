@@ -28,12 +28,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstore._native import Detail
 from tierstore.cache.access import Phase
 from tierstore.endurance import DAY_S, drive_life_s
 from tierstore.errors import ConfigError
 from tierstore.lab.requests import Requests
 from tierstore.lab.results import Outcome
-from tierstore.lab.simulate import Detail, Replayed, ReplaySetting, replay_one
+from tierstore.lab.simulate import Replayed, ReplaySetting, replay_one
 from tierstore.plan.costs import ASSUMED, Cost, Profile
 from tierstore.plan.evidence import Evidence
 from tierstore.units import format_seconds

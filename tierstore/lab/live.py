@@ -77,29 +77,17 @@ class LiveReplay:
 
     def outcome(self, requests: Requests, steps: slice) -> Outcome:
         """What it came to over ``steps``."""
-        setting = self.setting
         total = dict(zip(STEP_COUNTS, self.counts[steps].sum(axis=0).tolist(), strict=True))
         asked = total["hits"] + total["misses"] + total["creates"]
         misses = min(round(total["read_bytes"] / requests.mean_bytes), asked - total["creates"])
-        return Outcome(
-            policy=setting.policy.name,
-            policy_options=setting.policy.options,
-            role=setting.policy.role,
-            capacity_frames=setting.capacity_frames,
-            capacity_fraction=setting.capacity_frames / requests.table.total_frames,
-            scope=setting.scope.value,
-            contract=setting.contract.value,
+        return self.setting.outcome(
+            requests,
             lookahead_frames=self.lookahead_frames,
             steps=len(self.counts[steps]),
             requests=asked,
             hits=asked - total["creates"] - misses,
             misses=misses,
-            creates=total["creates"],
-            evictions=total["evictions"],
-            starved=total["starved"],
-            write_backs=total["write_backs"],
-            read_bytes=total["read_bytes"],
-            written_bytes=total["written_bytes"],
+            **{name: total[name] for name in STEP_COUNTS if name not in ("hits", "misses")},
         )
 
 

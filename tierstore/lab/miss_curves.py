@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore import _native
+from tierstore._native import Detail
 from tierstore.cache.config import Scope
 from tierstore.errors import BudgetError
 from tierstore.lab.costs import Machine, with_costs
@@ -26,10 +27,8 @@ from tierstore.lab.results import Curve, Outcome
 from tierstore.lab.simulate import (
     NATIVE_CONTRACTS,
     Contract,
-    Detail,
     PolicySpec,
     ReplaySetting,
-    contract_name,
     expected_time,
     known_policies,
     outcome,
@@ -123,12 +122,8 @@ def lru_curve(
         fetched = int(found["cold"]) + int(deeper[held + 1])
         written = int(found["write_backs"][held]) if len(found["write_backs"]) else 0
         points.append(
-            Outcome(
-                policy="lru",
-                capacity_frames=capacity,
-                capacity_fraction=capacity / requests.table.total_frames,
-                scope=Scope.GLOBAL.value,
-                contract=contract_name(requests, contract),
+            ReplaySetting(PolicySpec("lru"), capacity, contract=contract).outcome(
+                requests,
                 steps=requests.step_count - warmup_steps,
                 requests=int(found["requests"]),
                 hits=int(found["requests"]) - fetched,

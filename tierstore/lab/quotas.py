@@ -15,10 +15,11 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstore._native import Detail
 from tierstore.cache.config import Scope
 from tierstore.lab.costs import Machine, Objective, cost_by_layer
 from tierstore.lab.requests import Requests
-from tierstore.lab.simulate import Contract, Detail, PolicySpec, Replayed, ReplaySetting, replay_each
+from tierstore.lab.simulate import Contract, PolicySpec, Replayed, ReplaySetting, replay_each
 from tierstore.trace.quotas import quotas_by_layer
 
 _LEVELS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0)

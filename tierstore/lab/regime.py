@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tierstore._native import Detail
 from tierstore.lab.requests import Requests
-from tierstore.lab.simulate import Contract, Detail, PolicySpec, ReplaySetting, replay_each
+from tierstore.lab.simulate import Contract, PolicySpec, ReplaySetting, replay_each
 
 #: In the order of preference among equals.
 SENSIBLE = ("lru", "lfu-decay")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,24 +30,6 @@ from tierstore.lab.parallel import OnProgress, in_parallel
 from tierstore.lab.requests import Creations, Requests
 from tierstore.lab.results import LayerOutcome, Outcome, ReplayWindow, Role
 from tierstore.trace.quotas import quotas_by_layer
-
-__all__ = [
-    "BOUNDS",
-    "NATIVE_CONTRACTS",
-    "Contract",
-    "Detail",
-    "PolicySpec",
-    "ReplaySetting",
-    "Replayed",
-    "contract_name",
-    "expected_time",
-    "known_policies",
-    "outcome",
-    "replay_each",
-    "replay_one",
-    "simulate",
-    "suits",
-]
 
 Reduced = TypeVar("Reduced")
 
@@ -173,6 +155,19 @@ class ReplaySetting:
                 )
             return self.layer_quotas
         return tuple(quotas_by_layer(requests.table.present_layers, self.capacity_frames))
+
+    def outcome(self, requests: Requests, /, **counts: Any) -> Outcome:
+        """What this setting came to on ``requests``: ``counts`` are the other fields of ``Outcome``."""
+        return Outcome(
+            policy=self.policy.name,
+            policy_options=self.policy.options,
+            role=self.policy.role,
+            capacity_frames=self.capacity_frames,
+            capacity_fraction=self.capacity_frames / requests.table.total_frames,
+            scope=self.scope.value,
+            contract=contract_name(requests, self.contract),
+            **counts,
+        )
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -356,17 +351,9 @@ def contract_name(requests: Requests, contract: Contract) -> str:
 
 def outcome(requests: Requests, replayed: Replayed, *, windows: int = 0) -> Outcome:
     """The lab's result of one replay, without the costs that need a model of the machine."""
-    setting = replayed.setting
-    counted = np.flatnonzero(replayed.step_requests)
-    return Outcome(
-        policy=setting.policy.name,
-        policy_options=setting.policy.options,
-        role=setting.policy.role,
-        capacity_frames=setting.capacity_frames,
-        capacity_fraction=setting.capacity_frames / requests.table.total_frames,
-        scope=setting.scope.value,
-        contract=contract_name(requests, setting.contract),
-        steps=len(counted),
+    return replayed.setting.outcome(
+        requests,
+        steps=int(np.count_nonzero(replayed.step_requests)),
         requests=replayed.requests,
         hits=replayed.hits,
         misses=replayed.misses,

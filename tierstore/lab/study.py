@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from tierstore import __version__
+from tierstore._native import Detail
 from tierstore.cache.config import Scope
 from tierstore.errors import ConfigError, DataError
 from tierstore.lab.candidates import Candidate, half_lives, lfu_decay
@@ -28,7 +29,6 @@ from tierstore.lab.requests import Requests, load_requests
 from tierstore.lab.results import Curve, HalfLifeMap, Outcome, RegimeStudy, Study
 from tierstore.lab.simulate import (
     Contract,
-    Detail,
     PolicySpec,
     Replayed,
     ReplaySetting,

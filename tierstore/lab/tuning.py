@@ -26,6 +26,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstore._native import Detail
 from tierstore.cache.config import Scope
 from tierstore.errors import BudgetError, ConfigError, DataError
 from tierstore.lab.bootstrap import Interval, paired_interval
@@ -45,7 +46,7 @@ from tierstore.lab.quotas import split_capacity
 from tierstore.lab.regime import Regime, survey
 from tierstore.lab.requests import Requests
 from tierstore.lab.results import Outcome, TuneResult, TuneVerdict
-from tierstore.lab.simulate import Contract, Detail, Replayed, outcome, replay_each, suits
+from tierstore.lab.simulate import Contract, Replayed, outcome, replay_each, suits
 
 OnStage: TypeAlias = Callable[[str, int, int], None]
 """Hears the stage, and how many of how many replays are done."""
