@@ -194,7 +194,7 @@ class Machine:
     def wear(self, outcome: Outcome, stall_s: float) -> tuple[float, float]:
         """Drive writes a day, and years of drive life, of steps that stall for ``stall_s``."""
         step_s = 1 / self.steps_per_s if self.steps_per_s else self.compute_s + stall_s
-        written_per_s = outcome.written_bytes / max(outcome.steps, 1) / step_s if step_s > 0 else 0.0
+        written_per_s = outcome.written_per_step / step_s if step_s > 0 else 0.0
         life = drive_life_s(self._endurance, written_per_s, 1.0) / _YEAR_S
         return written_per_s * DAY_S / self._drive, life
 
