@@ -1,6 +1,6 @@
 """Where the time went and what was counted: stalls by layer, tier and cause; percentiles.
 
-A *stall* is time in which the calling thread does nothing but wait for a tier. Whoever waits charges it::
+A *stall* is time in which the calling thread does nothing but wait for a tier. The code that waits charges it::
 
     if not ticket.done():
         with ledger.stall(layer=3, tier=Tier.NVME, cause=Cause.DEMAND_READ):
@@ -48,7 +48,7 @@ class Tier(Enum):
 class Cause(Enum):
     """Why it was waited for."""
 
-    DEMAND_READ = "demand read"  # nobody had asked for it before it was needed
+    DEMAND_READ = "demand read"  # it was not asked for before it was needed
     LATE_PREFETCH = "late prefetch"  # it was on its way, and not there yet
     OPTIMIZER = "optimizer"  # its step, or the replay of its missed steps, had not finished
     WRITE_BACK = "write-back"  # its memory was still being written to disk
@@ -93,7 +93,7 @@ class Stall:
 
 
 class StallLedger:
-    """Charges stalled intervals. ``listener``, if any, hears each with its start and end (for a timeline).
+    """Charges stalled intervals. ``listener``, if any, gets each with its start and end (for a timeline).
 
     ``clock`` gives nanoseconds and never goes back; the default is the native engine's (CLOCK_MONOTONIC).
     """

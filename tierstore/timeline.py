@@ -239,7 +239,7 @@ class _Span:
 class OperationSpans:
     """Draws what the ticket engine does: ``engine`` remembers when its operations ran, and ``drain`` (say, after each
     step) puts them on their tracks. Where a link is limited, its turns are drawn too, named so. Operations without an
-    activity are left to whoever queued them.
+    activity are drawn by the code that queued them.
 
     ``CAPACITY`` operations between two drains are kept; what comes beyond is counted, not drawn.
     """

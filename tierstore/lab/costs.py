@@ -218,17 +218,14 @@ def _predicted_compute_s(config: TrainConfig, profile: Profile) -> float:
     from tierstore.plan.capacity import Ranks, Setting
     from tierstore.plan.predict import predict
     from tierstore.prefetch.operations import Resource
-    from tierstore.train.budgets import DeviceKind
 
     expert = config.parallel.expert
     planned = Setting(
         config=config,
         model=Architecture.of(config.model),
         ranks=Ranks(count=max(expert, 1), expert=expert),
-        device=DeviceKind.CPU,
         process_bytes=profile.process_bytes,
         process_evidence=profile.evidence,
-        text_bytes=0,
     )
     found = predict(planned, profile)
     return found.step_s * found.busy_ratio[Resource.COMPUTE]

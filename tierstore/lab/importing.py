@@ -19,7 +19,7 @@ import numpy as np
 from tierstore import config
 from tierstore.errors import DataError
 from tierstore.lab.importers.csv_columns import CsvOptions, csv_requests
-from tierstore.lab.importers.json_lines import JsonOptions, RoutingLog, TrainingJsonOptions, known_fields
+from tierstore.lab.importers.json_lines import KNOWN_FIELDS, JsonOptions, RoutingLog, TrainingJsonOptions
 from tierstore.lab.importers.keys import KeyOptions, KeyTrace
 from tierstore.lab.importers.oracle_general import ORACLE_RECORD, oracle_general_requests
 from tierstore.lab.importers.source import Importer, open_source
@@ -142,7 +142,7 @@ def _written(partial: Path, importer: Importer, kind: SourceKind, origin: str) -
         if requests == 0:
             raise DataError(f"{origin}: expected at least one request, found none")
         table = importer.table()
-        writer.header = replace(writer.header, capacity_frames=_total_frames(table), records=table)
+        writer.header = replace(writer.header, capacity_frames=table.total_frames, records=table)
     with partial.open("rb") as file:
         summary = read_summary(file)
     return ImportSummary(
@@ -158,16 +158,12 @@ def _written(partial: Path, importer: Importer, kind: SourceKind, origin: str) -
     )
 
 
-def _total_frames(table: RecordTable) -> int:
-    return int(table.frames.sum(dtype=np.uint64))
-
-
 def write_trace(
     target: str | os.PathLike[str], table: RecordTable, chunks: Iterator[EventColumns], *, origin: str
 ) -> None:
     """Writes events to ``target``, as a trace in which everything fits."""
     with _replacing(Path(target)) as partial:
-        header = TraceHeader(_total_frames(table), policy="lru", records=table, origin=origin)
+        header = TraceHeader(table.total_frames, policy="lru", records=table, origin=origin)
         with TraceWriter(partial, header) as writer:
             for chunk in chunks:
                 writer.extend(chunk)
@@ -215,7 +211,7 @@ def _json_kind(path: Path, head: bytes) -> SourceKind:
             break
         if isinstance(row, dict) and row.get("type") != "meta":
             for kind in (SourceKind.MEGATRON, SourceKind.VLLM):
-                fields = known_fields(kind.value)
+                fields = KNOWN_FIELDS[kind.value]
                 if fields["layer"][0] in row and any(
                     name in row for name in (*fields["experts"], *fields["counts"])
                 ):

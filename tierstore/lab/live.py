@@ -24,7 +24,6 @@ from tierstore.lab.results import Outcome
 from tierstore.lab.simulate import ReplaySetting, expected_time
 from tierstore.trace.format import TraceKind
 from tierstore.trace.reader import read_header
-from tierstore.trace.records import RecordTable
 from tierstore.trace.replay import STEP_COUNTS, replay_steps
 
 
@@ -51,7 +50,7 @@ def recording_of(path: str | os.PathLike[str], requests: Requests) -> Recording 
         header = read_header(file)
     if not header.lookahead_frames or not requests.left_out.get(TraceKind.PREFETCH.name.lower()):
         return None
-    layers = 1 + int(RecordTable.of(header.records).layers.max(initial=0))
+    layers = 1 + int(header.table.layers.max(initial=0))
     return Recording(Path(path), header.capacity_frames, header.lookahead_frames, layers)
 
 
@@ -99,7 +98,7 @@ def replay_recorded(
     threads: int = 0,
     progress: OnProgress | None = None,
 ) -> list[LiveReplay | None]:
-    """Each setting's replay, in the order given; None where the lookahead leaves an access too little room.
+    """Each setting's replay, in the order given; None where the lookahead leaves an access too few frames.
 
     Raises ConfigError, or DataError for a malformed trace.
     """

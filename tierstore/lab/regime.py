@@ -30,7 +30,7 @@ class Worth(enum.Enum):
     FITS = "fits"  # nothing is ever evicted
     AT_BOUND = "at bound"  # every sensible policy is
     CHOICE = "choice"  # a sensible policy is, but not every one
-    TUNE = "tune"  # there is room between the best of them and the bound
+    TUNE = "tune"  # the best of them is above the bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +67,10 @@ class Regime:
             )
         if self.worth is Worth.CHOICE:
             return f"{said}. Choose {best} over {worst}; beyond that there is nothing to tune."
-        room = self.miss_ratios[best] - self.bound
+        gap = self.miss_ratios[best] - self.bound
         return (
-            f"{said}. Tuning may be worth it: at most {room:.4f} of the requests "
-            f"({room / self.miss_ratios[best]:.0%} of the misses) lie between {best} and the bound."
+            f"{said}. Tuning may be worth it: at most {gap:.4f} of the requests "
+            f"({gap / self.miss_ratios[best]:.0%} of the misses) lie between {best} and the bound."
         )
 
 

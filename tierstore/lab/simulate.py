@@ -215,7 +215,7 @@ def replay_each(
 
     The first ``warmup_steps`` steps are carried out and not counted. Without the detail of events a replay is
     faster, and no stall can be estimated from it. ``reduce`` runs where the replay did, so that no columns wait, and
-    the longest replays go first. ``progress`` hears how many of how many are done. Raises ConfigError (an option
+    the longest replays go first. ``progress`` gets how many of how many are done. Raises ConfigError (an option
     that the policy does not have) or BudgetError (a capacity that the largest request does not fit).
     """
     warmup = requests.events_before(warmup_steps)

@@ -42,7 +42,7 @@ from tierstore.trace.format import MAGIC
 _WINDOWS = 50
 
 OnRegime: TypeAlias = Callable[[str, str], None]
-"""Hears the regime, and what is being done with it."""
+"""Called with the regime, and what the study does with it."""
 
 TOPK_REGIMES: Mapping[str, Mapping[str, object]] = {
     "decode, 1 sequence": {"regime": "decode", "sequences": 1},
@@ -82,7 +82,7 @@ def run_study(
 ) -> Study:
     """Studies each of ``sources``: an npz with ``topk`` in the nine regimes, a trace as it was recorded.
 
-    A regime that an npz has too few prompts or tokens for is left out, which ``progress`` hears. Raises DataError,
+    A regime that an npz has too few prompts or tokens for is left out, and ``progress`` says so. Raises DataError,
     ConfigError, BudgetError or OSError.
     """
     chosen = options or StudyOptions()

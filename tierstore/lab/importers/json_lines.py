@@ -35,7 +35,8 @@ from tierstore.trace.records import RecordTable
 _FLUSH_UNITS = 1 << 18
 _MAX_ID = 1 << 32
 _NAMES = ("step", "layer", "experts", "counts", "token", "request", "phase")
-_KNOWN: Mapping[str, Mapping[str, Sequence[str]]] = {
+#: The names that fields of a kind have by default, most usual first.
+KNOWN_FIELDS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "vllm": {
         "step": ("step", "batch_id", "forward_id"),
         "layer": ("layer", "layer_id", "layer_idx"),
@@ -56,11 +57,6 @@ _KNOWN: Mapping[str, Mapping[str, Sequence[str]]] = {
     },
 }
 _PHASES = {"forward": FORWARD, "fwd": FORWARD, "backward": BACKWARD, "bwd": BACKWARD}
-
-
-def known_fields(kind: str) -> Mapping[str, Sequence[str]]:
-    """The names that fields of a kind have by default, most usual first."""
-    return _KNOWN[kind]
 
 
 class LoggedPasses(enum.Enum):
@@ -117,7 +113,7 @@ class _Fields:
     def __init__(self, kind: str, options: JsonOptions, layer: int | None) -> None:
         self._layer = layer  # where no field says it
         given = {name: getattr(options, name) for name in _NAMES}
-        self._known = {name: (given[name],) if given[name] else _KNOWN[kind][name] for name in _NAMES}
+        self._known = {name: (given[name],) if given[name] else KNOWN_FIELDS[kind][name] for name in _NAMES}
         self._required = {name for name in _NAMES if given[name]}
         self._names: Mapping[str, str | None] = {}
 
