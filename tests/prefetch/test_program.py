@@ -232,9 +232,7 @@ class _Twin:
 
     def _prefetch(self, ahead: Speculation) -> int:
         numbers = self._numbers(ahead.layer, ahead.experts.tolist())
-        taken: int = self._store.cache.prefetch(
-            self._store.history.applied, ahead.phase, ahead.layer, numbers, ahead.flags
-        )
+        taken: int = self._store.cache.prefetch(ahead.phase, ahead.layer, numbers, ahead.flags)
         return taken
 
     def _numbers(self, layer: int, experts: Sequence[int]) -> np.ndarray[Any, Any]:
@@ -244,6 +242,11 @@ class _Twin:
         kept = [self._store.record(f"{layer}.{expert}").number for layer, expert in self.program.kept()]
         self._store.cache.drop([number * GROUP_STRIDE + Group.GRADIENTS for number in kept])
         self.program.discard()
+
+
+def stats_of(store: Any) -> dict[str, int]:
+    stats = store.cache.residency.stats()
+    return {name: getattr(stats, name) for name in dir(stats) if not name.startswith("_")}
 
 
 sets = st.lists(st.sampled_from(range(EXPERTS)), unique=True).map(sorted)
@@ -279,31 +282,30 @@ def test_a_live_store_asks_for_what_the_program_says(
     twin = _Twin(other, timing, inactive, depth, name)
     live, alone = _Spied(rig.store), _Spied(other)
     for chosen, end in run:
-        for micro, used in enumerate(chosen):
-            for program in (rig.experts, twin.program):
-                program.begin_micro(index=micro, count=len(chosen))
-            if timing is StepTiming.IMMEDIATE and micro == 0:
-                rig.store.history.begin(0.01)
-            for layer, experts in zip(LAYERS, used, strict=True):
-                rig.forward(layer, *experts)
-                twin.carry_out(twin.program.forward(layer, experts))
-            for layer, experts in zip(LAYERS[::-1], used[::-1], strict=True):
-                if recomputes:
+        skipped = end == "skip" and timing is StepTiming.DEFERRED
+        with rig.store.optimizer_step(0.01) as step, other.optimizer_step(0.01) as other_step:
+            for micro, used in enumerate(chosen):
+                for program in (rig.experts, twin.program):
+                    program.begin_micro(index=micro, count=len(chosen))
+                for layer, experts in zip(LAYERS, used, strict=True):
                     rig.forward(layer, *experts)
                     twin.carry_out(twin.program.forward(layer, experts))
-                rig.backward(layer, {expert: torch.ones(1024) for expert in experts})
-                twin.carry_out(twin.program.backward(layer, experts))
-        if end == "skip" and timing is StepTiming.DEFERRED:
-            rig.experts.gradients.discard()
-            twin.discard()
+                for layer, experts in zip(LAYERS[::-1], used[::-1], strict=True):
+                    if recomputes:
+                        rig.forward(layer, *experts)
+                        twin.carry_out(twin.program.forward(layer, experts))
+                    rig.backward(layer, {expert: torch.ones(1024) for expert in experts})
+                    twin.carry_out(twin.program.backward(layer, experts))
+            if skipped:
+                rig.experts.gradients.discard()
+                twin.discard()
+                step.abandon()
+                other_step.abandon()
+            elif timing is StepTiming.DEFERRED:
+                rig.experts.gradients.apply(0.5)
+                twin.program.apply()
+        if skipped:
             continue
-        if timing is StepTiming.DEFERRED:
-            rig.store.history.begin(0.01)
-            rig.experts.gradients.apply(0.5)
-            twin.program.apply()
-        rig.store.history.finish()
-        other.history.begin(0.01)
-        other.history.finish()
         twin.counts.applied += 1
         if end == "evaluate":
             for program in (rig.experts, twin.program):
@@ -314,8 +316,8 @@ def test_a_live_store_asks_for_what_the_program_says(
     rig.experts.gradients.step_pending()
     twin.carry_out(twin.program.pending())
     assert live.asked == alone.asked
-    assert rig.store.cache.residency.stats() == other.cache.residency.stats()
+    assert stats_of(rig.store) == stats_of(other)
     for layer in LAYERS:
-        steps_of = [rig.store.step_of(f"{layer}.{expert}") for expert in range(EXPERTS)]
+        steps_of = [rig.store.record(f"{layer}.{expert}").live.step for expert in range(EXPERTS)]
         if inactive is Inactive.EXACT:
             assert steps_of == twin.counts.of(layer, np.arange(EXPERTS, dtype=np.uint32)).tolist()
