@@ -119,19 +119,28 @@ class Committer:
         Raises StoreError or ValueError, with nothing lost, for a commit that cannot be.
         """
         self._check(state, snapshot)
+        try:
+            held = self._queue()
+        except BaseException as error:  # a sync may have been queued that no later commit would wait for
+            self._failures.poison(f"a commit failed: {error or type(error).__name__}")
+            raise
+        if held:
+            raise StoreError(
+                f"commit: record {held[0]!r} was caught up under a lease that still holds it "
+                f"({len(held)} such): release it first"
+            )
+        return self._unfinished([*self.writes, *self._syncs])
+
+    def _queue(self) -> list[str]:
+        """Returns the keys of the records that a lease keeps from being written back; for those, nothing is synced."""
         cache, extents = self._parts.cache, self._parts.extents
         cache.clean()
-        held = cache.unclean()
-        if held:
-            keys = sorted({backing.key for backing in held})
-            raise StoreError(
-                f"commit: record {keys[0]!r} was caught up under a lease that still holds it "
-                f"({len(keys)} such): release it first"
-            )
-        self.writes += cache.write_backs.take()
-        self._syncs += extents.syncs(self._unfinished(self.writes))
-        self._directories += extents.take_unsynced_directories()
-        return self._unfinished([*self.writes, *self._syncs])
+        held = sorted({backing.key for backing in cache.unclean()})
+        if not held:
+            self.writes += cache.write_backs.take()
+            self._syncs += extents.syncs(self._unfinished(self.writes))
+            self._directories += extents.take_unsynced_directories()
+        return held
 
     def _unfinished(self, tickets: Sequence[int]) -> list[int]:
         return [ticket for ticket in tickets if not self._parts.engine.done(ticket)]
