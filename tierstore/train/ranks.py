@@ -24,6 +24,7 @@ from tierstore.errors import (
     TierstoreError,
 )
 from tierstore.parallel import Mesh
+from tierstore.store.committing import Keep
 from tierstore.store.core import StoreCore
 from tierstore.store.directories import rank_directories, rank_directory
 from tierstore.store.opening import IDENTITY, OpenAt, read_states
@@ -220,12 +221,12 @@ def _discard(directory: Path) -> None:
 def commit_everywhere(store: StoreCore, mesh: Mesh, state: Mapping[str, bytes], snapshot: str | None) -> int:
     """One commit of all ranks; a collective. Returns this rank's generation. Raises OSError, PeerError."""
     if mesh.world.size == 1:
-        generation = store.commit(state, snapshot=snapshot)
+        generation = store.committer.commit(state, snapshot=snapshot)
         mesh.job_store.set(_ACKNOWLEDGED)
         return generation
-    generation = store.prepare(state, snapshot=snapshot)
+    generation = store.committer.commit(state, snapshot=snapshot, keep=Keep.PREVIOUS)
     mesh.world.barrier()
-    store.acknowledge()
+    store.committer.acknowledge()
     if mesh.world.rank == 0:
         mesh.job_store.set(_ACKNOWLEDGED)
     return generation

@@ -20,7 +20,7 @@ from tierstore.units import format_bytes, format_seconds
 
 def counters(trainer: Trainer) -> dict[str, int]:
     """Counters of the residency core and the engine since the store was opened."""
-    stats = trainer.store.counters()
+    stats = trainer.store.cache.residency.stats()
     names = ("hits", "misses", "evictions", "write_backs", "read_bytes", "written_bytes")
     speculation = ("prefetch_read_bytes", "useful_prefetch_bytes", "wasted_prefetch_bytes")
     return {name: getattr(stats, name) for name in (*names, *speculation)}
@@ -69,7 +69,7 @@ def totals(trainer: Trainer, begun: Instant) -> Totals:
         [stall.as_dict() for stall in trainer.ledger.rows()],
         trainer.timer.total,
         ended.drive_written_bytes - begun.drive_written_bytes,
-        trainer.store.drives(),
+        trainer.store.extents.drive_reports(),
     )
     ranks = trainer.mesh.world.all_gather_object(own)
     longest = max(range(len(ranks)), key=lambda rank: ranks[rank][2])

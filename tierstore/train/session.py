@@ -261,7 +261,7 @@ def _fill(setup: _Setup, store: StoreCore, dense: DenseSlices) -> None:
         dense.load(store, store.history.applied)
         # Everybody is at this step now: what was prepared and not acknowledged is.
         setup.mesh.world.barrier()
-        store.acknowledge()
+        store.committer.acknowledge()
     if config.keeps_gradients:
         store.reserve_scratch(EXPERT_SCHEMA)
 

@@ -13,10 +13,8 @@ clipping experts have been stepped when the norm is known, so a non-finite gradi
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -96,16 +94,8 @@ class Trainer:
 
         Whatever is raised, the step may have been taken in part: the last commit stands, and no other is possible.
         """
-        with self._whole(f"step {self.state.position}"), self.timer.step():
+        with self.store.failures.poisoning(f"step {self.state.position} was cut short"), self.timer.step():
             return self._step()
-
-    @contextlib.contextmanager
-    def _whole(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            self.store.poison(f"{what} was cut short: {error or type(error).__name__}")
-            raise
 
     def _step(self) -> StepResult:
         started = time.monotonic()
@@ -222,7 +212,10 @@ class Trainer:
         self._experts.begin_evaluation()
         self.model.eval()
         total, tokens_seen = 0.0, 0
-        with self._whole("validation"), self._timeline.span(Track.COMPUTE, "validation"):
+        with (
+            self.store.failures.poisoning("validation was cut short"),
+            self._timeline.span(Track.COMPUTE, "validation"),
+        ):
             for batch in self.data.validation_batches(self.config.eval_batches):
                 tokens, targets = (self._share(part) for part in batch)
                 self._queue.begin(training=False)
@@ -248,14 +241,14 @@ class Trainer:
     def sample(self, prompt: bytes, count: int) -> bytes:
         """``count`` bytes that the model writes after ``prompt``."""
         self._experts.begin_evaluation()
-        with self._whole("sampling"):
+        with self.store.failures.poisoning("sampling was cut short"):
             self._queue.begin(training=False)
             return bytes(token % 256 for token in self.model.generate(prompt, count))
 
     def commit(self, *, snapshot: str | None = None) -> int:
         """Makes the run durable up to here; returns the generation."""
         with (
-            self._whole("a commit"),
+            self.store.failures.poisoning("a commit was cut short"),
             self._timeline.span(Track.COMMITS, f"commit {self.state.position}"),
             self.ledger.stall(layer=None, tier=Tier.NVME, cause=Cause.COMMIT),
         ):
