@@ -137,7 +137,7 @@ def ahead(mesh: Mesh, settings: Settings, by: int) -> None:
         for _ in range(by):
             trainer.step()
         if by and mesh.world.rank == 1:
-            trainer._dense.save(trainer.store, trainer.store.history.applied)
+            trainer.dense.save(trainer.store, trainer.store.history.applied)
             trainer.store.committer.commit({STATE_KEY: trainer.state.pack()}, keep=Keep.PREVIOUS)
 
 

@@ -15,9 +15,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from tierstore.dense.config import Fusion
+from tierstore.tiers.slots import ElementType
 
 if TYPE_CHECKING:  # a plan lays units out without torch
     import torch
@@ -25,15 +26,6 @@ if TYPE_CHECKING:  # a plan lays units out without torch
 
 #: Slices are multiples of this many elements: 64 bytes in fp32, 32 in bf16. Then no vector kernel meets a tail.
 SLICE_ALIGNMENT = 16
-
-
-class ElementType(Protocol):
-    """A torch.dtype, or whatever else knows the size of its elements."""
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        ...
 
 
 class Narrow(Enum):

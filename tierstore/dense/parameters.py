@@ -34,8 +34,8 @@ from torch import Tensor, nn
 
 from tierstore.cache.access import Phase
 from tierstore.dense.buckets import GradientExchange
-from tierstore.dense.config import DenseConfig, OptimizerState, Reshard
-from tierstore.dense.footprint import DenseBytes, blocks_held, gather_dtype, needs_exchange, needs_gather
+from tierstore.dense.config import DenseConfig, GatherDtype, OptimizerState, Reshard
+from tierstore.dense.footprint import DenseBytes, blocks_held, needs_exchange, needs_gather
 from tierstore.dense.fusion import FusionBuffer, FusionPool, GatheredUnit
 from tierstore.dense.gates import Gates, PassListener
 from tierstore.dense.layout import UnitLayout
@@ -81,7 +81,7 @@ class DenseSlices:
         self.traffic = self._messages.traffic
         self._group = group
         self._device = device
-        self._narrow = gather_dtype(config, compute)
+        self._narrow = compute if config.gather is GatherDtype.COMPUTE else torch.float32
         home = device if config.optimizer_state is OptimizerState.DEVICE else torch.device("cpu")
         self._moments: DiskMoments | None = None
         if config.optimizer_state is OptimizerState.NVME:

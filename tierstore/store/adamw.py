@@ -147,10 +147,6 @@ class StepHistory:
         del self._rows[:unneeded]
         self._first += unneeded
 
-    def copy_from(self, other: StepHistory) -> None:
-        """Goes on from the applied steps of ``other``."""
-        self.unpack(other.pack())
-
     _HEAD = struct.Struct("<qqd")  # applied, first step, and a number that nobody reads any more
 
     def pack(self) -> bytes:

@@ -141,7 +141,7 @@ class StoreCore:
             raise
         if self.history.is_open:
             self.history.finish()
-        self.cache.end_step()
+        self.cache.residency.end_step()
 
     # Records that their owner holds -------------------------------------------------------------------------
 
@@ -201,7 +201,7 @@ class StoreCore:
             past_cache,
             f"host cache: {format_bytes(arena.nbytes)}, {format_bytes(arena.huge_bytes)} of it in huge pages",
             *([f"drives: {shares} of new records"] if len(drives) > 1 else []),
-            self.extents.describe_discard(),
+            self.extents.discarding.describe(),
             *([] if self.write_budget is None else [self.write_budget.describe()]),
         ]
 

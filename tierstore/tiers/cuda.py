@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tierstore._native import Arena, Buffer, Engine, HugePages
-from tierstore.tiers.device import DeviceSlots, tensor_of
+from tierstore.tiers.device import tensor_of
+from tierstore.tiers.slots import DeviceSlots
 
 _Work = tuple[Sequence[int], Callable[[], None], int]
 
@@ -60,7 +61,7 @@ class CudaDeviceTier:
     """Slots on ``device``. Gradients are copied to pinned host memory, a buffer for each gradient slot."""
 
     def __init__(
-        self, engine: Engine, slots: DeviceSlots, device: torch.device, huge_pages: HugePages
+        self, engine: Engine, slots: DeviceSlots[torch.dtype], device: torch.device, huge_pages: HugePages
     ) -> None:
         self.device = device
         self.slots = slots

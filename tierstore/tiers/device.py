@@ -12,40 +12,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from tierstore._native import Arena, Buffer, Engine, HugePages
-from tierstore.tiers.slots import SlotSizes
-
-
-@dataclass(frozen=True)
-class DeviceSlots:
-    """How many slots of ``numel`` elements: weights in the compute type, gradients in fp32."""
-
-    numel: int
-    compute: torch.dtype
-    weights: int = 4
-    gradients: int = 3
-
-    @property
-    def sizes(self) -> SlotSizes:
-        return SlotSizes(self.numel, self.compute.itemsize, self.weights, self.gradients)
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.sizes.weight_bytes
-
-    @property
-    def gradient_bytes(self) -> int:
-        return self.sizes.gradient_bytes
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all slots."""
-        return self.sizes.nbytes
+from tierstore.tiers.slots import DeviceSlots
 
 
 class DeviceTier(Protocol):
@@ -57,7 +29,7 @@ class DeviceTier(Protocol):
     @property
     def device(self) -> torch.device: ...
     @property
-    def slots(self) -> DeviceSlots: ...
+    def slots(self) -> DeviceSlots[torch.dtype]: ...
 
     def load(self, slot: int, source: Buffer, after: Sequence[int]) -> int:
         """Queues the copy of ``source`` into weight slot ``slot``; returns its ticket."""
@@ -93,7 +65,7 @@ class DeviceTier(Protocol):
 class HostDeviceTier:
     """The CPU as a device: slots in an arena of its own."""
 
-    def __init__(self, engine: Engine, slots: DeviceSlots, huge_pages: HugePages) -> None:
+    def __init__(self, engine: Engine, slots: DeviceSlots[torch.dtype], huge_pages: HugePages) -> None:
         self._engine = engine
         self.slots = slots
         self._arena = Arena(slots.nbytes, huge_pages)

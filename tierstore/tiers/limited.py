@@ -8,7 +8,8 @@ import torch
 
 from tierstore._native import Activity, Buffer, Engine, Link
 from tierstore.links import LinkConfig, limited, open_link
-from tierstore.tiers.device import DeviceSlots, DeviceTier
+from tierstore.tiers.device import DeviceTier
+from tierstore.tiers.slots import DeviceSlots
 
 
 def _nothing() -> list[int]:
@@ -45,7 +46,7 @@ class LimitedTier:
         return self._tier.device
 
     @property
-    def slots(self) -> DeviceSlots:
+    def slots(self) -> DeviceSlots[torch.dtype]:
         return self._tier.slots
 
     def load(self, slot: int, source: Buffer, after: Sequence[int]) -> int:

@@ -63,7 +63,7 @@ def totals(trainer: Trainer, begun: Instant) -> Totals:
     """The totals of the run that began at ``begun`` and ends now; a collective."""
     ended = Instant.now(trainer)
     own = (
-        counters(trainer) | {"late_prefetch_bytes": trainer.late_prefetch_bytes},
+        counters(trainer) | {"late_prefetch_bytes": trainer.experts.late_prefetch_bytes},
         peak_resident_bytes(),
         trainer.ledger.total_s,
         [stall.as_dict() for stall in trainer.ledger.rows()],

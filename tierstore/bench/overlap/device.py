@@ -106,7 +106,7 @@ class EmulatedDevice:
 class EmulatedTier(HostDeviceTier):
     """Slots of what ``computer`` computes with: a copy into or out of one waits for that."""
 
-    def __init__(self, engine: Engine, slots: DeviceSlots, computer: Computer) -> None:
+    def __init__(self, engine: Engine, slots: DeviceSlots[torch.dtype], computer: Computer) -> None:
         super().__init__(engine, slots, HugePages.OFF)
         self._computer = computer
         self._idle: list[list[int]] = [[] for _ in range(slots.weights)]

@@ -67,7 +67,7 @@ class StoreExtents:
             scratch.mkdir(exist_ok=True)
             for stale in scratch.iterdir():
                 stale.unlink()
-        self._discard = Discard(discard, [drive.path / "scratch" for drive in drives])
+        self.discarding = Discard(discard, [drive.path / "scratch" for drive in drives])
         self._by_schema: list[SchemaExtents] = []
         try:
             for number, schema in enumerate(self.schemas):
@@ -78,7 +78,7 @@ class StoreExtents:
 
     def _maker(self, schema: RecordSchema) -> Callable[[Group], StripedExtent]:
         return lambda group: StripedExtent(
-            self._drives, [self._open(drive, schema, group) for drive in self._drives], self._discard
+            self._drives, [self._open(drive, schema, group) for drive in self._drives], self.discarding
         )
 
     def _open(self, drive: Drive, schema: RecordSchema, group: Group) -> Extent:
@@ -200,9 +200,6 @@ class StoreExtents:
     def map_sync_reason(self) -> str:
         """Why mapped extents need a sync; empty where their stores are durable by themselves."""
         return next(filter(None, (extent.file.map_sync_reason() for extent in self.files)), "")
-
-    def describe_discard(self) -> str:
-        return self._discard.describe()
 
     def close(self) -> None:
         for extent in self.files:
