@@ -107,7 +107,7 @@ def _train(mesh: Mesh, path: Path, timing: StepTiming, slots: int, ranks: int) -
         store = opened.core
         store.reserve()
         store.reserve_scratch("expert")
-        store.commit()
+        opened.commit()
         shape = DeviceSlots(NUMEL, torch.float32, weights=2, gradients=slots)
         tier = open_device_tier(store.engine, shape, torch.device("cpu"), HugePages.OFF)
         stack.callback(tier.close)

@@ -244,7 +244,7 @@ class HostCache:
             elif kind == Decision.EVICT_WRITE:
                 state.readers.append(self._write_back(entry, state))
                 self._free(state)
-            else:  # EVICT of a clean entry, DROP of one that nobody needs again
+            else:  # EVICT of a clean entry, DROP of one that is not needed again
                 self._free(state)
 
     def _write_back(self, entry: int, state: _Entry) -> int:

@@ -33,7 +33,7 @@ class DenseTraffic:
 
 class DenseMessages:
     """Hears of each collective that sends something. On ``timeline`` it is drawn from its issue to the end of the wait
-    for it, so one that nobody has waited for yet is not there.
+    for it, so one that was not waited for yet is not there.
     """
 
     def __init__(self, timeline: TimelineSink | None = None) -> None:

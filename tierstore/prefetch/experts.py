@@ -111,7 +111,7 @@ class TieredExperts:
         accesses = self.program.backward(layer, experts)
         access = next(accesses)
         for unit, slot, last in self._walk(access, self._records_of(access)):
-            taken, guards = self._device.take_gradient()
+            taken, guards = self._device.allocate_gradient()
             self._wait(guards, layer, Tier.HOST, Cause.OPTIMIZER)
             gradient = self._device.gradients(taken)
             yield ExpertLease(int(access.experts[unit]), self._device.weights(slot), gradient)

@@ -14,7 +14,7 @@ under a name of its own, so that the rank can go back if another one never got a
 theirs, ``acknowledge`` lets that one go.
 
 In a log of I/O events the marks ``index G`` and ``commit G`` stand before and after the transaction of
-generation G, and ``acknowledge G`` after the one that lets go of the commit before it.
+generation G, and ``acknowledge G`` after the one that drops the commit before it.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class Committer:
         self._parts.extents.discard(kept, self._parts.live.counts())
 
     def _superseded(self, adding: int) -> list[str]:
-        """What is let go of by a commit that adds so many snapshots and cannot be undone."""
+        """The snapshots that a final commit drops when it adds ``adding`` of them."""
         named = [name for name in self.snapshots if name != PREVIOUS]
         excess = max(len(named) + adding - self._parts.config.retain, 0) if adding or self._replaces else 0
         return named[:excess] + ([PREVIOUS] if PREVIOUS in self.snapshots else [])

@@ -1,4 +1,4 @@
-"""What can be wrong with an open store, told in the store's own words."""
+"""Whether an open store can be used, and its failures in the store's own words."""
 
 from __future__ import annotations
 

@@ -217,14 +217,14 @@ def open_existing(
 
 
 def read_schemas(directory: Path) -> list[RecordSchema]:
-    """The record schemas of the store in ``directory``, which nobody may have open."""
+    """The record schemas of the store in ``directory``, which no process may have open."""
     home = Home(directory, read_identity(directory), published=True)
     with DirectoryLease(directory), contextlib.closing(Index(directory / "index")) as index:
         return read_meta(home, index)[0]
 
 
 def read_states(directory: Path, name: str) -> dict[OpenAt, bytes]:
-    """State ``name`` at each commit that the store in ``directory`` can be opened at. Nobody may have it open.
+    """State ``name`` at each commit that the store in ``directory`` can be opened at. No process may have it open.
 
     Raises StoreMissingError, StoreInUseError, StoreFormatError.
     """
@@ -238,7 +238,7 @@ def read_states(directory: Path, name: str) -> dict[OpenAt, bytes]:
 
 
 def read_drives(store: Path) -> list[DriveReport]:
-    """The directories of the store in ``store``, which nobody may have open, as of its last commit.
+    """The directories of the store in ``store``, which no process may have open, as of its last commit.
 
     Raises StoreMissingError, StoreInUseError, StoreFormatError; a stripe directory that is missing is no error.
     """
@@ -321,7 +321,7 @@ def minimum_host_budget(
         frames += cache.headroom_frames
         if cache.layer_shares:
             smallest = min(cache.layer_shares) / sum(cache.layer_shares)
-            # Shares that were rounded still have room for what they came from, as in quotas_by_layer.
+            # Shares that were rounded still hold what they came from, as in quotas_by_layer.
             frames = math.ceil(frames / smallest * (1 - 1e-8))
         elif cache.scope is Scope.LAYER:
             frames *= max(layers, 1)

@@ -253,7 +253,7 @@ class ParameterStore:
         generation.
 
         With ``snapshot`` the commit is also kept under that name, which costs the dirty bytes, not a copy of the store;
-        the oldest snapshots beyond ``retain`` are let go. When this returns the commit is acknowledged. StoreError and
+        the oldest snapshots beyond ``retain`` are dropped. When this returns the commit is acknowledged. StoreError and
         ValueError leave all as it was (a lease holds what must be written, say); after any other error the store is
         poisoned, and reopens at this commit or the one before.
         """
@@ -300,7 +300,7 @@ class ParameterStore:
 
 
 def verify_store(directory: Path | str, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-    """Verifies the store in ``directory``; ``progress`` is told groups done and groups in all.
+    """Verifies the store in ``directory``; ``progress`` is called with groups done and in all.
 
     Raises StoreMissingError, StoreInUseError, StoreFormatError (a truncated file, say).
     """

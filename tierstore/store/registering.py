@@ -137,6 +137,6 @@ def _fill(core: StoreCore, record: CachedRecord, content: Sequence[npt.NDArray[n
     except BaseException as error:
         if begun:
             core.failures.poison(f"registering {record.live.key!r} was cut short", error)
-        else:  # there was no room for it beside what is leased
+        else:  # it does not fit beside what is leased
             core.records.remove(record.live.key)
         raise

@@ -23,7 +23,7 @@ from tierstore.tiers.slots import DeviceSlots
 class DeviceTier(Protocol):
     """Slots are numbers. A weight slot is loaded, used and released, possibly before the device has finished the work
     queued with it. A gradient slot is allocated, written and copied to the host; it is free again when the tickets given
-    to ``release_gradient`` have finished.
+    to ``free_gradient`` have finished.
     """
 
     @property
@@ -43,19 +43,19 @@ class DeviceTier(Protocol):
         """The slot may be loaded again once the device has done all work queued so far."""
         ...
 
-    def take_gradient(self) -> tuple[int, list[int]]:
+    def allocate_gradient(self) -> tuple[int, list[int]]:
         """A gradient slot, and the tickets that must finish before it is written."""
         ...
 
     def gradients(self, slot: int) -> torch.Tensor: ...
 
-    def land(self, slot: int) -> tuple[Buffer, list[int]]:
+    def copy_to_host(self, slot: int) -> tuple[Buffer, list[int]]:
         """The gradient of ``slot`` in host memory, complete once the device has done all work queued so far, and the
         tickets after which it is there.
         """
         ...
 
-    def release_gradient(self, slot: int, after: Sequence[int]) -> None:
+    def free_gradient(self, slot: int, after: Sequence[int]) -> None:
         """The slot (and its host buffer) may be reused once the tickets ``after`` have finished."""
         ...
 
@@ -95,17 +95,17 @@ class HostDeviceTier:
     def release_weights(self, slot: int) -> None:
         """Nothing to do: the caller computes, and has finished."""
 
-    def take_gradient(self) -> tuple[int, list[int]]:
+    def allocate_gradient(self) -> tuple[int, list[int]]:
         return self._free.popleft()
 
     def gradients(self, slot: int) -> torch.Tensor:
         return self._gradient_tensors[slot]
 
-    def land(self, slot: int) -> tuple[Buffer, list[int]]:
+    def copy_to_host(self, slot: int) -> tuple[Buffer, list[int]]:
         # The device's memory is the host's: the optimizer reads the slot itself.
         return self._gradients[slot], []
 
-    def release_gradient(self, slot: int, after: Sequence[int]) -> None:
+    def free_gradient(self, slot: int, after: Sequence[int]) -> None:
         self._free.append((slot, list(after)))
 
     def close(self) -> None:

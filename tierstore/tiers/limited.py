@@ -61,19 +61,19 @@ class LimitedTier:
         self._tier.release_weights(slot)
         self._idle[slot] = self._computed()
 
-    def take_gradient(self) -> tuple[int, list[int]]:
-        return self._tier.take_gradient()
+    def allocate_gradient(self) -> tuple[int, list[int]]:
+        return self._tier.allocate_gradient()
 
     def gradients(self, slot: int) -> torch.Tensor:
         return self._tier.gradients(slot)
 
-    def land(self, slot: int) -> tuple[Buffer, list[int]]:
-        landed, after = self._tier.land(slot)
-        turn = self._engine.hold(self._link, landed.nbytes, Activity.COPY, after=self._computed())
-        return landed, [*after, turn]
+    def copy_to_host(self, slot: int) -> tuple[Buffer, list[int]]:
+        copied, after = self._tier.copy_to_host(slot)
+        turn = self._engine.hold(self._link, copied.nbytes, Activity.COPY, after=self._computed())
+        return copied, [*after, turn]
 
-    def release_gradient(self, slot: int, after: Sequence[int]) -> None:
-        self._tier.release_gradient(slot, after)
+    def free_gradient(self, slot: int, after: Sequence[int]) -> None:
+        self._tier.free_gradient(slot, after)
 
     def close(self) -> None:
         self._tier.close()

@@ -88,7 +88,7 @@ def totals(trainer: Trainer, begun: Instant) -> Totals:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The result of ``tierstore train``. ``records_crc32c`` is None where nobody asked for it."""
+    """The result of ``tierstore train``. ``records_crc32c`` is None where it was not asked for."""
 
     config: TrainConfig
     steps: int

@@ -65,7 +65,7 @@ class Resharded:
 
 
 def reshard(source: Path, target: Path, layout: Layout, progress: Progress | None = None) -> Resharded:
-    """Makes at ``target`` the store of ``source`` for ``layout``. ``progress`` is told records done and in all.
+    """Makes at ``target`` the store of ``source`` for ``layout``. ``progress`` is called with records done and in all.
 
     Raises StoreMissingError, StoreInUseError, StoreExistsError, StoreFormatError, ConfigError, OSError; on a failure
     there is nothing at ``target``.

@@ -37,7 +37,7 @@ from tierstore.timeline import NullTimeline, TimelineSink, Track
 from tierstore.train.budgets import EXPERT_SCHEMA, Budgets, DeviceKind, budgets, expert_schema
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TextData
-from tierstore.train.footprint import give_back_freed_memory
+from tierstore.train.footprint import return_freed_memory
 from tierstore.train.ranks import Agreed, Opening, agree, check_alike
 from tierstore.train.state import TrainState, conditions, differences
 from tierstore.train.step_time import StepTimer
@@ -105,7 +105,7 @@ def open_session(
             # A store is one from its first commit on: none is before all ranks have made theirs.
             setup.mesh.world.barrier()
             trainer.commit()
-            give_back_freed_memory()
+            return_freed_memory()
         yield trainer
 
 

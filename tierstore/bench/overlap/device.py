@@ -117,6 +117,6 @@ class EmulatedTier(HostDeviceTier):
     def release_weights(self, slot: int) -> None:
         self._idle[slot] = self._computer.finished()
 
-    def land(self, slot: int) -> tuple[Buffer, list[int]]:
-        landed, after = super().land(slot)
-        return landed, [*after, *self._computer.finished()]
+    def copy_to_host(self, slot: int) -> tuple[Buffer, list[int]]:
+        copied, after = super().copy_to_host(slot)
+        return copied, [*after, *self._computer.finished()]

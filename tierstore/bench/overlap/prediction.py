@@ -176,7 +176,7 @@ class StackWorkload:
             fetch_state=round(moved.state / shape.experts),
             evict=round(moved.written / shape.experts),
             load=4 * shape.expert_numel,
-            land=4 * shape.expert_numel if backward else 0,
+            to_host=4 * shape.expert_numel if backward else 0,
         )
 
     def seconds(self, operation: Operation) -> float:
@@ -187,7 +187,7 @@ class StackWorkload:
             Kind.FETCH: links.disk,
             Kind.WRITE: links.disk,
             Kind.LOAD: links.copy,
-            Kind.LAND: links.copy,
+            Kind.COPY_TO_HOST: links.copy,
         }
         if operation.kind in moved:
             return _over(moved[operation.kind], operation.nbytes)

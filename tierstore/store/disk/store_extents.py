@@ -33,7 +33,7 @@ class SchemaExtents:
         return self._groups[Group(group)]
 
     def rebalance(self) -> None:
-        """Room for the drives' shares as they are now."""
+        """Reserves the drives' shares as they are now."""
         for extent in self._groups.values():
             extent.rebalance()
 
@@ -102,7 +102,7 @@ class StoreExtents:
             raise StoreFormatError(f"{error.filename}: the extent file is missing") from error
         drive.extents.append(extent)
         if scratch:
-            # Nobody resumes from gradients: without a name their space is free however the process ends.
+            # No run resumes from gradients: without a name their space is free however the process ends.
             path.unlink()
         return extent
 
