@@ -105,7 +105,11 @@ class GradientAccumulator:
         return math.fsum(self._squares.array().tolist())
 
     def apply(self, scale: float) -> None:
-        """The kept gradients, times ``scale``, are due: each is stepped before its expert is used again."""
+        """The kept gradients, times ``scale``, are due: each is stepped before its expert is used again.
+
+        Raises StoreError outside of the step that they take, or where gradients of an earlier one still wait.
+        """
+        _ = self._store.history.current
         if (waiting := next(self._program.pending(), None)) is not None:
             raise StoreError(f"gradients of optimizer step {waiting.step} still wait for it")
         self._scale = scale
