@@ -11,10 +11,8 @@ namespace tierstore {
 bool supports(InstructionSet isa) {
     __builtin_cpu_init();
     switch (isa) {
-        case InstructionSet::Scalar:
-            return true;
-        case InstructionSet::Avx2:
-            return __builtin_cpu_supports("avx2");
+        case InstructionSet::Scalar: return true;
+        case InstructionSet::Avx2: return __builtin_cpu_supports("avx2");
         case InstructionSet::Avx512:
             return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                    __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
@@ -24,12 +22,9 @@ bool supports(InstructionSet isa) {
 
 std::string_view name(InstructionSet isa) {
     switch (isa) {
-        case InstructionSet::Scalar:
-            return "scalar";
-        case InstructionSet::Avx2:
-            return "avx2";
-        case InstructionSet::Avx512:
-            return "avx512";
+        case InstructionSet::Scalar: return "scalar";
+        case InstructionSet::Avx2: return "avx2";
+        case InstructionSet::Avx512: return "avx512";
     }
     return "unknown";
 }

@@ -75,7 +75,7 @@ std::uint32_t by_tables(const std::uint8_t* p, std::size_t n, std::uint32_t crc)
 }
 
 __attribute__((target("sse4.2"))) std::uint32_t by_instruction(const std::uint8_t* p, std::size_t n,
-                                                                std::uint32_t crc) {
+                                                               std::uint32_t crc) {
     std::uint64_t wide = crc;
     for (; n >= 8; p += 8, n -= 8) wide = _mm_crc32_u64(wide, load64(p));
     crc = static_cast<std::uint32_t>(wide);
@@ -88,7 +88,7 @@ __attribute__((target("sse4.2"))) std::uint32_t by_instruction(const std::uint8_
 // of a checksum and x^(8 n - 33), times the x above, times the x^32 with which crc32 takes 64 bits in,
 // comes to just that.
 __attribute__((target("sse4.2,pclmul"))) std::uint32_t by_three(const std::uint8_t* p, std::size_t n,
-                                                                 std::uint32_t crc) {
+                                                                std::uint32_t crc) {
     constexpr std::size_t third = 256;  // much farther apart, three streams are not prefetched well
     constexpr std::uint32_t past_one = x_to_the(8 * third - 33), past_two = x_to_the(8 * 2 * third - 33);
     for (; n >= 3 * third; p += 3 * third, n -= 3 * third) {
@@ -122,8 +122,7 @@ __attribute__((target("sse4.2,pclmul,avx512f,avx512vl,vpclmulqdq"))) std::uint32
     const __m512i k = _mm512_set_epi64(k2, k1, k2, k1, k2, k1, k2, k1);
     __m512i state[lanes];
     for (std::size_t i = 0; i < lanes; ++i) state[i] = _mm512_loadu_si512(p + 64 * i);
-    state[0] = _mm512_xor_si512(state[0],
-                                _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(crc))));
+    state[0] = _mm512_xor_si512(state[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(crc))));
     for (p += stride, n -= stride; n >= stride; p += stride, n -= stride) {
         for (std::size_t i = 0; i < lanes; ++i) {
             // 0x96 is the exclusive or of all three.

@@ -12,12 +12,12 @@
 #include "native/cache/policies/lirs.hpp"
 #include "native/cache/policies/lru.hpp"
 #include "native/cache/policies/next_use.hpp"
-#include "native/cache/policy.hpp"
 #include "native/cache/policies/s3_fifo.hpp"
 #include "native/cache/policies/sieve.hpp"
 #include "native/cache/policies/slru.hpp"
 #include "native/cache/policies/two_q.hpp"
 #include "native/cache/policies/w_tinylfu.hpp"
+#include "native/cache/policy.hpp"
 
 namespace tierstore {
 namespace {

@@ -337,9 +337,7 @@ void Engine::on_io(Ticket ticket, const IoResult& result) {
             stats_.written_bytes += moved;
             stats_.write_ns += result.service_ns;
             break;
-        case Kind::Punch:
-            finish(ticket, result.failure, remains);
-            return;
+        case Kind::Punch: finish(ticket, result.failure, remains); return;
         default:
             stats_.syncs += 1;
             stats_.sync_ns += result.service_ns;

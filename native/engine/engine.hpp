@@ -47,7 +47,7 @@ struct EngineStats {
     uint64_t syncs = 0;
     uint64_t compute_ops = 0;
     uint64_t failed_ops = 0;
-    uint64_t kept_failures = 0;  // now: of failed_ops those that are remembered by their ticket
+    uint64_t kept_failures = 0;        // now: of failed_ops those that are remembered by their ticket
     uint64_t continued_transfers = 0;  // came back short and were continued
     uint64_t read_ns = 0;              // service time, summed over operations: they overlap
     uint64_t write_ns = 0;
@@ -143,8 +143,8 @@ private:
         size_t unmet = 0;           // tickets that it still waits for
         std::vector<Ticket> after;  // unfinished when submitted
         std::vector<Ticket> dependents;
-        Transfer transfer;  // Read, Write; of Sync and Punch the file, of Punch the offset
-        uint64_t hole_bytes = 0;  // Punch
+        Transfer transfer;           // Read, Write; of Sync and Punch the file, of Punch the offset
+        uint64_t hole_bytes = 0;     // Punch
         std::vector<Work> parts;     // Compute
         size_t unfinished = 0;       // of those
         uint64_t started_ns = 0;     // the first of them
@@ -156,8 +156,8 @@ private:
         size_t nbytes = 0;
         bool in_backend = false;
         bool completed_outside = false;  // External
-        bool notify = false;   // see notify()
-        bool awaited = false;  // a thread sleeps until it has finished
+        bool notify = false;             // see notify()
+        bool awaited = false;            // a thread sleeps until it has finished
     };
     using OperationPtr = std::unique_ptr<Operation>;
     // Operations whose memory is to go after the mutex is released: an arena or file may go with them.

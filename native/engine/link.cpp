@@ -24,7 +24,8 @@ Link::Link(double bandwidth, double latency_s, double burst_bytes)
     if (!(latency_s >= 0 && std::isfinite(latency_s)))
         throw std::invalid_argument("a link's latency must be finite and not negative");
     if (!(burst_bytes >= 0 && std::isfinite(burst_bytes)) || (burst_bytes > 0 && std::isinf(bandwidth)))
-        throw std::invalid_argument("a link's burst must be finite, not negative, and of a limited bandwidth");
+        throw std::invalid_argument(
+            "a link's burst must be finite, not negative, and of a limited bandwidth");
 }
 
 Link::Slot Link::reserve(size_t nbytes, uint64_t now_ns) {

@@ -53,7 +53,7 @@ private:
     const double bandwidth_;
     const double latency_s_;
     const int64_t burst_ns_;
-    std::mutex mutex_;  // guards what follows
+    std::mutex mutex_;        // guards what follows
     int64_t free_at_ns_ = 0;  // signed: credit may be older than the clock
     size_t blocking_ = 0;
     uint64_t blocking_since_ns_ = 0;

@@ -113,9 +113,8 @@ void verify_checksums(const Transfer& transfer) {
 }
 
 bool needs_seal(const Transfer& transfer) {
-    return transfer.crcs || std::any_of(transfer.sections.begin(), transfer.sections.end(), [&](const Buffer& s) {
-               return s.nbytes() % transfer.align != 0;
-           });
+    return transfer.crcs || std::any_of(transfer.sections.begin(), transfer.sections.end(),
+                                        [&](const Buffer& s) { return s.nbytes() % transfer.align != 0; });
 }
 
 void seal(const Transfer& transfer) {

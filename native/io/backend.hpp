@@ -58,10 +58,10 @@ public:
 };
 
 struct BackendOptions {
-    size_t threads = 4;            // of the threads and pmem backends: so many chunks in flight
-    size_t queue_depth = 32;       // of the uring backend: so many chunks in flight
-    size_t chunk_bytes = 1 << 20;  // a larger request is cut into chunks of this
-    int lease_fd = -1;             // see make_uring_backend
+    size_t threads = 4;                // of the threads and pmem backends: so many chunks in flight
+    size_t queue_depth = 32;           // of the uring backend: so many chunks in flight
+    size_t chunk_bytes = 1 << 20;      // a larger request is cut into chunks of this
+    int lease_fd = -1;                 // see make_uring_backend
     MapSync map_sync = MapSync::Auto;  // of the pmem backend
 };
 

@@ -86,7 +86,8 @@ OpenFile::~OpenFile() {
 }
 
 File::File(std::string path, FileCreate create, DirectIo direct, std::shared_ptr<Meter> meter)
-    : path_(path), open_(std::make_shared<const OpenFile>(std::move(path), create, direct, std::move(meter))) {}
+    : path_(path),
+      open_(std::make_shared<const OpenFile>(std::move(path), create, direct, std::move(meter))) {}
 
 OpenFilePtr File::open() const {
     std::lock_guard lock(mutex_);

@@ -28,9 +28,9 @@ struct OpenFile {
     int direct_fd = -1;         // -1: no direct I/O
     std::string direct_reason;  // why not; empty when there is
     bool direct_required = false;
-    size_t memory_alignment = 1;  // of a direct transfer's memory, bytes
-    size_t offset_alignment = 1;  // of a direct transfer's offset and length, bytes
-    mutable FileMapping mapping;  // of the pmem backend
+    size_t memory_alignment = 1;   // of a direct transfer's memory, bytes
+    size_t offset_alignment = 1;   // of a direct transfer's offset and length, bytes
+    mutable FileMapping mapping;   // of the pmem backend
     std::shared_ptr<Meter> meter;  // of the drive that it lies on; null: nobody asks
 };
 

@@ -30,8 +30,7 @@ Mapped::Mapped(int fd, const std::string& path, size_t nbytes, MapSync wanted) :
     }
     if (at == MAP_FAILED) {
         at = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-        if (at == MAP_FAILED)
-            throw SyscallError(errno, "mmap of " + std::to_string(nbytes) + " bytes", path);
+        if (at == MAP_FAILED) throw SyscallError(errno, "mmap of " + std::to_string(nbytes) + " bytes", path);
     }
     data_ = static_cast<std::byte*>(at);
 }

@@ -80,7 +80,8 @@ private:
         const size_t nbytes = asked(chunk);
         // A store to a page without a block would be a SIGBUS where the file system is full; most have theirs, and
         // then this is one short system call.
-        if (fallocate(file.buffered_fd, 0, static_cast<off_t>(chunk.offset()), static_cast<off_t>(nbytes)) != 0)
+        if (fallocate(file.buffered_fd, 0, static_cast<off_t>(chunk.offset()), static_cast<off_t>(nbytes)) !=
+            0)
             return -errno;
         const MappedPtr mapped = map(file, chunk.offset() + nbytes);
         if (!mapped) return -EIO;  // cut short by somebody else

@@ -12,7 +12,15 @@
 namespace tierstore {
 namespace {
 
-enum Event : uint8_t { kWriteSubmit = 1, kWriteDone = 2, kSyncSubmit = 3, kSyncDone = 4, kMark = 5, kPunchSubmit = 6, kPunchDone = 7 };
+enum Event : uint8_t {
+    kWriteSubmit = 1,
+    kWriteDone = 2,
+    kSyncSubmit = 3,
+    kSyncDone = 4,
+    kMark = 5,
+    kPunchSubmit = 6,
+    kPunchDone = 7
+};
 
 uint8_t done_event(IoKind kind) {
     return kind == IoKind::Write ? kWriteDone : kind == IoKind::Punch ? kPunchDone : kSyncDone;

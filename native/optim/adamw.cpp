@@ -14,7 +14,7 @@ namespace {
 
 // The thread's SSE control word for a scope: exceptions masked, round to nearest, whatever the caller had.
 class FloatMode {
-  public:
+public:
     enum class Subnormals { Keep, Flush };
 
     explicit FloatMode(Subnormals subnormals) : saved_(_mm_getcsr()) {
@@ -26,18 +26,15 @@ class FloatMode {
     FloatMode(const FloatMode&) = delete;
     FloatMode& operator=(const FloatMode&) = delete;
 
-  private:
+private:
     unsigned saved_;
 };
 
 const kernels::Kernels& kernels_of(InstructionSet isa) {
     switch (isa) {
-        case InstructionSet::Avx512:
-            return kernels::avx512;
-        case InstructionSet::Avx2:
-            return kernels::avx2;
-        case InstructionSet::Scalar:
-            break;
+        case InstructionSet::Avx512: return kernels::avx512;
+        case InstructionSet::Avx2: return kernels::avx2;
+        case InstructionSet::Scalar: break;
     }
     return kernels::scalar;
 }

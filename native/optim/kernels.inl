@@ -13,8 +13,12 @@ struct Constants {
     Vec::F decay, beta1, rest1, beta2, rest2, rate, floor;
 
     explicit Constants(const Scalars& s)
-        : decay(Vec::set(s.decay)), beta1(Vec::set(s.beta1)), rest1(Vec::set(s.rest1)),
-          beta2(Vec::set(s.beta2)), rest2(Vec::set(s.rest2)), rate(Vec::set(s.rate)),
+        : decay(Vec::set(s.decay)),
+          beta1(Vec::set(s.beta1)),
+          rest1(Vec::set(s.rest1)),
+          beta2(Vec::set(s.beta2)),
+          rest2(Vec::set(s.rest2)),
+          rate(Vec::set(s.rate)),
           floor(Vec::set(s.floor)) {}
 };
 

@@ -22,9 +22,7 @@ struct Vec {
     static F div(F a, F b) { return a / b; }
     static F sqrt(F a) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(a))); }
 
-    static F load_split(const std::uint16_t* hi, const std::int16_t* lo) {
-        return merge(*hi, *lo);
-    }
+    static F load_split(const std::uint16_t* hi, const std::int16_t* lo) { return merge(*hi, *lo); }
     static void store_split(std::uint16_t* hi, std::int16_t* lo, F x) {
         const auto bits = __builtin_bit_cast(std::uint32_t, x);
         *hi = split_hi(bits);

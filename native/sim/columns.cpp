@@ -40,8 +40,7 @@ void check_offsets(const RequestColumns& requests) {
     if (descends(offsets)) {
         const auto descent = std::is_sorted_until(offsets.begin(), offsets.end());
         throw std::invalid_argument("column 'offsets': event " +
-                                    std::to_string(descent - offsets.begin() - 1) +
-                                    " ends before it begins");
+                                    std::to_string(descent - offsets.begin() - 1) + " ends before it begins");
     }
 }
 

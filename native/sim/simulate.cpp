@@ -45,8 +45,8 @@ std::vector<std::uint64_t> capacities(const SimulationOptions& options) {
 // follow from another column.
 RequestColumns without_ones(const RequestColumns& requests) {
     RequestColumns plain = requests;
-    const bool known = requests.layer_of.size() == requests.sizes.size() ||
-                       requests.bytes.size() == requests.sizes.size();
+    const bool known =
+        requests.layer_of.size() == requests.sizes.size() || requests.bytes.size() == requests.sizes.size();
     const auto is_one = [](std::uint32_t frames) { return frames == 1; };
     if (known && std::all_of(plain.sizes.begin(), plain.sizes.end(), is_one)) plain.sizes = {};
     return plain;

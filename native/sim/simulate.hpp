@@ -23,16 +23,17 @@ enum class Detail : std::uint8_t { STEPS, EVENTS };
 // Event i asks for entries [offsets[i], offsets[i + 1]). Only `offsets` and `entries` are needed; an empty
 // column means what stands behind it.
 struct RequestColumns {
-    std::span<const std::uint64_t> offsets{};  // one more than events
-    std::span<const EntryId> entries{};  // by request
-    std::span<const std::uint8_t> writes{};  // by request: non-zero makes dirty; nothing does
-    std::span<const std::uint32_t> layers{};  // by event; the layer of its first entry
-    std::span<const std::uint8_t> phases{};  // by event; Phase::FORWARD
-    std::span<const std::uint32_t> steps{};  // by event, non-decreasing; one step
-    std::span<const std::uint32_t> sizes{};  // by entry, in frames, at least 1; 1
+    std::span<const std::uint64_t> offsets{};   // one more than events
+    std::span<const EntryId> entries{};         // by request
+    std::span<const std::uint8_t> writes{};     // by request: non-zero makes dirty; nothing does
+    std::span<const std::uint32_t> layers{};    // by event; the layer of its first entry
+    std::span<const std::uint8_t> phases{};     // by event; Phase::FORWARD
+    std::span<const std::uint32_t> steps{};     // by event, non-decreasing; one step
+    std::span<const std::uint32_t> sizes{};     // by entry, in frames, at least 1; 1
     std::span<const std::uint32_t> layer_of{};  // by entry; the layer of the first event that asks for it
-    std::span<const std::uint32_t> records{};  // by entry: which are of one record; each of its own
-    std::span<const std::uint8_t> groups{};  // by entry: which of its record's it is; its place among neighbours
+    std::span<const std::uint32_t> records{};   // by entry: which are of one record; each of its own
+    std::span<const std::uint8_t>
+        groups{};  // by entry: which of its record's it is; its place among neighbours
     std::span<const std::uint64_t> bytes{};  // by entry; its frames
     std::span<const std::uint8_t> pinned{};  // by entry: non-zero never leaves once resident; none is
     std::size_t events() const { return offsets.empty() ? 0 : offsets.size() - 1; }

@@ -196,7 +196,8 @@ private:
     // group adds the frames of the rest. All that an event asks for of one record is used at once, so that no group
     // ends within it.
     template <typename RequestAt>
-    std::uint64_t group_end(const Cache& cache, std::uint64_t begin, std::uint64_t end, RequestAt request_at) {
+    std::uint64_t group_end(const Cache& cache, std::uint64_t begin, std::uint64_t end,
+                            RequestAt request_at) {
         const std::uint64_t room = cache.limit > cache.pinned ? cache.limit - cache.pinned : 0;
         if (unit_sizes_ && end - begin <= room) return end;
         std::uint64_t filled = 0;
@@ -224,7 +225,8 @@ private:
     template <typename RequestAt>
     void run_group(Cache& cache, std::uint64_t begin, std::uint64_t end, RequestAt request_at) {
         const auto each = [&](auto visit) {
-            for (std::uint64_t place = begin; place < end; ++place) visit(requests_.entries[request_at(place)]);
+            for (std::uint64_t place = begin; place < end; ++place)
+                visit(requests_.entries[request_at(place)]);
         };
         std::uint64_t missing = 0;
         for (std::uint64_t place = begin; place < end; ++place) {

@@ -246,6 +246,7 @@ class Racer:
         self.process.stdout.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["open", "create"])
 def test_of_two_that_race_one_wins(fast_path: Path, how: str) -> None:
     small_store(fast_path / "open", numel=1500).close()

@@ -164,7 +164,8 @@ private:
             }
             case 3: {
                 const auto tickets = after({&cell_tickets_[to]});
-                ticket = engine_.compute(fill_in_parts(cells_[to], 1 + pick(random_, 4)), {tickets, priority});
+                ticket =
+                    engine_.compute(fill_in_parts(cells_[to], 1 + pick(random_, 4)), {tickets, priority});
                 cell_tickets_[to] = ticket;
                 steps_.push_back({Step::Fill, ticket, to, 0});
                 break;
@@ -195,10 +196,9 @@ private:
                     break;
                 }
                 const auto tickets = after({&slot_tickets_[index]});
-                ticket = pick(random_, 3) == 0
-                             ? engine_.punch(file_.open(), kSlots * kFrames * kPageBytes,
-                                             kFrames * kPageBytes, {tickets, priority})
-                             : engine_.sync(file_.open(), {tickets, priority});
+                ticket = pick(random_, 3) == 0 ? engine_.punch(file_.open(), kSlots * kFrames * kPageBytes,
+                                                               kFrames * kPageBytes, {tickets, priority})
+                                               : engine_.sync(file_.open(), {tickets, priority});
                 steps_.push_back({Step::Other, ticket, 0, 0});
                 break;
             }

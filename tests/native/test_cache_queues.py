@@ -191,6 +191,7 @@ AGAINST_LIBCACHESIM = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ours", "theirs", "apart"), AGAINST_LIBCACHESIM)
 @pytest.mark.parametrize("capacity", [100, 200])
 @pytest.mark.parametrize("seed", [0, 1])

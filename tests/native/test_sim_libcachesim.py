@@ -38,6 +38,7 @@ TRACES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRACES)
 def test_misses_are_those_of_libcachesim(name, tmp_path):
     keys = TRACES[name]()

@@ -99,6 +99,7 @@ TAKEN: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("kind", TAKEN)
 def test_each_rank_takes_what_its_plan_says(

@@ -70,9 +70,9 @@ def expected_log(schedule: Schedule, steps: int) -> Log:
     log: Log = [("gather", unit) for unit in window.begin().gathers]
     for position in range(steps * len(schedule.passes)):
         movement = window.leave(position)
-        log += [("gather", unit) for unit in movement.early]
+        log += [("gather", unit) for unit in movement.before]
         log += [("release", unit) for unit in movement.releases]
-        log += [("gather", unit) for unit in movement.late]
+        log += [("gather", unit) for unit in movement.after]
     return log
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
+from conftest_store import small_store
 
 from tierstore.cache.config import CacheConfig, Scope
 from tierstore.errors import BudgetError, ConfigError
@@ -36,3 +40,18 @@ def test_a_budget_that_the_machine_has_not_is_refused_by_its_key(tmp_path: Path)
     ):
         ParameterStore.create(tmp_path / "s", [SCHEMA], StoreConfig(host_budget=1 << 50))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_closed_store_is_freed_without_the_garbage_collector(tmp_path: Path) -> None:
+    """Its arena is as large as the host budget: it must not wait for a collection."""
+    store = small_store(tmp_path / "store")
+    store.update({"e0": np.ones(3000, np.float32)}, lr=0.1)
+    store.commit()
+    core = weakref.ref(store.core)
+    gc.disable()
+    try:
+        store.close()
+        del store
+        assert core() is None
+    finally:
+        gc.enable()

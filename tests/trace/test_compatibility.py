@@ -68,7 +68,7 @@ def test_a_study_reads_the_same_requests(name, path):
         "events": requests.events,
         "requests": len(requests.entries),
         "steps": requests.step_count,
-        "frames": requests.total_frames,
+        "frames": requests.table.total_frames,
         "left_out": requests.left_out,
     }
     assert found == EXPECTED[name]["requests"]

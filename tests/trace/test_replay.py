@@ -237,7 +237,7 @@ def test_records_may_come_at_any_time(tmp_path):
     assert replay(path, capacity_frames=7).evictions == 0
     assert replay(path, scope="layer", policy="lfu-decay").steps == 1
     requests = load_requests(path)
-    assert (requests.events, len(requests.entries), requests.total_frames) == (3, 6, 5)
+    assert (requests.events, len(requests.entries), requests.table.total_frames) == (3, 6, 5)
     assert len(requests.creations.entries) == 1
 
     early = tmp_path / "early.trace"

@@ -16,6 +16,7 @@ Run = Callable[..., Any]
 BASE: dict[str, Any] = {"steps": 4, "model.compute_dtype": "bf16", "data.micro_batches": 2, "clip_norm": 0.5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

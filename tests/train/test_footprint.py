@@ -56,6 +56,7 @@ def given_to_dense(mesh: Mesh, settings: Settings) -> DenseBytes:
         return trainer.dense.nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", mostly_slow([2, 4], 2))
 @pytest.mark.parametrize("changes", [{}, {"model.compute_dtype": "bf16"}], ids=["fp32", "bf16"])
 def test_ranks_are_given_what_was_announced(

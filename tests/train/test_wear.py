@@ -17,6 +17,7 @@ from tierstore.train.trainer import Trainer
 Make = Callable[[Mapping[str, Any]], TrainConfig]
 
 
+@pytest.mark.slow
 def test_a_budget_changes_times_and_nothing_else(
     configure: Make, least: Callable[[TrainConfig], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

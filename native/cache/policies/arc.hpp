@@ -31,8 +31,8 @@ private:
     enum : EntryLists::List { T1 = 1, T2, B1, B2, WANTED };
 
     std::uint64_t capacity_ = 0;
-    double target_ = 0.0;       // p: the frames that T1 should hold
-    bool missed_b2_ = false;    // the last miss was on a ghost of T2
+    double target_ = 0.0;     // p: the frames that T1 should hold
+    bool missed_b2_ = false;  // the last miss was on a ghost of T2
     EntryLists lists_;
 };
 

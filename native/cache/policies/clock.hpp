@@ -27,7 +27,7 @@ public:
     }
 
 private:
-    EntryQueue queue_;  // the ring, cut open at the hand
+    EntryQueue queue_;                  // the ring, cut open at the hand
     std::vector<std::uint8_t> counts_;  // by entry
     std::uint8_t most_;
 };

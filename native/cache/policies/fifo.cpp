@@ -3,7 +3,7 @@
 namespace tierstore {
 
 std::uint64_t Fifo::select(const Candidates& candidates, std::uint64_t frames,
-                          std::vector<EntryId>& victims) {
+                           std::vector<EntryId>& victims) {
     queue_.oldest(candidates, frames, victims);
     return 0;
 }

@@ -23,8 +23,8 @@ LayerCycle::Pass LayerCycle::enter(Phase phase, std::uint32_t layer) {
     Pass pass = Pass::NONE;
     if (phase == Phase::FORWARD || phase == Phase::USER) {
         const bool up = last_ == Pass::FORWARD || last_ == Pass::AGAIN;
-        const bool again = trains_ && ((up && last_layer_ == layer) ||
-                                       (last_ == Pass::BACKWARD && last_layer_ > layer));
+        const bool again =
+            trains_ && ((up && last_layer_ == layer) || (last_ == Pass::BACKWARD && last_layer_ > layer));
         pass = again ? Pass::AGAIN : Pass::FORWARD;
     } else if (phase == Phase::BACKWARD) {
         pass = Pass::BACKWARD;

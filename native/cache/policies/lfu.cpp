@@ -69,8 +69,7 @@ void Lfu::remove(EntryId entry) {
     if (buckets_[from].oldest == kNone) remove_bucket(from);
 }
 
-std::uint64_t Lfu::select(const Candidates& candidates, std::uint64_t frames,
-                          std::vector<EntryId>& victims) {
+std::uint64_t Lfu::select(const Candidates& candidates, std::uint64_t frames, std::vector<EntryId>& victims) {
     std::uint64_t freed = 0;
     for (BucketId bucket = buckets_[0].more; bucket != 0 && freed < frames; bucket = buckets_[bucket].more) {
         EntryId entry = buckets_[bucket].oldest;

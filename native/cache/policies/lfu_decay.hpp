@@ -26,8 +26,8 @@ inline constexpr double kLeastBeta = 0x1p-500;  // a unit below 2^500 is still f
 
 struct LfuDecayOptions {
     LfuVariant variant = LfuVariant::CORRECTED;
-    double threshold = 0.0;       // >= 0
-    double beta = 0.5;            // [kLeastBeta, 1]
+    double threshold = 0.0;      // >= 0
+    double beta = 0.5;           // [kLeastBeta, 1]
     std::uint64_t interval = 8;  // K, >= 1
 };
 

@@ -78,7 +78,8 @@ void Lirs::remove(EntryId entry) {
     prune();
 }
 
-std::uint64_t Lirs::select(const Candidates& candidates, std::uint64_t frames, std::vector<EntryId>& victims) {
+std::uint64_t Lirs::select(const Candidates& candidates, std::uint64_t frames,
+                           std::vector<EntryId>& victims) {
     std::uint64_t freed = 0;
     const auto consider = [&](EntryId entry) {
         if (!candidates.evictable(entry)) return;
@@ -88,7 +89,8 @@ std::uint64_t Lirs::select(const Candidates& candidates, std::uint64_t frames, s
     for (EntryId at = status_.oldest(HIR); at != EntryLists::kEnd && freed < frames; at = status_.newer(at)) {
         consider(at);
     }
-    for (EntryId at = stack_.oldest(kStack); at != EntryLists::kEnd && freed < frames; at = stack_.newer(at)) {
+    for (EntryId at = stack_.oldest(kStack); at != EntryLists::kEnd && freed < frames;
+         at = stack_.newer(at)) {
         if (status_.list_of(at) == LIR) consider(at);
     }
     return 0;

@@ -9,8 +9,8 @@
 namespace tierstore {
 
 struct LirsOptions {
-    double hir_fraction = 0.01;    // of the capacity: kept for entries of high inter-reference recency
-    double stack_fraction = 2.0;   // of the capacity: the most that stack S may hold, ghosts included
+    double hir_fraction = 0.01;   // of the capacity: kept for entries of high inter-reference recency
+    double stack_fraction = 2.0;  // of the capacity: the most that stack S may hold, ghosts included
 };
 
 // LIRS: Jiang and Zhang, "LIRS: an efficient low inter-reference recency set replacement policy", 2002. Stack S

@@ -2,8 +2,7 @@
 
 namespace tierstore {
 
-std::uint64_t Lru::select(const Candidates& candidates, std::uint64_t frames,
-                          std::vector<EntryId>& victims) {
+std::uint64_t Lru::select(const Candidates& candidates, std::uint64_t frames, std::vector<EntryId>& victims) {
     queue_.oldest(candidates, frames, victims);
     return 0;
 }

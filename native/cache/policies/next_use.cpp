@@ -89,7 +89,8 @@ void NextUse::close_cycle(Layer& layer) {
     for (const EntryId entry : layer.entries) {
         Entry& of = entries_[entry];
         const bool used = of.used_forward || of.used_backward;
-        if (used) of.late += (of.age == kNever ? 1.0 : 1.0 - decay_) * ((of.used_forward ? 0.0 : 1.0) - of.late);
+        if (used)
+            of.late += (of.age == kNever ? 1.0 : 1.0 - decay_) * ((of.used_forward ? 0.0 : 1.0) - of.late);
         of.use += fresh * ((used ? 1.0 : 0.0) - of.use);
         of.age = used ? 0 : std::min(of.age + 1, kNever);
         of.past = UseOdds::past(of.age, of.use);

@@ -65,10 +65,10 @@ private:
     static constexpr std::uint32_t kNever = 1u << 30;
 
     struct Entry {
-        double use = 0.0;        // u
-        double late = 0.0;       // k
-        double backward = 1.0;   // b
-        double chance = 0.0;     // p
+        double use = 0.0;            // u
+        double late = 0.0;           // k
+        double backward = 1.0;       // b
+        double chance = 0.0;         // p
         std::uint32_t age = kNever;  // cycles since the last use
         std::uint32_t past = UseOdds::past(kNever, 0.0);
         std::uint32_t record = 0;
@@ -122,12 +122,12 @@ private:
     std::uint32_t version_ = 0;  // of the cycle, when the lists were last sorted
     std::vector<Entry> entries_;
     std::vector<Layer> layers_;
-    std::uint32_t own_layers_ = 0;  // those that have entries here
-    std::vector<EntryId> pending_;  // what the open access announced
-    std::vector<Offer> offers_;     // scratch: the first of each list
-    List announced_;                // scratch
-    std::vector<std::uint8_t> record_active_;      // used forward in the present cycle
-    std::vector<std::uint32_t> record_rank_;       // its place among the records of its layer
+    std::uint32_t own_layers_ = 0;             // those that have entries here
+    std::vector<EntryId> pending_;             // what the open access announced
+    std::vector<Offer> offers_;                // scratch: the first of each list
+    List announced_;                           // scratch
+    std::vector<std::uint8_t> record_active_;  // used forward in the present cycle
+    std::vector<std::uint32_t> record_rank_;   // its place among the records of its layer
 };
 
 std::unique_ptr<Policy> make_next_use(const PolicyOptions& options);

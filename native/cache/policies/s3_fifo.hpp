@@ -9,8 +9,8 @@
 namespace tierstore {
 
 struct S3FifoOptions {
-    double small_fraction = 0.1;      // of the capacity: the small queue
-    double ghost_fraction = 0.9;      // of the capacity: ghosts of what left it
+    double small_fraction = 0.1;       // of the capacity: the small queue
+    double ghost_fraction = 0.9;       // of the capacity: ghosts of what left it
     std::uint32_t move_threshold = 2;  // hits in the small queue that make an entry move to the main one
 };
 

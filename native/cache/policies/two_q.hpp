@@ -9,8 +9,8 @@
 namespace tierstore {
 
 struct TwoQOptions {
-    double in_fraction = 0.25;   // of the capacity: entries that were asked for once
-    double out_fraction = 0.5;   // of the capacity: ghosts of those
+    double in_fraction = 0.25;  // of the capacity: entries that were asked for once
+    double out_fraction = 0.5;  // of the capacity: ghosts of those
 };
 
 // 2Q, full version: Johnson and Shasha, "2Q: a low overhead high performance buffer management replacement

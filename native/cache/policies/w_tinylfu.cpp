@@ -11,7 +11,8 @@ void WTinyLfu::set_capacity(std::uint64_t frames) {
     main_frames_ = frames - window_frames_;
     protected_frames_ =
         static_cast<std::uint64_t>(static_cast<double>(main_frames_) * options_.protected_fraction);
-    sketch_.reset(frames, std::max<std::uint64_t>(1, static_cast<std::uint64_t>(whole * options_.sample_factor)));
+    sketch_.reset(frames,
+                  std::max<std::uint64_t>(1, static_cast<std::uint64_t>(whole * options_.sample_factor)));
 }
 
 void WTinyLfu::add(EntryId entry, const EntryInfo& info) {

@@ -38,7 +38,8 @@ def test_everything_is_saved(saved: Path) -> None:
     assert document.options["record_bytes"] == 48 << 10
     assert document.started <= document.ended
     assert document.machine.filesystem != "none"
-    commits, writes, ratio, dirty = document.measurements
+    commits, writes, *heartbeats, ratio, dirty = document.measurements
+    assert [one.unit for one in heartbeats] == ["s", "s"]
     assert (commits.name, commits.count, commits.unit) == ("commit", 4, "s")
     assert ratio.samples == tuple(a / b for a, b in zip(commits.samples, writes.samples, strict=True))
     assert ratio.target == 1.2

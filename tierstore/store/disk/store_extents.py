@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tierstore._native import DirectIo, Engine, FileCreate, Link
@@ -38,6 +40,49 @@ class SchemaExtents:
             extent.rebalance()
 
 
+@dataclass(frozen=True)
+class _Opener:
+    """What the files of extents are opened with. It does not know ``StoreExtents``: a closed store is freed without
+    the garbage collector, and its arena with it.
+    """
+
+    engine: Engine
+    drives: Drives
+    direct: DirectIo
+    link: Link | None
+    budget: WriteBudget | None
+    discard: Discard
+
+    def striped(self, schema: RecordSchema, group: Group) -> StripedExtent:
+        files = [self._open(drive, schema, group) for drive in self.drives]
+        return StripedExtent(self.drives, files, self.discard)
+
+    def _open(self, drive: Drive, schema: RecordSchema, group: Group) -> Extent:
+        scratch = group is Group.GRADIENTS
+        path = drive.path / ("scratch" if scratch else "extents") / f"{schema.name}.{group.label}"
+        try:
+            extent = Extent(
+                self.engine,
+                path,
+                schema.layout(group),
+                directory=drive.number,
+                direct=self.direct,
+                create=FileCreate.YES if scratch else drive.create,
+                links=[link for link in (drive.link, self.link) if link is not None],
+                budget=self.budget,
+                meter=drive.meter,
+            )
+        except FileNotFoundError as error:
+            if scratch:
+                raise
+            raise StoreFormatError(f"{error.filename}: the extent file is missing") from error
+        drive.extents.append(extent)
+        if scratch:
+            # Nothing resumes from gradients: without a name their space is free however the process ends.
+            path.unlink()
+        return extent
+
+
 class StoreExtents:
     """The extents of the schemas of a store, by number. ``link`` limits the speed of all drives together."""
 
@@ -54,10 +99,7 @@ class StoreExtents:
     ) -> None:
         self.schemas = list(schemas)
         self.budget = budget
-        self._engine = engine
         self._drives = drives
-        self._direct = direct
-        self._link = link
         #: The most records of each schema that space was reserved for.
         self.promised: Counter[str] = Counter()
         for drive in drives:
@@ -68,43 +110,14 @@ class StoreExtents:
             for stale in scratch.iterdir():
                 stale.unlink()
         self.discarding = Discard(discard, [drive.path / "scratch" for drive in drives])
+        opener = _Opener(engine, drives, direct, link, budget, self.discarding)
         self._by_schema: list[SchemaExtents] = []
         try:
             for number, schema in enumerate(self.schemas):
-                self._by_schema.append(SchemaExtents(number, schema, self._maker(schema)))
+                self._by_schema.append(SchemaExtents(number, schema, partial(opener.striped, schema)))
         except BaseException:
             self.close()
             raise
-
-    def _maker(self, schema: RecordSchema) -> Callable[[Group], StripedExtent]:
-        return lambda group: StripedExtent(
-            self._drives, [self._open(drive, schema, group) for drive in self._drives], self.discarding
-        )
-
-    def _open(self, drive: Drive, schema: RecordSchema, group: Group) -> Extent:
-        scratch = group is Group.GRADIENTS
-        path = drive.path / ("scratch" if scratch else "extents") / f"{schema.name}.{group.label}"
-        try:
-            extent = Extent(
-                self._engine,
-                path,
-                schema.layout(group),
-                directory=drive.number,
-                direct=self._direct,
-                create=FileCreate.YES if scratch else drive.create,
-                links=[link for link in (drive.link, self._link) if link is not None],
-                budget=self.budget,
-                meter=drive.meter,
-            )
-        except FileNotFoundError as error:
-            if scratch:
-                raise
-            raise StoreFormatError(f"{error.filename}: the extent file is missing") from error
-        drive.extents.append(extent)
-        if scratch:
-            # No run resumes from gradients: without a name their space is free however the process ends.
-            path.unlink()
-        return extent
 
     def __getitem__(self, number: int) -> SchemaExtents:
         return self._by_schema[number]

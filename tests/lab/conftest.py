@@ -1,0 +1,22 @@
+"""Packs sources to import."""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+import sys
+
+import pytest
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+_PACKINGS = {"plain": bytes, "gzip": gzip.compress, "xz": lzma.compress, "zstd": zstd.compress}
+
+
+@pytest.fixture(params=_PACKINGS)
+def packed(request):
+    """What is done to a source's bytes: nothing, or packed (under the same name)."""
+    return _PACKINGS[request.param]
