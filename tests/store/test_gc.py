@@ -64,7 +64,7 @@ def crashed(tmp_path: Path) -> Path:
         grown(store)
         store.commit()
         grown(store, 1)
-        store.core.committer.begin({}, None)
+        store.core.committer.begin()
         store.core.wait(store.core.committer.writes)
         shutil.copytree(tmp_path / "run", tmp_path / "crashed")
     (tmp_path / "crashed" / "scratch" / "expert.gradients").write_bytes(bytes(8192))

@@ -99,6 +99,7 @@ class StoreExtents:
     ) -> None:
         self.schemas = list(schemas)
         self.budget = budget
+        self.link = link
         self._drives = drives
         #: The most records of each schema that space was reserved for.
         self.promised: Counter[str] = Counter()
