@@ -294,7 +294,7 @@ def _describe(store: StoreCore, output: Output) -> None:
     for line in store.describe():
         output.line(line)
     seen: dict[str, Path] = {}
-    for drive in store.drives():
+    for drive in store.extents.drive_reports():
         for found in disks_under(drive.path):
             if found.name in seen:
                 other = seen[found.name]

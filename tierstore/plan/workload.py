@@ -90,7 +90,7 @@ class StepWorkload:
             fetch_state=round(moved.state / divided),
             evict=round(moved.written / divided),
             load=round(slots.weight_bytes * each),
-            land=round(slots.gradient_bytes * each) if backward and on_device else 0,
+            to_host=round(slots.gradient_bytes * each) if backward and on_device else 0,
         )
 
     def _moved_for(self, item: Pass) -> Moved:
@@ -137,7 +137,7 @@ class StepWorkload:
             Kind.FETCH: (disk, links.disk),
             Kind.WRITE: (disk, links.disk),
             Kind.LOAD: (profile.copy, links.copy),
-            Kind.LAND: (profile.copy, links.copy),
+            Kind.COPY_TO_HOST: (profile.copy, links.copy),
         }
 
     def dense_flops(self, item: Pass) -> int:
@@ -169,4 +169,4 @@ class StepWorkload:
         return 2 * forward + again
 
 
-_OF_EXPERTS = frozenset({Kind.FETCH, Kind.WRITE, Kind.LOAD, Kind.LAND})
+_OF_EXPERTS = frozenset({Kind.FETCH, Kind.WRITE, Kind.LOAD, Kind.COPY_TO_HOST})

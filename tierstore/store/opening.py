@@ -177,8 +177,7 @@ def create(
         remove_content(directory)
         index = Index.create(directory / "index")
         stack.callback(index.close)
-        found = _Found(drives=drives, schemas=schemas, config=config, adamw=adamw, lease=lease, index=index)
-        parts = _assemble(stack, found, trace, io_log)
+        parts = _assemble(stack, drives, schemas, config, adamw, lease, index, trace, io_log)
         stack.pop_all()
         return parts
 
@@ -212,21 +211,20 @@ def open_existing(
         config = replace(config, layers=layers)
         drives = Drives.open(home, config.stripe, known)
         stack.callback(drives.close)
-        found = _Found(drives=drives, schemas=schemas, config=config, adamw=adamw, lease=lease, index=index)
-        parts = _assemble(stack, found, trace, io_log)
+        parts = _assemble(stack, drives, schemas, config, adamw, lease, index, trace, io_log)
         stack.pop_all()
         return parts
 
 
 def read_schemas(directory: Path) -> list[RecordSchema]:
-    """The record schemas of the store in ``directory``, which nobody may have open."""
+    """The record schemas of the store in ``directory``, which no process may have open."""
     home = Home(directory, read_identity(directory), published=True)
     with DirectoryLease(directory), contextlib.closing(Index(directory / "index")) as index:
         return read_meta(home, index)[0]
 
 
 def read_states(directory: Path, name: str) -> dict[OpenAt, bytes]:
-    """State ``name`` at each commit that the store in ``directory`` can be opened at. Nobody may have it open.
+    """State ``name`` at each commit that the store in ``directory`` can be opened at. No process may have it open.
 
     Raises StoreMissingError, StoreInUseError, StoreFormatError.
     """
@@ -240,7 +238,7 @@ def read_states(directory: Path, name: str) -> dict[OpenAt, bytes]:
 
 
 def read_drives(store: Path) -> list[DriveReport]:
-    """The directories of the store in ``store``, which nobody may have open, as of its last commit.
+    """The directories of the store in ``store``, which no process may have open, as of its last commit.
 
     Raises StoreMissingError, StoreInUseError, StoreFormatError; a stripe directory that is missing is no error.
     """
@@ -323,7 +321,7 @@ def minimum_host_budget(
         frames += cache.headroom_frames
         if cache.layer_shares:
             smallest = min(cache.layer_shares) / sum(cache.layer_shares)
-            # Shares that were rounded still have room for what they came from, as in quotas_by_layer.
+            # Shares that were rounded still hold what they came from, as in quotas_by_layer.
             frames = math.ceil(frames / smallest * (1 - 1e-8))
         elif cache.scope is Scope.LAYER:
             frames *= max(layers, 1)
@@ -354,18 +352,6 @@ def check_budget(config: StoreConfig, schemas: Sequence[RecordSchema], layers: S
 # Building ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Found:
-    """What lies on the drives, and how it is to be used: what the other parts are built on."""
-
-    drives: Drives
-    schemas: Sequence[RecordSchema]
-    config: StoreConfig
-    adamw: AdamWConfig
-    lease: DirectoryLease
-    index: Index
-
-
 def _host_arena(config: StoreConfig, nbytes: int) -> Arena:
     try:
         return Arena(nbytes, _HUGE[config.io.huge_pages])
@@ -377,11 +363,20 @@ def _host_arena(config: StoreConfig, nbytes: int) -> Arena:
         ) from error
 
 
-def _assemble(stack: contextlib.ExitStack, found: _Found, trace: Path | None, io_log: Path | None) -> Parts:
+def _assemble(
+    stack: contextlib.ExitStack,
+    drives: Drives,
+    schemas: Sequence[RecordSchema],
+    config: StoreConfig,
+    adamw: AdamWConfig,
+    lease: DirectoryLease,
+    index: Index,
+    trace: Path | None,
+    io_log: Path | None,
+) -> Parts:
     """The rest of the parts; what fails takes back, through ``stack``, what was made."""
-    config, drives, schemas = found.config, found.drives, found.schemas
     tuning = tune(config.io, drives.home.directory)
-    engine = make_engine(config.io, tuning, lease_fd=found.lease.fd, log_path=io_log)
+    engine = make_engine(config.io, tuning, lease_fd=lease.fd, log_path=io_log)
     stack.callback(engine.close)
     frame = record_frame_bytes(schemas)
     frames = max(config.host_budget // frame, 1)
@@ -403,11 +398,11 @@ def _assemble(stack: contextlib.ExitStack, found: _Found, trace: Path | None, io
         home=drives.home,
         drives=drives,
         config=config,
-        adamw=found.adamw,
-        lease=found.lease,
+        adamw=adamw,
+        lease=lease,
         engine=engine,
         arena=arena,
-        index=found.index,
+        index=index,
         extents=extents,
         live=LiveIndex(extents),
         cache=cache,

@@ -253,11 +253,11 @@ class ParameterStore:
         generation.
 
         With ``snapshot`` the commit is also kept under that name, which costs the dirty bytes, not a copy of the store;
-        the oldest snapshots beyond ``retain`` are let go. When this returns the commit is acknowledged. StoreError and
+        the oldest snapshots beyond ``retain`` are dropped. When this returns the commit is acknowledged. StoreError and
         ValueError leave all as it was (a lease holds what must be written, say); after any other error the store is
         poisoned, and reopens at this commit or the one before.
         """
-        return self.core.commit(state, snapshot=snapshot)
+        return self.core.committer.commit(state, snapshot=snapshot)
 
     async def commit_async(
         self, state: Mapping[str, bytes] | None = None, *, snapshot: str | None = None
@@ -268,12 +268,11 @@ class ParameterStore:
         tasks go on changing the store, what they have changed since the last of three rounds.
         """
         for _ in range(_ROUNDS):
-            self.core.failures.check()
-            tickets = self.core.committer.begin(state or {}, snapshot)
+            tickets = self.core.committer.begin(state, snapshot=snapshot)
             if not tickets:
                 break
             await self._wait(tickets)
-        return self.core.commit(state, snapshot=snapshot)
+        return self.core.committer.commit(state, snapshot=snapshot)
 
     async def _wait(self, tickets: Sequence[int]) -> None:
         with self.core.failures.translated():
@@ -283,7 +282,7 @@ class ParameterStore:
 
     def status(self) -> StoreStatus:
         """What is in effect, and what lies where."""
-        return StoreStatus(self.core.history.applied, self.core.describe(), self.core.drives())
+        return StoreStatus(self.core.history.applied, self.core.describe(), self.core.extents.drive_reports())
 
     def records_crc32c(self, progress: Callable[[int, int], None] | None = None) -> int:
         """CRC-32C over every record's content in key order, caught up to the last applied step.
@@ -301,7 +300,7 @@ class ParameterStore:
 
 
 def verify_store(directory: Path | str, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-    """Verifies the store in ``directory``; ``progress`` is told groups done and groups in all.
+    """Verifies the store in ``directory``; ``progress`` is called with groups done and in all.
 
     Raises StoreMissingError, StoreInUseError, StoreFormatError (a truncated file, say).
     """

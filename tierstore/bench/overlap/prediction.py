@@ -28,7 +28,7 @@ from tierstore.bench.results.document import Better, Measurement, derived, measu
 from tierstore.bench.results.figures import Figures
 from tierstore.cache.access import Phase
 from tierstore.links import LinkConfig, LinksConfig
-from tierstore.model.config import DenseUnit, ModelConfig
+from tierstore.model.config import ComputeDtype, DenseUnit, ModelConfig
 from tierstore.plan.architecture import Architecture
 from tierstore.plan.capacity import Capacity, Setting
 from tierstore.plan.costs import ASSUMED, Cost
@@ -39,7 +39,7 @@ from tierstore.prefetch.plan import PrefetchConfig
 from tierstore.prefetch.predictor import PredictorName
 from tierstore.prefetch.schedule import Pass, QueueLimits, Schedule
 from tierstore.store.adamw import AdamWConfig
-from tierstore.tiers.slots import SlotSizes
+from tierstore.tiers.slots import DeviceSlots
 from tierstore.train.budgets import Budgets
 from tierstore.train.config import TrainConfig
 
@@ -147,7 +147,7 @@ class StackWorkload:
     @cached_property
     def traffic(self) -> Traffic:
         cache, lookahead = self.shape.budgets
-        slots = SlotSizes(self.shape.expert_numel, 4, _SLOTS, _SLOTS)
+        slots = DeviceSlots(self.shape.expert_numel, ComputeDtype.FP32, _SLOTS, _SLOTS)
         divided = Budgets(cache=cache, device=slots.nbytes, lookahead=lookahead, slots=slots)
         return step_traffic(self.setting, Capacity((), divided), self.span)
 
@@ -176,7 +176,7 @@ class StackWorkload:
             fetch_state=round(moved.state / shape.experts),
             evict=round(moved.written / shape.experts),
             load=4 * shape.expert_numel,
-            land=4 * shape.expert_numel if backward else 0,
+            to_host=4 * shape.expert_numel if backward else 0,
         )
 
     def seconds(self, operation: Operation) -> float:
@@ -187,7 +187,7 @@ class StackWorkload:
             Kind.FETCH: links.disk,
             Kind.WRITE: links.disk,
             Kind.LOAD: links.copy,
-            Kind.LAND: links.copy,
+            Kind.COPY_TO_HOST: links.copy,
         }
         if operation.kind in moved:
             return _over(moved[operation.kind], operation.nbytes)

@@ -143,7 +143,7 @@ def _steps(
 
 def _counts(store: StoreCore, link: CollectiveLink) -> dict[str, float]:
     """Bytes of experts as they are asked for: some are always under way, at both ends of what is measured."""
-    engine, residency = store.engine.stats(), store.counters()
+    engine, residency = store.engine.stats(), store.cache.residency.stats()
     return {
         "disk_bytes": float(residency.read_bytes + residency.written_bytes),
         "disk_transfers": engine["reads"] + engine["writes"],
