@@ -82,13 +82,13 @@ class FakeArm:
 
 def test_turns_turn_round() -> None:
     log: list[str] = []
-    programs = [FakeArm(name, [sample(number, 1) for number in range(3)], log) for name in "abc"]
+    programs = [FakeArm(name, [sample(number, 1) for number in (1, 2, 3)], log) for name in "abc"]
     ticks: list[int] = []
     series = take_turns(programs, 3, lambda: ticks.append(len(log)))
     assert log == [*"abc", *"cba", *"abc"]
     assert ticks == list(range(1, 10))
     assert [(one.program, [s.nbytes for s in one.samples]) for one in series] == [
-        (n, [0, 1, 2]) for n in "abc"
+        (n, [1, 2, 3]) for n in "abc"
     ]
 
 
@@ -97,24 +97,27 @@ def test_ratios_by_hand() -> None:
 
     CPU for 1 GB: ours 1/100, 1/200, 1/400 of 1e9; theirs 2/100 each. Ratios 1/2, 1/4, 1/8.
     """
-    ours = Series(program="tierstore", samples=tuple(sample(n, 1.0) for n in (100, 200, 400)))
-    theirs = Series(program="fio", samples=tuple(sample(100, 1.0, cpu_s=2.0) for _ in range(3)))
-    found = ProgramComparison(title="by hand", series=(ours, theirs), targets={"fio": 2.5})
-    assert found.ratio("fio") == 2
-    assert found.cpu_ratio("fio") == 0.25
-    assert ours.bytes_per_s == 200
-    (ratio,) = found.figures().ratios
+    ours = Series.of("tierstore", [sample(n, 1.0) for n in (100, 200, 400)])
+    theirs = Series.of("fio", [sample(100, 1.0, cpu_s=2.0) for _ in range(3)])
+    found = ProgramComparison.of("by hand", [ours, theirs], {"fio": 2.5})
+    assert ours.median_bytes_per_s == 200
+    (ratio,) = found.ratios
+    assert found.to("fio") is ratio
+    assert found.to("aiofiles") is None
+    assert (ratio.median_ratio, ratio.cpu_ratio) == (2, 0.25)
     assert (ratio.least_ratio, ratio.greatest_ratio, ratio.met) == (1, 4, False)
-    slow = replace(ours, program="slow", samples=theirs.samples)
-    assert replace(found, series=(ours, slow, theirs)).ratio("fio", ours="slow") == 1
-    idle = replace(theirs, samples=tuple(replace(one, cpu_s=0.0) for one in theirs.samples))
-    assert replace(found, series=(ours, idle)).cpu_ratio("fio") is None
+    assert found.small_pages_to_fio is None
+    slow = Series.of("tierstore, 4 KiB pages", theirs.samples)
+    small = ProgramComparison.of("by hand", [ours, slow, theirs], {}).small_pages_to_fio
+    assert small is not None
+    assert small.median_ratio == 1
+    idle = Series.of("fio", [replace(one, cpu_s=0.0) for one in theirs.samples])
+    assert ProgramComparison.of("by hand", [ours, idle], {}).ratios[0].cpu_ratio is None
 
 
 def test_latencies_of_all_rounds() -> None:
-    series = Series(program="x", samples=(sample(1, 1, latency_ns=3), sample(1, 1, latency_ns=9)))
-    assert series.latencies.count == 2
-    assert (series.latencies.percentile_ns(50), series.latencies.greatest_ns) == (3, 9)
+    series = Series.of("x", [sample(1, 1, latency_ns=3), sample(1, 1, latency_ns=9)])
+    assert (series.latency.p50_s, series.latency.greatest_s) == (3e-9, 9e-9)
 
 
 @pytest.mark.parametrize("backend", ["AUTO", "THREADS", "PMEM"])
@@ -203,7 +206,7 @@ def test_a_comparison_of_real_arms(files: DataFiles) -> None:
     assert [series.program for series in found.series] == ["tierstore, checksums", "tierstore"]
     assert all(len(series.samples) == 2 for series in found.series)
     assert len(ticks) == 4
-    assert found.ratio("tierstore") > 0
+    assert found.ratios[0].median_ratio > 0
 
 
 FIO = Fio("fio", "fio-3.33")
