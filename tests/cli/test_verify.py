@@ -4,32 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tierstore.cli.output import Output
 from tierstore.cli.verify import run_verify
-from tierstore.store import DriveReport
-
-
-@dataclass(frozen=True)
-class FakeReport:
-    failures: list[str]
-    records: int = 4
-    sections: int = 12
-    snapshots: int = 2
-    bytes_read: int = 3 * 2**20
-    drives: tuple[DriveReport, ...] = ()
+from tierstore.store.verify import VerifyReport
 
 
 class FakeVerifier:
     def __init__(self, failures: list[str]) -> None:
-        self.report = FakeReport(failures)
+        self.report = VerifyReport(4, 12, 2, 3 * 2**20, failures)
         self.paths: list[Path] = []
 
-    def __call__(self, directory: Path, /, *, progress: Callable[[int, int], None]) -> FakeReport:
+    def __call__(self, directory: Path, /, *, progress: Callable[[int, int], None]) -> VerifyReport:
         self.paths.append(directory)
         for done in range(1, 5):
             progress(done, 4)

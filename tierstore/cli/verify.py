@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import click
 
@@ -13,45 +13,11 @@ from tierstore.cli.options import json_option
 from tierstore.cli.output import Output
 from tierstore.units import format_bytes, format_seconds
 
+if TYPE_CHECKING:
+    from tierstore.store.verify import VerifyReport
+
 _SHOWN_FAILURES = 20  # beyond these a person reads no more; the JSON object has them all
 _CHECK_FAILED = 1
-
-
-class DriveRow(Protocol):
-    """What lies in one directory of a store, and what was read from it."""
-
-    @property
-    def path(self) -> Path: ...
-    @property
-    def used_bytes(self) -> int: ...
-    @property
-    def read_bytes(self) -> int: ...
-    @property
-    def bandwidth(self) -> float: ...
-    def as_json(self) -> dict[str, object]: ...
-
-
-class Report(Protocol):
-    """What a verification found. A failure names its key, section and file."""
-
-    @property
-    def records(self) -> int: ...
-    @property
-    def sections(self) -> int: ...
-    @property
-    def snapshots(self) -> int: ...
-    @property
-    def bytes_read(self) -> int: ...
-    @property
-    def failures(self) -> Sequence[str]: ...
-    @property
-    def drives(self) -> Sequence[DriveRow]: ...
-
-
-class Verifier(Protocol):
-    """``tierstore.store.directories.verify_all``: it reports progress as (groups read, groups in all)."""
-
-    def __call__(self, directory: Path, /, *, progress: Callable[[int, int], None]) -> Report: ...
 
 
 @click.command()
@@ -67,8 +33,8 @@ def verify(ctx: click.Context, store: Path, as_json: bool) -> None:
     ctx.exit(run_verify(store, Output.for_option(as_json), verify_all))
 
 
-def run_verify(store: Path, output: Output, verifier: Verifier) -> int:
-    """Verify ``store``, print what was found, and return the exit status: 0 whole, 1 not."""
+def run_verify(store: Path, output: Output, verifier: Callable[..., VerifyReport]) -> int:
+    """Verifies ``store`` by ``verify_all``, prints what that found, and returns the exit status: 0 whole, 1 not."""
     start = time.monotonic()
     with output.progress(0, label="verify") as progress:
         report = verifier(store, progress=lambda done, total: progress.update(done, total, {}))
@@ -105,7 +71,7 @@ def run_verify(store: Path, output: Output, verifier: Verifier) -> int:
             "snapshots": report.snapshots,
             "read_bytes": report.bytes_read,
             "elapsed_s": elapsed_s,
-            "failures": list(report.failures),
+            "failures": report.failures,
             "drives": [drive.as_json() for drive in report.drives],
         }
     )

@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -82,7 +83,7 @@ def test_the_shape() -> None:
     assert split.numel % 1024
     total = SMALL.records // 2 * (whole.record_bytes + split.record_bytes)
     assert total >= 2 * SMALL.budget  # a fetch of everything must be refused
-    assert SoakShape.from_dict(SMALL.as_dict()) == SMALL
+    assert SoakShape(**asdict(SMALL)) == SMALL
 
 
 # Nothing is wrong ------------------------------------------------------------------------------------------

@@ -12,9 +12,8 @@ stay as they are (``Inactive.SKIP``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,23 +96,6 @@ class StoreModel:
     def reopen(self) -> None:
         """What was not committed is gone."""
         self.versions = list(self.committed)
-
-    def copy(self) -> StoreModel:
-        return StoreModel.from_dict(self.as_dict())
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "seed": self.seed,
-            "versions": list(self.versions),
-            "retain": self.retain,
-            "generation": self.generation,
-            "committed": list(self.committed),
-            "snapshots": {name: list(versions) for name, versions in self.snapshots.items()},
-        }
-
-    @staticmethod
-    def from_dict(value: Mapping[str, Any]) -> StoreModel:
-        return StoreModel(**value)
 
     def copies(self) -> int:
         """Records, of each version that is live, committed or in a snapshot, that cannot share their bytes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,20 +131,7 @@ def import_(
     )
     if found.resized:
         output.line(f"{found.resized} requests had another size than the first of their key, which counts")
-    output.emit(
-        {
-            "trace": str(trace),
-            "kind": found.kind.value,
-            "sha256": found.sha256,
-            "steps": found.steps,
-            "events": found.events,
-            "requests": found.requests,
-            "records": found.records,
-            "layers": found.layers,
-            "total_bytes": found.total_bytes,
-            "resized": found.resized,
-        }
-    )
+    output.emit({"trace": str(trace), **asdict(found), "kind": found.kind.value})
 
 
 @cache.command()

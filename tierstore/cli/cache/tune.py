@@ -89,22 +89,7 @@ def tune(
     options = _tune_options(search)
     check_html(html)
     check_target("--out", out)
-    requests = load_trace_requests(trace, output)
-    found = _tuned(trace, requests, capacity, options, machine, output)
-    show_tuning(found, requests.table.frame_bytes, output)
-    show_assumptions(machine, f"{options.contract.value}, {found.result.scored}", output)
-    if out is not None:
-        out.write_text(found.result.configuration)
-    if html is not None:
-        _report(requests, 10, options, machine, found, html, output)
-    output.emit(
-        {
-            "trace": trace_json(requests),
-            "contract": options.contract.value,
-            "assumptions": machine.assumptions,
-            **tuning_json(found, requests.table.frame_bytes),
-        }
-    )
+    output.emit(_decide(trace, capacity, options, machine, output, html=html, out=out))
 
 
 @click.command()
@@ -132,20 +117,8 @@ def report(
     output = Output.for_option(as_json)
     options = _tune_options({"contract": contract, "threads": threads})
     check_html(html)
-    requests = load_trace_requests(trace, output)
-    found = _tuned(trace, requests, capacity, options, machine, output)
-    show_tuning(found, requests.table.frame_bytes, output)
-    show_assumptions(machine, f"{options.contract.value}, {found.result.scored}", output)
-    _report(requests, points, options, machine, found, html, output)
-    output.emit(
-        {
-            "trace": trace_json(requests),
-            "contract": options.contract.value,
-            "assumptions": machine.assumptions,
-            "html": str(html),
-            **tuning_json(found, requests.table.frame_bytes),
-        }
-    )
+    decided = _decide(trace, capacity, options, machine, output, html=html, points=points)
+    output.emit({**decided, "html": str(html)})
 
 
 @click.command()
@@ -216,27 +189,41 @@ def _tune_options(search: Mapping[str, Any]) -> TuneOptions:
         raise ConfigError(f"--{error}") from error
 
 
-def _tuned(
+def _decide(
     trace: Path,
-    requests: Requests,
     capacity: str,
     options: TuneOptions,
     machine: Machine,
     output: Output,
-) -> Tuning:
+    *,
+    html: Path | None,
+    points: int = 10,
+    out: Path | None = None,
+) -> dict[str, object]:
+    """Chooses a policy for ``trace``, shows it, and writes the files that are asked for; the choice for programs.
+
+    ``points``: of the report's curves.
+    """
     from tierstore.lab.live import recording_of
     from tierstore.lab.tuning import tune as search
 
+    requests = load_trace_requests(trace, output)
     frames = requests.table.frames_of(capacity, name="--capacity")
+    recording = recording_of(trace, requests)
     with stage_progress(output, "tune") as heard:
-        return search(
-            requests,
-            frames,
-            options,
-            machine=machine,
-            recording=recording_of(trace, requests),
-            progress=heard,
-        )
+        found = search(requests, frames, options, machine=machine, recording=recording, progress=heard)
+    show_tuning(found, requests.table.frame_bytes, output)
+    show_assumptions(machine, f"{options.contract.value}, {found.result.scored}", output)
+    if out is not None:
+        out.write_text(found.result.configuration)
+    if html is not None:
+        _report(requests, points, options, machine, found, html, output)
+    return {
+        "trace": trace_json(requests),
+        "contract": options.contract.value,
+        "assumptions": machine.assumptions,
+        **tuning_json(found, requests.table.frame_bytes),
+    }
 
 
 def _report(
