@@ -25,7 +25,7 @@ from tierstore.capabilities import (
     probe_io_uring,
     resolve,
 )
-from tierstore.cli.options import json_option
+from tierstore.cli.options import PATH, json_option
 from tierstore.cli.output import Output
 from tierstore.devices import Disk, Health, disk_health, disks_under
 from tierstore.errors import ConfigError
@@ -62,14 +62,12 @@ CHECKS: Mapping[str, Check] = {
 @click.option(
     "--dir",
     "directory",
-    type=click.Path(path_type=Path),
+    type=PATH,
     default=Path(),
-    help="Probe the disk under this directory (default: the current one).",
+    help="Probe the disk under this directory.",
 )
 @click.option(
-    "--store",
-    type=click.Path(path_type=Path),
-    help="Show the drives of this store, too (of all ranks; it must not be open).",
+    "--store", type=PATH, help="Show the drives of this store, too (of all ranks; it must not be open)."
 )
 @click.option(
     "--capability",

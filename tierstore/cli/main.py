@@ -126,7 +126,11 @@ def _one_line(error: Exception) -> str:
     return " ".join(text.split()) or type(error).__name__
 
 
-@click.command("tierstore", cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(
+    "tierstore",
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
+)
 @click.version_option(__version__, prog_name="tierstore")
 def cli() -> None:
     """Train Mixture-of-Experts models that are larger than memory."""

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import click
 
 from tierstore.cli.options import (
+    PATH,
     SIZE,
     config_overrides,
     help_config_option,
     json_option,
     set_option,
-    train_config,
 )
 from tierstore.cli.output import Output
 from tierstore.config import load
@@ -32,24 +32,22 @@ _NOT_SO = 1
 
 
 @click.command()
-@click.argument("config", required=False, type=click.Path(path_type=Path))
+@click.argument("config", required=False, type=PATH)
 @click.option("--preset", help="A published model; `--preset list` names them.")
-@click.option("--ranks", type=int, default=1, show_default=True, help="Processes that share the model.")
+@click.option("--ranks", type=int, default=1, help="Processes that share the model.")
 @click.option("--ranks-per-node", type=int, help="How many of them share a machine (default: all).")
 @click.option("--host-budget", type=SIZE, help="Memory for experts, of each rank.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu")
 @click.option("--memory", type=SIZE, help="Memory of a machine (default: of this one).")
 @click.option("--disk", type=SIZE, help="Disk space of a machine (default: free under the store).")
 @click.option("--device-memory", type=SIZE, help="Memory of one CUDA device (default: not held against it).")
 @click.option(
     "--alpha", type=float, help="Share of activated experts in SE-MoE's formulas (default: a step's)."
 )
-@click.option(
-    "--profile", type=click.Path(path_type=Path), help="Costs measured by `tierstore bench machine`."
-)
+@click.option("--profile", type=PATH, help="Costs measured by `tierstore bench machine`.")
 @set_option()
 @json_option
-@help_config_option(train_config)
+@help_config_option()
 @click.pass_context
 def plan(
     ctx: click.Context,

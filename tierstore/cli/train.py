@@ -17,13 +17,13 @@ import click
 
 from tierstore.cli.interrupts import Interrupts
 from tierstore.cli.options import (
+    PATH,
     SIZE,
     checksum_option,
     config_overrides,
     help_config_option,
     json_option,
     set_option,
-    train_config,
 )
 from tierstore.cli.output import Output, OutputMode
 from tierstore.config import load
@@ -45,23 +45,23 @@ _INTERRUPTED = 130
 
 
 @click.command()
-@click.argument("config", required=False, type=click.Path(path_type=Path))
+@click.argument("config", required=False, type=PATH)
 @click.option(
     "--data", multiple=True, help="Text file or directory (any number); default: Python's own source."
 )
-@click.option("--store", type=click.Path(path_type=Path), help="Store directory.")
+@click.option("--store", type=PATH, help="Store directory.")
 @click.option("--steps", type=int, help="Optimizer steps in all.")
 @click.option("--host-budget", type=SIZE, help="Memory for experts: cache, gradients, CPU device tier.")
 @click.option("--device-budget", type=SIZE, help="Memory for experts on the device.")
 @click.option("--resume", is_flag=True, help="Go on from the store's last commit.")
 @click.option("--commit-every", type=int, help="Steps between commits (0: only at the end).")
 @checksum_option
-@click.option("--metrics", type=click.Path(path_type=Path), help="Append one JSON line a step to this file.")
-@click.option("--timeline", type=click.Path(path_type=Path), help="Write a Chrome trace for Perfetto.")
-@click.option("--record-trace", type=click.Path(path_type=Path), help="Record every cache decision's input.")
+@click.option("--metrics", type=PATH, help="Append one JSON line a step to this file.")
+@click.option("--timeline", type=PATH, help="Write a Chrome trace for Perfetto.")
+@click.option("--record-trace", type=PATH, help="Record every cache decision's input.")
 @set_option()
 @json_option
-@help_config_option(train_config)
+@help_config_option()
 @click.pass_context
 def train(
     ctx: click.Context,

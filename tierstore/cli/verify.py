@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tierstore.cli.options import json_option
+from tierstore.cli.options import PATH, json_option
 from tierstore.cli.output import Output
 from tierstore.units import format_bytes, format_seconds
 
@@ -21,7 +21,7 @@ _CHECK_FAILED = 1
 
 
 @click.command()
-@click.argument("store", type=click.Path(path_type=Path))
+@click.argument("store", type=PATH)
 @json_option
 @click.pass_context
 def verify(ctx: click.Context, store: Path, as_json: bool) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tierstore.cli.bench.results import Reporting, results_options
-from tierstore.cli.options import SIZE
+from tierstore.cli.options import PATH, SIZE
 from tierstore.cli.output import Output
 from tierstore.units import format_bytes, format_seconds
 
@@ -21,11 +21,11 @@ _FULL_MINUTES = 30.0
 
 
 @click.command()
-@click.argument("directories", metavar="[DIR]...", nargs=-1, type=click.Path(path_type=Path))
-@click.option("--size", type=SIZE, default="512MiB", show_default=True, help="Of the file in each directory.")
+@click.argument("directories", metavar="[DIR]...", nargs=-1, type=PATH)
+@click.option("--size", type=SIZE, default="512MiB", help="Of the file in each directory.")
 @click.option("--full", is_flag=True, help="Every block size, depth, pattern and backend, not a few points.")
 @click.option("--minutes", type=float, help="About how long it may take (default: 1, with --full 30).")
-@click.option("--rounds", type=int, default=3, show_default=True, help="Measurements of each, in turns.")
+@click.option("--rounds", type=int, default=3, help="Measurements of each, in turns.")
 @click.option(
     "--backend",
     "backends",
@@ -33,10 +33,8 @@ _FULL_MINUTES = 30.0
     multiple=True,
     help="Measure these, the first in most detail (default: all).",
 )
-@click.option(
-    "--record-bytes", type=SIZE, default="48MiB", show_default=True, help="Of the cold reads of records."
-)
-@click.option("--records", type=int, default=4, show_default=True, help="Of those.")
+@click.option("--record-bytes", type=SIZE, default="48MiB", help="Of the cold reads of records.")
+@click.option("--records", type=int, default=4, help="Of those.")
 @click.option("--no-profile", is_flag=True, help="Do not keep the best point for stores to use.")
 @results_options()
 def io(

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tierstore.cli.cache.options import (
-    TRACE,
     capacity_option,
     html_option,
     machine_options,
@@ -38,6 +37,9 @@ from tierstore.cli.cache.shared import (
 from tierstore.cli.cache.tune import report, study, tune
 from tierstore.cli.groups import CommandGroup
 from tierstore.cli.options import (
+    EXISTING_FILE,
+    FILE,
+    PATH,
     SIZE,
     checksum_option,
     config_overrides,
@@ -46,7 +48,6 @@ from tierstore.cli.options import (
     json_option,
     options_json,
     set_option,
-    train_config,
 )
 from tierstore.cli.output import Output
 from tierstore.units import format_bytes
@@ -63,16 +64,16 @@ def cache() -> None:
 
 
 @cache.command()
-@click.argument("trace", type=click.Path(dir_okay=False, path_type=Path))
-@click.argument("config", required=False, type=click.Path(path_type=Path))
+@click.argument("trace", type=FILE)
+@click.argument("config", required=False, type=PATH)
 @click.option("--data", multiple=True, help="Text file or directory (any number).")
-@click.option("--store", type=click.Path(path_type=Path), help="Store directory.")
+@click.option("--store", type=PATH, help="Store directory.")
 @click.option("--steps", type=int, help="Optimizer steps in all.")
 @click.option("--host-budget", type=SIZE, help="Memory for experts.")
 @checksum_option
 @set_option()
 @json_option
-@help_config_option(train_config)
+@help_config_option()
 @click.pass_context
 def record(ctx: click.Context, /, trace: Path, **options: Any) -> None:
     """Train as ``tierstore train`` does, and record to TRACE what its cache is asked for."""
@@ -82,12 +83,10 @@ def record(ctx: click.Context, /, trace: Path, **options: Any) -> None:
 
 
 @cache.command("import")
-@click.argument("source", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.argument("trace", required=False, type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("source", nargs=-1, type=EXISTING_FILE)
+@click.argument("trace", required=False, type=FILE)
 @click.option("--kind", type=click.Choice(_KINDS), help="What SOURCE is (default: what it looks like).")
-@click.option(
-    "--keys", type=click.Path(dir_okay=False, path_type=Path), help="Write each record's name here."
-)
+@click.option("--keys", type=FILE, help="Write each record's name here.")
 @click.option("--list-options", is_flag=True, help="List what --set takes for --kind, and exit.")
 @set_option("Set an option of the kind (see --list-options).")
 @json_option
@@ -135,14 +134,13 @@ def import_(
 
 
 @cache.command()
-@click.argument("trace", type=TRACE)
+@click.argument("trace", type=EXISTING_FILE)
 @policy_option("lru, lfu-decay and the bound belady")
 @capacity_option(multiple=True)
 @click.option(
     "--lookahead",
     type=click.Choice(["none", "recorded"]),
     default="none",
-    show_default=True,
     help="Requests alone, or with the prefetches that a run of tierstore train recorded.",
 )
 @pin_option
@@ -198,10 +196,8 @@ def simulate(
 
 
 @cache.command()
-@click.argument("trace", type=TRACE)
-@click.option(
-    "--points", type=click.IntRange(min=1), default=10, show_default=True, help="Capacities, equally spaced."
-)
+@click.argument("trace", type=EXISTING_FILE)
+@click.option("--points", type=click.IntRange(min=1), default=10, help="Capacities, equally spaced.")
 @policy_option("every policy, and the bound belady")
 @pin_option
 @replay_options

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from tierstore.cli.options import FRACTION, SIZE
+from tierstore.cli.options import FILE, FRACTION, PATH, SIZE
 from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from tierstore.lab.simulate import PolicySpec
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-TRACE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 def policy_option(default: str) -> Callable[[F], F]:
@@ -41,16 +39,13 @@ def capacity_option(*, multiple: bool) -> Callable[[F], F]:
         type=FRACTION,
         multiple=multiple,
         default=("0.5",) if multiple else "0.5",
-        show_default=True,
         help="Size of the cache: 512MiB, or a fraction of what the trace asks for.",
     )
 
 
 def html_option(command: F) -> F:
     """``--html FILE``: a report for a browser."""
-    return click.option(
-        "--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a report for a browser."
-    )(command)
+    return click.option("--html", type=FILE, help="Write a report for a browser.")(command)
 
 
 def _chained(like: F, command: Callable[..., Any], *options: Callable[[Any], Any]) -> F:
@@ -81,7 +76,6 @@ def replay_options(command: F) -> F:
             "--scope",
             type=click.Choice(["global", "layer"]),
             default="global",
-            show_default=True,
             help="One cache, or an equal quota for each layer.",
         ),
         contract_option,
@@ -109,7 +103,6 @@ def contract_option(command: F) -> F:
         "--contract",
         type=click.Choice(["event-atomic", "sequential"]),
         default="event-atomic",
-        show_default=True,
         help="Whether what a layer asks for at once is one set.",
     )(command)
 
@@ -146,13 +139,11 @@ def machine_options(command: F) -> F:
         gather,
         click.option(
             "--profile",
-            type=click.Path(path_type=Path),
+            type=PATH,
             help="Costs measured by `tierstore bench machine` (default: plan's assumed ones).",
         ),
         click.option(
-            "--run",
-            type=click.Path(path_type=Path),
-            help="Configuration of the run, whose computation of a step plan predicts.",
+            "--run", type=PATH, help="Configuration of the run, whose computation of a step plan predicts."
         ),
         click.option("--read", type=SIZE, help="Read bandwidth, a second (default: the profile's)."),
         click.option("--write", type=SIZE, help="Write bandwidth, a second (default: the profile's)."),
@@ -164,7 +155,6 @@ def machine_options(command: F) -> F:
             "--overlap",
             type=click.Choice(["lookahead", "serial"]),
             default="lookahead",
-            show_default=True,
             help="Whether a pass is fetched while the one before it computes.",
         ),
         click.option(

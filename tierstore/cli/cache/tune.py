@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tierstore.cli.cache.options import (
-    TRACE,
     capacity_option,
     contract_option,
     html_option,
@@ -32,7 +31,7 @@ from tierstore.cli.cache.shared import (
     write_html,
 )
 from tierstore.cli.cache.study import regimes_json
-from tierstore.cli.options import json_option
+from tierstore.cli.options import EXISTING_FILE, FILE, json_option
 from tierstore.cli.output import Output
 from tierstore.errors import ConfigError
 
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("trace", type=TRACE)
+@click.argument("trace", type=EXISTING_FILE)
 @capacity_option(multiple=False)
 @click.option(
     "--policy", "policies", multiple=True, metavar="NAME", help="What to try; default: what train runs."
@@ -52,24 +51,18 @@ if TYPE_CHECKING:
     "--scope",
     type=click.Choice(["global", "layer", "both"]),
     default="both",
-    show_default=True,
     help="One cache, a quota for each layer, or whichever is better.",
 )
 @click.option(
     "--objective",
     type=click.Choice(["misses", "bytes", "stall"]),
     default="misses",
-    show_default=True,
     help="What is to be small: misses, bytes read and written, or stalled time.",
 )
-@click.option("--prefix", type=float, default=0.5, show_default=True, help="Part of the steps to tune on.")
-@click.option(
-    "--confidence", type=float, default=0.95, show_default=True, help="Of the interval of the gain."
-)
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the bootstrap.")
-@click.option(
-    "--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the configuration to this file."
-)
+@click.option("--prefix", type=float, default=0.5, help="Part of the steps to tune on.")
+@click.option("--confidence", type=float, default=0.95, help="Of the interval of the gain.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of the bootstrap.")
+@click.option("--out", type=FILE, help="Write the configuration to this file.")
 @contract_option
 @threads_option
 @machine_options
@@ -93,12 +86,10 @@ def tune(
 
 
 @click.command()
-@click.argument("trace", type=TRACE)
-@click.option(
-    "--html", type=click.Path(dir_okay=False, path_type=Path), required=True, help="The file to write."
-)
+@click.argument("trace", type=EXISTING_FILE)
+@click.option("--html", type=FILE, required=True, help="The file to write.")
 @capacity_option(multiple=False)
-@click.option("--points", type=click.IntRange(min=1), default=10, show_default=True, help="Of the curves.")
+@click.option("--points", type=click.IntRange(min=1), default=10, help="Of the curves.")
 @contract_option
 @threads_option
 @machine_options
@@ -122,8 +113,8 @@ def report(
 
 
 @click.command()
-@click.argument("sources", nargs=-1, required=True, type=TRACE)
-@click.option("--markdown", type=click.Path(dir_okay=False, path_type=Path), help="Write the tables here.")
+@click.argument("sources", nargs=-1, required=True, type=EXISTING_FILE)
+@click.option("--markdown", type=FILE, help="Write the tables here.")
 @contract_option
 @threads_option
 @machine_options
