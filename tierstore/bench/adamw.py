@@ -194,7 +194,7 @@ def _record(directory: Path, repeats: int) -> RecordTimes:
     replays, reads = [], []
     with (
         contextlib.closing(make_engine(IoConfig(), tune(IoConfig(), directory))) as engine,
-        DiskProbe(directory, _PROBE_BYTES, (nbytes,), IoConfig()) as probe,
+        contextlib.closing(DiskProbe(directory, _PROBE_BYTES, (nbytes,), IoConfig())) as probe,
     ):
         for _ in range(repeats):
             start = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,7 @@ def test_a_search(tmp_path: Path) -> None:
         backends=(IoBackendName.THREADS,),
     )
     ticks: list[None] = []
-    with DataFiles(bench.directories, bench.size) as files:
+    with closing(DataFiles(bench.directories, bench.size)) as files:
         found = search(bench, files.striped, seconds=0.005, tick=lambda: ticks.append(None))
     points = len(grid(bench))
     assert len(found.tried) == points

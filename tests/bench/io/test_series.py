@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -56,7 +57,7 @@ CACHED = Job(
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DataFiles]:
     places = [tmp_path_factory.mktemp(name) for name in "ab"]
-    with DataFiles(places, 4 * MIB) as made:
+    with closing(DataFiles(places, 4 * MIB)) as made:
         yield made
     assert [list(place.iterdir()) for place in places] == [[], []]
 
@@ -127,7 +128,7 @@ def test_a_load_moves_what_it_says(
     files: DataFiles, backend: str, kind: TransferKind, pattern: Pattern
 ) -> None:
     job = replace(CACHED, backend=IoBackendName[backend], kind=kind, pattern=pattern)
-    with Load(job, files.striped) as load:
+    with closing(Load(job, files.striped)) as load:
         before = load.stats()
         found = load.run(0.01)
         after = load.stats()
@@ -146,7 +147,7 @@ def test_a_load_moves_what_it_says(
 def test_writes_through_the_page_cache_end_on_the_disk(files: DataFiles, kind: TransferKind) -> None:
     """Without a sync in the time it would be the speed of memory."""
     job = replace(CACHED, kind=kind)
-    with Load(job, files.striped) as load:
+    with closing(Load(job, files.striped)) as load:
         before = int(load.stats()["syncs"])
         load.run(0.01)
         assert int(load.stats()["syncs"]) - before == (
@@ -155,7 +156,7 @@ def test_writes_through_the_page_cache_end_on_the_disk(files: DataFiles, kind: T
 
 
 def test_through_the_page_cache_one_pass(files: DataFiles) -> None:
-    with Load(CACHED, files.striped) as load:
+    with closing(Load(CACHED, files.striped)) as load:
         found = load.run(60)
     assert found.nbytes == files.striped.total_bytes == 8 * MIB
 
@@ -166,7 +167,7 @@ def test_one_pass_touches_every_block(files: DataFiles, pattern: Pattern) -> Non
     job = replace(CACHED, kind=TransferKind.WRITE, pattern=pattern, block_bytes=4096, depth=2)
     for path in files.striped.paths:
         path.write_bytes(bytes(4 * MIB))
-    with Load(job, files.striped) as load:
+    with closing(Load(job, files.striped)) as load:
         load.run(60)
     for path in files.striped.paths:
         content = path.read_bytes()
@@ -177,7 +178,7 @@ def test_buffers_that_are_used_late_hold_all_that_was_read(files: DataFiles) -> 
     """One pass over 64 blocks, each read into memory of its own; used soon again, 8 buffers serve for all."""
     blocks = np.fromfile(files.alone[0].paths[0], np.uint8).reshape(64, 64 << 10)
     for reuse, count in ((Reuse.LATE, 64), (Reuse.SOON, 8)):
-        with Load(replace(CACHED, pattern=Pattern.SEQUENTIAL, reuse=reuse), files.alone[0]) as load:
+        with closing(Load(replace(CACHED, pattern=Pattern.SEQUENTIAL, reuse=reuse), files.alone[0])) as load:
             load.run(60)
             held = np.array([buffer.array() for (buffer,) in load._buffers])
         assert np.array_equal(held, blocks[-count:])
@@ -185,7 +186,7 @@ def test_buffers_that_are_used_late_hold_all_that_was_read(files: DataFiles) -> 
 
 def test_checksums_are_compared(files: DataFiles) -> None:
     job = replace(CACHED, checksums=Checksums.ON, block_bytes=MIB, depth=2)
-    with Load(job, files.alone[0]) as load:
+    with closing(Load(job, files.alone[0])) as load:
         load.run(60)
         with open(files.alone[0].paths[0], "r+b") as file:
             file.write(os.urandom(16))

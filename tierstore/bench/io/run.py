@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -114,7 +115,7 @@ def run(bench: IoBench, *, keep: KeepProfile, tick: Tick = lambda done, total: N
     check_space(bench.directories, bench.size)
     check_space(bench.directories[:1], bench.size + _COPIES * record_bytes)
     meter = _Meter(bench, fio, tick)
-    with DataFiles(bench.directories, bench.size) as files:
+    with closing(DataFiles(bench.directories, bench.size)) as files:
         found = [search(bench, alone, seconds=meter.seconds, tick=meter.tick) for alone in files.alone]
         profile = None
         if keep is KeepProfile.YES:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -103,7 +104,7 @@ def _disk(bench: MachineBench) -> dict[str, _Points]:
     mixes = [Bytes(bench.disk_bytes, 0), Bytes(0, bench.disk_bytes), Bytes(half, half)]
     points: dict[str, _Points] = {"disk_read": [], "disk_write": [], "disk_mixed": []}
     for size in (64 << 10, 256 << 10, 1 << 20, 4 << 20):
-        with DiskProbe(bench.directory, bench.disk_bytes, (size,), IoConfig()) as probe:
+        with closing(DiskProbe(bench.directory, bench.disk_bytes, (size,), IoConfig())) as probe:
             for _ in range(bench.repeats):
                 for found, mix in zip(points.values(), mixes, strict=True):
                     found.append((size, size / probe.disk_bytes_per_s(mix)))

@@ -25,7 +25,7 @@ from tierstore.bench.overlap.rank import CAUGHT_UP, RankRequest, RankSteps
 from tierstore.bench.overlap.run import Balance, RankProcesses, links_for
 from tierstore.bench.overlap.stack import StackShape
 from tierstore.bench.results.document import Better, Measurement, derived, measured
-from tierstore.bench.results.figures import Figures
+from tierstore.bench.results.figures import INTERNAL, Figures, named
 from tierstore.cache.access import Phase
 from tierstore.links import LinkConfig, LinksConfig
 from tierstore.model.config import DenseUnit, ModelConfig
@@ -107,12 +107,12 @@ def cases(bench: PredictionBench) -> list[Case]:
 
 
 @dataclass(frozen=True)
-class Calibration:
+class Calibration(Figures):
     """What this machine adds: seconds to drive one dense pass and one expert beside what they compute."""
 
-    dense_s: float
-    expert_s: float
-    adamw: Cost = ASSUMED.adamw
+    dense_s: float = field(metadata=named("dense_drive_s"))
+    expert_s: float = field(metadata=named("expert_drive_s"))
+    adamw: Cost = field(default=ASSUMED.adamw, metadata=INTERNAL)
 
 
 @dataclass(frozen=True)
@@ -247,21 +247,13 @@ class PredictedCase(Figures):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrationCosts(Figures):
-    """What one calibration found that a dense pass and an expert cost beside what they compute."""
-
-    dense_drive_s: float
-    expert_drive_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class PredictionResult(Figures):
     """What ``run`` found."""
 
     ranks_count: int = _RANKS
     computation: Computation
     cases: Sequence[PredictedCase]
-    calibrations: Sequence[CalibrationCosts]
+    calibrations: Sequence[Calibration]
     largest_error_ratio: float
     median_error_ratio: float
 
@@ -294,9 +286,7 @@ def _run(bench: PredictionBench, ranks: RankProcesses, say: Callable[[str], None
     return PredictionResult(
         computation=bench.computation,
         cases=found,
-        calibrations=[
-            CalibrationCosts(dense_drive_s=one.dense_s, expert_drive_s=one.expert_s) for one in calibrations
-        ],
+        calibrations=calibrations,
         largest_error_ratio=max(errors),
         median_error_ratio=statistics.median(errors),
     )

@@ -31,14 +31,14 @@ _QUARTILES_APART, _MEDIAN_ERROR = 1.349, 1.2533
 
 
 class ChangeKind(StrEnum):
-    """How one measurement changed."""
+    """How one measurement changed, in the order of the table."""
 
-    BETTER = "better"
     WORSE = "worse"
+    BETTER = "better"
     CHANGED = "changed"  # beyond noise, of something that has no good direction
+    UNKNOWN = "noise unknown"  # one sample on one side or both
     WITHIN = "within noise"
     SAME = "same"
-    UNKNOWN = "noise unknown"  # one sample on one side or both
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,14 +171,7 @@ def _student(freedom: int) -> float:
 
 def table(comparison: Comparison) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Columns and rows for people: what changed for the worse first, then for the better, then the rest."""
-    order = [
-        ChangeKind.WORSE,
-        ChangeKind.BETTER,
-        ChangeKind.CHANGED,
-        ChangeKind.UNKNOWN,
-        ChangeKind.WITHIN,
-        ChangeKind.SAME,
-    ]
+    order = list(ChangeKind)
     rows = sorted(comparison.rows, key=lambda row: order.index(row.change))
     return (
         ("measurement", "verdict", "old", "new", "new / old", "95% interval"),

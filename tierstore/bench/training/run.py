@@ -23,7 +23,7 @@ from pathlib import Path
 
 from tierstore.bench.checks import at_least, work_directory
 from tierstore.bench.probes.disk import Bytes, DiskProbe
-from tierstore.bench.probes.memory_limit import MemoryLimit, page_cache_bytes
+from tierstore.bench.probes.memory_limit import MemoryLimit, MemoryUse, page_cache_bytes
 from tierstore.bench.results.document import Better, Measurement, counted, derived, measured
 from tierstore.bench.results.figures import IF_ANY, Figures, StallTime, prefixed, ratios
 from tierstore.bench.training.bound import Compulsory, bound_s, compulsory
@@ -120,15 +120,6 @@ class PolicyBytes(Figures):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CgroupUse(Figures):
-    """The memory cgroup that the tiered run lived in."""
-
-    limit_bytes: int
-    peak_bytes: int
-    kills_count: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainResult(Figures):
     """What ``run`` found. Compulsory bytes, and what a clairvoyant policy would move, are those of one step."""
 
@@ -160,7 +151,7 @@ class TrainResult(Figures):
     step_to_in_ram_ratio: float | None
     same_losses: bool | None
     tokens_per_s: float
-    cgroup: CgroupUse | None = field(metadata=prefixed("cgroup_"))
+    cgroup: MemoryUse | None = field(metadata=prefixed("cgroup_"))
 
 
 class _Disk(DiskProbe):
@@ -199,14 +190,11 @@ def run(config: TrainConfig, bench: TrainBench, say: Callable[[str], None] = lam
     """
     config = replace(config, steps=bench.warmup + bench.steps * bench.rounds)
     with work_directory(config.store) as directory, contextlib.ExitStack() as stack:
-        limit = stack.enter_context(MemoryLimit(bench.cgroup_limit)) if bench.cgroup_limit else None
+        limit = None
+        if bench.cgroup_limit:
+            limit = stack.enter_context(contextlib.closing(MemoryLimit(bench.cgroup_limit)))
         rounds = _measure(config, bench, limit, say)
-        cgroup = None
-        if limit is not None:
-            use = limit.use()
-            cgroup = CgroupUse(
-                limit_bytes=bench.cgroup_limit, peak_bytes=use.peak_bytes, kills_count=use.kills
-            )
+        cgroup = None if limit is None else limit.use()
         least = compulsory(directory / "trace", first_step=bench.warmup, steps=bench.steps * bench.rounds)
     return _result(config, bench, rounds, least, cgroup)
 
@@ -243,14 +231,15 @@ def _measure(
     directory, store = config.store, config.store / "tiered"
     with contextlib.ExitStack() as stack:
         say("opening the tiered run")
-        tiered = stack.enter_context(
-            TrainingProcess("tiered", replace(config, store=store), trace=directory / "trace", limit=limit)
-        )
+        own = replace(config, store=store)
+        tiered = TrainingProcess("tiered", own, trace=directory / "trace", limit=limit)
+        stack.callback(tiered.close)
         whole = None
         if bench.baseline is Baseline.IN_RAM:
             say("opening the run in RAM")
             own = replace(in_ram(config), store=directory / "in-ram")
-            whole = stack.enter_context(TrainingProcess("in RAM", own))
+            whole = TrainingProcess("in RAM", own)
+            stack.callback(whole.close)
         for process in (tiered, whole):
             if process is not None and bench.warmup:
                 process.run(bench.warmup)
@@ -262,7 +251,7 @@ def _measure(
             rounds.tiered.append(found)
             mix = Bytes(found.read_bytes, found.written_bytes).per(bench.steps)
             if mix.total:
-                disk = disk or stack.enter_context(_Disk(directory, config, mix))
+                disk = disk or stack.enter_context(contextlib.closing(_Disk(directory, config, mix)))
                 rounds.disk_bytes_per_s.append(statistics.harmonic_mean([*before, disk.measured()]))
             if whole is not None:
                 rounds.in_ram.append(whole.run(bench.steps))
@@ -274,7 +263,7 @@ def _measure(
 
 
 def _result(
-    config: TrainConfig, bench: TrainBench, rounds: _Rounds, least: Compulsory, cgroup: CgroupUse | None
+    config: TrainConfig, bench: TrainBench, rounds: _Rounds, least: Compulsory, cgroup: MemoryUse | None
 ) -> TrainResult:
     count = bench.steps * bench.rounds
     moved = least.least.per(count)

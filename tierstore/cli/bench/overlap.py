@@ -87,7 +87,8 @@ def overlap(
 ) -> None:
     """Two ranks over limited links: how much of gathers and expert fetches is hidden, and by which queue."""
     from tierstore.bench.overlap.device import Computation
-    from tierstore.bench.overlap.run import OverlapBench, Stack, measurements, run
+    from tierstore.bench.overlap.rank import Stack
+    from tierstore.bench.overlap.run import OverlapBench, measurements, run
     from tierstore.bench.overlap.stack import StackShape
     from tierstore.train.config import TrainConfig
 
