@@ -176,5 +176,5 @@ def measurements(result: CacheResult) -> list[Measurement]:
         if rate is not None
     ]
     if result.curves is not None:
-        found.append(measured("all curves", [result.curves.elapsed_s], "s", Better.LOWER))
+        found.append(measured("all curves", result.curves.elapsed_s, "s", Better.LOWER))
     return found

@@ -77,9 +77,8 @@ CHECKS: Mapping[str, Check] = {
     help="Resolve a capability under this setting; on fails where the machine lacks it.",
 )
 @json_option
-def doctor(directory: Path, store: Path | None, settings: tuple[str, ...], as_json: bool) -> None:
+def doctor(directory: Path, store: Path | None, settings: tuple[str, ...], output: Output) -> None:
     """Show what this machine offers, and what each capability resolved to and why."""
-    output = Output.for_option(as_json)
     chosen = _settings(settings)
     facts = machine_facts(directory)
     drives = _stored(store) if store is not None else [_Drive(directory.resolve())]

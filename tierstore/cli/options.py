@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from tierstore.cli.output import Output
 from tierstore.config import dotted_fields
 from tierstore.errors import ConfigError
 from tierstore.units import format_bytes, parse_size
@@ -71,9 +72,13 @@ EXISTING_DIRECTORY = click.Path(path_type=Path, exists=True, file_okay=False)
 
 
 def json_option(command: F) -> F:
-    """``--json``: the argument ``as_json`` (an OutputMode is made of it by ``Output.for_option``)."""
+    """``--json``: the argument ``output``, an Output."""
     return click.option(
-        "--json", "as_json", is_flag=True, help="End stdout with one JSON object; tables go to stderr."
+        "--json",
+        "output",
+        is_flag=True,
+        callback=lambda ctx, param, given: Output.for_option(given),
+        help="End stdout with one JSON object; tables go to stderr.",
     )(command)
 
 

@@ -63,13 +63,12 @@ def plan(
     alpha: float | None,
     profile: Path | None,
     settings: tuple[str, ...],
-    as_json: bool,
+    output: Output,
 ) -> None:
     """Bytes on each tier, whether they fit, the time of a step and its bottleneck, and what to change."""
     from tierstore.plan import ASSUMED, DeviceKind, find_preset, load_profile, machine_limits, plan_run
     from tierstore.train import TrainConfig
 
-    output = Output.for_option(as_json)
     if preset == "list":
         _list_presets(output)
         return

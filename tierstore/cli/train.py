@@ -78,7 +78,7 @@ def train(
     timeline: Path | None,
     record_trace: Path | None,
     settings: tuple[str, ...],
-    as_json: bool,
+    output: Output,
 ) -> None:
     """Train a Mixture-of-Experts model whose experts live on disk.
 
@@ -97,7 +97,7 @@ def train(
     }
     loaded = load(TrainConfig, config, config_overrides(settings, given))
     files = _Files(metrics, timeline, record_trace)
-    ctx.exit(_run(loaded, files, resume=resume, checksum=checksum, as_json=as_json))
+    ctx.exit(_run(loaded, files, resume=resume, checksum=checksum, output=output))
 
 
 @dataclass(frozen=True)
@@ -114,15 +114,18 @@ class _Files:
         return _Files(*(rank_file(path, rank) for path in (self.metrics, self.timeline, self.trace)))
 
 
-def _run(config: TrainConfig, files: _Files, *, resume: bool, checksum: bool, as_json: bool) -> int:
+def _run(config: TrainConfig, files: _Files, *, resume: bool, checksum: bool, output: Output) -> int:
     from tierstore.parallel import launch, limited_groups
     from tierstore.train.ranks import Opening, restarted
 
     # Ranks end together or not at all: from here on a signal to one of them is everybody's.
     groups = limited_groups(config.links)
-    with Interrupts() as interrupts, launch(config.parallel, device=config.device, make_group=groups) as mesh:
+    with (
+        Interrupts.heard() as interrupts,
+        launch(config.parallel, device=config.device, make_group=groups) as mesh,
+    ):
         first = mesh.world.rank == 0
-        output = Output.for_option(as_json) if first else Output(OutputMode.NOBODY)
+        output = output if first else Output(OutputMode.NOBODY)
         again = Opening.RESTART if restarted() else Opening.CREATE
         opening = Opening.RESUME if resume else again
         own = files.of_rank(mesh.world.rank)

@@ -24,13 +24,13 @@ _CHECK_FAILED = 1
 @click.argument("store", type=PATH)
 @json_option
 @click.pass_context
-def verify(ctx: click.Context, store: Path, as_json: bool) -> None:
+def verify(ctx: click.Context, store: Path, output: Output) -> None:
     """Read and check every record of every snapshot of STORE, of all ranks if it has several; exit status 1 if any is
     not whole.
     """
     from tierstore.store.directories import verify_all
 
-    ctx.exit(run_verify(store, Output.for_option(as_json), verify_all))
+    ctx.exit(run_verify(store, output, verify_all))
 
 
 def run_verify(store: Path, output: Output, verifier: Callable[..., VerifyReport]) -> int:

@@ -422,13 +422,13 @@ def measurements(result: SoakResult) -> Iterator[Measurement]:
     """What ``run`` found, for a document."""
     yield counted("wrong bytes", result.wrong_bytes, "bytes", Better.LOWER)
     # What was done in the time is not the same each time.
-    yield measured("kills", [result.kills_count], "kills", Better.NEITHER)
-    yield measured("read", [result.read_bytes], "bytes", Better.NEITHER)
-    yield measured("written", [result.written_bytes], "bytes", Better.NEITHER)
-    yield measured("verified", [result.verified_bytes], "bytes", Better.NEITHER)
+    yield measured("kills", result.kills_count, "kills")
+    yield measured("read", result.read_bytes, "bytes")
+    yield measured("written", result.written_bytes, "bytes")
+    yield measured("verified", result.verified_bytes, "bytes")
     for name, times in (("reopen", result.reopen), ("commit", result.commit)):
         if times.median_s is not None:
-            yield measured(f"{name}, median", [times.median_s], "s", Better.LOWER)
+            yield measured(f"{name}, median", times.median_s, "s", Better.LOWER)
     for name, trend in result.trends.items():
         yield derived(f"{name}, growth a second", trend.slope_per_s, trend.unit, Better.LOWER)
 

@@ -422,7 +422,7 @@ def _of_point(point: PointFigures) -> Iterator[Measurement]:
         yield derived("write amplification", found, "ratio", Better.LOWER, target=target, parameters=what)
     space, most = point.space_amplification_ratio, point.space_target_ratio
     yield derived("space amplification", space, "ratio", Better.LOWER, target=most, parameters=what)
-    yield measured("wear of a step", [point.wear_per_step_bytes], "bytes", Better.LOWER, parameters=what)
+    yield measured("wear of a step", point.wear_per_step_bytes, "bytes", Better.LOWER, parameters=what)
 
 
 async def _measured(load: TierLoad, steps: Iterator[TrafficStep], seconds: float) -> list[LoadResult]:

@@ -329,11 +329,11 @@ def measurements(result: TrainResult) -> Iterator[Measurement]:
 def _of_run(of: StepTimes, name: str) -> Iterator[Measurement]:
     how = {"run": name}
     yield measured("step", of.step_samples_s, "s", Better.LOWER, parameters=how)
-    yield measured("processor time a step", [of.step_cpu_s], "s", Better.LOWER, parameters=how)
-    yield measured("peak resident memory", [of.peak_resident_bytes], "bytes", Better.LOWER, parameters=how)
+    yield measured("processor time a step", of.step_cpu_s, "s", Better.LOWER, parameters=how)
+    yield measured("peak resident memory", of.peak_resident_bytes, "bytes", Better.LOWER, parameters=how)
     yield counted("read a step", of.step_read_bytes, "bytes", Better.LOWER, parameters=how)
     yield counted("written a step", of.step_written_bytes, "bytes", Better.LOWER, parameters=how)
     yield counted("hits", of.hit_ratio, "ratio", Better.HIGHER, parameters=how)
     for stall in of.stalls:
         caused = {**how, "cause": stall.cause}
-        yield measured("stalled a step", [stall.step_stall_s], "s", Better.LOWER, parameters=caused)
+        yield measured("stalled a step", stall.step_stall_s, "s", Better.LOWER, parameters=caused)

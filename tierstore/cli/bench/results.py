@@ -80,7 +80,7 @@ def results_options() -> Callable[[F], F]:
 class Reporting:
     """What was asked for beside the table."""
 
-    as_json: bool
+    output: Output
     save: Path | None
     html: Path | None
     compare: Path | None
@@ -123,7 +123,7 @@ class Reporting:
             against=against,
             directory=directory,
             started=now(),
-            output=Output.for_option(self.as_json),
+            output=self.output,
         )
 
 

@@ -222,7 +222,7 @@ def _soak(
         kill_every_s=kill_every,
     )
     total = max(round(bench.seconds), 1)
-    with Interrupts() as interrupts, session.output.progress(total, label="soak") as progress:
+    with Interrupts.heard() as interrupts, session.output.progress(total, label="soak") as progress:
 
         def announce(seconds: float, done: SoakProgress) -> None:
             moved = {

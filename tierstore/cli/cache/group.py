@@ -97,7 +97,7 @@ def import_(
     keys: Path | None,
     list_options: bool,
     settings: tuple[str, ...],
-    as_json: bool,
+    output: Output,
 ) -> None:
     """Make a TRACE of SOURCE: expert ids (npz, JSON lines), oracleGeneral, csv, or one key a line; each plain, or packed
     by gzip, xz or zstd.
@@ -107,7 +107,6 @@ def import_(
     """
     from tierstore.lab.importing import SourceKind, import_trace, options_of
 
-    output = Output.for_option(as_json)
     if list_options:
         kinds = [kind] if kind else _KINDS
         for each in kinds:
@@ -155,13 +154,12 @@ def simulate(
     pins: tuple[str, ...],
     replay: dict[str, Any],
     machine: Machine,
-    as_json: bool,
+    output: Output,
 ) -> None:
     """Replay TRACE through policies at capacities, with what it costs."""
     from tierstore.lab.miss_curves import curves
     from tierstore.lab.simulate import contract_name
 
-    output = Output.for_option(as_json)
     requests = load_trace_requests(trace, output, replay["warmup_steps"], pins)
     specs = specs_of(
         requests, policies, ("lru", "lfu-decay", *(() if lookahead == "recorded" else ("belady",)))
@@ -212,13 +210,12 @@ def curve(
     replay: dict[str, Any],
     machine: Machine,
     html: Path | None,
-    as_json: bool,
+    output: Output,
 ) -> None:
     """Miss-ratio curves of TRACE over capacity, with the bound and the line 1 - C/N."""
     from tierstore.lab.miss_curves import curve_capacities, curves, keep_ratio
     from tierstore.lab.simulate import contract_name
 
-    output = Output.for_option(as_json)
     check_html(html)
     requests = load_trace_requests(trace, output, replay["warmup_steps"], pins)
     specs = specs_of(requests, policies, ("all",))

@@ -74,11 +74,10 @@ def tune(
     machine: Machine,
     html: Path | None,
     out: Path | None,
-    as_json: bool,
+    output: Output,
     **search: Any,
 ) -> None:
     """Choose a policy for TRACE on its first part, and score it on the rest."""
-    output = Output.for_option(as_json)
     options = _tune_options(search)
     check_html(html)
     check_target("--out", out)
@@ -102,10 +101,9 @@ def report(
     contract: str,
     threads: int,
     machine: Machine,
-    as_json: bool,
+    output: Output,
 ) -> None:
     """Everything about TRACE in one HTML file: curves, half-lives, costs, and a tuned choice."""
-    output = Output.for_option(as_json)
     options = _tune_options({"contract": contract, "threads": threads})
     check_html(html)
     decided = _decide(trace, capacity, options, machine, output, html=html, points=points)
@@ -127,14 +125,13 @@ def study(
     threads: int,
     machine: Machine,
     html: Path | None,
-    as_json: bool,
+    output: Output,
 ) -> None:
     """Study SOURCES, traces or an npz of expert ids in nine regimes: which policy to use when."""
     from tierstore.lab.simulate import Contract
     from tierstore.lab.study import StudyOptions, run_study
     from tierstore.lab.study_tables import study_markdown
 
-    output = Output.for_option(as_json)
     check_html(html)
     check_target("--markdown", markdown)
     options = StudyOptions(contract=Contract(contract), threads=threads, machine=machine)
