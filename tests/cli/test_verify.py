@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tierstore.cli.output import Output
-from tierstore.cli.verify import run_verify
+from tierstore.cli.main import cli
 from tierstore.store.verify import VerifyReport
 
 
@@ -25,9 +24,17 @@ class FakeVerifier:
         return self.report
 
 
-def test_a_whole_store(capsys: pytest.CaptureFixture[str]) -> None:
+def run(monkeypatch: pytest.MonkeyPatch, verifier: FakeVerifier, *options: str) -> int:
+    monkeypatch.setattr("tierstore.store.directories.verify_all", verifier)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["verify", "store", *options])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_a_whole_store(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     verifier = FakeVerifier([])
-    assert run_verify(Path("store"), Output.for_option(False), verifier) == 0
+    assert run(monkeypatch, verifier) == 0
     assert verifier.paths == [Path("store")]
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "verify 1/4"
@@ -35,9 +42,9 @@ def test_a_whole_store(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[-1].endswith("; all whole")
 
 
-def test_a_corrupt_store(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_corrupt_store(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     failures = [f"expert {n}: section exp_avg: extents/moments.ext: checksum" for n in range(25)]
-    assert run_verify(Path("store"), Output.for_option(True), FakeVerifier(failures)) == 1
+    assert run(monkeypatch, FakeVerifier(failures), "--json") == 1
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert found.pop("elapsed_s") >= 0

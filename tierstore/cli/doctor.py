@@ -86,10 +86,20 @@ def doctor(directory: Path, store: Path | None, settings: tuple[str, ...], outpu
         resolve(name, chosen.get(name, Capability.AUTO), partial(check.probe, directory))
         for name, check in CHECKS.items()
     ]
+    capabilities = [
+        {
+            "name": r.name,
+            "setting": r.setting.value,
+            "effective": r.effective.value,
+            "backend": _backend(r),
+            "reason": r.reason,
+        }
+        for r in resolutions
+    ]
     output.table(
         "Capabilities",
         ["capability", "setting", "effective", "backend", "why"],
-        [(r.name, r.setting.value, r.effective.value, _backend(r), r.reason) for r in resolutions],
+        [tuple(one.values()) for one in capabilities],
     )
     output.line()
     output.table("Machine", ["fact", "value"], [(_title(name), _shown(name, facts[name])) for name in facts])
@@ -104,16 +114,7 @@ def doctor(directory: Path, store: Path | None, settings: tuple[str, ...], outpu
     )
     output.emit(
         {
-            "capabilities": [
-                {
-                    "name": r.name,
-                    "setting": r.setting.value,
-                    "effective": r.effective.value,
-                    "backend": _backend(r),
-                    "reason": r.reason,
-                }
-                for r in resolutions
-            ],
+            "capabilities": capabilities,
             **facts,
             "drives": [drive.as_json() for drive in drives],
         }

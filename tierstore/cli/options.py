@@ -71,6 +71,13 @@ EXISTING_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 EXISTING_DIRECTORY = click.Path(path_type=Path, exists=True, file_okay=False)
 
 
+def options(*decorators: Callable[[Any], Any]) -> Callable[[F], F]:
+    """Several options as one decorator, as if they stood above the command in this order."""
+    return lambda command: functools.reduce(
+        lambda inner, option: option(inner), reversed(decorators), command
+    )
+
+
 def json_option(command: F) -> F:
     """``--json``: the argument ``output``, an Output."""
     return click.option(

@@ -28,7 +28,7 @@ from tierstore.units import format_bytes, format_seconds
 if TYPE_CHECKING:  # numpy and LMDB, which listing the commands need not
     from tierstore.plan import Hardware, Plan, Profile
 
-_NOT_SO = 1
+_DOES_NOT_FIT = 1
 
 
 @click.command()
@@ -89,7 +89,7 @@ def plan(
     made = plan_run(loaded, limits, preset=chosen, ranks=ranks, device=kind, profile=costs, alpha=alpha)
     _show(made, costs, output)
     output.emit(made.as_json())
-    ctx.exit(0 if made.verdict.fits else _NOT_SO)
+    ctx.exit(0 if made.verdict.fits else _DOES_NOT_FIT)
 
 
 def _list_presets(output: Output) -> None:

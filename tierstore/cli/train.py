@@ -125,7 +125,7 @@ def _run(config: TrainConfig, files: _Files, *, resume: bool, checksum: bool, ou
         launch(config.parallel, device=config.device, make_group=groups) as mesh,
     ):
         first = mesh.world.rank == 0
-        output = output if first else Output(OutputMode.NOBODY)
+        output = output if first else Output(OutputMode.SILENT)
         again = Opening.RESTART if restarted() else Opening.CREATE
         opening = Opening.RESUME if resume else again
         own = files.of_rank(mesh.world.rank)

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from tierstore.cli.options import PATH, json_option
 from tierstore.cli.output import Output
 from tierstore.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from tierstore.store.verify import VerifyReport
 
 _SHOWN_FAILURES = 20  # beyond these a person reads no more; the JSON object has them all
 _CHECK_FAILED = 1
@@ -23,21 +18,15 @@ _CHECK_FAILED = 1
 @click.command()
 @click.argument("store", type=PATH)
 @json_option
-@click.pass_context
-def verify(ctx: click.Context, store: Path, output: Output) -> None:
+def verify(store: Path, output: Output) -> int:
     """Read and check every record of every snapshot of STORE, of all ranks if it has several; exit status 1 if any is
     not whole.
     """
     from tierstore.store.directories import verify_all
 
-    ctx.exit(run_verify(store, output, verify_all))
-
-
-def run_verify(store: Path, output: Output, verifier: Callable[..., VerifyReport]) -> int:
-    """Verifies ``store`` by ``verify_all``, prints what that found, and returns the exit status: 0 whole, 1 not."""
     start = time.monotonic()
     with output.progress(0, label="verify") as progress:
-        report = verifier(store, progress=lambda done, total: progress.update(done, total, {}))
+        report = verify_all(store, progress=lambda done, total: progress.update(done, total, {}))
     elapsed_s = time.monotonic() - start
     for failure in report.failures[:_SHOWN_FAILURES]:
         output.line(f"corrupt: {failure}")

@@ -1,12 +1,8 @@
 """Cold reads of whole records, as a store would do them, beside the libraries that one might use in its place.
 
 Each library has the same records on disk in its own form, written and synced; each reads all of them once into memory of its
-own, in the same shuffled order, and is timed. *Cold*: before each measurement the files' pages are written back and dropped
-from the page cache (``fdatasync``, ``posix_fadvise(POSIX_FADV_DONTNEED)``). What a host or a drive keeps in memory of its
-own cannot be dropped, and serves all alike. What stayed is noted, where
-``fincore`` (util-linux) can tell. Once, unmeasured, each one's bytes are checked.
-
-A library that is not installed is left out, by name. Ours compares every record's checksum; the others check nothing.
+own, in the same shuffled order, and is timed. docs/BENCH.md says what *cold* is. A library that is not installed is left
+out, by name.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The block size and depth at which a disk moves the most bytes, for stores to use.
+"""The block size and depth at which a disk moves the most bytes, for stores to use (docs/BENCH.md).
 
-Each point of a grid is measured once; those that did best are measured again in turns. What counts is the time to read a
-byte and write one, as training does. Of points within 3% of the best the one with the fewest bytes in flight wins: it asks
-for less memory, and what is urgent waits less behind it. Depths below 4 are measured but not chosen: a store also compares
-checksums between transfers, and with fewer in flight the disk would wait for that.
+Of points near the best the one with the fewest bytes in flight wins: it asks for less memory, and what is urgent waits less
+behind it. Depths below 4 are measured but not chosen: a store also compares checksums between transfers, and with fewer in
+flight the disk would wait for that.
 """
 
 from __future__ import annotations

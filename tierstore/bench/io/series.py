@@ -1,11 +1,6 @@
 """What a tier can bear, raw: jobs through the engine over files of the bench's own, beside fio and other libraries.
 
-Everything that is compared is measured in turns, in one run: round after round each program does the job once, in an order
-that turns round with the rounds, so that a disk whose speed drifts treats all alike. A ratio is the median of the rounds'
-ratios. Each measurement lasts a share of the time that the whole may take.
-
-Through the page cache, a job reads or writes each file at most once, with its pages dropped before: a second pass would
-measure memory.
+Programs do a job in turns, and each measurement lasts a share of the time that the whole may take (docs/BENCH.md).
 """
 
 from __future__ import annotations

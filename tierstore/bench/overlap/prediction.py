@@ -1,14 +1,8 @@
-"""How well the simulated schedule predicts the time of a step.
+"""How well the simulated schedule predicts the time of a step, and what a step moves (docs/PLAN.md).
 
-Two ranks step the stack of synthetic layers of ``bench overlap`` over limited links, in as many configurations as
-``cases`` says: which of computation, gathers and fetches is the longest, how far each queue looks ahead, how many layers,
-experts and cached layers there are. Each is predicted before it is measured, from its shape, its links, the speed of AdamW
-that ``plan`` assumes, and two numbers of this machine: what driving one dense pass and one expert costs beside its
-computation, fitted. The calibrating runs have links without limits, and take turns with the measured ones,
-so that a machine whose speed drifts treats them alike; a case is predicted with the calibrations on both sides of it.
-None of the cases that are judged was fitted on: the calibrating runs are reported apart.
-
-Bytes are predicted too: gathers from the shape, fetches and write-backs by the residency core (``plan.traffic``).
+The calibrating runs take turns with the measured ones, so that a machine whose speed drifts treats them alike; a case is
+predicted with the calibrations on both sides of it. None of the cases that are judged was fitted on: the calibrating runs
+are reported apart. Bytes follow from the shape (gathers) and from the residency core (``plan.traffic``).
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""What got better or worse between two runs of a benchmark, beyond their noise.
+"""What got better or worse between two runs of a benchmark, beyond the noise within the runs (docs/BENCH.md).
 
 The ratio is that of the medians, new over old, with a 95% interval: the percentile bootstrap of both runs' samples (or,
 where only quartiles were kept, the normal approximation of a median's error), taken in logarithms, and widened by
-Student's quantile for the fewer samples of the two: three of them alone say little. What has no samples to speak of
-noise gets no verdict. The noise is that *within* the runs: what differs between any two runs, such as another
-neighbour on the machine, is not in it, so ratios of things measured in turn in one run compare best.
+Student's quantile for the fewer samples of the two: three of them alone say little.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def content(seed: int, record: int, version: int, schema: RecordSchema) -> dict[
     if schema.weight_format is WeightFormat.FP32:
         return sections | {"weight": weight}
     bits = weight.view(np.uint32)
-    # Magnitudes below 2 leave room for the carry, so rounding half away from zero is an addition to the bits.
+    # Magnitudes below 2 leave a bit for the carry, so rounding half away from zero is an addition to the bits.
     high = (bits + np.uint32(0x8000)) >> np.uint32(16)
     low = (bits - (high << np.uint32(16))).astype(np.uint16).view(np.int16)
     return sections | {"weight_hi": high.astype(np.uint16), "weight_lo": low}

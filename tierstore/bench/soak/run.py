@@ -1,12 +1,9 @@
-"""A store under full load for minutes, killed at random moments, every byte that it reads checked.
+"""A store under full load for minutes, killed at random moments, every byte that it reads checked (docs/BENCH.md).
 
 This process holds the model of what the store must contain; another one (``soak.worker``) works on the store and is
 killed with SIGKILL. Both follow the same plan, so this one does not rely on what the store says: it moves its model along
 as commits are announced (``begin``) and acknowledged (``done``), and sends the next life what the store may be at:
 the last acknowledged commit, or the one that had begun.
-
-Kills come at exponential intervals, a quarter of them while a life is still auditing and opening. In the middle third
-of a soak of at least a minute there are none: memory that grows shows only in a long life.
 """
 
 from __future__ import annotations
@@ -44,17 +41,8 @@ _EARLY_KILLS_RATIO = 0.25
 _REPORT_S = 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class SoakProgress:
-    """How far a soak is."""
-
-    read_bytes: int
-    written_bytes: int
-    verified_bytes: int
-    kills: int
-
-
-Announce = Callable[[float, SoakProgress], None]
+#: Takes the seconds so far and what was done: bytes ``read``, ``written`` and ``verified``, and ``kills``.
+Announce = Callable[[float, Mapping[str, int]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,12 +337,8 @@ class _Soak:
         if time.monotonic() >= self._next_report_s:
             self._next_report_s = time.monotonic() + _REPORT_S
             counts = self._counts + Counter(self._life_counts)
-            done = SoakProgress(
-                read_bytes=counts["read_bytes"],
-                written_bytes=counts["written_bytes"],
-                verified_bytes=counts["verified_bytes"],
-                kills=self._kills,
-            )
+            done = {name: counts[f"{name}_bytes"] for name in ("read", "written", "verified")}
+            done["kills"] = self._kills
             self._announce(min(now, self._bench.seconds), done)
 
     # The end ------------------------------------------------------------------------------------------------

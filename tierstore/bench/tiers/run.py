@@ -1,16 +1,8 @@
 """A store under load: what it serves, how long it takes, what it writes for what was changed, and what it takes.
 
 Points of a sweep over record sizes, host budgets (which make the hit ratio) and dirty ratios. One store a record size,
-opened anew for each point; everything through ``ParameterStore`` and the engine, on a real file system.
-
-- Write amplification: bytes that this process caused to be sent to storage (``/proc/self/io``: extents and index, not
-  the file system's own journal) over bytes that optimizer steps changed. A record that is stepped twice between
-  commits is changed twice, and need be written once; ``write_to_dirty_ratio`` counts it once.
-- Space amplification: blocks of all files of the store (``st_blocks``) over bytes of its records. The target is a copy
-  of the records, one of what may be dirty between commits (all of them: the store reserves it before it is needed), one
-  a retained snapshot, and the index. What this traffic needed of that is counted beside it: a copy of each version of a
-  record that is live, committed or in a snapshot.
-- Wear: bytes sent to storage. Days to the endurance stated are at the speed of this load, which does nothing but load.
+opened anew for each point; everything through ``ParameterStore`` and the engine, on a real file system. docs/BENCH.md
+defines the figures.
 """
 
 from __future__ import annotations
@@ -160,13 +152,8 @@ class LoadRates(Figures):
 
     @staticmethod
     def of(load: LoadResult) -> LoadRates:
-        return LoadRates(
-            steps_per_s=load.steps / load.elapsed_s,
-            fetched_bytes_per_s=load.fetched_bytes / load.elapsed_s,
-            changed_bytes_per_s=load.changed_bytes / load.elapsed_s,
-            read_bytes_per_s=load.read_bytes / load.elapsed_s,
-            written_bytes_per_s=load.written_bytes / load.elapsed_s,
-        )
+        rated = ("steps", "fetched_bytes", "changed_bytes", "read_bytes", "written_bytes")
+        return LoadRates(**{f"{name}_per_s": getattr(load, name) / load.elapsed_s for name in rated})
 
 
 @dataclass(frozen=True, kw_only=True)

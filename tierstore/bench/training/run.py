@@ -1,15 +1,9 @@
 """The same training steps with everything in RAM and with experts on disk, and how near to
-their bound the latter are.
+their bound the latter are (docs/BENCH.md; ``tierstore.bench.training.bound``).
 
-Both run in processes of their own, which are open side by side and step in turns: a machine whose speed
-drifts treats them alike, each has a peak memory of its own, and only one computes at a time. The disk is
-measured just before and just after the tiered steps (in the first round, after), in the same mix of transfer
-sizes, reads and writes: not after a rest, from which disks come back faster. The machine needs memory for both
-at once; ``Baseline.NONE`` leaves the run in RAM out, for models that do not fit.
-
-Each round gives one ratio: median step of that round, tiered, over ``max(median step of that round in RAM,
-compulsory bytes / bandwidth of that round)``. The result is the median of the rounds' ratios. See
-``tierstore.bench.training.bound``.
+Both run in processes of their own, which are open side by side and step in turns: a machine whose speed drifts treats them
+alike, each has a peak memory of its own, and only one computes at a time. The machine needs memory for both at once;
+``Baseline.NONE`` leaves the run in RAM out, for models that do not fit. The result is the median of the rounds' ratios.
 """
 
 from __future__ import annotations

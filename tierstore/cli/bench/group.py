@@ -156,10 +156,10 @@ def collectives(reporting: Reporting, **sizes: int) -> int:
 
 def show_collectives(result: CollectivesResult, output: Output) -> None:
     """The environment, a table and what was saved, for people."""
-    modes = (result.fused, result.apart)
+    asked, modes = result.asked, (result.fused, result.apart)
     output.table(
-        f"{result.ranks} ranks on {result.backend}, {result.layers_count} dense blocks of width "
-        f"{result.d_model_count}, {result.parameters:,} parameters, {result.rounds_count} rounds",
+        f"{asked.ranks} ranks on {result.backend}, {asked.layers} dense blocks of width "
+        f"{asked.d_model}, {result.parameters:,} parameters, {asked.rounds} rounds",
         ("", "fused", "a message a parameter"),
         [
             ("collectives a step", *(mode.collectives_count for mode in modes)),

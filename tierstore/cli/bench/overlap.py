@@ -21,6 +21,7 @@ from tierstore.cli.options import (
     F,
     config_overrides,
     help_config_option,
+    options,
     set_option,
 )
 from tierstore.cli.output import Output
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 def stack_options(*, steps: int, warmup: int, forward_ms: float, computation: str) -> Callable[[F], F]:
     """``--steps --warmup --forward-ms --computation`` with these defaults."""
-    options = (
+    return options(
         click.option("--steps", type=int, default=steps, help="Steps measured of each run."),
         click.option("--warmup", type=int, default=warmup, help="Steps before them."),
         click.option(
@@ -46,13 +47,6 @@ def stack_options(*, steps: int, warmup: int, forward_ms: float, computation: st
             help="On the processor, or as a device would: a time in which the processor is free.",
         ),
     )
-
-    def decorate(command: F) -> F:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
 
 
 @click.command()

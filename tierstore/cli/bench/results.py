@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tierstore.cli.options import FILE, PATH, SIZE, F, bundled, json_option
+from tierstore.cli.options import FILE, PATH, SIZE, F, bundled, json_option, options
 from tierstore.cli.output import Output, finite
 from tierstore.errors import ConfigError, DataError
 
@@ -54,26 +54,20 @@ def namespace_option(command: F) -> F:
 def results_options() -> Callable[[F], F]:
     """The four options, as one argument ``reporting`` of the command."""
 
-    def decorate(command: F) -> F:
-        command = bundled(Reporting, "reporting")(command)
-        for option in (
-            click.option(
-                "--compare",
-                metavar="OLD.json",
-                type=FILE,
-                help="Say what became slower or faster than in this --save, beyond noise.",
-            ),
-            click.option(
-                "--html", metavar="FILE", type=FILE, help="Write a report with plots (see bench report)."
-            ),
-            click.option(
-                "--save", metavar="FILE.json", type=FILE, help="Write everything, with all samples."
-            ),
-        ):
-            command = option(command)
-        return json_option(command)
-
-    return decorate
+    return options(
+        json_option,
+        click.option("--save", metavar="FILE.json", type=FILE, help="Write everything, with all samples."),
+        click.option(
+            "--html", metavar="FILE", type=FILE, help="Write a report with plots (see bench report)."
+        ),
+        click.option(
+            "--compare",
+            metavar="OLD.json",
+            type=FILE,
+            help="Say what became slower or faster than in this --save, beyond noise.",
+        ),
+        bundled(Reporting, "reporting"),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

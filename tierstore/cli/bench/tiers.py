@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,7 +26,7 @@ from tierstore.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from tierstore.bench.probes.usage import Trend
     from tierstore.bench.results.document import Measurement
-    from tierstore.bench.soak.run import SoakProgress, SoakResult
+    from tierstore.bench.soak.run import SoakResult
     from tierstore.bench.tiers.run import PointFigures, TiersResult
 
 _FULL_RECORD_BYTES = tuple(size << 10 for size in (1024, 64, 256, 4096, 16384, 65536, 262144))
@@ -224,14 +224,9 @@ def _soak(
     total = max(round(bench.seconds), 1)
     with Interrupts.heard() as interrupts, session.output.progress(total, label="soak") as progress:
 
-        def announce(seconds: float, done: SoakProgress) -> None:
-            moved = {
-                "read": done.read_bytes,
-                "written": done.written_bytes,
-                "verified": done.verified_bytes,
-            }
-            shown = {name: format_bytes(nbytes) for name, nbytes in moved.items()}
-            progress.update(min(round(seconds), total), total, {**shown, "kills": done.kills})
+        def announce(seconds: float, done: Mapping[str, int]) -> None:
+            shown = {name: n if name == "kills" else format_bytes(n) for name, n in done.items()}
+            progress.update(min(round(seconds), total), total, shown)
 
         result = run(bench, announce, lambda: interrupts.asked)
     _show_soak(result, session.output)
