@@ -224,17 +224,15 @@ def _peers(bench: IoBench, found: Found, meter: _Meter) -> tuple[ProgramComparis
         )
 
 
-def measurements(result: IoResult) -> list[Measurement]:
+def measurements(result: IoResult) -> Iterator[Measurement]:
     """What ``run`` found, for a document: bandwidths, CPU times and latencies of each series, ratios with their targets.
 
     The points that have a title have names of their own: two runs may find their best point in different places.
     """
-    found: list[Measurement] = []
     for comparison in (*result.comparisons, *result.striped, result.peers):
         for series in comparison.series:
-            found += _of_series(comparison, series)
-        found += _ratios(comparison)
-    return found
+            yield from _of_series(comparison, series)
+        yield from _ratios(comparison)
 
 
 def _name(comparison: ProgramComparison, what: str) -> str:
@@ -254,20 +252,16 @@ def _parameters(comparison: ProgramComparison) -> dict[str, float | str]:
     return named | {"depth": job.depth, "pattern": job.pattern.value, "way": f"{job.backend.value}, {past}"}
 
 
-def _of_series(comparison: ProgramComparison, series: Series) -> list[Measurement]:
-    parameters = _parameters(comparison) | {"program": series.program}
-    samples = series.samples
-    speeds = [sample.bytes_per_s for sample in samples]
+def _of_series(comparison: ProgramComparison, series: Series) -> Iterator[Measurement]:
+    how = _parameters(comparison) | {"program": series.program}
+    speeds, samples = series.rounds_bytes_per_s, series.samples
     costs = [sample.cpu_per_gb_s for sample in samples]
-    found = [
-        measured(_name(comparison, "bandwidth"), speeds, "bytes/s", Better.HIGHER, parameters=parameters),
-        measured(_name(comparison, "CPU time of 1 GB"), costs, "s", Better.LOWER, parameters=parameters),
-    ]
+    yield measured(_name(comparison, "bandwidth"), speeds, "bytes/s", Better.HIGHER, parameters=how)
+    yield measured(_name(comparison, "CPU time of 1 GB"), costs, "s", Better.LOWER, parameters=how)
     for percent in (50.0, 99.0) if series.latency.p50_s is not None else ():
         times = [sample.latencies.percentile_ns(percent) / 1e9 for sample in samples]
         name = _name(comparison, f"latency p{percent:g}")
-        found.append(measured(name, times, "s", Better.LOWER, parameters=parameters))
-    return found
+        yield measured(name, times, "s", Better.LOWER, parameters=how)
 
 
 def _ratios(comparison: ProgramComparison) -> Iterator[Measurement]:

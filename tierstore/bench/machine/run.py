@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -267,20 +267,16 @@ def rows(profile: Profile) -> list[tuple[str, Cost, Cost]]:
     return [(name, getattr(profile, name), getattr(ASSUMED, name)) for name in names]
 
 
-def measurements(found: Measured) -> list[Measurement]:
+def measurements(found: Measured) -> Iterator[Measurement]:
     """What ``run`` found, for a document: each point with its samples, and the lines through them."""
-    listed = []
     for name, points in found.points.items():
         kind = "operations" if name.endswith("flops") else "bytes"
         samples: dict[float, list[float]] = {}
         for amount, spent in points:
             samples.setdefault(amount, []).append(spent)
-        listed += [
-            measured(name, spent, "s", Better.LOWER, parameters={kind: amount})
-            for amount, spent in samples.items()
-        ]
+        for amount, times in samples.items():
+            yield measured(name, times, "s", Better.LOWER, parameters={kind: amount})
         cost: Cost = getattr(found.profile, name)
-        listed.append(derived("latency", cost.latency_s, "s", Better.LOWER, parameters={"cost": name}))
+        yield derived("latency", cost.latency_s, "s", Better.LOWER, parameters={"cost": name})
         if math.isfinite(cost.per_s):
-            listed.append(derived("rate", cost.per_s, f"{kind}/s", Better.HIGHER, parameters={"cost": name}))
-    return listed
+            yield derived("rate", cost.per_s, f"{kind}/s", Better.HIGHER, parameters={"cost": name})
