@@ -28,7 +28,7 @@ from tierstore.cli.options import (
 from tierstore.cli.output import Output, OutputMode
 from tierstore.config import load
 from tierstore.devices import disk_health, disks_under
-from tierstore.machine import disk
+from tierstore.machine import disk, existing_parent
 from tierstore.timeline import open_timeline
 from tierstore.units import format_bytes, format_seconds
 
@@ -280,17 +280,11 @@ def _announce(config: TrainConfig, output: Output, fixed: int, mesh: Mesh) -> No
     if limits is not None:
         output.line(limits)
     names = [config.store, *config.stripe.directories]
-    places = [_existing(rank_directory(name, mesh.world.rank, mesh.world.size)) for name in names]
+    places = [existing_parent(rank_directory(name, mesh.world.rank, mesh.world.size)) for name in names]
     free = " and ".join(format_bytes(disk(place).free_bytes) for place in places)
     output.line(
         f"disk: {format_bytes(kept * own)} for {kept} copies in {', '.join(map(str, names))}; {free} free"
     )
-
-
-def _existing(directory: Path) -> Path:
-    """The directory, or the nearest above it that is there."""
-    directory = directory.absolute()
-    return next(path for path in (directory, *directory.parents) if path.exists())
 
 
 def _describe(store: StoreCore, output: Output) -> None:

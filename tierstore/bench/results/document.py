@@ -25,7 +25,6 @@ from pathlib import Path
 from types import MappingProxyType
 
 from tierstore import __version__, machine
-from tierstore.bench.checks import existing_parent
 from tierstore.config import as_dict, from_dict
 from tierstore.errors import ConfigError, DataError
 from tierstore.stats import percentile
@@ -167,7 +166,7 @@ class MachineFacts:
 
 def machine_facts(directory: Path | None = None) -> MachineFacts:
     """Those of this machine. ``directory`` need not exist: its nearest parent counts."""
-    parent = None if directory is None else existing_parent(directory)
+    parent = None if directory is None else machine.existing_parent(directory)
     return MachineFacts(
         processor=machine.processor(),
         cores=machine.cores(),

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tierstore.bench.checks import existing_parent, more_than_0, refuse_existing, require_free, work_directory
+from tierstore.bench.checks import more_than_0, refuse_existing, require_free, work_directory
 from tierstore.bench.probes.latency import LatencySummary
 from tierstore.bench.results.document import Better, Measurement, derived, measured
 from tierstore.bench.results.figures import Figures, prefixed
@@ -33,6 +33,7 @@ from tierstore.bench.tiers.load import (
 )
 from tierstore.endurance import drive_life_s
 from tierstore.errors import ConfigError
+from tierstore.machine import existing_parent
 from tierstore.store import (
     AdamWConfig,
     Inactive,
