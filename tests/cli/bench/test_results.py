@@ -41,6 +41,7 @@ def test_everything_is_saved(saved: Path) -> None:
     commits, writes, *heartbeats, ratio, dirty = document.measurements
     assert [one.unit for one in heartbeats] == ["s", "s"]
     assert (commits.name, commits.count, commits.unit) == ("commit", 4, "s")
+    assert (late.count, late_idle.count) == (4, 4)
     assert ratio.samples == tuple(a / b for a, b in zip(commits.samples, writes.samples, strict=True))
     assert ratio.target == 1.2
     assert dirty.median == document.figures["dirty_bytes"] == 2 * 48 * 1024

@@ -1,14 +1,8 @@
-"""How well the simulated schedule predicts the time of a step.
+"""How well the simulated schedule predicts the time of a step, and what a step moves (docs/PLAN.md).
 
-Two ranks step the stack of synthetic layers of ``bench overlap`` over limited links, in as many configurations as
-``cases`` says: which of computation, gathers and fetches is the longest, how far each queue looks ahead, how many layers,
-experts and cached layers there are. Each is predicted before it is measured, from its shape, its links, the speed of AdamW
-that ``plan`` assumes, and two numbers of this machine: what driving one dense pass and one expert costs beside its
-computation, fitted. The calibrating runs have links without limits, and take turns with the measured ones,
-so that a machine whose speed drifts treats them alike; a case is predicted with the calibrations on both sides of it.
-None of the cases that are judged was fitted on: the calibrating runs are reported apart.
-
-Bytes are predicted too: gathers from the shape, fetches and write-backs by the residency core (``plan.traffic``).
+The calibrating runs take turns with the measured ones, so that a machine whose speed drifts treats them alike; a case is
+predicted with the calibrations on both sides of it. None of the cases that are judged was fitted on: the calibrating runs
+are reported apart. Bytes follow from the shape (gathers) and from the residency core (``plan.traffic``).
 """
 
 from __future__ import annotations
@@ -25,7 +19,7 @@ from tierstore.bench.overlap.rank import CAUGHT_UP, RankRequest, RankSteps
 from tierstore.bench.overlap.run import Balance, RankProcesses, links_for
 from tierstore.bench.overlap.stack import StackShape
 from tierstore.bench.results.document import Better, Measurement, derived, measured
-from tierstore.bench.results.figures import Figures
+from tierstore.bench.results.figures import INTERNAL, Figures, named
 from tierstore.cache.access import Phase
 from tierstore.links import LinkConfig, LinksConfig
 from tierstore.model.config import ComputeDtype, DenseUnit, ModelConfig
@@ -107,12 +101,12 @@ def cases(bench: PredictionBench) -> list[Case]:
 
 
 @dataclass(frozen=True)
-class Calibration:
+class Calibration(Figures):
     """What this machine adds: seconds to drive one dense pass and one expert beside what they compute."""
 
-    dense_s: float
-    expert_s: float
-    adamw: Cost = ASSUMED.adamw
+    dense_s: float = field(metadata=named("dense_drive_s"))
+    expert_s: float = field(metadata=named("expert_drive_s"))
+    adamw: Cost = field(default=ASSUMED.adamw, metadata=INTERNAL)
 
 
 @dataclass(frozen=True)
@@ -247,21 +241,13 @@ class PredictedCase(Figures):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrationCosts(Figures):
-    """What one calibration found that a dense pass and an expert cost beside what they compute."""
-
-    dense_drive_s: float
-    expert_drive_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class PredictionResult(Figures):
     """What ``run`` found."""
 
     ranks_count: int = _RANKS
     computation: Computation
     cases: Sequence[PredictedCase]
-    calibrations: Sequence[CalibrationCosts]
+    calibrations: Sequence[Calibration]
     largest_error_ratio: float
     median_error_ratio: float
 
@@ -294,9 +280,7 @@ def _run(bench: PredictionBench, ranks: RankProcesses, say: Callable[[str], None
     return PredictionResult(
         computation=bench.computation,
         cases=found,
-        calibrations=[
-            CalibrationCosts(dense_drive_s=one.dense_s, expert_drive_s=one.expert_s) for one in calibrations
-        ],
+        calibrations=calibrations,
         largest_error_ratio=max(errors),
         median_error_ratio=statistics.median(errors),
     )
