@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Evidence(StrEnum):
-    """``FORMULA`` is exact arithmetic on the configuration, ``ASSUMED`` a default that nobody measured here."""
+    """``FORMULA`` is exact arithmetic on the configuration, ``ASSUMED`` a default that was not measured here."""
 
     MEASURED = "measured"
     FORMULA = "formula"
