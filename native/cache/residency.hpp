@@ -214,7 +214,7 @@ private:
     void clean_entry(EntryId entry, Decided& decided);
     std::vector<EntryId> entries_with(std::uint8_t flag) const;
 
-    // room.cpp: who stays and who goes.
+    // eviction.cpp: who stays and who goes.
     std::uint32_t hold_units(Domain& domain, std::span<const std::uint32_t> records,
                              std::span<const std::uint16_t> units, Decided& decided);
     bool hold(Domain& domain, EntryId entry, Decided& decided);

@@ -23,22 +23,10 @@ Urgency urgency(Priority priority) {
 Engine::Engine(const EngineOptions& options) : failed_(options.failures) {
     if (options.compute_threads == 0) throw std::invalid_argument("compute_threads must be at least 1");
     if (!options.log_path.empty()) log_ = std::make_shared<EventLog>(options.log_path);
-    if (options.backend == IoBackend::Pmem) {
-        backend_ = make_pmem_backend(options.io);
-        backend_name_ = "pmem";
-    } else if (options.backend != IoBackend::Threads) {
-        try {
-            backend_ = make_uring_backend(options.io);
-            backend_name_ = "uring";
-        } catch (const SyscallError& error) {
-            if (options.backend == IoBackend::Uring) throw;
-            backend_reason_ = error.what();
-        }
-    }
-    if (!backend_) {
-        backend_ = make_threads_backend(options.io);
-        backend_name_ = "threads";
-    }
+    MadeBackend made = make_backend(options.backend, options.io);
+    backend_ = std::move(made.backend);
+    backend_name_ = made.name;
+    backend_reason_ = std::move(made.reason);
     if (log_) backend_ = make_recording_backend(std::move(backend_), log_);
     pool_ = std::make_unique<WorkerPool>(options.compute_threads, flush_subnormals);
     event_fd_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);

@@ -15,6 +15,7 @@
 
 namespace tierstore {
 
+// registry.cpp makes each of them.
 enum class IoBackend { Auto, Uring, Threads, Pmem };
 // Punch gives the blocks of a range back; it then reads as zeros.
 enum class IoKind { Read, Write, Sync, Punch };
@@ -78,6 +79,16 @@ std::unique_ptr<Backend> make_uring_backend(const BackendOptions& options);
 // completes, and a sync costs nothing; elsewhere a sync is msync. Writes never meet a missing block, which would be
 // a SIGBUS: blocks are reserved first, and ENOSPC is an error like any other.
 std::unique_ptr<Backend> make_pmem_backend(const BackendOptions& options);
+
+struct MadeBackend {
+    std::unique_ptr<Backend> backend;
+    const char* name = "";
+    std::string reason;  // why Auto did not take io_uring; empty otherwise
+};
+
+// The backend `asked` for. Auto takes io_uring, and threads where the kernel grants no ring. Throws SyscallError
+// where the one asked for is refused, std::invalid_argument for a value that no backend has.
+MadeBackend make_backend(IoBackend asked, const BackendOptions& options);
 
 uint64_t monotonic_ns();
 

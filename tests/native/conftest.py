@@ -27,6 +27,7 @@ def make_engine(request: pytest.FixtureRequest) -> Iterator[MakeEngine]:
             engines.append(native.Engine(backend=backend, **options))
         except OSError as error:
             pytest.skip(f"no {request.param} here: {error}")
+        assert engines[-1].backend == request.param
         return engines[-1]
 
     yield make

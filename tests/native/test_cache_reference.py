@@ -363,6 +363,10 @@ def naive_policy(name, options):
     return lambda capacity, frames: kinds[name](capacity, frames, **options)
 
 
+def test_every_policy_has_a_reference():
+    assert {name for name, _ in POLICIES} == set(_native.policy_names())
+
+
 @st.composite
 def units(draw, records):
     chosen = sorted(draw(st.sets(st.sampled_from(records), min_size=1, max_size=6)))

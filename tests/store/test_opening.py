@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from conftest_store import small_store
 
+from tierstore._native import IoBackend
 from tierstore.cache.config import CacheConfig, Scope
 from tierstore.errors import BudgetError, ConfigError
 from tierstore.store import ParameterStore, RecordSchema, StoreConfig, WeightFormat
+from tierstore.store.config import IoBackendName
 from tierstore.store.opening import check_budget, minimum_host_budget
 
 SCHEMA = RecordSchema("expert", 4096, WeightFormat.FP32)
@@ -55,3 +57,7 @@ def test_a_closed_store_is_freed_without_the_garbage_collector(tmp_path: Path) -
         assert core() is None
     finally:
         gc.enable()
+
+
+def test_the_configuration_names_the_engine_s_backends() -> None:
+    assert {name.name for name in IoBackendName} == {backend.name for backend in IoBackend}

@@ -1,8 +1,9 @@
-"""The access program: what the passes of a training step ask of the host cache, and what becomes of it.
+"""The access program: which accesses of the host cache a training step makes, and what each does with its experts.
 
-One description serves both: ``TieredExperts`` carries it out on a store, and ``plan.traffic`` counts it. It knows
-which gradients wait and where, which experts the present micro-batch used, and what the schedule and the predictor
-say comes next; how far each expert has been stepped it asks ``StepCounts``. It has no store, no tensors and no clock.
+``TieredExperts`` carries the program out on a store; ``plan.traffic`` runs the same program to count bytes. The program
+knows which gradients wait and where, which experts the present micro-batch used, and what the schedule and the
+predictor say comes next. It asks ``StepCounts`` how far each expert has been stepped. It has no store, no tensors and
+no clock.
 
 ::
 
@@ -97,8 +98,8 @@ class StepCounts(Protocol):
 class AccessProgram:
     """The accesses of training and evaluation over the MoE layers of ``schedule``.
 
-    ``experts``: ids of experts are less. Accesses come from iterators: each is carried out before the next one is
-    asked for.
+    Expert ids run from 0 to ``experts - 1``. Accesses come from iterators: each is carried out before the next one
+    is asked for.
     """
 
     def __init__(
@@ -179,7 +180,9 @@ class AccessProgram:
             yield from self.pending(layer)
 
     def backward(self, layer: int, experts: Sequence[int] | Experts) -> Iterator[Access]:
-        """A backward pass, and after the last micro-batch's, what becomes of gradients that only earlier ones reached."""
+        """A backward pass. In the last micro-batch another access follows, which finishes the gradients of experts that
+        only earlier micro-batches used.
+        """
         chosen = np.asarray(experts, np.uint32)
         kept = self._gradients[layer][chosen] != GradientState.NONE
         actions = np.where(kept, int(Action.ACCUMULATE), 0 if self._steps_now else int(Action.KEEP))

@@ -83,7 +83,9 @@ class StoreCore:
     def begin_access(
         self, phase: Phase, layer: int, numbers: npt.NDArray[np.uint32], flags: npt.NDArray[np.uint16]
     ) -> int:
-        """Opens an access of the host cache; returns its groups. A unit that cannot fit is a BudgetError."""
+        """Opens an access of the host cache; returns the number of its groups. Raises BudgetError when one request alone
+        does not fit in the memory that is not pinned.
+        """
         self.failures.check()
         if (flags & np.uint16(_DIRTIES)).any():
             self._before_change()
@@ -126,9 +128,9 @@ class StoreCore:
     def optimizer_step(self, lr: float) -> Iterator[OptimizerStep]:
         """One optimizer step of the whole store with learning rate ``lr``: the only way to take one.
 
-        The step has been taken when the block is left, unless it was abandoned; either way the cache's step ends. When the
-        block raises, the step is not taken, and the store is poisoned if a record has taken it. Raises StoreError if a step
-        is open.
+        The end of the block completes the step, unless it was abandoned; either way the cache's step ends. If the block
+        raises, the step is not taken. If a record has been stepped by then, the store is also poisoned: every later call
+        raises StorePoisonedError, and only the last commit can be opened. Raises StoreError if a step is open.
         """
         self.failures.check()
         step = OptimizerStep(self, self.history.begin(lr), lr)

@@ -26,7 +26,7 @@ from tierstore.errors import (
 from tierstore.links import open_link
 from tierstore.machine import cores
 from tierstore.store.adamw import AdamWConfig, Inactive
-from tierstore.store.config import Capability, IoBackendName, IoConfig, StoreConfig
+from tierstore.store.config import Capability, IoConfig, StoreConfig
 from tierstore.store.disk.drives import DriveReport, Drives
 from tierstore.store.disk.home import (
     IDENTITY,
@@ -77,12 +77,6 @@ __all__ = [
     "scratch_buffers",
 ]
 
-_BACKENDS = {
-    IoBackendName.AUTO: IoBackend.AUTO,
-    IoBackendName.URING: IoBackend.URING,
-    IoBackendName.THREADS: IoBackend.THREADS,
-    IoBackendName.PMEM: IoBackend.PMEM,
-}
 _MAP_SYNC = {Capability.OFF: MapSync.OFF, Capability.AUTO: MapSync.AUTO, Capability.ON: MapSync.ON}
 _DIRECT = {Capability.OFF: DirectIo.OFF, Capability.AUTO: DirectIo.AUTO, Capability.ON: DirectIo.ON}
 _SCOPES = {Scope.GLOBAL: _native.Scope.GLOBAL, Scope.LAYER: _native.Scope.LAYER}
@@ -430,7 +424,7 @@ def make_engine(
 ) -> Engine:
     """An engine as ``io`` and ``tuning`` say. Raises OSError when a backend that is ON is refused."""
     return Engine(
-        backend=_BACKENDS[io.backend],
+        backend=IoBackend[io.backend.name],
         io_threads=io.threads,
         queue_depth=tuning.queue_depth,
         chunk_bytes=tuning.chunk_bytes,

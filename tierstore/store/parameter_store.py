@@ -87,8 +87,8 @@ class ParameterStore:
         trace: Path | None = None,
         io_log: Path | None = None,
     ) -> ParameterStore:
-        """A new store in ``directory`` (made if missing), holding records of ``schemas``; a store once it has
-        a commit.
+        """A new store in ``directory`` (made if missing), holding records of ``schemas``. Until its first commit there is
+        nothing that ``open`` could open.
 
         ``trace`` records every residency decision's input; ``io_log`` every write and sync (for crash
         replay). Raises StoreExistsError, ConfigError, BudgetError, OSError; on failure nothing is left
@@ -108,11 +108,11 @@ class ParameterStore:
         trace: Path | None = None,
         io_log: Path | None = None,
     ) -> ParameterStore:
-        """The store in ``directory`` as of its last commit, or of the one before a prepared one, which is
-        then undone.
+        """The store in ``directory`` at its last commit. With ``OpenAt.PREVIOUS`` a commit that several ranks prepared and
+        did not acknowledge is undone, and the store opens at the one before it.
 
-        ``adamw`` may differ from the last time but in ``inactive``, which None takes from the store. Raises
-        StoreMissingError, StoreInUseError, StoreFormatError, BudgetError, OSError.
+        ``adamw`` may differ from the last time, except for ``inactive``; None means the defaults with the store's own
+        ``inactive``. Raises StoreMissingError, StoreInUseError, StoreFormatError, BudgetError, OSError.
         """
         config = config or StoreConfig()
         core = StoreCore(opening.open_existing(Path(directory), config, adamw, at, trace, io_log))
@@ -175,7 +175,8 @@ class ParameterStore:
     def register_many(self, records: Iterable[NewRecord]) -> None:
         """``register`` for many records, with space for all of them reserved first.
 
-        Where making a weight fails, the records before it stay, and nothing of it or of those behind it does.
+        Where a callable that makes a weight raises, the records before that one are registered; that one and the rest
+        are not.
         """
         register_many(self.core, records)
 
@@ -235,8 +236,9 @@ class ParameterStore:
                 for key in keys:
                     step.update({key: gradient_of(key)})
 
-        The step has been taken when the block is left, unless ``step.abandon()`` was called. When the block raises, the
-        step is not taken, and the store is poisoned if a record has taken it. Raises StoreError if a step is open.
+        The end of the block completes the step, unless ``step.abandon()`` was called. If the block raises, the step is
+        not taken. If a record has been stepped by then, the store is also poisoned: every later call raises
+        StorePoisonedError, and only the last commit can be opened. Raises StoreError if a step is open.
         """
         return self.core.optimizer_step(lr)
 
@@ -264,8 +266,9 @@ class ParameterStore:
     ) -> int:
         """``commit``, awaiting writes and syncs. What other tasks change meanwhile is part of it.
 
-        Only the index transaction blocks the loop, and the directory's sync where extents have grown; and, while other
-        tasks go on changing the store, what they have changed since the last of three rounds.
+        It awaits up to three rounds of writes and syncs, each of what changed during the one before. What other tasks
+        change after the third is written while the event loop is blocked. The index transaction always blocks the loop,
+        and so does the sync of a directory whose extents have grown.
         """
         for _ in range(_ROUNDS):
             tickets = self.core.committer.begin(state, snapshot=snapshot)
@@ -300,7 +303,7 @@ class ParameterStore:
 
 
 def verify_store(directory: Path | str, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-    """Verifies the store in ``directory``; ``progress`` is called with groups done and in all.
+    """Verifies the store in ``directory``; ``progress`` is called with the section groups done and in all.
 
     Raises StoreMissingError, StoreInUseError, StoreFormatError (a truncated file, say).
     """

@@ -1,8 +1,9 @@
 """The training loop of one rank.
 
-A step: for each micro-batch, forward and backward through layers whose experts come and go; then the norm, the dense
-step, and the experts' steps (already queued during the backward pass without clipping, queued before their next use
-with it). Nothing of a step is acknowledged before ``commit``.
+A step: for each micro-batch, forward and backward through layers whose experts come and go; then the norm and the
+dense step. Without clipping, the backward pass queues an expert's step as soon as its gradient is complete. With
+clipping, an expert's step waits for the norm, and is queued before the expert is used again or at the next commit.
+Nothing of a step is acknowledged before ``commit``.
 
 On several ranks each takes a contiguous piece of the global batch, and differentiates its share of the mean; losses,
 norms and whether to skip are the same on all of them, bit for bit.
@@ -152,8 +153,8 @@ class Trainer:
         return total, int(reached.sum())
 
     def _share(self, batch_BT: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of a batch. Of one that ranks cannot share evenly (the last of a validation), what is over
-        is left out; with too few rows for all, each takes all.
+        """This rank's rows of a batch. Where the rows cannot be shared evenly (the last batch of a validation), the
+        remainder is left out. Where there are fewer rows than ranks, every rank takes all of them.
         """
         world = self.mesh.world
         rows = batch_BT.shape[0] // world.size
@@ -186,7 +187,7 @@ class Trainer:
             self.experts.gradients.apply(scale)
             if scale < 1.0:
                 self.dense.scale_gradients(scale)
-        # Each unit as soon as it is stepped may be gathered for the next step, while the others are.
+        # The queue may gather a stepped unit for the next step while later units are still stepped.
         for unit in self._queue.optimizer_units:
             with self._queue.during(unit, Phase.OPTIMIZER):
                 self.dense.step_unit(unit, lr)

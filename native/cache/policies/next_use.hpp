@@ -4,7 +4,7 @@
 #include <memory>
 #include <vector>
 
-#include "native/cache/policies/layer_cycle.hpp"
+#include "native/cache/layer_cycle.hpp"
 #include "native/cache/policy.hpp"
 #include "native/cache/use_odds.hpp"
 

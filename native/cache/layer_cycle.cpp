@@ -1,4 +1,4 @@
-#include "native/cache/policies/layer_cycle.hpp"
+#include "native/cache/layer_cycle.hpp"
 
 namespace tierstore {
 

@@ -1,4 +1,4 @@
-// Residency's second half: room for what comes, holds for what may come.
+// Residency's second half: evictions for what comes, holds for what may come.
 #include "native/cache/residency.hpp"
 
 namespace tierstore {
