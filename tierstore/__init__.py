@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tierstore.lab.simulate import Contract, PolicySpec
     from tierstore.lab.tuning import TuneOptions, Tuning, tune
     from tierstore.model.config import ModelConfig
-    from tierstore.parallel import Group, Mesh, ParallelConfig, launch
+    from tierstore.parallel import Mesh, ParallelConfig, RankGroup, launch
     from tierstore.plan.costs import Profile
     from tierstore.plan.fitting import Limits
     from tierstore.plan.presets import Preset, find_preset
@@ -69,7 +69,6 @@ __all__ = [
     "Curve",
     "DataError",
     "DeviceKind",
-    "Group",
     "ImportSummary",
     "Limits",
     "Machine",
@@ -84,6 +83,7 @@ __all__ = [
     "PolicySpec",
     "Preset",
     "Profile",
+    "RankGroup",
     "RecordSchema",
     "Recording",
     "Requests",

@@ -27,7 +27,7 @@ from tierstore.dense.footprint import DenseBytes
 from tierstore.model import ModelConfig, Transformer
 from tierstore.moe import ExpertShape, FeedForward, NoiseKey, Routing
 from tierstore.moe.router import Router
-from tierstore.parallel import Group
+from tierstore.parallel import RankGroup
 from tierstore.store.adamw import AdamWConfig
 
 ADAMW = AdamWConfig()
@@ -85,7 +85,7 @@ class Outcome:
 
 def slice_model(
     model: Transformer,
-    group: Group,
+    group: RankGroup,
     changes: dict[str, Any],
     listen: Callable[[DenseSlices], PassListener] | None = None,
 ) -> DenseSlices:
@@ -106,7 +106,7 @@ def slice_model(
     return dense
 
 
-def backward(model: Transformer, dense: DenseSlices, group: Group, setting: Setting, step: int) -> float:
+def backward(model: Transformer, dense: DenseSlices, group: RankGroup, setting: Setting, step: int) -> float:
     """Gradients of one step, as means over the pieces; the mean loss of this rank's pieces."""
     dense.zero_grad()
     total, micros = 0.0, setting.pieces // group.size
@@ -132,7 +132,7 @@ def whole_weights(model: Transformer, dense: DenseSlices) -> dict[str, Tensor]:
     return found
 
 
-def train_group(group: Group, setting: Setting) -> Outcome:
+def train_group(group: RankGroup, setting: Setting) -> Outcome:
     torch.set_num_threads(1)
     model = make_model(setting.model)
     dense = slice_model(model, group, setting.dense)

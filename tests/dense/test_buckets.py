@@ -16,7 +16,7 @@ from tierstore.dense.layout import UnitLayout, unit_layouts
 from tierstore.dense.slices import UnitSlices
 from tierstore.dense.traffic import DenseMessages, DenseTraffic
 from tierstore.errors import BudgetError
-from tierstore.parallel import Group, Mesh
+from tierstore.parallel import Mesh, RankGroup
 from tierstore.store.adamw import AdamWConfig
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def layouts_of(ranks: int, narrow: bool = False) -> list[UnitLayout]:
 
 
 def exchange_of(
-    group: Group, bucket_bytes: int, buffers: int
+    group: RankGroup, bucket_bytes: int, buffers: int
 ) -> tuple[GradientExchange, list[UnitSlices], DenseTraffic]:
     slices = [UnitSlices(layout, group.rank, CPU, AdamWConfig()) for layout in layouts_of(group.size)]
     messages = DenseMessages()
@@ -90,7 +90,7 @@ def test_buckets_by_hand() -> None:
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 800), st.integers(1, 4), st.integers(0, 2**16), st.integers(1, 3))
 def test_one_rank_in_any_order(bucket_bytes: int, buffers: int, seed: int, micros: int) -> None:
-    exchange, slices, _ = exchange_of(Group.alone(), bucket_bytes, buffers)
+    exchange, slices, _ = exchange_of(RankGroup.alone(), bucket_bytes, buffers)
     shuffled = random.Random(seed)
     for micro in range(micros):
         exchange.begin()
@@ -135,7 +135,7 @@ def test_ranks_hold_their_slices_of_the_sums(ranks: Ranks, size: int, bucket_byt
 
 
 def test_misuse() -> None:
-    exchange, _, _ = exchange_of(Group.alone(), 0, 1)
+    exchange, _, _ = exchange_of(RankGroup.alone(), 0, 1)
     exchange.begin()
     exchange.begin()  # nothing has arrived: a loss that was not finite
     exchange.flush(3)

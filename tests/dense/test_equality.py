@@ -12,7 +12,7 @@ from dense_ranks import on_ranks
 from slowness import mostly_slow
 from torch import Tensor
 
-from tierstore.parallel import Group, Mesh
+from tierstore.parallel import Mesh, RankGroup
 
 if TYPE_CHECKING:
     from launcher import Ranks
@@ -49,7 +49,7 @@ def agreed(outcomes: list[Outcome]) -> Outcome:
 def test_ranks_add_what_micro_batches_add(ranks: Ranks, size: int, name: str) -> None:
     """N ranks with one piece each are one process with N micro-batches, bit for bit: the same sums in one order."""
     setting = Setting(pieces=size, model=MODELS[name])
-    alone = train_group(Group.alone(), setting)
+    alone = train_group(RankGroup.alone(), setting)
     outcomes = on_ranks(ranks, size, setting)
     same(agreed(outcomes).weights, alone.weights)
     assert sum(o.losses[-1] for o in outcomes) / size == pytest.approx(alone.losses[-1], rel=1e-6)
@@ -87,8 +87,8 @@ def test_no_setting_changes_a_bit(ranks: Ranks, name: str, changes: dict[str, An
 )
 def test_one_rank_through_buffers_is_one_rank_without(changes: dict[str, Any]) -> None:
     for model in ({}, MODELS["bf16"]):
-        expected = train_group(Group.alone(), Setting(model=model, dense={"gather": "fp32"}))
-        found = train_group(Group.alone(), Setting(model=model, dense=changes))
+        expected = train_group(RankGroup.alone(), Setting(model=model, dense={"gather": "fp32"}))
+        found = train_group(RankGroup.alone(), Setting(model=model, dense=changes))
         same(found.weights, expected.weights)
         assert found.losses == expected.losses
 
@@ -102,7 +102,7 @@ def test_checkpointing_changes_no_bit(ranks: Ranks) -> None:
 
 
 def test_clipping_uses_one_norm(ranks: Ranks) -> None:
-    alone = train_group(Group.alone(), Setting(clip=0.3))
+    alone = train_group(RankGroup.alone(), Setting(clip=0.3))
     found = agreed(on_ranks(ranks, 2, Setting(clip=0.3)))
     assert min(found.norms) > 0.3
     for name, value in found.weights.items():
@@ -154,7 +154,7 @@ def test_twenty_steps_equal_fully_shard_and_one_process(
     setting = Setting(steps=20, model=model)
     theirs = ranks.run(size, _fully_sharded, asdict(setting))
     ours = on_ranks(ranks, size, setting)
-    alone = train_group(Group.alone(), setting)
+    alone = train_group(RankGroup.alone(), setting)
     for rank in range(size):
         assert ours[rank].losses == pytest.approx(theirs[rank].losses, rel=1e-4)
     for name, value in agreed(ours).weights.items():

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from tierstore.config import load
 from tierstore.dense import DenseBytes, DenseConfig, DenseTraffic, dense_bytes, unit_layouts
-from tierstore.parallel import Group, Mesh
+from tierstore.parallel import Mesh, RankGroup
 
 if TYPE_CHECKING:
     from launcher import Ranks
@@ -48,7 +48,7 @@ def _measured(mesh: Mesh, given: dict[str, Any]) -> tuple[DenseBytes, DenseTraff
     return measured(mesh.world, Setting(**given))
 
 
-def measured(group: Group, setting: Setting) -> tuple[DenseBytes, DenseTraffic, int]:
+def measured(group: RankGroup, setting: Setting) -> tuple[DenseBytes, DenseTraffic, int]:
     """What is allocated, the messages of a step, and the peak of what one micro-batch allocates beyond that."""
     torch.set_num_threads(1)
     model = make_model(setting.model)
@@ -102,12 +102,12 @@ CHANGES = [
 )
 def test_the_formula_is_what_is_allocated(model: dict[str, Any], changes: dict[str, Any]) -> None:
     setting = Setting(model=model, dense=changes)
-    assert measured(Group.alone(), setting)[0] == by_formula(setting, 1)
+    assert measured(RankGroup.alone(), setting)[0] == by_formula(setting, 1)
 
 
 def test_moments_on_disk_leave_half_of_the_state_in_memory() -> None:
     setting = Setting(dense={"optimizer_state": "nvme"})
-    found = slice_model(make_model({}), Group.alone(), setting.dense).nbytes
+    found = slice_model(make_model({}), RankGroup.alone(), setting.dense).nbytes
     assert found == by_formula(setting, 1)
     assert found.fusion == by_formula(Setting(dense={"optimizer_state": "host"}), 1).fusion
 
@@ -139,7 +139,7 @@ def test_no_weights_pile_up_outside_of_the_buffers(model: dict[str, Any]) -> Non
             model={**model, "n_layers": layers, "checkpoint_activations": "block", "d_model": 64},
             dense={"optimizer_state": "host", "buffers": 1},
         )
-        nbytes, _, peaks[layers] = measured(Group.alone(), setting)
+        nbytes, _, peaks[layers] = measured(RankGroup.alone(), setting)
         weights[layers] = nbytes.slices / 16 * 2  # in bf16
     assert peaks[8] - peaks[4] < 0.2 * (weights[8] - weights[4])
 

@@ -14,14 +14,14 @@ from tierstore.dense.fusion import FusionBuffer
 from tierstore.dense.saved import saved_by_place
 from tierstore.errors import BudgetError
 from tierstore.model import Transformer
-from tierstore.parallel import Group
+from tierstore.parallel import RankGroup
 
 HOST = {"optimizer_state": "host"}
 
 
 def made(changes: dict[str, Any], **model: Any) -> tuple[Transformer, DenseSlices]:
     built = make_model(model)
-    return built, slice_model(built, Group.alone(), changes)
+    return built, slice_model(built, RankGroup.alone(), changes)
 
 
 def test_a_gathered_parameter_is_a_view_and_a_released_one_is_nan() -> None:
@@ -174,7 +174,7 @@ def test_backward_passes_find_their_units_in_other_buffers() -> None:
 
 def test_non_finite_gradients_are_seen() -> None:
     model, dense = made(HOST)
-    backward(model, dense, Group.alone(), Setting(pieces=1), 0)
+    backward(model, dense, RankGroup.alone(), Setting(pieces=1), 0)
     assert dense.sum_of_squares() < float("inf")
     dense.slices[2].gradient[3] = float("inf")
     assert dense.sum_of_squares() == float("inf")

@@ -21,7 +21,7 @@ from dense_ranks import on_ranks
 
 from tierstore.cache.access import Phase
 from tierstore.dense import DenseSlices, GatherOnDemand, Reshard
-from tierstore.parallel import Group, Mesh
+from tierstore.parallel import Mesh, RankGroup
 from tierstore.prefetch import HorizontalQueue, Schedule
 from tierstore.prefetch.plan import StepTiming
 from tierstore.prefetch.schedule import QueueLimits, Unit
@@ -58,7 +58,7 @@ def recorded(model: Any, dense_changes: dict[str, Any]) -> tuple[DenseSlices, Re
         made.append(Recorder(dense))
         return made[0]
 
-    return slice_model(model, Group.alone(), dense_changes, listen), made[0]
+    return slice_model(model, RankGroup.alone(), dense_changes, listen), made[0]
 
 
 @pytest.mark.parametrize("dense_changes", [{}, HOST], ids=["aliased", "gathered"])
@@ -72,7 +72,7 @@ def test_passes_of_a_step(changes: dict[str, Any], dense_changes: dict[str, Any]
     model = make_model(changes)
     dense, recorder = recorded(model, dense_changes)
     for step in range(2):
-        backward(model, dense, Group.alone(), Setting(pieces=1), step)
+        backward(model, dense, RankGroup.alone(), Setting(pieces=1), step)
         assert recorder.events == EVERY_PASS
         recorder.events.clear()
         dense.step(LR)
@@ -88,7 +88,7 @@ def test_forward_alone_and_a_backward_pass_that_never_comes() -> None:
     model(tokens, targets)  # a loss that is not finite, say: no backward pass
     assert recorder.events == EVERY_PASS[:10] * 2
     recorder.events.clear()
-    backward(model, dense, Group.alone(), Setting(pieces=1), 0)
+    backward(model, dense, RankGroup.alone(), Setting(pieces=1), 0)
     assert recorder.events == EVERY_PASS
 
 
@@ -99,7 +99,7 @@ def test_a_forward_pass_that_raises_can_be_followed_by_another() -> None:
     with pytest.raises(IndexError):
         model(tokens + 1000, targets)
     recorder.events.clear()
-    backward(model, dense, Group.alone(), Setting(pieces=1), 0)
+    backward(model, dense, RankGroup.alone(), Setting(pieces=1), 0)
     assert recorder.events == EVERY_PASS
 
 
@@ -109,7 +109,7 @@ def test_parameters_that_no_gradient_reaches_have_zero_and_move_as_adamw_moves_t
         model = make_model({})
         model.blocks[0].register_forward_hook(lambda block, arguments, output: (arguments[0], None))
         dense, recorder = recorded(model, changes)
-        backward(model, dense, Group.alone(), Setting(pieces=1), 0)
+        backward(model, dense, RankGroup.alone(), Setting(pieces=1), 0)
         assert recorder.events == EVERY_PASS
         dense.finish()
         gradients = [unit.gradient for unit in dense.slices]
@@ -151,7 +151,7 @@ def schedule(
     )
 
 
-def queued(mesh: Mesh, depth: int, reshard: str, group: Group | None = None) -> Outcome:
+def queued(mesh: Mesh, depth: int, reshard: str, group: RankGroup | None = None) -> Outcome:
     """Training with the queue of the schedule in front of the slices, evaluation in between."""
     torch.set_num_threads(1)
     group = group or mesh.world
@@ -198,5 +198,5 @@ def test_the_queue_changes_no_bit(ranks: Ranks, depth: int, reshard: str) -> Non
 def test_train_group_is_what_the_queue_is_compared_with() -> None:
     """One step moves every weight, or equality above would show nothing."""
     before = make_model({}).state_dict()
-    after = train_group(Group.alone(), Setting(steps=1)).weights
+    after = train_group(RankGroup.alone(), Setting(steps=1)).weights
     assert all(not torch.equal(before[name], value) for name, value in after.items())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tierstore.dense import dense_schemas, recut, unit_layouts
 from tierstore.dense.slices import UnitSlices
-from tierstore.parallel import Group, Mesh
+from tierstore.parallel import Mesh, RankGroup
 from tierstore.store import ParameterStore, RecordSchema, StoreConfig
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def _open(path: Path, layouts: list[Any], *, create: bool) -> ParameterStore:
     return ParameterStore.open(path, BUDGET)
 
 
-def _steps(group: Group, path: Path, given: dict[str, Any], begin: int, end: int) -> dict[str, Tensor]:
+def _steps(group: RankGroup, path: Path, given: dict[str, Any], begin: int, end: int) -> dict[str, Tensor]:
     """Steps ``begin`` to ``end``, from the store at ``path`` unless ``begin`` is 0, with a commit at the end."""
     setting = Setting(**given)
     torch.set_num_threads(1)
@@ -139,8 +139,8 @@ def test_moments_on_disk_change_no_bit(tmp_path: Path) -> None:
     for state in ("host", "nvme"):
         path = tmp_path / state
         given = asdict(Setting(pieces=1, dense={"optimizer_state": state}))
-        _steps(Group.alone(), path, given, 0, 2)
-        found.append(_steps(Group.alone(), path, given, 2, 4))
+        _steps(RankGroup.alone(), path, given, 0, 2)
+        found.append(_steps(RankGroup.alone(), path, given, 2, 4))
         with ParameterStore.open(path / "rank0", BUDGET) as store:
             stores.append((store.records_crc32c(), store.info("dense.head").step))
     for name, value in found[0].items():
@@ -150,23 +150,23 @@ def test_moments_on_disk_change_no_bit(tmp_path: Path) -> None:
 
 def test_moments_of_steps_that_no_commit_holds_are_gone(tmp_path: Path) -> None:
     given = asdict(Setting(pieces=1, dense={"optimizer_state": "nvme"}))
-    _steps(Group.alone(), tmp_path / "whole", given, 0, 2)
-    expected = _steps(Group.alone(), tmp_path / "whole", given, 2, 4)
-    _steps(Group.alone(), tmp_path / "cut", given, 0, 2)
+    _steps(RankGroup.alone(), tmp_path / "whole", given, 0, 2)
+    expected = _steps(RankGroup.alone(), tmp_path / "whole", given, 2, 4)
+    _steps(RankGroup.alone(), tmp_path / "cut", given, 0, 2)
     model = make_model({})
-    dense = slice_model(model, Group.alone(), given["dense"])
+    dense = slice_model(model, RankGroup.alone(), given["dense"])
     with _open(tmp_path / "cut" / "rank0", list(dense.layouts), create=False) as store:
         dense.load(store.core, 2)
         for step in (7, 8):
-            backward(model, dense, Group.alone(), Setting(pieces=1), step)
+            backward(model, dense, RankGroup.alone(), Setting(pieces=1), step)
             dense.step(LR)
-    found = _steps(Group.alone(), tmp_path / "cut", given, 2, 4)
+    found = _steps(RankGroup.alone(), tmp_path / "cut", given, 2, 4)
     for name, value in expected.items():
         assert torch.equal(value, found[name])
 
 
 def test_moments_without_a_store_are_an_error_and_new_ones_are_zero(tmp_path: Path) -> None:
-    dense = slice_model(make_model({}), Group.alone(), {"optimizer_state": "nvme"})
+    dense = slice_model(make_model({}), RankGroup.alone(), {"optimizer_state": "nvme"})
     with pytest.raises(RuntimeError, match="no records yet"):
         dense.step(LR)
     with _open(tmp_path / "store", list(dense.layouts), create=True) as store:
@@ -174,7 +174,7 @@ def test_moments_without_a_store_are_an_error_and_new_ones_are_zero(tmp_path: Pa
         dense.save(store.core, 0)
         store.commit()
         assert store.verify().failures == []
-        whole = slice_model(make_model({}), Group.alone(), {})
+        whole = slice_model(make_model({}), RankGroup.alone(), {})
         whole.load(store.core, 0)
         for one, other in zip(whole.slices, dense.slices, strict=True):
             assert torch.equal(one.host["weight"], other.host["weight"])
@@ -192,7 +192,7 @@ def test_another_number_of_ranks_goes_on(ranks: Ranks, tmp_path: Path, after: in
     expected = ranks.run(2, steps, tmp_path / "two-more", given, 0, 5)[0]
     _recut(tmp_path / "two", tmp_path / "other", 2, after)
     if after == 1:
-        found = _steps(Group.alone(), tmp_path / "other", given, 3, 5)
+        found = _steps(RankGroup.alone(), tmp_path / "other", given, 3, 5)
     else:
         found = ranks.run(after, steps, tmp_path / "other", given, 3, 5)[0]
     for name, value in expected.items():

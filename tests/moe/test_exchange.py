@@ -29,7 +29,7 @@ from tierstore.moe import (
 )
 from tierstore.moe.dispatch import dispatch
 from tierstore.moe.exchange import ExchangedRows
-from tierstore.parallel import Group, Mesh, RankEnvironment
+from tierstore.parallel import Mesh, RankEnvironment, RankGroup
 
 WIDTH = 16
 Found = dict[str, Any]
@@ -233,7 +233,7 @@ def test_rows_arrive_by_expert_then_source_then_token(ranks_: int, experts: int,
         mine.to_tokens(torch.tensor(arrived, dtype=torch.int64), back)
 
 
-class _Told(Group):
+class _Told(RankGroup):
     """A group whose exchanges deliver, and are checked against, what a test says."""
 
     def __init__(self, rank: int, size: int) -> None:

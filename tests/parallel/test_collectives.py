@@ -14,7 +14,7 @@ import torch.distributed as dist
 from launcher import Ranks
 from torch import Tensor
 
-from tierstore.parallel import Channel, Collective, Group, LimitedGroup, Mesh, Work
+from tierstore.parallel import Channel, Collective, LimitedGroup, Mesh, RankGroup, Work
 
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
 
@@ -45,7 +45,7 @@ def _gather(mesh: Mesh, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]
     assert seen == [True], "called once, with the result there"
     assert work.done()
     assert torch.equal(in_place, ours)
-    native = Group(group.rank, group.ranks, group._communicators, native_gather=True)
+    native = RankGroup(group.rank, group.ranks, group._communicators, native_gather=True)
     through_backend = torch.zeros_like(ours)
     native.all_gather(through_backend, piece).wait()
     assert torch.equal(through_backend, ours)
@@ -214,7 +214,7 @@ def test_traffic_is_what_goes_to_others(ranks: Ranks) -> None:
 
 
 def test_one_rank_needs_no_process_group() -> None:
-    group = Group.alone()
+    group = RankGroup.alone()
     values = _values(0, 12, torch.float32)
     out = torch.empty(12)
     group.all_gather(out, values).wait()
@@ -237,7 +237,7 @@ def test_one_rank_needs_no_process_group() -> None:
 
 
 def test_tensors_that_do_not_fit_are_refused() -> None:
-    group = Group.alone()
+    group = RankGroup.alone()
     with pytest.raises(ValueError, match=r"1 x n and n elements, got \(3,\) and \(2,\)"):
         group.all_gather(torch.empty(3), torch.empty(2))
     with pytest.raises(ValueError, match="expected one type"):

@@ -13,7 +13,7 @@ import torch
 from launcher import Ranks
 
 from tierstore.errors import PeerError
-from tierstore.parallel import Group, Mesh, ParallelConfig, RankEnvironment
+from tierstore.parallel import Mesh, ParallelConfig, RankEnvironment, RankGroup
 from tierstore.parallel.watch import EXIT_STATUS, DeathWatch
 
 
@@ -109,7 +109,12 @@ def test_a_rank_that_fails_ends_though_its_abort_does_not_return(capfd: pytest.C
     ended: list[int] = []
     never = threading.Event()
     watch = DeathWatch(
-        RankEnvironment(), Group.alone(), grace_s=0.05, timeout_s=1.0, on_failure=never.wait, end=ended.append
+        RankEnvironment(),
+        RankGroup.alone(),
+        grace_s=0.05,
+        timeout_s=1.0,
+        on_failure=never.wait,
+        end=ended.append,
     )
     watch.leave(ValueError("of its own"))
     never.set()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tierstore._native import HugePages
 from tierstore.errors import ConfigError
-from tierstore.parallel import Group, Mesh, RankEnvironment, Work
+from tierstore.parallel import Mesh, RankEnvironment, RankGroup, Work
 from tierstore.prefetch import PredictorName, StepTiming, TieredExperts, make_predictor
 from tierstore.prefetch.plan import group_order
 from tierstore.prefetch.replicas import ReplicaSums
@@ -29,7 +29,7 @@ NUMEL, LAYER, FIRST, EXPERTS = 1024, 1, 4, 6
 HOST_BUDGET = 3 * 16 * NUMEL  # three experts with their gradients: backward passes take several groups
 
 
-class _Doubling(Group):
+class _Doubling(RankGroup):
     """Two ranks of which the other has the same gradients."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ def test_what_travels_together(slots: int, numel: int, messages: list[int], late
 
 
 def test_alone_they_are_complete_at_once() -> None:
-    sums = ReplicaSums(Group.alone(), DeviceSlots(8, torch.float32), ledger=StallLedger())
+    sums = ReplicaSums(RankGroup.alone(), DeviceSlots(8, torch.float32), ledger=StallLedger())
     done: list[int] = []
     gradient = torch.ones(8)
     sums.add(gradient, lambda: done.append(1), layer=0)

@@ -27,7 +27,7 @@ from tierstore.bench.results.figures import INTERNAL, Figures, named, prefixed, 
 from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tierstore.parallel import Group
+    from tierstore.parallel import RankGroup
 
 _TIMEOUT_S = 600.0
 #: The two modes, by the value of ``dense.fusion``.
@@ -144,7 +144,7 @@ def _rank(bench: CollectivesBench) -> _Found:
         return _take_turns(bench, mesh.world)
 
 
-def _take_turns(bench: CollectivesBench, world: Group) -> _Found:
+def _take_turns(bench: CollectivesBench, world: RankGroup) -> _Found:
     import torch
 
     runs = {name: _Run(bench, world, fusion) for name, fusion in _MODES.items()}
@@ -167,7 +167,7 @@ def _take_turns(bench: CollectivesBench, world: Group) -> _Found:
 class _Run:
     """One mode: a model with its slices, and the times of its rounds."""
 
-    def __init__(self, bench: CollectivesBench, world: Group, fusion: str) -> None:
+    def __init__(self, bench: CollectivesBench, world: RankGroup, fusion: str) -> None:
         import torch
 
         from tierstore.dense import DenseConfig, DenseSlices, Fusion, GatherOnDemand, unit_layouts

@@ -23,7 +23,7 @@ from tierstore.dense.layout import Region, Span, UnitLayout
 from tierstore.dense.slices import UnitSlices
 from tierstore.dense.traffic import DenseMessages
 from tierstore.errors import BudgetError
-from tierstore.parallel import Channel, Group, Work
+from tierstore.parallel import Channel, RankGroup, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class GradientExchange:
     def __init__(
         self,
         slices: Sequence[UnitSlices],
-        group: Group,
+        group: RankGroup,
         device: torch.device,
         *,
         bucket_bytes: int,

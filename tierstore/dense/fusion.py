@@ -18,7 +18,7 @@ from tierstore.dense.layout import UnitLayout, gathered_dtype
 from tierstore.dense.slices import UnitSlices
 from tierstore.dense.traffic import DenseMessages
 from tierstore.errors import BudgetError
-from tierstore.parallel import Group, Work
+from tierstore.parallel import RankGroup, Work
 
 
 class FusionBuffer:
@@ -118,7 +118,7 @@ class GatheredUnit:
         number: int,
         slices: UnitSlices,
         parameters: Sequence[nn.Parameter],
-        group: Group,
+        group: RankGroup,
         pool: FusionPool | None,
         narrow: torch.dtype,
         device: torch.device,

@@ -44,7 +44,7 @@ from tierstore.dense.saved import saved_by_place
 from tierstore.dense.slices import UnitSlices, schema_name
 from tierstore.dense.traffic import DenseMessages
 from tierstore.model import Transformer
-from tierstore.parallel import Group
+from tierstore.parallel import RankGroup
 from tierstore.store.adamw import AdamWConfig
 from tierstore.store.core import StoreCore
 from tierstore.store.registering import NewRecord, register_many
@@ -65,7 +65,7 @@ class DenseSlices:
         units: Units,
         layouts: Sequence[UnitLayout],
         *,
-        group: Group,
+        group: RankGroup,
         device: torch.device,
         adamw: AdamWConfig,
         config: DenseConfig,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tierstore.moe.dispatch import Dispatch
-from tierstore.parallel import Group, Mesh, Work
+from tierstore.parallel import Mesh, RankGroup, Work
 
 Charge = Callable[[], AbstractContextManager[None]]
 
@@ -98,7 +98,7 @@ class ExchangedRows:
 
     def __init__(
         self,
-        group: Group,
+        group: RankGroup,
         starts: tuple[int, ...],
         load_SE: Tensor,
         asked: tuple[int, ...],

@@ -38,7 +38,7 @@ from torch.nn import functional as F
 
 from tierstore.moe.config import RouterConfig, RouterNoise
 from tierstore.moe.seeds import keyed_generator
-from tierstore.parallel import Channel, Group
+from tierstore.parallel import Channel, RankGroup
 
 __all__ = ["NoiseKey", "Router", "RouterConfig", "RouterNoise", "Routing"]
 
@@ -92,7 +92,7 @@ class Router(nn.Module):
         *,
         layer: int = 0,
         seed: int = 0,
-        data: Group | None = None,
+        data: RankGroup | None = None,
         charge: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Router(nn.Module):
         self._charge = charge
         self.layer = layer
         self.seed = seed
-        self._data = Group.alone() if data is None else data
+        self._data = RankGroup.alone() if data is None else data
         self.weight = nn.Parameter(torch.empty(config.experts, d_model))
         nn.init.normal_(self.weight, std=0.02, generator=keyed_generator(seed, "router", layer))
 

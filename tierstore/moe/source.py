@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tierstore.moe.experts import ExpertShape, initial_expert
-from tierstore.parallel import Group
+from tierstore.parallel import RankGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,9 @@ class InMemoryExperts:
         seed: int = 0,
         depth: int | None = None,
         compute: torch.dtype = torch.float32,
-        replicas: Group | None = None,
+        replicas: RankGroup | None = None,
     ) -> None:
-        self._replicas = Group.alone() if replicas is None else replicas
+        self._replicas = RankGroup.alone() if replicas is None else replicas
         self._compute = compute
         dtype = torch.float64 if compute == torch.float64 else torch.float32
         depth = len(layers) if depth is None else depth

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 from tierstore.lazy import exports
 
 if TYPE_CHECKING:
-    from tierstore.parallel.collectives import Channel, Collective, CollectiveTraffic, Failure, Group, Work
+    from tierstore.parallel.collectives import (
+        Channel,
+        Collective,
+        CollectiveTraffic,
+        Failure,
+        RankGroup,
+        Work,
+    )
     from tierstore.parallel.config import ParallelConfig
     from tierstore.parallel.environment import RankEnvironment
     from tierstore.parallel.job_store import JobStore, MemoryJobStore

@@ -122,7 +122,7 @@ class Work:
             self._observer = None
 
 
-class Group:
+class RankGroup:
     """The ranks of ``ranks`` (of the world, ascending), of which this process is number ``rank``.
 
     Raises ValueError for tensors that do not fit together. Every method but ``done`` and ``wait`` of a Work
@@ -149,9 +149,9 @@ class Group:
         self._blame = blame
 
     @staticmethod
-    def alone(world_rank: int = 0) -> Group:
+    def alone(world_rank: int = 0) -> RankGroup:
         """The group of one rank."""
-        return Group(0, (world_rank,), {})
+        return RankGroup(0, (world_rank,), {})
 
     @property
     def size(self) -> int:

@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from tierstore.errors import CapabilityError, ConfigError, PeerError
-from tierstore.parallel.collectives import Failure, Group
+from tierstore.parallel.collectives import Failure, RankGroup
 from tierstore.parallel.config import ParallelConfig
 from tierstore.parallel.environment import RankEnvironment
 from tierstore.parallel.job_store import open_job_store
@@ -68,9 +68,9 @@ def rank_device(asked: str, environment: RankEnvironment) -> torch.device:
 
 @contextlib.contextmanager
 def launch(
-    config: ParallelConfig, *, device: str = "auto", make_group: Callable[..., Group] = Group
+    config: ParallelConfig, *, device: str = "auto", make_group: Callable[..., RankGroup] = RankGroup
 ) -> Iterator[Mesh]:
-    """The mesh of this process. ``make_group`` makes its groups of more than one rank: ``Group``, or what takes the
+    """The mesh of this process. ``make_group`` makes its groups of more than one rank: ``RankGroup``, or what takes the
     same arguments.
 
     Raises ConfigError for an environment or a layout that cannot work, PeerError when the ranks cannot meet.
@@ -123,7 +123,7 @@ def _watched_alone(config: ParallelConfig, environment: RankEnvironment) -> Iter
         return
     watch = DeathWatch(
         environment,
-        Group.alone(),
+        RankGroup.alone(),
         grace_s=config.grace_s,
         timeout_s=config.timeout_s,
         on_failure=lambda: None,

@@ -9,18 +9,18 @@ from typing import Any
 
 from tierstore._native import Link
 from tierstore.links import CollectiveLink, LinksConfig, open_link, wait_until
-from tierstore.parallel.collectives import Channel, Collective, Group, Work
+from tierstore.parallel.collectives import Channel, Collective, RankGroup, Work
 
 
-def limited_groups(config: LinksConfig) -> Callable[..., Group]:
-    """What makes the groups of a run: ``Group`` itself where ``config`` limits no collective."""
+def limited_groups(config: LinksConfig) -> Callable[..., RankGroup]:
+    """What makes the groups of a run: ``RankGroup`` itself where ``config`` limits no collective."""
     if not (config.gather.on or config.exchange.on):
-        return Group
+        return RankGroup
     link, exchange = CollectiveLink(open_link(config.gather)), open_link(config.exchange)
     return functools.partial(LimitedGroup, link=link, exchange=exchange)
 
 
-class LimitedGroup(Group):
+class LimitedGroup(RankGroup):
     """A group whose messages each take a turn on a link: ``exchange``, where there is one, carries those of the channel
     EXCHANGE, and ``link`` all others.
     """

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tierstore.errors import ConfigError
-from tierstore.parallel.collectives import Channel, Collective, CollectiveTraffic, Failure, Group
+from tierstore.parallel.collectives import Channel, Collective, CollectiveTraffic, Failure, RankGroup
 from tierstore.parallel.config import ParallelConfig
 from tierstore.parallel.environment import RankEnvironment
 from tierstore.parallel.job_store import JobStore, MemoryJobStore
@@ -60,9 +60,9 @@ class Mesh:
 
     environment: RankEnvironment
     device: torch.device
-    world: Group
-    expert: Group
-    replica: Group
+    world: RankGroup
+    expert: RankGroup
+    replica: RankGroup
     job_store: JobStore = field(default_factory=MemoryJobStore)
 
     @classmethod
@@ -70,7 +70,7 @@ class Mesh:
         cls, environment: RankEnvironment, device: torch.device, job_store: JobStore | None = None
     ) -> Mesh:
         """One process, without any process group."""
-        group = Group.alone()
+        group = RankGroup.alone()
         return cls(environment, device, group, group, group, job_store or MemoryJobStore())
 
     @property
@@ -125,7 +125,7 @@ def build_mesh(
     environment: RankEnvironment,
     device: torch.device,
     *,
-    make_group: Callable[..., Group],
+    make_group: Callable[..., RankGroup],
     blame: Callable[[], Failure | None],
 ) -> tuple[Mesh, list[ProcessGroup]]:
     """The mesh, of groups that ``make_group`` makes, and its communicators. A collective, behind
@@ -149,7 +149,7 @@ def build_mesh(
         made.append(mine)
         return mine
 
-    def group(rows: list[list[int]], stream: ProcessGroup) -> Group:
+    def group(rows: list[list[int]], stream: ProcessGroup) -> RankGroup:
         ranks = next(row for row in rows if environment.rank in row)
         communicators = {Channel.STREAM: stream, Channel.EXCHANGE: communicator(rows)}
         native = device.type == "cuda"
@@ -160,7 +160,7 @@ def build_mesh(
     assert everyone is not None  # only behind init_process_group
     made.append(everyone)
     world = group([list(range(environment.world))], everyone)
-    alone = Group.alone(environment.rank)
+    alone = RankGroup.alone(environment.rank)
     if expert in (1, environment.world):
         experts, replicas = (world, alone) if expert > 1 else (alone, world)
         return Mesh(environment, device, world, experts, replicas), made

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tierstore.errors import PeerError
-from tierstore.parallel.collectives import Failure, Group
+from tierstore.parallel.collectives import Failure, RankGroup
 from tierstore.parallel.environment import RankEnvironment
 
 EXIT_STATUS = 1  # of a process that the watch had to end
@@ -43,7 +43,7 @@ class DeathWatch:
     def __init__(
         self,
         environment: RankEnvironment,
-        world: Group,
+        world: RankGroup,
         *,
         grace_s: float,
         timeout_s: float,
@@ -169,7 +169,7 @@ class DeathWatch:
 # Connections ------------------------------------------------------------------------------------------------
 
 
-def _connect(environment: RankEnvironment, world: Group, timeout_s: float) -> dict[int, socket.socket]:
+def _connect(environment: RankEnvironment, world: RankGroup, timeout_s: float) -> dict[int, socket.socket]:
     """Rank 0: a connection from every other rank. The others: one to rank 0. By rank."""
     if world.size == 1:
         return {}

@@ -59,9 +59,9 @@ class TieredExperts:
         predictor: Predictor,
         schedule: Schedule,
         ledger: StallLedger,
-        replicas: parallel.Group | None = None,
+        replicas: parallel.RankGroup | None = None,
     ) -> None:
-        group = replicas or parallel.Group.alone()
+        group = replicas or parallel.RankGroup.alone()
         if group.size > 1 and store.config.group_order is not GroupOrder.KEY:
             raise ConfigError("group_order: experts with replicas need a store with GroupOrder.KEY")
         self._store = store

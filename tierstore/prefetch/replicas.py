@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tierstore.parallel import Channel, Group, Work
+from tierstore.parallel import Channel, RankGroup, Work
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.tiers import DeviceSlots
 
@@ -35,7 +35,7 @@ class ReplicaSums:
     All replicas add the same gradients in the same order. With a group of one they are complete at once.
     """
 
-    def __init__(self, group: Group, slots: DeviceSlots[torch.dtype], *, ledger: StallLedger) -> None:
+    def __init__(self, group: RankGroup, slots: DeviceSlots[torch.dtype], *, ledger: StallLedger) -> None:
         self._group = group
         together = max(1, BATCH_BYTES // slots.gradient_bytes)
         # Two batches of half the slots: one that is filled, and one that travels.

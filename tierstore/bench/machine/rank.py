@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Sequence
 
 from tierstore.bench.processes.spawn import answer_channel, write_line
-from tierstore.parallel.collectives import Group, Work
+from tierstore.parallel.collectives import RankGroup, Work
 from tierstore.parallel.config import ParallelConfig
 from tierstore.parallel.launching import launch
 
 
-def measure(group: Group, sizes: Sequence[int], repeats: int) -> dict[str, list[tuple[int, float]]]:
+def measure(group: RankGroup, sizes: Sequence[int], repeats: int) -> dict[str, list[tuple[int, float]]]:
     """Seconds of gathers, reduce-scatters and all-to-alls in which each rank sends about ``sizes`` bytes."""
     import torch
 

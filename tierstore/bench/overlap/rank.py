@@ -20,7 +20,7 @@ from tierstore.bench.processes.spawn import serve
 from tierstore.config import from_dict
 from tierstore.links import CollectiveLink, LinksConfig, open_link
 from tierstore.parallel import Mesh
-from tierstore.parallel.collectives import Group
+from tierstore.parallel.collectives import RankGroup
 from tierstore.parallel.config import ParallelConfig
 from tierstore.parallel.launching import launch
 from tierstore.parallel.limited import LimitedGroup
@@ -91,7 +91,7 @@ class RankSteps:
         )
 
 
-def _measure(asked: RankRequest, world: Group, link: CollectiveLink) -> RankSteps:
+def _measure(asked: RankRequest, world: RankGroup, link: CollectiveLink) -> RankSteps:
     link.link = open_link(asked.links.gather)
     directory = asked.directory / str(world.rank)
     try:

@@ -19,7 +19,7 @@ from tierstore.bench.checks import at_least, more_than_0
 from tierstore.bench.overlap.device import Computation, Computer, EmulatedDevice, EmulatedTier, Processor
 from tierstore.cache.access import Phase
 from tierstore.links import CollectiveLink, LinkConfig
-from tierstore.parallel.collectives import Group, Work
+from tierstore.parallel.collectives import RankGroup, Work
 from tierstore.prefetch import (
     HorizontalQueue,
     PredictorName,
@@ -94,7 +94,7 @@ class SlicedUnits:
 
     def __init__(
         self,
-        group: Group,
+        group: RankGroup,
         link: CollectiveLink,
         units: int,
         numel: int,
@@ -234,7 +234,7 @@ class SyntheticStack:
 def open_stack(
     shape: StackShape,
     directory: Path,
-    group: Group,
+    group: RankGroup,
     link: CollectiveLink,
     *,
     disk: LinkConfig,
