@@ -63,8 +63,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a failed commit does not poison",
-        "tierstore/store/committing.py",
-        '            self._failures.poison(f"a commit failed: {error}")\n',
+        "tierstore/store/failures.py",
+        "            self.poison(what, error)\n",
         "",
         STORE + "test_a_failed_write_or_sync_poisons[s/index/data.mdb-write-5-threads]",
     ),

@@ -141,13 +141,13 @@ def test_limited_copies_hold_the_same_weights() -> None:
         ticket = tier.load(0, source, [])
         engine.wait(ticket)
         assert bytes(tier.weights(0).numpy().tobytes()) == b"\x07" * 4096
-        slot, guards = tier.take_gradient()
+        slot, guards = tier.allocate_gradient()
         assert guards == []
         tier.gradients(slot).fill_(2.0)
-        landed, after = tier.land(slot)
+        copied, after = tier.copy_to_host(slot)
         engine.wait_all(after)
-        assert bytes(landed.array()) == tier.gradients(slot).numpy().tobytes()
-        tier.release_gradient(slot, after)
+        assert bytes(copied.array()) == tier.gradients(slot).numpy().tobytes()
+        tier.free_gradient(slot, after)
         assert link.stats() == {"transfers": 2, "nbytes": 8192, "busy_s": pytest.approx(0.008192)}
         held = [span for span in engine.drain_spans()[0] if span[1]]
         assert [span[4] - span[3] for span in held] == [4_096_000, 4_096_000]

@@ -146,7 +146,7 @@ def signature(export: object, results: set[type]) -> set[type]:
         if dataclasses.is_dataclass(export):
             taken = {field.name for field in dataclasses.fields(export) if field.init}
             named |= {cls for name, hint in hints(export).items() if name in taken for cls in ours(hint)}
-        else:
+        elif inspect.isfunction(export.__init__):  # object's own takes nothing
             named |= {cls for hint in hints(export.__init__).values() for cls in ours(hint)}
     return named - {export}
 

@@ -9,7 +9,7 @@ is a second. Such a package lists its imports once, for type checkers, and ``exp
     else:
         __getattr__, __dir__ = exports(__name__, __file__)
 
-    __all__ = ["Trainer"]
+One that users import also lists them in ``__all__``, as ``docs/API.md`` does.
 """
 
 from __future__ import annotations

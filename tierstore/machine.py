@@ -116,6 +116,12 @@ def _limit(path: Path) -> int | None:
     return limit if limit < 2**60 else None
 
 
+def existing_parent(directory: Path) -> Path:
+    """``directory``, or the nearest one above it that exists."""
+    whole = directory.absolute()
+    return next(path for path in (whole, *whole.parents) if path.is_dir())
+
+
 def disk(directory: Path) -> FileSystem:
     """The file system under ``directory``. Raises OSError, naming it, where there is no such directory."""
     space = os.statvfs(directory)

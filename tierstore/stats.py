@@ -1,6 +1,6 @@
-"""Where the time went and what was counted: stalls by layer, tier and cause; counters; percentiles.
+"""Where the time went and what was counted: stalls by layer, tier and cause; percentiles.
 
-A *stall* is time in which the calling thread does nothing but wait for a tier. Whoever waits charges it::
+A *stall* is time in which the calling thread does nothing but wait for a tier. The code that waits charges it::
 
     if not ticket.done():
         with ledger.stall(layer=3, tier=Tier.NVME, cause=Cause.DEMAND_READ):
@@ -9,14 +9,14 @@ A *stall* is time in which the calling thread does nothing but wait for a tier. 
 so a request that does not wait pays for its own test and nothing here. Stalls nest: the inner one takes
 its time out of the outer one, so that the charges add up to the time stalled and no moment counts twice.
 
-One serialised caller (see the decisions in program order): the ledger and the counters hold no lock.
+One serialised caller (see the decisions in program order): the ledger holds no lock.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from types import TracebackType
@@ -48,7 +48,7 @@ class Tier(Enum):
 class Cause(Enum):
     """Why it was waited for."""
 
-    DEMAND_READ = "demand read"  # nobody had asked for it before it was needed
+    DEMAND_READ = "demand read"  # it was not asked for before it was needed
     LATE_PREFETCH = "late prefetch"  # it was on its way, and not there yet
     OPTIMIZER = "optimizer"  # its step, or the replay of its missed steps, had not finished
     WRITE_BACK = "write-back"  # its memory was still being written to disk
@@ -93,7 +93,7 @@ class Stall:
 
 
 class StallLedger:
-    """Charges stalled intervals. ``listener``, if any, hears each with its start and end (for a timeline).
+    """Charges stalled intervals. ``listener``, if any, gets each with its start and end (for a timeline).
 
     ``clock`` gives nanoseconds and never goes back; the default is the native engine's (CLOCK_MONOTONIC).
     """
@@ -219,30 +219,6 @@ class _OpenStall:
 def _rank(stall: Stall) -> tuple[int, int, str, str]:
     layer = -1 if stall.key.layer is None else stall.key.layer
     return (-stall.stall_ns, layer, stall.key.tier.value, stall.key.cause.value)
-
-
-class Counters:
-    """Named counts that only grow. The names are given once, so that a misspelt one is a KeyError."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self._counts = dict.fromkeys(names, 0)
-
-    def add(self, name: str, amount: int = 1) -> None:
-        """Count ``amount`` more. Raises KeyError for a name that was not declared, ValueError if negative."""
-        if amount < 0:
-            raise ValueError(f"{name}: a counter only grows, got {amount}")
-        self._counts[name] += amount
-
-    def __getitem__(self, name: str) -> int:
-        return self._counts[name]
-
-    def snapshot(self) -> dict[str, int]:
-        """A copy of all counts, in order of declaration."""
-        return dict(self._counts)
-
-    def since(self, earlier: Mapping[str, int]) -> dict[str, int]:
-        """What was counted after ``earlier`` (a snapshot) was taken."""
-        return delta(earlier, self._counts)
 
 
 def delta(earlier: Mapping[str, int], later: Mapping[str, int]) -> dict[str, int]:

@@ -24,13 +24,13 @@ from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 from tierstore._native import Activity, Engine
 
 Args = Mapping[str, str | int | float | bool | None]
 
 _BUFFER_BYTES = 1 << 18
+_NOTHING = nullcontext()
 _LANES = 1000  # lanes a track may have in the numbering; the track's number times this is its first
 
 
@@ -57,54 +57,27 @@ _TRACKS = {
 }
 
 
-class TimelineSink(Protocol):
-    """What a component records to: a Timeline, or a NullTimeline when nobody asked for one."""
+class TimelineSink(AbstractContextManager["TimelineSink"]):
+    """What a component records to: a Timeline, or a NullTimeline when no timeline is asked for. Closes on leaving.
 
-    @property
-    def enabled(self) -> bool:
-        """Whether anything is recorded: lets a caller skip gathering what only a timeline would show."""
-        ...
+    This class records nothing, at the price of a call.
+    """
+
+    #: Whether anything is recorded: lets a caller skip gathering what only a timeline would show.
+    enabled = False
 
     def span(self, track: Track, name: str, args: Args | None = None) -> AbstractContextManager[None]:
         """Record the time inside the context, also when it raises. Spans of one track must nest."""
-        ...
+        return _NOTHING
 
     def add(self, track: Track, name: str, start_ns: int, end_ns: int, args: Args | None = None) -> None:
         """Record work that is over. It may overlap other work of its track."""
-        ...
 
     def count(self, name: str, values: Mapping[str, int | float]) -> None:
         """Record values as of now; each name is drawn as a curve, its values stacked."""
-        ...
 
     def close(self) -> None:
         """Finish the file. Nothing may be recorded afterwards; closing again does nothing."""
-        ...
-
-
-class NullTimeline:
-    """Records nothing, at the price of a call."""
-
-    enabled = False
-
-    def __init__(self) -> None:
-        self._nothing = nullcontext()
-
-    def span(self, track: Track, name: str, args: Args | None = None) -> AbstractContextManager[None]:
-        """Does nothing."""
-        return self._nothing
-
-    def add(self, track: Track, name: str, start_ns: int, end_ns: int, args: Args | None = None) -> None:
-        """Does nothing."""
-
-    def count(self, name: str, values: Mapping[str, int | float]) -> None:
-        """Does nothing."""
-
-    def close(self) -> None:
-        """Does nothing."""
-
-    def __enter__(self) -> NullTimeline:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -112,7 +85,11 @@ class NullTimeline:
         self.close()
 
 
-class Timeline:
+class NullTimeline(TimelineSink):
+    """Records nothing."""
+
+
+class Timeline(TimelineSink):
     """Writes the trace to ``path``, which it replaces. A context manager; it closes on exceptions too.
 
     A context that an exception leaves before anything was recorded leaves the file as it was, or none: what is refused
@@ -140,11 +117,9 @@ class Timeline:
             self._event({"ph": "M", "name": "process_name", "args": {"name": "tierstore"}})
 
     def span(self, track: Track, name: str, args: Args | None = None) -> AbstractContextManager[None]:
-        """Record the time inside the context, also when it raises. Spans of one track must nest."""
         return _Span(self, track, name, args)
 
     def add(self, track: Track, name: str, start_ns: int, end_ns: int, args: Args | None = None) -> None:
-        """Record work that is over. It may overlap other work of its track."""
         if end_ns < start_ns:
             raise ValueError(f"{name} ends {start_ns - end_ns} ns before it starts")
         with self._lock:
@@ -158,13 +133,11 @@ class Timeline:
             self._slice(track, lane + 1, name, start_ns, end_ns, args)
 
     def count(self, name: str, values: Mapping[str, int | float]) -> None:
-        """Record values as of now; each name is drawn as a curve, its values stacked."""
         now = self._clock()
         with self._lock:
             self._event({"ph": "C", "name": name, "ts": now / 1e3, "args": dict(values)})
 
     def close(self) -> None:
-        """Finish the file. Nothing may be recorded afterwards; closing again does nothing."""
         with self._lock:
             if self._fd < 0:
                 return
@@ -174,9 +147,6 @@ class Timeline:
             finally:
                 fd, self._fd = self._fd, -1
                 os.close(fd)
-
-    def __enter__(self) -> Timeline:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -269,7 +239,7 @@ class _Span:
 class OperationSpans:
     """Draws what the ticket engine does: ``engine`` remembers when its operations ran, and ``drain`` (say, after each
     step) puts them on their tracks. Where a link is limited, its turns are drawn too, named so. Operations without an
-    activity are left to whoever queued them.
+    activity are drawn by the code that queued them.
 
     ``CAPACITY`` operations between two drains are kept; what comes beyond is counted, not drawn.
     """

@@ -168,7 +168,7 @@ class Player:
                 case 7:
                     self.cache.clean()
             if self.rng.random() < 0.3:
-                self.cache.end_step()
+                self.cache.residency.end_step()
             self.backing.let_go(self.rng.random())
         self.access(list(range(RECORDS)), Need.WEIGHTS | Need.MOMENTS)
 

@@ -19,6 +19,7 @@ from tierstore.cli.options import (
     set_option,
     train_config,
 )
+from tierstore.cli.output import Output, OutputMode
 from tierstore.config import dotted_fields, load
 from tierstore.errors import ConfigError
 
@@ -50,10 +51,10 @@ class Config:
 @set_option()
 @json_option
 def command(
-    budget: int | None, share: str | None, steps: int | None, settings: tuple[str, ...], as_json: bool
+    budget: int | None, share: str | None, steps: int | None, settings: tuple[str, ...], output: Output
 ) -> None:
     config = load(Config, None, config_overrides(settings, {"host.budget": budget, "steps": steps}))
-    click.echo(f"{config.steps} {config.host.budget} {share} {as_json}")
+    click.echo(f"{config.steps} {config.host.budget} {share} {output.mode is OutputMode.JSON}")
 
 
 def run(*args: str) -> Result:

@@ -242,7 +242,7 @@ def test_the_life_of_a_drive_is_what_the_run_wrote_in_its_time(
         key = next(iter(store.records.cached))
         with store.optimizer_step(1e-3) as step:
             step.update({key: np.ones(store.records.info(key).schema.numel, np.float32)})
-        store.commit()
+        store.committer.commit()
         time.sleep(0.5)
         return 1
 

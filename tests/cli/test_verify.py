@@ -4,41 +4,37 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tierstore.cli.output import Output
-from tierstore.cli.verify import run_verify
-from tierstore.store import DriveReport
-
-
-@dataclass(frozen=True)
-class FakeReport:
-    failures: list[str]
-    records: int = 4
-    sections: int = 12
-    snapshots: int = 2
-    bytes_read: int = 3 * 2**20
-    drives: tuple[DriveReport, ...] = ()
+from tierstore.cli.main import cli
+from tierstore.store.verify import VerifyReport
 
 
 class FakeVerifier:
     def __init__(self, failures: list[str]) -> None:
-        self.report = FakeReport(failures)
+        self.report = VerifyReport(4, 12, 2, 3 * 2**20, failures)
         self.paths: list[Path] = []
 
-    def __call__(self, directory: Path, /, *, progress: Callable[[int, int], None]) -> FakeReport:
+    def __call__(self, directory: Path, /, *, progress: Callable[[int, int], None]) -> VerifyReport:
         self.paths.append(directory)
         for done in range(1, 5):
             progress(done, 4)
         return self.report
 
 
-def test_a_whole_store(capsys: pytest.CaptureFixture[str]) -> None:
+def run(monkeypatch: pytest.MonkeyPatch, verifier: FakeVerifier, *options: str) -> int:
+    monkeypatch.setattr("tierstore.store.directories.verify_all", verifier)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["verify", "store", *options])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_a_whole_store(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     verifier = FakeVerifier([])
-    assert run_verify(Path("store"), Output.for_option(False), verifier) == 0
+    assert run(monkeypatch, verifier) == 0
     assert verifier.paths == [Path("store")]
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "verify 1/4"
@@ -46,9 +42,9 @@ def test_a_whole_store(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[-1].endswith("; all whole")
 
 
-def test_a_corrupt_store(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_corrupt_store(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     failures = [f"expert {n}: section exp_avg: extents/moments.ext: checksum" for n in range(25)]
-    assert run_verify(Path("store"), Output.for_option(True), FakeVerifier(failures)) == 1
+    assert run(monkeypatch, FakeVerifier(failures), "--json") == 1
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert found.pop("elapsed_s") >= 0

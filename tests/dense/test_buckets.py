@@ -60,11 +60,11 @@ def expected(layout: UnitLayout, unit: int, ranks: int, micros: int) -> torch.Te
     for micro in range(micros):
         base = 0
         for region in layout.regions:
-            for place in region.places:
-                part = sum(gradient(rank, micro, unit, place.index) for rank in range(ranks))
-                start = base + place.offset
+            for span in region.spans:
+                part = sum(gradient(rank, micro, unit, span.index) for rank in range(ranks))
+                start = base + span.offset
                 assert isinstance(part, torch.Tensor)
-                total[start : start + place.numel] += part.flatten()
+                total[start : start + span.numel] += part.flatten()
             base += region.padded_numel
     return total
 

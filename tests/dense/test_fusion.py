@@ -128,8 +128,8 @@ def test_saved_views_follow_their_unit(through: Any, dtype: torch.dtype) -> None
     through(plain_x, plain_w).square().sum().backward()
 
     parameter = torch.nn.Parameter(torch.empty(6, 4, dtype=dtype))
-    place = slice(8, 32)
-    first, second = (buffer.memory.view(dtype)[place] for buffer in pool.buffers)
+    span = slice(8, 32)
+    first, second = (buffer.memory.view(dtype)[span] for buffer in pool.buffers)
     first.copy_(weight.flatten())
     parameter.data = first.view(6, 4)
     own_x = x.clone().requires_grad_()

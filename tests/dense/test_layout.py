@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tierstore.dense.config import Fusion
-from tierstore.dense.layout import Move, Narrow, Place, UnitLayout, moves, recut, unit_layouts
+from tierstore.dense.layout import Move, Narrow, Span, UnitLayout, moves, recut, unit_layouts
 
 quick = settings(deadline=None, max_examples=40)
 shapes = st.lists(
@@ -31,14 +31,14 @@ def test_by_hand() -> None:
     # 20 + 6 + 7 elements for two ranks. One region: 33, so slices of 32 (a multiple of 16, and 2 x 16 < 33), 64 in all.
     one = layout_of([((4, 5), False), ((6,), False), ((7,), False)], 2)
     assert one.key == "dense.u"
-    assert one.regions[0].places == (Place(0, 0, (4, 5)), Place(1, 20, (6,)), Place(2, 26, (7,)))
+    assert one.regions[0].spans == (Span(0, 0, (4, 5)), Span(1, 20, (6,)), Span(2, 26, (7,)))
     assert (one.slice_numel, one.padded_numel, one.gathered_bytes(torch.bfloat16)) == (32, 64, 256)
     # The matrix may travel in bf16: 13 fp32 elements in slices of 16 come first, then 20 in slices of 16.
     two = layout_of([((4, 5), True), ((6,), False), ((7,), False)], 2)
     assert [region.narrow for region in two.regions] == [Narrow.NO, Narrow.YES]
     assert [region.slice_numel for region in two.regions] == [16, 16]
     assert two.gathered_bytes(torch.bfloat16) == 32 * 4 + 32 * 2
-    assert [span for _, span in two.spans()] == [slice(0, 16), slice(16, 32)]
+    assert [span for _, span in two.slices()] == [slice(0, 16), slice(16, 32)]
     assert len(layout_of([((4, 5), True), ((6,), False)], 2, Fusion.PARAMETER).regions) == 2
 
 
@@ -55,8 +55,8 @@ def slices_of(layout: UnitLayout, values: list[torch.Tensor], ranks: int) -> lis
     regions = []
     for region in layout.regions:
         whole = torch.zeros(region.padded_numel)
-        for place in region.places:
-            whole[place.offset : place.offset + place.numel] = values[place.index].flatten()
+        for span in region.spans:
+            whole[span.offset : span.offset + span.numel] = values[span.index].flatten()
         regions.append(whole.view(ranks, region.slice_numel))
     return [torch.cat([region[rank] for region in regions]) for rank in range(ranks)]
 

@@ -41,10 +41,10 @@ def test_slices_step_as_torch_steps_the_whole() -> None:
     for step in range(4):
         generator = torch.Generator().manual_seed(step)
         flat = torch.zeros(layout.padded_numel)
-        for place in layout.regions[0].places:
-            made = torch.randn(place.shape, generator=generator)
-            plain[place.index].grad = made
-            flat[place.offset : place.offset + place.numel] = made.flatten()
+        for span in layout.regions[0].spans:
+            made = torch.randn(span.shape, generator=generator)
+            plain[span.index].grad = made
+            flat[span.offset : span.offset + span.numel] = made.flatten()
         for rank, held in enumerate(slices):
             held.gradient.copy_(flat[rank * layout.slice_numel : (rank + 1) * layout.slice_numel])
             held.step(LR * (step + 1))
@@ -55,9 +55,9 @@ def test_slices_step_as_torch_steps_the_whole() -> None:
         optimizer.step()
     for array, of in (("weight", None), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
         found = torch.cat([held.host[array] for held in slices])
-        for place in layout.regions[0].places:
-            wanted = plain[place.index] if of is None else optimizer.state[plain[place.index]][of]
-            part = found[place.offset : place.offset + place.numel].view(place.shape)
+        for span in layout.regions[0].spans:
+            wanted = plain[span.index] if of is None else optimizer.state[plain[span.index]][of]
+            part = found[span.offset : span.offset + span.numel].view(span.shape)
             torch.testing.assert_close(part, wanted.detach(), rtol=1e-6, atol=1e-7)
         assert torch.count_nonzero(found[layout.regions[0].numel :]) == 0  # padding stays zero
 

@@ -21,6 +21,7 @@ from tierstore.store import (
     StripeConfig,
     WearConfig,
 )
+from tierstore.store.committing import Keep
 from tierstore.store.config import Capability
 from tierstore.store.disk import extents
 from tierstore.store.disk.store_extents import StoreExtents
@@ -93,13 +94,13 @@ class Run:
 
     def commit(self, state: bytes = b"", snapshot: str | None = None) -> None:
         began = self.fs.log_length
-        take = self.store.core.prepare if self.prepared else self.store.commit
-        take({"n": state}, snapshot=snapshot)
+        keep = Keep.PREVIOUS if self.prepared else Keep.NOTHING
+        self.store.core.committer.commit({"n": state}, snapshot=snapshot, keep=keep)
         self._note(began, self.fs.log_length)
 
     def acknowledge(self) -> None:
         self.commits[-1].acknowledging = self.fs.log_length
-        self.store.core.acknowledge()
+        self.store.core.committer.acknowledge()
         self.commits[-1].kept = dict(self.store.core.committer.snapshots)
 
     def _note(self, began: int, ended: int) -> None:

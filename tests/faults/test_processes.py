@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -299,14 +300,14 @@ def test_a_store_many_times_its_memory_is_trained_within_a_cgroup(tmp_path: Path
         limit = MemoryLimit(90 << 20)
     except CapabilityError as error:
         pytest.skip(str(error))
-    with limit:
+    with closing(limit):
         command = ["sh", "-c", 'read go && exec "$@"', "sh", sys.executable, "-c", BUDGET, str(path)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         with subprocess.Popen(command, text=True, **pipes) as process:  # type: ignore[call-overload]
             limit.add(process.pid)
             out, err = process.communicate("go\n", 120)
         assert process.returncode == 0, err
-        assert limit.use().kills == 0
+        assert limit.use().kills_count == 0
     assert out == free.stdout
 
 

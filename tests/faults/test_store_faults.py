@@ -25,6 +25,7 @@ from slowness import mostly_slow
 from tierstore import _native
 from tierstore.errors import ChecksumError, StoreFormatError, StorePoisonedError
 from tierstore.store import Group, OpenAt, ParameterStore, RecordSchema
+from tierstore.store.committing import Keep
 
 BACKENDS = ["uring", "threads", "pmem"]
 DIRECT = ["uring", "threads"]
@@ -304,7 +305,7 @@ def test_a_bit_flipped_as_the_index_is_written_is_found(fs: FaultFs, at: OpenAt)
     with ParameterStore.open(path, config("uring")) as store:
         store.update(ones("e1"), lr=0.1)
         fs.add(Rule(op="write", action=Action.FLIP, path=INDEX, holding="needle", bit=3, times=1))
-        store.core.prepare({"s": b"a haystack with a needle in it"})
+        store.core.committer.commit({"s": b"a haystack with a needle in it"}, keep=Keep.PREVIOUS)
         assert fs.fired == [1]
     fs.clear()
     with pytest.raises(StoreFormatError, match="damaged"):

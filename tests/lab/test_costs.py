@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cases import requests_of
 
+from tierstore._native import Detail
 from tierstore.cache.access import Phase
 from tierstore.cache.config import Scope
 from tierstore.errors import ConfigError
@@ -21,7 +22,7 @@ from tierstore.lab.costs import (
     policy_time,
     with_costs,
 )
-from tierstore.lab.simulate import PolicySpec, ReplaySetting, outcome, replay_all
+from tierstore.lab.simulate import PolicySpec, ReplaySetting, outcome, replay_one
 from tierstore.model.config import ModelConfig
 from tierstore.plan.costs import ASSUMED, Cost
 from tierstore.plan.evidence import Evidence
@@ -42,7 +43,7 @@ def replayed(**columns):
         frame_bytes=100,
         **columns,
     )
-    (found,) = replay_all(requests, [ReplaySetting(LRU, 1)])
+    found = replay_one(requests, ReplaySetting(LRU, 1), 0, Detail.EVENTS)
     assert found.event_read_bytes.tolist() == [100, 100, 100, 100]
     assert found.event_written_bytes.tolist() == [0, 100, 0, 100]
     return requests, found
@@ -88,7 +89,7 @@ def test_drive_writes_and_life():
 
 def test_a_drive_that_is_not_written_lives_for_ever():
     requests = requests_of([[0], [1]])
-    (found,) = replay_all(requests, [ReplaySetting(LRU, 1)])
+    found = replay_one(requests, ReplaySetting(LRU, 1), 0, Detail.EVENTS)
     cost = with_costs(requests, found, outcome(requests, found), Machine(compute_s_per_step=1))
     assert (cost.drive_writes_per_day, cost.drive_life_years) == (0, math.inf)
 
@@ -109,7 +110,7 @@ def test_objectives_by_layer():
         layers=[0, 1, 1, 1, 1],
         frame_bytes=100,
     )
-    (found,) = replay_all(requests, [ReplaySetting(LRU, 2, Scope.LAYER)])
+    found = replay_one(requests, ReplaySetting(LRU, 2, Scope.LAYER), 0, Detail.EVENTS)
     machine = Machine(read_bytes_per_s=50, write_bytes_per_s=100)
     assert cost_by_layer(requests, found, Objective.MISSES, machine).tolist() == [1, 4]
     assert cost_by_layer(requests, found, Objective.BYTES, machine).tolist() == [100, 600]
@@ -144,7 +145,7 @@ def test_a_profile_has_lines_and_a_transfer_is_an_entry():
 
 def test_entries_of_one_size_take_a_latency_each():
     requests = requests_of([[0, 1, 2]], frame_bytes=100)
-    (found,) = replay_all(requests, [ReplaySetting(LRU, 3)])
+    found = replay_one(requests, ReplaySetting(LRU, 3), 0, Detail.EVENTS)
     machine = Machine(profile=MEASURED, overlap=Overlap.SERIAL)
     assert machine.stalls(requests, found).tolist() == pytest.approx([3 * MEASURED.disk_read.seconds(100)])
 

@@ -15,7 +15,7 @@ from tierstore.cache.config import Scope
 from tierstore.lab.candidates import Candidate, cache_configuration, starting_grid
 from tierstore.lab.costs import Objective
 from tierstore.lab.quotas import greedy_split, layer_curves, least_quotas, lower_hull, split_capacity
-from tierstore.lab.simulate import PolicySpec, ReplaySetting, replay_all
+from tierstore.lab.simulate import PolicySpec, ReplaySetting, replay_each
 from tierstore.store import RecordSchema, StoreConfig, WeightFormat
 from tierstore.store.opening import check_budget, minimum_host_budget, record_frame_bytes
 from tierstore.trace.quotas import quotas_by_layer
@@ -125,13 +125,15 @@ def test_a_split_gives_the_loop_what_it_needs():
     requests = uneven()
     quotas = split_capacity(requests, LRU, 12)
     assert quotas == (4, 0, 8)
-    equal, tuned = replay_all(
+    equal, tuned = replay_each(
         requests,
         [ReplaySetting(LRU, 8, Scope.LAYER), ReplaySetting(LRU, 8, Scope.LAYER, layer_quotas=(4, 0, 4))],
+        lambda replayed: replayed,
     )
     assert equal.layer_misses[0] == tuned.layer_misses[0] == 4
-    small_equal, small_tuned = replay_all(
+    small_equal, small_tuned = replay_each(
         requests,
         [ReplaySetting(LRU, 6, Scope.LAYER), ReplaySetting(LRU, 6, Scope.LAYER, layer_quotas=(4, 0, 2))],
+        lambda replayed: replayed,
     )
     assert small_equal.misses > 1.5 * small_tuned.misses

@@ -8,6 +8,7 @@ from cases import NaiveLru, requests_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tierstore._native import Detail
 from tierstore.cache.config import Scope
 from tierstore.errors import BudgetError, ConfigError
 from tierstore.lab.importing import import_trace
@@ -20,7 +21,7 @@ from tierstore.lab.simulate import (
     ReplaySetting,
     known_policies,
     outcome,
-    replay_all,
+    replay_one,
     simulate,
 )
 
@@ -46,7 +47,7 @@ def test_the_case_from_the_literature():
 def test_by_event():
     # Two slots: 0, 1 come; 2 takes the place of 0 (dirty); 0 that of 1; both go on.
     requests = requests_of([[0], [1], [2], [0]], writes=[[1], [0], [0], [0]], frame_bytes=100)
-    (replayed,) = replay_all(requests, [ReplaySetting(LRU, 2)])
+    replayed = replay_one(requests, ReplaySetting(LRU, 2), 0, Detail.EVENTS)
     assert replayed.event_read_bytes.tolist() == [100, 100, 100, 100]
     assert replayed.event_written_bytes.tolist() == [0, 0, 100, 0]
     found = outcome(requests, replayed)
@@ -74,7 +75,7 @@ def test_bytes_are_those_of_the_keys(tmp_path, frame_bytes):
 
 def test_a_warm_up_is_carried_out_and_not_counted():
     requests = requests_of([[0], [1], [0], [2], [0]])
-    (replayed,) = replay_all(requests, [ReplaySetting(LRU, 2)], warmup_steps=2)
+    replayed = replay_one(requests, ReplaySetting(LRU, 2), requests.events_before(2), Detail.EVENTS)
     assert (replayed.hits, replayed.misses) == (2, 1)
     assert replayed.event_read_bytes.tolist() == [0, 0, 0, 1, 0]
     assert outcome(requests, replayed).steps == 3
@@ -118,7 +119,7 @@ def test_against_a_naive_cache(data):
     writes = [data.draw(st.lists(st.integers(0, 1), min_size=len(e), max_size=len(e))) for e in events]
     capacity = data.draw(st.integers(4, 8))
     requests = requests_of(events, writes=writes)
-    (replayed,) = replay_all(requests, [ReplaySetting(LRU, capacity)])
+    replayed = replay_one(requests, ReplaySetting(LRU, capacity), 0, Detail.EVENTS)
     naive = NaiveLru(capacity)
     expected = [naive.event(*pair) for pair in zip(events, writes, strict=True)]
     assert replayed.event_read_bytes.tolist() == [misses for misses, _ in expected]

@@ -14,7 +14,6 @@ from tierstore.moe import (
     ExpertLease,
     ExpertShape,
     InMemoryExperts,
-    MemoryLease,
     MoELayer,
     NoiseKey,
     RouterConfig,
@@ -213,7 +212,7 @@ def test_gradients_may_be_wider_than_the_weights() -> None:
         def backward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
             for lease in super().backward(layer, experts):
                 assert lease.gradients is not None
-                wide = MemoryLease(lease.expert, lease.weights, lease.gradients.float())
+                wide = ExpertLease(lease.expert, lease.weights, lease.gradients.float())
                 yield wide
                 assert wide.gradients is not None
                 lease.gradients.copy_(wide.gradients)

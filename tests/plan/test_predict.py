@@ -41,7 +41,7 @@ def test_the_bytes_of_passes_by_hand(setting: Make) -> None:
     work = _workload(setting(ranks=2))
     forward = work.sizes(Pass(Phase.FORWARD, 1, 0))
     assert (forward.gather, forward.reduce, forward.experts) == (624 * 4, 624 * 4, 6)
-    assert (forward.load, forward.land) == (8192, 0)
+    assert (forward.load, forward.to_host) == (8192, 0)
     moved = work.traffic.moved_for[Phase.FORWARD, 0]
     assert (forward.fetch, forward.evict) == (round(moved.read / 6), round(moved.written / 6))
     assert forward.all_to_all == 16 * 12 * 16 * 4 // 2
@@ -86,7 +86,7 @@ def test_the_disk_alone(setting: Make) -> None:
     ("link", "kinds"),
     [
         ("gather", {Kind.GATHER, Kind.REDUCE, Kind.ALL_TO_ALL}),
-        ("copy", {Kind.LOAD, Kind.LAND}),
+        ("copy", {Kind.LOAD, Kind.COPY_TO_HOST}),
         ("disk", {Kind.FETCH, Kind.WRITE}),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from plain_reference import PlainMixture
 
 from tierstore.config import load
 from tierstore.errors import ConfigError
@@ -12,7 +13,6 @@ from tierstore.model import ModelConfig, Transformer
 from tierstore.plan.architecture import Architecture
 from tierstore.plan.presets import PRESETS, find_preset
 from tierstore.train.config import TrainConfig
-from tierstore.train.reference import PlainMixture
 
 # SE-MoE Table 1: experts, and parameters in units of 10^9.
 TABLE_1 = {8: 13.9, 16: 26.8, 32: 52.6, 64: 104.1, 128: 207.2}

@@ -40,7 +40,7 @@ def trained(mesh: Mesh, config: dict[str, object]) -> dict[str, int]:
         return {
             "extents": sum(path.stat().st_size for path in (directory / "extents").iterdir()),
             "index": (directory / "index" / "data.mdb").stat().st_size,
-            "dense": trainer.dense_bytes.total,
+            "dense": trainer.dense.nbytes.total,
             "read": (moved[1][0] - moved[0][0]) // 8,
             "written": (moved[1][1] - moved[0][1]) // 8,
         }
@@ -52,10 +52,10 @@ def sent(mesh: Mesh, config: dict[str, object]) -> dict[str, int]:
     with open_session(from_dict(TrainConfig, config), Opening.CREATE, mesh=mesh) as trainer:
         trainer.step()
         trainer.step()
-        before = trainer._dense.traffic.copy()
+        before = trainer.dense.traffic.copy()
         for _ in range(3):
             trainer.step()
-        return asdict(trainer._dense.traffic.since(before))
+        return asdict(trainer.dense.traffic.since(before))
 
 
 SENT: dict[str, dict[str, Any]] = {

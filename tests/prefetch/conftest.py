@@ -86,7 +86,7 @@ def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
             store = opened.core
             store.reserve()
             store.reserve_scratch("expert")
-            store.commit()
+            store.committer.commit()
             slots = DeviceSlots(NUMEL, torch.float32, weights=2, gradients=2)
             tier = open_device_tier(store.engine, slots, torch.device("cpu"), HugePages.OFF)
             stack.callback(tier.close)

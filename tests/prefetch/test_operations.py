@@ -15,7 +15,7 @@ from tierstore.prefetch.schedule import Buffer, Pass
 
 SIZES = {
     Phase.FORWARD: PassSizes(gather=10, reduce=12, all_to_all=5, experts=2, fetch=100, evict=300, load=50),
-    Phase.BACKWARD: PassSizes(gather=10, reduce=12, all_to_all=5, experts=2, fetch=300, load=50, land=40),
+    Phase.BACKWARD: PassSizes(gather=10, reduce=12, all_to_all=5, experts=2, fetch=300, load=50, to_host=40),
 }
 
 
@@ -56,11 +56,11 @@ def test_one_dense_and_one_moe_unit() -> None:
         (Kind.FETCH, 7, 100, (20,)),
         (Kind.LOAD, 2, 50, (17, 9)),  # 22
         (Kind.EXPERT, 2, 0, (17, 22)),  # 23
-        (Kind.LAND, 2, 40, (23,)),
+        (Kind.COPY_TO_HOST, 2, 40, (23,)),
         (Kind.EXPERT_STEP, 2, 0, (24,)),
         (Kind.LOAD, 2, 50, (17, 10)),  # 26
         (Kind.EXPERT, 2, 0, (23, 26)),  # 27
-        (Kind.LAND, 2, 40, (27,)),
+        (Kind.COPY_TO_HOST, 2, 40, (27,)),
         (Kind.EXPERT_STEP, 2, 0, (28,)),
         (Kind.ALL_TO_ALL, 2, 5, (27,)),  # 30
         (Kind.DENSE, 2, 0, (30,)),  # 31
@@ -143,14 +143,14 @@ def test_a_gradient_keeps_its_slot_until_it_was_stepped() -> None:
     """Also where it was copied to the host: a landing place goes with each slot."""
 
     def landing(item: Pass) -> PassSizes:
-        return PassSizes(experts=2, land=8 if item.phase is Phase.BACKWARD else 0)
+        return PassSizes(experts=2, to_host=8 if item.phase is Phase.BACKWARD else 0)
 
     schedule = Schedule(units=(Unit("b", 0, 0),), vertical=QueueLimits(0))
     listed = operations(schedule, landing, gradient_slots=1)
     first, second = (i for i, op in enumerate(listed) if op.kind is Kind.EXPERT and op.position == 1)
-    landed, stepped = first + 1, first + 2
-    assert (listed[landed].kind, listed[landed].after) == (Kind.LAND, (first,))
-    assert (listed[stepped].kind, listed[stepped].after) == (Kind.EXPERT_STEP, (landed,))
+    copied, stepped = first + 1, first + 2
+    assert (listed[copied].kind, listed[copied].after) == (Kind.COPY_TO_HOST, (first,))
+    assert (listed[stepped].kind, listed[stepped].after) == (Kind.EXPERT_STEP, (copied,))
     assert stepped in listed[second].after
 
 

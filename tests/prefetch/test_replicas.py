@@ -107,7 +107,7 @@ def _train(mesh: Mesh, path: Path, timing: StepTiming, slots: int, ranks: int) -
         store = opened.core
         store.reserve()
         store.reserve_scratch("expert")
-        store.commit()
+        opened.commit()
         shape = DeviceSlots(NUMEL, torch.float32, weights=2, gradients=slots)
         tier = open_device_tier(store.engine, shape, torch.device("cpu"), HugePages.OFF)
         stack.callback(tier.close)
@@ -125,7 +125,7 @@ def _train(mesh: Mesh, path: Path, timing: StepTiming, slots: int, ranks: int) -
         )
         squares = [_step(mesh, opened, experts, timing, step, ranks) for step in range(3)]
         experts.gradients.step_pending()
-        store.commit()
+        opened.commit()
         with opened.fetch(keys, [Sections.WEIGHTS]) as lease:
             weights = [torch.from_numpy(lease[key].copy("weight").copy()) for key in keys]
         stalls = {(stall.key.tier, stall.key.cause) for stall in ledger.rows()}

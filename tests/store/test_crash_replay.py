@@ -15,8 +15,7 @@ from crash_states import CrashState, Entry, Event, crash_states, read_log, witho
 
 from tierstore.errors import StoreError
 from tierstore.store import OpenAt, ParameterStore, StoreConfig, StripeConfig
-from tierstore.store.committing import Committer
-from tierstore.store.core import StoreCore
+from tierstore.store.committing import Committer, Keep
 from tierstore.store.disk.extents import Extent
 from tierstore.store.index.database import PREVIOUS, Commit
 from tierstore.store.index.entries import RecordEntry
@@ -38,6 +37,8 @@ class Run:
         self.crcs: dict[int, int] = {}
         self.log: list[Entry] = []
         self.sizes: dict[Path, int] = {}
+        #: Called before each acknowledgement: what another rank's delay leaves time for.
+        self.meanwhile: Callable[[ParameterStore], None] = lambda store: None
 
     def record(self, commits: int = 16, *, prepare: bool = False) -> Run:
         log = self.directory / "io.log"
@@ -59,9 +60,10 @@ class Run:
                     store.update(gradients, lr=1e-2)
                 snapshot = f"s{number}" if number % 5 == 2 else None
                 if prepare:
-                    store.core.prepare({"n": b"%d" % number}, snapshot=snapshot)
+                    store.core.committer.commit({"n": b"%d" % number}, snapshot=snapshot, keep=Keep.PREVIOUS)
                     self.prepared[store.last_commit.generation] = self._image(store)
-                    store.core.acknowledge()
+                    self.meanwhile(store)
+                    store.core.committer.acknowledge()
                 else:
                     store.commit({"n": b"%d" % number}, snapshot=snapshot)
                 self._committed(store)
@@ -171,16 +173,12 @@ def test_letting_the_previous_commit_go_too_early_fails_the_replay(
 
     monkeypatch.setattr(Committer, "_write_index", eager)
     run = Run(fast_path)
-    acknowledge = StoreCore.acknowledge
 
-    def late(self: StoreCore) -> None:
-        # What another rank's delay leaves time for.
-        store = ParameterStore(self)
+    def late(store: ParameterStore) -> None:
         store.update({"e0": np.ones(NUMEL, np.float32), "e1": np.ones(NUMEL, np.float32)}, lr=1e-2)
         store.fetch(["e2", "e3"]).release()
-        acknowledge(self)
 
-    monkeypatch.setattr(StoreCore, "acknowledge", late)
+    run.meanwhile = late
     run.record(prepare=True)
     monkeypatch.undo()
     assert run.undo_violation(2000)[1] != ""

@@ -29,6 +29,7 @@ from tierstore.store import (
     Scope,
     StoreConfig,
 )
+from tierstore.store.disk.store_extents import StoreExtents
 from tierstore.store.optimizer import CachedRecord
 
 NUMEL = 3000
@@ -146,6 +147,24 @@ with ParameterStore.open({str(tmp_path / "store")!r}, config) as store:
         with store.fetch(["e0"]) as lease:
             assert (lease["e0"].copy("weight") == weights(4, NUMEL)["e0"]).all()
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+
+
+def test_interrupted_commit_poisons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Syncs may have been queued that no later commit would wait for."""
+    with small_store(tmp_path / "store") as store:
+        store.update(ones("e0"), lr=0.1)
+
+        def interrupt(self: StoreExtents) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(StoreExtents, "take_unsynced_directories", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                store.commit()
+        with pytest.raises(StorePoisonedError, match="a commit failed: KeyboardInterrupt"):
+            store.commit()
+    with ParameterStore.open(tmp_path / "store", CONFIG) as store:
+        assert store.last_commit.generation == 1
 
 
 def test_interrupted_update_poisons(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from tierstore import _native
 from tierstore.cli.main import cli
 from tierstore.errors import StoreFormatError, StoreInUseError, StoreMissingError
 from tierstore.store import ParameterStore, StoreConfig, StripeConfig
+from tierstore.store.committing import Keep
 from tierstore.store.directories import building
 from tierstore.store.gc import GcReport, Mode, collect
 
@@ -63,7 +64,7 @@ def crashed(tmp_path: Path) -> Path:
         grown(store)
         store.commit()
         grown(store, 1)
-        store.core.committer.begin({}, None)
+        store.core.committer.begin()
         store.core.wait(store.core.committer.writes)
         shutil.copytree(tmp_path / "run", tmp_path / "crashed")
     (tmp_path / "crashed" / "scratch" / "expert.gradients").write_bytes(bytes(8192))
@@ -179,7 +180,7 @@ def test_several_ranks(tmp_path: Path, crashed: Path) -> None:
 def test_a_prepared_commit_stays(tmp_path: Path) -> None:
     with small_store(tmp_path / "store", count=COUNT, numel=NUMEL) as store:
         grown(store)
-        store.core.prepare()
+        store.core.committer.commit(keep=Keep.PREVIOUS)
     report = collect(tmp_path / "store", Mode.REMOVE)
     assert any("prepared commit" in reason for reason in report.left)
     assert extent_bytes(tmp_path / "store") == 2 * COUNT * SLOTS

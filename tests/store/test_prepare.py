@@ -10,6 +10,7 @@ from conftest_store import small_store
 
 from tierstore.errors import StoreError
 from tierstore.store import OpenAt, ParameterStore, StoreConfig
+from tierstore.store.committing import Keep
 from tierstore.store.index.database import Index
 from tierstore.store.opening import read_states
 
@@ -33,7 +34,7 @@ def test_the_commit_before_a_prepared_one_is_there_until_acknowledged(tmp_path: 
         store.commit({"n": b"1"})
         first = store.records_crc32c()
         step(store, 2)
-        store.core.prepare({"n": b"2"})
+        store.core.committer.commit({"n": b"2"}, keep=Keep.PREVIOUS)
         second = store.records_crc32c()
     assert first != second
     assert read_states(tmp_path / "s", "n") == {OpenAt.LAST: b"2", OpenAt.PREVIOUS: b"1"}
@@ -52,16 +53,16 @@ def test_after_going_back_training_goes_on_as_if_never_ahead(tmp_path: Path) -> 
         path = tmp_path / name
         with small_store(path) as store:
             step(store, 1)
-            store.core.prepare({"n": b"1"})
-            store.core.acknowledge()
+            store.core.committer.commit({"n": b"1"}, keep=Keep.PREVIOUS)
+            store.core.committer.acknowledge()
             if ahead:
                 step(store, 7)
-                store.core.prepare({"n": b"2"})
+                store.core.committer.commit({"n": b"2"}, keep=Keep.PREVIOUS)
         at = OpenAt.PREVIOUS if ahead else OpenAt.LAST
         with ParameterStore.open(path, StoreConfig(host_budget=1 << 20), at=at) as store:
             step(store, 2)
-            store.core.prepare({"n": b"2"})
-            store.core.acknowledge()
+            store.core.committer.commit({"n": b"2"}, keep=Keep.PREVIOUS)
+            store.core.committer.acknowledge()
             step(store, 3)
             store.commit()
             crcs.append(store.records_crc32c())
@@ -76,9 +77,9 @@ def test_acknowledging_frees_the_slots_and_survives_reopening(tmp_path: Path) ->
         sizes = None
         for number in range(6):
             step(store, number)
-            store.core.prepare({"n": b"%d" % number})
-            store.core.acknowledge()
-            store.core.acknowledge()  # again is nothing
+            store.core.committer.commit({"n": b"%d" % number}, keep=Keep.PREVIOUS)
+            store.core.committer.acknowledge()
+            store.core.committer.acknowledge()  # again is nothing
             now = {file.name: file.stat().st_size for file in (path / "extents").iterdir()}
             assert sizes in (None, now)
             sizes = now
@@ -90,12 +91,12 @@ def test_acknowledging_frees_the_slots_and_survives_reopening(tmp_path: Path) ->
 def test_a_second_prepare_needs_the_acknowledgement_of_the_first(tmp_path: Path) -> None:
     with small_store(tmp_path / "s") as store:
         step(store, 1)
-        store.core.prepare({"n": b"1"})
+        store.core.committer.commit({"n": b"1"}, keep=Keep.PREVIOUS)
         step(store, 2)
         with pytest.raises(StoreError, match="not acknowledged"):
-            store.core.prepare({"n": b"2"})
-        store.core.acknowledge()
-        store.core.prepare({"n": b"2"})
+            store.core.committer.commit({"n": b"2"}, keep=Keep.PREVIOUS)
+        store.core.committer.acknowledge()
+        store.core.committer.commit({"n": b"2"}, keep=Keep.PREVIOUS)
         # An ordinary commit acknowledges by itself.
         step(store, 3)
         store.commit({"n": b"3"})
@@ -106,13 +107,13 @@ def test_named_snapshots_and_the_previous_commit_do_not_count_each_other(tmp_pat
     with small_store(tmp_path / "s", retain=1) as store:
         for number in range(3):
             step(store, number)
-            store.core.prepare({"n": b"%d" % number}, snapshot=f"named-{number}")
+            store.core.committer.commit({"n": b"%d" % number}, snapshot=f"named-{number}", keep=Keep.PREVIOUS)
             before = [f"named-{number - 1}"] if number else []
             assert [name for name in store.last_commit.snapshots if name.startswith("named")] == [
                 *before,
                 f"named-{number}",
             ]
-            store.core.acknowledge()
+            store.core.committer.acknowledge()
             assert store.last_commit.snapshots == [f"named-{number}"]
         with pytest.raises(ValueError, match="keeps its own"):
             store.commit(snapshot=".previous")
@@ -128,8 +129,8 @@ def test_a_first_prepare_has_nothing_before_it(tmp_path: Path) -> None:
         tmp_path / "s", [RecordSchema("expert", 64)], StoreConfig(host_budget=1 << 20)
     ) as s:
         s.register("e0", "expert")
-        s.core.prepare({"n": b"0"})
-        s.core.acknowledge()
+        s.core.committer.commit({"n": b"0"}, keep=Keep.PREVIOUS)
+        s.core.committer.acknowledge()
     assert read_states(tmp_path / "s", "n") == {OpenAt.LAST: b"0"}
 
 
@@ -137,10 +138,10 @@ def test_undoing_a_prepared_snapshot_keeps_the_one_whose_place_it_took(tmp_path:
     path, config = tmp_path / "s", StoreConfig(host_budget=1 << 20, retain=1)
     with small_store(path, retain=1) as store:
         step(store, 1)
-        store.core.prepare({"n": b"1"}, snapshot="a")
-        store.core.acknowledge()
+        store.core.committer.commit({"n": b"1"}, snapshot="a", keep=Keep.PREVIOUS)
+        store.core.committer.acknowledge()
         step(store, 2)
-        store.core.prepare({"n": b"2"}, snapshot="b")
+        store.core.committer.commit({"n": b"2"}, snapshot="b", keep=Keep.PREVIOUS)
     with ParameterStore.open(path, config, at=OpenAt.PREVIOUS) as store:
         assert store.last_commit.snapshots == ["a"]
         assert not store.verify().failures
@@ -148,8 +149,8 @@ def test_undoing_a_prepared_snapshot_keeps_the_one_whose_place_it_took(tmp_path:
     with ParameterStore.open(path, StoreConfig(host_budget=1 << 20)) as store:
         step(store, 3)
         store.commit()
-        store.core.prepare({"n": b"3"})
-        store.core.acknowledge()
+        store.core.committer.commit({"n": b"3"}, keep=Keep.PREVIOUS)
+        store.core.committer.acknowledge()
         assert store.last_commit.snapshots == ["a"]
 
 

@@ -53,7 +53,7 @@ def state(store: ParameterStore) -> tuple[Any, ...]:
         store.core.records.counts(),
         +extents.promised,
         extents.allocated_bytes,
-        store.core.counters().creates,
+        store.core.cache.residency.stats().creates,
     )
 
 

@@ -46,14 +46,14 @@ def test_a_step_in_parts_is_one_step(tmp_path: Path) -> None:
 def test_an_abandoned_step_leaves_no_trace_and_ends_the_caches_step(tmp_path: Path) -> None:
     with small_store(tmp_path / "store") as store:
         crc = store.records_crc32c()
-        ended = store.core.counters().steps
+        ended = store.core.cache.residency.stats().steps
         with store.optimizer_step(LR) as step:
             step.abandon()
             with pytest.raises(StoreError, match="no optimizer step is open"):
                 step.update(ones("e0"))
             with pytest.raises(StoreError, match="no optimizer step is open"):
                 step.abandon()
-        assert store.core.counters().steps == ended + 1
+        assert store.core.cache.residency.stats().steps == ended + 1
         assert (store.status().steps, store.records_crc32c()) == (0, crc)
         in_a_step(store, "e0")
         assert store.status().steps == 1

@@ -166,26 +166,26 @@ def test_slots_are_aligned_alike(bench: Bench) -> None:
 def test_a_gradient_lands_in_fp32(bench: Bench) -> None:
     torch.manual_seed(2)
     expected = []
-    landed = []
+    copied = []
     for _ in range(2):
-        slot, guards = bench.tier.take_gradient()
+        slot, guards = bench.tier.allocate_gradient()
         assert guards == []
         gradient = torch.randn(NUMEL)
         expected.append(gradient)
         bench.tier.gradients(slot).copy_(gradient)
-        landed.append(bench.tier.land(slot))
-    for gradient, (buffer, after) in zip(expected, landed, strict=True):
+        copied.append(bench.tier.copy_to_host(slot))
+    for gradient, (buffer, after) in zip(expected, copied, strict=True):
         bench.engine.wait_all(after)
         assert np.array_equal(buffer.array().view(np.float32), gradient.numpy())
 
 
 def test_a_gradient_slot_is_guarded_by_all_who_read_it(bench: Bench) -> None:
-    first, _ = bench.tier.take_gradient()
-    second, _ = bench.tier.take_gradient()
+    first, _ = bench.tier.allocate_gradient()
+    second, _ = bench.tier.allocate_gradient()
     assert first != second
     readers = [bench.engine.external(), bench.engine.external()]
-    bench.tier.release_gradient(second, readers)
-    again, guards = bench.tier.take_gradient()
+    bench.tier.free_gradient(second, readers)
+    again, guards = bench.tier.allocate_gradient()
     assert (again, guards) == (second, readers)
     for ticket in readers:
         bench.engine.complete_external(ticket)

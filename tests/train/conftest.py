@@ -122,7 +122,7 @@ def run(
             trainer.commit()
             if watch is not None:
                 watch(trainer)
-            outcome.stats = trainer.store.counters()
+            outcome.stats = trainer.store.cache.residency.stats()
             outcome.crc = trainer.store.records_crc32c()
     return outcome
 

@@ -16,6 +16,7 @@ import torch
 from tierstore.config import load
 from tierstore.parallel import Mesh, RankEnvironment
 from tierstore.store import ParameterStore
+from tierstore.store.committing import Keep
 from tierstore.train import checksum
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
@@ -136,8 +137,8 @@ def ahead(mesh: Mesh, settings: Settings, by: int) -> None:
         for _ in range(by):
             trainer.step()
         if by and mesh.world.rank == 1:
-            trainer._dense.save(trainer.store, trainer.store.history.applied)
-            trainer.store.prepare({STATE_KEY: trainer.state.pack()})
+            trainer.dense.save(trainer.store, trainer.store.history.applied)
+            trainer.store.committer.commit({STATE_KEY: trainer.state.pack()}, keep=Keep.PREVIOUS)
 
 
 def whole_run(mesh: Mesh, settings: Settings, steps: int) -> tuple[list[float], list[float], bytes, int]:

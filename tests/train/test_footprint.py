@@ -53,7 +53,7 @@ def test_by_hand(config: TrainConfig) -> None:
 def given_to_dense(mesh: Mesh, settings: Settings) -> DenseBytes:
     torch.set_num_threads(1)
     with open_session(load(TrainConfig, None, {**TINY, **settings}), Opening.CREATE, mesh=mesh) as trainer:
-        return trainer.dense_bytes
+        return trainer.dense.nbytes
 
 
 @pytest.mark.slow

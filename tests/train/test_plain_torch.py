@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plain_reference import PlainTrainer
 from slowness import mostly_slow
 
 from tierstore.store import Group, ParameterStore
 from tierstore.train.config import TrainConfig
-from tierstore.train.reference import PlainTrainer
 from tierstore.train.session import Opening, expert_key, open_session
 from tierstore.train.trainer import Trainer
 

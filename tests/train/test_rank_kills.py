@@ -17,7 +17,7 @@ from rank_cases import TINY, Settings, ahead, attempt, train
 from tierstore.config import load
 from tierstore.parallel import Mesh, ParallelConfig
 from tierstore.store import OpenAt
-from tierstore.store.core import StoreCore
+from tierstore.store.committing import Committer
 from tierstore.store.directories import rank_directory
 from tierstore.store.index.database import Index, _Changes
 from tierstore.store.opening import read_states
@@ -109,19 +109,19 @@ def _roll_back_and_die(index: Index, snapshot: str) -> None:
     _die()
 
 
-def _prepare_and_die(store: StoreCore, *arguments: Any, **options: Any) -> None:
-    PREPARE(store, *arguments, **options)
+def _prepare_and_die(committer: Committer, *arguments: Any, **options: Any) -> None:
+    PREPARE(committer, *arguments, **options)
     _die()
 
 
-ROLL_BACK, PREPARE = Index.roll_back, StoreCore.prepare
+ROLL_BACK, PREPARE = Index.roll_back, Committer.commit
 #: Where the rank that was ahead is killed: the class, its method, and what stands there instead.
 MOMENTS: dict[str, tuple[type, str, Callable[..., None]]] = {
     "before it": (Index, "roll_back", _die),
     "within its transaction": (_Changes, "finish", _die),
     "after it": (Index, "roll_back", _roll_back_and_die),
-    "before the next commit": (StoreCore, "prepare", _die),
-    "after the next prepare": (StoreCore, "prepare", _prepare_and_die),
+    "before the next commit": (Committer, "commit", _die),
+    "after the next prepare": (Committer, "commit", _prepare_and_die),
 }
 
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from plain_reference import PlainTrainer
 from torch import Tensor
 
 from tierstore.errors import ConfigError
 from tierstore.model import ModelConfig, TieEmbeddings, Transformer
 from tierstore.moe import Activation, InMemoryExperts
 from tierstore.store.adamw import AdamWConfig, Inactive
-from tierstore.train.reference import PlainTrainer
 from tierstore.train.schedule import ScheduleConfig
 
 SMALL: dict[str, Any] = {"d_model": 32, "n_layers": 3, "n_heads": 2, "seq_len": 16, "d_ff": 24, "experts": 8}

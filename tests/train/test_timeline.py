@@ -31,7 +31,7 @@ def draw(mesh: Mesh, settings: Settings, path: Path) -> dict[str, int]:
         for _ in range(3):
             trainer.step()
         trainer.commit()
-        return asdict(trainer._dense.traffic)
+        return asdict(trainer.dense.traffic)
 
 
 def spans(path: Path) -> dict[str, list[dict[str, Any]]]:

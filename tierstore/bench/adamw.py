@@ -27,7 +27,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +35,7 @@ from tierstore import _native
 from tierstore.bench.checks import at_least
 from tierstore.bench.probes.disk import Bytes, DiskProbe
 from tierstore.bench.results.document import Better, Measurement, derived, measured
-from tierstore.bench.results.figures import Figures, prefixed, ratios
+from tierstore.bench.results.figures import INTERNAL, Figures, prefixed, ratios
 from tierstore.store.config import IoConfig
 from tierstore.store.opening import make_engine
 from tierstore.store.tuning import tune
@@ -93,7 +92,7 @@ class RecordTimes(Figures):
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWResult(Figures):
-    """What ``run`` found. The ratios are medians of the rounds' ratios."""
+    """What ``run`` found. The ratios are medians of ``rounds``, each round's ratios."""
 
     bench: str = "adamw"
     parameters: int
@@ -105,6 +104,7 @@ class AdamWResult(Figures):
     replayed_steps: int = REPLAYED
     bytes_per_parameter: int = BYTES_PER_PARAMETER
     programs: Mapping[str, ProgramTimes] = field(metadata=prefixed(""))
+    rounds: Mapping[str, Sequence[float]] = field(metadata=INTERNAL)
     speed_to_torch_ratio: float
     speed_to_copy_ratio: float
     replay_to_step_ratio: float
@@ -144,7 +144,12 @@ def figures(
     """The result of ``samples``, the seconds of each program in each round."""
     import torch
 
-    found = _Ratios.of(samples)
+    rounds = {
+        "speed_to_torch": ratios(samples["torch"], samples["step"]),
+        "speed_to_copy": ratios(samples["copy"], samples["step"], BYTES_PER_PARAMETER / _COPIED_BYTES),
+        "replay_to_step": ratios(samples["replay"], samples["step"]),
+        "subnormal_to_replay": ratios(samples["subnormal"], samples["replay"]),
+    }
     # Without a gradient 4 of the bytes are not read.
     moved = {"copy": _COPIED_BYTES} | dict.fromkeys(("replay", "subnormal"), BYTES_PER_PARAMETER - 4)
     return AdamWResult(
@@ -159,29 +164,12 @@ def figures(
             for name, seconds in samples.items()
         },
         record=record,
-        speed_to_torch_ratio=statistics.median(found.speed_to_torch),
-        speed_to_copy_ratio=statistics.median(found.speed_to_copy),
-        replay_to_step_ratio=statistics.median(found.replay_to_step),
-        subnormal_to_replay_ratio=statistics.median(found.subnormal_to_replay),
+        rounds=rounds,
+        speed_to_torch_ratio=statistics.median(rounds["speed_to_torch"]),
+        speed_to_copy_ratio=statistics.median(rounds["speed_to_copy"]),
+        replay_to_step_ratio=statistics.median(rounds["replay_to_step"]),
+        subnormal_to_replay_ratio=statistics.median(rounds["subnormal_to_replay"]),
     )
-
-
-class _Ratios(NamedTuple):
-    """Round by round."""
-
-    speed_to_torch: list[float]
-    speed_to_copy: list[float]
-    replay_to_step: list[float]
-    subnormal_to_replay: list[float]
-
-    @staticmethod
-    def of(samples: Mapping[str, Sequence[float]]) -> _Ratios:
-        return _Ratios(
-            ratios(samples["torch"], samples["step"]),
-            ratios(samples["copy"], samples["step"], BYTES_PER_PARAMETER / _COPIED_BYTES),
-            ratios(samples["replay"], samples["step"]),
-            ratios(samples["subnormal"], samples["replay"]),
-        )
 
 
 def _record(directory: Path, repeats: int) -> RecordTimes:
@@ -194,7 +182,7 @@ def _record(directory: Path, repeats: int) -> RecordTimes:
     replays, reads = [], []
     with (
         contextlib.closing(make_engine(IoConfig(), tune(IoConfig(), directory))) as engine,
-        DiskProbe(directory, _PROBE_BYTES, (nbytes,), IoConfig()) as probe,
+        contextlib.closing(DiskProbe(directory, _PROBE_BYTES, (nbytes,), IoConfig())) as probe,
     ):
         for _ in range(repeats):
             start = time.perf_counter()
@@ -304,11 +292,11 @@ def measurements(result: AdamWResult) -> Iterator[Measurement]:
         yield measured(
             "pass over all parameters", seconds, "s", Better.LOWER, parameters={"contestant": name}
         )
-    found = _Ratios.of(samples)
-    yield derived("speed to torch's", found.speed_to_torch, "ratio", Better.HIGHER, target=_OF_TORCH)
-    yield derived("speed to copy's", found.speed_to_copy, "ratio", Better.HIGHER)
-    yield derived("replay to one step", found.replay_to_step, "ratio", Better.LOWER)
-    yield derived("subnormal to normal replay", found.subnormal_to_replay, "ratio", Better.LOWER)
+    found = result.rounds
+    yield derived("speed to torch's", found["speed_to_torch"], "ratio", Better.HIGHER, target=_OF_TORCH)
+    yield derived("speed to copy's", found["speed_to_copy"], "ratio", Better.HIGHER)
+    yield derived("replay to one step", found["replay_to_step"], "ratio", Better.LOWER)
+    yield derived("subnormal to normal replay", found["subnormal_to_replay"], "ratio", Better.LOWER)
     if (record := result.record) is not None:
         for what, seconds in (("replay", record.replay_samples_s), ("read", record.read_samples_s)):
             yield measured("record", seconds, "s", Better.LOWER, parameters={"operation": what})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -157,24 +157,14 @@ def _time_curves(requests: Requests, points: int, announce: Callable[[str], None
     )
 
 
-def measurements(result: CacheResult) -> list[Measurement]:
+def measurements(result: CacheResult) -> Iterator[Measurement]:
     """What ``run`` found, for a document."""
-    kinds = {
-        "keys": {name: rates.keys for name, rates in result.policies.items()},
-        "passes": {name: rates.passes for name, rates in result.policies.items()},
-    }
-    found = [
-        measured(
-            "replay",
-            [1 / spent for spent in rate.request_samples_s],
-            "requests/s",
-            Better.HIGHER,
-            parameters={"policy": name, "trace": kind},
-        )
-        for kind, rates in kinds.items()
-        for name, rate in rates.items()
-        if rate is not None
-    ]
+    for kind in ("keys", "passes"):
+        for name, rates in result.policies.items():
+            rate: ReplayRate | None = getattr(rates, kind)
+            if rate is not None:
+                speeds = [1 / spent for spent in rate.request_samples_s]
+                how = {"policy": name, "trace": kind}
+                yield measured("replay", speeds, "requests/s", Better.HIGHER, parameters=how)
     if result.curves is not None:
-        found.append(measured("all curves", [result.curves.elapsed_s], "s", Better.LOWER))
-    return found
+        yield measured("all curves", result.curves.elapsed_s, "s", Better.LOWER)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tierstore.errors import ConfigError
+from tierstore.machine import existing_parent
 
 
 def at_least(least: int, **values: float) -> None:
@@ -39,12 +40,6 @@ def work_directory(directory: Path) -> Iterator[Path]:
         yield directory
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def existing_parent(directory: Path) -> Path:
-    """``directory``, or the nearest one above it that exists."""
-    whole = directory.absolute()
-    return next(path for path in (whole, *whole.parents) if path.is_dir())
 
 
 def require_free(directory: Path, nbytes: int, what: str) -> None:

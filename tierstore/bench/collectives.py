@@ -16,14 +16,14 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tierstore.bench.checks import at_least
 from tierstore.bench.processes.namespaces import namespaces_limited_to
 from tierstore.bench.processes.ranks import run_ranks
 from tierstore.bench.results.document import Better, Measurement, counted, derived, measured
-from tierstore.bench.results.figures import Figures, ratios
+from tierstore.bench.results.figures import INTERNAL, Figures, named, prefixed, ratios
 from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,19 +35,19 @@ _MODES = {"fused": "unit", "apart": "parameter"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class CollectivesBench:
+class CollectivesBench(Figures):
     """What to measure: ``layers`` blocks of width ``d_model``, ``tokens`` a step on each rank (one sequence).
     ``namespace_bandwidth``: bytes a second that the kernel lets each rank send (0: no limit).
     """
 
     ranks: int = 2
-    layers: int = 8
-    d_model: int = 128
-    tokens: int = 64
-    rounds: int = 7
-    steps: int = 3
+    layers: int = field(default=8, metadata=named("layers_count"))
+    d_model: int = field(default=128, metadata=named("d_model_count"))
+    tokens: int = field(default=64, metadata=named("tokens_count"))
+    rounds: int = field(default=7, metadata=named("rounds_count"))
+    steps: int = field(default=3, metadata=INTERNAL)
     bucket_bytes: int = 32 << 20
-    namespace_bandwidth: int = 0
+    namespace_bandwidth: int = field(default=0, metadata=INTERNAL)
 
     def __post_init__(self) -> None:
         if self.ranks < 2:
@@ -76,12 +76,7 @@ class CollectivesResult(Figures):
 
     bench: str = "collectives"
     backend: str = "gloo"
-    ranks: int
-    layers_count: int
-    d_model_count: int
-    tokens_count: int
-    rounds_count: int
-    bucket_bytes: int
+    asked: CollectivesBench = field(metadata=prefixed(""))
     namespace_bytes_per_s: int | None
     parameters: int
     same_bits: bool
@@ -105,12 +100,7 @@ def run(bench: CollectivesBench) -> CollectivesResult:
     fused, apart = (ModeTimes(**found.modes[name]) for name in _MODES)
     saved = [a - f for a, f in zip(apart.step_samples_s, fused.step_samples_s, strict=True)]
     return CollectivesResult(
-        ranks=bench.ranks,
-        layers_count=bench.layers,
-        d_model_count=bench.d_model,
-        tokens_count=bench.tokens,
-        rounds_count=bench.rounds,
-        bucket_bytes=bench.bucket_bytes,
+        asked=bench,
         namespace_bytes_per_s=bench.namespace_bandwidth or None,
         parameters=found.parameters,
         same_bits=found.same_bits,

@@ -12,6 +12,7 @@ import asyncio
 import statistics
 import time
 from collections.abc import Coroutine, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ def _run(directory: Path, records: int, numel: int, rounds: int) -> CommitResult
         for key in keys:
             store.register(key, "record", weight=gradient)
         store.commit()
-        with DiskProbe(directory, records * numel * 12, (numel * 4, numel * 8), config.io) as probe:
+        with closing(DiskProbe(directory, records * numel * 12, (numel * 4, numel * 8), config.io)) as probe:
             for turn in range(rounds + 2):  # two that do not count: the first writes to fresh slots
                 _make_dirty(store, keys, gradient)
                 before = int(store.core.engine.stats()["written_bytes"])

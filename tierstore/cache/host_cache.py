@@ -162,11 +162,8 @@ class HostCache:
         self._execute(decisions, Priority.SPECULATIVE)
         return taken
 
-    def pin(self, records: npt.NDArray[np.uint32], flags: npt.NDArray[np.uint16]) -> None:
-        """Keeps what the open access needs pinned beyond its end, until ``unpin`` with the same arguments."""
-        self.residency.pin(records, flags)
-
     def unpin(self, records: npt.NDArray[np.uint32], flags: npt.NDArray[np.uint16]) -> None:
+        """Ends what ``residency.pin`` of the same arguments, in an open access, keeps pinned beyond its end."""
         self._execute(self.residency.unpin(records, flags), Priority.WRITE_BACK)
 
     def clean(self) -> None:
@@ -176,9 +173,6 @@ class HostCache:
     def drop(self, entries: Sequence[int]) -> None:
         """Discards entries without writing them."""
         self._execute(self.residency.drop(np.asarray(entries, dtype=np.uint32)), Priority.WRITE_BACK)
-
-    def end_step(self) -> None:
-        self.residency.end_step()
 
     def unclean(self) -> list[Backing]:
         """Backings of records with dirty weights or moments. After ``clean`` those are pinned."""
@@ -250,7 +244,7 @@ class HostCache:
             elif kind == Decision.EVICT_WRITE:
                 state.readers.append(self._write_back(entry, state))
                 self._free(state)
-            else:  # EVICT of a clean entry, DROP of one that nobody needs again
+            else:  # EVICT of a clean entry, DROP of one that is not needed again
                 self._free(state)
 
     def _write_back(self, entry: int, state: _Entry) -> int:

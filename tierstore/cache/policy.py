@@ -19,16 +19,16 @@ __all__ = ["Candidates", "Clock", "PythonPolicy"]
 
 
 class PythonPolicy(Protocol):
-    """What a policy is told, and the one thing that it is asked. Entries are numbers.
+    """What the cache tells a policy, and the one thing that it asks. Entries are numbers.
 
     More methods are called if the class has them: ``set_capacity(frames)`` first of all;
     ``add(entry, record, layer, frames)`` for each entry before anything else is said of it (0 frames: it never
     comes); ``access(phase, layer, entries)`` as each access begins (``tierstore.cache.access.Phase``); and
-    ``miss(entry)`` before room is made for an entry.
+    ``miss(entry)`` before frames are freed for an entry.
     """
 
     def insert(self, entry: int) -> None:
-        """``entry`` has become resident: for a request, or by a prefetch that nobody has used."""
+        """``entry`` has become resident: for a request, or by a prefetch that was not used yet."""
 
     def hit(self, entry: int) -> None:
         """``entry`` was requested while resident."""

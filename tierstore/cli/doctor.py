@@ -25,7 +25,7 @@ from tierstore.capabilities import (
     probe_io_uring,
     resolve,
 )
-from tierstore.cli.options import json_option
+from tierstore.cli.options import PATH, json_option
 from tierstore.cli.output import Output
 from tierstore.devices import Disk, Health, disk_health, disks_under
 from tierstore.errors import ConfigError
@@ -62,14 +62,12 @@ CHECKS: Mapping[str, Check] = {
 @click.option(
     "--dir",
     "directory",
-    type=click.Path(path_type=Path),
+    type=PATH,
     default=Path(),
-    help="Probe the disk under this directory (default: the current one).",
+    help="Probe the disk under this directory.",
 )
 @click.option(
-    "--store",
-    type=click.Path(path_type=Path),
-    help="Show the drives of this store, too (of all ranks; it must not be open).",
+    "--store", type=PATH, help="Show the drives of this store, too (of all ranks; it must not be open)."
 )
 @click.option(
     "--capability",
@@ -79,9 +77,8 @@ CHECKS: Mapping[str, Check] = {
     help="Resolve a capability under this setting; on fails where the machine lacks it.",
 )
 @json_option
-def doctor(directory: Path, store: Path | None, settings: tuple[str, ...], as_json: bool) -> None:
+def doctor(directory: Path, store: Path | None, settings: tuple[str, ...], output: Output) -> None:
     """Show what this machine offers, and what each capability resolved to and why."""
-    output = Output.for_option(as_json)
     chosen = _settings(settings)
     facts = machine_facts(directory)
     drives = _stored(store) if store is not None else [_Drive(directory.resolve())]
@@ -89,10 +86,20 @@ def doctor(directory: Path, store: Path | None, settings: tuple[str, ...], as_js
         resolve(name, chosen.get(name, Capability.AUTO), partial(check.probe, directory))
         for name, check in CHECKS.items()
     ]
+    capabilities = [
+        {
+            "name": r.name,
+            "setting": r.setting.value,
+            "effective": r.effective.value,
+            "backend": _backend(r),
+            "reason": r.reason,
+        }
+        for r in resolutions
+    ]
     output.table(
         "Capabilities",
         ["capability", "setting", "effective", "backend", "why"],
-        [(r.name, r.setting.value, r.effective.value, _backend(r), r.reason) for r in resolutions],
+        [tuple(one.values()) for one in capabilities],
     )
     output.line()
     output.table("Machine", ["fact", "value"], [(_title(name), _shown(name, facts[name])) for name in facts])
@@ -107,16 +114,7 @@ def doctor(directory: Path, store: Path | None, settings: tuple[str, ...], as_js
     )
     output.emit(
         {
-            "capabilities": [
-                {
-                    "name": r.name,
-                    "setting": r.setting.value,
-                    "effective": r.effective.value,
-                    "backend": _backend(r),
-                    "reason": r.reason,
-                }
-                for r in resolutions
-            ],
+            "capabilities": capabilities,
             **facts,
             "drives": [drive.as_json() for drive in drives],
         }

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import click
 
-from tierstore.cli.options import json_option
+from tierstore.cli.options import PATH, json_option
 from tierstore.cli.output import Output
 from tierstore.units import format_bytes
 
 
 @click.command()
-@click.argument("store", type=click.Path(path_type=Path))
+@click.argument("store", type=PATH)
 @click.option("--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
 @json_option
-def gc(store: Path, dry_run: bool, as_json: bool) -> None:
+def gc(store: Path, dry_run: bool, output: Output) -> None:
     """Remove what a crash left of STORE, of all ranks if it has several, and give its free space back.
 
     Refused while STORE is in use. What is not known is named and left alone. The next run reserves again the space that
@@ -23,7 +23,6 @@ def gc(store: Path, dry_run: bool, as_json: bool) -> None:
     """
     from tierstore.store.gc import Mode, collect
 
-    output = Output.for_option(as_json)
     report = collect(store, Mode.DRY_RUN if dry_run else Mode.REMOVE)
     for item in report.garbage:
         output.line(f"{item.path}: {item.what}, {format_bytes(item.nbytes)}")

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
+
+
+@contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None], *numbers: int) -> Iterator[None]:
+    """``handler`` for the signals ``numbers`` within the block."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
 
 
 @contextmanager
@@ -17,32 +28,24 @@ def ended_by_sigterm() -> Iterator[None]:
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
+    with _handled(leave, signal.SIGTERM):
         yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 class Interrupts:
-    """SIGINT and SIGTERM within the block: the first asks a loop to stop where it next can, the second exits at once."""
+    """Whether SIGINT or SIGTERM has asked a loop to stop where it next can; a second one exits at once."""
 
-    def __init__(self) -> None:
-        self.asked = False
-        self._before: dict[int, object] = {}
+    asked = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
             raise SystemExit(128 + number)
         self.asked = True
 
-    def __enter__(self) -> Interrupts:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+    @classmethod
+    @contextmanager
+    def heard(cls) -> Iterator[Interrupts]:
+        """The signals within the block."""
+        interrupts = cls()
+        with _handled(interrupts._handle, signal.SIGINT, signal.SIGTERM):
+            yield interrupts

@@ -10,7 +10,6 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import click
@@ -23,36 +22,17 @@ _DONE, _CHECK_FAILED, _BAD_INPUT = 0, 1, 2
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
-@dataclass(frozen=True, slots=True)
-class CommandEntry:
-    """Where a command lives (``module:attribute``) and the line that ``tierstore --help`` shows for it."""
-
-    target: str
-    summary: str
-
-
-COMMANDS: Mapping[str, CommandEntry] = {
-    "train": CommandEntry(
-        "tierstore.cli.train:train", "Train a Mixture-of-Experts model larger than memory."
-    ),
-    "plan": CommandEntry(
-        "tierstore.cli.plan:plan", "What a model needs on each tier, whether it fits, the time of a step."
-    ),
-    "doctor": CommandEntry(
-        "tierstore.cli.doctor:doctor", "What this machine offers, and what each capability resolved to."
-    ),
-    "verify": CommandEntry(
-        "tierstore.cli.verify:verify", "Read and check every record of every snapshot of a store."
-    ),
-    "gc": CommandEntry("tierstore.cli.gc:gc", "Remove what a crash left behind, and give free space back."),
-    "reshard": CommandEntry(
-        "tierstore.cli.reshard:reshard", "Make a store over for another number of ranks."
-    ),
-    "cache": CommandEntry(
-        "tierstore.cli.cache.group:cache", "Record, replay, bound and tune cache policies from traces."
-    ),
-    "bench": CommandEntry(
-        "tierstore.cli.bench.group:bench",
+#: For each command the module that has it under its name, and the line that ``tierstore --help`` shows for it.
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "train": ("tierstore.cli.train", "Train a Mixture-of-Experts model larger than memory."),
+    "plan": ("tierstore.cli.plan", "What a model needs on each tier, whether it fits, the time of a step."),
+    "doctor": ("tierstore.cli.doctor", "What this machine offers, and what each capability resolved to."),
+    "verify": ("tierstore.cli.verify", "Read and check every record of every snapshot of a store."),
+    "gc": ("tierstore.cli.gc", "Remove what a crash left behind, and give free space back."),
+    "reshard": ("tierstore.cli.reshard", "Make a store over for another number of ranks."),
+    "cache": ("tierstore.cli.cache.group", "Record, replay, bound and tune cache policies from traces."),
+    "bench": (
+        "tierstore.cli.bench.group",
         "Stress-test disks and stores; measure training, kernels, policies and links.",
     ),
 }
@@ -67,18 +47,16 @@ class LazyGroup(CommandGroup):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command, imported."""
-        entry = COMMANDS.get(cmd_name)
-        if entry is None:
+        if cmd_name not in COMMANDS:
             return None
-        module, _, attribute = entry.target.partition(":")
-        command = getattr(importlib.import_module(module), attribute)
-        if not isinstance(command, click.Command):
-            raise TypeError(f"{entry.target} is not a click command")
+        module, _ = COMMANDS[cmd_name]
+        command = getattr(importlib.import_module(module), cmd_name)
+        assert isinstance(command, click.Command)
         return command
 
     def summaries(self, ctx: click.Context) -> list[tuple[str, str]]:
         """The table's: click would import every command to ask for its help."""
-        return [(name, entry.summary) for name, entry in COMMANDS.items()]
+        return [(name, summary) for name, (_, summary) in COMMANDS.items()]
 
     def main(
         self,
@@ -126,7 +104,11 @@ def _one_line(error: Exception) -> str:
     return " ".join(text.split()) or type(error).__name__
 
 
-@click.command("tierstore", cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(
+    "tierstore",
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
+)
 @click.version_option(__version__, prog_name="tierstore")
 def cli() -> None:
     """Train Mixture-of-Experts models that are larger than memory."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from tierstore.cli.output import Output
 from tierstore.config import dotted_fields
 from tierstore.errors import ConfigError
 from tierstore.units import format_bytes, parse_size
@@ -63,12 +65,27 @@ def _name(param: click.Parameter | None) -> str:
 
 SIZE = _Size()
 FRACTION = _Fraction()
+PATH = click.Path(path_type=Path)
+FILE = click.Path(path_type=Path, dir_okay=False)
+EXISTING_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+EXISTING_DIRECTORY = click.Path(path_type=Path, exists=True, file_okay=False)
+
+
+def options(*decorators: Callable[[Any], Any]) -> Callable[[F], F]:
+    """Several options as one decorator, as if they stood above the command in this order."""
+    return lambda command: functools.reduce(
+        lambda inner, option: option(inner), reversed(decorators), command
+    )
 
 
 def json_option(command: F) -> F:
-    """``--json``: the argument ``as_json`` (an OutputMode is made of it by ``Output.for_option``)."""
+    """``--json``: the argument ``output``, an Output."""
     return click.option(
-        "--json", "as_json", is_flag=True, help="End stdout with one JSON object; tables go to stderr."
+        "--json",
+        "output",
+        is_flag=True,
+        callback=lambda ctx, param, given: Output.for_option(given),
+        help="End stdout with one JSON object; tables go to stderr.",
     )(command)
 
 
@@ -104,7 +121,14 @@ def set_option(text: str = _SET_KEY) -> Callable[[F], F]:
     return click.option("--set", "settings", metavar="KEY=VALUE", multiple=True, help=text)
 
 
-def help_config_option(config: Callable[[], type[Any]]) -> Callable[[F], F]:
+def train_config() -> type[Any]:
+    """The configuration of a training run, for ``help_config_option``."""
+    from tierstore.train.config import TrainConfig
+
+    return TrainConfig
+
+
+def help_config_option(config: Callable[[], type[Any]] = train_config) -> Callable[[F], F]:
     """``--help-config``: list every configuration key of ``config()`` and exit.
 
     ``config`` is called only then, so that a command need not import its configuration to be listed.
@@ -123,13 +147,6 @@ def help_config_option(config: Callable[[], type[Any]]) -> Callable[[F], F]:
         callback=show,
         help="List the configuration keys, their types and defaults.",
     )
-
-
-def train_config() -> type[Any]:
-    """The configuration of a training run, for ``help_config_option``."""
-    from tierstore.train.config import TrainConfig
-
-    return TrainConfig
 
 
 def describe_config(cls: type[Any]) -> str:

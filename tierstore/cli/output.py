@@ -28,7 +28,7 @@ class OutputMode(Enum):
 
     HUMAN = "human"
     JSON = "json"
-    NOBODY = "nobody"  # one of several ranks: the first one speaks for all
+    SILENT = "silent"  # one of several ranks: the first one speaks for all
 
 
 class Output:
@@ -38,7 +38,7 @@ class Output:
         self.mode = mode
         self.console = Console(
             stderr=mode is OutputMode.JSON,
-            quiet=mode is OutputMode.NOBODY,
+            quiet=mode is OutputMode.SILENT,
             highlight=False,
             markup=False,
             emoji=False,

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import click
 
 from tierstore.cli.options import (
+    PATH,
     SIZE,
     config_overrides,
     help_config_option,
     json_option,
     set_option,
-    train_config,
 )
 from tierstore.cli.output import Output
 from tierstore.config import load
@@ -28,28 +28,26 @@ from tierstore.units import format_bytes, format_seconds
 if TYPE_CHECKING:  # numpy and LMDB, which listing the commands need not
     from tierstore.plan import Hardware, Plan, Profile
 
-_NOT_SO = 1
+_DOES_NOT_FIT = 1
 
 
 @click.command()
-@click.argument("config", required=False, type=click.Path(path_type=Path))
+@click.argument("config", required=False, type=PATH)
 @click.option("--preset", help="A published model; `--preset list` names them.")
-@click.option("--ranks", type=int, default=1, show_default=True, help="Processes that share the model.")
+@click.option("--ranks", type=int, default=1, help="Processes that share the model.")
 @click.option("--ranks-per-node", type=int, help="How many of them share a machine (default: all).")
 @click.option("--host-budget", type=SIZE, help="Memory for experts, of each rank.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu")
 @click.option("--memory", type=SIZE, help="Memory of a machine (default: of this one).")
 @click.option("--disk", type=SIZE, help="Disk space of a machine (default: free under the store).")
 @click.option("--device-memory", type=SIZE, help="Memory of one CUDA device (default: not held against it).")
 @click.option(
     "--alpha", type=float, help="Share of activated experts in SE-MoE's formulas (default: a step's)."
 )
-@click.option(
-    "--profile", type=click.Path(path_type=Path), help="Costs measured by `tierstore bench machine`."
-)
+@click.option("--profile", type=PATH, help="Costs measured by `tierstore bench machine`.")
 @set_option()
 @json_option
-@help_config_option(train_config)
+@help_config_option()
 @click.pass_context
 def plan(
     ctx: click.Context,
@@ -65,13 +63,12 @@ def plan(
     alpha: float | None,
     profile: Path | None,
     settings: tuple[str, ...],
-    as_json: bool,
+    output: Output,
 ) -> None:
     """Bytes on each tier, whether they fit, the time of a step and its bottleneck, and what to change."""
     from tierstore.plan import ASSUMED, DeviceKind, find_preset, load_profile, machine_limits, plan_run
     from tierstore.train import TrainConfig
 
-    output = Output.for_option(as_json)
     if preset == "list":
         _list_presets(output)
         return
@@ -92,7 +89,7 @@ def plan(
     made = plan_run(loaded, limits, preset=chosen, ranks=ranks, device=kind, profile=costs, alpha=alpha)
     _show(made, costs, output)
     output.emit(made.as_json())
-    ctx.exit(0 if made.verdict.fits else _NOT_SO)
+    ctx.exit(0 if made.verdict.fits else _DOES_NOT_FIT)
 
 
 def _list_presets(output: Output) -> None:

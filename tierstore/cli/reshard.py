@@ -7,27 +7,24 @@ from pathlib import Path
 
 import click
 
-from tierstore.cli.options import json_option
+from tierstore.cli.options import PATH, json_option
 from tierstore.cli.output import Output
 from tierstore.units import format_bytes, format_seconds
 
 
 @click.command()
-@click.argument("store", type=click.Path(path_type=Path))
-@click.option(
-    "--to", "target", type=click.Path(path_type=Path), required=True, help="The new store; must not exist."
-)
+@click.argument("store", type=PATH)
+@click.option("--to", "target", type=PATH, required=True, help="The new store; must not exist.")
 @click.option("--ranks", type=int, required=True, help="Ranks that it is for.")
 @click.option(
     "--expert-ranks", type=int, default=0, help="Ranks that share one copy of the experts (0: all of them)."
 )
 @json_option
-def reshard(store: Path, target: Path, ranks: int, expert_ranks: int, as_json: bool) -> None:
+def reshard(store: Path, target: Path, ranks: int, expert_ranks: int, output: Output) -> None:
     """Make of STORE one for another number of ranks: dense slices re-cut, experts moved. STORE stays as it is."""
     from tierstore.train.reshard import Layout
     from tierstore.train.reshard import reshard as make
 
-    output = Output.for_option(as_json)
     start = time.monotonic()
     with output.progress(0, label="reshard") as progress:
         done = make(

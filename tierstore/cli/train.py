@@ -17,18 +17,18 @@ import click
 
 from tierstore.cli.interrupts import Interrupts
 from tierstore.cli.options import (
+    PATH,
     SIZE,
     checksum_option,
     config_overrides,
     help_config_option,
     json_option,
     set_option,
-    train_config,
 )
 from tierstore.cli.output import Output, OutputMode
 from tierstore.config import load
 from tierstore.devices import disk_health, disks_under
-from tierstore.machine import disk
+from tierstore.machine import disk, existing_parent
 from tierstore.timeline import open_timeline
 from tierstore.units import format_bytes, format_seconds
 
@@ -45,23 +45,23 @@ _INTERRUPTED = 130
 
 
 @click.command()
-@click.argument("config", required=False, type=click.Path(path_type=Path))
+@click.argument("config", required=False, type=PATH)
 @click.option(
     "--data", multiple=True, help="Text file or directory (any number); default: Python's own source."
 )
-@click.option("--store", type=click.Path(path_type=Path), help="Store directory.")
+@click.option("--store", type=PATH, help="Store directory.")
 @click.option("--steps", type=int, help="Optimizer steps in all.")
 @click.option("--host-budget", type=SIZE, help="Memory for experts: cache, gradients, CPU device tier.")
 @click.option("--device-budget", type=SIZE, help="Memory for experts on the device.")
 @click.option("--resume", is_flag=True, help="Go on from the store's last commit.")
 @click.option("--commit-every", type=int, help="Steps between commits (0: only at the end).")
 @checksum_option
-@click.option("--metrics", type=click.Path(path_type=Path), help="Append one JSON line a step to this file.")
-@click.option("--timeline", type=click.Path(path_type=Path), help="Write a Chrome trace for Perfetto.")
-@click.option("--record-trace", type=click.Path(path_type=Path), help="Record every cache decision's input.")
+@click.option("--metrics", type=PATH, help="Append one JSON line a step to this file.")
+@click.option("--timeline", type=PATH, help="Write a Chrome trace for Perfetto.")
+@click.option("--record-trace", type=PATH, help="Record every cache decision's input.")
 @set_option()
 @json_option
-@help_config_option(train_config)
+@help_config_option()
 @click.pass_context
 def train(
     ctx: click.Context,
@@ -78,7 +78,7 @@ def train(
     timeline: Path | None,
     record_trace: Path | None,
     settings: tuple[str, ...],
-    as_json: bool,
+    output: Output,
 ) -> None:
     """Train a Mixture-of-Experts model whose experts live on disk.
 
@@ -97,7 +97,7 @@ def train(
     }
     loaded = load(TrainConfig, config, config_overrides(settings, given))
     files = _Files(metrics, timeline, record_trace)
-    ctx.exit(_run(loaded, files, resume=resume, checksum=checksum, as_json=as_json))
+    ctx.exit(_run(loaded, files, resume=resume, checksum=checksum, output=output))
 
 
 @dataclass(frozen=True)
@@ -114,15 +114,18 @@ class _Files:
         return _Files(*(rank_file(path, rank) for path in (self.metrics, self.timeline, self.trace)))
 
 
-def _run(config: TrainConfig, files: _Files, *, resume: bool, checksum: bool, as_json: bool) -> int:
+def _run(config: TrainConfig, files: _Files, *, resume: bool, checksum: bool, output: Output) -> int:
     from tierstore.parallel import launch, limited_groups
     from tierstore.train.ranks import Opening, restarted
 
     # Ranks end together or not at all: from here on a signal to one of them is everybody's.
     groups = limited_groups(config.links)
-    with Interrupts() as interrupts, launch(config.parallel, device=config.device, make_group=groups) as mesh:
+    with (
+        Interrupts.heard() as interrupts,
+        launch(config.parallel, device=config.device, make_group=groups) as mesh,
+    ):
         first = mesh.world.rank == 0
-        output = Output.for_option(as_json) if first else Output(OutputMode.NOBODY)
+        output = output if first else Output(OutputMode.SILENT)
         again = Opening.RESTART if restarted() else Opening.CREATE
         opening = Opening.RESUME if resume else again
         own = files.of_rank(mesh.world.rank)
@@ -277,24 +280,18 @@ def _announce(config: TrainConfig, output: Output, fixed: int, mesh: Mesh) -> No
     if limits is not None:
         output.line(limits)
     names = [config.store, *config.stripe.directories]
-    places = [_existing(rank_directory(name, mesh.world.rank, mesh.world.size)) for name in names]
+    places = [existing_parent(rank_directory(name, mesh.world.rank, mesh.world.size)) for name in names]
     free = " and ".join(format_bytes(disk(place).free_bytes) for place in places)
     output.line(
         f"disk: {format_bytes(kept * own)} for {kept} copies in {', '.join(map(str, names))}; {free} free"
     )
 
 
-def _existing(directory: Path) -> Path:
-    """The directory, or the nearest above it that is there."""
-    directory = directory.absolute()
-    return next(path for path in (directory, *directory.parents) if path.exists())
-
-
 def _describe(store: StoreCore, output: Output) -> None:
     for line in store.describe():
         output.line(line)
     seen: dict[str, Path] = {}
-    for drive in store.drives():
+    for drive in store.extents.drive_reports():
         for found in disks_under(drive.path):
             if found.name in seen:
                 other = seen[found.name]

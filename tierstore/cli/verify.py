@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import click
 
-from tierstore.cli.options import json_option
+from tierstore.cli.options import PATH, json_option
 from tierstore.cli.output import Output
 from tierstore.units import format_bytes, format_seconds
 
@@ -17,61 +15,18 @@ _SHOWN_FAILURES = 20  # beyond these a person reads no more; the JSON object has
 _CHECK_FAILED = 1
 
 
-class DriveRow(Protocol):
-    """What lies in one directory of a store, and what was read from it."""
-
-    @property
-    def path(self) -> Path: ...
-    @property
-    def used_bytes(self) -> int: ...
-    @property
-    def read_bytes(self) -> int: ...
-    @property
-    def bandwidth(self) -> float: ...
-    def as_json(self) -> dict[str, object]: ...
-
-
-class Report(Protocol):
-    """What a verification found. A failure names its key, section and file."""
-
-    @property
-    def records(self) -> int: ...
-    @property
-    def sections(self) -> int: ...
-    @property
-    def snapshots(self) -> int: ...
-    @property
-    def bytes_read(self) -> int: ...
-    @property
-    def failures(self) -> Sequence[str]: ...
-    @property
-    def drives(self) -> Sequence[DriveRow]: ...
-
-
-class Verifier(Protocol):
-    """``tierstore.store.directories.verify_all``: it reports progress as (groups read, groups in all)."""
-
-    def __call__(self, directory: Path, /, *, progress: Callable[[int, int], None]) -> Report: ...
-
-
 @click.command()
-@click.argument("store", type=click.Path(path_type=Path))
+@click.argument("store", type=PATH)
 @json_option
-@click.pass_context
-def verify(ctx: click.Context, store: Path, as_json: bool) -> None:
+def verify(store: Path, output: Output) -> int:
     """Read and check every record of every snapshot of STORE, of all ranks if it has several; exit status 1 if any is
     not whole.
     """
     from tierstore.store.directories import verify_all
 
-    ctx.exit(run_verify(store, Output.for_option(as_json), verify_all))
-
-
-def run_verify(store: Path, output: Output, verifier: Verifier) -> int:
-    """Verify ``store``, print what was found, and return the exit status: 0 whole, 1 not."""
     start = time.monotonic()
     with output.progress(0, label="verify") as progress:
-        report = verifier(store, progress=lambda done, total: progress.update(done, total, {}))
+        report = verify_all(store, progress=lambda done, total: progress.update(done, total, {}))
     elapsed_s = time.monotonic() - start
     for failure in report.failures[:_SHOWN_FAILURES]:
         output.line(f"corrupt: {failure}")
@@ -105,7 +60,7 @@ def run_verify(store: Path, output: Output, verifier: Verifier) -> int:
             "snapshots": report.snapshots,
             "read_bytes": report.bytes_read,
             "elapsed_s": elapsed_s,
-            "failures": list(report.failures),
+            "failures": report.failures,
             "drives": [drive.as_json() for drive in report.drives],
         }
     )

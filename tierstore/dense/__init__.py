@@ -16,24 +16,3 @@ if TYPE_CHECKING:
     from tierstore.dense.traffic import DenseTraffic
 else:
     __getattr__, __dir__ = exports(__name__, __file__)
-
-__all__ = [
-    "DenseBytes",
-    "DenseConfig",
-    "DenseSlices",
-    "DenseTraffic",
-    "Fusion",
-    "Gates",
-    "GatherDtype",
-    "GatherOnDemand",
-    "Move",
-    "OptimizerState",
-    "PassListener",
-    "Reshard",
-    "UnitLayout",
-    "dense_bytes",
-    "dense_schemas",
-    "moves",
-    "recut",
-    "unit_layouts",
-]

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tierstore.dense.layout import Place, Region, UnitLayout
+from tierstore.dense.layout import Region, Span, UnitLayout
 from tierstore.dense.slices import UnitSlices
 from tierstore.dense.traffic import DenseMessages
 from tierstore.errors import BudgetError
@@ -28,7 +28,7 @@ from tierstore.parallel import Channel, Group, Work
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Elements ``[begin, end)`` of a region: ``places`` and, behind the last of the region, padding.
+    """Elements ``[begin, end)`` of a region: ``spans`` and, behind the last of the region, padding.
 
     ``base``: where the region starts in the unit's flat gradients; ``slice_base``: in a rank's slices.
     """
@@ -38,7 +38,7 @@ class Bucket:
     slice_base: int
     begin: int
     end: int
-    places: tuple[Place, ...]
+    spans: tuple[Span, ...]
 
     def part(self, rank: int) -> tuple[int, int]:
         """What lies in the slice of ``rank``: begin and end in the region, equal where nothing does."""
@@ -53,13 +53,13 @@ def buckets_of(layout: UnitLayout, bucket_bytes: int) -> list[Bucket]:
     base = slice_base = 0
     for region in layout.regions:
         mine: list[Bucket] = []
-        end, places = region.padded_numel, deque[Place]()
-        for place in reversed(region.places):
-            places.appendleft(place)
-            if (end - place.offset) * 4 >= bucket_bytes or place.offset == 0:
-                mine.append(Bucket(region, base, slice_base, place.offset, end, tuple(places)))
-                end = place.offset
-                places.clear()
+        end, spans = region.padded_numel, deque[Span]()
+        for span in reversed(region.spans):
+            spans.appendleft(span)
+            if (end - span.offset) * 4 >= bucket_bytes or span.offset == 0:
+                mine.append(Bucket(region, base, slice_base, span.offset, end, tuple(spans)))
+                end = span.offset
+                spans.clear()
         found = mine + found  # narrow regions, which are the large ones, first
         base += region.padded_numel
         slice_base += region.slice_numel
@@ -127,8 +127,8 @@ class GradientExchange:
                 f"a gradient of {self._slices[unit].layout.name} arrives behind its unit's backward pass"
             )
         flight = self._filling.get(unit) or self._open(unit)
-        offset, place = self._places[unit][index]
-        flight.slot.sent[offset : offset + place.numel].view(place.shape).copy_(gradient)
+        offset, span = self._places[unit][index]
+        flight.slot.sent[offset : offset + span.numel].view(span.shape).copy_(gradient)
         flight.arrived.add(index)
         while self._due in self._filling and self._send_complete(self._filling[self._due]):
             self._sent(self._due)
@@ -137,9 +137,9 @@ class GradientExchange:
         """The backward passes of ``unit`` and of all units above it are over: what has not arrived is zero."""
         while self._due >= unit:
             flight = self._filling.get(self._due) or self._open(self._due)
-            for index, (offset, place) in self._places[self._due].items():
+            for index, (offset, span) in self._places[self._due].items():
                 if index not in flight.arrived:
-                    flight.slot.sent[offset : offset + place.numel].zero_()
+                    flight.slot.sent[offset : offset + span.numel].zero_()
                     flight.arrived.add(index)
             self._send_complete(flight)
             self._sent(self._due)
@@ -176,7 +176,7 @@ class GradientExchange:
         buckets = self._buckets[flight.unit]
         while len(flight.works) < len(buckets):
             bucket = buckets[len(flight.works)]
-            if not all(place.index in flight.arrived for place in bucket.places):
+            if not all(span.index in flight.arrived for span in bucket.spans):
                 return False
             flight.works.append((bucket, self._send(bucket, flight)))
         return True
@@ -221,10 +221,10 @@ def _slot(numel: int, device: torch.device, *, ends: bool) -> _Slot:
     return _Slot(torch.empty(numel, device=device), torch.empty(numel, device=device), ends)
 
 
-def _placed(layout: UnitLayout) -> Iterator[tuple[int, tuple[int, Place]]]:
-    """Of each parameter: where its gradient lies in the unit's flat gradients, and its place."""
+def _placed(layout: UnitLayout) -> Iterator[tuple[int, tuple[int, Span]]]:
+    """Of each parameter: where its gradient lies in the unit's flat gradients, and its span."""
     base = 0
     for region in layout.regions:
-        for place in region.places:
-            yield place.index, (base + place.offset, place)
+        for span in region.spans:
+            yield span.index, (base + span.offset, span)
         base += region.padded_numel

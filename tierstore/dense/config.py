@@ -31,7 +31,7 @@ class Fusion(StrEnum):
 
 
 class Reshard(StrEnum):
-    """When gathered parameters are let go."""
+    """When gathered parameters are released."""
 
     AFTER_FORWARD = "after-forward"  # and gathered again for the backward pass
     AFTER_BACKWARD = "after-backward"  # one gather a micro-batch; every unit is held at once

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from tierstore.dense.config import DenseConfig, GatherDtype, OptimizerState, Reshard
-from tierstore.dense.layout import ElementType, Narrow, UnitLayout
+from tierstore.dense.layout import Narrow, UnitLayout
 from tierstore.store.format import SECTION_ALIGNMENT
-
-if TYPE_CHECKING:  # a plan reckons without torch
-    import torch
+from tierstore.tiers.slots import ElementType
 
 #: Units whose moments are in memory at once when they live on disk: one is stepped, one write drains.
 MOMENT_PLACES = 2
@@ -79,15 +76,8 @@ def dense_bytes(
 
 
 def gather_width(config: DenseConfig, compute: ElementType) -> ElementType:
-    """As ``gather_dtype``, where only the size of the type counts."""
+    """The type in which narrow regions are gathered, by its size."""
     return compute if config.gather is GatherDtype.COMPUTE else FP32
-
-
-def gather_dtype(config: DenseConfig, compute: torch.dtype) -> torch.dtype:
-    """The type in which narrow regions are gathered."""
-    import torch
-
-    return compute if config.gather is GatherDtype.COMPUTE else torch.float32
 
 
 def moment_bytes(largest: int) -> int:

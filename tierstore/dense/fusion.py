@@ -73,7 +73,7 @@ class FusionPool:
         """Whether the unit has a buffer of its own."""
         return unit in self._own
 
-    def take(self, unit: int) -> FusionBuffer:
+    def allocate(self, unit: int) -> FusionBuffer:
         """A buffer for ``unit``. Raises BudgetError when all are in use."""
         if unit in self._own:
             buffer = self._own[unit]
@@ -89,7 +89,7 @@ class FusionPool:
         buffer.unit = unit
         return buffer
 
-    def give(self, buffer: FusionBuffer) -> None:
+    def free(self, buffer: FusionBuffer) -> None:
         assert buffer.unit is not None
         if buffer.unit not in self._own:
             self._free.append(buffer)
@@ -137,10 +137,10 @@ class GatheredUnit:
         self.buffer: FusionBuffer | None = None
         if pool is None:
             self._state = _State.WHOLE
-            for region, span in slices.layout.spans():
-                for place in region.places:
-                    part = slice(span.start + place.offset, span.start + place.offset + place.numel)
-                    parameters[place.index].data = slices.weight[part].view(place.shape)
+            for region, kept in slices.layout.slices():
+                for span in region.spans:
+                    part = slice(kept.start + span.offset, kept.start + span.offset + span.numel)
+                    parameters[span.index].data = slices.weight[part].view(span.shape)
         else:
             self._put_away()
 
@@ -158,16 +158,16 @@ class GatheredUnit:
         if self.held:
             return
         assert self._pool is not None
-        buffer = self.buffer = self._pool.take(self.number)
+        buffer = self.buffer = self._pool.allocate(self.number)
         offset = 0
-        for region, span in self.slices.layout.spans():
+        for region, kept in self.slices.layout.slices():
             dtype = gathered_dtype(region, self._narrow)
             nbytes = region.padded_numel * dtype.itemsize
             out = buffer.memory[offset : offset + nbytes].view(dtype)
             scratch = buffer.scratch[offset : offset + nbytes].view(dtype) if buffer.scratch.numel() else None
             begin = self._group.rank * region.slice_numel
             own = out[begin : begin + region.slice_numel]
-            own.copy_(self.slices.weight[span])
+            own.copy_(self.slices.weight[kept])
             work = self._group.all_gather(out, own, scratch=scratch)
             self._works.append(work)
             if self._group.size > 1:
@@ -190,29 +190,29 @@ class GatheredUnit:
             dtype = gathered_dtype(region, self._narrow)
             nbytes = region.padded_numel * dtype.itemsize
             flat = self.buffer.memory[offset : offset + nbytes].view(dtype)
-            for place in region.places:
-                view = flat[place.offset : place.offset + place.numel].view(place.shape)
-                self._parameters[place.index].data = view
+            for span in region.spans:
+                view = flat[span.offset : span.offset + span.numel].view(span.shape)
+                self._parameters[span.index].data = view
             offset += nbytes
         self._state = _State.WHOLE
 
     def release(self) -> None:
         """The parameters are not needed until the next ``gather``.
 
-        A unit with a buffer of its own keeps them there until its slices change (``let_go``): the next gather is free.
+        A unit with a buffer of its own keeps them there until its slices change (``free``): the next gather is free.
         """
         if self._pool is not None and not self._pool.owns(self.number):
-            self.let_go()
+            self.free()
 
-    def let_go(self) -> None:
-        """Gives the buffer back; nothing where there is none."""
+    def free(self) -> None:
+        """Frees the buffer; nothing where there is none."""
         if self.buffer is None or self._pool is None:
             return
-        for work in self._works:  # a buffer that messages still arrive in is no one else's
+        for work in self._works:  # a buffer that messages still arrive in cannot be used again
             work.wait()
         self._works.clear()
         self._put_away()
-        self._pool.give(self.buffer)
+        self._pool.free(self.buffer)
         self.buffer = None
         self._state = _State.SLICED
 
@@ -225,5 +225,5 @@ class GatheredUnit:
                 dtype=gathered_dtype(region, self._narrow),
                 device=self._device,
             )
-            for place in region.places:
-                self._parameters[place.index].data = nothing.expand(place.shape)
+            for span in region.spans:
+                self._parameters[span.index].data = nothing.expand(span.shape)

@@ -15,9 +15,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from tierstore.dense.config import Fusion
+from tierstore.tiers.slots import ElementType
 
 if TYPE_CHECKING:  # a plan lays units out without torch
     import torch
@@ -25,15 +26,6 @@ if TYPE_CHECKING:  # a plan lays units out without torch
 
 #: Slices are multiples of this many elements: 64 bytes in fp32, 32 in bf16. Then no vector kernel meets a tail.
 SLICE_ALIGNMENT = 16
-
-
-class ElementType(Protocol):
-    """A torch.dtype, or whatever else knows the size of its elements."""
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        ...
 
 
 class Narrow(Enum):
@@ -44,7 +36,7 @@ class Narrow(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Span:
     """Parameter ``index`` of the unit, at ``offset`` (elements) in its region."""
 
     index: int
@@ -60,14 +52,14 @@ class Place:
 class Region:
     """Parameters side by side, cut into ``ranks`` equal slices."""
 
-    places: tuple[Place, ...]
+    spans: tuple[Span, ...]
     ranks: int
     narrow: Narrow
 
     @property
     def numel(self) -> int:
         """Elements of parameters, without padding."""
-        return sum(place.numel for place in self.places)
+        return sum(span.numel for span in self.spans)
 
     @property
     def slice_numel(self) -> int:
@@ -96,7 +88,7 @@ class UnitLayout:
     @property
     def parameters(self) -> int:
         """How many parameters (tensors) it has."""
-        return sum(len(region.places) for region in self.regions)
+        return sum(len(region.spans) for region in self.regions)
 
     @property
     def slice_numel(self) -> int:
@@ -108,7 +100,7 @@ class UnitLayout:
         """Elements of all ranks' slices."""
         return sum(region.padded_numel for region in self.regions)
 
-    def spans(self) -> Iterator[tuple[Region, slice]]:
+    def slices(self) -> Iterator[tuple[Region, slice]]:
         """The regions, and where a rank's slice of each lies among its slices."""
         start = 0
         for region in self.regions:
@@ -154,17 +146,17 @@ def _regions(
 ) -> Iterator[Region]:
     if fusion is Fusion.PARAMETER:
         for index, (kind, shape) in enumerate(parameters):
-            yield Region((Place(index, 0, shape),), ranks, kind)
+            yield Region((Span(index, 0, shape),), ranks, kind)
         return
     for wanted in Narrow:
-        places: list[Place] = []
+        spans: list[Span] = []
         offset = 0
         for index, (kind, shape) in enumerate(parameters):
             if kind is wanted:
-                places.append(Place(index, offset, shape))
-                offset += places[-1].numel
-        if places:
-            yield Region(tuple(places), ranks, wanted)
+                spans.append(Span(index, offset, shape))
+                offset += spans[-1].numel
+        if spans:
+            yield Region(tuple(spans), ranks, wanted)
 
 
 # Another number of ranks ------------------------------------------------------------------------------------
@@ -185,11 +177,11 @@ def moves(old: UnitLayout, new: UnitLayout, rank: int) -> Iterator[Move]:
 
     Both must be layouts of one unit, cut for different numbers of ranks. Raises ValueError.
     """
-    if [region.places for region in old.regions] != [region.places for region in new.regions]:
+    if [region.spans for region in old.regions] != [region.spans for region in new.regions]:
         raise ValueError(
             f"{old.key}: {old.name} and {new.name} are not the same parameters in the same order"
         )
-    for (before, source), (after, target) in zip(old.spans(), new.spans(), strict=True):
+    for (before, source), (after, target) in zip(old.slices(), new.slices(), strict=True):
         begin = rank * after.slice_numel
         end = min(begin + after.slice_numel, after.numel)
         at = begin

@@ -34,8 +34,8 @@ from torch import Tensor, nn
 
 from tierstore.cache.access import Phase
 from tierstore.dense.buckets import GradientExchange
-from tierstore.dense.config import DenseConfig, OptimizerState, Reshard
-from tierstore.dense.footprint import DenseBytes, blocks_held, gather_dtype, needs_exchange, needs_gather
+from tierstore.dense.config import DenseConfig, GatherDtype, OptimizerState, Reshard
+from tierstore.dense.footprint import DenseBytes, blocks_held, needs_exchange, needs_gather
 from tierstore.dense.fusion import FusionBuffer, FusionPool, GatheredUnit
 from tierstore.dense.gates import Gates, PassListener
 from tierstore.dense.layout import UnitLayout
@@ -81,7 +81,7 @@ class DenseSlices:
         self.traffic = self._messages.traffic
         self._group = group
         self._device = device
-        self._narrow = gather_dtype(config, compute)
+        self._narrow = compute if config.gather is GatherDtype.COMPUTE else torch.float32
         home = device if config.optimizer_state is OptimizerState.DEVICE else torch.device("cpu")
         self._moments: DiskMoments | None = None
         if config.optimizer_state is OptimizerState.NVME:
@@ -162,12 +162,12 @@ class DenseSlices:
         """Copies of the unit's parameters, fp32, on the CPU. A collective."""
         layout, slices = self.layouts[unit], self.slices[unit]
         found: dict[int, Tensor] = {}
-        for region, span in layout.spans():
+        for region, kept in layout.slices():
             flat = torch.empty(region.padded_numel, device=self._device)
-            self._group.all_gather(flat, slices.weight[span].to(flat.device)).wait()
-            for place in region.places:
-                part = flat[place.offset : place.offset + place.numel]
-                found[place.index] = part.view(place.shape).to("cpu", copy=True)
+            self._group.all_gather(flat, slices.weight[kept].to(flat.device)).wait()
+            for span in region.spans:
+                part = flat[span.offset : span.offset + span.numel]
+                found[span.index] = part.view(span.shape).to("cpu", copy=True)
         return [found[index] for index in range(len(found))]
 
     def _present(self, unit: int) -> FusionBuffer:
@@ -249,7 +249,7 @@ class DenseSlices:
         if self._pool is None:
             return
         if self._pool.owns(unit):
-            gathered.let_go()
+            gathered.free()
         elif gathered.held:
             raise RuntimeError(f"{self.layouts[unit].name} is stepped while it is gathered")
 
@@ -280,7 +280,7 @@ class DenseSlices:
 
 
 class GatherOnDemand:
-    """The listener without lookahead: gathers a unit when its pass begins, lets go of it when the pass ends.
+    """The listener without lookahead: gathers a unit when its pass begins, releases it when the pass ends.
 
     With ``Reshard.AFTER_BACKWARD`` blocks stay from their forward to their backward pass.
     """

@@ -68,23 +68,23 @@ class UnitSlices:
 
     def fill(self, parameters: Sequence[nn.Parameter]) -> None:
         """Takes this rank's part of the whole ``parameters``."""
-        for region, span in self.layout.spans():
+        for region, kept in self.layout.slices():
             begin = self._rank * region.slice_numel
-            for place in region.places:
-                low = max(place.offset, begin)
-                high = min(place.offset + place.numel, begin + region.slice_numel)
+            for span in region.spans:
+                low = max(span.offset, begin)
+                high = min(span.offset + span.numel, begin + region.slice_numel)
                 if low < high:
-                    whole = parameters[place.index].detach().reshape(-1)
-                    target = self.weight[span.start + low - begin : span.start + high - begin]
-                    target.copy_(whole[low - place.offset : high - place.offset])
+                    whole = parameters[span.index].detach().reshape(-1)
+                    target = self.weight[kept.start + low - begin : kept.start + high - begin]
+                    target.copy_(whole[low - span.offset : high - span.offset])
 
     def add_gradient(self, index: int, gradient: torch.Tensor) -> None:
         """Adds the gradient of a whole parameter, for one rank, whose slices are the whole unit."""
-        for region, span in self.layout.spans():
-            for place in region.places:
-                if place.index == index:
-                    start = span.start + place.offset
-                    self.gradient[start : start + place.numel].view(place.shape).add_(gradient)
+        for region, kept in self.layout.slices():
+            for span in region.spans:
+                if span.index == index:
+                    start = kept.start + span.offset
+                    self.gradient[start : start + span.numel].view(span.shape).add_(gradient)
 
     def sum_of_squares(self) -> float:
         """Of the gradient, in double precision."""

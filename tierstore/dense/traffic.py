@@ -18,14 +18,6 @@ class DenseTraffic:
     reductions: int = 0
     reduction_bytes: int = 0
 
-    def gathered(self, sent_bytes: int) -> None:
-        self.gathers += 1
-        self.gather_bytes += sent_bytes
-
-    def reduced(self, sent_bytes: int) -> None:
-        self.reductions += 1
-        self.reduction_bytes += sent_bytes
-
     def since(self, before: DenseTraffic) -> DenseTraffic:
         """What was added since ``before`` was copied."""
         return DenseTraffic(
@@ -41,7 +33,7 @@ class DenseTraffic:
 
 class DenseMessages:
     """Hears of each collective that sends something. On ``timeline`` it is drawn from its issue to the end of the wait
-    for it, so one that nobody has waited for yet is not there.
+    for it, so one that was not waited for yet is not there.
     """
 
     def __init__(self, timeline: TimelineSink | None = None) -> None:
@@ -50,15 +42,15 @@ class DenseMessages:
 
     def gathered(self, work: Work, unit: str, sent_bytes: int) -> None:
         """A gather of ``unit`` was issued, in which this rank sends ``sent_bytes`` to others."""
-        self.traffic.gathered(sent_bytes)
-        if self._timeline.enabled:
-            self._draw(work, Track.GATHERS, f"gather {unit}", sent_bytes)
+        self.traffic.gathers += 1
+        self.traffic.gather_bytes += sent_bytes
+        self._draw(work, Track.GATHERS, f"gather {unit}", sent_bytes)
 
     def reduced(self, work: Work, unit: str, sent_bytes: int) -> None:
         """The same of a reduction of gradients."""
-        self.traffic.reduced(sent_bytes)
-        if self._timeline.enabled:
-            self._draw(work, Track.REDUCTIONS, f"scatter {unit}", sent_bytes)
+        self.traffic.reductions += 1
+        self.traffic.reduction_bytes += sent_bytes
+        self._draw(work, Track.REDUCTIONS, f"scatter {unit}", sent_bytes)
 
     def _draw(self, work: Work, track: Track, name: str, sent_bytes: int) -> None:
         issued_ns = time.monotonic_ns()
@@ -66,4 +58,5 @@ class DenseMessages:
         def ended() -> None:
             self._timeline.add(track, name, issued_ns, time.monotonic_ns(), {"sent_bytes": sent_bytes})
 
-        work.observe(ended)
+        if self._timeline.enabled:
+            work.observe(ended)

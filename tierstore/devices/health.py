@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import struct
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ _DATA_UNIT = 1000 * 512  # bytes: the log counts thousands of 512-byte blocks
 _KELVIN = 273
 _TIMEOUT_S = 5
 _ADMIN_COMMAND = 0xC0484E41  # NVME_IOCTL_ADMIN_CMD: _IOWR('N', 0x41, 72 bytes)
+#: struct nvme_admin_cmd of <linux/nvme_ioctl.h>: opcode, nsid, addr, data_len, cdw10, timeout_ms; the rest is 0.
+_COMMAND = struct.Struct("=B3xI16xQ4xII20xI4x")
 _GET_LOG_PAGE = 0x02
 _HEALTH_PAGE = 0x02
 _ALL_NAMESPACES = 0xFFFFFFFF
@@ -111,41 +114,13 @@ def _controller(disk: Disk, sys: Path) -> str:
     return disk.name.rpartition("n")[0]
 
 
-class _AdminCommand(ctypes.Structure):
-    """struct nvme_admin_cmd of <linux/nvme_ioctl.h>."""
-
-    _fields_ = (
-        ("opcode", ctypes.c_uint8),
-        ("flags", ctypes.c_uint8),
-        ("rsvd1", ctypes.c_uint16),
-        ("nsid", ctypes.c_uint32),
-        ("cdw2", ctypes.c_uint32),
-        ("cdw3", ctypes.c_uint32),
-        ("metadata", ctypes.c_uint64),
-        ("addr", ctypes.c_uint64),
-        ("metadata_len", ctypes.c_uint32),
-        ("data_len", ctypes.c_uint32),
-        ("cdw10", ctypes.c_uint32),
-        ("cdw11", ctypes.c_uint32),
-        ("cdw12", ctypes.c_uint32),
-        ("cdw13", ctypes.c_uint32),
-        ("cdw14", ctypes.c_uint32),
-        ("cdw15", ctypes.c_uint32),
-        ("timeout_ms", ctypes.c_uint32),
-        ("result", ctypes.c_uint32),
-    )
-
-
 def _read_page(controller: Path) -> bytes:
     """The health log page. Raises OSError naming the controller, also for a status that is no success."""
     page = ctypes.create_string_buffer(_PAGE_BYTES)
-    command = _AdminCommand(
-        opcode=_GET_LOG_PAGE,
-        nsid=_ALL_NAMESPACES,
-        addr=ctypes.addressof(page),
-        data_len=_PAGE_BYTES,
-        cdw10=(_PAGE_BYTES // 4 - 1) << 16 | _HEALTH_PAGE,
-        timeout_ms=_TIMEOUT_S * 1000,
+    cdw10 = (_PAGE_BYTES // 4 - 1) << 16 | _HEALTH_PAGE
+    address, timeout_ms = ctypes.addressof(page), _TIMEOUT_S * 1000
+    command = bytearray(
+        _COMMAND.pack(_GET_LOG_PAGE, _ALL_NAMESPACES, address, _PAGE_BYTES, cdw10, timeout_ms)
     )
     fd = os.open(controller, os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -28,12 +28,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstore._native import Detail
 from tierstore.cache.access import Phase
 from tierstore.endurance import DAY_S, drive_life_s
 from tierstore.errors import ConfigError
 from tierstore.lab.requests import Requests
 from tierstore.lab.results import Outcome
-from tierstore.lab.simulate import Detail, Replayed, ReplaySetting, replay_all
+from tierstore.lab.simulate import Replayed, ReplaySetting, replay_one
 from tierstore.plan.costs import ASSUMED, Cost, Profile
 from tierstore.plan.evidence import Evidence
 from tierstore.units import format_seconds
@@ -193,7 +194,7 @@ class Machine:
     def wear(self, outcome: Outcome, stall_s: float) -> tuple[float, float]:
         """Drive writes a day, and years of drive life, of steps that stall for ``stall_s``."""
         step_s = 1 / self.steps_per_s if self.steps_per_s else self.compute_s + stall_s
-        written_per_s = outcome.written_bytes / max(outcome.steps, 1) / step_s if step_s > 0 else 0.0
+        written_per_s = outcome.written_per_step / step_s if step_s > 0 else 0.0
         life = drive_life_s(self._endurance, written_per_s, 1.0) / _YEAR_S
         return written_per_s * DAY_S / self._drive, life
 
@@ -217,17 +218,14 @@ def _predicted_compute_s(config: TrainConfig, profile: Profile) -> float:
     from tierstore.plan.capacity import Ranks, Setting
     from tierstore.plan.predict import predict
     from tierstore.prefetch.operations import Resource
-    from tierstore.train.budgets import DeviceKind
 
     expert = config.parallel.expert
     planned = Setting(
         config=config,
         model=Architecture.of(config.model),
         ranks=Ranks(count=max(expert, 1), expert=expert),
-        device=DeviceKind.CPU,
         process_bytes=profile.process_bytes,
         process_evidence=profile.evidence,
-        text_bytes=0,
     )
     found = predict(planned, profile)
     return found.step_s * found.busy_ratio[Resource.COMPUTE]
@@ -279,7 +277,7 @@ def policy_time(
 ) -> list[list[float]]:
     """CPU seconds per request of each setting, in each of ``repeats`` replays: one thread, in turns."""
     rounds = [
-        [replayed.policy_s for replayed in replay_all(requests, settings, detail=Detail.STEPS, threads=1)]
+        [replay_one(requests, setting, 0, Detail.STEPS).policy_s for setting in settings]
         for _ in range(repeats)
     ]
     count = max(len(requests.entries), 1)

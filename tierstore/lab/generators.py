@@ -274,6 +274,5 @@ class RoutingWorkload:
 def in_memory(workload: Workload, *, origin: str = "generated") -> Trace:
     """The whole trace, with a header in which everything fits."""
     table = workload.table()
-    frames = int(table.frames.sum(dtype=np.uint64))
-    header = TraceHeader(frames, policy="lru", records=table, origin=origin)
+    header = TraceHeader(table.total_frames, policy="lru", records=table, origin=origin)
     return Trace(header=header, **vars(EventColumns.joined(list(workload.chunks()))))

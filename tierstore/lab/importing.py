@@ -18,15 +18,12 @@ import numpy as np
 
 from tierstore import config
 from tierstore.errors import DataError
-from tierstore.lab.importers.csv_columns import CsvImporter, CsvOptions
-from tierstore.lab.importers.json_lines import JsonOptions, RoutingLog, TrainingJsonOptions, known_fields
-from tierstore.lab.importers.oracle_general import (
-    ORACLE_RECORD,
-    OracleGeneralImporter,
-    OracleGeneralOptions,
-)
+from tierstore.lab.importers.csv_columns import CsvOptions, csv_requests
+from tierstore.lab.importers.json_lines import KNOWN_FIELDS, JsonOptions, RoutingLog, TrainingJsonOptions
+from tierstore.lab.importers.keys import KeyOptions, KeyTrace
+from tierstore.lab.importers.oracle_general import ORACLE_RECORD, oracle_general_requests
 from tierstore.lab.importers.source import Importer, open_source
-from tierstore.lab.importers.text import TextImporter, TextOptions
+from tierstore.lab.importers.text import TextOptions, text_requests
 from tierstore.lab.importers.topk_npz import TopkImporter, TopkOptions
 from tierstore.trace.format import EventColumns, TraceHeader, TraceKind
 from tierstore.trace.reader import read_summary
@@ -53,7 +50,7 @@ _OPTIONS: Mapping[SourceKind, type[Any]] = {
     SourceKind.NPZ: TopkOptions,
     SourceKind.VLLM: JsonOptions,
     SourceKind.MEGATRON: TrainingJsonOptions,
-    SourceKind.ORACLE_GENERAL: OracleGeneralOptions,
+    SourceKind.ORACLE_GENERAL: KeyOptions,
     SourceKind.CSV: CsvOptions,
     SourceKind.TEXT: TextOptions,
 }
@@ -128,11 +125,11 @@ def _importer(paths: Sequence[Path], kind: SourceKind, options: Any) -> Importer
         case SourceKind.VLLM | SourceKind.MEGATRON:
             return RoutingLog(paths, kind.value, options)
         case SourceKind.ORACLE_GENERAL:
-            return OracleGeneralImporter(path, options)
+            return KeyTrace(options, oracle_general_requests(path))
         case SourceKind.CSV:
-            return CsvImporter(path, options)
+            return KeyTrace(options, csv_requests(path, options))
         case SourceKind.TEXT:
-            return TextImporter(path, options)
+            return KeyTrace(options, text_requests(path, options))
 
 
 def _written(partial: Path, importer: Importer, kind: SourceKind, origin: str) -> ImportSummary:
@@ -145,7 +142,7 @@ def _written(partial: Path, importer: Importer, kind: SourceKind, origin: str) -
         if requests == 0:
             raise DataError(f"{origin}: expected at least one request, found none")
         table = importer.table()
-        writer.header = replace(writer.header, capacity_frames=_total_frames(table), records=table)
+        writer.header = replace(writer.header, capacity_frames=table.total_frames, records=table)
     with partial.open("rb") as file:
         summary = read_summary(file)
     return ImportSummary(
@@ -157,12 +154,8 @@ def _written(partial: Path, importer: Importer, kind: SourceKind, origin: str) -
         layers=len(np.unique(table.layers)),
         total_bytes=int(table.bytes.sum()),
         sha256=summary.sha256,
-        resized=importer.resized if isinstance(importer, CsvImporter | OracleGeneralImporter) else 0,
+        resized=importer.resized if isinstance(importer, KeyTrace) else 0,
     )
-
-
-def _total_frames(table: RecordTable) -> int:
-    return int(table.frames.sum(dtype=np.uint64))
 
 
 def write_trace(
@@ -170,7 +163,7 @@ def write_trace(
 ) -> None:
     """Writes events to ``target``, as a trace in which everything fits."""
     with _replacing(Path(target)) as partial:
-        header = TraceHeader(_total_frames(table), policy="lru", records=table, origin=origin)
+        header = TraceHeader(table.total_frames, policy="lru", records=table, origin=origin)
         with TraceWriter(partial, header) as writer:
             for chunk in chunks:
                 writer.extend(chunk)
@@ -218,7 +211,7 @@ def _json_kind(path: Path, head: bytes) -> SourceKind:
             break
         if isinstance(row, dict) and row.get("type") != "meta":
             for kind in (SourceKind.MEGATRON, SourceKind.VLLM):
-                fields = known_fields(kind.value)
+                fields = KNOWN_FIELDS[kind.value]
                 if fields["layer"][0] in row and any(
                     name in row for name in (*fields["experts"], *fields["counts"])
                 ):

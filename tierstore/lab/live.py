@@ -24,7 +24,6 @@ from tierstore.lab.results import Outcome
 from tierstore.lab.simulate import ReplaySetting, expected_time
 from tierstore.trace.format import TraceKind
 from tierstore.trace.reader import read_header
-from tierstore.trace.records import RecordTable
 from tierstore.trace.replay import STEP_COUNTS, replay_steps
 
 
@@ -51,7 +50,7 @@ def recording_of(path: str | os.PathLike[str], requests: Requests) -> Recording 
         header = read_header(file)
     if not header.lookahead_frames or not requests.left_out.get(TraceKind.PREFETCH.name.lower()):
         return None
-    layers = 1 + int(RecordTable.of(header.records).layers.max(initial=0))
+    layers = 1 + int(header.table.layers.max(initial=0))
     return Recording(Path(path), header.capacity_frames, header.lookahead_frames, layers)
 
 
@@ -77,29 +76,17 @@ class LiveReplay:
 
     def outcome(self, requests: Requests, steps: slice) -> Outcome:
         """What it came to over ``steps``."""
-        setting = self.setting
         total = dict(zip(STEP_COUNTS, self.counts[steps].sum(axis=0).tolist(), strict=True))
         asked = total["hits"] + total["misses"] + total["creates"]
         misses = min(round(total["read_bytes"] / requests.mean_bytes), asked - total["creates"])
-        return Outcome(
-            policy=setting.policy.name,
-            policy_options=setting.policy.options,
-            role=setting.policy.role,
-            capacity_frames=setting.capacity_frames,
-            capacity_fraction=setting.capacity_frames / requests.table.total_frames,
-            scope=setting.scope.value,
-            contract=setting.contract.value,
+        return self.setting.outcome(
+            requests,
             lookahead_frames=self.lookahead_frames,
             steps=len(self.counts[steps]),
             requests=asked,
             hits=asked - total["creates"] - misses,
             misses=misses,
-            creates=total["creates"],
-            evictions=total["evictions"],
-            starved=total["starved"],
-            write_backs=total["write_backs"],
-            read_bytes=total["read_bytes"],
-            written_bytes=total["written_bytes"],
+            **{name: total[name] for name in STEP_COUNTS if name not in ("hits", "misses")},
         )
 
 
@@ -111,7 +98,7 @@ def replay_recorded(
     threads: int = 0,
     progress: OnProgress | None = None,
 ) -> list[LiveReplay | None]:
-    """Each setting's replay, in the order given; None where the lookahead leaves an access too little room.
+    """Each setting's replay, in the order given; None where the lookahead leaves an access too few frames.
 
     Raises ConfigError, or DataError for a malformed trace.
     """

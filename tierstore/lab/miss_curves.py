@@ -8,13 +8,14 @@ entries of one size, nothing pinned, and capacities that no event exceeds. Every
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierstore import _native
+from tierstore._native import Detail
 from tierstore.cache.config import Scope
 from tierstore.errors import BudgetError
 from tierstore.lab.costs import Machine, with_costs
@@ -26,10 +27,8 @@ from tierstore.lab.results import Curve, Outcome
 from tierstore.lab.simulate import (
     NATIVE_CONTRACTS,
     Contract,
-    Detail,
     PolicySpec,
     ReplaySetting,
-    contract_name,
     expected_time,
     known_policies,
     outcome,
@@ -123,12 +122,8 @@ def lru_curve(
         fetched = int(found["cold"]) + int(deeper[held + 1])
         written = int(found["write_backs"][held]) if len(found["write_backs"]) else 0
         points.append(
-            Outcome(
-                policy="lru",
-                capacity_frames=capacity,
-                capacity_fraction=capacity / requests.table.total_frames,
-                scope=Scope.GLOBAL.value,
-                contract=contract_name(requests, contract),
+            ReplaySetting(PolicySpec("lru"), capacity, contract=contract).outcome(
+                requests,
                 steps=requests.step_count - warmup_steps,
                 requests=int(found["requests"]),
                 hits=int(found["requests"]) - fetched,
@@ -176,30 +171,19 @@ def curves(
     def once() -> list[Outcome]:
         return list(lru_curve(requests, frames, contract=contract, warmup_steps=warmup_steps).points)
 
-    jobs: list[_Job] = []
-    for number, spec in enumerate(specs):
+    jobs: list[tuple[float, Callable[[], list[Outcome]]]] = []
+    for spec in specs:
         if one_pass and spec == PolicySpec("lru"):
-            jobs.append(_Job(number, _ONE_PASS, once))
+            jobs.append((_ONE_PASS, once))
             continue
         for size in frames:
             setting = ReplaySetting(spec, size, scope, contract)
-            jobs.append(_Job(number, expected_time(requests, setting), partial(replayed, setting)))
+            jobs.append((expected_time(requests, setting), partial(replayed, setting)))
     found = in_parallel(
-        [job.run for job in jobs], weights=[job.weight for job in jobs], threads=threads, progress=progress
+        [run for _, run in jobs], weights=[weight for weight, _ in jobs], threads=threads, progress=progress
     )
-    points: list[list[Outcome]] = [[] for _ in specs]
-    for job, outcomes in zip(jobs, found, strict=True):
-        points[job.curve] += outcomes
-    return [Curve(tuple(each)) for each in points]
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """Some points of a curve."""
-
-    curve: int
-    weight: float
-    run: Callable[[], list[Outcome]]
+    points = chain.from_iterable(found)  # as many for each policy, whatever jobs they come from
+    return [Curve(tuple(islice(points, len(frames)))) for _ in specs]
 
 
 def _distinct(entries: NDArray[np.uint32]) -> int:

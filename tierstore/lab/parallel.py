@@ -14,7 +14,7 @@ from tierstore.machine import cores
 Result = TypeVar("Result")
 
 OnProgress: TypeAlias = Callable[[int, int], None]
-"""Hears how many of how many are done."""
+"""Called with how many of how many are done."""
 
 
 def in_parallel(

@@ -15,10 +15,11 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstore._native import Detail
 from tierstore.cache.config import Scope
 from tierstore.lab.costs import Machine, Objective, cost_by_layer
 from tierstore.lab.requests import Requests
-from tierstore.lab.simulate import Contract, Detail, PolicySpec, ReplaySetting, replay_all
+from tierstore.lab.simulate import Contract, PolicySpec, Replayed, ReplaySetting, replay_each
 from tierstore.trace.quotas import quotas_by_layer
 
 _LEVELS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0)
@@ -57,9 +58,14 @@ def layer_curves(
     ]
     points: list[dict[int, float]] = [{} for _ in frames]
     detail = Detail.STEPS if objective is Objective.MISSES else Detail.EVENTS
-    replays = replay_all(requests, settings, warmup_steps=warmup_steps, detail=detail, threads=threads)
-    for each, replayed in zip(quotas, replays, strict=True):
-        costs = cost_by_layer(requests, replayed, objective, machine or Machine())
+
+    def reduce(replayed: Replayed) -> NDArray[np.float64]:
+        return cost_by_layer(requests, replayed, objective, machine or Machine())
+
+    replays = replay_each(
+        requests, settings, reduce, warmup_steps=warmup_steps, detail=detail, threads=threads
+    )
+    for each, costs in zip(quotas, replays, strict=True):
         for layer in requests.table.present_layers:
             points[layer][int(each[layer])] = float(costs[layer])
     return [sorted(layer.items()) for layer in points]

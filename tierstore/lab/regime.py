@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tierstore._native import Detail
 from tierstore.lab.requests import Requests
-from tierstore.lab.simulate import Contract, Detail, PolicySpec, ReplaySetting, replay_all
+from tierstore.lab.simulate import Contract, PolicySpec, ReplaySetting, replay_each
 
 #: In the order of preference among equals.
 SENSIBLE = ("lru", "lfu-decay")
@@ -29,7 +30,7 @@ class Worth(enum.Enum):
     FITS = "fits"  # nothing is ever evicted
     AT_BOUND = "at bound"  # every sensible policy is
     CHOICE = "choice"  # a sensible policy is, but not every one
-    TUNE = "tune"  # there is room between the best of them and the bound
+    TUNE = "tune"  # the best of them is above the bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +67,10 @@ class Regime:
             )
         if self.worth is Worth.CHOICE:
             return f"{said}. Choose {best} over {worst}; beyond that there is nothing to tune."
-        room = self.miss_ratios[best] - self.bound
+        gap = self.miss_ratios[best] - self.bound
         return (
-            f"{said}. Tuning may be worth it: at most {room:.4f} of the requests "
-            f"({room / self.miss_ratios[best]:.0%} of the misses) lie between {best} and the bound."
+            f"{said}. Tuning may be worth it: at most {gap:.4f} of the requests "
+            f"({gap / self.miss_ratios[best]:.0%} of the misses) lie between {best} and the bound."
         )
 
 
@@ -81,15 +82,15 @@ def survey(
     Raises BudgetError for a capacity that an entry does not fit.
     """
     part = requests.head(_MOST_REQUESTS)
-    settings = [
-        ReplaySetting(PolicySpec(name), capacity_frames, contract=contract) for name in (*SENSIBLE, BOUND)
-    ]
-    warmup = part.step_count // 4
-    replays = list(replay_all(part, settings, warmup_steps=warmup, detail=Detail.STEPS, threads=threads))
-    ratios = {
-        replayed.setting.policy.name: replayed.misses / max(replayed.requests, 1) for replayed in replays
-    }
-    bound = ratios.pop(BOUND)
+    *found, bound = replay_each(
+        part,
+        [ReplaySetting(PolicySpec(name), capacity_frames, contract=contract) for name in (*SENSIBLE, BOUND)],
+        lambda replayed: replayed.miss_ratio,
+        warmup_steps=part.step_count // 4,
+        detail=Detail.STEPS,
+        threads=threads,
+    )
+    ratios = dict(zip(SENSIBLE, found, strict=True))
     layers = max(len(requests.table.present_layers), 1)
     info = requests.info
     return Regime(

@@ -24,7 +24,6 @@ from tierstore.lab.entries import SECTION_GROUPS, EntryTable
 from tierstore.lab.results import TraceInfo
 from tierstore.trace.format import Trace, TraceHeader, TraceKind
 from tierstore.trace.reader import read_chunks, read_summary
-from tierstore.trace.records import RecordTable
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -243,7 +242,7 @@ class _Reader:
     """Gathers the columns of one trace."""
 
     def __init__(self, header: TraceHeader) -> None:
-        self._table = RecordTable.of(header.records)
+        self._table = header.table
         self._dropped = np.zeros(len(self._table) * SECTION_GROUPS, np.bool_)
         self._keys: list[NDArray[np.uint32]] = []
         self._writes: list[NDArray[np.uint8]] = []

@@ -106,6 +106,14 @@ class Outcome:
         return self.misses / self.requests if self.requests else 0.0
 
     @property
+    def read_per_step(self) -> float:
+        return self.read_bytes / max(self.steps, 1)
+
+    @property
+    def written_per_step(self) -> float:
+        return self.written_bytes / max(self.steps, 1)
+
+    @property
     def label(self) -> str:
         """The policy with its options: ``lfu-decay(half_life=8)``."""
         if not self.policy_options:
@@ -257,6 +265,11 @@ class RegimeStudy:
     focus: float = (
         0.4  # capacity (fraction) of the tables and charts that show one; the nearest on the curves
     )
+
+    @property
+    def tunings(self) -> list[TuneResult]:
+        """The tuner's choices, at the focus first."""
+        return [*([] if self.tuned is None else [self.tuned]), *self.elsewhere]
 
     def focused(self) -> tuple[Outcome, ...]:
         """Each curve's outcome at the capacity nearest to the focus."""

@@ -71,7 +71,7 @@ def routing_events(
 ) -> EventColumns:
     """The accesses of the steps in ``masks`` [steps, layers, experts], each step followed by its end.
 
-    A layer that nobody chose is no access.
+    A layer that no token chose is no access.
     """
     steps, layers, experts = masks.shape
     order = np.arange(layers)

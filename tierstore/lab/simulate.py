@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import enum
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice, product
-from typing import TypeVar
+from itertools import product
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,27 +29,7 @@ from tierstore.lab.entries import Capacity
 from tierstore.lab.parallel import OnProgress, in_parallel
 from tierstore.lab.requests import Creations, Requests
 from tierstore.lab.results import LayerOutcome, Outcome, ReplayWindow, Role
-from tierstore.machine import cores
 from tierstore.trace.quotas import quotas_by_layer
-
-__all__ = [
-    "BOUNDS",
-    "NATIVE_CONTRACTS",
-    "Contract",
-    "Detail",
-    "PolicySpec",
-    "ReplaySetting",
-    "Replayed",
-    "contract_name",
-    "expected_time",
-    "known_policies",
-    "outcome",
-    "replay_all",
-    "replay_each",
-    "replay_one",
-    "simulate",
-    "suits",
-]
 
 Reduced = TypeVar("Reduced")
 
@@ -178,6 +156,19 @@ class ReplaySetting:
             return self.layer_quotas
         return tuple(quotas_by_layer(requests.table.present_layers, self.capacity_frames))
 
+    def outcome(self, requests: Requests, /, **counts: Any) -> Outcome:
+        """What this setting came to on ``requests``: ``counts`` are the other fields of ``Outcome``."""
+        return Outcome(
+            policy=self.policy.name,
+            policy_options=self.policy.options,
+            role=self.policy.role,
+            capacity_frames=self.capacity_frames,
+            capacity_fraction=self.capacity_frames / requests.table.total_frames,
+            scope=self.scope.value,
+            contract=contract_name(requests, self.contract),
+            **counts,
+        )
+
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Replayed:
@@ -204,39 +195,10 @@ class Replayed:
     layer_misses: NDArray[np.int64]  # [layers]: without creations
     policy_s: float  # CPU time of the replay, measured
 
-
-def replay_all(
-    requests: Requests,
-    settings: Sequence[ReplaySetting],
-    *,
-    warmup_steps: int = 0,
-    detail: Detail = Detail.EVENTS,
-    threads: int = 0,
-    progress: OnProgress | None = None,
-) -> Iterator[Replayed]:
-    """Each setting's replay, in the order given, on ``threads`` threads (0: one for each core).
-
-    The first ``warmup_steps`` steps are carried out and not counted. Without the detail of events a replay is
-    faster, and no stall can be estimated from it. ``progress`` hears how many of how many are done. Raises
-    ConfigError (an option that the policy does not have) or BudgetError (a capacity that the largest request
-    does not fit).
-    """
-    warmup = requests.events_before(warmup_steps)
-    workers = threads or cores()
-    waiting = iter(settings)
-    started: deque[Future[Replayed]] = deque()
-    with ThreadPoolExecutor(workers) as pool:
-        try:
-            for done in range(1, len(settings) + 1):
-                # Not all at once: results wait here until they are taken, and they are long.
-                for setting in islice(waiting, 2 * workers - len(started)):
-                    started.append(pool.submit(replay_one, requests, setting, warmup, detail))
-                yield started.popleft().result()
-                if progress is not None:
-                    progress(done, len(settings))
-        finally:
-            for future in started:
-                future.cancel()
+    @property
+    def miss_ratio(self) -> float:
+        """Misses of all requests; 0 without any."""
+        return self.misses / max(self.requests, 1)
 
 
 def replay_each(
@@ -249,9 +211,12 @@ def replay_each(
     threads: int = 0,
     progress: OnProgress | None = None,
 ) -> list[Reduced]:
-    """What ``reduce`` makes of each setting's replay, as ``replay_all`` runs it, in the order given.
+    """What ``reduce`` makes of each setting's replay, in the order given, on ``threads`` threads (0: one for each core).
 
-    ``reduce`` runs where the replay did, so that no columns wait, and the longest replays go first.
+    The first ``warmup_steps`` steps are carried out and not counted. Without the detail of events a replay is
+    faster, and no stall can be estimated from it. ``reduce`` runs where the replay did, so that no columns wait, and
+    the longest replays go first. ``progress`` gets how many of how many are done. Raises ConfigError (an option
+    that the policy does not have) or BudgetError (a capacity that the largest request does not fit).
     """
     warmup = requests.events_before(warmup_steps)
 
@@ -274,7 +239,7 @@ def expected_time(requests: Requests, setting: ReplaySetting) -> float:
 
 
 def replay_one(requests: Requests, setting: ReplaySetting, warmup_events: int, detail: Detail) -> Replayed:
-    """One replay, of which the first ``warmup_events`` events are not counted. Raises as ``replay_all`` does."""
+    """One replay, of which the first ``warmup_events`` events are not counted. Raises as ``replay_each`` does."""
     began = time.thread_time()
     try:
         found = _native.simulate(
@@ -386,17 +351,9 @@ def contract_name(requests: Requests, contract: Contract) -> str:
 
 def outcome(requests: Requests, replayed: Replayed, *, windows: int = 0) -> Outcome:
     """The lab's result of one replay, without the costs that need a model of the machine."""
-    setting = replayed.setting
-    counted = np.flatnonzero(replayed.step_requests)
-    return Outcome(
-        policy=setting.policy.name,
-        policy_options=setting.policy.options,
-        role=setting.policy.role,
-        capacity_frames=setting.capacity_frames,
-        capacity_fraction=setting.capacity_frames / requests.table.total_frames,
-        scope=setting.scope.value,
-        contract=contract_name(requests, setting.contract),
-        steps=len(counted),
+    return replayed.setting.outcome(
+        requests,
+        steps=int(np.count_nonzero(replayed.step_requests)),
         requests=replayed.requests,
         hits=replayed.hits,
         misses=replayed.misses,

@@ -10,25 +10,39 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import TypeAlias
 
 from tierstore import __version__
+from tierstore._native import Detail
 from tierstore.cache.config import Scope
 from tierstore.errors import ConfigError, DataError
-from tierstore.lab.assemble import half_life_map, regime_study
-from tierstore.lab.candidates import Candidate
+from tierstore.lab.candidates import Candidate, half_lives, lfu_decay
 from tierstore.lab.costs import Machine, with_costs
+from tierstore.lab.entries import Capacity
 from tierstore.lab.importing import SourceKind, detect_kind, import_trace
-from tierstore.lab.miss_curves import all_policies
+from tierstore.lab.miss_curves import all_policies, curves
+from tierstore.lab.parallel import OnProgress
+from tierstore.lab.regime import survey
 from tierstore.lab.requests import Requests, load_requests
-from tierstore.lab.results import Outcome, RegimeStudy, Study
-from tierstore.lab.simulate import Contract, PolicySpec, Replayed, ReplaySetting, outcome, replay_each
-from tierstore.lab.tuning import LEAST_STEPS, Hindsight, TuneOptions, tune
+from tierstore.lab.results import Curve, HalfLifeMap, Outcome, RegimeStudy, Study
+from tierstore.lab.simulate import (
+    Contract,
+    PolicySpec,
+    Replayed,
+    ReplaySetting,
+    contract_name,
+    outcome,
+    replay_each,
+)
+from tierstore.lab.tuning import LEAST_STEPS, Hindsight, TuneOptions, Tuning, tune
 from tierstore.trace.format import MAGIC
 
+_WINDOWS = 50
+
 OnRegime: TypeAlias = Callable[[str, str], None]
-"""Hears the regime, and what is being done with it."""
+"""Called with the regime, and what the study does with it."""
 
 TOPK_REGIMES: Mapping[str, Mapping[str, object]] = {
     "decode, 1 sequence": {"regime": "decode", "sequences": 1},
@@ -68,7 +82,7 @@ def run_study(
 ) -> Study:
     """Studies each of ``sources``: an npz with ``topk`` in the nine regimes, a trace as it was recorded.
 
-    A regime that an npz has too few prompts or tokens for is left out, which ``progress`` hears. Raises DataError,
+    A regime that an npz has too few prompts or tokens for is left out, and ``progress`` says so. Raises DataError,
     ConfigError, BudgetError or OSError.
     """
     chosen = options or StudyOptions()
@@ -84,6 +98,93 @@ def run_study(
         assumptions=chosen.machine.assumptions,
         source=chosen.machine.source,
         version=__version__,
+    )
+
+
+def half_life_map(
+    requests: Requests,
+    capacities: Sequence[Capacity],
+    *,
+    scope: Scope = Scope.GLOBAL,
+    contract: Contract = Contract.ATOMIC,
+    warmup_steps: int = 0,
+    threads: int = 0,
+    progress: OnProgress | None = None,
+) -> HalfLifeMap:
+    """Miss ratios of LFU-decay over half-lives (a step to the trace's length, and never) and capacities."""
+    frames = sorted({requests.table.frames_of(capacity) for capacity in capacities})
+    tried = half_lives(requests.step_count)
+    settings = [
+        ReplaySetting(lfu_decay(half_life), size, scope, contract)
+        for half_life, size in product(tried, frames)
+    ]
+    ratios = replay_each(
+        requests,
+        settings,
+        lambda replayed: replayed.miss_ratio,
+        warmup_steps=warmup_steps,
+        detail=Detail.STEPS,
+        threads=threads,
+        progress=progress,
+    )
+    width = len(frames)
+    return HalfLifeMap(
+        half_lives=tuple(tried),
+        capacity_fractions=tuple(size / requests.table.total_frames for size in frames),
+        miss_ratios=tuple(tuple(ratios[at : at + width]) for at in range(0, len(ratios), width)),
+    )
+
+
+def regime_study(
+    requests: Requests,
+    capacities: Sequence[Capacity],
+    *,
+    name: str | None = None,
+    policies: Sequence[PolicySpec | str] | None = None,
+    scope: Scope = Scope.GLOBAL,
+    contract: Contract = Contract.ATOMIC,
+    warmup_steps: int = 0,
+    machine: Machine | None = None,
+    tuning: Tuning | None = None,
+    found: Sequence[Curve] | None = None,
+    half_life: HalfLifeMap | None = None,
+    threads: int = 0,
+    progress: OnProgress | None = None,
+) -> RegimeStudy:
+    """A regime of a report: curves with costs and hits over time of ``policies`` (None: all of them).
+
+    ``found``, ``half_life`` and ``tuning`` are taken as they are where they are known already. Raises
+    ConfigError or BudgetError.
+    """
+    drawn = found or curves(
+        requests,
+        all_policies(requests) if policies is None else policies,
+        capacities,
+        scope=scope,
+        contract=contract,
+        warmup_steps=warmup_steps,
+        machine=machine or Machine(),
+        windows=_WINDOWS,
+        threads=threads,
+        progress=progress,
+    )
+    if tuning is None:
+        points = drawn[0].points
+        middle = points[len(points) // 2].capacity_frames
+        regime = survey(requests, middle, contract=contract, threads=threads)
+    else:
+        regime = tuning.regime
+    return RegimeStudy(
+        name=name or requests.name,
+        trace=requests.info,
+        contract=contract_name(requests, contract),
+        scope=scope.value,
+        active_per_layer=regime.active_records,
+        records_per_layer=regime.layer_records,
+        curves=tuple(drawn),
+        half_lives=half_life,
+        tuned=None if tuning is None else tuning.result,
+        advice=regime.advice,
     )
 
 

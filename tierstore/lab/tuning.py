@@ -26,6 +26,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstore._native import Detail
 from tierstore.cache.config import Scope
 from tierstore.errors import BudgetError, ConfigError, DataError
 from tierstore.lab.bootstrap import Interval, paired_interval
@@ -45,10 +46,10 @@ from tierstore.lab.quotas import split_capacity
 from tierstore.lab.regime import Regime, survey
 from tierstore.lab.requests import Requests
 from tierstore.lab.results import Outcome, TuneResult, TuneVerdict
-from tierstore.lab.simulate import Contract, Detail, Replayed, outcome, replay_each, suits
+from tierstore.lab.simulate import Contract, Replayed, outcome, replay_each, suits
 
 OnStage: TypeAlias = Callable[[str, int, int], None]
-"""Hears the stage, and how many of how many replays are done."""
+"""Called with the stage, and how many of how many replays are done."""
 
 _COARSE_REQUESTS = 1_000_000
 _BEST = 6  # finalists by cost
@@ -154,7 +155,7 @@ class _Scored:
 
 
 _Score: TypeAlias = Callable[[Sequence[Candidate], str], list[_Scored]]
-"""Candidates' costs on what a search may look at; the text is the stage that is heard of."""
+"""Candidates' costs on what a search may look at; the text names the stage."""
 
 
 class _Tuner:
@@ -201,7 +202,7 @@ class _Tuner:
         return chosen, self._replay(self._requests, rest, "rest", self._split)
 
     def _with_prefetches(self, prefix: Requests, recording: Recording) -> tuple[Candidate, list[_Scored]]:
-        """The same with the recorded prefetches; what finds no room beside them is out."""
+        """The same with the recorded prefetches; a candidate that does not fit beside them is out."""
         replays: dict[tuple[object, ...], LiveReplay] = {}
         seen = slice(self._split // 8, self._split)  # of the prefix, but for what fills the cache
 

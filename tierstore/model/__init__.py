@@ -11,12 +11,3 @@ if TYPE_CHECKING:
     from tierstore.model.transformer import ModelOutput, Transformer
 else:
     __getattr__, __dir__ = exports(__name__, __file__)
-
-__all__ = [
-    "CheckpointActivations",
-    "ComputeDtype",
-    "ModelConfig",
-    "ModelOutput",
-    "TieEmbeddings",
-    "Transformer",
-]

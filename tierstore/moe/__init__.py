@@ -11,24 +11,6 @@ if TYPE_CHECKING:
     from tierstore.moe.experts import initial_expert
     from tierstore.moe.layer import FeedForward, MoELayer
     from tierstore.moe.router import NoiseKey, Router, Routing
-    from tierstore.moe.source import ExpertLease, ExpertSource, InMemoryExperts, MemoryLease
+    from tierstore.moe.source import ExpertLease, ExpertSource, InMemoryExperts
 else:
     __getattr__, __dir__ = exports(__name__, __file__)
-
-__all__ = [
-    "Activation",
-    "ExpertLease",
-    "ExpertShape",
-    "ExpertSource",
-    "FeedForward",
-    "InMemoryExperts",
-    "MemoryLease",
-    "MoELayer",
-    "NoiseKey",
-    "Router",
-    "RouterConfig",
-    "RouterNoise",
-    "Routing",
-    "SaveActivations",
-    "initial_expert",
-]

@@ -18,7 +18,8 @@ from tierstore.moe.experts import ExpertShape, initial_expert
 from tierstore.parallel import Group
 
 
-class ExpertLease(Protocol):
+@dataclass(frozen=True, slots=True)
+class ExpertLease:
     """One expert, for as long as the iterator that gave it has not advanced.
 
     ``weights``: flat, in the compute type, read only. ``gradients``: None in a forward pass; in a backward
@@ -29,12 +30,9 @@ class ExpertLease(Protocol):
     bits would depend on where an expert happens to lie.
     """
 
-    @property
-    def expert(self) -> int: ...
-    @property
-    def weights(self) -> Tensor: ...
-    @property
-    def gradients(self) -> Tensor | None: ...
+    expert: int
+    weights: Tensor
+    gradients: Tensor | None = None
 
 
 class ExpertSource(Protocol):
@@ -51,15 +49,6 @@ class ExpertSource(Protocol):
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]: ...
     def backward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryLease:
-    """The plainest lease."""
-
-    expert: int
-    weights: Tensor
-    gradients: Tensor | None = None
 
 
 class InMemoryExperts:
@@ -100,13 +89,13 @@ class InMemoryExperts:
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
         for expert in experts:
-            yield MemoryLease(expert, self.masters[layer, expert].to(self._compute))
+            yield ExpertLease(expert, self.masters[layer, expert].to(self._compute))
 
     def backward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
         for expert in experts:
             weights = self.masters[layer, expert].to(self._compute)
             gradients = torch.full_like(weights, float("nan"))  # undefined content: a partial write must show
-            yield MemoryLease(expert, weights, gradients)
+            yield ExpertLease(expert, weights, gradients)
             self._replicas.all_reduce(gradients).wait()
             held = self.grads.get((layer, expert))
             if held is None:

@@ -12,27 +12,7 @@ if TYPE_CHECKING:
     from tierstore.parallel.environment import RankEnvironment
     from tierstore.parallel.job_store import JobStore, MemoryJobStore
     from tierstore.parallel.launching import launch, rank_device
-    from tierstore.parallel.limited import LimitedGroup, LimitedLink, limited_groups
+    from tierstore.parallel.limited import LimitedGroup, limited_groups
     from tierstore.parallel.mesh import ExpertBlocks, Mesh
 else:
     __getattr__, __dir__ = exports(__name__, __file__)
-
-__all__ = [
-    "Channel",
-    "Collective",
-    "CollectiveTraffic",
-    "ExpertBlocks",
-    "Failure",
-    "Group",
-    "JobStore",
-    "LimitedGroup",
-    "LimitedLink",
-    "MemoryJobStore",
-    "Mesh",
-    "ParallelConfig",
-    "RankEnvironment",
-    "Work",
-    "launch",
-    "limited_groups",
-    "rank_device",
-]

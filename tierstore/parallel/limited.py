@@ -5,18 +5,11 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
+from tierstore._native import Link
 from tierstore.links import CollectiveLink, LinksConfig, open_link, wait_until
 from tierstore.parallel.collectives import Channel, Collective, Group, Work
-
-
-class LimitedLink(Protocol):
-    """A link with a bandwidth and a latency of its own."""
-
-    def reserve(self, nbytes: int) -> int:
-        """When (CLOCK_MONOTONIC, ns) a message of ``nbytes`` that is issued now has passed the link."""
-        ...
 
 
 def limited_groups(config: LinksConfig) -> Callable[..., Group]:
@@ -33,7 +26,11 @@ class LimitedGroup(Group):
     """
 
     def __init__(
-        self, *arguments: Any, link: LimitedLink, exchange: LimitedLink | None = None, **options: Any
+        self,
+        *arguments: Any,
+        link: CollectiveLink | Link,
+        exchange: CollectiveLink | Link | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
         self._links = {Channel.STREAM: link, Channel.EXCHANGE: exchange or link}

@@ -244,12 +244,13 @@ def _host_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
 
 def _disk_terms(setting: Setting) -> Iterable[Term]:
     config, schema, retain = setting.config, setting.schema, setting.config.retain
+    slot_bytes = extent_bytes(schema, 1, 0) // copies(0)  # of one record, padding included
     of = f"x {copies(retain)} copies (the live one, the last commit's, {retain} snapshots)"
     yield Term(
         Tier.NVME,
         "expert extents",
         extent_bytes(schema, setting.records, retain),
-        f"{setting.records} records x {record_slot_bytes(schema)} B (12 B x {schema.numel}, sections padded) {of}",
+        f"{setting.records} records x {slot_bytes} B (12 B x {schema.numel}, sections padded) {of}",
     )
     dense = Counter(layout.slice_numel for layout in setting.layouts)
     slices = [
@@ -274,8 +275,3 @@ def _disk_terms(setting: Setting) -> Iterable[Term]:
             scratch_bytes(schema, setting.records),
             f"4 B x {schema.numel} of each of {setting.records} experts: clipping, or micro_batches > 1",
         )
-
-
-def record_slot_bytes(schema: RecordSchema) -> int:
-    """Bytes that one record takes in its extents, padding included."""
-    return extent_bytes(schema, 1, 0) // copies(0)

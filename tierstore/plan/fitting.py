@@ -232,26 +232,6 @@ def _retain(setting: Setting, limits: Limits) -> Iterator[Change]:
         )
 
 
-def _recompute(setting: Setting, limits: Limits) -> Iterator[Change]:
-    if setting.config.model.expert_activations is SaveActivations.SAVE:
-        yield _modelled(
-            setting,
-            'model.expert_activations = "recompute"',
-            Effect.SAME_BITS,
-            expert_activations=SaveActivations.RECOMPUTE,
-        )
-
-
-def _checkpoint(setting: Setting, limits: Limits) -> Iterator[Change]:
-    if setting.config.model.checkpoint_activations is CheckpointActivations.OFF:
-        yield _modelled(
-            setting,
-            'model.checkpoint_activations = "block"',
-            Effect.SAME_BITS,
-            checkpoint_activations=CheckpointActivations.BLOCK,
-        )
-
-
 def _micro_batches(setting: Setting, limits: Limits) -> Iterator[Change]:
     data = setting.config.data
     parts = 2
@@ -273,39 +253,40 @@ def _ranks(setting: Setting, limits: Limits) -> Iterator[Change]:
         count *= 2
 
 
-def _dtype(setting: Setting, limits: Limits) -> Iterator[Change]:
-    if setting.config.model.compute_dtype is ComputeDtype.FP32:
-        yield _modelled(
-            setting, 'model.compute_dtype = "bf16"', Effect.ROUNDING, compute_dtype=ComputeDtype.BF16
-        )
+def _switched(name: str, value: StrEnum, effect: Effect) -> Knob:
+    """A knob that sets ``model.name`` to ``value``."""
+
+    def turn(setting: Setting, limits: Limits) -> Iterator[Change]:
+        if getattr(setting.config.model, name) is not value:
+            yield _modelled(setting, f'model.{name} = "{value.value}"', effect, **{name: value})
+
+    return turn
 
 
-def _d_ff(setting: Setting, limits: Limits) -> Iterator[Change]:
-    d_ff = setting.config.model.d_ff // 2
-    while d_ff >= 64 and _own(setting):
-        yield _modelled(setting, f"model.d_ff = {d_ff}", Effect.MODEL, d_ff=d_ff)
-        d_ff //= 2
+def _halved(name: str, least: Callable[[ModelConfig], int]) -> Knob:
+    """A knob that halves ``model.name``, down to ``least``, where the model may be another."""
 
+    def turn(setting: Setting, limits: Limits) -> Iterator[Change]:
+        model = setting.config.model
+        value = getattr(model, name) // 2
+        while value >= least(model) and _own(setting):
+            yield _modelled(setting, f"model.{name} = {value}", Effect.MODEL, **{name: value})
+            value //= 2
 
-def _experts(setting: Setting, limits: Limits) -> Iterator[Change]:
-    model = setting.config.model
-    experts = model.experts // 2
-    while experts >= max(model.top_k, 2) and _own(setting):
-        yield _modelled(setting, f"model.experts = {experts}", Effect.MODEL, experts=experts)
-        experts //= 2
+    return turn
 
 
 KNOBS: tuple[Knob, ...] = (
     _host_budget,
     _device_budget,
     _retain,
-    _recompute,
-    _checkpoint,
+    _switched("expert_activations", SaveActivations.RECOMPUTE, Effect.SAME_BITS),
+    _switched("checkpoint_activations", CheckpointActivations.BLOCK, Effect.SAME_BITS),
     _micro_batches,
     _ranks,
-    _dtype,
-    _d_ff,
-    _experts,
+    _switched("compute_dtype", ComputeDtype.BF16, Effect.ROUNDING),
+    _halved("d_ff", lambda model: 64),
+    _halved("experts", lambda model: max(model.top_k, 2)),
 )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tierstore.plan.capacity import Capacity, Setting, capacity
@@ -11,20 +10,16 @@ from tierstore.plan.evidence import Evidence
 from tierstore.plan.simulate import SteadyState, outcome, simulate
 from tierstore.plan.traffic import Traffic, step_traffic
 from tierstore.plan.workload import StepWorkload
-from tierstore.prefetch.operations import Kind, Resource, operations
+from tierstore.prefetch.operations import operations
 
 _STEPS, _SETTLED = 3, 1
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """``evidence`` is that of the weakest figure that went in; ``path_s`` divides one step's critical path by kind."""
+class Prediction(SteadyState):
+    """The steady state of a run. ``evidence`` is that of the weakest figure that went in."""
 
-    step_s: float
     tokens_per_s: float
-    bottleneck: Resource
-    busy_ratio: Mapping[Resource, float]
-    path_s: Mapping[Kind, float]
     traffic: Traffic
     evidence: Evidence
 
@@ -34,13 +29,9 @@ def predict(setting: Setting, profile: Profile, taken: Capacity | None = None) -
     taken = taken or capacity(setting)
     traffic = step_traffic(setting, taken)
     result = simulated(StepWorkload(setting, taken, traffic, profile))
-    tokens = setting.config.tokens_per_step
     return Prediction(
-        step_s=result.step_s,
-        tokens_per_s=tokens / result.step_s,
-        bottleneck=result.bottleneck,
-        busy_ratio=result.busy_ratio,
-        path_s=result.path_s,
+        **vars(result),
+        tokens_per_s=setting.config.tokens_per_step / result.step_s,
         traffic=traffic,
         evidence=profile.evidence.weaker(traffic.evidence),
     )

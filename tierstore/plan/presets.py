@@ -33,55 +33,75 @@ def _settings(**model: object) -> dict[str, object]:
     return {f"model.{name}": value for name, value in {**model, "compute_dtype": "bf16"}.items()}
 
 
-_GPT = {"activation": "gelu", "tie_embeddings": "tied"}
-_SE_MOE_NOTE = "the paper gives no sequence length: 1,024 learned positions; 2,048 give the same last digit"
-
-
-def _se_moe(experts: int, published: int) -> Preset:
-    """Table 1: 12 layers of width 4,096, every one of them MoE, GShard's top-1 gate."""
+def _gpt(source: str, published: int, unit: int, note: str, **model: int) -> Preset:
+    """GPT blocks with top-1 routing; ``model``: their dimensions, by the names of the configuration."""
     return Preset(
-        source="SE-MoE, Table 1",
+        source=source,
         architecture=Architecture.gpt(
-            layers=12, d_model=4096, vocab=50304, positions=1024, experts=experts, moe_every=1
-        ),
-        published=published,
-        unit=100_000_000,
-        settings=_settings(
-            d_model=4096,
-            n_layers=12,
-            n_heads=64,
-            vocab_size=50304,
-            seq_len=1024,
-            d_ff=16384,
-            experts=experts,
-            top_k=1,
-            **_GPT,
-        ),
-        note=_SE_MOE_NOTE,
-    )
-
-
-def _pipeline_moe(layers: int, d_model: int, heads: int, published: int, unit: int, note: str) -> Preset:
-    """Section 4.1: 64 experts in place of every other feed-forward network of a GPT-3 backbone."""
-    return Preset(
-        source="Pipeline MoE, Table 2",
-        architecture=Architecture.gpt(
-            layers=layers, d_model=d_model, vocab=50257, positions=2048, experts=64, moe_every=2
+            layers=model["n_layers"],
+            d_model=model["d_model"],
+            vocab=model["vocab_size"],
+            positions=model["seq_len"],
+            experts=model["experts"],
+            moe_every=model["moe_every"],
         ),
         published=published,
         unit=unit,
         settings=_settings(
-            d_model=d_model,
-            n_layers=layers,
-            n_heads=heads,
-            vocab_size=50257,
-            seq_len=2048,
-            d_ff=4 * d_model,
-            experts=64,
-            top_k=1,
-            moe_every=2,
-            **_GPT,
+            **model, d_ff=4 * model["d_model"], top_k=1, activation="gelu", tie_embeddings="tied"
         ),
+        note=note,
+    )
+
+
+def _se_moe(experts: int, published: int) -> Preset:
+    """Table 1: 12 layers of width 4,096, every one of them MoE, GShard's top-1 gate."""
+    note = "the paper gives no sequence length: 1,024 learned positions; 2,048 give the same last digit"
+    shape = {
+        "n_layers": 12,
+        "d_model": 4096,
+        "n_heads": 64,
+        "vocab_size": 50304,
+        "seq_len": 1024,
+        "moe_every": 1,
+    }
+    return _gpt("SE-MoE, Table 1", published, 100_000_000, note, experts=experts, **shape)
+
+
+def _pipeline_moe(published: int, unit: int, note: str, **backbone: int) -> Preset:
+    """Section 4.1: 64 experts in place of every other feed-forward network of a GPT-3 backbone."""
+    shape = {"vocab_size": 50257, "seq_len": 2048, "experts": 64, "moe_every": 2}
+    return _gpt("Pipeline MoE, Table 2", published, unit, note, **shape, **backbone)
+
+
+def _gated(
+    source: str,
+    published: int,
+    note: str,
+    *,
+    attention: int,
+    dense_layers: tuple[int, ...] = (),
+    dense_d_ff: int = 0,
+    **model: int,
+) -> Preset:
+    """SwiGLU blocks of weights that are published; ``model``: their dimensions, by the names of the configuration."""
+    return Preset(
+        source=f"{source}, and its published weights",
+        architecture=Architecture.gated(
+            layers=model["n_layers"],
+            d_model=model["d_model"],
+            vocab=model["vocab_size"],
+            attention=attention,
+            experts=model["experts"],
+            d_ff=model["d_ff"],
+            top_k=model["top_k"],
+            shared_d_ff=model.get("shared_expert_d_ff", 0),
+            dense_layers=dense_layers,
+            dense_d_ff=dense_d_ff,
+        ),
+        published=published,
+        unit=1,
+        settings=_settings(**model, seq_len=4096),
         note=note,
     )
 
@@ -100,113 +120,68 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "se-moe-52.6b": _se_moe(32, 52_600_000_000),
         "se-moe-104.1b": _se_moe(64, 104_100_000_000),
         "se-moe-207.2b": _se_moe(128, 207_200_000_000),
-        "ppmoe-6.7b": _pipeline_moe(24, 1024, 16, 6_700_000_000, 100_000_000, _PPMOE_NOTE),
-        "ppmoe-143b": _pipeline_moe(32, 4096, 32, 143_000_000_000, 1_000_000_000, _PPMOE_143_NOTE),
-        "mixtral-8x7b": Preset(
-            source="Jiang et al. 2024, Mixtral of Experts, and its published weights",
-            architecture=Architecture.gated(
-                layers=32,
-                d_model=4096,
-                vocab=32000,
-                attention=4096 * (2 * 4096 + 2 * 1024),
-                experts=8,
-                d_ff=14336,
-                top_k=2,
-            ),
-            published=46_702_792_704,
-            unit=1,
-            settings=_settings(
-                d_model=4096,
-                n_layers=32,
-                n_heads=32,
-                vocab_size=32000,
-                seq_len=4096,
-                d_ff=14336,
-                experts=8,
-                top_k=2,
-            ),
-            note="grouped-query attention, 8 key-value heads of 128",
+        "ppmoe-6.7b": _pipeline_moe(
+            6_700_000_000, 100_000_000, _PPMOE_NOTE, n_layers=24, d_model=1024, n_heads=16
         ),
-        "deepseek-v2-lite": Preset(
-            source="DeepSeek-AI 2024, DeepSeek-V2, appendix B, and its published weights",
-            architecture=Architecture.gated(
-                layers=27,
-                d_model=2048,
-                vocab=102400,
-                # Latent attention: queries of 16 x (128 + 64), a latent of 512 with its norm and 64 shared
-                # positions, keys and values of 16 x (128 + 128) from the latent, and the way out.
-                attention=2048 * 16 * 192 + 2048 * (512 + 64) + 512 + 512 * 16 * 256 + 16 * 128 * 2048,
-                experts=64,
-                d_ff=1408,
-                top_k=6,
-                shared_d_ff=2 * 1408,
-                dense_layers=(0,),
-                dense_d_ff=10944,
-            ),
-            published=15_706_484_224,
-            unit=1,
-            settings=_settings(
-                d_model=2048,
-                n_layers=27,
-                n_heads=16,
-                vocab_size=102400,
-                seq_len=4096,
-                d_ff=1408,
-                experts=64,
-                top_k=6,
-                shared_expert_d_ff=2816,
-            ),
-            note="latent attention; the first layer is dense",
+        "ppmoe-143b": _pipeline_moe(
+            143_000_000_000, 1_000_000_000, _PPMOE_143_NOTE, n_layers=32, d_model=4096, n_heads=32
         ),
-        "qwen3-30b-a3b": Preset(
-            source="Qwen Team 2025, Qwen3, and its published weights",
-            architecture=Architecture.gated(
-                layers=48,
-                d_model=2048,
-                vocab=151936,
-                attention=2048 * (2 * 4096 + 2 * 512) + 2 * 128,
-                experts=128,
-                d_ff=768,
-                top_k=8,
-            ),
-            published=30_532_122_624,
-            unit=1,
-            settings=_settings(
-                d_model=2048,
-                n_layers=48,
-                n_heads=32,
-                vocab_size=151936,
-                seq_len=4096,
-                d_ff=768,
-                experts=128,
-                top_k=8,
-            ),
-            note="grouped-query attention, 4 key-value heads of 128, norms of queries and keys",
+        "mixtral-8x7b": _gated(
+            "Jiang et al. 2024, Mixtral of Experts",
+            46_702_792_704,
+            "grouped-query attention, 8 key-value heads of 128",
+            d_model=4096,
+            n_layers=32,
+            n_heads=32,
+            vocab_size=32000,
+            attention=4096 * (2 * 4096 + 2 * 1024),
+            d_ff=14336,
+            experts=8,
+            top_k=2,
         ),
-        "olmoe-1b-7b": Preset(
-            source="Muennighoff et al. 2024, OLMoE, and its published weights",
-            architecture=Architecture.gated(
-                layers=16,
-                d_model=2048,
-                vocab=50304,
-                attention=4 * 2048 * 2048 + 2 * 2048,
-                experts=64,
-                d_ff=1024,
-                top_k=8,
-            ),
-            published=6_919_161_856,
-            unit=1,
-            settings=_settings(
-                d_model=2048,
-                n_layers=16,
-                n_heads=16,
-                vocab_size=50304,
-                seq_len=4096,
-                d_ff=1024,
-                experts=64,
-                top_k=8,
-            ),
-            note="norms of queries and keys",
+        "deepseek-v2-lite": _gated(
+            "DeepSeek-AI 2024, DeepSeek-V2, appendix B",
+            15_706_484_224,
+            "latent attention; the first layer is dense",
+            d_model=2048,
+            n_layers=27,
+            n_heads=16,
+            vocab_size=102400,
+            # Latent attention: queries of 16 x (128 + 64), a latent of 512 with its norm and 64 shared
+            # positions, keys and values of 16 x (128 + 128) from the latent, and the way out.
+            attention=2048 * 16 * 192 + 2048 * (512 + 64) + 512 + 512 * 16 * 256 + 16 * 128 * 2048,
+            d_ff=1408,
+            experts=64,
+            top_k=6,
+            shared_expert_d_ff=2 * 1408,
+            dense_layers=(0,),
+            dense_d_ff=10944,
+        ),
+        "qwen3-30b-a3b": _gated(
+            "Qwen Team 2025, Qwen3",
+            30_532_122_624,
+            "grouped-query attention, 4 key-value heads of 128, norms of queries and keys",
+            d_model=2048,
+            n_layers=48,
+            n_heads=32,
+            vocab_size=151936,
+            attention=2048 * (2 * 4096 + 2 * 512) + 2 * 128,
+            d_ff=768,
+            experts=128,
+            top_k=8,
+        ),
+        "olmoe-1b-7b": _gated(
+            "Muennighoff et al. 2024, OLMoE",
+            6_919_161_856,
+            "norms of queries and keys",
+            d_model=2048,
+            n_layers=16,
+            n_heads=16,
+            vocab_size=50304,
+            attention=4 * 2048 * 2048 + 2 * 2048,
+            d_ff=1024,
+            experts=64,
+            top_k=8,
         ),
     }
 )

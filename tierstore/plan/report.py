@@ -159,7 +159,22 @@ def plan_run(
         text_bytes=text_bytes(config.data),
     )
     limits = limits or machine_limits(config.store, sharing=ranks)
-    return make_plan(setting, limits, profile, alpha=alpha, preset=preset)
+    verdict = judge(setting, limits)
+    remedy = None if verdict.fits else shortest_remedy(setting, limits)
+    prediction = predict(setting, profile, verdict.capacity) if verdict.capacity else None
+    if alpha is None:
+        alpha = prediction.traffic.active if prediction else 1.0
+    return Plan(
+        setting=setting,
+        limits=limits,
+        verdict=verdict,
+        remedy=remedy,
+        hardware=None if verdict.fits or remedy else hardware_for(setting, limits),
+        prediction=prediction,
+        alpha=alpha,
+        paper=paper_bytes(setting.model, alpha),
+        preset=preset,
+    )
 
 
 def machine_limits(
@@ -187,30 +202,3 @@ def _shortfalls(shortfalls: Iterable[Shortfall]) -> list[dict[str, object]]:
 
 def _changes(changes: Iterable[Change]) -> list[dict[str, str]]:
     return [{"change": change.text, "effect": change.effect.value} for change in changes]
-
-
-def make_plan(
-    setting: Setting,
-    limits: Limits,
-    profile: Profile,
-    *,
-    alpha: float | None = None,
-    preset: Preset | None = None,
-) -> Plan:
-    """Everything about ``setting`` at once. ``alpha`` None: the share of experts that a step reaches."""
-    verdict = judge(setting, limits)
-    remedy = None if verdict.fits else shortest_remedy(setting, limits)
-    prediction = predict(setting, profile, verdict.capacity) if verdict.capacity else None
-    if alpha is None:
-        alpha = prediction.traffic.active if prediction else 1.0
-    return Plan(
-        setting=setting,
-        limits=limits,
-        verdict=verdict,
-        remedy=remedy,
-        hardware=None if verdict.fits or remedy else hardware_for(setting, limits),
-        prediction=prediction,
-        alpha=alpha,
-        paper=paper_bytes(setting.model, alpha),
-        preset=preset,
-    )

@@ -67,12 +67,12 @@ def paper_bytes(model: Architecture, alpha: float) -> PaperBytes:
 def largest_sparse(device: PaperDevice, devices: int, *, dense: int, layers: int, alpha: float) -> int:
     """The largest S that equation 1 admits; 0 where the dense states alone do not fit."""
     _check_share(alpha)
-    room = devices * device.gpu - 16 * dense
-    if room < 0:
+    left = devices * device.gpu - 16 * dense
+    if left < 0:
         return 0
     bounds = [devices * device.ssd / 12]
     if alpha > 0:
-        bounds += [devices * device.cpu / (16 * alpha), room * layers / (4 * alpha)]
+        bounds += [devices * device.cpu / (16 * alpha), left * layers / (4 * alpha)]
     return int(min(bounds))
 
 

@@ -71,7 +71,7 @@ class Moved:
 @dataclass(frozen=True)
 class Traffic:
     """Means of one step of one rank, in its steady state. ``moved_for`` divides the bytes by the phase and the layer that
-    they were read for, or that room was made for; ``active`` is the share of its experts that a pass reaches.
+    they were read for, or evicted for; ``active`` is the share of its experts that a pass reaches.
     """
 
     read_bytes: int
@@ -95,7 +95,7 @@ def step_traffic(setting: Setting, taken: Capacity, span: Span | None = None) ->
 
 
 class CountedSteps:
-    """``StepCounts`` of experts that nobody has: ``done`` is told what happens to them."""
+    """``StepCounts`` of experts that exist only as numbers; ``done`` takes each access."""
 
     def __init__(self, layers: Sequence[int], experts: int, *, replays: bool) -> None:
         self.applied = 0

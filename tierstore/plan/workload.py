@@ -90,7 +90,7 @@ class StepWorkload:
             fetch_state=round(moved.state / divided),
             evict=round(moved.written / divided),
             load=round(slots.weight_bytes * each),
-            land=round(slots.gradient_bytes * each) if backward and on_device else 0,
+            to_host=round(slots.gradient_bytes * each) if backward and on_device else 0,
         )
 
     def _moved_for(self, item: Pass) -> Moved:
@@ -110,13 +110,16 @@ class StepWorkload:
             each = self.experts / self.parts if operation.kind in _OF_EXPERTS else 1.0
             limited = Cost(link.latency, link.bandwidth or math.inf)
             return each * cost.slower(limited, operation.nbytes / each)
-        item = self._pass(operation)
+        item = self.schedule.passes[operation.position % len(self.schedule.passes)]
         if operation.kind is Kind.DENSE:
             return self.profile.dense_flops.seconds(self.dense_flops(item))
         if operation.kind is Kind.EXPERT:
             return self.experts / self.parts * self.profile.expert_flops.seconds(self.expert_flops(item))
-        own = self.layouts[item.unit].slice_numel
-        return self._dense_step_s(own) if operation.kind is Kind.STEP else self._expert_step_s()
+        if operation.kind is Kind.STEP:
+            return self.profile.adamw.seconds(self.layouts[item.unit].slice_numel * _STEP_BYTES)
+        each = self.experts / self.parts
+        steps = 1 / self.setting.config.data.micro_batches  # earlier ones only add their gradients
+        return each * steps * self.profile.adamw.seconds(self.setting.model.expert_numel * _STEP_BYTES)
 
     @cached_property
     def _moved(self) -> dict[Kind, tuple[Cost, LinkConfig]]:
@@ -134,12 +137,8 @@ class StepWorkload:
             Kind.FETCH: (disk, links.disk),
             Kind.WRITE: (disk, links.disk),
             Kind.LOAD: (profile.copy, links.copy),
-            Kind.LAND: (profile.copy, links.copy),
+            Kind.COPY_TO_HOST: (profile.copy, links.copy),
         }
-
-    def _pass(self, operation: Operation) -> Pass:
-        passes = self.schedule.passes
-        return passes[operation.position % len(passes)]
 
     def dense_flops(self, item: Pass) -> int:
         """Of one pass outside its experts."""
@@ -169,14 +168,5 @@ class StepWorkload:
             again = 2 * rows * config.model.expert_shape.inner_rows * config.model.d_model
         return 2 * forward + again
 
-    def _dense_step_s(self, own: int) -> float:
-        return self.profile.adamw.seconds(own * _STEP_BYTES)
 
-    def _expert_step_s(self) -> float:
-        config = self.setting.config
-        steps = 1 / config.data.micro_batches  # earlier micro-batches only add their gradients
-        each = self.experts / self.parts
-        return each * steps * self.profile.adamw.seconds(self.setting.model.expert_numel * _STEP_BYTES)
-
-
-_OF_EXPERTS = frozenset({Kind.FETCH, Kind.WRITE, Kind.LOAD, Kind.LAND})
+_OF_EXPERTS = frozenset({Kind.FETCH, Kind.WRITE, Kind.LOAD, Kind.COPY_TO_HOST})

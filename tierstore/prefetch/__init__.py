@@ -15,19 +15,3 @@ if TYPE_CHECKING:
     from tierstore.prefetch.units import unit_schedule
 else:
     __getattr__, __dir__ = exports(__name__, __file__)
-
-__all__ = [
-    "DenseUnits",
-    "HorizontalQueue",
-    "Pass",
-    "Predictor",
-    "PredictorName",
-    "PrefetchConfig",
-    "QueueLimits",
-    "Schedule",
-    "StepTiming",
-    "TieredExperts",
-    "Unit",
-    "make_predictor",
-    "unit_schedule",
-]

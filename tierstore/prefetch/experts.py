@@ -17,17 +17,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from tierstore import parallel
 from tierstore.cache.access import Phase
 from tierstore.cache.config import GroupOrder
 from tierstore.errors import ConfigError
+from tierstore.moe.source import ExpertLease
 from tierstore.prefetch.gradients import GradientAccumulator
 from tierstore.prefetch.plan import StepTiming
 from tierstore.prefetch.predictor import Predictor
@@ -40,15 +39,6 @@ from tierstore.store.core import StoreCore
 from tierstore.store.format import Group
 from tierstore.store.optimizer import CachedRecord
 from tierstore.tiers.device import DeviceTier
-
-
-@dataclass(frozen=True, slots=True)
-class TieredLease:
-    """One expert on the device, until the iterator that gave it advances."""
-
-    expert: int
-    weights: torch.Tensor
-    gradients: torch.Tensor | None = None
 
 
 class TieredExperts:
@@ -102,29 +92,29 @@ class TieredExperts:
 
     # The expert source -------------------------------------------------------------------------------------
 
-    def forward(self, layer: int, experts: Sequence[int]) -> Iterator[TieredLease]:
+    def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
         """Leases of ``experts`` (ascending) for a forward pass, those in memory first. Their weights are caught up with the
         optimizer, and gradients that wait for their step are stepped first.
         """
         accesses = self.program.forward(layer, experts)
         access = next(accesses)
         for unit, slot, _ in self._walk(access, self._records_of(access)):
-            yield TieredLease(int(access.experts[unit]), self._device.weights(slot))
+            yield ExpertLease(int(access.experts[unit]), self._device.weights(slot))
             self._cache.end_unit(unit)
         for access in accesses:
             self.gradients.carry_out(access)
 
-    def backward(self, layer: int, experts: Sequence[int]) -> Iterator[TieredLease]:
+    def backward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
         """Leases with gradient slots. Advancing past one takes its gradient as complete, once it has been summed
         over the replicas.
         """
         accesses = self.program.backward(layer, experts)
         access = next(accesses)
         for unit, slot, last in self._walk(access, self._records_of(access)):
-            taken, guards = self._device.take_gradient()
+            taken, guards = self._device.allocate_gradient()
             self._wait(guards, layer, Tier.HOST, Cause.OPTIMIZER)
             gradient = self._device.gradients(taken)
-            yield TieredLease(int(access.experts[unit]), self._device.weights(slot), gradient)
+            yield ExpertLease(int(access.experts[unit]), self._device.weights(slot), gradient)
             self._sums.add(gradient, partial(self._complete, access, unit, taken), layer=layer)
             if last:
                 self._sums.flush(layer=layer)

@@ -52,14 +52,14 @@ class GradientAccumulator:
 
     def take(self, record: CachedRecord, action: Action, step: int, slot: int) -> None:
         """The gradient in device slot ``slot`` is complete for this micro-batch; ``step`` is as in ``Access``."""
-        landed, after = self._device.land(slot)
+        copied, after = self._device.copy_to_host(slot)
         if action & (Action.KEEP | Action.ACCUMULATE):
-            reading = [self._accumulate(record, action, landed, after)]
+            reading = [self._accumulate(record, action, copied, after)]
             self.settle(record, action, step)
         else:
-            square = self._square(record, landed, after)
-            reading = [square, self._store.optimizer.step(record, landed, number=step, after=after)]
-        self._device.release_gradient(slot, reading)
+            square = self._square(record, copied, after)
+            reading = [square, self._store.optimizer.step(record, copied, number=step, after=after)]
+        self._device.free_gradient(slot, reading)
 
     def settle(self, record: CachedRecord, action: Action, step: int) -> None:
         """Finishes the kept gradient, and takes optimizer step ``step`` with it, as ``action`` says. A stepped gradient is
@@ -74,12 +74,12 @@ class GradientAccumulator:
             ticket = self._store.optimizer.step(record, gradient, number=step, scale=self._scale, after=after)
             self._cache.reads(entry, ticket)
 
-    def _accumulate(self, record: CachedRecord, action: Action, landed: Buffer, after: Sequence[int]) -> int:
+    def _accumulate(self, record: CachedRecord, action: Action, copied: Buffer, after: Sequence[int]) -> int:
         entry = record.entry(Group.GRADIENTS)
         target = self._cache.sections(entry)[0]
         before = [*after, *self._cache.before_write(entry)]
         queue = self._engine.copy if action & Action.KEEP else self._engine.accumulate
-        ticket = queue(target, landed, after=before)
+        ticket = queue(target, copied, after=before)
         self._cache.wrote(entry, ticket)
         return ticket
 
@@ -105,7 +105,11 @@ class GradientAccumulator:
         return math.fsum(self._squares.array().tolist())
 
     def apply(self, scale: float) -> None:
-        """The kept gradients, times ``scale``, are due: each is stepped before its expert is used again."""
+        """The kept gradients, times ``scale``, are due: each is stepped before its expert is used again.
+
+        Raises StoreError outside of the step that they take, or where gradients of an earlier one still wait.
+        """
+        _ = self._store.history.current
         if (waiting := next(self._program.pending(), None)) is not None:
             raise StoreError(f"gradients of optimizer step {waiting.step} still wait for it")
         self._scale = scale

@@ -27,7 +27,7 @@ class DenseUnits(Protocol):
         ...
 
     def release(self, unit: int) -> None:
-        """Gives back the gathered parameters, their slices remain."""
+        """Releases the gathered parameters; their slices remain."""
         ...
 
 
@@ -67,7 +67,7 @@ class HorizontalQueue:
         self._gather(self._window.begin().gathers)
 
     def reset(self) -> None:
-        """Lets go of everything: the step was cut short, or the slices have been replaced."""
+        """Releases everything: the step was cut short, or the slices have been replaced."""
         if self._window is not None:
             self._release(self._window.held)
         self._window, self._open, self._recomputing = None, False, False

@@ -37,7 +37,7 @@ class Kind(Enum):
     STEP = "optimizer step"  # of a unit's slice
     FETCH = "fetch"
     LOAD = "load"
-    LAND = "land"
+    COPY_TO_HOST = "copy to the host"
     EXPERT_STEP = "expert step"
     WRITE = "write-back"
 
@@ -51,7 +51,7 @@ _RESOURCES = {
     Kind.STEP: Resource.COMPUTE,
     Kind.FETCH: Resource.DISK,
     Kind.LOAD: Resource.COPY,
-    Kind.LAND: Resource.COPY,
+    Kind.COPY_TO_HOST: Resource.COPY,
     Kind.EXPERT_STEP: Resource.HOST,
     Kind.WRITE: Resource.DISK,
 }
@@ -60,9 +60,9 @@ _RESOURCES = {
 @dataclass(frozen=True, kw_only=True)
 class PassSizes:
     """Bytes that one pass moves on one rank. ``experts`` of them are computed one after another; ``fetch`` (what
-    is loaded), ``fetch_state`` (what only its step needs), ``evict``, ``load`` and ``land`` are for each of those, and 0
+    is loaded), ``fetch_state`` (what only its step needs), ``evict``, ``load`` and ``to_host`` are for each of those, and 0
     for none. What is fetched and evicted are means: hits need no fetch, and only what has changed is written when it is
-    evicted to make room for one.
+    evicted for one.
     """
 
     gather: int = 0
@@ -73,7 +73,7 @@ class PassSizes:
     fetch_state: int = 0
     evict: int = 0
     load: int = 0
-    land: int = 0
+    to_host: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,8 +229,8 @@ class _Writer:
         self._computed[position] = computed[-1]
 
     def _finish_expert(self, position: int, size: PassSizes, computed: int, state: tuple[int, ...]) -> None:
-        landed = self._add(Kind.LAND, position, size.land, computed) if size.land else computed
-        self._stepped = (self._add(Kind.EXPERT_STEP, position, 0, landed, *state),)
+        copied = self._add(Kind.COPY_TO_HOST, position, size.to_host, computed) if size.to_host else computed
+        self._stepped = (self._add(Kind.EXPERT_STEP, position, 0, copied, *state),)
         self._gradients.append(self._stepped)
 
     def _step(self, position: int, item: Pass) -> None:

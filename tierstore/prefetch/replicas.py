@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from tierstore.parallel import Channel, Group, Work
@@ -34,7 +35,7 @@ class ReplicaSums:
     All replicas add the same gradients in the same order. With a group of one they are complete at once.
     """
 
-    def __init__(self, group: Group, slots: DeviceSlots, *, ledger: StallLedger) -> None:
+    def __init__(self, group: Group, slots: DeviceSlots[torch.dtype], *, ledger: StallLedger) -> None:
         self._group = group
         together = max(1, BATCH_BYTES // slots.gradient_bytes)
         # Two batches of half the slots: one that is filled, and one that travels.

@@ -102,7 +102,7 @@ class Schedule:
     With ``StepTiming.IMMEDIATE`` the optimizer pass of a unit comes as soon as its gradients had
     ``horizontal.depth`` passes to be scattered; with ``DEFERRED`` all come last, in forward order, so that the
     first units of the next step can be gathered while the others are stepped.
-    With ``Reshard.AFTER_FORWARD`` a unit is let go after every pass, unless a pass within the lookahead needs it
+    With ``Reshard.AFTER_FORWARD`` a unit is released after every pass, unless a pass within the lookahead needs it
     again; with ``AFTER_BACKWARD`` it stays from its forward to its backward pass.
     Raises ConfigError for units that cannot fit the horizontal budget.
     """
@@ -247,7 +247,7 @@ class Schedule:
 class Movement:
     """What happens at one end of a pass: units whose gathers are issued, and units that are released.
 
-    ``before`` the releases, and ``after`` them, in the room that they made.
+    ``before`` the releases, and ``after`` them, in the memory that they freed.
     """
 
     before: tuple[int, ...] = ()

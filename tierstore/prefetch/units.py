@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from tierstore.dense.config import DenseConfig
 from tierstore.dense.footprint import FP32, blocks_held, gather_width
-from tierstore.dense.layout import ElementType, UnitLayout
+from tierstore.dense.layout import UnitLayout
 from tierstore.prefetch.plan import PrefetchConfig
 from tierstore.prefetch.schedule import Buffer, QueueLimits, Schedule, Unit
+from tierstore.tiers.slots import ElementType
 
 
 def unit_schedule(

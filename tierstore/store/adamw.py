@@ -147,11 +147,7 @@ class StepHistory:
         del self._rows[:unneeded]
         self._first += unneeded
 
-    def copy_from(self, other: StepHistory) -> None:
-        """Goes on from the applied steps of ``other``."""
-        self.unpack(other.pack())
-
-    _HEAD = struct.Struct("<qqd")  # applied, first step, and a number that nobody reads any more
+    _HEAD = struct.Struct("<qqd")  # applied, first step, and a number that is no longer read
 
     def pack(self) -> bytes:
         """The applied steps (an open one is not part of a commit), rows as float32 [n, 7]."""

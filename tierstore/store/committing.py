@@ -14,7 +14,7 @@ under a name of its own, so that the rank can go back if another one never got a
 theirs, ``acknowledge`` lets that one go.
 
 In a log of I/O events the marks ``index G`` and ``commit G`` stand before and after the transaction of
-generation G, and ``acknowledge G`` after the one that lets go of the commit before it.
+generation G, and ``acknowledge G`` after the one that drops the commit before it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _BUDGET = "write-budget"
 
 
 class Keep(Enum):
-    """What becomes of the commit before this one."""
+    """What becomes of the commit before this one: a *prepared* commit keeps it until ``acknowledge``."""
 
     NOTHING = "nothing"
     PREVIOUS = "previous"
@@ -86,6 +86,7 @@ class Committer:
         return [("last commit", self.table), *named]
 
     def _check(self, state: Mapping[str, bytes], snapshot: str | None) -> None:
+        self._failures.check()
         for name in state:
             check_name("state", name)
             if name in (_HISTORY, _BUDGET):
@@ -112,37 +113,56 @@ class Committer:
             if snapshot in self.snapshots:
                 raise StoreError(f"snapshot {snapshot!r} exists already")
 
-    def begin(self, state: Mapping[str, bytes], snapshot: str | None) -> list[int]:
+    def begin(self, state: Mapping[str, bytes] | None = None, *, snapshot: str | None = None) -> list[int]:
         """Queues what a commit waits for, which may be waited for beforehand: the write-back of everything dirty and,
         behind all writes, the syncs. Returns the tickets that have not finished.
 
         Raises StoreError or ValueError, with nothing lost, for a commit that cannot be.
         """
-        self._check(state, snapshot)
+        self._check(state or {}, snapshot)
+        with self._failures.poisoning(
+            "a commit failed"
+        ):  # else a later one would not wait for a sync that was queued
+            held = self._queue()
+        if held:
+            raise StoreError(
+                f"commit: record {held[0]!r} was caught up under a lease that still holds it "
+                f"({len(held)} such): release it first"
+            )
+        return self._unfinished([*self.writes, *self._syncs])
+
+    def _queue(self) -> list[str]:
+        """Returns the keys of the records that a lease keeps from being written back; for those, nothing is synced."""
         cache, extents = self._parts.cache, self._parts.extents
         cache.clean()
-        held = cache.unclean()
-        if held:
-            keys = sorted({backing.key for backing in held})
-            raise StoreError(
-                f"commit: record {keys[0]!r} was caught up under a lease that still holds it "
-                f"({len(keys)} such): release it first"
-            )
-        self.writes += cache.write_backs.take()
-        self._syncs += extents.syncs(self._unfinished(self.writes))
-        self._directories += extents.take_unsynced_directories()
-        return self._unfinished([*self.writes, *self._syncs])
+        held = sorted({backing.key for backing in cache.unclean()})
+        if not held:
+            self.writes += cache.write_backs.take()
+            self._syncs += extents.syncs(self._unfinished(self.writes))
+            self._directories += extents.take_unsynced_directories()
+        return held
 
     def _unfinished(self, tickets: Sequence[int]) -> list[int]:
         return [ticket for ticket in tickets if not self._parts.engine.done(ticket)]
 
-    def commit(self, state: Mapping[str, bytes], snapshot: str | None, keep: Keep) -> int:
-        """Makes everything so far durable; returns the generation."""
+    def commit(
+        self,
+        state: Mapping[str, bytes] | None = None,
+        *,
+        snapshot: str | None = None,
+        keep: Keep = Keep.NOTHING,
+    ) -> int:
+        """Makes everything so far durable; returns the generation.
+
+        With ``Keep.PREVIOUS`` it is the local half of a commit of several ranks: until ``acknowledge``,
+        ``open(at=OpenAt.PREVIOUS)`` goes back to the commit before. It takes no more space than a commit does, for
+        nothing may be written before the acknowledgement.
+        """
         if keep is Keep.PREVIOUS and PREVIOUS in self.snapshots:
             raise StoreError("prepare: the prepared commit before this one was not acknowledged")
-        self.begin(state, snapshot)
+        self.begin(state, snapshot=snapshot)
         extents = self._parts.extents
-        try:
+        with self._failures.poisoning("a commit failed"):
             self._failures.wait([*self.writes, *self._syncs])
             self.writes, self._syncs = [], []
             for directory in dict.fromkeys(self._directories):
@@ -153,23 +173,17 @@ class Committer:
             own = {_HISTORY: self._history.pack()}
             if extents.budget is not None:
                 own[_BUDGET] = extents.budget.pack()
-            self._write_index({**state, **own}, snapshot, keep)
-        except BaseException as error:
-            self._failures.poison(f"a commit failed: {error}")
-            raise
+            self._write_index({**(state or {}), **own}, snapshot, keep)
         return self._parts.live.generation
 
     def acknowledge(self) -> None:
-        """Lets the commit before a prepared one go, durably; without one, nothing."""
+        """Every rank has its prepared commit: durably releases the commit before it. Without one, nothing."""
+        self._failures.check()
         dropped = self._superseded(0)
         if not dropped:
             return
-        try:
-            with self._counted():
-                self._parts.index.drop_snapshots(dropped)
-        except BaseException as error:
-            self._failures.poison(f"acknowledging a commit failed: {error}")
-            raise
+        with self._failures.poisoning("acknowledging a commit failed"), self._counted():
+            self._parts.index.drop_snapshots(dropped)
         self._parts.engine.log_mark(f"acknowledge {self._parts.live.generation}")
         for name in dropped:
             self._parts.live.release(self.snapshots.pop(name).records.values())
@@ -187,7 +201,7 @@ class Committer:
         self._parts.extents.discard(kept, self._parts.live.counts())
 
     def _superseded(self, adding: int) -> list[str]:
-        """What is let go of by a commit that adds so many snapshots and cannot be undone."""
+        """The snapshots that a final commit drops when it adds ``adding`` of them."""
         named = [name for name in self.snapshots if name != PREVIOUS]
         excess = max(len(named) + adding - self._parts.config.retain, 0) if adding or self._replaces else 0
         return named[:excess] + ([PREVIOUS] if PREVIOUS in self.snapshots else [])

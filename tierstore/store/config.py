@@ -61,7 +61,7 @@ class IoConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WearConfig:
-    """What a store may do to its drive, and what it gives back."""
+    """How much a store may write to its drive, and whether it discards free blocks."""
 
     daily_write_budget: int = field(
         default=0, metadata={"size": True, "help": "bytes written a day, then writes wait (0: no limit)"}

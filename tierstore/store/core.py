@@ -18,9 +18,8 @@ from tierstore.cache.access import Need, Phase
 from tierstore.cache.host_cache import HostCache
 from tierstore.errors import BudgetError, StoreError
 from tierstore.store.adamw import StepHistory
-from tierstore.store.committing import Committer, Keep
+from tierstore.store.committing import Committer
 from tierstore.store.content import record_crc32c
-from tierstore.store.disk.drives import DriveReport
 from tierstore.store.disk.space import copies
 from tierstore.store.failures import Failures
 from tierstore.store.format import Group
@@ -114,7 +113,7 @@ class StoreCore:
                     self.cache.end_unit(unit)
             except BaseException:
                 if group < groups:
-                    self.poison("an access was left before its end")
+                    self.failures.poison("an access was left before its end")
                 raise
             finally:
                 self.cache.end_group()
@@ -139,12 +138,12 @@ class StoreCore:
             yield step
         except BaseException as error:
             if self.history.taken:
-                self.poison(f"optimizer step {step.number} was cut short: {error or type(error).__name__}")
+                self.failures.poison(f"optimizer step {step.number} was cut short", error)
             self.history.abandon()
             raise
         if self.history.is_open:
             self.history.finish()
-        self.cache.end_step()
+        self.cache.residency.end_step()
 
     # Records that their owner holds -------------------------------------------------------------------------
 
@@ -168,34 +167,6 @@ class StoreCore:
         live, demand = self.records.direct(key), _native.Priority.DEMAND
         self.wait([live.read(group, into, (), demand) for group, into in groups.items()])
 
-    # Commits ------------------------------------------------------------------------------------------------
-
-    def commit(self, state: Mapping[str, bytes] | None = None, *, snapshot: str | None = None) -> int:
-        """As ``ParameterStore.commit``."""
-        self.failures.check()
-        return self.committer.commit(state or {}, snapshot, Keep.NOTHING)
-
-    def prepare(self, state: Mapping[str, bytes] | None = None, *, snapshot: str | None = None) -> int:
-        """``commit``, keeping the one before until ``acknowledge``: the local half of a commit of several
-        ranks.
-
-        Until then ``open(at=OpenAt.PREVIOUS)`` goes back to it. It takes no more space than a commit does, for
-        nothing may be written before the acknowledgement.
-        """
-        self.failures.check()
-        return self.committer.commit(state or {}, snapshot, Keep.PREVIOUS)
-
-    def acknowledge(self) -> None:
-        """Every rank has its prepared commit: the one before it is dropped, durably."""
-        self.failures.check()
-        self.committer.acknowledge()
-
-    def poison(self, reason: str) -> None:
-        """The live state is no longer whole, says whoever was changing it: only the last commit counts from
-        here on.
-        """
-        self.failures.poison(reason)
-
     # What it is ---------------------------------------------------------------------------------------------
 
     def records_crc32c(self, progress: Callable[[int, int], None] | None = None) -> int:
@@ -215,14 +186,6 @@ class StoreCore:
                 progress(done, len(keys))
         return crc
 
-    def counters(self) -> _native.ResidencyStats:
-        """Hits, misses and bytes that the host cache has decided since the store was opened."""
-        return self.cache.residency.stats()
-
-    def drives(self) -> list[DriveReport]:
-        """What lies in each of the store's directories, and what each gave; the store's own first."""
-        return self.extents.drive_reports()
-
     def describe(self) -> list[str]:
         """One line for each capability: what is in effect, and why where AUTO fell back."""
         engine, arena = self.engine, self._parts.arena
@@ -232,7 +195,7 @@ class StoreCore:
         else:
             reason = self.extents.direct_reason
             past_cache = "direct I/O: " + (f"off ({reason})" if reason else "on")
-        drives = self.drives()
+        drives = self.extents.drive_reports()
         shares = ", ".join(f"{drive.path} {drive.share:.0%}" for drive in drives)
         return [
             f"I/O: {engine.backend}" + (f" ({engine.backend_reason})" if engine.backend_reason else ""),
@@ -240,7 +203,7 @@ class StoreCore:
             past_cache,
             f"host cache: {format_bytes(arena.nbytes)}, {format_bytes(arena.huge_bytes)} of it in huge pages",
             *([f"drives: {shares} of new records"] if len(drives) > 1 else []),
-            self.extents.describe_discard(),
+            self.extents.discarding.describe(),
             *([] if self.write_budget is None else [self.write_budget.describe()]),
         ]
 

@@ -1,4 +1,4 @@
-"""What can be wrong with an open store, told in the store's own words."""
+"""Whether an open store can be used, and its failures in the store's own words."""
 
 from __future__ import annotations
 
@@ -24,9 +24,19 @@ class Failures:
         self._poison = ""
         self.closed = False
 
-    def poison(self, reason: str) -> None:
-        """From now on every use is refused, with the first reason given: only the last commit stands."""
-        self._poison = self._poison or reason
+    def poison(self, reason: str, error: BaseException | None = None) -> None:
+        """From now on every use is refused, with the first reason given (and its ``error``): only the last commit stands."""
+        if not self._poison:
+            self._poison = reason if error is None else f"{reason}: {str(error) or type(error).__name__}"
+
+    @contextlib.contextmanager
+    def poisoning(self, what: str) -> Iterator[None]:
+        """Poisons the store when the block raises."""
+        try:
+            yield
+        except BaseException as error:
+            self.poison(what, error)
+            raise
 
     @property
     def forked(self) -> bool:

@@ -139,7 +139,7 @@ def _pin_layer(
         for unit in core.cache.next_group():
             core.optimizer.catch_up(records[unit])
         if count == 1:
-            core.cache.pin(numbers, flags)
+            core.cache.residency.pin(numbers, flags)
         core.cache.end_group()
     if count > 1:
         raise BudgetError(

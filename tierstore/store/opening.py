@@ -53,7 +53,7 @@ from tierstore.store.format import (
 )
 from tierstore.store.index.database import PREVIOUS, Index
 from tierstore.store.index.live import LiveIndex
-from tierstore.store.tuning import Tuning, tune
+from tierstore.store.tuning import TransferTuning, tune
 from tierstore.trace.quotas import quotas_by_layer
 from tierstore.trace.recording import TraceRecorder
 
@@ -110,7 +110,7 @@ class Parts:
     live: LiveIndex
     cache: HostCache
     recording: TraceRecorder | None
-    tuning: Tuning
+    tuning: TransferTuning
 
     def meta(self) -> dict[str, object]:
         """What the index says of the store itself."""
@@ -171,8 +171,7 @@ def create(
         remove_content(directory)
         index = Index.create(directory / "index")
         stack.callback(index.close)
-        found = _Found(drives=drives, schemas=schemas, config=config, adamw=adamw, lease=lease, index=index)
-        parts = _assemble(stack, found, trace, io_log)
+        parts = _assemble(stack, drives, schemas, config, adamw, lease, index, trace, io_log)
         stack.pop_all()
         return parts
 
@@ -206,21 +205,20 @@ def open_existing(
         config = replace(config, layers=layers)
         drives = Drives.open(home, config.stripe, known)
         stack.callback(drives.close)
-        found = _Found(drives=drives, schemas=schemas, config=config, adamw=adamw, lease=lease, index=index)
-        parts = _assemble(stack, found, trace, io_log)
+        parts = _assemble(stack, drives, schemas, config, adamw, lease, index, trace, io_log)
         stack.pop_all()
         return parts
 
 
 def read_schemas(directory: Path) -> list[RecordSchema]:
-    """The record schemas of the store in ``directory``, which nobody may have open."""
+    """The record schemas of the store in ``directory``, which no process may have open."""
     home = Home(directory, read_identity(directory), published=True)
     with DirectoryLease(directory), contextlib.closing(Index(directory / "index")) as index:
         return read_meta(home, index)[0]
 
 
 def read_states(directory: Path, name: str) -> dict[OpenAt, bytes]:
-    """State ``name`` at each commit that the store in ``directory`` can be opened at. Nobody may have it open.
+    """State ``name`` at each commit that the store in ``directory`` can be opened at. No process may have it open.
 
     Raises StoreMissingError, StoreInUseError, StoreFormatError.
     """
@@ -234,7 +232,7 @@ def read_states(directory: Path, name: str) -> dict[OpenAt, bytes]:
 
 
 def read_drives(store: Path) -> list[DriveReport]:
-    """The directories of the store in ``store``, which nobody may have open, as of its last commit.
+    """The directories of the store in ``store``, which no process may have open, as of its last commit.
 
     Raises StoreMissingError, StoreInUseError, StoreFormatError; a stripe directory that is missing is no error.
     """
@@ -317,7 +315,7 @@ def minimum_host_budget(
         frames += cache.headroom_frames
         if cache.layer_shares:
             smallest = min(cache.layer_shares) / sum(cache.layer_shares)
-            # Shares that were rounded still have room for what they came from, as in quotas_by_layer.
+            # Shares that were rounded still hold what they came from, as in quotas_by_layer.
             frames = math.ceil(frames / smallest * (1 - 1e-8))
         elif cache.scope is Scope.LAYER:
             frames *= max(layers, 1)
@@ -348,18 +346,6 @@ def check_budget(config: StoreConfig, schemas: Sequence[RecordSchema], layers: S
 # Building ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Found:
-    """What lies on the drives, and how it is to be used: what the other parts are built on."""
-
-    drives: Drives
-    schemas: Sequence[RecordSchema]
-    config: StoreConfig
-    adamw: AdamWConfig
-    lease: DirectoryLease
-    index: Index
-
-
 def _host_arena(config: StoreConfig, nbytes: int) -> Arena:
     try:
         return Arena(nbytes, _HUGE[config.io.huge_pages])
@@ -371,11 +357,20 @@ def _host_arena(config: StoreConfig, nbytes: int) -> Arena:
         ) from error
 
 
-def _assemble(stack: contextlib.ExitStack, found: _Found, trace: Path | None, io_log: Path | None) -> Parts:
+def _assemble(
+    stack: contextlib.ExitStack,
+    drives: Drives,
+    schemas: Sequence[RecordSchema],
+    config: StoreConfig,
+    adamw: AdamWConfig,
+    lease: DirectoryLease,
+    index: Index,
+    trace: Path | None,
+    io_log: Path | None,
+) -> Parts:
     """The rest of the parts; what fails takes back, through ``stack``, what was made."""
-    config, drives, schemas = found.config, found.drives, found.schemas
     tuning = tune(config.io, drives.home.directory)
-    engine = make_engine(config.io, tuning, lease_fd=found.lease.fd, log_path=io_log)
+    engine = make_engine(config.io, tuning, lease_fd=lease.fd, log_path=io_log)
     stack.callback(engine.close)
     frame = record_frame_bytes(schemas)
     frames = max(config.host_budget // frame, 1)
@@ -397,11 +392,11 @@ def _assemble(stack: contextlib.ExitStack, found: _Found, trace: Path | None, io
         home=drives.home,
         drives=drives,
         config=config,
-        adamw=found.adamw,
-        lease=found.lease,
+        adamw=adamw,
+        lease=lease,
         engine=engine,
         arena=arena,
-        index=found.index,
+        index=index,
         extents=extents,
         live=LiveIndex(extents),
         cache=cache,
@@ -424,7 +419,9 @@ def make_residency(config: StoreConfig, frames: int, frame_bytes: int) -> Reside
     return Residency(frames, **settings)
 
 
-def make_engine(io: IoConfig, tuning: Tuning, *, lease_fd: int = -1, log_path: Path | None = None) -> Engine:
+def make_engine(
+    io: IoConfig, tuning: TransferTuning, *, lease_fd: int = -1, log_path: Path | None = None
+) -> Engine:
     """An engine as ``io`` and ``tuning`` say. Raises OSError when a backend that is ON is refused."""
     return Engine(
         backend=IoBackend[io.backend.name],

@@ -259,7 +259,7 @@ class ParameterStore:
         ValueError leave all as it was (a lease holds what must be written, say); after any other error the store is
         poisoned, and reopens at this commit or the one before.
         """
-        return self.core.commit(state, snapshot=snapshot)
+        return self.core.committer.commit(state, snapshot=snapshot)
 
     async def commit_async(
         self, state: Mapping[str, bytes] | None = None, *, snapshot: str | None = None
@@ -271,12 +271,11 @@ class ParameterStore:
         and so does the sync of a directory whose extents have grown.
         """
         for _ in range(_ROUNDS):
-            self.core.failures.check()
-            tickets = self.core.committer.begin(state or {}, snapshot)
+            tickets = self.core.committer.begin(state, snapshot=snapshot)
             if not tickets:
                 break
             await self._wait(tickets)
-        return self.core.commit(state, snapshot=snapshot)
+        return self.core.committer.commit(state, snapshot=snapshot)
 
     async def _wait(self, tickets: Sequence[int]) -> None:
         with self.core.failures.translated():
@@ -286,7 +285,7 @@ class ParameterStore:
 
     def status(self) -> StoreStatus:
         """What is in effect, and what lies where."""
-        return StoreStatus(self.core.history.applied, self.core.describe(), self.core.drives())
+        return StoreStatus(self.core.history.applied, self.core.describe(), self.core.extents.drive_reports())
 
     def records_crc32c(self, progress: Callable[[int, int], None] | None = None) -> int:
         """CRC-32C over every record's content in key order, caught up to the last applied step.

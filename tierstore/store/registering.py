@@ -136,7 +136,7 @@ def _fill(core: StoreCore, record: CachedRecord, content: Sequence[npt.NDArray[n
                 cache.wrote(moments, core.engine.fill_zero(section, after=cache.ready(moments)))
     except BaseException as error:
         if begun:
-            core.poison(f"registering {record.live.key!r} was cut short: {error}")
-        else:  # there was no room for it beside what is leased
+            core.failures.poison(f"registering {record.live.key!r} was cut short", error)
+        else:  # it does not fit beside what is leased
             core.records.remove(record.live.key)
         raise

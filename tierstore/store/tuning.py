@@ -15,7 +15,7 @@ DEFAULT_QUEUE_DEPTH = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tuning:
+class TransferTuning:
     """What an engine is made with, and why each is what it is."""
 
     chunk_bytes: int
@@ -30,7 +30,7 @@ class Tuning:
         return f"{chunk} ({self.chunk_reason}), {depth} in flight ({self.depth_reason})"
 
 
-def tune(io: IoConfig, directory: Path | None) -> Tuning:
+def tune(io: IoConfig, directory: Path | None) -> TransferTuning:
     """The tuning of an engine for files in ``directory`` (None: anywhere). Raises OSError without such a directory."""
     chunk, depth, reason = DEFAULT_CHUNK_BYTES, DEFAULT_QUEUE_DEPTH, "built in"
     if directory is not None and not (io.chunk_bytes and io.queue_depth):
@@ -45,7 +45,7 @@ def tune(io: IoConfig, directory: Path | None) -> Tuning:
                 reason = f"measured {point.measured}"
             else:
                 reason = "built in, for `tierstore bench io` has not measured this disk"
-    return Tuning(
+    return TransferTuning(
         chunk_bytes=io.chunk_bytes or chunk,
         queue_depth=io.queue_depth or depth,
         chunk_reason="as configured" if io.chunk_bytes else reason,

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 from tierstore.lazy import exports
 
 if TYPE_CHECKING:
-    from tierstore.tiers.device import DeviceSlots, DeviceTier, HostDeviceTier
+    from tierstore.tiers.device import DeviceTier, HostDeviceTier
     from tierstore.tiers.limited import LimitedTier, limited_tier
     from tierstore.tiers.opening import open_device_tier
+    from tierstore.tiers.slots import DeviceSlots
 else:
     __getattr__, __dir__ = exports(__name__, __file__)
-
-__all__ = ["DeviceSlots", "DeviceTier", "HostDeviceTier", "LimitedTier", "limited_tier", "open_device_tier"]

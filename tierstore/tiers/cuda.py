@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tierstore._native import Arena, Buffer, Engine, HugePages
-from tierstore.tiers.device import DeviceSlots, tensor_of
+from tierstore.tiers.device import tensor_of
+from tierstore.tiers.slots import DeviceSlots
 
 _Work = tuple[Sequence[int], Callable[[], None], int]
 
@@ -60,16 +61,16 @@ class CudaDeviceTier:
     """Slots on ``device``. Gradients are copied to pinned host memory, a buffer for each gradient slot."""
 
     def __init__(
-        self, engine: Engine, slots: DeviceSlots, device: torch.device, huge_pages: HugePages
+        self, engine: Engine, slots: DeviceSlots[torch.dtype], device: torch.device, huge_pages: HugePages
     ) -> None:
         self.device = device
         self.slots = slots
         self._weights = _slots(slots.weights, slots.weight_bytes, slots.numel, slots.compute, device)
         self._gradients = _slots(slots.gradients, slots.gradient_bytes, slots.numel, torch.float32, device)
-        self._landing_arena = Arena(slots.gradients * slots.gradient_bytes, huge_pages)
-        pin_arena(self._landing_arena)
-        self._landing = [
-            Buffer(self._landing_arena, [(i * slots.gradient_bytes, slots.gradient_bytes)], slots.numel * 4)
+        self._host_arena = Arena(slots.gradients * slots.gradient_bytes, huge_pages)
+        pin_arena(self._host_arena)
+        self._host = [
+            Buffer(self._host_arena, [(i * slots.gradient_bytes, slots.gradient_bytes)], slots.numel * 4)
             for i in range(slots.gradients)
         ]
         # The allocator may have given them memory that work queued on the compute stream still uses.
@@ -103,29 +104,29 @@ class CudaDeviceTier:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def take_gradient(self) -> tuple[int, list[int]]:
+    def allocate_gradient(self) -> tuple[int, list[int]]:
         return self._free.popleft()
 
     def gradients(self, slot: int) -> torch.Tensor:
         return self._gradients[slot]
 
-    def land(self, slot: int) -> tuple[Buffer, list[int]]:
+    def copy_to_host(self, slot: int) -> tuple[Buffer, list[int]]:
         made = self._reached()
-        source, target = self._gradients[slot], tensor_of(self._landing[slot], torch.float32)
+        source, target = self._gradients[slot], tensor_of(self._host[slot], torch.float32)
 
         def copy() -> None:
             self._down.stream.wait_event(made)
             target.copy_(source, non_blocking=True)
 
-        return self._landing[slot], [self._down.submit((), copy)]
+        return self._host[slot], [self._down.submit((), copy)]
 
-    def release_gradient(self, slot: int, after: Sequence[int]) -> None:
+    def free_gradient(self, slot: int, after: Sequence[int]) -> None:
         self._free.append((slot, list(after)))
 
     def close(self) -> None:
         self._up.close()
         self._down.close()
-        unpin_arena(self._landing_arena)
+        unpin_arena(self._host_arena)
 
 
 def _slots(

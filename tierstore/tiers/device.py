@@ -12,52 +12,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from tierstore._native import Arena, Buffer, Engine, HugePages
-from tierstore.tiers.slots import SlotSizes
-
-
-@dataclass(frozen=True)
-class DeviceSlots:
-    """How many slots of ``numel`` elements: weights in the compute type, gradients in fp32."""
-
-    numel: int
-    compute: torch.dtype
-    weights: int = 4
-    gradients: int = 3
-
-    @property
-    def sizes(self) -> SlotSizes:
-        return SlotSizes(self.numel, self.compute.itemsize, self.weights, self.gradients)
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.sizes.weight_bytes
-
-    @property
-    def gradient_bytes(self) -> int:
-        return self.sizes.gradient_bytes
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all slots."""
-        return self.sizes.nbytes
+from tierstore.tiers.slots import DeviceSlots
 
 
 class DeviceTier(Protocol):
     """Slots are numbers. A weight slot is loaded, used and released, possibly before the device has finished the work
     queued with it. A gradient slot is allocated, written and copied to the host; it is free again when the tickets given
-    to ``release_gradient`` have finished.
+    to ``free_gradient`` have finished.
     """
 
     @property
     def device(self) -> torch.device: ...
     @property
-    def slots(self) -> DeviceSlots: ...
+    def slots(self) -> DeviceSlots[torch.dtype]: ...
 
     def load(self, slot: int, source: Buffer, after: Sequence[int]) -> int:
         """Queues the copy of ``source`` into weight slot ``slot``; returns its ticket."""
@@ -71,19 +43,19 @@ class DeviceTier(Protocol):
         """The slot may be loaded again once the device has done all work queued so far."""
         ...
 
-    def take_gradient(self) -> tuple[int, list[int]]:
+    def allocate_gradient(self) -> tuple[int, list[int]]:
         """A gradient slot, and the tickets that must finish before it is written."""
         ...
 
     def gradients(self, slot: int) -> torch.Tensor: ...
 
-    def land(self, slot: int) -> tuple[Buffer, list[int]]:
+    def copy_to_host(self, slot: int) -> tuple[Buffer, list[int]]:
         """The gradient of ``slot`` in host memory, complete once the device has done all work queued so far, and the
         tickets after which it is there.
         """
         ...
 
-    def release_gradient(self, slot: int, after: Sequence[int]) -> None:
+    def free_gradient(self, slot: int, after: Sequence[int]) -> None:
         """The slot (and its host buffer) may be reused once the tickets ``after`` have finished."""
         ...
 
@@ -93,7 +65,7 @@ class DeviceTier(Protocol):
 class HostDeviceTier:
     """The CPU as a device: slots in an arena of its own."""
 
-    def __init__(self, engine: Engine, slots: DeviceSlots, huge_pages: HugePages) -> None:
+    def __init__(self, engine: Engine, slots: DeviceSlots[torch.dtype], huge_pages: HugePages) -> None:
         self._engine = engine
         self.slots = slots
         self._arena = Arena(slots.nbytes, huge_pages)
@@ -123,17 +95,17 @@ class HostDeviceTier:
     def release_weights(self, slot: int) -> None:
         """Nothing to do: the caller computes, and has finished."""
 
-    def take_gradient(self) -> tuple[int, list[int]]:
+    def allocate_gradient(self) -> tuple[int, list[int]]:
         return self._free.popleft()
 
     def gradients(self, slot: int) -> torch.Tensor:
         return self._gradient_tensors[slot]
 
-    def land(self, slot: int) -> tuple[Buffer, list[int]]:
+    def copy_to_host(self, slot: int) -> tuple[Buffer, list[int]]:
         # The device's memory is the host's: the optimizer reads the slot itself.
         return self._gradients[slot], []
 
-    def release_gradient(self, slot: int, after: Sequence[int]) -> None:
+    def free_gradient(self, slot: int, after: Sequence[int]) -> None:
         self._free.append((slot, list(after)))
 
     def close(self) -> None:

@@ -8,7 +8,8 @@ import torch
 
 from tierstore._native import Activity, Buffer, Engine, Link
 from tierstore.links import LinkConfig, limited, open_link
-from tierstore.tiers.device import DeviceSlots, DeviceTier
+from tierstore.tiers.device import DeviceTier
+from tierstore.tiers.slots import DeviceSlots
 
 
 def _nothing() -> list[int]:
@@ -45,7 +46,7 @@ class LimitedTier:
         return self._tier.device
 
     @property
-    def slots(self) -> DeviceSlots:
+    def slots(self) -> DeviceSlots[torch.dtype]:
         return self._tier.slots
 
     def load(self, slot: int, source: Buffer, after: Sequence[int]) -> int:
@@ -60,19 +61,19 @@ class LimitedTier:
         self._tier.release_weights(slot)
         self._idle[slot] = self._computed()
 
-    def take_gradient(self) -> tuple[int, list[int]]:
-        return self._tier.take_gradient()
+    def allocate_gradient(self) -> tuple[int, list[int]]:
+        return self._tier.allocate_gradient()
 
     def gradients(self, slot: int) -> torch.Tensor:
         return self._tier.gradients(slot)
 
-    def land(self, slot: int) -> tuple[Buffer, list[int]]:
-        landed, after = self._tier.land(slot)
-        turn = self._engine.hold(self._link, landed.nbytes, Activity.COPY, after=self._computed())
-        return landed, [*after, turn]
+    def copy_to_host(self, slot: int) -> tuple[Buffer, list[int]]:
+        copied, after = self._tier.copy_to_host(slot)
+        turn = self._engine.hold(self._link, copied.nbytes, Activity.COPY, after=self._computed())
+        return copied, [*after, turn]
 
-    def release_gradient(self, slot: int, after: Sequence[int]) -> None:
-        self._tier.release_gradient(slot, after)
+    def free_gradient(self, slot: int, after: Sequence[int]) -> None:
+        self._tier.free_gradient(slot, after)
 
     def close(self) -> None:
         self._tier.close()

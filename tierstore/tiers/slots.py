@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 _PAGE = 4096
 
 
+class ElementType(Protocol):
+    """A torch.dtype, or whatever else knows the size of its elements."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        ...
+
+
+E = TypeVar("E", bound=ElementType)
+
+
 @dataclass(frozen=True)
-class SlotSizes:
-    """Slots of ``numel`` elements: ``weights`` of ``itemsize`` bytes an element, ``gradients`` of fp32."""
+class DeviceSlots(Generic[E]):
+    """How many slots of ``numel`` elements: weights in the compute type, gradients in fp32."""
 
     numel: int
-    itemsize: int
-    weights: int
-    gradients: int
+    compute: E
+    weights: int = 4
+    gradients: int = 3
 
     @property
     def weight_bytes(self) -> int:
-        return _padded(self.numel * self.itemsize)
+        return _padded(self.numel * self.compute.itemsize)
 
     @property
     def gradient_bytes(self) -> int:

@@ -140,7 +140,7 @@ def _verify(file: BinaryIO, start: int, digest: EventDigest, summary: TraceSumma
             f"{summary.events} events and {summary.units} units in all",
             f"{digest.events} and {digest.units}",
         )
-    found = digest.digest(RecordTable.of(summary.header.records)).hex()
+    found = digest.digest(summary.header.table).hex()
     if found != summary.sha256:
         raise _refuse(file, start, f"events with the sha256 {summary.sha256[:16]}...", f"{found[:16]}...")
 

@@ -12,9 +12,7 @@ from tierstore.trace.format import EventColumns, TraceHeader
 from tierstore.trace.records import RecordTable
 from tierstore.trace.writer import TraceWriter
 
-_BUFFER_ROWS = (
-    1 << 15
-)  # events or units that are written at once: half of the writer's chunk, which has room for more
+_BUFFER_ROWS = 1 << 15  # events or units that are written at once: half of the writer's chunk
 
 
 class TraceRecorder:
@@ -41,9 +39,12 @@ class TraceRecorder:
         self._residency.observe(None)
         with self._writer as writer:
             self._events.flush()
+            # Frames and sizes lie one after another, three a record.
+            layers, frames, sizes, stored = self._events.records()
+            triples = frames.reshape(-1, 3), sizes.reshape(-1, 3)
             writer.header = replace(
                 writer.header,
-                records=RecordTable.of_arrays(*self._events.records()),
+                records=RecordTable.of_columns(layers, *triples, stored, count=len(layers)),
                 late_records=self._events.late_records,
             )
 

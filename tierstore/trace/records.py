@@ -61,18 +61,6 @@ class RecordTable(Sequence[TraceRecord]):
         return cls._of_runs(runs)
 
     @classmethod
-    def of_arrays(
-        cls,
-        layers: NDArray[np.uint32],
-        frames: NDArray[np.uint32],
-        sizes: NDArray[np.uint64],
-        stored: NDArray[np.uint16],
-    ) -> RecordTable:
-        """Records as the native core lists them: three ``frames`` and ``sizes`` (bytes) each, one after another."""
-        count = len(layers)
-        return cls.of_columns(layers, frames.reshape(-1, 3), sizes.reshape(-1, 3), stored, count=count)
-
-    @classmethod
     def of(cls, records: Iterable[TraceRecord]) -> RecordTable:
         """``records`` themselves, if they are a table already."""
         return records if isinstance(records, RecordTable) else cls(records)
@@ -128,6 +116,11 @@ class RecordTable(Sequence[TraceRecord]):
     @property
     def stored(self) -> NDArray[np.uint16]:
         return self._column("stored").astype(np.uint16)
+
+    @property
+    def total_frames(self) -> int:
+        """Frames of all records."""
+        return int(self.frames.sum(dtype=np.uint64))
 
     def _column(self, name: str) -> NDArray[np.generic]:
         return np.repeat(self._runs[name], self._runs["count"], axis=0)

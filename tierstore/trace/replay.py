@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -15,7 +16,6 @@ from tierstore.errors import BudgetError, ConfigError, DataError
 from tierstore.trace.format import EventColumns, TraceHeader, TraceKind
 from tierstore.trace.quotas import quotas_by_layer
 from tierstore.trace.reader import read_chunks, read_header, read_summary
-from tierstore.trace.records import RecordTable
 
 STEP_COUNTS = (
     *("hits", "misses", "creates", "evictions", "write_backs", "starved", "read_bytes", "written_bytes"),
@@ -130,7 +130,7 @@ def _chosen(
         elif capacity_frames is None and recorded.scope == "layer":
             layer_quotas = recorded.layer_quotas
         else:
-            layers = np.unique(RecordTable.of(recorded.records).layers).tolist()
+            layers = np.unique(recorded.table.layers).tolist()
             layer_quotas = tuple(quotas_by_layer(layers or [0], capacity))
     if policy is None and ":" in recorded.policy:
         raise ConfigError(
@@ -138,16 +138,14 @@ def _chosen(
             "name it as the policy of the replay"
         )
     options = recorded.policy_options if policy in (None, recorded.policy) else {}
-    return TraceHeader(
+    return replace(
+        recorded,
         capacity_frames=capacity,
         lookahead_frames=recorded.lookahead_frames if lookahead_frames is None else lookahead_frames,
         scope=chosen_scope,
         layer_quotas=layer_quotas,
-        policy=policy if policy is not None else recorded.policy,
-        policy_options=policy_options if policy_options is not None else options,
-        group_order=recorded.group_order,
-        records=recorded.records,
-        late_records=recorded.late_records,
+        policy=recorded.policy if policy is None else policy,
+        policy_options=options if policy_options is None else policy_options,
     )
 
 

@@ -9,7 +9,7 @@ from tierstore.errors import BudgetError
 from tierstore.model.config import ComputeDtype
 from tierstore.store.format import RecordSchema, WeightFormat
 from tierstore.store.opening import minimum_host_budget
-from tierstore.tiers.slots import SlotSizes
+from tierstore.tiers.slots import DeviceSlots
 from tierstore.train.config import TrainConfig
 from tierstore.units import format_bytes
 
@@ -30,7 +30,7 @@ class Budgets:
     cache: int
     device: int
     lookahead: int
-    slots: SlotSizes
+    slots: DeviceSlots[ComputeDtype]
 
 
 def expert_schema(config: TrainConfig) -> RecordSchema:
@@ -47,8 +47,8 @@ def least_host_budget(config: TrainConfig, device: DeviceKind, schema: RecordSch
     return cache + (_least_slots(config, schema).nbytes if device is DeviceKind.CPU else 0)
 
 
-def _least_slots(config: TrainConfig, schema: RecordSchema) -> SlotSizes:
-    return SlotSizes(schema.numel, config.model.compute_dtype.itemsize, weights=1, gradients=1)
+def _least_slots(config: TrainConfig, schema: RecordSchema) -> DeviceSlots[ComputeDtype]:
+    return DeviceSlots(schema.numel, config.model.compute_dtype, weights=1, gradients=1)
 
 
 def budgets(config: TrainConfig, device: DeviceKind, schema: RecordSchema | None = None) -> Budgets:

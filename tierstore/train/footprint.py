@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import psutil
 
 from tierstore.dense.footprint import DenseBytes, dense_bytes
-from tierstore.dense.layout import Narrow, Place, Region, UnitLayout
+from tierstore.dense.layout import Narrow, Region, Span, UnitLayout
 from tierstore.model.config import ComputeDtype, DenseUnit
 from tierstore.train.budgets import DeviceKind
 from tierstore.train.config import TrainConfig
@@ -61,9 +61,7 @@ def flat_layouts(units: Sequence[DenseUnit], *, ranks: int, compute: ComputeDtyp
     return [
         UnitLayout(
             f"unit {number}",
-            tuple(
-                Region((Place(0, 0, (numel,)),), ranks, narrow) for narrow, numel in regions(unit) if numel
-            ),
+            tuple(Region((Span(0, 0, (numel,)),), ranks, narrow) for narrow, numel in regions(unit) if numel),
         )
         for number, unit in enumerate(units)
     ]
@@ -105,7 +103,7 @@ def rank_tokens(config: TrainConfig, ranks: int) -> int:
 
 
 def keep_freed_memory() -> None:
-    """Lets glibc keep freed activations for the next step instead of giving them back to the kernel.
+    """Lets glibc keep freed activations for the next step instead of returning them to the kernel.
 
     First touch of fresh memory is slower than any disk here (0.4 to 1.9 GB/s with 4 KiB pages), and every step
     would pay it for all of its activations. Without glibc this does nothing.
@@ -120,7 +118,7 @@ def keep_freed_memory() -> None:
     mallopt(top_pad, 16 << 20)
 
 
-def give_back_freed_memory() -> None:
-    """Gives freed memory back to the kernel once: what setting up has used need not count all run long."""
+def return_freed_memory() -> None:
+    """Returns freed memory to the kernel once: what setting up has used need not count all run long."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -2,7 +2,7 @@
 is everybody's.
 
 A rank's own commit is a prepare. It is acknowledged when all ranks have theirs; only then is the commit before it
-let go. So at any instant there is a step that every rank has, whenever each of them was killed, and a resume takes
+dropped. So at any instant there is a step that every rank has, whenever each of them was killed, and a resume takes
 the newest such step.
 """
 
@@ -24,6 +24,7 @@ from tierstore.errors import (
     TierstoreError,
 )
 from tierstore.parallel import Mesh
+from tierstore.store.committing import Keep
 from tierstore.store.core import StoreCore
 from tierstore.store.directories import rank_directories, rank_directory
 from tierstore.store.opening import IDENTITY, OpenAt, read_states
@@ -68,7 +69,7 @@ class _Found:
 
 
 def rank_file(path: Path | None, rank: int) -> Path | None:
-    """The file that rank ``rank`` writes where all were told ``path``: rank 0 that one, others one beside it."""
+    """The file that rank ``rank`` writes where all were given ``path``: rank 0 that one, others one beside it."""
     if path is None or rank == 0:
         return path
     return path.with_name(f"{path.stem}.rank-{rank:04d}{path.suffix}")
@@ -111,7 +112,7 @@ def agree(store: Path, wanted: Opening, mesh: Mesh) -> Agreed:
         return Agreed(Opening.RESUME, common[rank])
     if wanted is not Opening.RESTART or mesh.job_store.has(_ACKNOWLEDGED):
         raise _nothing_common(store, found)
-    # Killed while they were made: some have their first commit, and nobody has acknowledged it.
+    # Killed while they were made: some have their first commit, and no rank has acknowledged it.
     if found[rank].steps:
         _discard(directory)
     mesh.world.barrier()
@@ -119,14 +120,14 @@ def agree(store: Path, wanted: Opening, mesh: Mesh) -> Agreed:
 
 
 def check_alike(config: TrainConfig, conditions: Mapping[str, object], mesh: Mesh) -> None:
-    """Raises ConfigError on all ranks, naming the first difference, unless all were told the same; a collective.
+    """Raises ConfigError on all ranks, naming the first difference, unless all were given the same; a collective.
 
     Only paths may differ, and how bytes move: the rest decides what is computed, or in which order ranks send.
     """
     settings = {name: value for name, value in as_dict(config).items() if name not in _OWN}
     settings["data"] = {**table_of(settings["data"]), "paths": None}
-    told = {**settings, "conditions": {**conditions, "data": _text(conditions), "parallel": None}}
-    ranks = mesh.world.all_gather_object(told)
+    given = {**settings, "conditions": {**conditions, "data": _text(conditions), "parallel": None}}
+    ranks = mesh.world.all_gather_object(given)
     for number, other in enumerate(ranks):
         different = differences(ranks[0], other)
         if different:
@@ -220,12 +221,12 @@ def _discard(directory: Path) -> None:
 def commit_everywhere(store: StoreCore, mesh: Mesh, state: Mapping[str, bytes], snapshot: str | None) -> int:
     """One commit of all ranks; a collective. Returns this rank's generation. Raises OSError, PeerError."""
     if mesh.world.size == 1:
-        generation = store.commit(state, snapshot=snapshot)
+        generation = store.committer.commit(state, snapshot=snapshot)
         mesh.job_store.set(_ACKNOWLEDGED)
         return generation
-    generation = store.prepare(state, snapshot=snapshot)
+    generation = store.committer.commit(state, snapshot=snapshot, keep=Keep.PREVIOUS)
     mesh.world.barrier()
-    store.acknowledge()
+    store.committer.acknowledge()
     if mesh.world.rank == 0:
         mesh.job_store.set(_ACKNOWLEDGED)
     return generation

@@ -20,7 +20,7 @@ from tierstore.units import format_bytes, format_seconds
 
 def counters(trainer: Trainer) -> dict[str, int]:
     """Counters of the residency core and the engine since the store was opened."""
-    stats = trainer.store.counters()
+    stats = trainer.store.cache.residency.stats()
     names = ("hits", "misses", "evictions", "write_backs", "read_bytes", "written_bytes")
     speculation = ("prefetch_read_bytes", "useful_prefetch_bytes", "wasted_prefetch_bytes")
     return {name: getattr(stats, name) for name in (*names, *speculation)}
@@ -63,13 +63,13 @@ def totals(trainer: Trainer, begun: Instant) -> Totals:
     """The totals of the run that began at ``begun`` and ends now; a collective."""
     ended = Instant.now(trainer)
     own = (
-        counters(trainer) | {"late_prefetch_bytes": trainer.late_prefetch_bytes},
+        counters(trainer) | {"late_prefetch_bytes": trainer.experts.late_prefetch_bytes},
         peak_resident_bytes(),
         trainer.ledger.total_s,
         [stall.as_dict() for stall in trainer.ledger.rows()],
         trainer.timer.total,
         ended.drive_written_bytes - begun.drive_written_bytes,
-        trainer.store.drives(),
+        trainer.store.extents.drive_reports(),
     )
     ranks = trainer.mesh.world.all_gather_object(own)
     longest = max(range(len(ranks)), key=lambda rank: ranks[rank][2])
@@ -88,7 +88,7 @@ def totals(trainer: Trainer, begun: Instant) -> Totals:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The result of ``tierstore train``. ``records_crc32c`` is None where nobody asked for it."""
+    """The result of ``tierstore train``. ``records_crc32c`` is None where it was not asked for."""
 
     config: TrainConfig
     steps: int

@@ -65,7 +65,7 @@ class Resharded:
 
 
 def reshard(source: Path, target: Path, layout: Layout, progress: Progress | None = None) -> Resharded:
-    """Makes at ``target`` the store of ``source`` for ``layout``. ``progress`` is told records done and in all.
+    """Makes at ``target`` the store of ``source`` for ``layout``. ``progress`` is called with records done and in all.
 
     Raises StoreMissingError, StoreInUseError, StoreExistsError, StoreFormatError, ConfigError, OSError; on a failure
     there is nothing at ``target``.
@@ -187,7 +187,7 @@ class _Writer:
         schemas = [expert_schema, *dense_schemas(cuts)]
         config = StoreConfig(host_budget=2 * minimum_host_budget(schemas), layers=model.moe_layers)
         with ParameterStore.create(directory, schemas, config, adamw=first.core.adamw) as store:
-            store.core.history.copy_from(first.core.history)
+            store.core.history.unpack(first.core.history.pack())
             for cut in cuts:
                 store.register(cut.key, schema_name(cut))
             blocks = ExpertBlocks(model.experts, self._layout.expert_ranks)

@@ -22,9 +22,9 @@ from tierstore.dense.parameters import Units
 from tierstore.errors import ConfigError, StoreFormatError
 from tierstore.model import Transformer
 from tierstore.moe import initial_expert
+from tierstore.moe.source import ExpertLease
 from tierstore.parallel import Mesh, RankEnvironment, rank_device
 from tierstore.prefetch import HorizontalQueue, Schedule, TieredExperts, make_predictor, unit_schedule
-from tierstore.prefetch.experts import TieredLease
 from tierstore.prefetch.plan import group_order
 from tierstore.stats import Cause, StallKey, StallLedger
 from tierstore.store.config import StoreConfig
@@ -33,12 +33,11 @@ from tierstore.store.directories import rank_directory, rank_stripe
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.store.registering import NewRecord, register_many
 from tierstore.tiers import DeviceSlots, DeviceTier, limited_tier, open_device_tier
-from tierstore.tiers.slots import SlotSizes
 from tierstore.timeline import NullTimeline, TimelineSink, Track
 from tierstore.train.budgets import EXPERT_SCHEMA, Budgets, DeviceKind, budgets, expert_schema
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TextData
-from tierstore.train.footprint import give_back_freed_memory
+from tierstore.train.footprint import return_freed_memory
 from tierstore.train.ranks import Agreed, Opening, agree, check_alike
 from tierstore.train.state import TrainState, conditions, differences
 from tierstore.train.step_time import StepTimer
@@ -77,13 +76,14 @@ def open_session(
             state = _resumed_state(config, store, setup.conditions)
         else:
             state = TrainState(conditions=setup.conditions)
-        sliced = _slice_dense(setup, shell)
-        gates = sliced.dense.attach(shell.model, sliced.queue)
+        dense, schedule = _slice_dense(setup, shell)
+        queue = HorizontalQueue(schedule, dense, setup.ledger)
+        gates = dense.attach(shell.model, queue)
         stack.callback(gates.remove)
-        _fill(setup, store, sliced.dense)
+        _fill(setup, store, dense)
         tier = _open_tier(setup, store)
         stack.callback(tier.close)
-        experts = _open_experts(setup, store, tier, sliced.schedule)
+        experts = _open_experts(setup, store, tier, schedule)
         shell.source.target = experts
         threads = ThreadTimes()
         stack.callback(threads.close)
@@ -92,8 +92,8 @@ def open_session(
             store=store,
             experts=experts,
             model=shell.model,
-            dense=sliced.dense,
-            queue=sliced.queue,
+            dense=dense,
+            queue=queue,
             data=setup.data,
             mesh=setup.mesh,
             state=state,
@@ -105,7 +105,7 @@ def open_session(
             # A store is one from its first commit on: none is before all ranks have made theirs.
             setup.mesh.world.barrier()
             trainer.commit()
-            give_back_freed_memory()
+            return_freed_memory()
         yield trainer
 
 
@@ -130,10 +130,6 @@ class _Setup:
         """This rank's experts, of each layer."""
         return self.mesh.blocks(self.config.model.experts).owned(self.mesh.expert.rank)
 
-    @property
-    def slots(self) -> SlotSizes:
-        return self.budgets.slots
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Shell:
@@ -143,15 +139,6 @@ class _Shell:
     source: _LateSource
     units: Units
     layouts: Sequence[UnitLayout]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Sliced:
-    """Dense parameters, and what drives them."""
-
-    dense: DenseSlices
-    schedule: Schedule
-    queue: HorizontalQueue
 
 
 def _prepare(config: TrainConfig, opening: Opening, mesh: Mesh | None, timeline: TimelineSink) -> _Setup:
@@ -223,7 +210,7 @@ def _open_store(setup: _Setup, shell: _Shell, *, trace: Path | None, io_log: Pat
     ).core
 
 
-def _slice_dense(setup: _Setup, shell: _Shell) -> _Sliced:
+def _slice_dense(setup: _Setup, shell: _Shell) -> tuple[DenseSlices, Schedule]:
     """Takes the dense parameters out of the model, and brings what is left of it to the device."""
     config, compute = setup.config, setup.config.model.compute_dtype.torch
     dense = DenseSlices(
@@ -245,7 +232,7 @@ def _slice_dense(setup: _Setup, shell: _Shell) -> _Sliced:
         compute=compute,
         micro_batches=config.data.micro_batches,
     )
-    return _Sliced(dense=dense, schedule=schedule, queue=HorizontalQueue(schedule, dense, setup.ledger))
+    return dense, schedule
 
 
 def _fill(setup: _Setup, store: StoreCore, dense: DenseSlices) -> None:
@@ -261,13 +248,13 @@ def _fill(setup: _Setup, store: StoreCore, dense: DenseSlices) -> None:
         dense.load(store, store.history.applied)
         # Everybody is at this step now: what was prepared and not acknowledged is.
         setup.mesh.world.barrier()
-        store.acknowledge()
+        store.committer.acknowledge()
     if config.keeps_gradients:
         store.reserve_scratch(EXPERT_SCHEMA)
 
 
 def _open_tier(setup: _Setup, store: StoreCore) -> DeviceTier:
-    sizes, config = setup.slots, setup.config
+    sizes, config = setup.budgets.slots, setup.config
     slots = DeviceSlots(sizes.numel, config.model.compute_dtype.torch, sizes.weights, sizes.gradients)
     tier = open_device_tier(store.engine, slots, setup.mesh.device, HugePages.AUTO)
     return limited_tier(tier, store.engine, config.links.copy)
@@ -283,7 +270,7 @@ def _open_experts(setup: _Setup, store: StoreCore, tier: DeviceTier, schedule: S
         store,
         tier,
         records,
-        weight_slots=setup.slots.weights,
+        weight_slots=setup.budgets.slots.weights,
         timing=config.step_timing,
         predictor=make_predictor(config.prefetch.predictor, owned, most=config.prefetch.guesses),
         schedule=schedule,
@@ -369,10 +356,10 @@ class _LateSource:
     def __init__(self) -> None:
         self.target: TieredExperts | None = None
 
-    def forward(self, layer: int, experts: Sequence[int]) -> Iterator[TieredLease]:
+    def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
         assert self.target is not None
         return self.target.forward(layer, experts)
 
-    def backward(self, layer: int, experts: Sequence[int]) -> Iterator[TieredLease]:
+    def backward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
         assert self.target is not None
         return self.target.backward(layer, experts)

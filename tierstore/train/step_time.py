@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from tierstore.stats import Cause, StallLedger
-from tierstore.train.thread_times import Reading, Role, Spent, Stolen, ThreadTimes
+from tierstore.train.thread_times import Reading, Spent, Stolen, ThreadRole, ThreadTimes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,7 @@ class StepTimer:
     def _divided(
         self, before: Reading, after: Reading, wall_s: float, stalls: Mapping[Cause, float]
     ) -> StepTime:
-        own = after.since(before, Role.DRIVER) - self._stalled
+        own = after.since(before, ThreadRole.DRIVER) - self._stalled
         blocked_s = wall_s - sum(stalls.values()) - own.running_s - own.queued_s
         if self._threads.unavailable:
             return StepTime(
@@ -144,7 +144,7 @@ class StepTimer:
                 stalls_s=stalls,
                 unaccounted_s=blocked_s,
             )
-        torch, engine = after.since(before, Role.TORCH), after.since(before, Role.ENGINE)
+        torch, engine = after.since(before, ThreadRole.TORCH), after.since(before, ThreadRole.ENGINE)
         computing_s = own.running_s
         busy_s, taken_s = after.busy_s - before.busy_s, after.stolen_s - before.stolen_s
         if self._stolen is Stolen.COUNTED:

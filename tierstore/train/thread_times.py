@@ -20,7 +20,7 @@ from pathlib import Path
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
-class Role(Enum):
+class ThreadRole(Enum):
     """What a thread is there for."""
 
     DRIVER = "driver"  # the caller, and autograd's for a device: one of them at a time drives a step
@@ -54,11 +54,11 @@ class Spent:
 class Reading:
     """The counts at one moment: by thread, and of all processors of the machine, seconds."""
 
-    threads: Mapping[int, tuple[Role, Spent]]
+    threads: Mapping[int, tuple[ThreadRole, Spent]]
     busy_s: float = 0.0
     stolen_s: float = 0.0
 
-    def since(self, earlier: Reading, role: Role) -> Spent:
+    def since(self, earlier: Reading, role: ThreadRole) -> Spent:
         """What the threads of ``role`` spent after ``earlier``; one that was made since, in all its life."""
         total = Spent()
         for thread, (own, spent) in self.threads.items():
@@ -85,7 +85,7 @@ class ThreadTimes:
         self._tasks = proc / "self" / "task"
         self._thread_cpu_s = thread_cpu_s
         self._caller = threading.get_native_id() if caller is None else caller
-        self._roles: dict[int, Role] = {}
+        self._roles: dict[int, ThreadRole] = {}
         self._schedstat: dict[int, int] = {}
         self._stat = -1
         #: Why only the caller's time on processors is known; empty if all is.
@@ -101,11 +101,11 @@ class ThreadTimes:
     def read(self) -> Reading:
         """All counts; threads that came or went are found."""
         if self.unavailable:
-            return Reading({self._caller: (Role.DRIVER, self.drivers())})
+            return Reading({self._caller: (ThreadRole.DRIVER, self.drivers())})
         self._find_threads()
         threads = {}
         for thread, role in list(self._roles.items()):
-            if role is not Role.OTHER and (spent := self._spent(thread)) is not None:
+            if role is not ThreadRole.OTHER and (spent := self._spent(thread)) is not None:
                 threads[thread] = (role, spent)
         fields = os.pread(self._stat, 256, 0).split()
         user, nice, system, _, _, irq, softirq, stolen = map(int, fields[1:9])
@@ -117,7 +117,7 @@ class ThreadTimes:
             return Spent(self._thread_cpu_s(self._caller))
         total = Spent()
         for thread, role in list(self._roles.items()):
-            if role is Role.DRIVER and (spent := self._spent(thread)) is not None:
+            if role is ThreadRole.DRIVER and (spent := self._spent(thread)) is not None:
                 total += spent
         return total
 
@@ -143,12 +143,12 @@ class ThreadTimes:
                 self._schedstat[thread] = os.open(self._tasks / str(thread) / "schedstat", flags)
                 self._roles[thread] = self._role(thread, name, python)
 
-    def _role(self, thread: int, name: str, python: set[int | None]) -> Role:
+    def _role(self, thread: int, name: str, python: set[int | None]) -> ThreadRole:
         if thread == self._caller or name.startswith("pt_autograd"):
-            return Role.DRIVER
+            return ThreadRole.DRIVER
         if name.startswith(("tierstore-", "iou-")):  # the engine's own, and the kernel's for its ring
-            return Role.ENGINE
-        return Role.OTHER if thread in python else Role.TORCH
+            return ThreadRole.ENGINE
+        return ThreadRole.OTHER if thread in python else ThreadRole.TORCH
 
     def _forget(self, thread: int) -> None:
         self._roles.pop(thread, None)

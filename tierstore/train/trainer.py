@@ -14,16 +14,14 @@ clipping experts have been stepped when the norm is known, so a non-finite gradi
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from tierstore.cache.access import Phase
-from tierstore.dense import DenseBytes, DenseSlices
+from tierstore.dense import DenseSlices
 from tierstore.errors import TierstoreError
 from tierstore.model import Transformer
 from tierstore.parallel import Mesh
@@ -84,8 +82,8 @@ class Trainer:
         self.ledger = ledger
         #: Where the time of the last step went, and of all.
         self.timer = timer
-        self._experts = experts
-        self._dense = dense
+        self.experts = experts
+        self.dense = dense
         self._queue = queue
         self.mesh = mesh
         self._device = mesh.device
@@ -97,16 +95,8 @@ class Trainer:
 
         Whatever is raised, the step may have been taken in part: the last commit stands, and no other is possible.
         """
-        with self._whole(f"step {self.state.position}"), self.timer.step():
+        with self.store.failures.poisoning(f"step {self.state.position} was cut short"), self.timer.step():
             return self._step()
-
-    @contextlib.contextmanager
-    def _whole(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            self.store.poison(f"{what} was cut short: {error or type(error).__name__}")
-            raise
 
     def _step(self) -> StepResult:
         started = time.monotonic()
@@ -138,13 +128,13 @@ class Trainer:
     def _backward(self, position: int) -> tuple[float, int]:
         """Gradients of all micro-batches; returns the loss (not finite: nothing was stepped) and active experts."""
         count = self.config.data.micro_batches
-        self._dense.zero_grad()
+        self.dense.zero_grad()
         total, reached = 0.0, None
         for micro in range(count):
             with self.ledger.stall(layer=None, tier=Tier.HOST, cause=Cause.DATA):
                 tokens, targets = (self._share(part) for part in self.data.batch(position, micro))
-            self._experts.begin_micro(index=micro, count=count)
-            self._dense.begin_micro()
+            self.experts.begin_micro(index=micro, count=count)
+            self.dense.begin_micro()
             self.model.set_step(position, micro)
             with self._timeline.span(Track.COMPUTE, f"forward {position}.{micro}"):
                 output = self.model(tokens.to(self._device), targets.to(self._device))
@@ -156,7 +146,7 @@ class Trainer:
             total += loss / count
             with self._timeline.span(Track.COMPUTE, f"backward {position}.{micro}"):
                 torch.autograd.backward(output.objective / count)
-                self._dense.end_micro()
+                self.dense.end_micro()
             used = torch.stack(output.loads) > 0
             reached = used if reached is None else reached | used
         assert reached is not None
@@ -182,25 +172,25 @@ class Trainer:
 
     def _norm(self) -> float:
         with self.ledger.stall(layer=None, tier=Tier.HOST, cause=Cause.OPTIMIZER):
-            squares = self._experts.gradients.sum_of_squares()
+            squares = self.experts.gradients.sum_of_squares()
         # Replicas of an expert have the same gradient: it counts once.
         counted = squares if self.mesh.replica.rank == 0 else 0.0
         (mean,) = self._mean([counted])
         squares = mean * self.mesh.world.size
-        squares += self._dense.sum_of_squares()
+        squares += self.dense.sum_of_squares()
         return math.sqrt(squares) if math.isfinite(squares) else math.nan
 
     def _apply(self, lr: float, norm: float) -> None:
         if self.config.step_timing is StepTiming.DEFERRED:
             # torch.nn.utils.clip_grad_norm_'s formula.
             scale = min(1.0, self.config.clip_norm / (norm + 1e-6))
-            self._experts.gradients.apply(scale)
+            self.experts.gradients.apply(scale)
             if scale < 1.0:
-                self._dense.scale_gradients(scale)
+                self.dense.scale_gradients(scale)
         # The queue may gather a stepped unit for the next step while later units are still stepped.
         for unit in self._queue.optimizer_units:
             with self._queue.during(unit, Phase.OPTIMIZER):
-                self._dense.step_unit(unit, lr)
+                self.dense.step_unit(unit, lr)
 
     def _skip(self, position: int, loss: float) -> None:
         if self.config.step_timing is StepTiming.IMMEDIATE and math.isfinite(loss):
@@ -209,7 +199,7 @@ class Trainer:
                 "the last commit stands"
             )
         self._queue.reset()
-        self._experts.gradients.discard()
+        self.experts.gradients.discard()
         self.state.skipped += 1
         self.state.skipped_in_a_row += 1
         if self.state.skipped_in_a_row >= self.config.max_skipped:
@@ -220,10 +210,13 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> float:
         """Mean cross entropy over the validation batches, in nats a token. Changes no record's logical content."""
-        self._experts.begin_evaluation()
+        self.experts.begin_evaluation()
         self.model.eval()
         total, tokens_seen = 0.0, 0
-        with self._whole("validation"), self._timeline.span(Track.COMPUTE, "validation"):
+        with (
+            self.store.failures.poisoning("validation was cut short"),
+            self._timeline.span(Track.COMPUTE, "validation"),
+        ):
             for batch in self.data.validation_batches(self.config.eval_batches):
                 tokens, targets = (self._share(part) for part in batch)
                 self._queue.begin(training=False)
@@ -236,32 +229,22 @@ class Trainer:
         self.state.val_loss = total / max(tokens_seen, 1)
         return self.state.val_loss
 
-    @property
-    def dense_bytes(self) -> DenseBytes:
-        """What this rank's dense parameters were given, bytes."""
-        return self._dense.nbytes
-
-    @property
-    def late_prefetch_bytes(self) -> int:
-        """Bytes that were on their way, but not there, when a layer needed them."""
-        return self._experts.late_prefetch_bytes
-
     def sample(self, prompt: bytes, count: int) -> bytes:
         """``count`` bytes that the model writes after ``prompt``."""
-        self._experts.begin_evaluation()
-        with self._whole("sampling"):
+        self.experts.begin_evaluation()
+        with self.store.failures.poisoning("sampling was cut short"):
             self._queue.begin(training=False)
             return bytes(token % 256 for token in self.model.generate(prompt, count))
 
     def commit(self, *, snapshot: str | None = None) -> int:
         """Makes the run durable up to here; returns the generation."""
         with (
-            self._whole("a commit"),
+            self.store.failures.poisoning("a commit was cut short"),
             self._timeline.span(Track.COMMITS, f"commit {self.state.position}"),
             self.ledger.stall(layer=None, tier=Tier.NVME, cause=Cause.COMMIT),
         ):
-            self._experts.gradients.step_pending()
-            self._dense.save(self.store, self.store.history.applied)
+            self.experts.gradients.step_pending()
+            self.dense.save(self.store, self.store.history.applied)
             generation = commit_everywhere(self.store, self.mesh, {STATE_KEY: self.state.pack()}, snapshot)
         self._operations.drain()
         return generation

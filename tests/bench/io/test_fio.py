@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import stat
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -131,7 +132,7 @@ def test_the_real_one(tmp_path: Path, backend: IoBackendName, kind: TransferKind
     fio = find_fio()
     assert fio is not None
     job = Job(kind=kind, block_bytes=64 << 10, depth=2, backend=backend, direct=Capability.OFF)
-    with DataFiles([tmp_path], 4 << 20) as files:
+    with closing(DataFiles([tmp_path], 4 << 20)) as files:
         found = fio.run(job, files.striped.paths, files.striped.nbytes, 0.05)
     assert 0 < found.operations * (64 << 10) == found.nbytes
     assert found.latencies.count == found.operations

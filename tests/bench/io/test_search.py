@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -63,13 +64,13 @@ def test_a_search(tmp_path: Path) -> None:
         backends=(IoBackendName.THREADS,),
     )
     ticks: list[None] = []
-    with DataFiles(bench.directories, bench.size) as files:
+    with closing(DataFiles(bench.directories, bench.size)) as files:
         found = search(bench, files.striped, seconds=0.005, tick=lambda: ticks.append(None))
     points = len(grid(bench))
     assert len(found.tried) == points
     assert len(ticks) == 2 * (points + FINALISTS)
-    assert sum(len(one.reads) == len(one.writes) == 2 for one in found.tried) == FINALISTS
-    assert len(found.best.reads) == 2
+    assert sum(one.rounds_count == 2 for one in found.tried) == FINALISTS
+    assert found.best.rounds_count == 2
     point = found.point()
     assert (point.chunk_bytes, point.queue_depth) == (found.best.block_bytes, found.best.depth)
     assert point.read_bytes_per_s > 0 < point.write_bytes_per_s

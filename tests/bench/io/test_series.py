@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -56,7 +57,7 @@ CACHED = Job(
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DataFiles]:
     places = [tmp_path_factory.mktemp(name) for name in "ab"]
-    with DataFiles(places, 4 * MIB) as made:
+    with closing(DataFiles(places, 4 * MIB)) as made:
         yield made
     assert [list(place.iterdir()) for place in places] == [[], []]
 
@@ -82,13 +83,13 @@ class FakeArm:
 
 def test_turns_turn_round() -> None:
     log: list[str] = []
-    programs = [FakeArm(name, [sample(number, 1) for number in range(3)], log) for name in "abc"]
+    programs = [FakeArm(name, [sample(number, 1) for number in (1, 2, 3)], log) for name in "abc"]
     ticks: list[int] = []
     series = take_turns(programs, 3, lambda: ticks.append(len(log)))
     assert log == [*"abc", *"cba", *"abc"]
     assert ticks == list(range(1, 10))
     assert [(one.program, [s.nbytes for s in one.samples]) for one in series] == [
-        (n, [0, 1, 2]) for n in "abc"
+        (n, [1, 2, 3]) for n in "abc"
     ]
 
 
@@ -97,24 +98,27 @@ def test_ratios_by_hand() -> None:
 
     CPU for 1 GB: ours 1/100, 1/200, 1/400 of 1e9; theirs 2/100 each. Ratios 1/2, 1/4, 1/8.
     """
-    ours = Series(program="tierstore", samples=tuple(sample(n, 1.0) for n in (100, 200, 400)))
-    theirs = Series(program="fio", samples=tuple(sample(100, 1.0, cpu_s=2.0) for _ in range(3)))
-    found = ProgramComparison(title="by hand", series=(ours, theirs), targets={"fio": 2.5})
-    assert found.ratio("fio") == 2
-    assert found.cpu_ratio("fio") == 0.25
-    assert ours.bytes_per_s == 200
-    (ratio,) = found.figures().ratios
+    ours = Series.of("tierstore", [sample(n, 1.0) for n in (100, 200, 400)])
+    theirs = Series.of("fio", [sample(100, 1.0, cpu_s=2.0) for _ in range(3)])
+    found = ProgramComparison.of("by hand", [ours, theirs], {"fio": 2.5})
+    assert ours.median_bytes_per_s == 200
+    (ratio,) = found.ratios
+    assert found.to("fio") is ratio
+    assert found.to("aiofiles") is None
+    assert (ratio.median_ratio, ratio.cpu_ratio) == (2, 0.25)
     assert (ratio.least_ratio, ratio.greatest_ratio, ratio.met) == (1, 4, False)
-    slow = replace(ours, program="slow", samples=theirs.samples)
-    assert replace(found, series=(ours, slow, theirs)).ratio("fio", ours="slow") == 1
-    idle = replace(theirs, samples=tuple(replace(one, cpu_s=0.0) for one in theirs.samples))
-    assert replace(found, series=(ours, idle)).cpu_ratio("fio") is None
+    assert found.small_pages_to_fio is None
+    slow = Series.of("tierstore, 4 KiB pages", theirs.samples)
+    small = ProgramComparison.of("by hand", [ours, slow, theirs], {}).small_pages_to_fio
+    assert small is not None
+    assert small.median_ratio == 1
+    idle = Series.of("fio", [replace(one, cpu_s=0.0) for one in theirs.samples])
+    assert ProgramComparison.of("by hand", [ours, idle], {}).ratios[0].cpu_ratio is None
 
 
 def test_latencies_of_all_rounds() -> None:
-    series = Series(program="x", samples=(sample(1, 1, latency_ns=3), sample(1, 1, latency_ns=9)))
-    assert series.latencies.count == 2
-    assert (series.latencies.percentile_ns(50), series.latencies.greatest_ns) == (3, 9)
+    series = Series.of("x", [sample(1, 1, latency_ns=3), sample(1, 1, latency_ns=9)])
+    assert (series.latency.p50_s, series.latency.greatest_s) == (3e-9, 9e-9)
 
 
 @pytest.mark.parametrize("backend", ["AUTO", "THREADS", "PMEM"])
@@ -124,7 +128,7 @@ def test_a_load_moves_what_it_says(
     files: DataFiles, backend: str, kind: TransferKind, pattern: Pattern
 ) -> None:
     job = replace(CACHED, backend=IoBackendName[backend], kind=kind, pattern=pattern)
-    with Load(job, files.striped) as load:
+    with closing(Load(job, files.striped)) as load:
         before = load.stats()
         found = load.run(0.01)
         after = load.stats()
@@ -143,7 +147,7 @@ def test_a_load_moves_what_it_says(
 def test_writes_through_the_page_cache_end_on_the_disk(files: DataFiles, kind: TransferKind) -> None:
     """Without a sync in the time it would be the speed of memory."""
     job = replace(CACHED, kind=kind)
-    with Load(job, files.striped) as load:
+    with closing(Load(job, files.striped)) as load:
         before = int(load.stats()["syncs"])
         load.run(0.01)
         assert int(load.stats()["syncs"]) - before == (
@@ -152,7 +156,7 @@ def test_writes_through_the_page_cache_end_on_the_disk(files: DataFiles, kind: T
 
 
 def test_through_the_page_cache_one_pass(files: DataFiles) -> None:
-    with Load(CACHED, files.striped) as load:
+    with closing(Load(CACHED, files.striped)) as load:
         found = load.run(60)
     assert found.nbytes == files.striped.total_bytes == 8 * MIB
 
@@ -163,7 +167,7 @@ def test_one_pass_touches_every_block(files: DataFiles, pattern: Pattern) -> Non
     job = replace(CACHED, kind=TransferKind.WRITE, pattern=pattern, block_bytes=4096, depth=2)
     for path in files.striped.paths:
         path.write_bytes(bytes(4 * MIB))
-    with Load(job, files.striped) as load:
+    with closing(Load(job, files.striped)) as load:
         load.run(60)
     for path in files.striped.paths:
         content = path.read_bytes()
@@ -174,7 +178,7 @@ def test_buffers_that_are_used_late_hold_all_that_was_read(files: DataFiles) -> 
     """One pass over 64 blocks, each read into memory of its own; used soon again, 8 buffers serve for all."""
     blocks = np.fromfile(files.alone[0].paths[0], np.uint8).reshape(64, 64 << 10)
     for reuse, count in ((Reuse.LATE, 64), (Reuse.SOON, 8)):
-        with Load(replace(CACHED, pattern=Pattern.SEQUENTIAL, reuse=reuse), files.alone[0]) as load:
+        with closing(Load(replace(CACHED, pattern=Pattern.SEQUENTIAL, reuse=reuse), files.alone[0])) as load:
             load.run(60)
             held = np.array([buffer.array() for (buffer,) in load._buffers])
         assert np.array_equal(held, blocks[-count:])
@@ -182,7 +186,7 @@ def test_buffers_that_are_used_late_hold_all_that_was_read(files: DataFiles) -> 
 
 def test_checksums_are_compared(files: DataFiles) -> None:
     job = replace(CACHED, checksums=Checksums.ON, block_bytes=MIB, depth=2)
-    with Load(job, files.alone[0]) as load:
+    with closing(Load(job, files.alone[0])) as load:
         load.run(60)
         with open(files.alone[0].paths[0], "r+b") as file:
             file.write(os.urandom(16))
@@ -203,7 +207,7 @@ def test_a_comparison_of_real_arms(files: DataFiles) -> None:
     assert [series.program for series in found.series] == ["tierstore, checksums", "tierstore"]
     assert all(len(series.samples) == 2 for series in found.series)
     assert len(ticks) == 4
-    assert found.ratio("tierstore") > 0
+    assert found.ratios[0].median_ratio > 0
 
 
 FIO = Fio("fio", "fio-3.33")

@@ -75,10 +75,10 @@ def test_slots_stay_as_they_are_until_the_device_has_finished(engine: Engine, li
     tier.release_weights(0)
     source.copy_from(np.full(4 * SLOTS.numel, 7, np.uint8))
     again = tier.load(0, source, [])
-    slot, guards = tier.take_gradient()
+    slot, guards = tier.allocate_gradient()
     assert guards == []
-    landed, after = tier.land(slot)
-    assert landed.nbytes == 4 * SLOTS.numel
+    copied, after = tier.copy_to_host(slot)
+    assert copied.nbytes == 4 * SLOTS.numel
     assert not engine.done(again)
     assert {engine.done(ticket) for ticket in after} == {False}
     assert not tier.weights(0).any()

@@ -11,15 +11,14 @@ import pytest
 
 from tierstore.bench.overlap import picture
 from tierstore.bench.overlap.device import Computation
-from tierstore.bench.overlap.rank import RankRequest
+from tierstore.bench.overlap.rank import RankRequest, RankSteps, Stack
 from tierstore.bench.overlap.run import (
     Balance,
     OverlapBench,
     Prefetch,
     RankProcesses,
-    Stack,
-    Times,
     links_for,
+    overlap_run,
     run,
 )
 from tierstore.bench.overlap.stack import StackShape
@@ -28,6 +27,7 @@ from tierstore.bench.processes.spawn import WorkerError
 from tierstore.cache.access import Phase
 from tierstore.config import load
 from tierstore.errors import ConfigError
+from tierstore.links import LinkConfig, LinksConfig
 from tierstore.train.config import TrainConfig
 
 TINY = StackShape(
@@ -43,8 +43,21 @@ TINY = StackShape(
 
 
 def test_the_longest_of_the_three_is_what_a_step_is_held_against() -> None:
-    times = Times(computation=2.0, gathers=3.0, fetches=1.0)
-    assert (times.longest, times.serial) == (3.0, 6.0)
+    """2 s of computation, 3 MB sent and 1 MB from disk at 1 MB/s each; a step took 6 s, and 4 s without limits."""
+    found = RankSteps(
+        step_samples_s=[6.0],
+        computing_s=2.0,
+        disk_bytes=1e6,
+        disk_transfers=1,
+        sent_bytes=3e6,
+        collectives=1,
+        stalls={},
+    )
+    links = LinksConfig(gather=LinkConfig(bandwidth=10**6), disk=LinkConfig(bandwidth=10**6))
+    times = overlap_run(Balance.EQUAL, Prefetch.BOTH, links, found, 4.0)
+    assert (times.gathers_s, times.fetches_s) == (3.0, 1.0)
+    assert (times.longest_s, times.serial_s) == (3.0, 6.0)
+    assert (times.longest_ratio, times.unlimited_ratio) == (2.0, 1.5)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def test_the_disk_s_own_speed(tmp_path: Path, direct: Capability, monkeypatch: p
     dropped: list[Path] = []
     monkeypatch.setattr(disk, "drop_pages", dropped.append)
     Watched.log = []
-    with Watched(tmp_path, 8 * SIZE, (SIZE,), IoConfig(direct=direct)) as probe:
+    with closing(Watched(tmp_path, 8 * SIZE, (SIZE,), IoConfig(direct=direct))) as probe:
         past = probe._file.direct
         for kind, mix in (("read", Bytes(8 * SIZE, 0)), ("write", Bytes(0, 8 * SIZE))):
             probe.log.clear()
@@ -53,7 +54,7 @@ def test_the_disk_s_own_speed(tmp_path: Path, direct: Capability, monkeypatch: p
 
 def test_a_mix_is_interleaved_in_proportion(tmp_path: Path) -> None:
     Watched.log = []
-    with Watched(tmp_path, 8 * SIZE, (SIZE,), IoConfig()) as probe:
+    with closing(Watched(tmp_path, 8 * SIZE, (SIZE,), IoConfig())) as probe:
         probe.log.clear()
         probe.bytes_per_s(Bytes(6 * SIZE, 2 * SIZE), durable=Durable.YES)
     kinds = [kind for kind, _ in probe.log]

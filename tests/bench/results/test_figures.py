@@ -17,11 +17,11 @@ import pytest
 
 import tierstore.bench
 from tierstore.bench import adamw, cache, collectives, commit
-from tierstore.bench.io.run import IoFigures
+from tierstore.bench.io.run import IoResult
 from tierstore.bench.machine.run import MachineResult
 from tierstore.bench.overlap.prediction import PredictionResult
 from tierstore.bench.overlap.run import OverlapResult
-from tierstore.bench.results.figures import IF_ANY, Figures, named, prefixed, ratios, to_json
+from tierstore.bench.results.figures import IF_ANY, INTERNAL, Figures, named, prefixed, ratios, to_json
 from tierstore.bench.soak.run import SoakResult
 from tierstore.bench.tiers.run import TiersResult
 from tierstore.bench.training.run import TrainResult
@@ -55,6 +55,7 @@ class Found(Figures):
     where: Path = Path("there")
     missing: float | None = None
     absent: float | None = field(default=None, metadata=IF_ANY)
+    hidden: float = field(default=3.0, metadata=INTERNAL)
     last: float = field(default=2.0, metadata=named("last_{unit}"))
     commit: Times | None = field(metadata=prefixed("commit_"))
     by_name: Mapping[str, Times]
@@ -105,7 +106,7 @@ def test_every_number_says_its_unit(kind: type[Figures]) -> None:
     assert "Any" not in str(hints)
     assert object not in {one for hint in hints.values() for one in held(hint)}
     for each in dataclasses.fields(kind):
-        if {int, float} & set(held(hints[each.name])):
+        if {int, float} & set(held(hints[each.name])) and "internal" not in each.metadata:
             key = str(each.metadata.get("key", each.name)).replace("{unit}", "bytes")
             assert key in PLAIN or any(key.endswith(unit) or key == unit[1:] for unit in UNITS), key
 
@@ -131,7 +132,7 @@ RESULTS = {
     "cache": cache.CacheResult,
     "collectives": collectives.CollectivesResult,
     "commit": commit.CommitResult,
-    "io": IoFigures,
+    "io": IoResult,
     "machine": MachineResult,
     "overlap": OverlapResult,
     "prediction": PredictionResult,
@@ -151,6 +152,8 @@ def keys_of(kind: type[Figures]) -> Iterator[tuple[str, object, bool]]:
     """Each key of ``kind``, what its value may be, and whether it is always there."""
     hints = typing.get_type_hints(kind)
     for each in dataclasses.fields(kind):
+        if "internal" in each.metadata:
+            continue
         annotation, prefix = hints[each.name], each.metadata.get("prefix")
         always = types.NoneType not in members(annotation)
         if prefix is None:

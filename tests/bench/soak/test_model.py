@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
 
@@ -123,8 +125,8 @@ def test_versions_by_hand() -> None:
     model.update([0], 11)
     model.commit("b")
     assert model.snapshots == {"b": [11, 7, 7]}
-    twin = model.copy()
+    twin = deepcopy(model)
     twin.update([0], 12)
     twin.commit("c")
     assert model.snapshots == {"b": [11, 7, 7]}
-    assert StoreModel.from_dict(twin.as_dict()) == twin
+    assert StoreModel(**asdict(twin)) == twin

@@ -179,7 +179,7 @@ def test_a_drives_own_limit_is_beside_that_of_all(tmp_path: Path) -> None:
         for number in range(4):
             store.register(f"e{number}", "expert")
         store.commit()
-        own, all_of_them = store.core._parts.drives[1].link, store.core.extents._link
+        own, all_of_them = store.core._parts.drives[1].link, store.core.extents.link
         assert own is not None
         assert all_of_them is not None
         assert [link.stats()["nbytes"] for link in (own, all_of_them)] == [2 * SLOT_BYTES, 4 * SLOT_BYTES]

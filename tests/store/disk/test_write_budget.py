@@ -208,7 +208,7 @@ def test_a_wait_of_days_ends_with_the_store(tmp_path: Path) -> None:
     begun = time.monotonic()
     with ParameterStore.open(tmp_path / "store", config) as store:
         store.update({"e0": np.ones(NUMEL, np.float32)}, lr=1e-2)
-        store.core.committer.begin({}, None)
+        store.core.committer.begin()
         assert any(not store.core.engine.done(ticket) for ticket in store.core.committer.writes)
     assert time.monotonic() - begun < 60
     with ParameterStore.open(tmp_path / "store", StoreConfig(host_budget=1 << 20)) as store:

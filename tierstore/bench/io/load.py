@@ -142,7 +142,7 @@ class FileSet:
 
 
 class DataFiles:
-    """A file of ``nbytes`` in each of ``directories``, written once with noise; a context manager removes them.
+    """A file of ``nbytes`` in each of ``directories``, written once with noise; ``close`` removes them.
 
     Raises OSError; see ``check_space``.
     """
@@ -165,12 +165,6 @@ class DataFiles:
         """Removes the files. Safe to call twice."""
         for own in self._own:
             own.cleanup()
-
-    def __enter__(self) -> DataFiles:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def check_space(directories: Sequence[Path], each_bytes: int) -> None:
@@ -221,7 +215,7 @@ def _fill(path: Path, nbytes: int) -> None:
 
 
 class Load:
-    """An engine, buffers and open files for ``job``; a context manager. Raises OSError where it is refused."""
+    """An engine, buffers and open files for ``job``. Raises OSError where it is refused."""
 
     def __init__(self, job: Job, files: FileSet) -> None:
         size, depth = job.block_bytes, job.depth
@@ -349,12 +343,6 @@ class Load:
         self._engine.close()
         for file in self._files:
             file.close()
-
-    def __enter__(self) -> Load:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def cpu_s() -> float:

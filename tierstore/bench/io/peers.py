@@ -1,12 +1,8 @@
 """Cold reads of whole records, as a store would do them, beside the libraries that one might use in its place.
 
 Each library has the same records on disk in its own form, written and synced; each reads all of them once into memory of its
-own, in the same shuffled order, and is timed. *Cold*: before each measurement the files' pages are written back and dropped
-from the page cache (``fdatasync``, ``posix_fadvise(POSIX_FADV_DONTNEED)``). What a host or a drive keeps in memory of its
-own cannot be dropped, and serves all alike. What stayed is noted, where
-``fincore`` (util-linux) can tell. Once, unmeasured, each one's bytes are checked.
-
-A library that is not installed is left out, by name. Ours compares every record's checksum; the others check nothing.
+own, in the same shuffled order, and is timed. docs/BENCH.md says what *cold* is. A library that is not installed is left
+out, by name.
 """
 
 from __future__ import annotations
@@ -16,11 +12,12 @@ import importlib
 import importlib.util
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,33 +56,20 @@ class PeerRecords:
         return np.frombuffer(np.random.default_rng(number).bytes(self.nbytes), np.uint8)
 
 
-class Peer(Protocol):
+class Peer(ABC):
     """One library. ``prepare`` writes the records; ``read`` hands each one's bytes to ``take``, in the order given."""
 
+    @abstractmethod
     def prepare(self, directory: Path, records: PeerRecords) -> list[Path]: ...
+
+    @abstractmethod
     def read(self, order: Sequence[int], take: _Take) -> None: ...
-    def close(self) -> None: ...
+
+    def close(self) -> None:  # noqa: B027
+        """Ends what is open between reads: in most libraries nothing."""
 
 
-@dataclass(frozen=True)
-class Missing:
-    """A library that was left out, and why."""
-
-    name: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.reason}"
-
-
-class _Closed:
-    """A library that keeps nothing open between reads."""
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-class _Flat(_Closed):
+class _Flat(Peer):
     """All records in one file, one after another."""
 
     path: Path
@@ -179,7 +163,7 @@ class _Memmap(_Flat):
             take(number, buffer)
 
 
-class _Lmdb(_Closed):
+class _Lmdb(Peer):
     """A value each, copied out of the map."""
 
     def prepare(self, directory: Path, records: PeerRecords) -> list[Path]:
@@ -215,7 +199,7 @@ class _Lmdb(_Closed):
                 take(number, buffer)
 
 
-class _Safetensors(_Closed):
+class _Safetensors(Peer):
     """A tensor each in one file, loaded one by one."""
 
     def prepare(self, directory: Path, records: PeerRecords) -> list[Path]:
@@ -233,7 +217,7 @@ class _Safetensors(_Closed):
                 take(number, file.get_tensor(str(number)))
 
 
-class _DeepSpeed:
+class _DeepSpeed(Peer):
     """Its asynchronous I/O handle, a file a record, as many reads at once as we have buffers."""
 
     def __init__(self, chunk_bytes: int, queue_depth: int) -> None:
@@ -284,9 +268,9 @@ PEERS: dict[str, Callable[[int, int], Peer]] = {
 _TITLES = {"numpy": "numpy.memmap"}
 
 
-def missing_peers() -> list[Missing]:
+def missing_peers() -> list[str]:
     """The libraries of ``PEERS`` that are not installed."""
-    return [Missing(name, "not installed") for name in PEERS if importlib.util.find_spec(name) is None]
+    return [name for name in PEERS if importlib.util.find_spec(name) is None]
 
 
 @dataclass(frozen=True)
@@ -348,8 +332,8 @@ def compare_peers(
 
     A library that reads other bytes is left out; the engine that does is a PeerMismatch. Raises OSError.
     """
-    missing = missing_peers()
-    absent = {peer.name for peer in missing}
+    absent = missing_peers()
+    missing = [f"{name}: not installed" for name in absent]
     notes: list[str] = []
     with ExitStack() as stack:
         programs: list[_PeerProgram] = []
@@ -359,7 +343,7 @@ def compare_peers(
             except (ImportError, RuntimeError, AttributeError, PeerMismatch) as error:
                 if name == OURS:
                     raise
-                missing.append(Missing(name, str(error) or type(error).__name__))  # installed, and of no use
+                missing.append(f"{name}: {str(error) or type(error).__name__}")  # installed, and of no use
                 continue
             stack.enter_context(closing(peer))
             programs.append(program)
@@ -368,7 +352,7 @@ def compare_peers(
         series = take_turns(programs, rounds, tick)
     targets = {name: PEER_TARGETS[name] for name in PEER_TARGETS if name not in absent}
     title = "cold reads of records"
-    return ProgramComparison(title=title, series=tuple(series), targets=targets), [*map(str, missing), *notes]
+    return ProgramComparison.of(title, series, targets), [*missing, *notes]
 
 
 def _program(name: str, peer: Peer, directory: Path, records: PeerRecords) -> _PeerProgram:
@@ -382,7 +366,7 @@ def _program(name: str, peer: Peer, directory: Path, records: PeerRecords) -> _P
     return program
 
 
-def _peers(chunk_bytes: int, queue_depth: int, absent: set[str]) -> Iterator[tuple[str, Peer]]:
+def _peers(chunk_bytes: int, queue_depth: int, absent: Sequence[str]) -> Iterator[tuple[str, Peer]]:
     yield OURS, Ours(chunk_bytes, queue_depth)
     for name, make in PEERS.items():
         if name not in absent:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -11,12 +12,10 @@ from pathlib import Path
 from tierstore.bench.io.fio import Fio, find_fio
 from tierstore.bench.io.load import DataFiles, FileSet, Job, TransferKind, check_space
 from tierstore.bench.io.peers import PEERS, PeerRecords, compare_peers, missing_peers
-from tierstore.bench.io.search import FINALISTS, Found, SearchFigures, grid, search
+from tierstore.bench.io.search import FINALISTS, Found, grid, search
 from tierstore.bench.io.series import (
     CPU_TARGET,
     OURS,
-    SMALL_PAGES,
-    ComparisonFigures,
     Coverage,
     IoBench,
     JobPlan,
@@ -52,8 +51,10 @@ class KeepProfile(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class IoFigures(Figures):
-    """What a run of the bench found, for programs. ``fio``: its version; ``notes``: what was left out, and why."""
+class IoResult(Figures):
+    """What a run of the bench found. ``search``: by directory, in their order; ``fio``: its version; ``notes``: what was
+    left out, and why.
+    """
 
     bench: str = "io"
     directories: Sequence[Path]
@@ -65,50 +66,14 @@ class IoFigures(Figures):
     backends: Sequence[IoBackendName]
     fio: str | None
     cpu_target_ratio: float = CPU_TARGET
-    search: Sequence[SearchFigures]
+    search: Sequence[Found]
     profile: Path | None
-    comparisons: Sequence[ComparisonFigures]
-    striped: Sequence[ComparisonFigures]
-    peers: ComparisonFigures
+    comparisons: Sequence[ProgramComparison]
+    striped: Sequence[ProgramComparison]
+    peers: ProgramComparison
     record_bytes: int
     records: int
     notes: Sequence[str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class IoResult:
-    """What a run of the bench found. ``found``: by directory, in their order; ``notes``: what was left out, and why."""
-
-    bench: IoBench
-    fio: str | None
-    seconds: float
-    found: tuple[Found, ...]
-    comparisons: tuple[ProgramComparison, ...]
-    striped: tuple[ProgramComparison, ...]
-    peers: ProgramComparison
-    notes: tuple[str, ...]
-    profile: Path | None
-
-    def figures(self) -> IoFigures:
-        bench = self.bench
-        return IoFigures(
-            directories=[path.resolve() for path in bench.directories],
-            file_bytes=bench.size,
-            coverage=bench.coverage,
-            rounds_count=bench.rounds,
-            measurement_s=self.seconds,
-            direct=bench.direct,
-            backends=bench.backends,
-            fio=self.fio,
-            search=[found.figures() for found in self.found],
-            profile=self.profile,
-            comparisons=[comparison.figures() for comparison in self.comparisons],
-            striped=[comparison.figures() for comparison in self.striped],
-            peers=self.peers.figures(),
-            record_bytes=bench.record_bytes,
-            records=bench.records,
-            notes=self.notes,
-        )
 
 
 def effective(bench: IoBench) -> tuple[IoBench, list[str]]:
@@ -150,8 +115,8 @@ def run(bench: IoBench, *, keep: KeepProfile, tick: Tick = lambda done, total: N
     check_space(bench.directories, bench.size)
     check_space(bench.directories[:1], bench.size + _COPIES * record_bytes)
     meter = _Meter(bench, fio, tick)
-    with DataFiles(bench.directories, bench.size) as files:
-        found = tuple(search(bench, alone, seconds=meter.seconds, tick=meter.tick) for alone in files.alone)
+    with closing(DataFiles(bench.directories, bench.size)) as files:
+        found = [search(bench, alone, seconds=meter.seconds, tick=meter.tick) for alone in files.alone]
         profile = None
         if keep is KeepProfile.YES:
             for directory, best in zip(bench.directories, found, strict=True):
@@ -167,15 +132,22 @@ def run(bench: IoBench, *, keep: KeepProfile, tick: Tick = lambda done, total: N
     peers, left_out = _peers(bench, found[0], meter)
     meter.end()
     return IoResult(
-        bench=bench,
+        directories=[path.resolve() for path in bench.directories],
+        file_bytes=bench.size,
+        coverage=bench.coverage,
+        rounds_count=bench.rounds,
+        measurement_s=meter.seconds,
+        direct=bench.direct,
+        backends=bench.backends,
         fio=None if fio is None else fio.version,
-        seconds=meter.seconds,
-        found=found,
-        comparisons=tuple(comparisons),
-        striped=tuple(striped),
-        peers=peers,
-        notes=(*notes, *left_out),
+        search=found,
         profile=profile,
+        comparisons=comparisons,
+        striped=striped,
+        peers=peers,
+        record_bytes=bench.record_bytes,
+        records=bench.records,
+        notes=[*notes, *left_out],
     )
 
 
@@ -204,17 +176,11 @@ class _Meter:
         self._tick(self._total, self._total)
 
 
-def _job(bench: IoBench, kind: TransferKind, block_bytes: int, depth: int) -> Job:
-    return Job(
-        kind=kind, block_bytes=block_bytes, depth=depth, backend=bench.backends[0], direct=bench.direct
-    )
-
-
 def _named(bench: IoBench, found: Found, fio: Fio | None) -> list[JobPlan]:
     """The points that the targets speak of."""
     best = found.best
     return [
-        with_fio(_job(bench, kind, block, depth), fio, title)
+        with_fio(bench.job(kind, block, depth), fio, title)
         for title, block, depth in (("1 MiB", _MIB, 8), ("best point", best.block_bytes, best.depth))
         for kind in _BOTH
     ]
@@ -223,10 +189,7 @@ def _named(bench: IoBench, found: Found, fio: Fio | None) -> list[JobPlan]:
 def _checked(bench: IoBench) -> list[JobPlan]:
     blocks = (_MIB,) if bench.coverage is Coverage.QUICK else (_MIB, 4 * _MIB, 16 * _MIB)
     return [
-        with_checksums(_job(bench, kind, block, 8))
-        for block in blocks
-        if block <= bench.size
-        for kind in _BOTH
+        with_checksums(bench.job(kind, block, 8)) for block in blocks if block <= bench.size for kind in _BOTH
     ]
 
 
@@ -238,7 +201,7 @@ def _striped(bench: IoBench, files: DataFiles, meter: _Meter) -> list[ProgramCom
     sets += [(str(path), alone) for path, alone in zip(bench.directories, files.alone, strict=True)]
     return [
         compare(
-            JobPlan(title=title, ours={OURS: _job(bench, kind, _MIB, 8)}),
+            JobPlan(title=title, ours={OURS: bench.job(kind, _MIB, 8)}),
             chosen,
             seconds=meter.seconds,
             rounds=bench.rounds,
@@ -261,17 +224,15 @@ def _peers(bench: IoBench, found: Found, meter: _Meter) -> tuple[ProgramComparis
         )
 
 
-def measurements(result: IoResult) -> list[Measurement]:
+def measurements(result: IoResult) -> Iterator[Measurement]:
     """What ``run`` found, for a document: bandwidths, CPU times and latencies of each series, ratios with their targets.
 
     The points that have a title have names of their own: two runs may find their best point in different places.
     """
-    found: list[Measurement] = []
     for comparison in (*result.comparisons, *result.striped, result.peers):
         for series in comparison.series:
-            found += _of_series(comparison, series)
-        found += _ratios(comparison)
-    return found
+            yield from _of_series(comparison, series)
+        yield from _ratios(comparison)
 
 
 def _name(comparison: ProgramComparison, what: str) -> str:
@@ -291,36 +252,27 @@ def _parameters(comparison: ProgramComparison) -> dict[str, float | str]:
     return named | {"depth": job.depth, "pattern": job.pattern.value, "way": f"{job.backend.value}, {past}"}
 
 
-def _of_series(comparison: ProgramComparison, series: Series) -> list[Measurement]:
-    parameters = _parameters(comparison) | {"program": series.program}
-    samples = series.samples
-    speeds = [sample.bytes_per_s for sample in samples]
+def _of_series(comparison: ProgramComparison, series: Series) -> Iterator[Measurement]:
+    how = _parameters(comparison) | {"program": series.program}
+    speeds, samples = series.rounds_bytes_per_s, series.samples
     costs = [sample.cpu_per_gb_s for sample in samples]
-    found = [
-        measured(_name(comparison, "bandwidth"), speeds, "bytes/s", Better.HIGHER, parameters=parameters),
-        measured(_name(comparison, "CPU time of 1 GB"), costs, "s", Better.LOWER, parameters=parameters),
-    ]
-    for percent in (50.0, 99.0) if series.latencies.count else ():
+    yield measured(_name(comparison, "bandwidth"), speeds, "bytes/s", Better.HIGHER, parameters=how)
+    yield measured(_name(comparison, "CPU time of 1 GB"), costs, "s", Better.LOWER, parameters=how)
+    for percent in (50.0, 99.0) if series.latency.p50_s is not None else ():
         times = [sample.latencies.percentile_ns(percent) / 1e9 for sample in samples]
         name = _name(comparison, f"latency p{percent:g}")
-        found.append(measured(name, times, "s", Better.LOWER, parameters=parameters))
-    return found
+        yield measured(name, times, "s", Better.LOWER, parameters=how)
 
 
-def _ratios(comparison: ProgramComparison) -> list[Measurement]:
-    parameters, found = _parameters(comparison), list[Measurement]()
-    programs = {series.program for series in comparison.series}
-    if {SMALL_PAGES, "fio"} <= programs:
-        ratios = comparison.ratios("fio", lambda sample: sample.bytes_per_s, ours=SMALL_PAGES)
+def _ratios(comparison: ProgramComparison) -> Iterator[Measurement]:
+    parameters = _parameters(comparison)
+    if (small := comparison.small_pages_to_fio) is not None:
         name = _name(comparison, "bandwidth in 4 KiB pages to fio")
-        found.append(derived(name, ratios, "ratio", Better.HIGHER, parameters=parameters))
-    for series in comparison.series[1:]:
-        other, target = series.program, comparison.targets.get(series.program)
-        ratios = comparison.ratios(other, lambda sample: sample.bytes_per_s)
-        name = _name(comparison, f"bandwidth to {other}")
-        found.append(derived(name, ratios, "ratio", Better.HIGHER, parameters=parameters, target=target))
-        if other == "fio" and (cpu := comparison.cpu_ratio("fio")) is not None:
+        yield derived(name, small.rounds, "ratio", Better.HIGHER, parameters=parameters)
+    for ratio in comparison.ratios:
+        name, target = _name(comparison, f"bandwidth to {ratio.to}"), ratio.target_ratio
+        yield derived(name, ratio.rounds, "ratio", Better.HIGHER, parameters=parameters, target=target)
+        if ratio.to == "fio" and ratio.cpu_ratio is not None:
             limit = None if target is None else CPU_TARGET
             name = _name(comparison, "CPU time a byte to fio")
-            found.append(derived(name, cpu, "ratio", Better.LOWER, parameters=parameters, target=limit))
-    return found
+            yield derived(name, ratio.cpu_ratio, "ratio", Better.LOWER, parameters=parameters, target=limit)

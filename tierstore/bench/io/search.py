@@ -1,9 +1,8 @@
-"""The block size and depth at which a disk moves the most bytes, for stores to use.
+"""The block size and depth at which a disk moves the most bytes, for stores to use (docs/BENCH.md).
 
-Each point of a grid is measured once; those that did best are measured again in turns. What counts is the time to read a
-byte and write one, as training does. Of points within 3% of the best the one with the fewest bytes in flight wins: it asks
-for less memory, and what is urgent waits less behind it. Depths below 4 are measured but not chosen: a store also compares
-checksums between transfers, and with fewer in flight the disk would wait for that.
+Of points near the best the one with the fewest bytes in flight wins: it asks for less memory, and what is urgent waits less
+behind it. Depths below 4 are measured but not chosen: a store also compares checksums between transfers, and with fewer in
+flight the disk would wait for that.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from tierstore.bench.io.load import FileSet, Job, Load, TransferKind
+from tierstore.bench.io.load import FileSet, Load, TransferKind
 from tierstore.bench.io.series import Coverage, IoBench
 from tierstore.bench.results.figures import Figures
 from tierstore.io_profile import IoPoint
@@ -40,14 +39,6 @@ class GridPointFigures(Figures):
     rounds_count: int
     read_bytes_per_s: float
     write_bytes_per_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchFigures(Figures):
-    """Of one directory."""
-
-    best: GridPointFigures
-    tried: Sequence[GridPointFigures]
 
 
 @dataclass(kw_only=True)
@@ -79,23 +70,20 @@ class GridPoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """The best point, and all that were tried."""
+class Found(Figures):
+    """Of one directory: the best point, and all that were tried."""
 
-    best: GridPoint
-    tried: tuple[GridPoint, ...]
+    best: GridPointFigures
+    tried: Sequence[GridPointFigures]
 
     def point(self) -> IoPoint:
         return IoPoint(
             chunk_bytes=self.best.block_bytes,
             queue_depth=self.best.depth,
-            read_bytes_per_s=percentile(self.best.reads, 50),
-            write_bytes_per_s=percentile(self.best.writes, 50),
+            read_bytes_per_s=self.best.read_bytes_per_s,
+            write_bytes_per_s=self.best.write_bytes_per_s,
             measured=datetime.now(UTC).date().isoformat(),
         )
-
-    def figures(self) -> SearchFigures:
-        return SearchFigures(best=self.best.figures(), tried=[point.figures() for point in self.tried])
 
 
 def grid(bench: IoBench) -> list[GridPoint]:
@@ -127,20 +115,14 @@ def search(
     for number in range(bench.rounds - 1):
         for point in finalists if number % 2 == 0 else reversed(finalists):
             _measure(bench, point, files, seconds, tick)
-    return Found(best=choose(finalists), tried=tuple(points))
+    return Found(best=choose(finalists).figures(), tried=[point.figures() for point in points])
 
 
 def _measure(
     bench: IoBench, point: GridPoint, files: FileSet, seconds: float, tick: Callable[[], None]
 ) -> None:
     for kind, found in ((TransferKind.READ, point.reads), (TransferKind.WRITE, point.writes)):
-        job = Job(
-            kind=kind,
-            block_bytes=point.block_bytes,
-            depth=point.depth,
-            backend=bench.backends[0],
-            direct=bench.direct,
-        )
+        job = bench.job(kind, point.block_bytes, point.depth)
         with contextlib.closing(Load(job, files)) as load:
             found.append(load.run(seconds).bytes_per_s)
         tick()

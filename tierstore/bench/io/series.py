@@ -1,11 +1,6 @@
 """What a tier can bear, raw: jobs through the engine over files of the bench's own, beside fio and other libraries.
 
-Everything that is compared is measured in turns, in one run: round after round each program does the job once, in an order
-that turns round with the rounds, so that a disk whose speed drifts treats all alike. A ratio is the median of the rounds'
-ratios. Each measurement lasts a share of the time that the whole may take.
-
-Through the page cache, a job reads or writes each file at most once, with its pages dropped before: a second pass would
-measure memory.
+Programs do a job in turns, and each measurement lasts a share of the time that the whole may take (docs/BENCH.md).
 """
 
 from __future__ import annotations
@@ -31,7 +26,7 @@ from tierstore.bench.io.load import (
     TransferKind,
 )
 from tierstore.bench.probes.latency import Latencies, LatencySummary
-from tierstore.bench.results.figures import Figures
+from tierstore.bench.results.figures import INTERNAL, Figures, ratios
 from tierstore.capabilities import Capability
 from tierstore.errors import ConfigError
 from tierstore.stats import percentile, spread
@@ -87,12 +82,19 @@ class IoBench:
         if self.record_bytes < 4096 or self.record_bytes % 4096 or self.records < 1:
             raise ConfigError("records: expected at least one, of a multiple of 4096 bytes")
 
+    def job(self, kind: TransferKind, block_bytes: int, depth: int) -> Job:
+        """Random transfers through the first of the backends."""
+        return Job(
+            kind=kind, block_bytes=block_bytes, depth=depth, backend=self.backends[0], direct=self.direct
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
-class SeriesFigures(Figures):
-    """One program's rounds of a job. ``cpu_per_gb_s``: CPU seconds for 10**9 bytes."""
+class Series(Figures):
+    """One program's rounds of a job, in their order. ``cpu_per_gb_s``: CPU seconds for 10**9 bytes."""
 
     program: str
+    samples: tuple[Sample, ...] = field(metadata=INTERNAL)
     median_bytes_per_s: float
     least_bytes_per_s: float
     greatest_bytes_per_s: float
@@ -101,12 +103,34 @@ class SeriesFigures(Figures):
     latency: LatencySummary
     rounds_bytes_per_s: Sequence[float]
 
+    @staticmethod
+    def of(program: str, samples: Sequence[Sample]) -> Series:
+        speeds = [sample.bytes_per_s for sample in samples]
+        speed, latencies = spread(speeds), Latencies()
+        for sample in samples:
+            latencies.merge(sample.latencies)
+        return Series(
+            program=program,
+            samples=tuple(samples),
+            median_bytes_per_s=speed.median,
+            least_bytes_per_s=speed.least,
+            greatest_bytes_per_s=speed.greatest,
+            operations_per_s=percentile([s.operations / s.elapsed_s for s in samples], 50),
+            cpu_per_gb_s=percentile([sample.cpu_per_gb_s for sample in samples], 50),
+            latency=latencies.summary(),
+            rounds_bytes_per_s=speeds,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
-class RatioFigures(Figures):
-    """Our bandwidth to that of the program ``to``, round by round, and our CPU time a byte to its."""
+class SpeedRatio(Figures):
+    """One program's bandwidth to that of the program ``to``, round by round, and its CPU time a byte to the other's.
+
+    ``cpu_ratio`` is None where the other's CPU time was too short to count. ``target_ratio``: the least median.
+    """
 
     to: str
+    rounds: Sequence[float] = field(metadata=INTERNAL)
     median_ratio: float
     least_ratio: float
     greatest_ratio: float
@@ -114,103 +138,52 @@ class RatioFigures(Figures):
     target_ratio: float | None
     met: bool | None
 
-
-@dataclass(frozen=True, kw_only=True)
-class ComparisonFigures(Figures):
-    """Programs that did the same job, in turns. The first is ours."""
-
-    title: str
-    job: Job | None
-    series: Sequence[SeriesFigures]
-    ratios: Sequence[RatioFigures]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Series:
-    """One program's measurements of a job, in the order of the rounds."""
-
-    program: str
-    samples: tuple[Sample, ...]
-
-    @property
-    def latencies(self) -> Latencies:
-        """Of all rounds together."""
-        merged = Latencies()
-        for sample in self.samples:
-            merged.merge(sample.latencies)
-        return merged
-
-    @property
-    def bytes_per_s(self) -> float:
-        """The median."""
-        return percentile([sample.bytes_per_s for sample in self.samples], 50)
-
-    @property
-    def cpu_per_gb_s(self) -> float:
-        return percentile([sample.cpu_per_gb_s for sample in self.samples], 50)
-
-    def figures(self) -> SeriesFigures:
-        speed = spread([sample.bytes_per_s for sample in self.samples])
-        return SeriesFigures(
-            program=self.program,
-            median_bytes_per_s=speed.median,
-            least_bytes_per_s=speed.least,
-            greatest_bytes_per_s=speed.greatest,
-            operations_per_s=percentile([s.operations / s.elapsed_s for s in self.samples], 50),
-            cpu_per_gb_s=self.cpu_per_gb_s,
-            latency=self.latencies.summary(),
-            rounds_bytes_per_s=[sample.bytes_per_s for sample in self.samples],
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProgramComparison:
-    """Programs that did the same, in turns. The first is ours, and ratios are ours to theirs."""
-
-    title: str
-    series: tuple[Series, ...]
-    job: Job | None = None
-    targets: Mapping[str, float] = field(default_factory=dict)  # program: least bandwidth ratio
-
-    def of(self, program: str) -> Series:
-        """The series of ``program``. Raises KeyError."""
-        return {series.program: series for series in self.series}[program]
-
-    def ratios(self, other: str, of: Callable[[Sample], float], *, ours: str | None = None) -> list[float]:
-        """``of`` our sample (the first program's, or that of ``ours``) to that of ``other``, round by round."""
-        first = self.series[0] if ours is None else self.of(ours)
-        return [of(a) / of(b) for a, b in zip(first.samples, self.of(other).samples, strict=True)]
-
-    def ratio(self, other: str, *, ours: str | None = None) -> float:
-        """Our bandwidth to theirs: the median of the rounds'."""
-        return percentile(self.ratios(other, lambda sample: sample.bytes_per_s, ours=ours), 50)
-
-    def cpu_ratio(self, other: str) -> float | None:
-        """Our CPU time a byte to theirs; None where theirs was too short to count."""
-        if not all(sample.cpu_s > 0 for sample in self.of(other).samples):
-            return None
-        return percentile(self.ratios(other, lambda sample: sample.cpu_per_gb_s), 50)
-
-    def figures(self) -> ComparisonFigures:
-        return ComparisonFigures(
-            title=self.title,
-            job=self.job,
-            series=[series.figures() for series in self.series],
-            ratios=[self._ratio_figures(series.program) for series in self.series[1:]],
-        )
-
-    def _ratio_figures(self, other: str) -> RatioFigures:
-        found = spread(self.ratios(other, lambda sample: sample.bytes_per_s))
-        target = self.targets.get(other)
-        return RatioFigures(
-            to=other,
+    @staticmethod
+    def of(ours: Series, theirs: Series, target: float | None = None) -> SpeedRatio:
+        rounds = ratios(ours.rounds_bytes_per_s, theirs.rounds_bytes_per_s)
+        costs, others = ([sample.cpu_per_gb_s for sample in one.samples] for one in (ours, theirs))
+        found = spread(rounds)
+        return SpeedRatio(
+            to=theirs.program,
+            rounds=rounds,
             median_ratio=found.median,
             least_ratio=found.least,
             greatest_ratio=found.greatest,
-            cpu_ratio=self.cpu_ratio(other),
+            cpu_ratio=percentile(ratios(costs, others), 50) if all(others) else None,
             target_ratio=target,
             met=None if target is None else found.median >= target,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramComparison(Figures):
+    """Programs that did the same, in turns. The first is ours, and ``ratios`` are ours to each of the others'."""
+
+    title: str
+    job: Job | None
+    series: Sequence[Series]
+    ratios: Sequence[SpeedRatio]
+
+    @staticmethod
+    def of(
+        title: str, series: Sequence[Series], targets: Mapping[str, float], job: Job | None = None
+    ) -> ProgramComparison:
+        """``targets``: the least ratio of bandwidths, by the other program's name."""
+        ours, *others = series
+        to_others = [SpeedRatio.of(ours, theirs, targets.get(theirs.program)) for theirs in others]
+        return ProgramComparison(title=title, job=job, series=series, ratios=to_others)
+
+    def to(self, program: str) -> SpeedRatio | None:
+        """The ratio of our first program to ``program``; None where that took no part."""
+        return next((ratio for ratio in self.ratios if ratio.to == program), None)
+
+    @property
+    def small_pages_to_fio(self) -> SpeedRatio | None:
+        """The ratio of the engine with buffers in small pages, as fio's are; None where one of both took no part."""
+        series = {one.program: one for one in self.series}
+        if not {SMALL_PAGES, "fio"} <= series.keys():
+            return None
+        return SpeedRatio.of(series[SMALL_PAGES], series["fio"])
 
 
 class Program(Protocol):
@@ -228,7 +201,7 @@ def take_turns(programs: Sequence[Program], rounds: int, tick: Callable[[], None
         for program in programs if number % 2 == 0 else reversed(programs):
             samples[program.program].append(program.measure())
             tick()
-    return [Series(program=program.program, samples=tuple(samples[program.program])) for program in programs]
+    return [Series.of(program, found) for program, found in samples.items()]
 
 
 class _EngineProgram:
@@ -280,7 +253,7 @@ def compare(
         if plan.fio is not None:
             programs.append(_FioProgram(plan.fio, job, files, seconds))
         series = take_turns(programs, rounds, tick)
-    return ProgramComparison(title=plan.title, job=job, series=tuple(series), targets=plan.targets)
+    return ProgramComparison.of(plan.title, series, plan.targets, job)
 
 
 # What is measured -------------------------------------------------------------------------------------------
@@ -306,9 +279,7 @@ def _worth_fio(bench: IoBench, job: Job) -> bool:
 
 
 def _quick(bench: IoBench) -> Iterator[Job]:
-    whole = Job(
-        kind=TransferKind.READ, block_bytes=_MIB, depth=8, backend=bench.backends[0], direct=bench.direct
-    )
+    whole = bench.job(TransferKind.READ, _MIB, 8)
     both = (TransferKind.READ, TransferKind.WRITE)
     for kind in both:
         yield replace(whole, kind=kind, pattern=Pattern.SEQUENTIAL)

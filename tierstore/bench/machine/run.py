@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -103,7 +104,7 @@ def _disk(bench: MachineBench) -> dict[str, _Points]:
     mixes = [Bytes(bench.disk_bytes, 0), Bytes(0, bench.disk_bytes), Bytes(half, half)]
     points: dict[str, _Points] = {"disk_read": [], "disk_write": [], "disk_mixed": []}
     for size in (64 << 10, 256 << 10, 1 << 20, 4 << 20):
-        with DiskProbe(bench.directory, bench.disk_bytes, (size,), IoConfig()) as probe:
+        with closing(DiskProbe(bench.directory, bench.disk_bytes, (size,), IoConfig())) as probe:
             for _ in range(bench.repeats):
                 for found, mix in zip(points.values(), mixes, strict=True):
                     found.append((size, size / probe.disk_bytes_per_s(mix)))
@@ -266,20 +267,16 @@ def rows(profile: Profile) -> list[tuple[str, Cost, Cost]]:
     return [(name, getattr(profile, name), getattr(ASSUMED, name)) for name in names]
 
 
-def measurements(found: Measured) -> list[Measurement]:
+def measurements(found: Measured) -> Iterator[Measurement]:
     """What ``run`` found, for a document: each point with its samples, and the lines through them."""
-    listed = []
     for name, points in found.points.items():
         kind = "operations" if name.endswith("flops") else "bytes"
         samples: dict[float, list[float]] = {}
         for amount, spent in points:
             samples.setdefault(amount, []).append(spent)
-        listed += [
-            measured(name, spent, "s", Better.LOWER, parameters={kind: amount})
-            for amount, spent in samples.items()
-        ]
+        for amount, times in samples.items():
+            yield measured(name, times, "s", Better.LOWER, parameters={kind: amount})
         cost: Cost = getattr(found.profile, name)
-        listed.append(derived("latency", cost.latency_s, "s", Better.LOWER, parameters={"cost": name}))
+        yield derived("latency", cost.latency_s, "s", Better.LOWER, parameters={"cost": name})
         if math.isfinite(cost.per_s):
-            listed.append(derived("rate", cost.per_s, f"{kind}/s", Better.HIGHER, parameters={"cost": name}))
-    return listed
+            yield derived("rate", cost.per_s, f"{kind}/s", Better.HIGHER, parameters={"cost": name})

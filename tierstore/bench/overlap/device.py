@@ -106,7 +106,7 @@ class EmulatedDevice:
 class EmulatedTier(HostDeviceTier):
     """Slots of what ``computer`` computes with: a copy into or out of one waits for that."""
 
-    def __init__(self, engine: Engine, slots: DeviceSlots, computer: Computer) -> None:
+    def __init__(self, engine: Engine, slots: DeviceSlots[torch.dtype], computer: Computer) -> None:
         super().__init__(engine, slots, HugePages.OFF)
         self._computer = computer
         self._idle: list[list[int]] = [[] for _ in range(slots.weights)]
@@ -117,6 +117,6 @@ class EmulatedTier(HostDeviceTier):
     def release_weights(self, slot: int) -> None:
         self._idle[slot] = self._computer.finished()
 
-    def land(self, slot: int) -> tuple[Buffer, list[int]]:
-        landed, after = super().land(slot)
-        return landed, [*after, *self._computer.finished()]
+    def copy_to_host(self, slot: int) -> tuple[Buffer, list[int]]:
+        copied, after = super().copy_to_host(slot)
+        return copied, [*after, *self._computer.finished()]

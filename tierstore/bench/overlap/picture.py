@@ -34,7 +34,7 @@ def draw(timeline: Path, svg: Path) -> None:
             face = _PASS_COLOURS.get(name.split()[0], colour) if track is Track.COMPUTE else colour
             colours.setdefault(face, []).append(((start - begin) / 1e3, (stop - begin) / 1e3))
         if link_only:
-            # Transfers that follow one another at once are one bar: nobody sees them apart.
+            # Transfers that follow one another at once are one bar: a reader cannot see them apart.
             colours = {face: _merged(spans, (end - begin) / 1e6) for face, spans in colours.items()}
         rows.append((title, colours))
     svg.write_text(_svg(rows, (end - begin) / 1e3))

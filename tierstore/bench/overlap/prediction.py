@@ -1,14 +1,8 @@
-"""How well the simulated schedule predicts the time of a step.
+"""How well the simulated schedule predicts the time of a step, and what a step moves (docs/PLAN.md).
 
-Two ranks step the stack of synthetic layers of ``bench overlap`` over limited links, in as many configurations as
-``cases`` says: which of computation, gathers and fetches is the longest, how far each queue looks ahead, how many layers,
-experts and cached layers there are. Each is predicted before it is measured, from its shape, its links, the speed of AdamW
-that ``plan`` assumes, and two numbers of this machine: what driving one dense pass and one expert costs beside its
-computation, fitted. The calibrating runs have links without limits, and take turns with the measured ones,
-so that a machine whose speed drifts treats them alike; a case is predicted with the calibrations on both sides of it.
-None of the cases that are judged was fitted on: the calibrating runs are reported apart.
-
-Bytes are predicted too: gathers from the shape, fetches and write-backs by the residency core (``plan.traffic``).
+The calibrating runs take turns with the measured ones, so that a machine whose speed drifts treats them alike; a case is
+predicted with the calibrations on both sides of it. None of the cases that are judged was fitted on: the calibrating runs
+are reported apart. Bytes follow from the shape (gathers) and from the residency core (``plan.traffic``).
 """
 
 from __future__ import annotations
@@ -25,10 +19,10 @@ from tierstore.bench.overlap.rank import CAUGHT_UP, RankRequest, RankSteps
 from tierstore.bench.overlap.run import Balance, RankProcesses, links_for
 from tierstore.bench.overlap.stack import StackShape
 from tierstore.bench.results.document import Better, Measurement, derived, measured
-from tierstore.bench.results.figures import Figures
+from tierstore.bench.results.figures import INTERNAL, Figures, named
 from tierstore.cache.access import Phase
 from tierstore.links import LinkConfig, LinksConfig
-from tierstore.model.config import DenseUnit, ModelConfig
+from tierstore.model.config import ComputeDtype, DenseUnit, ModelConfig
 from tierstore.plan.architecture import Architecture
 from tierstore.plan.capacity import Capacity, Setting
 from tierstore.plan.costs import ASSUMED, Cost
@@ -39,7 +33,7 @@ from tierstore.prefetch.plan import PrefetchConfig
 from tierstore.prefetch.predictor import PredictorName
 from tierstore.prefetch.schedule import Pass, QueueLimits, Schedule
 from tierstore.store.adamw import AdamWConfig
-from tierstore.tiers.slots import SlotSizes
+from tierstore.tiers.slots import DeviceSlots
 from tierstore.train.budgets import Budgets
 from tierstore.train.config import TrainConfig
 
@@ -107,12 +101,12 @@ def cases(bench: PredictionBench) -> list[Case]:
 
 
 @dataclass(frozen=True)
-class Calibration:
+class Calibration(Figures):
     """What this machine adds: seconds to drive one dense pass and one expert beside what they compute."""
 
-    dense_s: float
-    expert_s: float
-    adamw: Cost = ASSUMED.adamw
+    dense_s: float = field(metadata=named("dense_drive_s"))
+    expert_s: float = field(metadata=named("expert_drive_s"))
+    adamw: Cost = field(default=ASSUMED.adamw, metadata=INTERNAL)
 
 
 @dataclass(frozen=True)
@@ -147,7 +141,7 @@ class StackWorkload:
     @cached_property
     def traffic(self) -> Traffic:
         cache, lookahead = self.shape.budgets
-        slots = SlotSizes(self.shape.expert_numel, 4, _SLOTS, _SLOTS)
+        slots = DeviceSlots(self.shape.expert_numel, ComputeDtype.FP32, _SLOTS, _SLOTS)
         divided = Budgets(cache=cache, device=slots.nbytes, lookahead=lookahead, slots=slots)
         return step_traffic(self.setting, Capacity((), divided), self.span)
 
@@ -176,7 +170,7 @@ class StackWorkload:
             fetch_state=round(moved.state / shape.experts),
             evict=round(moved.written / shape.experts),
             load=4 * shape.expert_numel,
-            land=4 * shape.expert_numel if backward else 0,
+            to_host=4 * shape.expert_numel if backward else 0,
         )
 
     def seconds(self, operation: Operation) -> float:
@@ -187,7 +181,7 @@ class StackWorkload:
             Kind.FETCH: links.disk,
             Kind.WRITE: links.disk,
             Kind.LOAD: links.copy,
-            Kind.LAND: links.copy,
+            Kind.COPY_TO_HOST: links.copy,
         }
         if operation.kind in moved:
             return _over(moved[operation.kind], operation.nbytes)
@@ -247,21 +241,13 @@ class PredictedCase(Figures):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrationCosts(Figures):
-    """What one calibration found that a dense pass and an expert cost beside what they compute."""
-
-    dense_drive_s: float
-    expert_drive_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class PredictionResult(Figures):
     """What ``run`` found."""
 
     ranks_count: int = _RANKS
     computation: Computation
     cases: Sequence[PredictedCase]
-    calibrations: Sequence[CalibrationCosts]
+    calibrations: Sequence[Calibration]
     largest_error_ratio: float
     median_error_ratio: float
 
@@ -294,9 +280,7 @@ def _run(bench: PredictionBench, ranks: RankProcesses, say: Callable[[str], None
     return PredictionResult(
         computation=bench.computation,
         cases=found,
-        calibrations=[
-            CalibrationCosts(dense_drive_s=one.dense_s, expert_drive_s=one.expert_s) for one in calibrations
-        ],
+        calibrations=calibrations,
         largest_error_ratio=max(errors),
         median_error_ratio=statistics.median(errors),
     )

@@ -6,21 +6,18 @@ to all ranks), then closes the pipe. Each is answered with one line (``RankSteps
 
 from __future__ import annotations
 
-import json
 import shutil
 import statistics
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 from tierstore.bench.overlap.stack import StackShape, open_stack
-from tierstore.bench.processes.spawn import answer_channel, write_line
+from tierstore.bench.processes.spawn import serve
 from tierstore.config import from_dict
-from tierstore.errors import TierstoreError
 from tierstore.links import CollectiveLink, LinksConfig, open_link
 from tierstore.parallel import Mesh
 from tierstore.parallel.collectives import Group
@@ -143,7 +140,7 @@ def _steps(
 
 def _counts(store: StoreCore, link: CollectiveLink) -> dict[str, float]:
     """Bytes of experts as they are asked for: some are always under way, at both ends of what is measured."""
-    engine, residency = store.engine.stats(), store.counters()
+    engine, residency = store.engine.stats(), store.cache.residency.stats()
     return {
         "disk_bytes": float(residency.read_bytes + residency.written_bytes),
         "disk_transfers": engine["reads"] + engine["writes"],
@@ -182,25 +179,21 @@ def _measure_training(asked: RankRequest, mesh: Mesh, link: CollectiveLink) -> R
         link.link = None
 
 
-def _serve(requests: IO[bytes], answer: Callable[[Mapping[str, object]], None]) -> None:
+def _answers(requests: Iterator[Any]) -> Generator[Mapping[str, object]]:
     import torch
 
     torch.set_num_threads(1)
     # The exchanges' link is never the gathers': what is measured is the overlap of the queues.
     link, exchange = CollectiveLink(None), CollectiveLink(None)
-    try:
-        groups = partial(LimitedGroup, link=link, exchange=exchange)
-        with launch(ParallelConfig(timeout_s=60.0), device="cpu", make_group=groups) as mesh:
-            for line in requests:
-                asked = from_dict(RankRequest, json.loads(line))
-                if asked.stack is Stack.TRAINER:
-                    answer(asdict(_measure_training(asked, mesh, link)))
-                else:
-                    answer(asdict(_measure(asked, mesh.world, link)))
-    except (TierstoreError, OSError) as error:
-        answer({"error": f"{type(error).__name__}: {error}"})
+    groups = partial(LimitedGroup, link=link, exchange=exchange)
+    with launch(ParallelConfig(timeout_s=60.0), device="cpu", make_group=groups) as mesh:
+        for request in requests:
+            asked = from_dict(RankRequest, request)
+            if asked.stack is Stack.TRAINER:
+                yield asdict(_measure_training(asked, mesh, link))
+            else:
+                yield asdict(_measure(asked, mesh.world, link))
 
 
 if __name__ == "__main__":
-    channel = answer_channel()
-    _serve(sys.stdin.buffer, lambda content: write_line(channel, content))
+    serve(_answers)

@@ -30,20 +30,6 @@ from tierstore.errors import ConfigError
 from tierstore.links import LinkConfig, LinksConfig
 from tierstore.train.config import TrainConfig
 
-__all__ = [
-    "Balance",
-    "OverlapBench",
-    "OverlapResult",
-    "OverlapRun",
-    "Prefetch",
-    "RankProcesses",
-    "Stack",
-    "Times",
-    "links_for",
-    "measurements",
-    "run",
-]
-
 _RANKS = 2
 #: The device copies are not among the three: their link is that much faster than the disk's.
 _COPY_SPEED = 4.0
@@ -89,23 +75,6 @@ class OverlapBench:
         at_least(1, steps=self.steps, warmup=self.warmup)
         if self.svg is not None and self.stack is Stack.TRAINER:
             raise ConfigError("svg: a picture is drawn of the synthetic stack only")
-
-
-@dataclass(frozen=True, slots=True)
-class Times:
-    """Seconds that each of the three takes in a step when nothing else does."""
-
-    computation: float
-    gathers: float
-    fetches: float
-
-    @property
-    def longest(self) -> float:
-        return max(self.computation, self.gathers, self.fetches)
-
-    @property
-    def serial(self) -> float:
-        return self.computation + self.gathers + self.fetches
 
 
 def links_for(balance: Balance, computing_s: float, sent_bytes: float, disk_bytes: float) -> LinksConfig:
@@ -195,7 +164,7 @@ def _run(bench: OverlapBench, ranks: RankProcesses, say: Callable[[str], None]) 
         found = ranks.measure(_limited_to(replace(asked, links=links, timeline=drawn), prefetch))
         if bench.stack is Stack.TRAINER:
             found = replace(found, computing_s=free.computing_s)
-        runs.append(_overlap_run(balance, prefetch, links, found, free.step_s))
+        runs.append(overlap_run(balance, prefetch, links, found, free.step_s))
     if bench.svg is not None:
         assert timeline is not None
         picture.draw(timeline, bench.svg)
@@ -222,26 +191,24 @@ def _limited_to(asked: RankRequest, prefetch: Prefetch) -> RankRequest:
     return replace(asked, shape=shape, train=replace(asked.train, prefetch=ahead))
 
 
-def _overlap_run(
+def overlap_run(
     balance: Balance, prefetch: Prefetch, links: LinksConfig, found: RankSteps, unlimited_s: float
 ) -> OverlapRun:
-    times = Times(
-        found.computing_s,
-        found.sent_bytes / links.gather.bandwidth,
-        found.disk_bytes / links.disk.bandwidth,
-    )
+    """What ``found`` says of the overlap over ``links``; ``unlimited_s``: a step over unlimited ones."""
+    gathers_s, fetches_s = found.sent_bytes / links.gather.bandwidth, found.disk_bytes / links.disk.bandwidth
+    times = (found.computing_s, gathers_s, fetches_s)
     return OverlapRun(
         balance=balance,
         prefetch=prefetch,
         step_s=found.step_s,
         step_samples_s=found.step_samples_s,
-        computation_s=times.computation,
-        gathers_s=times.gathers,
-        fetches_s=times.fetches,
-        longest_s=times.longest,
-        serial_s=times.serial,
-        longest_ratio=found.step_s / times.longest,
-        unlimited_ratio=found.step_s / max(times.longest, unlimited_s),
+        computation_s=found.computing_s,
+        gathers_s=gathers_s,
+        fetches_s=fetches_s,
+        longest_s=max(times),
+        serial_s=sum(times),
+        longest_ratio=found.step_s / max(times),
+        unlimited_ratio=found.step_s / max(*times, unlimited_s),
         stalls=[StallTime(cause=name, step_stall_s=spent) for name, spent in sorted(found.stalls.items())],
     )
 

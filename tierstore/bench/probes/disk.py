@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 
@@ -50,7 +49,7 @@ class Durable(Enum):
 
 
 class DiskProbe:
-    """A file of ``nbytes`` in ``directory``, made at once and removed at exit; a context manager.
+    """A file of ``nbytes`` in ``directory``, made at once and removed by ``close``.
 
     ``transfer_bytes`` are the sizes of transfers, taken in turn. Raises OSError.
     """
@@ -148,9 +147,3 @@ class DiskProbe:
         """Removes the file. Safe to call twice."""
         self._engine.close()
         self._path.unlink(missing_ok=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

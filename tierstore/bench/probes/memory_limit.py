@@ -16,21 +16,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tierstore.bench.results.figures import Figures
 from tierstore.errors import CapabilityError
 
 _ROOT = Path("/sys/fs/cgroup")
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryUse:
-    """What the group has seen: its greatest use in bytes (page cache included), and processes killed."""
+@dataclass(frozen=True, kw_only=True)
+class MemoryUse(Figures):
+    """What a group has seen: its greatest use (page cache included), and processes killed."""
 
+    limit_bytes: int
     peak_bytes: int
-    kills: int
+    kills_count: int
 
 
 class MemoryLimit:
-    """A cgroup limited to ``limit_bytes``, without swap; a context manager that removes it.
+    """A cgroup limited to ``limit_bytes``, without swap; ``close`` removes it.
 
     Raises CapabilityError where the machine does not let this process make one.
     """
@@ -64,7 +66,8 @@ class MemoryLimit:
             name, _, count = line.partition(" ")
             if name == "oom_kill":
                 kills = int(count)
-        return MemoryUse(int((self._path / peak).read_text()), kills)
+        peak_bytes = int((self._path / peak).read_text())
+        return MemoryUse(limit_bytes=self.limit_bytes, peak_bytes=peak_bytes, kills_count=kills)
 
     def close(self) -> None:
         """Removes the group; its processes must have ended."""
@@ -77,12 +80,6 @@ class MemoryLimit:
                 time.sleep(0.02)
             else:
                 return
-
-    def __enter__(self) -> MemoryLimit:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def page_cache_bytes(files: Iterable[Path]) -> int | None:

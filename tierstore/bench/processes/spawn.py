@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
@@ -95,3 +95,14 @@ def answer_channel() -> IO[bytes]:
     channel = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return channel
+
+
+def serve(answers: Callable[[Iterator[Any]], Generator[Mapping[str, object]]]) -> None:
+    """A child's work: it sends its parent what ``answers`` yields for the requests. A failure is the last answer."""
+    channel = answer_channel()
+    try:
+        with contextlib.closing(answers(json.loads(line) for line in sys.stdin.buffer)) as found:
+            for answer in found:
+                write_line(channel, answer)
+    except (TierstoreError, OSError) as error:
+        write_line(channel, {"error": f"{type(error).__name__}: {error}"})

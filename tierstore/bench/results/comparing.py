@@ -1,10 +1,8 @@
-"""What got better or worse between two runs of a benchmark, beyond their noise.
+"""What got better or worse between two runs of a benchmark, beyond the noise within the runs (docs/BENCH.md).
 
 The ratio is that of the medians, new over old, with a 95% interval: the percentile bootstrap of both runs' samples (or,
 where only quartiles were kept, the normal approximation of a median's error), taken in logarithms, and widened by
-Student's quantile for the fewer samples of the two: three of them alone say little. What has no samples to speak of
-noise gets no verdict. The noise is that *within* the runs: what differs between any two runs, such as another
-neighbour on the machine, is not in it, so ratios of things measured in turn in one run compare best.
+Student's quantile for the fewer samples of the two: three of them alone say little.
 """
 
 from __future__ import annotations
@@ -31,14 +29,14 @@ _QUARTILES_APART, _MEDIAN_ERROR = 1.349, 1.2533
 
 
 class ChangeKind(StrEnum):
-    """How one measurement changed."""
+    """How one measurement changed, in the order of the table."""
 
-    BETTER = "better"
     WORSE = "worse"
+    BETTER = "better"
     CHANGED = "changed"  # beyond noise, of something that has no good direction
+    UNKNOWN = "noise unknown"  # one sample on one side or both
     WITHIN = "within noise"
     SAME = "same"
-    UNKNOWN = "noise unknown"  # one sample on one side or both
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,14 +169,7 @@ def _student(freedom: int) -> float:
 
 def table(comparison: Comparison) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Columns and rows for people: what changed for the worse first, then for the better, then the rest."""
-    order = [
-        ChangeKind.WORSE,
-        ChangeKind.BETTER,
-        ChangeKind.CHANGED,
-        ChangeKind.UNKNOWN,
-        ChangeKind.WITHIN,
-        ChangeKind.SAME,
-    ]
+    order = list(ChangeKind)
     rows = sorted(comparison.rows, key=lambda row: order.index(row.change))
     return (
         ("measurement", "verdict", "old", "new", "new / old", "95% interval"),

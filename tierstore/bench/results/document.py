@@ -19,12 +19,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
 
 from tierstore import __version__, machine
-from tierstore.bench.checks import existing_parent
 from tierstore.config import as_dict, from_dict
 from tierstore.errors import ConfigError, DataError
 from tierstore.stats import percentile
@@ -33,7 +33,12 @@ from tierstore.units import format_bytes, format_seconds
 FORMAT_VERSION = 1
 _FORMAT = "tierstore-bench"
 _NOTHING: Mapping[str, float | str] = MappingProxyType({})
-_HEAD = ("format", "format_version", "tool_version", "bench", "options", "started", "ended", "machine")
+#: What a document's keys hold, in the file and in errors.
+_KINDS = {
+    **dict.fromkeys(("tool_version", "bench", "started", "ended"), (str, "text")),
+    **dict.fromkeys(("options", "machine", "figures"), (dict, "a table")),
+    "measurements": (list, "a list"),
+}
 
 
 class Better(StrEnum):
@@ -104,18 +109,18 @@ class Measurement:
 
 def measured(
     name: str,
-    samples: Sequence[float],
+    samples: float | Sequence[float],
     unit: str,
-    better: Better,
+    better: Better = Better.NEITHER,
     *,
     parameters: Mapping[str, float | str] = _NOTHING,
     target: float | None = None,
     evidence: Origin = Origin.MEASURED,
 ) -> Measurement:
-    """A measurement of ``samples`` (at least one). Raises ConfigError for none, or one that is not finite."""
-    values = tuple(float(value) for value in samples)
+    """A measurement of ``samples``, one or several. Raises ConfigError for none, or one that is not finite."""
+    values = tuple(map(float, [samples] if isinstance(samples, int | float) else samples))
     if not values or not all(map(math.isfinite, values)):
-        raise ConfigError(f"{name}: expected finite samples, got {list(samples)}")
+        raise ConfigError(f"{name}: expected finite samples, got {samples}")
     return Measurement(
         name=name,
         parameters=dict(parameters),
@@ -131,32 +136,10 @@ def measured(
     )
 
 
-def counted(
-    name: str,
-    value: float,
-    unit: str,
-    better: Better = Better.NEITHER,
-    *,
-    parameters: Mapping[str, float | str] = _NOTHING,
-) -> Measurement:
-    """An exact number: bytes moved, messages sent."""
-    return measured(name, [value], unit, better, parameters=parameters, evidence=Origin.COUNTED)
-
-
-def derived(
-    name: str,
-    values: float | Sequence[float],
-    unit: str,
-    better: Better,
-    *,
-    parameters: Mapping[str, float | str] = _NOTHING,
-    target: float | None = None,
-) -> Measurement:
-    """What was computed from measurements, such as a ratio: one value, or one a round."""
-    samples = [values] if isinstance(values, int | float) else values
-    return measured(
-        name, samples, unit, better, parameters=parameters, target=target, evidence=Origin.DERIVED
-    )
+#: An exact number: bytes moved, messages sent.
+counted = partial(measured, evidence=Origin.COUNTED)
+#: What was computed from measurements, such as a ratio: one value, or one a round.
+derived = partial(measured, evidence=Origin.DERIVED)
 
 
 def shown(value: float, unit: str) -> str:
@@ -183,7 +166,7 @@ class MachineFacts:
 
 def machine_facts(directory: Path | None = None) -> MachineFacts:
     """Those of this machine. ``directory`` need not exist: its nearest parent counts."""
-    parent = None if directory is None else existing_parent(directory)
+    parent = None if directory is None else machine.existing_parent(directory)
     return MachineFacts(
         processor=machine.processor(),
         cores=machine.cores(),
@@ -226,18 +209,14 @@ def save_document(document: Document, path: Path) -> None:
     plain = {
         "format": _FORMAT,
         "format_version": FORMAT_VERSION,
-        "tool_version": document.tool_version,
-        "bench": document.bench,
+        **{key: getattr(document, key) for key in _KINDS},
         "options": dict(document.options),
         "machine": as_dict(document.machine),
-        "started": document.started,
-        "ended": document.ended,
         "measurements": [{**as_dict(one), "met": one.met} for one in document.measurements],
-        "figures": document.figures,
     }
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(plain, indent=1, allow_nan=False) + "\n")
-    os.replace(partial, path)
+    beside = path.with_name(f"{path.name}.partial")
+    beside.write_text(json.dumps(plain, indent=1, allow_nan=False) + "\n")
+    os.replace(beside, path)
 
 
 def load_document(path: Path) -> Document:
@@ -253,43 +232,24 @@ def load_document(path: Path) -> Document:
             f"{path}: expected a benchmark's document of version {FORMAT_VERSION}, "
             f"got {plain.get('format_version')!r}"
         )
-    wanted = {*_HEAD, "measurements", "figures"}
+    wanted = {"format", "format_version", *_KINDS}
     if wrong := sorted(wanted.symmetric_difference(plain)):
         raise DataError(f"{path}: {wrong[0]}: {'missing' if wrong[0] in wanted else 'unknown'} key")
     try:
-        return Document(
-            bench=_text(plain, "bench"),
-            options=_table(plain, "options"),  # type: ignore[arg-type]
-            machine=from_dict(MachineFacts, _table(plain, "machine"), origin="machine"),
-            started=_text(plain, "started"),
-            ended=_text(plain, "ended"),
-            measurements=tuple(_measurements(plain["measurements"])),
-            figures=_table(plain, "figures"),
-            tool_version=_text(plain, "tool_version"),
-        )
+        for key, (kind, expected) in _KINDS.items():
+            if not isinstance(plain[key], kind):
+                raise ConfigError(f"{key}: expected {expected}, got {plain[key]!r}")
+        given = {key: plain[key] for key in _KINDS}
+        given["machine"] = from_dict(MachineFacts, plain["machine"], origin="machine")
+        given["measurements"] = tuple(_measurements(plain["measurements"]))
+        return Document(**given)
     except ConfigError as error:
         raise DataError(f"{path}: {error}") from error
 
 
-def _measurements(items: object) -> Iterable[Measurement]:
-    if not isinstance(items, list):
-        raise ConfigError("measurements: expected a list")
+def _measurements(items: Sequence[object]) -> Iterable[Measurement]:
     for number, item in enumerate(items):
         if not isinstance(item, Mapping):
             raise ConfigError(f"measurements[{number}]: expected a table")
         given = {key: value for key, value in item.items() if key != "met"}
         yield from_dict(Measurement, given, origin=f"measurements[{number}]")
-
-
-def _text(plain: Mapping[str, object], key: str) -> str:
-    value = plain[key]
-    if not isinstance(value, str):
-        raise ConfigError(f"{key}: expected text, got {value!r}")
-    return value
-
-
-def _table(plain: Mapping[str, object], key: str) -> Mapping[str, object]:
-    value = plain[key]
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{key}: expected a table, got {value!r}")
-    return value

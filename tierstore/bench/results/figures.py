@@ -2,7 +2,7 @@
 
 A result is a frozen dataclass that derives from ``Figures``, and its fields are the keys of the JSON object. Each name
 says its unit: ``_s``, ``_bytes``, ``_bytes_per_s``, ``_ratio``, ``_count`` (a test goes through all of these types). A
-field's metadata says where its keys differ: ``IF_ANY``, ``named`` or ``prefixed``.
+field's metadata says where its keys differ: ``IF_ANY``, ``INTERNAL``, ``named`` or ``prefixed``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from pathlib import Path
 
 #: No key where the value is None; another field that is None is null.
 IF_ANY: Mapping[str, object] = {"if_any": True}
+#: No key: the field is for the measurements and the table.
+INTERNAL: Mapping[str, object] = {"internal": True}
 
 
 def prefixed(prefix: str) -> Mapping[str, object]:
@@ -46,6 +48,8 @@ def to_json(result: Figures) -> dict[str, object]:
     plain: dict[str, object] = {}
     for field in dataclasses.fields(result):
         value, how = getattr(result, field.name), field.metadata
+        if "internal" in how:
+            continue
         if "prefix" in how:
             inner = {} if value is None else _plain(value)
             assert isinstance(inner, Mapping)

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from tierstore.bench.results.document import Measurement, shown
-from tierstore.lab.drawing import INK, SETTINGS, SIZE, line, new_figure, set_legend, style, svg_of
+from tierstore.lab.reports.drawing import INK, SETTINGS, SIZE, line, new_figure, set_legend, style, svg_of
 from tierstore.units import format_bytes
 
 _MOST_LINES = 7  # more hide each other

@@ -15,7 +15,7 @@ from tierstore import __version__
 from tierstore.bench.results.comparing import Comparison
 from tierstore.bench.results.comparing import table as comparison_rows
 from tierstore.bench.results.document import Document, Measurement, Origin, shown
-from tierstore.lab.page import Cell, Column, Table, check_report, own_ids, render_page
+from tierstore.lab.reports.page import Cell, Column, Table, check_report, own_ids, render_page
 from tierstore.units import format_bytes
 
 if TYPE_CHECKING:

@@ -12,9 +12,8 @@ stay as they are (``Inactive.SKIP``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +53,7 @@ def content(seed: int, record: int, version: int, schema: RecordSchema) -> dict[
     if schema.weight_format is WeightFormat.FP32:
         return sections | {"weight": weight}
     bits = weight.view(np.uint32)
-    # Magnitudes below 2 leave room for the carry, so rounding half away from zero is an addition to the bits.
+    # Magnitudes below 2 leave a bit for the carry, so rounding half away from zero is an addition to the bits.
     high = (bits + np.uint32(0x8000)) >> np.uint32(16)
     low = (bits - (high << np.uint32(16))).astype(np.uint16).view(np.int16)
     return sections | {"weight_hi": high.astype(np.uint16), "weight_lo": low}
@@ -97,23 +96,6 @@ class StoreModel:
     def reopen(self) -> None:
         """What was not committed is gone."""
         self.versions = list(self.committed)
-
-    def copy(self) -> StoreModel:
-        return StoreModel.from_dict(self.as_dict())
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "seed": self.seed,
-            "versions": list(self.versions),
-            "retain": self.retain,
-            "generation": self.generation,
-            "committed": list(self.committed),
-            "snapshots": {name: list(versions) for name, versions in self.snapshots.items()},
-        }
-
-    @staticmethod
-    def from_dict(value: Mapping[str, Any]) -> StoreModel:
-        return StoreModel(**value)
 
     def copies(self) -> int:
         """Records, of each version that is live, committed or in a snapshot, that cannot share their bytes."""

@@ -7,10 +7,8 @@ moves its own model along.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import numpy as np
 
@@ -107,13 +105,6 @@ class SoakShape:
         """How many fetches of the most records may be leased together, half of the budget being left for the rest."""
         largest = max(schema.record_bytes for schema in self.schemas)
         return min(max(self.budget // (2 * _MOST_RECORDS * largest), 1), 6)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_dict(value: Mapping[str, Any]) -> SoakShape:
-        return SoakShape(**value)
 
 
 def key_of(record: int) -> str:

@@ -1,12 +1,9 @@
-"""A store under full load for minutes, killed at random moments, every byte that it reads checked.
+"""A store under full load for minutes, killed at random moments, every byte that it reads checked (docs/BENCH.md).
 
 This process holds the model of what the store must contain; another one (``soak.worker``) works on the store and is
 killed with SIGKILL. Both follow the same plan, so this one does not rely on what the store says: it moves its model along
 as commits are announced (``begin``) and acknowledged (``done``), and sends the next life what the store may be at:
 the last acknowledged commit, or the one that had begun.
-
-Kills come at exponential intervals, a quarter of them while a life is still auditing and opening. In the middle third
-of a soak of at least a minute there are none: memory that grows shows only in a long life.
 """
 
 from __future__ import annotations
@@ -18,13 +15,14 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from tierstore.bench.checks import at_least, more_than_0, refuse_existing, require_free
-from tierstore.bench.probes.usage import Trend
+from tierstore.bench.probes.usage import Trend, Usage
 from tierstore.bench.processes.spawn import send, start_module
 from tierstore.bench.results.document import Better, Measurement, counted, derived, measured
 from tierstore.bench.results.figures import IF_ANY, Figures
@@ -43,17 +41,8 @@ _EARLY_KILLS_RATIO = 0.25
 _REPORT_S = 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class SoakProgress:
-    """How far a soak is."""
-
-    read_bytes: int
-    written_bytes: int
-    verified_bytes: int
-    kills: int
-
-
-Announce = Callable[[float, SoakProgress], None]
+#: Takes the seconds so far and what was done: bytes ``read``, ``written`` and ``verified``, and ``kills``.
+Announce = Callable[[float, Mapping[str, int]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,16 +79,6 @@ def stored_bytes(shape: SoakShape) -> int:
         for schema in shape.schemas
     )
     return extents + index_bytes(shape.records, shape.retain)
-
-
-@dataclass
-class _Samples:
-    """What one life held, sample by sample."""
-
-    times: list[float] = field(default_factory=list)
-    resident: list[float] = field(default_factory=list)
-    descriptors: list[float] = field(default_factory=list)
-    disk: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +168,8 @@ class _Soak:
         self._begun: tuple[int, StoreModel] | None = None
         self._counts: Counter[str] = Counter()
         self._life_counts: dict[str, int] = {}
-        self._lives: list[_Samples] = []
+        #: What each life held, sample by sample, with the time of the sample.
+        self._lives: list[list[tuple[float, Usage]]] = []
         self._opens_s: list[float] = []
         self._commits_s: list[float] = []
         self._kills = self._later = 0
@@ -221,7 +201,7 @@ class _Soak:
         """A life until it is killed (True), has ended by itself, or the time is over."""
         # An interrupt from the terminal is this process's to handle: it stops the worker.
         process = start_module("tierstore.bench.soak.worker", new_session=True)
-        self._lives.append(_Samples())
+        self._lives.append([])
         self._life_counts = {}
         kills = self._bench.kill_every_s > 0
         early = kills and self._random.random() < _EARLY_KILLS_RATIO
@@ -272,9 +252,9 @@ class _Soak:
         return {
             "directory": str(self._bench.directory),
             "further": [str(path) for path in self._bench.further],
-            "shape": self._bench.shape.as_dict(),
+            "shape": asdict(self._bench.shape),
             "life": life,
-            "hypotheses": [{"position": p, "model": m.as_dict()} for p, m in hypotheses],
+            "hypotheses": [{"position": p, "model": asdict(m)} for p, m in hypotheses],
         }
 
     def _kill(self, process: subprocess.Popen[bytes], reader: MessageReader) -> bool:
@@ -317,7 +297,7 @@ class _Soak:
                 self._sample(message)
             case "begin":
                 position = int(message["position"])
-                model = self._acknowledged[1].copy()
+                model = deepcopy(self._acknowledged[1])
                 self._follow(model, self._acknowledged[0], position)
                 self._begun = (position + 1, model)
             case "done":
@@ -350,22 +330,15 @@ class _Soak:
             self._opens_s.append(float(message["open_s"]))
 
     def _sample(self, message: Mapping[str, Any]) -> None:
-        samples, now, held = self._lives[-1], self._elapsed_s, message["held"]
+        now, held = self._elapsed_s, message["held"]
         self._life_counts = message["counts"]
         if held:
-            samples.times.append(now)
-            samples.resident.append(float(held["resident_bytes"]))
-            samples.descriptors.append(float(held["descriptors"]))
-            samples.disk.append(float(held["disk_bytes"]))
+            self._lives[-1].append((now, Usage(**held)))
         if time.monotonic() >= self._next_report_s:
             self._next_report_s = time.monotonic() + _REPORT_S
             counts = self._counts + Counter(self._life_counts)
-            done = SoakProgress(
-                read_bytes=counts["read_bytes"],
-                written_bytes=counts["written_bytes"],
-                verified_bytes=counts["verified_bytes"],
-                kills=self._kills,
-            )
+            done = {name: counts[f"{name}_bytes"] for name in ("read", "written", "verified")}
+            done["kills"] = self._kills
             self._announce(min(now, self._bench.seconds), done)
 
     # The end ------------------------------------------------------------------------------------------------
@@ -412,22 +385,20 @@ class _Soak:
 
     def _trends(self) -> dict[str, Trend]:
         """Memory and descriptors of the longest life; disk over all."""
-        lives = [life for life in self._lives if life.times]
-        if not lives:
+        samples = [sample for life in self._lives for sample in life]
+        if not samples:
             return {}
-        longest = max(lives, key=lambda life: life.times[-1] - life.times[0])
-        times = [t for life in lives for t in life.times]
-        disk = [d for life in lives for d in life.disk]
-        span = _JUDGED_SPAN_S
-        most, more = _MEMORY_TOLERANCE_BYTES, max(disk) * _DISK_TOLERANCE_RATIO
+        longest = max(filter(None, self._lives), key=lambda life: life[-1][0] - life[0][0])
+        most_disk = max(usage.disk_bytes for _, usage in samples)
+
+        def trend(of: list[tuple[float, Usage]], name: str, unit: str, tolerance: float) -> Trend:
+            times, values = [time for time, _ in of], [float(getattr(usage, name)) for _, usage in of]
+            return Trend.of(times, values, unit, tolerance=tolerance, least_span_s=_JUDGED_SPAN_S)
+
         return {
-            "resident memory": Trend.of(
-                longest.times, longest.resident, "bytes", tolerance=most, least_span_s=span
-            ),
-            "descriptors": Trend.of(
-                longest.times, longest.descriptors, "count", tolerance=0.5, least_span_s=span
-            ),
-            "disk": Trend.of(times, disk, "bytes", tolerance=more, least_span_s=span),
+            "resident memory": trend(longest, "resident_bytes", "bytes", _MEMORY_TOLERANCE_BYTES),
+            "descriptors": trend(longest, "descriptors", "count", 0.5),
+            "disk": trend(samples, "disk_bytes", "bytes", most_disk * _DISK_TOLERANCE_RATIO),
         }
 
 
@@ -435,13 +406,13 @@ def measurements(result: SoakResult) -> Iterator[Measurement]:
     """What ``run`` found, for a document."""
     yield counted("wrong bytes", result.wrong_bytes, "bytes", Better.LOWER)
     # What was done in the time is not the same each time.
-    yield measured("kills", [result.kills_count], "kills", Better.NEITHER)
-    yield measured("read", [result.read_bytes], "bytes", Better.NEITHER)
-    yield measured("written", [result.written_bytes], "bytes", Better.NEITHER)
-    yield measured("verified", [result.verified_bytes], "bytes", Better.NEITHER)
+    yield measured("kills", result.kills_count, "kills")
+    yield measured("read", result.read_bytes, "bytes")
+    yield measured("written", result.written_bytes, "bytes")
+    yield measured("verified", result.verified_bytes, "bytes")
     for name, times in (("reopen", result.reopen), ("commit", result.commit)):
         if times.median_s is not None:
-            yield measured(f"{name}, median", [times.median_s], "s", Better.LOWER)
+            yield measured(f"{name}, median", times.median_s, "s", Better.LOWER)
     for name, trend in result.trends.items():
         yield derived(f"{name}, growth a second", trend.slope_per_s, trend.unit, Better.LOWER)
 

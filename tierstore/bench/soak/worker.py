@@ -78,7 +78,7 @@ class SoakWorker:
     def __init__(self, request: Mapping[str, Any], *, commands: int, out: int) -> None:
         self._directory = Path(request["directory"])
         self._further = [Path(path) for path in request["further"]]
-        self._shape = SoakShape.from_dict(request["shape"])
+        self._shape = SoakShape(**request["shape"])
         self._plan = SoakPlan(self._shape)
         self._hypotheses = [(int(h["position"]), h["model"]) for h in request["hypotheses"]]
         self._life = int(request["life"])
@@ -134,7 +134,7 @@ class SoakWorker:
             expected = " or ".join(str(m["generation"]) for _, m in self._hypotheses)
             raise SoakFailure(f"the store is at commit {generation}, expected {expected}")
         self._position, raw = found[0]
-        model = StoreModel.from_dict(raw)
+        model = StoreModel(**raw)
         if generation:
             result = audit(self._directory, self._shape, model, further=self._further)
             self._counts["audited_bytes"] += result.verified_bytes

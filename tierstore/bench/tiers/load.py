@@ -211,7 +211,7 @@ class TierLoad:
 
     def _counters(self) -> dict[str, int]:
         engine = self._store.core.engine.stats()
-        by_group = self._store.core.counters().by_group
+        by_group = self._store.core.cache.residency.stats().by_group
         own = [by_group[name] for name in ("weights", "moments")]
         return {
             "read_bytes": int(engine["read_bytes"]),

@@ -1,16 +1,8 @@
 """A store under load: what it serves, how long it takes, what it writes for what was changed, and what it takes.
 
 Points of a sweep over record sizes, host budgets (which make the hit ratio) and dirty ratios. One store a record size,
-opened anew for each point; everything through ``ParameterStore`` and the engine, on a real file system.
-
-- Write amplification: bytes that this process caused to be sent to storage (``/proc/self/io``: extents and index, not
-  the file system's own journal) over bytes that optimizer steps changed. A record that is stepped twice between
-  commits is changed twice, and need be written once; ``write_to_dirty_ratio`` counts it once.
-- Space amplification: blocks of all files of the store (``st_blocks``) over bytes of its records. The target is a copy
-  of the records, one of what may be dirty between commits (all of them: the store reserves it before it is needed), one
-  a retained snapshot, and the index. What this traffic needed of that is counted beside it: a copy of each version of a
-  record that is live, committed or in a snapshot.
-- Wear: bytes sent to storage. Days to the endurance stated are at the speed of this load, which does nothing but load.
+opened anew for each point; everything through ``ParameterStore`` and the engine, on a real file system. docs/BENCH.md
+defines the figures.
 """
 
 from __future__ import annotations
@@ -25,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tierstore.bench.checks import existing_parent, more_than_0, refuse_existing, require_free, work_directory
+from tierstore.bench.checks import more_than_0, refuse_existing, require_free, work_directory
 from tierstore.bench.probes.latency import LatencySummary
 from tierstore.bench.results.document import Better, Measurement, derived, measured
 from tierstore.bench.results.figures import Figures, prefixed
@@ -41,6 +33,7 @@ from tierstore.bench.tiers.load import (
 )
 from tierstore.endurance import drive_life_s
 from tierstore.errors import ConfigError
+from tierstore.machine import existing_parent
 from tierstore.store import (
     AdamWConfig,
     Inactive,
@@ -160,13 +153,8 @@ class LoadRates(Figures):
 
     @staticmethod
     def of(load: LoadResult) -> LoadRates:
-        return LoadRates(
-            steps_per_s=load.steps / load.elapsed_s,
-            fetched_bytes_per_s=load.fetched_bytes / load.elapsed_s,
-            changed_bytes_per_s=load.changed_bytes / load.elapsed_s,
-            read_bytes_per_s=load.read_bytes / load.elapsed_s,
-            written_bytes_per_s=load.written_bytes / load.elapsed_s,
-        )
+        rated = ("steps", "fetched_bytes", "changed_bytes", "read_bytes", "written_bytes")
+        return LoadRates(**{f"{name}_per_s": getattr(load, name) / load.elapsed_s for name in rated})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -422,7 +410,7 @@ def _of_point(point: PointFigures) -> Iterator[Measurement]:
         yield derived("write amplification", found, "ratio", Better.LOWER, target=target, parameters=what)
     space, most = point.space_amplification_ratio, point.space_target_ratio
     yield derived("space amplification", space, "ratio", Better.LOWER, target=most, parameters=what)
-    yield measured("wear of a step", [point.wear_per_step_bytes], "bytes", Better.LOWER, parameters=what)
+    yield measured("wear of a step", point.wear_per_step_bytes, "bytes", Better.LOWER, parameters=what)
 
 
 async def _measured(load: TierLoad, steps: Iterator[TrafficStep], seconds: float) -> list[LoadResult]:

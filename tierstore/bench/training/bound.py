@@ -63,7 +63,7 @@ def compulsory(path: str | os.PathLike[str], *, first_step: int, steps: int) -> 
     for policy in policy_names():
         try:
             by_policy[policy] = replayed(trace, policy, begin, end)
-        except CapacityError:  # a policy that needs more room than the one that ran
+        except CapacityError:  # a policy that needs more frames than the one that ran
             continue
     best = min(by_policy, key=lambda name: by_policy[name].total)
     return Compulsory(best, by_policy[best], by_policy, clairvoyant(trace, begin, end))

@@ -1,15 +1,9 @@
 """The same training steps with everything in RAM and with experts on disk, and how near to
-their bound the latter are.
+their bound the latter are (docs/BENCH.md; ``tierstore.bench.training.bound``).
 
-Both run in processes of their own, which are open side by side and step in turns: a machine whose speed
-drifts treats them alike, each has a peak memory of its own, and only one computes at a time. The disk is
-measured just before and just after the tiered steps (in the first round, after), in the same mix of transfer
-sizes, reads and writes: not after a rest, from which disks come back faster. The machine needs memory for both
-at once; ``Baseline.NONE`` leaves the run in RAM out, for models that do not fit.
-
-Each round gives one ratio: median step of that round, tiered, over ``max(median step of that round in RAM,
-compulsory bytes / bandwidth of that round)``. The result is the median of the rounds' ratios. See
-``tierstore.bench.training.bound``.
+Both run in processes of their own, which are open side by side and step in turns: a machine whose speed drifts treats them
+alike, each has a peak memory of its own, and only one computes at a time. The machine needs memory for both at once;
+``Baseline.NONE`` leaves the run in RAM out, for models that do not fit. The result is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -23,7 +17,7 @@ from pathlib import Path
 
 from tierstore.bench.checks import at_least, work_directory
 from tierstore.bench.probes.disk import Bytes, DiskProbe
-from tierstore.bench.probes.memory_limit import MemoryLimit, page_cache_bytes
+from tierstore.bench.probes.memory_limit import MemoryLimit, MemoryUse, page_cache_bytes
 from tierstore.bench.results.document import Better, Measurement, counted, derived, measured
 from tierstore.bench.results.figures import IF_ANY, Figures, StallTime, prefixed, ratios
 from tierstore.bench.training.bound import Compulsory, bound_s, compulsory
@@ -120,15 +114,6 @@ class PolicyBytes(Figures):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CgroupUse(Figures):
-    """The memory cgroup that the tiered run lived in."""
-
-    limit_bytes: int
-    peak_bytes: int
-    kills_count: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainResult(Figures):
     """What ``run`` found. Compulsory bytes, and what a clairvoyant policy would move, are those of one step."""
 
@@ -160,7 +145,7 @@ class TrainResult(Figures):
     step_to_in_ram_ratio: float | None
     same_losses: bool | None
     tokens_per_s: float
-    cgroup: CgroupUse | None = field(metadata=prefixed("cgroup_"))
+    cgroup: MemoryUse | None = field(metadata=prefixed("cgroup_"))
 
 
 class _Disk(DiskProbe):
@@ -199,14 +184,11 @@ def run(config: TrainConfig, bench: TrainBench, say: Callable[[str], None] = lam
     """
     config = replace(config, steps=bench.warmup + bench.steps * bench.rounds)
     with work_directory(config.store) as directory, contextlib.ExitStack() as stack:
-        limit = stack.enter_context(MemoryLimit(bench.cgroup_limit)) if bench.cgroup_limit else None
+        limit = None
+        if bench.cgroup_limit:
+            limit = stack.enter_context(contextlib.closing(MemoryLimit(bench.cgroup_limit)))
         rounds = _measure(config, bench, limit, say)
-        cgroup = None
-        if limit is not None:
-            use = limit.use()
-            cgroup = CgroupUse(
-                limit_bytes=bench.cgroup_limit, peak_bytes=use.peak_bytes, kills_count=use.kills
-            )
+        cgroup = None if limit is None else limit.use()
         least = compulsory(directory / "trace", first_step=bench.warmup, steps=bench.steps * bench.rounds)
     return _result(config, bench, rounds, least, cgroup)
 
@@ -243,14 +225,15 @@ def _measure(
     directory, store = config.store, config.store / "tiered"
     with contextlib.ExitStack() as stack:
         say("opening the tiered run")
-        tiered = stack.enter_context(
-            TrainingProcess("tiered", replace(config, store=store), trace=directory / "trace", limit=limit)
-        )
+        own = replace(config, store=store)
+        tiered = TrainingProcess("tiered", own, trace=directory / "trace", limit=limit)
+        stack.callback(tiered.close)
         whole = None
         if bench.baseline is Baseline.IN_RAM:
             say("opening the run in RAM")
             own = replace(in_ram(config), store=directory / "in-ram")
-            whole = stack.enter_context(TrainingProcess("in RAM", own))
+            whole = TrainingProcess("in RAM", own)
+            stack.callback(whole.close)
         for process in (tiered, whole):
             if process is not None and bench.warmup:
                 process.run(bench.warmup)
@@ -262,7 +245,7 @@ def _measure(
             rounds.tiered.append(found)
             mix = Bytes(found.read_bytes, found.written_bytes).per(bench.steps)
             if mix.total:
-                disk = disk or stack.enter_context(_Disk(directory, config, mix))
+                disk = disk or stack.enter_context(contextlib.closing(_Disk(directory, config, mix)))
                 rounds.disk_bytes_per_s.append(statistics.harmonic_mean([*before, disk.measured()]))
             if whole is not None:
                 rounds.in_ram.append(whole.run(bench.steps))
@@ -274,7 +257,7 @@ def _measure(
 
 
 def _result(
-    config: TrainConfig, bench: TrainBench, rounds: _Rounds, least: Compulsory, cgroup: CgroupUse | None
+    config: TrainConfig, bench: TrainBench, rounds: _Rounds, least: Compulsory, cgroup: MemoryUse | None
 ) -> TrainResult:
     count = bench.steps * bench.rounds
     moved = least.least.per(count)
@@ -340,11 +323,11 @@ def measurements(result: TrainResult) -> Iterator[Measurement]:
 def _of_run(of: StepTimes, name: str) -> Iterator[Measurement]:
     how = {"run": name}
     yield measured("step", of.step_samples_s, "s", Better.LOWER, parameters=how)
-    yield measured("processor time a step", [of.step_cpu_s], "s", Better.LOWER, parameters=how)
-    yield measured("peak resident memory", [of.peak_resident_bytes], "bytes", Better.LOWER, parameters=how)
+    yield measured("processor time a step", of.step_cpu_s, "s", Better.LOWER, parameters=how)
+    yield measured("peak resident memory", of.peak_resident_bytes, "bytes", Better.LOWER, parameters=how)
     yield counted("read a step", of.step_read_bytes, "bytes", Better.LOWER, parameters=how)
     yield counted("written a step", of.step_written_bytes, "bytes", Better.LOWER, parameters=how)
     yield counted("hits", of.hit_ratio, "ratio", Better.HIGHER, parameters=how)
     for stall in of.stalls:
         caused = {**how, "cause": stall.cause}
-        yield measured("stalled a step", [stall.step_stall_s], "s", Better.LOWER, parameters=caused)
+        yield measured("stalled a step", stall.step_stall_s, "s", Better.LOWER, parameters=caused)

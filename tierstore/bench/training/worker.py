@@ -11,18 +11,15 @@ failure is ``{"error": text}``.
 
 from __future__ import annotations
 
-import json
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from tierstore.bench.probes.memory_limit import MemoryLimit
-from tierstore.bench.processes.spawn import answer_channel, end, receive, send, start_module, write_line
+from tierstore.bench.processes.spawn import end, receive, send, serve, start_module
 from tierstore.config import as_dict, from_dict
-from tierstore.errors import TierstoreError
 
 if TYPE_CHECKING:
     from tierstore.train.trainer import Trainer
@@ -55,7 +52,7 @@ class RoundSteps:
 
 
 class TrainingProcess:
-    """The parent's end; a context manager. ``limit``: a memory cgroup for the process to live in."""
+    """The parent's end. ``limit``: a memory cgroup for the process to live in."""
 
     def __init__(
         self, name: str, config: object, *, trace: Path | None = None, limit: MemoryLimit | None = None
@@ -81,41 +78,27 @@ class TrainingProcess:
         """Ends the process and waits for it; its trace is whole then."""
         end(self._process)
 
-    def __enter__(self) -> TrainingProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 # The child's end
 # ------------------------------------------------------------------------------------------------
 
 
-def _serve(requests: IO[bytes], answer: Callable[[Mapping[str, object]], None]) -> None:
-    try:
-        first = json.loads(requests.readline() or b"{}")
-        if first:
-            _train(first, requests, answer)
-    except (TierstoreError, OSError) as error:
-        answer({"error": f"{type(error).__name__}: {error}"})
-
-
-def _train(
-    first: Mapping[str, Any], requests: IO[bytes], answer: Callable[[Mapping[str, object]], None]
-) -> None:
+def _answers(requests: Iterator[Any]) -> Generator[Mapping[str, object]]:
     from tierstore.train.config import TrainConfig
     from tierstore.train.footprint import fixed_cost, keep_freed_memory, resident_bytes
     from tierstore.train.session import Opening, open_session
 
+    first = next(requests, None)
+    if first is None:
+        return
     config = from_dict(TrainConfig, first["config"])
     trace = None if first["trace"] is None else Path(first["trace"])
     keep_freed_memory()
     fixed = fixed_cost(config, resident_bytes()).nbytes
     with open_session(config, Opening.CREATE, trace=trace) as trainer:
-        answer(asdict(Opened(fixed_resident_bytes=fixed, effective=trainer.store.describe())))
-        for line in requests:
-            answer(asdict(_steps(trainer, json.loads(line)["steps"])))
+        yield asdict(Opened(fixed_resident_bytes=fixed, effective=trainer.store.describe()))
+        for request in requests:
+            yield asdict(_steps(trainer, request["steps"]))
 
 
 def _steps(trainer: Trainer, count: int) -> RoundSteps:
@@ -143,5 +126,4 @@ def _stalls(trainer: Trainer) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    channel = answer_channel()
-    _serve(sys.stdin.buffer, lambda content: write_line(channel, content))
+    serve(_answers)

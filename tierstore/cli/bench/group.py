@@ -23,7 +23,7 @@ from tierstore.cli.bench.tiers import tiers
 from tierstore.cli.bench.train import train
 from tierstore.cli.groups import CommandGroup
 from tierstore.cli.interrupts import ended_by_sigterm
-from tierstore.cli.options import SIZE
+from tierstore.cli.options import EXISTING_DIRECTORY, SIZE
 from tierstore.cli.output import Output
 from tierstore.units import format_bytes, format_seconds
 
@@ -48,14 +48,11 @@ for _command in (io, tiers, train, overlap, prediction, machine, report, compare
 
 
 @bench.command()
-@click.option("--parameters", type=int, default=100_000_000, show_default=True, help="fp32 parameters.")
-@click.option("--threads", type=int, default=2, show_default=True)
-@click.option("--repeats", type=int, default=7, show_default=True, help="Rounds.")
+@click.option("--parameters", type=int, default=100_000_000, help="fp32 parameters.")
+@click.option("--threads", type=int, default=2)
+@click.option("--repeats", type=int, default=7, help="Rounds.")
 @click.option(
-    "--store",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    default=Path("."),
-    help="Where to measure the read of a record.",
+    "--store", type=EXISTING_DIRECTORY, default=Path("."), help="Where to measure the read of a record."
 )
 @results_options()
 def adamw(parameters: int, threads: int, repeats: int, store: Path, reporting: Reporting) -> None:
@@ -106,9 +103,9 @@ def show_adamw(result: AdamWResult, output: Output) -> None:
 
 
 @bench.command()
-@click.option("--records", type=int, default=32, show_default=True)
-@click.option("--record-bytes", type=SIZE, default="24MiB", show_default=True)
-@click.option("--rounds", type=int, default=5, show_default=True)
+@click.option("--records", type=int, default=32)
+@click.option("--record-bytes", type=SIZE, default="24MiB")
+@click.option("--rounds", type=int, default=5)
 @work_directory_option
 @results_options()
 def commit(records: int, record_bytes: int, rounds: int, store: Path | None, reporting: Reporting) -> None:
@@ -136,11 +133,11 @@ def commit(records: int, record_bytes: int, rounds: int, store: Path | None, rep
 
 
 @bench.command()
-@click.option("--ranks", type=int, default=2, show_default=True)
-@click.option("--layers", type=int, default=8, show_default=True, help="Dense blocks.")
-@click.option("--d-model", type=int, default=128, show_default=True, help="Their width.")
-@click.option("--tokens", type=int, default=64, show_default=True, help="Tokens of a step on each rank.")
-@click.option("--rounds", type=int, default=7, show_default=True)
+@click.option("--ranks", type=int, default=2)
+@click.option("--layers", type=int, default=8, help="Dense blocks.")
+@click.option("--d-model", type=int, default=128, help="Their width.")
+@click.option("--tokens", type=int, default=64, help="Tokens of a step on each rank.")
+@click.option("--rounds", type=int, default=7)
 @namespace_option
 @results_options()
 def collectives(reporting: Reporting, **sizes: int) -> int:
@@ -159,10 +156,10 @@ def collectives(reporting: Reporting, **sizes: int) -> int:
 
 def show_collectives(result: CollectivesResult, output: Output) -> None:
     """The environment, a table and what was saved, for people."""
-    modes = (result.fused, result.apart)
+    asked, modes = result.asked, (result.fused, result.apart)
     output.table(
-        f"{result.ranks} ranks on {result.backend}, {result.layers_count} dense blocks of width "
-        f"{result.d_model_count}, {result.parameters:,} parameters, {result.rounds_count} rounds",
+        f"{asked.ranks} ranks on {result.backend}, {asked.layers} dense blocks of width "
+        f"{asked.d_model}, {result.parameters:,} parameters, {asked.rounds} rounds",
         ("", "fused", "a message a parameter"),
         [
             ("collectives a step", *(mode.collectives_count for mode in modes)),
@@ -179,9 +176,9 @@ def show_collectives(result: CollectivesResult, output: Output) -> None:
 
 
 @bench.command()
-@click.option("--requests", type=int, default=2_000_000, show_default=True, help="Of each trace.")
-@click.option("--keys", type=int, default=100_000, show_default=True, help="Of the trace of single keys.")
-@click.option("--repeats", type=int, default=3, show_default=True, help="Rounds.")
+@click.option("--requests", type=int, default=2_000_000, help="Of each trace.")
+@click.option("--keys", type=int, default=100_000, help="Of the trace of single keys.")
+@click.option("--repeats", type=int, default=3, help="Rounds.")
 @click.option(
     "--curve-points",
     type=click.IntRange(min=0),

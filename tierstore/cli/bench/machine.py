@@ -8,24 +8,22 @@ from pathlib import Path
 import click
 
 from tierstore.cli.bench.results import Reporting, results_options
-from tierstore.cli.options import SIZE
+from tierstore.cli.options import EXISTING_DIRECTORY, FILE, SIZE
 from tierstore.units import format_bytes, format_seconds
 
 
 @click.command()
-@click.argument("profile", type=click.Path(path_type=Path, dir_okay=False))
-@click.option("--ranks", type=int, default=2, show_default=True, help="Local ranks for the collectives.")
-@click.option("--repeats", type=int, default=5, show_default=True, help="Measurements of each point.")
+@click.argument("profile", type=FILE)
+@click.option("--ranks", type=int, default=2, help="Local ranks for the collectives.")
+@click.option("--repeats", type=int, default=5, help="Measurements of each point.")
 @click.option("--threads", type=int, default=0, help="torch's threads (0: as they are).")
-@click.option(
-    "--disk-bytes", type=SIZE, default="64MiB", show_default=True, help="Bytes of one transfer stream."
-)
+@click.option("--disk-bytes", type=SIZE, default="64MiB", help="Bytes of one transfer stream.")
 @click.option(
     "--dir",
     "directory",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    type=EXISTING_DIRECTORY,
     default=Path(),
-    help="Measure the disk under this directory (default: the current one).",
+    help="Measure the disk under this directory.",
 )
 @results_options()
 def machine(profile: Path, directory: Path, reporting: Reporting, **sizes: int) -> None:

@@ -15,7 +15,15 @@ from tierstore.cli.bench.results import (
     results_options,
     work_directory_option,
 )
-from tierstore.cli.options import F, config_overrides, help_config_option, set_option, train_config
+from tierstore.cli.options import (
+    FILE,
+    PATH,
+    F,
+    config_overrides,
+    help_config_option,
+    options,
+    set_option,
+)
 from tierstore.cli.output import Output
 from tierstore.config import load
 from tierstore.units import format_seconds
@@ -26,61 +34,38 @@ if TYPE_CHECKING:
 
 def stack_options(*, steps: int, warmup: int, forward_ms: float, computation: str) -> Callable[[F], F]:
     """``--steps --warmup --forward-ms --computation`` with these defaults."""
-    options = (
+    return options(
+        click.option("--steps", type=int, default=steps, help="Steps measured of each run."),
+        click.option("--warmup", type=int, default=warmup, help="Steps before them."),
         click.option(
-            "--steps", type=int, default=steps, show_default=True, help="Steps measured of each run."
-        ),
-        click.option("--warmup", type=int, default=warmup, show_default=True, help="Steps before them."),
-        click.option(
-            "--forward-ms",
-            type=float,
-            default=forward_ms,
-            show_default=True,
-            help="Computation of a layer's forward pass.",
+            "--forward-ms", type=float, default=forward_ms, help="Computation of a layer's forward pass."
         ),
         click.option(
             "--computation",
             type=click.Choice(["matmul", "device"]),
             default=computation,
-            show_default=True,
             help="On the processor, or as a device would: a time in which the processor is free.",
         ),
     )
 
-    def decorate(command: F) -> F:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
-
 
 @click.command()
-@click.argument("config", required=False, type=click.Path(path_type=Path))
+@click.argument("config", required=False, type=PATH)
 @click.option(
     "--stack",
     type=click.Choice(["synthetic", "trainer"]),
     default="synthetic",
-    show_default=True,
     help="Layers that only take time, or the trainer as CONFIG and --set say.",
 )
-@click.option("--layers", type=int, default=16, show_default=True, help="Of the synthetic stack.")
+@click.option("--layers", type=int, default=16, help="Of the synthetic stack.")
 @stack_options(steps=4, warmup=6, forward_ms=40.0, computation="matmul")
 @work_directory_option
-@click.option(
-    "--timeline",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Rank 0's Chrome trace of the balanced run.",
-)
-@click.option(
-    "--svg",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="A picture of one of its steps.",
-)
+@click.option("--timeline", type=FILE, help="Rank 0's Chrome trace of the balanced run.")
+@click.option("--svg", type=FILE, help="A picture of one of its steps.")
 @namespace_option
 @set_option()
 @results_options()
-@help_config_option(train_config)
+@help_config_option()
 def overlap(
     config: Path | None,
     stack: str,
@@ -96,7 +81,8 @@ def overlap(
 ) -> None:
     """Two ranks over limited links: how much of gathers and expert fetches is hidden, and by which queue."""
     from tierstore.bench.overlap.device import Computation
-    from tierstore.bench.overlap.run import OverlapBench, Stack, measurements, run
+    from tierstore.bench.overlap.rank import Stack
+    from tierstore.bench.overlap.run import OverlapBench, measurements, run
     from tierstore.bench.overlap.stack import StackShape
     from tierstore.train.config import TrainConfig
 

@@ -7,22 +7,19 @@ from pathlib import Path
 import click
 
 from tierstore.cli.bench.results import comparison_json, show_comparison
-from tierstore.cli.options import json_option
+from tierstore.cli.options import FILE, json_option
 from tierstore.cli.output import Output
-
-_FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 @click.command()
-@click.argument("documents", nargs=-1, required=True, type=_FILE)
-@click.option("--html", metavar="FILE", type=_FILE, required=True, help="The page to write.")
+@click.argument("documents", nargs=-1, required=True, type=FILE)
+@click.option("--html", metavar="FILE", type=FILE, required=True, help="The page to write.")
 @json_option
-def report(documents: tuple[Path, ...], html: Path, as_json: bool) -> None:
+def report(documents: tuple[Path, ...], html: Path, output: Output) -> None:
     """One HTML page of DOCUMENTS, which any benchmarks saved with --save: targets, plots, tables, machines."""
     from tierstore.bench.results.document import load_document
     from tierstore.bench.results.report import write_report
 
-    output = Output.for_option(as_json)
     loaded = [load_document(path) for path in documents]
     write_report(loaded, html)
     output.line(f"{len(loaded)} benchmark{'s' if len(loaded) > 1 else ''} in {html}")
@@ -30,15 +27,14 @@ def report(documents: tuple[Path, ...], html: Path, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("old", type=_FILE)
-@click.argument("new", type=_FILE)
+@click.argument("old", type=FILE)
+@click.argument("new", type=FILE)
 @json_option
-def compare(old: Path, new: Path, as_json: bool) -> None:
+def compare(old: Path, new: Path, output: Output) -> None:
     """What became slower or faster from OLD to NEW, beyond noise: two files that one benchmark saved with --save."""
     from tierstore.bench.results.comparing import compare as compared
     from tierstore.bench.results.document import load_document
 
-    output = Output.for_option(as_json)
     found = compared(load_document(old), load_document(new))
     show_comparison(found, output)
     output.emit(comparison_json(found))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tierstore.cli.options import SIZE, F, bundled, json_option
+from tierstore.cli.options import FILE, PATH, SIZE, F, bundled, json_option, options
 from tierstore.cli.output import Output, finite
 from tierstore.errors import ConfigError, DataError
 
@@ -37,9 +37,7 @@ WORK_DIRECTORY = Path("tierstore-bench")
 
 def work_directory_option(command: F) -> F:
     """``--store``: the argument ``store``, None for ``WORK_DIRECTORY``."""
-    return click.option(
-        "--store", type=click.Path(path_type=Path), help="A directory to make, measure in, and remove."
-    )(command)
+    return click.option("--store", type=PATH, help="A directory to make, measure in, and remove.")(command)
 
 
 def namespace_option(command: F) -> F:
@@ -56,34 +54,27 @@ def namespace_option(command: F) -> F:
 def results_options() -> Callable[[F], F]:
     """The four options, as one argument ``reporting`` of the command."""
 
-    def decorate(command: F) -> F:
-        command = bundled(Reporting, "reporting")(command)
-        path = click.Path(path_type=Path, dir_okay=False)
-        for option in (
-            click.option(
-                "--compare",
-                metavar="OLD.json",
-                type=path,
-                help="Say what became slower or faster than in this --save, beyond noise.",
-            ),
-            click.option(
-                "--html", metavar="FILE", type=path, help="Write a report with plots (see bench report)."
-            ),
-            click.option(
-                "--save", metavar="FILE.json", type=path, help="Write everything, with all samples."
-            ),
-        ):
-            command = option(command)
-        return json_option(command)
-
-    return decorate
+    return options(
+        json_option,
+        click.option("--save", metavar="FILE.json", type=FILE, help="Write everything, with all samples."),
+        click.option(
+            "--html", metavar="FILE", type=FILE, help="Write a report with plots (see bench report)."
+        ),
+        click.option(
+            "--compare",
+            metavar="OLD.json",
+            type=FILE,
+            help="Say what became slower or faster than in this --save, beyond noise.",
+        ),
+        bundled(Reporting, "reporting"),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reporting:
     """What was asked for beside the table."""
 
-    as_json: bool
+    output: Output
     save: Path | None
     html: Path | None
     compare: Path | None
@@ -105,7 +96,7 @@ class Reporting:
             if path is not None and not path.absolute().parent.is_dir():
                 raise ConfigError(f"{option}: there is no directory {path.absolute().parent}")
         if self.html is not None:
-            from tierstore.lab.page import check_report
+            from tierstore.lab.reports.page import check_report
 
             check_report()
         against = None if self.compare is None else load_document(self.compare)
@@ -126,7 +117,7 @@ class Reporting:
             against=against,
             directory=directory,
             started=now(),
-            output=Output.for_option(self.as_json),
+            output=self.output,
         )
 
 

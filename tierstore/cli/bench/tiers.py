@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,7 +18,7 @@ from tierstore.cli.bench.results import (
     work_directory_option,
 )
 from tierstore.cli.interrupts import Interrupts
-from tierstore.cli.options import SIZE, bundled
+from tierstore.cli.options import EXISTING_FILE, PATH, SIZE, bundled
 from tierstore.cli.output import Output
 from tierstore.endurance import DAY_S
 from tierstore.units import format_bytes, format_seconds
@@ -26,7 +26,7 @@ from tierstore.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from tierstore.bench.probes.usage import Trend
     from tierstore.bench.results.document import Measurement
-    from tierstore.bench.soak.run import SoakProgress, SoakResult
+    from tierstore.bench.soak.run import SoakResult
     from tierstore.bench.tiers.run import PointFigures, TiersResult
 
 _FULL_RECORD_BYTES = tuple(size << 10 for size in (1024, 64, 256, 4096, 16384, 65536, 262144))
@@ -69,32 +69,24 @@ class _LoadOptions:
 )
 @click.option("--store-bytes", type=SIZE, help="Bytes of the records of one store.")
 @click.option("--seconds", type=float, help="Time of one point.")
-@click.option(
-    "--trace", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Load of a trace."
-)
-@click.option(
-    "--endurance", type=SIZE, default="600TB", show_default=True, help="Bytes that the drive may be written."
-)
+@click.option("--trace", type=EXISTING_FILE, help="Load of a trace.")
+@click.option("--endurance", type=SIZE, default="600TB", help="Bytes that the drive may be written.")
 @click.option("--full", is_flag=True, help="Every combination, with records from 64 KiB to 256 MiB.")
 @click.option(
     "--minutes", type=float, help="Soak instead: full load, kills, every byte that is read compared."
 )
 @click.option(
-    "--kill-every",
-    type=float,
-    default=10.0,
-    show_default=True,
-    help="Soak: seconds between kills, the mean (0: no kills).",
+    "--kill-every", type=float, default=10.0, help="Soak: seconds between kills, the mean (0: no kills)."
 )
 @click.option(
     "--drive",
     "drives",
-    type=click.Path(path_type=Path),
+    type=PATH,
     multiple=True,
     help="Soak: a directory to make and remove on another drive, which the store is spread over, too.",
 )
 @click.option("--retain", type=int, help="Snapshots that are kept.")
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--seed", type=int, default=0)
 @results_options()
 @bundled(_LoadOptions, "load")
 def tiers(
@@ -230,16 +222,11 @@ def _soak(
         kill_every_s=kill_every,
     )
     total = max(round(bench.seconds), 1)
-    with Interrupts() as interrupts, session.output.progress(total, label="soak") as progress:
+    with Interrupts.heard() as interrupts, session.output.progress(total, label="soak") as progress:
 
-        def announce(seconds: float, done: SoakProgress) -> None:
-            moved = {
-                "read": done.read_bytes,
-                "written": done.written_bytes,
-                "verified": done.verified_bytes,
-            }
-            shown = {name: format_bytes(nbytes) for name, nbytes in moved.items()}
-            progress.update(min(round(seconds), total), total, {**shown, "kills": done.kills})
+        def announce(seconds: float, done: Mapping[str, int]) -> None:
+            shown = {name: n if name == "kills" else format_bytes(n) for name, n in done.items()}
+            progress.update(min(round(seconds), total), total, shown)
 
         result = run(bench, announce, lambda: interrupts.asked)
     _show_soak(result, session.output)

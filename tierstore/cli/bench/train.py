@@ -14,7 +14,7 @@ from tierstore.cli.bench.results import (
     results_options,
     work_directory_option,
 )
-from tierstore.cli.options import SIZE, config_overrides, help_config_option, set_option, train_config
+from tierstore.cli.options import PATH, SIZE, config_overrides, help_config_option, set_option
 from tierstore.cli.output import Output
 from tierstore.config import load
 from tierstore.units import format_bytes, format_seconds
@@ -24,23 +24,22 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("config", required=False, type=click.Path(path_type=Path))
-@click.option("--steps", type=int, default=5, show_default=True, help="Steps of one round.")
-@click.option("--warmup", type=int, default=5, show_default=True, help="Steps before the first round.")
-@click.option("--rounds", type=int, default=3, show_default=True, help="Rounds; the runs take turns.")
+@click.argument("config", required=False, type=PATH)
+@click.option("--steps", type=int, default=5, help="Steps of one round.")
+@click.option("--warmup", type=int, default=5, help="Steps before the first round.")
+@click.option("--rounds", type=int, default=3, help="Rounds; the runs take turns.")
 @click.option("--host-budget", type=SIZE, help="Memory for experts in the tiered run.")
 @work_directory_option
 @click.option(
     "--baseline",
     type=click.Choice(["in-ram", "none"]),
     default="in-ram",
-    show_default=True,
     help="What to compare with; none for models that do not fit in RAM.",
 )
 @click.option("--cgroup-limit", type=SIZE, default="0", help="Confine the tiered run to a memory cgroup.")
 @set_option()
 @results_options()
-@help_config_option(train_config)
+@help_config_option()
 def train(
     config: Path | None,
     steps: int,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from tierstore.cli.cache.options import (
-    TRACE,
     capacity_option,
     html_option,
     machine_options,
@@ -37,6 +37,9 @@ from tierstore.cli.cache.shared import (
 from tierstore.cli.cache.tune import report, study, tune
 from tierstore.cli.groups import CommandGroup
 from tierstore.cli.options import (
+    EXISTING_FILE,
+    FILE,
+    PATH,
     SIZE,
     checksum_option,
     config_overrides,
@@ -45,7 +48,6 @@ from tierstore.cli.options import (
     json_option,
     options_json,
     set_option,
-    train_config,
 )
 from tierstore.cli.output import Output
 from tierstore.units import format_bytes
@@ -62,16 +64,16 @@ def cache() -> None:
 
 
 @cache.command()
-@click.argument("trace", type=click.Path(dir_okay=False, path_type=Path))
-@click.argument("config", required=False, type=click.Path(path_type=Path))
+@click.argument("trace", type=FILE)
+@click.argument("config", required=False, type=PATH)
 @click.option("--data", multiple=True, help="Text file or directory (any number).")
-@click.option("--store", type=click.Path(path_type=Path), help="Store directory.")
+@click.option("--store", type=PATH, help="Store directory.")
 @click.option("--steps", type=int, help="Optimizer steps in all.")
 @click.option("--host-budget", type=SIZE, help="Memory for experts.")
 @checksum_option
 @set_option()
 @json_option
-@help_config_option(train_config)
+@help_config_option()
 @click.pass_context
 def record(ctx: click.Context, /, trace: Path, **options: Any) -> None:
     """Train as ``tierstore train`` does, and record to TRACE what its cache is asked for."""
@@ -81,12 +83,10 @@ def record(ctx: click.Context, /, trace: Path, **options: Any) -> None:
 
 
 @cache.command("import")
-@click.argument("source", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.argument("trace", required=False, type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("source", nargs=-1, type=EXISTING_FILE)
+@click.argument("trace", required=False, type=FILE)
 @click.option("--kind", type=click.Choice(_KINDS), help="What SOURCE is (default: what it looks like).")
-@click.option(
-    "--keys", type=click.Path(dir_okay=False, path_type=Path), help="Write each record's name here."
-)
+@click.option("--keys", type=FILE, help="Write each record's name here.")
 @click.option("--list-options", is_flag=True, help="List what --set takes for --kind, and exit.")
 @set_option("Set an option of the kind (see --list-options).")
 @json_option
@@ -97,7 +97,7 @@ def import_(
     keys: Path | None,
     list_options: bool,
     settings: tuple[str, ...],
-    as_json: bool,
+    output: Output,
 ) -> None:
     """Make a TRACE of SOURCE: expert ids (npz, JSON lines), oracleGeneral, csv, or one key a line; each plain, or packed
     by gzip, xz or zstd.
@@ -107,7 +107,6 @@ def import_(
     """
     from tierstore.lab.importing import SourceKind, import_trace, options_of
 
-    output = Output.for_option(as_json)
     if list_options:
         kinds = [kind] if kind else _KINDS
         for each in kinds:
@@ -130,31 +129,17 @@ def import_(
     )
     if found.resized:
         output.line(f"{found.resized} requests had another size than the first of their key, which counts")
-    output.emit(
-        {
-            "trace": str(trace),
-            "kind": found.kind.value,
-            "sha256": found.sha256,
-            "steps": found.steps,
-            "events": found.events,
-            "requests": found.requests,
-            "records": found.records,
-            "layers": found.layers,
-            "total_bytes": found.total_bytes,
-            "resized": found.resized,
-        }
-    )
+    output.emit({"trace": str(trace), **asdict(found), "kind": found.kind.value})
 
 
 @cache.command()
-@click.argument("trace", type=TRACE)
+@click.argument("trace", type=EXISTING_FILE)
 @policy_option("lru, lfu-decay and the bound belady")
 @capacity_option(multiple=True)
 @click.option(
     "--lookahead",
     type=click.Choice(["none", "recorded"]),
     default="none",
-    show_default=True,
     help="Requests alone, or with the prefetches that a run of tierstore train recorded.",
 )
 @pin_option
@@ -169,13 +154,12 @@ def simulate(
     pins: tuple[str, ...],
     replay: dict[str, Any],
     machine: Machine,
-    as_json: bool,
+    output: Output,
 ) -> None:
     """Replay TRACE through policies at capacities, with what it costs."""
     from tierstore.lab.miss_curves import curves
     from tierstore.lab.simulate import contract_name
 
-    output = Output.for_option(as_json)
     requests = load_trace_requests(trace, output, replay["warmup_steps"], pins)
     specs = specs_of(
         requests, policies, ("lru", "lfu-decay", *(() if lookahead == "recorded" else ("belady",)))
@@ -210,10 +194,8 @@ def simulate(
 
 
 @cache.command()
-@click.argument("trace", type=TRACE)
-@click.option(
-    "--points", type=click.IntRange(min=1), default=10, show_default=True, help="Capacities, equally spaced."
-)
+@click.argument("trace", type=EXISTING_FILE)
+@click.option("--points", type=click.IntRange(min=1), default=10, help="Capacities, equally spaced.")
 @policy_option("every policy, and the bound belady")
 @pin_option
 @replay_options
@@ -228,13 +210,12 @@ def curve(
     replay: dict[str, Any],
     machine: Machine,
     html: Path | None,
-    as_json: bool,
+    output: Output,
 ) -> None:
     """Miss-ratio curves of TRACE over capacity, with the bound and the line 1 - C/N."""
     from tierstore.lab.miss_curves import curve_capacities, curves, keep_ratio
     from tierstore.lab.simulate import contract_name
 
-    output = Output.for_option(as_json)
     check_html(html)
     requests = load_trace_requests(trace, output, replay["warmup_steps"], pins)
     specs = specs_of(requests, policies, ("all",))
@@ -254,7 +235,7 @@ def curve(
     contract = contract_name(requests, replay["contract"])
     output.line(f"{contract}, {NO_LOOKAHEAD}, {replay['scope'].value} scope; all numbers simulated")
     if html is not None:
-        from tierstore.lab.assemble import regime_study
+        from tierstore.lab.study import regime_study
 
         regime = regime_study(requests, capacities, machine=machine, found=found, **replay)
         write_html(html, study_of(regime, machine), output)

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import reduce, wraps
+from dataclasses import fields
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from tierstore.cli.options import FRACTION, SIZE
+from tierstore.cli.options import FILE, FRACTION, PATH, SIZE, F, options
 from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
     from tierstore.lab.costs import Machine
     from tierstore.lab.requests import Requests
     from tierstore.lab.simulate import PolicySpec
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-TRACE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 def policy_option(default: str) -> Callable[[F], F]:
@@ -41,21 +38,13 @@ def capacity_option(*, multiple: bool) -> Callable[[F], F]:
         type=FRACTION,
         multiple=multiple,
         default=("0.5",) if multiple else "0.5",
-        show_default=True,
         help="Size of the cache: 512MiB, or a fraction of what the trace asks for.",
     )
 
 
 def html_option(command: F) -> F:
     """``--html FILE``: a report for a browser."""
-    return click.option(
-        "--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a report for a browser."
-    )(command)
-
-
-def _chained(like: F, command: Callable[..., Any], *options: Callable[[Any], Any]) -> F:
-    """As if ``options`` stood above ``command`` in this order; typed as ``like``, which it stands for."""
-    return cast(F, reduce(lambda inner, option: option(inner), reversed(options), command))
+    return click.option("--html", type=FILE, help="Write a report for a browser.")(command)
 
 
 def replay_options(command: F) -> F:
@@ -74,14 +63,11 @@ def replay_options(command: F) -> F:
         }
         return command(*args, replay=replay, **rest)
 
-    return _chained(
-        command,
-        gather,
+    return options(
         click.option(
             "--scope",
             type=click.Choice(["global", "layer"]),
             default="global",
-            show_default=True,
             help="One cache, or an equal quota for each layer.",
         ),
         contract_option,
@@ -89,7 +75,7 @@ def replay_options(command: F) -> F:
             "--warmup", type=click.IntRange(min=0), default=0, help="Steps that fill the cache uncounted."
         ),
         threads_option,
-    )
+    )(gather)  # type: ignore[return-value]
 
 
 def pin_option(command: F) -> F:
@@ -109,7 +95,6 @@ def contract_option(command: F) -> F:
         "--contract",
         type=click.Choice(["event-atomic", "sequential"]),
         default="event-atomic",
-        show_default=True,
         help="Whether what a layer asks for at once is one set.",
     )(command)
 
@@ -121,58 +106,61 @@ def threads_option(command: F) -> F:
     )(command)
 
 
-_MACHINE = {
-    "read": "read_bytes_per_s",
-    "write": "write_bytes_per_s",
-    "mixed": "mixed_bytes_per_s",
-    "compute": "compute_s_per_step",
-    "endurance": "endurance_bytes",
-    "drive": "drive_bytes",
-    "steps_per_s": "steps_per_s",
-}
-"""Options, and what they are of a Machine."""
-
-
 def machine_options(command: F) -> F:
     """What estimates rest on: the argument ``machine``, a Machine."""
 
     @wraps(command)
     def gather(*args: Any, profile: Path | None, run: Path | None, overlap: str, **rest: Any) -> Any:
-        given = {name: rest.pop(name) for name in _MACHINE}
+        from tierstore.lab.costs import Machine
+
+        names = [field.name for field in fields(Machine) if field.name in rest]
+        given = {name: rest.pop(name) for name in names}
         return command(*args, machine=_machine(profile, run, overlap, given), **rest)
 
-    return _chained(
-        command,
-        gather,
+    return options(
         click.option(
             "--profile",
-            type=click.Path(path_type=Path),
+            type=PATH,
             help="Costs measured by `tierstore bench machine` (default: plan's assumed ones).",
         ),
         click.option(
-            "--run",
-            type=click.Path(path_type=Path),
-            help="Configuration of the run, whose computation of a step plan predicts.",
+            "--run", type=PATH, help="Configuration of the run, whose computation of a step plan predicts."
         ),
-        click.option("--read", type=SIZE, help="Read bandwidth, a second (default: the profile's)."),
-        click.option("--write", type=SIZE, help="Write bandwidth, a second (default: the profile's)."),
-        click.option("--mixed", type=SIZE, help="Bandwidth of reads and writes mixed, a second."),
         click.option(
-            "--compute", type=float, help="Computation of a step, seconds (default: that of --run, or 0)."
+            "--read", "read_bytes_per_s", type=SIZE, help="Read bandwidth, a second (default: the profile's)."
+        ),
+        click.option(
+            "--write",
+            "write_bytes_per_s",
+            type=SIZE,
+            help="Write bandwidth, a second (default: the profile's).",
+        ),
+        click.option(
+            "--mixed", "mixed_bytes_per_s", type=SIZE, help="Bandwidth of reads and writes mixed, a second."
+        ),
+        click.option(
+            "--compute",
+            "compute_s_per_step",
+            type=float,
+            help="Computation of a step, seconds (default: that of --run, or 0).",
         ),
         click.option(
             "--overlap",
             type=click.Choice(["lookahead", "serial"]),
             default="lookahead",
-            show_default=True,
             help="Whether a pass is fetched while the one before it computes.",
         ),
         click.option(
-            "--endurance", type=SIZE, help="Bytes the drive may be written (assumed, if not given: 600TB)."
+            "--endurance",
+            "endurance_bytes",
+            type=SIZE,
+            help="Bytes the drive may be written (assumed, if not given: 600TB).",
         ),
-        click.option("--drive", type=SIZE, help="Size of the drive (assumed, if not given: 1TB)."),
+        click.option(
+            "--drive", "drive_bytes", type=SIZE, help="Size of the drive (assumed, if not given: 1TB)."
+        ),
         click.option("--steps-per-s", type=float, help="Speed (default: from computation and stalls)."),
-    )
+    )(gather)  # type: ignore[return-value]
 
 
 def _machine(profile: Path | None, run: Path | None, overlap: str, given: Mapping[str, Any]) -> Machine:
@@ -181,7 +169,7 @@ def _machine(profile: Path | None, run: Path | None, overlap: str, given: Mappin
     from tierstore.plan.costs import ASSUMED, load_profile
     from tierstore.train.config import TrainConfig
 
-    values = {_MACHINE[name]: None if value is None else float(value) for name, value in given.items()}
+    values = {name: None if value is None else float(value) for name, value in given.items()}
     try:
         return Machine(
             profile=ASSUMED if profile is None else load_profile(profile),
@@ -194,8 +182,9 @@ def _machine(profile: Path | None, run: Path | None, overlap: str, given: Mappin
 
 
 def _as_typed(message: str) -> str:
+    """``message``, which names a field of a Machine, by the option of that field."""
     name, colon, rest = message.partition(":")
-    typed = {field: f"--{option.replace('_', '-')}" for option, field in _MACHINE.items()}
+    typed = {param.name: param.opts[0] for param in click.get_current_context().command.params}
     return f"{typed.get(name, name)}{colon}{rest}"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from tierstore.cli.output import Output
@@ -22,19 +22,8 @@ NO_LOOKAHEAD = "no lookahead"
 
 def trace_json(requests: Requests) -> dict[str, object]:
     """What was replayed."""
-    info = requests.info
-    return {
-        "name": info.name,
-        "sha256": info.sha256,
-        "steps": info.steps,
-        "events": info.events,
-        "requests": info.requests,
-        "records": info.records,
-        "layers": info.layers,
-        "total_frames": info.total_frames,
-        "total_bytes": info.total_bytes,
-        "left_out": [f"{name}: {count}" for name, count in requests.left_out.items()],
-    }
+    left_out = [f"{name}: {count}" for name, count in requests.left_out.items()]
+    return {**asdict(requests.info), "left_out": left_out}
 
 
 def show_trace(requests: Requests, output: Output) -> None:
@@ -55,40 +44,27 @@ _COUNTED = (
     *("read_bytes", "written_bytes"),
 )
 _ESTIMATED = ("step_stall_s", "drive_writes_per_day", "drive_life_years")
+#: Keys of the JSON that are fields of an outcome.
+_AS_THEY_ARE = (
+    *("policy", "capacity_frames", "scope", "contract", "lookahead_frames", "steps", "requests"),
+    *(*_COUNTED, "drive_writes_per_day", "drive_life_years", "policy_s"),
+)
 
 
 def outcome_json(outcome: Outcome, frame_bytes: int) -> dict[str, object]:
     """One outcome; options as text, since their units differ. ``evidence`` says what each number is."""
     return {
-        "policy": outcome.policy,
+        **{name: getattr(outcome, name) for name in _AS_THEY_ARE},
         "policy_options": [f"{key}={value}" for key, value in sorted(outcome.policy_options.items())],
         "role": outcome.role.value,
-        "capacity_frames": outcome.capacity_frames,
         "capacity_bytes": outcome.capacity_frames * frame_bytes,
         "capacity_ratio": outcome.capacity_fraction,
-        "scope": outcome.scope,
-        "contract": outcome.contract,
-        "lookahead_frames": outcome.lookahead_frames,
+        "step_stall_s": outcome.stall_s_per_step,
         "evidence": {
             **dict.fromkeys(_COUNTED, outcome.evidence.value),
             **dict.fromkeys(_ESTIMATED, "estimated"),
             "policy_s": "measured",
         },
-        "steps": outcome.steps,
-        "requests": outcome.requests,
-        "hits": outcome.hits,
-        "misses": outcome.misses,
-        "creates": outcome.creates,
-        "miss_ratio": outcome.miss_ratio,
-        "evictions": outcome.evictions,
-        "starved": outcome.starved,
-        "write_backs": outcome.write_backs,
-        "read_bytes": outcome.read_bytes,
-        "written_bytes": outcome.written_bytes,
-        "step_stall_s": outcome.stall_s_per_step,
-        "drive_writes_per_day": outcome.drive_writes_per_day,
-        "drive_life_years": outcome.drive_life_years,
-        "policy_s": outcome.policy_s,
     }
 
 

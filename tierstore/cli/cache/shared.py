@@ -82,7 +82,7 @@ def check_html(html: Path | None) -> None:
     """Before the work: a report that cannot be written is refused."""
     if html is None:
         return
-    from tierstore.lab.page import check_report
+    from tierstore.lab.reports.page import check_report
 
     check_report()
     check_target("--html", html)
@@ -101,7 +101,7 @@ def check_target(option: str, path: Path | None) -> None:
 
 def write_html(html: Path, study: Study, output: Output) -> None:
     """Writes a report and says where."""
-    from tierstore.lab.report import write_report
+    from tierstore.lab.reports.report import write_report
 
     write_report(study, html)
     output.line(f"report: {html}")

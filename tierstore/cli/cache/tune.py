@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tierstore.cli.cache.options import (
-    TRACE,
     capacity_option,
     contract_option,
     html_option,
@@ -32,7 +31,7 @@ from tierstore.cli.cache.shared import (
     write_html,
 )
 from tierstore.cli.cache.study import regimes_json
-from tierstore.cli.options import json_option
+from tierstore.cli.options import EXISTING_FILE, FILE, json_option
 from tierstore.cli.output import Output
 from tierstore.errors import ConfigError
 
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("trace", type=TRACE)
+@click.argument("trace", type=EXISTING_FILE)
 @capacity_option(multiple=False)
 @click.option(
     "--policy", "policies", multiple=True, metavar="NAME", help="What to try; default: what train runs."
@@ -52,24 +51,18 @@ if TYPE_CHECKING:
     "--scope",
     type=click.Choice(["global", "layer", "both"]),
     default="both",
-    show_default=True,
     help="One cache, a quota for each layer, or whichever is better.",
 )
 @click.option(
     "--objective",
     type=click.Choice(["misses", "bytes", "stall"]),
     default="misses",
-    show_default=True,
     help="What is to be small: misses, bytes read and written, or stalled time.",
 )
-@click.option("--prefix", type=float, default=0.5, show_default=True, help="Part of the steps to tune on.")
-@click.option(
-    "--confidence", type=float, default=0.95, show_default=True, help="Of the interval of the gain."
-)
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the bootstrap.")
-@click.option(
-    "--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the configuration to this file."
-)
+@click.option("--prefix", type=float, default=0.5, help="Part of the steps to tune on.")
+@click.option("--confidence", type=float, default=0.95, help="Of the interval of the gain.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of the bootstrap.")
+@click.option("--out", type=FILE, help="Write the configuration to this file.")
 @contract_option
 @threads_option
 @machine_options
@@ -81,39 +74,21 @@ def tune(
     machine: Machine,
     html: Path | None,
     out: Path | None,
-    as_json: bool,
+    output: Output,
     **search: Any,
 ) -> None:
     """Choose a policy for TRACE on its first part, and score it on the rest."""
-    output = Output.for_option(as_json)
     options = _tune_options(search)
     check_html(html)
     check_target("--out", out)
-    requests = load_trace_requests(trace, output)
-    found = _tuned(trace, requests, capacity, options, machine, output)
-    show_tuning(found, requests.table.frame_bytes, output)
-    show_assumptions(machine, f"{options.contract.value}, {found.result.scored}", output)
-    if out is not None:
-        out.write_text(found.result.configuration)
-    if html is not None:
-        _report(requests, 10, options, machine, found, html, output)
-    output.emit(
-        {
-            "trace": trace_json(requests),
-            "contract": options.contract.value,
-            "assumptions": machine.assumptions,
-            **tuning_json(found, requests.table.frame_bytes),
-        }
-    )
+    output.emit(_decide(trace, capacity, options, machine, output, html=html, out=out))
 
 
 @click.command()
-@click.argument("trace", type=TRACE)
-@click.option(
-    "--html", type=click.Path(dir_okay=False, path_type=Path), required=True, help="The file to write."
-)
+@click.argument("trace", type=EXISTING_FILE)
+@click.option("--html", type=FILE, required=True, help="The file to write.")
 @capacity_option(multiple=False)
-@click.option("--points", type=click.IntRange(min=1), default=10, show_default=True, help="Of the curves.")
+@click.option("--points", type=click.IntRange(min=1), default=10, help="Of the curves.")
 @contract_option
 @threads_option
 @machine_options
@@ -126,31 +101,18 @@ def report(
     contract: str,
     threads: int,
     machine: Machine,
-    as_json: bool,
+    output: Output,
 ) -> None:
     """Everything about TRACE in one HTML file: curves, half-lives, costs, and a tuned choice."""
-    output = Output.for_option(as_json)
     options = _tune_options({"contract": contract, "threads": threads})
     check_html(html)
-    requests = load_trace_requests(trace, output)
-    found = _tuned(trace, requests, capacity, options, machine, output)
-    show_tuning(found, requests.table.frame_bytes, output)
-    show_assumptions(machine, f"{options.contract.value}, {found.result.scored}", output)
-    _report(requests, points, options, machine, found, html, output)
-    output.emit(
-        {
-            "trace": trace_json(requests),
-            "contract": options.contract.value,
-            "assumptions": machine.assumptions,
-            "html": str(html),
-            **tuning_json(found, requests.table.frame_bytes),
-        }
-    )
+    decided = _decide(trace, capacity, options, machine, output, html=html, points=points)
+    output.emit({**decided, "html": str(html)})
 
 
 @click.command()
-@click.argument("sources", nargs=-1, required=True, type=TRACE)
-@click.option("--markdown", type=click.Path(dir_okay=False, path_type=Path), help="Write the tables here.")
+@click.argument("sources", nargs=-1, required=True, type=EXISTING_FILE)
+@click.option("--markdown", type=FILE, help="Write the tables here.")
 @contract_option
 @threads_option
 @machine_options
@@ -163,14 +125,13 @@ def study(
     threads: int,
     machine: Machine,
     html: Path | None,
-    as_json: bool,
+    output: Output,
 ) -> None:
     """Study SOURCES, traces or an npz of expert ids in nine regimes: which policy to use when."""
+    from tierstore.lab.reports.study_tables import study_markdown
     from tierstore.lab.simulate import Contract
     from tierstore.lab.study import StudyOptions, run_study
-    from tierstore.lab.study_tables import study_markdown
 
-    output = Output.for_option(as_json)
     check_html(html)
     check_target("--markdown", markdown)
     options = StudyOptions(contract=Contract(contract), threads=threads, machine=machine)
@@ -216,27 +177,41 @@ def _tune_options(search: Mapping[str, Any]) -> TuneOptions:
         raise ConfigError(f"--{error}") from error
 
 
-def _tuned(
+def _decide(
     trace: Path,
-    requests: Requests,
     capacity: str,
     options: TuneOptions,
     machine: Machine,
     output: Output,
-) -> Tuning:
+    *,
+    html: Path | None,
+    points: int = 10,
+    out: Path | None = None,
+) -> dict[str, object]:
+    """Chooses a policy for ``trace``, shows it, and writes the files that are asked for; the choice for programs.
+
+    ``points``: of the report's curves.
+    """
     from tierstore.lab.live import recording_of
     from tierstore.lab.tuning import tune as search
 
+    requests = load_trace_requests(trace, output)
     frames = requests.table.frames_of(capacity, name="--capacity")
+    recording = recording_of(trace, requests)
     with stage_progress(output, "tune") as heard:
-        return search(
-            requests,
-            frames,
-            options,
-            machine=machine,
-            recording=recording_of(trace, requests),
-            progress=heard,
-        )
+        found = search(requests, frames, options, machine=machine, recording=recording, progress=heard)
+    show_tuning(found, requests.table.frame_bytes, output)
+    show_assumptions(machine, f"{options.contract.value}, {found.result.scored}", output)
+    if out is not None:
+        out.write_text(found.result.configuration)
+    if html is not None:
+        _report(requests, points, options, machine, found, html, output)
+    return {
+        "trace": trace_json(requests),
+        "contract": options.contract.value,
+        "assumptions": machine.assumptions,
+        **tuning_json(found, requests.table.frame_bytes),
+    }
 
 
 def _report(
@@ -248,8 +223,8 @@ def _report(
     html: Path,
     output: Output,
 ) -> None:
-    from tierstore.lab.assemble import half_life_map, regime_study
     from tierstore.lab.miss_curves import curve_capacities
+    from tierstore.lab.study import half_life_map, regime_study
 
     capacities = curve_capacities(requests, points)
     replay: dict[str, Any] = {"contract": options.contract, "threads": options.threads}

@@ -13,10 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.errors import ConfigError
-from tierstore.lab.importers.keys import KeyOptions, KeyRecords
+from tierstore.lab.importers.keys import KeyOptions, KeyRequests
 from tierstore.lab.importers.source import open_source, refuse_line
-from tierstore.trace.format import EventColumns
-from tierstore.trace.records import RecordTable
 
 _BLOCK = 1 << 13  # rows: few enough that the garbage collector stays out of the old ones
 _MAX_SIZE = 2**62
@@ -39,84 +37,66 @@ class CsvOptions(KeyOptions):
             raise ConfigError(f"skip_lines: expected at least 0, got {self.skip_lines}")
 
 
-class CsvImporter:
-    """Reads rows, quoted where they are."""
-
-    def __init__(self, path: Path, options: CsvOptions) -> None:
-        self._path = path
-        self._options = options
-        self._records = KeyRecords(options)
-
-    def chunks(self) -> Iterator[EventColumns]:
-        with open_source(self._path) as file:
-            text = io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape", newline="")
-            delimiter = "\t" if self._options.delimiter == "tab" else self._options.delimiter
-            rows = csv.reader(text, delimiter=delimiter, strict=True)
-            try:
-                key, size = self._columns(rows)
-                while True:
-                    before = rows.line_num
-                    block = list(islice(rows, _BLOCK))
-                    if not block:
-                        break
-                    yield self._events(block, key, size, before)
-            except csv.Error as error:
-                raise refuse_line(self._path, rows.line_num, str(error)) from error
-        yield self._records.last_step()
-
-    def _columns(self, rows: Iterator[list[str]]) -> tuple[int, int | None]:
-        """Places of key and size; takes what stands before the first request."""
-        for _ in islice(rows, self._options.skip_lines):
-            pass
-        wanted = [name for name in (self._options.key, self._options.size) if name is not None]
-        if all(name.isdecimal() and int(name) > 0 for name in wanted):
-            places = [int(name) - 1 for name in wanted]
-        else:
-            names = next(rows, [])
-            missing = [name for name in wanted if name not in names and not name.isdecimal()]
-            if missing:
-                raise refuse_line(
-                    self._path,
-                    self._options.skip_lines + 1,
-                    f"expected a column {missing[0]!r}, found {', '.join(names) or 'none'}",
-                )
-            places = [names.index(name) if name in names else int(name) - 1 for name in wanted]
-        return places[0], places[1] if len(places) == 2 else None
-
-    def _events(self, block: list[list[str]], key: int, size: int | None, before: int) -> EventColumns:
-        sizes: NDArray[np.int64] | None = None
+def csv_requests(path: Path, options: CsvOptions) -> Iterator[KeyRequests]:
+    """Keys and sizes of the rows, quoted where they are. Raises DataError naming the line."""
+    with open_source(path) as file:
+        text = io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape", newline="")
+        delimiter = "\t" if options.delimiter == "tab" else options.delimiter
+        rows = csv.reader(text, delimiter=delimiter, strict=True)
         try:
-            keys = [row[key] for row in block]
-            if size is not None:
-                sizes = np.fromiter((int(row[size]) for row in block), np.int64, len(block))
-        except (IndexError, ValueError, OverflowError) as error:
-            raise self._refusal(block, key, size, before) from error
-        if sizes is not None and (int(sizes.min()) < 0 or int(sizes.max()) > _MAX_SIZE):
-            raise self._refusal(block, key, size, before)
-        if "" in keys:
-            raise self._refusal(block, key, size, before)
-        return self._records.events(keys, sizes)
+            key, size = _columns(path, options, rows)
+            before = rows.line_num
+            while block := list(islice(rows, _BLOCK)):
+                found = _requests(block, key, size)
+                if found is None:
+                    raise _refusal(path, block, key, size, before)
+                yield found
+                before = rows.line_num
+        except csv.Error as error:
+            raise refuse_line(path, rows.line_num, str(error)) from error
 
-    def _refusal(self, block: list[list[str]], key: int, size: int | None, before: int) -> Exception:
-        """Which row it was; with quoted line ends its line is the nearest that is known."""
-        for line, row in enumerate(block, before + 1):
-            if len(row) <= max(key, size or 0):
-                columns = max(key, size or 0) + 1
-                return refuse_line(self._path, line, f"expected at least {columns} columns, found {len(row)}")
-            if not row[key]:
-                return refuse_line(self._path, line, f"expected a key in column {key + 1}, found nothing")
-            text = row[size] if size is not None else "0"
-            if not text.strip().isdecimal() or int(text) > _MAX_SIZE:
-                return refuse_line(self._path, line, f"expected a size in bytes, found {text!r}")
-        raise AssertionError("no row of the block is wrong")
 
-    @property
-    def resized(self) -> int:
-        """Requests whose size was not that of their key's first; known once the chunks have been read."""
-        return self._records.resized
+def _columns(path: Path, options: CsvOptions, rows: Iterator[list[str]]) -> tuple[int, int | None]:
+    """Indices of key and size; takes what stands before the first request."""
+    for _ in islice(rows, options.skip_lines):
+        pass
+    wanted = [name for name in (options.key, options.size) if name is not None]
+    if all(name.isdecimal() and int(name) > 0 for name in wanted):
+        indices = [int(name) - 1 for name in wanted]
+    else:
+        names = next(rows, [])
+        missing = [name for name in wanted if name not in names and not name.isdecimal()]
+        if missing:
+            found = ", ".join(names) or "none"
+            raise refuse_line(
+                path, options.skip_lines + 1, f"expected a column {missing[0]!r}, found {found}"
+            )
+        indices = [names.index(name) if name in names else int(name) - 1 for name in wanted]
+    return indices[0], indices[1] if len(indices) == 2 else None
 
-    def table(self) -> RecordTable:
-        return self._records.table()
 
-    def names(self) -> Iterator[str]:
-        return self._records.names()
+def _requests(block: list[list[str]], key: int, size: int | None) -> KeyRequests | None:
+    """The rows as columns; None where one of them is wrong."""
+    sizes: NDArray[np.int64] | None = None
+    try:
+        keys = [row[key] for row in block]
+        if size is not None:
+            sizes = np.fromiter((int(row[size]) for row in block), np.int64, len(block))
+    except (IndexError, ValueError, OverflowError):
+        return None
+    sized = sizes is None or (int(sizes.min()) >= 0 and int(sizes.max()) <= _MAX_SIZE)
+    return (keys, sizes) if sized and "" not in keys else None
+
+
+def _refusal(path: Path, block: list[list[str]], key: int, size: int | None, before: int) -> Exception:
+    """Which row it was; with quoted line ends its line is the nearest that is known."""
+    for line, row in enumerate(block, before + 1):
+        if len(row) <= max(key, size or 0):
+            columns = max(key, size or 0) + 1
+            return refuse_line(path, line, f"expected at least {columns} columns, found {len(row)}")
+        if not row[key]:
+            return refuse_line(path, line, f"expected a key in column {key + 1}, found nothing")
+        text = row[size] if size is not None else "0"
+        if not text.strip().isdecimal() or int(text) > _MAX_SIZE:
+            return refuse_line(path, line, f"expected a size in bytes, found {text!r}")
+    raise AssertionError("no row of the block is wrong")

@@ -35,7 +35,8 @@ from tierstore.trace.records import RecordTable
 _FLUSH_UNITS = 1 << 18
 _MAX_ID = 1 << 32
 _NAMES = ("step", "layer", "experts", "counts", "token", "request", "phase")
-_KNOWN: Mapping[str, Mapping[str, Sequence[str]]] = {
+#: The names that fields of a kind have by default, most usual first.
+KNOWN_FIELDS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "vllm": {
         "step": ("step", "batch_id", "forward_id"),
         "layer": ("layer", "layer_id", "layer_idx"),
@@ -56,11 +57,6 @@ _KNOWN: Mapping[str, Mapping[str, Sequence[str]]] = {
     },
 }
 _PHASES = {"forward": FORWARD, "fwd": FORWARD, "backward": BACKWARD, "bwd": BACKWARD}
-
-
-def known_fields(kind: str) -> Mapping[str, Sequence[str]]:
-    """The names that fields of a kind have by default, most usual first."""
-    return _KNOWN[kind]
 
 
 class LoggedPasses(enum.Enum):
@@ -117,13 +113,13 @@ class _Fields:
     def __init__(self, kind: str, options: JsonOptions, layer: int | None) -> None:
         self._layer = layer  # where no field says it
         given = {name: getattr(options, name) for name in _NAMES}
-        self._known = {name: (given[name],) if given[name] else _KNOWN[kind][name] for name in _NAMES}
+        self._known = {name: (given[name],) if given[name] else KNOWN_FIELDS[kind][name] for name in _NAMES}
         self._required = {name for name in _NAMES if given[name]}
-        self._chosen: dict[str, str | None] | None = None
+        self._names: Mapping[str, str | None] = {}
 
     def read(self, row: Mapping[str, object]) -> _Line | None:
         """The line, or None for one without routing (a ``meta`` line). Raises ValueError saying what is wrong."""
-        if self._chosen is None:
+        if not self._names:
             chosen = {name: next((key for key in self._known[name] if key in row), None) for name in _NAMES}
             no_layer = chosen["layer"] is None and self._layer is None
             if no_layer or (chosen["experts"] is None and chosen["counts"] is None):
@@ -134,23 +130,19 @@ class _Fields:
             missing = [name for name in self._required if chosen[name] is None]
             if missing:
                 raise ValueError(f"expected the field {self._known[missing[0]][0]}, found {', '.join(row)}")
-            self._chosen = chosen
+            self._names = chosen
         elif row.get("type") == "meta":
             return None
-        layer = _whole(row, self._chosen["layer"], "layer")
-        token = _whole(row, self._chosen["token"], "token")
+        layer = _whole(row, self._names["layer"], "layer")
+        token = _whole(row, self._names["token"], "token")
         if layer is None:
             assert self._layer is not None
             layer = self._layer
-        return _Line(self._step(row), layer, self._phase(row), token, self._request(row), self._experts(row))
-
-    def _step(self, row: Mapping[str, object]) -> object:
-        assert self._chosen is not None
-        return _whole(row, self._chosen["step"], "step")
+        step = _whole(row, self._names["step"], "step")
+        return _Line(step, layer, self._phase(row), token, self._request(row), self._experts(row))
 
     def _request(self, row: Mapping[str, object]) -> str | int | None:
-        assert self._chosen is not None
-        name = self._chosen["request"]
+        name = self._names["request"]
         if name is None:
             return None
         value = row.get(name)
@@ -159,8 +151,7 @@ class _Fields:
         return value
 
     def _phase(self, row: Mapping[str, object]) -> int:
-        assert self._chosen is not None
-        name = self._chosen["phase"]
+        name = self._names["phase"]
         if name is None:
             return FORWARD
         said = str(row.get(name)).lower()
@@ -169,13 +160,12 @@ class _Fields:
         return _PHASES[said]
 
     def _experts(self, row: Mapping[str, object]) -> set[int]:
-        assert self._chosen is not None
-        name = self._chosen["experts"]
+        name = self._names["experts"]
         if name is not None and name in row:
             return _ids(name, row[name])
-        name = self._chosen["counts"]
+        name = self._names["counts"]
         if name is None or name not in row:
-            raise ValueError(f"expected the field {name or self._chosen['experts']}, found {', '.join(row)}")
+            raise ValueError(f"expected the field {name or self._names['experts']}, found {', '.join(row)}")
         counts = row[name]
         if not isinstance(counts, list) or not all(_is_whole(count) for count in counts):
             raise ValueError(f"{name}: expected a list of token counts, found {_shown(counts)}")

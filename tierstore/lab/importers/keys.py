@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,9 @@ from tierstore.trace.format import EventColumns, TraceKind
 from tierstore.trace.records import RecordTable
 
 _MAX_FRAMES = 2**32 - 1
+
+KeyRequests: TypeAlias = tuple[Sequence[Any], NDArray[np.int64] | None]
+"""The next keys of a plain trace, and their sizes in bytes (None: the source has no sizes)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,25 +46,29 @@ class KeyNumbers(dict[Any, int]):
         return number
 
 
-class KeyRecords:
-    """The records of a plain trace. A key's size is that of its first request."""
+class KeyTrace:
+    """A plain trace being read from ``requests``. A key's size is that of its first request."""
 
-    def __init__(self, options: KeyOptions) -> None:
+    def __init__(self, options: KeyOptions, requests: Iterator[KeyRequests]) -> None:
         self._options = options
+        self._source = requests
         self._numbers = KeyNumbers()
         self._sizes: list[NDArray[np.int64]] = []
         self._sized = 0
         self._requests = 0
-        self.resized = 0  # requests whose size was not the first one
+        self.resized = 0  # requests whose size was not that of their key's first
 
-    def events(self, keys: Sequence[Any], sizes: NDArray[np.int64] | None = None) -> EventColumns:
-        """The next requests: one access each, and the ends of the steps that they complete."""
-        records = np.fromiter(map(self._numbers.__getitem__, keys), np.uint32, len(keys))
-        if sizes is not None:
-            self._keep_sizes(records, sizes)
-        columns = stepped(records, self._requests, self._options.requests_per_step)
-        self._requests += len(records)
-        return columns
+    def chunks(self) -> Iterator[EventColumns]:
+        """One access a request, and an end for each step, also for the last that the requests do not fill."""
+        per_step = self._options.requests_per_step
+        for keys, sizes in self._source:
+            records = np.fromiter(map(self._numbers.__getitem__, keys), np.uint32, len(keys))
+            if sizes is not None:
+                self._keep_sizes(records, sizes)
+            yield stepped(records, self._requests, per_step)
+            self._requests += len(records)
+        if self._requests % per_step:
+            yield EventColumns.build([0], [], kinds=TraceKind.END_STEP, steps=self._requests // per_step)
 
     def _keep_sizes(self, records: NDArray[np.uint32], sizes: NDArray[np.int64]) -> None:
         numbers, first = np.unique(records, return_index=True)
@@ -76,12 +83,6 @@ class KeyRecords:
             return np.ones(len(self._numbers), np.int64)
         self._sizes = [np.concatenate([np.zeros(0, np.int64), *self._sizes])]
         return self._sizes[0]
-
-    def last_step(self) -> EventColumns:
-        """The end of a step that the requests did not fill."""
-        ends = 1 if self._requests % self._options.requests_per_step else 0
-        step = self._requests // self._options.requests_per_step
-        return EventColumns.build([0] * ends, [], kinds=TraceKind.END_STEP, steps=step)
 
     def table(self) -> RecordTable:
         sizes, frame = self.sizes(), self._options.frame_bytes

@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tierstore.lab.importers.keys import KeyOptions, KeyRecords
+from tierstore.lab.importers.keys import KeyOptions, KeyRequests
 from tierstore.lab.importers.source import LineBlock, line_blocks, open_source, refuse_line
-from tierstore.trace.format import EventColumns
-from tierstore.trace.records import RecordTable
 
 _ODD = (b" ", b"\t", b"\r", b"\v", b"\f", b"\0")
 
@@ -21,36 +19,24 @@ class TextOptions(KeyOptions):
     skip: str | None = field(default=None, metadata={"help": "a line that is exactly this is left out"})
 
 
-class TextImporter:
-    """Reads one key a line."""
+def text_requests(path: Path, options: TextOptions) -> Iterator[KeyRequests]:
+    """The keys of the lines. Raises DataError naming the line."""
+    skip = None if options.skip is None else options.skip.encode()
+    with open_source(path) as file:
+        for block in line_blocks(file):
+            keys = _keys(path, block)
+            yield keys if skip is None else [key for key in keys if key != skip], None
 
-    def __init__(self, path: Path, options: TextOptions) -> None:
-        self._path = path
-        self._skip = None if options.skip is None else options.skip.encode()
-        self._records = KeyRecords(options)
 
-    def chunks(self) -> Iterator[EventColumns]:
-        with open_source(self._path) as file:
-            for block in line_blocks(file):
-                yield self._records.events(self._keys(block))
-        yield self._records.last_step()
-
-    def _keys(self, block: LineBlock) -> list[bytes]:
-        # Searched whole: a test of each line would take longer than everything else.
-        whole = b"\n".join(block.lines)
-        keys = block.lines
-        if b"" in keys or any(odd in whole for odd in _ODD):
-            for number, line in enumerate(block.lines, block.first):
-                if len(line.split()) != 1 or b"\0" in line:
-                    raise refuse_line(self._path, number, f"expected one key, found {_shown(line)}")
-            keys = [line.strip() for line in block.lines]
-        return keys if self._skip is None else [key for key in keys if key != self._skip]
-
-    def table(self) -> RecordTable:
-        return self._records.table()
-
-    def names(self) -> Iterator[str]:
-        return self._records.names()
+def _keys(path: Path, block: LineBlock) -> list[bytes]:
+    # Searched whole: a test of each line would take longer than everything else.
+    whole = b"\n".join(block.lines)
+    if b"" not in block.lines and not any(odd in whole for odd in _ODD):
+        return block.lines
+    for number, line in enumerate(block.lines, block.first):
+        if len(line.split()) != 1 or b"\0" in line:
+            raise refuse_line(path, number, f"expected one key, found {_shown(line)}")
+    return [line.strip() for line in block.lines]
 
 
 def _shown(line: bytes) -> str:

@@ -6,7 +6,7 @@ from tierstore.store.format import COMMITTED_GROUPS, Group, RecordSchema
 
 
 def copies(retain: int) -> int:
-    """Copies of every record for which there is room: the live one, the last commit's, and ``retain`` snapshots'.
+    """Copies of every record that space is reserved for: the live one, the last commit's, and ``retain`` snapshots'.
 
     Training that touches everything needs them all: what the last commit or a snapshot refers to is never overwritten.
     """

@@ -35,7 +35,7 @@ class SchemaExtents:
         return self._groups[Group(group)]
 
     def rebalance(self) -> None:
-        """Room for the drives' shares as they are now."""
+        """Reserves the drives' shares as they are now."""
         for extent in self._groups.values():
             extent.rebalance()
 
@@ -99,6 +99,7 @@ class StoreExtents:
     ) -> None:
         self.schemas = list(schemas)
         self.budget = budget
+        self.link = link
         self._drives = drives
         #: The most records of each schema that space was reserved for.
         self.promised: Counter[str] = Counter()
@@ -109,8 +110,8 @@ class StoreExtents:
             scratch.mkdir(exist_ok=True)
             for stale in scratch.iterdir():
                 stale.unlink()
-        self._discard = Discard(discard, [drive.path / "scratch" for drive in drives])
-        opener = _Opener(engine, drives, direct, link, budget, self._discard)
+        self.discarding = Discard(discard, [drive.path / "scratch" for drive in drives])
+        opener = _Opener(engine, drives, direct, link, budget, self.discarding)
         self._by_schema: list[SchemaExtents] = []
         try:
             for number, schema in enumerate(self.schemas):
@@ -213,9 +214,6 @@ class StoreExtents:
     def map_sync_reason(self) -> str:
         """Why mapped extents need a sync; empty where their stores are durable by themselves."""
         return next(filter(None, (extent.file.map_sync_reason() for extent in self.files)), "")
-
-    def describe_discard(self) -> str:
-        return self._discard.describe()
 
     def close(self) -> None:
         for extent in self.files:

@@ -38,7 +38,7 @@ class StripedExtent:
     def reserve(self, slots: int) -> None:
         """Makes the extents at least ``slots`` slots long together, each as long as its share of them where it can.
 
-        Raises OSError (ENOSPC) when all drives together have no room; what they had is reserved then.
+        Raises OSError (ENOSPC) when all drives together lack the space; what they had is reserved then.
         """
         if len(self.extents) == 1:
             self._grow(0, max(slots, self.extents[0].reserved_slots))
@@ -90,8 +90,8 @@ class StripedExtent:
             self._raise_full(left)
 
     def rebalance(self) -> None:
-        """Room for the shares as they are now. It is an offer to a drive that is faster than it was, or new: one that is
-        full is no error.
+        """Reserves the shares as they are now. A drive that is faster than it was, or new, need not have the space: one
+        that is full is no error.
         """
         if len(self.extents) > 1:
             for number, target in enumerate(self._targets(self._wanted)):
@@ -117,27 +117,27 @@ class StripedExtent:
             raise
 
     def _grow_partly(self, number: int, slots: int) -> int:
-        """Adds ``slots`` slots, or as many as there is room for; returns how many were not had."""
+        """Adds ``slots`` slots, or as many as fit; returns how many did not."""
         missing, more = slots, slots
         while more:
             try:
                 self._grow(number, self.extents[number].reserved_slots + more)
             except _FullError:
-                # A file system's own needs, and quotas, leave less room than it says.
-                room = self._room(number)
-                more = room if room < more else more // 2
+                # A file system's own needs, and quotas, leave less than it says.
+                fits = self._fitting(number)
+                more = fits if fits < more else more // 2
             else:
                 missing -= more
                 more = min(more, missing)
         return missing
 
-    def _room(self, number: int) -> int:
-        """Slots that the drive has room for at most, by what its file system says."""
+    def _fitting(self, number: int) -> int:
+        """The most slots that fit on the drive, by what its file system says."""
         drive, slot_bytes = self._drives[number], self.layout.slot_bytes
-        room = _free_bytes(drive)
+        free = _free_bytes(drive)
         if drive.limit:
-            room = min(room, max(drive.limit - drive.reserved_bytes, 0))
-        return room // slot_bytes
+            free = min(free, max(drive.limit - drive.reserved_bytes, 0))
+        return free // slot_bytes
 
     def _raise_full(self, slots: int) -> None:
         free = ", ".join(f"{_free_bytes(drive)} in {drive.path}" for drive in self._drives)

@@ -4,9 +4,9 @@ A token bucket of one hour's share, which refills at the budget's rate, so that 
 Every write to an extent or a scratch file takes its turn in the bucket *before* it reaches the drive, in the engine:
 
 - while the bucket is more than half full, nothing waits;
-- below that, write-backs that nobody waits for are paced at the budget's rate, and so is the speculation that wants
-  the memory that they hold;
-- when it is empty, those wait too that somebody waits for: dirty victims of demanded fetches, and commits. That time
+- below that, write-backs that the caller does not wait for are paced at the budget's rate, and so is the speculation
+  that wants the memory that they hold;
+- when it is empty, those wait too that the caller waits for: dirty victims of demanded fetches, and commits. That time
   is charged to the cause "write budget".
 
 So the budget changes when bytes move, and never a decision: the cache does not know of it, for a decision that looked at
@@ -65,7 +65,7 @@ class WriteBudget:
 
     @property
     def blocked_ns(self) -> int:
-        """Time in which somebody waited for a write that the budget alone held back."""
+        """Time in which the caller waited for a write that the budget alone delayed."""
         return self._link.blocked_ns
 
     def pack(self) -> bytes:

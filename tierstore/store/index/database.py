@@ -136,7 +136,7 @@ class Index:
         return OSError(_system_errno(error) or errno.EIO, str(error), str(self._data))
 
     def reserve(self, nbytes: int) -> None:
-        """Makes room for ``nbytes`` in all. Raises OSError (ENOSPC) naming the file and the bytes needed."""
+        """Reserves ``nbytes`` in all. Raises OSError (ENOSPC) naming the file and the bytes needed."""
         nbytes = -(-nbytes // _FIRST_BYTES) * _FIRST_BYTES
         if nbytes > self._map_bytes:
             _allocate(self._data, nbytes)

@@ -29,9 +29,9 @@ def check_report() -> None:
 
 def render_page(package: str, template: str, **values: object) -> str:
     """The page that ``template``, a file of ``package``, makes of ``values``. ``title`` is among them."""
-    import jinja2  # an extra, like matplotlib in tierstore.lab.drawing
+    import jinja2  # an extra, like matplotlib in tierstore.lab.reports.drawing
 
-    sources = {name: _source("tierstore.lab", name) for name in _SHARED}
+    sources = {name: _source("tierstore.lab.reports", name) for name in _SHARED}
     sources[template] = _source(package, template)
     environment = jinja2.Environment(
         loader=jinja2.DictLoader(sources),

@@ -1,4 +1,4 @@
-"""The plots of a study's report (see ``tierstore.lab.drawing`` for how they are drawn)."""
+"""The plots of a study's report (see ``tierstore.lab.reports.drawing`` for how they are drawn)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
-from tierstore.lab.drawing import INK, SETTINGS, SIZE, Style, line, new_figure, set_legend, style, svg_of
+from tierstore.lab.reports.drawing import (
+    INK,
+    SETTINGS,
+    SIZE,
+    Style,
+    line,
+    new_figure,
+    set_legend,
+    style,
+    svg_of,
+)
 from tierstore.lab.results import Curve, HalfLifeMap, Outcome, Role
 
 
@@ -52,7 +62,13 @@ def pareto_plot(outcomes: Sequence[Outcome], styles: dict[str, Style]) -> str:
     The front joins what nothing else beats in both.
     """
     timed = all(one.stall_s_per_step is not None for one in outcomes)
-    points = [(_stall_ms(one) if timed else _read_mb(one), _written_mb(one)) for one in outcomes]
+    points = [
+        (
+            1e3 * (one.stall_s_per_step or 0.0) if timed else one.read_per_step / 1e6,
+            one.written_per_step / 1e6,
+        )
+        for one in outcomes
+    ]
     with rc_context(SETTINGS):
         figure, axes = new_figure()
         for one, (x, y) in zip(outcomes, points, strict=True):
@@ -86,18 +102,6 @@ def pareto_plot(outcomes: Sequence[Outcome], styles: dict[str, Style]) -> str:
         )
         set_legend(figure, axes)
         return svg_of(figure)
-
-
-def _stall_ms(one: Outcome) -> float:
-    return 1e3 * (one.stall_s_per_step or 0.0)
-
-
-def _read_mb(one: Outcome) -> float:
-    return one.read_bytes / max(one.steps, 1) / 1e6
-
-
-def _written_mb(one: Outcome) -> float:
-    return one.written_bytes / max(one.steps, 1) / 1e6
 
 
 def _front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

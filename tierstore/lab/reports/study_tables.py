@@ -55,11 +55,11 @@ def _miss_ratio(one: Outcome) -> str:
 
 
 def _written(one: Outcome) -> str:
-    return f"{one.written_bytes / max(one.steps, 1) / 1e6:,.0f}"
+    return f"{one.written_per_step / 1e6:,.0f}"
 
 
 def _moved(one: Outcome) -> str:
-    return f"{(one.read_bytes + one.written_bytes) / max(one.steps, 1) / 1e6:,.0f}"
+    return f"{(one.read_per_step + one.written_per_step) / 1e6:,.0f}"
 
 
 def _writing(regimes: Sequence[RegimeStudy]) -> list[RegimeStudy]:
@@ -195,8 +195,7 @@ def _near(regimes: Sequence[RegimeStudy]) -> str:
 
 
 def _tunings(regime: RegimeStudy) -> list[TuneResult]:
-    found = [*regime.elsewhere, *([regime.tuned] if regime.tuned is not None else [])]
-    return sorted(found, key=lambda tuned: tuned.chosen.capacity_fraction)
+    return sorted(regime.tunings, key=lambda tuned: tuned.chosen.capacity_fraction)
 
 
 def _over_capacity(regimes: Sequence[RegimeStudy]) -> str:

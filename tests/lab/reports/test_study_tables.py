@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from studies import outcome, small_study
 
+from tierstore.lab.reports.study_tables import study_markdown
 from tierstore.lab.results import Role, Study
-from tierstore.lab.study_tables import study_markdown
 
 
 def tables(text):

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
 from tierstore import __version__
-from tierstore.lab.page import Cell, Column, Table, check_report, own_ids, render_page
+from tierstore.lab.reports.page import Cell, Column, Table, check_report, own_ids, render_page
 from tierstore.lab.results import Outcome, OutcomeEvidence, RegimeStudy, Role, Study, TuneResult
 from tierstore.units import format_bytes, format_seconds
 
@@ -31,7 +30,7 @@ def render_report(study: Study) -> str:
     check_report()
     numbers = count()
     return render_page(
-        "tierstore.lab",
+        "tierstore.lab.reports",
         "report.html",
         title=study.title,
         study=study,
@@ -41,40 +40,23 @@ def render_report(study: Study) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Regime:
+def _regime(regime: RegimeStudy, numbers: count[int]) -> dict[str, object]:
     """One regime as the template takes it."""
-
-    study: RegimeStudy
-    anchor: str
-    capacity: str
-    summary: Mapping[str, str]
-    plots: Mapping[str, str]
-    outcomes: Table
-    layered: Table | None
-    layers: Table | None
-    tunings: Sequence[tuple[str, TuneResult, Table]]
-    evidence: OutcomeEvidence
-    tuned_evidence: OutcomeEvidence
-
-
-def _regime(regime: RegimeStudy, numbers: count[int]) -> _Regime:
     outcomes = regime.focused()
     first = outcomes[0]
-    anchor = f"regime-{next(numbers)}"
-    return _Regime(
-        study=regime,
-        anchor=anchor,
-        capacity=f"{first.capacity_fraction:.0%} ({first.capacity_frames:,} frames)",
-        summary=_summary(outcomes, regime.tuned),
-        plots=_plots(regime, outcomes, numbers),
-        outcomes=_outcome_table(outcomes),
-        layered=_outcome_table(regime.layered) if regime.layered else None,
-        layers=_layer_table(outcomes),
-        tunings=[(title, tuned, _tuned_table(tuned)) for title, tuned in _tunings(regime)],
-        evidence=first.evidence,
-        tuned_evidence=first.evidence if regime.tuned is None else regime.tuned.gain_evidence,
-    )
+    return {
+        "study": regime,
+        "anchor": f"regime-{next(numbers)}",
+        "capacity": f"{first.capacity_fraction:.0%} ({first.capacity_frames:,} frames)",
+        "summary": _summary(outcomes, regime.tuned),
+        "plots": _plots(regime, outcomes, numbers),
+        "outcomes": _outcome_table(outcomes),
+        "layered": _outcome_table(regime.layered) if regime.layered else None,
+        "layers": _layer_table(outcomes),
+        "tunings": [(title, tuned, _tuned_table(tuned)) for title, tuned in _tunings(regime)],
+        "evidence": first.evidence,
+        "tuned_evidence": first.evidence if regime.tuned is None else regime.tuned.gain_evidence,
+    }
 
 
 def _summary(outcomes: Sequence[Outcome], tuned: TuneResult | None) -> dict[str, str]:
@@ -92,7 +74,7 @@ def _summary(outcomes: Sequence[Outcome], tuned: TuneResult | None) -> dict[str,
 
 
 def _plots(regime: RegimeStudy, outcomes: Sequence[Outcome], numbers: count[int]) -> dict[str, str]:
-    from tierstore.lab import plots  # matplotlib: an extra, and half a second to import
+    from tierstore.lab.reports import plots  # matplotlib: an extra, and half a second to import
 
     named = [(curve.label, curve.role) for curve in regime.curves] + [
         (one.label, one.role) for one in outcomes
@@ -135,18 +117,17 @@ def _outcome_table(outcomes: Sequence[Outcome]) -> Table:
     policies = [one.miss_ratio for one in outcomes if one.role is Role.POLICY]
     rows = []
     for one in sorted(outcomes, key=lambda one: (one.role is Role.POLICY, one.miss_ratio)):
-        steps = max(one.steps, 1)
         best = one.role is Role.POLICY and one.miss_ratio == min(policies)
         rows.append(
             [
                 Cell(one.label + (" (bound)" if one.role is Role.BOUND else "")),
                 Cell(_ratio(one.miss_ratio), "best" if best else ""),
                 Cell(f"{one.miss_ratio - min(bounds):+.4f}" if bounds else "-"),
-                Cell(format_bytes(one.read_bytes / steps)),
+                Cell(format_bytes(one.read_per_step)),
                 Cell(f"{one.write_backs:,}"),
-                Cell(format_bytes(one.written_bytes / steps)),
+                Cell(format_bytes(one.written_per_step)),
                 _stall(one),
-                Cell(_optional(one.drive_writes_per_day, "{:.3g}")),
+                Cell("-" if one.drive_writes_per_day is None else f"{one.drive_writes_per_day:.3g}"),
                 Cell(_years(one.drive_life_years)),
                 Cell("-" if one.policy_s is None else f"{one.policy_s / max(one.requests, 1) * 1e9:.0f} ns"),
             ]
@@ -177,9 +158,7 @@ def _layer_table(outcomes: Sequence[Outcome]) -> Table | None:
 
 
 def _tunings(regime: RegimeStudy) -> list[tuple[str, TuneResult]]:
-    found = [
-        ("The tuner's choice", tuned) for tuned in (regime.tuned, *regime.elsewhere) if tuned is not None
-    ]
+    found = [("The tuner's choice", tuned) for tuned in regime.tunings]
     if regime.against_lru is not None:
         found.append(("LFU-decay alone, against LRU", regime.against_lru))
     return [(f"{title}, capacity {tuned.chosen.capacity_fraction:.0%}", tuned) for title, tuned in found]
@@ -192,8 +171,8 @@ def _tuned_table(tuned: TuneResult) -> Table:
             Cell(name),
             Cell(f"{one.label}, {one.scope}", "text"),
             Cell(_ratio(one.miss_ratio)),
-            Cell(format_bytes(one.read_bytes / max(one.steps, 1))),
-            Cell(format_bytes(one.written_bytes / max(one.steps, 1))),
+            Cell(format_bytes(one.read_per_step)),
+            Cell(format_bytes(one.written_per_step)),
             _stall(one),
         ]
         for name, one in (
@@ -219,10 +198,6 @@ def _stall(one: Outcome) -> Cell:
 
 def _ratio(value: float) -> str:
     return f"{value:.4f}"
-
-
-def _optional(value: float | None, shape: str) -> str:
-    return "-" if value is None else shape.format(value)
 
 
 def _years(value: float | None) -> str:

@@ -1,0 +1,1 @@
+"""Reports: HTML pages with plots and tables, and the tables in Markdown."""
