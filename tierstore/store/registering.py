@@ -46,8 +46,8 @@ class NewRecord:
 def register_many(core: StoreCore, records: Iterable[NewRecord]) -> None:
     """Adds ``records``; each has its content before the next one is added.
 
-    Raises StoreError, ValueError and OSError (ENOSPC) with nothing changed. Where making a content fails, the records
-    before it stay, and nothing of it or of those behind it does.
+    Raises StoreError, ValueError and OSError (ENOSPC) with nothing changed. Where a callable that makes content
+    raises, the records before that one are registered; that one and the rest are not.
     """
     core.failures.check()
     records = list(records)
