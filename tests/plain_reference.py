@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from tierstore.errors import ConfigError
 from tierstore.model import ModelConfig, Transformer
 from tierstore.moe import Activation, FeedForward, NoiseKey, Router, RouterNoise, Routing, initial_expert
-from tierstore.moe.experts import ExpertShape
+from tierstore.moe.config import ExpertShape
 from tierstore.store.adamw import AdamWConfig, Inactive
 from tierstore.train.schedule import ScheduleConfig
 

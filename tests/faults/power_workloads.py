@@ -12,6 +12,7 @@ import numpy as np
 from faultfs import FaultFs
 from power_loss import CrashState, Event, empty
 
+from tierstore.capabilities import Capability
 from tierstore.store import (
     IoConfig,
     OpenAt,
@@ -22,7 +23,6 @@ from tierstore.store import (
     WearConfig,
 )
 from tierstore.store.committing import Keep
-from tierstore.store.config import Capability
 from tierstore.store.disk import extents
 from tierstore.store.disk.store_extents import StoreExtents
 from tierstore.store.gc import Mode, collect

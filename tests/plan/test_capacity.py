@@ -18,7 +18,8 @@ from tierstore.stats import Tier
 from tierstore.store.index.database import index_bytes
 from tierstore.train.budgets import DeviceKind
 from tierstore.train.footprint import fixed_cost
-from tierstore.train.session import Opening, open_session
+from tierstore.train.ranks import Opening
+from tierstore.train.session import open_session
 
 Make = Callable[..., Setting]
 

@@ -19,7 +19,8 @@ from tierstore.plan.traffic import step_traffic
 from tierstore.plan.workload import StepWorkload
 from tierstore.prefetch.operations import Kind, operations
 from tierstore.train.config import TrainConfig
-from tierstore.train.session import Opening, open_session
+from tierstore.train.ranks import Opening
+from tierstore.train.session import open_session
 
 if TYPE_CHECKING:
     from launcher import Ranks

@@ -16,7 +16,8 @@ from tierstore._native import ResidencyStats
 from tierstore.config import load
 from tierstore.errors import BudgetError
 from tierstore.train.config import TrainConfig
-from tierstore.train.session import Opening, open_session
+from tierstore.train.ranks import Opening
+from tierstore.train.session import open_session
 from tierstore.train.trainer import StepResult, Trainer
 
 Settings = Mapping[str, Any]

@@ -19,7 +19,8 @@ from click.testing import CliRunner
 from tierstore.cli.main import cli
 from tierstore.config import dump
 from tierstore.train.config import TrainConfig
-from tierstore.train.session import Opening, open_session
+from tierstore.train.ranks import Opening
+from tierstore.train.session import open_session
 
 Make = Callable[..., TrainConfig]
 SHM = Path("/dev/shm")

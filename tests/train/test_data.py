@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.errors import ConfigError, DataError
-from tierstore.train.data import DataConfig, TextData, permute, text_files
+from tierstore.train.data import TextData, permute
+from tierstore.train.files import DataConfig, text_files
 
 
 def _file(path: Path, size: int, seed: int = 0) -> bytes:

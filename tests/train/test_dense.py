@@ -9,7 +9,8 @@ import pytest
 
 from tierstore.errors import StoreFormatError
 from tierstore.train.config import TrainConfig
-from tierstore.train.session import Opening, open_session
+from tierstore.train.ranks import Opening
+from tierstore.train.session import open_session
 
 Make = Callable[[Mapping[str, Any]], TrainConfig]
 Run = Callable[..., Any]

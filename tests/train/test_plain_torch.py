@@ -17,7 +17,8 @@ from slowness import mostly_slow
 
 from tierstore.store import Group, ParameterStore
 from tierstore.train.config import TrainConfig
-from tierstore.train.session import Opening, expert_key, open_session
+from tierstore.train.ranks import Opening
+from tierstore.train.session import expert_key, open_session
 from tierstore.train.trainer import Trainer
 
 STEPS = 50

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from tierstore._native import policy_names
-from tierstore.cache.policy import Candidates, Clock
+from tierstore._native import Candidates, Clock, policy_names
 from tierstore.errors import StorePoisonedError
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.trace.replay import replay
 from tierstore.train.config import TrainConfig
-from tierstore.train.session import Opening, open_session
+from tierstore.train.ranks import Opening
+from tierstore.train.session import open_session
 
 Make = Callable[..., TrainConfig]
 Least = Callable[[TrainConfig], int]

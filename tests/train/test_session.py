@@ -19,7 +19,8 @@ from tierstore.trace.reader import load_trace
 from tierstore.trace.replay import replay
 from tierstore.train.budgets import DeviceKind, budgets
 from tierstore.train.config import TrainConfig
-from tierstore.train.session import Opening, compute_deterministically, open_session
+from tierstore.train.ranks import Opening
+from tierstore.train.session import compute_deterministically, open_session
 
 Make = Callable[..., TrainConfig]
 Least = Callable[[TrainConfig], int]

@@ -12,7 +12,8 @@ from tierstore.errors import StoreFormatError
 from tierstore.parallel import Mesh, RankEnvironment
 from tierstore.store import ParameterStore, RecordSchema, StoreConfig
 from tierstore.train.config import TrainConfig
-from tierstore.train.session import Opening, open_session
+from tierstore.train.ranks import Opening
+from tierstore.train.session import open_session
 from tierstore.train.state import STATE_KEY, TrainState, conditions, differences
 
 Make = Callable[..., TrainConfig]

@@ -18,8 +18,9 @@ import pytest
 
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.train.config import TrainConfig
+from tierstore.train.ranks import Opening
 from tierstore.train.report import step_rows
-from tierstore.train.session import Opening, open_session
+from tierstore.train.session import open_session
 from tierstore.train.step_time import StepTime, StepTimer
 from tierstore.train.thread_times import Stolen, ThreadTimes, stolen_while_running
 

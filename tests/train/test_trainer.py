@@ -17,7 +17,8 @@ from tierstore.trace.format import TraceKind
 from tierstore.trace.reader import load_trace
 from tierstore.trace.replay import replay, replay_steps
 from tierstore.train.config import TrainConfig
-from tierstore.train.session import Opening, open_session
+from tierstore.train.ranks import Opening
+from tierstore.train.session import open_session
 from tierstore.train.trainer import NonFiniteError, Trainer
 
 Make = Callable[..., TrainConfig]

@@ -10,8 +10,9 @@ import pytest
 from tierstore.stats import Cause
 from tierstore.store.disk import write_budget
 from tierstore.train.config import TrainConfig
+from tierstore.train.ranks import Opening
 from tierstore.train.report import Instant, RunSummary, tier_rows, totals
-from tierstore.train.session import Opening, open_session
+from tierstore.train.session import open_session
 from tierstore.train.trainer import Trainer
 
 Make = Callable[[Mapping[str, Any]], TrainConfig]

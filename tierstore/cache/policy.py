@@ -15,8 +15,6 @@ from typing import Protocol
 
 from tierstore._native import Candidates, Clock
 
-__all__ = ["Candidates", "Clock", "PythonPolicy"]
-
 
 class PythonPolicy(Protocol):
     """What the cache tells a policy, and the one thing that it asks. Entries are numbers.

@@ -20,21 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tierstore.moe.config import Activation, ExpertShape, ExpertViews
+from tierstore.moe.config import Activation, ExpertShape
 from tierstore.moe.seeds import keyed_generator
-
-__all__ = [
-    "Activation",
-    "ExpertShape",
-    "ExpertViews",
-    "Workspace",
-    "backward_expert",
-    "feed_forward",
-    "forward_expert",
-    "initial_expert",
-    "recompute_inner",
-    "weight_std",
-]
 
 
 def weight_std(d_model: int) -> float:

@@ -40,8 +40,6 @@ from tierstore.moe.source import ExpertSource
 from tierstore.parallel import Mesh
 from tierstore.stats import Cause, StallLedger, Tier
 
-__all__ = ["FeedForward", "MoELayer", "SaveActivations"]
-
 
 class FeedForward(nn.Module):
     """A feed-forward network of ordinary parameters: a dense block's, or a shared expert."""

@@ -40,8 +40,6 @@ from tierstore.moe.config import RouterConfig, RouterNoise
 from tierstore.moe.seeds import keyed_generator
 from tierstore.parallel import Channel, RankGroup
 
-__all__ = ["NoiseKey", "Router", "RouterConfig", "RouterNoise", "Routing"]
-
 
 @dataclass(frozen=True, slots=True)
 class NoiseKey:

@@ -14,7 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tierstore.moe.experts import ExpertShape, initial_expert
+from tierstore.moe.config import ExpertShape
+from tierstore.moe.experts import initial_expert
 from tierstore.parallel import RankGroup
 
 

@@ -34,7 +34,7 @@ from tierstore.store.opening import make_residency, record_frame_bytes
 
 
 @dataclass(frozen=True)
-class Span:
+class StepWindow:
     """Which steps of a run count: ``steps`` of them, after ``warm_up``."""
 
     warm_up: int = 6
@@ -83,13 +83,13 @@ class Traffic:
     evidence: Evidence
 
 
-def step_traffic(setting: Setting, taken: Capacity, span: Span | None = None) -> Traffic:
+def step_traffic(setting: Setting, taken: Capacity, span: StepWindow | None = None) -> Traffic:
     """Bytes of a step under the budgets of ``taken``, a mean over ``span``. Commits are not counted.
 
     Raises BudgetError.
     """
     try:
-        return _Drive(setting, taken).run(span or Span())
+        return _Drive(setting, taken).run(span or StepWindow())
     except CapacityError as error:
         raise BudgetError(f"host_budget: {error}") from error
 
@@ -165,7 +165,7 @@ class _Drive:
                 self._carry_out([Access(Phase.INIT, layer, one, flags, no_action, step=0)])
         self._residency.clean()
 
-    def run(self, span: Span) -> Traffic:
+    def run(self, span: StepWindow) -> Traffic:
         self._register()
         for step in range(span.warm_up):
             self._step(step)

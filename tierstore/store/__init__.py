@@ -1,9 +1,10 @@
 """The parameter store: record format, extents, index, commits and snapshots. Imports no torch."""
 
 from tierstore.cache.config import CacheConfig, GroupOrder, Scope
+from tierstore.capabilities import Capability
 from tierstore.links import LinkConfig
 from tierstore.store.adamw import AdamWConfig, Inactive
-from tierstore.store.config import Capability, IoBackendName, IoConfig, StoreConfig, StripeConfig, WearConfig
+from tierstore.store.config import IoBackendName, IoConfig, StoreConfig, StripeConfig, WearConfig
 from tierstore.store.core import OptimizerStep
 from tierstore.store.disk.drives import DriveReport
 from tierstore.store.fetching import Lease, RecordView

@@ -26,11 +26,12 @@ from pathlib import Path
 
 from tierstore.errors import StoreError, StoreFormatError
 from tierstore.store.adamw import StepHistory
+from tierstore.store.disk.home import fsync_directory
 from tierstore.store.disk.space import copies
 from tierstore.store.failures import Failures
 from tierstore.store.index.database import PREVIOUS, Commit
 from tierstore.store.index.entries import RecordEntry, check_name
-from tierstore.store.opening import Parts, fsync_directory
+from tierstore.store.opening import Parts
 from tierstore.store.records import Records
 
 _HISTORY = "adamw-history"

@@ -12,8 +12,6 @@ from tierstore.capabilities import Capability
 from tierstore.errors import ConfigError
 from tierstore.links import LinkConfig
 
-__all__ = ["Capability", "IoBackendName", "IoConfig", "StoreConfig", "StripeConfig", "WearConfig"]
-
 
 class IoBackendName(Enum):
     AUTO = "auto"

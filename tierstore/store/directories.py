@@ -12,7 +12,8 @@ from pathlib import Path
 from tierstore.errors import StoreInUseError
 from tierstore.store.config import StripeConfig
 from tierstore.store.disk.drives import DriveReport
-from tierstore.store.opening import IDENTITY, read_drives
+from tierstore.store.disk.home import IDENTITY
+from tierstore.store.opening import read_drives
 from tierstore.store.parameter_store import verify_store
 from tierstore.store.verify import VerifyReport
 

@@ -17,6 +17,7 @@ from tierstore._native import Arena, Buffer, DirectIo, Engine, HugePages, IoBack
 from tierstore.cache.config import CacheConfig, GroupOrder, Scope
 from tierstore.cache.frames import choose_frame_bytes, frames_of
 from tierstore.cache.host_cache import HostCache
+from tierstore.capabilities import Capability
 from tierstore.errors import (
     BudgetError,
     ConfigError,
@@ -26,13 +27,10 @@ from tierstore.errors import (
 from tierstore.links import open_link
 from tierstore.machine import cores
 from tierstore.store.adamw import AdamWConfig, Inactive
-from tierstore.store.config import Capability, IoConfig, StoreConfig
+from tierstore.store.config import IoConfig, StoreConfig
 from tierstore.store.disk.drives import DriveReport, Drives
 from tierstore.store.disk.home import (
-    IDENTITY,
-    OWN_NAMES,
     Home,
-    fsync_directory,
     make_directories,
     read_identity,
     refuse_foreign,
@@ -56,26 +54,6 @@ from tierstore.store.index.live import LiveIndex
 from tierstore.store.tuning import TransferTuning, tune
 from tierstore.trace.quotas import quotas_by_layer
 from tierstore.trace.recording import TraceRecorder
-
-__all__ = [
-    "IDENTITY",
-    "OWN_NAMES",
-    "Home",
-    "OpenAt",
-    "Parts",
-    "create",
-    "fsync_directory",
-    "make_residency",
-    "minimum_host_budget",
-    "open_existing",
-    "read_drives",
-    "read_identity",
-    "read_meta",
-    "read_schemas",
-    "read_states",
-    "record_frame_bytes",
-    "scratch_buffers",
-]
 
 _MAP_SYNC = {Capability.OFF: MapSync.OFF, Capability.AUTO: MapSync.AUTO, Capability.ON: MapSync.ON}
 _DIRECT = {Capability.OFF: DirectIo.OFF, Capability.AUTO: DirectIo.AUTO, Capability.ON: DirectIo.ON}

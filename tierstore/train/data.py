@@ -30,8 +30,6 @@ from tierstore.moe.seeds import derive_seed
 from tierstore.train.files import DataConfig, text_files
 from tierstore.units import format_bytes
 
-__all__ = ["DataConfig", "TextData", "permute", "text_files"]
-
 _BLOCK = 65_536
 _READ = 1 << 20
 _ROUNDS = 4

@@ -27,7 +27,8 @@ from tierstore.parallel import Mesh
 from tierstore.store.committing import Keep
 from tierstore.store.core import StoreCore
 from tierstore.store.directories import rank_directories, rank_directory
-from tierstore.store.opening import IDENTITY, OpenAt, read_states
+from tierstore.store.disk.home import IDENTITY
+from tierstore.store.opening import OpenAt, read_states
 from tierstore.train.config import TrainConfig
 from tierstore.train.state import STATE_KEY, TrainState, differences, table_of
 

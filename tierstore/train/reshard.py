@@ -27,8 +27,9 @@ from tierstore.moe.source import InMemoryExperts
 from tierstore.parallel import ExpertBlocks
 from tierstore.store.config import StoreConfig
 from tierstore.store.directories import building, building_directory, rank_directories, rank_directory
+from tierstore.store.disk.home import IDENTITY, OWN_NAMES, fsync_directory
 from tierstore.store.format import COMMITTED_GROUPS
-from tierstore.store.opening import IDENTITY, OWN_NAMES, fsync_directory, minimum_host_budget, read_schemas
+from tierstore.store.opening import minimum_host_budget, read_schemas
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.store.registering import NewRecord
 from tierstore.train.budgets import EXPERT_SCHEMA

@@ -44,8 +44,6 @@ from tierstore.train.step_time import StepTimer
 from tierstore.train.thread_times import ThreadTimes, stolen_while_running
 from tierstore.train.trainer import Trainer
 
-__all__ = ["Opening", "compute_deterministically", "open_session", "stall_spans"]
-
 
 @contextlib.contextmanager
 def open_session(

@@ -27,7 +27,7 @@ from tierstore.plan.architecture import Architecture
 from tierstore.plan.capacity import Capacity, Setting
 from tierstore.plan.costs import ASSUMED, Cost
 from tierstore.plan.simulate import SteadyState, outcome, simulate
-from tierstore.plan.traffic import Moved, Span, Traffic, step_traffic
+from tierstore.plan.traffic import Moved, StepWindow, Traffic, step_traffic
 from tierstore.prefetch.operations import Kind, Operation, PassSizes, operations
 from tierstore.prefetch.plan import PrefetchConfig
 from tierstore.prefetch.predictor import PredictorName
@@ -70,9 +70,9 @@ class PredictionBench:
         more_than_0(forward_s=self.forward_s)
 
     @property
-    def span(self) -> Span:
+    def span(self) -> StepWindow:
         """The steps that are measured, counted from the first."""
-        return Span(self.warmup + CAUGHT_UP, self.steps)
+        return StepWindow(self.warmup + CAUGHT_UP, self.steps)
 
 
 def cases(bench: PredictionBench) -> list[Case]:
@@ -117,7 +117,7 @@ class StackWorkload:
     links: LinksConfig
     calibration: Calibration
     #: The steps that are measured.
-    span: Span = field(default_factory=Span)
+    span: StepWindow = field(default_factory=StepWindow)
 
     @cached_property
     def setting(self) -> Setting:

@@ -47,7 +47,7 @@ from tierstore.store import (
     StoreConfig,
     StripeConfig,
 )
-from tierstore.store.opening import IDENTITY
+from tierstore.store.disk.home import IDENTITY
 
 _SAMPLE_S = 0.25
 _CHECKING_THREADS = 2

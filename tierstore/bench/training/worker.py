@@ -86,7 +86,8 @@ class TrainingProcess:
 def _answers(requests: Iterator[Any]) -> Generator[Mapping[str, object]]:
     from tierstore.train.config import TrainConfig
     from tierstore.train.footprint import fixed_cost, keep_freed_memory, resident_bytes
-    from tierstore.train.session import Opening, open_session
+    from tierstore.train.ranks import Opening
+    from tierstore.train.session import open_session
 
     first = next(requests, None)
     if first is None:
