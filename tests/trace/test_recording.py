@@ -31,7 +31,7 @@ def test_records_may_be_registered_at_any_time_of_a_recorded_run(tmp_path):
             store.prefetch(["e0", "e1"])
         stepped(store, "late", "e0")
         store.commit()
-        live = store.core.counters()
+        live = store.core.cache.residency.stats()
     header = load_trace(path).header
     assert (header.version, len(header.records), header.late_records) == (3, 7, 6)
     assert live.evictions
