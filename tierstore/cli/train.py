@@ -203,7 +203,7 @@ def _checksum(output: Output, trainer: Trainer, interrupts: Interrupts) -> int |
     """The checksum over the records of all ranks; None where a signal cut it short."""
     from tierstore.train.checksum import records_checksum
 
-    count = len(trainer.store.records.keys)
+    count = len(trainer.store.records)
     with output.progress(count, label="checksum") as progress:
         return records_checksum(
             trainer,

@@ -65,7 +65,7 @@ class StoreCore:
         retain = max(self.config.retain, len(self.committer.snapshots))
         wanted = self.records.counts() | Counter(counts or {})
         self.extents.reserve(copies(retain), wanted)
-        records = max(len(self.records.keys), sum((counts or {}).values()))
+        records = max(len(self.records), sum((counts or {}).values()))
         self._parts.index.reserve(index_bytes(records, retain))
         self._space_reserved = True
 

@@ -41,6 +41,9 @@ class Records:
         """Keys of all records, in key order."""
         return sorted(self._live.records)
 
+    def __len__(self) -> int:
+        return len(self._live.records)
+
     def __contains__(self, key: str) -> bool:
         return key in self._live.records
 
