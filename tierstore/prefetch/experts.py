@@ -80,11 +80,16 @@ class TieredExperts:
 
     # Where training stands ---------------------------------------------------------------------------------
 
-    def begin_micro(self, *, index: int, count: int) -> None:
-        """Training micro-batch ``index`` of ``count`` begins."""
+    def begin_micro(self, *, index: int, count: int | None) -> None:
+        """Training micro-batch ``index`` of ``count`` begins. None: it is not known; ``end_passes`` follows the last."""
         self.program.begin_micro(index=index, count=count)
         if index == 0:
             self.gradients.begin_step()
+
+    def end_passes(self) -> None:
+        """The last backward pass of a step whose count was not known has ended: its gradients are final."""
+        for access in self.program.finish():
+            self.gradients.carry_out(access)
 
     def begin_evaluation(self) -> None:
         """Only forward passes follow, until the next ``begin_micro``."""
