@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from tierstore.config import as_dict
 from tierstore.errors import (
     ConfigError,
     StoreError,
@@ -125,7 +124,7 @@ def check_alike(config: TrainConfig, conditions: Mapping[str, object], mesh: Mes
 
     Only paths may differ, and how bytes move: the rest decides what is computed, or in which order ranks send.
     """
-    settings = {name: value for name, value in as_dict(config).items() if name not in _OWN}
+    settings = {name: value for name, value in config.settings().items() if name not in _OWN}
     settings["data"] = {**table_of(settings["data"]), "paths": None}
     given = {**settings, "conditions": {**conditions, "data": _text(conditions), "parallel": None}}
     ranks = mesh.world.all_gather_object(given)

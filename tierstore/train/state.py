@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from tierstore import _native
-from tierstore.config import as_dict
 from tierstore.dense import OptimizerState
 from tierstore.errors import StoreFormatError
 from tierstore.parallel import Mesh
@@ -60,7 +59,7 @@ def conditions(
     config: TrainConfig, *, threads: int, device: torch.device, data_crc32: int, mesh: Mesh
 ) -> dict[str, object]:
     """Everything that the bits of a run depend on."""
-    settings = as_dict(config)
+    settings = config.settings()
     return {
         "model": settings["model"],
         "data": {**table_of(settings["data"]), "crc32": data_crc32},
