@@ -1,1 +1,1 @@
-"""Models of Hugging Face transformers: their checkpoints in, trained over the store, and out again."""
+"""Models of transformers: in from safetensors, trained from the tiers, and out again (extra ``hf``)."""
