@@ -101,8 +101,7 @@ def test_the_built_in_model_counts_as_torch_does(changes: dict[str, Any]) -> Non
     model = Transformer(config, None, mixture=lambda layer: PlainMixture(config, layer))
     units = [[p.numel() for p in unit] for _, unit in model.dense_units()]
     assert len(units) == len(counted.units)
-    assert sum(p.numel() for p in model.parameters()) == counted.parameters == config.total_parameters
-    assert counted.active == config.active_parameters
+    assert sum(p.numel() for p in model.parameters()) == counted.parameters
     # The plain model's experts are parameters of its blocks.
     here = counted.expert_numel * counted.experts
     moe = set(counted.moe_layers)

@@ -18,6 +18,7 @@ from tierstore.prefetch.plan import PrefetchConfig, StepTiming
 from tierstore.store.adamw import AdamWConfig
 from tierstore.store.config import IoConfig, StripeConfig, WearConfig
 from tierstore.train.files import DataConfig
+from tierstore.train.finetune import FinetuneConfig
 from tierstore.train.schedule import ScheduleConfig
 
 
@@ -46,6 +47,7 @@ class TrainConfig:
     sample_tokens: int = field(default=200, metadata={"help": "tokens of sample text at the end (0: none)"})
     #: A file and options describe the built-in model; one of another library describes itself.
     model: ModelSpec = field(default_factory=ModelConfig, metadata={"read_as": ModelConfig})
+    finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
     data: DataConfig = field(default_factory=DataConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     adamw: AdamWConfig = field(default_factory=AdamWConfig)

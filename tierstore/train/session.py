@@ -318,10 +318,9 @@ def _register_experts(config: TrainConfig, store: StoreCore, owned: range) -> No
 def _resumed_state(config: TrainConfig, store: StoreCore, present: dict[str, object]) -> TrainState:
     state = TrainState.unpack(store.committer.state, where=str(config.store))
     changed = differences(state.conditions, present)
+    kept = ("model.checkpoint", "model.tuning")  # a run may choose these
     shape = [
-        line
-        for line in changed
-        if line.startswith(("model.", "dense.fusion")) and not line.startswith("model.checkpoint")
+        line for line in changed if line.startswith(("model.", "dense.fusion")) and not line.startswith(kept)
     ]
     if shape:
         raise StoreFormatError(f"{config.store}: the store holds another model ({'; '.join(shape)})")
@@ -331,13 +330,13 @@ def _resumed_state(config: TrainConfig, store: StoreCore, present: dict[str, obj
             f"{config.store}: made by ranks that were laid out otherwise ({'; '.join(layout)}); tierstore reshard "
             "makes a store for this layout"
         )
-    if changed:
+    if changed and state.begun:
         warnings.warn(
             f"{config.store}: this run will not be bit-identical to one that was never interrupted: "
             + "; ".join(changed),
             stacklevel=3,
         )
-    state.conditions = present
+    state.conditions, state.begun = present, True
     return state
 
 
