@@ -39,6 +39,8 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
         "relu": Activation.REGLU,
     }
 )
+#: Families with layers of linear attention, whose state knows no positions.
+_LINEAR = ("qwen3_next",)
 _TOKENIZER_FILES = ("tokenizer", "vocab.", "merges.", "spiece.")
 
 
@@ -131,6 +133,11 @@ class HfSpec:
         if any(name.startswith(_TOKENIZER_FILES) for name in self.manifest.files):
             return self.directory
         return None
+
+    @property
+    def mixes_documents(self) -> str:
+        kind = self.manifest.model_type
+        return f"linear attention ({kind}) takes its state over documents" if kind in _LINEAR else ""
 
     def activation_bytes(self, tokens: int) -> int:
         """An upper estimate of what one training pass of ``tokens`` keeps and needs at its peak, in bytes."""
