@@ -78,3 +78,26 @@ def combine_weighted(rows_ND: Tensor, place_TK: Tensor, weight_TK: Tensor) -> Te
         rows_TD = rows_ND.index_select(0, place_TK[:, k]).to(weight_TK.dtype)
         out_TD += rows_TD.mul_(weight_TK[:, k : k + 1])
     return out_TD.to(rows_ND.dtype)
+
+
+def combine_outputs(rows_ND: Tensor, place_TK: Tensor, weight_TK: Tensor) -> Tensor:
+    """As :func:`combine_weighted`, with the bits of transformers' ``grouped_mm``.
+
+    Products are rounded to the wider of both types, and added up in fp32 at least.
+    """
+    tokens, top_k = place_TK.shape
+    weighted = rows_ND.index_select(0, place_TK.reshape(-1)) * weight_TK.reshape(-1, 1)
+    return weighted.view(tokens, top_k, -1).sum(dim=1).to(rows_ND.dtype)
+
+
+def gradients_of_outputs(grad_TD: Tensor, plan: Dispatch, weight_TK: Tensor) -> Tensor:
+    """The gradients (N, D) of what experts gave, in the type of ``grad_TD``."""
+    weight_N = weight_TK.reshape(-1).index_select(0, plan.order_N)
+    return (grad_TD.index_select(0, plan.token_N) * weight_N.unsqueeze(1)).to(grad_TD.dtype)
+
+
+def gradients_of_weights(grad_TD: Tensor, plan: Dispatch, rows_ND: Tensor, weight_TK: Tensor) -> Tensor:
+    """The gradients (N) of the weights, where experts gave ``rows_ND``."""
+    wide = torch.promote_types(grad_TD.dtype, weight_TK.dtype)
+    products_ND = grad_TD.index_select(0, plan.token_N).to(wide) * rows_ND[: plan.rows]
+    return products_ND.sum(dim=1).to(weight_TK.dtype)

@@ -42,7 +42,6 @@ from tierstore.store.disk.shares import BandwidthEstimator
 from tierstore.store.disk.store_extents import StoreExtents
 from tierstore.store.disk.write_budget import WriteBudget
 from tierstore.store.format import (
-    COMMITTED_GROUPS,
     FORMAT_VERSION,
     Group,
     GroupLayout,
@@ -224,7 +223,7 @@ def read_drives(store: Path) -> list[DriveReport]:
         (entry.schema, group, location.directory, location.slot)
         for commit in commits
         for entry in commit.records.values()
-        for group, location in zip(COMMITTED_GROUPS, entry.groups, strict=True)
+        for group, location in zip(schemas[entry.schema].groups, entry.groups, strict=True)
     }
     used = [0 for _ in paths]
     for schema, group, directory, _ in slots:

@@ -10,13 +10,14 @@ from pathlib import Path
 
 from tierstore._native import DirectIo, Engine, FileCreate, Link
 from tierstore.capabilities import Capability
-from tierstore.errors import StoreFormatError
+from tierstore.errors import StoreError, StoreFormatError
 from tierstore.store.disk.discard import Discard
 from tierstore.store.disk.drives import Drive, DriveReport, Drives
 from tierstore.store.disk.extents import Extent
+from tierstore.store.disk.space import schema_copies
 from tierstore.store.disk.striping import StripedExtent
 from tierstore.store.disk.write_budget import WriteBudget
-from tierstore.store.format import COMMITTED_GROUPS, Group, RecordSchema
+from tierstore.store.format import Group, RecordSchema
 
 
 class SchemaExtents:
@@ -26,11 +27,17 @@ class SchemaExtents:
         self.number = number
         self.schema = schema
         self._make = make
-        self._groups = {group: make(group) for group in COMMITTED_GROUPS}
+        self._groups = {group: make(group) for group in schema.groups}
 
     def __getitem__(self, group: int) -> StripedExtent:
-        """The extent of ``group``. That of gradients is made when it is first used."""
+        """The extent of ``group``. That of gradients is made when it is first used. Raises StoreError for frozen records,
+        which have weights alone.
+        """
         if group not in self._groups:
+            if self.schema.frozen:
+                raise StoreError(
+                    f"records of schema {self.schema.name!r} are frozen: they have no {Group(group).label}"
+                )
             self._groups[Group(group)] = self._make(Group(group))
         return self._groups[Group(group)]
 
@@ -143,7 +150,8 @@ class StoreExtents:
             extent.recover()
 
     def reserve(self, copies: int, counts: Mapping[str, int]) -> None:
-        """Reserves space for ``copies`` of ``counts[schema name]`` records, or of as many as ever before.
+        """Reserves space for ``copies`` of ``counts[schema name]`` records (one of frozen ones), or of as many as ever
+        before.
 
         Raises OSError (ENOSPC) before anything moves; a count that was refused is not asked for again.
         """
@@ -162,8 +170,9 @@ class StoreExtents:
 
     def _needed(self, copies: int, counts: Counter[str]) -> Iterator[tuple[StripedExtent, int]]:
         for extents in self:
-            for group in COMMITTED_GROUPS:
-                yield extents[group], counts[extents.schema.name] * copies
+            schema = extents.schema
+            for group in schema.groups:
+                yield extents[group], counts[schema.name] * schema_copies(schema, copies)
 
     @property
     def allocated_bytes(self) -> int:
