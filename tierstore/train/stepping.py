@@ -34,7 +34,7 @@ from tierstore.dense import DenseSlices
 from tierstore.errors import TierstoreError
 from tierstore.model.interface import Model
 from tierstore.parallel import Mesh, RankGroup
-from tierstore.prefetch.experts import TieredExperts
+from tierstore.prefetch.experts import ExpertTiers
 from tierstore.prefetch.horizontal import HorizontalQueue
 from tierstore.prefetch.plan import StepTiming
 from tierstore.stats import Cause, StallLedger, Tier
@@ -64,7 +64,7 @@ class SessionParts:
     config: TrainConfig
     timing: StepTiming
     store: StoreCore
-    experts: TieredExperts
+    experts: ExpertTiers
     model: Model
     dense: DenseSlices
     queue: HorizontalQueue
