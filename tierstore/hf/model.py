@@ -135,10 +135,18 @@ class HfModel:
         if micro == 0:
             self._balance.begin_step()
 
+    def begin_forward(self) -> None:
+        """The module is about to be called: by ``run``, or by somebody else."""
+        self.loads.begin()
+
+    def end_forward(self) -> None:
+        """A forward pass that a backward pass belongs to has returned."""
+        self._balance.count(self.loads.all())
+
     def run(self, batch: Batch) -> ModelOutput:
         training = self._module.training and torch.is_grad_enabled()
         balanced = training and self.aux_loss_weight > 0
-        self.loads.begin()
+        self.begin_forward()
         arguments: dict[str, Any] = {"input_ids": batch.tokens_BT, "use_cache": False}
         if batch.positions_BT is not None:
             arguments["position_ids"] = batch.positions_BT
@@ -158,7 +166,7 @@ class HfModel:
             aux_loss = self._aux_loss(output)
             objective = objective + self.aux_loss_weight * aux_loss
         if training:
-            self._balance.count(loads)
+            self.end_forward()
         return ModelOutput(loss, aux_loss, zero, objective, loads, None)
 
     def _loss(self, logits: Tensor, batch: Batch) -> Tensor:
@@ -229,8 +237,12 @@ class HfModel:
 
     def _state_buffers(self) -> dict[str, Tensor]:
         """The buffers that a checkpoint has."""
-        kept = self._module.state_dict(keep_vars=True)
-        return {name: value for name, value in self._module.named_buffers() if name in kept}
+        return {
+            f"{prefix}.{name}": value
+            for prefix, part in self._module.named_modules()
+            for name, value in part._buffers.items()
+            if value is not None and name not in part._non_persistent_buffers_set
+        }
 
     # Text ---------------------------------------------------------------------------------------------------
 
