@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tierstore.errors import StoreFormatError
 from tierstore.hf.describing import unit_of
 from tierstore.hf.experts import ExpertLayer, ExpertLoads, bind
-from tierstore.hf.loading import LoadedModule, build_module, parse_config
+from tierstore.hf.loading import LoadedModule, build_module, checkpoint_activations, parse_config
 from tierstore.hf.manifest import BUFFERS_KEY, pack_arrays, unpack_arrays
 from tierstore.hf.packages import quiet_transformers
 from tierstore.model.config import CheckpointActivations, ComputeDtype
@@ -83,7 +83,7 @@ class HfModel:
             )
             bind(experts, layer)
         if finetune.checkpoint_activations is CheckpointActivations.BLOCK:
-            self._module.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_activations(self._module)
         own = getattr(self._module, "router_aux_loss_coef", None)
         #: None: the family has no auxiliary loss.
         self.aux_loss_weight: float | None = None
