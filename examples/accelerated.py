@@ -31,7 +31,9 @@ def main(directory: str, store: str, checkpoint: str) -> None:
                 schedule.step()
                 optimizer.zero_grad()
             print(f"loss {float(loss.detach()):.4f}")
-        accelerator.save_state(checkpoint)  # no weights: they are in the store, at the commit that this belongs to
+        accelerator.save_state(
+            checkpoint
+        )  # no weights: they are in the store, at the commit that this belongs to
         accelerator.load_state(checkpoint)  # and another would be refused
         print(f"step {tiered.position}, learning rate {schedule.get_last_lr()[0]:.2e}")
 

@@ -14,7 +14,9 @@ STEPS, MICRO_BATCHES = 8, 2
 
 def batches(vocabulary: int) -> torch.Tensor:
     """Stands for a loader: sequences that count up, (steps, micro-batches, rows, tokens)."""
-    starts = torch.randint(0, vocabulary, (STEPS, MICRO_BATCHES, 2, 1), generator=torch.Generator().manual_seed(0))
+    starts = torch.randint(
+        0, vocabulary, (STEPS, MICRO_BATCHES, 2, 1), generator=torch.Generator().manual_seed(0)
+    )
     return (starts + torch.arange(24)) % vocabulary
 
 

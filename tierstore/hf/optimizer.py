@@ -93,5 +93,7 @@ class TieredOptimizer(Optimizer):
         for name, value in self._fixed.items():
             found = tuple(group[name]) if name == "betas" else group[name]
             if found != value:
-                raise StepError(f"{name}: {value} since the model was opened, and a step cannot change it to {found}")
+                raise StepError(
+                    f"{name}: {value} since the model was opened, and a step cannot change it to {found}"
+                )
         return float(group["lr"])

@@ -32,7 +32,7 @@ from tierstore.hf.guards import guarded
 from tierstore.hf.importing import ImportOptions, import_model
 from tierstore.hf.model import HfModel
 from tierstore.hf.stored import stored_spec
-from tierstore.hf.watching import Autocast, PassWatch, Stage
+from tierstore.hf.watching import Autocast, PassWatch
 from tierstore.parallel import RankEnvironment
 from tierstore.store.disk.home import IDENTITY
 from tierstore.store.opening import read_states
@@ -73,7 +73,9 @@ def open_model(
     config = load(TrainConfig, None, {"store": store, **(settings or {})})
     spec = stored_spec(store, config.finetune)
     if spec is None:
-        raise StoreMissingError(f"{store}: no imported model; tierstore import makes one of a model directory")
+        raise StoreMissingError(
+            f"{store}: no imported model; tierstore import makes one of a model directory"
+        )
     config = replace(config, model=spec, host_budget=parse_size(host_budget, name="host_budget"))
     watch = PassWatch(autocast)
     with open_parts(config, Opening.RESUME, loop=Loop.FOREIGN, watch=watch) as parts:
@@ -211,10 +213,12 @@ class TieredModel:
             raise problem
 
     def _incomplete(self, step: OpenStep) -> str | None:
-        if self._watch.stage is Stage.READY:
+        if self._watch.is_due():
             return "the step ends before the backward pass of its last forward pass"
         if not self._watch.passes:
             return "the step ends without a backward pass; step.abandon() says that it shall"
+        if step.passes not in (None, self._watch.passes):
+            return f"the step ends after {self._watch.passes} of {step.passes} backward passes"
         return None
 
     def _open_message(self) -> str:
@@ -253,7 +257,7 @@ class TieredStep:
         if self._watch.step is not self._step:
             raise StepError("backward: the step has ended")
         self._watch.settle()
-        if self._watch.stage is not Stage.READY:
+        if not self._watch.is_due():
             raise StepError("backward: no forward pass with gradients has run since the last backward pass")
         value = float(loss.detach())
         if not math.isfinite(value):
@@ -263,7 +267,7 @@ class TieredStep:
             return
         with self._parts.timeline.span(Track.COMPUTE, f"backward {self._parts.state.position}"):
             torch.autograd.backward(loss)
-        if self._watch.stage is Stage.READY:
+        if self._watch.is_due():
             raise StepError("backward: the loss does not depend on the last forward pass")
         self._watch.settle()
         self.loss += value
