@@ -53,7 +53,7 @@ from tierstore.store.disk.home import IDENTITY, fsync_directory, remove_unfinish
 from tierstore.store.disk.space import extent_bytes
 from tierstore.store.format import RecordSchema, Training, WeightFormat
 from tierstore.store.loading import RecordLoader
-from tierstore.store.opening import minimum_host_budget
+from tierstore.store.opening import OpenAt, minimum_host_budget, read_states
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.train.budgets import EXPERT_SCHEMA
 from tierstore.train.session import expert_key
@@ -294,13 +294,13 @@ def _open_store(store: Path, plan: ImportPlan, state: ImportState, mesh: Mesh) -
     schemas = list(plan.schemas)
     config = StoreConfig(host_budget=minimum_host_budget(schemas), layers=plan.manifest.experts.layers)
     fresh = not (directory / IDENTITY).exists()
+    if not fresh:
+        _check_same(directory, state)
     opened = (
         ParameterStore.create(directory, schemas, config) if fresh else ParameterStore.open(directory, config)
     )
     try:
         with opened:
-            if not fresh:
-                _check_same(directory, opened, state)
             yield opened
     except DataError:
         if fresh:  # a checkpoint that is refused leaves no store
@@ -319,13 +319,15 @@ def _remove(directory: Path) -> None:
         directory.rmdir()
 
 
-def _check_same(directory: Path, store: ParameterStore, state: ImportState) -> None:
-    kept = store.last_commit.state
-    if IMPORT_KEY not in kept:
+def _check_same(directory: Path, state: ImportState) -> None:
+    """Raises StoreExistsError, StoreFormatError unless the store is of this import, and nobody has trained it."""
+    imports = read_states(directory, IMPORT_KEY).get(OpenAt.LAST)
+    if imports is None:
         raise StoreExistsError(f"{directory}: there is a store here already, and no import made it")
-    if STATE_KEY in kept and TrainState.unpack(kept, where=str(directory)).begun:
+    trained = read_states(directory, STATE_KEY).get(OpenAt.LAST)
+    if trained is not None and TrainState.unpack({STATE_KEY: trained}, where=str(directory)).begun:
         raise StoreExistsError(f"{directory}: this model was imported before, and has been trained since")
-    found = ImportState.unpack(kept[IMPORT_KEY], where=str(directory))
+    found = ImportState.unpack(imports, where=str(directory))
     if found.fingerprint != state.fingerprint:
         raise StoreFormatError(f"{directory}: holds the import of another checkpoint; give another --store")
     if replace(found, progress=state.progress) != state:
