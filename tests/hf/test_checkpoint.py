@@ -22,10 +22,12 @@ from safetensors import SafetensorError, safe_open
 from tierstore.errors import ConfigError, DataError, TierstoreError
 from tierstore.hf.checkpoint import Checkpoint, TensorReader, Window, read_header
 from tierstore.hf.describing import describe
+from tierstore.hf.manifest import Manifest
 from tierstore.hf.matching import match
 from tierstore.model.config import ComputeDtype
 from tierstore.store.disk.home import IDENTITY
 
+_EMPTY = b'"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
 _SMALL = {"a": torch.arange(6, dtype=torch.float32).view(2, 3), "b": torch.arange(5, dtype=torch.float16)}
 
 
@@ -46,7 +48,10 @@ def test_tensors_and_their_bytes(tmp_path: Path) -> None:
     header = read_header(tmp_path / "x.safetensors")
     assert header.metadata == {"format": "pt"}
     assert {name: info.shape for name, info in header.tensors.items()} == {
-        "a": (2, 3), "b": (5,), "c": (), "d": (4, 1)
+        "a": (2, 3),
+        "b": (5,),
+        "c": (),
+        "d": (4, 1),
     }
     window = Window()
     with TensorReader() as reader:
@@ -106,7 +111,10 @@ def test_a_header_that_lies(change: Callable[[dict[str, Any]], None], message: s
     [
         (b"", "0 bytes, expected a safetensors file of at least 8"),
         (b"\x01\x02", "2 bytes, expected"),
-        ((1 << 60).to_bytes(8, "little") + b"{}", "a header of 1152921504606846976 bytes, expected at most 100000000"),
+        (
+            (1 << 60).to_bytes(8, "little") + b"{}",
+            "a header of 1152921504606846976 bytes, expected at most 100000000",
+        ),
         ((90).to_bytes(8, "little") + b"{}", "truncated: a header of 90 bytes in a file of 10"),
         (_join(b"[1]", b""), "its header is no JSON object"),
         (_join(b'{"a', b""), "its header is not JSON"),
@@ -115,10 +123,7 @@ def test_a_header_that_lies(change: Callable[[dict[str, Any]], None], message: s
         (_join(b'{"a\xff": 1}', b""), "its header is not JSON"),
         (_join(b'{"a":' * 50_000, b""), "its header is not JSON"),
         (_join(b'{"a": ' + b"9" * 5000 + b"}", b""), "its header is not JSON"),
-        (
-            _join(b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}', b""),
-            "the header names 'a' twice",
-        ),
+        (_join(b"{%s,%s}" % (_EMPTY, _EMPTY), b""), "the header names 'a' twice"),
     ],
 )
 def test_no_header_at_all(content: bytes, message: str, tmp_path: Path) -> None:
@@ -152,14 +157,19 @@ def _mutate(raw: bytes, chance: random.Random) -> bytes:
             changed[chance.randrange(length)] = chance.randrange(256)
         return _join(bytes(changed), data)
     if kind == 1:  # the length
-        other = chance.choice((0, length - 1, length + 1, chance.randrange(1 << 16), chance.randrange(1 << 64)))
+        other = chance.choice(
+            (0, length - 1, length + 1, chance.randrange(1 << 16), chance.randrange(1 << 64))
+        )
         return other.to_bytes(8, "little") + header + data
     if kind == 2:  # the file is cut, or grows
         size = chance.randrange(len(raw) + 1000)
         return raw[:size] + bytes(max(size - len(raw), 0))
     if kind == 3:  # a part is left out, or there twice
         at, count = chance.randrange(length), chance.randrange(40)
-        return _join(header[:at] + header[at + count :] if chance.random() < 0.5 else header[: at + count] + header[at:], data)
+        rest = at + count
+        return _join(
+            header[:at] + header[rest:] if chance.random() < 0.5 else header[:rest] + header[at:], data
+        )
     table = json.loads(header)
     name = chance.choice([name for name in table if name != "__metadata__"])
     other = chance.choice([0, 1, -1, 1 << 31, 1 << 53, 1 << 63, 1 << 64, 10**30, 1.5, None, "1", [], True])
@@ -177,10 +187,20 @@ def _mutate(raw: bytes, chance: random.Random) -> bytes:
     return _join(table, data)
 
 
+def _taken(source: Path, described: Manifest) -> Checkpoint | None:
+    """The checkpoint, unless it is refused, in one line."""
+    try:
+        return match(described, Checkpoint.open(source)).checkpoint
+    except DataError as error:
+        if "\n" in str(error):
+            raise
+        return None
+
+
 def test_two_thousand_mutations_of_a_header(tmp_path: Path) -> None:
     """None crashes, hangs or allocates beyond the file; what is taken is what the package reads, and fits the model."""
     source = tmp_path / "m"
-    save(source, "olmoe", num_experts=4, vocab_size=16, num_hidden_layers=1)
+    save(source, "olmoe", num_experts=2, vocab_size=16, num_hidden_layers=1)
     path = source / "model.safetensors"
     raw = path.read_bytes()
     described = describe(source, ComputeDtype.FP32)
@@ -192,15 +212,9 @@ def test_two_thousand_mutations_of_a_header(tmp_path: Path) -> None:
         path.write_bytes(mutated)
         tracemalloc.reset_peak()
         before = tracemalloc.get_traced_memory()[0]
-        try:
-            checkpoint = Checkpoint.open(source)
-            match(described, checkpoint)
-            taken = True
-        except DataError as error:
-            taken = False
-            assert "\n" not in str(error)
+        checkpoint = _taken(source, described)
         assert tracemalloc.get_traced_memory()[1] - before < 4 * len(raw) + (1 << 20)
-        if taken:
+        if checkpoint is not None:
             with safe_open(path, "np") as package:
                 for name in package.keys():  # noqa: SIM118 - it is no mapping
                     info, theirs = checkpoint.tensors[name], package.get_tensor(name)
@@ -226,7 +240,9 @@ def test_any_range_is_read_whatever_its_alignment(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], seed: int, data: st.DataObject
 ) -> None:
     tensors = {
-        f"t{number}": torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+        f"t{number}": torch.randint(
+            0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+        )
         for number, size in enumerate(sizes)
     }
     path = tmp_path_factory.mktemp("ranges") / "x.safetensors"
@@ -236,7 +252,9 @@ def test_any_range_is_read_whatever_its_alignment(
         for name, info in read_header(path).tensors.items():
             begin = data.draw(st.integers(0, info.nbytes))
             end = data.draw(st.integers(begin, info.nbytes))
-            assert reader.read(info, begin, end, window).tobytes() == tensors[name][begin:end].numpy().tobytes()
+            assert (
+                reader.read(info, begin, end, window).tobytes() == tensors[name][begin:end].numpy().tobytes()
+            )
 
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
@@ -308,7 +326,9 @@ def test_a_shard_is_missing(sharded: Path, tmp_path: Path) -> None:
 def test_a_shard_is_missing_from_the_index(sharded: Path, tmp_path: Path) -> None:
     name = sorted(sharded.glob("*.safetensors"))[1].name
     _index(sharded, lambda table: [table.pop(key) for key in [k for k, v in table.items() if v == name]])  # type: ignore[arg-type, func-returns-value]
-    with pytest.raises(DataError, match=rf"tensors missing: .*{name} in the same directory belong to no index"):
+    with pytest.raises(
+        DataError, match=rf"tensors missing: .*{name} in the same directory belong to no index"
+    ):
         imported(sharded, tmp_path / "s")
 
 
@@ -322,7 +342,9 @@ def test_an_index_that_names_what_is_not_there(sharded: Path) -> None:
 @pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "x.bin", 3, None])
 def test_an_index_that_points_elsewhere(name: Any, sharded: Path) -> None:
     _index(sharded, lambda table: table.update({"lm_head.weight": name}))
-    with pytest.raises(DataError, match=r"weight_map.lm_head.weight: expected the name of a .safetensors file"):
+    with pytest.raises(
+        DataError, match=r"weight_map.lm_head.weight: expected the name of a .safetensors file"
+    ):
         Checkpoint.open(sharded)
 
 
@@ -346,11 +368,11 @@ def test_pickles_are_refused(tmp_path: Path) -> None:
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="config.json: missing"):
+    with pytest.raises(ConfigError, match=r"config\.json: missing"):
         imported(tmp_path, tmp_path / "s")
     save(tmp_path / "m", "mixtral")
     (tmp_path / "m/model.safetensors").rename(tmp_path / "m/model-00001-of-00002.safetensors")
-    with pytest.raises(DataError, match="model.safetensors.index.json is missing"):
+    with pytest.raises(DataError, match=r"index\.json is missing"):
         imported(tmp_path / "m", tmp_path / "s")
 
 

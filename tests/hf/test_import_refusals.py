@@ -102,7 +102,9 @@ def test_an_unknown_family(model_type: Any, source: Path, tmp_path: Path) -> Non
         ({"mlp_only_layers": [0, 1]}, "no layer of this model has experts"),
     ],
 )
-def test_configurations_that_cannot_be(values: dict[str, Any], message: str, source: Path, tmp_path: Path) -> None:
+def test_configurations_that_cannot_be(
+    values: dict[str, Any], message: str, source: Path, tmp_path: Path
+) -> None:
     change_config(source, **values)
     with pytest.raises(ConfigError, match=message) as caught:
         imported(source, tmp_path / "s")
@@ -124,7 +126,9 @@ def test_a_config_that_is_no_json(source: Path, tmp_path: Path) -> None:
         ([], "not a tokenizer"),
     ],
 )
-def test_a_tokenizer_of_another_vocabulary(tokenizer: Any, message: str, source: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_of_another_vocabulary(
+    tokenizer: Any, message: str, source: Path, tmp_path: Path
+) -> None:
     (source / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(DataError, match=message):
         imported(source, tmp_path / "s")
@@ -148,7 +152,9 @@ def test_without_the_extra(source: Path, tmp_path: Path, monkeypatch: pytest.Mon
         raise ImportError(f"No module named {name!r}")
 
     monkeypatch.setattr(packages.importlib, "import_module", missing)
-    with pytest.raises(CapabilityError, match=r'needs the package transformers .*pip install "tierstore\[hf\]"'):
+    with pytest.raises(
+        CapabilityError, match=r'needs the package transformers .*pip install "tierstore\[hf\]"'
+    ):
         imported(source, tmp_path / "s")
 
 
@@ -196,7 +202,9 @@ def test_the_command(source: Path, tmp_path: Path) -> None:
     assert "moments begin as zeros that are not written" in run.stderr
 
 
-def test_the_command_refuses_in_one_line(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_in_one_line(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (source / "model.safetensors").unlink()
     with pytest.raises(SystemExit) as ended:
         cli.main(["import", str(source), "--store", str(tmp_path / "s")])

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 @click.command("import")
 @click.argument("model", type=EXISTING_DIRECTORY, metavar="MODEL_DIR")
-@click.option("--store", type=PATH, required=True, help="Directory of the store; an import that was cut short goes on.")
+@click.option(
+    "--store", type=PATH, required=True, help="Directory of the store; an import that was cut short goes on."
+)
 @click.option(
     "--compute",
     type=click.Choice([dtype.value for dtype in ComputeDtype]),
@@ -69,7 +71,9 @@ def _describe(plan: ImportPlan, store: Path, output: Output) -> None:
         f"{len(experts.layers)} layers, {experts.numel} parameters each; computes in {manifest.compute.value}"
     )
     if manifest.quantization.value != "none":
-        output.line(f"the checkpoint is quantised ({manifest.quantization.value}); it is stored, and exported, as bf16")
+        output.line(
+            f"the checkpoint is quantised ({manifest.quantization.value}); it is stored, and exported, as bf16"
+        )
     if manifest.carried:
         output.line(
             f"{len(manifest.carried)} tensors that this family ignores ({manifest.carried[0].name}, ...) are carried along"
@@ -88,6 +92,8 @@ def _show(report: ImportReport, store: Path, output: Output) -> None:
         f"{store}: {report.records} records imported{skipped} in {format_seconds(report.elapsed_s)}; read "
         f"{format_bytes(report.read_bytes)}, wrote {format_bytes(report.written_bytes)}"
     )
+    if report.direct_reason:
+        output.line(f"the checkpoint was read through the page cache: {report.direct_reason}")
     output.emit(
         {
             "store": str(store),
@@ -106,8 +112,7 @@ def _show(report: ImportReport, store: Path, output: Output) -> None:
             "written_bytes": report.written_bytes,
             "reserved_bytes": report.reserved_bytes,
             "commits": report.commits,
+            "moving_s": report.moving_s,
             "elapsed_s": report.elapsed_s,
-            "read_bytes_per_s": report.read_bytes / report.elapsed_s if report.elapsed_s else None,
-            "written_bytes_per_s": report.written_bytes / report.elapsed_s if report.elapsed_s else None,
         }
     )

@@ -98,7 +98,11 @@ def carried_header(infos: Sequence[TensorInfo]) -> bytes:
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for info in infos:
-        table[info.name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [at, at + info.nbytes]}
+        table[info.name] = {
+            "dtype": info.dtype,
+            "shape": list(info.shape),
+            "data_offsets": [at, at + info.nbytes],
+        }
         at += info.nbytes
     raw = json.dumps(table, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
@@ -117,7 +121,7 @@ def copy_carried(infos: Sequence[TensorInfo], target: Path, reader: TensorReader
             file.write(header)
             written = 0
             for info in held:
-                copy_tensors([info], reader, file.write)
+                copy_tensors([info], reader, lambda raw: file.write(raw.data))
                 written += info.nbytes
                 if written >= 64 << 20:  # the page cache stays next to empty
                     written = 0
