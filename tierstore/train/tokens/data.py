@@ -113,11 +113,12 @@ class TokenData:
                 positions[row, at : at + length] = np.arange(length)
                 at += length
             positions[row, at:] = np.arange(self.seq_len - at)
+        every = self.packing is Packing.CONCATENATE and self.files.counted is None
         return Batch(
             torch.from_numpy(tokens),
             torch.from_numpy(targets),
             torch.from_numpy(positions) if self.packing is Packing.DOCUMENTS else None,
-            step_targets=step_targets,
+            step_targets=0 if every else step_targets,
             parts=parts,
         )
 
