@@ -69,6 +69,33 @@ def test_reasoning_that_is_dropped_later(tmp_path: Path) -> None:
     assert counted == "one<|end|>two<|end|><think></think>one<|end|>"
 
 
+def test_reasoning_in_the_text_that_is_dropped_later(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}<|start|>{{ m.role }}\n"
+        "{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+    )
+    tokenizer = DocumentTokenizer(save_tokenizer(tmp_path, template))
+    _, counted = _counted(tokenizer, _chat("u", "<think>hm</think>one", "v", "<think>so</think>two"))
+    assert counted == "one<|end|><think>so</think>two<|end|>"
+
+
+def test_an_end_that_is_another_once_more_follows(tmp_path: Path) -> None:
+    """As gpt-oss has it: a channel for the reasoning, which is dropped, and another token at the end of the last."""
+    template = (
+        "{% for m in messages %}<|start|>{{ m.role }}"
+        "{% if m.role == 'assistant' and loop.last %}|thinks|{{ m.thinking }}<|end|><|start|>assistant{% endif %}"
+        "|says|{{ m.content }}{{ '<|pad|>' if m.role == 'assistant' and loop.last else '<|end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+    )
+    tokenizer = DocumentTokenizer(save_tokenizer(tmp_path, template))
+    chat = _chat("u", "says", "v", "two")
+    for number in (1, 3):
+        chat.messages[number] = {**chat.messages[number], "thinking": f"so {number}"}
+    _, counted = _counted(tokenizer, chat)
+    assert counted == "|says|says<|end|>|thinks|so 3<|end|><|start|>assistant|says|two<|pad|>"
+
+
 @pytest.mark.parametrize(
     ("template", "turns", "said"),
     [
@@ -96,7 +123,7 @@ def test_what_cannot_be_told_is_refused(
 
 def test_a_chat_that_begins_with_an_answer_is_refused() -> None:
     with pytest.raises(DataError, match="the first message is an answer"):
-        answer_spans([{"role": "assistant", "content": "a"}], "a", lambda messages, prompt: "a", end="")
+        answer_spans([{"role": "assistant", "content": "a"}], "a", lambda messages, prompt: "a")
 
 
 def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
