@@ -179,9 +179,22 @@ def test_validation_is_the_same_every_time(tmp_path: Path, tokenizer: Path) -> N
         assert one.tokens_BT.shape == (2, 16)
         assert one.share == 1.0
     assert "(documents held out)" in data.describe()
-    # two thousand batches are not there: all sequences but what fills no batch
+
+
+def test_validation_is_of_every_held_out_target_once(tmp_path: Path, tokenizer: Path) -> None:
+    """More batches than there are: each sequence once, and rows without targets, so that ranks can share the last batch."""
+    data = _open(tmp_path, tokenizer, _chats(tmp_path / "a.jsonl"), batch_size=5, validation_fraction=0.2)
     rows = len(data.packed.validation)
-    assert sum(batch.tokens_BT.shape[0] for batch in data.validation_batches(2000)) == rows - rows % 2
+    assert rows % 5
+    batches = list(data.validation_batches(2000))
+    assert len(batches) == -(-rows // 5)
+    assert all(batch.tokens_BT.shape == (5, 16) for batch in batches)
+    assert sum(batch.counted for batch in batches) == data.packed.validation.counted.sum()
+    last = batches[-1]
+    assert [last.of_rank(rank, 5).counted > 0 for rank in range(5)] == [row < rows % 5 for row in range(5)]
+    assert sum(last.of_rank(rank, 5).share for rank in range(5)) == pytest.approx(5)
+    joined = _open(tmp_path, tokenizer, tmp_path / "a.jsonl", batch_size=5, packing=Packing.CONCATENATE)
+    assert all(batch.share == 1.0 for batch in joined.validation_batches(2000))
 
 
 def test_only_the_first_rank_tokenises(
