@@ -2,17 +2,26 @@
 
 Shapes: T tokens, K experts a token, N assignments that were not dropped (at most T * K), E experts, D width.
 
-The sort is stable, so that an expert sees its tokens in token order. The way back sums over K in the
-router's order, whichever expert was computed first: where an expert was, and when it came, cannot change a
-bit.
+The way back sums over K in the router's order, whichever expert was computed first: where an expert was, and when it
+came, cannot change a bit.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor
+
+
+class RowOrder(Enum):
+    """How the tokens of one expert lie."""
+
+    #: In token order: the rows that several ranks send lie as they would in one process.
+    TOKENS = "tokens"
+    #: As ``torch.sort`` leaves them, which is not stable: transformers' order, in which sums over rows have its bits.
+    SORTED = "sorted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +59,14 @@ class Dispatch:
         return slice(self.offsets[expert], self.offsets[expert + 1])
 
 
-def dispatch(expert_TK: Tensor, load_E: Tensor) -> Dispatch:
+def dispatch(expert_TK: Tensor, load_E: Tensor, order: RowOrder = RowOrder.TOKENS) -> Dispatch:
     """Sort the assignments ``expert_TK`` (int64, -1 dropped) by expert; ``load_E`` counts them per expert."""
     tokens, top_k = expert_TK.shape
     offsets = [0]
     for load in load_E.tolist():
         offsets.append(offsets[-1] + load)
-    order_N = expert_TK.flatten().argsort(stable=True)[tokens * top_k - offsets[-1] :]
+    sorted_N = expert_TK.flatten().sort(stable=order is RowOrder.TOKENS).indices
+    order_N = sorted_N[tokens * top_k - offsets[-1] :]
     place_TK = torch.full((tokens * top_k,), offsets[-1], dtype=torch.int64, device=expert_TK.device)
     place_TK[order_N] = torch.arange(offsets[-1], device=expert_TK.device)
     token_N = torch.div(order_N, top_k, rounding_mode="floor")
