@@ -16,21 +16,24 @@ from tierstore.dense.layout import UnitLayout
 from tierstore.dense.moments import DiskMoments
 from tierstore.store.adamw import AdamWConfig
 from tierstore.store.core import StoreCore
-from tierstore.store.format import SECTION_ALIGNMENT, Group, Placement, RecordSchema
+from tierstore.store.format import SECTION_ALIGNMENT, Group, Placement, RecordSchema, Training
 from tierstore.tiers.device import tensor_of
 
 _ARRAYS = ("weight", "exp_avg", "exp_avg_sq")
 
 
-def schema_name(layout: UnitLayout) -> str:
+def schema_name(layout: UnitLayout, training: Training = Training.TRAINED) -> str:
     """The schema of the unit's record: units with slices of one size share it."""
-    return f"dense-{layout.slice_numel}"
+    return f"{'dense' if training is Training.TRAINED else 'frozen'}-{layout.slice_numel}"
 
 
-def dense_schemas(layouts: Sequence[UnitLayout]) -> list[RecordSchema]:
+def dense_schemas(layouts: Sequence[UnitLayout], training: Training = Training.TRAINED) -> list[RecordSchema]:
     """One schema for each size that a unit's slices have."""
-    sizes = {layout.slice_numel: schema_name(layout) for layout in layouts if not layout.empty}
-    return [RecordSchema(sizes[size], size, placement=Placement.DIRECT) for size in sorted(sizes)]
+    sizes = {layout.slice_numel: schema_name(layout, training) for layout in layouts if not layout.empty}
+    return [
+        RecordSchema(sizes[size], size, placement=Placement.DIRECT, training=training)
+        for size in sorted(sizes)
+    ]
 
 
 class UnitSlices:
