@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from tierstore.model.interface import Model
 from tierstore.moe.source import ExpertLease
 from tierstore.parallel import Mesh, RankEnvironment, rank_device
 from tierstore.prefetch import HorizontalQueue, Schedule, TieredExperts, make_predictor, unit_schedule
-from tierstore.prefetch.plan import group_order
+from tierstore.prefetch.plan import StepTiming, group_order
 from tierstore.stats import Cause, StallKey, StallLedger
 from tierstore.store.config import StoreConfig
 from tierstore.store.core import StoreCore
@@ -40,6 +41,7 @@ from tierstore.train.ranks import Agreed, Opening, agree, check_alike
 from tierstore.train.sources import open_data
 from tierstore.train.state import TrainState, conditions, differences
 from tierstore.train.step_time import StepTimer
+from tierstore.train.stepping import SessionParts, Stepper
 from tierstore.train.thread_times import ThreadTimes, stolen_while_running
 from tierstore.train.trainer import Trainer
 
@@ -63,7 +65,48 @@ def open_session(
     were tokenised and bytes in all, where documents must be. Raises ConfigError,
     DataError, BudgetError, CapabilityError, StoreError, PeerError, OSError; on a failure nothing was created or changed.
     """
-    setup = _prepare(config, opening, mesh, timeline or NullTimeline(), tokenising)
+    with (
+        open_parts(
+            config,
+            opening,
+            loop=Loop.OWN,
+            mesh=mesh,
+            trace=trace,
+            timeline=timeline,
+            io_log=io_log,
+            accepted=accepted,
+            tokenising=tokenising,
+        ) as parts,
+        contextlib.closing(ThreadTimes()) as threads,
+    ):
+        assert parts.data is not None
+        yield Trainer(parts, parts.data, StepTimer(parts.ledger, threads, stolen_while_running()))
+
+
+class Loop(Enum):
+    """Whose loop drives a session: our own, over ``config.data``, or somebody else's, with data, schedule and clipping of
+    its own. There the steps of experts are always deferred, so that a step can be given up until its end.
+    """
+
+    OWN = "own"
+    FOREIGN = "foreign"
+
+
+@contextlib.contextmanager
+def open_parts(
+    config: TrainConfig,
+    opening: Opening,
+    *,
+    loop: Loop,
+    mesh: Mesh | None = None,
+    trace: Path | None = None,
+    timeline: TimelineSink | None = None,
+    io_log: Path | None = None,
+    accepted: Callable[[], None] = lambda: None,
+    tokenising: Callable[[int, int], None] = lambda done, total: None,
+) -> Iterator[SessionParts]:
+    """What ``open_session`` makes its trainer of, for whoever drives it; closed at exit."""
+    setup = _prepare(config, opening, loop, mesh, timeline or NullTimeline(), tokenising)
     accepted()
     shell = _build_model(setup)
     with contextlib.ExitStack() as stack:
@@ -85,10 +128,9 @@ def open_session(
         stack.callback(tier.close)
         experts = _open_experts(setup, store, tier, schedule)
         shell.source.target = experts
-        threads = ThreadTimes()
-        stack.callback(threads.close)
-        trainer = Trainer(
-            config,
+        parts = SessionParts(
+            config=config,
+            timing=setup.timing,
             store=store,
             experts=experts,
             model=shell.model,
@@ -98,15 +140,14 @@ def open_session(
             mesh=setup.mesh,
             state=state,
             ledger=setup.ledger,
-            timer=StepTimer(setup.ledger, threads, stolen_while_running()),
             timeline=setup.timeline,
         )
         if setup.agreed.opening is Opening.CREATE:
             # A store is one from its first commit on: none is before all ranks have made theirs.
             setup.mesh.world.barrier()
-            trainer.commit()
+            Stepper(parts).commit()
             return_freed_memory()
-        yield trainer
+        yield parts
 
 
 # The parts, in order ----------------------------------------------------------------------------------------
@@ -119,7 +160,8 @@ class _Setup:
     config: TrainConfig
     mesh: Mesh
     budgets: Budgets
-    data: TrainingData
+    timing: StepTiming
+    data: TrainingData | None
     agreed: Agreed
     conditions: dict[str, object]
     timeline: TimelineSink
@@ -129,6 +171,11 @@ class _Setup:
     def owned(self) -> range:
         """This rank's experts, of each layer."""
         return self.mesh.blocks(self.config.model.experts).owned(self.mesh.expert.rank)
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether expert gradients outlive their backward pass, and may spill to disk."""
+        return self.timing is StepTiming.DEFERRED or self.config.keeps_gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +191,7 @@ class _Shell:
 def _prepare(
     config: TrainConfig,
     opening: Opening,
+    loop: Loop,
     mesh: Mesh | None,
     timeline: TimelineSink,
     progress: Callable[[int, int], None],
@@ -155,7 +203,31 @@ def _prepare(
         torch.set_num_threads(config.threads)
     compute_deterministically(device)
     divided = budgets(config, DeviceKind(device.type))
-    data = open_data(
+    data = _open_data(config, mesh, progress) if loop is Loop.OWN else None
+    present = conditions(
+        config,
+        threads=torch.get_num_threads(),
+        device=device,
+        data_crc32=None if data is None else data.crc32,
+        mesh=mesh,
+    )
+    check_alike(config, present, mesh)
+    agreed = agree(config.store, opening, mesh)
+    return _Setup(
+        config=config,
+        mesh=mesh,
+        budgets=divided,
+        timing=config.step_timing if loop is Loop.OWN else StepTiming.DEFERRED,
+        data=data,
+        agreed=agreed,
+        conditions=present,
+        timeline=timeline,
+        ledger=StallLedger(listener=stall_spans(timeline) if timeline.enabled else None),
+    )
+
+
+def _open_data(config: TrainConfig, mesh: Mesh, progress: Callable[[int, int], None]) -> TrainingData:
+    return open_data(
         config.data,
         seq_len=config.model.seq_len,
         vocab_size=config.model.vocab_size,
@@ -165,21 +237,6 @@ def _prepare(
         first=mesh.world.rank == 0,
         barrier=mesh.world.barrier,
         progress=progress,
-    )
-    present = conditions(
-        config, threads=torch.get_num_threads(), device=device, data_crc32=data.crc32, mesh=mesh
-    )
-    check_alike(config, present, mesh)
-    agreed = agree(config.store, opening, mesh)
-    return _Setup(
-        config=config,
-        mesh=mesh,
-        budgets=divided,
-        data=data,
-        agreed=agreed,
-        conditions=present,
-        timeline=timeline,
-        ledger=StallLedger(listener=stall_spans(timeline) if timeline.enabled else None),
     )
 
 
@@ -246,7 +303,7 @@ def _slice_dense(setup: _Setup, shell: _Shell) -> tuple[DenseSlices, Schedule]:
         config.prefetch,
         moe_layers=config.model.moe_layers,
         compute=compute,
-        micro_batches=config.data.micro_batches,
+        micro_batches=config.data.micro_batches if setup.data is not None else 1,
     )
     return dense, schedule
 
@@ -265,7 +322,7 @@ def _fill(setup: _Setup, store: StoreCore, dense: DenseSlices) -> None:
         # Everybody is at this step now: what was prepared and not acknowledged is.
         setup.mesh.world.barrier()
         store.committer.acknowledge()
-    if config.keeps_gradients:
+    if setup.keeps_gradients:
         store.reserve_scratch(EXPERT_SCHEMA)
 
 
@@ -287,7 +344,7 @@ def _open_experts(setup: _Setup, store: StoreCore, tier: DeviceTier, schedule: S
         tier,
         records,
         weight_slots=setup.budgets.slots.weights,
-        timing=config.step_timing,
+        timing=setup.timing,
         predictor=make_predictor(config.prefetch.predictor, owned, most=config.prefetch.guesses),
         schedule=schedule,
         ledger=setup.ledger,
