@@ -113,7 +113,9 @@ def export(
         with new_directory(target, needed_bytes(shards, outline.files)) as directory, content:
             for name, data in outline.files.items():
                 write_file(directory / name, data)
-            write_checkpoint(directory, shards, lambda tensor: content.of(tensor, origins[tensor.name]), written)
+            write_checkpoint(
+                directory, shards, lambda tensor: content.of(tensor, origins[tensor.name]), written
+            )
         return _exported(manifest, outline, shards, weights)
 
 

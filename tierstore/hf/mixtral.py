@@ -73,7 +73,9 @@ def mixtral(model: ModelConfig, fusion: Fusion, ranks: int, dtype: ExportDtype |
         )
     else:
         notes.append(f"no tokenizer is written: the vocabulary of {model.vocab_size} is not that of bytes")
-    tensors = [(TensorSpec(name, dtype.safetensors, shape), origin) for name, shape, origin in _tensors(model)]
+    tensors = [
+        (TensorSpec(name, dtype.safetensors, shape), origin) for name, shape, origin in _tensors(model)
+    ]
     return Outline(
         dtype=dtype,
         tensors=tensors,
@@ -101,9 +103,9 @@ def _tensors(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...], Origin]
     tied = model.tie_embeddings is TieEmbeddings.TIED
     scale = math.sqrt(d) if tied else 1.0
 
-    def dense(name: str, shape: tuple[int, ...], unit: int, index: int, begin: int = 0, by: float = 1.0) -> tuple[
-        str, tuple[int, ...], Origin
-    ]:
+    def dense(
+        name: str, shape: tuple[int, ...], unit: int, index: int, begin: int = 0, by: float = 1.0
+    ) -> tuple[str, tuple[int, ...], Origin]:
         return name, shape, DenseValues(name, unit, index, begin, math.prod(shape), by)
 
     yield dense("model.embed_tokens.weight", table, 0, 0, by=scale)

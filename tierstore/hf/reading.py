@@ -73,7 +73,11 @@ class StoredWeights:
         """The same as bf16's bits: what a forward pass computes with, or the masters rounded to nearest even."""
         schema, sections = self._expert(layer, expert, experts, masters=False)
         weight = sections[0].array()
-        return round_bf16(weight.view(np.float32)) if schema.weight_format is WeightFormat.FP32 else weight.view(np.uint16)
+        return (
+            round_bf16(weight.view(np.float32))
+            if schema.weight_format is WeightFormat.FP32
+            else weight.view(np.uint16)
+        )
 
     def _expert(
         self, layer: int, expert: int, experts: int, *, masters: bool
@@ -120,7 +124,10 @@ class StoredWeights:
                     continue
                 for rank, own in enumerate(slices):
                     begin = rank * region.slice_numel
-                    low, high = max(span.offset, begin), min(span.offset + span.numel, begin + region.slice_numel)
+                    low, high = (
+                        max(span.offset, begin),
+                        min(span.offset + span.numel, begin + region.slice_numel),
+                    )
                     if low < high:
                         yield own[kept.start + low - begin : kept.start + high - begin]
 

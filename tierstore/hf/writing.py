@@ -138,7 +138,9 @@ def new_directory(target: Path, nbytes: int) -> Iterator[Path]:
     partial = building_directory(target)
     if partial.exists():
         if not (partial / _MARKER).exists():
-            raise FileExistsError(errno.EEXIST, f"needed to build {target.name}, and something is there", str(partial))
+            raise FileExistsError(
+                errno.EEXIST, f"needed to build {target.name}, and something is there", str(partial)
+            )
         with building(partial):
             shutil.rmtree(partial)
     _check_space(partial, nbytes)
@@ -160,7 +162,9 @@ def _check_space(directory: Path, nbytes: int) -> None:
     free = found.f_bavail * found.f_frsize
     if nbytes > free:
         raise OSError(
-            errno.ENOSPC, f"the export needs {format_bytes(nbytes)}, and {format_bytes(free)} are free", str(directory)
+            errno.ENOSPC,
+            f"the export needs {format_bytes(nbytes)}, and {format_bytes(free)} are free",
+            str(directory),
         )
 
 
