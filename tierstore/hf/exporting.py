@@ -63,7 +63,7 @@ _FLOATS = ("F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: ``step`` is where training stands, ``nbytes`` counts the values. ``notes``: what a user must know."""
+    """What was written: ``step`` is where training stands, ``nbytes`` counts the values. ``notes``: for the user."""
 
     model_type: str
     dtype: ExportDtype
@@ -112,7 +112,9 @@ def export(
 
         with new_directory(target, needed_bytes(shards, outline.files)) as directory, content:
             for name, data in outline.files.items():
-                write_file(directory / name, data)
+                path = directory / name
+                path.parent.mkdir(exist_ok=True)
+                write_file(path, data)
             write_checkpoint(
                 directory, shards, lambda tensor: content.of(tensor, origins[tensor.name]), written
             )

@@ -22,6 +22,7 @@ from tierstore.moe.config import Activation, RouterNoise
 
 #: The vocabulary of a model that reads bytes.
 _BYTES = 256
+_Parameter = tuple[Narrow, tuple[int, ...]]
 
 
 def refusals(model: ModelConfig) -> list[str]:
@@ -86,13 +87,20 @@ def mixtral(model: ModelConfig, fusion: Fusion, ranks: int, dtype: ExportDtype |
     )
 
 
-def _units(model: ModelConfig) -> list[tuple[str, list[tuple[Narrow, tuple[int, ...]]]]]:
+def _units(model: ModelConfig) -> list[tuple[str, list[_Parameter]]]:
     """The dense units of the built-in model, as it has them."""
     d, no = model.d_model, Narrow.NO
     cast = Narrow.NO if model.compute_dtype is ComputeDtype.FP32 else Narrow.YES
-    block = [(no, (d,)), (cast, (3 * d, d)), (cast, (d, d)), (no, (d,)), (no, (model.experts, d))]
-    table = (no, (model.vocab_size, d))
-    head = [(no, (d,))] if model.tie_embeddings is TieEmbeddings.TIED else [(no, (d,)), table]
+    block: list[_Parameter] = [
+        (no, (d,)),
+        (cast, (3 * d, d)),
+        (cast, (d, d)),
+        (no, (d,)),
+        (no, (model.experts, d)),
+    ]
+    table: _Parameter = (no, (model.vocab_size, d))
+    norm: _Parameter = (no, (d,))
+    head = [norm] if model.tie_embeddings is TieEmbeddings.TIED else [norm, table]
     blocks = [(f"block.{layer}", block) for layer in range(model.n_layers)]
     return [("embedding", [table]), *blocks, ("head", head)]
 

@@ -29,7 +29,7 @@ class ExportDtype(StrEnum):
 
 @dataclass(frozen=True)
 class DenseValues:
-    """``numel`` values from ``begin`` of parameter ``index`` (``name`` in memory) of dense unit ``unit``, times ``scale``."""
+    """``numel`` values from ``begin`` of parameter ``index`` of dense unit ``unit``, ``name`` in memory, times ``scale``."""
 
     name: str
     unit: int

@@ -236,7 +236,7 @@ class StreamFile:
 
     def append(self, data: Bytes) -> None:
         """Adds ``data`` (flat, contiguous), which may change afterwards. Raises OSError, also of an earlier write."""
-        view = memoryview(data)
+        view = data.data
         at = 0
         while at < len(view):
             count = min(len(view) - at, _WINDOW_BYTES - self._filled)
