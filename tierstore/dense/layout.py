@@ -146,9 +146,7 @@ def layouts_of_shapes(
     fusion: Fusion = Fusion.UNIT,
 ) -> list[UnitLayout]:
     """``unit_layouts`` of parameters that are not there: of each, whether it may travel narrow, and its shape."""
-    return [
-        UnitLayout(name, tuple(_regions(parameters, ranks, fusion))) for name, parameters in units
-    ]
+    return [UnitLayout(name, tuple(_regions(parameters, ranks, fusion))) for name, parameters in units]
 
 
 def _regions(

@@ -93,7 +93,9 @@ def read_header(path: Path) -> Header:
         size = os.fstat(file.fileno()).st_size
         start = file.read(8)
         if len(start) < 8:
-            raise DataError(f"{path}: {size} bytes, expected a safetensors file of at least 8; is it truncated?")
+            raise DataError(
+                f"{path}: {size} bytes, expected a safetensors file of at least 8; is it truncated?"
+            )
         length = int.from_bytes(start, "little")
         if length > MAX_HEADER_BYTES:
             raise DataError(f"{path}: a header of {length} bytes, expected at most {MAX_HEADER_BYTES}")
@@ -112,7 +114,9 @@ def read_header(path: Path) -> Header:
     for info in infos:
         if info.offset != at:
             what = "overlaps the tensor before it" if info.offset < at else "leaves a gap before it"
-            raise DataError(f"{path}: tensor {info.name!r} {what}: it begins at byte {info.offset}, expected {at}")
+            raise DataError(
+                f"{path}: tensor {info.name!r} {what}: it begins at byte {info.offset}, expected {at}"
+            )
         at += info.nbytes
     if at != size:
         what = "truncated" if at > size else "longer than its header says"

@@ -101,7 +101,9 @@ def quantization_of(config: Mapping[str, Any], *, where: str) -> Quantization:
     if found is Quantization.FP8_BLOCKS and settings is not None:
         block = settings.get("weight_block_size")
         if block != [128, 128]:
-            raise ConfigError(f"{where}: quantization_config.weight_block_size: expected [128, 128], got {block}")
+            raise ConfigError(
+                f"{where}: quantization_config.weight_block_size: expected [128, 128], got {block}"
+            )
     return found
 
 

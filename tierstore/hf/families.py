@@ -114,7 +114,6 @@ _W123 = tuple(f"block_sparse_moe.experts.{{expert}}.{name}.weight" for name in (
 _PROJ = tuple(f"mlp.experts.{{expert}}.{name}_proj.weight" for name in ("gate", "up", "down"))
 
 
-
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (

@@ -72,7 +72,7 @@ def conditions(
     settings = config.settings()
     return {
         "model": settings["model"],
-        "data": {**table_of(settings["data"]), "crc32": data_crc32},
+        "data": {**config.data.conditions(), "crc32": data_crc32},
         "schedule": settings["schedule"],
         "adamw": settings["adamw"],
         "clip_norm": config.clip_norm,
