@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import FAMILIES, change_config, imported, rewrite, save, tensors_of
+from checkpoints import FAMILIES, imported, rewrite, save, tensors_of
 from transformers import AutoModelForCausalLM
 
 from tierstore.errors import StoreFormatError
 from tierstore.hf.exporting import config_with, export
 from tierstore.hf.outline import ExportDtype
 from tierstore.store.directories import verify_all
-from tierstore.train.reshard import Layout
 
 
 def logits_of(directory: Path, **options: Any) -> torch.Tensor:
