@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import FAMILIES, change_config, imported, rewrite, save, tensors_of
+from checkpoints import FAMILIES, imported, rewrite, save, tensors_of
 from transformers import AutoModelForCausalLM
 
 from tierstore.errors import StoreFormatError
 from tierstore.hf.exporting import config_with, export
 from tierstore.hf.outline import ExportDtype
 from tierstore.store.directories import verify_all
-from tierstore.train.reshard import Layout
 
 
 def logits_of(directory: Path, **options: Any) -> torch.Tensor:
@@ -183,5 +182,5 @@ def test_config_says_what_the_weights_are() -> None:
     assert json.loads(config_with(old, ExportDtype.BF16)) == {"torch_dtype": "bfloat16"}
     assert json.loads(config_with(b"{}", ExportDtype.BF16)) == {"dtype": "bfloat16"}
     for damaged in (b"[1]", b"{", b"3"):
-        with pytest.raises(StoreFormatError, match="config.json: not a configuration"):
+        with pytest.raises(StoreFormatError, match=r"config\.json: not a configuration"):
             config_with(damaged, ExportDtype.BF16)
