@@ -169,6 +169,7 @@ def train(directory: Path, store: Path, steps: int, **changes: Any) -> torch.Ten
         "eval_batches": 1,
         "sample_tokens": 0,
         "finetune.seq_len": 8,
+        "finetune.bias_update_speed": 0.5,  # bf16 shows it
         "data.batch_size": 1,
         "data.paths": (str(text),),
         "schedule.lr": 1e-2,
