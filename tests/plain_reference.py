@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tierstore.errors import ConfigError
-from tierstore.model import ModelConfig, Transformer
+from tierstore.model import Batch, ModelConfig, Transformer
 from tierstore.moe import Activation, FeedForward, NoiseKey, Router, RouterNoise, Routing, initial_expert
 from tierstore.moe.config import ExpertShape
 from tierstore.store.adamw import AdamWConfig, Inactive
@@ -139,15 +139,15 @@ class PlainTrainer:
             fused=True,
         )
 
-    def step(self, batches: Iterable[tuple[Tensor, Tensor]]) -> PlainStep:
+    def step(self, batches: Iterable[Batch]) -> PlainStep:
         """Forward, backward and one AdamW step over ``batches`` of tokens and targets."""
         pairs = list(batches)
         loss, aux_loss = 0.0, 0.0
         loads: list[Tensor] = []
         self._optimizer.zero_grad(set_to_none=True)
-        for micro, (tokens, targets) in enumerate(pairs):
+        for micro, batch in enumerate(pairs):
             self.model.set_step(self.steps, micro)
-            output = self.model(tokens, targets)
+            output = self.model.run(batch)
             (output.objective / len(pairs)).backward()
             loss += float(output.loss.detach()) / len(pairs)
             aux_loss += float(output.aux_loss.detach()) / len(pairs)
@@ -168,13 +168,13 @@ class PlainTrainer:
         return PlainStep(loss, aux_loss, norm, tuple(loads))
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
+    def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean cross entropy over ``batches``, nats."""
         self.model.eval()
         total, tokens_seen = 0.0, 0
-        for tokens, targets in batches:
-            total += float(self.model(tokens, targets).loss) * tokens.numel()
-            tokens_seen += tokens.numel()
+        for batch in batches:
+            total += float(self.model.run(batch).loss) * batch.counted
+            tokens_seen += batch.counted
         self.model.train()
         return total / max(1, tokens_seen)
 

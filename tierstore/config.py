@@ -7,6 +7,7 @@ TOML table. The same names serve the file and the command line: ``[model] d_mode
 A field is one of ``int``, ``float``, ``bool``, ``str``, ``Path``, an ``Enum`` (by value), a nested
 dataclass, ``T | None``, ``tuple[T, ...]``, or ``Mapping[str, float | str]``: an open table, whose keys the
 component checks. Metadata: ``help`` is what ``dotted_fields`` shows, and
+``read_as`` is the dataclass of a field whose annotation is wider, and
 ``size`` marks bytes: an ``int`` then also takes ``"512MiB"``; a ``str`` stays the text, checked, so that
 a fraction such as ``"25%"`` can be resolved once the whole is known.
 
@@ -144,7 +145,8 @@ def _fields(cls: type[object], base: object = None, prefix: str = "") -> list[Fi
         elif field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         try:
-            infos.append(_info(field, hints[field.name], default, prefix))
+            hint = field.metadata.get("read_as", hints[field.name])
+            infos.append(_info(field, hint, default, prefix))
         except TypeError as exc:
             raise TypeError(
                 f"{cls.__name__}.{field.name}: a configuration cannot hold {field.type!r}"

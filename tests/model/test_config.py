@@ -13,13 +13,13 @@ from tierstore.moe import Activation
 
 def test_sizes_by_hand() -> None:
     config = ModelConfig()  # swiglu: 3 * 256 * 1024 an expert
-    assert config.expert_numel == 786_432
-    assert config.expert_count == 128
-    assert config.expert_parameters == 100_663_296
+    assert config.expert_shape.numel == 786_432
+    assert config.architecture.records == 128
+    assert config.architecture.sparse == 100_663_296
     # embedding and head 65536, last norm 256, 2 blocks of 4 * 65536 + 2 * 256, 2 routers of 64 * 256
-    assert config.dense_parameters == 2 * 65_536 + 256 + 2 * (262_144 + 512) + 2 * 16_384
-    assert config.active_parameters == config.dense_parameters + 4 * 786_432
-    assert config.total_parameters == config.dense_parameters + config.expert_parameters
+    assert config.architecture.dense == 2 * 65_536 + 256 + 2 * (262_144 + 512) + 2 * 16_384
+    assert config.architecture.active == config.architecture.dense + 4 * 786_432
+    assert config.architecture.parameters == config.architecture.dense + config.architecture.sparse
     assert config.moe_layers == (0, 1)
     assert ModelConfig(n_layers=5, moe_every=2).moe_layers == (1, 3)
 

@@ -59,8 +59,8 @@ VARIANTS = [
 def test_counts_units_and_losses(options: dict[str, Any]) -> None:
     config = _config(**options)
     model, source = _model(config)
-    assert sum(parameter.numel() for parameter in model.parameters()) == config.dense_parameters
-    assert sum(flat.numel() for flat in source.masters.values()) == config.expert_parameters
+    assert sum(parameter.numel() for parameter in model.parameters()) == config.architecture.dense
+    assert sum(flat.numel() for flat in source.masters.values()) == config.architecture.sparse
     units = model.dense_units()
     assert [name for name, _ in units] == ["embedding", "block.0", "block.1", "block.2", "head"]
     listed = [id(parameter) for _, parameters in units for parameter in parameters]

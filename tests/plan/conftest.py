@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import pytest
 
 from tierstore.config import load
-from tierstore.plan.architecture import Architecture
 from tierstore.plan.capacity import Ranks, Setting
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import text_bytes
@@ -48,7 +47,7 @@ def setting(tmp_path: Path) -> MakeSetting:
         config = load(TrainConfig, None, TINY | own | dict(changes or {}))
         return Setting(
             config=config,
-            model=Architecture.of(config.model),
+            model=config.model.architecture,
             ranks=Ranks(count=ranks, expert=config.parallel.expert),
             text_bytes=text_bytes(config.data),
         )

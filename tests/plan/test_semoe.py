@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.errors import ConfigError
-from tierstore.model.config import DenseUnit
-from tierstore.plan.architecture import Architecture
+from tierstore.model.architecture import Architecture, DenseUnit
 from tierstore.plan.semoe import PaperDevice, largest_sparse, paper_bytes
 
 

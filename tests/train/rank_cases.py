@@ -151,4 +151,4 @@ def whole_run(mesh: Mesh, settings: Settings, steps: int) -> tuple[list[float], 
             losses.append(trainer.step().loss)
             validations.append(trainer.evaluate())
         trainer.commit()
-        return losses, validations, trainer.sample(b"store", 5), trainer.state.skipped
+        return losses, validations, trainer.sample("store", 5), trainer.state.skipped

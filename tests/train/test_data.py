@@ -80,7 +80,8 @@ def test_each_window_once_an_epoch(tmp_path: Path) -> None:
     assert data.windows == 19
     starts = []
     for index in range(19):
-        tokens, targets = data.batch(*divmod(index, 2))
+        batch = data.batch(*divmod(index, 2))
+        tokens, targets = batch.tokens_BT, batch.targets_BT
         assert tokens.dtype == torch.int64
         assert tokens.shape == targets.shape == (5, 8)
         split = data.train.tolist()
@@ -106,14 +107,15 @@ def test_a_batch_is_a_function_of_its_place(tmp_path: Path) -> None:
     resumed = _data(tmp_path / "a.txt", micro_batches=3)
     for step in (5, 2):
         for micro in (2, 0):
-            for a, b in zip(resumed.batch(step, micro), forward[3 * step + micro], strict=True):
-                assert torch.equal(a, b)
+            a, b = resumed.batch(step, micro), forward[3 * step + micro]
+            assert torch.equal(a.tokens_BT, b.tokens_BT)
+            assert torch.equal(a.targets_BT, b.targets_BT)
     other = _data(tmp_path / "a.txt", micro_batches=3, seed=1)
-    assert not torch.equal(other.batch(0)[0], data.batch(0)[0])
+    assert not torch.equal(other.batch(0).tokens_BT, data.batch(0).tokens_BT)
     # the same sequences, however they are grouped
     grouped = _data(tmp_path / "a.txt", batch_size=12)
-    tokens = torch.cat([pair[0] for pair in forward[:3]])
-    assert torch.equal(grouped.batch(0)[0], tokens)
+    tokens = torch.cat([batch.tokens_BT for batch in forward[:3]])
+    assert torch.equal(grouped.batch(0).tokens_BT, tokens)
     with pytest.raises(ValueError, match="micro-batch 3 of 3"):
         data.batch(0, 3)
 
@@ -122,13 +124,13 @@ def test_validation_is_fixed_and_spread(tmp_path: Path) -> None:
     _file(tmp_path / "a.txt", 4000)
     data = _data(tmp_path / "a.txt", validation_fraction=0.5)
     batches = list(data.validation_batches(3))
-    assert [tuple(tokens.shape) for tokens, _ in batches] == [(4, 8)] * 3
+    assert [tuple(batch.tokens_BT.shape) for batch in batches] == [(4, 8)] * 3
     again = list(data.validation_batches(3))
-    assert all(torch.equal(a[0], b[0]) for a, b in zip(batches, again, strict=True))
-    last = batches[-1][0][-1].numpy().astype(np.uint8).tobytes()
+    assert all(torch.equal(a.tokens_BT, b.tokens_BT) for a, b in zip(batches, again, strict=True))
+    last = batches[-1].tokens_BT[-1].numpy().astype(np.uint8).tobytes()
     assert data.validation.tobytes().index(last) > 0.8 * data.validation.size
     everything = list(data.validation_batches(10_000))
-    assert sum(len(tokens) for tokens, _ in everything) == (data.validation.size - 1) // 8
+    assert sum(len(batch.tokens_BT) for batch in everything) == (data.validation.size - 1) // 8
 
 
 def test_files_in_order(tmp_path: Path) -> None:

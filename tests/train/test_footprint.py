@@ -16,7 +16,8 @@ from slowness import mostly_slow
 
 from tierstore.config import load
 from tierstore.dense import DenseBytes
-from tierstore.model.config import ComputeDtype, DenseUnit
+from tierstore.model.architecture import DenseUnit
+from tierstore.model.config import ComputeDtype
 from tierstore.parallel import Mesh
 from tierstore.train.config import TrainConfig
 from tierstore.train.footprint import WORKING_BYTES, fixed_cost, flat_layouts, rank_tokens

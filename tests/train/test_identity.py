@@ -78,7 +78,7 @@ def held(
     changes = {**mode, **hold}
     share = changes.pop("budget")
     minimum = least(make(changes))
-    return make(changes | {"host_budget": max(minimum, int(share * ram.model.expert_parameters * 12))})
+    return make(changes | {"host_budget": max(minimum, int(share * ram.model.architecture.sparse * 12))})
 
 
 @pytest.mark.parametrize("mode", mostly_slow(MODES, "skip"))
@@ -130,7 +130,7 @@ def test_long_sleeps(
     mode = SLEEPY | {"adamw.inactive": inactive, "clip_norm": clip}
     expected = train(configure(mode))
     if inactive == "exact" and not clip:  # only there an expert's step says when it was reached
-        experts = configure(mode).model.expert_count
+        experts = configure(mode).model.architecture.records
         pairs = experts * len(expected.stepped)
         inactive_pairs = pairs - sum(len(keys) for keys in expected.stepped)
         assert inactive_pairs >= 0.3 * pairs

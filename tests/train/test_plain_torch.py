@@ -72,7 +72,7 @@ def test_losses_and_parameters_follow_plain_torch(
             ours.append(found.loss)
             theirs.append(expected.loss)
             assert found.active_experts == sum(int((load > 0).sum()) for load in expected.loads)
-            idle += config.model.expert_count - found.active_experts
+            idle += config.model.architecture.records - found.active_experts
             if expected.grad_norm is not None:
                 assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5 if step < 10 else 1e-2)
         trainer.commit()
@@ -94,7 +94,7 @@ def test_losses_and_parameters_follow_plain_torch(
                     err_msg=name,
                 )
     if case.startswith("sleepy"):
-        assert idle >= 0.3 * STEPS * config.model.expert_count
+        assert idle >= 0.3 * STEPS * config.model.architecture.records
 
 
 def test_exact_and_skip_are_not_the_same(configure: Callable[[Mapping[str, Any]], TrainConfig]) -> None:

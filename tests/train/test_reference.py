@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 from plain_reference import PlainTrainer
-from torch import Tensor
 
 from tierstore.errors import ConfigError
-from tierstore.model import ModelConfig, TieEmbeddings, Transformer
+from tierstore.model import Batch, ModelConfig, TieEmbeddings, Transformer
 from tierstore.moe import Activation, InMemoryExperts
 from tierstore.store.adamw import AdamWConfig, Inactive
 from tierstore.train.schedule import ScheduleConfig
@@ -23,10 +22,10 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
-def _batch(step: int, micro: int = 0) -> tuple[Tensor, Tensor]:
+def _batch(step: int, micro: int = 0) -> Batch:
     generator = torch.Generator().manual_seed(10 * step + micro)
     both = torch.randint(97, 107, (2, 17), generator=generator)
-    return both[:, :-1], both[:, 1:]
+    return Batch(both[:, :-1], both[:, 1:])
 
 
 def _tiered(config: ModelConfig) -> tuple[Transformer, InMemoryExperts]:
@@ -48,7 +47,7 @@ def test_equal_losses_and_gradients(options: dict[str, Any]) -> None:
     ):
         assert name == other
         assert torch.equal(ours, theirs)
-    a, b = model(*_batch(0)), plain(*_batch(0))
+    a, b = model.run(_batch(0)), plain.run(_batch(0))
     for x, y in ((a.loss, b.loss), (a.aux_loss, b.aux_loss), (a.z_loss, b.z_loss)):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
     a.objective.backward()
@@ -83,7 +82,7 @@ def test_trains_as_the_model_over_a_source_does(inactive: Inactive, clip: float 
         source.zero_grad()
         for micro, batch in enumerate(batches):
             model.set_step(step, micro)
-            output = model(*batch)
+            output = model.run(batch)
             (output.objective / 2).backward()
             loss += output.loss.item() / 2
         for key, flat in source.masters.items():

@@ -55,7 +55,7 @@ def test_every_shape_fits_the_minimum(
     assert found.stats.evictions > 0
     report = verify_store(config.store)
     assert report.failures == []
-    assert report.records >= config.model.expert_count
+    assert report.records >= config.model.architecture.records
 
 
 def test_one_expert_gets_every_token(configure: Make, train: Any, least: Least) -> None:

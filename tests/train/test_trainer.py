@@ -230,7 +230,7 @@ def test_validation_changes_nothing(configure: Make) -> None:
                     losses.append(trainer.step().loss)
                     if every and step % every == 0:
                         assert trainer.evaluate() == trainer.evaluate()
-                        trainer.sample(b"t", 3)
+                        trainer.sample("t", 3)
                 trainer.commit()
                 bits.append((losses, trainer.store.records_crc32c()))
         assert bits[0] == bits[1]

@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # at run time these import torch, which listing the commands 
     from tierstore.train.report import Metrics, RunSummary
     from tierstore.train.trainer import Trainer
 
-_PROMPT = b"def "
+_PROMPT = "def "
 _INTERRUPTED = 130
 
 
@@ -195,7 +195,7 @@ def _train(
         )
         if config.sample_tokens and not stopped:
             text = trainer.sample(_PROMPT, config.sample_tokens)
-            output.line("sample: " + (_PROMPT + text).decode(errors="replace"))
+            output.line(f"sample: {_PROMPT}{text}")
     return summary, stopped
 
 
@@ -255,12 +255,12 @@ def _announce(config: TrainConfig, output: Output, fixed: int, mesh: Mesh) -> No
     from tierstore.store.disk.space import copies
 
     model = config.model
-    records = model.expert_parameters * 12
+    records = model.architecture.sparse * 12
     owned = len(mesh.blocks(model.experts).owned(mesh.expert.rank)) * len(model.moe_layers)
-    own = owned * model.expert_numel * 12
+    own = owned * model.expert_shape.numel * 12
     kept = copies(config.retain)
     output.line(
-        f"model: {model.total_parameters / 1e6:.1f} M parameters, {model.expert_count} experts in "
+        f"model: {model.architecture.parameters / 1e6:.1f} M parameters, {model.architecture.records} experts in "
         f"{len(model.moe_layers)} layers, {format_bytes(records)} of expert records, {model.compute_dtype.value}"
     )
     if mesh.world.size > 1:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tierstore.cache.access import Phase
-from tierstore.model.transformer import ModelOutput, Transformer
+from tierstore.model.interface import DenseModel
 
 
 class PassListener(Protocol):
@@ -42,7 +42,7 @@ class Gates:
 
     def __init__(
         self,
-        model: Transformer,
+        model: DenseModel,
         parameters: Sequence[Sequence[nn.Parameter]],
         listener: PassListener,
         *,
@@ -50,6 +50,7 @@ class Gates:
         flush: Callable[[int], None],
         saving: Callable[[], AbstractContextManager[Any]],
     ) -> None:
+        self._model = model
         self._listener = listener
         self._arrive = arrive
         self._flush = flush
@@ -61,9 +62,9 @@ class Gates:
         self._last = len(parameters) - 1
         self._next = -1  # the unit whose backward pass comes next
         self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(self._begin_forward),
+            model.module.register_forward_pre_hook(self._begin_forward),
             # Called whatever was raised: the context must be left.
-            model.register_forward_hook(self._end_forward, always_call=True),
+            model.module.register_forward_hook(self._end_forward, always_call=True),
         ]
         for unit, block in enumerate(model.blocks, start=1):
             self._handles.append(block.register_forward_pre_hook(partial(self._begin_block, unit)))
@@ -108,7 +109,7 @@ class Gates:
 
     # Hooks --------------------------------------------------------------------------------------------------
 
-    def _begin_forward(self, model: nn.Module, arguments: tuple[Any, ...]) -> None:
+    def _begin_forward(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         self._open, self._next = None, -1
         for arrived in self._arrived:
             arrived.clear()
@@ -117,7 +118,7 @@ class Gates:
             self._context = self._saving()
             self._context.__enter__()
 
-    def _end_forward(self, model: nn.Module, arguments: tuple[Any, ...], output: ModelOutput | None) -> None:
+    def _end_forward(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
         training = self._context is not None
         if self._context is not None:
             self._context.__exit__(None, None, None)
@@ -128,7 +129,7 @@ class Gates:
         self._leave()
         if training:
             self._next = self._last
-            self._watch(output.objective, self._last)
+            self._watch(self._model.made(output), self._last)
 
     def _begin_block(self, unit: int, block: nn.Module, arguments: tuple[Any, ...]) -> None:
         if self._next >= 0 or self._in_backward:
@@ -140,7 +141,7 @@ class Gates:
     def _end_block(self, unit: int, block: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
         if self._next >= 0 or self._in_backward:
             return
-        self._watch(output[0], unit)
+        self._watch(self._model.stream(output), unit)
         if unit == self._last - 1:
             self._enter(self._last, Phase.FORWARD)
         else:

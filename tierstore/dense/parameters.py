@@ -9,7 +9,7 @@
         dense.zero_grad()
         for each micro-batch:
             dense.begin_micro()
-            model(tokens, targets).objective.backward()
+            model.run(batch).objective.backward()
             dense.end_micro()
         norm = math.sqrt(dense.sum_of_squares())
         dense.step(lr)
@@ -43,7 +43,7 @@ from tierstore.dense.moments import DiskMoments
 from tierstore.dense.saved import saved_by_place
 from tierstore.dense.slices import UnitSlices, schema_name
 from tierstore.dense.traffic import DenseMessages
-from tierstore.model import Transformer
+from tierstore.model.interface import DenseModel
 from tierstore.parallel import RankGroup
 from tierstore.store.adamw import AdamWConfig
 from tierstore.store.core import StoreCore
@@ -120,7 +120,7 @@ class DenseSlices:
             parameter.grad = None
         return unit
 
-    def attach(self, model: Transformer, listener: PassListener) -> Gates:
+    def attach(self, model: DenseModel, listener: PassListener) -> Gates:
         """Puts gates around the units of ``model``, which ``listener`` hears of, until the gates are removed."""
         saving: Callable[[], AbstractContextManager[Any]] = nullcontext
         if self._pool is not None:

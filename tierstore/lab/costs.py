@@ -214,7 +214,6 @@ def _joined(origins: Sequence[str]) -> str:
 
 def _predicted_compute_s(config: TrainConfig, profile: Profile) -> float:
     """What ``tierstore plan`` says that the computation of one rank's step takes."""
-    from tierstore.plan.architecture import Architecture
     from tierstore.plan.capacity import Ranks, Setting
     from tierstore.plan.predict import predict
     from tierstore.prefetch.operations import Resource
@@ -222,7 +221,7 @@ def _predicted_compute_s(config: TrainConfig, profile: Profile) -> float:
     expert = config.parallel.expert
     planned = Setting(
         config=config,
-        model=Architecture.of(config.model),
+        model=config.model.architecture,
         ranks=Ranks(count=max(expert, 1), expert=expert),
         process_bytes=profile.process_bytes,
         process_evidence=profile.evidence,

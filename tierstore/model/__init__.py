@@ -1,4 +1,4 @@
-"""The built-in decoder transformer with MoE layers."""
+"""What a model is, and the built-in one: a decoder transformer with MoE layers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from tierstore.lazy import exports
 
 if TYPE_CHECKING:
     from tierstore.model.config import CheckpointActivations, ComputeDtype, ModelConfig, TieEmbeddings
-    from tierstore.model.transformer import ModelOutput, Transformer
+    from tierstore.model.interface import Batch, Model, ModelOutput
+    from tierstore.model.spec import ModelSpec
+    from tierstore.model.transformer import Transformer
 else:
     __getattr__, __dir__ = exports(__name__, __file__)

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from tierstore.config import as_dict
 from tierstore.errors import ConfigError
+from tierstore.model.architecture import Architecture, DenseUnit
 from tierstore.moe.config import Activation, ExpertShape, RouterConfig, RouterNoise, SaveActivations
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
+
+    from tierstore.model.transformer import Transformer
+    from tierstore.moe.source import ExpertSource
+    from tierstore.parallel import Mesh
+    from tierstore.stats import StallLedger
 
 
 class ComputeDtype(StrEnum):
@@ -45,20 +54,6 @@ class TieEmbeddings(StrEnum):
 
     TIED = "tied"
     UNTIED = "untied"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DenseUnit:
-    """Parameters outside of the experts that are needed together. ``matrices``: how many are cast to the compute type
-    before their only use; ``others`` are used in fp32.
-    """
-
-    matrices: int
-    others: int
-
-    @property
-    def numel(self) -> int:
-        return self.matrices + self.others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,23 +186,8 @@ class ModelConfig:
         return tuple(range(self.moe_every - 1, self.n_layers, self.moe_every))
 
     @property
-    def expert_numel(self) -> int:
-        """Parameters of one expert."""
-        return self.expert_shape.numel
-
-    @property
-    def expert_count(self) -> int:
-        """Experts of the whole model: its records."""
-        return self.experts * len(self.moe_layers)
-
-    @property
-    def expert_parameters(self) -> int:
-        """Parameters of all experts."""
-        return self.expert_numel * self.expert_count
-
-    @property
-    def dense_units(self) -> tuple[DenseUnit, ...]:
-        """The units outside of the experts, in the order of the forward pass: embedding, blocks, norm and head."""
+    def architecture(self) -> Architecture:
+        """How many parameters it has, and where."""
         d = self.d_model
         shared = 0
         if self.shared_expert_d_ff:
@@ -220,22 +200,13 @@ class ModelConfig:
             else:
                 units.append(DenseUnit(matrices=4 * d * d + self.dense_shape.numel, others=2 * d))
         tied = self.tie_embeddings is TieEmbeddings.TIED
-        return (*units, DenseUnit(matrices=0, others=d if tied else d + table))
-
-    @property
-    def dense_parameters(self) -> int:
-        """Parameters outside of the experts: those that stay on the device."""
-        return sum(unit.numel for unit in self.dense_units)
-
-    @property
-    def total_parameters(self) -> int:
-        """All parameters."""
-        return self.dense_parameters + self.expert_parameters
-
-    @property
-    def active_parameters(self) -> int:
-        """Parameters that one token uses."""
-        return self.dense_parameters + self.expert_numel * self.top_k * len(self.moe_layers)
+        return Architecture(
+            units=(*units, DenseUnit(matrices=0, others=d if tied else d + table)),
+            moe_layers=self.moe_layers,
+            experts=self.experts,
+            expert_numel=self.expert_shape.numel,
+            top_k=self.top_k,
+        )
 
     def activation_bytes(self, tokens: int) -> int:
         """An upper estimate of what one pass of ``tokens`` keeps and needs at its peak, in bytes.
@@ -261,6 +232,36 @@ class ModelConfig:
         if self.checkpoint_activations is CheckpointActivations.BLOCK:
             blocks = self.n_layers * tokens * d * width + attention + max(mixture + shared, dense)
         return blocks + scratch + head
+
+    @property
+    def tokenizer(self) -> None:
+        """None: text is read as bytes."""
+        return None
+
+    def vary(self, name: str, value: object) -> ModelConfig:
+        """The same with another value of the field ``name``. Raises ConfigError."""
+        return replace(self, **{name: value})  # type: ignore[arg-type]
+
+    def settings(self) -> dict[str, object]:
+        """Every field, as JSON can hold it."""
+        return as_dict(self)
+
+    def build(
+        self, source: ExpertSource, *, mesh: Mesh | None = None, ledger: StallLedger | None = None
+    ) -> Transformer:
+        """The transformer of this configuration."""
+        from tierstore.model.transformer import Transformer
+
+        return Transformer(self, source, mesh=mesh, ledger=ledger)
+
+    def first_weights(self, layer: int, expert: int) -> npt.NDArray[np.float32]:
+        """A function of the configuration alone."""
+        from tierstore.moe.experts import initial_expert
+
+        shape, layers = self.expert_shape, self.n_layers
+        made = initial_expert(shape, seed=self.seed, layer=layer, expert=expert, layers=layers)
+        weights: npt.NDArray[np.float32] = made.numpy()
+        return weights
 
 
 def _at_least(name: str, value: int, least: int) -> None:

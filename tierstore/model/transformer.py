@@ -14,8 +14,7 @@ rank's share of the global one: the shares, and their gradients, add up to it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -25,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tierstore.model.attention import Attention, RMSNorm, rotary_tables
 from tierstore.model.config import CheckpointActivations, ModelConfig, TieEmbeddings
+from tierstore.model.interface import Batch, ModelOutput
 from tierstore.model.loss import cross_entropy
 from tierstore.moe import ExpertSource, FeedForward, MoELayer, NoiseKey, Routing
 from tierstore.moe.seeds import keyed_generator
@@ -33,24 +33,6 @@ from tierstore.stats import StallLedger
 
 MixtureFactory = Callable[[int], nn.Module]
 """Makes the mixture of block ``layer``: a module ``(x_TD, NoiseKey) -> (y_TD, Routing)``."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelOutput:
-    """One forward pass.
-
-    ``loss``: mean cross entropy of this rank's tokens in nats, fp32. ``aux_loss``, ``z_loss``: unweighted, summed
-    over the MoE layers, this rank's shares. ``objective``: what to differentiate, this rank's share of ``loss``
-    (its W-th part on W ranks) plus both by their weights. ``loads``: assignments per expert from the global batch,
-    one int64 (E,) for each MoE layer. ``logits``: fp32 (B, T, V) if no targets were given.
-    """
-
-    loss: Tensor | None
-    aux_loss: Tensor
-    z_loss: Tensor
-    objective: Tensor | None
-    loads: tuple[Tensor, ...]
-    logits: Tensor | None
 
 
 class Block(nn.Module):
@@ -147,11 +129,35 @@ class Transformer(nn.Module):
         """Where training stands, for the router's noise. Call before each training forward pass."""
         self._key = NoiseKey(step, micro)
 
-    def dense_units(self) -> list[tuple[str, list[nn.Parameter]]]:
-        """Every dense parameter, in the order of the forward pass: embedding, a unit for each block, norm and head.
+    @property
+    def module(self) -> nn.Module:
+        return self
 
-        A tied head is the first unit's embedding.
+    def stream(self, output: tuple[Tensor, Routing | None]) -> Tensor:
+        return output[0]
+
+    def made(self, output: ModelOutput) -> Tensor | None:
+        return output.objective
+
+    def run(self, batch: Batch) -> ModelOutput:
+        """A forward pass with its loss. Raises ValueError for a batch whose targets do not all count, or whose positions
+        begin again: the built-in model is trained on text without ends.
         """
+        if batch.step_targets or batch.positions_BT is not None:
+            raise ValueError("the built-in model takes batches of plain text: no masks, no documents")
+        output: ModelOutput = self(batch.tokens_BT, batch.targets_BT)
+        return output
+
+    def end_step(self) -> None:
+        """Nothing: gradients alone teach it."""
+
+    def state(self) -> dict[str, bytes]:
+        return {}
+
+    def load_state(self, state: Mapping[str, bytes]) -> None:
+        """Nothing: it keeps no state beside its parameters."""
+
+    def dense_units(self) -> list[tuple[str, list[nn.Parameter]]]:
         blocks = [(f"block.{i}", list(block.parameters())) for i, block in enumerate(self.blocks)]
         head = [*self.norm.parameters()]
         if self.head is not None:
@@ -204,7 +210,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def generate(
-        self, prompt: bytes | list[int], count: int, *, temperature: float = 0.8, seed: int = 0
+        self, prompt: Sequence[int], count: int, *, temperature: float = 0.8, seed: int = 0
     ) -> list[int]:
         """``count`` tokens that follow ``prompt`` (at least one token), sampled at ``temperature`` (0:
         greedy).

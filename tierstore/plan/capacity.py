@@ -15,7 +15,7 @@ from tierstore.dense.config import OptimizerState
 from tierstore.dense.footprint import blocks_held, gather_copies
 from tierstore.dense.layout import UnitLayout
 from tierstore.errors import ConfigError
-from tierstore.plan.architecture import Architecture
+from tierstore.model.architecture import Architecture
 from tierstore.plan.evidence import Evidence
 from tierstore.prefetch.schedule import Schedule
 from tierstore.prefetch.units import unit_schedule

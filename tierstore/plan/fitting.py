@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from tierstore.errors import BudgetError
-from tierstore.model.config import CheckpointActivations, ComputeDtype, ModelConfig
+from tierstore.model.config import CheckpointActivations, ComputeDtype
 from tierstore.moe.config import SaveActivations
-from tierstore.plan.architecture import Architecture
 from tierstore.plan.capacity import Capacity, Setting, capacity
 from tierstore.stats import Tier
 from tierstore.train.budgets import DeviceKind, least_host_budget
@@ -258,19 +257,18 @@ def _switched(name: str, value: StrEnum, effect: Effect) -> Knob:
 
     def turn(setting: Setting, limits: Limits) -> Iterator[Change]:
         if getattr(setting.config.model, name) is not value:
-            yield _modelled(setting, f'model.{name} = "{value.value}"', effect, **{name: value})
+            yield from _modelled(setting, f'model.{name} = "{value.value}"', effect, name, value)
 
     return turn
 
 
-def _halved(name: str, least: Callable[[ModelConfig], int]) -> Knob:
+def _halved(name: str, least: Callable[[Setting], int]) -> Knob:
     """A knob that halves ``model.name``, down to ``least``, where the model may be another."""
 
     def turn(setting: Setting, limits: Limits) -> Iterator[Change]:
-        model = setting.config.model
-        value = getattr(model, name) // 2
-        while value >= least(model) and _own(setting):
-            yield _modelled(setting, f"model.{name} = {value}", Effect.MODEL, **{name: value})
+        value = getattr(setting.config.model, name, 0) // 2
+        while value >= least(setting) and _own(setting):
+            yield from _modelled(setting, f"model.{name} = {value}", Effect.MODEL, name, value)
             value //= 2
 
     return turn
@@ -285,14 +283,14 @@ KNOBS: tuple[Knob, ...] = (
     _micro_batches,
     _ranks,
     _switched("compute_dtype", ComputeDtype.BF16, Effect.ROUNDING),
-    _halved("d_ff", lambda model: 64),
-    _halved("experts", lambda model: max(model.top_k, 2)),
+    _halved("d_ff", lambda setting: 64),
+    _halved("experts", lambda setting: max(setting.model.top_k, 2)),
 )
 
 
 def _own(setting: Setting) -> bool:
     """Whether the counts are those of the configuration's own model: a preset's dimensions are what they are."""
-    return setting.model == Architecture.of(setting.config.model)
+    return setting.model == setting.config.model.architecture
 
 
 def _configured(setting: Setting, text: str, effect: Effect, **fields: object) -> Change:
@@ -300,7 +298,9 @@ def _configured(setting: Setting, text: str, effect: Effect, **fields: object) -
     return Change(text, effect, replace(setting, config=config))
 
 
-def _modelled(setting: Setting, text: str, effect: Effect, **fields: object) -> Change:
-    model: ModelConfig = replace(setting.config.model, **fields)  # type: ignore[arg-type]
-    counts = Architecture.of(model) if _own(setting) else setting.model
-    return Change(text, effect, replace(setting, config=replace(setting.config, model=model), model=counts))
+def _modelled(setting: Setting, text: str, effect: Effect, name: str, value: object) -> Iterator[Change]:
+    model = setting.config.model.vary(name, value)
+    if model is not None:
+        counts = model.architecture if _own(setting) else setting.model
+        config = replace(setting.config, model=model)
+        yield Change(text, effect, replace(setting, config=config, model=counts))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from tierstore.errors import ConfigError
-from tierstore.plan.architecture import Architecture
+from tierstore.model.architecture import Architecture
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from tierstore import machine
-from tierstore.plan.architecture import Architecture
 from tierstore.plan.capacity import TIERS, Ranks, Setting
 from tierstore.plan.costs import ASSUMED, Profile
 from tierstore.plan.fitting import (
@@ -151,7 +150,7 @@ def plan_run(
     """
     setting = Setting(
         config=config,
-        model=preset.architecture if preset else Architecture.of(config.model),
+        model=preset.architecture if preset else config.model.architecture,
         ranks=Ranks(count=ranks, expert=config.parallel.expert),
         device=device,
         process_bytes=profile.process_bytes,

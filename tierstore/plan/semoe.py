@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tierstore.errors import ConfigError
-from tierstore.plan.architecture import Architecture
+from tierstore.model.architecture import Architecture
 
 
 @dataclass(frozen=True)

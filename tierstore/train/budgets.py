@@ -36,7 +36,9 @@ class Budgets:
 def expert_schema(config: TrainConfig) -> RecordSchema:
     split = config.model.compute_dtype is ComputeDtype.BF16
     return RecordSchema(
-        EXPERT_SCHEMA, config.model.expert_numel, WeightFormat.SPLIT_BF16 if split else WeightFormat.FP32
+        EXPERT_SCHEMA,
+        config.model.expert_shape.numel,
+        WeightFormat.SPLIT_BF16 if split else WeightFormat.FP32,
     )
 
 

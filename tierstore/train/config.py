@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tierstore.cache.config import CacheConfig
+from tierstore.config import as_dict
 from tierstore.dense.config import DenseConfig
 from tierstore.errors import ConfigError
 from tierstore.links import LinksConfig
 from tierstore.model.config import ModelConfig
+from tierstore.model.spec import ModelSpec
 from tierstore.parallel.config import ParallelConfig
 from tierstore.prefetch.plan import PrefetchConfig, StepTiming
 from tierstore.store.adamw import AdamWConfig
 from tierstore.store.config import IoConfig, StripeConfig, WearConfig
 from tierstore.train.files import DataConfig
+from tierstore.train.finetune import FinetuneConfig
 from tierstore.train.schedule import ScheduleConfig
 
 
@@ -42,7 +45,9 @@ class TrainConfig:
     eval_batches: int = field(default=4, metadata={"help": "micro-batches of one validation"})
     max_skipped: int = field(default=10, metadata={"help": "non-finite steps in a row that stop the run"})
     sample_tokens: int = field(default=200, metadata={"help": "tokens of sample text at the end (0: none)"})
-    model: ModelConfig = field(default_factory=ModelConfig)
+    #: A file and options describe the built-in model; one of another library describes itself.
+    model: ModelSpec = field(default_factory=ModelConfig, metadata={"read_as": ModelConfig})
+    finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
     data: DataConfig = field(default_factory=DataConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     adamw: AdamWConfig = field(default_factory=AdamWConfig)
@@ -69,6 +74,10 @@ class TrainConfig:
             raise ConfigError("snapshot_every: needs retain of at least 1, or no snapshot would be kept")
         if self.device not in ("auto", "cpu") and not self.device.startswith("cuda"):
             raise ConfigError(f"device: expected auto, cpu or cuda, got {self.device!r}")
+
+    def settings(self) -> dict[str, object]:
+        """Everything, as JSON can hold it."""
+        return {**as_dict(replace(self, model=ModelConfig())), "model": self.model.settings()}
 
     @property
     def step_timing(self) -> StepTiming:

@@ -17,15 +17,16 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from tierstore.errors import ConfigError, DataError
+from tierstore.model.interface import Batch
 from tierstore.moe.seeds import derive_seed
 from tierstore.train.files import DataConfig, text_files
 from tierstore.units import format_bytes
@@ -35,6 +36,33 @@ _READ = 1 << 20
 _ROUNDS = 4
 
 Bytes = npt.NDArray[np.uint8]
+
+
+class TrainingData(Protocol):
+    """What a run is trained on and validated with: batches that are a function of the configuration and the step."""
+
+    #: Covers everything that was read, in order.
+    crc32: int
+
+    def batch(self, step: int, micro: int = 0) -> Batch:
+        """Micro-batch ``micro`` of step ``step``, of all ranks."""
+        ...
+
+    def validation_batches(self, count: int) -> Iterator[Batch]:
+        """At most ``count`` batches that are not trained on: the same ones every time."""
+        ...
+
+    def describe(self) -> str:
+        """One line for the head of a run."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of ``text``."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of ``tokens``."""
+        ...
 
 
 class TextData:
@@ -91,7 +119,7 @@ class TextData:
                     rest = rest[part.size :]
         return crc, used
 
-    def batch(self, step: int, micro: int = 0) -> tuple[Tensor, Tensor]:
+    def batch(self, step: int, micro: int = 0) -> Batch:
         """Tokens and targets, int64 (B, S) each, of one micro-batch: a function of (seed, step, micro)."""
         config = self.config
         if not 0 <= micro < config.micro_batches:
@@ -106,7 +134,7 @@ class TextData:
         phase = derive_seed(self.config.seed, "phase", epoch) % self.seq_len
         return phase + window * self.seq_len
 
-    def validation_batches(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def validation_batches(self, count: int) -> Iterator[Batch]:
         """``count`` batches, spread evenly over the validation split: the same ones every time.
 
         Fewer if the split has fewer than ``count * B`` windows: each window at most once, and at least one
@@ -118,6 +146,14 @@ class TextData:
         starts = [(i * windows // wanted) * self.seq_len for i in range(wanted)]
         for i in range(0, wanted, config.batch_size):
             yield _cut(self.validation, starts[i : i + config.batch_size], self.seq_len)
+
+    def encode(self, text: str) -> list[int]:
+        """Its bytes in UTF-8."""
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """A token above 255 stands for its lowest byte."""
+        return bytes(token % 256 for token in tokens).decode(errors="replace")
 
     def describe(self) -> str:
         """One line for the head of a run."""
@@ -155,10 +191,10 @@ def _mix(value: int, key: int, turn: int) -> int:
     return z ^ (z >> 31)
 
 
-def _cut(split: Bytes, starts: list[int], seq_len: int) -> tuple[Tensor, Tensor]:
+def _cut(split: Bytes, starts: list[int], seq_len: int) -> Batch:
     rows = np.stack([split[start : start + seq_len + 1] for start in starts]).astype(np.int64)
     both = torch.from_numpy(rows)
-    return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+    return Batch(both[:, :-1].contiguous(), both[:, 1:].contiguous())
 
 
 def _validation_blocks(total: int, block: int, fraction: float) -> list[tuple[int, int]]:

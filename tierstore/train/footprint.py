@@ -16,7 +16,8 @@ import psutil
 
 from tierstore.dense.footprint import DenseBytes, dense_bytes
 from tierstore.dense.layout import Narrow, Region, Span, UnitLayout
-from tierstore.model.config import ComputeDtype, DenseUnit
+from tierstore.model.architecture import DenseUnit
+from tierstore.model.config import ComputeDtype
 from tierstore.train.budgets import DeviceKind
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import text_bytes
@@ -83,7 +84,9 @@ def fixed_cost(
     """
     compute = config.model.compute_dtype
     dense = dense_bytes(
-        flat_layouts(config.model.dense_units if units is None else units, ranks=ranks, compute=compute),
+        flat_layouts(
+            config.model.architecture.units if units is None else units, ranks=ranks, compute=compute
+        ),
         config.dense,
         ranks=ranks,
         compute=compute,

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from tierstore.config import as_dict
 from tierstore.errors import (
     ConfigError,
     StoreError,
@@ -62,6 +61,8 @@ class _Found:
 
     steps: dict[OpenAt, int]
     ranks: int
+    #: Whether no run has taken it up yet: an import made it.
+    fresh: bool
     problem: TierstoreError | OSError | None = None
 
     @property
@@ -99,7 +100,7 @@ def agree(store: Path, wanted: Opening, mesh: Mesh) -> Agreed:
     for other in found:
         if other.ranks not in (0, world):
             raise _other_layout(store, other.ranks, world)
-    if wanted is Opening.CREATE:
+    if wanted is Opening.CREATE and not all(other.fresh for other in found):
         _refuse_existing(store, found)
         if rank == 0:
             mesh.job_store.set(_BEGUN)
@@ -125,7 +126,7 @@ def check_alike(config: TrainConfig, conditions: Mapping[str, object], mesh: Mes
 
     Only paths may differ, and how bytes move: the rest decides what is computed, or in which order ranks send.
     """
-    settings = {name: value for name, value in as_dict(config).items() if name not in _OWN}
+    settings = {name: value for name, value in config.settings().items() if name not in _OWN}
     settings["data"] = {**table_of(settings["data"]), "paths": None}
     given = {**settings, "conditions": {**conditions, "data": _text(conditions), "parallel": None}}
     ranks = mesh.world.all_gather_object(given)
@@ -200,7 +201,7 @@ def _other_layout(store: Path, present: int, world: int) -> StoreFormatError:
 
 
 def _look(directory: Path) -> _Found:
-    ranks = 0
+    ranks, fresh = 0, False
     try:
         states = read_states(directory, STATE_KEY)
         if not states:
@@ -209,9 +210,10 @@ def _look(directory: Path) -> _Found:
         for at, raw in states.items():
             state = TrainState.unpack({STATE_KEY: raw}, where=str(directory))
             steps[at], ranks = state.position, state.ranks
+            fresh = not state.begun
     except (TierstoreError, OSError) as error:
-        return _Found({}, 0, error)
-    return _Found(steps, ranks)
+        return _Found({}, 0, False, error)
+    return _Found(steps, ranks, fresh)
 
 
 def _discard(directory: Path) -> None:

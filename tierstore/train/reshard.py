@@ -22,7 +22,8 @@ from tierstore.config import from_dict
 from tierstore.dense import Fusion, UnitLayout, dense_schemas, recut, unit_layouts
 from tierstore.dense.slices import UnitSlices, schema_name
 from tierstore.errors import ConfigError, StoreExistsError, StoreFormatError
-from tierstore.model import ModelConfig, Transformer
+from tierstore.model.config import ModelConfig
+from tierstore.model.spec import ModelSpec
 from tierstore.moe.source import InMemoryExperts
 from tierstore.parallel import ExpertBlocks
 from tierstore.store.config import StoreConfig
@@ -65,8 +66,17 @@ class Resharded:
     nbytes: int
 
 
-def reshard(source: Path, target: Path, layout: Layout, progress: Progress | None = None) -> Resharded:
+def reshard(
+    source: Path,
+    target: Path,
+    layout: Layout,
+    progress: Progress | None = None,
+    *,
+    model: ModelSpec | None = None,
+) -> Resharded:
     """Makes at ``target`` the store of ``source`` for ``layout``. ``progress`` is called with records done and in all.
+
+    ``model``: what the store holds, where that is not the built-in model, which its state describes.
 
     Raises StoreMissingError, StoreInUseError, StoreExistsError, StoreFormatError, ConfigError, OSError; on a failure
     there is nothing at ``target``.
@@ -74,7 +84,7 @@ def reshard(source: Path, target: Path, layout: Layout, progress: Progress | Non
     if target.exists():
         raise StoreExistsError(f"{target}: there is something here already")
     with contextlib.ExitStack() as stack:
-        old = stack.enter_context(_open(source))
+        old = stack.enter_context(_open(source, model))
         partial = building_directory(target)
         _clear_debris(partial)
         partial.mkdir(parents=True)
@@ -110,7 +120,7 @@ class _Old:
     stores: list[ParameterStore]
     layout: Layout
     state: TrainState
-    model: ModelConfig
+    model: ModelSpec
     fusion: Fusion
     layouts: dict[int, list[UnitLayout]] = field(default_factory=dict)
 
@@ -118,7 +128,7 @@ class _Old:
         """The dense units as ``ranks`` ranks hold them."""
         if ranks not in self.layouts:
             experts = InMemoryExperts(self.model.expert_shape, layers=(), experts=0)
-            model = Transformer(self.model, experts)
+            model = self.model.build(experts)
             self.layouts[ranks] = unit_layouts(
                 model.dense_units(), ranks=ranks, narrow=model.cast_parameters(), fusion=self.fusion
             )
@@ -136,7 +146,7 @@ class _Old:
 
 
 @contextlib.contextmanager
-def _open(source: Path) -> Iterator[_Old]:
+def _open(source: Path, model: ModelSpec | None) -> Iterator[_Old]:
     directories = rank_directories(source) or [source]
     at = newest_common(source, directories)
     with contextlib.ExitStack() as stack:
@@ -148,7 +158,8 @@ def _open(source: Path) -> Iterator[_Old]:
         state = TrainState.unpack(stores[0].last_commit.state, where=str(directories[0]))
         try:
             parallel, dense = state.conditions["parallel"], state.conditions["dense"]
-            model = from_dict(ModelConfig, state.conditions["model"], origin=str(source))  # type: ignore[arg-type]
+            if model is None:
+                model = from_dict(ModelConfig, state.conditions["model"], origin=str(source))  # type: ignore[arg-type]
             layout = Layout(parallel["ranks"], parallel["expert_ranks"])  # type: ignore[index]
             fusion = Fusion(dense["fusion"])  # type: ignore[index]
         except (KeyError, TypeError, ValueError) as error:

@@ -10,18 +10,16 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from tierstore._native import HugePages
 from tierstore.dense import DenseSlices, UnitLayout, dense_schemas, unit_layouts
 from tierstore.dense.parameters import Units
 from tierstore.errors import ConfigError, StoreFormatError
-from tierstore.model import Transformer
-from tierstore.moe import initial_expert
+from tierstore.model.interface import Model
 from tierstore.moe.source import ExpertLease
 from tierstore.parallel import Mesh, RankEnvironment, rank_device
 from tierstore.prefetch import HorizontalQueue, Schedule, TieredExperts, make_predictor, unit_schedule
@@ -36,7 +34,7 @@ from tierstore.tiers import DeviceSlots, DeviceTier, limited_tier, open_device_t
 from tierstore.timeline import NullTimeline, TimelineSink, Track
 from tierstore.train.budgets import EXPERT_SCHEMA, Budgets, DeviceKind, budgets, expert_schema
 from tierstore.train.config import TrainConfig
-from tierstore.train.data import TextData
+from tierstore.train.data import TextData, TrainingData
 from tierstore.train.footprint import return_freed_memory
 from tierstore.train.ranks import Agreed, Opening, agree, check_alike
 from tierstore.train.state import TrainState, conditions, differences
@@ -72,6 +70,7 @@ def open_session(
             setup.ledger.divert(Cause.WRITE_BUDGET, lambda: budget.blocked_ns)
         if setup.agreed.opening is Opening.RESUME:
             state = _resumed_state(config, store, setup.conditions)
+            shell.model.load_state(store.committer.state)
         else:
             state = TrainState(conditions=setup.conditions)
         dense, schedule = _slice_dense(setup, shell)
@@ -117,7 +116,7 @@ class _Setup:
     config: TrainConfig
     mesh: Mesh
     budgets: Budgets
-    data: TextData
+    data: TrainingData
     agreed: Agreed
     conditions: dict[str, object]
     timeline: TimelineSink
@@ -133,7 +132,7 @@ class _Setup:
 class _Shell:
     """The model without its experts: ``source`` is where they will come from."""
 
-    model: Transformer
+    model: Model
     source: _LateSource
     units: Units
     layouts: Sequence[UnitLayout]
@@ -175,7 +174,7 @@ def compute_deterministically(device: torch.device) -> None:
 
 def _build_model(setup: _Setup) -> _Shell:
     config, mesh, source = setup.config, setup.mesh, _LateSource()
-    model = Transformer(config.model, source, mesh=mesh, ledger=setup.ledger)
+    model = config.model.build(source, mesh=mesh, ledger=setup.ledger)
     units = model.dense_units()
     layouts = unit_layouts(
         units, ranks=mesh.world.size, narrow=model.cast_parameters(), fusion=config.dense.fusion
@@ -221,7 +220,7 @@ def _slice_dense(setup: _Setup, shell: _Shell) -> tuple[DenseSlices, Schedule]:
         compute=compute,
         timeline=setup.timeline,
     )
-    shell.model.to(setup.mesh.device)
+    shell.model.module.to(setup.mesh.device)
     schedule = unit_schedule(
         shell.layouts,
         config.dense,
@@ -305,17 +304,11 @@ def expert_key(layer: int, expert: int) -> str:
 
 
 def _register_experts(config: TrainConfig, store: StoreCore, owned: range) -> None:
-    shape, model = config.model.expert_shape, config.model
-
-    def weight_of(layer: int, expert: int) -> Callable[[], npt.NDArray[np.float32]]:
-        def make() -> npt.NDArray[np.float32]:
-            made = initial_expert(shape, seed=model.seed, layer=layer, expert=expert, layers=model.n_layers)
-            return np.asarray(made.numpy())
-
-        return make
-
+    model = config.model
     new = (
-        NewRecord(expert_key(layer, expert), EXPERT_SCHEMA, layer, weight_of(layer, expert))
+        NewRecord(
+            expert_key(layer, expert), EXPERT_SCHEMA, layer, partial(model.first_weights, layer, expert)
+        )
         for layer in model.moe_layers
         for expert in owned
     )
@@ -325,10 +318,9 @@ def _register_experts(config: TrainConfig, store: StoreCore, owned: range) -> No
 def _resumed_state(config: TrainConfig, store: StoreCore, present: dict[str, object]) -> TrainState:
     state = TrainState.unpack(store.committer.state, where=str(config.store))
     changed = differences(state.conditions, present)
+    kept = ("model.checkpoint", "model.tuning")  # a run may choose these
     shape = [
-        line
-        for line in changed
-        if line.startswith(("model.", "dense.fusion")) and not line.startswith("model.checkpoint")
+        line for line in changed if line.startswith(("model.", "dense.fusion")) and not line.startswith(kept)
     ]
     if shape:
         raise StoreFormatError(f"{config.store}: the store holds another model ({'; '.join(shape)})")
@@ -338,13 +330,13 @@ def _resumed_state(config: TrainConfig, store: StoreCore, present: dict[str, obj
             f"{config.store}: made by ranks that were laid out otherwise ({'; '.join(layout)}); tierstore reshard "
             "makes a store for this layout"
         )
-    if changed:
+    if changed and state.begun:
         warnings.warn(
             f"{config.store}: this run will not be bit-identical to one that was never interrupted: "
             + "; ".join(changed),
             stacklevel=3,
         )
-    state.conditions = present
+    state.conditions, state.begun = present, True
     return state
 
 

@@ -13,24 +13,29 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from tierstore import _native
-from tierstore.config import as_dict
 from tierstore.dense import OptimizerState
 from tierstore.errors import StoreFormatError
 from tierstore.parallel import Mesh
 from tierstore.train.config import TrainConfig
 
 STATE_KEY = "train"
+#: The state of an import that has not ended.
+IMPORT_KEY = "import"
 
 
 @dataclass
 class TrainState:
-    """``position``: steps taken from the data, skipped ones included; ``skipped``: non-finite ones of those."""
+    """``position``: steps taken from the data, skipped ones included; ``skipped``: non-finite ones of those.
+
+    ``begun``: whether a run has taken up the store; an import leaves one that none has.
+    """
 
     position: int = 0
     skipped: int = 0
     skipped_in_a_row: int = 0
     train_loss: float | None = None
     val_loss: float | None = None
+    begun: bool = True
     conditions: dict[str, object] = field(default_factory=dict)
 
     @property
@@ -46,6 +51,10 @@ class TrainState:
     @classmethod
     def unpack(cls, state: Mapping[str, bytes], *, where: str) -> TrainState:
         """Raises StoreFormatError naming ``where`` when the store was not made by training."""
+        if IMPORT_KEY in state:
+            raise StoreFormatError(
+                f"{where}: the import was cut short; the same tierstore import goes on with it"
+            )
         if STATE_KEY not in state:
             raise StoreFormatError(
                 f"{where}: the store holds no training state, so there is nothing to resume"
@@ -60,7 +69,7 @@ def conditions(
     config: TrainConfig, *, threads: int, device: torch.device, data_crc32: int, mesh: Mesh
 ) -> dict[str, object]:
     """Everything that the bits of a run depend on."""
-    settings = as_dict(config)
+    settings = config.settings()
     return {
         "model": settings["model"],
         "data": {**table_of(settings["data"]), "crc32": data_crc32},

@@ -23,7 +23,7 @@ import torch
 from tierstore.cache.access import Phase
 from tierstore.dense import DenseSlices
 from tierstore.errors import TierstoreError
-from tierstore.model import Transformer
+from tierstore.model.interface import Batch, Model
 from tierstore.parallel import Mesh
 from tierstore.prefetch.experts import TieredExperts
 from tierstore.prefetch.horizontal import HorizontalQueue
@@ -32,7 +32,7 @@ from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store.core import StoreCore
 from tierstore.timeline import OperationSpans, TimelineSink, Track
 from tierstore.train.config import TrainConfig
-from tierstore.train.data import TextData
+from tierstore.train.data import TrainingData
 from tierstore.train.ranks import commit_everywhere
 from tierstore.train.state import STATE_KEY, TrainState
 from tierstore.train.step_time import StepTimer
@@ -64,10 +64,10 @@ class Trainer:
         *,
         store: StoreCore,
         experts: TieredExperts,
-        model: Transformer,
+        model: Model,
         dense: DenseSlices,
         queue: HorizontalQueue,
-        data: TextData,
+        data: TrainingData,
         mesh: Mesh,
         state: TrainState,
         ledger: StallLedger,
@@ -114,6 +114,7 @@ class Trainer:
                 norm = self._norm()
             if math.isfinite(norm):
                 self._apply(lr, norm)
+                self.model.end_step()
                 self.state.skipped_in_a_row = 0
             else:
                 self._skip(position, loss)
@@ -132,12 +133,12 @@ class Trainer:
         total, reached = 0.0, None
         for micro in range(count):
             with self.ledger.stall(layer=None, tier=Tier.HOST, cause=Cause.DATA):
-                tokens, targets = (self._share(part) for part in self.data.batch(position, micro))
+                batch = self._share(self.data.batch(position, micro))
             self.experts.begin_micro(index=micro, count=count)
             self.dense.begin_micro()
             self.model.set_step(position, micro)
             with self._timeline.span(Track.COMPUTE, f"forward {position}.{micro}"):
-                output = self.model(tokens.to(self._device), targets.to(self._device))
+                output = self.model.run(batch.to(self._device))
             assert output.loss is not None
             assert output.objective is not None
             loss, objective = self._mean([float(output.loss.detach()), float(output.objective.detach())])
@@ -152,13 +153,8 @@ class Trainer:
         assert reached is not None
         return total, int(reached.sum())
 
-    def _share(self, batch_BT: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of a batch. Where the rows cannot be shared evenly (the last batch of a validation), the
-        remainder is left out. Where there are fewer rows than ranks, every rank takes all of them.
-        """
-        world = self.mesh.world
-        rows = batch_BT.shape[0] // world.size
-        return batch_BT[world.rank * rows : (world.rank + 1) * rows] if rows else batch_BT
+    def _share(self, batch: Batch) -> Batch:
+        return batch.of_rank(self.mesh.world.rank, self.mesh.world.size)
 
     def _mean(self, values: list[float]) -> list[float]:
         """The means over ranks; the same bits on all of them."""
@@ -211,30 +207,31 @@ class Trainer:
     def evaluate(self) -> float:
         """Mean cross entropy over the validation batches, in nats a token. Changes no record's logical content."""
         self.experts.begin_evaluation()
-        self.model.eval()
+        self.model.module.eval()
         total, tokens_seen = 0.0, 0
         with (
             self.store.failures.poisoning("validation was cut short"),
             self._timeline.span(Track.COMPUTE, "validation"),
         ):
             for batch in self.data.validation_batches(self.config.eval_batches):
-                tokens, targets = (self._share(part) for part in batch)
+                own = self._share(batch)
                 self._queue.begin(training=False)
-                output = self.model(tokens.to(self._device), targets.to(self._device))
+                output = self.model.run(own.to(self._device))
                 assert output.loss is not None
                 (loss,) = self._mean([float(output.loss)])
-                total += loss * tokens.numel()
-                tokens_seen += tokens.numel()
-        self.model.train()
+                counted = batch.counted if batch.step_targets else own.counted
+                total += loss * counted
+                tokens_seen += counted
+        self.model.module.train()
         self.state.val_loss = total / max(tokens_seen, 1)
         return self.state.val_loss
 
-    def sample(self, prompt: bytes, count: int) -> bytes:
-        """``count`` bytes that the model writes after ``prompt``."""
+    def sample(self, prompt: str, count: int) -> str:
+        """What the model writes after ``prompt``, in ``count`` tokens."""
         self.experts.begin_evaluation()
         with self.store.failures.poisoning("sampling was cut short"):
             self._queue.begin(training=False)
-            return bytes(token % 256 for token in self.model.generate(prompt, count))
+            return self.data.decode(self.model.generate(self.data.encode(prompt), count))
 
     def commit(self, *, snapshot: str | None = None) -> int:
         """Makes the run durable up to here; returns the generation."""
@@ -245,6 +242,7 @@ class Trainer:
         ):
             self.experts.gradients.step_pending()
             self.dense.save(self.store, self.store.history.applied)
-            generation = commit_everywhere(self.store, self.mesh, {STATE_KEY: self.state.pack()}, snapshot)
+            state = {**self.model.state(), STATE_KEY: self.state.pack()}
+            generation = commit_everywhere(self.store, self.mesh, state, snapshot)
         self._operations.drain()
         return generation

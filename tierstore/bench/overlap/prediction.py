@@ -22,8 +22,8 @@ from tierstore.bench.results.document import Better, Measurement, derived, measu
 from tierstore.bench.results.figures import INTERNAL, Figures, named
 from tierstore.cache.access import Phase
 from tierstore.links import LinkConfig, LinksConfig
-from tierstore.model.config import ComputeDtype, DenseUnit, ModelConfig
-from tierstore.plan.architecture import Architecture
+from tierstore.model.architecture import Architecture, DenseUnit
+from tierstore.model.config import ComputeDtype, ModelConfig
 from tierstore.plan.capacity import Capacity, Setting
 from tierstore.plan.costs import ASSUMED, Cost
 from tierstore.plan.simulate import SteadyState, outcome, simulate

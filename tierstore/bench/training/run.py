@@ -152,9 +152,9 @@ class _Disk(DiskProbe):
     """The disk's speed at a share of the bytes of a step, ``mix``, with the transfers of ``config``."""
 
     def __init__(self, directory: Path, config: TrainConfig, mix: Bytes) -> None:
-        weights = config.model.expert_numel * config.model.compute_dtype.torch.itemsize
+        weights = config.model.expert_shape.numel * config.model.compute_dtype.torch.itemsize
         super().__init__(
-            directory, _PROBE_BYTES, (weights, config.model.expert_numel * 12 - weights), config.io
+            directory, _PROBE_BYTES, (weights, config.model.expert_shape.numel * 12 - weights), config.io
         )
         share = min(max(_PROBE_SHARE, _PROBE_LEAST_BYTES / mix.total), 4.0)
         self._mix = Bytes(int(mix.read * share), int(mix.written * share))
@@ -168,10 +168,10 @@ def in_ram(config: TrainConfig) -> TrainConfig:
     from tierstore.tiers import DeviceSlots
 
     model = config.model
-    slots = DeviceSlots(model.expert_numel, model.compute_dtype.torch)
-    record = model.expert_numel * (16 if config.keeps_gradients else 12)
+    slots = DeviceSlots(model.expert_shape.numel, model.compute_dtype.torch)
+    record = model.expert_shape.numel * (16 if config.keeps_gradients else 12)
     # Sections are rounded up to frames of the arena: a little more than their bytes.
-    records = (model.expert_count + 2) * (record + record // 32 + (1 << 20))
+    records = (model.architecture.records + 2) * (record + record // 32 + (1 << 20))
     prefetch = replace(config.prefetch, depth=0)
     cache = replace(config.cache, write_back_every=0)
     return replace(config, host_budget=records + slots.nbytes, prefetch=prefetch, cache=cache)
@@ -272,9 +272,9 @@ def _result(
         steps=bench.steps,
         rounds=bench.rounds,
         warmup_steps=bench.warmup,
-        parameters=config.model.total_parameters,
-        experts=config.model.expert_count,
-        record_bytes=config.model.expert_parameters * 12,
+        parameters=config.model.architecture.parameters,
+        experts=config.model.architecture.records,
+        record_bytes=config.model.architecture.sparse * 12,
         host_budget_bytes=config.host_budget,
         effective=rounds.opened.effective,
         fixed_resident_bytes=rounds.opened.fixed_resident_bytes,

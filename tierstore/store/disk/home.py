@@ -14,7 +14,7 @@ from tierstore.store.format import FORMAT_VERSION
 
 IDENTITY = "tierstore.json"
 #: What there may be in a directory besides the identity of a store.
-OWN_NAMES = {"lease", "index", "extents", "scratch", f"{IDENTITY}.new"}
+OWN_NAMES = {"lease", "index", "extents", "scratch", "model", "tokens", f"{IDENTITY}.new"}
 
 
 @dataclass(frozen=True)

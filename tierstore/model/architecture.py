@@ -1,6 +1,6 @@
 """How many parameters a model has, and where they are: what a plan needs to know of it.
 
-``Architecture`` counts any decoder with MoE layers; ``of`` counts tierstore's own model, ``gpt`` the GPT-2/3 blocks that
+``Architecture`` counts any decoder with MoE layers; a model's specification has one. ``gpt`` counts the GPT-2/3 blocks that
 the papers scale (biases, learned positions, GELU, tied embedding), ``gated`` the blocks of today's open models
 (RMSNorm, SwiGLU, no biases, attention given by its parameters). D and S are the paper's names (SE-MoE section 2.1).
 """
@@ -9,7 +9,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tierstore.model.config import DenseUnit, ModelConfig
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseUnit:
+    """Parameters outside of the experts that are needed together. ``matrices``: how many are cast to the compute type
+    before their only use; ``others`` are used in fp32.
+    """
+
+    matrices: int
+    others: int
+
+    @property
+    def numel(self) -> int:
+        return self.matrices + self.others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,17 +61,6 @@ class Architecture:
     def records(self) -> int:
         """Experts of the whole model."""
         return self.experts * len(self.moe_layers)
-
-    @classmethod
-    def of(cls, model: ModelConfig) -> Architecture:
-        """tierstore's own model."""
-        return cls(
-            units=model.dense_units,
-            moe_layers=model.moe_layers,
-            experts=model.experts,
-            expert_numel=model.expert_numel,
-            top_k=model.top_k,
-        )
 
     @classmethod
     def gpt(

@@ -1,0 +1,1 @@
+"""Models of transformers: in from safetensors, trained from the tiers, and out again (extra ``hf``)."""

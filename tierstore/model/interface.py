@@ -1,0 +1,153 @@
+"""What the trainer, the ZeRO-3 slices and the gather queue need of a model, whoever wrote it.
+
+Shapes: B sequences, T positions, E experts of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+#: A target that does not count.
+IGNORED = -100
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A micro-batch: ``tokens_BT`` and the ``targets_BT`` that follow them, int64; a target of ``IGNORED`` does not count.
+
+    ``positions_BT``: positions, which begin again with each document (None: 0 to T - 1). ``step_targets``: how many
+    targets of the whole step count, of all micro-batches and ranks (0: every one does), and ``parts``: in how many
+    batches they lie.
+    """
+
+    tokens_BT: Tensor
+    targets_BT: Tensor
+    positions_BT: Tensor | None = None
+    step_targets: int = 0
+    parts: int = 1
+
+    @property
+    def counted(self) -> int:
+        """How many targets of this batch count."""
+        return int((self.targets_BT != IGNORED).sum()) if self.step_targets else self.targets_BT.numel()
+
+    @property
+    def share(self) -> float:
+        """By what the mean loss of this batch is multiplied, so that the mean over all parts of the step is that of its
+        targets. 1 where all parts count as many.
+        """
+        return self.parts * self.counted / self.step_targets if self.step_targets else 1.0
+
+    def of_rank(self, rank: int, world: int) -> Batch:
+        """The rows of rank ``rank``. What cannot be shared evenly is left out; where there are fewer rows than ranks, every
+        rank takes all of them.
+        """
+        rows = self.tokens_BT.shape[0] // world
+        if world == 1 or not rows:
+            return self
+        part = slice(rank * rows, (rank + 1) * rows)
+        return replace(
+            self,
+            tokens_BT=self.tokens_BT[part],
+            targets_BT=self.targets_BT[part],
+            positions_BT=None if self.positions_BT is None else self.positions_BT[part],
+            parts=self.parts * world,
+        )
+
+    def to(self, device: torch.device) -> Batch:
+        """The same on ``device``."""
+        return replace(
+            self,
+            tokens_BT=self.tokens_BT.to(device),
+            targets_BT=self.targets_BT.to(device),
+            positions_BT=None if self.positions_BT is None else self.positions_BT.to(device),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutput:
+    """One forward pass.
+
+    ``loss``: mean cross entropy of this rank's tokens in nats, fp32, times the batch's share. ``aux_loss``, ``z_loss``:
+    unweighted, summed over the MoE layers, this rank's shares. ``objective``: what to differentiate, this rank's share of
+    ``loss`` (its W-th part on W ranks) plus both by their weights. ``loads``: assignments per expert from the global
+    batch, one int64 (E,) for each MoE layer. ``logits``: fp32 (B, T, V) if no targets were given.
+    """
+
+    loss: Tensor | None
+    aux_loss: Tensor
+    z_loss: Tensor
+    objective: Tensor | None
+    loads: tuple[Tensor, ...]
+    logits: Tensor | None
+
+
+class DenseModel(Protocol):
+    """A model as its dense parameters see it: the units, and where passes over them begin and end."""
+
+    @property
+    def module(self) -> nn.Module:
+        """What holds the parameters; a forward pass of the model is a call of it."""
+        ...
+
+    @property
+    def blocks(self) -> Iterable[nn.Module]:
+        """The modules of units 1 to U - 2. Each is called once in a forward pass, its input stream the first argument."""
+        ...
+
+    def dense_units(self) -> list[tuple[str, list[nn.Parameter]]]:
+        """Every dense parameter, in the order of the forward pass: embedding, a unit for each block, norm and head.
+
+        A tied head is the first unit's embedding.
+        """
+        ...
+
+    def cast_parameters(self) -> list[nn.Parameter]:
+        """Parameters that a pass needs in the compute type alone: they may be gathered in it."""
+        ...
+
+    def stream(self, output: Any) -> Tensor:
+        """The residual stream in what a block returned."""
+        ...
+
+    def made(self, output: Any) -> Tensor | None:
+        """What the last unit made, in what the module returned: when its gradient is there, the backward pass begins."""
+        ...
+
+
+class Model(DenseModel, Protocol):
+    """A model that the trainer can step. Its experts come from a source; all its parameters are dense.
+
+    Not thread safe; a backward pass belongs to the last forward pass or to none.
+    """
+
+    def set_step(self, step: int, micro: int = 0) -> None:
+        """Where training stands. Call before each training forward pass."""
+        ...
+
+    def run(self, batch: Batch) -> ModelOutput:
+        """A forward pass over ``batch``, with its loss."""
+        ...
+
+    def end_step(self) -> None:
+        """An optimizer step has been taken: what is not learned by gradients is adjusted."""
+        ...
+
+    def state(self) -> dict[str, bytes]:
+        """What a commit must keep beside the parameters."""
+        ...
+
+    def load_state(self, state: Mapping[str, bytes]) -> None:
+        """Takes up what ``state`` gave. Raises StoreFormatError."""
+        ...
+
+    def generate(
+        self, prompt: Sequence[int], count: int, *, temperature: float = 0.8, seed: int = 0
+    ) -> list[int]:
+        """``count`` tokens that follow ``prompt`` (at least one), sampled at ``temperature`` (0: greedy)."""
+        ...

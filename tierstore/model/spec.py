@@ -1,0 +1,100 @@
+"""What a model is before it is built: its sizes, by which budgets, schedules and plans are reckoned. Imports no torch.
+
+``ModelConfig`` is the built-in transformer's. A model of another library has a specification of its own, made of what
+its store says of it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from tierstore.model.architecture import Architecture
+    from tierstore.model.config import CheckpointActivations, ComputeDtype
+    from tierstore.model.interface import Model
+    from tierstore.moe.config import ExpertShape, SaveActivations
+    from tierstore.moe.source import ExpertSource
+    from tierstore.parallel import Mesh
+    from tierstore.stats import StallLedger
+
+
+class ModelSpec(Protocol):
+    """A decoder with MoE layers, as a run is configured with it. All values are fixed once it is made."""
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a sequence that it is trained with."""
+        ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def d_model(self) -> int:
+        """Width of the residual stream."""
+        ...
+
+    @property
+    def compute_dtype(self) -> ComputeDtype:
+        """The type of the experts' products."""
+        ...
+
+    @property
+    def checkpoint_activations(self) -> CheckpointActivations: ...
+
+    @property
+    def expert_activations(self) -> SaveActivations: ...
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """The blocks that hold experts: these numbers are the layers that a source is asked for."""
+        ...
+
+    @property
+    def experts(self) -> int:
+        """Experts of a layer."""
+        ...
+
+    @property
+    def expert_shape(self) -> ExpertShape:
+        """The shape of every expert."""
+        ...
+
+    @property
+    def architecture(self) -> Architecture:
+        """How many parameters it has, and where."""
+        ...
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """The directory of its tokenizer's files; None for a model that reads bytes."""
+        ...
+
+    def activation_bytes(self, tokens: int) -> int:
+        """An upper estimate of what one training pass of ``tokens`` keeps and needs at its peak, in bytes."""
+        ...
+
+    def vary(self, name: str, value: object) -> ModelSpec | None:
+        """The same model, or one of its kind, with another value of ``name``; None where that is not for a run to choose."""
+        ...
+
+    def settings(self) -> dict[str, object]:
+        """What the bits of a run depend on, as JSON can hold it; a store's state records it."""
+        ...
+
+    def build(
+        self, source: ExpertSource, *, mesh: Mesh | None = None, ledger: StallLedger | None = None
+    ) -> Model:
+        """The model, whose experts come from ``source``. Waiting for other ranks is charged to ``ledger``."""
+        ...
+
+    def first_weights(self, layer: int, expert: int) -> npt.NDArray[np.float32]:
+        """The weights of an expert that was never trained, flat. Raises StoreError for a model that is not made but
+        imported.
+        """
+        ...
