@@ -20,9 +20,10 @@ from tierstore.moe import (
     SaveActivations,
     initial_expert,
 )
+from tierstore.moe.config import BUILT_IN_ACTIVATIONS
 from tierstore.moe.experts import feed_forward
 
-MODES = [(activation, save) for activation in Activation for save in SaveActivations]
+MODES = [(activation, save) for activation in BUILT_IN_ACTIVATIONS for save in SaveActivations]
 
 
 def _layer(

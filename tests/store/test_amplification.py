@@ -10,7 +10,7 @@ from conftest_store import weights
 
 from tierstore.store import AdamWConfig, Inactive, ParameterStore, RecordSchema, StoreConfig, WeightFormat
 from tierstore.store.disk.write_budget import _thread_written_bytes
-from tierstore.store.format import Group
+from tierstore.store.format import TRAINED_FORMATS, Group
 from tierstore.store.index.live import LiveRecord
 
 NUMEL = 100_003  # no section ends at a page's end
@@ -56,7 +56,7 @@ def gradients(*numbers: int) -> dict[str, np.ndarray]:
     return {f"e{number}": rng.standard_normal(NUMEL).astype(np.float32) for number in numbers}
 
 
-@pytest.mark.parametrize("weight_format", WeightFormat)
+@pytest.mark.parametrize("weight_format", TRAINED_FORMATS)
 def test_a_commit_writes_each_dirty_group_once(tmp_path: Path, weight_format: WeightFormat) -> None:
     with made(tmp_path / "store", budget=64 << 20, weight_format=weight_format) as store:
         slot = sum(

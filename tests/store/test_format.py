@@ -9,13 +9,21 @@ from pathlib import Path
 import lmdb
 import numpy as np
 import pytest
+import torch
 from conftest_store import small_store, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.errors import ConfigError, StoreFormatError
-from tierstore.store import StripeConfig
-from tierstore.store.format import Group, RecordSchema, WeightFormat
+from tierstore.store import ParameterStore, StripeConfig
+from tierstore.store.format import (
+    FROZEN_FORMATS,
+    TRAINED_FORMATS,
+    Group,
+    RecordSchema,
+    Training,
+    WeightFormat,
+)
 from tierstore.store.index.entries import GroupLocation, RecordEntry, check_name, pack_table, unpack_table
 
 u32 = st.integers(0, 2**32 - 1)
@@ -146,11 +154,14 @@ def read_record(directory: Path, key: str) -> tuple[int, dict[str, bytes]]:
     schema = meta["schemas"][schema_number]
     numel = schema["numel"]
     split = schema["weight_format"] == "split-bf16"
-    layout = {
-        "weights": [("weight_hi", 2)] if split else [("weight", 4)],
-        "moments": ([("weight_lo", 2)] if split else []) + [("exp_avg", 4), ("exp_avg_sq", 4)],
-    }
-    assert group_count == 2
+    if schema.get("training") == "frozen":
+        layout = {"weights": [("weight", 2 if schema["weight_format"] == "bf16" else 4)]}
+    else:
+        layout = {
+            "weights": [("weight_hi", 2)] if split else [("weight", 4)],
+            "moments": ([("weight_lo", 2)] if split else []) + [("exp_avg", 4), ("exp_avg_sq", 4)],
+        }
+    assert group_count == len(layout)
     sections: dict[str, bytes] = {}
     at = 16
     for group, parts in layout.items():
@@ -170,7 +181,7 @@ def read_record(directory: Path, key: str) -> tuple[int, dict[str, bytes]]:
 
 
 @pytest.mark.parametrize("further", [(), ("b",), ("b", "c")])
-@pytest.mark.parametrize("weight_format", WeightFormat)
+@pytest.mark.parametrize("weight_format", TRAINED_FORMATS)
 def test_an_independent_reader(tmp_path: Path, weight_format: WeightFormat, further: tuple[str, ...]) -> None:
     stripe = StripeConfig(directories=tuple(tmp_path / name for name in further))
     with small_store(tmp_path / "store", numel=1100, weight_format=weight_format, stripe=stripe) as store:
@@ -188,3 +199,30 @@ def test_an_independent_reader(tmp_path: Path, weight_format: WeightFormat, furt
         high = np.frombuffer(untouched["weight_hi"], "<u2").astype(np.uint32) << 16
         low = np.frombuffer(untouched["weight_lo"], "<i2").astype(np.int64)
         assert ((high + low).astype(np.uint32).view(np.float32) == initial).all()
+
+
+@pytest.mark.parametrize("weight_format", FROZEN_FORMATS)
+def test_an_independent_reader_of_frozen_records(tmp_path: Path, weight_format: WeightFormat) -> None:
+    schema = RecordSchema("base", 1100, weight_format, training=Training.FROZEN)
+    initial = weights(1, 1100)["e0"]
+    with ParameterStore.create(tmp_path / "store", [schema]) as store:
+        store.register("e0", "base", weight=initial)
+        store.commit()
+    step, sections = read_record(tmp_path / "store", "e0")
+    whole = weight_format is WeightFormat.FP32
+    rounded = torch.from_numpy(initial).bfloat16().view(torch.int16).numpy()
+    assert (step, sections) == (0, {"weight": initial.tobytes() if whole else rounded.tobytes()})
+
+
+def test_what_a_schema_says_of_training_is_read_and_written() -> None:
+    frozen = RecordSchema("base", 7, WeightFormat.BF16, training=Training.FROZEN)
+    assert RecordSchema.from_json(frozen.as_json()) == frozen
+    assert "training" not in RecordSchema("x", 7).as_json(), "stores of trained records stay as they were"
+    for weight_format, training in (
+        (WeightFormat.BF16, Training.TRAINED),
+        (WeightFormat.SPLIT_BF16, Training.FROZEN),
+    ):
+        with pytest.raises(ConfigError, match=f"{training.value} records are kept as"):
+            RecordSchema("x", 7, weight_format, training=training)
+    with pytest.raises(StoreFormatError, match="not a record schema"):
+        RecordSchema.from_json({**frozen.as_json(), "training": "trained"})

@@ -23,6 +23,7 @@ from tierstore.store import (
     StoreConfig,
     WeightFormat,
 )
+from tierstore.store.format import TRAINED_FORMATS
 from tierstore.store.opening import minimum_host_budget
 
 NUMEL = 2100  # not a whole number of pages
@@ -56,7 +57,7 @@ def weight_of(store: ParameterStore, key: str, split: WeightFormat) -> np.ndarra
     program=st.lists(operation, min_size=3, max_size=18),
     frames=st.integers(0, 24),
     inactive=st.sampled_from(Inactive),
-    weight_format=st.sampled_from(WeightFormat),
+    weight_format=st.sampled_from(TRAINED_FORMATS),
     cache=st.sampled_from(
         [
             CacheConfig(),

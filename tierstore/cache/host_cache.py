@@ -109,11 +109,12 @@ class HostCache:
         """Registers a record whose group g has sections of ``groups[g]`` bytes; returns its number here.
 
         ``backing`` reads and writes it. ``charged[g]`` is what one transfer of group g moves (bytes, padding included).
-        ``stored`` says whether weights and moments are on disk already; an entry
+        ``stored`` says whether weights and moments, as far as there are sections of them, are on disk already; an entry
         that is not is created, not read.
         """
         frames = [self._frames.count(sections) for sections in groups]
-        record = self.residency.add_record(layer, frames, list(charged), 0b011 if stored else 0)
+        on_disk = sum(1 << group for group in range(_GRADIENTS) if groups[group]) if stored else 0
+        record = self.residency.add_record(layer, frames, list(charged), on_disk)
         for group, sections in enumerate(groups):
             self._entries[record * GROUP_STRIDE + group] = _Entry(backing, tuple(sections))
         return record

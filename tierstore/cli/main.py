@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from keyword import iskeyword
 from typing import Any, NoReturn
 
 import click
@@ -25,6 +26,7 @@ _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 #: For each command the module that has it under its name, and the line that ``tierstore --help`` shows for it.
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "train": ("tierstore.cli.train", "Train a Mixture-of-Experts model larger than memory."),
+    "import": ("tierstore.cli.importing", "Make a store of a Hugging Face MoE checkpoint, to train it."),
     "plan": ("tierstore.cli.plan", "What a model needs on each tier, whether it fits, the time of a step."),
     "doctor": ("tierstore.cli.doctor", "What this machine offers, and what each capability resolved to."),
     "verify": ("tierstore.cli.verify", "Read and check every record of every snapshot of a store."),
@@ -50,7 +52,8 @@ class LazyGroup(CommandGroup):
         if cmd_name not in COMMANDS:
             return None
         module, _ = COMMANDS[cmd_name]
-        command = getattr(importlib.import_module(module), cmd_name)
+        name = f"{cmd_name}_" if iskeyword(cmd_name) else cmd_name
+        command = getattr(importlib.import_module(module), name)
         assert isinstance(command, click.Command)
         return command
 

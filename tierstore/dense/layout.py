@@ -135,10 +135,18 @@ def unit_layouts(
     def kind(parameter: nn.Parameter) -> Narrow:
         return Narrow.YES if id(parameter) in cast else Narrow.NO
 
-    return [
-        UnitLayout(name, tuple(_regions([(kind(p), tuple(p.shape)) for p in parameters], ranks, fusion)))
-        for name, parameters in units
-    ]
+    shapes = [(name, [(kind(p), tuple(p.shape)) for p in parameters]) for name, parameters in units]
+    return layouts_of_shapes(shapes, ranks=ranks, fusion=fusion)
+
+
+def layouts_of_shapes(
+    units: Sequence[tuple[str, Sequence[tuple[Narrow, tuple[int, ...]]]]],
+    *,
+    ranks: int,
+    fusion: Fusion = Fusion.UNIT,
+) -> list[UnitLayout]:
+    """``unit_layouts`` of parameters that are not there: of each, whether it may travel narrow, and its shape."""
+    return [UnitLayout(name, tuple(_regions(parameters, ranks, fusion))) for name, parameters in units]
 
 
 def _regions(

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 from tierstore.config import as_dict
 from tierstore.errors import ConfigError
 from tierstore.model.architecture import Architecture, DenseUnit
-from tierstore.moe.config import Activation, ExpertShape, RouterConfig, RouterNoise, SaveActivations
+from tierstore.moe.config import (
+    BUILT_IN_ACTIVATIONS,
+    Activation,
+    ExpertShape,
+    RouterConfig,
+    RouterNoise,
+    SaveActivations,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -133,6 +140,9 @@ class ModelConfig:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{name}: expected more than 0, got {value}")
+        if self.activation not in BUILT_IN_ACTIVATIONS:
+            choices = ", ".join(BUILT_IN_ACTIVATIONS)
+            raise ConfigError(f"activation: expected one of {choices}, got {self.activation!r}")
         for name, kind in (
             ("activation", Activation),
             ("tie_embeddings", TieEmbeddings),
@@ -237,6 +247,10 @@ class ModelConfig:
     def tokenizer(self) -> None:
         """None: text is read as bytes."""
         return None
+
+    @property
+    def mixes_documents(self) -> str:
+        return "the built-in model has no positions by document"
 
     def vary(self, name: str, value: object) -> ModelConfig:
         """The same with another value of the field ``name``. Raises ConfigError."""

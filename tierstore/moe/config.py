@@ -17,27 +17,57 @@ if TYPE_CHECKING:
 
 
 class Activation(StrEnum):
-    """The nonlinearity of a feed-forward network."""
+    """The formula of a feed-forward network; ``moe/experts.py`` writes each of them out.
+
+    The built-in model has the first two. The others are those of models that come from elsewhere.
+    """
 
     SWIGLU = "swiglu"
     GELU = "gelu"
+    GEGLU = "geglu"
+    GEGLU_TANH = "geglu_tanh"
+    REGLU = "reglu"
+    CLAMPED_SWIGLU = "clamped_swiglu"  # gpt-oss: transposed matrices, gate and up interleaved, biases
+
+    @property
+    def gated(self) -> bool:
+        """Whether a gate and an up projection feed it."""
+        return self is not Activation.GELU
+
+    @property
+    def transposed(self) -> bool:
+        """Whether matrices lie as (inputs, outputs) and have biases."""
+        return self is Activation.CLAMPED_SWIGLU
+
+
+BUILT_IN_ACTIVATIONS = (Activation.SWIGLU, Activation.GELU)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertViews:
-    """Views into a flat expert: ``inner`` (P, D) and ``down`` (D, F)."""
+    """Views into a flat expert: ``inner`` (P, D) and ``down`` (D, F).
+
+    Of a transposed expert they are (D, P) and (F, D), with ``inner_bias`` (P) and ``down_bias`` (D).
+    """
 
     inner: Tensor
     down: Tensor
+    inner_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
-    """The shape of one expert. Raises ConfigError naming the field."""
+    """The shape of one expert. Raises ConfigError naming the field.
+
+    ``alpha`` and ``limit`` belong to CLAMPED_SWIGLU alone.
+    """
 
     d_model: int
     d_ff: int
     activation: Activation = Activation.SWIGLU
+    alpha: float = 1.702
+    limit: float = 7.0
 
     def __post_init__(self) -> None:
         if self.d_model < 1:
@@ -46,26 +76,37 @@ class ExpertShape:
             raise ConfigError(f"d_ff: expected at least 1, got {self.d_ff}")
         if self.activation not in tuple(Activation):
             raise ConfigError(f"activation: expected one of {', '.join(Activation)}, got {self.activation!r}")
+        object.__setattr__(self, "activation", Activation(self.activation))
+        for name in ("alpha", "limit"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{name}: expected more than 0, got {value}")
 
     @property
     def inner_rows(self) -> int:
         """P: the width of what feeds the activation."""
-        return 2 * self.d_ff if self.activation == Activation.SWIGLU else self.d_ff
+        return 2 * self.d_ff if self.activation.gated else self.d_ff
 
     @property
     def numel(self) -> int:
-        """Weights of one expert."""
-        return (self.inner_rows + self.d_ff) * self.d_model
+        """Parameters of one expert."""
+        biases = self.inner_rows + self.d_model if self.activation.transposed else 0
+        return (self.inner_rows + self.d_ff) * self.d_model + biases
 
     def views(self, flat: Tensor) -> ExpertViews:
-        """``inner`` and ``down`` inside ``flat``. Raises ValueError unless it is 1-D of ``numel``."""
+        """The matrices inside ``flat``. Raises ValueError unless it is 1-D of ``numel``."""
         if flat.dim() != 1 or flat.numel() != self.numel:
             raise ValueError(
                 f"an expert is a flat tensor of {self.numel} elements, got shape {tuple(flat.shape)}"
             )
-        split = self.inner_rows * self.d_model
+        width, inner, d_ff = self.d_model, self.inner_rows, self.d_ff
+        split = inner * width
+        if not self.activation.transposed:
+            return ExpertViews(flat[:split].view(inner, width), flat[split:].view(width, d_ff))
+        down = split + inner
+        end = down + d_ff * width
         return ExpertViews(
-            flat[:split].view(self.inner_rows, self.d_model), flat[split:].view(self.d_model, self.d_ff)
+            flat[:split].view(width, inner), flat[down:end].view(d_ff, width), flat[split:down], flat[end:]
         )
 
 

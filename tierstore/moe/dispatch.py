@@ -2,17 +2,26 @@
 
 Shapes: T tokens, K experts a token, N assignments that were not dropped (at most T * K), E experts, D width.
 
-The sort is stable, so that an expert sees its tokens in token order. The way back sums over K in the
-router's order, whichever expert was computed first: where an expert was, and when it came, cannot change a
-bit.
+The way back sums over K in the router's order, whichever expert was computed first: where an expert was, and when it
+came, cannot change a bit.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor
+
+
+class RowOrder(Enum):
+    """How the tokens of one expert lie."""
+
+    #: In token order: the rows that several ranks send lie as they would in one process.
+    TOKENS = "tokens"
+    #: As ``torch.sort`` leaves them, which is not stable: transformers' order, in which sums over rows have its bits.
+    SORTED = "sorted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +59,14 @@ class Dispatch:
         return slice(self.offsets[expert], self.offsets[expert + 1])
 
 
-def dispatch(expert_TK: Tensor, load_E: Tensor) -> Dispatch:
+def dispatch(expert_TK: Tensor, load_E: Tensor, order: RowOrder = RowOrder.TOKENS) -> Dispatch:
     """Sort the assignments ``expert_TK`` (int64, -1 dropped) by expert; ``load_E`` counts them per expert."""
     tokens, top_k = expert_TK.shape
     offsets = [0]
     for load in load_E.tolist():
         offsets.append(offsets[-1] + load)
-    order_N = expert_TK.flatten().argsort(stable=True)[tokens * top_k - offsets[-1] :]
+    sorted_N = expert_TK.flatten().sort(stable=order is RowOrder.TOKENS).indices
+    order_N = sorted_N[tokens * top_k - offsets[-1] :]
     place_TK = torch.full((tokens * top_k,), offsets[-1], dtype=torch.int64, device=expert_TK.device)
     place_TK[order_N] = torch.arange(offsets[-1], device=expert_TK.device)
     token_N = torch.div(order_N, top_k, rounding_mode="floor")
@@ -78,3 +88,26 @@ def combine_weighted(rows_ND: Tensor, place_TK: Tensor, weight_TK: Tensor) -> Te
         rows_TD = rows_ND.index_select(0, place_TK[:, k]).to(weight_TK.dtype)
         out_TD += rows_TD.mul_(weight_TK[:, k : k + 1])
     return out_TD.to(rows_ND.dtype)
+
+
+def combine_outputs(rows_ND: Tensor, place_TK: Tensor, weight_TK: Tensor) -> Tensor:
+    """As :func:`combine_weighted`, with the bits of transformers' ``grouped_mm``.
+
+    Products are rounded to the wider of both types, and added up in fp32 at least.
+    """
+    tokens, top_k = place_TK.shape
+    weighted = rows_ND.index_select(0, place_TK.reshape(-1)) * weight_TK.reshape(-1, 1)
+    return weighted.view(tokens, top_k, -1).sum(dim=1).to(rows_ND.dtype)
+
+
+def gradients_of_outputs(grad_TD: Tensor, plan: Dispatch, weight_TK: Tensor) -> Tensor:
+    """The gradients (N, D) of what experts gave, in the type of ``grad_TD``."""
+    weight_N = weight_TK.reshape(-1).index_select(0, plan.order_N)
+    return (grad_TD.index_select(0, plan.token_N) * weight_N.unsqueeze(1)).to(grad_TD.dtype)
+
+
+def gradients_of_weights(grad_TD: Tensor, plan: Dispatch, rows_ND: Tensor, weight_TK: Tensor) -> Tensor:
+    """The gradients (N) of the weights, where experts gave ``rows_ND``."""
+    wide = torch.promote_types(grad_TD.dtype, weight_TK.dtype)
+    products_ND = grad_TD.index_select(0, plan.token_N).to(wide) * rows_ND[: plan.rows]
+    return products_ND.sum(dim=1).to(weight_TK.dtype)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tierstore.moe.dispatch import Dispatch
-from tierstore.parallel import Mesh, RankGroup, Work
+from tierstore.parallel import Channel, Mesh, RankGroup, Work
 
 Charge = Callable[[], AbstractContextManager[None]]
 
@@ -146,6 +146,13 @@ class ExchangedRows:
         count = sum(self._to)
         work = self._group.all_to_all(rows_N[:count], leaving_M, self._to, self._from)
         return Arrival(work, lambda: rows_N, self._charge)
+
+
+def gather_counts(own: Tensor, group: RankGroup, charge: Charge | None = None) -> Tensor:
+    """The int64 ``own`` (n) of every rank of ``group``, as (R, n). A collective. Raises PeerError."""
+    all_Rn = own.new_empty(group.size * own.numel())
+    group.all_gather(all_Rn, own, channel=Channel.EXCHANGE).wait(charge)
+    return all_Rn.view(group.size, -1)
 
 
 def rows_of(

@@ -1,15 +1,21 @@
 """One expert: the layout of its weights, and its forward and backward formulas.
 
-Shapes: M tokens of this expert, D width of the model, F width of the expert, P = 2F for SwiGLU and F for
-GELU.
+Shapes: M tokens of this expert, D width of the model, F width of the expert, P = F for GELU and 2F for the others,
+which have a gate.
 
 An expert's weights are one flat tensor, as they lie in its record:
 
 * ``swiglu``: ``[gate F x D | up F x D | down D x F]``, ``y = (silu(x gate^T) * (x up^T)) down^T``;
-* ``gelu``: ``[up F x D | down D x F]``, ``y = gelu(x up^T) down^T`` (the exact GELU, by erf).
+* ``gelu``: ``[up F x D | down D x F]``, ``y = gelu(x up^T) down^T`` (the exact GELU, by erf);
+* ``geglu``, ``geglu_tanh``, ``reglu``: as ``swiglu``, with the exact GELU, its tanh approximation or ReLU for silu;
+* ``clamped_swiglu`` (gpt-oss): ``[inner D x 2F | bias 2F | down F x D | bias D]``, where the columns of ``inner`` are
+  gate and up in turns; with ``g = min(gate, limit)`` and ``u`` = up clamped to ``limit`` on both sides,
+  ``y = ((u + 1) * g * sigmoid(alpha * g)) down + bias``.
 
-What feeds the activation is one matrix ``inner P x D`` in both, so one product computes it. Nothing here uses
-autograd: the formulas write into buffers that the layer owns, and their shapes depend on the routing alone.
+What feeds the activation is one matrix ``inner`` in all of them, so one product computes it. Nothing here uses
+autograd: the formulas write into buffers that the layer owns, and their shapes depend on the routing alone. Each is the
+operations, in the order and the types, that autograd would do for the formula as transformers has it, so that the bits
+are the same.
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tierstore.moe.config import Activation, ExpertShape
+from tierstore.moe.low_rank import PairLease, Term, terms
 from tierstore.moe.seeds import keyed_generator
 
 
@@ -44,6 +51,11 @@ def initial_expert(shape: ExpertShape, *, seed: int, layer: int, expert: int, la
     return flat
 
 
+#: Elements of the longest vector loop of torch's kernels (two registers of bf16 in AVX-512). Past the last whole loop a
+#: kernel takes one element at a time, and its exp rounds otherwise: flat scratch is rounded up to whole loops.
+_LOOP = 64
+
+
 class Workspace:
     """Scratch for experts of at most ``rows`` tokens, made once for a pass over a layer."""
 
@@ -65,87 +77,252 @@ class Workspace:
         return self._hidden[index, : rows * width].view(rows, width)
 
 
-def _activate(shape: ExpertShape, inner_MP: Tensor, out_MF: Tensor) -> None:
-    if shape.activation == Activation.SWIGLU:
-        torch.ops.aten.silu.out(inner_MP[:, : shape.d_ff], out=out_MF)
-        out_MF.mul_(inner_MP[:, shape.d_ff :])
-    else:
-        torch.ops.aten.gelu.out(inner_MP, out=out_MF)
-
-
 def forward_expert(
-    shape: ExpertShape, flat: Tensor, x_MD: Tensor, inner_MP: Tensor, out_MD: Tensor, work: Workspace
+    shape: ExpertShape,
+    flat: Tensor,
+    x_MD: Tensor,
+    inner_MP: Tensor,
+    out_MD: Tensor,
+    work: Workspace,
+    pair: PairLease | None = None,
 ) -> None:
-    """Write ``inner_MP`` (what the backward pass needs) and ``out_MD``. Uses hidden scratch 0."""
+    """Write ``inner_MP`` (what the backward pass needs) and ``out_MD``. Uses hidden scratch 0.
+
+    With a ``pair`` each projection has a low-rank term more.
+    """
     views = shape.views(flat)
+    inner, down = terms(pair)
     hidden_MF = work.hidden(0, x_MD.shape[0])
-    torch.mm(x_MD, views.inner.t(), out=inner_MP)
+    _project(shape, x_MD, views.inner, views.inner_bias, inner, inner_MP)
     _activate(shape, inner_MP, hidden_MF)
-    torch.mm(hidden_MF, views.down.t(), out=out_MD)
+    _project(shape, hidden_MF, views.down, views.down_bias, down, out_MD)
+
+
+def recompute_inner(
+    shape: ExpertShape, flat: Tensor, x_MD: Tensor, inner_MP: Tensor, pair: PairLease | None = None
+) -> None:
+    """What :func:`forward_expert` wrote into ``inner_MP``, bit for bit: the same product, the same shape."""
+    views = shape.views(flat)
+    inner, _ = terms(pair)
+    _project(shape, x_MD, views.inner, views.inner_bias, inner, inner_MP)
 
 
 def backward_expert(
     shape: ExpertShape,
     flat: Tensor,
-    gradients: Tensor,
+    gradients: Tensor | None,
+    x_MD: Tensor,
+    inner_MP: Tensor,
+    grad_out_MD: Tensor,
+    grad_x_MD: Tensor,
+    work: Workspace,
+    pair: PairLease | None = None,
+) -> None:
+    """Gradients of ``sum(grad_out * expert(x))``.
+
+    Overwrites ``gradients`` (flat, as the weights; None: the expert is frozen), those of ``pair`` and ``grad_x_MD``. Uses
+    inner scratch 0 and hidden scratch 0 and 1.
+    """
+    rows = x_MD.shape[0]
+    hidden_MF, grad_hidden_MF = work.hidden(0, rows), work.hidden(1, rows)
+    _activate(shape, inner_MP, hidden_MF)
+    _project_back(shape, grad_out_MD, shape.views(flat).down, terms(pair)[1], grad_hidden_MF)
+    _backward_from_hidden(shape, flat, gradients, x_MD, inner_MP, grad_out_MD, grad_x_MD, work, pair)
+
+
+def backward_weighted_expert(
+    shape: ExpertShape,
+    flat: Tensor,
+    gradients: Tensor | None,
     x_MD: Tensor,
     inner_MP: Tensor,
     weight_M: Tensor,
     grad_out_MD: Tensor,
     grad_x_MD: Tensor,
     work: Workspace,
+    pair: PairLease | None = None,
 ) -> Tensor:
-    """Gradients of ``sum(grad_out * weight * expert(x))``.
+    """Gradients of ``sum(grad_out * weight * expert(x))``; returns that of ``weight_M``.
 
-    Overwrites ``gradients`` (flat, as the weights) and ``grad_x_MD``, and returns the gradient of
-    ``weight_M``. ``grad_out_MD`` is spoilt. Uses inner scratch 0 and hidden scratch 0 and 1.
+    As :func:`backward_expert`, and the expert's output need not be kept for the router's gradient, as it is here:
+    ``<grad_out, y> = <grad_out down, hidden>`` (not with biases). ``grad_out_MD`` is spoilt.
     """
     rows = x_MD.shape[0]
-    views, grads = shape.views(flat), shape.views(gradients)
     hidden_MF, grad_hidden_MF = work.hidden(0, rows), work.hidden(1, rows)
-    grad_inner_MP = work.inner(0, rows)
     _activate(shape, inner_MP, hidden_MF)
-    torch.mm(grad_out_MD, views.down, out=grad_hidden_MF)
-    # <grad_out, y> = <grad_out down, hidden>: so the expert's output need not be kept for the router's
-    # gradient.
-    product_MF = grad_inner_MP[:, : shape.d_ff]
+    _project_back(shape, grad_out_MD, shape.views(flat).down, terms(pair)[1], grad_hidden_MF)
+    product_MF = work.inner(0, rows)[:, : shape.d_ff]
     torch.mul(grad_hidden_MF, hidden_MF, out=product_MF)
     grad_weight_M = product_MF.sum(dim=1, dtype=weight_M.dtype)
     scale_M1 = weight_M.to(x_MD.dtype).unsqueeze(1)
     grad_hidden_MF.mul_(scale_M1)
     grad_out_MD.mul_(scale_M1)
-    _product(grad_out_MD.t(), hidden_MF, grads.down)
-    if shape.activation == Activation.SWIGLU:
-        gate_MF, up_MF = inner_MP[:, : shape.d_ff], inner_MP[:, shape.d_ff :]
-        torch.ops.aten.silu.out(gate_MF, out=hidden_MF)
-        torch.mul(grad_hidden_MF, hidden_MF, out=grad_inner_MP[:, shape.d_ff :])
-        grad_hidden_MF.mul_(up_MF)
-        grad_gate_MF = grad_inner_MP[:, : shape.d_ff]
-        torch.ops.aten.silu_backward.grad_input(grad_hidden_MF, gate_MF, grad_input=grad_gate_MF)
-    else:
-        torch.ops.aten.gelu_backward.grad_input(grad_hidden_MF, inner_MP, grad_input=grad_inner_MP)
-    _product(grad_inner_MP.t(), x_MD, grads.inner)
-    torch.mm(grad_inner_MP, views.inner, out=grad_x_MD)
+    _backward_from_hidden(shape, flat, gradients, x_MD, inner_MP, grad_out_MD, grad_x_MD, work, pair)
     return grad_weight_M
 
 
-def recompute_inner(shape: ExpertShape, flat: Tensor, x_MD: Tensor, inner_MP: Tensor) -> None:
-    """What :func:`forward_expert` wrote into ``inner_MP``, bit for bit: the same product, the same shape."""
-    torch.mm(x_MD, shape.views(flat).inner.t(), out=inner_MP)
+def _backward_from_hidden(
+    shape: ExpertShape,
+    flat: Tensor,
+    gradients: Tensor | None,
+    x_MD: Tensor,
+    inner_MP: Tensor,
+    grad_out_MD: Tensor,
+    grad_x_MD: Tensor,
+    work: Workspace,
+    pair: PairLease | None,
+) -> None:
+    """The rest, where hidden scratch 0 holds the hidden values and scratch 1 their gradient; both are spoilt."""
+    rows = x_MD.shape[0]
+    hidden_MF, grad_hidden_MF = work.hidden(0, rows), work.hidden(1, rows)
+    grad_inner_MP = work.inner(0, rows)
+    grads = None if gradients is None else shape.views(gradients)
+    inner, down = terms(pair)
+    if grads is not None:
+        _project_gradients(shape, hidden_MF, grad_out_MD, grads.down, grads.down_bias)
+    if down is not None:
+        down.write_gradients(hidden_MF, grad_out_MD)
+    _activate_back(shape, inner_MP, hidden_MF, grad_hidden_MF, grad_inner_MP)
+    if grads is not None:
+        _project_gradients(shape, x_MD, grad_inner_MP, grads.inner, grads.inner_bias)
+    if inner is not None:
+        inner.write_gradients(x_MD, grad_inner_MP)
+    _project_back(shape, grad_inner_MP, shape.views(flat).inner, inner, grad_x_MD)
 
 
-def _product(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """``out = left @ right``; gradients may be of a wider type than the weights."""
-    if out.dtype == left.dtype:
-        torch.mm(left, right, out=out)
+# Projections ------------------------------------------------------------------------------------------------
+
+
+def _project(
+    shape: ExpertShape, x: Tensor, matrix: Tensor, bias: Tensor | None, term: Term | None, out: Tensor
+) -> None:
+    torch.mm(x, matrix if shape.activation.transposed else matrix.t(), out=out)
+    if bias is not None:
+        out.add_(bias)
+    if term is not None:
+        term.add(x, out)
+
+
+def _project_back(
+    shape: ExpertShape, grad_out: Tensor, matrix: Tensor, term: Term | None, grad_x: Tensor
+) -> None:
+    torch.mm(grad_out, matrix.t() if shape.activation.transposed else matrix, out=grad_x)
+    if term is not None:
+        term.add_back(grad_out, grad_x)
+
+
+def _project_gradients(
+    shape: ExpertShape, x: Tensor, grad_out: Tensor, matrix: Tensor, bias: Tensor | None
+) -> None:
+    """Overwrites the gradients of a projection; they may be of a wider type than the weights."""
+    left, right = (x, grad_out) if shape.activation.transposed else (grad_out, x)
+    if matrix.dtype == left.dtype:
+        torch.mm(left.t(), right, out=matrix)
     else:
-        out.copy_(torch.mm(left, right))
+        matrix.copy_(torch.mm(left.t(), right))
+    if bias is not None:
+        bias.copy_(_sum_in_turn(grad_out))
+
+
+def _sum_in_turn(rows_MP: Tensor) -> Tensor:
+    """The sum of the rows, rounded after each: so autograd adds up the gradients of a bias that an index picked."""
+    total_1P = rows_MP.new_zeros(1, rows_MP.shape[1])
+    first_M = torch.zeros(rows_MP.shape[0], dtype=torch.int64, device=rows_MP.device)
+    if rows_MP.dtype.itemsize >= 4:
+        # Not index_put_: on several threads it adds fp32 in any order.
+        total_1P.index_add_(0, first_M, rows_MP)
+    else:
+        # Not index_add_: it adds up bf16 in fp32.
+        total_1P.index_put_((first_M,), rows_MP, accumulate=True)
+    return total_1P[0]
+
+
+# Activations ------------------------------------------------------------------------------------------------
+
+
+def _activate(shape: ExpertShape, inner_MP: Tensor, out_MF: Tensor) -> None:
+    kind = shape.activation
+    if kind is Activation.GELU:
+        torch.ops.aten.gelu.out(inner_MP, out=out_MF)
+    elif kind is Activation.CLAMPED_SWIGLU:
+        clamped = _ClampedSwiGLU(shape, inner_MP)
+        torch.mul(clamped.up_MF.add_(1), clamped.glu(), out=out_MF)
+    else:
+        _gate(kind, inner_MP[:, : shape.d_ff], out_MF)
+        out_MF.mul_(inner_MP[:, shape.d_ff :])
+
+
+def _activate_back(
+    shape: ExpertShape, inner_MP: Tensor, hidden_MF: Tensor, grad_hidden_MF: Tensor, grad_inner_MP: Tensor
+) -> None:
+    """Writes ``grad_inner_MP``; spoils the other two."""
+    kind = shape.activation
+    if kind is Activation.GELU:
+        torch.ops.aten.gelu_backward.grad_input(grad_hidden_MF, inner_MP, grad_input=grad_inner_MP)
+    elif kind is Activation.CLAMPED_SWIGLU:
+        _ClampedSwiGLU(shape, inner_MP).backward(grad_hidden_MF, grad_inner_MP)
+    else:
+        gate_MF, up_MF = inner_MP[:, : shape.d_ff], inner_MP[:, shape.d_ff :]
+        _gate(kind, gate_MF, hidden_MF)
+        torch.mul(grad_hidden_MF, hidden_MF, out=grad_inner_MP[:, shape.d_ff :])
+        grad_hidden_MF.mul_(up_MF)
+        _gate_back(kind, gate_MF, grad_hidden_MF, grad_inner_MP[:, : shape.d_ff])
+
+
+def _gate(kind: Activation, gate: Tensor, out: Tensor) -> None:
+    if kind is Activation.SWIGLU:
+        torch.ops.aten.silu.out(gate, out=out)
+    elif kind is Activation.REGLU:
+        torch.clamp_min(gate, 0, out=out)
+    else:
+        torch.ops.aten.gelu.out(gate, approximate=_APPROXIMATE[kind], out=out)
+
+
+def _gate_back(kind: Activation, gate: Tensor, grad: Tensor, grad_gate: Tensor) -> None:
+    if kind is Activation.SWIGLU:
+        torch.ops.aten.silu_backward.grad_input(grad, gate, grad_input=grad_gate)
+    elif kind is Activation.REGLU:
+        torch.ops.aten.threshold_backward.grad_input(grad, gate, 0, grad_input=grad_gate)
+    else:
+        approximate = _APPROXIMATE[kind]
+        torch.ops.aten.gelu_backward.grad_input(grad, gate, approximate=approximate, grad_input=grad_gate)
+
+
+_APPROXIMATE = {Activation.GEGLU: "none", Activation.GEGLU_TANH: "tanh"}
+
+
+class _ClampedSwiGLU:
+    """gpt-oss's gate: ``hidden = (up + 1) * gate * sigmoid(alpha * gate)``, with ``gate`` and ``up`` clamped."""
+
+    def __init__(self, shape: ExpertShape, inner_MP: Tensor) -> None:
+        self._shape = shape
+        self._raw_gate_MF, self._raw_up_MF = inner_MP[:, ::2], inner_MP[:, 1::2]
+        self.gate_MF = self._raw_gate_MF.clamp(max=shape.limit)
+        self.up_MF = self._raw_up_MF.clamp(min=-shape.limit, max=shape.limit)
+        count = self.gate_MF.numel()
+        scaled = inner_MP.new_zeros(-(-count // _LOOP) * _LOOP)
+        self.sigmoid_MF = scaled[:count].view_as(self.gate_MF)
+        torch.mul(self.gate_MF, shape.alpha, out=self.sigmoid_MF)
+        scaled.sigmoid_()
+
+    def glu(self) -> Tensor:
+        return self.gate_MF * self.sigmoid_MF
+
+    def backward(self, grad_MF: Tensor, grad_inner_MP: Tensor) -> None:
+        limit = self._shape.limit
+        grad_up_MF = grad_MF * self.glu()
+        grad_glu_MF = grad_MF.mul_(self.up_MF.add_(1))
+        through_MF = torch.ops.aten.sigmoid_backward(grad_glu_MF * self.gate_MF, self.sigmoid_MF)
+        grad_gate_MF = (grad_glu_MF * self.sigmoid_MF).add_(through_MF.mul_(self._shape.alpha))
+        grad_inner_MP[:, ::2] = grad_gate_MF.masked_fill_(self._raw_gate_MF > limit, 0)
+        outside_MF = self._raw_up_MF.abs() > limit
+        grad_inner_MP[:, 1::2] = grad_up_MF.masked_fill_(outside_MF, 0)
 
 
 def feed_forward(x: Tensor, inner: Tensor, down: Tensor, activation: Activation) -> Tensor:
     """The same network under autograd, for ordinary parameters: shared experts and dense blocks."""
     hidden = F.linear(x, inner.to(x.dtype))
-    if activation == Activation.SWIGLU:
+    if activation is Activation.SWIGLU:
         gate, up = hidden.chunk(2, dim=-1)
         hidden = F.silu(gate) * up
     else:

@@ -28,8 +28,6 @@ of ranks decides what one process would:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -37,8 +35,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tierstore.moe.config import RouterConfig, RouterNoise
+from tierstore.moe.exchange import Charge, gather_counts
 from tierstore.moe.seeds import keyed_generator
-from tierstore.parallel import Channel, RankGroup
+from tierstore.parallel import RankGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,7 @@ class Router(nn.Module):
         layer: int = 0,
         seed: int = 0,
         data: RankGroup | None = None,
-        charge: Callable[[], AbstractContextManager[None]] | None = None,
+        charge: Charge | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -141,20 +140,16 @@ class Router(nn.Module):
         size = self._data.size
         if size > 1:
             own = torch.cat([count, count.new_tensor([tokens])])
-            all_R = own.new_empty(size * own.numel())
-            self._data.all_gather(all_R, own, channel=Channel.EXCHANGE).wait(self._charge)
-            tokens = int(all_R.view(size, -1)[:, -1].sum())
-            count = all_R.view(size, -1)[:, :-1]
+            all_Rn = gather_counts(own, self._data, self._charge)
+            tokens = int(all_Rn[:, -1].sum())
+            count = all_Rn[:, :-1]
         return tokens, count.reshape(size, top_k, experts)
 
     def _noise(self, x_TD: Tensor, key: NoiseKey) -> Tensor:
         """This rank's rows of what is drawn for the global batch, uniform in [0, 1)."""
         tokens = [x_TD.shape[0]]
         if self._data.size > 1:
-            own = torch.tensor(tokens)
-            all_R = own.new_empty(self._data.size)
-            self._data.all_gather(all_R, own, channel=Channel.EXCHANGE).wait(self._charge)
-            tokens = all_R.tolist()
+            tokens = gather_counts(torch.tensor(tokens), self._data, self._charge).flatten().tolist()
         generator = keyed_generator(self.seed, "noise", key.step, key.micro, self.layer)
         noise_TD = torch.rand((sum(tokens), x_TD.shape[1]), generator=generator, dtype=torch.float32)
         start = sum(tokens[: self._data.rank])

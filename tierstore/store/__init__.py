@@ -8,7 +8,15 @@ from tierstore.store.config import IoBackendName, IoConfig, StoreConfig, StripeC
 from tierstore.store.core import OptimizerStep
 from tierstore.store.disk.drives import DriveReport
 from tierstore.store.fetching import Lease, RecordView
-from tierstore.store.format import Group, GroupLayout, Placement, RecordSchema, Section, WeightFormat
+from tierstore.store.format import (
+    Group,
+    GroupLayout,
+    Placement,
+    RecordSchema,
+    Section,
+    Training,
+    WeightFormat,
+)
 from tierstore.store.opening import OpenAt
 from tierstore.store.parameter_store import LastCommit, ParameterStore, StoreStatus, verify_store
 from tierstore.store.records import RecordInfo
@@ -42,6 +50,7 @@ __all__ = [
     "StoreConfig",
     "StoreStatus",
     "StripeConfig",
+    "Training",
     "VerifyReport",
     "WearConfig",
     "WeightFormat",

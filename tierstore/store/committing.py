@@ -169,7 +169,11 @@ class Committer:
             for directory in dict.fromkeys(self._directories):
                 fsync_directory(directory)
             self._directories = []
-            reached = [record.live.step for record in self._records.cached.values()]
+            # A frozen record replays nothing, so it keeps no steps alive.
+            trained = [
+                record.live for record in self._records.cached.values() if not record.live.schema.frozen
+            ]
+            reached = [live.step for live in trained]
             self._history.forget_before(self._history.oldest(reached))
             own = {_HISTORY: self._history.pack()}
             if extents.budget is not None:

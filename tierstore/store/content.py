@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from tierstore import _native
 from tierstore._native import Buffer, Priority
 from tierstore.cache.host_cache import HostCache
-from tierstore.store.format import COMMITTED_GROUPS
 from tierstore.store.index.live import LiveRecord
 from tierstore.store.opening import scratch_buffers
 from tierstore.store.optimizer import CachedRecord, RecordOptimizer
@@ -35,7 +34,7 @@ def record_crc32c(
     with contextlib.ExitStack() as stack:
         sections: list[Buffer] = []
         tickets: list[int] = []
-        for group in COMMITTED_GROUPS:
+        for group in live.schema.groups:
             resident: Sequence[Buffer] = ()
             if cached is not None:
                 resident = cache.sections(cached.entry(group))

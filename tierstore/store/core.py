@@ -25,7 +25,7 @@ from tierstore.store.failures import Failures
 from tierstore.store.format import Group
 from tierstore.store.index.database import index_bytes
 from tierstore.store.opening import Parts
-from tierstore.store.optimizer import CachedRecord, RecordOptimizer
+from tierstore.store.optimizer import CachedRecord, RecordOptimizer, refuse_frozen
 from tierstore.store.records import Records, by_layer
 from tierstore.units import format_bytes
 
@@ -151,11 +151,14 @@ class StoreCore:
         self, key: str, groups: Mapping[Group, Sequence[_native.Buffer]], *, step: int
     ) -> list[int]:
         """Queues the write of a DIRECT record from the owner's memory, which must not change until
-        ``commit``, or until the tickets that are returned have been waited for.
+        ``commit``, or until the tickets that are returned have been waited for. Raises StoreError for a frozen record that
+        has been written already.
         """
         self.failures.check()
-        self._before_change()
         live = self.records.direct(key)
+        if live.schema.frozen and live.slots[Group.WEIGHTS] is not None:
+            raise StoreError(f"record {key!r} is frozen: it is written once")
+        self._before_change()
         tickets = [live.write(group, sections, ()) for group, sections in groups.items()]
         self.committer.writes += tickets
         live.step, live.changed = step, True
@@ -239,6 +242,7 @@ class OptimizerStep:
         records = [core.record(key) for key in gradients]
         for record in records:
             key = record.live.key
+            refuse_frozen(record.live)
             check_array(f"record {key!r}: gradient", gradients[key], core.records.info(key).schema.numel)
             if core.records.leased[key]:
                 raise StoreError(f"update: record {key!r} is leased; release it first")

@@ -97,7 +97,7 @@ def begin_fetch(core: StoreCore, keys: Sequence[str], groups: Sequence[Group]) -
     """
     core.failures.check()
     base = _base_need(groups)
-    wanted = [core.record(key) for key in dict.fromkeys(keys)]
+    wanted = _wanted(core, keys, groups)
     views: dict[str, RecordView] = {}
     tickets: list[int] = []
     pinned: list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint16]]] = []
@@ -152,13 +152,22 @@ def prefetch(core: StoreCore, keys: Sequence[str], groups: Sequence[Group]) -> i
     core.failures.check()
     base = _base_need(groups)
     covered = 0
-    for layer, records in by_layer(core.record(key) for key in dict.fromkeys(keys)):
+    for layer, records in by_layer(_wanted(core, keys, groups)):
         numbers, flags = _needs(core, records, base)
         taken = core.cache.prefetch(Phase.USER, layer, numbers, flags)
         covered += taken
         if taken < len(records):
             break
     return covered
+
+
+def _wanted(core: StoreCore, keys: Sequence[str], groups: Sequence[Group]) -> list[CachedRecord]:
+    """The records of ``keys``. Raises KeyError, and ValueError where a frozen one is asked for its moments."""
+    wanted = [core.record(key) for key in dict.fromkeys(keys)]
+    for record in wanted:
+        if Group.MOMENTS in groups and record.live.schema.frozen:
+            raise ValueError(f"groups: record {record.live.key!r} is frozen: it has no moments")
+    return wanted
 
 
 def _base_need(groups: Sequence[Group]) -> Need:

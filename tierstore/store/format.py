@@ -42,19 +42,30 @@ class Group(IntEnum):
         return self.name.lower()
 
 
-#: Groups that a commit holds.
+#: Groups that a commit holds; of frozen records only the weights (``RecordSchema.groups``).
 COMMITTED_GROUPS = (Group.WEIGHTS, Group.MOMENTS)
 
 
 class WeightFormat(Enum):
-    """How the fp32 master weight is kept.
+    """How the weight is kept.
 
-    ``SPLIT_BF16`` keeps its bf16 rounding (``weight_hi``, all that a forward pass reads) apart from a 16-bit
-    remainder (``weight_lo``); merging them is exact.
+    ``SPLIT_BF16`` keeps the bf16 rounding of an fp32 master weight (``weight_hi``, all that a forward pass reads) apart
+    from a 16-bit remainder (``weight_lo``); merging them is exact. ``BF16`` keeps nothing but the rounding: only frozen
+    records have it, since AdamW steps an fp32 master weight.
     """
 
     FP32 = "fp32"
     SPLIT_BF16 = "split-bf16"
+    BF16 = "bf16"
+
+
+class Training(Enum):
+    """Whether a class of records is trained. A frozen record has weights and nothing else: it is written once, when it is
+    registered, and read from then on; no optimizer step takes it or counts for it.
+    """
+
+    TRAINED = "trained"
+    FROZEN = "frozen"
 
 
 class Placement(Enum):
@@ -62,6 +73,11 @@ class Placement(Enum):
 
     CACHED = "cached"
     DIRECT = "direct"
+
+
+#: How weights that are trained, and those that are frozen, may be kept.
+TRAINED_FORMATS = (WeightFormat.FP32, WeightFormat.SPLIT_BF16)
+FROZEN_FORMATS = (WeightFormat.BF16, WeightFormat.FP32)
 
 
 @dataclass(frozen=True)
@@ -102,7 +118,8 @@ class GroupLayout:
 
 @dataclass(frozen=True)
 class RecordSchema:
-    """The shape of a class of records: AdamW state of ``numel`` parameters, 12 bytes a parameter on disk.
+    """The shape of a class of records: AdamW state of ``numel`` parameters, 12 bytes a parameter on disk; or, frozen, their
+    weights alone, 2 bytes (BF16) or 4 (FP32).
 
     ``name`` names the extent files, so it is limited to letters, digits, ``-`` and ``_``.
     """
@@ -111,14 +128,37 @@ class RecordSchema:
     numel: int
     weight_format: WeightFormat = WeightFormat.FP32
     placement: Placement = Placement.CACHED
+    training: Training = Training.TRAINED
 
     def __post_init__(self) -> None:
         if not self.name or not self.name.replace("-", "").replace("_", "").isalnum():
             raise ConfigError(f"schema name {self.name!r}: expected letters, digits, '-' and '_'")
         if self.numel < 1:
             raise ConfigError(f"schema {self.name}: numel must be at least 1, got {self.numel}")
+        allowed = FROZEN_FORMATS if self.frozen else TRAINED_FORMATS
+        if self.weight_format not in allowed:
+            expected = " or ".join(weight_format.value for weight_format in allowed)
+            raise ConfigError(
+                f"schema {self.name}: {self.training.value} records are kept as {expected}, "
+                f"got {self.weight_format.value}"
+            )
+
+    @property
+    def frozen(self) -> bool:
+        """Whether its records are read only."""
+        return self.training is Training.FROZEN
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups of a record that a commit holds."""
+        return COMMITTED_GROUPS[:1] if self.frozen else COMMITTED_GROUPS
 
     def layout(self, group: Group) -> GroupLayout:
+        """The sections of ``group``; of a frozen record only the weights have any."""
+        if self.frozen:
+            dtype = "<f4" if self.weight_format is WeightFormat.FP32 else "<u2"
+            sections = (Section("weight", dtype, self.numel),)
+            return GroupLayout(group, sections, 0) if group is Group.WEIGHTS else GroupLayout(group, (), 1)
         weights: tuple[Section, ...] = (Section("weight", "<f4", self.numel),)
         moments: tuple[Section, ...] = (
             Section("exp_avg", "<f4", self.numel),
@@ -138,7 +178,7 @@ class RecordSchema:
     @property
     def record_bytes(self) -> int:
         """Bytes of content of one record, scratch excluded."""
-        return sum(self.layout(group).nbytes for group in COMMITTED_GROUPS)
+        return sum(self.layout(group).nbytes for group in self.groups)
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -146,6 +186,8 @@ class RecordSchema:
             "numel": self.numel,
             "weight_format": self.weight_format.value,
             "placement": self.placement.value,
+            # Stores without frozen records stay as they have always been, byte for byte.
+            **({"training": self.training.value} if self.frozen else {}),
         }
 
     @classmethod
@@ -157,6 +199,7 @@ class RecordSchema:
                 int(str(value["numel"])),
                 WeightFormat(value["weight_format"]),
                 Placement(value["placement"]),
+                Training(value.get("training", Training.TRAINED.value)),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, ConfigError) as error:
             raise StoreFormatError(f"not a record schema: {value!r} ({error})") from error

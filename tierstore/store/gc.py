@@ -36,7 +36,7 @@ from tierstore.store.disk.home import (
     refuse_shared,
 )
 from tierstore.store.disk.lease import DirectoryLease
-from tierstore.store.format import COMMITTED_GROUPS, RecordSchema
+from tierstore.store.format import RecordSchema
 from tierstore.store.index.database import PREVIOUS, Index
 from tierstore.store.index.entries import RecordEntry
 from tierstore.store.opening import read_meta
@@ -175,7 +175,7 @@ class _Collector:
             schemas, _, known = read_meta(home, index)
             if PREVIOUS in index.snapshots():
                 self.report.left.append(f"{directory}: a prepared commit that not every rank may have")
-            used = _used_slots(index)
+            used = _used_slots(index, schemas)
             self._one_directory(directory, 0, schemas, used, ranks | {"index", IDENTITY})
             for number, entry in enumerate(known[1:], 1):
                 stripe = Path(str(entry["path"]))
@@ -208,7 +208,7 @@ class _Collector:
         layouts = {
             f"{schema.name}.{group.label}": (index, group, schema.layout(group).slot_bytes)
             for index, schema in enumerate(schemas)
-            for group in COMMITTED_GROUPS
+            for group in schema.groups
         }
         for child in sorted((directory / "extents").iterdir()):
             if child.name not in layouts:
@@ -245,14 +245,14 @@ class _Collector:
         self._found(path, "slots that no commit refers to", max(nbytes, 0), remove)
 
 
-def _used_slots(index: Index) -> _Used:
+def _used_slots(index: Index, schemas: Sequence[RecordSchema]) -> _Used:
     used: dict[tuple[int, int, int], set[int]] = defaultdict(set)
     tables: Iterable[Mapping[str, RecordEntry]] = (
         index.read_commit(name).records for name in (None, *index.snapshots())
     )
     for table in tables:
         for entry in table.values():
-            for group, location in zip(COMMITTED_GROUPS, entry.groups, strict=True):
+            for group, location in zip(schemas[entry.schema].groups, entry.groups, strict=True):
                 used[entry.schema, group, location.directory].add(location.slot)
     return used
 

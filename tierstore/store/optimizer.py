@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from tierstore._native import Buffer, Engine
 from tierstore.cache.access import GROUP_STRIDE
 from tierstore.cache.host_cache import HostCache
+from tierstore.errors import StoreError
 from tierstore.store.adamw import Row, StepHistory
 from tierstore.store.format import Group
 from tierstore.store.index.live import LiveRecord
@@ -28,6 +29,12 @@ class CachedRecord:
         return self.number * GROUP_STRIDE + group
 
 
+def refuse_frozen(record: LiveRecord) -> None:
+    """Raises StoreError for a record that no optimizer step may take."""
+    if record.schema.frozen:
+        raise StoreError(f"record {record.key!r} is frozen: it has no moments, and no step takes it")
+
+
 class RecordOptimizer:
     """Steps and replays records of one store under one step history."""
 
@@ -37,7 +44,9 @@ class RecordOptimizer:
         self._cache = cache
 
     def behind(self, record: CachedRecord) -> int:
-        """Steps that must be replayed before the record's weights are used."""
+        """Steps that must be replayed before the record's weights are used; none of a frozen one."""
+        if record.live.schema.frozen:
+            return 0
         return max(self.history.missed(record.live.step), 0)  # one that the open step has stepped is ahead
 
     def catch_up(self, record: CachedRecord) -> None:
@@ -69,8 +78,10 @@ class RecordOptimizer:
         ticket.
 
         An applied step's number is for a gradient that waited for that step's norm. Whatever the record missed before is
-        replayed in the same pass. Raises StoreError where no step is open, or the record has taken the step already.
+        replayed in the same pass. Raises StoreError where no step is open, or the record has taken the step already, or
+        is frozen.
         """
+        refuse_frozen(record.live)
         if number is None or number > self.history.applied:
             number = self.history.current
         rows, reached = self.history.step_rows(record.live.step, number)

@@ -77,17 +77,24 @@ class Records:
     def add(self, key: str, schema: int, layer: int, entry: RecordEntry | None = None) -> LiveRecord:
         """Adds a new record, or with ``entry`` one that the opened commit has."""
         live = self._live.add_record(key, schema, layer, entry)
+        return self._cached(live, stored=entry is not None)
+
+    def add_stored(self, key: str, schema: int, layer: int) -> LiveRecord:
+        """Adds a new record whose content the caller writes to its slots before anything reads it."""
+        return self._cached(self._live.add_record(key, schema, layer), stored=True)
+
+    def _cached(self, live: LiveRecord, *, stored: bool) -> LiveRecord:
         if live.schema.placement is Placement.DIRECT:
             return live
         layouts = [live.schema.layout(group) for group in Group]
         cached = self._cache.add_record(
-            layer,
+            live.layer,
             [[section.nbytes for section in layout.sections] for layout in layouts],
             [layout.slot_bytes for layout in layouts],
             backing=live,
-            stored=entry is not None,
+            stored=stored,
         )
-        self.cached[key] = CachedRecord(cached, live)
+        self.cached[live.key] = CachedRecord(cached, live)
         return live
 
     def remove(self, key: str) -> None:

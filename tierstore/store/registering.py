@@ -14,7 +14,6 @@ from tierstore.cache.config import Scope
 from tierstore.errors import StoreError
 from tierstore.store.core import StoreCore, check_array
 from tierstore.store.format import (
-    COMMITTED_GROUPS,
     Group,
     Placement,
     RecordSchema,
@@ -99,7 +98,7 @@ def _content(new: NewRecord, shape: RecordSchema) -> list[npt.NDArray[np.generic
     """The leading sections of a new record; those that are not there begin as zeros."""
     if new.sections is not None:
         parts = [np.ascontiguousarray(part) for part in new.sections()]
-        layout = [section for group in COMMITTED_GROUPS for section in shape.layout(group).sections]
+        layout = [section for group in shape.groups for section in shape.layout(group).sections]
         sizes = [section.nbytes for section in layout]
         if [part.nbytes for part in parts] != sizes:
             raise ValueError(
@@ -109,11 +108,11 @@ def _content(new: NewRecord, shape: RecordSchema) -> list[npt.NDArray[np.generic
     weight = new.weight() if callable(new.weight) else new.weight
     values = np.zeros(shape.numel, np.float32) if weight is None else weight
     check_array(_weight_of(new), values, shape.numel)
-    if shape.weight_format is not WeightFormat.SPLIT_BF16:
+    if shape.weight_format is WeightFormat.FP32:
         return [np.ascontiguousarray(values)]
     high, low = np.empty(shape.numel, np.uint16), np.empty(shape.numel, np.int16)
     _native.split_bf16(high, low, np.ascontiguousarray(values))
-    return [high, low]
+    return [high] if shape.frozen else [high, low]
 
 
 def _weight_of(new: NewRecord) -> str:
@@ -121,13 +120,14 @@ def _weight_of(new: NewRecord) -> str:
 
 
 def _fill(core: StoreCore, record: CachedRecord, content: Sequence[npt.NDArray[np.generic]]) -> None:
-    cache, begun = core.cache, False
+    cache, begun, groups = core.cache, False, record.live.schema.groups
+    need = Need.WEIGHTS | Need.DIRTY_WEIGHTS if record.live.schema.frozen else Need.STEP
     try:
-        for _ in core.access(Phase.INIT, record.live.layer, [record], Need.STEP):
+        for _ in core.access(Phase.INIT, record.live.layer, [record], need):
             begun = True
             moments = record.entry(Group.MOMENTS)
-            sections = [*cache.sections(record.entry(Group.WEIGHTS)), *cache.sections(moments)]
-            for group in COMMITTED_GROUPS:
+            sections = [section for group in groups for section in cache.sections(record.entry(group))]
+            for group in groups:
                 core.wait(cache.before_write(record.entry(group)))
                 cache.wrote(record.entry(group), 0)
             for section, part in zip(sections, content, strict=False):

@@ -29,7 +29,6 @@ from tierstore.parallel import ExpertBlocks
 from tierstore.store.config import StoreConfig
 from tierstore.store.directories import building, building_directory, rank_directories, rank_directory
 from tierstore.store.disk.home import IDENTITY, OWN_NAMES, fsync_directory
-from tierstore.store.format import COMMITTED_GROUPS
 from tierstore.store.opening import minimum_host_budget, read_schemas
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.store.registering import NewRecord
@@ -141,7 +140,7 @@ class _Old:
     def sections(self, key: str, expert: int) -> list[npt.NDArray[np.generic]]:
         """All committed sections of an expert, caught up."""
         store = self.holder(expert)
-        with store.fetch([key], COMMITTED_GROUPS) as lease:
+        with store.fetch([key], store.info(key).schema.groups) as lease:
             return [lease[key].copy(name) for name in lease[key].sections]
 
 

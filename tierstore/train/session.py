@@ -34,9 +34,10 @@ from tierstore.tiers import DeviceSlots, DeviceTier, limited_tier, open_device_t
 from tierstore.timeline import NullTimeline, TimelineSink, Track
 from tierstore.train.budgets import EXPERT_SCHEMA, Budgets, DeviceKind, budgets, expert_schema
 from tierstore.train.config import TrainConfig
-from tierstore.train.data import TextData, TrainingData
+from tierstore.train.data import TrainingData
 from tierstore.train.footprint import return_freed_memory
 from tierstore.train.ranks import Agreed, Opening, agree, check_alike
+from tierstore.train.sources import open_data
 from tierstore.train.state import TrainState, conditions, differences
 from tierstore.train.step_time import StepTimer
 from tierstore.train.thread_times import ThreadTimes, stolen_while_running
@@ -53,14 +54,16 @@ def open_session(
     timeline: TimelineSink | None = None,
     io_log: Path | None = None,
     accepted: Callable[[], None] = lambda: None,
+    tokenising: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[Trainer]:
     """A trainer over ``config.store``, closed at exit whatever happens; what was not committed is gone.
 
     On several ranks (``mesh``) this is a collective, and each has a store of its own under ``config.store``. Budgets are
-    each rank's. ``accepted`` is called when nothing has been refused, before the first write. Raises ConfigError,
+    each rank's. ``accepted`` is called when nothing has been refused, before the first write; ``tokenising`` with bytes that
+    were tokenised and bytes in all, where documents must be. Raises ConfigError,
     DataError, BudgetError, CapabilityError, StoreError, PeerError, OSError; on a failure nothing was created or changed.
     """
-    setup = _prepare(config, opening, mesh, timeline or NullTimeline())
+    setup = _prepare(config, opening, mesh, timeline or NullTimeline(), tokenising)
     accepted()
     shell = _build_model(setup)
     with contextlib.ExitStack() as stack:
@@ -138,7 +141,13 @@ class _Shell:
     layouts: Sequence[UnitLayout]
 
 
-def _prepare(config: TrainConfig, opening: Opening, mesh: Mesh | None, timeline: TimelineSink) -> _Setup:
+def _prepare(
+    config: TrainConfig,
+    opening: Opening,
+    mesh: Mesh | None,
+    timeline: TimelineSink,
+    progress: Callable[[int, int], None],
+) -> _Setup:
     device = rank_device(config.device, RankEnvironment()) if mesh is None else mesh.device
     mesh = mesh or Mesh.alone(RankEnvironment(), device)
     _check_batch(config, mesh.world.size)
@@ -146,7 +155,17 @@ def _prepare(config: TrainConfig, opening: Opening, mesh: Mesh | None, timeline:
         torch.set_num_threads(config.threads)
     compute_deterministically(device)
     divided = budgets(config, DeviceKind(device.type))
-    data = TextData(config.data, seq_len=config.model.seq_len)
+    data = open_data(
+        config.data,
+        seq_len=config.model.seq_len,
+        vocab_size=config.model.vocab_size,
+        tokenizer=config.model.tokenizer,
+        store=config.store,
+        together=config.model.mixes_documents,
+        first=mesh.world.rank == 0,
+        barrier=mesh.world.barrier,
+        progress=progress,
+    )
     present = conditions(
         config, threads=torch.get_num_threads(), device=device, data_crc32=data.crc32, mesh=mesh
     )

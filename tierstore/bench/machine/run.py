@@ -189,7 +189,7 @@ def _expert_points(repeats: int) -> _Points:
     import torch
 
     from tierstore.moe.config import ExpertShape
-    from tierstore.moe.experts import Workspace, backward_expert, forward_expert
+    from tierstore.moe.experts import Workspace, backward_weighted_expert, forward_expert
 
     shape = ExpertShape(256, 512)
     points: _Points = []
@@ -211,7 +211,7 @@ def _expert_points(repeats: int) -> _Points:
             work: Workspace = work,
         ) -> None:
             forward_expert(shape, flat, x, inner, out, work)
-            backward_expert(shape, flat, gradients, x, inner, weight, grad_out.clone(), out, work)
+            backward_weighted_expert(shape, flat, gradients, x, inner, weight, grad_out.clone(), out, work)
 
         flops = 6 * rows * shape.numel
         points += [(flops / 2, spent / 2) for spent in _timed(both, repeats)]

@@ -18,7 +18,6 @@ from tierstore.bench.soak.model import StoreModel, content, wrong_bytes
 from tierstore.bench.soak.plan import SoakShape, key_of
 from tierstore.store import Group
 from tierstore.store.disk.lease import DirectoryLease
-from tierstore.store.format import COMMITTED_GROUPS
 from tierstore.store.index.database import Commit, Index
 from tierstore.store.index.entries import RecordEntry
 
@@ -80,7 +79,7 @@ def _check(
     entry = commit.records[key_of(record)]
     slots = {
         (record, group, location.directory, location.slot, version)
-        for group, location in zip(COMMITTED_GROUPS, entry.groups, strict=True)
+        for group, location in zip(shape.schema(record).groups, entry.groups, strict=True)
     }
     if slots <= seen:
         return
@@ -97,7 +96,7 @@ def _sections(
     roots: Sequence[Path], shape: SoakShape, record: int, entry: RecordEntry
 ) -> Iterator[tuple[str, Path, np.ndarray[tuple[int], np.dtype[np.uint8]]]]:
     schema = shape.schema(record)
-    for group, location in zip(COMMITTED_GROUPS, entry.groups, strict=True):
+    for group, location in zip(schema.groups, entry.groups, strict=True):
         layout = schema.layout(group)
         path = roots[location.directory] / "extents" / f"{schema.name}.{group.label}"
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -88,6 +88,8 @@ class Extent:
         self._holes: list[int] = []
         self._unchecked: set[int] = set()
         self._holes_unpunched = False
+        # Free slots that read as zeros: their blocks were allocated, and nothing was written since.
+        self._zeros: set[int] = set()
         self._references: Counter[int] = Counter()
         self._punches: list[int] = []
         self._punch_errors: list[OSError] = []  # not reported yet
@@ -128,6 +130,7 @@ class Extent:
         self._holes = sorted(set(self._holes) - set(filled))
         for slot in (*filled, *grown):
             heapq.heappush(self._free, slot)
+        self._zeros.update(grown)
         if grown:
             self.unsynced_directory = True
         self.slots += len(grown)
@@ -143,6 +146,23 @@ class Extent:
         self._unchecked = set(self._references)
         self._holes = [slot for slot in range(self.slots) if slot not in self._references]
         self._holes_unpunched = bool(self._holes)
+
+    def clear_holes(self) -> None:
+        """Makes every slot that has been free since the file was opened read as zeros, where the file system can."""
+        if not self._holes_unpunched:
+            return
+        self.end_punches()
+        try:
+            for first, count in _runs(self._holes):
+                self.file.punch(first * self.slot_bytes, count * self.slot_bytes)
+        except OSError:  # no holes here: what is to be zero must be written
+            return
+        self._holes_unpunched = False
+        self._zeros.update(self._holes)
+
+    def reads_as_zeros(self, slot: int) -> bool:
+        """Whether ``slot`` holds nothing but zeros, without having been written."""
+        return slot in self._zeros
 
     @property
     def free_slots(self) -> int:
@@ -251,12 +271,14 @@ class Extent:
         return [ticket for ticket in tickets if not self._engine.done(ticket)]
 
     def write(self, slot: int, sections: Sequence[Buffer], crcs: CrcTable, after: Sequence[int]) -> int:
-        """Queues a write of a whole slot, after every read and write queued on that slot before."""
+        """Queues a write of a slot, or of its first sections, after every read and write queued on that slot before."""
+        self._zeros.discard(slot)
         before = [*after, *self._unfinished(self._reads.pop(slot, ()))]
         if slot in self._last_write:
             before.append(self._last_write[slot])
         if self._budget is not None:
-            before.append(self._budget.turn(self.slot_bytes, before))
+            written = sum(section.padded_nbytes for section in self.layout.sections[: len(sections)])
+            before.append(self._budget.turn(written, before))
         ticket = self._transfer_out(
             self.file,
             slot * self.slot_bytes,

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from tierstore._native import DirectIo, Engine, FileCreate, Link
 from tierstore.capabilities import Capability
-from tierstore.errors import StoreFormatError
+from tierstore.errors import StoreError, StoreFormatError
 from tierstore.store.disk.discard import Discard
 from tierstore.store.disk.drives import Drive, DriveReport, Drives
 from tierstore.store.disk.extents import Extent
+from tierstore.store.disk.space import schema_copies
 from tierstore.store.disk.striping import StripedExtent
 from tierstore.store.disk.write_budget import WriteBudget
-from tierstore.store.format import COMMITTED_GROUPS, Group, RecordSchema
+from tierstore.store.format import Group, RecordSchema
 
 
 class SchemaExtents:
@@ -26,11 +27,17 @@ class SchemaExtents:
         self.number = number
         self.schema = schema
         self._make = make
-        self._groups = {group: make(group) for group in COMMITTED_GROUPS}
+        self._groups = {group: make(group) for group in schema.groups}
 
     def __getitem__(self, group: int) -> StripedExtent:
-        """The extent of ``group``. That of gradients is made when it is first used."""
+        """The extent of ``group``. That of gradients is made when it is first used. Raises StoreError for frozen records,
+        which have weights alone.
+        """
         if group not in self._groups:
+            if self.schema.frozen:
+                raise StoreError(
+                    f"records of schema {self.schema.name!r} are frozen: they have no {Group(group).label}"
+                )
             self._groups[Group(group)] = self._make(Group(group))
         return self._groups[Group(group)]
 
@@ -52,6 +59,7 @@ class _Opener:
     link: Link | None
     budget: WriteBudget | None
     discard: Discard
+    added: Collection[str]
 
     def striped(self, schema: RecordSchema, group: Group) -> StripedExtent:
         files = [self._open(drive, schema, group) for drive in self.drives]
@@ -60,6 +68,9 @@ class _Opener:
     def _open(self, drive: Drive, schema: RecordSchema, group: Group) -> Extent:
         scratch = group is Group.GRADIENTS
         path = drive.path / ("scratch" if scratch else "extents") / f"{schema.name}.{group.label}"
+        new = scratch or schema.name in self.added
+        if new:  # a process that was killed before its commit may have left one
+            path.unlink(missing_ok=True)
         try:
             extent = Extent(
                 self.engine,
@@ -67,7 +78,7 @@ class _Opener:
                 schema.layout(group),
                 directory=drive.number,
                 direct=self.direct,
-                create=FileCreate.YES if scratch else drive.create,
+                create=FileCreate.YES if new else drive.create,
                 links=[link for link in (drive.link, self.link) if link is not None],
                 budget=self.budget,
                 meter=drive.meter,
@@ -84,7 +95,9 @@ class _Opener:
 
 
 class StoreExtents:
-    """The extents of the schemas of a store, by number. ``link`` limits the speed of all drives together."""
+    """The extents of the schemas of a store, by number. ``link`` limits the speed of all drives together. ``added``: names
+    of schemas that no commit knows yet.
+    """
 
     def __init__(
         self,
@@ -96,6 +109,7 @@ class StoreExtents:
         link: Link | None = None,
         budget: WriteBudget | None = None,
         discard: Capability = Capability.OFF,
+        added: Collection[str] = (),
     ) -> None:
         self.schemas = list(schemas)
         self.budget = budget
@@ -111,7 +125,7 @@ class StoreExtents:
             for stale in scratch.iterdir():
                 stale.unlink()
         self.discarding = Discard(discard, [drive.path / "scratch" for drive in drives])
-        opener = _Opener(engine, drives, direct, link, budget, self.discarding)
+        opener = _Opener(engine, drives, direct, link, budget, self.discarding, added)
         self._by_schema: list[SchemaExtents] = []
         try:
             for number, schema in enumerate(self.schemas):
@@ -143,7 +157,8 @@ class StoreExtents:
             extent.recover()
 
     def reserve(self, copies: int, counts: Mapping[str, int]) -> None:
-        """Reserves space for ``copies`` of ``counts[schema name]`` records, or of as many as ever before.
+        """Reserves space for ``copies`` of ``counts[schema name]`` records (one of frozen ones), or of as many as ever
+        before.
 
         Raises OSError (ENOSPC) before anything moves; a count that was refused is not asked for again.
         """
@@ -162,8 +177,9 @@ class StoreExtents:
 
     def _needed(self, copies: int, counts: Counter[str]) -> Iterator[tuple[StripedExtent, int]]:
         for extents in self:
-            for group in COMMITTED_GROUPS:
-                yield extents[group], counts[extents.schema.name] * copies
+            schema = extents.schema
+            for group in schema.groups:
+                yield extents[group], counts[schema.name] * schema_copies(schema, copies)
 
     @property
     def allocated_bytes(self) -> int:

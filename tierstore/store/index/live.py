@@ -56,6 +56,8 @@ class LiveRecord:
         slot = self.slots[group]
         if slot is None or slot.extent.shared(slot.number):
             if slot is not None:
+                if self.schema.frozen:
+                    raise AssertionError(f"record {self.key} is frozen, and was about to be written again")
                 # A read of the slot left behind compares with the checksums that this write is about to replace.
                 after = [*after, *slot.extent.reads_in_flight(slot.number)]
             slot = self.slots[group] = self.extents[group].allocate()
@@ -101,7 +103,7 @@ class LiveIndex:
             record.key
             for record in self.records.values()
             if record.schema.placement is Placement.DIRECT
-            and any(record.slots[group] is None for group in COMMITTED_GROUPS)
+            and any(record.slots[group] is None for group in record.schema.groups)
         ]
 
     def explain(self, path: str, offset: int, section: int | None = None) -> str:
@@ -126,7 +128,7 @@ class LiveIndex:
     def _entry(self, record: LiveRecord) -> RecordEntry:
         crcs = record.crcs.array()
         locations = []
-        for group in COMMITTED_GROUPS:
+        for group in record.schema.groups:
             slot = record.slots[group]
             if slot is None:
                 raise AssertionError(f"record {record.key}: {group.label} committed before it was written")
@@ -152,11 +154,12 @@ class LiveIndex:
         used: set[Slot] = set()
         for key, entry in table.items():
             what = f"{where}: record {key!r}"
-            if entry.schema >= len(self._extents.schemas) or len(entry.groups) != len(COMMITTED_GROUPS):
+            schemas = self._extents.schemas
+            if entry.schema >= len(schemas) or len(entry.groups) != len(schemas[entry.schema].groups):
                 raise StoreFormatError(
                     f"{what}: schema {entry.schema} with {len(entry.groups)} groups is unknown"
                 )
-            for group, location in zip(COMMITTED_GROUPS, entry.groups, strict=True):
+            for group, location in zip(schemas[entry.schema].groups, entry.groups, strict=True):
                 extents = self._extents[entry.schema][group]
                 known = location.directory < len(extents.extents)
                 if not known or len(location.crcs) != len(extents.layout.sections):
@@ -176,8 +179,9 @@ class LiveIndex:
 
     def slots_of(self, entry: RecordEntry) -> Iterator[tuple[GroupLocation, Slot]]:
         """Each location of a durable entry, and the slot that it names."""
-        for group, location in zip(COMMITTED_GROUPS, entry.groups, strict=True):
-            extent = self._extents[entry.schema][group].extents[location.directory]
+        extents = self._extents[entry.schema]
+        for group, location in zip(extents.schema.groups, entry.groups, strict=True):
+            extent = extents[group].extents[location.directory]
             yield location, Slot(extent, location.slot)
 
     def retain(self, entries: Iterable[RecordEntry]) -> None:

@@ -1,0 +1,117 @@
+"""``tierstore import``: a checkpoint of Hugging Face transformers becomes a store that can be trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from tierstore.cli.options import EXISTING_DIRECTORY, PATH, SIZE, json_option
+from tierstore.cli.output import Output, OutputMode
+from tierstore.model.config import ComputeDtype
+from tierstore.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from tierstore.hf.importing import ImportPlan, ImportReport
+
+
+@click.command("import")
+@click.argument("model", type=EXISTING_DIRECTORY, metavar="MODEL_DIR")
+@click.option(
+    "--store", type=PATH, required=True, help="Directory of the store; an import that was cut short goes on."
+)
+@click.option(
+    "--compute",
+    type=click.Choice([dtype.value for dtype in ComputeDtype]),
+    help="Type in which the model will compute (default: fp32 for a checkpoint in fp32, else bf16).",
+)
+@click.option("--frozen", is_flag=True, help="Experts as weights alone, read only: for LoRA.")
+@click.option("--host-budget", type=SIZE, default=64 << 20, help="Memory for experts on their way (64MiB).")
+@json_option
+def import_(
+    model: Path, store: Path, compute: str | None, frozen: bool, host_budget: int, output: Output
+) -> None:
+    """Make a store of the safetensors in MODEL_DIR. Under torchrun, each rank imports its own part."""
+    from tierstore.hf.importing import ImportOptions, import_model
+    from tierstore.hf.manifest import Weights
+    from tierstore.parallel import launch
+    from tierstore.parallel.config import ParallelConfig
+
+    options = ImportOptions(
+        compute=None if compute is None else ComputeDtype(compute),
+        weights=Weights.FROZEN if frozen else Weights.TRAINABLE,
+        host_budget=host_budget,
+    )
+    with launch(ParallelConfig(), device="cpu") as mesh:
+        if mesh.world.rank:
+            output = Output(OutputMode.SILENT)
+        with output.progress(0, label="import") as progress:
+
+            def update(done: int, total: int, fields: Mapping[str, object]) -> None:
+                progress.update(done >> 20, total >> 20, {"MiB": format_bytes(done), **fields})
+
+            report = import_model(
+                model,
+                store,
+                options,
+                mesh=mesh,
+                planned=lambda plan: _describe(plan, store, output),
+                progress=update,
+            )
+        _show(report, store, output)
+
+
+def _describe(plan: ImportPlan, store: Path, output: Output) -> None:
+    manifest = plan.manifest
+    experts = manifest.experts
+    output.line(
+        f"model: {manifest.architecture}, {manifest.total_parameters / 1e6:.1f} M parameters; {experts.records} experts in "
+        f"{len(experts.layers)} layers, {experts.numel} parameters each; computes in {manifest.compute.value}"
+    )
+    if manifest.quantization.value != "none":
+        output.line(
+            f"the checkpoint is quantised ({manifest.quantization.value}); it is stored, and exported, as bf16"
+        )
+    if manifest.carried:
+        output.line(
+            f"{len(manifest.carried)} tensors that this family ignores ({manifest.carried[0].name}, ...) are carried along"
+        )
+    each = " for each rank" if plan.ranks > 1 else ""
+    output.line(
+        f"disk: {format_bytes(plan.disk_bytes)}{each} reserved in {store}; {format_bytes(plan.source_bytes)} to read; "
+        "moments begin as zeros that are not written"
+    )
+
+
+def _show(report: ImportReport, store: Path, output: Output) -> None:
+    manifest = report.manifest
+    skipped = f" ({report.skipped} were there already)" if report.skipped else ""
+    output.line(
+        f"{store}: {report.records} records imported{skipped} in {format_seconds(report.elapsed_s)}; read "
+        f"{format_bytes(report.read_bytes)}, wrote {format_bytes(report.written_bytes)}"
+    )
+    output.emit(
+        {
+            "store": str(store),
+            "model_type": manifest.model_type,
+            "architecture": manifest.architecture,
+            "compute": manifest.compute.value,
+            "weights": manifest.weights.value,
+            "quantization": manifest.quantization.value,
+            "total_parameters": manifest.total_parameters,
+            "expert_parameters": manifest.expert_parameters,
+            "experts": manifest.experts.records,
+            "carried_tensors": len(manifest.carried),
+            "records": report.records,
+            "skipped_records": report.skipped,
+            "read_bytes": report.read_bytes,
+            "written_bytes": report.written_bytes,
+            "reserved_bytes": report.reserved_bytes,
+            "commits": report.commits,
+            "elapsed_s": report.elapsed_s,
+            "read_bytes_per_s": report.read_bytes / report.elapsed_s if report.elapsed_s else None,
+            "written_bytes_per_s": report.written_bytes / report.elapsed_s if report.elapsed_s else None,
+        }
+    )

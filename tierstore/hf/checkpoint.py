@@ -1,0 +1,404 @@
+"""Checkpoints on disk: the tensors of ``model.safetensors``, or of the shards that ``model.safetensors.index.json`` names.
+
+A safetensors file is 8 bytes with the length of a JSON header, the header, and the values of all tensors, one after
+another without gaps. Headers are read here, not by the package ``safetensors``, so that single tensors and rows of them
+are read past the page cache, into memory that is there already. Nothing in a header is believed before it is checked:
+files come from the internet.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.errors import DataError
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+#: As safetensors itself has it.
+MAX_HEADER_BYTES = 100_000_000
+#: Direct reads begin and end at multiples of this, in the file and in memory.
+ALIGNMENT = 4096
+
+#: Bytes of one value, by safetensors' name of the type.
+ITEM_BYTES: Mapping[str, int] = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E5M2": 1,
+    "F8_E4M3": 1,
+    "F8_E8M0": 1,
+    "I16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "U32": 4,
+    "F32": 4,
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+}
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_METADATA = "__metadata__"
+_MOST_DIMENSIONS = 32
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor lies: ``nbytes`` bytes from ``offset`` of ``file``, row-major. ``dtype``: safetensors' name."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Header:
+    """What one safetensors file holds, by name, in file order. ``nbytes``: of the header, its length included."""
+
+    tensors: Mapping[str, TensorInfo]
+    metadata: Mapping[str, str]
+    nbytes: int
+
+
+# Headers ----------------------------------------------------------------------------------------------------
+
+
+def read_header(path: Path) -> Header:
+    """The header of ``path``, checked against the file. Raises DataError naming file, tensor and what was expected;
+    OSError.
+    """
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        start = file.read(8)
+        if len(start) < 8:
+            raise DataError(
+                f"{path}: {size} bytes, expected a safetensors file of at least 8; is it truncated?"
+            )
+        length = int.from_bytes(start, "little")
+        if length > MAX_HEADER_BYTES:
+            raise DataError(f"{path}: a header of {length} bytes, expected at most {MAX_HEADER_BYTES}")
+        if 8 + length > size:
+            raise DataError(f"{path}: truncated: a header of {length} bytes in a file of {size}")
+        raw = file.read(length)
+    if len(raw) != length:
+        raise DataError(f"{path}: truncated while it was read")
+    table = _parse(path, raw)
+    metadata = table.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise DataError(f"{path}: {_METADATA}: expected an object of texts")
+    infos = [_info(path, name, value, 8 + length) for name, value in table.items()]
+    infos.sort(key=lambda info: (info.offset, info.nbytes))
+    at = 8 + length
+    for info in infos:
+        if info.offset != at:
+            what = "overlaps the tensor before it" if info.offset < at else "leaves a gap before it"
+            raise DataError(
+                f"{path}: tensor {info.name!r} {what}: it begins at byte {info.offset}, expected {at}"
+            )
+        at += info.nbytes
+    if at != size:
+        what = "truncated" if at > size else "longer than its header says"
+        raise DataError(f"{path}: {what}: {size} bytes, expected {at}")
+    return Header({info.name: info for info in infos}, metadata, 8 + length)
+
+
+def _parse(path: Path, raw: bytes) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(pairs)
+        if len(table) != len(pairs):
+            seen: set[str] = set()
+            twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+            raise DataError(f"{path}: the header names {twice!r} twice")
+        return table
+
+    def refuse(word: str) -> NoReturn:
+        raise ValueError(f"{word} is not JSON")
+
+    if not raw.startswith(b"{"):
+        raise DataError(f"{path}: not a safetensors file: its header is no JSON object")
+    try:
+        table = json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+    except DataError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: not a safetensors file: its header is not JSON ({error})") from error
+    if not isinstance(table, dict):
+        raise DataError(f"{path}: not a safetensors file: its header is no JSON object")
+    return table
+
+
+def _info(path: Path, name: str, value: object, data: int) -> TensorInfo:
+    what = f"{path}: tensor {name[:200]!r}"
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        raise DataError(f"{what}: expected dtype, shape and data_offsets, and nothing else")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise DataError(f"{what}: unknown dtype {str(dtype)[:40]!r}; known: {', '.join(ITEM_BYTES)}")
+    if not _naturals(shape) or len(shape) > _MOST_DIMENSIONS:
+        raise DataError(f"{what}: shape: expected at most {_MOST_DIMENSIONS} whole numbers of at least 0")
+    if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise DataError(f"{what}: data_offsets: expected [begin, end], got {str(offsets)[:80]}")
+    nbytes = math.prod(shape) * ITEM_BYTES[dtype]
+    if offsets[1] - offsets[0] != nbytes:
+        raise DataError(
+            f"{what}: data_offsets span {offsets[1] - offsets[0]} bytes, and {dtype} {str(tuple(shape))[:80]} has "
+            f"{nbytes}"
+        )
+    return TensorInfo(name, path, dtype, tuple(shape), data + offsets[0], nbytes)
+
+
+def _naturals(value: object) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 1 << 63 for item in value
+    )
+
+
+# A whole checkpoint -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The tensors of a model directory by name, and the files that they lie in, in the order of their names."""
+
+    directory: Path
+    tensors: Mapping[str, TensorInfo]
+    files: tuple[Path, ...]
+
+    @classmethod
+    def open(cls, directory: Path) -> Checkpoint:
+        """Reads the headers of all files. Raises DataError, one line naming file and tensor; OSError."""
+        if not directory.is_dir():
+            raise DataError(f"{directory}: expected a model directory")
+        if (directory / SINGLE_NAME).exists():
+            header = read_header(directory / SINGLE_NAME)
+            return cls(directory, header.tensors, (directory / SINGLE_NAME,))
+        if (directory / INDEX_NAME).exists():
+            return cls._sharded(directory)
+        raise DataError(_no_checkpoint(directory))
+
+    @classmethod
+    def _sharded(cls, directory: Path) -> Checkpoint:
+        index = directory / INDEX_NAME
+        weight_map = _weight_map(index)
+        names = sorted(set(weight_map.values()))
+        missing = [name for name in names if not (directory / name).is_file()]
+        if missing:
+            raise DataError(f"{directory / missing[0]}: missing; {index} names it{_more(missing)}")
+        tensors: dict[str, TensorInfo] = {}
+        for name in names:
+            for tensor, info in read_header(directory / name).tensors.items():
+                if weight_map.get(tensor) == name:
+                    tensors[tensor] = info
+                elif tensor in weight_map:
+                    raise DataError(
+                        f"{directory / name}: tensor {tensor!r} is in this file, and {INDEX_NAME} says it is in "
+                        f"{weight_map[tensor]}"
+                    )
+                else:
+                    raise DataError(f"{directory / name}: tensor {tensor!r} is not in {INDEX_NAME}")
+        lost = [tensor for tensor in weight_map if tensor not in tensors]
+        if lost:
+            raise DataError(
+                f"{directory / weight_map[lost[0]]}: tensor {lost[0]!r} is missing; {INDEX_NAME} says it is there"
+                f"{_more(lost)}"
+            )
+        return cls(directory, tensors, tuple(directory / name for name in names))
+
+    @property
+    def unlisted(self) -> list[str]:
+        """Safetensors files in the directory that are no part of the checkpoint: the index may lack them."""
+        own = {file.name for file in self.files}
+        return sorted(path.name for path in self.directory.glob("*.safetensors") if path.name not in own)
+
+    def fingerprint(self) -> str:
+        """SHA-256 over the configuration, all headers and samples of the values: tells this checkpoint from others
+        without reading it. It does not depend on where it lies.
+        """
+        digest = hashlib.sha256()
+        config = self.directory / "config.json"
+        digest.update(config.read_bytes() if config.exists() else b"")
+        for path in self.files:
+            with open(path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                digest.update(f"{path.name} {size}\n".encode())
+                header = 8 + int.from_bytes(file.read(8), "little")
+                file.seek(0)
+                digest.update(file.read(header))
+                step = max((size - header) // _SAMPLES, _SAMPLE_BYTES)
+                for offset in range(header, size, step):
+                    file.seek(offset)
+                    digest.update(file.read(_SAMPLE_BYTES))
+        return digest.hexdigest()
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        value = json.loads(index.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{index}: not JSON: {error}") from error
+    weight_map = value.get("weight_map") if isinstance(value, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise DataError(f"{index}: weight_map: expected an object, tensor name to file name")
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+            raise DataError(
+                f"{index}: weight_map.{tensor}: expected the name of a .safetensors file in the same directory, got "
+                f"{str(file)[:80]!r}"
+            )
+    return weight_map
+
+
+def _more(items: list[str]) -> str:
+    return f" (and {len(items) - 1} more)" if len(items) > 1 else ""
+
+
+def _no_checkpoint(directory: Path) -> str:
+    names = sorted(path.name for path in directory.iterdir())
+    pickled = next((name for name in names if name.endswith(_PICKLES)), None)
+    if pickled is not None:
+        return (
+            f"{directory / pickled}: pickled weights run code when they are read, so they are refused; convert them "
+            f"where you trust them: AutoModelForCausalLM.from_pretrained({str(directory)!r}).save_pretrained(OUT) "
+            "writes safetensors"
+        )
+    loose = next((name for name in names if name.endswith(".safetensors")), None)
+    if loose is not None:
+        return f"{directory}: {INDEX_NAME} is missing, which says what {loose} and the other files hold"
+    return f"{directory}: neither {SINGLE_NAME} nor {INDEX_NAME} here"
+
+
+# Reading ----------------------------------------------------------------------------------------------------
+
+
+class Window:
+    """Page-aligned memory that reads go through; one for each thread that reads. It grows to the largest read."""
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+
+    def take(self, nbytes: int) -> memoryview:
+        """At least ``nbytes`` of it. What was taken before is overwritten."""
+        if self._memory is None or len(self._memory) < nbytes:
+            self._memory = mmap.mmap(-1, -(-nbytes // ALIGNMENT) * ALIGNMENT)
+        return memoryview(self._memory)
+
+
+class TensorReader:
+    """Reads bytes of tensors past the page cache: with O_DIRECT, or where the file system has none, dropping the pages
+    behind it. Any number of threads may read, each through a ``Window`` of its own. A context manager.
+    """
+
+    def __init__(self) -> None:
+        self._files: dict[Path, tuple[int, bool]] = {}
+        self._retired: list[int] = []
+        self._lock = threading.Lock()  # of both
+        #: Why files are read through the page cache; empty when they are not.
+        self.direct_reason = ""
+
+    def read(self, info: TensorInfo, begin: int, end: int, window: Window) -> npt.NDArray[np.uint8]:
+        """Bytes ``[begin, end)`` of a tensor, a view into ``window`` that the next read overwrites.
+
+        Raises DataError when the file has been cut short meanwhile; OSError.
+        """
+        if not 0 <= begin <= end <= info.nbytes:
+            raise ValueError(f"tensor {info.name!r}: bytes {begin} to {end} of {info.nbytes}")
+        if begin == end:
+            return np.empty(0, np.uint8)
+        first, last = info.offset + begin, info.offset + end
+        low = first // ALIGNMENT * ALIGNMENT
+        high = -(-last // ALIGNMENT) * ALIGNMENT
+        memory = window.take(high - low)
+        fd, direct = self._open(info.file)
+        got = self._fill(info.file, fd, direct, memory[: high - low], low, last - low)
+        if got < last - low:
+            raise DataError(f"{info.file}: truncated while it was read: tensor {info.name!r} ends beyond it")
+        if not direct:
+            os.posix_fadvise(fd, low, high - low, os.POSIX_FADV_DONTNEED)
+        return np.frombuffer(memory, np.uint8, end - begin, first - low)
+
+    def _fill(self, path: Path, fd: int, direct: bool, memory: memoryview, offset: int, wanted: int) -> int:
+        got = 0
+        while got < wanted:
+            try:
+                count = os.preadv(fd, [memory[got:]], offset + got)
+            except OSError as error:
+                if not (direct and error.errno == errno.EINVAL):
+                    raise OSError(error.errno, error.strerror, str(path)) from error
+                self.direct_reason = f"{path}: O_DIRECT: {error.strerror}"
+                return self._fill_buffered(path, memory, offset, wanted)
+            got += count
+            if count == 0 or (direct and count % ALIGNMENT):
+                break  # the end of the file: what follows it is not wanted
+        return got
+
+    def _fill_buffered(self, path: Path, memory: memoryview, offset: int, wanted: int) -> int:
+        """From now on: the file was opened for direct reads, and does not take them."""
+        with self._lock:
+            fd, direct = self._files[path]
+            if direct:
+                self._retired.append(fd)  # another thread may be reading from it
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                self._files[path] = (fd, False)
+        return self._fill(path, fd, False, memory, offset, wanted)
+
+    def _open(self, path: Path) -> tuple[int, bool]:
+        with self._lock:
+            if path not in self._files:
+                try:
+                    self._files[path] = (os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT), True)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+                    self.direct_reason = f"{path}: O_DIRECT: {error.strerror}"
+                    self._files[path] = (os.open(path, os.O_RDONLY | os.O_CLOEXEC), False)
+            return self._files[path]
+
+    def close(self) -> None:
+        """Closes the files; no thread may be reading."""
+        with self._lock:
+            for fd in [*self._retired, *(fd for fd, _ in self._files.values())]:
+                os.close(fd)
+            self._retired.clear()
+            self._files.clear()
+
+    def __enter__(self) -> TensorReader:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
+
+
+def copy_tensors(
+    infos: Iterable[TensorInfo],
+    reader: TensorReader,
+    write: Callable[[npt.NDArray[np.uint8]], object],
+    *,
+    chunk_bytes: int = 8 << 20,
+) -> None:
+    """Gives the bytes of ``infos``, one after another, to ``write``, at most ``chunk_bytes`` at once."""
+    window = Window()
+    for info in infos:
+        for begin in range(0, info.nbytes, chunk_bytes):
+            write(reader.read(info, begin, min(begin + chunk_bytes, info.nbytes), window))

@@ -1,0 +1,226 @@
+"""What a configuration says of a model: every parameter, by building it in transformers without any memory."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tierstore.dense.config import Fusion
+from tierstore.errors import ConfigError
+from tierstore.hf.families import Family, family_of
+from tierstore.hf.manifest import (
+    BufferEntry,
+    ExpertEntry,
+    Manifest,
+    ParameterEntry,
+    Quantization,
+    TiedEntry,
+    UnitEntry,
+    Weights,
+)
+from tierstore.hf.packages import quiet_transformers, transformers
+from tierstore.model.config import ComputeDtype
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+CONFIG_NAME = "config.json"
+_QUANTIZED = {None: Quantization.NONE, "fp8": Quantization.FP8_BLOCKS, "mxfp4": Quantization.MXFP4}
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json, or that of a model directory. Raises ConfigError naming the file; OSError."""
+    file = path / CONFIG_NAME if path.is_dir() else path
+    try:
+        value = json.loads(file.read_bytes())
+    except FileNotFoundError as error:
+        raise ConfigError(f"{file}: missing; expected a model directory or its {CONFIG_NAME}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file}: expected a JSON object")
+    return value
+
+
+def describe(path: Path, compute: ComputeDtype | None = None) -> Manifest:
+    """The model of a directory or a config.json, without looking at its weights: source dtypes are empty.
+
+    ``compute`` None: bf16, unless the configuration says fp32. Raises ConfigError, CapabilityError.
+    """
+    return describe_config(read_config(path), compute, where=str(path))
+
+
+def describe_config(
+    config: Mapping[str, Any], compute: ComputeDtype | None = None, *, where: str = CONFIG_NAME
+) -> Manifest:
+    """The model of a configuration's values; see ``describe``."""
+    family = family_of(config.get("model_type"), where=where)
+    quantization = quantization_of(config, where=where)
+    if compute is None:
+        said = str(config.get("dtype") or config.get("torch_dtype"))
+        full = said in ("float32", "None") and quantization is Quantization.NONE
+        compute = ComputeDtype.FP32 if full else ComputeDtype.BF16
+    with quiet_transformers():
+        model, parsed = _build(config, compute, where)
+    modules = expert_modules(model)
+    experts = _experts(family, parsed, modules, where)
+    layers = int(parsed.num_hidden_layers)
+    owned = {id(parameter) for module in modules.values() for parameter in module.parameters()}
+    units, tied = _units(family, model, owned, layers)
+    return Manifest(
+        model_type=family.model_type,
+        architecture=type(model).__name__,
+        compute=compute,
+        weights=Weights.TRAINABLE,
+        fusion=Fusion.UNIT,
+        quantization=quantization,
+        vocab_size=int(parsed.vocab_size),
+        d_model=int(parsed.hidden_size),
+        layers=layers,
+        experts=experts,
+        units=units,
+        buffers=_buffers(family, model),
+        tied=tied,
+    )
+
+
+def quantization_of(config: Mapping[str, Any], *, where: str) -> Quantization:
+    """How the weights of this configuration are kept. Raises ConfigError for a way that is not known."""
+    settings = config.get("quantization_config")
+    method = settings.get("quant_method", "unnamed") if isinstance(settings, Mapping) else None
+    if method not in _QUANTIZED:
+        raise ConfigError(
+            f"{where}: quantization_config: expected weights that are not quantised, fp8 by blocks or mxfp4, got "
+            f"{method!r}; import the model that it was made of"
+        )
+    found = _QUANTIZED[method]
+    if found is Quantization.FP8_BLOCKS and settings is not None:
+        block = settings.get("weight_block_size")
+        if block != [128, 128]:
+            raise ConfigError(
+                f"{where}: quantization_config.weight_block_size: expected [128, 128], got {block}"
+            )
+    return found
+
+
+def _build(config: Mapping[str, Any], compute: ComputeDtype, where: str) -> tuple[nn.Module, Any]:
+    """The model on the meta device, in the types that it has in memory, and its parsed configuration."""
+    import torch
+
+    library = transformers()
+    plain = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
+    before = torch.get_default_dtype()
+    try:
+        parsed = library.CONFIG_MAPPING[config["model_type"]].from_dict(plain)
+        cls = library.MODEL_FOR_CAUSAL_LM_MAPPING[type(parsed)]
+        torch.set_default_dtype(compute.torch)
+        with torch.device("meta"):
+            model: nn.Module = cls(parsed)
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{where}: transformers cannot build this model: {error}") from error
+    except Exception as error:  # huggingface_hub checks the types of fields with errors of its own
+        if type(error).__module__.split(".")[0] not in ("huggingface_hub", "transformers"):
+            raise
+        text = " ".join(str(error).split())
+        raise ConfigError(f"{where}: transformers cannot build this model: {text}") from error
+    finally:
+        torch.set_default_dtype(before)
+    return model, parsed
+
+
+def expert_modules(model: nn.Module) -> dict[int, nn.Module]:
+    """The modules of transformers that hold the fused experts, by decoder layer."""
+    found = {}
+    for name, module in model.named_modules():
+        # Only classes under transformers' decorator for experts have it in their own namespace.
+        if "_apply_gate" in vars(type(module)):
+            number = re.search(r"layers\.(\d+)\.", f"{name}.")
+            if number is not None:
+                found[int(number[1])] = module
+    return found
+
+
+def _experts(family: Family, config: Any, modules: Mapping[int, nn.Module], where: str) -> ExpertEntry:
+    if not modules:
+        raise ConfigError(f"{where}: no layer of this model has experts")
+    shapes = {tuple(module.gate_up_proj.shape) for module in modules.values()}  # type: ignore[union-attr, arg-type]
+    if len(shapes) > 1:
+        raise ConfigError(f"{where}: expected experts of one shape in all layers, found {sorted(shapes)}")
+    count, *fused = shapes.pop()
+    d_model = int(config.hidden_size)
+    transposed = bool(getattr(next(iter(modules.values())), "is_transposed", False))
+    d_ff = fused[1 if transposed else 0] // 2
+    top_k = config.num_experts_per_tok
+    if not isinstance(top_k, int) or not 1 <= top_k <= count:
+        raise ConfigError(f"{where}: num_experts_per_tok: expected 1 to {count}, got {top_k}")
+    return ExpertEntry(
+        layers=tuple(sorted(modules)),
+        count=count,
+        top_k=top_k,
+        d_model=d_model,
+        d_ff=d_ff,
+        layout=family.layout,
+        activation=str(config.hidden_act),
+        source_dtype="",
+    )
+
+
+def unit_of(name: str) -> str:
+    """The dense unit of parameter ``name``: embedding, a unit for each decoder layer, and head for what follows them."""
+    if name.startswith("model.embed_tokens."):
+        return "embedding"
+    number = re.match(r"model\.layers\.(\d+)\.", name)
+    return "head" if number is None else f"block.{number[1]}"
+
+
+def _units(
+    family: Family, model: nn.Module, experts: set[int], layers: int
+) -> tuple[tuple[UnitEntry, ...], tuple[TiedEntry, ...]]:
+    units: dict[str, list[ParameterEntry]] = {
+        "embedding": [],
+        **{f"block.{layer}": [] for layer in range(layers)},
+        "head": [],
+    }
+    first: dict[int, str] = {}
+    tied = []
+    wide = _kept_wide(model)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in experts:
+            continue
+        source = family.source_of(name)
+        if id(parameter) in first:
+            tied.append(TiedEntry(name, first[id(parameter)], source, stored=False))
+            continue
+        first[id(parameter)] = name
+        dtype = "float32" if any(part in name for part in wide) else _dtype_name(parameter.dtype)
+        units[unit_of(name)].append(ParameterEntry(name, tuple(parameter.shape), dtype, source, ""))
+    return tuple(UnitEntry(name, tuple(entries)) for name, entries in units.items()), tuple(tied)
+
+
+def _buffers(family: Family, model: nn.Module) -> tuple[BufferEntry, ...]:
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    wide = _kept_wide(model)
+    return tuple(
+        BufferEntry(
+            name,
+            tuple(value.shape),
+            "float32" if any(part in name for part in wide) else _dtype_name(value.dtype),
+            family.source_of(name),
+            "",
+        )
+        for name, value in model.state_dict().items()
+        if name not in parameters
+    )
+
+
+def _kept_wide(model: nn.Module) -> tuple[str, ...]:
+    """What transformers keeps in fp32 when it loads the model in bf16."""
+    return tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

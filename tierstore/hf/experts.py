@@ -1,0 +1,200 @@
+"""Experts of a transformers module, computed where they are leased: an implementation of its experts interface.
+
+Shapes: T tokens, K experts a token, E experts of a layer, D width of the model, F width of an expert.
+
+transformers keeps a layer's experts in one module, called with the tokens, the experts that each was routed to and
+their weights, and lets a third party compute it. Ours has no parameters: an :class:`ExpertLayer` that is bound to the
+module leases each expert from an :class:`~tierstore.moe.source.ExpertSource`. The results, and the gradients, have the
+bits of transformers' own ``grouped_mm`` on a CPU.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tierstore.errors import ConfigError
+from tierstore.hf.spec import ACTIVATIONS
+from tierstore.moe.computing import ExpertPass, Weighting, compute_experts
+from tierstore.moe.config import Activation, ExpertShape, SaveActivations
+from tierstore.moe.dispatch import Dispatch, RowOrder, dispatch
+from tierstore.moe.exchange import Charge, LocalRows, Rows, gather_counts, rows_of
+from tierstore.moe.source import ExpertSource
+from tierstore.parallel import Mesh
+from tierstore.stats import Cause, StallLedger, Tier
+
+#: The name under which transformers knows the implementation (``experts_implementation``).
+IMPLEMENTATION = "tierstore"
+
+#: The attribute of an experts module that holds its layer.
+_BOUND = "tierstore_layer"
+
+
+class ExpertLoads:
+    """How many assignments each expert got in the last forward pass, by layer, from all ranks: int64 (E,).
+
+    A layer that is computed again, by gradient checkpointing, is counted once.
+    """
+
+    def __init__(self) -> None:
+        self._by_layer: dict[int, Tensor] = {}
+
+    def begin(self) -> None:
+        """A forward pass begins."""
+        self._by_layer.clear()
+
+    def record(self, layer: int, load_E: Tensor) -> None:
+        self._by_layer[layer] = load_E
+
+    def of(self, layer: int) -> Tensor | None:
+        """None: no forward pass has reached the layer."""
+        return self._by_layer.get(layer)
+
+    def all(self) -> tuple[Tensor, ...]:
+        """In the order of layers."""
+        return tuple(self._by_layer[layer] for layer in sorted(self._by_layer))
+
+
+class ExpertLayer:
+    """What computes the experts of decoder layer ``layer``."""
+
+    def __init__(
+        self,
+        layer: int,
+        shape: ExpertShape,
+        experts: int,
+        source: ExpertSource,
+        *,
+        loads: ExpertLoads,
+        save: SaveActivations = SaveActivations.SAVE,
+        mesh: Mesh | None = None,
+        ledger: StallLedger | None = None,
+    ) -> None:
+        """``mesh``: the ranks whose tokens make up the global batch, and how experts are spread over them."""
+        self.layer = layer
+        self.shape = shape
+        self.experts = experts
+        self.source = source
+        self.save = SaveActivations(save)
+        self._loads = loads
+        self._mesh = mesh
+        self._charge: Charge | None = None
+        if ledger is not None:
+            self._charge = partial(ledger.stall, layer=layer, tier=Tier.RANKS, cause=Cause.ALL_TO_ALL)
+
+    def __call__(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        """``(T, D)`` to ``(T, D)``. On several ranks a collective. Raises PeerError."""
+        own_E = torch.bincount(expert_TK.reshape(-1), minlength=self.experts)
+        if own_E.numel() > self.experts:
+            raise ValueError(f"layer {self.layer}: routed to expert {own_E.numel() - 1} of {self.experts}")
+        alone = self._mesh is None or self._mesh.world.size == 1
+        plan = dispatch(expert_TK, own_E, RowOrder.SORTED if alone else RowOrder.TOKENS)
+        rows, load_E = self._rows(plan, own_E)
+        self._loads.record(self.layer, load_E)
+        call = ExpertPass(self.layer, self.shape, self.source, plan, rows, Weighting.BY_OUTPUT, self.save)
+        return compute_experts(x_TD, weight_TK, call)
+
+    def _rows(self, plan: Dispatch, own_E: Tensor) -> tuple[Rows, Tensor]:
+        if self._mesh is None or self._mesh.world.size == 1:
+            return LocalRows(plan, plan.experts), own_E
+        load_RE = gather_counts(own_E, self._mesh.world, self._charge)
+        training = torch.is_grad_enabled()
+        rows = rows_of(plan, load_RE, self._mesh, training=training, charge=self._charge)
+        return rows, load_RE.sum(dim=0)
+
+
+def compute_bound(
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """The experts implementation: computes ``module`` by the layer that is bound to it."""
+    layer: ExpertLayer | None = getattr(module, _BOUND, None)
+    if layer is None:
+        raise RuntimeError(
+            f"{type(module).__name__}: no experts are bound to this module; load its model with tierstore.hf"
+        )
+    return layer(hidden_states, top_k_index, top_k_weights)
+
+
+def register() -> None:
+    """Makes the implementation known to transformers. Once is enough; more does no harm."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    if IMPLEMENTATION not in ALL_EXPERTS_FUNCTIONS.valid_keys():
+        ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, compute_bound)
+
+
+def bind(module: nn.Module, layer: ExpertLayer) -> None:
+    """From now on ``layer`` computes ``module``, which must have no parameters."""
+    setattr(module, _BOUND, layer)
+
+
+def bound(module: nn.Module) -> ExpertLayer | None:
+    """The layer that computes ``module``, if one does."""
+    return getattr(module, _BOUND, None)
+
+
+def is_experts(kind: type) -> bool:
+    """Whether modules of this class are experts under transformers' experts interface."""
+    return issubclass(kind, nn.Module) and "_apply_gate" in vars(kind)
+
+
+def experts_modules(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
+    """Every experts module of ``model``, with the number of its decoder layer. Raises ConfigError."""
+    for name, module in model.named_modules():
+        if is_experts(type(module)):
+            found = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+            if found is None:
+                raise ConfigError(f"{name}: experts outside of a decoder layer are not supported")
+            yield int(found[1]), module
+
+
+def expert_shape_of(module: Any) -> ExpertShape:
+    """The shape of one expert of an experts module, which still has its parameters (on any device).
+
+    Raises ConfigError saying which of its features is not covered.
+    """
+    name = type(module).__name__
+    if not module.has_gate:
+        raise ConfigError(f"{name}: experts without a gate are not supported")
+    if module.has_post_expert_norm:
+        raise ConfigError(f"{name}: a norm behind each expert is not supported")
+    fused = dict(module.named_parameters())
+    if module.has_bias or module.is_transposed or not module.is_concatenated:
+        # gpt-oss: all three at once, and a gate of its own.
+        if not (
+            module.has_bias
+            and module.is_transposed
+            and not module.is_concatenated
+            and hasattr(module, "alpha")
+            and hasattr(module, "limit")
+        ):
+            raise ConfigError(f"{name}: this layout of experts is not supported")
+        _, d_ff, d_model = fused["down_proj"].shape
+        shape = ExpertShape(
+            d_model, d_ff, Activation.CLAMPED_SWIGLU, alpha=float(module.alpha), limit=float(module.limit)
+        )
+    else:
+        if not type(module)._apply_gate.__module__.startswith("transformers.integrations."):
+            raise ConfigError(f"{name}: a gate of its own is not supported")
+        _, d_model, d_ff = fused["down_proj"].shape
+        shape = ExpertShape(d_model, d_ff, _activation_of(module))
+    numel = sum(parameter[0].numel() for parameter in fused.values())
+    if numel != shape.numel:
+        found = ", ".join(f"{key} {tuple(value.shape)}" for key, value in fused.items())
+        raise ConfigError(f"{name}: expected experts of {shape.numel} parameters, found {found}")
+    return shape
+
+
+def _activation_of(module: Any) -> Activation:
+    from transformers.activations import ACT2FN
+
+    name = getattr(module.config, "hidden_act", None)
+    activation = ACTIVATIONS.get(name) if isinstance(name, str) else None
+    if activation is None or type(module.act_fn) is not type(ACT2FN[name]):
+        raise ConfigError(f"hidden_act: expected one of {', '.join(ACTIVATIONS)}, got {name!r}")
+    return activation

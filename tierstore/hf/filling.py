@@ -1,0 +1,239 @@
+"""Records of a checkpoint, written to a store: experts and dense slices, read ahead while earlier ones are written.
+
+Reader threads read single tensors, check them and bring them into the form of the record; the calling thread adds records
+and queues their writes, in one order, so that memory, commits and the place of every record are the same each time. What
+is held at once: a ring of experts within a budget, and one rank's slices of one dense unit.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore import _native
+from tierstore._native import Arena, Buffer, HugePages
+from tierstore.dense.layout import UnitLayout
+from tierstore.dense.slices import schema_name
+from tierstore.hf.checkpoint import Window
+from tierstore.hf.families import Part
+from tierstore.hf.manifest import ParameterEntry
+from tierstore.hf.weights import WeightReader
+from tierstore.store.format import SECTION_ALIGNMENT, RecordSchema, WeightFormat
+from tierstore.store.loading import RecordLoader
+from tierstore.train.budgets import EXPERT_SCHEMA
+
+#: Threads that read, and experts in memory beyond those that they work on.
+READERS = 4
+_AHEAD = 4
+#: Values of a dense parameter that one thread reads at once.
+_DENSE_VALUES = 4 << 20
+#: Values that are split at once into a bf16 value and a remainder.
+_SPLIT_VALUES = 1 << 20
+
+
+@dataclass(frozen=True)
+class ExpertJob:
+    """One expert to import: the key of its record, and its tensors in the record's order."""
+
+    key: str
+    layer: int
+    parts: Sequence[Part]
+
+
+@dataclass(frozen=True)
+class UnitJob:
+    """One rank's slices of a dense unit to import."""
+
+    layout: UnitLayout
+    parameters: Sequence[ParameterEntry]
+    rank: int
+
+
+Job = ExpertJob | UnitJob
+
+
+class _ExpertBuffers:
+    """Memory for one expert in the form of its record: the leading section of its weights, and a remainder."""
+
+    def __init__(self, schema: RecordSchema) -> None:
+        sections = [section for group in schema.groups for section in schema.layout(group).sections]
+        needed = sections[: 2 if schema.weight_format is WeightFormat.SPLIT_BF16 else 1]
+        arena = Arena(sum(section.padded_nbytes for section in needed), HugePages.AUTO)
+        self._buffers, offset = [], 0
+        for section in needed:
+            self._buffers.append(Buffer(arena, [(offset, section.padded_nbytes)], section.nbytes))
+            offset += section.padded_nbytes
+        self._sections = len(sections)
+        self._bf16 = schema.weight_format is not WeightFormat.FP32
+        self._exact = False
+        #: Writes out of this memory.
+        self.tickets: list[int] = []
+
+    @staticmethod
+    def nbytes(schema: RecordSchema) -> int:
+        """Bytes of one."""
+        split = schema.weight_format is WeightFormat.SPLIT_BF16
+        sections = [section for group in schema.groups for section in schema.layout(group).sections]
+        return sum(section.padded_nbytes for section in sections[: 2 if split else 1])
+
+    def fill(self, parts: Sequence[Part], weights: WeightReader, window: Window) -> None:
+        """Reads an expert. Raises DataError, OSError."""
+        first = self._buffers[0].array()
+        self._exact = self._bf16
+        for part in parts:
+            begin, end = part.offset, part.offset + part.numel
+            if not self._bf16:
+                weights.read_fp32(part, 0, part.numel, first.view(np.float32)[begin:end], window)
+            elif weights.is_bf16(part.source):
+                weights.read_bf16(part, 0, part.numel, first.view(np.uint16)[begin:end], window)
+                self._remainder(begin, end)[:] = 0
+            else:
+                self._exact = False
+                for low in range(0, part.numel, _SPLIT_VALUES):
+                    high = min(low + _SPLIT_VALUES, part.numel)
+                    wide = np.empty(high - low, np.float32)
+                    weights.read_fp32(part, low, high, wide, window)
+                    bits = first.view(np.uint16)[begin + low : begin + high]
+                    _native.split_bf16(bits, self._remainder(begin + low, begin + high), wide)
+
+    def _remainder(self, begin: int, end: int) -> npt.NDArray[np.int16]:
+        """Where what bf16 leaves of those weights is kept; a frozen record has no place for it."""
+        if len(self._buffers) == 1:
+            return np.empty(end - begin, np.int16)
+        return self._buffers[1].array().view(np.int16)[begin:end]
+
+    @property
+    def sections(self) -> list[Buffer | None]:
+        """The sections of the record; zeros are None."""
+        kept: list[Buffer | None] = list(self._buffers[:1] if self._exact else self._buffers)
+        return kept + [None] * (self._sections - len(kept))
+
+
+class Filler:
+    """Adds the records of jobs to a store, in their order. A context manager: leaving it ends the threads."""
+
+    def __init__(
+        self,
+        loader: RecordLoader,
+        weights: WeightReader,
+        expert: RecordSchema,
+        *,
+        budget: int,
+        wrote: Callable[[Job], None] = lambda job: None,
+    ) -> None:
+        """``budget``: bytes for experts in memory; at least two are. ``wrote`` is called with each job whose writes have
+        been queued: the store may be committed in it.
+        """
+        self._loader = loader
+        self._weights = weights
+        self._wrote = wrote
+        self._expert = expert
+        room = max(budget // _ExpertBuffers.nbytes(expert), 2)
+        self._most = min(room, READERS + _AHEAD)
+        self._free: deque[_ExpertBuffers] = deque()
+        self._made = 0
+        self._pending: deque[tuple[ExpertJob, _ExpertBuffers, Future[None]]] = deque()
+        #: The last dense unit's memory, and the writes out of it.
+        self._unit: tuple[Buffer | None, list[int]] = (None, [])
+        self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="import")
+        self._threads = threading.local()
+
+    def __enter__(self) -> Filler:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def run(self, jobs: Iterator[Job]) -> None:
+        """Raises DataError naming a tensor, OSError; records that were added until then can be committed."""
+        for job in jobs:
+            if isinstance(job, UnitJob):
+                self._add_unit(job)
+            else:
+                buffers = self._take()
+                self._pending.append((job, buffers, self._pool.submit(self._read, job, buffers)))
+        while self._pending:
+            self._retire()
+        self._free_unit()
+
+    # Experts ------------------------------------------------------------------------------------------------
+
+    def _window(self) -> Window:
+        if not hasattr(self._threads, "window"):
+            self._threads.window = Window()
+        window: Window = self._threads.window
+        return window
+
+    def _read(self, job: ExpertJob, buffers: _ExpertBuffers) -> None:
+        buffers.fill(job.parts, self._weights, self._window())
+
+    def _take(self) -> _ExpertBuffers:
+        """Memory for one more expert; waits until the writes out of it have ended."""
+        while self._pending and (self._pending[0][2].done() or not (self._free or self._made < self._most)):
+            self._retire()
+        if self._made < self._most:
+            self._made += 1
+            return _ExpertBuffers(self._expert)
+        buffers = self._free.popleft()
+        self._loader.wait(buffers.tickets)
+        buffers.tickets = []
+        return buffers
+
+    def _retire(self) -> None:
+        job, buffers, read = self._pending.popleft()
+        read.result()
+        buffers.tickets = self._loader.add(job.key, EXPERT_SCHEMA, job.layer, buffers.sections)
+        self._free.append(buffers)
+        self._wrote(job)
+
+    # Dense units --------------------------------------------------------------------------------------------
+
+    def _add_unit(self, job: UnitJob) -> None:
+        """Reads a unit, when the one before it is written, and queues its write."""
+        self._free_unit()
+        layout = job.layout
+        size = -(-layout.slice_numel * 4 // SECTION_ALIGNMENT) * SECTION_ALIGNMENT
+        buffer = Buffer(Arena(size, HugePages.AUTO), [(0, size)], layout.slice_numel * 4)
+        values = buffer.array().view(np.float32)
+        reads = []
+        for parameter, begin, end, target in _pieces(job):
+            out = values[target : target + end - begin]
+            reads.append(self._pool.submit(self._read_dense, parameter, begin, end, out))
+        for read in reads:
+            read.result()
+        tickets = self._loader.add(layout.key, schema_name(layout), 0, [buffer, None, None])
+        self._unit = (buffer, tickets)
+        self._wrote(job)
+
+    def _free_unit(self) -> None:
+        self._loader.wait(self._unit[1])
+        self._unit = (None, [])
+
+    def _read_dense(
+        self, parameter: ParameterEntry, begin: int, end: int, out: npt.NDArray[np.float32]
+    ) -> None:
+        piece = Part(parameter.source, None, parameter.shape, 0)
+        self._weights.read_fp32(piece, begin, end, out, self._window())
+
+
+def _pieces(job: UnitJob) -> Iterator[tuple[ParameterEntry, int, int, int]]:
+    """(parameter, its values [begin, end), where they lie in the rank's slices), in runs that one thread reads."""
+    for region, kept in job.layout.slices():
+        start = job.rank * region.slice_numel
+        for span in region.spans:
+            low = max(span.offset, start)
+            high = min(span.offset + span.numel, start + region.slice_numel)
+            for begin in range(low, high, _DENSE_VALUES):
+                end = min(begin + _DENSE_VALUES, high)
+                yield (
+                    job.parameters[span.index],
+                    begin - span.offset,
+                    end - span.offset,
+                    kept.start + begin - start,
+                )

@@ -1,0 +1,466 @@
+"""A checkpoint of transformers becomes a store: ``tierstore import``.
+
+Names, shapes, types and space are checked before the first write. Then the records are written a part at a time, each
+part a commit, so that an import that was killed goes on where it was: what a commit holds is skipped. Until the last
+commit the store says that it is partial, and training refuses it.
+
+With several ranks each imports its own experts and its own slices of the dense units, side by side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tierstore.dense.layout import UnitLayout
+from tierstore.dense.slices import dense_schemas, schema_name
+from tierstore.errors import DataError, StoreError, StoreExistsError, StoreFormatError
+from tierstore.hf.checkpoint import Checkpoint, TensorReader, Window
+from tierstore.hf.describing import describe_config, read_config
+from tierstore.hf.families import Part
+from tierstore.hf.filling import ExpertJob, Filler, Job, UnitJob
+from tierstore.hf.manifest import (
+    BUFFERS_KEY,
+    IMPORT_KEY,
+    MODEL_DIRECTORY,
+    ImportState,
+    Manifest,
+    Progress,
+    Weights,
+    pack_arrays,
+)
+from tierstore.hf.matching import Matched, match
+from tierstore.hf.model_files import (
+    carried_entries,
+    check_tokenizer,
+    companion_files,
+    copy_carried,
+    copy_companions,
+)
+from tierstore.hf.weights import WeightReader
+from tierstore.model.config import ComputeDtype
+from tierstore.parallel import Mesh, RankEnvironment
+from tierstore.store.config import StoreConfig
+from tierstore.store.directories import rank_directories, rank_directory
+from tierstore.store.disk.home import IDENTITY, fsync_directory, remove_unfinished
+from tierstore.store.disk.space import extent_bytes
+from tierstore.store.format import RecordSchema, Training, WeightFormat
+from tierstore.store.loading import RecordLoader
+from tierstore.store.opening import minimum_host_budget
+from tierstore.store.parameter_store import ParameterStore
+from tierstore.train.budgets import EXPERT_SCHEMA
+from tierstore.train.session import expert_key
+from tierstore.train.state import STATE_KEY, TrainState
+
+#: (bytes of the source that are in the store's records, in all, fields to show).
+ProgressCallback = Callable[[int, int, dict[str, object]], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportOptions:
+    """How a checkpoint is imported.
+
+    ``compute`` None: fp32 for a checkpoint in fp32, else bf16. ``host_budget`` (bytes) is for experts on their way; two at
+    least are held. A commit follows every ``commit_bytes`` of the source.
+    """
+
+    compute: ComputeDtype | None = None
+    weights: Weights = Weights.TRAINABLE
+    host_budget: int = 64 << 20
+    commit_bytes: int = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportPlan:
+    """What an import will do, on one rank: found out without writing anything."""
+
+    matched: Matched
+    ranks: int
+    schemas: tuple[RecordSchema, ...]
+    jobs: tuple[Job, ...]
+    counts: dict[str, int]
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.matched.manifest
+
+    @property
+    def disk_bytes(self) -> int:
+        """Space that the store reserves for its records: with copy on write, two copies of what is trained."""
+        return sum(extent_bytes(schema, self.counts[schema.name], 0) for schema in self.schemas)
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of the checkpoint that the jobs read."""
+        return sum(job_bytes(self.matched, job) for job in self.jobs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportReport:
+    """What an import did on this rank. ``records`` were added by this call, ``skipped`` by an earlier one."""
+
+    manifest: Manifest
+    records: int
+    skipped: int
+    read_bytes: int
+    written_bytes: int
+    reserved_bytes: int
+    commits: int
+    elapsed_s: float
+
+
+def import_model(
+    source: Path,
+    store: Path,
+    options: ImportOptions | None = None,
+    *,
+    mesh: Mesh | None = None,
+    planned: Callable[[ImportPlan], None] = lambda plan: None,
+    progress: ProgressCallback | None = None,
+) -> ImportReport:
+    """Makes ``store`` of the model directory ``source``, or goes on with an import of the same that was cut short.
+
+    On several ranks (``mesh``) a collective. ``planned`` is called before the first write. Raises DataError and ConfigError
+    for a checkpoint that is not what its configuration says, StoreExistsError, StoreFormatError for another source,
+    OSError (ENOSPC) before anything is written.
+    """
+    options = options or ImportOptions()
+    start = time.monotonic()
+    mesh = mesh or Mesh.alone(RankEnvironment(), torch.device("cpu"))
+    plan = plan_import(source, options, mesh)
+    state = _state(plan, mesh)
+    _check_ranks(state, mesh)
+    _check_target(store, mesh.world.size)
+    planned(plan)
+    with _open_store(store, plan, state, mesh) as opened, TensorReader() as reader:
+        job = _Import(opened, plan, state, options, progress)
+        job.begin()
+        if mesh.world.rank == 0:
+            _write_model_files(store, source, plan, reader)
+        job.run(WeightReader(plan.matched.checkpoint.tensors, reader))
+        mesh.world.barrier()  # the files are there before any rank calls itself complete
+        job.complete(_read_buffers(plan.matched, reader))
+    return replace(job.report, elapsed_s=time.monotonic() - start)
+
+
+# Planning ---------------------------------------------------------------------------------------------------
+
+
+def plan_import(source: Path, options: ImportOptions, mesh: Mesh) -> ImportPlan:
+    """Reads the configuration and all headers, compares them, and divides the work. Raises as ``import_model``."""
+    config = read_config(source)
+    checkpoint = Checkpoint.open(source)
+    compute = options.compute or _compute_of(checkpoint)
+    described = describe_config(config, compute, where=str(source / "config.json"))
+    matched = match(described, checkpoint)
+    manifest = replace(
+        matched.manifest,
+        weights=options.weights,
+        files=tuple(companion_files(source)),
+        carried=tuple(carried_entries(matched.carried)),
+        source=source.name or str(source.resolve().name),
+        fingerprint=checkpoint.fingerprint(),
+    )
+    matched = replace(matched, manifest=manifest)
+    check_tokenizer(source, manifest.vocab_size)
+    _check_tied(matched)
+    layouts = manifest.unit_layouts(mesh.world.size)
+    owned = mesh.blocks(manifest.experts.count).owned(mesh.expert.rank)
+    jobs = list(_jobs(matched, layouts, mesh.world.rank, owned))
+    expert = expert_record_schema(manifest)
+    schemas = [expert, *dense_schemas(layouts)]
+    counts = {schema.name: 0 for schema in schemas}
+    counts[EXPERT_SCHEMA] = len(owned) * len(manifest.experts.layers)
+    for layout in layouts:
+        counts[schema_name(layout)] += 1
+    return ImportPlan(
+        matched=matched, ranks=mesh.world.size, schemas=tuple(schemas), jobs=tuple(jobs), counts=counts
+    )
+
+
+def expert_record_schema(manifest: Manifest) -> RecordSchema:
+    """The schema of the experts of an imported model."""
+    numel, bf16 = manifest.experts.numel, manifest.compute is ComputeDtype.BF16
+    if manifest.weights is Weights.FROZEN:
+        kept = WeightFormat.BF16 if bf16 else WeightFormat.FP32
+        return RecordSchema(EXPERT_SCHEMA, numel, kept, training=Training.FROZEN)
+    return RecordSchema(EXPERT_SCHEMA, numel, WeightFormat.SPLIT_BF16 if bf16 else WeightFormat.FP32)
+
+
+def _compute_of(checkpoint: Checkpoint) -> ComputeDtype:
+    """fp32 where most of the checkpoint is fp32."""
+    wide = sum(info.nbytes for info in checkpoint.tensors.values() if info.dtype == "F32")
+    whole = sum(info.nbytes for info in checkpoint.tensors.values())
+    return ComputeDtype.FP32 if 2 * wide > whole else ComputeDtype.BF16
+
+
+def _jobs(matched: Matched, layouts: list[UnitLayout], rank: int, owned: range) -> Iterator[Job]:
+    """The dense units in order, each block followed by its experts: as training will ask for them."""
+    manifest = matched.manifest
+    for layout, unit in zip(layouts, manifest.units, strict=True):
+        yield UnitJob(layout, unit.parameters, rank)
+        prefix, _, number = unit.name.partition(".")
+        if prefix == "block" and int(number) in manifest.experts.layers:
+            layer = int(number)
+            for expert in owned:
+                yield ExpertJob(expert_key(layer, expert), layer, matched.expert_parts(layer, expert))
+
+
+def _check_tied(matched: Matched) -> None:
+    """Raises DataError where a tied tensor that is there under both names differs."""
+    tensors = matched.checkpoint.tensors
+    sources = {entry.name: entry.source for entry in matched.manifest.parameters()}
+    first, second = Window(), Window()
+    with TensorReader() as reader:
+        for alias in matched.manifest.tied:
+            if not alias.stored:
+                continue
+            one, other = tensors[sources[alias.of]], tensors[alias.source]
+            chunk = 8 << 20
+            same = one.dtype == other.dtype and all(
+                np.array_equal(
+                    reader.read(one, begin, min(begin + chunk, one.nbytes), first),
+                    reader.read(other, begin, min(begin + chunk, one.nbytes), second),
+                )
+                for begin in range(0, one.nbytes, chunk)
+            )
+            if not same:
+                raise DataError(
+                    f"{other.file}: tensor {alias.source!r} differs from {one.name!r}, and the configuration ties them "
+                    "(tie_word_embeddings)"
+                )
+
+
+def job_bytes(matched: Matched, job: Job) -> int:
+    """Bytes of the checkpoint that ``job`` reads, but for rounding."""
+    if isinstance(job, ExpertJob):
+        return sum(_part_bytes(matched, part) for part in job.parts)
+    tensors = matched.checkpoint.tensors
+    whole = sum(tensors[entry.source].nbytes for entry in job.parameters)
+    padded = max(job.layout.padded_numel, 1)
+    return whole * job.layout.slice_numel // padded
+
+
+def _part_bytes(matched: Matched, part: Part) -> int:
+    tensors = matched.checkpoint.tensors
+    info = tensors.get(part.source)
+    if info is not None:
+        return part.numel * info.item_bytes
+    return part.numel // 2 + part.numel // 32
+
+
+# The store --------------------------------------------------------------------------------------------------
+
+
+def _state(plan: ImportPlan, mesh: Mesh) -> ImportState:
+    manifest = plan.manifest
+    return ImportState(
+        progress=Progress.PARTIAL,
+        fingerprint=manifest.fingerprint,
+        compute=manifest.compute,
+        weights=manifest.weights,
+        ranks=mesh.world.size,
+        expert_ranks=mesh.expert.size,
+        rank=mesh.world.rank,
+    )
+
+
+def _check_ranks(state: ImportState, mesh: Mesh) -> None:
+    """Raises StoreError on all ranks unless all were given the same."""
+    found = mesh.world.all_gather_object(replace(state, rank=0))
+    for rank, other in enumerate(found):
+        if other != found[0]:
+            raise StoreError(f"rank {rank} imports another checkpoint, or with other options, than rank 0")
+
+
+def _check_target(store: Path, ranks: int) -> None:
+    """Raises StoreFormatError for the store of another number of ranks."""
+    several = len(rank_directories(store))
+    if several > ranks or (ranks == 1 and several) or (ranks > 1 and (store / IDENTITY).exists()):
+        raise StoreFormatError(
+            f"{store}: a store of {several or 1} ranks is here, and this import has {ranks}"
+        )
+
+
+@contextlib.contextmanager
+def _open_store(store: Path, plan: ImportPlan, state: ImportState, mesh: Mesh) -> Iterator[ParameterStore]:
+    """The rank's store: a new one, or that of the same import. Raises StoreExistsError, StoreFormatError."""
+    directory = rank_directory(store, mesh.world.rank, mesh.world.size)
+    schemas = list(plan.schemas)
+    config = StoreConfig(host_budget=minimum_host_budget(schemas), layers=plan.manifest.experts.layers)
+    fresh = not (directory / IDENTITY).exists()
+    opened = (
+        ParameterStore.create(directory, schemas, config) if fresh else ParameterStore.open(directory, config)
+    )
+    try:
+        with opened:
+            if not fresh:
+                _check_same(directory, opened, state)
+            yield opened
+    except DataError:
+        if fresh:  # a checkpoint that is refused leaves no store
+            _remove(directory)
+            if mesh.world.size > 1 and mesh.world.rank == 0:
+                shutil.rmtree(store / MODEL_DIRECTORY, ignore_errors=True)
+        raise
+
+
+def _remove(directory: Path) -> None:
+    """Removes a store; without an identity it is none, whatever a crash leaves of it."""
+    (directory / IDENTITY).unlink(missing_ok=True)
+    fsync_directory(directory)
+    remove_unfinished(directory)
+    with contextlib.suppress(OSError):  # it was there before, or holds something else
+        directory.rmdir()
+
+
+def _check_same(directory: Path, store: ParameterStore, state: ImportState) -> None:
+    kept = store.last_commit.state
+    if IMPORT_KEY not in kept:
+        raise StoreExistsError(f"{directory}: there is a store here already, and no import made it")
+    if STATE_KEY in kept and TrainState.unpack(kept, where=str(directory)).begun:
+        raise StoreExistsError(f"{directory}: this model was imported before, and has been trained since")
+    found = ImportState.unpack(kept[IMPORT_KEY], where=str(directory))
+    if found.fingerprint != state.fingerprint:
+        raise StoreFormatError(f"{directory}: holds the import of another checkpoint; give another --store")
+    if replace(found, progress=state.progress) != state:
+        raise StoreFormatError(
+            f"{directory}: holds an import of this checkpoint with other options: {_options(found)}, and now "
+            f"{_options(state)}"
+        )
+
+
+def _options(state: ImportState) -> str:
+    return (
+        f"compute {state.compute.value}, {state.weights.value}, rank {state.rank} of {state.ranks} in groups of "
+        f"{state.expert_ranks}"
+    )
+
+
+class _Import:
+    """One rank's import into an open store."""
+
+    def __init__(
+        self,
+        store: ParameterStore,
+        plan: ImportPlan,
+        state: ImportState,
+        options: ImportOptions,
+        progress: ProgressCallback | None,
+    ) -> None:
+        self._core = store.core
+        self._plan = plan
+        self._state = state
+        self._options = options
+        self._progress = progress or (lambda done, total, fields: None)
+        self._keys = {_key(job) for job in plan.jobs if _key(job) in store.core.records}
+        self._total = plan.source_bytes
+        self._done = sum(job_bytes(plan.matched, job) for job in plan.jobs if _key(job) in self._keys)
+        self._read = 0
+        self._records = 0
+        self._uncommitted = 0
+        self._commits = 0
+        self._loader: RecordLoader | None = None
+        complete = store.last_commit.state.get(IMPORT_KEY)
+        self._complete = (
+            complete is not None and ImportState.unpack(complete, where="").progress is Progress.COMPLETE
+        )
+
+    def begin(self) -> None:
+        """Reserves the space, and makes the store one that says what it will be. Raises OSError (ENOSPC)."""
+        if not self._complete:
+            self._loader = RecordLoader(self._core)
+            self._core.reserve(self._plan.counts)
+            self._commit()
+
+    def run(self, weights: WeightReader) -> None:
+        """Writes the records that are missing."""
+        if self._loader is None:
+            return
+        self._progress(self._done, self._total, {})
+        expert, budget = self._plan.schemas[0], self._options.host_budget
+        with Filler(self._loader, weights, expert, budget=budget, wrote=self._wrote) as filler:
+            filler.run(job for job in self._plan.jobs if _key(job) not in self._keys)
+
+    def complete(self, buffers: bytes) -> None:
+        """The last commit: from here on the store can be trained."""
+        if self._complete:
+            return
+        state = TrainState(
+            begun=False,
+            conditions={
+                "parallel": {
+                    "ranks": self._state.ranks,
+                    "expert_ranks": self._state.expert_ranks,
+                    "rank": self._state.rank,
+                },
+                "dense": {"fusion": self._plan.manifest.fusion.value},
+            },
+        )
+        self._state = replace(self._state, progress=Progress.COMPLETE)
+        self._commit({STATE_KEY: state.pack(), BUFFERS_KEY: buffers})
+
+    @property
+    def report(self) -> ImportReport:
+        drives = self._core.extents.drive_reports()
+        written = sum(drive.written_bytes for drive in drives)
+        return ImportReport(
+            manifest=self._plan.manifest,
+            records=self._records,
+            skipped=len(self._keys),
+            read_bytes=self._read,
+            written_bytes=written,
+            reserved_bytes=self._plan.disk_bytes,
+            commits=self._commits,
+            elapsed_s=0.0,
+        )
+
+    def _wrote(self, job: Job) -> None:
+        nbytes = job_bytes(self._plan.matched, job)
+        self._read += nbytes
+        self._done += nbytes
+        self._uncommitted += nbytes
+        self._records += 1
+        if self._uncommitted >= self._options.commit_bytes:
+            self._commit()
+        self._progress(self._done, self._total, {"records": len(self._keys) + self._records})
+
+    def _commit(self, more: dict[str, bytes] | None = None) -> None:
+        self._core.committer.commit({IMPORT_KEY: self._state.pack(), **(more or {})})
+        self._uncommitted = 0
+        self._commits += 1
+
+
+def _key(job: Job) -> str:
+    return job.key if isinstance(job, ExpertJob) else job.layout.key
+
+
+# Beside the records -----------------------------------------------------------------------------------------
+
+
+def _write_model_files(store: Path, source: Path, plan: ImportPlan, reader: TensorReader) -> None:
+    directory = store / MODEL_DIRECTORY
+    directory.mkdir(parents=True, exist_ok=True)
+    fsync_directory(store)
+    copy_companions(source, directory, plan.manifest.files, plan.manifest.quantization)
+    copy_carried(plan.matched.carried, directory, reader)
+    plan.manifest.write(directory)
+    fsync_directory(directory)
+
+
+def _read_buffers(matched: Matched, reader: TensorReader) -> bytes:
+    """The model's buffers, fp32, packed for the state of a commit. Raises DataError for NaN."""
+    weights = WeightReader(matched.checkpoint.tensors, reader)
+    arrays = {}
+    for entry in matched.manifest.buffers:
+        values = np.empty(entry.numel, np.float32)
+        weights.read_fp32(Part(entry.source, None, entry.shape, 0), 0, entry.numel, values, Window())
+        arrays[entry.name] = values.reshape(entry.shape)
+    return pack_arrays(arrays)

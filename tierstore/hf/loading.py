@@ -1,0 +1,215 @@
+"""transformers modules without expert parameters.
+
+Two ways to make one: :func:`build_module`, whose dense parameters take no memory until a store gives them theirs, and
+:func:`load_module`, whose dense parameters are read from a checkpoint, for somebody's own loop. In neither is anything
+of the experts allocated or read. Parameters are taken away, not left on the meta device: otherwise ``.to``,
+``save_pretrained`` and the wrappers for several devices fail.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tierstore.errors import ConfigError
+from tierstore.hf.describing import CONFIG_NAME, read_config
+from tierstore.hf.experts import IMPLEMENTATION, expert_shape_of, experts_modules, is_experts, register
+from tierstore.hf.packages import transformers
+from tierstore.moe.config import ExpertShape
+
+#: Families whose experts are computed in code of their own, out of reach of the experts interface.
+_OWN_CODE = ("dbrx", "jetmoe", "llama4", "llama4_text", "longcat_flash", "switch_transformers", "nllb-moe")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModule:
+    """A causal language model of transformers; ``experts_at`` are its experts modules, by decoder layer, which have no
+    parameters. Each has ``experts`` experts of ``shape``.
+    """
+
+    module: Any
+    experts_at: dict[int, nn.Module]
+    experts: int
+    shape: ExpertShape
+
+
+def parse_config(values: Mapping[str, Any], *, where: str = CONFIG_NAME) -> Any:
+    """transformers' configuration of the values of a config.json, without how weights lie on disk. Raises ConfigError."""
+    plain = {key: value for key, value in values.items() if key not in ("quantization_config", "auto_map")}
+    family = plain.get("model_type")
+    known = transformers().CONFIG_MAPPING
+    if not isinstance(family, str) or family not in known:
+        raise ConfigError(f"{where}: model_type: transformers knows no {family!r}")
+    try:
+        return known[family].from_dict(plain)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{where}: {str(error).splitlines()[0]}") from error
+
+
+def build_module(config: Any, dtype: torch.dtype) -> LoadedModule:
+    """The module of ``config``, computing in ``dtype``; nothing is read, and no weight is allocated.
+
+    Dense parameters have their shape and type and one element of memory, NaN, until they are given other data; what the
+    family keeps in fp32 is fp32. Buffers are what they are in a new model. Raises ConfigError.
+    """
+    register()
+    kind = _class_of(config)
+    with torch.device("meta"):
+        module = kind._from_config(config, dtype=dtype, experts_implementation=IMPLEMENTATION)
+    shape, experts, experts_at = _take_experts(config, module)
+    wide = [re.compile(pattern.replace("*", ".*")) for pattern in module._get_dtype_plan(dtype)]
+    for name, parameter in list(module.named_parameters()):
+        kept = torch.float32 if any(pattern.search(name) for pattern in wide) else parameter.dtype
+        _set_parameter(module, name, torch.full((), torch.nan, dtype=kept).expand(parameter.shape))
+    module.tie_weights()
+    _make_buffers(module, wide)
+    return LoadedModule(module, experts_at, experts, shape)
+
+
+def load_module(path: Path | str, dtype: torch.dtype | None = None, **options: Any) -> LoadedModule:
+    """The module of the checkpoint in directory ``path``, with its dense parameters.
+
+    ``dtype``: None is the checkpoint's own. ``options`` are those of ``from_pretrained``. Not to be called while another
+    thread makes models of the same family. Raises ConfigError.
+    """
+    register()
+    config = parse_config(read_config(Path(path)), where=str(path))
+    kind = _class_of(config)
+    known: dict[nn.Module, tuple[ExpertShape, int]] = {}
+    with _LOADING, _without_experts(kind, known):
+        module = kind.from_pretrained(
+            path,
+            config=config,
+            dtype="auto" if dtype is None else dtype,
+            experts_implementation=IMPLEMENTATION,
+            **options,
+        )
+    shape, experts, experts_at = _found(config, module, known)
+    return LoadedModule(module, experts_at, experts, shape)
+
+
+# Experts ----------------------------------------------------------------------------------------------------
+
+
+def _class_of(config: Any) -> Any:
+    """The class of causal language models. Raises ConfigError where its experts cannot be leased."""
+    family = config.model_type
+    kind = transformers().MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if kind is None:
+        raise ConfigError(f"model_type {family}: transformers has no causal language model of it")
+    code = __import__(kind.__module__, fromlist=["_"])
+    if not any(isinstance(value, type) and is_experts(value) for value in vars(code).values()):
+        if family in _OWN_CODE:
+            raise ConfigError(
+                f"model_type {family}: transformers computes its experts in code of its own, not under its experts "
+                "interface"
+            )
+        raise ConfigError(
+            f"model_type {family}: the model has no experts under transformers' experts interface"
+        )
+    return kind
+
+
+def _take_experts(config: Any, module: nn.Module) -> tuple[ExpertShape, int, dict[int, nn.Module]]:
+    """Takes the parameters of every experts module away."""
+    known: dict[nn.Module, tuple[ExpertShape, int]] = {}
+    for _, experts in experts_modules(module):
+        known[experts] = _emptied(experts)
+    return _found(config, module, known)
+
+
+def _emptied(experts: Any) -> tuple[ExpertShape, int]:
+    shape = expert_shape_of(experts), int(experts.num_experts)
+    experts._parameters.clear()
+    experts._is_hf_initialized = True
+    return shape
+
+
+def _found(
+    config: Any, module: nn.Module, known: dict[nn.Module, tuple[ExpertShape, int]]
+) -> tuple[ExpertShape, int, dict[int, nn.Module]]:
+    experts_at: dict[int, nn.Module] = {}
+    for layer, each in experts_modules(module):
+        if layer in experts_at:
+            raise ConfigError(f"model_type {config.model_type}: layer {layer} has two sets of experts")
+        experts_at[layer] = each
+    kinds = {known[each] for each in experts_at.values()}
+    if not kinds:
+        raise ConfigError(f"model_type {config.model_type}: no layer of this configuration has experts")
+    if len(kinds) > 1:
+        raise ConfigError(f"model_type {config.model_type}: layers have experts of different shapes")
+    ((shape, experts),) = kinds
+    return shape, experts, dict(sorted(experts_at.items()))
+
+
+#: ``from_pretrained`` makes experts modules itself: their classes are changed while it runs, by one thread at a time.
+_LOADING = threading.Lock()
+
+
+@contextmanager
+def _without_experts(kind: Any, known: dict[nn.Module, tuple[ExpertShape, int]]) -> Iterator[None]:
+    """Experts modules that are made here have no parameters, and the weights of a checkpoint's experts are passed over."""
+    code = __import__(kind.__module__, fromlist=["_"])
+    classes: list[Any] = [
+        value for value in vars(code).values() if isinstance(value, type) and is_experts(value)
+    ]
+    made: dict[Any, Any] = {each: vars(each)["__init__"] for each in classes}
+    ignored = vars(kind).get("_keys_to_ignore_on_load_unexpected", _ABSENT)
+
+    def without(original: Any) -> Any:
+        @wraps(original)
+        def make(self: nn.Module, *arguments: Any, **options: Any) -> None:
+            with torch.device("meta"):
+                original(self, *arguments, **options)
+            known[self] = _emptied(self)
+
+        return make
+
+    try:
+        for each in classes:
+            each.__init__ = without(made[each])
+        inherited = kind._keys_to_ignore_on_load_unexpected or []
+        kind._keys_to_ignore_on_load_unexpected = [*inherited, r"\.experts\."]
+        yield
+    finally:
+        for each in classes:
+            each.__init__ = made[each]
+        if ignored is _ABSENT:
+            del kind._keys_to_ignore_on_load_unexpected
+        else:
+            kind._keys_to_ignore_on_load_unexpected = ignored
+
+
+_ABSENT = object()
+
+# Parameters and buffers -------------------------------------------------------------------------------------
+
+
+def _set_parameter(module: nn.Module, name: str, data: torch.Tensor) -> None:
+    prefix, _, last = name.rpartition(".")
+    parameter = nn.Parameter(data)
+    parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers fills no parameter of ours
+    module.get_submodule(prefix)._parameters[last] = parameter
+
+
+def _make_buffers(module: Any, wide: list[re.Pattern[str]]) -> None:
+    """Gives every buffer memory, and has transformers fill it as it does behind a checkpoint without it."""
+    for prefix, part in module.named_modules():
+        part._is_hf_initialized = True
+        for name, buffer in list(part._buffers.items()):
+            if buffer is None:
+                continue
+            full = f"{prefix}.{name}"
+            dtype = torch.float32 if any(pattern.search(full) for pattern in wide) else buffer.dtype
+            part._buffers[name] = torch.empty_like(buffer, device="cpu", dtype=dtype)
+            part._is_hf_initialized = False
+    module.initialize_weights()

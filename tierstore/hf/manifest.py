@@ -1,0 +1,340 @@
+"""What an imported store says of its model: ``STORE/model/manifest.json``.
+
+It is written by the import and read by whoever trains, plans or exports; neither torch nor transformers is needed.
+Names of parameters are those in memory (``model.layers.3.self_attn.q_proj.weight``); each says what it is called on
+disk. An expert has one record (its order of values: ``ExpertEntry``); a dense unit has one slice a rank.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.dense.config import Fusion
+from tierstore.dense.layout import Narrow, UnitLayout, layouts_of_shapes
+from tierstore.errors import StoreFormatError, StoreMissingError
+from tierstore.model.config import ComputeDtype
+
+MANIFEST_VERSION = 1
+#: The directory with the manifest, in a job's directory, and its file.
+MODEL_DIRECTORY = "model"
+MANIFEST_NAME = "manifest.json"
+#: Under which name a commit holds how far an import has come (``ImportState``), and the model's buffers.
+IMPORT_KEY = "import"
+BUFFERS_KEY = "buffers"
+
+
+class ExpertLayout(StrEnum):
+    """How the values of one expert lie in its record (F: its width, D: the model's)."""
+
+    #: ``[gate F x D | up F x D | down D x F]``.
+    CONCATENATED = "concatenated"
+    #: ``[gate_up D x 2F, gate and up in turns | its bias 2F | down F x D | its bias D]``.
+    INTERLEAVED_BIASED = "interleaved-biased"
+
+
+class Quantization(StrEnum):
+    """How the source kept its weights; a store holds them dequantised."""
+
+    NONE = "none"
+    FP8_BLOCKS = "fp8-blocks"  # F8_E4M3 with one scale for each block of 128 x 128 (DeepSeek-V3)
+    MXFP4 = "mxfp4"  # 32 values of 4 bits share one power of two (gpt-oss)
+
+
+class Weights(StrEnum):
+    """Whether experts can be stepped."""
+
+    TRAINABLE = "trainable"
+    FROZEN = "frozen"  # records of weights alone, read only
+
+
+@dataclass(frozen=True)
+class ParameterEntry:
+    """A dense parameter. ``dtype``: torch's name for its type in memory. ``source``: its name on disk, and
+    ``source_dtype`` its type there, by safetensors' name.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    source: str
+    source_dtype: str
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+#: A persistent buffer that is part of the model's state, ``e_score_correction_bias`` say.
+BufferEntry = ParameterEntry
+
+
+@dataclass(frozen=True)
+class UnitEntry:
+    """Dense parameters that are needed together, in the order in which they lie in the unit's slices."""
+
+    name: str
+    parameters: tuple[ParameterEntry, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(parameter.numel for parameter in self.parameters)
+
+
+@dataclass(frozen=True)
+class TiedEntry:
+    """Parameter ``name`` is parameter ``of``. ``stored``: whether the source had it under its own name ``source`` too."""
+
+    name: str
+    of: str
+    source: str
+    stored: bool
+
+
+@dataclass(frozen=True)
+class ExpertEntry:
+    """The experts: ``count`` in each of ``layers``, of width ``d_ff``. ``activation``: transformers' name of it."""
+
+    layers: tuple[int, ...]
+    count: int
+    top_k: int
+    d_model: int
+    d_ff: int
+    layout: ExpertLayout
+    activation: str
+    source_dtype: str
+
+    @property
+    def numel(self) -> int:
+        """Weights of one expert."""
+        biases = 2 * self.d_ff + self.d_model if self.layout is ExpertLayout.INTERLEAVED_BIASED else 0
+        return 3 * self.d_ff * self.d_model + biases
+
+    @property
+    def records(self) -> int:
+        return self.count * len(self.layers)
+
+
+@dataclass(frozen=True)
+class CarriedEntry:
+    """A tensor that the family ignores: it lies in ``file``, beside the manifest, as it was."""
+
+    name: str
+    file: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A model as its store holds it. ``fingerprint`` tells its source from others."""
+
+    model_type: str
+    architecture: str
+    compute: ComputeDtype
+    weights: Weights
+    fusion: Fusion
+    quantization: Quantization
+    vocab_size: int
+    d_model: int
+    layers: int
+    experts: ExpertEntry
+    units: tuple[UnitEntry, ...]
+    buffers: tuple[BufferEntry, ...] = ()
+    tied: tuple[TiedEntry, ...] = ()
+    carried: tuple[CarriedEntry, ...] = ()
+    files: tuple[str, ...] = ()  # configuration and tokenizer files beside the manifest
+    source: str = ""
+    fingerprint: str = ""
+    version: int = MANIFEST_VERSION
+
+    # Sizes --------------------------------------------------------------------------------------------------
+
+    @property
+    def dense_parameters(self) -> int:
+        return sum(unit.numel for unit in self.units)
+
+    @property
+    def expert_parameters(self) -> int:
+        return self.experts.numel * self.experts.records
+
+    @property
+    def total_parameters(self) -> int:
+        """All parameters; a tied one counts once, buffers do not."""
+        return self.dense_parameters + self.expert_parameters
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token uses."""
+        return self.dense_parameters + self.experts.numel * self.experts.top_k * len(self.experts.layers)
+
+    # Layout -------------------------------------------------------------------------------------------------
+
+    def narrow(self, parameter: ParameterEntry) -> Narrow:
+        """Whether a pass needs ``parameter`` in the compute type alone."""
+        cast = self.compute is ComputeDtype.BF16 and parameter.dtype == "bfloat16"
+        return Narrow.YES if cast else Narrow.NO
+
+    def unit_layouts(self, ranks: int) -> list[UnitLayout]:
+        """How the dense units are cut for ``ranks`` ranks."""
+        units = [(unit.name, [(self.narrow(p), p.shape) for p in unit.parameters]) for unit in self.units]
+        return layouts_of_shapes(units, ranks=ranks, fusion=self.fusion)
+
+    def parameters(self) -> Iterator[ParameterEntry]:
+        """The dense parameters, in the order of their units."""
+        for unit in self.units:
+            yield from unit.parameters
+
+    # JSON ---------------------------------------------------------------------------------------------------
+
+    def as_json(self) -> dict[str, object]:
+        return asdict(self)
+
+    def write(self, directory: Path) -> None:
+        """Durably, as ``MANIFEST_NAME`` in ``directory``; it takes its name when it is whole."""
+        write_durably(directory / MANIFEST_NAME, (json.dumps(self.as_json(), indent=1) + "\n").encode())
+
+    @classmethod
+    def read(cls, store: Path) -> Manifest:
+        """The manifest of the job in ``store``. Raises StoreMissingError, and StoreFormatError naming what is wrong."""
+        path = store / MODEL_DIRECTORY / MANIFEST_NAME
+        try:
+            value = json.loads(path.read_bytes())
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise StoreMissingError(f"{path}: missing; {store} holds no imported model") from error
+        except ValueError as error:
+            raise StoreFormatError(f"{path}: not JSON: {error}") from error
+        return cls.from_json(value, where=str(path))
+
+    @classmethod
+    def from_json(cls, value: object, *, where: str) -> Manifest:
+        """Raises StoreFormatError naming ``where`` and the key that is missing, unknown or of another kind."""
+        table = _table(value, where)
+        found = table.get("version")
+        if found != MANIFEST_VERSION:
+            raise StoreFormatError(f"{where}: version {found!r}, expected {MANIFEST_VERSION}")
+        try:
+            given = dict(table)
+            given["compute"] = ComputeDtype(given["compute"])
+            given["weights"] = Weights(given["weights"])
+            given["fusion"] = Fusion(given["fusion"])
+            given["quantization"] = Quantization(given["quantization"])
+            given["experts"] = _experts(given["experts"], f"{where}: experts")
+            given["units"] = tuple(
+                UnitEntry(str(unit["name"]), _parameters(unit["parameters"], f"{where}: unit {unit['name']}"))
+                for unit in given["units"]
+            )
+            given["buffers"] = _parameters(given["buffers"], f"{where}: buffers")
+            given["tied"] = tuple(TiedEntry(**entry) for entry in given["tied"])
+            given["carried"] = tuple(CarriedEntry(**entry) for entry in given["carried"])
+            given["files"] = tuple(given["files"])
+            return cls(**given)
+        except (KeyError, TypeError, ValueError) as error:
+            missing = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise StoreFormatError(f"{where}: not a manifest: {missing}") from error
+
+
+def _table(value: object, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise StoreFormatError(f"{where}: expected an object, found {type(value).__name__}")
+    return value
+
+
+def _experts(value: Any, where: str) -> ExpertEntry:
+    table = dict(_table(value, where))
+    table["layers"] = tuple(int(layer) for layer in table["layers"])
+    table["layout"] = ExpertLayout(table["layout"])
+    return ExpertEntry(**table)
+
+
+def _parameters(values: Sequence[Any], where: str) -> tuple[ParameterEntry, ...]:
+    entries = []
+    for value in values:
+        table = dict(_table(value, where))
+        table["shape"] = tuple(int(size) for size in table["shape"])
+        entries.append(ParameterEntry(**table))
+    return tuple(entries)
+
+
+# Small state ------------------------------------------------------------------------------------------------
+
+
+class Progress(StrEnum):
+    """How far an import has come."""
+
+    PARTIAL = "partial"
+    COMPLETE = "complete"
+
+
+@dataclass(frozen=True)
+class ImportState:
+    """What each commit of an import says under ``IMPORT_KEY``: of what, for which layout, and how far it has come.
+
+    The store of a ``PARTIAL`` import holds a part of its records: only the same import may go on with it.
+    """
+
+    progress: Progress
+    fingerprint: str
+    compute: ComputeDtype
+    weights: Weights
+    ranks: int
+    expert_ranks: int
+    rank: int
+    version: int = MANIFEST_VERSION
+
+    def pack(self) -> bytes:
+        return json.dumps(asdict(self), sort_keys=True).encode()
+
+    @classmethod
+    def unpack(cls, data: bytes, *, where: str) -> ImportState:
+        """Raises StoreFormatError naming ``where``."""
+        try:
+            table = dict(_table(json.loads(data), where))
+            table["progress"] = Progress(table["progress"])
+            table["compute"] = ComputeDtype(table["compute"])
+            table["weights"] = Weights(table["weights"])
+            return cls(**table)
+        except (KeyError, TypeError, ValueError) as error:
+            raise StoreFormatError(f"{where}: the state of the import is damaged: {error}") from error
+
+
+def pack_arrays(arrays: Mapping[str, npt.NDArray[np.generic]]) -> bytes:
+    """Small named arrays as bytes, for a commit's state: a JSON header with its length before it, then the values."""
+    header = {name: [array.dtype.str, list(array.shape)] for name, array in arrays.items()}
+    head = json.dumps(header).encode()
+    values = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays.values())
+    return struct.pack("<Q", len(head)) + head + values
+
+
+def unpack_arrays(data: bytes, *, where: str) -> dict[str, npt.NDArray[np.generic]]:
+    """What ``pack_arrays`` packed. Raises StoreFormatError naming ``where``."""
+    arrays: dict[str, npt.NDArray[np.generic]] = {}
+    try:
+        (length,) = struct.unpack_from("<Q", data)
+        offset = 8 + length
+        for name, (dtype, shape) in json.loads(data[8:offset]).items():
+            count = math.prod(shape)
+            array = np.frombuffer(data, np.dtype(dtype), count, offset)
+            arrays[name] = array.reshape(shape).copy()
+            offset += array.nbytes
+    except (struct.error, TypeError, ValueError) as error:
+        raise StoreFormatError(f"{where}: damaged arrays: {error}") from error
+    return arrays
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """``path`` with ``content``; it takes its name when it is on disk. Its directory must be synced by the caller."""
+    partial = path.with_name(f"{path.name}.partial")
+    with open(partial, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)

@@ -1,0 +1,158 @@
+"""Weights of a checkpoint as a record holds them: fp32, or bf16 where the checkpoint has no more. NaN is refused.
+
+A *piece* is a tensor, or one row of a tensor that has all experts of a layer. Pieces are read in chunks, through memory
+of the thread that reads; nothing larger than a chunk is held but what the caller gave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore import _native
+from tierstore.errors import DataError
+from tierstore.hf.checkpoint import TensorInfo, TensorReader, Window
+from tierstore.hf.families import Part
+from tierstore.hf.quantized import FP8_BLOCK, fp8_to_bf16, mxfp4_to_bf16
+
+#: The types of weights that are no quantisation, and what they are in numpy (bf16 as its bits).
+PLAIN: Mapping[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+SCALE_SUFFIX = "_scale_inv"
+BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"
+
+_CHUNK_BYTES = 8 << 20
+_CHECKED = 1 << 17  # values that are checked at once: they stay in the core's cache
+_BF16_INFINITY = 0x7F80
+
+Floats = npt.NDArray[np.float32]
+Bits = npt.NDArray[np.uint16]
+
+
+class WeightReader:
+    """Reads pieces of ``tensors``. Any number of threads, each with a ``Window`` of its own."""
+
+    def __init__(self, tensors: Mapping[str, TensorInfo], reader: TensorReader) -> None:
+        self._tensors = tensors
+        self._reader = reader
+
+    def is_bf16(self, source: str) -> bool:
+        """Whether ``source`` loses nothing as bf16: it is bf16, or made of fewer bits."""
+        info = self._tensors.get(source)
+        return info is None or info.dtype in ("BF16", "F8_E4M3")
+
+    def read_bf16(self, piece: Part, begin: int, end: int, out: Bits, window: Window) -> None:
+        """Values ``[begin, end)`` of a piece for which ``is_bf16``, as bits.
+
+        Raises DataError naming the tensor when one of them is not finite, and when the file has been cut short; OSError.
+        """
+        info = self._tensors.get(piece.source)
+        if info is None:
+            self._read_mxfp4(piece, begin, end, out, window)
+        elif info.dtype == "F8_E4M3":
+            self._read_fp8(info, piece, begin, end, out, window)
+        else:
+            for low, high, values in self._chunks(info, piece, begin, end, window):
+                out[low:high] = values
+        check_bf16(out, piece.source)
+
+    def read_fp32(self, piece: Part, begin: int, end: int, out: Floats, window: Window) -> None:
+        """Values ``[begin, end)`` of any piece. Raises as ``read_bf16``."""
+        if self.is_bf16(piece.source):
+            info = self._tensors.get(piece.source)
+            if info is None or info.dtype != "BF16":
+                bits = np.empty(end - begin, np.uint16)
+                self.read_bf16(piece, begin, end, bits, window)
+                _native.widen_bf16(out, bits)
+                return
+            for low, high, values in self._chunks(info, piece, begin, end, window):
+                _native.widen_bf16(out[low:high], values)
+        else:
+            info = self._tensors[piece.source]
+            for low, high, values in self._chunks(info, piece, begin, end, window):
+                out[low:high] = values
+        if not _native.all_finite(out):
+            raise not_finite(piece.source, int(np.argmin(np.isfinite(out))))
+
+    def _chunks(self, info: TensorInfo, piece: Part, begin: int, end: int, window: Window) -> Any:
+        """(low, high, values): what chunk holds, counted from ``begin``."""
+        kind = np.dtype(PLAIN[info.dtype])
+        first = (piece.index or 0) * piece.numel
+        step = _CHUNK_BYTES // kind.itemsize
+        for low in range(begin, end, step):
+            high = min(low + step, end)
+            raw = self._reader.read(
+                info, (first + low) * kind.itemsize, (first + high) * kind.itemsize, window
+            )
+            values = raw.view(kind)
+            if not values.flags.aligned:
+                values = values.copy()
+            yield low - begin, high - begin, values
+
+    def _raw(self, info: TensorInfo, begin: int, end: int, window: Window) -> npt.NDArray[np.uint8]:
+        return self._reader.read(info, begin * info.item_bytes, end * info.item_bytes, window)
+
+    def _read_fp8(
+        self, info: TensorInfo, piece: Part, begin: int, end: int, out: Bits, window: Window
+    ) -> None:
+        rows, columns = info.shape
+        scale_info = self._tensors[piece.source + SCALE_SUFFIX]
+        across = scale_info.shape[1]
+        step = max(_CHUNK_BYTES // columns // FP8_BLOCK, 1) * FP8_BLOCK
+        first = begin // columns // FP8_BLOCK * FP8_BLOCK
+        last = -(-end // columns)
+        for low in range(first, last, step):
+            high = min(low + step, rows)
+            blocks = (low // FP8_BLOCK, -(-high // FP8_BLOCK))
+            raw_scales = self._raw(scale_info, blocks[0] * across, blocks[1] * across, window)
+            scales = _as_fp32(raw_scales, scale_info.dtype).reshape(-1, across)
+            values = self._raw(info, low * columns, high * columns, window).reshape(-1, columns)
+            made = np.empty(values.shape, np.uint16)
+            fp8_to_bf16(values, scales, made)
+            flat = made.reshape(-1)
+            at = low * columns
+            wanted = slice(max(begin, at), min(end, at + flat.size))
+            out[wanted.start - begin : wanted.stop - begin] = flat[wanted.start - at : wanted.stop - at]
+
+    def _read_mxfp4(self, piece: Part, begin: int, end: int, out: Bits, window: Window) -> None:
+        if (begin, end) != (0, piece.numel) or piece.index is None:
+            raise ValueError(f"{piece.source}: MXFP4 is read by whole experts")
+        blocks, scales = (self._tensors[piece.source + suffix] for suffix in (BLOCKS_SUFFIX, SCALES_SUFFIX))
+        one = [info.nbytes // info.shape[0] for info in (blocks, scales)]
+        at = piece.index
+        raw_scales = self._raw(scales, at * one[1], (at + 1) * one[1], window).copy()
+        raw_blocks = self._raw(blocks, at * one[0], (at + 1) * one[0], window)
+        mxfp4_to_bf16(
+            raw_blocks.reshape(blocks.shape[1:]),
+            raw_scales.reshape(scales.shape[1:]),
+            out.reshape(piece.shape),
+        )
+
+
+def _as_fp32(raw: npt.NDArray[np.uint8], dtype: str) -> Floats:
+    """A copy of small plain values."""
+    values = raw.copy().view(PLAIN[dtype])
+    if dtype != "BF16":
+        return values.astype(np.float32)
+    wide = np.empty(values.size, np.float32)
+    _native.widen_bf16(wide, values)
+    return wide
+
+
+def check_bf16(values: Bits, name: str) -> None:
+    """Raises DataError naming tensor ``name`` and the first of ``values`` that is NaN or infinite."""
+    scratch = np.empty(min(values.size, _CHECKED), np.uint16)
+    for start in range(0, values.size, _CHECKED):
+        part = values[start : start + _CHECKED]
+        magnitude = np.bitwise_and(part, np.uint16(0x7FFF), out=scratch[: part.size])
+        if magnitude.max() >= _BF16_INFINITY:
+            raise not_finite(name, start + int(np.argmax(magnitude >= _BF16_INFINITY)))
+
+
+def not_finite(name: str, index: int) -> DataError:
+    """The error for a weight that is NaN or infinite."""
+    return DataError(
+        f"tensor {name!r}: weight {index} of the part that was read is NaN or infinite; it cannot be trained"
+    )
