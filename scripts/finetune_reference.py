@@ -2,8 +2,8 @@
 """The fine-tuning run of a configuration as plain transformers does it: torch.optim.AdamW, everything in memory.
 
     tierstore import CHECKPOINT --store runs/q
-    tierstore train run.toml --store runs/q --metrics run.jsonl
-    scripts/finetune_reference.py run.toml CHECKPOINT runs/q reference.json
+    tierstore train run.toml --store runs/q --data train.jsonl --metrics run.jsonl
+    scripts/finetune_reference.py run.toml CHECKPOINT runs/q reference.json --data train.jsonl
 
 Takes steps, batches, schedule and hyperparameters from the configuration, and the tokens that ``tierstore train`` has
 left in the store. All parameters are one group, as tierstore has them, in fp32. Writes the losses, the held-out loss
@@ -32,16 +32,24 @@ from tierstore.train.sources import open_data
 PROMPT, ADDED = 32, 64  # tokens
 
 
-def loss_of(model: transformers.PreTrainedModel, batch: Batch) -> Tensor:
-    """The batch's share of the mean cross entropy of a step."""
-    output = model(input_ids=batch.tokens_BT, position_ids=batch.positions_BT, use_cache=False)
-    return cross_entropy(output.logits.float().flatten(0, 1), batch.targets_BT.flatten()) * batch.share
+def losses_of(
+    model: transformers.PreTrainedModel, batch: Batch, *, aux_loss_weight: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """The batch's share of the mean cross entropy of a step, and what is differentiated."""
+    output = model(
+        input_ids=batch.tokens_BT,
+        position_ids=batch.positions_BT,
+        use_cache=False,
+        output_router_logits=aux_loss_weight > 0,
+    )
+    loss = cross_entropy(output.logits.float().flatten(0, 1), batch.targets_BT.flatten()) * batch.share
+    return loss, loss + aux_loss_weight * output.aux_loss if aux_loss_weight else loss
 
 
 def held_out(model: transformers.PreTrainedModel, batches: list[Batch]) -> float:
     """The mean loss of their counted targets, in nats a token."""
     with torch.no_grad():
-        losses = [float(loss_of(model, replace(batch, step_targets=0))) for batch in batches]
+        losses = [float(losses_of(model, replace(batch, step_targets=0))[0]) for batch in batches]
     counted = [batch.counted for batch in batches]
     return sum(loss * count for loss, count in zip(losses, counted, strict=True)) / sum(counted)
 
@@ -54,9 +62,12 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path, help="what the store was imported from")
     parser.add_argument("store", type=Path, help="where the run has left its tokens")
     parser.add_argument("target", type=Path, help="the JSON to write")
+    parser.add_argument("--data", nargs="+", help="files, if the configuration does not name them")
     parser.add_argument("--save", type=Path, help="directory for the trained model")
     options = parser.parse_args()
-    config = load(TrainConfig, options.config)
+    config = load(
+        TrainConfig, options.config, {} if options.data is None else {"data.paths": tuple(options.data)}
+    )
     if config.threads:
         torch.set_num_threads(config.threads)
     transformers.logging.set_verbosity_error()
@@ -71,6 +82,9 @@ def main() -> None:
         store=options.store,
     )
     validation = list(data.validation_batches(config.eval_batches))
+    aux_loss_weight = config.finetune.aux_loss_weight
+    if aux_loss_weight is None:
+        aux_loss_weight = getattr(model, "router_aux_loss_coef", 0.0)
     adamw = config.adamw
     optimizer = torch.optim.AdamW(
         model.parameters(), betas=adamw.betas, eps=adamw.eps, weight_decay=adamw.weight_decay
@@ -85,9 +99,9 @@ def main() -> None:
         optimizer.param_groups[0]["lr"] = config.schedule.lr_at(step)
         total, parts = 0.0, config.data.micro_batches
         for micro in range(parts):
-            loss = loss_of(model, data.batch(step, micro)) / parts
-            loss.backward()
-            total += float(loss)
+            loss, objective = losses_of(model, data.batch(step, micro), aux_loss_weight=aux_loss_weight)
+            (objective / parts).backward()
+            total += float(loss.detach()) / parts
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total)
