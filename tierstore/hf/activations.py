@@ -25,3 +25,20 @@ def activation_bytes(spec: HfSpec, tokens: int) -> int:
         kept = len(blocks) * tokens * d * width + max(blocks)
     scratch = rows * 4 * d * width + tokens * (shape.inner_rows + 2 * shape.d_ff) * width
     return kept + scratch + 3 * tokens * spec.vocab_size * 4
+
+
+def forward_bytes(spec: HfSpec, tokens: int) -> int:
+    """The same of a forward pass that keeps nothing for a backward pass."""
+    width = spec.compute_dtype.itemsize
+    widest = max(
+        (
+            sum(max(p.shape) for p in unit.parameters if len(p.shape) == 2)
+            for unit in spec.manifest.units[1:-1]
+        ),
+        default=0,
+    )
+    shape = spec.expert_shape
+    rows = tokens * spec.top_k * (spec.d_model + shape.inner_rows) + tokens * (
+        shape.inner_rows + 2 * shape.d_ff
+    )
+    return tokens * (widest * width + 12 * spec.d_model * 4) + rows * width + 2 * tokens * spec.vocab_size * 4
