@@ -13,6 +13,8 @@ from tierstore.store.format import RecordSchema
 
 #: The name of the schema of experts' pairs.
 PAIR_SCHEMA = "lora"
+#: The rank of pairs where none is given.
+DEFAULT_RANK = 16
 
 
 class Use(StrEnum):
@@ -55,12 +57,12 @@ def usage_of(spec: HfSpec, use: Use, rank: int) -> Usage:
     if use in (Use.FULL, Use.SERVE):
         return Usage(use=use)
     if rank < 1:
-        raise ConfigError(f"--rank: expected at least 1, got {rank}")
+        raise ConfigError(f"--lora: expected at least 1, got {rank}")
     attention = tuple(pair_parameters(spec.manifest, rank))
     if use is Use.LORA_ATTENTION:
         return Usage(use=use, rank=rank, attention=attention)
     try:
         numel = PairShape(spec.expert_shape, rank, float(rank)).numel
     except ConfigError as error:
-        raise ConfigError(str(error).replace("lora.rank", "--rank")) from error
+        raise ConfigError(str(error).replace("lora.rank", "--lora")) from error
     return Usage(use=use, rank=rank, attention=attention, pairs=RecordSchema(PAIR_SCHEMA, numel))
