@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 @click.command("import")
 @click.argument("model", type=EXISTING_DIRECTORY, metavar="MODEL_DIR")
-@click.option("--store", type=PATH, required=True, help="Directory of the store; an import that was cut short goes on.")
+@click.option(
+    "--store", type=PATH, required=True, help="Directory of the store; an import that was cut short goes on."
+)
 @click.option(
     "--compute",
     type=click.Choice([dtype.value for dtype in ComputeDtype]),
@@ -69,7 +71,9 @@ def _describe(plan: ImportPlan, store: Path, output: Output) -> None:
         f"{len(experts.layers)} layers, {experts.numel} parameters each; computes in {manifest.compute.value}"
     )
     if manifest.quantization.value != "none":
-        output.line(f"the checkpoint is quantised ({manifest.quantization.value}); it is stored, and exported, as bf16")
+        output.line(
+            f"the checkpoint is quantised ({manifest.quantization.value}); it is stored, and exported, as bf16"
+        )
     if manifest.carried:
         output.line(
             f"{len(manifest.carried)} tensors that this family ignores ({manifest.carried[0].name}, ...) are carried along"

@@ -284,7 +284,9 @@ def _check_target(store: Path, ranks: int) -> None:
     """Raises StoreFormatError for the store of another number of ranks."""
     several = len(rank_directories(store))
     if several > ranks or (ranks == 1 and several) or (ranks > 1 and (store / IDENTITY).exists()):
-        raise StoreFormatError(f"{store}: a store of {several or 1} ranks is here, and this import has {ranks}")
+        raise StoreFormatError(
+            f"{store}: a store of {several or 1} ranks is here, and this import has {ranks}"
+        )
 
 
 @contextlib.contextmanager
@@ -368,8 +370,7 @@ class _Import:
         self._loader: RecordLoader | None = None
         complete = store.last_commit.state.get(IMPORT_KEY)
         self._complete = (
-            complete is not None
-            and ImportState.unpack(complete, where="").progress is Progress.COMPLETE
+            complete is not None and ImportState.unpack(complete, where="").progress is Progress.COMPLETE
         )
 
     def begin(self) -> None:

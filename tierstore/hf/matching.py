@@ -46,9 +46,12 @@ def match(manifest: Manifest, checkpoint: Checkpoint) -> Matched:
     expert_types = Counter[str]()
     for parts in _experts(manifest):
         for part in parts:
-            expert_types[finder.weight(part.source, _whole_shape(manifest, part), part.index is not None)] += 1
+            expert_types[
+                finder.weight(part.source, _whole_shape(manifest, part), part.index is not None)
+            ] += 1
     units = tuple(
-        replace(unit, parameters=tuple(finder.entry(entry) for entry in unit.parameters)) for unit in manifest.units
+        replace(unit, parameters=tuple(finder.entry(entry) for entry in unit.parameters))
+        for unit in manifest.units
     )
     buffers = tuple(finder.entry(entry) for entry in manifest.buffers)
     shapes = {entry.name: entry.shape for entry in manifest.parameters()}
@@ -141,7 +144,9 @@ class _Finder:
     def _check_type(self, source: str, known: Mapping[str, object]) -> None:
         dtype = self._tensors[source].dtype
         if dtype not in known:
-            self._problems["of a type that is not a weight's"].append(f"{source} {dtype}, expected {' or '.join(known)}")
+            self._problems["of a type that is not a weight's"].append(
+                f"{source} {dtype}, expected {' or '.join(known)}"
+            )
 
     def rest(self, family: Family) -> list[TensorInfo]:
         """The tensors that nothing asked for and that are carried along; the others are unexpected."""

@@ -98,7 +98,11 @@ def carried_header(infos: Sequence[TensorInfo]) -> bytes:
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for info in infos:
-        table[info.name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [at, at + info.nbytes]}
+        table[info.name] = {
+            "dtype": info.dtype,
+            "shape": list(info.shape),
+            "data_offsets": [at, at + info.nbytes],
+        }
         at += info.nbytes
     raw = json.dumps(table, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)

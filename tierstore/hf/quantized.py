@@ -43,8 +43,14 @@ def _e4m3_values() -> npt.NDArray[np.float32]:
 _E4M3 = _e4m3_values()
 #: What both nibbles of each byte mean as E2M1, the low one first.
 _E2M1_PAIRS = np.array(
-    [[sign * _E2M1[nibble & 7] for nibble in (byte & 15, byte >> 4) for sign in ((-1.0 if nibble & 8 else 1.0),)]
-     for byte in range(256)],
+    [
+        [
+            sign * _E2M1[nibble & 7]
+            for nibble in (byte & 15, byte >> 4)
+            for sign in ((-1.0 if nibble & 8 else 1.0),)
+        ]
+        for byte in range(256)
+    ],
     np.float32,
 )
 
@@ -71,7 +77,9 @@ def mxfp4_to_bf16(blocks: Bytes, scales: Bytes, out: Bits) -> None:
     has it in memory.
     """
     rows, groups, _ = blocks.shape
-    powers = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)  # 2 ** 128 is infinite, and is refused later
+    powers = np.ldexp(
+        np.float32(1), scales.astype(np.int32) - 127
+    )  # 2 ** 128 is infinite, and is refused later
     made = np.empty((rows, groups * MXFP4_GROUP), np.uint16)
     step = max((1 << 20) // (groups * MXFP4_GROUP), 1)  # rows at once: 4 MiB of fp32
     for first in range(0, rows, step):

@@ -125,7 +125,9 @@ class WeightReader:
         raw_scales = self._raw(scales, at * one[1], (at + 1) * one[1], window).copy()
         raw_blocks = self._raw(blocks, at * one[0], (at + 1) * one[0], window)
         mxfp4_to_bf16(
-            raw_blocks.reshape(blocks.shape[1:]), raw_scales.reshape(scales.shape[1:]), out.reshape(piece.shape)
+            raw_blocks.reshape(blocks.shape[1:]),
+            raw_scales.reshape(scales.shape[1:]),
+            out.reshape(piece.shape),
         )
 
 
@@ -151,4 +153,6 @@ def check_bf16(values: Bits, name: str) -> None:
 
 def not_finite(name: str, index: int) -> DataError:
     """The error for a weight that is NaN or infinite."""
-    return DataError(f"tensor {name!r}: weight {index} of the part that was read is NaN or infinite; it cannot be trained")
+    return DataError(
+        f"tensor {name!r}: weight {index} of the part that was read is NaN or infinite; it cannot be trained"
+    )

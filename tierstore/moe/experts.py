@@ -221,10 +221,20 @@ def _project_gradients(
     else:
         matrix.copy_(torch.mm(left.t(), right))
     if bias is not None:
-        # Row after row, as autograd adds up what was picked with an index.
-        total = torch.zeros_like(bias, dtype=grad_out.dtype).unsqueeze(0)
-        total.index_add_(0, torch.zeros(grad_out.shape[0], dtype=torch.int64, device=bias.device), grad_out)
-        bias.copy_(total[0])
+        bias.copy_(_sum_in_turn(grad_out))
+
+
+def _sum_in_turn(rows_MP: Tensor) -> Tensor:
+    """The sum of the rows, rounded after each: so autograd adds up the gradients of a bias that an index picked."""
+    total_1P = rows_MP.new_zeros(1, rows_MP.shape[1])
+    first_M = torch.zeros(rows_MP.shape[0], dtype=torch.int64, device=rows_MP.device)
+    if rows_MP.dtype.itemsize >= 4:
+        # Not index_put_: on several threads it adds fp32 in any order.
+        total_1P.index_add_(0, first_M, rows_MP)
+    else:
+        # Not index_add_: it adds up bf16 in fp32.
+        total_1P.index_put_((first_M,), rows_MP, accumulate=True)
+    return total_1P[0]
 
 
 # Activations ------------------------------------------------------------------------------------------------

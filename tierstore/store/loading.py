@@ -48,7 +48,9 @@ class RecordLoader:
         layouts = [shape.layout(group) for group in shape.groups]
         sizes = [section.nbytes for layout in layouts for section in layout.sections]
         given = [None if section is None else section.nbytes for section in sections]
-        if len(given) != len(sizes) or any(has not in (None, size) for has, size in zip(given, sizes, strict=True)):
+        if len(given) != len(sizes) or any(
+            has not in (None, size) for has, size in zip(given, sizes, strict=True)
+        ):
             raise StoreError(f"record {key!r}: sections of {given} bytes, expected {sizes}")
         live = core.records.add_stored(key, number, layer)
         live.step, live.changed = (core.history.applied if core.history.replays else 0), True
@@ -70,7 +72,9 @@ class RecordLoader:
             while count and sections[count - 1] is None:
                 count -= 1
         table = live.crcs.array()
-        for section, number in zip(layout.sections[count:], range(layout.first_section + count, 1 << 30), strict=False):
+        for section, number in zip(
+            layout.sections[count:], range(layout.first_section + count, 1 << 30), strict=False
+        ):
             table[number] = _crc_of_zeros(section.nbytes)
         if not count:
             return []

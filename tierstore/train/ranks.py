@@ -29,7 +29,7 @@ from tierstore.store.directories import rank_directories, rank_directory
 from tierstore.store.disk.home import IDENTITY
 from tierstore.store.opening import OpenAt, read_states
 from tierstore.train.config import TrainConfig
-from tierstore.train.state import STATE_KEY, TrainState, differences, table_of
+from tierstore.train.state import IMPORT_KEY, STATE_KEY, TrainState, differences, table_of
 
 #: Settings that each rank may have of its own.
 _OWN = ("store", "stripe", "io", "device", "links", "wear")
@@ -205,7 +205,8 @@ def _look(directory: Path) -> _Found:
     try:
         states = read_states(directory, STATE_KEY)
         if not states:
-            TrainState.unpack({}, where=str(directory))
+            imports = read_states(directory, IMPORT_KEY)
+            TrainState.unpack({IMPORT_KEY: b""} if imports else {}, where=str(directory))
         steps = {}
         for at, raw in states.items():
             state = TrainState.unpack({STATE_KEY: raw}, where=str(directory))

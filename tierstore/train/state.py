@@ -19,7 +19,7 @@ from tierstore.parallel import Mesh
 from tierstore.train.config import TrainConfig
 
 STATE_KEY = "train"
-#: The state of an import that has not ended.
+#: What an import says of itself; until its end there is no STATE_KEY.
 IMPORT_KEY = "import"
 
 
@@ -51,11 +51,11 @@ class TrainState:
     @classmethod
     def unpack(cls, state: Mapping[str, bytes], *, where: str) -> TrainState:
         """Raises StoreFormatError naming ``where`` when the store was not made by training."""
-        if IMPORT_KEY in state:
-            raise StoreFormatError(
-                f"{where}: the import was cut short; the same tierstore import goes on with it"
-            )
         if STATE_KEY not in state:
+            if IMPORT_KEY in state:
+                raise StoreFormatError(
+                    f"{where}: the import was cut short; the same tierstore import goes on with it"
+                )
             raise StoreFormatError(
                 f"{where}: the store holds no training state, so there is nothing to resume"
             )

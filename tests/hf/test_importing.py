@@ -1,0 +1,187 @@
+"""What an import writes is what transformers has in memory, for every family; and an import that is cut short goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import (
+    FAMILIES,
+    buffers_of,
+    change_config,
+    dense_of,
+    experts_of,
+    fused_experts,
+    imported,
+    open_store,
+    rewrite,
+    save,
+    tensors_of,
+)
+
+from tierstore.hf.manifest import IMPORT_KEY, Manifest, Weights
+from tierstore.model.config import ComputeDtype
+from tierstore.store.parameter_store import verify_store
+from tierstore.train import state as train_state
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_a_store_holds_what_transformers_has_in_memory(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = save(tmp_path / "m", family, dtype)
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=dtype)
+    report = imported(tmp_path / "m", tmp_path / "s")
+    store = tmp_path / "s"
+    manifest = Manifest.read(store)
+    assert manifest.compute is (ComputeDtype.FP32 if dtype == torch.float32 else ComputeDtype.BF16)
+    assert manifest.total_parameters == model.num_parameters()
+
+    wanted = fused_experts(loaded)
+    found = experts_of(store)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+    dense = dense_of(store)
+    theirs = {
+        name: value for name, value in loaded.named_parameters() if not name.endswith(tuple(_fused(loaded)))
+    }
+    assert dense.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert torch.equal(dense[name], value.detach().float()), name
+        entry = next(entry for entry in manifest.parameters() if entry.name == name)
+        assert entry.dtype == str(value.dtype).removeprefix("torch.")
+    state = loaded.state_dict()
+    buffers = buffers_of(store)
+    assert set(buffers) == set(state) - {name for name, _ in loaded.named_parameters()}
+    assert all(np.array_equal(values, state[name].numpy()) for name, values in buffers.items())
+    assert report.records == len(wanted) + len(manifest.units)
+    assert verify_store(store).failures == []
+
+
+def _fused(model: object) -> set[str]:
+    from tierstore.hf.families import FAMILIES as NAMES
+
+    return {f".{name}" for name in NAMES[model.config.model_type].fused_names}  # type: ignore[attr-defined]
+
+
+def test_names_on_disk_are_those_of_the_manifest(tmp_path: Path) -> None:
+    for family in FAMILIES:
+        save(tmp_path / family, family)
+        imported(tmp_path / family, tmp_path / "s" / family)
+        manifest = Manifest.read(tmp_path / "s" / family)
+        from tierstore.hf.families import FAMILIES as NAMES
+
+        names = {entry.source for entry in (*manifest.parameters(), *manifest.buffers)}
+        experts = manifest.experts
+        for layer in experts.layers:
+            for expert in range(experts.count):
+                parts = NAMES[family].expert_parts(layer, expert, experts.d_model, experts.d_ff)
+                assert sum(part.numel for part in parts) == experts.numel
+                names |= {part.source for part in parts}
+        assert names == set(tensors_of(tmp_path / family))
+
+
+def test_fp32_weights_computed_in_bf16_keep_their_masters(tmp_path: Path) -> None:
+    model = save(tmp_path / "m", "qwen3_moe")
+    imported(tmp_path / "m", tmp_path / "s", compute=ComputeDtype.BF16)
+    wanted, found = fused_experts(model), experts_of(tmp_path / "s")
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+def test_frozen_records_hold_weights_alone(tmp_path: Path) -> None:
+    model = save(tmp_path / "m", "qwen3_moe", torch.bfloat16)
+    report = imported(tmp_path / "m", tmp_path / "s", weights=Weights.FROZEN)
+    wanted, found = fused_experts(model), experts_of(tmp_path / "s")
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    assert report.manifest.weights is Weights.FROZEN
+    assert not (tmp_path / "s/extents/expert.moments").exists()
+
+
+def test_zero_sections_are_not_written(tmp_path: Path) -> None:
+    """A bf16 checkpoint: two bytes a weight are read and written; moments and remainders are blocks without content."""
+    save(tmp_path / "m", "qwen3_moe", torch.bfloat16, hidden_size=64, moe_intermediate_size=64)
+    report = imported(tmp_path / "m", tmp_path / "s")
+    experts = report.manifest.experts
+    padded = -(-experts.numel * 2 // 4096) * 4096
+    dense = sum(-(-layout.slice_numel * 4 // 4096) * 4096 for layout in report.manifest.unit_layouts(1))
+    assert report.written_bytes == experts.records * padded + dense
+
+
+def test_tied_names_are_aliases(tmp_path: Path) -> None:
+    save(tmp_path / "m", "qwen3_moe", tie_word_embeddings=True)
+    imported(tmp_path / "m", tmp_path / "s")
+    (tied,) = Manifest.read(tmp_path / "s").tied
+    assert (tied.name, tied.of, tied.stored) == ("lm_head.weight", "model.embed_tokens.weight", False)
+
+    tensors = tensors_of(tmp_path / "m")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    rewrite(tmp_path / "m", tensors)
+    imported(tmp_path / "m", tmp_path / "t")
+    assert Manifest.read(tmp_path / "t").tied[0].stored
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("deepseek_v3", "model.layers.2.eh_proj.weight"),
+        ("glm4_moe", "model.layers.2.mlp.experts.0.gate_proj.weight"),
+        ("qwen3_next", "mtp.fc.weight"),
+        ("mixtral", "model.layers.0.self_attn.rotary_emb.inv_freq"),
+    ],
+)
+def test_ignored_tensors_are_carried_along(family: str, name: str, tmp_path: Path) -> None:
+    save(tmp_path / "m", family)
+    tensors = tensors_of(tmp_path / "m")
+    extra = {name: torch.randn(7, 5), f"{name}.other": torch.arange(3).to(torch.bfloat16)}
+    if family == "mixtral":
+        del extra[f"{name}.other"]
+    rewrite(tmp_path / "m", {**tensors, **extra})
+    imported(tmp_path / "m", tmp_path / "s")
+    manifest = Manifest.read(tmp_path / "s")
+    carried = tensors_of(tmp_path / "s/model")
+    assert {entry.name for entry in manifest.carried} == set(extra) == set(carried)
+    assert all(torch.equal(carried[key], value) for key, value in extra.items())
+
+
+def test_shards_and_files_beside_them(tmp_path: Path) -> None:
+    model = save(tmp_path / "m", "mixtral", shard="40KB")
+    assert len(list((tmp_path / "m").glob("*.safetensors"))) > 3
+    (tmp_path / "m/tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 127}}, "added_tokens": []}')
+    (tmp_path / "m/chat_template.jinja").write_text("{{ messages }}")
+    (tmp_path / "m/modeling_own.py").write_text("raise SystemExit")
+    imported(tmp_path / "m", tmp_path / "s")
+    wanted, found = fused_experts(model), experts_of(tmp_path / "s")
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    kept = {path.name for path in (tmp_path / "s/model").iterdir()}
+    assert kept == {
+        "manifest.json", "config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"
+    }
+    assert (tmp_path / "s/model/config.json").read_bytes() == (tmp_path / "m/config.json").read_bytes()
+
+
+def test_a_complete_import_is_left_alone(tmp_path: Path) -> None:
+    save(tmp_path / "m", "olmoe")
+    imported(tmp_path / "m", tmp_path / "s")
+    with open_store(tmp_path / "s") as store:
+        before = store.last_commit.generation, store.records_crc32c()
+        assert store.last_commit.state.keys() >= {IMPORT_KEY, train_state.STATE_KEY}
+    report = imported(tmp_path / "m", tmp_path / "s")
+    assert (report.records, report.commits) == (0, 0)
+    with open_store(tmp_path / "s") as store:
+        assert (store.last_commit.generation, store.records_crc32c()) == before
+
+
+def test_the_manifest_reads_back(tmp_path: Path) -> None:
+    save(tmp_path / "m", "deepseek_v3", torch.bfloat16)
+    report = imported(tmp_path / "m", tmp_path / "s")
+    assert Manifest.read(tmp_path / "s") == report.manifest
+    change_config(tmp_path / "m", rms_norm_eps=1e-5)
+    assert imported(tmp_path / "m", tmp_path / "t").manifest.fingerprint != report.manifest.fingerprint
+
+
+def test_the_state_of_an_import_has_the_key_that_training_looks_for() -> None:
+    assert train_state.IMPORT_KEY == IMPORT_KEY
