@@ -30,7 +30,7 @@ from tierstore.store import (
 )
 from tierstore.store.disk.space import extent_bytes, scratch_bytes
 from tierstore.store.gc import Mode, collect
-from tierstore.store.opening import minimum_host_budget, read_drives
+from tierstore.store.opening import minimum_host_budget, read_drives, read_schemas
 from tierstore.store.parameter_store import verify_store
 
 NUMEL, COUNT = 8192, 6
@@ -274,3 +274,31 @@ def test_a_registration_that_is_killed_goes_on(
         store.commit()
         check(store)
     record_property("commits", generation)
+
+
+def test_pairs_come_to_a_frozen_store_later(tmp_path: Path) -> None:
+    """Schemas of records that nobody thought of when the store was made; it has them once a commit has."""
+    with ParameterStore.create(tmp_path / "s", [BASE], CONFIG) as store:
+        store.register_many(NewRecord(key, "base", weight=weight) for key, weight in INITIAL.items())
+        store.commit()
+    with ParameterStore.open(tmp_path / "s", CONFIG, further=[PAIR]) as store:
+        store.register("p0", "pair", weight=np.ones(1024, np.float32))
+        store.core.committer.begin()  # killed before the commit, so to say
+    assert read_schemas(tmp_path / "s") == [BASE]
+    (report,) = collect(tmp_path / "s", Mode.DRY_RUN).left[:1]
+    assert "pair.moments: not an extent of this store" in report
+    with ParameterStore.open(tmp_path / "s", CONFIG, further=[PAIR, BASE]) as store:
+        assert "p0" not in store.keys
+        store.register_many(NewRecord(f"p{i}", "pair") for i in range(COUNT))
+        step(store, 1)
+        store.commit()
+        expected = store.records_crc32c()
+    assert read_schemas(tmp_path / "s") == [BASE, PAIR]
+    with pytest.raises(StoreError, match="it has a schema 'pair' already"):
+        ParameterStore.open(tmp_path / "s", CONFIG, further=[RecordSchema("pair", 1025)])
+    with ParameterStore.open(tmp_path / "s", CONFIG, further=[PAIR]) as store:
+        assert store.records_crc32c() == expected
+        check(store)
+        step(store, 2)
+        store.commit()
+    assert verify_store(tmp_path / "s").failures == []

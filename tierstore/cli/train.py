@@ -6,6 +6,7 @@ SIGINT and SIGTERM end the run after the step in progress, with a commit; a seco
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tierstore.cli.interrupts import Interrupts
+from tierstore.cli.models import with_stored_model
 from tierstore.cli.options import (
     PATH,
     SIZE,
@@ -25,7 +27,7 @@ from tierstore.cli.options import (
     json_option,
     set_option,
 )
-from tierstore.cli.output import Output, OutputMode
+from tierstore.cli.output import Output, OutputMode, Progress
 from tierstore.config import load
 from tierstore.devices import disk_health, disks_under
 from tierstore.machine import disk, existing_parent
@@ -95,7 +97,7 @@ def train(
         "device_budget": device_budget,
         "commit_every": commit_every,
     }
-    loaded = load(TrainConfig, config, config_overrides(settings, given))
+    loaded = with_stored_model(load(TrainConfig, config, config_overrides(settings, given)))
     files = _Files(metrics, timeline, record_trace)
     ctx.exit(_run(loaded, files, resume=resume, checksum=checksum, output=output))
 
@@ -159,7 +161,14 @@ def _train(
     keep_freed_memory()
     device = DeviceKind(mesh.device.type)
     fixed = fixed_cost(config, resident_bytes(), ranks=mesh.world.size, device=device).nbytes
+    tokenising = _Tokenising(output)
+
+    def accepted() -> None:
+        tokenising.close()
+        _announce(config, output, fixed, mesh)
+
     with (
+        tokenising,
         open_timeline(files.timeline) as sink,
         Metrics(files.metrics) as log,
         open_session(
@@ -168,7 +177,8 @@ def _train(
             mesh=mesh,
             trace=files.trace,
             timeline=sink,
-            accepted=lambda: _announce(config, output, fixed, mesh),
+            accepted=accepted,
+            tokenising=tokenising,
         ) as trainer,
     ):
         _describe(trainer.store, output)
@@ -197,6 +207,30 @@ def _train(
             text = trainer.sample(_PROMPT, config.sample_tokens)
             output.line(f"sample: {_PROMPT}{text}")
     return summary, stopped
+
+
+class _Tokenising:
+    """The progress of tokenising, shown from its first call on."""
+
+    def __init__(self, output: Output) -> None:
+        self._output = output
+        self._shown = contextlib.ExitStack()
+        self._bar: Progress | None = None
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._bar is None:
+            self._bar = self._shown.enter_context(self._output.progress(total, label="tokenise (bytes)"))
+        self._bar.update(done, total, {})
+
+    def __enter__(self) -> _Tokenising:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nothing is tokenised any more."""
+        self._shown.close()
 
 
 def _checksum(output: Output, trainer: Trainer, interrupts: Interrupts) -> int | None:
@@ -309,7 +343,7 @@ def _show(summary: RunSummary, output: Output) -> None:
 
     loss = "-" if summary.val_loss is None else f"{summary.val_loss:.4f}"
     output.table(
-        f"{summary.steps} steps, {format_seconds(summary.totals.seconds)}, validation loss {loss} nats a byte",
+        f"{summary.steps} steps, {format_seconds(summary.totals.seconds)}, validation loss {loss} nats a token",
         ("tier", "total"),
         tier_rows(summary),
     )

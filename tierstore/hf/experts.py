@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tierstore.errors import ConfigError
+from tierstore.hf.spec import ACTIVATIONS
 from tierstore.moe.computing import ExpertPass, Weighting, compute_experts
 from tierstore.moe.config import Activation, ExpertShape, SaveActivations
 from tierstore.moe.dispatch import Dispatch, RowOrder, dispatch
@@ -34,14 +33,6 @@ IMPLEMENTATION = "tierstore"
 
 #: The attribute of an experts module that holds its layer.
 _BOUND = "tierstore_layer"
-
-_ACTIVATIONS = {
-    "silu": Activation.SWIGLU,
-    "swish": Activation.SWIGLU,
-    "gelu": Activation.GEGLU,
-    "gelu_pytorch_tanh": Activation.GEGLU_TANH,
-    "relu": Activation.REGLU,
-}
 
 
 class ExpertLoads:
@@ -131,6 +122,8 @@ def compute_bound(
 
 def register() -> None:
     """Makes the implementation known to transformers. Once is enough; more does no harm."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
     if IMPLEMENTATION not in ALL_EXPERTS_FUNCTIONS.valid_keys():
         ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, compute_bound)
 
@@ -198,8 +191,10 @@ def expert_shape_of(module: Any) -> ExpertShape:
 
 
 def _activation_of(module: Any) -> Activation:
+    from transformers.activations import ACT2FN
+
     name = getattr(module.config, "hidden_act", None)
-    activation = _ACTIVATIONS.get(name) if isinstance(name, str) else None
+    activation = ACTIVATIONS.get(name) if isinstance(name, str) else None
     if activation is None or type(module.act_fn) is not type(ACT2FN[name]):
-        raise ConfigError(f"hidden_act: expected one of {', '.join(_ACTIVATIONS)}, got {name!r}")
+        raise ConfigError(f"hidden_act: expected one of {', '.join(ACTIVATIONS)}, got {name!r}")
     return activation

@@ -182,11 +182,11 @@ def plan_import(source: Path, options: ImportOptions, mesh: Mesh) -> ImportPlan:
     owned = mesh.blocks(manifest.experts.count).owned(mesh.expert.rank)
     jobs = list(_jobs(matched, layouts, mesh.world.rank, owned))
     expert = expert_record_schema(manifest)
-    schemas = [expert, *dense_schemas(layouts)]
+    schemas = [expert, *dense_schemas(layouts, expert.training)]
     counts = {schema.name: 0 for schema in schemas}
     counts[EXPERT_SCHEMA] = len(owned) * len(manifest.experts.layers)
     for layout in layouts:
-        counts[schema_name(layout)] += 1
+        counts[schema_name(layout, expert.training)] += 1
     return ImportPlan(
         matched=matched, ranks=mesh.world.size, schemas=tuple(schemas), jobs=tuple(jobs), counts=counts
     )

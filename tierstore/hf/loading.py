@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
 from tierstore.errors import ConfigError
+from tierstore.hf.describing import CONFIG_NAME, read_config
 from tierstore.hf.experts import IMPLEMENTATION, expert_shape_of, experts_modules, is_experts, register
+from tierstore.hf.packages import transformers
 from tierstore.moe.config import ExpertShape
 
 #: Families whose experts are computed in code of their own, out of reach of the experts interface.
@@ -41,16 +42,17 @@ class LoadedModule:
     shape: ExpertShape
 
 
-def read_config(path: Path | str) -> Any:
-    """The configuration in the directory, or the file, ``path``. Raises ConfigError."""
-    path = Path(path)
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise ConfigError(f"{file}: no configuration of a transformers model")
+def parse_config(values: Mapping[str, Any], *, where: str = CONFIG_NAME) -> Any:
+    """transformers' configuration of the values of a config.json, without how weights lie on disk. Raises ConfigError."""
+    plain = {key: value for key, value in values.items() if key not in ("quantization_config", "auto_map")}
+    family = plain.get("model_type")
+    known = transformers().CONFIG_MAPPING
+    if not isinstance(family, str) or family not in known:
+        raise ConfigError(f"{where}: model_type: transformers knows no {family!r}")
     try:
-        return transformers.AutoConfig.from_pretrained(file)
-    except (ValueError, KeyError, OSError) as error:
-        raise ConfigError(f"{file}: {str(error).splitlines()[0]}") from error
+        return known[family].from_dict(plain)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{where}: {str(error).splitlines()[0]}") from error
 
 
 def build_module(config: Any, dtype: torch.dtype) -> LoadedModule:
@@ -80,7 +82,7 @@ def load_module(path: Path | str, dtype: torch.dtype | None = None, **options: A
     thread makes models of the same family. Raises ConfigError.
     """
     register()
-    config = read_config(path)
+    config = parse_config(read_config(Path(path)), where=str(path))
     kind = _class_of(config)
     known: dict[nn.Module, tuple[ExpertShape, int]] = {}
     with _LOADING, _without_experts(kind, known):
@@ -95,13 +97,20 @@ def load_module(path: Path | str, dtype: torch.dtype | None = None, **options: A
     return LoadedModule(module, experts_at, experts, shape)
 
 
+def checkpoint_activations(module: Any) -> None:
+    """Has each decoder layer computed again in its backward pass, from its input, with the same random numbers."""
+    # transformers 5.23 renames it; with reentrant checkpoints a layer's own inputs would get no gradients.
+    enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
 # Experts ----------------------------------------------------------------------------------------------------
 
 
 def _class_of(config: Any) -> Any:
     """The class of causal language models. Raises ConfigError where its experts cannot be leased."""
     family = config.model_type
-    kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    kind = transformers().MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if kind is None:
         raise ConfigError(f"model_type {family}: transformers has no causal language model of it")
     code = __import__(kind.__module__, fromlist=["_"])

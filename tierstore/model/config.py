@@ -248,6 +248,10 @@ class ModelConfig:
         """None: text is read as bytes."""
         return None
 
+    @property
+    def mixes_documents(self) -> str:
+        return "the built-in model has no positions by document"
+
     def vary(self, name: str, value: object) -> ModelConfig:
         """The same with another value of the field ``name``. Raises ConfigError."""
         return replace(self, **{name: value})  # type: ignore[arg-type]

@@ -75,6 +75,11 @@ class ModelSpec(Protocol):
         """The directory of its tokenizer's files; None for a model that reads bytes."""
         ...
 
+    @property
+    def mixes_documents(self) -> str:
+        """Why documents that share a sequence would see one another; empty where positions keep them apart."""
+        ...
+
     def activation_bytes(self, tokens: int) -> int:
         """An upper estimate of what one training pass of ``tokens`` keeps and needs at its peak, in bytes."""
         ...

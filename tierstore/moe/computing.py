@@ -88,7 +88,7 @@ class _Experts(torch.autograd.Function):
             span, x_MD = rows.span(lease.expert), arriving.rows()
             if span.start < span.stop:
                 inner = inner_MP[span] if saving else work.inner(0, span.stop - span.start)
-                forward_expert(call.shape, lease.weights, x_MD[span], inner, y_MD[span], work)
+                forward_expert(call.shape, lease.weights, x_MD[span], inner, y_MD[span], work, lease.pair)
         x_MD = arriving.rows()
         rows.to_tokens(y_MD, y_ND).rows()
         # Rows that came from other ranks are kept; those of this one are picked from its input again.
@@ -128,14 +128,13 @@ def _backward_by_expert(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor]:
         x_MD = kept_MD if inputs is None else inputs.rows()
         grad_MD, weight_M = grads.rows(), weights.rows()
         if span.start == span.stop:  # only another replica's tokens reached it
-            if lease.gradients is not None:
-                lease.gradients.zero_()
+            lease.zero_gradients()
             continue
         if ctx.saved_inner:
             inner = inner_MP[span]
         else:
             inner = work.inner(1, span.stop - span.start)
-            recompute_inner(shape, lease.weights, x_MD[span], inner)
+            recompute_inner(shape, lease.weights, x_MD[span], inner, lease.pair)
         grad_weight_M[span] = backward_weighted_expert(
             shape,
             lease.weights,
@@ -146,6 +145,7 @@ def _backward_by_expert(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor]:
             grad_MD[span],
             grad_x_MD[span],
             work,
+            lease.pair,
         )
     for arrival in (grads, weights, inputs):
         if arrival is not None:
@@ -173,16 +173,23 @@ def _backward_by_output(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor]:
         span = rows.span(lease.expert)
         x_MD, grad_MD = kept_MD if inputs is None else inputs.rows(), grads.rows()
         if span.start == span.stop:  # only another replica's tokens reached it
-            if lease.gradients is not None:
-                lease.gradients.zero_()
+            lease.zero_gradients()
             continue
         if y_MD is None:
             inner = inner_MP[span]
         else:
             inner = work.inner(1, span.stop - span.start)
-            forward_expert(shape, lease.weights, x_MD[span], inner, y_MD[span], work)
+            forward_expert(shape, lease.weights, x_MD[span], inner, y_MD[span], work, lease.pair)
         backward_expert(
-            shape, lease.weights, lease.gradients, x_MD[span], inner, grad_MD[span], grad_x_MD[span], work
+            shape,
+            lease.weights,
+            lease.gradients,
+            x_MD[span],
+            inner,
+            grad_MD[span],
+            grad_x_MD[span],
+            work,
+            lease.pair,
         )
     for arrival in (grads, inputs):
         if arrival is not None:

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tierstore.moe.config import Activation, ExpertShape
+from tierstore.moe.low_rank import PairLease, Term, terms
 from tierstore.moe.seeds import keyed_generator
 
 
@@ -77,20 +78,33 @@ class Workspace:
 
 
 def forward_expert(
-    shape: ExpertShape, flat: Tensor, x_MD: Tensor, inner_MP: Tensor, out_MD: Tensor, work: Workspace
+    shape: ExpertShape,
+    flat: Tensor,
+    x_MD: Tensor,
+    inner_MP: Tensor,
+    out_MD: Tensor,
+    work: Workspace,
+    pair: PairLease | None = None,
 ) -> None:
-    """Write ``inner_MP`` (what the backward pass needs) and ``out_MD``. Uses hidden scratch 0."""
+    """Write ``inner_MP`` (what the backward pass needs) and ``out_MD``. Uses hidden scratch 0.
+
+    With a ``pair`` each projection has a low-rank term more.
+    """
     views = shape.views(flat)
+    inner, down = terms(pair)
     hidden_MF = work.hidden(0, x_MD.shape[0])
-    _project(shape, x_MD, views.inner, views.inner_bias, inner_MP)
+    _project(shape, x_MD, views.inner, views.inner_bias, inner, inner_MP)
     _activate(shape, inner_MP, hidden_MF)
-    _project(shape, hidden_MF, views.down, views.down_bias, out_MD)
+    _project(shape, hidden_MF, views.down, views.down_bias, down, out_MD)
 
 
-def recompute_inner(shape: ExpertShape, flat: Tensor, x_MD: Tensor, inner_MP: Tensor) -> None:
+def recompute_inner(
+    shape: ExpertShape, flat: Tensor, x_MD: Tensor, inner_MP: Tensor, pair: PairLease | None = None
+) -> None:
     """What :func:`forward_expert` wrote into ``inner_MP``, bit for bit: the same product, the same shape."""
     views = shape.views(flat)
-    _project(shape, x_MD, views.inner, views.inner_bias, inner_MP)
+    inner, _ = terms(pair)
+    _project(shape, x_MD, views.inner, views.inner_bias, inner, inner_MP)
 
 
 def backward_expert(
@@ -102,17 +116,18 @@ def backward_expert(
     grad_out_MD: Tensor,
     grad_x_MD: Tensor,
     work: Workspace,
+    pair: PairLease | None = None,
 ) -> None:
     """Gradients of ``sum(grad_out * expert(x))``.
 
-    Overwrites ``gradients`` (flat, as the weights; None: the expert is frozen) and ``grad_x_MD``. Uses inner scratch 0
-    and hidden scratch 0 and 1.
+    Overwrites ``gradients`` (flat, as the weights; None: the expert is frozen), those of ``pair`` and ``grad_x_MD``. Uses
+    inner scratch 0 and hidden scratch 0 and 1.
     """
     rows = x_MD.shape[0]
     hidden_MF, grad_hidden_MF = work.hidden(0, rows), work.hidden(1, rows)
     _activate(shape, inner_MP, hidden_MF)
-    _project_back(shape, grad_out_MD, shape.views(flat).down, grad_hidden_MF)
-    _backward_from_hidden(shape, flat, gradients, x_MD, inner_MP, grad_out_MD, grad_x_MD, work)
+    _project_back(shape, grad_out_MD, shape.views(flat).down, terms(pair)[1], grad_hidden_MF)
+    _backward_from_hidden(shape, flat, gradients, x_MD, inner_MP, grad_out_MD, grad_x_MD, work, pair)
 
 
 def backward_weighted_expert(
@@ -125,6 +140,7 @@ def backward_weighted_expert(
     grad_out_MD: Tensor,
     grad_x_MD: Tensor,
     work: Workspace,
+    pair: PairLease | None = None,
 ) -> Tensor:
     """Gradients of ``sum(grad_out * weight * expert(x))``; returns that of ``weight_M``.
 
@@ -134,14 +150,14 @@ def backward_weighted_expert(
     rows = x_MD.shape[0]
     hidden_MF, grad_hidden_MF = work.hidden(0, rows), work.hidden(1, rows)
     _activate(shape, inner_MP, hidden_MF)
-    _project_back(shape, grad_out_MD, shape.views(flat).down, grad_hidden_MF)
+    _project_back(shape, grad_out_MD, shape.views(flat).down, terms(pair)[1], grad_hidden_MF)
     product_MF = work.inner(0, rows)[:, : shape.d_ff]
     torch.mul(grad_hidden_MF, hidden_MF, out=product_MF)
     grad_weight_M = product_MF.sum(dim=1, dtype=weight_M.dtype)
     scale_M1 = weight_M.to(x_MD.dtype).unsqueeze(1)
     grad_hidden_MF.mul_(scale_M1)
     grad_out_MD.mul_(scale_M1)
-    _backward_from_hidden(shape, flat, gradients, x_MD, inner_MP, grad_out_MD, grad_x_MD, work)
+    _backward_from_hidden(shape, flat, gradients, x_MD, inner_MP, grad_out_MD, grad_x_MD, work, pair)
     return grad_weight_M
 
 
@@ -154,31 +170,45 @@ def _backward_from_hidden(
     grad_out_MD: Tensor,
     grad_x_MD: Tensor,
     work: Workspace,
+    pair: PairLease | None,
 ) -> None:
     """The rest, where hidden scratch 0 holds the hidden values and scratch 1 their gradient; both are spoilt."""
     rows = x_MD.shape[0]
     hidden_MF, grad_hidden_MF = work.hidden(0, rows), work.hidden(1, rows)
     grad_inner_MP = work.inner(0, rows)
     grads = None if gradients is None else shape.views(gradients)
+    inner, down = terms(pair)
     if grads is not None:
         _project_gradients(shape, hidden_MF, grad_out_MD, grads.down, grads.down_bias)
+    if down is not None:
+        down.write_gradients(hidden_MF, grad_out_MD)
     _activate_back(shape, inner_MP, hidden_MF, grad_hidden_MF, grad_inner_MP)
     if grads is not None:
         _project_gradients(shape, x_MD, grad_inner_MP, grads.inner, grads.inner_bias)
-    _project_back(shape, grad_inner_MP, shape.views(flat).inner, grad_x_MD)
+    if inner is not None:
+        inner.write_gradients(x_MD, grad_inner_MP)
+    _project_back(shape, grad_inner_MP, shape.views(flat).inner, inner, grad_x_MD)
 
 
 # Projections ------------------------------------------------------------------------------------------------
 
 
-def _project(shape: ExpertShape, x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor) -> None:
+def _project(
+    shape: ExpertShape, x: Tensor, matrix: Tensor, bias: Tensor | None, term: Term | None, out: Tensor
+) -> None:
     torch.mm(x, matrix if shape.activation.transposed else matrix.t(), out=out)
     if bias is not None:
         out.add_(bias)
+    if term is not None:
+        term.add(x, out)
 
 
-def _project_back(shape: ExpertShape, grad_out: Tensor, matrix: Tensor, grad_x: Tensor) -> None:
+def _project_back(
+    shape: ExpertShape, grad_out: Tensor, matrix: Tensor, term: Term | None, grad_x: Tensor
+) -> None:
     torch.mm(grad_out, matrix.t() if shape.activation.transposed else matrix, out=grad_x)
+    if term is not None:
+        term.add_back(grad_out, grad_x)
 
 
 def _project_gradients(
@@ -191,10 +221,20 @@ def _project_gradients(
     else:
         matrix.copy_(torch.mm(left.t(), right))
     if bias is not None:
-        # Row after row, as autograd adds up what was picked with an index.
-        total = torch.zeros_like(bias, dtype=grad_out.dtype).unsqueeze(0)
-        total.index_add_(0, torch.zeros(grad_out.shape[0], dtype=torch.int64, device=bias.device), grad_out)
-        bias.copy_(total[0])
+        bias.copy_(_sum_in_turn(grad_out))
+
+
+def _sum_in_turn(rows_MP: Tensor) -> Tensor:
+    """The sum of the rows, rounded after each: so autograd adds up the gradients of a bias that an index picked."""
+    total_1P = rows_MP.new_zeros(1, rows_MP.shape[1])
+    first_M = torch.zeros(rows_MP.shape[0], dtype=torch.int64, device=rows_MP.device)
+    if rows_MP.dtype.itemsize >= 4:
+        # Not index_put_: on several threads it adds fp32 in any order.
+        total_1P.index_add_(0, first_M, rows_MP)
+    else:
+        # Not index_add_: it adds up bf16 in fp32.
+        total_1P.index_put_((first_M,), rows_MP, accumulate=True)
+    return total_1P[0]
 
 
 # Activations ------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tierstore.moe.config import ExpertShape
 from tierstore.moe.experts import initial_expert
+from tierstore.moe.low_rank import PairLease
 from tierstore.parallel import RankGroup
 
 
@@ -23,17 +24,24 @@ from tierstore.parallel import RankGroup
 class ExpertLease:
     """One expert, for as long as the iterator that gave it has not advanced.
 
-    ``weights``: flat, in the compute type, read only. ``gradients``: None in a forward pass; in a backward
-    pass a flat tensor of the same numel whose content is undefined until the layer has overwritten all of
-    it. Its type is that of the weights or a wider one.
+    ``weights``: flat, in the compute type, read only. ``gradients``: None in a forward pass, and for a frozen expert; in a
+    backward pass a flat tensor of the same numel whose content is undefined until the layer has overwritten all of
+    it. Its type is that of the weights or a wider one. ``pair``: the low-rank pairs that train beside a frozen expert.
 
-    Both start on a multiple of 64 bytes: below that, products with few rows choose other kernels, and the
+    All start on a multiple of 64 bytes: below that, products with few rows choose other kernels, and the
     bits would depend on where an expert happens to lie.
     """
 
     expert: int
     weights: Tensor
     gradients: Tensor | None = None
+    pair: PairLease | None = None
+
+    def zero_gradients(self) -> None:
+        """No token of this rank reached the expert."""
+        for gradients in (self.gradients, None if self.pair is None else self.pair.gradients):
+            if gradients is not None:
+                gradients.zero_()
 
 
 class ExpertSource(Protocol):

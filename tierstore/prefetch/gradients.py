@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from tierstore._native import Buffer, DoubleTable
 from tierstore.cache.access import GROUP_STRIDE, Need
@@ -20,6 +21,39 @@ from tierstore.store.core import StoreCore
 from tierstore.store.format import Group
 from tierstore.store.optimizer import CachedRecord
 from tierstore.tiers.device import DeviceTier
+
+
+class ExpertGradients(Protocol):
+    """The gradients of a step's experts, as a training loop finishes them."""
+
+    def sum_of_squares(self) -> float:
+        """The sum of squares of all final expert gradients, added in key order; waits for them."""
+        ...
+
+    def apply(self, scale: float) -> None:
+        """The norm is known: gradients that waited for it, times ``scale``, are due."""
+        ...
+
+    def discard(self) -> None:
+        """Forgets the gradients that wait: the step is skipped."""
+        ...
+
+    def step_pending(self) -> None:
+        """Takes every step that is due, as a commit needs."""
+        ...
+
+
+class NoGradients:
+    """``ExpertGradients`` of frozen experts, which have none."""
+
+    def sum_of_squares(self) -> float:
+        return 0.0
+
+    def apply(self, scale: float) -> None: ...
+
+    def discard(self) -> None: ...
+
+    def step_pending(self) -> None: ...
 
 
 class GradientAccumulator:

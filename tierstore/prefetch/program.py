@@ -3,7 +3,7 @@
 ``TieredExperts`` carries the program out on a store; ``plan.traffic`` runs the same program to count bytes. The program
 knows which gradients wait and where, which experts the present micro-batch used, and what the schedule and the
 predictor say comes next. It asks ``StepCounts`` how far each expert has been stepped. It has no store, no tensors and
-no clock.
+no clock. The program of frozen experts (``FrozenProgram``) asks for weights and for nothing else.
 
 ::
 
@@ -15,6 +15,7 @@ no clock.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
@@ -95,12 +96,119 @@ class StepCounts(Protocol):
         ...
 
 
-class AccessProgram:
-    """The accesses of training and evaluation over the MoE layers of ``schedule``.
+class PassProgram(ABC):
+    """The passes over the MoE layers of ``schedule``: which experts each used, and what comes next.
 
-    Expert ids run from 0 to ``experts - 1``. Accesses come from iterators: each is carried out before the next one
-    is asked for.
+    Accesses come from iterators: each is carried out before the next one is asked for.
     """
+
+    def __init__(self, schedule: Schedule, predictor: Predictor) -> None:
+        self._schedule = schedule
+        self._predictor = predictor
+        #: What the forward passes of the present micro-batch used, by layer.
+        self._used: dict[int, Experts] = {}
+        self._training = False
+
+    @abstractmethod
+    def forward(self, layer: int, experts: Sequence[int] | Experts) -> Iterator[Access]:
+        """A forward pass, and what must follow it.
+
+        A second forward pass of a layer in a micro-batch is its recomputation (activation checkpointing): the same
+        experts, and the layer's backward pass comes next.
+        """
+
+    @abstractmethod
+    def backward(self, layer: int, experts: Sequence[int] | Experts) -> Iterator[Access]:
+        """A backward pass, and what must follow it."""
+
+    def begin_micro(self, *, index: int, count: int | None) -> None:
+        """Training micro-batch ``index`` of ``count`` (None: not known) begins."""
+        self._training = True
+        self._used.clear()
+
+    def begin_evaluation(self) -> None:
+        """Only forward passes follow, until the next ``begin_micro``."""
+        self._training = False
+        self._used.clear()
+
+    @abstractmethod
+    def done(self, access: Access, requests: Sequence[int] | npt.NDArray[np.uint32]) -> None:
+        """The actions of these requests of ``access`` (by their places in it) have been taken."""
+
+    def speculate(self, access: Access, prefetch: Callable[[Speculation], int]) -> None:
+        """Offers the passes ahead of ``access`` to ``prefetch``, nearest first, until it takes fewer experts than a
+        pass is expected to use.
+        """
+        for item in access.ahead:
+            wanted = self._speculation(item)
+            if len(wanted.experts) and prefetch(wanted) < len(wanted.experts):
+                return
+
+    @abstractmethod
+    def _forward_flags(self, layer: int, experts: Experts, *, later: int) -> Flags:
+        """What a forward pass, ``later`` steps from now, needs of ``experts``."""
+
+    @abstractmethod
+    def _backward_flags(self, layer: int, experts: Experts) -> Flags:
+        """What a backward pass needs of ``experts``."""
+
+    def _forward_pass(self, layer: int, chosen: Experts) -> tuple[bool, Sequence[Pass]]:
+        """Whether a forward pass is a recomputation, and the passes ahead of it."""
+        if self._training and layer in self._used:
+            return True, self._schedule.recomputed(layer)
+        self._used[layer] = chosen
+        return False, self._schedule.following(Phase.FORWARD, layer, training=self._training)
+
+    def _speculation(self, item: Pass) -> Speculation:
+        layer = item.moe_layer
+        assert layer is not None
+        if item.phase is Phase.BACKWARD:
+            known = self._used.get(layer) if item.later == 0 else None
+            experts = self._expected(layer) if known is None else known
+            return Speculation(item.phase, layer, experts, self._backward_flags(layer, experts))
+        experts = self._expected(layer)
+        flags = self._forward_flags(layer, experts, later=item.later)
+        return Speculation(item.phase, layer, experts, flags)
+
+    def _expected(self, layer: int) -> Experts:
+        return np.array(self._predictor.predict(layer), np.uint32)
+
+
+class FrozenProgram(PassProgram):
+    """The accesses to experts that are not trained: a pass needs weights, and leaves nothing behind."""
+
+    def forward(self, layer: int, experts: Sequence[int] | Experts) -> Iterator[Access]:
+        """A forward pass, or its recomputation."""
+        chosen = np.asarray(experts, np.uint32)
+        again, ahead = self._forward_pass(layer, chosen)
+        yield self._access(Phase.FORWARD, layer, chosen, ahead)
+        if not again:
+            self._predictor.observe(layer, chosen.tolist())
+
+    def backward(self, layer: int, experts: Sequence[int] | Experts) -> Iterator[Access]:
+        """A backward pass: gradients flow through the experts, and none of theirs is made."""
+        ahead = self._schedule.following(Phase.BACKWARD, layer, training=self._training)
+        yield self._access(Phase.BACKWARD, layer, np.asarray(experts, np.uint32), ahead)
+
+    def done(self, access: Access, requests: Sequence[int] | npt.NDArray[np.uint32]) -> None:
+        """Nothing: there were no actions."""
+
+    def _access(self, phase: Phase, layer: int, experts: Experts, ahead: Sequence[Pass]) -> Access:
+        return Access(phase, layer, experts, _weights(experts), np.zeros(len(experts), np.uint8), 0, ahead)
+
+    def _forward_flags(self, layer: int, experts: Experts, *, later: int) -> Flags:
+        return _weights(experts)
+
+    def _backward_flags(self, layer: int, experts: Experts) -> Flags:
+        return _weights(experts)
+
+
+def _weights(experts: Experts) -> Flags:
+    return np.full(len(experts), int(Need.WEIGHTS), np.uint16)
+
+
+class AccessProgram(PassProgram):
+    """The accesses to experts that are trained. Their ids run from 0 to ``experts - 1``."""
 
     def __init__(
         self,
@@ -111,30 +219,22 @@ class AccessProgram:
         timing: StepTiming,
         experts: int,
     ) -> None:
-        self._schedule = schedule
-        self._predictor = predictor
+        super().__init__(schedule, predictor)
         self._counts = counts
         #: When a final gradient becomes a step.
         self._timing = timing
         layers = sorted({item.moe_layer for item in schedule.passes if item.moe_layer is not None})
         self._gradients = {layer: np.zeros(experts, np.uint8) for layer in layers}
-        #: What the forward passes of the present micro-batch used, by layer.
-        self._used: dict[int, Experts] = {}
-        self._training = False
         self._last_micro = True
 
     # Where training stands ---------------------------------------------------------------------------------
 
-    def begin_micro(self, *, index: int, count: int) -> None:
-        """Training micro-batch ``index`` of ``count`` begins."""
-        self._training = True
-        self._last_micro = index == count - 1
-        self._used.clear()
-
-    def begin_evaluation(self) -> None:
-        """Only forward passes follow, until the next ``begin_micro``."""
-        self._training = False
-        self._used.clear()
+    def begin_micro(self, *, index: int, count: int | None) -> None:
+        """Training micro-batch ``index`` of ``count`` begins. Where the count is not known (None) gradients are kept until
+        ``finish``, and their steps are deferred.
+        """
+        super().begin_micro(index=index, count=count)
+        self._last_micro = count is not None and index == count - 1
 
     def apply(self) -> None:
         """The norm is known: the kept gradients are pending."""
@@ -158,18 +258,9 @@ class AccessProgram:
     # Accesses ----------------------------------------------------------------------------------------------
 
     def forward(self, layer: int, experts: Sequence[int] | Experts) -> Iterator[Access]:
-        """A forward pass, and the steps of pending gradients of experts that it did not ask for.
-
-        A second forward pass of a layer in a micro-batch is its recomputation (activation checkpointing): the same
-        experts, and the layer's backward pass comes next.
-        """
+        """A forward pass, and the steps of pending gradients of experts that it did not ask for."""
         chosen = np.asarray(experts, np.uint32)
-        again = self._training and layer in self._used
-        if again:
-            ahead = self._schedule.recomputed(layer)
-        else:
-            ahead = self._schedule.following(Phase.FORWARD, layer, training=self._training)
-            self._used[layer] = chosen
+        again, ahead = self._forward_pass(layer, chosen)
         flags = self._forward_flags(layer, chosen, later=0)
         actions = np.select(
             [flags == Need.STEP_SPILLED, flags == Need.STEP], [int(Action.STEP), int(Action.CATCH_UP)]
@@ -200,6 +291,12 @@ class AccessProgram:
         else:
             yield from self._rest(Phase.BACKWARD, layer, left, Need.GRADIENTS, Action.FINISH)
 
+    def finish(self) -> Iterator[Access]:
+        """After the last backward pass of a step whose count was not known: finishes the gradients that are kept."""
+        for layer in reversed(self._gradients):
+            left = np.flatnonzero(self._gradients[layer] == GradientState.KEPT)
+            yield from self._rest(Phase.BACKWARD, layer, left, Need.GRADIENTS, Action.FINISH)
+
     def pending(self, layer: int | None = None) -> Iterator[Access]:
         """The steps of the pending gradients of ``layer`` (of all layers when None)."""
         for number in self._gradients if layer is None else [layer]:
@@ -212,15 +309,6 @@ class AccessProgram:
         experts, actions = access.experts[requests], access.actions[requests]
         state[experts[actions & Action.KEEP != 0]] = GradientState.KEPT
         state[experts[actions & Action.STEP != 0]] = GradientState.NONE
-
-    def speculate(self, access: Access, prefetch: Callable[[Speculation], int]) -> None:
-        """Offers the passes ahead of ``access`` to ``prefetch``, nearest first, until it takes fewer experts than a
-        pass is expected to use.
-        """
-        for item in access.ahead:
-            wanted = self._speculation(item)
-            if len(wanted.experts) and prefetch(wanted) < len(wanted.experts):
-                return
 
     # What passes need --------------------------------------------------------------------------------------
 
@@ -242,20 +330,6 @@ class AccessProgram:
             return np.full(len(experts), int(Need.WEIGHTS | Need.ACCUMULATE), np.uint16)
         kept = self._gradients[layer][experts] != GradientState.NONE
         return np.where(kept, int(Need.STEP_SPILLED), int(Need.STEP)).astype(np.uint16)
-
-    def _speculation(self, item: Pass) -> Speculation:
-        layer = item.moe_layer
-        assert layer is not None
-        if item.phase is Phase.BACKWARD:
-            known = self._used.get(layer) if item.later == 0 else None
-            experts = self._expected(layer) if known is None else known
-            return Speculation(item.phase, layer, experts, self._backward_flags(layer, experts))
-        experts = self._expected(layer)
-        flags = self._forward_flags(layer, experts, later=item.later)
-        return Speculation(item.phase, layer, experts, flags)
-
-    def _expected(self, layer: int) -> Experts:
-        return np.array(self._predictor.predict(layer), np.uint32)
 
     def _rest(
         self, phase: Phase, layer: int, experts: npt.NDArray[np.int64], need: Need, action: Action

@@ -160,13 +160,17 @@ def open_existing(
     at: OpenAt,
     trace: Path | None,
     io_log: Path | None,
+    further: Sequence[RecordSchema] = (),
 ) -> Parts:
-    """The store in ``directory``; without ``adamw``, the defaults with the store's own ``inactive``."""
+    """The store in ``directory``; without ``adamw``, the defaults with the store's own ``inactive``. ``further``: schemas
+    that it is to have from its next commit on, if it does not yet.
+    """
     home = Home(directory, read_identity(directory), published=True)
     with contextlib.ExitStack() as stack:
         lease = stack.enter_context(DirectoryLease(directory))
         index = stack.enter_context(contextlib.closing(Index(directory / "index")))
-        schemas, inactive, known = read_meta(home, index)
+        own, inactive, known = read_meta(home, index)
+        schemas = [*own, *_added(directory, own, further)]
         if adamw is not None and adamw.inactive is not inactive:
             raise StoreFormatError(
                 f"{directory}: made with inactive = {inactive.value}, not {adamw.inactive.value}"
@@ -182,9 +186,25 @@ def open_existing(
         config = replace(config, layers=layers)
         drives = Drives.open(home, config.stripe, known)
         stack.callback(drives.close)
-        parts = _assemble(stack, drives, schemas, config, adamw, lease, index, trace, io_log)
+        added = [schema.name for schema in schemas[len(own) :]]
+        parts = _assemble(stack, drives, schemas, config, adamw, lease, index, trace, io_log, added)
         stack.pop_all()
         return parts
+
+
+def _added(
+    directory: Path, own: Sequence[RecordSchema], further: Sequence[RecordSchema]
+) -> list[RecordSchema]:
+    """Those of ``further`` that a store with the schemas ``own`` does not have. Raises StoreError where it has another of
+    that name.
+    """
+    known = {schema.name: schema for schema in own}
+    for schema in further:
+        if known.get(schema.name, schema) != schema:
+            raise StoreError(
+                f"{directory}: it has a schema {schema.name!r} already: {known[schema.name]}, not {schema}"
+            )
+    return [schema for schema in further if schema.name not in known]
 
 
 def read_schemas(directory: Path) -> list[RecordSchema]:
@@ -344,6 +364,7 @@ def _assemble(
     index: Index,
     trace: Path | None,
     io_log: Path | None,
+    added: Sequence[str] = (),
 ) -> Parts:
     """The rest of the parts; what fails takes back, through ``stack``, what was made."""
     tuning = tune(config.io, drives.home.directory)
@@ -360,6 +381,7 @@ def _assemble(
         link=open_link(config.disk),
         budget=WriteBudget(engine, budget) if (budget := config.wear.daily_write_budget) else None,
         discard=config.wear.discard,
+        added=added,
     )
     stack.callback(extents.close)
     residency = make_residency(config, frames, frame)

@@ -105,6 +105,7 @@ class ParameterStore:
         *,
         adamw: AdamWConfig | None = None,
         at: opening.OpenAt = opening.OpenAt.LAST,
+        further: Sequence[RecordSchema] = (),
         trace: Path | None = None,
         io_log: Path | None = None,
     ) -> ParameterStore:
@@ -112,10 +113,11 @@ class ParameterStore:
         did not acknowledge is undone, and the store opens at the one before it.
 
         ``adamw`` may differ from the last time, except for ``inactive``; None means the defaults with the store's own
-        ``inactive``. Raises StoreMissingError, StoreInUseError, StoreFormatError, BudgetError, OSError.
+        ``inactive``. ``further``: schemas for records to come, which the store has from its next commit on. Raises
+        StoreMissingError, StoreInUseError, StoreFormatError, StoreError (another schema of that name), BudgetError, OSError.
         """
         config = config or StoreConfig()
-        core = StoreCore(opening.open_existing(Path(directory), config, adamw, at, trace, io_log))
+        core = StoreCore(opening.open_existing(Path(directory), config, adamw, at, trace, io_log, further))
         try:
             records = core.committer.load()
             core.cache.residency.start_at(core.history.applied)

@@ -67,7 +67,8 @@ class CudaDeviceTier:
         self.slots = slots
         self._weights = _slots(slots.weights, slots.weight_bytes, slots.numel, slots.compute, device)
         self._gradients = _slots(slots.gradients, slots.gradient_bytes, slots.numel, torch.float32, device)
-        self._host_arena = Arena(slots.gradients * slots.gradient_bytes, huge_pages)
+        # Frozen experts have no gradient slots; an arena has at least a page.
+        self._host_arena = Arena(max(slots.gradients * slots.gradient_bytes, 4096), huge_pages)
         pin_arena(self._host_arena)
         self._host = [
             Buffer(self._host_arena, [(i * slots.gradient_bytes, slots.gradient_bytes)], slots.numel * 4)

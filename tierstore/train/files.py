@@ -5,11 +5,42 @@ from __future__ import annotations
 import os
 import sysconfig
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 
+from tierstore.config import as_dict
 from tierstore.errors import ConfigError, DataError
 
+_DOCUMENTS = frozenset({"format", "column", "separator", "packing"})
 _SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+
+
+class DataFormat(Enum):
+    """What the files hold. BYTES takes every byte as a token; the others are tokenised with the model's tokenizer.
+
+    AUTO: BYTES for a model without a tokenizer; with one, JSONL for ``.jsonl`` and ``.ndjson``, PARQUET for
+    ``.parquet`` and TEXT for every other name, file by file.
+    """
+
+    AUTO = "auto"
+    BYTES = "bytes"
+    TEXT = "text"
+    JSONL = "jsonl"
+    PARQUET = "parquet"
+
+
+class Packing(Enum):
+    """How documents are laid into sequences (``tierstore.train.tokens.packing``).
+
+    DOCUMENTS: several a sequence, no token sees another document. CONCATENATE: one long string, cut evenly; tokens
+    see the documents before theirs. SEPARATE: one document a sequence, the rest padding. AUTO: DOCUMENTS where the
+    model keeps documents apart, otherwise SEPARATE.
+    """
+
+    AUTO = "auto"
+    DOCUMENTS = "documents"
+    CONCATENATE = "concatenate"
+    SEPARATE = "separate"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +61,29 @@ class DataConfig:
     validation_fraction: float = field(
         default=0.05, metadata={"help": "part of the text that is not trained on"}
     )
-    max_bytes: int = field(default=64 << 20, metadata={"help": "most bytes of text that are read"})
+    max_bytes: int = field(
+        default=64 << 20, metadata={"help": "most bytes of text that are read, where bytes are the tokens"}
+    )
     batch_size: int = field(default=16, metadata={"help": "sequences of a step, of all ranks"})
     micro_batches: int = field(default=1, metadata={"help": "parts that a step's gradient is added up from"})
     seed: int = field(default=0, metadata={"help": "of the order of the text"})
+    format: DataFormat = field(
+        default=DataFormat.AUTO,
+        metadata={"help": "auto, bytes, or what is tokenised: text, jsonl, parquet"},
+    )
+    column: str = field(
+        default="",
+        metadata={
+            "help": "field of JSONL, column of Parquet: a text or a chat (empty: messages, or else text)"
+        },
+    )
+    separator: str = field(
+        default="", metadata={"help": "what separates the documents of a text file (empty: a file is one)"}
+    )
+    packing: Packing = field(
+        default=Packing.AUTO,
+        metadata={"help": "auto, documents, concatenate or separate: how documents share a sequence"},
+    )
 
     def __post_init__(self) -> None:
         for name in ("max_bytes", "batch_size", "micro_batches"):
@@ -43,6 +93,15 @@ class DataConfig:
             raise ConfigError(
                 f"validation_fraction: expected more than 0 and less than 1, got {self.validation_fraction}"
             )
+
+    def conditions(self) -> dict[str, object]:
+        """What the bits of a run depend on, as JSON can hold it; what only tokenised documents have, where it is set."""
+        settings, defaults = as_dict(self), as_dict(DataConfig())
+        return {
+            name: value
+            for name, value in settings.items()
+            if name not in _DOCUMENTS or value != defaults[name]
+        }
 
 
 def text_files(config: DataConfig) -> list[Path]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -59,6 +59,7 @@ class _Opener:
     link: Link | None
     budget: WriteBudget | None
     discard: Discard
+    added: Collection[str]
 
     def striped(self, schema: RecordSchema, group: Group) -> StripedExtent:
         files = [self._open(drive, schema, group) for drive in self.drives]
@@ -67,6 +68,9 @@ class _Opener:
     def _open(self, drive: Drive, schema: RecordSchema, group: Group) -> Extent:
         scratch = group is Group.GRADIENTS
         path = drive.path / ("scratch" if scratch else "extents") / f"{schema.name}.{group.label}"
+        new = scratch or schema.name in self.added
+        if new:  # a process that was killed before its commit may have left one
+            path.unlink(missing_ok=True)
         try:
             extent = Extent(
                 self.engine,
@@ -74,7 +78,7 @@ class _Opener:
                 schema.layout(group),
                 directory=drive.number,
                 direct=self.direct,
-                create=FileCreate.YES if scratch else drive.create,
+                create=FileCreate.YES if new else drive.create,
                 links=[link for link in (drive.link, self.link) if link is not None],
                 budget=self.budget,
                 meter=drive.meter,
@@ -91,7 +95,9 @@ class _Opener:
 
 
 class StoreExtents:
-    """The extents of the schemas of a store, by number. ``link`` limits the speed of all drives together."""
+    """The extents of the schemas of a store, by number. ``link`` limits the speed of all drives together. ``added``: names
+    of schemas that no commit knows yet.
+    """
 
     def __init__(
         self,
@@ -103,6 +109,7 @@ class StoreExtents:
         link: Link | None = None,
         budget: WriteBudget | None = None,
         discard: Capability = Capability.OFF,
+        added: Collection[str] = (),
     ) -> None:
         self.schemas = list(schemas)
         self.budget = budget
@@ -118,7 +125,7 @@ class StoreExtents:
             for stale in scratch.iterdir():
                 stale.unlink()
         self.discarding = Discard(discard, [drive.path / "scratch" for drive in drives])
-        opener = _Opener(engine, drives, direct, link, budget, self.discarding)
+        opener = _Opener(engine, drives, direct, link, budget, self.discarding, added)
         self._by_schema: list[SchemaExtents] = []
         try:
             for number, schema in enumerate(self.schemas):

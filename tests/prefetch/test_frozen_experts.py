@@ -1,0 +1,156 @@
+"""Frozen experts over a store: read in both directions, ahead of the passes, and never written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tierstore._native import HugePages
+from tierstore.cache.access import Need, Phase
+from tierstore.prefetch import PredictorName, Schedule, make_predictor
+from tierstore.prefetch.experts import FrozenExperts
+from tierstore.prefetch.program import FrozenProgram
+from tierstore.stats import StallLedger
+from tierstore.store import NewRecord, ParameterStore, RecordSchema, StoreConfig, Training, WeightFormat
+from tierstore.store.core import StoreCore
+from tierstore.tiers import DeviceSlots, open_device_tier
+
+NUMEL, LAYERS, EXPERTS = 2048, (0, 2), 4
+PAGE = 4096  # one frozen record
+W = int(Need.WEIGHTS)
+
+
+@dataclass
+class Frozen:
+    """``experts`` over ``store``."""
+
+    store: StoreCore
+    experts: FrozenExperts
+
+    def read(self, phase: Phase, layer: int, *experts: int) -> dict[int, torch.Tensor]:
+        """The weights that a pass sees."""
+        source = self.experts.forward if phase is Phase.FORWARD else self.experts.backward
+        seen = {}
+        for lease in source(layer, experts):
+            assert (lease.gradients, lease.pair) == (None, None)
+            seen[lease.expert] = lease.weights.clone()
+        return seen
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Hits, misses, bytes read ahead."""
+        stats = self.store.cache.residency.stats()
+        return stats.hits, stats.misses, stats.prefetch_read_bytes
+
+
+def initial(layer: int, expert: int) -> np.ndarray:
+    return np.random.default_rng([layer, expert]).normal(size=NUMEL).astype(np.float32)
+
+
+def rounded(layer: int, expert: int) -> torch.Tensor:
+    return torch.from_numpy(initial(layer, expert)).bfloat16()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Frozen]]:
+    """Makes frozen sources over stores of their own with room for ``room`` experts; nothing is resident."""
+    with ExitStack() as stack:
+
+        def made(
+            *, room: int, depth: int = 0, predictor: PredictorName = PredictorName.NONE, lookahead: int = 0
+        ) -> Frozen:
+            schema = RecordSchema("expert", NUMEL, WeightFormat.BF16, training=Training.FROZEN)
+            config = StoreConfig(host_budget=room * PAGE, lookahead=lookahead * PAGE)
+            with ParameterStore.create(tmp_path / "s", [schema], config) as store:
+                store.register_many(
+                    NewRecord(f"{layer}.{expert}", "expert", layer, initial(layer, expert))
+                    for layer in LAYERS
+                    for expert in range(EXPERTS)
+                )
+                store.commit()
+            opened = ParameterStore.open(tmp_path / "s", config)
+            stack.callback(opened.close)
+            core = opened.core
+            slots = DeviceSlots(NUMEL, torch.bfloat16, weights=2, gradients=0)
+            tier = open_device_tier(core.engine, slots, torch.device("cpu"), HugePages.OFF)
+            stack.callback(tier.close)
+            experts = FrozenExperts(
+                core,
+                tier,
+                {layer: {e: core.record(f"{layer}.{e}") for e in range(EXPERTS)} for layer in LAYERS},
+                weight_slots=2,
+                predictor=make_predictor(predictor, range(EXPERTS)),
+                schedule=Schedule.of_layers(LAYERS, depth=depth),
+                ledger=StallLedger(),
+            )
+            return Frozen(core, experts)
+
+        yield made
+
+
+def test_many_steps_in_memory_for_three(make: Callable[..., Frozen]) -> None:
+    """Bits are those of the rounding in every pass, whatever came and went; nothing is ever written."""
+    frozen = make(room=3, depth=2, predictor=PredictorName.ALL, lookahead=1)
+    for _ in range(5):
+        with frozen.store.optimizer_step(0.1):
+            frozen.experts.begin_micro(index=0, count=1)
+            for layer in LAYERS:
+                seen = frozen.read(Phase.FORWARD, layer, *range(EXPERTS))
+                assert all(torch.equal(seen[e], rounded(layer, e)) for e in range(EXPERTS))
+            for layer in reversed(LAYERS):
+                seen = frozen.read(Phase.BACKWARD, layer, 0, 1, 3)
+                assert all(torch.equal(seen[e], rounded(layer, e)) for e in (0, 1, 3))
+            assert frozen.experts.gradients.sum_of_squares() == 0.0
+            frozen.experts.gradients.apply(1.0)
+    frozen.experts.gradients.step_pending()
+    stats = frozen.store.cache.residency.stats()
+    assert stats.evictions > 40
+    assert (stats.write_backs, stats.written_bytes, frozen.store.engine.stats()["written_bytes"]) == (0, 0, 0)
+
+
+def test_reads_ahead_in_both_directions(make: Callable[..., Frozen]) -> None:
+    frozen = make(room=16, depth=1, predictor=PredictorName.ALL, lookahead=8)
+    frozen.experts.begin_micro(index=0, count=1)
+    frozen.read(Phase.FORWARD, 0, 0)
+    assert frozen.counts == (0, 1, 4 * PAGE), "all of the next layer"
+    frozen.read(Phase.FORWARD, 2, 1, 3)
+    assert frozen.counts == (2, 1, 4 * PAGE), "its own backward pass comes next, and needs what is there"
+    frozen.read(Phase.BACKWARD, 2, 1, 3)
+    assert frozen.counts == (4, 1, 4 * PAGE), "and then the experts that layer 0 used, not all"
+    frozen.read(Phase.BACKWARD, 0, 0)
+    assert frozen.counts == (5, 1, 7 * PAGE), "then the next step's forward pass"
+
+
+def test_the_program_by_hand() -> None:
+    program = FrozenProgram(
+        Schedule.of_layers(LAYERS, depth=2), make_predictor(PredictorName.NONE, range(EXPERTS))
+    )
+    told: list[tuple[Phase, int, list[int], list[int]]] = []
+
+    def carried_out(phase: Phase, *experts: int) -> list[tuple[Phase, int, list[int], list[int]]]:
+        (access,) = (program.forward if phase is Phase.FORWARD else program.backward)(2, experts)
+        assert (access.flags.tolist(), access.actions.tolist()) == ([W] * len(experts), [0] * len(experts))
+        told.clear()
+
+        def prefetch(ahead: object) -> int:
+            told.append((ahead.phase, ahead.layer, ahead.experts.tolist(), ahead.flags.tolist()))  # type: ignore[attr-defined]
+            return len(told[-1][2])
+
+        program.speculate(access, prefetch)
+        program.done(access, range(len(experts)))
+        return list(told)
+
+    program.begin_micro(index=0, count=2)
+    list(program.forward(0, [1]))
+    backward = [(Phase.BACKWARD, 2, [0, 3], [W, W]), (Phase.BACKWARD, 0, [1], [W])]
+    assert carried_out(Phase.FORWARD, 0, 3) == backward
+    assert carried_out(Phase.FORWARD, 0, 3) == backward, (
+        "recomputed: the layer's own backward pass comes next"
+    )
+    assert carried_out(Phase.BACKWARD, 0, 3) == backward[1:]

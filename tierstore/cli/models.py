@@ -1,0 +1,36 @@
+"""Which model a command is about: the built-in one, or what a store was imported with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from tierstore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tierstore.train.config import TrainConfig
+
+
+def with_stored_model(config: TrainConfig) -> TrainConfig:
+    """``config`` with the model that its store was imported with; as it is where none was.
+
+    Raises ConfigError where ``[model]`` or ``[finetune]`` is of no use, StoreFormatError for a damaged description.
+    """
+    from tierstore.hf.stored import stored_spec
+    from tierstore.model.config import ModelConfig
+    from tierstore.train.finetune import FinetuneConfig
+
+    spec = stored_spec(config.store, config.finetune, config.lora)
+    if spec is None:
+        if config.finetune != FinetuneConfig():
+            raise ConfigError(
+                f"finetune: {config.store} holds no imported model; [model] describes the built-in one"
+            )
+        if config.lora.enabled:
+            raise ConfigError(f"lora.rank: {config.store} holds no imported model, and no other is adapted")
+        return config
+    if config.model != ModelConfig():
+        raise ConfigError(
+            f"model: {config.store} holds an imported model; [finetune] is what a run chooses of it"
+        )
+    return replace(config, model=spec)

@@ -1,0 +1,272 @@
+"""A causal language model of transformers as the trainer steps it: its experts leased, its dense parameters sliced.
+
+Shapes: B sequences, T positions, E experts of a layer.
+
+The forward pass, the loss and ``generate`` are transformers' own. What balances the experts is what the family has
+(``tierstore.hf.balance``).
+
+On several ranks each has a part of the global batch, all parts alike in shape. ``objective`` is then this rank's share of
+the global one: the shares, and their gradients, add up to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from tierstore.errors import StoreFormatError
+from tierstore.hf.balance import AuxLoss, BiasBalance
+from tierstore.hf.describing import unit_of
+from tierstore.hf.experts import ExpertLayer, ExpertLoads, bind
+from tierstore.hf.loading import LoadedModule, build_module, checkpoint_activations, parse_config
+from tierstore.hf.lora import adapt
+from tierstore.hf.manifest import BUFFERS_KEY, pack_arrays, unpack_arrays
+from tierstore.hf.packages import quiet_transformers
+from tierstore.hf.packing import attention_masks
+from tierstore.model.config import CheckpointActivations, ComputeDtype
+from tierstore.model.interface import Batch, ModelOutput
+from tierstore.moe.lora import LoraConfig
+from tierstore.moe.seeds import derive_seed
+from tierstore.moe.source import ExpertSource
+from tierstore.parallel import Mesh, RankGroup
+from tierstore.stats import StallLedger
+from tierstore.train.finetune import FinetuneConfig
+
+if TYPE_CHECKING:
+    from tierstore.hf.spec import HfSpec
+
+
+def build_model(
+    spec: HfSpec, source: ExpertSource, *, mesh: Mesh | None = None, ledger: StallLedger | None = None
+) -> HfModel:
+    """The model of ``spec``, whose dense parameters have no memory yet. Raises ConfigError, CapabilityError."""
+    with quiet_transformers():
+        config = parse_config(spec.config)
+        loaded = build_module(config, spec.compute_dtype.torch)
+    return HfModel(
+        loaded,
+        source,
+        compute=spec.compute_dtype,
+        finetune=spec.finetune,
+        lora=spec.lora,
+        mesh=mesh,
+        ledger=ledger,
+    )
+
+
+class HfModel:
+    """``loaded`` over ``source`` (a ``Model``). Not thread safe; a backward pass belongs to the last forward pass."""
+
+    def __init__(
+        self,
+        loaded: LoadedModule,
+        source: ExpertSource,
+        *,
+        compute: ComputeDtype,
+        finetune: FinetuneConfig | None = None,
+        lora: LoraConfig | None = None,
+        mesh: Mesh | None = None,
+        ledger: StallLedger | None = None,
+    ) -> None:
+        """``lora``: where it is on, pairs are put on attention, and they alone are dense parameters that train. Waiting for
+        other ranks is charged to ``ledger``.
+        """
+        finetune, lora = finetune or FinetuneConfig(), lora or LoraConfig()
+        self._module = loaded.module
+        self._compute = compute
+        self.loads = ExpertLoads()
+        for number, experts in loaded.experts_at.items():
+            layer = ExpertLayer(
+                number,
+                loaded.shape,
+                loaded.experts,
+                source,
+                loads=self.loads,
+                save=finetune.expert_activations,
+                mesh=mesh,
+                ledger=ledger,
+            )
+            bind(experts, layer)
+        #: Dense parameters that are read and not trained, as their records hold them.
+        self._frozen: list[tuple[str, list[nn.Parameter]]] = []
+        if lora.enabled:
+            self._frozen = self._units()
+            adapt(self._module, lora)
+        self._prefix = "lora." if lora.enabled else ""
+        if finetune.checkpoint_activations is CheckpointActivations.BLOCK:
+            checkpoint_activations(self._module)
+        ranks = RankGroup.alone() if mesh is None else mesh.world
+        self._rank, self._ranks = ranks.rank, ranks.size
+        self._aux_loss = AuxLoss(loaded, finetune.aux_loss_weight, ranks)
+        # A frozen router stays as it is.
+        self._balance = BiasBalance(self._module, 0.0 if lora.enabled else finetune.bias_update_speed)
+        self._seed: tuple[int, int] = (0, 0)
+
+    # Its parameters -----------------------------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        module: nn.Module = self._module
+        return module
+
+    @property
+    def blocks(self) -> Iterable[nn.Module]:
+        layers: nn.ModuleList = self._module.base_model.layers
+        return layers
+
+    def dense_units(self) -> list[tuple[str, list[nn.Parameter]]]:
+        return [
+            (self._prefix + name, [parameter for parameter in parameters if parameter.requires_grad])
+            for name, parameters in self._units()
+        ]
+
+    def frozen_units(self) -> list[tuple[str, list[nn.Parameter]]]:
+        return self._frozen
+
+    def _units(self) -> list[tuple[str, list[nn.Parameter]]]:
+        """All dense parameters."""
+        units: dict[str, list[nn.Parameter]] = {"embedding": []}
+        units.update({f"block.{number}": [] for number, _ in enumerate(self.blocks)})
+        units["head"] = []
+        for name, parameter in self._module.named_parameters():
+            units[unit_of(name)].append(parameter)
+        return list(units.items())
+
+    def cast_parameters(self) -> list[nn.Parameter]:
+        narrow = self._compute.torch
+        if narrow == torch.float32:
+            return []
+        return [parameter for parameter in self._module.parameters() if parameter.dtype == narrow]
+
+    def stream(self, output: Any) -> Tensor:
+        stream: Tensor = output if isinstance(output, Tensor) else output[0]
+        return stream
+
+    def made(self, output: Any) -> Tensor | None:
+        logits: Tensor | None = output.logits
+        return logits
+
+    # Passes -------------------------------------------------------------------------------------------------
+
+    def set_step(self, step: int, micro: int = 0) -> None:
+        self._seed = (step, micro)
+        if micro == 0:
+            self._balance.begin_step()
+
+    def begin_forward(self) -> None:
+        """The module is about to be called: by ``run``, or by somebody else."""
+        self.loads.begin()
+
+    def end_forward(self) -> None:
+        """A forward pass that a backward pass belongs to has returned."""
+        self._balance.count(self.loads.all())
+
+    def run(self, batch: Batch) -> ModelOutput:
+        training = self._module.training and torch.is_grad_enabled()
+        balanced = training and self._aux_loss.weight > 0
+        self.begin_forward()
+        with self._drawing(training), self._aux_loss.recording() if balanced else nullcontext():
+            output = self._module(
+                input_ids=batch.tokens_BT,
+                position_ids=batch.positions_BT,
+                attention_mask=attention_masks(self._module.config, batch.positions_BT, self._compute.torch),
+                use_cache=False,
+            )
+        loads = self.loads.all()
+        loss = self._loss(output.logits, batch)
+        zero = loss.new_zeros(())
+        aux_loss = zero
+        objective = loss if self._ranks == 1 else loss / self._ranks
+        if balanced:
+            aux_loss = self._aux_loss.value()
+            objective = objective + self._aux_loss.weight * aux_loss
+        if training:
+            self.end_forward()
+        return ModelOutput(loss, aux_loss, zero, objective, loads, None)
+
+    @contextmanager
+    def _drawing(self, training: bool) -> Iterator[None]:
+        """Noise of routers and dropout: what a training pass draws depends on its step and on nothing before it."""
+        with torch.random.fork_rng(devices=self._devices(), enabled=training):
+            if training:
+                torch.manual_seed(derive_seed("step", *self._seed, self._rank))
+            yield
+
+    def _loss(self, logits: Tensor, batch: Batch) -> Tensor:
+        if batch.counted == 0:
+            return logits.float().sum() * 0.0
+        loss: Tensor = self._module.loss_function(
+            logits=logits,
+            labels=None,
+            vocab_size=self._module.config.vocab_size,
+            shift_labels=batch.targets_BT,
+        )
+        return loss if batch.share == 1.0 else loss * batch.share
+
+    def _devices(self) -> list[torch.device]:
+        device = next(self._module.parameters()).device
+        return [device] if device.type == "cuda" else []
+
+    # Beside the parameters ----------------------------------------------------------------------------------
+
+    def end_step(self) -> None:
+        self._balance.update()
+
+    def state(self) -> dict[str, bytes]:
+        buffers = self._state_buffers()
+        if not buffers:
+            return {}
+        return {BUFFERS_KEY: pack_arrays({name: value.cpu().numpy() for name, value in buffers.items()})}
+
+    def load_state(self, state: Mapping[str, bytes]) -> None:
+        buffers = self._state_buffers()
+        if not buffers:
+            return
+        if BUFFERS_KEY not in state:
+            raise StoreFormatError(f"the last commit has no {BUFFERS_KEY}, which the model needs")
+        arrays = unpack_arrays(state[BUFFERS_KEY], where=BUFFERS_KEY)
+        for name, value in buffers.items():
+            if name not in arrays or arrays[name].shape != tuple(value.shape):
+                found = arrays[name].shape if name in arrays else "nothing"
+                raise StoreFormatError(
+                    f"{BUFFERS_KEY}: {name}: expected shape {tuple(value.shape)}, found {found}"
+                )
+            value.copy_(torch.from_numpy(arrays[name]))
+
+    def _state_buffers(self) -> dict[str, Tensor]:
+        """The buffers that a checkpoint has."""
+        return {
+            f"{prefix}.{name}": value
+            for prefix, part in self._module.named_modules()
+            for name, value in part._buffers.items()
+            if value is not None and name not in part._non_persistent_buffers_set
+        }
+
+    # Text ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def generate(
+        self, prompt: Sequence[int], count: int, *, temperature: float = 0.8, seed: int = 0
+    ) -> list[int]:
+        """At most ``count`` tokens that follow ``prompt``: the model's own end of text ends them."""
+        if not prompt:
+            raise ValueError("a prompt needs at least one token")
+        device = next(self._module.parameters()).device
+        tokens = torch.tensor([list(prompt)], device=device)
+        options: dict[str, Any] = {"max_new_tokens": count, "do_sample": temperature > 0}
+        if temperature > 0:
+            options["temperature"] = temperature
+        training = self._module.training
+        self._module.eval()
+        try:
+            with torch.random.fork_rng(devices=self._devices()), quiet_transformers():
+                torch.manual_seed(derive_seed("generate", seed))
+                made = self._module.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
+        finally:
+            self._module.train(training)
+        text: list[int] = made[0, len(prompt) :].tolist()
+        return text

@@ -1,0 +1,134 @@
+"""Low-rank adaptation (LoRA, Hu et al. 2021) of experts: what it is configured with, and the layout of a pair.
+
+An expert stays as it is; beside each of its two projections trains a pair of narrow matrices:
+``y = W x + scale * B (A x)``. The pairs of one expert are one flat fp32 tensor, as they lie in their record:
+``[inner A r x D | inner B P x r | down A r x F | down B D x r]``, with D the width of the model, F that of the expert, P
+what feeds the activation (gate and up where there are both, in the columns' order) and r the rank. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from tierstore.errors import ConfigError
+from tierstore.moe.config import ExpertShape
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class LoraTargets(Enum):
+    """What gets pairs."""
+
+    ATTENTION = "attention"
+    EXPERTS = "experts"
+    BOTH = "both"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adaptation in place of full training: everything but the pairs is frozen. Off with ``rank`` 0.
+
+    ``alpha``: the pairs' output is scaled by ``alpha / rank``; 0 means twice the rank. ``modules``: names of the linear
+    layers of attention that get a pair, as peft's ``target_modules``; none means all of them. ``seed``: of first values.
+    """
+
+    rank: int = field(default=0, metadata={"help": "rank of the pairs (0: everything is trained)"})
+    alpha: float = field(
+        default=0.0, metadata={"help": "pairs are scaled by alpha / rank (0: twice the rank)"}
+    )
+    targets: LoraTargets = field(default=LoraTargets.BOTH, metadata={"help": "what gets pairs"})
+    modules: tuple[str, ...] = field(
+        default=(), metadata={"help": "linear layers of attention that get a pair (none: all of them)"}
+    )
+    seed: int = field(default=0, metadata={"help": "of the pairs' first values"})
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise ConfigError(f"lora.rank: expected at least 0, got {self.rank}")
+        if not (math.isfinite(self.alpha) and self.alpha >= 0):
+            raise ConfigError(f"lora.alpha: expected a number of at least 0, got {self.alpha}")
+        if self.modules and not self.attention:
+            raise ConfigError(f"lora.modules: {self.modules} have no effect with targets = experts")
+
+    @property
+    def enabled(self) -> bool:
+        return self.rank > 0
+
+    @property
+    def attention(self) -> bool:
+        """Whether attention gets pairs."""
+        return self.targets is not LoraTargets.EXPERTS
+
+    @property
+    def experts(self) -> bool:
+        """Whether experts get pairs."""
+        return self.targets is not LoraTargets.ATTENTION
+
+    @property
+    def scaled_alpha(self) -> float:
+        """``alpha``, or what 0 means."""
+        return self.alpha or 2.0 * self.rank
+
+
+@dataclass(frozen=True, slots=True)
+class PairViews:
+    """Views into a flat pair."""
+
+    inner_a: Tensor
+    inner_b: Tensor
+    down_a: Tensor
+    down_b: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PairShape:
+    """The pairs of one expert of shape ``expert``; their output is scaled by ``alpha / rank``."""
+
+    expert: ExpertShape
+    rank: int
+    alpha: float
+
+    @classmethod
+    def of(cls, expert: ExpertShape, config: LoraConfig) -> PairShape:
+        return cls(expert, config.rank, config.scaled_alpha)
+
+    def __post_init__(self) -> None:
+        most = min(self.expert.d_model, self.expert.d_ff)
+        if not 1 <= self.rank <= most:
+            raise ConfigError(f"lora.rank: expected 1 to {most}, the expert's smaller width, got {self.rank}")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    @property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of each matrix, in order."""
+        expert, rank = self.expert, self.rank
+        return (
+            (rank, expert.d_model),
+            (expert.inner_rows, rank),
+            (rank, expert.d_ff),
+            (expert.d_model, rank),
+        )
+
+    @property
+    def numel(self) -> int:
+        """Parameters of the pairs of one expert."""
+        return sum(rows * columns for rows, columns in self.sizes)
+
+    def views(self, flat: Tensor) -> PairViews:
+        """The matrices inside ``flat``. Raises ValueError unless it is 1-D of ``numel``."""
+        if flat.dim() != 1 or flat.numel() != self.numel:
+            raise ValueError(
+                f"a pair is a flat tensor of {self.numel} elements, got shape {tuple(flat.shape)}"
+            )
+        parts, begin = [], 0
+        for rows, columns in self.sizes:
+            parts.append(flat[begin : begin + rows * columns].view(rows, columns))
+            begin += rows * columns
+        return PairViews(*parts)

@@ -1,0 +1,103 @@
+"""Low-rank pairs that train beside frozen experts: two expert sources over one store, made one.
+
+An access of the host cache is of one kind of records, and one access is open at a time. So a pass over a layer goes
+through its pairs first and copies them, all that the pass needs, to memory of its own; then it walks the experts. In a
+backward pass the pairs' gradients are made in such memory too, and a walk of the pairs takes them from there. Everything
+happens in program order, in one host cache, and is in one trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tierstore.moe.lora import PairShape
+from tierstore.moe.low_rank import PairLease
+from tierstore.moe.source import ExpertLease
+from tierstore.prefetch.experts import FrozenExperts, TieredExperts
+from tierstore.prefetch.gradients import ExpertGradients
+
+_ALIGNMENT = 16  # fp32 values: a lease starts on a multiple of 64 bytes
+
+
+class LoraExperts:
+    """``ExpertTiers`` of frozen experts ``base`` and their trained ``pairs``, whose ids are the same."""
+
+    def __init__(
+        self, base: FrozenExperts, pairs: TieredExperts, shape: PairShape, *, device: torch.device
+    ) -> None:
+        self._base = base
+        self._pairs = pairs
+        self._shape = shape
+        self._weights = _Rows(shape.numel, device)
+        self._gradients = _Rows(shape.numel, device)
+
+    @property
+    def gradients(self) -> ExpertGradients:
+        """The pairs'."""
+        return self._pairs.gradients
+
+    @property
+    def late_prefetch_bytes(self) -> int:
+        """Bytes that were on their way, but not there, when they were needed."""
+        return self._base.late_prefetch_bytes + self._pairs.late_prefetch_bytes
+
+    def begin_micro(self, *, index: int, count: int | None) -> None:
+        """Training micro-batch ``index`` of ``count`` (None: not known) begins."""
+        self._pairs.begin_micro(index=index, count=count)
+        self._base.begin_micro(index=index, count=count)
+
+    def end_passes(self) -> None:
+        """The last backward pass of a step whose count was not known has ended: gradients are final."""
+        self._pairs.end_passes()
+
+    def begin_evaluation(self) -> None:
+        """Only forward passes follow, until the next ``begin_micro``."""
+        self._pairs.begin_evaluation()
+        self._base.begin_evaluation()
+
+    def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
+        """Leases of ``experts`` with their pairs."""
+        weights = self._read_pairs(layer, experts)
+        for lease in self._base.forward(layer, experts):
+            yield replace(lease, pair=PairLease(self._shape, weights[lease.expert]))
+
+    def backward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
+        """The same, with gradients of the pairs; they are taken as complete when all experts have been walked."""
+        weights = self._read_pairs(layer, experts)
+        gradients = self._gradients.of(experts)
+        for lease in self._base.backward(layer, experts):
+            expert = lease.expert
+            yield replace(lease, pair=PairLease(self._shape, weights[expert], gradients[expert]))
+        for lease in self._pairs.backward(layer, experts):
+            assert lease.gradients is not None
+            lease.gradients.copy_(gradients[lease.expert])
+
+    def _read_pairs(self, layer: int, experts: Sequence[int]) -> dict[int, Tensor]:
+        weights = self._weights.of(experts)
+        for lease in self._pairs.forward(layer, experts):
+            weights[lease.expert].copy_(lease.weights)
+        return weights
+
+
+class _Rows:
+    """Memory for one flat fp32 tensor of each expert of a pass: as much as the largest pass so far has needed."""
+
+    def __init__(self, numel: int, device: torch.device) -> None:
+        self._numel = numel
+        self._stride = -(-numel // _ALIGNMENT) * _ALIGNMENT
+        self._memory = torch.empty(0, dtype=torch.float32, device=device)
+
+    def of(self, experts: Sequence[int]) -> dict[int, Tensor]:
+        """A tensor for each of ``experts``, of undefined content, until the next call."""
+        needed = len(experts) * self._stride
+        if self._memory.numel() < needed:
+            self._memory = self._memory.new_empty(needed)
+        starts = range(0, needed, self._stride)
+        return {
+            expert: self._memory[start : start + self._numel]
+            for expert, start in zip(experts, starts, strict=True)
+        }

@@ -1,0 +1,140 @@
+"""Carrying an access of the access program out: groups of its experts, one after another, through the weight slots.
+
+While experts of one group compute, the next ones are copied to the device and the following groups and layer passes are
+read. Every action is queued on the engine behind whatever it needs, so nothing here waits but for weights that a layer is
+about to use.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.cache.access import Phase
+from tierstore.prefetch.program import Access, PassProgram, Speculation
+from tierstore.stats import Cause, StallLedger, Tier
+from tierstore.store.core import StoreCore
+from tierstore.store.format import Group
+from tierstore.store.optimizer import CachedRecord
+from tierstore.tiers.device import DeviceTier
+
+#: ``records[layer][expert]`` says which record each expert is.
+RecordsByExpert = Mapping[int, Mapping[int, CachedRecord]]
+#: What comes before an expert is computed with: the access, the place in it, the record.
+BringUp = Callable[[Access, int, CachedRecord], None]
+
+
+class AccessWalk:
+    """Walks the accesses of ``program`` over ``records``; ``weight_slots`` slots of ``device`` are its own."""
+
+    def __init__(
+        self,
+        store: StoreCore,
+        device: DeviceTier,
+        records: RecordsByExpert,
+        program: PassProgram,
+        *,
+        weight_slots: int,
+        ledger: StallLedger,
+    ) -> None:
+        self._store = store
+        self._cache = store.cache
+        self._device = device
+        self._records = records
+        self._program = program
+        self._ledger = ledger
+        self._free_slots = deque(range(weight_slots))
+        #: Bytes that were on their way, but not there, when they were needed.
+        self.late_prefetch_bytes = 0
+
+    def walk(self, access: Access, bring_up: BringUp | None = None) -> Iterator[tuple[int, int, bool]]:
+        """Yields (place in the access, weight slot, last of its group) for each expert, in the order of its groups; the
+        slot is loaded when it is yielded. ``bring_up`` is called for the experts of a group of a forward pass before that.
+
+        The caller ends each request (``HostCache.end_unit``), at the latest when the last one of its group has been yielded.
+
+        Left before its end (the computation raised), the access stays open: whoever drives this poisons
+        the store, whose last commit stands.
+        """
+        layer, records = access.layer, self._records_of(access)
+        groups = self._store.begin_access(access.phase, layer, _numbers(records), access.flags)
+        for group in range(groups):
+            units = self._cache.next_group()
+            if group == groups - 1:
+                self._program.speculate(access, self._prefetch)
+            if access.phase is Phase.FORWARD and bring_up is not None:
+                for unit in units:
+                    bring_up(access, unit, records[unit])
+            staged: deque[tuple[int, int]] = deque()
+            following = 0
+            for unit in units:
+                while following < len(units) and self._free_slots:
+                    staged.append(self._stage(records[units[following]]))
+                    following += 1
+                slot, ticket = staged.popleft()
+                self._wait_weights(records[unit], ticket, layer)
+                yield unit, slot, unit == units[-1]
+                self._device.release_weights(slot)
+                self._free_slots.append(slot)
+            self._cache.end_group()
+            self._program.done(access, units)
+
+    def wait(self, tickets: Sequence[int], layer: int, tier: Tier, cause: Cause) -> None:
+        """Waits for ``tickets``; what they take is charged to ``layer``, ``tier`` and ``cause``."""
+        if any(not self._store.engine.done(ticket) for ticket in tickets):
+            with self._ledger.stall(layer=layer, tier=tier, cause=cause):
+                self._store.wait(tickets)
+        else:
+            self._store.wait(tickets)
+
+    def _prefetch(self, ahead: Speculation) -> int:
+        numbers = _numbers(self._records_of(ahead))
+        return self._cache.prefetch(ahead.phase, ahead.layer, numbers, ahead.flags)
+
+    def _records_of(self, asked: Access | Speculation) -> list[CachedRecord]:
+        return [self._records[asked.layer][expert] for expert in asked.experts.tolist()]
+
+    def _stage(self, record: CachedRecord) -> tuple[int, int]:
+        slot = self._free_slots.popleft()
+        entry = record.entry(Group.WEIGHTS)
+        source = self._cache.sections(entry)[0]
+        ticket = self._device.load(slot, source, self._cache.ready(entry))
+        self._cache.reads(entry, ticket)
+        return slot, ticket
+
+    def _wait_weights(self, record: CachedRecord, ticket: int, layer: int) -> None:
+        if self._store.engine.done(ticket):
+            self._store.wait([ticket])
+        else:
+            self.wait([ticket], layer, *self._reason(record))
+
+    def _reason(self, record: CachedRecord) -> tuple[Tier, Cause]:
+        """What the weights of ``record`` are still waiting for."""
+        cache, done = self._cache, self._store.engine.done
+        weights = record.entry(Group.WEIGHTS)
+        ready, fetched = cache.ready(weights), cache.fetched(weights)
+        as_read = fetched is not None and ready == [fetched.ticket]
+        # A step or a replay of the weights needs the rest of the record.
+        missing = []
+        for group in [Group.WEIGHTS] if as_read else Group:
+            fetched = cache.fetched(record.entry(group))
+            if fetched is not None and not done(fetched.ticket):
+                missing.append((group, fetched))
+        for group, fetched in missing:
+            if fetched.speculative:
+                self.late_prefetch_bytes += sum(s.nbytes for s in cache.sections(record.entry(group)))
+        if missing:
+            group, fetched = missing[0]
+            if group is Group.GRADIENTS:
+                return Tier.NVME, Cause.GRADIENT_SPILL
+            return Tier.NVME, Cause.LATE_PREFETCH if fetched.speculative else Cause.DEMAND_READ
+        if all(done(ticket) for ticket in ready):
+            return Tier.DEVICE, Cause.COPY
+        return Tier.HOST, Cause.OPTIMIZER
+
+
+def _numbers(records: Sequence[CachedRecord]) -> npt.NDArray[np.uint32]:
+    return np.array([record.number for record in records], np.uint32)

@@ -1,0 +1,257 @@
+"""The documents of files: text, lines of JSON, and rows of Parquet, each read as a stream.
+
+A document is a text or a chat. A text longer than ``PIECE`` characters comes in pieces, cut after a line's end where there
+is one in the second half, so that what is in memory does not grow with the files.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tierstore.errors import ConfigError, DataError
+from tierstore.train.files import DataConfig, DataFormat
+from tierstore.train.tokens.optional import parquet_module
+
+PIECE = 1 << 20
+_READ = 1 << 20
+_SUFFIXES = {".jsonl": DataFormat.JSONL, ".ndjson": DataFormat.JSONL, ".parquet": DataFormat.PARQUET}
+_ARROW = (
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    NotImplementedError,
+    OSError,
+)  # what pyarrow raises is of these
+_CHAT, _TEXT = "messages", "text"
+
+#: Called with bytes of a file that have been read.
+Read = Callable[[int], None]
+Message = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """A document's text, or a part of it: whether it ``begins`` and ``ends`` the document."""
+
+    text: str
+    begins: bool = True
+    ends: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A document in messages, and the tools they may call. ``where`` names the file and the line or row."""
+
+    where: str
+    messages: list[Message]
+    tools: list[object] = field(default_factory=list)
+
+
+Document = TextPiece | Chat
+
+
+def file_format(path: Path, config: DataConfig) -> DataFormat:
+    """What ``path`` is read as: TEXT, JSONL or PARQUET. Raises ConfigError where its name leaves two."""
+    if config.format is not DataFormat.AUTO:
+        return config.format
+    suffix = path.suffix.lower()
+    if suffix == ".json":
+        raise ConfigError(
+            f'{path}: .json may be one value or one a line: rename lines to .jsonl, or set format = "jsonl" or "text"'
+        )
+    return _SUFFIXES.get(suffix, DataFormat.TEXT)
+
+
+def documents(path: Path, config: DataConfig, read: Read) -> Iterator[Document]:
+    """The documents of ``path`` in order. Empty texts are among them. Raises DataError naming file and line or row."""
+    try:
+        match file_format(path, config):
+            case DataFormat.JSONL:
+                yield from _lines(path, config.column, read)
+            case DataFormat.PARQUET:
+                yield from _rows(path, config.column, read)
+            case _:
+                yield from _text(path, config.separator, read)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+# Text -------------------------------------------------------------------------------------------------------
+
+
+def _text(path: Path, separator: str, read: Read) -> Iterator[TextPiece]:
+    rest, begins = "", True
+    for chunk in _decoded(path, read):
+        rest += chunk
+        if separator:
+            *whole, rest = rest.split(separator)
+            for text in whole:
+                yield from pieces(text, begins=begins)
+                begins = True
+        # What may be the beginning of a separator stays for the next chunk.
+        while len(rest) > 2 * PIECE + len(separator):
+            cut = _cut_after(rest)
+            yield TextPiece(rest[:cut], begins, False)
+            rest, begins = rest[cut:], False
+    yield from pieces(rest, begins=begins)
+
+
+def pieces(text: str, *, begins: bool = True) -> Iterator[TextPiece]:
+    """A text, or the rest of one, in pieces."""
+    at = 0
+    while len(text) - at > PIECE:
+        cut = _cut_after(text, at)
+        yield TextPiece(text[at:cut], begins, False)
+        at, begins = cut, False
+    yield TextPiece(text[at:], begins)
+
+
+def _cut_after(text: str, at: int = 0) -> int:
+    """Where the piece from ``at`` ends: after its last line's end, or its last space."""
+    for mark in ("\n", " "):
+        found = text.rfind(mark, at + PIECE // 2, at + PIECE)
+        if found >= 0:
+            return found + 1
+    return at + PIECE
+
+
+def _decoded(path: Path, read: Read) -> Iterator[str]:
+    decoder, at = codecs.getincrementaldecoder("utf-8")(), 0
+    with path.open("rb") as file:
+        while True:
+            chunk = file.read(_READ)
+            pending = len(decoder.getstate()[0])
+            try:
+                text = decoder.decode(chunk, final=not chunk)
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{path}: expected text in UTF-8, found another byte at {at - pending + error.start}"
+                ) from error
+            if at == 0:
+                text = text.removeprefix("\ufeff")
+            at += len(chunk)
+            read(len(chunk))
+            yield text
+            if not chunk:
+                return
+
+
+# JSONL ------------------------------------------------------------------------------------------------------
+
+
+def _lines(path: Path, column: str, read: Read) -> Iterator[Document]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            read(len(line))
+            where = f"{path}:{number}"
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                if not text.strip():
+                    continue
+                value = json.loads(text)
+            except UnicodeDecodeError as error:
+                raise DataError(f"{where}: expected a line of JSON in UTF-8: {error.reason}") from error
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{where}: expected a line of JSON: {error}") from error
+            if not isinstance(value, dict):
+                raise DataError(f"{where}: expected a JSON object, found {_named(value)}")
+            yield from _document(value, column, where)
+
+
+# Parquet ----------------------------------------------------------------------------------------------------
+
+
+def _rows(path: Path, column: str, read: Read) -> Iterator[Document]:
+    parquet = parquet_module()
+    try:
+        file = parquet.ParquetFile(path, memory_map=False)
+    except _ARROW as error:
+        raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
+    with file:
+        names = list(file.schema_arrow.names)
+        chosen = column or next((name for name in (_CHAT, _TEXT) if name in names), "")
+        if chosen not in names:
+            raise DataError(
+                f"{path}: expected a column {_expected(column)}, found {', '.join(names) or 'none'}"
+            )
+        wanted = [chosen, "tools"] if chosen != _TEXT and "tools" in names else [chosen]
+        number = 0
+        for group in range(file.num_row_groups):
+            try:
+                for batch in file.iter_batches(batch_size=1024, row_groups=[group], columns=wanted):
+                    for row in batch.to_pylist():
+                        number += 1
+                        present = {name: _present(value) for name, value in row.items()}
+                        yield from _document(present, chosen, f"{path}: row {number}")
+            except DataError:
+                raise
+            except _ARROW as error:
+                raise DataError(f"{path}: row group {group}: {error}") from error
+            read(
+                path.stat().st_size * (group + 1) // file.num_row_groups
+                - path.stat().st_size * group // file.num_row_groups
+            )
+
+
+def _present(value: object) -> object:
+    """``value`` without the nulls that a column of structures has for keys which a message lacks."""
+    if isinstance(value, dict):
+        return {key: _present(item) for key, item in value.items() if item is not None}
+    return [_present(item) for item in value] if isinstance(value, list) else value
+
+
+# A record ---------------------------------------------------------------------------------------------------
+
+
+def _document(record: Mapping[str, object], column: str, where: str) -> Iterator[Document]:
+    chosen = column or next((name for name in (_CHAT, _TEXT) if name in record), "")
+    if chosen not in record:
+        found = ", ".join(repr(name) for name in list(record)[:8])
+        raise DataError(f"{where}: expected a field {_expected(column)}, found {found or 'none'}")
+    value = record[chosen]
+    if isinstance(value, str):
+        yield from pieces(value)
+    elif isinstance(value, list):
+        yield Chat(where, [_message(item, chosen, where) for item in value], _tools(record, where))
+    else:
+        raise DataError(f"{where}: {chosen!r}: expected text or a list of messages, found {_named(value)}")
+
+
+def _message(value: object, column: str, where: str) -> Message:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        raise DataError(
+            f"{where}: {column!r}: expected messages, objects with a 'role', found {_named(value)}"
+        )
+    return value
+
+
+def _tools(record: Mapping[str, object], where: str) -> list[object]:
+    tools = record.get("tools")
+    if isinstance(tools, str) and tools:  # Parquet's way to hold them
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise DataError(f"{where}: 'tools': expected a list in JSON: {error}") from error
+    if tools and not isinstance(tools, list):
+        raise DataError(f"{where}: 'tools': expected a list, found {_named(tools)}")
+    return list(tools) if isinstance(tools, list) else []
+
+
+def _expected(column: str) -> str:
+    return repr(column) if column else f"{_CHAT!r} or {_TEXT!r} (or the one that data.column names)"
+
+
+def _named(value: object) -> str:
+    kinds = {
+        dict: "an object without a role",
+        list: "a list",
+        str: "text",
+        bool: "true or false",
+        type(None): "null",
+    }
+    return kinds.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)
