@@ -94,7 +94,7 @@ def answer_spans(
                 f"the first message is an answer, so that its beginning cannot be found: {_ADVICE}"
             )
         before = render(messages[:index], True)
-        after = render(messages[: index + 1], False)
+        after = whole if index + 1 == len(messages) else render(messages[: index + 1], False)
         start = len(before)
         if start < (spans[-1][1] if spans else 0) or not whole.startswith(before):
             raise DataError(

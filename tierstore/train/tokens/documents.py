@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import codecs
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from tierstore.errors import ConfigError, DataError
 from tierstore.train.files import DataConfig, DataFormat
@@ -137,17 +139,27 @@ def _decoded(path: Path, read: Read) -> Iterator[str]:
             at += len(chunk)
             read(len(chunk))
             yield text
+            _forget(file, at)
             if not chunk:
                 return
+
+
+def _forget(file: BinaryIO, at: int) -> None:
+    """What was read up to ``at`` does not stay in the page cache."""
+    os.posix_fadvise(file.fileno(), 0, at, os.POSIX_FADV_DONTNEED)
 
 
 # JSONL ------------------------------------------------------------------------------------------------------
 
 
 def _lines(path: Path, column: str, read: Read) -> Iterator[Document]:
+    at = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             read(len(line))
+            if (at + len(line)) // _READ != at // _READ:
+                _forget(file, at)
+            at += len(line)
             where = f"{path}:{number}"
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
