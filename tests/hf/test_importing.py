@@ -29,7 +29,9 @@ from tierstore.train import state as train_state
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_a_store_holds_what_transformers_has_in_memory(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_store_holds_what_transformers_has_in_memory(
+    family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     model = save(tmp_path / "m", family, dtype)
     from transformers import AutoModelForCausalLM
 
@@ -158,7 +160,11 @@ def test_shards_and_files_beside_them(tmp_path: Path) -> None:
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
     kept = {path.name for path in (tmp_path / "s/model").iterdir()}
     assert kept == {
-        "manifest.json", "config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"
+        "manifest.json",
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
     }
     assert (tmp_path / "s/model/config.json").read_bytes() == (tmp_path / "m/config.json").read_bytes()
 

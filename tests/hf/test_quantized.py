@@ -8,7 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import change_config, dense_of, experts_of, fused_experts, imported, rewrite, save, tensors_of
+from checkpoints import (
+    change_config,
+    dense_of,
+    experts_of,
+    fused_experts,
+    imported,
+    rewrite,
+    save,
+    tensors_of,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -143,7 +152,9 @@ def _mxfp4_checkpoint(directory: Path) -> Any:
         blocks = torch.randint(
             0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8, generator=generator
         )
-        scales = torch.randint(110, 130, (experts, rows, columns // 32), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(
+            110, 130, (experts, rows, columns // 32), dtype=torch.uint8, generator=generator
+        )
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         with torch.no_grad():
             state[name].copy_(convert_moe_packed_tensors(blocks, scales))

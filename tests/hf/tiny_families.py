@@ -36,7 +36,9 @@ _LATENT = {
 _NARROW = {"intermediate_size": 48, "moe_intermediate_size": 16, "num_experts": 8}
 
 FAMILIES: dict[str, Callable[..., Any]] = {
-    "mixtral": lambda **o: hf.MixtralConfig(**{**COMMON, "intermediate_size": 48, "num_local_experts": 8, **o}),
+    "mixtral": lambda **o: hf.MixtralConfig(
+        **{**COMMON, "intermediate_size": 48, "num_local_experts": 8, **o}
+    ),
     "qwen2_moe": lambda **o: hf.Qwen2MoeConfig(
         **{**COMMON, **_NARROW, "shared_expert_intermediate_size": 24, **o}
     ),
@@ -113,7 +115,9 @@ def make_config(family: str, **options: Any) -> Any:
 def plain_model(config: Any, dtype: torch.dtype = torch.float32, *, seed: int = 0) -> Any:
     """transformers' own model with random weights, whose experts ``grouped_mm`` computes."""
     torch.manual_seed(seed)
-    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="grouped_mm")
+    model = hf.AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, experts_implementation="grouped_mm"
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name and parameter.dim() > 1:

@@ -97,6 +97,13 @@ def load_module(path: Path | str, dtype: torch.dtype | None = None, **options: A
     return LoadedModule(module, experts_at, experts, shape)
 
 
+def checkpoint_activations(module: Any) -> None:
+    """Has each decoder layer computed again in its backward pass, from its input, with the same random numbers."""
+    # transformers 5.23 renames it; with reentrant checkpoints a layer's own inputs would get no gradients.
+    enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
 # Experts ----------------------------------------------------------------------------------------------------
 
 

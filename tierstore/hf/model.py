@@ -2,10 +2,8 @@
 
 Shapes: B sequences, T positions, E experts of a layer.
 
-The forward pass, the loss and ``generate`` are transformers' own. What balances the experts is what the family has: an
-auxiliary loss over the routers' logits, with the weight of its configuration; or a bias on the choice of experts
-(DeepSeek-V3, GLM4-MoE), which after each optimizer step goes up by a fixed amount for experts that got less than their
-share of tokens and down for the others (DeepSeek-V3 technical report, section 2.1.2); or nothing (DeepSeek-V2).
+The forward pass, the loss and ``generate`` are transformers' own. What balances the experts is what the family has
+(``tierstore.hf.balance``).
 
 On several ranks each has a part of the global batch, all parts alike in shape. ``objective`` is then this rank's share of
 the global one: the shares, and their gradients, add up to it.
@@ -13,24 +11,28 @@ the global one: the shares, and their gradients, add up to it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from tierstore.errors import StoreFormatError
+from tierstore.hf.balance import AuxLoss, BiasBalance
 from tierstore.hf.describing import unit_of
 from tierstore.hf.experts import ExpertLayer, ExpertLoads, bind
-from tierstore.hf.loading import LoadedModule, build_module, parse_config
+from tierstore.hf.loading import LoadedModule, build_module, checkpoint_activations, parse_config
+from tierstore.hf.lora import adapt
 from tierstore.hf.manifest import BUFFERS_KEY, pack_arrays, unpack_arrays
 from tierstore.hf.packages import quiet_transformers
+from tierstore.hf.packing import attention_masks
 from tierstore.model.config import CheckpointActivations, ComputeDtype
 from tierstore.model.interface import Batch, ModelOutput
-from tierstore.moe.exchange import gather_counts
+from tierstore.moe.lora import LoraConfig
 from tierstore.moe.seeds import derive_seed
 from tierstore.moe.source import ExpertSource
-from tierstore.parallel import Mesh
+from tierstore.parallel import Mesh, RankGroup
 from tierstore.stats import StallLedger
 from tierstore.train.finetune import FinetuneConfig
 
@@ -46,7 +48,13 @@ def build_model(
         config = parse_config(spec.config)
         loaded = build_module(config, spec.compute_dtype.torch)
     return HfModel(
-        loaded, source, compute=spec.compute_dtype, finetune=spec.finetune, mesh=mesh, ledger=ledger
+        loaded,
+        source,
+        compute=spec.compute_dtype,
+        finetune=spec.finetune,
+        lora=spec.lora,
+        mesh=mesh,
+        ledger=ledger,
     )
 
 
@@ -60,15 +68,16 @@ class HfModel:
         *,
         compute: ComputeDtype,
         finetune: FinetuneConfig | None = None,
+        lora: LoraConfig | None = None,
         mesh: Mesh | None = None,
         ledger: StallLedger | None = None,
     ) -> None:
-        """Waiting for other ranks is charged to ``ledger``."""
-        finetune = finetune or FinetuneConfig()
+        """``lora``: where it is on, pairs are put on attention, and they alone are dense parameters that train. Waiting for
+        other ranks is charged to ``ledger``.
+        """
+        finetune, lora = finetune or FinetuneConfig(), lora or LoraConfig()
         self._module = loaded.module
         self._compute = compute
-        self._mesh = mesh
-        self._ranks = 1 if mesh is None else mesh.world.size
         self.loads = ExpertLoads()
         for number, experts in loaded.experts_at.items():
             layer = ExpertLayer(
@@ -82,16 +91,19 @@ class HfModel:
                 ledger=ledger,
             )
             bind(experts, layer)
+        #: Dense parameters that are read and not trained, as their records hold them.
+        self._frozen: list[tuple[str, list[nn.Parameter]]] = []
+        if lora.enabled:
+            self._frozen = self._units()
+            adapt(self._module, lora)
+        self._prefix = "lora." if lora.enabled else ""
         if finetune.checkpoint_activations is CheckpointActivations.BLOCK:
-            self._module.gradient_checkpointing_enable({"use_reentrant": False})
-        own = getattr(self._module, "router_aux_loss_coef", None)
-        #: None: the family has no auxiliary loss.
-        self.aux_loss_weight: float | None = None
-        if own is not None:
-            self.aux_loss_weight = float(
-                own if finetune.aux_loss_weight is None else finetune.aux_loss_weight
-            )
-        self._balance = BiasBalance(self._module, finetune.bias_update_speed)
+            checkpoint_activations(self._module)
+        ranks = RankGroup.alone() if mesh is None else mesh.world
+        self._rank, self._ranks = ranks.rank, ranks.size
+        self._aux_loss = AuxLoss(loaded, finetune.aux_loss_weight, ranks)
+        # A frozen router stays as it is.
+        self._balance = BiasBalance(self._module, 0.0 if lora.enabled else finetune.bias_update_speed)
         self._seed: tuple[int, int] = (0, 0)
 
     # Its parameters -----------------------------------------------------------------------------------------
@@ -107,6 +119,16 @@ class HfModel:
         return layers
 
     def dense_units(self) -> list[tuple[str, list[nn.Parameter]]]:
+        return [
+            (self._prefix + name, [parameter for parameter in parameters if parameter.requires_grad])
+            for name, parameters in self._units()
+        ]
+
+    def frozen_units(self) -> list[tuple[str, list[nn.Parameter]]]:
+        return self._frozen
+
+    def _units(self) -> list[tuple[str, list[nn.Parameter]]]:
+        """All dense parameters."""
         units: dict[str, list[nn.Parameter]] = {"embedding": []}
         units.update({f"block.{number}": [] for number, _ in enumerate(self.blocks)})
         units["head"] = []
@@ -137,29 +159,34 @@ class HfModel:
 
     def run(self, batch: Batch) -> ModelOutput:
         training = self._module.training and torch.is_grad_enabled()
-        balanced = training and self.aux_loss_weight > 0
+        balanced = training and self._aux_loss.weight > 0
         self.loads.begin()
-        arguments: dict[str, Any] = {"input_ids": batch.tokens_BT, "use_cache": False}
-        if batch.positions_BT is not None:
-            arguments["position_ids"] = batch.positions_BT
-        if balanced:
-            arguments["output_router_logits"] = True
-        rank = 0 if self._mesh is None else self._mesh.world.rank
-        with torch.random.fork_rng(devices=self._devices(), enabled=training):
-            if training:  # noise of routers and dropout: what a step draws depends on nothing before it
-                torch.manual_seed(derive_seed("step", *self._seed, rank))
-            output = self._module(**arguments)
+        with self._drawing(training), self._aux_loss.recording() if balanced else nullcontext():
+            output = self._module(
+                input_ids=batch.tokens_BT,
+                position_ids=batch.positions_BT,
+                attention_mask=attention_masks(self._module.config, batch.positions_BT, self._compute.torch),
+                use_cache=False,
+            )
         loads = self.loads.all()
         loss = self._loss(output.logits, batch)
         zero = loss.new_zeros(())
         aux_loss = zero
         objective = loss if self._ranks == 1 else loss / self._ranks
         if balanced:
-            aux_loss = self._aux_loss(output)
-            objective = objective + self.aux_loss_weight * aux_loss
+            aux_loss = self._aux_loss.value()
+            objective = objective + self._aux_loss.weight * aux_loss
         if training:
             self._balance.count(loads)
         return ModelOutput(loss, aux_loss, zero, objective, loads, None)
+
+    @contextmanager
+    def _drawing(self, training: bool) -> Iterator[None]:
+        """Noise of routers and dropout: what a training pass draws depends on its step and on nothing before it."""
+        with torch.random.fork_rng(devices=self._devices(), enabled=training):
+            if training:
+                torch.manual_seed(derive_seed("step", *self._seed, self._rank))
+            yield
 
     def _loss(self, logits: Tensor, batch: Batch) -> Tensor:
         if batch.counted == 0:
@@ -171,31 +198,6 @@ class HfModel:
             shift_labels=batch.targets_BT,
         )
         return loss if batch.share == 1.0 else loss * batch.share
-
-    def _aux_loss(self, output: Any) -> Tensor:
-        """This rank's share of the auxiliary loss of the global batch.
-
-        It is ``E * sum_e f_e * m_e``, with ``f_e`` the part of assignments that e got, which carries no gradient, and
-        ``m_e`` its mean probability, which is linear in the tokens: so each rank's ``m_e`` with the ``f_e`` of all.
-        """
-        own: Tensor = output.aux_loss
-        if self._ranks == 1:
-            return own
-        assert self._mesh is not None
-        experts, top_k = self._module.num_experts, self._module.num_experts_per_tok
-        probability_E = torch.zeros(experts, device=own.device)
-        count_E = torch.zeros(experts, dtype=torch.int64, device=own.device)
-        rows = 0
-        for logits_TE in output.router_logits:
-            routed_TE = logits_TE.softmax(dim=-1)
-            chosen_TK = routed_TE.topk(top_k, dim=-1).indices
-            count_E += torch.bincount(chosen_TK.flatten(), minlength=experts)
-            probability_E = probability_E + routed_TE.float().sum(dim=0)
-            rows += logits_TE.shape[0]
-        all_E = gather_counts(count_E, self._mesh.world).sum(dim=0)
-        global_rows = rows * self._ranks
-        shared: Tensor = experts * torch.dot(all_E.float() / global_rows, probability_E / global_rows)
-        return shared
 
     def _devices(self) -> list[torch.device]:
         device = next(self._module.parameters()).device
@@ -256,39 +258,3 @@ class HfModel:
             self._module.train(training)
         text: list[int] = made[0, len(prompt) :].tolist()
         return text
-
-
-class BiasBalance:
-    """The biases on the choice of experts, by which families without an auxiliary loss balance them.
-
-    After a step, ``bias += speed * sign(mean load - load)``; loads are those of all micro-batches and ranks.
-    """
-
-    def __init__(self, module: nn.Module, speed: float) -> None:
-        self._biases = [
-            value for name, value in module.named_buffers() if name.endswith("e_score_correction_bias")
-        ]
-        self._speed = speed
-        self._loads: list[Tensor] | None = None
-
-    def begin_step(self) -> None:
-        """Forgets what was counted."""
-        self._loads = None
-
-    def count(self, loads: Sequence[Tensor]) -> None:
-        """Takes the loads of a forward pass, one for each layer of experts."""
-        if self._biases and self._speed:
-            if len(loads) != len(self._biases):
-                raise RuntimeError(f"{len(loads)} layers of experts were reached, of {len(self._biases)}")
-            held = self._loads
-            self._loads = list(loads) if held is None else [a + b for a, b in zip(held, loads, strict=True)]
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """An optimizer step has been taken."""
-        if self._loads is not None:
-            for bias, load in zip(self._biases, self._loads, strict=True):
-                # Compared in whole numbers: mean load and load, times the number of experts.
-                direction = torch.sign(load.sum() - load * load.numel())
-                bias.add_(direction.to(bias), alpha=self._speed)
-        self._loads = None

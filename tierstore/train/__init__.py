@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from tierstore.train.ranks import Opening
     from tierstore.train.schedule import LearningRateDecay, ScheduleConfig
     from tierstore.train.session import open_session
-    from tierstore.train.trainer import NonFiniteError, StepResult, Trainer
+    from tierstore.train.stepping import NonFiniteError
+    from tierstore.train.trainer import StepResult, Trainer
 else:
     __getattr__, __dir__ = exports(__name__, __file__)
 

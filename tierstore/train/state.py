@@ -66,10 +66,14 @@ class TrainState:
 
 
 def conditions(
-    config: TrainConfig, *, threads: int, device: torch.device, data_crc32: int, mesh: Mesh
+    config: TrainConfig, *, threads: int, device: torch.device, data_crc32: int | None, mesh: Mesh
 ) -> dict[str, object]:
-    """Everything that the bits of a run depend on."""
+    """Everything that the bits of a run depend on. ``data_crc32``: None where a loop brings its own data, learning rates
+    and clipping, of which nothing is known.
+    """
     settings = config.settings()
+    if data_crc32 is None:
+        settings |= {"data": {}, "schedule": {}}
     return {
         "model": settings["model"],
         "data": {**config.data.conditions(), "crc32": data_crc32},

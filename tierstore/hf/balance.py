@@ -1,0 +1,131 @@
+"""What balances the experts of a transformers model: an auxiliary loss, or a bias on the choice, as the family has it.
+
+Shapes: T tokens, K experts a token, E experts of a layer.
+
+Families with neither (DeepSeek-V2) are not balanced.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tierstore.errors import ConfigError
+from tierstore.hf.loading import LoadedModule
+from tierstore.moe.exchange import gather_counts
+from tierstore.parallel import RankGroup
+
+
+class AuxLoss:
+    """The auxiliary loss of ``loaded`` over the global batch of ``ranks``, by transformers' own function of the family.
+
+    ``weight``: None is that of its configuration; 0 for a family without such a loss.
+    """
+
+    def __init__(self, loaded: LoadedModule, weight: float | None, ranks: RankGroup) -> None:
+        own = getattr(loaded.module, "router_aux_loss_coef", None)
+        self.weight = 0.0
+        if own is not None:
+            self.weight = float(own if weight is None else weight)
+        self._ranks = ranks
+        self._module = loaded.module
+        self._logits: dict[int, Tensor] | None = None
+        self._recorded: tuple[Tensor, ...] = ()
+        if self.weight:
+            for layer, router in _routers(loaded):
+                router.register_forward_hook(partial(self._record, layer))
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Takes what the routers give in the forward pass within, for ``value``."""
+        # Not transformers' output_router_logits: with masks for packed documents its loss fails.
+        logits: dict[int, Tensor] = {}
+        self._logits = logits
+        try:
+            yield
+        finally:
+            self._logits = None
+        self._recorded = tuple(logits[layer] for layer in sorted(logits))
+
+    def _record(self, layer: int, router: nn.Module, arguments: Any, output: Any) -> None:
+        if self._logits is not None:  # not when a layer is computed again
+            self._logits[layer] = output[0]
+
+    def value(self) -> Tensor:
+        """This rank's share of the loss of the last forward pass that was recorded, unweighted. A collective.
+
+        It is ``E * sum_e f_e * m_e``, with ``f_e`` the part of the tokens that e got, which carries no gradient, and
+        ``m_e`` its mean probability, which is linear in the tokens: each rank has its own ``m_e`` and the ``f_e`` of all.
+        """
+        experts, top_k = self._module.num_experts, self._module.num_experts_per_tok
+        logits = self._recorded
+        if self._ranks.size == 1:
+            function = vars(sys.modules[type(self._module).__module__])["load_balancing_loss_func"]
+            loss: Tensor = function(logits, experts, top_k)
+            return loss
+        count_E = torch.zeros(experts, dtype=torch.int64, device=logits[0].device)
+        probability_E = torch.zeros(experts, device=logits[0].device)
+        for logits_TE in logits:
+            routed_TE = logits_TE.softmax(dim=-1)
+            chosen_TK = routed_TE.topk(top_k, dim=-1).indices
+            count_E += torch.bincount(chosen_TK.flatten(), minlength=experts)
+            probability_E = probability_E + routed_TE.float().sum(dim=0)
+        rows = sum(logits_TE.shape[0] for logits_TE in logits) * self._ranks.size
+        part_E = gather_counts(count_E, self._ranks).sum(dim=0).float() / rows
+        share: Tensor = experts * torch.dot(part_E, probability_E / rows)
+        return share
+
+
+def _routers(loaded: LoadedModule) -> Iterator[tuple[int, nn.Module]]:
+    """The router of every layer of experts. Raises ConfigError where there is none beside the experts."""
+    layers = {id(experts): layer for layer, experts in loaded.experts_at.items()}
+    for name, block in loaded.module.named_modules():
+        layer = layers.get(id(getattr(block, "experts", None)))
+        if layer is not None:
+            router = getattr(block, "gate", None) or getattr(block, "router", None)
+            if not isinstance(router, nn.Module):
+                raise ConfigError(f"{name}: no router beside the experts")
+            yield layer, router
+
+
+class BiasBalance:
+    """The biases on the choice of experts of ``module``, by which families without an auxiliary loss balance them.
+
+    After a step, ``bias += speed * sign(mean load - load)`` (DeepSeek-V3 technical report, section 2.1.2); loads are
+    those of all micro-batches and ranks.
+    """
+
+    def __init__(self, module: nn.Module, speed: float) -> None:
+        self._biases = [
+            value for name, value in module.named_buffers() if name.endswith("e_score_correction_bias")
+        ]
+        self._speed = speed
+        self._loads: list[Tensor] | None = None
+
+    def begin_step(self) -> None:
+        """Forgets what was counted."""
+        self._loads = None
+
+    def count(self, loads: Sequence[Tensor]) -> None:
+        """Takes the loads of a forward pass, one for each layer of experts."""
+        if self._biases and self._speed:
+            if len(loads) != len(self._biases):
+                raise RuntimeError(f"{len(loads)} layers of experts were reached, of {len(self._biases)}")
+            held = self._loads
+            self._loads = list(loads) if held is None else [a + b for a, b in zip(held, loads, strict=True)]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """An optimizer step has been taken."""
+        if self._loads is not None:
+            for bias, load in zip(self._biases, self._loads, strict=True):
+                # In whole numbers: the mean load and the load, times the number of experts.
+                direction = torch.sign(load.sum() - load * load.numel())
+                bias.add_(direction.to(bias), alpha=self._speed)
+        self._loads = None
