@@ -182,5 +182,5 @@ def test_config_says_what_the_weights_are() -> None:
     assert json.loads(config_with(old, ExportDtype.BF16)) == {"torch_dtype": "bfloat16"}
     assert json.loads(config_with(b"{}", ExportDtype.BF16)) == {"dtype": "bfloat16"}
     for damaged in (b"[1]", b"{", b"3"):
-        with pytest.raises(StoreFormatError, match="config.json: not a configuration"):
+        with pytest.raises(StoreFormatError, match=r"config\.json: not a configuration"):
             config_with(damaged, ExportDtype.BF16)

@@ -58,8 +58,7 @@ Progress = Callable[[int, int], None]
 Bytes = npt.NDArray[np.uint8]
 
 _CHUNK_VALUES = 4 << 20
-#: What numpy calls safetensors' types of buffers, for values that it can convert.
-_FLOATS = ("F32", "F16", "BF16")
+_MOST_KEPT_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -273,6 +272,13 @@ class _Content:
         self._reader = TensorReader()
         self._window = Window()
         self._buffers: dict[str, npt.NDArray[np.generic]] = {}
+        #: By layer, tensors of all its experts that are small; by name, what was collected of them.
+        self._small: dict[int, list[tuple[str, ExpertValues]]] = {}
+        self._kept: dict[str, list[Bytes]] = {}
+        for spec, origin in outline.tensors:
+            several = isinstance(origin, ExpertValues) and len(origin.experts) > 1
+            if several and spec.nbytes <= _MOST_KEPT_BYTES and isinstance(origin, ExpertValues):
+                self._small.setdefault(origin.layer, []).append((spec.name, origin))
         self._expert: tuple[tuple[int, int], npt.NDArray[np.generic]] | None = None
         if BUFFERS_KEY in weights.small:
             self._buffers = unpack_arrays(weights.small[BUFFERS_KEY], where="the buffers of the last commit")
@@ -290,15 +296,31 @@ class _Content:
             case DenseValues():
                 yield from self._dense(tensor, origin)
             case ExpertValues():
-                for expert in origin.experts:
-                    whole = self._whole(origin.layer, expert, tensor.dtype)
-                    yield _bytes(whole[origin.begin : origin.begin + origin.numel])
+                yield from self._experts(tensor, origin)
             case BufferValues():
                 yield self._buffer(tensor, origin.name)
             case CarriedValues(info):
                 step = _CHUNK_VALUES
                 for begin in range(0, info.nbytes, step):
                     yield self._reader.read(info, begin, min(begin + step, info.nbytes), self._window)
+
+    def _experts(self, tensor: TensorSpec, origin: ExpertValues) -> Iterator[Bytes]:
+        """Where tensors hold all experts of a layer, each takes a pass over their records: the first one collects what the
+        small ones (biases) will need.
+        """
+        kept = self._kept.pop(tensor.name, None)
+        if kept is not None:
+            yield from kept
+            return
+        small = self._small.pop(origin.layer, []) if len(origin.experts) > 1 else []
+        for expert in origin.experts:
+            whole = self._whole(origin.layer, expert, tensor.dtype)
+            for name, other in small:
+                if name == tensor.name:
+                    continue
+                part = whole[other.begin : other.begin + other.numel]
+                self._kept.setdefault(name, []).append(_bytes(part.copy()))
+            yield _bytes(whole[origin.begin : origin.begin + origin.numel])
 
     def _dense(self, tensor: TensorSpec, origin: DenseValues) -> Iterator[Bytes]:
         pieces = self._weights.dense(self._outline.layouts[origin.unit], origin.index)

@@ -157,10 +157,18 @@ class HfModel:
         if micro == 0:
             self._balance.begin_step()
 
+    def begin_forward(self) -> None:
+        """The module is about to be called: by ``run``, or by somebody else."""
+        self.loads.begin()
+
+    def end_forward(self) -> None:
+        """A forward pass that a backward pass belongs to has returned."""
+        self._balance.count(self.loads.all())
+
     def run(self, batch: Batch) -> ModelOutput:
         training = self._module.training and torch.is_grad_enabled()
         balanced = training and self._aux_loss.weight > 0
-        self.loads.begin()
+        self.begin_forward()
         with self._drawing(training), self._aux_loss.recording() if balanced else nullcontext():
             output = self._module(
                 input_ids=batch.tokens_BT,
@@ -177,7 +185,7 @@ class HfModel:
             aux_loss = self._aux_loss.value()
             objective = objective + self._aux_loss.weight * aux_loss
         if training:
-            self._balance.count(loads)
+            self.end_forward()
         return ModelOutput(loss, aux_loss, zero, objective, loads, None)
 
     @contextmanager
@@ -231,8 +239,12 @@ class HfModel:
 
     def _state_buffers(self) -> dict[str, Tensor]:
         """The buffers that a checkpoint has."""
-        kept = self._module.state_dict(keep_vars=True)
-        return {name: value for name, value in self._module.named_buffers() if name in kept}
+        return {
+            f"{prefix}.{name}": value
+            for prefix, part in self._module.named_modules()
+            for name, value in part._buffers.items()
+            if value is not None and name not in part._non_persistent_buffers_set
+        }
 
     # Text ---------------------------------------------------------------------------------------------------
 

@@ -12,18 +12,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from tierstore.dense import DenseSlices, UnitLayout, dense_schemas, unit_layouts
 from tierstore.dense.frozen import load_frozen
+from tierstore.dense.gates import PassListener
 from tierstore.dense.parameters import Units
 from tierstore.errors import ConfigError, StoreFormatError
 from tierstore.model.interface import Model
-from tierstore.moe.source import ExpertLease
+from tierstore.moe.source import ExpertLease, ExpertSource
 from tierstore.parallel import Mesh, RankEnvironment, rank_device
 from tierstore.prefetch import HorizontalQueue, Schedule, unit_schedule
-from tierstore.prefetch.experts import ExpertTiers
 from tierstore.prefetch.plan import StepTiming, group_order
 from tierstore.stats import Cause, StallKey, StallLedger
 from tierstore.store.config import StoreConfig
@@ -92,6 +93,18 @@ def open_session(
         yield Trainer(parts, parts.data, StepTimer(parts.ledger, threads, stolen_while_running()))
 
 
+class SessionWatch(Protocol):
+    """Stands between a model and the session's parts, for a loop that must be seen to do everything in its order."""
+
+    def listener(self, queue: PassListener) -> PassListener:
+        """What hears of passes over the dense units, and passes it on to ``queue``."""
+        ...
+
+    def source(self, experts: ExpertSource) -> ExpertSource:
+        """What the model asks for experts, which come from ``experts``."""
+        ...
+
+
 class Loop(Enum):
     """Whose loop drives a session: our own, over ``config.data``, or somebody else's, with data, schedule and clipping of
     its own. There the steps of experts are always deferred, so that a step can be given up until its end.
@@ -107,6 +120,7 @@ def open_parts(
     opening: Opening,
     *,
     loop: Loop,
+    watch: SessionWatch | None = None,
     mesh: Mesh | None = None,
     trace: Path | None = None,
     timeline: TimelineSink | None = None,
@@ -130,7 +144,7 @@ def open_parts(
             state = TrainState(conditions=setup.conditions)
         dense, schedule = _slice_dense(setup, shell)
         queue = HorizontalQueue(schedule, dense, setup.ledger)
-        gates = dense.attach(shell.model, queue)
+        gates = dense.attach(shell.model, queue if watch is None else watch.listener(queue))
         stack.callback(gates.remove)
         _fill(setup, shell, store, dense)
         experts = ExpertOpener(
@@ -143,7 +157,7 @@ def open_parts(
             schedule=schedule,
             ledger=setup.ledger,
         ).open(stack)
-        shell.source.target = experts
+        shell.source.target = experts if watch is None else watch.source(experts)
         parts = SessionParts(
             config=config,
             timing=setup.timing,
@@ -441,7 +455,7 @@ class _LateSource:
     """The model is built before the store, to know the shapes of its dense units; this ties the knot."""
 
     def __init__(self) -> None:
-        self.target: ExpertTiers | None = None
+        self.target: ExpertSource | None = None
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
         assert self.target is not None

@@ -72,12 +72,11 @@ def conditions(
     and clipping, of which nothing is known.
     """
     settings = config.settings()
-    if data_crc32 is None:
-        settings |= {"data": {}, "schedule": {}}
+    own = data_crc32 is not None
     return {
         "model": settings["model"],
-        "data": {**config.data.conditions(), "crc32": data_crc32},
-        "schedule": settings["schedule"],
+        "data": {**config.data.conditions(), "crc32": data_crc32} if own else {},
+        "schedule": settings["schedule"] if own else {},
         "adamw": settings["adamw"],
         "clip_norm": config.clip_norm,
         "dense": {

@@ -167,8 +167,9 @@ class OpenStep:
         if self._begun == self._passes:
             raise StepError(f"step {self._position}: a further forward pass in a step of {self._passes}")
         parts, index = self._parts, self._begun
-        if index and index % parts.queue.micro_batches == 0:
-            parts.queue.begin(training=True)  # its schedule is for as many as it knew of
+        if index % parts.queue.micro_batches == 0:
+            # Its schedule is for as many as it knew of; and other forward passes may have come between.
+            parts.queue.begin(training=True)
         parts.experts.begin_micro(index=index, count=self._passes)
         parts.dense.begin_micro()
         parts.model.set_step(self._position, index)
