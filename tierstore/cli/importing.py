@@ -92,6 +92,8 @@ def _show(report: ImportReport, store: Path, output: Output) -> None:
         f"{store}: {report.records} records imported{skipped} in {format_seconds(report.elapsed_s)}; read "
         f"{format_bytes(report.read_bytes)}, wrote {format_bytes(report.written_bytes)}"
     )
+    if report.direct_reason:
+        output.line(f"the checkpoint was read through the page cache: {report.direct_reason}")
     output.emit(
         {
             "store": str(store),
@@ -110,8 +112,7 @@ def _show(report: ImportReport, store: Path, output: Output) -> None:
             "written_bytes": report.written_bytes,
             "reserved_bytes": report.reserved_bytes,
             "commits": report.commits,
+            "moving_s": report.moving_s,
             "elapsed_s": report.elapsed_s,
-            "read_bytes_per_s": report.read_bytes / report.elapsed_s if report.elapsed_s else None,
-            "written_bytes_per_s": report.written_bytes / report.elapsed_s if report.elapsed_s else None,
         }
     )

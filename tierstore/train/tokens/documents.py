@@ -19,6 +19,14 @@ from tierstore.train.tokens.optional import parquet_module
 PIECE = 1 << 20
 _READ = 1 << 20
 _SUFFIXES = {".jsonl": DataFormat.JSONL, ".ndjson": DataFormat.JSONL, ".parquet": DataFormat.PARQUET}
+_ARROW = (
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    NotImplementedError,
+    OSError,
+)  # what pyarrow raises is of these
 _CHAT, _TEXT = "messages", "text"
 
 #: Called with bytes of a file that have been read.
@@ -162,7 +170,7 @@ def _rows(path: Path, column: str, read: Read) -> Iterator[Document]:
     parquet = parquet_module()
     try:
         file = parquet.ParquetFile(path, memory_map=False)
-    except (ValueError, OSError) as error:  # pyarrow's errors are of these
+    except _ARROW as error:
         raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
     with file:
         names = list(file.schema_arrow.names)
@@ -180,9 +188,9 @@ def _rows(path: Path, column: str, read: Read) -> Iterator[Document]:
                         number += 1
                         present = {name: _present(value) for name, value in row.items()}
                         yield from _document(present, chosen, f"{path}: row {number}")
-            except (ValueError, OSError) as error:
-                if isinstance(error, DataError):
-                    raise
+            except DataError:
+                raise
+            except _ARROW as error:
                 raise DataError(f"{path}: row group {group}: {error}") from error
             read(
                 path.stat().st_size * (group + 1) // file.num_row_groups
