@@ -45,7 +45,7 @@ def test_totals_and_shares(name: str) -> None:
 
 
 def test_what_the_sizes_of_attention_are() -> None:
-    """By hand. Mixtral: 32 heads of 128, 8 of keys and values. V3: 128 heads of 128 + 64, values of 128. gpt-oss: 64 of 64."""
+    """By hand. Mixtral: 32 heads of 128, 8 of keys and values. V3: 128 heads of 128 + 64, values of 128."""
     found = {name: attention_sizes(_spec(name), _spec(name).manifest.units[1]) for name in PUBLISHED}
     assert (found["Mixtral-8x7B"].queries, found["Mixtral-8x7B"].cached) == (4096, 2 * 1024)
     v3 = found["DeepSeek-V3"]

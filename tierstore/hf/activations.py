@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from tierstore.hf.manifest import UnitEntry
     from tierstore.hf.spec import HfSpec
 
-#: Linear attention without its kernel (Qwen3-Next): fp32 values for each value of its input projections.
-_LINEAR_COPIES = 12
+#: Linear attention without its kernel (Qwen3-Next): fp32 values for each value of its input projections, and for each
+#: head and each of 64 tokens of a chunk; both as measured.
+_LINEAR_COPIES, _CHUNK_COPIES, _CHUNK = 7, 4, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,8 @@ def _layer(spec: HfSpec, index: int, unit: UnitEntry, tokens: int) -> _Layer:
             kept += tokens * width * 2 * shape[0]
         elif "linear_attn" in part and len(shape) == 2:
             kept += tokens * 4 * _LINEAR_COPIES * shape[0]
+        elif "A_log" in part:
+            kept += tokens * 4 * _CHUNK_COPIES * _CHUNK * shape[0]
         elif "sinks" in part:
             kept += tokens * seq * shape[0] * width
             scratch += tokens * seq * shape[0] * 5
