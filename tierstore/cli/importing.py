@@ -29,9 +29,18 @@ if TYPE_CHECKING:
 )
 @click.option("--frozen", is_flag=True, help="Experts as weights alone, read only: for LoRA.")
 @click.option("--host-budget", type=SIZE, default=64 << 20, help="Memory for experts on their way (64MiB).")
+@click.option(
+    "--expert-ranks", type=int, default=0, help="Ranks that share one copy of the experts (0: all of them)."
+)
 @json_option
 def import_(
-    model: Path, store: Path, compute: str | None, frozen: bool, host_budget: int, output: Output
+    model: Path,
+    store: Path,
+    compute: str | None,
+    frozen: bool,
+    host_budget: int,
+    expert_ranks: int,
+    output: Output,
 ) -> None:
     """Make a store of the safetensors in MODEL_DIR. Under torchrun, each rank imports its own part."""
     from tierstore.hf.importing import ImportOptions, import_model
@@ -44,13 +53,13 @@ def import_(
         weights=Weights.FROZEN if frozen else Weights.TRAINABLE,
         host_budget=host_budget,
     )
-    with launch(ParallelConfig(), device="cpu") as mesh:
+    with launch(ParallelConfig(expert=expert_ranks), device="cpu") as mesh:
         if mesh.world.rank:
             output = Output(OutputMode.SILENT)
         with output.progress(0, label="import") as progress:
 
             def update(done: int, total: int, fields: Mapping[str, object]) -> None:
-                progress.update(done >> 20, total >> 20, {"MiB": format_bytes(done), **fields})
+                progress.update(done >> 20, total >> 20, {"read": format_bytes(done), **fields})
 
             report = import_model(
                 model,
