@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tierstore.cli.models import with_stored_model
 from tierstore.cli.options import (
     PATH,
     SIZE,
@@ -27,6 +28,10 @@ from tierstore.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:  # numpy and LMDB, which listing the commands need not
     from tierstore.plan import Hardware, Plan, Profile
+    from tierstore.plan.foreign import UsePlan, UsesPlan
+    from tierstore.plan.predict import Prediction
+    from tierstore.plan.uses import Use
+    from tierstore.train.config import TrainConfig
 
 _DOES_NOT_FIT = 1
 
@@ -34,6 +39,18 @@ _DOES_NOT_FIT = 1
 @click.command()
 @click.argument("config", required=False, type=PATH)
 @click.option("--preset", help="A published model; `--preset list` names them.")
+@click.option(
+    "--model",
+    type=PATH,
+    help="A model of transformers: its directory, its config.json, or the store it is in.",
+)
+@click.option(
+    "--for",
+    "use",
+    type=click.Choice(["full", "lora", "lora-attention", "serve"]),
+    help="What an imported model is planned for in detail (default: full, or lora where its experts are frozen).",
+)
+@click.option("--lora", type=int, help="Rank of low-rank pairs (default: 16).")
 @click.option("--ranks", type=int, default=1, help="Processes that share the model.")
 @click.option("--ranks-per-node", type=int, help="How many of them share a machine (default: all).")
 @click.option("--host-budget", type=SIZE, help="Memory for experts, of each rank.")
@@ -53,6 +70,9 @@ def plan(
     ctx: click.Context,
     config: Path | None,
     preset: str | None,
+    model: Path | None,
+    use: str | None,
+    lora: int | None,
     ranks: int,
     ranks_per_node: int | None,
     host_budget: int | None,
@@ -67,8 +87,11 @@ def plan(
 ) -> None:
     """Bytes on each tier, whether they fit, the time of a step and its bottleneck, and what to change."""
     from tierstore.plan import ASSUMED, DeviceKind, find_preset, load_profile, machine_limits, plan_run
+    from tierstore.plan.uses import DEFAULT_RANK
     from tierstore.train import TrainConfig
 
+    if preset is not None and model is not None:
+        raise ConfigError("--preset, --model: expected one of them")
     if preset == "list":
         _list_presets(output)
         return
@@ -77,19 +100,63 @@ def plan(
     published: dict[str, object] = {}
     if chosen is not None:  # one sequence a rank, unless the file or an option says otherwise
         published = {**chosen.settings, **({} if config else {"data.batch_size": max(ranks, 1)})}
+    elif model is not None and config is None:
+        published = {"data.batch_size": max(ranks, 1)}
     loaded = load(TrainConfig, config, published | overrides)
+    if chosen is None:
+        loaded = _with_model(loaded, model)
     costs = load_profile(profile) if profile else ASSUMED
     share = ranks_per_node or max(ranks, 1)
     if not 1 <= share <= max(ranks, 1):
         raise ConfigError(f"--ranks-per-node: expected 1 to {ranks} (--ranks), got {share}")
     limits = machine_limits(loaded.store, sharing=share, memory=memory, disk=disk, device=device_memory)
-    if chosen is not None and "host_budget" not in overrides and config is None:
+    if (chosen or model) is not None and "host_budget" not in overrides and config is None:
         loaded = replace(loaded, host_budget=max(limits.memory // 2, 1))
     kind = DeviceKind(device)
-    made = plan_run(loaded, limits, preset=chosen, ranks=ranks, device=kind, profile=costs, alpha=alpha)
+    made = plan_run(
+        loaded,
+        limits,
+        preset=chosen,
+        ranks=ranks,
+        device=kind,
+        profile=costs,
+        alpha=alpha,
+        use=_use(loaded, use, lora),
+        lora=DEFAULT_RANK if lora is None else lora,
+    )
     _show(made, costs, output)
     output.emit(made.as_json())
     ctx.exit(0 if made.verdict.fits else _DOES_NOT_FIT)
+
+
+def _with_model(config: TrainConfig, path: Path | None) -> TrainConfig:
+    """``config`` with the model at ``path``, or the one that its store was imported with."""
+    from tierstore.model.config import ModelConfig
+
+    if path is None:
+        return with_stored_model(config)
+    from tierstore.plan.foreign import model_of
+
+    if config.model != ModelConfig():
+        raise ConfigError(
+            "--model: [model] describes the built-in model; [finetune] is what a run chooses of another"
+        )
+    return replace(config, model=model_of(path, config.finetune))
+
+
+def _use(config: TrainConfig, asked: str | None, rank: int | None) -> Use:
+    """What is planned in detail."""
+    from tierstore.hf.manifest import Weights
+    from tierstore.hf.spec import HfSpec
+    from tierstore.plan.uses import Use
+
+    if not isinstance(config.model, HfSpec):
+        if asked is not None or rank is not None:
+            raise ConfigError("--for, --lora: expected an imported model (--model), got the built-in one")
+        return Use.FULL
+    if asked is not None:
+        return Use(asked)
+    return Use.LORA if config.model.manifest.weights is Weights.FROZEN else Use.FULL
 
 
 def _list_presets(output: Output) -> None:
@@ -145,6 +212,9 @@ def _show(made: Plan, costs: Profile, output: Output) -> None:
         output.line(
             f"published: {made.preset.published / 1e9:.5g} G ({made.preset.source}); {made.preset.note}"
         )
+    if made.uses is not None:
+        _show_uses(made.uses, output)
+        output.line(f"in detail, {made.setting.usage.use.value}:")
     _show_bytes(made, output)
     paper = made.paper
     output.line(
@@ -162,6 +232,48 @@ def _show(made: Plan, costs: Profile, output: Output) -> None:
     if made.remedy is not None:
         changes = "; ".join(f"{change.text} ({change.effect.value})" for change in made.remedy.changes)
         output.line(f"shortest way to make it fit: {changes}")
+
+
+def _show_uses(made: UsesPlan, output: Output) -> None:
+    manifest = made.spec.manifest
+    share = manifest.expert_parameters / manifest.total_parameters
+    kept = "" if manifest.quantization.value == "none" else f", {manifest.quantization.value} dequantised"
+    output.line(
+        f"{manifest.architecture}: {manifest.total_parameters:,} parameters, {share:.1%} of them in experts; "
+        f"computes in {manifest.compute.value}{kept}"
+    )
+    rows = [_use_row(use.use.value, use, use.prediction) for use in made.uses]
+    rows += [_use_row("serve: one token", use, use.token) for use in made.uses if use.token is not None]
+    titles = ("use", "memory", "disk", "fits", "reads", "writes", "a step or pass", "tokens/s")
+    output.table("Uses, each rank", titles, rows)
+    pairs = made.pairs
+    output.line(f"frozen experts: {format_bytes(made.frozen)} on disk, one copy")
+    output.line(
+        f"pairs of rank {pairs.rank}: {_parameters(pairs.attention)} parameters of attention, "
+        f"{_parameters(pairs.experts)} of experts, whose records take {format_bytes(pairs.records)} of disk; "
+        f"in memory they would take {format_bytes(pairs.resident)}: "
+        f"pairs fit in memory: {'yes' if pairs.in_memory else 'no'}"
+    )
+
+
+def _use_row(name: str, use: UsePlan, made: Prediction | None) -> tuple[str, ...]:
+    def size(nbytes: int | None) -> str:
+        return "-" if nbytes is None else format_bytes(nbytes)
+
+    fits = "yes" if use.verdict.fits else "no: " + ", ".join(s.place for s in use.verdict.shortfalls)
+    if made is None:
+        return (name, size(use.memory), size(use.disk), fits, "-", "-", "-", "-")
+    moved = made.traffic
+    return (
+        name,
+        size(use.memory),
+        size(use.disk),
+        fits,
+        format_bytes(moved.read_bytes),
+        format_bytes(moved.written_bytes),
+        format_seconds(made.step_s),
+        _number(made.tokens_per_s),
+    )
 
 
 def _show_hardware(made: Plan, hardware: Hardware, output: Output) -> None:

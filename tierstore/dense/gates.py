@@ -164,7 +164,9 @@ class Gates:
         assert parameter.grad is not None
         if index in self._arrived[unit]:
             parameter.grad = None
-            raise RuntimeError("a second backward pass through one forward pass: add the losses up before the first")
+            raise RuntimeError(
+                "a second backward pass through one forward pass: add the losses up before the first"
+            )
         self.begin_backward(unit)
         self._arrive(unit, index, parameter.grad)
         parameter.grad = None

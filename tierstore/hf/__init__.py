@@ -8,9 +8,11 @@ from tierstore.lazy import exports
 
 if TYPE_CHECKING:
     from tierstore.hf.callback import TieredCallback
+    from tierstore.hf.exporting import Exported, export
     from tierstore.hf.importing import ImportOptions, ImportReport, import_model
     from tierstore.hf.manifest import Weights
     from tierstore.hf.optimizer import TieredOptimizer
+    from tierstore.hf.outline import ExportDtype
     from tierstore.hf.tiered import TieredModel, TieredStep, open_model
     from tierstore.hf.watching import Autocast
     from tierstore.model.config import ComputeDtype
@@ -21,6 +23,8 @@ else:
 __all__ = [
     "Autocast",
     "ComputeDtype",
+    "ExportDtype",
+    "Exported",
     "ImportOptions",
     "ImportReport",
     "StepError",
@@ -29,6 +33,7 @@ __all__ = [
     "TieredOptimizer",
     "TieredStep",
     "Weights",
+    "export",
     "import_model",
     "open_model",
 ]

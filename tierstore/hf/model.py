@@ -23,11 +23,13 @@ from tierstore.hf.balance import AuxLoss, BiasBalance
 from tierstore.hf.describing import unit_of
 from tierstore.hf.experts import ExpertLayer, ExpertLoads, bind
 from tierstore.hf.loading import LoadedModule, build_module, checkpoint_activations, parse_config
+from tierstore.hf.lora import adapt
 from tierstore.hf.manifest import BUFFERS_KEY, pack_arrays, unpack_arrays
 from tierstore.hf.packages import quiet_transformers
 from tierstore.hf.packing import attention_masks
 from tierstore.model.config import CheckpointActivations, ComputeDtype
 from tierstore.model.interface import Batch, ModelOutput
+from tierstore.moe.lora import LoraConfig
 from tierstore.moe.seeds import derive_seed
 from tierstore.moe.source import ExpertSource
 from tierstore.parallel import Mesh, RankGroup
@@ -46,7 +48,13 @@ def build_model(
         config = parse_config(spec.config)
         loaded = build_module(config, spec.compute_dtype.torch)
     return HfModel(
-        loaded, source, compute=spec.compute_dtype, finetune=spec.finetune, mesh=mesh, ledger=ledger
+        loaded,
+        source,
+        compute=spec.compute_dtype,
+        finetune=spec.finetune,
+        lora=spec.lora,
+        mesh=mesh,
+        ledger=ledger,
     )
 
 
@@ -60,11 +68,14 @@ class HfModel:
         *,
         compute: ComputeDtype,
         finetune: FinetuneConfig | None = None,
+        lora: LoraConfig | None = None,
         mesh: Mesh | None = None,
         ledger: StallLedger | None = None,
     ) -> None:
-        """Waiting for other ranks is charged to ``ledger``."""
-        finetune = finetune or FinetuneConfig()
+        """``lora``: where it is on, pairs are put on attention, and they alone are dense parameters that train. Waiting for
+        other ranks is charged to ``ledger``.
+        """
+        finetune, lora = finetune or FinetuneConfig(), lora or LoraConfig()
         self._module = loaded.module
         self._compute = compute
         self.loads = ExpertLoads()
@@ -80,12 +91,19 @@ class HfModel:
                 ledger=ledger,
             )
             bind(experts, layer)
+        #: Dense parameters that are read and not trained, as their records hold them.
+        self._frozen: list[tuple[str, list[nn.Parameter]]] = []
+        if lora.enabled:
+            self._frozen = self._units()
+            adapt(self._module, lora)
+        self._prefix = "lora." if lora.enabled else ""
         if finetune.checkpoint_activations is CheckpointActivations.BLOCK:
             checkpoint_activations(self._module)
         ranks = RankGroup.alone() if mesh is None else mesh.world
         self._rank, self._ranks = ranks.rank, ranks.size
         self._aux_loss = AuxLoss(loaded, finetune.aux_loss_weight, ranks)
-        self._balance = BiasBalance(self._module, finetune.bias_update_speed)
+        # A frozen router stays as it is.
+        self._balance = BiasBalance(self._module, 0.0 if lora.enabled else finetune.bias_update_speed)
         self._seed: tuple[int, int] = (0, 0)
 
     # Its parameters -----------------------------------------------------------------------------------------
@@ -101,6 +119,16 @@ class HfModel:
         return layers
 
     def dense_units(self) -> list[tuple[str, list[nn.Parameter]]]:
+        return [
+            (self._prefix + name, [parameter for parameter in parameters if parameter.requires_grad])
+            for name, parameters in self._units()
+        ]
+
+    def frozen_units(self) -> list[tuple[str, list[nn.Parameter]]]:
+        return self._frozen
+
+    def _units(self) -> list[tuple[str, list[nn.Parameter]]]:
+        """All dense parameters."""
         units: dict[str, list[nn.Parameter]] = {"embedding": []}
         units.update({f"block.{number}": [] for number, _ in enumerate(self.blocks)})
         units["head"] = []

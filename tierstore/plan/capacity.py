@@ -9,21 +9,35 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tierstore.dense.config import OptimizerState
-from tierstore.dense.footprint import blocks_held, gather_copies
+from tierstore.dense.footprint import FP32, DenseBytes, blocks_held, gather_copies
 from tierstore.dense.layout import UnitLayout
-from tierstore.errors import ConfigError
+from tierstore.errors import BudgetError, ConfigError
+from tierstore.hf.activations import forward_bytes
+from tierstore.hf.sizes import cache_bytes
+from tierstore.hf.spec import HfSpec
 from tierstore.model.architecture import Architecture
+from tierstore.model.config import ComputeDtype
 from tierstore.plan.evidence import Evidence
+from tierstore.plan.uses import FULL_TRAINING, Usage
 from tierstore.prefetch.schedule import Schedule
 from tierstore.prefetch.units import unit_schedule
 from tierstore.stats import Tier
 from tierstore.store.disk.space import copies, extent_bytes, scratch_bytes
-from tierstore.store.format import Placement, RecordSchema, WeightFormat
+from tierstore.store.format import Placement, RecordSchema, Training, WeightFormat
 from tierstore.store.index.database import index_bytes
-from tierstore.train.budgets import EXPERT_SCHEMA, Budgets, DeviceKind, budgets, expert_schema
+from tierstore.store.opening import minimum_host_budget
+from tierstore.tiers.slots import DeviceSlots
+from tierstore.train.budgets import (
+    EXPERT_SCHEMA,
+    Budgets,
+    DeviceKind,
+    budgets,
+    expert_schema,
+    least_host_budget,
+)
 from tierstore.train.config import TrainConfig
 from tierstore.train.footprint import FixedCost, fixed_cost, flat_layouts, rank_tokens
 
@@ -67,7 +81,10 @@ class Ranks:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is planned for: a run's configuration, the model's counts, the ranks, the device."""
+    """What is planned for: a run's configuration, the model's counts, the ranks, the device, and what it is used for.
+
+    Another use than full training is of an imported model (``HfSpec``).
+    """
 
     config: TrainConfig
     model: Architecture
@@ -77,6 +94,7 @@ class Setting:
     process_evidence: Evidence = Evidence.ASSUMED
     #: What the files hold (``train.files.text_bytes``).
     text_bytes: int = 0
+    usage: Usage = FULL_TRAINING
 
     def __post_init__(self) -> None:
         if self.config.data.batch_size % self.ranks.count:
@@ -89,7 +107,24 @@ class Setting:
     def schema(self) -> RecordSchema:
         """The experts' records."""
         own = expert_schema(self.config)
-        return RecordSchema(EXPERT_SCHEMA, self.model.expert_numel, own.weight_format)
+        if not self.usage.frozen:
+            return RecordSchema(EXPERT_SCHEMA, self.model.expert_numel, own.weight_format)
+        narrow = self.config.model.compute_dtype is ComputeDtype.BF16
+        kept = WeightFormat.BF16 if narrow else WeightFormat.FP32
+        return RecordSchema(EXPERT_SCHEMA, self.model.expert_numel, kept, training=Training.FROZEN)
+
+    @property
+    def schemas(self) -> list[RecordSchema]:
+        """The records that the host cache holds: the experts', and those of their pairs."""
+        return [self.schema] + ([self.usage.pairs] if self.usage.pairs else [])
+
+    @property
+    def least_host_budget(self) -> int:
+        """The smallest host budget that a run starts with, in bytes."""
+        if not self.usage.frozen:
+            return least_host_budget(self.config, self.device, self.schema)
+        cache = minimum_host_budget(self.schemas, self.config.cache, len(self.model.moe_layers))
+        return cache + (_frozen_slots(self, 1)[1] if self.device is DeviceKind.CPU else 0)
 
     @property
     def local_experts(self) -> int:
@@ -103,8 +138,15 @@ class Setting:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one micro-batch on one rank: a batch is shared by all of them."""
-        return rank_tokens(self.config, self.ranks.count)
+        """Tokens of one pass of one rank: those of a micro-batch, which all ranks share, if nothing else is said."""
+        return self.usage.tokens or rank_tokens(self.config, self.ranks.count)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one step of all ranks; of one forward pass, where nothing is trained."""
+        if self.usage.trains:
+            return self.config.tokens_per_step
+        return self.tokens * self.ranks.count
 
     @property
     def layouts(self) -> list[UnitLayout]:
@@ -115,13 +157,32 @@ class Setting:
     @property
     def fixed(self) -> FixedCost:
         """What one rank takes outside of its budgets, as ``train`` announces it."""
-        return fixed_cost(
+        made = fixed_cost(
             self.config,
             self.process_bytes,
             ranks=self.ranks.count,
             device=self.device,
             units=self.model.units,
             text=min(self.text_bytes, self.config.data.max_bytes),
+        )
+        if not self.usage.frozen:
+            return made
+        made = replace(made, dense=self._frozen_dense(made.dense))
+        spec = self.config.model
+        if self.usage.trains or not isinstance(spec, HfSpec):
+            return made
+        return replace(made, activations=forward_bytes(spec, self.tokens), text=0)
+
+    def _frozen_dense(self, trained: DenseBytes) -> DenseBytes:
+        """Dense weights as a pass needs them, and the whole state of attention's pairs; ranks gather, one alone does not."""
+        count = self.ranks.count
+        width = self.config.model.compute_dtype.itemsize
+        weights = sum(width * unit.matrices + 4 * unit.others for unit in self.model.units)
+        pairs = sum(self.usage.attention)
+        return DenseBytes(
+            slices=-(-weights // count) + 16 * -(-pairs // count),
+            fusion=trained.fusion if count > 1 else 0,
+            gradients=8 * pairs if count > 1 else 0,
         )
 
     @property
@@ -159,13 +220,55 @@ class Capacity:
 
 def capacity(setting: Setting) -> Capacity:
     """Bytes of one rank on each tier. Raises BudgetError for budgets that no run could start with."""
-    divided = budgets(setting.config, setting.device, setting.schema)
+    divided = _divided(setting)
     terms = [
         *_device_terms(setting, divided),
         *_host_terms(setting, divided),
         *_disk_terms(setting),
     ]
     return Capacity(tuple(term for term in terms if term.nbytes), divided)
+
+
+def _divided(setting: Setting) -> Budgets:
+    """How the host budget is divided. Raises BudgetError."""
+    if setting.usage.frozen:
+        return _frozen_budgets(setting)
+    return budgets(setting.config, setting.device, setting.schema)
+
+
+def _frozen_slots(setting: Setting, weights: int) -> tuple[DeviceSlots[ComputeDtype], int]:
+    """Slots for ``weights`` frozen experts, and their bytes with as many for the experts' pairs and gradients of those."""
+    slots = DeviceSlots(
+        setting.schema.numel, setting.config.model.compute_dtype, weights=weights, gradients=0
+    )
+    if setting.usage.pairs is None:
+        return slots, slots.nbytes
+    beside = DeviceSlots(setting.usage.pairs.numel, FP32, weights, min(weights, 3))
+    return slots, slots.nbytes + beside.nbytes
+
+
+def _frozen_budgets(setting: Setting) -> Budgets:
+    """``train.budgets.budgets`` where experts are read only: no gradients of theirs, but slots for their pairs."""
+    config, least = setting.config, setting.least_host_budget
+    on_host = setting.device is DeviceKind.CPU
+    first = _frozen_slots(setting, 1)[1]
+    if config.host_budget < least:
+        raise BudgetError(
+            f"host_budget: {config.host_budget} bytes are too few; the minimum is {least} bytes"
+        )
+    if config.device_budget and config.device_budget < first:
+        raise BudgetError(f"device_budget: {config.device_budget} bytes are too few; the minimum is {first}")
+    minimum = least - (first if on_host else 0)
+    allowance = config.device_budget or (max(config.host_budget // 8, first) if on_host else 1 << 62)
+    if on_host:
+        allowance = min(allowance, config.host_budget - minimum)
+    count = max(
+        weights for weights in range(1, 5) if weights == 1 or _frozen_slots(setting, weights)[1] <= allowance
+    )
+    slots, taken = _frozen_slots(setting, count)
+    cache = config.host_budget - (taken if on_host else 0)
+    lookahead = int(cache * config.prefetch.budget) if config.prefetch.depth else 0
+    return Budgets(cache=cache, device=taken, lookahead=min(lookahead, cache - minimum), slots=slots)
 
 
 def _device_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
@@ -176,11 +279,14 @@ def _device_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
     on_host = config.dense.optimizer_state is not OptimizerState.DEVICE and not on_cpu
     own = sum(layout.slice_numel for layout in layouts)
     resident = 8 if config.dense.optimizer_state is OptimizerState.NVME else 16
+    pairs = sum(setting.usage.attention)
     yield Term(
         Tier.HOST if on_host else Tier.DEVICE,
         "dense state",
         dense.slices,
-        f"{resident} B x {own} parameters, the slices of 1/{ranks.count} of {model.dense}, padded",
+        f"{model.dense} parameters in the compute type, and 16 B x {pairs} of attention's pairs, 1/{ranks.count} of each"
+        if setting.usage.frozen
+        else f"{resident} B x {own} parameters, the slices of 1/{ranks.count} of {model.dense}, padded",
     )
     yield Term(
         Tier.DEVICE,
@@ -193,7 +299,9 @@ def _device_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
         Tier.DEVICE,
         "gradient buffers",
         dense.gradients,
-        f"4 B x 2 (own, other ranks') x the larger end and {config.dense.gradient_buffers} blocks",
+        f"8 B x {pairs} of attention's pairs"
+        if setting.usage.frozen
+        else f"4 B x 2 (own, other ranks') x the larger end and {config.dense.gradient_buffers} blocks",
     )
     slots = divided.slots
     yield Term(
@@ -201,20 +309,38 @@ def _device_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
         "expert slots",
         divided.device,
         f"{slots.weights} of weights x {slots.weight_bytes} B + {slots.gradients} of gradients x "
-        f"{slots.gradient_bytes} B",
+        f"{slots.gradient_bytes} B" + (", and as many of pairs" if setting.usage.pairs else ""),
     )
+    if setting.usage.pairs is not None:
+        numel = setting.usage.pairs.numel
+        yield Term(
+            Tier.DEVICE,
+            "pairs of a pass",
+            8 * numel * setting.local_experts,
+            f"8 B (weights, gradients) x {numel} of each of {setting.local_experts} experts of a layer",
+        )
     yield Term(
         Tier.DEVICE,
         "activations",
         fixed.activations,
-        f"upper estimate for {setting.tokens} tokens, checkpoint_activations = "
+        f"upper estimate of a forward pass of {setting.tokens} tokens"
+        if not setting.usage.trains
+        else f"upper estimate for {setting.tokens} tokens, checkpoint_activations = "
         f"{config.model.checkpoint_activations.value}, expert_activations = "
         f"{config.model.expert_activations.value}",
     )
 
 
 def _host_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
-    fixed = setting.fixed
+    fixed, spec = setting.fixed, setting.config.model
+    if not setting.usage.trains and isinstance(spec, HfSpec):
+        context = rank_tokens(setting.config, setting.ranks.count)
+        yield Term(
+            Tier.HOST if setting.device is DeviceKind.CPU else Tier.DEVICE,
+            "keys and values",
+            cache_bytes(spec, context),
+            f"of {context} tokens, as transformers caches them",
+        )
     yield Term(
         Tier.HOST,
         "expert cache",
@@ -230,6 +356,8 @@ def _host_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
             f"{slots.gradients} x {slots.gradient_bytes} B, pinned",
         )
         own = sum(layout.slice_numel for layout in setting.layouts)
+        if setting.usage.frozen:
+            own = -(-sum(setting.usage.attention) // setting.ranks.count)
         yield Term(Tier.HOST, "dense staging", 12 * own, f"12 B x {own} parameters, for commits")
     yield Term(
         Tier.HOST,
@@ -244,14 +372,27 @@ def _host_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
 
 def _disk_terms(setting: Setting) -> Iterable[Term]:
     config, schema, retain = setting.config, setting.schema, setting.config.retain
-    slot_bytes = extent_bytes(schema, 1, 0) // copies(0)  # of one record, padding included
+    slot_bytes = extent_bytes(schema, 1, 0) // (
+        1 if schema.frozen else copies(0)
+    )  # one record, padding included
+    each = schema.record_bytes // schema.numel
     of = f"x {copies(retain)} copies (the live one, the last commit's, {retain} snapshots)"
+    once = "x 1 copy: read only" if schema.frozen else of
     yield Term(
         Tier.NVME,
         "expert extents",
         extent_bytes(schema, setting.records, retain),
-        f"{setting.records} records x {slot_bytes} B (12 B x {schema.numel}, sections padded) {of}",
+        f"{setting.records} records x {slot_bytes} B ({each} B x {schema.numel}, sections padded) {once}",
     )
+    pairs = setting.usage.pairs
+    if pairs is not None:
+        yield Term(
+            Tier.NVME,
+            "pair extents",
+            extent_bytes(pairs, setting.records, retain),
+            f"{setting.records} records x {extent_bytes(pairs, 1, 0) // copies(0)} B (12 B x {pairs.numel}, sections "
+            f"padded) {of}",
+        )
     dense = Counter(layout.slice_numel for layout in setting.layouts)
     slices = [
         (RecordSchema(f"dense-{numel}", numel, WeightFormat.FP32, Placement.DIRECT), count)
@@ -264,14 +405,23 @@ def _disk_terms(setting: Setting) -> Iterable[Term]:
         f"12 B x {sum(numel * count for numel, count in dense.items())} parameters of "
         f"{sum(dense.values())} units, padded, {of}",
     )
-    records = setting.records + sum(dense.values())
+    adapters = -(-sum(setting.usage.attention) // setting.ranks.count)
+    if adapters:
+        yield Term(
+            Tier.NVME,
+            "attention's pairs",
+            12 * adapters * copies(retain),
+            f"12 B x {adapters} parameters {of}",
+        )
+    records = setting.records * len(setting.schemas) + sum(dense.values())
     yield Term(
         Tier.NVME, "index", index_bytes(records, retain), f"{records} entries, written anew twice over"
     )
-    if config.keeps_gradients:
+    trained = pairs if schema.frozen else schema
+    if config.keeps_gradients and trained is not None and setting.usage.trains:
         yield Term(
             Tier.NVME,
             "gradient scratch",
-            scratch_bytes(schema, setting.records),
-            f"4 B x {schema.numel} of each of {setting.records} experts: clipping, or micro_batches > 1",
+            scratch_bytes(trained, setting.records),
+            f"4 B x {trained.numel} of each of {setting.records} experts: clipping, or micro_batches > 1",
         )

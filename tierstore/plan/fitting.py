@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from tierstore.errors import BudgetError
-from tierstore.model.config import CheckpointActivations, ComputeDtype
+from tierstore.model.config import CheckpointActivations, ComputeDtype, ModelConfig
 from tierstore.moe.config import SaveActivations
 from tierstore.plan.capacity import Capacity, Setting, capacity
 from tierstore.stats import Tier
-from tierstore.train.budgets import DeviceKind, least_host_budget
+from tierstore.train.budgets import DeviceKind
 from tierstore.train.config import TrainConfig
 from tierstore.units import format_bytes
 
@@ -109,7 +109,7 @@ def judge(setting: Setting, limits: Limits) -> Verdict:
     try:
         taken = capacity(setting)
     except BudgetError:
-        least = least_host_budget(setting.config, setting.device, setting.schema)
+        least = setting.least_host_budget
         if setting.config.host_budget < least:
             return Verdict(None, (Shortfall("host_budget", least, setting.config.host_budget),))
         return Verdict(
@@ -155,7 +155,7 @@ def shortest_remedy(setting: Setting, limits: Limits) -> Remedy | None:
 def hardware_for(setting: Setting, limits: Limits) -> Hardware:
     """What ``setting`` needs of a machine, and misses under ``limits``, with the least budgets that it can start with."""
     changes: list[Change] = []
-    least = least_host_budget(setting.config, setting.device, setting.schema)
+    least = setting.least_host_budget
     if setting.config.host_budget != least:
         changes.append(_with_host_budget(setting, least))
         setting = changes[-1].setting
@@ -197,7 +197,7 @@ def _turned(setting: Setting, limits: Limits, knobs: Sequence[Knob]) -> Iterator
 
 
 def _host_budget(setting: Setting, limits: Limits) -> Iterator[Change]:
-    least = least_host_budget(setting.config, setting.device, setting.schema)
+    least = setting.least_host_budget
     verdict = judge(setting, limits)
     if verdict.capacity is None:
         wanted = least
@@ -257,7 +257,8 @@ def _switched(name: str, value: StrEnum, effect: Effect) -> Knob:
 
     def turn(setting: Setting, limits: Limits) -> Iterator[Change]:
         if getattr(setting.config.model, name) is not value:
-            yield from _modelled(setting, f'model.{name} = "{value.value}"', effect, name, value)
+            section = "model" if isinstance(setting.config.model, ModelConfig) else "finetune"
+            yield from _modelled(setting, f'{section}.{name} = "{value.value}"', effect, name, value)
 
     return turn
 

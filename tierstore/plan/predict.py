@@ -10,7 +10,7 @@ from tierstore.plan.evidence import Evidence
 from tierstore.plan.simulate import SteadyState, outcome, simulate
 from tierstore.plan.traffic import Traffic, step_traffic
 from tierstore.plan.workload import StepWorkload
-from tierstore.prefetch.operations import operations
+from tierstore.prefetch.operations import Passes, operations
 
 _STEPS, _SETTLED = 3, 1
 
@@ -31,7 +31,7 @@ def predict(setting: Setting, profile: Profile, taken: Capacity | None = None) -
     result = simulated(StepWorkload(setting, taken, traffic, profile))
     return Prediction(
         **vars(result),
-        tokens_per_s=setting.config.tokens_per_step / result.step_s,
+        tokens_per_s=setting.tokens_per_step / result.step_s,
         traffic=traffic,
         evidence=profile.evidence.weaker(traffic.evidence),
     )
@@ -48,6 +48,7 @@ def simulated(workload: StepWorkload) -> SteadyState:
         # A part of several experts has their slots; at least one more is loaded meanwhile.
         slots=max(int(slots.weights / each), 2),
         gradient_slots=max(int(slots.gradients / each), 2),
+        passes=Passes.TRAINING if workload.setting.usage.trains else Passes.FORWARD,
     )
     run = simulate(listed, workload.seconds)
-    return outcome(run, len(schedule.passes), steps=_STEPS, settled=_SETTLED)
+    return outcome(run, len(workload.passes), steps=_STEPS, settled=_SETTLED)

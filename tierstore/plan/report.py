@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tierstore import machine
+from tierstore.hf.spec import HfSpec
 from tierstore.plan.capacity import TIERS, Ranks, Setting
 from tierstore.plan.costs import ASSUMED, Profile
 from tierstore.plan.fitting import (
@@ -21,9 +22,11 @@ from tierstore.plan.fitting import (
     judge,
     shortest_remedy,
 )
+from tierstore.plan.foreign import UsesPlan, plan_uses, setting_for
 from tierstore.plan.predict import Prediction, predict
 from tierstore.plan.presets import Preset
 from tierstore.plan.semoe import PaperBytes, paper_bytes
+from tierstore.plan.uses import DEFAULT_RANK, Use
 from tierstore.prefetch.operations import Resource
 from tierstore.train.budgets import DeviceKind
 from tierstore.train.config import TrainConfig
@@ -45,6 +48,8 @@ class Plan:
     alpha: float
     paper: PaperBytes
     preset: Preset | None
+    #: Every use of an imported model.
+    uses: UsesPlan | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Numbers by keys that say their unit."""
@@ -83,6 +88,7 @@ class Plan:
                 "note": self.preset.note,
             },
             "prediction": self._prediction(),
+            **({"use": self.setting.usage.use.value, **self.uses.as_json()} if self.uses else {}),
         }
 
     def _hardware(self) -> dict[str, object] | None:
@@ -141,12 +147,15 @@ def plan_run(
     device: DeviceKind = DeviceKind.CPU,
     profile: Profile = ASSUMED,
     alpha: float | None = None,
+    use: Use = Use.FULL,
+    lora: int = DEFAULT_RANK,
 ) -> Plan:
     """What a run of ``config`` takes on each tier, whether it fits, the time of a step, and what to change.
 
     ``limits`` None: this machine, shared by all ``ranks``. With ``preset`` the run is of that published model.
     ``profile``: costs measured by ``tierstore bench machine``. ``alpha``: the share of activated experts in SE-MoE's
-    formulas (None: that of a step). Nothing is opened, allocated or measured. Raises ConfigError.
+    formulas (None: that of a step). ``use``: what an imported model is planned for, with low-rank pairs of rank ``lora``;
+    its plan has every other use beside it. Nothing is opened, allocated or measured. Raises ConfigError.
     """
     setting = Setting(
         config=config,
@@ -157,6 +166,9 @@ def plan_run(
         process_evidence=profile.evidence,
         text_bytes=text_bytes(config.data),
     )
+    foreign = isinstance(config.model, HfSpec) and preset is None
+    if foreign or use is not Use.FULL:
+        setting = setting_for(setting, use, lora)
     limits = limits or machine_limits(config.store, sharing=ranks)
     verdict = judge(setting, limits)
     remedy = None if verdict.fits else shortest_remedy(setting, limits)
@@ -173,6 +185,7 @@ def plan_run(
         alpha=alpha,
         paper=paper_bytes(setting.model, alpha),
         preset=preset,
+        uses=plan_uses(setting, limits, profile, lora) if foreign else None,
     )
 
 

@@ -10,8 +10,9 @@ case, nothing is assumed. With fewer, experts are drawn with the probability tha
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +25,16 @@ from tierstore.model.config import CheckpointActivations
 from tierstore.plan.capacity import Capacity, Setting
 from tierstore.plan.evidence import Evidence
 from tierstore.prefetch.plan import StepTiming, group_order
-from tierstore.prefetch.predictor import make_predictor
-from tierstore.prefetch.program import Access, AccessProgram, Action, Experts, Speculation
+from tierstore.prefetch.predictor import Predictor, make_predictor
+from tierstore.prefetch.program import (
+    Access,
+    AccessProgram,
+    Action,
+    Experts,
+    FrozenProgram,
+    PassProgram,
+    Speculation,
+)
 from tierstore.prefetch.schedule import Schedule
 from tierstore.store.adamw import Inactive
 from tierstore.store.config import StoreConfig
@@ -112,7 +121,7 @@ class CountedSteps:
 
 
 class _Drive:
-    """The trainer's accesses, in its order."""
+    """The trainer's accesses, in its order. Records: one an expert, and behind them the pairs of each, if there are any."""
 
     def __init__(self, setting: Setting, taken: Capacity) -> None:
         self._setting = setting
@@ -124,22 +133,30 @@ class _Drive:
         reached = 1 - (1 - model.top_k / model.experts) ** tokens
         self._reached = 1.0 if reached >= _CERTAIN else reached
         self._random = np.random.default_rng(0)
-        self._group_bytes = np.array([setting.schema.layout(group).slot_bytes for group in Group], np.int64)
+        kinds = setting.schemas
+        self._group_bytes = np.array(
+            [[kind.layout(group).slot_bytes for group in Group] for kind in kinds], np.int64
+        )
         self._residency = self._make(taken)
         replays = config.adamw.inactive is Inactive.EXACT
         self._counts = CountedSteps(self._layers, self._local, replays=replays)
-        self._program = AccessProgram(
-            Schedule.of_layers(self._layers, depth=config.prefetch.depth),
-            make_predictor(config.prefetch.predictor, range(self._local), most=config.prefetch.guesses),
-            self._counts,
-            timing=config.step_timing,
-            experts=self._local,
-        )
+        self._base = FrozenProgram(*self._ahead()) if setting.usage.frozen else None
+        #: Of what is trained: experts, or the pairs beside them.
+        self._trained: AccessProgram | None = None
+        if not kinds[-1].frozen:
+            self._trained = AccessProgram(
+                *self._ahead(), self._counts, timing=config.step_timing, experts=self._local
+            )
         self._moved_for: defaultdict[tuple[Phase, int], Moved] = defaultdict(Moved)
 
+    def _ahead(self) -> tuple[Schedule, Predictor]:
+        config = self._setting.config.prefetch
+        predictor = make_predictor(config.predictor, range(self._local), most=config.guesses)
+        return Schedule.of_layers(self._layers, depth=config.depth), predictor
+
     def _make(self, taken: Capacity) -> Residency:
-        setting, schema = self._setting, self._setting.schema
-        frame = record_frame_bytes([schema])
+        setting = self._setting
+        frame = record_frame_bytes(setting.schemas)
         store = StoreConfig(
             host_budget=taken.divided.cache,
             lookahead=taken.divided.lookahead,
@@ -148,21 +165,25 @@ class _Drive:
             group_order=group_order(setting.ranks.count // setting.ranks.sharing),
         )
         residency = make_residency(store, max(taken.divided.cache // frame, 1), frame)
-        layouts = [schema.layout(group) for group in Group]
-        frames = [frames_of([section.nbytes for section in one.sections], frame) for one in layouts]
-        sizes = [one.slot_bytes for one in layouts]
-        for layer in self._layers:
-            for _ in range(self._local):
-                residency.add_record(layer, frames, sizes, 0)
+        for schema in setting.schemas:
+            layouts = [schema.layout(group) for group in Group]
+            frames = [frames_of([section.nbytes for section in one.sections], frame) for one in layouts]
+            sizes = [one.slot_bytes for one in layouts]
+            for layer in self._layers:
+                for _ in range(self._local):  # what is frozen was imported: it is on disk
+                    residency.add_record(layer, frames, sizes, 1 << Group.WEIGHTS if schema.frozen else 0)
         return residency
 
     def _register(self) -> None:
-        """Fills every record, one access each, and commits: what this leaves in the cache can show for ever."""
+        """Fills every trained record, one access each, and commits: what this leaves in the cache can show for ever."""
+        if self._trained is None:
+            return
         flags, no_action = np.array([Need.STEP], np.uint16), np.zeros(1, np.uint8)
         for layer in self._layers:
             for expert in range(self._local):
                 one = np.array([expert], np.uint32)
-                self._carry_out([Access(Phase.INIT, layer, one, flags, no_action, step=0)])
+                access = Access(Phase.INIT, layer, one, flags, no_action, step=0)
+                self._carry_out(self._trained, [access])
         self._residency.clean()
 
     def run(self, span: StepWindow) -> Traffic:
@@ -192,24 +213,52 @@ class _Drive:
 
     def _step(self, step: int) -> None:
         config, micros = self._setting.config, self._setting.config.data.micro_batches
+        if not self._setting.usage.trains:
+            assert self._base is not None
+            self._base.begin_evaluation()
+            for layer in self._layers:
+                self._carry_out(self._base, self._base.forward(layer, self._draw()))
+            self._residency.end_step()
+            return
         recomputes = config.model.checkpoint_activations is CheckpointActivations.BLOCK
         for micro in range(micros):
-            self._program.begin_micro(index=micro, count=micros)
+            for program in self._programs():
+                program.begin_micro(index=micro, count=micros)
             used = {layer: self._draw() for layer in self._layers}
             for layer in self._layers:
-                self._carry_out(self._program.forward(layer, used[layer]))
+                self._forward(layer, used[layer])
             for layer in reversed(self._layers):
                 if recomputes:
-                    self._carry_out(self._program.forward(layer, used[layer]))
-                self._carry_out(self._program.backward(layer, used[layer]))
+                    self._forward(layer, used[layer])
+                self._backward(layer, used[layer])
         every = config.cache.write_back_every
         if every and (step + 1) % every == 0:
             # Of a simulated step they hold up the next reads, though nothing in a run waits for them: no better is known.
             self._charge(Phase.FORWARD, self._layers[0], self._residency.clean())
-        if config.step_timing is StepTiming.DEFERRED:
-            self._program.apply()
+        if config.step_timing is StepTiming.DEFERRED and self._trained is not None:
+            self._trained.apply()
         self._counts.applied += 1
         self._residency.end_step()
+
+    def _programs(self) -> Iterator[PassProgram]:
+        """The program of the pairs before that of the experts, as ``LoraExperts`` has them."""
+        for program in (self._trained, self._base):
+            if program is not None:
+                yield program
+
+    def _forward(self, layer: int, experts: Experts) -> None:
+        for program in self._programs():
+            self._carry_out(program, program.forward(layer, experts))
+
+    def _backward(self, layer: int, experts: Experts) -> None:
+        if self._base is not None:
+            if (
+                self._trained is not None
+            ):  # the pairs' weights first; their gradients when the experts are through
+                self._carry_out(self._trained, self._trained.forward(layer, experts))
+            self._carry_out(self._base, self._base.backward(layer, experts))
+        if self._trained is not None:
+            self._carry_out(self._trained, self._trained.backward(layer, experts))
 
     def _draw(self) -> Experts:
         if self._reached == 1.0:
@@ -218,36 +267,44 @@ class _Drive:
 
     # The residency core ------------------------------------------------------------------------------------
 
-    def _carry_out(self, accesses: Iterable[Access]) -> None:
+    def _carry_out(self, program: PassProgram, accesses: Iterable[Access]) -> None:
+        first = self._first(program)
         for access in accesses:
             phase, layer = access.phase, access.layer
-            numbers = self._numbers(layer, access.experts)
+            numbers = self._numbers(layer, access.experts, first)
             groups, _ = self._residency.begin_access(phase, layer, numbers, access.flags)
             for group in range(groups):
                 requests, demanded, following = self._residency.next_group()
                 self._charge(phase, layer, demanded)
                 self._charge(phase, layer, following)
                 if group == groups - 1:
-                    self._program.speculate(access, self._prefetch)
+                    program.speculate(access, partial(self._prefetch, first))
                 self._residency.end_group()
-                self._counts.done(access, requests)
-                self._program.done(access, requests)
+                if program is self._trained:
+                    self._counts.done(access, requests)
+                program.done(access, requests)
 
-    def _prefetch(self, ahead: Speculation) -> int:
-        numbers = self._numbers(ahead.layer, ahead.experts)
+    def _prefetch(self, first: int, ahead: Speculation) -> int:
+        numbers = self._numbers(ahead.layer, ahead.experts, first)
         taken, decided = self._residency.prefetch(ahead.phase, ahead.layer, numbers, ahead.flags)
         self._charge(ahead.phase, ahead.layer, decided)
         return taken
 
-    def _numbers(self, layer: int, experts: Experts) -> Experts:
-        return (experts + self._index[layer] * self._local).astype(np.uint32)
+    def _first(self, program: PassProgram) -> int:
+        """The number of the first record of what ``program`` is about."""
+        pairs = program is self._trained and self._base is not None
+        return self._local * len(self._layers) if pairs else 0
+
+    def _numbers(self, layer: int, experts: Experts, first: int) -> Experts:
+        return (experts + self._index[layer] * self._local + first).astype(np.uint32)
 
     def _charge(self, phase: Phase, layer: int, decided: _Decided) -> None:
-        kinds, entries = decided
+        decisions, entries = decided
         groups = entries % GROUP_STRIDE
-        nbytes = self._group_bytes[groups]
-        fetched = kinds == Decision.FETCH
-        written = (kinds == Decision.EVICT_WRITE) | (kinds == Decision.WRITE_BACK)
+        kinds = entries // GROUP_STRIDE // (self._local * len(self._layers))
+        nbytes = self._group_bytes[kinds, groups]
+        fetched = decisions == Decision.FETCH
+        written = (decisions == Decision.EVICT_WRITE) | (decisions == Decision.WRITE_BACK)
         state = fetched & (groups != Group.WEIGHTS) & (phase is Phase.BACKWARD)
         self._moved_for[phase, layer] += Moved(
             int(nbytes[fetched & ~state].sum()), int(nbytes[state].sum()), int(nbytes[written].sum())

@@ -14,6 +14,8 @@ from functools import cached_property
 from tierstore.cache.access import Phase
 from tierstore.dense.footprint import gather_width
 from tierstore.dense.layout import UnitLayout
+from tierstore.hf.sizes import attention_sizes
+from tierstore.hf.spec import HfSpec
 from tierstore.links import LinkConfig
 from tierstore.model.config import CheckpointActivations
 from tierstore.moe.config import SaveActivations
@@ -50,6 +52,11 @@ class StepWorkload:
     def layouts(self) -> list[UnitLayout]:
         return self.setting.layouts
 
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """The passes of one step."""
+        return self.schedule.passes if self.setting.usage.trains else self.schedule.forward_passes
+
     # Bytes -------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -60,7 +67,7 @@ class StepWorkload:
     @cached_property
     def parts(self) -> int:
         """Operations that stand for the experts of a pass, each for ``experts / parts`` of them."""
-        passes = sum(item.moe_layer is not None for item in self.schedule.passes)
+        passes = sum(item.moe_layer is not None for item in self.passes)
         return min(self.experts, _MOST_OF_A_PASS, max(_MOST_OF_A_STEP // max(passes, 1), 4))
 
     def sizes(self, item: Pass) -> PassSizes:
@@ -71,7 +78,7 @@ class StepWorkload:
         layout = self.layouts[item.unit]
         narrow = gather_width(setting.config.dense, setting.config.model.compute_dtype)
         gather = layout.gathered_bytes(narrow) * others // (others + 1)
-        reduce = layout.slice_numel * others * 4
+        reduce = self._stepped(item.unit) * others * 4
         if item.moe_layer is None:
             return PassSizes(gather=gather, reduce=reduce)
         config = setting.config
@@ -79,7 +86,7 @@ class StepWorkload:
         exchanged = rows * config.model.d_model * itemsize * (sharing - 1) // sharing
         slots, each = self.taken.divided.slots, self.experts / self.parts
         backward = item.phase is Phase.BACKWARD
-        moved, divided = self._moved_for(item), config.data.micro_batches * self.parts
+        moved, divided = self._moved_for(item), self._micro_batches * self.parts
         on_device = setting.device is not DeviceKind.CPU
         return PassSizes(
             gather=gather,
@@ -90,8 +97,23 @@ class StepWorkload:
             fetch_state=round(moved.state / divided),
             evict=round(moved.written / divided),
             load=round(slots.weight_bytes * each),
-            to_host=round(slots.gradient_bytes * each) if backward and on_device else 0,
+            to_host=round(self._trained_numel * 4 * each) if backward and on_device else 0,
         )
+
+    def _stepped(self, unit: int) -> int:
+        """Dense parameters of ``unit`` that one rank steps."""
+        usage = self.setting.usage
+        if not usage.frozen:
+            return self.layouts[unit].slice_numel
+        return -(-usage.attention[unit] // self.setting.ranks.count) if usage.attention else 0
+
+    @property
+    def _trained_numel(self) -> int:
+        """Parameters of one expert that are trained."""
+        usage = self.setting.usage
+        if usage.frozen:
+            return usage.pairs.numel if usage.pairs else 0
+        return self.setting.model.expert_numel
 
     def _moved_for(self, item: Pass) -> Moved:
         """What a step moves for the passes of ``item``'s phase and layer; steps that waited go with forward."""
@@ -110,16 +132,20 @@ class StepWorkload:
             each = self.experts / self.parts if operation.kind in _OF_EXPERTS else 1.0
             limited = Cost(link.latency, link.bandwidth or math.inf)
             return each * cost.slower(limited, operation.nbytes / each)
-        item = self.schedule.passes[operation.position % len(self.schedule.passes)]
+        item = self.passes[operation.position % len(self.passes)]
         if operation.kind is Kind.DENSE:
             return self.profile.dense_flops.seconds(self.dense_flops(item))
         if operation.kind is Kind.EXPERT:
             return self.experts / self.parts * self.profile.expert_flops.seconds(self.expert_flops(item))
         if operation.kind is Kind.STEP:
-            return self.profile.adamw.seconds(self.layouts[item.unit].slice_numel * _STEP_BYTES)
+            return self.profile.adamw.seconds(self._stepped(item.unit) * _STEP_BYTES)
         each = self.experts / self.parts
-        steps = 1 / self.setting.config.data.micro_batches  # earlier ones only add their gradients
-        return each * steps * self.profile.adamw.seconds(self.setting.model.expert_numel * _STEP_BYTES)
+        steps = 1 / self._micro_batches  # earlier ones only add their gradients
+        return each * steps * self.profile.adamw.seconds(self._trained_numel * _STEP_BYTES)
+
+    @property
+    def _micro_batches(self) -> int:
+        return self.setting.config.data.micro_batches if self.setting.usage.trains else 1
 
     @cached_property
     def _moved(self) -> dict[Kind, tuple[Cost, LinkConfig]]:
@@ -149,16 +175,27 @@ class StepWorkload:
         if item.unit == len(model.units) - 1:
             forward = 2 * tokens * config.model.vocab_size * d
         else:
-            forward = 2 * tokens * (model.units[item.unit].numel + config.model.seq_len * d)
+            width = self._attention[item.unit]
+            forward = 2 * tokens * (model.units[item.unit].numel + config.model.seq_len * width)
         again = config.model.checkpoint_activations is CheckpointActivations.BLOCK
-        return forward if item.phase is Phase.FORWARD else forward * (3 if again else 2)
+        back = 1 if self.setting.usage.frozen else 2  # frozen weights get no gradients
+        return forward if item.phase is Phase.FORWARD else forward * (back + again)
+
+    @cached_property
+    def _attention(self) -> list[int]:
+        """The mean width of attention's two products, by unit."""
+        model = self.setting.config.model
+        if isinstance(model, HfSpec):
+            return [attention_sizes(model, unit).products for unit in model.manifest.units]
+        return [model.d_model] * len(self.setting.model.units)
 
     def expert_flops(self, item: Pass) -> float:
         """Of one expert in one pass, with its share of all ranks' tokens."""
         config, model = self.setting.config, self.setting.model
         tokens = self.setting.tokens * self.setting.ranks.sharing
         rows = tokens * model.top_k / (model.experts * self.traffic.active)
-        forward = 2 * rows * model.expert_numel
+        pairs = self.setting.usage.pairs
+        forward = 2 * rows * (model.expert_numel + (pairs.numel if pairs else 0))
         if item.phase is Phase.FORWARD:
             return forward
         again = 0.0
@@ -166,6 +203,8 @@ class StepWorkload:
             again = forward
         elif config.model.expert_activations is SaveActivations.RECOMPUTE:
             again = 2 * rows * config.model.expert_shape.inner_rows * config.model.d_model
+        if self.setting.usage.frozen:
+            return forward + again + (2 * rows * pairs.numel if pairs else 0)
         return 2 * forward + again
 
 

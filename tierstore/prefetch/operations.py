@@ -42,6 +42,13 @@ class Kind(Enum):
     WRITE = "write-back"
 
 
+class Passes(Enum):
+    """Which passes a step has."""
+
+    TRAINING = "training"
+    FORWARD = "forward"
+
+
 _RESOURCES = {
     Kind.GATHER: Resource.GATHER,
     Kind.REDUCE: Resource.GATHER,
@@ -99,23 +106,29 @@ def operations(
     steps: int = 1,
     slots: int = 4,
     gradient_slots: int = 4,
+    passes: Passes = Passes.TRAINING,
 ) -> list[Operation]:
     """What ``steps`` steps from a cold start consist of. ``slots``, ``gradient_slots``: experts, and gradients that have
     not been stepped, on the device at a time.
     """
-    return _Writer(schedule, sizes, slots, gradient_slots).write(steps)
+    return _Writer(schedule, sizes, slots, gradient_slots, passes).write(steps)
 
 
 class _Writer:
     def __init__(
-        self, schedule: Schedule, sizes: Callable[[Pass], PassSizes], slots: int, gradient_slots: int
+        self,
+        schedule: Schedule,
+        sizes: Callable[[Pass], PassSizes],
+        slots: int,
+        gradient_slots: int,
+        passes: Passes,
     ) -> None:
         self._schedule = schedule
         self._sizes = sizes
         self._slots = slots
         #: What ends the use of each gradient slot, oldest first.
         self._gradients: deque[tuple[int, ...]] = deque([()] * gradient_slots)
-        self._window = Window(schedule, training=True)
+        self._window = Window(schedule, training=passes is Passes.TRAINING)
         self._operations: list[Operation] = []
         #: The last thing that the main thread has done.
         self._last: tuple[int, ...] = ()

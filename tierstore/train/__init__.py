@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tierstore.timeline import NullTimeline, Timeline, TimelineSink, Track, open_timeline
     from tierstore.train.config import TrainConfig
     from tierstore.train.expert_session import ExpertSession, ExpertStep, open_experts
-    from tierstore.train.files import DataConfig
+    from tierstore.train.files import DataConfig, DataFormat, Packing
     from tierstore.train.ranks import Opening
     from tierstore.train.schedule import LearningRateDecay, ScheduleConfig
     from tierstore.train.session import open_session
@@ -58,6 +58,7 @@ __all__ = [
     "CollectiveTraffic",
     "ComputeDtype",
     "DataConfig",
+    "DataFormat",
     "DenseBytes",
     "DenseConfig",
     "ExpertBlocks",
@@ -79,6 +80,7 @@ __all__ = [
     "NullTimeline",
     "Opening",
     "OptimizerState",
+    "Packing",
     "ParallelConfig",
     "PredictorName",
     "PrefetchConfig",
