@@ -30,6 +30,7 @@ from tierstore.config import load
 from tierstore.errors import ConfigError, StoreMissingError
 from tierstore.hf.guards import guarded
 from tierstore.hf.importing import ImportOptions, import_model
+from tierstore.hf.manifest import Weights
 from tierstore.hf.model import HfModel
 from tierstore.hf.stored import stored_spec
 from tierstore.hf.watching import Autocast, PassWatch
@@ -62,16 +63,18 @@ def open_model(
 
     ``source``: a model directory, imported first (with ``options``) if there is no such store or its import was cut short.
     ``host_budget``: memory for experts, as bytes or as text. ``settings``: keys of ``TrainConfig`` by dotted name
-    (``{"adamw.weight_decay": 0.0}``). Raises ConfigError, BudgetError, CapabilityError, StoreError, OSError, and StepError
-    at exit if a step is open.
+    (``{"adamw.weight_decay": 0.0}``); ``lora.rank`` trains low-rank pairs beside weights that were imported frozen.
+
+    Raises ConfigError, BudgetError, CapabilityError, StoreError, OSError, and StepError at exit if a step is open.
     """
     store = Path(store)
     if RankEnvironment.from_environment().world > 1:
         raise ConfigError("open_model: a loop of one's own runs on one rank; tierstore train runs on several")
-    if source is not None:
-        _import(Path(source), store, options)
     config = load(TrainConfig, None, {"store": store, **(settings or {})})
-    spec = stored_spec(store, config.finetune)
+    if source is not None:
+        weights = Weights.FROZEN if config.lora.enabled else Weights.TRAINABLE
+        _import(Path(source), store, options or ImportOptions(weights=weights))
+    spec = stored_spec(store, config.finetune, config.lora)
     if spec is None:
         raise StoreMissingError(
             f"{store}: no imported model; tierstore import makes one of a model directory"
@@ -85,7 +88,7 @@ def open_model(
             tiered.close()
 
 
-def _import(source: Path, store: Path, options: ImportOptions | None) -> None:
+def _import(source: Path, store: Path, options: ImportOptions) -> None:
     """Imports ``source``, unless ``store`` holds an import that has ended."""
     if not (store / IDENTITY).exists() or not read_states(store, STATE_KEY):
         import_model(source, store, options)
