@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from tierstore.config import load
 from tierstore.errors import ConfigError, StoreMissingError, StorePoisonedError
-from tierstore.hf import Autocast, StepError, TieredModel, import_model, open_model
+from tierstore.hf import Autocast, StepError, TieredModel, open_model
+from tierstore.hf.importing import import_model
 from tierstore.hf.stored import stored_spec
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
@@ -422,6 +424,23 @@ def test_what_would_leave_the_experts_out_is_refused(tiered: TieredModel, tmp_pa
     take(tiered)
     with pytest.raises(StepError, match=r"of step 0, and .* stands at step 1"):
         tiered.model.load_state_dict(state)
+
+
+def test_what_is_trained_may_not_change(tiered: TieredModel) -> None:
+    """Frozen parameters would decay all the same, and those of an adapter would not move."""
+    head = tiered.model.lm_head.weight
+    head.requires_grad_(False)
+    with pytest.raises(StepError, match=r"lm_head.weight: what is trained has changed"):
+        take(tiered)
+    head.requires_grad_(True)
+    take(tiered)
+    import peft
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wrapped = peft.get_peft_model(tiered.model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(StepError, match=r"lora_A.* what is trained has changed"), tiered.step(1e-3) as step:
+        step.backward(wrapped(input_ids=tokens(), labels=tokens()).loss)
 
 
 def test_other_optimizers_and_models_are_left_alone(store: Path) -> None:
