@@ -88,13 +88,15 @@ def _layer(spec: HfSpec, index: int, unit: UnitEntry, tokens: int) -> _Layer:
             scratch += tokens * seq * shape[0] * 5
     if index not in spec.moe_layers:
         return _Layer(kept, scratch)
-    shape, rows = spec.expert_shape, tokens * spec.top_k
+    expert, rows = spec.expert_shape, tokens * spec.top_k
     results = rows * d * width
     kept += tokens * spec.experts * 24
     if spec.expert_activations is SaveActivations.SAVE:
-        kept += rows * shape.inner_rows * width + results
+        kept += rows * expert.inner_rows * width + results
         again = 0
     else:
         again = results
     # Gradients of results, inputs, gradients of inputs; and one expert's with every token at it.
-    return _Layer(kept, scratch + 3 * results + again + tokens * (shape.inner_rows + 2 * shape.d_ff) * width)
+    return _Layer(
+        kept, scratch + 3 * results + again + tokens * (expert.inner_rows + 2 * expert.d_ff) * width
+    )
