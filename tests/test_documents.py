@@ -61,6 +61,17 @@ def test_the_plot_of_a_run(tmp_path: Path) -> None:
         assert f">{title}<" in target.read_text()
 
 
+def test_the_plot_of_a_fine_tuning_run(tmp_path: Path) -> None:
+    reference, metrics, target = (tmp_path / name for name in ("reference.json", "run.jsonl", "run.svg"))
+    reference.write_text(json.dumps({"losses": [3.0, 2.5], "held_out": [[0, 3.1], [2, 2.4]]}))
+    lines = [{"step": 1, "loss": 3.0, "val_loss": None}, {"step": 2, "loss": 2.501, "val_loss": 2.4}]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = [sys.executable, ROOT / "scripts/plot_finetune.py", reference, metrics, target]
+    subprocess.run(command, check=True)
+    for title in ("Loss, nats a token", "Difference, nats"):
+        assert f">{title}<" in target.read_text()
+
+
 def test_every_command_is_listed() -> None:
     cells = [row[0] for row in table((ROOT / "docs/COMMANDS.md").read_text(), "command")]
     named = {word for cell in cells for word in re.findall(r"`tierstore ([a-z]+(?: [a-z/]+)?)", cell)}

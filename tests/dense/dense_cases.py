@@ -63,13 +63,16 @@ def piece(config: ModelConfig, step: int, number: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Setting:
-    """One training run: ``pieces`` micro-batches a step over all ranks."""
+    """One training run: ``pieces`` micro-batches a step over all ranks. ``trained``: a part of the names of the parameters
+    that are trained, the others stay as they are.
+    """
 
     steps: int = 3
     pieces: int = 4
     clip: float = 0.0
     model: dict[str, Any] = field(default_factory=dict)
     dense: dict[str, Any] = field(default_factory=dict)
+    trained: str = ""
 
 
 @dataclass
@@ -83,6 +86,18 @@ class Outcome:
     nbytes: DenseBytes = field(default_factory=lambda: DenseBytes(0, 0, 0))
 
 
+def freeze(model: Transformer, trained: str) -> None:
+    """Leaves parameters alone whose names do not contain ``trained``."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in name)
+
+
+def trained_units(model: Transformer) -> list[tuple[str, list[nn.Parameter]]]:
+    """The model's units, of which some may have nothing that is trained."""
+    units = model.dense_units()
+    return [(name, [part for part in parameters if part.requires_grad]) for name, parameters in units]
+
+
 def slice_model(
     model: Transformer,
     group: RankGroup,
@@ -91,7 +106,7 @@ def slice_model(
 ) -> DenseSlices:
     """The model's dense parameters, sliced, with gates that ``listen`` (None: gathers on demand) hears."""
     config = load(DenseConfig, None, changes)
-    units = model.dense_units()
+    units = trained_units(model)
     layouts = unit_layouts(units, ranks=group.size, narrow=model.cast_parameters(), fusion=config.fusion)
     dense = DenseSlices(
         units,
@@ -126,7 +141,7 @@ def backward(model: Transformer, dense: DenseSlices, group: RankGroup, setting: 
 def whole_weights(model: Transformer, dense: DenseSlices) -> dict[str, Tensor]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found = {}
-    for number, (_, parameters) in enumerate(model.dense_units()):
+    for number, (_, parameters) in enumerate(trained_units(model)):
         for parameter, value in zip(parameters, dense.whole(number), strict=True):
             found[names[id(parameter)]] = value
     return found
@@ -135,6 +150,7 @@ def whole_weights(model: Transformer, dense: DenseSlices) -> dict[str, Tensor]:
 def train_group(group: RankGroup, setting: Setting) -> Outcome:
     torch.set_num_threads(1)
     model = make_model(setting.model)
+    freeze(model, setting.trained)
     dense = slice_model(model, group, setting.dense)
     outcome = Outcome(nbytes=dense.nbytes)
     for step in range(setting.steps):

@@ -19,7 +19,8 @@ from tierstore.trace.replay import replay, replay_steps
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
-from tierstore.train.trainer import NonFiniteError, Trainer
+from tierstore.train.stepping import NonFiniteError
+from tierstore.train.trainer import Trainer
 
 Make = Callable[..., TrainConfig]
 TIGHT = {"host_budget": "160KiB"}

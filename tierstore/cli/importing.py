@@ -29,9 +29,18 @@ if TYPE_CHECKING:
 )
 @click.option("--frozen", is_flag=True, help="Experts as weights alone, read only: for LoRA.")
 @click.option("--host-budget", type=SIZE, default=64 << 20, help="Memory for experts on their way (64MiB).")
+@click.option(
+    "--expert-ranks", type=int, default=0, help="Ranks that share one copy of the experts (0: all of them)."
+)
 @json_option
 def import_(
-    model: Path, store: Path, compute: str | None, frozen: bool, host_budget: int, output: Output
+    model: Path,
+    store: Path,
+    compute: str | None,
+    frozen: bool,
+    host_budget: int,
+    expert_ranks: int,
+    output: Output,
 ) -> None:
     """Make a store of the safetensors in MODEL_DIR. Under torchrun, each rank imports its own part."""
     from tierstore.hf.importing import ImportOptions, import_model
@@ -44,13 +53,13 @@ def import_(
         weights=Weights.FROZEN if frozen else Weights.TRAINABLE,
         host_budget=host_budget,
     )
-    with launch(ParallelConfig(), device="cpu") as mesh:
+    with launch(ParallelConfig(expert=expert_ranks), device="cpu") as mesh:
         if mesh.world.rank:
             output = Output(OutputMode.SILENT)
         with output.progress(0, label="import") as progress:
 
             def update(done: int, total: int, fields: Mapping[str, object]) -> None:
-                progress.update(done >> 20, total >> 20, {"MiB": format_bytes(done), **fields})
+                progress.update(done >> 20, total >> 20, {"read": format_bytes(done), **fields})
 
             report = import_model(
                 model,
@@ -92,6 +101,8 @@ def _show(report: ImportReport, store: Path, output: Output) -> None:
         f"{store}: {report.records} records imported{skipped} in {format_seconds(report.elapsed_s)}; read "
         f"{format_bytes(report.read_bytes)}, wrote {format_bytes(report.written_bytes)}"
     )
+    if report.direct_reason:
+        output.line(f"the checkpoint was read through the page cache: {report.direct_reason}")
     output.emit(
         {
             "store": str(store),
@@ -110,8 +121,7 @@ def _show(report: ImportReport, store: Path, output: Output) -> None:
             "written_bytes": report.written_bytes,
             "reserved_bytes": report.reserved_bytes,
             "commits": report.commits,
+            "moving_s": report.moving_s,
             "elapsed_s": report.elapsed_s,
-            "read_bytes_per_s": report.read_bytes / report.elapsed_s if report.elapsed_s else None,
-            "written_bytes_per_s": report.written_bytes / report.elapsed_s if report.elapsed_s else None,
         }
     )

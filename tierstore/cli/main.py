@@ -27,6 +27,10 @@ _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "train": ("tierstore.cli.train", "Train a Mixture-of-Experts model larger than memory."),
     "import": ("tierstore.cli.importing", "Make a store of a Hugging Face MoE checkpoint, to train it."),
+    "export": (
+        "tierstore.cli.exporting",
+        "Write the model of a store as safetensors that other programs load.",
+    ),
     "plan": ("tierstore.cli.plan", "What a model needs on each tier, whether it fits, the time of a step."),
     "doctor": ("tierstore.cli.doctor", "What this machine offers, and what each capability resolved to."),
     "verify": ("tierstore.cli.verify", "Read and check every record of every snapshot of a store."),

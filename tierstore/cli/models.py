@@ -20,12 +20,14 @@ def with_stored_model(config: TrainConfig) -> TrainConfig:
     from tierstore.model.config import ModelConfig
     from tierstore.train.finetune import FinetuneConfig
 
-    spec = stored_spec(config.store, config.finetune)
+    spec = stored_spec(config.store, config.finetune, config.lora)
     if spec is None:
         if config.finetune != FinetuneConfig():
             raise ConfigError(
                 f"finetune: {config.store} holds no imported model; [model] describes the built-in one"
             )
+        if config.lora.enabled:
+            raise ConfigError(f"lora.rank: {config.store} holds no imported model, and no other is adapted")
         return config
     if config.model != ModelConfig():
         raise ConfigError(

@@ -22,6 +22,8 @@ from tierstore.units import format_bytes, format_seconds
 @json_option
 def reshard(store: Path, target: Path, ranks: int, expert_ranks: int, output: Output) -> None:
     """Make of STORE one for another number of ranks: dense slices re-cut, experts moved. STORE stays as it is."""
+    from tierstore.hf.stored import stored_spec
+    from tierstore.train.finetune import FinetuneConfig
     from tierstore.train.reshard import Layout
     from tierstore.train.reshard import reshard as make
 
@@ -32,6 +34,7 @@ def reshard(store: Path, target: Path, ranks: int, expert_ranks: int, output: Ou
             target,
             Layout(ranks, expert_ranks or ranks),
             lambda written, total: progress.update(written, total, {}),
+            model=stored_spec(store, FinetuneConfig()),
         )
     elapsed_s = time.monotonic() - start
     output.line(

@@ -62,7 +62,9 @@ class FusionPool:
         self._own = {unit: make(sizes[unit]) for unit in sorted(ends)}
         self._shared = [make(max(between)) for _ in range(blocks)]
         self._free = list(reversed(self._shared))
-        self._by_address = {buffer.address: buffer for buffer in (*self._own.values(), *self._shared)}
+        # Buffers of units of which nothing is trained have no memory, and all the same address.
+        held = [buffer for buffer in (*self._own.values(), *self._shared) if buffer.nbytes]
+        self._by_address = {buffer.address: buffer for buffer in held}
         self._names = [layout.name for layout in layouts]
 
     @property

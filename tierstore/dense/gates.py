@@ -162,6 +162,11 @@ class Gates:
 
     def _take(self, unit: int, index: int, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
+        if index in self._arrived[unit]:
+            parameter.grad = None
+            raise RuntimeError(
+                "a second backward pass through one forward pass: add the losses up before the first"
+            )
         self.begin_backward(unit)
         self._arrive(unit, index, parameter.grad)
         parameter.grad = None

@@ -2,6 +2,7 @@
 
 A *unit* is the parameters that are needed together. Each of its *regions* is one flat array of parameters of one
 gathered type, padded so that every rank has an equal *slice* of it: rank r holds elements ``[r * n, (r + 1) * n)``.
+A unit of which nothing is trained (LoRA leaves an embedding as it is) has no region, no slices and no record.
 Gathering a region is one all-gather of slices, and the result is the flat array, of which parameters are views. A
 unit has one region; two where some of its parameters are gathered in a narrower type (norms and routers stay fp32);
 one for each parameter without fusion.
@@ -84,6 +85,11 @@ class UnitLayout:
     def key(self) -> str:
         """The key of its record."""
         return f"dense.{self.name}"
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing of the unit is trained: it has no record."""
+        return not self.regions
 
     @property
     def parameters(self) -> int:

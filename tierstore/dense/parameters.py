@@ -84,8 +84,9 @@ class DenseSlices:
         self._narrow = compute if config.gather is GatherDtype.COMPUTE else torch.float32
         home = device if config.optimizer_state is OptimizerState.DEVICE else torch.device("cpu")
         self._moments: DiskMoments | None = None
-        if config.optimizer_state is OptimizerState.NVME:
-            self._moments = DiskMoments(max(layout.slice_numel for layout in self.layouts))
+        largest = max(layout.slice_numel for layout in self.layouts)
+        if config.optimizer_state is OptimizerState.NVME and largest:
+            self._moments = DiskMoments(largest)
         self.slices = [UnitSlices(layout, group.rank, home, adamw, self._moments) for layout in self.layouts]
         self._pool: FusionPool | None = None
         if needs_gather(self.layouts, config, group.size, self._narrow):
@@ -255,13 +256,18 @@ class DenseSlices:
 
     # Records ------------------------------------------------------------------------------------------------
 
+    @property
+    def _kept(self) -> list[UnitLayout]:
+        """The units that have a record."""
+        return [layout for layout in self.layouts if not layout.empty]
+
     def record_counts(self) -> dict[str, int]:
         """Records of each schema."""
-        return dict(Counter(schema_name(layout) for layout in self.layouts))
+        return dict(Counter(schema_name(layout) for layout in self._kept))
 
     def register(self, store: StoreCore) -> None:
         """Adds the records to ``store``, which a commit needs, and without which NVME cannot step."""
-        register_many(store, [NewRecord(layout.key, schema_name(layout)) for layout in self.layouts])
+        register_many(store, [NewRecord(layout.key, schema_name(layout)) for layout in self._kept])
         if self._moments is not None:
             self._moments.attach(store, written=set())
 
@@ -276,7 +282,7 @@ class DenseSlices:
             self._stale(number)
             unit.load(store, step)
         if self._moments is not None:
-            self._moments.attach(store, written={layout.key for layout in self.layouts})
+            self._moments.attach(store, written={layout.key for layout in self._kept})
 
 
 class GatherOnDemand:

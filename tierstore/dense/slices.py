@@ -16,21 +16,24 @@ from tierstore.dense.layout import UnitLayout
 from tierstore.dense.moments import DiskMoments
 from tierstore.store.adamw import AdamWConfig
 from tierstore.store.core import StoreCore
-from tierstore.store.format import SECTION_ALIGNMENT, Group, Placement, RecordSchema
+from tierstore.store.format import SECTION_ALIGNMENT, Group, Placement, RecordSchema, Training
 from tierstore.tiers.device import tensor_of
 
 _ARRAYS = ("weight", "exp_avg", "exp_avg_sq")
 
 
-def schema_name(layout: UnitLayout) -> str:
+def schema_name(layout: UnitLayout, training: Training = Training.TRAINED) -> str:
     """The schema of the unit's record: units with slices of one size share it."""
-    return f"dense-{layout.slice_numel}"
+    return f"{'dense' if training is Training.TRAINED else 'frozen'}-{layout.slice_numel}"
 
 
-def dense_schemas(layouts: Sequence[UnitLayout]) -> list[RecordSchema]:
+def dense_schemas(layouts: Sequence[UnitLayout], training: Training = Training.TRAINED) -> list[RecordSchema]:
     """One schema for each size that a unit's slices have."""
-    sizes = {layout.slice_numel: schema_name(layout) for layout in layouts}
-    return [RecordSchema(sizes[size], size, placement=Placement.DIRECT) for size in sorted(sizes)]
+    sizes = {layout.slice_numel: schema_name(layout, training) for layout in layouts if not layout.empty}
+    return [
+        RecordSchema(sizes[size], size, placement=Placement.DIRECT, training=training)
+        for size in sorted(sizes)
+    ]
 
 
 class UnitSlices:
@@ -52,9 +55,12 @@ class UnitSlices:
         nbytes = layout.slice_numel * 4
         size = -(-nbytes // SECTION_ALIGNMENT) * SECTION_ALIGNMENT
         kept = _ARRAYS if moments is None else _ARRAYS[:1]
-        arena = Arena(size * len(kept), HugePages.AUTO)
-        self._staging = {a: Buffer(arena, [(i * size, size)], nbytes) for i, a in enumerate(kept)}
-        self._host = {a: tensor_of(self._staging[a], torch.float32) for a in kept}
+        self._staging: dict[str, Buffer] = {}
+        self._host = {a: torch.empty(0) for a in kept}
+        if not layout.empty:
+            arena = Arena(size * len(kept), HugePages.AUTO)
+            self._staging = {a: Buffer(arena, [(i * size, size)], nbytes) for i, a in enumerate(kept)}
+            self._host = {a: tensor_of(self._staging[a], torch.float32) for a in kept}
         on_host = home.type == "cpu"
         self._own = {a: self._host[a] if on_host else self._host[a].to(home) for a in kept}
         self.weight = self._own["weight"]
@@ -97,6 +103,8 @@ class UnitSlices:
         It is called without ``torch.optim``, whose classes import the whole of the compiler: 80 MiB and a second.
         """
         self._steps += 1
+        if self.layout.empty:
+            return
         if self._moments is None:
             self._adamw(lr, self._own["exp_avg"], self._own["exp_avg_sq"])
             return
@@ -123,7 +131,9 @@ class UnitSlices:
     # Records ------------------------------------------------------------------------------------------------
 
     def save(self, store: StoreCore, step: int) -> None:
-        """Queues the write of the record; nothing may change until the commit has returned."""
+        """Queues the write of the record, if it has one; nothing may change until the commit has returned."""
+        if self.layout.empty:
+            return
         for name, own in self._own.items():
             if own is not self._host[name]:
                 self._host[name].copy_(own)
@@ -133,7 +143,8 @@ class UnitSlices:
 
     def load(self, store: StoreCore, step: int) -> None:
         """Reads the record as of the last commit, which had ``step`` optimizer steps."""
-        store.read_through(self.layout.key, self._groups())
+        if not self.layout.empty:
+            store.read_through(self.layout.key, self._groups())
         self.loaded(step)
 
     def loaded(self, step: int) -> None:

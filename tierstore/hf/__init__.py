@@ -1,1 +1,34 @@
-"""Models of transformers: in from safetensors, trained from the tiers, and out again (extra ``hf``)."""
+"""Models of transformers: import, training in somebody else's loop, export. Needs the extra ``[hf]``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tierstore.lazy import exports
+
+if TYPE_CHECKING:
+    from tierstore.hf.callback import TieredCallback
+    from tierstore.hf.importing import ImportOptions, ImportReport, import_model
+    from tierstore.hf.manifest import Weights
+    from tierstore.hf.optimizer import TieredOptimizer
+    from tierstore.hf.tiered import TieredModel, TieredStep, open_model
+    from tierstore.hf.watching import Autocast
+    from tierstore.model.config import ComputeDtype
+    from tierstore.train.stepping import StepError
+else:
+    __getattr__, __dir__ = exports(__name__, __file__)
+
+__all__ = [
+    "Autocast",
+    "ComputeDtype",
+    "ImportOptions",
+    "ImportReport",
+    "StepError",
+    "TieredCallback",
+    "TieredModel",
+    "TieredOptimizer",
+    "TieredStep",
+    "Weights",
+    "import_model",
+    "open_model",
+]

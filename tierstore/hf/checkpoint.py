@@ -151,8 +151,8 @@ def _parse(path: Path, raw: bytes) -> dict[str, Any]:
 
 def _info(path: Path, name: str, value: object, data: int) -> TensorInfo:
     what = f"{path}: tensor {name[:200]!r}"
-    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        raise DataError(f"{what}: expected dtype, shape and data_offsets, and nothing else")
+    if not isinstance(value, dict) or not value.keys() >= {"dtype", "shape", "data_offsets"}:
+        raise DataError(f"{what}: expected dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise DataError(f"{what}: unknown dtype {str(dtype)[:40]!r}; known: {', '.join(ITEM_BYTES)}")

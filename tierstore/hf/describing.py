@@ -147,7 +147,7 @@ def expert_modules(model: nn.Module) -> dict[int, nn.Module]:
 def _experts(family: Family, config: Any, modules: Mapping[int, nn.Module], where: str) -> ExpertEntry:
     if not modules:
         raise ConfigError(f"{where}: no layer of this model has experts")
-    shapes = {tuple(module.gate_up_proj.shape) for module in modules.values()}  # type: ignore[union-attr, arg-type]
+    shapes = {tuple(module.gate_up_proj.shape) for module in modules.values()}  # type: ignore[arg-type]
     if len(shapes) > 1:
         raise ConfigError(f"{where}: expected experts of one shape in all layers, found {sorted(shapes)}")
     count, *fused = shapes.pop()

@@ -207,7 +207,9 @@ class Filler:
             reads.append(self._pool.submit(self._read_dense, parameter, begin, end, out))
         for read in reads:
             read.result()
-        tickets = self._loader.add(layout.key, schema_name(layout), 0, [buffer, None, None])
+        sections = [buffer] if self._expert.frozen else [buffer, None, None]
+        schema = schema_name(layout, self._expert.training)
+        tickets = self._loader.add(layout.key, schema, 0, sections)
         self._unit = (buffer, tickets)
         self._wrote(job)
 

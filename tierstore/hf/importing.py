@@ -53,7 +53,7 @@ from tierstore.store.disk.home import IDENTITY, fsync_directory, remove_unfinish
 from tierstore.store.disk.space import extent_bytes
 from tierstore.store.format import RecordSchema, Training, WeightFormat
 from tierstore.store.loading import RecordLoader
-from tierstore.store.opening import minimum_host_budget
+from tierstore.store.opening import OpenAt, minimum_host_budget, read_states
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.train.budgets import EXPERT_SCHEMA
 from tierstore.train.session import expert_key
@@ -104,7 +104,11 @@ class ImportPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ImportReport:
-    """What an import did on this rank. ``records`` were added by this call, ``skipped`` by an earlier one."""
+    """What an import did on this rank. ``records`` were added by this call, ``skipped`` by an earlier one.
+
+    ``moving_s`` is the part of ``elapsed_s`` from the first write to the last commit; the rest is reading headers and
+    transformers' own start. ``direct_reason``: why the checkpoint was read through the page cache; empty if it was not.
+    """
 
     manifest: Manifest
     records: int
@@ -113,7 +117,9 @@ class ImportReport:
     written_bytes: int
     reserved_bytes: int
     commits: int
+    moving_s: float
     elapsed_s: float
+    direct_reason: str
 
 
 def import_model(
@@ -147,7 +153,8 @@ def import_model(
         job.run(WeightReader(plan.matched.checkpoint.tensors, reader))
         mesh.world.barrier()  # the files are there before any rank calls itself complete
         job.complete(_read_buffers(plan.matched, reader))
-    return replace(job.report, elapsed_s=time.monotonic() - start)
+        direct_reason = reader.direct_reason
+    return replace(job.report, elapsed_s=time.monotonic() - start, direct_reason=direct_reason)
 
 
 # Planning ---------------------------------------------------------------------------------------------------
@@ -175,11 +182,11 @@ def plan_import(source: Path, options: ImportOptions, mesh: Mesh) -> ImportPlan:
     owned = mesh.blocks(manifest.experts.count).owned(mesh.expert.rank)
     jobs = list(_jobs(matched, layouts, mesh.world.rank, owned))
     expert = expert_record_schema(manifest)
-    schemas = [expert, *dense_schemas(layouts)]
+    schemas = [expert, *dense_schemas(layouts, expert.training)]
     counts = {schema.name: 0 for schema in schemas}
     counts[EXPERT_SCHEMA] = len(owned) * len(manifest.experts.layers)
     for layout in layouts:
-        counts[schema_name(layout)] += 1
+        counts[schema_name(layout, expert.training)] += 1
     return ImportPlan(
         matched=matched, ranks=mesh.world.size, schemas=tuple(schemas), jobs=tuple(jobs), counts=counts
     )
@@ -296,13 +303,13 @@ def _open_store(store: Path, plan: ImportPlan, state: ImportState, mesh: Mesh) -
     schemas = list(plan.schemas)
     config = StoreConfig(host_budget=minimum_host_budget(schemas), layers=plan.manifest.experts.layers)
     fresh = not (directory / IDENTITY).exists()
+    if not fresh:
+        _check_same(directory, state)
     opened = (
         ParameterStore.create(directory, schemas, config) if fresh else ParameterStore.open(directory, config)
     )
     try:
         with opened:
-            if not fresh:
-                _check_same(directory, opened, state)
             yield opened
     except DataError:
         if fresh:  # a checkpoint that is refused leaves no store
@@ -321,13 +328,15 @@ def _remove(directory: Path) -> None:
         directory.rmdir()
 
 
-def _check_same(directory: Path, store: ParameterStore, state: ImportState) -> None:
-    kept = store.last_commit.state
-    if IMPORT_KEY not in kept:
+def _check_same(directory: Path, state: ImportState) -> None:
+    """Raises StoreExistsError, StoreFormatError unless the store is of this import, and nobody has trained it."""
+    imports = read_states(directory, IMPORT_KEY).get(OpenAt.LAST)
+    if imports is None:
         raise StoreExistsError(f"{directory}: there is a store here already, and no import made it")
-    if STATE_KEY in kept and TrainState.unpack(kept, where=str(directory)).begun:
+    trained = read_states(directory, STATE_KEY).get(OpenAt.LAST)
+    if trained is not None and TrainState.unpack({STATE_KEY: trained}, where=str(directory)).begun:
         raise StoreExistsError(f"{directory}: this model was imported before, and has been trained since")
-    found = ImportState.unpack(kept[IMPORT_KEY], where=str(directory))
+    found = ImportState.unpack(imports, where=str(directory))
     if found.fingerprint != state.fingerprint:
         raise StoreFormatError(f"{directory}: holds the import of another checkpoint; give another --store")
     if replace(found, progress=state.progress) != state:
@@ -368,6 +377,7 @@ class _Import:
         self._uncommitted = 0
         self._commits = 0
         self._loader: RecordLoader | None = None
+        self._began_s = self._ended_s = 0.0
         complete = store.last_commit.state.get(IMPORT_KEY)
         self._complete = (
             complete is not None and ImportState.unpack(complete, where="").progress is Progress.COMPLETE
@@ -375,6 +385,7 @@ class _Import:
 
     def begin(self) -> None:
         """Reserves the space, and makes the store one that says what it will be. Raises OSError (ENOSPC)."""
+        self._began_s = self._ended_s = time.monotonic()
         if not self._complete:
             self._loader = RecordLoader(self._core)
             self._core.reserve(self._plan.counts)
@@ -419,7 +430,9 @@ class _Import:
             written_bytes=written,
             reserved_bytes=self._plan.disk_bytes,
             commits=self._commits,
+            moving_s=self._ended_s - self._began_s,
             elapsed_s=0.0,
+            direct_reason="",
         )
 
     def _wrote(self, job: Job) -> None:
@@ -436,6 +449,7 @@ class _Import:
         self._core.committer.commit({IMPORT_KEY: self._state.pack(), **(more or {})})
         self._uncommitted = 0
         self._commits += 1
+        self._ended_s = time.monotonic()
 
 
 def _key(job: Job) -> str:

@@ -103,7 +103,10 @@ class TiedEntry:
 
 @dataclass(frozen=True)
 class ExpertEntry:
-    """The experts: ``count`` in each of ``layers``, of width ``d_ff``. ``activation``: transformers' name of it."""
+    """The experts: ``count`` in each of ``layers``, of width ``d_ff``. ``activation``: transformers' name of it.
+
+    ``source_dtype`` is the type on disk of most of their tensors; ``other_dtypes``: (tensor, type) of the rest.
+    """
 
     layers: tuple[int, ...]
     count: int
@@ -113,6 +116,7 @@ class ExpertEntry:
     layout: ExpertLayout
     activation: str
     source_dtype: str
+    other_dtypes: tuple[tuple[str, str], ...] = ()
 
     @property
     def numel(self) -> int:
@@ -252,6 +256,7 @@ def _experts(value: Any, where: str) -> ExpertEntry:
     table = dict(_table(value, where))
     table["layers"] = tuple(int(layer) for layer in table["layers"])
     table["layout"] = ExpertLayout(table["layout"])
+    table["other_dtypes"] = tuple((str(name), str(dtype)) for name, dtype in table["other_dtypes"])
     return ExpertEntry(**table)
 
 

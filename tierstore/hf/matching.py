@@ -43,12 +43,11 @@ def match(manifest: Manifest, checkpoint: Checkpoint) -> Matched:
     Raises DataError, one line that names what is missing, unexpected, of another shape or of a type that is no weight's.
     """
     finder = _Finder(manifest, checkpoint)
-    expert_types = Counter[str]()
-    for parts in _experts(manifest):
-        for part in parts:
-            expert_types[
-                finder.weight(part.source, _whole_shape(manifest, part), part.index is not None)
-            ] += 1
+    types = {
+        part.source: finder.weight(part.source, _whole_shape(manifest, part), part.index is not None)
+        for parts in _experts(manifest)
+        for part in parts
+    }
     units = tuple(
         replace(unit, parameters=tuple(finder.entry(entry) for entry in unit.parameters))
         for unit in manifest.units
@@ -63,7 +62,9 @@ def match(manifest: Manifest, checkpoint: Checkpoint) -> Matched:
         tied.append(replace(alias, stored=stored))
     carried = finder.rest(FAMILIES[manifest.model_type])
     finder.raise_problems()
-    experts = replace(manifest.experts, source_dtype=expert_types.most_common(1)[0][0])
+    most = Counter(types.values()).most_common(1)[0][0]
+    others = tuple((source, dtype) for source, dtype in types.items() if dtype != most)
+    experts = replace(manifest.experts, source_dtype=most, other_dtypes=others)
     made = replace(manifest, units=units, buffers=buffers, tied=tuple(tied), experts=experts)
     return Matched(made, checkpoint, tuple(carried))
 

@@ -23,11 +23,13 @@ from tierstore.hf.balance import AuxLoss, BiasBalance
 from tierstore.hf.describing import unit_of
 from tierstore.hf.experts import ExpertLayer, ExpertLoads, bind
 from tierstore.hf.loading import LoadedModule, build_module, checkpoint_activations, parse_config
+from tierstore.hf.lora import adapt
 from tierstore.hf.manifest import BUFFERS_KEY, pack_arrays, unpack_arrays
 from tierstore.hf.packages import quiet_transformers
 from tierstore.hf.packing import attention_masks
 from tierstore.model.config import CheckpointActivations, ComputeDtype
 from tierstore.model.interface import Batch, ModelOutput
+from tierstore.moe.lora import LoraConfig
 from tierstore.moe.seeds import derive_seed
 from tierstore.moe.source import ExpertSource
 from tierstore.parallel import Mesh, RankGroup
@@ -46,7 +48,13 @@ def build_model(
         config = parse_config(spec.config)
         loaded = build_module(config, spec.compute_dtype.torch)
     return HfModel(
-        loaded, source, compute=spec.compute_dtype, finetune=spec.finetune, mesh=mesh, ledger=ledger
+        loaded,
+        source,
+        compute=spec.compute_dtype,
+        finetune=spec.finetune,
+        lora=spec.lora,
+        mesh=mesh,
+        ledger=ledger,
     )
 
 
@@ -60,11 +68,14 @@ class HfModel:
         *,
         compute: ComputeDtype,
         finetune: FinetuneConfig | None = None,
+        lora: LoraConfig | None = None,
         mesh: Mesh | None = None,
         ledger: StallLedger | None = None,
     ) -> None:
-        """Waiting for other ranks is charged to ``ledger``."""
-        finetune = finetune or FinetuneConfig()
+        """``lora``: where it is on, pairs are put on attention, and they alone are dense parameters that train. Waiting for
+        other ranks is charged to ``ledger``.
+        """
+        finetune, lora = finetune or FinetuneConfig(), lora or LoraConfig()
         self._module = loaded.module
         self._compute = compute
         self.loads = ExpertLoads()
@@ -80,12 +91,19 @@ class HfModel:
                 ledger=ledger,
             )
             bind(experts, layer)
+        #: Dense parameters that are read and not trained, as their records hold them.
+        self._frozen: list[tuple[str, list[nn.Parameter]]] = []
+        if lora.enabled:
+            self._frozen = self._units()
+            adapt(self._module, lora)
+        self._prefix = "lora." if lora.enabled else ""
         if finetune.checkpoint_activations is CheckpointActivations.BLOCK:
             checkpoint_activations(self._module)
         ranks = RankGroup.alone() if mesh is None else mesh.world
         self._rank, self._ranks = ranks.rank, ranks.size
         self._aux_loss = AuxLoss(loaded, finetune.aux_loss_weight, ranks)
-        self._balance = BiasBalance(self._module, finetune.bias_update_speed)
+        # A frozen router stays as it is.
+        self._balance = BiasBalance(self._module, 0.0 if lora.enabled else finetune.bias_update_speed)
         self._seed: tuple[int, int] = (0, 0)
 
     # Its parameters -----------------------------------------------------------------------------------------
@@ -101,6 +119,16 @@ class HfModel:
         return layers
 
     def dense_units(self) -> list[tuple[str, list[nn.Parameter]]]:
+        return [
+            (self._prefix + name, [parameter for parameter in parameters if parameter.requires_grad])
+            for name, parameters in self._units()
+        ]
+
+    def frozen_units(self) -> list[tuple[str, list[nn.Parameter]]]:
+        return self._frozen
+
+    def _units(self) -> list[tuple[str, list[nn.Parameter]]]:
+        """All dense parameters."""
         units: dict[str, list[nn.Parameter]] = {"embedding": []}
         units.update({f"block.{number}": [] for number, _ in enumerate(self.blocks)})
         units["head"] = []
@@ -129,10 +157,18 @@ class HfModel:
         if micro == 0:
             self._balance.begin_step()
 
+    def begin_forward(self) -> None:
+        """The module is about to be called: by ``run``, or by somebody else."""
+        self.loads.begin()
+
+    def end_forward(self) -> None:
+        """A forward pass that a backward pass belongs to has returned."""
+        self._balance.count(self.loads.all())
+
     def run(self, batch: Batch) -> ModelOutput:
         training = self._module.training and torch.is_grad_enabled()
         balanced = training and self._aux_loss.weight > 0
-        self.loads.begin()
+        self.begin_forward()
         with self._drawing(training), self._aux_loss.recording() if balanced else nullcontext():
             output = self._module(
                 input_ids=batch.tokens_BT,
@@ -149,7 +185,7 @@ class HfModel:
             aux_loss = self._aux_loss.value()
             objective = objective + self._aux_loss.weight * aux_loss
         if training:
-            self._balance.count(loads)
+            self.end_forward()
         return ModelOutput(loss, aux_loss, zero, objective, loads, None)
 
     @contextmanager
@@ -203,8 +239,12 @@ class HfModel:
 
     def _state_buffers(self) -> dict[str, Tensor]:
         """The buffers that a checkpoint has."""
-        kept = self._module.state_dict(keep_vars=True)
-        return {name: value for name, value in self._module.named_buffers() if name in kept}
+        return {
+            f"{prefix}.{name}": value
+            for prefix, part in self._module.named_modules()
+            for name, value in part._buffers.items()
+            if value is not None and name not in part._non_persistent_buffers_set
+        }
 
     # Text ---------------------------------------------------------------------------------------------------
 

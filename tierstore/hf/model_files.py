@@ -121,7 +121,7 @@ def copy_carried(infos: Sequence[TensorInfo], target: Path, reader: TensorReader
             file.write(header)
             written = 0
             for info in held:
-                copy_tensors([info], reader, file.write)
+                copy_tensors([info], reader, lambda raw: file.write(raw.data))
                 written += info.nbytes
                 if written >= 64 << 20:  # the page cache stays next to empty
                     written = 0

@@ -6,6 +6,8 @@ own code does; the bits are the same.
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import numpy.typing as npt
 
@@ -29,30 +31,29 @@ def round_to_bf16(values: npt.NDArray[np.float32], out: Bits) -> None:
     target.copy_(torch.from_numpy(values))
 
 
-def _e4m3_values() -> npt.NDArray[np.float32]:
-    """What each byte means as F8_E4M3 (the finite variant: 0x7f and 0xff are NaN, nothing is infinite)."""
-    byte = np.arange(256)
-    exponent, fraction = (byte >> 3) & 15, byte & 7
-    magnitude = np.where(
-        exponent == 0, np.ldexp(fraction / 8.0, -6), np.ldexp(1.0 + fraction / 8.0, exponent - 7)
+@cache
+def _e4m3() -> npt.NDArray[np.float32]:
+    """What each byte means as F8_E4M3."""
+    torch = require("torch", "reading weights")
+    values: npt.NDArray[np.float32] = (
+        torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32).numpy()
     )
-    magnitude[(byte & 127) == 127] = np.nan
-    return np.where(byte < 128, magnitude, -magnitude).astype(np.float32)
+    return values
 
 
-_E4M3 = _e4m3_values()
-#: What both nibbles of each byte mean as E2M1, the low one first.
-_E2M1_PAIRS = np.array(
-    [
-        [
-            sign * _E2M1[nibble & 7]
-            for nibble in (byte & 15, byte >> 4)
-            for sign in ((-1.0 if nibble & 8 else 1.0),)
-        ]
-        for byte in range(256)
-    ],
-    np.float32,
-)
+@cache
+def _mxfp4_pairs() -> npt.NDArray[np.uint32]:
+    """What a scale and a byte make of its two nibbles, the low one first: two bf16 values, by ``scale << 8 | byte``."""
+    nibbles = np.arange(256)[:, None] >> np.array([0, 4]) & 15
+    values = np.where(nibbles & 8, -1.0, 1.0) * np.array(_E2M1)[nibbles & 7]
+    with np.errstate(
+        all="ignore"
+    ):  # 2 ** 128 is infinite: weights that have it are refused when they are checked
+        powers = np.ldexp(np.float32(1), np.arange(256) - 127)
+        wide = (values.astype(np.float32) * powers[:, None, None]).reshape(-1)
+    made = np.empty(wide.size, np.uint16)
+    round_to_bf16(wide, made)
+    return made.view(np.uint32)
 
 
 def scale_shape(rows: int, columns: int) -> tuple[int, int]:
@@ -64,10 +65,10 @@ def fp8_to_bf16(values: Bytes, scales: npt.NDArray[np.float32], out: Bits) -> No
     """Rows of an FP8 matrix (R, C), the first of which begins a block; ``scales``: those of their blocks,
     (ceil(R / 128), ceil(C / 128)).
     """
-    columns = values.shape[1]
+    meant, columns = _e4m3(), values.shape[1]
     for number, row_scales in enumerate(scales):
         rows = slice(number * FP8_BLOCK, (number + 1) * FP8_BLOCK)
-        wide = _E4M3[values[rows]]
+        wide = meant[values[rows]]  # several times as fast as torch's own conversion
         wide *= np.repeat(row_scales, FP8_BLOCK)[:columns]
         round_to_bf16(wide, out[rows])
 
@@ -77,15 +78,13 @@ def mxfp4_to_bf16(blocks: Bytes, scales: Bytes, out: Bits) -> None:
     has it in memory.
     """
     rows, groups, _ = blocks.shape
-    powers = np.ldexp(
-        np.float32(1), scales.astype(np.int32) - 127
-    )  # 2 ** 128 is infinite, and is refused later
-    made = np.empty((rows, groups * MXFP4_GROUP), np.uint16)
-    step = max((1 << 20) // (groups * MXFP4_GROUP), 1)  # rows at once: 4 MiB of fp32
+    torch = require("torch", "reading weights")
+    pairs, target = _mxfp4_pairs(), torch.from_numpy(out.view(np.int16))
+    step = max(
+        (1 << 20) // (groups * MXFP4_GROUP), 1
+    )  # rows at once: what is made of them stays in the cache
     for first in range(0, rows, step):
         part = slice(first, first + step)
-        wide = _E2M1_PAIRS[blocks[part]].reshape(-1, groups, MXFP4_GROUP)
-        with np.errstate(invalid="ignore"):
-            wide *= powers[part, :, None]
-        round_to_bf16(wide.reshape(-1, groups * MXFP4_GROUP), made[part])
-    out[:] = made.T
+        index = (scales[part].astype(np.uint16) << 8)[:, :, None] | blocks[part]
+        made = pairs[index].view(np.int16).reshape(-1, groups * MXFP4_GROUP)
+        target[:, part] = torch.from_numpy(made).t()  # several times as fast as numpy

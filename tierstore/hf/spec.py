@@ -12,12 +12,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from tierstore.config import as_dict
 from tierstore.dense.layout import Narrow
 from tierstore.errors import ConfigError, StoreError
 from tierstore.hf.manifest import ExpertLayout, Manifest, UnitEntry
 from tierstore.model.architecture import Architecture, DenseUnit
 from tierstore.model.config import CheckpointActivations, ComputeDtype
 from tierstore.moe.config import Activation, ExpertShape, SaveActivations
+from tierstore.moe.lora import LoraConfig
 from tierstore.train.finetune import FinetuneConfig
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ class HfSpec:
 
     manifest: Manifest
     finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     config: Mapping[str, Any] = field(default_factory=dict, hash=False)
     directory: Path | None = None
 
@@ -169,6 +172,7 @@ class HfSpec:
                 "aux_loss_weight": self.finetune.aux_loss_weight,
                 "bias_update_speed": self.finetune.bias_update_speed,
             },
+            **({"lora": as_dict(self.lora)} if self.lora.enabled else {}),
         }
 
     # What it becomes ----------------------------------------------------------------------------------------

@@ -135,7 +135,7 @@ def _as_fp32(raw: npt.NDArray[np.uint8], dtype: str) -> Floats:
     """A copy of small plain values."""
     values = raw.copy().view(PLAIN[dtype])
     if dtype != "BF16":
-        return values.astype(np.float32)
+        return np.asarray(values, np.float32)
     wide = np.empty(values.size, np.float32)
     _native.widen_bf16(wide, values)
     return wide

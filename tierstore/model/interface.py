@@ -107,6 +107,12 @@ class DenseModel(Protocol):
         """
         ...
 
+    def frozen_units(self) -> list[tuple[str, list[nn.Parameter]]]:
+        """Units of dense parameters that are not trained: they are read from records, whole, and stay. None where all
+        are trained.
+        """
+        ...
+
     def cast_parameters(self) -> list[nn.Parameter]:
         """Parameters that a pass needs in the compute type alone: they may be gathered in it."""
         ...

@@ -164,6 +164,9 @@ class Transformer(nn.Module):
             head.append(self.head)
         return [("embedding", [self.embedding]), *blocks, ("head", head)]
 
+    def frozen_units(self) -> list[tuple[str, list[nn.Parameter]]]:
+        return []
+
     def cast_parameters(self) -> list[nn.Parameter]:
         """Parameters whose only use in a pass is a cast to the compute type: a narrower copy serves as well.
 

@@ -51,8 +51,12 @@ class ExpertTiers(ExpertSource, Protocol):
         """Bytes that were on their way, but not there, when they were needed."""
         ...
 
-    def begin_micro(self, *, index: int, count: int) -> None:
-        """Training micro-batch ``index`` of ``count`` begins."""
+    def begin_micro(self, *, index: int, count: int | None) -> None:
+        """Training micro-batch ``index`` of ``count`` begins. None: it is not known; ``end_passes`` follows the last."""
+        ...
+
+    def end_passes(self) -> None:
+        """The last backward pass of a step whose count was not known has ended: its gradients are final."""
         ...
 
     def begin_evaluation(self) -> None:
@@ -103,11 +107,16 @@ class TieredExperts:
 
     # Where training stands ---------------------------------------------------------------------------------
 
-    def begin_micro(self, *, index: int, count: int) -> None:
-        """Training micro-batch ``index`` of ``count`` begins."""
+    def begin_micro(self, *, index: int, count: int | None) -> None:
+        """Training micro-batch ``index`` of ``count`` begins. None: it is not known; ``end_passes`` follows the last."""
         self.program.begin_micro(index=index, count=count)
         if index == 0:
             self.gradients.begin_step()
+
+    def end_passes(self) -> None:
+        """The last backward pass of a step whose count was not known has ended: its gradients are final."""
+        for access in self.program.finish():
+            self.gradients.carry_out(access)
 
     def begin_evaluation(self) -> None:
         """Only forward passes follow, until the next ``begin_micro``."""
@@ -187,9 +196,12 @@ class FrozenExperts:
         """Bytes that were on their way, but not there, when they were needed."""
         return self._walk.late_prefetch_bytes
 
-    def begin_micro(self, *, index: int, count: int) -> None:
-        """Training micro-batch ``index`` of ``count`` begins."""
+    def begin_micro(self, *, index: int, count: int | None) -> None:
+        """Training micro-batch ``index`` of ``count`` (None: not known) begins."""
         self.program.begin_micro(index=index, count=count)
+
+    def end_passes(self) -> None:
+        """Nothing: no gradients are kept."""
 
     def begin_evaluation(self) -> None:
         """Only forward passes follow, until the next ``begin_micro``."""

@@ -50,6 +50,11 @@ class HorizontalQueue:
         self._recomputing = False
 
     @property
+    def micro_batches(self) -> int:
+        """How many forward and backward passes lie between two optimizer passes."""
+        return self._schedule.micro_batches
+
+    @property
     def optimizer_units(self) -> list[int]:
         """The units in the order of their optimizer passes."""
         return [item.unit for item in self._schedule.passes if item.phase is Phase.OPTIMIZER]

@@ -45,10 +45,14 @@ class LoraExperts:
         """Bytes that were on their way, but not there, when they were needed."""
         return self._base.late_prefetch_bytes + self._pairs.late_prefetch_bytes
 
-    def begin_micro(self, *, index: int, count: int) -> None:
-        """Training micro-batch ``index`` of ``count`` begins."""
+    def begin_micro(self, *, index: int, count: int | None) -> None:
+        """Training micro-batch ``index`` of ``count`` (None: not known) begins."""
         self._pairs.begin_micro(index=index, count=count)
         self._base.begin_micro(index=index, count=count)
+
+    def end_passes(self) -> None:
+        """The last backward pass of a step whose count was not known has ended: gradients are final."""
+        self._pairs.end_passes()
 
     def begin_evaluation(self) -> None:
         """Only forward passes follow, until the next ``begin_micro``."""

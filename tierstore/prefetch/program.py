@@ -121,8 +121,8 @@ class PassProgram(ABC):
     def backward(self, layer: int, experts: Sequence[int] | Experts) -> Iterator[Access]:
         """A backward pass, and what must follow it."""
 
-    def begin_micro(self, *, index: int, count: int) -> None:
-        """Training micro-batch ``index`` of ``count`` begins."""
+    def begin_micro(self, *, index: int, count: int | None) -> None:
+        """Training micro-batch ``index`` of ``count`` (None: not known) begins."""
         self._training = True
         self._used.clear()
 
@@ -229,10 +229,12 @@ class AccessProgram(PassProgram):
 
     # Where training stands ---------------------------------------------------------------------------------
 
-    def begin_micro(self, *, index: int, count: int) -> None:
-        """Training micro-batch ``index`` of ``count`` begins."""
+    def begin_micro(self, *, index: int, count: int | None) -> None:
+        """Training micro-batch ``index`` of ``count`` begins. Where the count is not known (None) gradients are kept until
+        ``finish``, and their steps are deferred.
+        """
         super().begin_micro(index=index, count=count)
-        self._last_micro = index == count - 1
+        self._last_micro = count is not None and index == count - 1
 
     def apply(self) -> None:
         """The norm is known: the kept gradients are pending."""
@@ -287,6 +289,12 @@ class AccessProgram(PassProgram):
                 Phase.OPTIMIZER, layer, left, Need.STEP_SPILLED, Action.FINISH | Action.STEP
             )
         else:
+            yield from self._rest(Phase.BACKWARD, layer, left, Need.GRADIENTS, Action.FINISH)
+
+    def finish(self) -> Iterator[Access]:
+        """After the last backward pass of a step whose count was not known: finishes the gradients that are kept."""
+        for layer in reversed(self._gradients):
+            left = np.flatnonzero(self._gradients[layer] == GradientState.KEPT)
             yield from self._rest(Phase.BACKWARD, layer, left, Need.GRADIENTS, Action.FINISH)
 
     def pending(self, layer: int | None = None) -> Iterator[Access]:

@@ -29,7 +29,8 @@ def unit_schedule(
     """
     narrow = gather_width(dense, compute)
     last = len(layouts) - 1
-    buffer = max((layout.gathered_bytes(narrow) for layout in layouts[1:last]), default=0)
+    # At least a byte: blocks of which nothing is trained take turns with their buffers, too.
+    buffer = max((layout.gathered_bytes(narrow) for layout in layouts[1:last]), default=0) or 1
 
     def unit(number: int, layout: UnitLayout) -> Unit:
         if number in (0, last):

@@ -36,6 +36,8 @@ from tierstore.store.records import Records
 
 _HISTORY = "adamw-history"
 _BUDGET = "write-budget"
+#: What a store itself keeps among the small state.
+OWN_STATE = frozenset({_HISTORY, _BUDGET})
 
 
 class Keep(Enum):
@@ -90,7 +92,7 @@ class Committer:
         self._failures.check()
         for name in state:
             check_name("state", name)
-            if name in (_HISTORY, _BUDGET):
+            if name in OWN_STATE:
                 raise ValueError(f"state {name!r}: the store keeps its own under that name")
         if self._parts.cache.residency.access_open:
             raise StoreError("commit: an access is open; end it first")

@@ -176,7 +176,7 @@ class _Collector:
             if PREVIOUS in index.snapshots():
                 self.report.left.append(f"{directory}: a prepared commit that not every rank may have")
             used = _used_slots(index, schemas)
-            self._one_directory(directory, 0, schemas, used, ranks | {"index", IDENTITY})
+            self._one_directory(directory, 0, schemas, used, ranks | {"index", "model", "tokens", IDENTITY})
             for number, entry in enumerate(known[1:], 1):
                 stripe = Path(str(entry["path"]))
                 identity = read_directory_identity(stripe)

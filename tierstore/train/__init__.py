@@ -37,11 +37,12 @@ if TYPE_CHECKING:
     )
     from tierstore.timeline import NullTimeline, Timeline, TimelineSink, Track, open_timeline
     from tierstore.train.config import TrainConfig
-    from tierstore.train.files import DataConfig
+    from tierstore.train.files import DataConfig, DataFormat, Packing
     from tierstore.train.ranks import Opening
     from tierstore.train.schedule import LearningRateDecay, ScheduleConfig
     from tierstore.train.session import open_session
-    from tierstore.train.trainer import NonFiniteError, StepResult, Trainer
+    from tierstore.train.stepping import NonFiniteError
+    from tierstore.train.trainer import StepResult, Trainer
 else:
     __getattr__, __dir__ = exports(__name__, __file__)
 
@@ -56,6 +57,7 @@ __all__ = [
     "CollectiveTraffic",
     "ComputeDtype",
     "DataConfig",
+    "DataFormat",
     "DenseBytes",
     "DenseConfig",
     "ExpertBlocks",
@@ -74,6 +76,7 @@ __all__ = [
     "NullTimeline",
     "Opening",
     "OptimizerState",
+    "Packing",
     "ParallelConfig",
     "PredictorName",
     "PrefetchConfig",

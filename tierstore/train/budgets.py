@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 from tierstore.errors import BudgetError
 from tierstore.model.config import ComputeDtype
-from tierstore.store.format import RecordSchema, WeightFormat
+from tierstore.moe.lora import PairShape
+from tierstore.store.format import RecordSchema, Training, WeightFormat
 from tierstore.store.opening import minimum_host_budget
 from tierstore.tiers.slots import DeviceSlots
 from tierstore.train.config import TrainConfig
 from tierstore.units import format_bytes
 
 EXPERT_SCHEMA = "expert"
+PAIR_SCHEMA = "lora"
+#: Weight slots beyond which overlap gains nothing.
+_MOST_SLOTS = 4
 
 
 class DeviceKind(Enum):
@@ -31,26 +35,59 @@ class Budgets:
     device: int
     lookahead: int
     slots: DeviceSlots[ComputeDtype]
+    #: Beside frozen experts: the slots of their pairs.
+    pairs: DeviceSlots[ComputeDtype] | None = None
 
 
 def expert_schema(config: TrainConfig) -> RecordSchema:
-    split = config.model.compute_dtype is ComputeDtype.BF16
-    return RecordSchema(
-        EXPERT_SCHEMA,
-        config.model.expert_shape.numel,
-        WeightFormat.SPLIT_BF16 if split else WeightFormat.FP32,
-    )
+    """The records of experts; LoRA leaves them as they are."""
+    numel, bf16 = config.model.expert_shape.numel, config.model.compute_dtype is ComputeDtype.BF16
+    if config.lora.enabled:
+        kept = WeightFormat.BF16 if bf16 else WeightFormat.FP32
+        return RecordSchema(EXPERT_SCHEMA, numel, kept, training=Training.FROZEN)
+    return RecordSchema(EXPERT_SCHEMA, numel, WeightFormat.SPLIT_BF16 if bf16 else WeightFormat.FP32)
+
+
+def pair_schema(config: TrainConfig) -> RecordSchema | None:
+    """The records of the experts' pairs; None where there are none."""
+    if not (config.lora.enabled and config.lora.experts):
+        return None
+    return RecordSchema(PAIR_SCHEMA, PairShape.of(config.model.expert_shape, config.lora).numel)
+
+
+def trained_schema(config: TrainConfig) -> RecordSchema | None:
+    """The records that steps take: the experts', or those of their pairs. None where both are none of theirs."""
+    return pair_schema(config) if config.lora.enabled else expert_schema(config)
 
 
 def least_host_budget(config: TrainConfig, device: DeviceKind, schema: RecordSchema | None = None) -> int:
     """The smallest host budget that ``budgets`` takes, in bytes."""
-    schema = schema or expert_schema(config)
-    cache = minimum_host_budget([schema], config.cache, len(config.model.moe_layers))
-    return cache + (_least_slots(config, schema).nbytes if device is DeviceKind.CPU else 0)
+    schema, pairs = schema or expert_schema(config), pair_schema(config)
+    schemas = [schema] if pairs is None else [schema, pairs]
+    cache = minimum_host_budget(schemas, config.cache, len(config.model.moe_layers))
+    return cache + (_slots(config, schema, 1).nbytes if device is DeviceKind.CPU else 0)
 
 
-def _least_slots(config: TrainConfig, schema: RecordSchema) -> DeviceSlots[ComputeDtype]:
-    return DeviceSlots(schema.numel, config.model.compute_dtype, weights=1, gradients=1)
+@dataclass(frozen=True)
+class _Slots:
+    """Slots of experts, and of their pairs."""
+
+    experts: DeviceSlots[ComputeDtype]
+    pairs: DeviceSlots[ComputeDtype] | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.experts.nbytes + (0 if self.pairs is None else self.pairs.nbytes)
+
+
+def _slots(config: TrainConfig, schema: RecordSchema, count: int) -> _Slots:
+    """Slots for ``count`` experts at a time; gradients, of what is trained, leave as they come."""
+    gradients, pairs = min(count, 3), pair_schema(config)
+    compute = config.model.compute_dtype
+    return _Slots(
+        DeviceSlots(schema.numel, compute, weights=count, gradients=0 if schema.frozen else gradients),
+        None if pairs is None else DeviceSlots(pairs.numel, ComputeDtype.FP32, count, gradients),
+    )
 
 
 def budgets(config: TrainConfig, device: DeviceKind, schema: RecordSchema | None = None) -> Budgets:
@@ -61,7 +98,7 @@ def budgets(config: TrainConfig, device: DeviceKind, schema: RecordSchema | None
     budget is tight; at least one weight slot and one gradient slot.
     """
     schema = schema or expert_schema(config)
-    least = _least_slots(config, schema)
+    least = _slots(config, schema, 1)
     on_host = device is DeviceKind.CPU
     minimum = least_host_budget(config, device, schema)
     minimum_cache = minimum - (least.nbytes if on_host else 0)
@@ -78,15 +115,16 @@ def budgets(config: TrainConfig, device: DeviceKind, schema: RecordSchema | None
     allowance = config.device_budget or (max(config.host_budget // 8, least.nbytes) if on_host else 1 << 62)
     if on_host:
         allowance = min(allowance, config.host_budget - minimum_cache)
-    weights, gradients = 1, 1
-    while weights < 4:
-        more = replace(least, weights=weights + 1, gradients=min(gradients + 1, 3))
+    slots = least
+    for count in range(2, _MOST_SLOTS + 1):
+        more = _slots(config, schema, count)
         if more.nbytes > allowance:
             break
-        weights, gradients = more.weights, more.gradients
-    slots = replace(least, weights=weights, gradients=gradients)
+        slots = more
     cache = config.host_budget - (slots.nbytes if on_host else 0)
     lookahead = int(cache * config.prefetch.budget) if config.prefetch.depth else 0
     if cache - lookahead < minimum_cache:
         lookahead = max(cache - minimum_cache, 0)
-    return Budgets(cache=cache, device=slots.nbytes, lookahead=lookahead, slots=slots)
+    return Budgets(
+        cache=cache, device=slots.nbytes, lookahead=lookahead, slots=slots.experts, pairs=slots.pairs
+    )

@@ -13,6 +13,7 @@ from tierstore.errors import ConfigError
 from tierstore.links import LinksConfig
 from tierstore.model.config import ModelConfig
 from tierstore.model.spec import ModelSpec
+from tierstore.moe.lora import LoraConfig
 from tierstore.parallel.config import ParallelConfig
 from tierstore.prefetch.plan import PrefetchConfig, StepTiming
 from tierstore.store.adamw import AdamWConfig
@@ -48,6 +49,7 @@ class TrainConfig:
     #: A file and options describe the built-in model; one of another library describes itself.
     model: ModelSpec = field(default_factory=ModelConfig, metadata={"read_as": ModelConfig})
     finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     adamw: AdamWConfig = field(default_factory=AdamWConfig)
@@ -85,7 +87,9 @@ class TrainConfig:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether expert gradients outlive their backward pass, and may spill to disk."""
+        """Whether gradients of experts (or their pairs) outlive their backward pass, and may spill to disk."""
+        if self.lora.enabled and not self.lora.experts:
+            return False
         return self.step_timing is StepTiming.DEFERRED or self.data.micro_batches > 1
 
     @property

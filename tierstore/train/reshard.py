@@ -9,6 +9,7 @@ other shapes of computation).
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,26 +19,34 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tierstore._native import Buffer, Priority
 from tierstore.config import from_dict
-from tierstore.dense import Fusion, UnitLayout, dense_schemas, recut, unit_layouts
-from tierstore.dense.slices import UnitSlices, schema_name
+from tierstore.dense import Fusion, UnitLayout, recut, unit_layouts
 from tierstore.errors import ConfigError, StoreExistsError, StoreFormatError
 from tierstore.model.config import ModelConfig
 from tierstore.model.spec import ModelSpec
 from tierstore.moe.source import InMemoryExperts
 from tierstore.parallel import ExpertBlocks
+from tierstore.store.committing import OWN_STATE
 from tierstore.store.config import StoreConfig
+from tierstore.store.core import StoreCore
 from tierstore.store.directories import building, building_directory, rank_directories, rank_directory
 from tierstore.store.disk.home import IDENTITY, OWN_NAMES, fsync_directory
-from tierstore.store.opening import minimum_host_budget, read_schemas
+from tierstore.store.format import Group, RecordSchema
+from tierstore.store.opening import minimum_host_budget, read_schemas, scratch_buffers
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.store.registering import NewRecord
+from tierstore.tiers.device import tensor_of
 from tierstore.train.budgets import EXPERT_SCHEMA
 from tierstore.train.ranks import newest_common
 from tierstore.train.session import expert_key
-from tierstore.train.state import STATE_KEY, TrainState
+from tierstore.train.state import IMPORT_KEY, STATE_KEY, TrainState
 
 Progress = Callable[[int, int], None]
+
+#: The directory in which an import describes its model.
+_MODEL = "model"
+_KINDS = ("expert.", "dense.")
 
 
 @dataclass(frozen=True)
@@ -90,6 +99,7 @@ def reshard(
         stack.callback(shutil.rmtree, partial, ignore_errors=True)
         stack.enter_context(building(partial))
         written = _Writer(old, layout, partial, progress).run()
+        _copy_model(source, partial)
         for path in (partial, *rank_directories(partial)):
             fsync_directory(path)
         partial.rename(target)
@@ -167,6 +177,11 @@ def _open(source: Path, model: ModelSpec | None) -> Iterator[_Old]:
             raise StoreFormatError(
                 f"{source}: made by {layout.ranks} ranks, and there are {len(stores)} stores"
             )
+        other = next((key for key in stores[0].keys if not key.startswith(_KINDS)), None)
+        if other is not None:
+            raise StoreFormatError(
+                f"{source}: record {other!r}: only experts and dense slices can be resharded"
+            )
         yield _Old(stores, layout, state, model, fusion)
 
 
@@ -195,19 +210,25 @@ class _Writer:
         expert_schema = next(s for s in first.core.extents.schemas if s.name == EXPERT_SCHEMA)
         cuts = self._old.cut(self._layout.ranks)
         directory = rank_directory(self._target, rank, self._layout.ranks)
-        schemas = [expert_schema, *dense_schemas(cuts)]
+        schemas = [expert_schema]
+        for number, cut in enumerate(cuts):
+            if (schema := self._unit_schema(number, cut)) not in schemas:
+                schemas.append(schema)
         config = StoreConfig(host_budget=2 * minimum_host_budget(schemas), layers=model.moe_layers)
         with ParameterStore.create(directory, schemas, config, adamw=first.core.adamw) as store:
             store.core.history.unpack(first.core.history.pack())
-            for cut in cuts:
-                store.register(cut.key, schema_name(cut))
+            for number, cut in enumerate(cuts):
+                store.register(cut.key, self._unit_schema(number, cut).name)
             blocks = ExpertBlocks(model.experts, self._layout.expert_ranks)
             for layer in model.moe_layers:
                 for expert in blocks.owned(rank % self._layout.expert_ranks):
                     self._write_expert(store, layer, expert)
             held = [self._write_unit(store, number, rank) for number in range(len(cuts))]
             state = replace(self._old.state, conditions=self._conditions(rank))
-            store.commit({STATE_KEY: state.pack()})
+            # Of an import nothing goes on here: that it has ended is what the training state says.
+            dropped = OWN_STATE | {IMPORT_KEY}
+            small = {name: value for name, value in first.last_commit.state.items() if name not in dropped}
+            store.commit({**small, STATE_KEY: state.pack()})
             del held  # the commit wrote out of their memory
 
     def _conditions(self, rank: int) -> dict[str, object]:
@@ -221,27 +242,66 @@ class _Writer:
         store.register_many([NewRecord(key, EXPERT_SCHEMA, layer, sections=lambda: sections, step=step)])
         self._wrote(sections)
 
-    def _write_unit(self, store: ParameterStore, number: int, rank: int) -> UnitSlices:
+    def _write_unit(self, store: ParameterStore, number: int, rank: int) -> list[Buffer]:
+        """Writes a rank's record of a unit; its memory must live until the commit."""
         before, after = (
             self._old.cut(ranks)[number] for ranks in (self._old.layout.ranks, self._layout.ranks)
         )
-        cpu, applied = torch.device("cpu"), store.core.history.applied
-        olds: list[UnitSlices] = []
-        for old_rank, old_store in enumerate(self._old.stores):
-            olds.append(UnitSlices(before, old_rank, cpu, old_store.core.adamw))
-            olds[-1].load(old_store.core, applied)
-        new = UnitSlices(after, rank, cpu, store.core.adamw)
-        for name, target in new.host.items():
+        olds = [_read_unit(old.core, before.key) for old in self._old.stores]
+        schema = self._unit_schema(number, after)
+        groups: dict[Group, list[Buffer]] = {}
+        section = 0
+        for group in schema.groups:
+            with scratch_buffers(schema.layout(group)) as buffers:
+                groups[group] = buffers
+            for buffer in buffers:
+                parts = [tensor_of(old[section], torch.float32) for old in olds]
 
-            def read(old_rank: int, offset: int, count: int, name: str = name) -> torch.Tensor:
-                return olds[old_rank].host[name][offset : offset + count]
+                def read(
+                    old_rank: int, offset: int, count: int, parts: list[torch.Tensor] = parts
+                ) -> torch.Tensor:
+                    return parts[old_rank][offset : offset + count]
 
-            target.copy_(recut(before, after, rank, read))
-        new.save(store.core, applied)
-        self._wrote([array.numpy() for array in new.host.values()])
-        return new
+                tensor_of(buffer, torch.float32).copy_(recut(before, after, rank, read))
+                section += 1
+        store.core.write_through(after.key, groups, step=store.core.history.applied)
+        written = [buffer for buffers in groups.values() for buffer in buffers]
+        self._wrote([buffer.array() for buffer in written])
+        return written
+
+    def _unit_schema(self, number: int, cut: UnitLayout) -> RecordSchema:
+        """That of the old record, for slices of another size."""
+        old = self._old.stores[0].info(cut.key).schema
+        return replace(old, name=f"{old.name.rpartition('-')[0]}-{cut.slice_numel}", numel=cut.slice_numel)
 
     def _wrote(self, sections: Sequence[npt.NDArray[np.generic]]) -> None:
         self._done += 1
         self._nbytes += sum(section.nbytes for section in sections)
         self._progress(self._done, self._total)
+
+
+def _read_unit(core: StoreCore, key: str) -> list[Buffer]:
+    """All sections of a unit's record, in memory of their own."""
+    live = core.records.direct(key)
+    sections: list[Buffer] = []
+    tickets: list[int] = []
+    for group in live.schema.groups:
+        with scratch_buffers(live.schema.layout(group)) as buffers:
+            sections += buffers
+        tickets.append(live.read(group, buffers, (), Priority.DEMAND))
+    core.wait(tickets)
+    return sections
+
+
+def _copy_model(source: Path, target: Path) -> None:
+    """Copies what an import says of its model, if ``source`` is an import's, durably."""
+    if not (source / _MODEL).is_dir():
+        return
+    shutil.copytree(source / _MODEL, target / _MODEL)
+    for path in (target / _MODEL, *(target / _MODEL).rglob("*")):
+        if path.is_dir():
+            fsync_directory(path)
+            continue
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

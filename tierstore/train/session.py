@@ -10,36 +10,48 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from enum import Enum
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
-from tierstore._native import HugePages
 from tierstore.dense import DenseSlices, UnitLayout, dense_schemas, unit_layouts
+from tierstore.dense.frozen import load_frozen
+from tierstore.dense.gates import PassListener
 from tierstore.dense.parameters import Units
 from tierstore.errors import ConfigError, StoreFormatError
 from tierstore.model.interface import Model
-from tierstore.moe.source import ExpertLease
+from tierstore.moe.source import ExpertLease, ExpertSource
 from tierstore.parallel import Mesh, RankEnvironment, rank_device
-from tierstore.prefetch import HorizontalQueue, Schedule, TieredExperts, make_predictor, unit_schedule
-from tierstore.prefetch.plan import group_order
+from tierstore.prefetch import HorizontalQueue, Schedule, unit_schedule
+from tierstore.prefetch.plan import StepTiming, group_order
 from tierstore.stats import Cause, StallKey, StallLedger
 from tierstore.store.config import StoreConfig
 from tierstore.store.core import StoreCore
 from tierstore.store.directories import rank_directory, rank_stripe
 from tierstore.store.parameter_store import ParameterStore
-from tierstore.store.registering import NewRecord, register_many
-from tierstore.tiers import DeviceSlots, DeviceTier, limited_tier, open_device_tier
 from tierstore.timeline import NullTimeline, TimelineSink, Track
-from tierstore.train.budgets import EXPERT_SCHEMA, Budgets, DeviceKind, budgets, expert_schema
+from tierstore.train.budgets import (
+    EXPERT_SCHEMA,
+    PAIR_SCHEMA,
+    Budgets,
+    DeviceKind,
+    budgets,
+    expert_schema,
+    pair_schema,
+    trained_schema,
+)
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TrainingData
+from tierstore.train.experts import ExpertOpener, pair_key, register_experts, register_pairs
+from tierstore.train.experts import expert_key as expert_key
 from tierstore.train.footprint import return_freed_memory
 from tierstore.train.ranks import Agreed, Opening, agree, check_alike
 from tierstore.train.sources import open_data
 from tierstore.train.state import TrainState, conditions, differences
 from tierstore.train.step_time import StepTimer
+from tierstore.train.stepping import SessionParts, Stepper
 from tierstore.train.thread_times import ThreadTimes, stolen_while_running
 from tierstore.train.trainer import Trainer
 
@@ -63,7 +75,61 @@ def open_session(
     were tokenised and bytes in all, where documents must be. Raises ConfigError,
     DataError, BudgetError, CapabilityError, StoreError, PeerError, OSError; on a failure nothing was created or changed.
     """
-    setup = _prepare(config, opening, mesh, timeline or NullTimeline(), tokenising)
+    with (
+        open_parts(
+            config,
+            opening,
+            loop=Loop.OWN,
+            mesh=mesh,
+            trace=trace,
+            timeline=timeline,
+            io_log=io_log,
+            accepted=accepted,
+            tokenising=tokenising,
+        ) as parts,
+        contextlib.closing(ThreadTimes()) as threads,
+    ):
+        assert parts.data is not None
+        yield Trainer(parts, parts.data, StepTimer(parts.ledger, threads, stolen_while_running()))
+
+
+class SessionWatch(Protocol):
+    """Stands between a model and the session's parts, for a loop that must be seen to do everything in its order."""
+
+    def listener(self, queue: PassListener) -> PassListener:
+        """What hears of passes over the dense units, and passes it on to ``queue``."""
+        ...
+
+    def source(self, experts: ExpertSource) -> ExpertSource:
+        """What the model asks for experts, which come from ``experts``."""
+        ...
+
+
+class Loop(Enum):
+    """Whose loop drives a session: our own, over ``config.data``, or somebody else's, with data, schedule and clipping of
+    its own. There the steps of experts are always deferred, so that a step can be given up until its end.
+    """
+
+    OWN = "own"
+    FOREIGN = "foreign"
+
+
+@contextlib.contextmanager
+def open_parts(
+    config: TrainConfig,
+    opening: Opening,
+    *,
+    loop: Loop,
+    watch: SessionWatch | None = None,
+    mesh: Mesh | None = None,
+    trace: Path | None = None,
+    timeline: TimelineSink | None = None,
+    io_log: Path | None = None,
+    accepted: Callable[[], None] = lambda: None,
+    tokenising: Callable[[int, int], None] = lambda done, total: None,
+) -> Iterator[SessionParts]:
+    """What ``open_session`` makes its trainer of, for whoever drives it; closed at exit."""
+    setup = _prepare(config, opening, loop, mesh, timeline or NullTimeline(), tokenising)
     accepted()
     shell = _build_model(setup)
     with contextlib.ExitStack() as stack:
@@ -78,17 +144,23 @@ def open_session(
             state = TrainState(conditions=setup.conditions)
         dense, schedule = _slice_dense(setup, shell)
         queue = HorizontalQueue(schedule, dense, setup.ledger)
-        gates = dense.attach(shell.model, queue)
+        gates = dense.attach(shell.model, queue if watch is None else watch.listener(queue))
         stack.callback(gates.remove)
-        _fill(setup, store, dense)
-        tier = _open_tier(setup, store)
-        stack.callback(tier.close)
-        experts = _open_experts(setup, store, tier, schedule)
-        shell.source.target = experts
-        threads = ThreadTimes()
-        stack.callback(threads.close)
-        trainer = Trainer(
-            config,
+        _fill(setup, shell, store, dense)
+        experts = ExpertOpener(
+            config=config,
+            store=store,
+            mesh=setup.mesh,
+            owned=setup.owned,
+            budgets=setup.budgets,
+            timing=setup.timing,
+            schedule=schedule,
+            ledger=setup.ledger,
+        ).open(stack)
+        shell.source.target = experts if watch is None else watch.source(experts)
+        parts = SessionParts(
+            config=config,
+            timing=setup.timing,
             store=store,
             experts=experts,
             model=shell.model,
@@ -98,15 +170,14 @@ def open_session(
             mesh=setup.mesh,
             state=state,
             ledger=setup.ledger,
-            timer=StepTimer(setup.ledger, threads, stolen_while_running()),
             timeline=setup.timeline,
         )
         if setup.agreed.opening is Opening.CREATE:
             # A store is one from its first commit on: none is before all ranks have made theirs.
             setup.mesh.world.barrier()
-            trainer.commit()
+            Stepper(parts).commit()
             return_freed_memory()
-        yield trainer
+        yield parts
 
 
 # The parts, in order ----------------------------------------------------------------------------------------
@@ -119,7 +190,8 @@ class _Setup:
     config: TrainConfig
     mesh: Mesh
     budgets: Budgets
-    data: TrainingData
+    timing: StepTiming
+    data: TrainingData | None
     agreed: Agreed
     conditions: dict[str, object]
     timeline: TimelineSink
@@ -129,6 +201,11 @@ class _Setup:
     def owned(self) -> range:
         """This rank's experts, of each layer."""
         return self.mesh.blocks(self.config.model.experts).owned(self.mesh.expert.rank)
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether expert gradients outlive their backward pass, and may spill to disk."""
+        return self.timing is StepTiming.DEFERRED or self.config.keeps_gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +221,7 @@ class _Shell:
 def _prepare(
     config: TrainConfig,
     opening: Opening,
+    loop: Loop,
     mesh: Mesh | None,
     timeline: TimelineSink,
     progress: Callable[[int, int], None],
@@ -155,7 +233,31 @@ def _prepare(
         torch.set_num_threads(config.threads)
     compute_deterministically(device)
     divided = budgets(config, DeviceKind(device.type))
-    data = open_data(
+    data = _open_data(config, mesh, progress) if loop is Loop.OWN else None
+    present = conditions(
+        config,
+        threads=torch.get_num_threads(),
+        device=device,
+        data_crc32=None if data is None else data.crc32,
+        mesh=mesh,
+    )
+    check_alike(config, present, mesh)
+    agreed = agree(config.store, opening, mesh)
+    return _Setup(
+        config=config,
+        mesh=mesh,
+        budgets=divided,
+        timing=config.step_timing if loop is Loop.OWN else StepTiming.DEFERRED,
+        data=data,
+        agreed=agreed,
+        conditions=present,
+        timeline=timeline,
+        ledger=StallLedger(listener=stall_spans(timeline) if timeline.enabled else None),
+    )
+
+
+def _open_data(config: TrainConfig, mesh: Mesh, progress: Callable[[int, int], None]) -> TrainingData:
+    return open_data(
         config.data,
         seq_len=config.model.seq_len,
         vocab_size=config.model.vocab_size,
@@ -165,21 +267,6 @@ def _prepare(
         first=mesh.world.rank == 0,
         barrier=mesh.world.barrier,
         progress=progress,
-    )
-    present = conditions(
-        config, threads=torch.get_num_threads(), device=device, data_crc32=data.crc32, mesh=mesh
-    )
-    check_alike(config, present, mesh)
-    agreed = agree(config.store, opening, mesh)
-    return _Setup(
-        config=config,
-        mesh=mesh,
-        budgets=divided,
-        data=data,
-        agreed=agreed,
-        conditions=present,
-        timeline=timeline,
-        ledger=StallLedger(listener=stall_spans(timeline) if timeline.enabled else None),
     )
 
 
@@ -221,8 +308,16 @@ def _open_store(setup: _Setup, shell: _Shell, *, trace: Path | None, io_log: Pat
         return ParameterStore.create(
             directory, schemas, store_config, adamw=config.adamw, trace=trace, io_log=io_log
         ).core
+    pairs = pair_schema(config)
     return ParameterStore.open(
-        directory, store_config, adamw=config.adamw, at=agreed.at, trace=trace, io_log=io_log
+        directory,
+        store_config,
+        adamw=config.adamw,
+        at=agreed.at,
+        # What is trained beside frozen records came after them; otherwise the store has them all.
+        further=[*([pairs] if pairs else []), *dense_schemas(shell.layouts)] if config.lora.enabled else [],
+        trace=trace,
+        io_log=io_log,
     ).core
 
 
@@ -246,53 +341,53 @@ def _slice_dense(setup: _Setup, shell: _Shell) -> tuple[DenseSlices, Schedule]:
         config.prefetch,
         moe_layers=config.model.moe_layers,
         compute=compute,
-        micro_batches=config.data.micro_batches,
+        micro_batches=config.data.micro_batches if setup.data is not None else 1,
     )
     return dense, schedule
 
 
-def _fill(setup: _Setup, store: StoreCore, dense: DenseSlices) -> None:
-    """Makes all records, or takes up those of the commit that everybody has."""
+def _fill(setup: _Setup, shell: _Shell, store: StoreCore, dense: DenseSlices) -> None:
+    """Makes all records, or takes up those of the commit that everybody has; of what is frozen, reads what stays."""
     config, owned = setup.config, setup.owned
+    count = len(owned) * len(config.model.moe_layers)
     if setup.agreed.opening is Opening.CREATE:
-        count = len(owned) * len(config.model.moe_layers)
         store.reserve({EXPERT_SCHEMA: count} | dense.record_counts())
         dense.register(store)
-        _register_experts(config, store, owned)
+        register_experts(config, store, owned)
     else:
-        store.reserve()
-        dense.load(store, store.history.applied)
+        if config.lora.enabled and not _adapted(shell, store, owned, config):
+            pairs = {PAIR_SCHEMA: count} if pair_schema(config) else {}
+            store.reserve(pairs | dense.record_counts())
+            dense.register(store)
+            register_pairs(config, store, owned)
+        else:
+            store.reserve()
+            dense.load(store, store.history.applied)
+        _load_frozen(setup, shell, store)
         # Everybody is at this step now: what was prepared and not acknowledged is.
         setup.mesh.world.barrier()
         store.committer.acknowledge()
-    if config.keeps_gradients:
-        store.reserve_scratch(EXPERT_SCHEMA)
+    if setup.keeps_gradients and (trained := trained_schema(config)) is not None:
+        store.reserve_scratch(trained.name)
 
 
-def _open_tier(setup: _Setup, store: StoreCore) -> DeviceTier:
-    sizes, config = setup.budgets.slots, setup.config
-    slots = DeviceSlots(sizes.numel, config.model.compute_dtype.torch, sizes.weights, sizes.gradients)
-    tier = open_device_tier(store.engine, slots, setup.mesh.device, HugePages.AUTO)
-    return limited_tier(tier, store.engine, config.links.copy)
+def _adapted(shell: _Shell, store: StoreCore, owned: range, config: TrainConfig) -> bool:
+    """Whether the store has the records of pairs already."""
+    keys = [layout.key for layout in shell.layouts if not layout.empty]
+    if pair_schema(config) is not None:
+        keys += [pair_key(layer, owned[0]) for layer in config.model.moe_layers if len(owned)]
+    return all(key in store.records for key in keys)
 
 
-def _open_experts(setup: _Setup, store: StoreCore, tier: DeviceTier, schedule: Schedule) -> TieredExperts:
-    config, owned = setup.config, setup.owned
-    records = {
-        layer: {expert: store.record(expert_key(layer, expert)) for expert in owned}
-        for layer in config.model.moe_layers
-    }
-    return TieredExperts(
-        store,
-        tier,
-        records,
-        weight_slots=setup.budgets.slots.weights,
-        timing=config.step_timing,
-        predictor=make_predictor(config.prefetch.predictor, owned, most=config.prefetch.guesses),
-        schedule=schedule,
-        ledger=setup.ledger,
-        replicas=setup.mesh.replica,
+def _load_frozen(setup: _Setup, shell: _Shell, store: StoreCore) -> None:
+    units = shell.model.frozen_units()
+    layouts = unit_layouts(
+        units,
+        ranks=setup.mesh.world.size,
+        narrow=shell.model.cast_parameters(),
+        fusion=setup.config.dense.fusion,
     )
+    load_frozen(store, units, layouts, group=setup.mesh.world, device=setup.mesh.device)
 
 
 def _check_batch(config: TrainConfig, world: int) -> None:
@@ -317,26 +412,23 @@ def stall_spans(sink: TimelineSink) -> Callable[[StallKey, int, int], None]:
     return draw
 
 
-def expert_key(layer: int, expert: int) -> str:
-    """The record key of an expert: key order is layer order, then expert order."""
-    return f"expert.{layer:04d}.{expert:05d}"
-
-
-def _register_experts(config: TrainConfig, store: StoreCore, owned: range) -> None:
-    model = config.model
-    new = (
-        NewRecord(
-            expert_key(layer, expert), EXPERT_SCHEMA, layer, partial(model.first_weights, layer, expert)
+def _check_experts(config: TrainConfig, store: StoreCore) -> None:
+    """Raises ConfigError where frozen experts were to be trained, or others to be adapted."""
+    wanted = expert_schema(config)
+    found = store.extents.schemas[store.records.schema_index(EXPERT_SCHEMA)]
+    if found.frozen is not wanted.frozen:
+        raise ConfigError(
+            f"lora.rank: the experts of {config.store} are {found.training.value}: "
+            + ("only LoRA trains beside them" if found.frozen else "LoRA needs an import with --frozen")
         )
-        for layer in model.moe_layers
-        for expert in owned
-    )
-    register_many(store, new)
 
 
 def _resumed_state(config: TrainConfig, store: StoreCore, present: dict[str, object]) -> TrainState:
     state = TrainState.unpack(store.committer.state, where=str(config.store))
+    _check_experts(config, store)
     changed = differences(state.conditions, present)
+    if not state.begun:  # an import does not know what will be trained
+        changed = [line for line in changed if not line.startswith("model.lora")]
     kept = ("model.checkpoint", "model.tuning")  # a run may choose these
     shape = [
         line for line in changed if line.startswith(("model.", "dense.fusion")) and not line.startswith(kept)
@@ -363,7 +455,7 @@ class _LateSource:
     """The model is built before the store, to know the shapes of its dense units; this ties the knot."""
 
     def __init__(self) -> None:
-        self.target: TieredExperts | None = None
+        self.target: ExpertSource | None = None
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
         assert self.target is not None

@@ -66,14 +66,17 @@ class TrainState:
 
 
 def conditions(
-    config: TrainConfig, *, threads: int, device: torch.device, data_crc32: int, mesh: Mesh
+    config: TrainConfig, *, threads: int, device: torch.device, data_crc32: int | None, mesh: Mesh
 ) -> dict[str, object]:
-    """Everything that the bits of a run depend on."""
+    """Everything that the bits of a run depend on. ``data_crc32``: None where a loop brings its own data, learning rates
+    and clipping, of which nothing is known.
+    """
     settings = config.settings()
+    own = data_crc32 is not None
     return {
         "model": settings["model"],
-        "data": {**config.data.conditions(), "crc32": data_crc32},
-        "schedule": settings["schedule"],
+        "data": {**config.data.conditions(), "crc32": data_crc32} if own else {},
+        "schedule": settings["schedule"] if own else {},
         "adamw": settings["adamw"],
         "clip_norm": config.clip_norm,
         "dense": {

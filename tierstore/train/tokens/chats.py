@@ -2,8 +2,9 @@
 
 A template that marks them (``{% generation %}``) says so itself. For another, the text of the messages before an answer,
 with the template's prompt for one, must begin the whole text; so must the text up to and including the answer. Templates
-that render an answer otherwise once more follows (they drop its reasoning) break the second: then the answer ends where
-its content and the marks after it stand in the whole text. Where neither holds, the chat is refused.
+that render an answer otherwise once more follows break the second: they drop its reasoning, or end it with another token.
+Then the answer is what the whole text has of it: its end, or its content with a special token behind it. Where none of this
+holds, the chat is refused.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tierstore.errors import ConfigError, DataError
-from tierstore.train.tokens.documents import Chat, Message
+from tierstore.train.tokens.documents import Chat, Message, first_line
 
 Span = tuple[int, int]
 
@@ -31,6 +32,8 @@ class ChatTemplate:
             self._template = tokenizer.get_chat_template()
         except ValueError as error:
             raise ConfigError(f"{where}: chats need a chat template, and this tokenizer has none") from error
+        special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self._ends = [token for token in special if token.strip()]
         self._marked = _MARKED.search(self._template) is not None
 
     def render(self, chat: Chat) -> tuple[str, list[Span]]:
@@ -43,11 +46,11 @@ class ChatTemplate:
                 return self._render(messages, chat.tools, prompt)
 
             whole = part(chat.messages, False)
-            return whole, answer_spans(chat.messages, whole, part, end=self._tokenizer.eos_token or "")
+            return whole, answer_spans(chat.messages, whole, part, ends=self._ends)
         except DataError as error:
             raise DataError(f"{chat.where}: {error}") from error
         except Exception as error:  # a template raises what it likes, of its own and of Python's
-            raise DataError(f"{chat.where}: the chat template fails: {error}") from error
+            raise DataError(f"{chat.where}: the chat template fails: {first_line(error)}") from error
 
     def _render(self, messages: Sequence[Message], tools: Sequence[object], prompt: bool) -> str:
         text = self._tokenizer.apply_chat_template(
@@ -71,12 +74,16 @@ class ChatTemplate:
 
 
 def answer_spans(
-    messages: Sequence[Message], whole: str, render: Callable[[Sequence[Message], bool], str], *, end: str
+    messages: Sequence[Message],
+    whole: str,
+    render: Callable[[Sequence[Message], bool], str],
+    *,
+    ends: Sequence[str] = (),
 ) -> list[Span]:
     """The answers in ``whole``, the text of ``messages``, found by rendering its beginnings.
 
-    ``render(messages, prompt)``: their text, with the prompt for an answer or without. ``end``: the token that ends an
-    answer; blanks behind it are not the answer's. Raises DataError where beginnings do not begin the whole.
+    ``render(messages, prompt)``: their text, with the prompt for an answer or without. ``ends``: special tokens; one
+    ends an answer, and blanks behind it are not the answer's. Raises DataError where beginnings do not begin the whole.
     """
     spans: list[Span] = []
     for index, message in enumerate(messages):
@@ -87,38 +94,59 @@ def answer_spans(
                 f"the first message is an answer, so that its beginning cannot be found: {_ADVICE}"
             )
         before = render(messages[:index], True)
-        after = render(messages[: index + 1], False)
-        at = spans[-1][1] if spans else 0
-        if len(before) < at or not whole.startswith(before):
+        after = whole if index + 1 == len(messages) else render(messages[: index + 1], False)
+        start = len(before)
+        if start < (spans[-1][1] if spans else 0) or not whole.startswith(before):
             raise DataError(
                 f"message {index}: the text before it, with the prompt for an answer, does not begin the whole text: "
                 f"{_ADVICE}"
             )
         stop = len(after)
         if not (whole.startswith(after) and after.startswith(before)):
-            stop = _stop_of_rewritten(str(message.get("content") or "").strip(), before, after, whole)
-            if stop < 0:
+            answer = after[start:] if after.startswith(before) else ""
+            content = str(message.get("content") or "").strip()
+            stop = start + (
+                _shortened(answer, whole, start, ends) or _rewritten(answer, content, whole, start, ends)
+            )
+            if stop == start:
                 raise DataError(
                     f"message {index}: the text up to and including it does not begin the whole text: {_ADVICE}"
                 )
-        spans.append((len(before), _without_blanks(whole, len(before), stop, end)))
+        spans.append((start, _without_blanks(whole, start, stop, ends)))
     return spans
 
 
-def _stop_of_rewritten(content: str, before: str, after: str, whole: str) -> int:
-    """Where an answer ends that ``whole`` has otherwise than ``after`` has it; -1 where that cannot be told."""
-    if not content or not after.startswith(before):
-        return -1
-    found = after.rfind(content, len(before))
-    closing = after[found + len(content) :]
-    if found < 0 or not closing.strip():
-        return -1
-    return len(before) + len(content + closing) if whole.startswith(content + closing, len(before)) else -1
+def _shortened(answer: str, whole: str, start: int, ends: Sequence[str]) -> int:
+    """How much of ``whole`` from ``start`` is the longest end of ``answer`` with a special token in it; 0 for none."""
+    at = answer.find(whole[start : start + 1])
+    while at >= 0 and any(end in answer[at:] for end in ends):
+        if whole.startswith(answer[at:], start):
+            return len(answer) - at
+        at = answer.find(whole[start], at + 1)
+    return 0
 
 
-def _without_blanks(whole: str, start: int, stop: int, end: str) -> int:
+def _rewritten(answer: str, content: str, whole: str, start: int, ends: Sequence[str]) -> int:
+    """How much of ``whole`` from ``start`` is ``content``, with what stands before it in ``answer`` or an end of that, and
+    the special token behind it; 0 where it is not so.
+    """
+    if not content or content not in answer:
+        return 0
+    lead = answer[: answer.rfind(content)]
+    at = whole.find(content, start, start + len(lead) + len(content))
+    while at >= 0:
+        stop = at + len(content)
+        if lead.endswith(whole[start:at]):
+            found = [len(end) for end in ends if whole.startswith(end, stop)]
+            if found:
+                return stop + max(found) - start
+        at = whole.find(content, at + 1, start + len(lead) + len(content))
+    return 0
+
+
+def _without_blanks(whole: str, start: int, stop: int, ends: Sequence[str]) -> int:
     kept = start + len(whole[start:stop].rstrip())
-    return kept if end and whole.endswith(end, start, kept) else stop
+    return kept if whole.endswith(tuple(ends), start, kept) else stop
 
 
 def _without_nulls(messages: Sequence[Message]) -> list[dict[str, object]]:

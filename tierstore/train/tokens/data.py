@@ -84,23 +84,33 @@ class TokenData:
     def validation_batches(self, count: int) -> Iterator[Batch]:
         """``count`` batches, spread evenly over the validation split: the same ones every time.
 
-        Fewer if the split has fewer sequences: each at most once, in batches of B where there are as many.
+        Fewer if the split has fewer sequences: each at most once. Where these do not fill the last batch, rows without a
+        counted target do, so that ranks share it evenly; joined documents, whose targets all count, leave out its rows.
         """
         validation, size = self.packed.validation, self.config.batch_size
         wanted = min(len(validation), count * size)
-        if wanted > size:
+        if wanted > size and self._all_count:
             wanted -= wanted % size
-        rows = [i * len(validation) // wanted for i in range(wanted)]
-        for i in range(0, wanted, size):
+        rows: list[int | None] = [i * len(validation) // wanted for i in range(wanted)]
+        if not self._all_count:
+            rows += [None] * (-wanted % size)
+        for i in range(0, len(rows), size):
             chosen = rows[i : i + size]
-            yield self._cut(validation, chosen, step_targets=int(validation.counted[chosen].sum()), parts=1)
+            counted = sum(int(validation.counted[row]) for row in chosen if row is not None)
+            yield self._cut(validation, chosen, step_targets=counted, parts=1)
 
-    def _cut(self, split: Sequences, rows: Sequence[int], *, step_targets: int, parts: int) -> Batch:
+    @property
+    def _all_count(self) -> bool:
+        return self.packing is Packing.CONCATENATE and self.files.counted is None
+
+    def _cut(self, split: Sequences, rows: Sequence[int | None], *, step_targets: int, parts: int) -> Batch:
         shape = (len(rows), self.seq_len)
         tokens = np.full(shape, self.files.index.pad, dtype=np.int64)
         targets = np.full(shape, IGNORED, dtype=np.int64)
-        positions = np.empty(shape, dtype=np.int64)
+        positions = np.tile(np.arange(self.seq_len), (len(rows), 1))
         for row, sequence in enumerate(rows):
+            if sequence is None:
+                continue
             at = 0
             for chunk in range(split.first[sequence], split.first[sequence + 1]):
                 start, length = int(split.starts[chunk]), int(split.lengths[chunk])
@@ -110,14 +120,15 @@ class TokenData:
                 if self.files.counted is not None:
                     left_out = self.files.counted[start + 1 : start + length + 1] == 0
                     targets[row, at : at + length][left_out] = IGNORED
-                positions[row, at : at + length] = np.arange(length)
+                positions[row, at:] -= positions[row, at]
                 at += length
-            positions[row, at:] = np.arange(self.seq_len - at)
+            if at < self.seq_len:
+                positions[row, at:] -= positions[row, at]
         return Batch(
             torch.from_numpy(tokens),
             torch.from_numpy(targets),
             torch.from_numpy(positions) if self.packing is Packing.DOCUMENTS else None,
-            step_targets=step_targets,
+            step_targets=0 if self._all_count else step_targets,
             parts=parts,
         )
 

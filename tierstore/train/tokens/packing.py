@@ -4,7 +4,7 @@ A document of n tokens has n - 1 positions: its last token is only a target. Pos
 ones are sequences by themselves, and what is left of a document is shorter. **DOCUMENTS** packs these by best-fit
 decreasing (longest first, each into the fullest sequence that still has space; Johnson 1973), so that no document that
 fits is cut, and little is padding. **SEPARATE** leaves each chunk alone. **CONCATENATE** takes all documents as one string,
-cut every S positions. Chunks without a counted target are left out.
+cut every S positions; what is left at its end is left out. Chunks without a counted target are left out too.
 
 Held out for validation is what the fraction crosses a whole number at: documents where there are enough, otherwise chunks.
 """
@@ -69,7 +69,7 @@ def pack(files: TokenFiles, packing: Packing, *, seq_len: int, fraction: float, 
     ends = np.array([0, files.index.tokens], dtype=np.int64) if joined else files.documents
     documents, starts, lengths = _chunks(ends, seq_len)
     counted = files.counted_targets(starts + 1, lengths)
-    used = counted > 0
+    used = (counted > 0) & (lengths == seq_len) if joined else counted > 0
     documents, starts, lengths, counted = documents[used], starts[used], lengths[used], counted[used]
     numbers, item = np.unique(documents, return_inverse=True)
     held_out = HeldOut.DOCUMENTS

@@ -1,0 +1,398 @@
+"""Headers of safetensors files: what is refused, by hand and by fuzzing, with the package safetensors as the oracle."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import imported, save, write
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError, safe_open
+
+from tierstore.errors import ConfigError, DataError, TierstoreError
+from tierstore.hf.checkpoint import Checkpoint, TensorReader, Window, read_header
+from tierstore.hf.describing import describe
+from tierstore.hf.manifest import Manifest
+from tierstore.hf.matching import match
+from tierstore.model.config import ComputeDtype
+from tierstore.store.disk.home import IDENTITY
+
+_EMPTY = b'"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
+_SMALL = {"a": torch.arange(6, dtype=torch.float32).view(2, 3), "b": torch.arange(5, dtype=torch.float16)}
+
+
+def _parts(path: Path) -> tuple[dict[str, Any], bytes]:
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    return json.loads(raw[8 : 8 + length]), raw[8 + length :]
+
+
+def _join(header: object, data: bytes) -> bytes:
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(raw).to_bytes(8, "little") + raw + data
+
+
+def test_tensors_and_their_bytes(tmp_path: Path) -> None:
+    tensors = {**_SMALL, "c": torch.tensor(3, dtype=torch.int64), "d": torch.ones(4, 1, dtype=torch.bfloat16)}
+    write(tmp_path / "x.safetensors", tensors)
+    header = read_header(tmp_path / "x.safetensors")
+    assert header.metadata == {"format": "pt"}
+    assert {name: info.shape for name, info in header.tensors.items()} == {
+        "a": (2, 3),
+        "b": (5,),
+        "c": (),
+        "d": (4, 1),
+    }
+    window = Window()
+    with TensorReader() as reader:
+        for name, info in header.tensors.items():
+            raw = reader.read(info, 0, info.nbytes, window)
+            assert raw.tobytes() == tensors[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        part = reader.read(header.tensors["a"], 12, 24, window)
+        assert part.copy().view(np.float32).tolist() == [3, 4, 5]
+
+
+_OFFSETS = "data_offsets"
+
+
+def _lie(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    def apply(header: dict[str, Any]) -> None:
+        header["a"].update(changes)
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_lie(data_offsets=[0, 1 << 40]), "tensor 'a': data_offsets span 1099511627776 bytes, and F32"),
+        (_lie(shape=[1 << 40, 1 << 40], data_offsets=[0, 1 << 62]), "data_offsets span"),
+        (_lie(shape=[3, 3]), r"span 24 bytes, and F32 \(3, 3\) has 36"),
+        (_lie(shape=[-2, -3]), "shape: expected at most 32 whole numbers of at least 0"),
+        (_lie(shape=[2, True, 3]), "shape: expected"),
+        (_lie(shape=[1] * 33), "shape: expected"),
+        (_lie(dtype="F31"), "unknown dtype 'F31'"),
+        (_lie(data_offsets=[24, 0]), r"data_offsets: expected \[begin, end\], got \[24, 0\]"),
+        (_lie(data_offsets=[0.0, 24.0]), "data_offsets: expected"),
+        (_lie(data_offsets=[10, 34]), "overlaps|leaves a gap"),
+        (_lie(data_offsets=[4, 28]), "leaves a gap|overlaps"),
+        (lambda header: header["a"].pop("dtype"), "tensor 'a': expected dtype, shape and data_offsets"),
+        (lambda header: header.update(a=[]), "expected dtype, shape and data_offsets"),
+        (lambda header: header.pop("b"), "longer than its header says"),
+        (lambda header: header.update(__metadata__={"x": 1}), "__metadata__: expected an object of texts"),
+        (lambda header: header.update(c={**header["b"]}), "overlaps the tensor before it"),
+    ],
+)
+def test_a_header_that_lies(change: Callable[[dict[str, Any]], None], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    write(path, _SMALL)
+    header, data = _parts(path)
+    change(header)
+    path.write_bytes(_join(header, data))
+    with pytest.raises(DataError, match=message) as caught:
+        read_header(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    with pytest.raises((SafetensorError, ValueError)), safe_open(path, "np"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "0 bytes, expected a safetensors file of at least 8"),
+        (b"\x01\x02", "2 bytes, expected"),
+        (
+            (1 << 60).to_bytes(8, "little") + b"{}",
+            "a header of 1152921504606846976 bytes, expected at most 100000000",
+        ),
+        ((90).to_bytes(8, "little") + b"{}", "truncated: a header of 90 bytes in a file of 10"),
+        (_join(b"[1]", b""), "its header is no JSON object"),
+        (_join(b'{"a', b""), "its header is not JSON"),
+        (_join(b'{"a": NaN}', b""), "NaN is not JSON"),
+        (_join(b"\xff\xfe{}", b""), "its header is no JSON object"),
+        (_join(b'{"a\xff": 1}', b""), "its header is not JSON"),
+        (_join(b'{"a":' * 50_000, b""), "its header is not JSON"),
+        (_join(b'{"a": ' + b"9" * 5000 + b"}", b""), "its header is not JSON"),
+        (_join(b"{%s,%s}" % (_EMPTY, _EMPTY), b""), "the header names 'a' twice"),
+    ],
+)
+def test_no_header_at_all(content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        read_header(path)
+
+
+def test_a_truncated_shard(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    write(path, _SMALL)
+    whole = path.read_bytes()
+    for size in range(len(whole)):
+        path.write_bytes(whole[:size])
+        with pytest.raises(DataError):
+            read_header(path)
+
+
+# Fuzzing ----------------------------------------------------------------------------------------------------
+
+
+def _mutate(raw: bytes, chance: random.Random) -> bytes:
+    """One of several ways to make a file's header lie."""
+    length = int.from_bytes(raw[:8], "little")
+    header, data = raw[8 : 8 + length], raw[8 + length :]
+    kind = chance.randrange(8)
+    if kind == 0:  # bytes of the header
+        changed = bytearray(header)
+        for _ in range(chance.choice((1, 1, 2, 8))):
+            changed[chance.randrange(length)] = chance.randrange(256)
+        return _join(bytes(changed), data)
+    if kind == 1:  # the length
+        other = chance.choice(
+            (0, length - 1, length + 1, chance.randrange(1 << 16), chance.randrange(1 << 64))
+        )
+        return other.to_bytes(8, "little") + header + data
+    if kind == 2:  # the file is cut, or grows
+        size = chance.randrange(len(raw) + 1000)
+        return raw[:size] + bytes(max(size - len(raw), 0))
+    if kind == 3:  # a part is left out, or there twice
+        at, count = chance.randrange(length), chance.randrange(40)
+        rest = at + count
+        return _join(
+            header[:at] + header[rest:] if chance.random() < 0.5 else header[:rest] + header[at:], data
+        )
+    table = json.loads(header)
+    name = chance.choice([name for name in table if name != "__metadata__"])
+    other = chance.choice([0, 1, -1, 1 << 31, 1 << 53, 1 << 63, 1 << 64, 10**30, 1.5, None, "1", [], True])
+    if kind == 4:
+        table[name][_OFFSETS][chance.randrange(2)] = chance.choice((other, chance.randrange(len(data) * 2)))
+    elif kind == 5:
+        shape = table[name]["shape"]
+        shape[chance.randrange(len(shape))] = other
+        if chance.random() < 0.3:
+            shape.reverse()
+    elif kind == 6:
+        table[name]["dtype"] = chance.choice(["F16", "BF16", "F64", "U8", "F4", "", None, 3, "F8_E4M3"])
+    else:  # offsets that belong to others
+        table[name][_OFFSETS] = list(table[chance.choice(list(table))].get(_OFFSETS, [0, 4]))
+    return _join(table, data)
+
+
+def _taken(source: Path, described: Manifest) -> Checkpoint | None:
+    """The checkpoint, unless it is refused, in one line."""
+    try:
+        return match(described, Checkpoint.open(source)).checkpoint
+    except DataError as error:
+        if "\n" in str(error):
+            raise
+        return None
+
+
+def test_two_thousand_mutations_of_a_header(tmp_path: Path) -> None:
+    """None crashes, hangs or allocates beyond the file; what is taken is what the package reads, and fits the model."""
+    source = tmp_path / "m"
+    save(source, "olmoe", num_experts=2, vocab_size=16, num_hidden_layers=1)
+    path = source / "model.safetensors"
+    raw = path.read_bytes()
+    described = describe(source, ComputeDtype.FP32)
+    imports = 0
+    tracemalloc.start()
+    for seed in range(2000):
+        chance = random.Random(seed)
+        mutated = _mutate(raw, chance)
+        with open(path, "r+b") as file:  # to truncate it first takes ten times as long
+            file.write(mutated)
+            file.truncate()
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        checkpoint = _taken(source, described)
+        assert tracemalloc.get_traced_memory()[1] - before < 4 * len(raw) + (1 << 20)
+        if checkpoint is not None:
+            with safe_open(path, "np") as package:
+                for name in package.keys():  # noqa: SIM118 - it is no mapping
+                    info, theirs = checkpoint.tensors[name], package.get_tensor(name)
+                    ours = mutated[info.offset : info.offset + info.nbytes]
+                    assert (info.shape, ours) == (theirs.shape, theirs.tobytes())
+        elif imports < 20 and seed % 50 == 0:
+            imports += 1
+            with pytest.raises(TierstoreError):
+                imported(source, tmp_path / "s")
+            assert not (tmp_path / "s" / IDENTITY).exists()
+    tracemalloc.stop()
+    assert imports == 20
+
+
+# Reading ----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 20_000), min_size=1, max_size=5), seed=st.integers(0, 999), data=st.data()
+)
+def test_any_range_is_read_whatever_its_alignment(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], seed: int, data: st.DataObject
+) -> None:
+    tensors = {
+        f"t{number}": torch.randint(
+            0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+        )
+        for number, size in enumerate(sizes)
+    }
+    path = tmp_path_factory.mktemp("ranges") / "x.safetensors"
+    write(path, tensors)
+    window = Window()
+    with TensorReader() as reader:
+        for name, info in read_header(path).tensors.items():
+            begin = data.draw(st.integers(0, info.nbytes))
+            end = data.draw(st.integers(begin, info.nbytes))
+            assert (
+                reader.read(info, begin, end, window).tobytes() == tensors[name][begin:end].numpy().tobytes()
+            )
+
+
+def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    write(path, {"a": torch.zeros(100_000)})
+    info = read_header(path).tensors["a"]
+    os.truncate(path, 50_000)
+    with TensorReader() as reader, pytest.raises(DataError, match="truncated while it was read: tensor 'a'"):
+        reader.read(info, 0, info.nbytes, Window())
+
+
+def test_a_file_system_without_direct_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses at the open, or at the read; pages that were read are dropped either way."""
+    path = tmp_path / "x.safetensors"
+    write(path, _SMALL)
+    info = read_header(path).tensors["a"]
+    opened, read = os.open, os.preadv
+
+    def refuse_open(name: Any, flags: int, *rest: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return opened(name, flags, *rest)
+
+    direct: list[int] = []
+
+    def open_and_note(name: Any, flags: int, *rest: Any) -> int:
+        fd = opened(name, flags, *rest)
+        if flags & os.O_DIRECT:
+            direct.append(fd)
+        return fd
+
+    def refuse_read(fd: int, *rest: Any) -> int:
+        if fd in direct:
+            raise OSError(22, "Invalid argument")
+        return read(fd, *rest)
+
+    for patches in ({"open": refuse_open}, {"open": open_and_note, "preadv": refuse_read}):
+        with monkeypatch.context() as patched, TensorReader() as reader:
+            for name, function in patches.items():
+                patched.setattr(os, name, function)
+            assert reader.read(info, 0, 24, Window()).tobytes() == _SMALL["a"].numpy().tobytes()
+            assert "O_DIRECT: Invalid argument" in reader.direct_reason
+
+
+# Directories ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    save(tmp_path / "m", "mixtral", shard="60KB")
+    return tmp_path / "m"
+
+
+def _index(directory: Path, change: Callable[[dict[str, str]], None]) -> None:
+    path = directory / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(index["weight_map"])
+    path.write_text(json.dumps(index))
+
+
+def test_a_shard_is_missing(sharded: Path, tmp_path: Path) -> None:
+    lost = sorted(sharded.glob("*.safetensors"))[1]
+    lost.rename(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match=f"{lost}: missing; .*model.safetensors.index.json names it"):
+        imported(sharded, tmp_path / "s")
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_shard_is_missing_from_the_index(sharded: Path, tmp_path: Path) -> None:
+    name = sorted(sharded.glob("*.safetensors"))[1].name
+    _index(sharded, lambda table: [table.pop(key) for key in [k for k, v in table.items() if v == name]])  # type: ignore[arg-type, func-returns-value]
+    with pytest.raises(
+        DataError, match=rf"tensors missing: .*{name} in the same directory belong to no index"
+    ):
+        imported(sharded, tmp_path / "s")
+
+
+def test_an_index_that_names_what_is_not_there(sharded: Path) -> None:
+    first = sorted(sharded.glob("*.safetensors"))[0].name
+    _index(sharded, lambda table: table.update({"model.extra": first}))
+    with pytest.raises(DataError, match=rf"{first}: tensor 'model.extra' is missing; .* says it is there"):
+        Checkpoint.open(sharded)
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "x.bin", 3, None])
+def test_an_index_that_points_elsewhere(name: Any, sharded: Path) -> None:
+    _index(sharded, lambda table: table.update({"lm_head.weight": name}))
+    with pytest.raises(
+        DataError, match=r"weight_map.lm_head.weight: expected the name of a .safetensors file"
+    ):
+        Checkpoint.open(sharded)
+
+
+def test_a_tensor_in_another_shard_than_the_index_says(sharded: Path) -> None:
+    files = sorted(path.name for path in sharded.glob("*.safetensors"))
+
+    def swap(table: dict[str, str]) -> None:
+        name = next(name for name, file in table.items() if file == files[0])
+        table[name] = files[1]
+
+    _index(sharded, swap)
+    with pytest.raises(DataError, match=rf"is in this file, and .* says it is in {files[1]}"):
+        Checkpoint.open(sharded)
+
+
+def test_pickles_are_refused(tmp_path: Path) -> None:
+    save(tmp_path / "m", "mixtral")
+    (tmp_path / "m/model.safetensors").rename(tmp_path / "m/pytorch_model.bin")
+    with pytest.raises(DataError, match=r"pytorch_model.bin: pickled weights run code .*save_pretrained"):
+        imported(tmp_path / "m", tmp_path / "s")
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json: missing"):
+        imported(tmp_path, tmp_path / "s")
+    save(tmp_path / "m", "mixtral")
+    (tmp_path / "m/model.safetensors").rename(tmp_path / "m/model-00001-of-00002.safetensors")
+    with pytest.raises(DataError, match=r"index\.json is missing"):
+        imported(tmp_path / "m", tmp_path / "s")
+
+
+def test_the_fingerprint_tells_values_apart_and_not_places(tmp_path: Path) -> None:
+    save(tmp_path / "a", "olmoe")
+    tensors = {name: value.clone() for name, value in _load(tmp_path / "a").items()}
+    (tmp_path / "b").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "b" / name).write_bytes((tmp_path / "a" / name).read_bytes())
+    one, other = (Checkpoint.open(tmp_path / name).fingerprint() for name in "ab")
+    assert one == other
+    changed = copy.copy(tensors)
+    changed["lm_head.weight"] = tensors["lm_head.weight"] + 1
+    write(tmp_path / "b/model.safetensors", changed)
+    assert Checkpoint.open(tmp_path / "b").fingerprint() != one
+
+
+def _load(directory: Path) -> dict[str, torch.Tensor]:
+    from checkpoints import tensors_of
+
+    return tensors_of(directory)

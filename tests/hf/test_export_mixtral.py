@@ -1,0 +1,280 @@
+"""A checkpoint of the built-in model leaves as a Mixtral that computes the same, or the options that forbid it are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tierstore import _native
+from tierstore.config import load
+from tierstore.errors import ConfigError
+from tierstore.hf.exporting import Exported, export
+from tierstore.hf.mixtral import _units, refusals
+from tierstore.hf.outline import ExportDtype
+from tierstore.model.config import ModelConfig
+from tierstore.moe.source import InMemoryExperts
+from tierstore.store import ParameterStore, StoreConfig
+from tierstore.store.directories import verify_all
+from tierstore.train.config import TrainConfig
+from tierstore.train.ranks import Opening
+from tierstore.train.reshard import Layout, reshard
+from tierstore.train.session import open_session
+
+_TINY: dict[str, Any] = {
+    "device": "cpu",
+    "threads": 1,
+    "host_budget": 8 << 20,
+    "commit_every": 0,
+    "eval_every": 0,
+    "eval_batches": 1,
+    "sample_tokens": 0,
+    "model.d_model": 32,
+    "model.n_layers": 2,
+    "model.n_heads": 4,
+    "model.seq_len": 24,
+    "model.d_ff": 48,
+    "model.experts": 6,
+    "model.top_k": 2,
+    "model.rope_theta": 5000.0,
+    "model.norm_eps": 1e-3,
+    "data.batch_size": 2,
+    "schedule.lr": 2e-2,
+    "schedule.warmup_steps": 1,
+    "schedule.total_steps": 40,
+    "io.huge_pages": "off",
+}
+_TOKENS = torch.arange(24)[None] * 7 % 256
+
+
+def trained(directory: Path, steps: int = 5, **changes: Any) -> torch.Tensor:
+    """Trains a tiny model into ``directory / "s"``; returns its logits for ``_TOKENS``."""
+    text = directory / "text"
+    text.write_text("the store keeps experts on disk; " * 400)
+    given = {**_TINY, "store": directory / "s", "steps": steps, "data.paths": (str(text),), **changes}
+    with open_session(load(TrainConfig, None, given), Opening.CREATE) as trainer:
+        for _ in range(steps):
+            trainer.step()
+        trainer.commit()
+        model: Any = trainer.model.module
+        model.eval()
+        with torch.no_grad():
+            logits = model(_TOKENS[:, : given["model.seq_len"]]).logits
+    assert isinstance(logits, torch.Tensor)
+    return logits
+
+
+def loaded(directory: Path, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(directory, **options).eval()
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(_TOKENS).logits
+    assert isinstance(logits, torch.Tensor)
+    return logits
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"model.tie_embeddings": "tied"},
+        {
+            "model.top_k": 4,
+            "model.router_noise": "jitter",
+            "model.router_noise_std": 0.1,
+            "adamw.inactive": "skip",
+        },
+        {"dense.fusion": "parameter"},
+    ],
+    ids=["plain", "tied", "top4", "unfused"],
+)
+def test_a_mixtral_computes_the_same(changes: dict[str, Any], tmp_path: Path) -> None:
+    wanted = trained(tmp_path, **changes)
+    before = contents(tmp_path / "s")
+    done = export(tmp_path / "s", tmp_path / "m")
+    assert contents(tmp_path / "s") == before
+    assert not verify_all(tmp_path / "s").failures
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "m", output_loading_info=True)
+    assert not any(info.values()), info
+    assert model.dtype == torch.float32
+    torch.testing.assert_close(logits_of(model.eval()), wanted, atol=2e-5, rtol=2e-5)
+    assert (done.model_type, done.step, done.ranks, done.experts) == ("mixtral", 5, 1, 12)
+    tied, noise = "model.tie_embeddings" in changes, "model.router_noise" in changes
+    assert len(done.notes) == tied + noise
+
+
+def test_the_weights_are_those_of_the_store(tmp_path: Path) -> None:
+    """Bit for bit, queries before keys and gate before up: a tied embedding is scaled, everything else as it was."""
+    trained(tmp_path)
+    export(tmp_path / "s", tmp_path / "m")
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    text = str(tmp_path / "text")
+    config = load(TrainConfig, None, {**_TINY, "store": tmp_path / "s", "data.paths": (text,)})
+    with open_session(config, Opening.RESUME) as trainer:
+        parameters = {name: value.detach().clone() for name, value in _whole(trainer).items()}
+        with ParameterStore(trainer.store).fetch(["expert.0001.00003"]) as lease:
+            flat = torch.from_numpy(lease["expert.0001.00003"].copy("weight"))
+    d, f = 32, 48
+    layer = "model.layers.1"
+    expert = f"{layer}.block_sparse_moe.experts.3"
+    assert torch.equal(tensors[f"{expert}.w1.weight"], flat[: f * d].view(f, d))
+    assert torch.equal(tensors[f"{expert}.w3.weight"], flat[f * d : 2 * f * d].view(f, d))
+    assert torch.equal(tensors[f"{expert}.w2.weight"], flat[2 * f * d :].view(d, f))
+    qkv = parameters["blocks.1.attention.qkv"]
+    for number, which in enumerate("qkv"):
+        assert torch.equal(
+            tensors[f"{layer}.self_attn.{which}_proj.weight"], qkv[number * d : (number + 1) * d]
+        )
+    for ours, theirs in {
+        "embedding": "model.embed_tokens.weight",
+        "head": "lm_head.weight",
+        "norm.weight": "model.norm.weight",
+        "blocks.1.attention_norm.weight": f"{layer}.input_layernorm.weight",
+        "blocks.1.ffn_norm.weight": f"{layer}.post_attention_layernorm.weight",
+        "blocks.1.attention.out": f"{layer}.self_attn.o_proj.weight",
+        "blocks.1.mixture.router.weight": f"{layer}.block_sparse_moe.gate.weight",
+    }.items():
+        assert torch.equal(tensors[theirs], parameters[ours]), ours
+
+
+def _whole(trainer: Any) -> dict[str, torch.Tensor]:
+    """The dense parameters, from their slices."""
+    model = trainer.model.module
+    names = {id(value): name for name, value in model.named_parameters()}
+    found = {}
+    for number, (_, parameters) in enumerate(trainer.model.dense_units()):
+        slices = trainer.dense.slices[number]
+        for region, kept in slices.layout.slices():
+            for span in region.spans:
+                start = kept.start + span.offset
+                value = slices.weight[start : start + span.numel].view(span.shape)
+                found[names[id(parameters[span.index])]] = value
+    return found
+
+
+def test_bf16_and_fp32(tmp_path: Path) -> None:
+    """A model in bf16 leaves in bf16 unless its masters are asked for; rounding is torch's."""
+    trained(tmp_path, **{"model.compute_dtype": "bf16"})
+    assert export(tmp_path / "s", tmp_path / "m").dtype is ExportDtype.BF16
+    export(tmp_path / "s", tmp_path / "wide", dtype=ExportDtype.FP32)
+    narrow, wide = (load_file(tmp_path / name / "model.safetensors") for name in ("m", "wide"))
+    assert {value.dtype for value in narrow.values()} == {torch.bfloat16}
+    assert {value.dtype for value in wide.values()} == {torch.float32}
+    for name, value in narrow.items():
+        if ".experts." not in name:
+            assert torch.equal(value, wide[name].bfloat16())
+            continue
+        high, low = np.empty(value.numel(), np.uint16), np.empty(value.numel(), np.int16)
+        _native.split_bf16(high, low, wide[name].flatten().numpy())  # how a record keeps its master
+        assert np.array_equal(value.view(torch.uint16).flatten().numpy(), high)
+    assert loaded(tmp_path / "m").dtype == torch.bfloat16
+    assert loaded(tmp_path / "wide").dtype == torch.float32
+
+
+def test_many_ranks_export_what_one_does(tmp_path: Path) -> None:
+    trained(tmp_path)
+    one = tmp_path / "one"
+    export(tmp_path / "s", one)
+    for ranks, expert_ranks in ((2, 2), (4, 2), (3, 1)):
+        reshard(tmp_path / "s", tmp_path / f"s{ranks}", Layout(ranks, expert_ranks))
+        done = export(tmp_path / f"s{ranks}", tmp_path / f"m{ranks}")
+        assert done.ranks == ranks
+        assert (tmp_path / f"m{ranks}" / "model.safetensors").read_bytes() == (
+            one / "model.safetensors"
+        ).read_bytes()
+
+
+def test_sharded_it_is_the_same(tmp_path: Path) -> None:
+    trained(tmp_path)
+    whole: list[tuple[int, int]] = []
+    one = export(tmp_path / "s", tmp_path / "m", progress=lambda done, total: whole.append((done, total)))
+    many = export(tmp_path / "s", tmp_path / "shards", max_shard_bytes=20_000)
+    assert (one.shards, one.nbytes) == (1, many.nbytes)
+    assert many.shards > 5
+    assert whole[-1] == (one.nbytes, one.nbytes)
+    assert [done for done, _ in whole] == sorted({done for done, _ in whole})
+    assert torch.equal(logits_of(loaded(tmp_path / "m")), logits_of(loaded(tmp_path / "shards")))
+
+
+def test_bytes_are_tokens(tmp_path: Path) -> None:
+    trained(tmp_path, steps=1)
+    export(tmp_path / "s", tmp_path / "m")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m")
+    text = "Grüße,\n\tthe  store's 中 bytes \x00\x7f !"
+    assert tokenizer(text)["input_ids"] == list(text.encode())
+    assert tokenizer.decode(list(text.encode())) == text
+    assert len(tokenizer) == 256
+
+
+# Options ----------------------------------------------------------------------------------------------------
+
+
+def test_every_refused_option_is_named(tmp_path: Path) -> None:
+    changes = {
+        "model.activation": "gelu",
+        "model.moe_every": 2,
+        "model.shared_expert_d_ff": 16,
+        "model.capacity_factor": 1.5,
+        "model.top_k": 1,
+    }
+    trained(tmp_path, steps=1, **changes)
+    with pytest.raises(ConfigError) as caught:
+        export(tmp_path / "s", tmp_path / "m")
+    assert str(caught.value) == (
+        "the model does not export as Mixtral: model.activation = gelu (expected swiglu); model.moe_every = 2 (expected "
+        "1: experts in every block); model.shared_expert_d_ff = 16 (expected 0: no shared expert); "
+        "model.capacity_factor = 1.5 (expected none: no token is dropped); model.top_k = 1 (expected weights of the "
+        "chosen experts that sum to one)"
+    )
+    assert not (tmp_path / "m").exists()
+    assert refusals(ModelConfig(normalize_topk=False)) == [
+        "model.normalize_topk = false (expected weights of the chosen experts that sum to one)"
+    ]
+
+
+@pytest.mark.parametrize("tied", ["tied", "untied"])
+def test_the_units_are_those_of_the_model(tied: str) -> None:
+    config = ModelConfig(
+        d_model=16, n_layers=2, n_heads=2, d_ff=8, experts=3, vocab_size=7, tie_embeddings=tied
+    )  # type: ignore[arg-type]
+    model = config.build(InMemoryExperts(config.expert_shape, layers=(), experts=0))
+    found = [(name, [tuple(value.shape) for value in parameters]) for name, parameters in model.dense_units()]
+    assert [(name, [shape for _, shape in parameters]) for name, parameters in _units(config)] == found
+
+
+def contents(store: Path) -> dict[str, tuple[int, bytes]]:
+    """Size and content of every file of a store, but its lease."""
+    return {
+        str(path.relative_to(store)): (path.stat().st_blocks, path.read_bytes())
+        for path in sorted(store.rglob("*"))
+        if path.is_file() and path.name not in ("lease", "lock.mdb")
+    }
+
+
+def test_missed_steps_are_replayed_and_forgotten(tmp_path: Path) -> None:
+    """Experts that got no token in the last steps export as a store would give them that has caught up."""
+    trained(tmp_path, steps=8, **{"model.experts": 12, "data.batch_size": 1, "model.seq_len": 8})
+    before = contents(tmp_path / "s")
+    done: Exported = export(tmp_path / "s", tmp_path / "m")
+    assert done.step == 8
+    assert contents(tmp_path / "s") == before
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    behind = 0
+    with ParameterStore.open(tmp_path / "s", StoreConfig(host_budget=4 << 20)) as store:
+        for layer in range(2):
+            for expert in range(12):
+                key = f"expert.{layer:04d}.{expert:05d}"
+                behind += store.info(key).step < 8
+                with store.fetch([key]) as lease:
+                    flat = torch.from_numpy(lease[key].copy("weight"))
+                name = f"model.layers.{layer}.block_sparse_moe.experts.{expert}"
+                parts = [tensors[f"{name}.{which}.weight"].flatten() for which in ("w1", "w3", "w2")]
+                assert torch.equal(torch.cat(parts), flat), key
+    assert behind

@@ -1,0 +1,308 @@
+"""A wrapped model that is trained from its store: the same bits however it is held, and what plain transformers with
+torch's AdamW computes.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from checkpoints import imported
+from launcher import Ranks
+from slowness import mostly_slow
+from tiny_families import FAMILIES, make_config, plain_model
+
+from tierstore.config import load
+from tierstore.hf.stored import stored_spec
+from tierstore.model.config import ComputeDtype
+from tierstore.model.interface import Batch
+from tierstore.parallel import Mesh
+from tierstore.train.config import TrainConfig
+from tierstore.train.data import TextData
+from tierstore.train.ranks import Opening
+from tierstore.train.session import open_session
+
+VOCABULARY = 256  # bytes
+RAM = 16 << 20
+
+_TINY: dict[str, Any] = {
+    "device": "cpu",
+    "threads": 1,
+    "host_budget": RAM,
+    "commit_every": 0,
+    "eval_every": 0,
+    "eval_batches": 1,
+    "sample_tokens": 0,
+    "finetune.seq_len": 24,
+    "data.format": "bytes",
+    "data.batch_size": 2,
+    "schedule.lr": 3e-4,
+    "schedule.warmup_steps": 4,
+    "schedule.total_steps": 60,
+    "io.huge_pages": "off",
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    generator = np.random.default_rng(5)
+    words = np.array(["store", "tier", "expert", "page", "evict", "fetch", "slot", "step", "layer", "record"])
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text(" ".join(words[generator.zipf(1.3, 11_000) % len(words)]))
+    return path
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A checkpoint of each family, made once."""
+    root = tmp_path_factory.mktemp("checkpoints")
+
+    def make(family: str) -> Path:
+        directory = root / family
+        if not directory.exists():
+            plain_model(make_config(family, vocab_size=VOCABULARY)).save_pretrained(directory)
+        return directory
+
+    return make
+
+
+Make = Callable[..., TrainConfig]
+
+
+@pytest.fixture
+def configure(checkpoint: Callable[[str], Path], text: Path, tmp_path: Path) -> Make:
+    """A configuration over a fresh import of a family; imports that are alike are copies of one."""
+    made = 0
+
+    def make(family: str, dtype: ComputeDtype, changes: Mapping[str, Any] | None = None) -> TrainConfig:
+        nonlocal made
+        made += 1
+        original, store = tmp_path / f"{family}-{dtype.value}", tmp_path / f"store{made}"
+        if not original.exists():
+            imported(checkpoint(family), original, compute=dtype)
+        shutil.copytree(original, store)
+        return _configuration({"store": store, "data.paths": (str(text),), **(changes or {})})
+
+    return make
+
+
+def _configuration(settings: Mapping[str, Any]) -> TrainConfig:
+    config = load(TrainConfig, None, {**_TINY, **settings})
+    spec = stored_spec(config.store, config.finetune)
+    assert spec is not None
+    return replace(config, model=spec)
+
+
+def _train(
+    config: TrainConfig, *, stops: tuple[int, ...] = (), mesh: Mesh | None = None
+) -> tuple[list[float], int, int]:
+    """Losses, the checksum of all records, and evictions; closed and resumed after the steps ``stops``."""
+    losses: list[float] = []
+    for stop in (*stops, config.steps):
+        with open_session(config, Opening.RESUME, mesh=mesh) as trainer:
+            while trainer.state.position < stop:
+                losses.append(trainer.step().loss)
+                if config.commit_every and trainer.state.position % config.commit_every == 0:
+                    trainer.commit()
+            trainer.commit()
+            evictions = trainer.store.cache.residency.stats().evictions
+            crc = trainer.store.records_crc32c()
+    return losses, crc, evictions
+
+
+# Beside plain transformers ----------------------------------------------------------------------------------
+
+
+class _Plain:
+    """transformers' own model and torch's AdamW; in bf16 with masters in fp32, as ours has them."""
+
+    def __init__(self, directory: Path, config: TrainConfig, dtype: ComputeDtype) -> None:
+        self._config = config
+        self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype.torch)
+        self.model.train()
+        self._parameters = list(self.model.parameters())
+        wide = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        self._masters = [parameter.detach().clone() for parameter in wide.parameters()]
+        adamw = config.adamw
+        self._optimizer = torch.optim.AdamW(
+            self._masters, betas=adamw.betas, eps=adamw.eps, weight_decay=adamw.weight_decay, fused=True
+        )
+        self._balanced = getattr(self.model, "router_aux_loss_coef", 0.0) > 0
+
+    def step(self, step: int, batches: list[Batch]) -> float:
+        total = 0.0
+        for master in self._masters:  # also of what no token reaches: dense AdamW
+            master.grad = torch.zeros_like(master)
+        for batch in batches:
+            extra = {"output_router_logits": True} if self._balanced else {}
+            output = self.model(input_ids=batch.tokens_BT, use_cache=False, **extra)
+            loss = self.model.loss_function(output.logits, None, VOCABULARY, shift_labels=batch.targets_BT)
+            total += float(loss.detach()) / len(batches)
+            if self._balanced:
+                loss = loss + self.model.router_aux_loss_coef * output.aux_loss
+            (loss / len(batches)).backward()
+            for master, parameter in zip(self._masters, self._parameters, strict=True):
+                if parameter.grad is not None:  # added up in fp32, as ours are
+                    master.grad += parameter.grad
+                parameter.grad = None
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._config.schedule.lr_at(step)
+        if self._config.clip_norm:
+            torch.nn.utils.clip_grad_norm_(self._masters, self._config.clip_norm)
+        self._optimizer.step()
+        with torch.no_grad():
+            for master, parameter in zip(self._masters, self._parameters, strict=True):
+                parameter.copy_(master)
+        return total
+
+
+@pytest.mark.parametrize("dtype", list(ComputeDtype))
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES, "qwen3_moe", "gpt_oss"))
+def test_fifty_steps_beside_plain_transformers(
+    family: str, dtype: ComputeDtype, checkpoint: Callable[[str], Path], configure: Make
+) -> None:
+    # No bias is moved: transformers' own loop has no such step, and it is tested by itself.
+    changes = {"steps": 50, "finetune.bias_update_speed": 0.0, "clip_norm": 1.0, "data.micro_batches": 2}
+    config = configure(family, dtype, changes | {"host_budget": "300KiB"})
+    plain = _Plain(checkpoint(family), config, dtype)
+    data = TextData(config.data, seq_len=config.model.seq_len)
+    ours, theirs = [], []
+    with open_session(config, Opening.RESUME) as trainer:
+        for step in range(config.steps):
+            if family == "phimoe":  # its router draws noise in training: the same for both
+                torch.manual_seed(step)
+            ours.append(trainer.step().loss)
+            theirs.append(plain.step(step, [data.batch(step, micro) for micro in range(2)]))
+        assert trainer.store.cache.residency.stats().evictions > 0
+    tight = 1e-5 if dtype is ComputeDtype.FP32 else 1e-3
+    np.testing.assert_allclose(ours[:10], theirs[:10], rtol=tight)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-3)
+    assert min(ours[-5:]) < ours[0] - 0.3
+
+
+# The same bits ----------------------------------------------------------------------------------------------
+
+#: Ways to train: what is computed differs from one to the next.
+MODES: dict[str, dict[str, Any]] = {
+    "immediate": {},
+    "micro-clip": {"data.micro_batches": 2, "clip_norm": 0.5},
+    "checkpoint": {"finetune.checkpoint_activations": "block"},
+    "recompute": {"finetune.expert_activations": "recompute"},
+}
+#: Ways to hold it; ``share`` is that of the experts' records.
+HOLDS: dict[str, dict[str, Any]] = {
+    "quarter": {"share": 0.25, "prefetch.depth": 2},
+    "least": {"share": 0.0, "prefetch.depth": 0, "io.backend": "threads"},
+    "lru": {"share": 0.3, "cache.policy": "lru", "prefetch.depth": 3, "prefetch.predictor": "all"},
+    "lfu": {"share": 0.2, "cache.policy": "lfu-decay", "commit_every": 2},
+    "paper": {"share": 0.5, "cache.policy": "lfu-decay", "cache.options.variant": "paper"},
+}
+
+
+def _held(make: Make, family: str, dtype: ComputeDtype, settings: Mapping[str, Any]) -> TrainConfig:
+    from tierstore.train.budgets import DeviceKind, least_host_budget
+
+    changes = dict(settings)
+    share = changes.pop("share")
+    config = make(family, dtype, changes)
+    least = least_host_budget(config, DeviceKind.CPU)
+    return replace(config, host_budget=max(least, int(share * config.model.architecture.sparse * 12)))
+
+
+@pytest.mark.parametrize("mode", mostly_slow(MODES, "micro-clip"))
+@pytest.mark.parametrize("dtype", list(ComputeDtype))
+@pytest.mark.parametrize(
+    "family", mostly_slow(["qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral"], "deepseek_v3")
+)
+def test_every_way_to_hold_it_gives_the_same_bits(
+    family: str, dtype: ComputeDtype, mode: str, configure: Make
+) -> None:
+    base = MODES[mode] | {"steps": 6}
+    expected = _train(configure(family, dtype, base))
+    assert expected[2] == 0
+    for name, hold in HOLDS.items():
+        stops = (2, 3) if name in ("least", "lfu") else ()
+        losses, crc, evictions = _train(_held(configure, family, dtype, base | hold), stops=stops)
+        assert (losses, crc) == expected[:2], f"held as {name}"
+        assert evictions > 0, f"held as {name}: nothing was evicted"
+
+
+def _attempt(settings: Mapping[str, Any], ready: Any) -> None:
+    torch.set_num_threads(1)
+    config = _configuration(settings)
+    ready.set()
+    _train(config)
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments_change_no_bit(configure: Make, text: Path) -> None:
+    import torch.multiprocessing as multiprocessing
+
+    steps = 40
+    expected = _train(configure("qwen3_moe", ComputeDtype.BF16, {"steps": steps}))
+    changes = {"steps": steps, "host_budget": "200KiB", "commit_every": 2}
+    config = configure("qwen3_moe", ComputeDtype.BF16, changes)
+    settings = {**changes, "store": config.store, "data.paths": (str(text),)}
+    context = multiprocessing.get_context("spawn")
+    random_, kills = random.Random(3), 0
+    while kills < 10:
+        ready = context.Event()
+        process = context.Process(target=_attempt, args=(settings, ready))
+        process.start()
+        assert ready.wait(120)
+        time.sleep(random_.uniform(0.02, 0.6))
+        if process.exitcode is None:
+            os.kill(process.pid, signal.SIGKILL)
+            kills += 1
+        process.join()
+        assert process.exitcode in (0, -signal.SIGKILL)
+        if process.exitcode == 0:  # the run got to its end: another one
+            assert _checksum(_configuration(settings)) == expected[1], f"after {kills} kills"
+            fresh = configure("qwen3_moe", ComputeDtype.BF16, changes)
+            settings["store"] = fresh.store
+    assert _train(_configuration(settings))[1] == expected[1]
+
+
+def _checksum(config: TrainConfig) -> int:
+    with open_session(config, Opening.RESUME) as trainer:
+        return trainer.store.records_crc32c()
+
+
+# Ranks ------------------------------------------------------------------------------------------------------
+
+
+def _import_and_train(mesh: Mesh, source: Path, settings: Mapping[str, Any]) -> list[float]:
+    from tierstore.hf.importing import ImportOptions, import_model
+
+    torch.set_num_threads(1)
+    import_model(source, settings["store"], ImportOptions(), mesh=mesh)
+    return _train(_configuration(settings), mesh=mesh)[0]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_two_ranks_follow_one(
+    family: str, ranks: Ranks, checkpoint: Callable[[str], Path], configure: Make, text: Path, tmp_path: Path
+) -> None:
+    """Products of an expert are those of one process; sums of dense gradients and means are in the ranks' order."""
+    changes = {"steps": 12, "clip_norm": 1.0, "data.batch_size": 4, "data.paths": (str(text),)}
+    one = _train(configure(family, ComputeDtype.FP32, changes))[0]
+    settings = {**changes, "store": tmp_path / "two"}
+    two = ranks.run(2, _import_and_train, checkpoint(family), settings)
+    assert two[0] == two[1]
+    np.testing.assert_allclose(two[0], one, rtol=1e-5)

@@ -1,0 +1,66 @@
+"""``tierstore export``: the model of a store as a checkpoint of Hugging Face transformers."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+from tierstore.cli.options import PATH, SIZE, json_option
+from tierstore.cli.output import Output
+from tierstore.units import format_bytes, format_seconds
+
+
+@click.command()
+@click.argument("store", type=PATH)
+@click.option("--to", "target", type=PATH, required=True, help="The new model directory; must not exist.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["bf16", "fp32"]),
+    help="Type of the weights (default: that of the checkpoint they came from, bf16 where it was quantised).",
+)
+@click.option("--max-shard-size", type=SIZE, default="5GB", help="Bytes of the largest file.")
+@json_option
+def export(store: Path, target: Path, dtype: str | None, max_shard_size: int, output: Output) -> None:
+    """Write the model of STORE, of all ranks if it has several, as it is after its last commit. STORE stays as it is.
+
+    An imported model leaves under the names that it came with, the built-in one as a Mixtral, where its options allow it.
+    """
+    from tierstore.hf.exporting import export as write
+    from tierstore.hf.outline import ExportDtype
+
+    start = time.monotonic()
+    with output.progress(0, label="export (MiB)") as progress:
+        done = write(
+            store,
+            target,
+            dtype=None if dtype is None else ExportDtype(dtype),
+            max_shard_bytes=max_shard_size,
+            progress=lambda written, total: progress.update(written >> 20, total >> 20, {}),
+        )
+    elapsed_s = time.monotonic() - start
+    for note in done.notes:
+        output.line(note)
+    ranks = f", {done.ranks} ranks" if done.ranks > 1 else ""
+    output.line(
+        f"{target}: {done.model_type} at step {done.step}{ranks}; wrote {done.tensors} tensors as {done.dtype.value}, "
+        f"{format_bytes(done.nbytes)} in {done.shards} file{'s' * (done.shards > 1)} in {format_seconds(elapsed_s)}"
+    )
+    output.emit(
+        {
+            "store": str(store),
+            "model_directory": str(target),
+            "model_type": done.model_type,
+            "dtype": done.dtype.value,
+            "step": done.step,
+            "ranks": done.ranks,
+            "tensors": done.tensors,
+            "files": done.shards,
+            "experts": done.experts,
+            "written_bytes": done.nbytes,
+            "elapsed_s": elapsed_s,
+            "written_bytes_per_s": done.nbytes / elapsed_s,
+            "notes": list(done.notes),
+        }
+    )

@@ -1,0 +1,86 @@
+"""``transformers.Trainer`` over a tiered model: its optimizer, and a callback that commits and checks.
+
+``Trainer`` steps the dense parameters that it sees. Here it sees no gradients: they are in the store's slices, and
+``TieredOptimizer.step`` steps dense parameters and experts together, clipped together. What ``Trainer`` does around that
+is what the callback is for:
+
+* ``on_pre_optimizer_step``, ``on_optimizer_step``: the step that is open is taken once; one that a scaler skipped is given up.
+* ``on_substep_end``: a pass of a step has ended, and the step goes on.
+* ``on_save``: the store commits, when the files of the checkpoint are written. They hold no weights, but where the store
+  stood: ``train(resume_from_checkpoint=...)`` compares, and goes on from the store's last commit.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from tierstore.hf.guards import write_marker
+from tierstore.hf.optimizer import TieredOptimizer
+from tierstore.hf.tiered import TieredModel
+from tierstore.train.stepping import StepError
+
+
+class TieredCallback(TrainerCallback):  # type: ignore[misc]
+    """Goes with ``Trainer(model=tiered.model, optimizers=(optimizer, None), callbacks=[TieredCallback(tiered, optimizer)])``.
+
+    Clipping is the optimizer's: ``max_grad_norm`` of the training arguments must say the same (0 for None). Raises
+    StepError where it does not, and where the arguments ask for what a store cannot do.
+    """
+
+    def __init__(self, tiered: TieredModel, optimizer: TieredOptimizer) -> None:
+        self._tiered = tiered
+        self._optimizer = optimizer
+        tiered.model.save_pretrained = self._save
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Refuses arguments under which ``Trainer`` would do something else than it says."""
+        held = others.get("optimizer")
+        if getattr(held, "optimizer", held) is not self._optimizer:
+            raise StepError(
+                "Trainer: expected optimizers=(optimizer, None) with the optimizer of this callback"
+            )
+        if (args.max_grad_norm or 0.0) != (self._optimizer.max_grad_norm or 0.0):
+            raise StepError(
+                f"max_grad_norm: {args.max_grad_norm} in the training arguments, and {self._optimizer.max_grad_norm} in the "
+                "optimizer, which clips; say the same in both (0 and None clip nothing)"
+            )
+        if args.load_best_model_at_end:
+            raise StepError(
+                "load_best_model_at_end: a store goes on from its last commit, and has no other to load"
+            )
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """A pass has ended: ends it for the store too, and finds what it left out."""
+        self._tiered.watch.settle()
+        if not self._optimizer.is_open:
+            raise StepError(
+                "Trainer: a substep ended in no step: its forward pass was no pass of the tiered model"
+            )
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """The gradients are complete."""
+        self.on_substep_end(args, state, control)
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """``optimizer.step()`` was called, or a scaler has skipped it: then the step is given up."""
+        self._optimizer.abandon()
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **others: Any
+    ) -> None:
+        """Reports the norm of all gradients, where ``Trainer`` found none."""
+        for shown in (logs, state.log_history[-1] if state.log_history else None):
+            if shown is not None and "grad_norm" in shown:
+                shown["grad_norm"] = self._optimizer.grad_norm
+
+    def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """The files of the checkpoint are written: commits the store."""
+        self._tiered.commit()
+
+    def _save(self, directory: str | os.PathLike[str], **options: Any) -> None:
+        """What ``Trainer`` calls for a checkpoint."""
+        write_marker(Path(directory), self._tiered.model)

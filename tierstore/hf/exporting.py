@@ -1,0 +1,380 @@
+"""``tierstore export``: the model of a store as a checkpoint that transformers and others load.
+
+Tensor after tensor goes from the records to its place in the files, so memory holds one expert, one dense unit and some
+buffers, whatever the size of the model. The store stays as it is, but for a commit that was never acknowledged.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.config import from_dict
+from tierstore.dense import Fusion
+from tierstore.errors import StoreFormatError
+from tierstore.hf.adapter import StoredAdapter, adapted_by
+from tierstore.hf.checkpoint import TensorInfo, TensorReader, Window, read_header
+from tierstore.hf.families import FAMILIES
+from tierstore.hf.manifest import (
+    BUFFERS_KEY,
+    MANIFEST_NAME,
+    MODEL_DIRECTORY,
+    BufferEntry,
+    Manifest,
+    ParameterEntry,
+    Quantization,
+    unpack_arrays,
+)
+from tierstore.hf.mixtral import mixtral
+from tierstore.hf.outline import (
+    BufferValues,
+    CarriedValues,
+    DenseValues,
+    ExpertValues,
+    ExportDtype,
+    Origin,
+    Outline,
+)
+from tierstore.hf.reading import Adjustment, StoredWeights, open_weights, round_bf16
+from tierstore.hf.writing import (
+    MAX_SHARD_BYTES,
+    Shard,
+    TensorSpec,
+    needed_bytes,
+    new_directory,
+    plan_shards,
+    write_checkpoint,
+    write_file,
+)
+from tierstore.model.config import ComputeDtype, ModelConfig
+
+Progress = Callable[[int, int], None]
+Bytes = npt.NDArray[np.uint8]
+
+_CHUNK_VALUES = 4 << 20
+_MOST_KEPT_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written: ``step`` is where training stands, ``nbytes`` counts the values. ``notes``: for the user."""
+
+    model_type: str
+    dtype: ExportDtype
+    step: int
+    ranks: int
+    tensors: int
+    shards: int
+    experts: int
+    nbytes: int
+    notes: tuple[str, ...]
+
+
+def export(
+    source: Path,
+    target: Path,
+    *,
+    dtype: ExportDtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    adjustment: Adjustment | None = None,
+    progress: Progress = lambda done, total: None,
+) -> Exported:
+    """Writes the model of the store in ``source`` to the directory ``target``.
+
+    ``dtype``: None is that of the checkpoint it was made of (bf16 where that was quantised), or of the built-in model's
+    products. ``adjustment`` changes weights on their way out; None merges the pairs that a run with LoRA has trained.
+    ``progress`` is called with values written and in all, in bytes. Raises StoreError, ConfigError (a built-in model that
+    is no Mixtral), ChecksumError, OSError (a target that exists, a full disk); on a failure there is nothing at ``target``.
+    """
+    imported = (source / MODEL_DIRECTORY / MANIFEST_NAME).exists()
+    manifest = Manifest.read(source) if imported else None
+    with open_weights(source) as weights:
+        ranks = len(weights.stores)
+        if manifest is not None:
+            outline = outline_of(source, manifest, ranks, dtype)
+        else:
+            outline = mixtral(*_built_in(source, weights), ranks, dtype)
+        origins = {spec.name: origin for spec, origin in outline.tensors}
+        shards = plan_shards([spec for spec, _ in outline.tensors], max_shard_bytes)
+        if adjustment is None and adapted_by(weights) is not None:
+            adjustment = StoredAdapter(source, weights)
+            note = "the pairs of LoRA are merged into the weights"
+            outline = replace(outline, notes=(*outline.notes, note))
+        content = _Content(weights, outline, adjustment)
+        done, total = 0, sum(shard.data_bytes for shard in shards)
+
+        def written(tensor: TensorSpec) -> None:
+            nonlocal done
+            done += tensor.nbytes
+            progress(done, total)
+
+        with new_directory(target, needed_bytes(shards, outline.files)) as directory, content:
+            for name, data in outline.files.items():
+                path = directory / name
+                path.parent.mkdir(exist_ok=True)
+                write_file(path, data)
+            write_checkpoint(
+                directory, shards, lambda tensor: content.of(tensor, origins[tensor.name]), written
+            )
+        return _exported(manifest, outline, shards, weights)
+
+
+def _exported(
+    manifest: Manifest | None, outline: Outline, shards: list[Shard], weights: StoredWeights
+) -> Exported:
+    layers = {origin.layer for _, origin in outline.tensors if isinstance(origin, ExpertValues)}
+    return Exported(
+        model_type="mixtral" if manifest is None else manifest.model_type,
+        dtype=outline.dtype,
+        step=weights.state.position,
+        ranks=len(weights.stores),
+        tensors=len(outline.tensors),
+        shards=len(shards),
+        experts=outline.experts * len(layers),
+        nbytes=sum(shard.data_bytes for shard in shards),
+        notes=outline.notes,
+    )
+
+
+def _built_in(source: Path, weights: StoredWeights) -> tuple[ModelConfig, Fusion]:
+    conditions: dict[str, Any] = weights.state.conditions
+    try:
+        model = from_dict(ModelConfig, conditions["model"], origin=str(source))
+        return model, Fusion(conditions["dense"]["fusion"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise StoreFormatError(f"{source}: the conditions of the run are damaged: {error}") from error
+
+
+# Imported models --------------------------------------------------------------------------------------------
+
+
+def outline_of(source: Path, manifest: Manifest, ranks: int, dtype: ExportDtype | None) -> Outline:
+    """The export of an imported model: the tensors of the checkpoint that it was made of, under their names there.
+
+    Raises StoreFormatError, OSError.
+    """
+    was = manifest.experts.source_dtype
+    if dtype is None:
+        dtype = ExportDtype.FP32 if was == "F32" else ExportDtype.BF16
+    directory = source / MODEL_DIRECTORY
+    files = {name: (directory / name).read_bytes() for name in manifest.files}
+    notes = []
+    if manifest.quantization is not Quantization.NONE:
+        notes.append(
+            f"the model came as {'FP8' if manifest.quantization is Quantization.FP8_BLOCKS else 'MXFP4'} and leaves as "
+            f"{dtype.value}; quantization_config is taken out of config.json"
+        )
+    elif was == "F16":
+        notes.append(f"the model came as fp16 and leaves as {dtype.value}")
+    if "config.json" in files:
+        files["config.json"] = config_with(files["config.json"], dtype, where=str(directory / "config.json"))
+    return Outline(
+        dtype=dtype,
+        tensors=list(_tensors(directory, manifest, dtype)),
+        layouts=manifest.unit_layouts(ranks),
+        experts=manifest.experts.count,
+        files=files,
+        notes=tuple(notes),
+    )
+
+
+def config_with(content: bytes, dtype: ExportDtype, *, where: str = "config.json") -> bytes:
+    """config.json for weights of ``dtype`` that are not quantised; the same bytes where nothing changes.
+
+    Raises StoreFormatError.
+    """
+    try:
+        config = json.loads(content)
+        before = dict(config)
+    except (TypeError, ValueError) as error:
+        raise StoreFormatError(f"{where}: not a configuration: {error}") from error
+    config.pop("quantization_config", None)
+    named = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
+    config.update(dict.fromkeys(named, dtype.torch_name))
+    return content if config == before else (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _tensors(directory: Path, manifest: Manifest, dtype: ExportDtype) -> Iterator[tuple[TensorSpec, Origin]]:
+    dense = {
+        entry.name: DenseValues(entry.name, number, index, 0, entry.numel)
+        for number, unit in enumerate(manifest.units)
+        for index, entry in enumerate(unit.parameters)
+    }
+    entries = {entry.name: entry for entry in manifest.parameters()}
+    for number, unit in enumerate(manifest.units):
+        for entry in unit.parameters:
+            yield TensorSpec(entry.source, _dtype(manifest, entry, dtype), entry.shape), dense[entry.name]
+        layer = number - 1
+        if layer in manifest.experts.layers:
+            yield from _experts(manifest, layer, dtype)
+    for tied in manifest.tied:
+        if tied.stored:
+            entry = entries[tied.of]
+            yield TensorSpec(tied.source, _dtype(manifest, entry, dtype), entry.shape), dense[tied.of]
+    for buffer in manifest.buffers:
+        yield TensorSpec(buffer.source, _buffer_dtype(buffer, dtype), buffer.shape), BufferValues(buffer.name)
+    headers: dict[str, Any] = {}
+    for carried in manifest.carried:
+        if carried.file not in headers:
+            headers[carried.file] = read_header(directory / carried.file).tensors
+        info: TensorInfo | None = headers[carried.file].get(carried.name)
+        if info is None:
+            raise StoreFormatError(f"{directory / carried.file}: tensor {carried.name!r} is missing")
+        yield TensorSpec(info.name, info.dtype, info.shape), CarriedValues(info)
+
+
+def _experts(manifest: Manifest, layer: int, dtype: ExportDtype) -> Iterator[tuple[TensorSpec, Origin]]:
+    family, experts = FAMILIES[manifest.model_type], manifest.experts
+    for expert in range(experts.count):
+        for part in family.expert_parts(layer, expert, experts.d_model, experts.d_ff):
+            if part.index is None:
+                of, shape = range(expert, expert + 1), part.shape
+            elif expert == 0:  # the tensor has all experts of the layer
+                of, shape = range(experts.count), (experts.count, *part.shape)
+            else:
+                continue
+            spec = TensorSpec(part.source, dtype.safetensors, shape)
+            yield spec, ExpertValues(layer, of, part.offset, part.numel)
+
+
+def _dtype(manifest: Manifest, entry: ParameterEntry, dtype: ExportDtype) -> str:
+    """The type in which a dense parameter leaves: what the checkpoint kept wider than its weights stays so."""
+    if dtype is ExportDtype.BF16 and entry.source_dtype == "F32":
+        wide = manifest.compute is ComputeDtype.BF16 and entry.dtype == "float32"
+        if wide or manifest.experts.source_dtype != "F32":
+            return "F32"
+    return dtype.safetensors
+
+
+def _buffer_dtype(entry: BufferEntry, dtype: ExportDtype) -> str:
+    """Buffers keep the type that they had, if that is not narrower than what was asked for."""
+    if entry.source_dtype not in ("F16", "BF16"):
+        return entry.source_dtype
+    return dtype.safetensors
+
+
+# Values -----------------------------------------------------------------------------------------------------
+
+
+class _Content:
+    """The bytes of each tensor. A context manager: it keeps the files of carried tensors open."""
+
+    def __init__(self, weights: StoredWeights, outline: Outline, adjustment: Adjustment | None) -> None:
+        self._weights = weights
+        self._outline = outline
+        self._adjustment = adjustment
+        self._reader = TensorReader()
+        self._window = Window()
+        self._buffers: dict[str, npt.NDArray[np.generic]] = {}
+        #: By layer, tensors of all its experts that are small; by name, what was collected of them.
+        self._small: dict[int, list[tuple[str, ExpertValues]]] = {}
+        self._kept: dict[str, list[Bytes]] = {}
+        for spec, origin in outline.tensors:
+            several = isinstance(origin, ExpertValues) and len(origin.experts) > 1
+            if several and spec.nbytes <= _MOST_KEPT_BYTES and isinstance(origin, ExpertValues):
+                self._small.setdefault(origin.layer, []).append((spec.name, origin))
+        self._expert: tuple[tuple[int, int], npt.NDArray[np.generic]] | None = None
+        if BUFFERS_KEY in weights.small:
+            self._buffers = unpack_arrays(weights.small[BUFFERS_KEY], where="the buffers of the last commit")
+
+    def __enter__(self) -> _Content:
+        self._reader.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._reader.__exit__(*error)
+
+    def of(self, tensor: TensorSpec, origin: Origin) -> Iterator[Bytes]:
+        """The values of ``tensor``, in pieces. Raises ChecksumError, StoreFormatError, OSError."""
+        match origin:
+            case DenseValues():
+                yield from self._dense(tensor, origin)
+            case ExpertValues():
+                yield from self._experts(tensor, origin)
+            case BufferValues():
+                yield self._buffer(tensor, origin.name)
+            case CarriedValues(info):
+                step = _CHUNK_VALUES
+                for begin in range(0, info.nbytes, step):
+                    yield self._reader.read(info, begin, min(begin + step, info.nbytes), self._window)
+
+    def _experts(self, tensor: TensorSpec, origin: ExpertValues) -> Iterator[Bytes]:
+        """Where tensors hold all experts of a layer, each takes a pass over their records: the first one collects what the
+        small ones (biases) will need.
+        """
+        kept = self._kept.pop(tensor.name, None)
+        if kept is not None:
+            yield from kept
+            return
+        small = self._small.pop(origin.layer, []) if len(origin.experts) > 1 else []
+        for expert in origin.experts:
+            whole = self._whole(origin.layer, expert, tensor.dtype)
+            for name, other in small:
+                if name == tensor.name:
+                    continue
+                part = whole[other.begin : other.begin + other.numel]
+                self._kept.setdefault(name, []).append(_bytes(part.copy()))
+            yield _bytes(whole[origin.begin : origin.begin + origin.numel])
+
+    def _dense(self, tensor: TensorSpec, origin: DenseValues) -> Iterator[Bytes]:
+        pieces = self._weights.dense(self._outline.layouts[origin.unit], origin.index)
+        if self._adjustment is not None:
+            whole = np.concatenate(list(pieces))
+            self._adjustment.dense(origin.name, whole)
+            pieces = iter([whole])
+        at = 0
+        for piece in pieces:
+            low, high = max(origin.begin - at, 0), min(origin.begin + origin.numel - at, piece.size)
+            at += piece.size
+            for begin in range(low, high, _CHUNK_VALUES):
+                values = piece[begin : min(begin + _CHUNK_VALUES, high)]
+                if origin.scale != 1.0:
+                    values = values * np.float32(origin.scale)
+                yield _bytes(values if tensor.dtype == "F32" else round_bf16(values))
+
+    def _whole(self, layer: int, expert: int, dtype: str) -> npt.NDArray[np.generic]:
+        """All weights of an expert in ``dtype``, flat; the last one is kept."""
+        if self._expert is not None and self._expert[0] == (layer, expert):
+            return self._expert[1]
+        self._expert = None
+        experts = self._outline.experts
+        whole: npt.NDArray[np.generic]
+        if self._adjustment is not None:
+            masters = self._weights.expert_fp32(layer, expert, experts).copy()
+            self._adjustment.expert(layer, expert, masters)
+            whole = masters if dtype == "F32" else round_bf16(masters)
+        elif dtype == "F32":
+            whole = self._weights.expert_fp32(layer, expert, experts)
+        else:
+            whole = self._weights.expert_bf16(layer, expert, experts)
+        self._expert = ((layer, expert), whole)
+        return whole
+
+    def _buffer(self, tensor: TensorSpec, name: str) -> Bytes:
+        values = self._buffers.get(name)
+        if values is None:
+            raise StoreFormatError(f"the last commit has no buffer {name!r}")
+        if values.size != tensor.numel:
+            raise StoreFormatError(f"buffer {name!r}: {values.shape}, expected {tensor.shape}")
+        if tensor.dtype == "F32":
+            return _bytes(_wide(values).reshape(-1))
+        if tensor.dtype == "BF16":
+            return _bytes(round_bf16(_wide(values).reshape(-1)))
+        return _bytes(values.reshape(-1))
+
+
+def _wide(values: npt.NDArray[np.generic]) -> npt.NDArray[np.float32]:
+    """fp32 values, of those or of bf16's bits."""
+    if values.dtype == np.uint16:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return np.ascontiguousarray(values, np.float32)
+
+
+def _bytes(values: npt.NDArray[np.generic]) -> Bytes:
+    return np.ascontiguousarray(values).view(np.uint8)

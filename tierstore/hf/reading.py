@@ -1,0 +1,200 @@
+"""The weights of a job's stores at rest, those of all ranks together, caught up to the newest step that all have.
+
+Reading changes nothing: no record, no file. What an expert missed is replayed on a copy, and forgotten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore import _native
+from tierstore._native import Buffer, Priority
+from tierstore.dense import UnitLayout
+from tierstore.errors import StoreFormatError
+from tierstore.parallel import ExpertBlocks
+from tierstore.store.config import StoreConfig
+from tierstore.store.core import StoreCore
+from tierstore.store.directories import rank_directories
+from tierstore.store.format import Group, GroupLayout, RecordSchema, WeightFormat
+from tierstore.store.opening import minimum_host_budget, read_schemas, scratch_buffers
+from tierstore.store.parameter_store import ParameterStore
+from tierstore.train.ranks import newest_common
+from tierstore.train.session import expert_key
+from tierstore.train.state import TrainState
+
+Floats = npt.NDArray[np.float32]
+Bits = npt.NDArray[np.uint16]
+
+
+class Adjustment(Protocol):
+    """Changes weights on their way out: an adapter that is merged, say. Arrays are fp32 and flat, changed in place."""
+
+    def expert(self, layer: int, expert: int, weights: Floats) -> None: ...
+    def dense(self, name: str, weights: Floats) -> None: ...
+
+
+@dataclass
+class StoredWeights:
+    """The stores of a job, open at one step."""
+
+    stores: list[StoreCore]
+    state: TrainState
+    #: What the commit of the first rank holds beside the records.
+    small: Mapping[str, bytes]
+    expert_ranks: int
+    _scratch: dict[tuple[str, Group], list[Buffer]] = field(default_factory=dict)
+    _unit: tuple[str, list[Floats]] = ("", [])
+
+    # Experts ------------------------------------------------------------------------------------------------
+
+    def expert_fp32(self, layer: int, expert: int, experts: int) -> Floats:
+        """All weights of an expert (of ``experts`` in its layer), flat, valid until the next one is read: the masters, or
+        what a frozen record has. Raises ChecksumError, StoreFormatError, OSError.
+        """
+        return self.record_fp32(expert_key(layer, expert), expert, experts)
+
+    def record_fp32(self, key: str, expert: int, experts: int) -> Floats:
+        """The weights of record ``key``, which is with ``expert``: as ``expert_fp32``."""
+        schema, sections = self._record(key, expert, experts, masters=True)
+        weight = sections[0].array()
+        if schema.weight_format is WeightFormat.FP32:
+            return weight.view(np.float32)
+        wide = np.empty(schema.numel, np.float32)
+        if schema.frozen:
+            _native.widen_bf16(wide, weight.view(np.uint16))
+        else:
+            _native.merge_bf16(wide, weight.view(np.uint16), sections[1].array().view(np.int16))
+        return wide
+
+    def expert_bf16(self, layer: int, expert: int, experts: int) -> Bits:
+        """The same as bf16's bits: what a forward pass computes with, or the masters rounded to nearest even."""
+        schema, sections = self._record(expert_key(layer, expert), expert, experts, masters=False)
+        weight = sections[0].array()
+        return (
+            round_bf16(weight.view(np.float32))
+            if schema.weight_format is WeightFormat.FP32
+            else weight.view(np.uint16)
+        )
+
+    def _record(
+        self, key: str, expert: int, experts: int, *, masters: bool
+    ) -> tuple[RecordSchema, list[Buffer]]:
+        """The sections of the weights, of moments too where the masters or missed steps need them."""
+        core = self.stores[ExpertBlocks(experts, self.expert_ranks).owner(expert)]
+        try:
+            live = core.records.live(key)
+        except KeyError as error:
+            raise StoreFormatError(f"{core.directory}: record {key!r} is missing") from error
+        schema, cached = live.schema, core.records.cached.get(key)
+        behind = cached is not None and core.optimizer.behind(cached) > 0
+        groups = schema.groups[:1]
+        if behind or (masters and schema.weight_format is WeightFormat.SPLIT_BF16):
+            groups = schema.groups
+        sections: list[Buffer] = []
+        tickets: list[int] = []
+        for group in groups:
+            into = self._memory(schema, group)
+            sections += into
+            tickets.append(live.read(group, into, (), Priority.DEMAND))
+        if behind and cached is not None:
+            tickets = [core.optimizer.replay_copy(cached, sections, after=tickets)]
+        core.wait(tickets)
+        return schema, sections
+
+    def _memory(self, schema: RecordSchema, group: Group) -> list[Buffer]:
+        if (schema.name, group) not in self._scratch:
+            self._scratch[schema.name, group] = _buffers(schema.layout(group))
+        return self._scratch[schema.name, group]
+
+    # Dense parameters ---------------------------------------------------------------------------------------
+
+    def dense(self, layout: UnitLayout, index: int) -> Iterator[Floats]:
+        """Parameter ``index`` of a unit, flat, in pieces; the unit is kept in memory until another is asked for.
+
+        Raises ChecksumError, StoreFormatError, OSError.
+        """
+        slices = self._slices(layout)
+        for region, kept in layout.slices():
+            for span in region.spans:
+                if span.index != index:
+                    continue
+                for rank, own in enumerate(slices):
+                    begin = rank * region.slice_numel
+                    low, high = (
+                        max(span.offset, begin),
+                        min(span.offset + span.numel, begin + region.slice_numel),
+                    )
+                    if low < high:
+                        yield own[kept.start + low - begin : kept.start + high - begin]
+
+    def _slices(self, layout: UnitLayout) -> list[Floats]:
+        if self._unit[0] != layout.key:
+            self._unit = ("", [])  # its memory first
+            self._unit = (layout.key, [self._slice(core, layout) for core in self.stores])
+        return self._unit[1]
+
+    def _slice(self, core: StoreCore, layout: UnitLayout) -> Floats:
+        try:
+            live = core.records.live(layout.key)
+        except KeyError as error:
+            raise StoreFormatError(f"{core.directory}: record {layout.key!r} is missing") from error
+        if live.schema.numel != layout.slice_numel:
+            raise StoreFormatError(
+                f"{core.directory}: record {layout.key!r} has {live.schema.numel} values, expected {layout.slice_numel}"
+            )
+        sections = _buffers(live.schema.layout(Group.WEIGHTS))
+        core.wait([live.read(Group.WEIGHTS, sections, (), Priority.DEMAND)])
+        array = sections[0].array()
+        if live.schema.weight_format is WeightFormat.FP32:
+            return array.view(np.float32)
+        wide = np.empty(live.schema.numel, np.float32)
+        _native.widen_bf16(wide, array.view(np.uint16))
+        return wide
+
+
+@contextlib.contextmanager
+def open_weights(source: Path) -> Iterator[StoredWeights]:
+    """The stores of the job in ``source``, of one rank or many, as of the newest step that every rank has.
+
+    Raises StoreMissingError, StoreInUseError, StoreFormatError, StoreError, OSError.
+    """
+    directories = rank_directories(source) or [source]
+    at = newest_common(source, directories)
+    with contextlib.ExitStack() as stack:
+        stores: list[StoreCore] = []
+        for directory, opened_at in zip(directories, at, strict=True):
+            budget = minimum_host_budget(read_schemas(directory))
+            store = ParameterStore.open(directory, StoreConfig(host_budget=budget), at=opened_at)
+            stack.callback(store.close)
+            stores.append(store.core)
+        small = stores[0].committer.state
+        state = TrainState.unpack(small, where=str(directories[0]))
+        parallel: Any = state.conditions.get("parallel")
+        try:
+            ranks, expert_ranks = int(parallel["ranks"]), int(parallel["expert_ranks"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise StoreFormatError(f"{source}: the conditions of the run are damaged: {error}") from error
+        if ranks != len(stores):
+            raise StoreFormatError(f"{source}: made by {ranks} ranks, and there are {len(stores)} stores")
+        yield StoredWeights(stores, state, small, expert_ranks)
+
+
+def round_bf16(values: Floats) -> Bits:
+    """bf16's bits of ``values``, to nearest even, as torch casts."""
+    import torch
+
+    bits: Bits = torch.from_numpy(values).to(torch.bfloat16).view(torch.uint16).numpy()
+    return bits
+
+
+def _buffers(layout: GroupLayout) -> list[Buffer]:
+    """Memory for one slot of ``layout``, which lives as long as these: one Buffer a section."""
+    with scratch_buffers(layout) as sections:
+        return sections

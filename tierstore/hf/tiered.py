@@ -1,0 +1,280 @@
+"""A model of transformers over its store, in somebody else's loop::
+
+    with open_model("runs/q", host_budget="4GiB") as tiered:
+        model = tiered.model  # transformers' own class
+        model.train()
+        for batch in loader:
+            with tiered.step(lr=1e-5, max_grad_norm=1.0) as step:
+                for micro in batch:
+                    step.backward(model(**micro).loss / len(batch))
+        tiered.commit()
+
+A step opens, with its learning rate, before its first forward pass, and has any number of passes. Nothing moves before
+its end: then the norm is taken over dense parameters and experts together, and either all of them are stepped or, where
+a loss or a gradient is not finite, none. Gradient checkpointing, evaluation and ``generate`` are the model's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from tierstore.config import load
+from tierstore.errors import ConfigError, StoreMissingError
+from tierstore.hf.guards import guarded
+from tierstore.hf.importing import ImportOptions, import_model
+from tierstore.hf.model import HfModel
+from tierstore.hf.stored import stored_spec
+from tierstore.hf.watching import Autocast, PassWatch, Stage
+from tierstore.parallel import RankEnvironment
+from tierstore.store.disk.home import IDENTITY
+from tierstore.store.opening import read_states
+from tierstore.timeline import Track
+from tierstore.train.config import TrainConfig
+from tierstore.train.ranks import Opening
+from tierstore.train.session import Loop, open_parts
+from tierstore.train.state import STATE_KEY
+from tierstore.train.stepping import OpenStep, Outcome, SessionParts, StepError, Stepper
+from tierstore.units import parse_size
+
+if TYPE_CHECKING:
+    from tierstore.hf.optimizer import TieredOptimizer
+
+
+@contextlib.contextmanager
+def open_model(
+    store: Path | str,
+    source: Path | str | None = None,
+    *,
+    host_budget: int | str = "1GiB",
+    autocast: Autocast = Autocast.REFUSED,
+    options: ImportOptions | None = None,
+    settings: Mapping[str, object] | None = None,
+) -> Iterator[TieredModel]:
+    """The model that was imported into ``store``, as it was last committed; closed at exit. What was not committed is gone.
+
+    ``source``: a model directory, imported first (with ``options``) if there is no such store or its import was cut short.
+    ``host_budget``: memory for experts, as bytes or as text. ``settings``: keys of ``TrainConfig`` by dotted name
+    (``{"adamw.weight_decay": 0.0}``). Raises ConfigError, BudgetError, CapabilityError, StoreError, OSError, and StepError
+    at exit if a step is open.
+    """
+    store = Path(store)
+    if RankEnvironment.from_environment().world > 1:
+        raise ConfigError("open_model: a loop of one's own runs on one rank; tierstore train runs on several")
+    if source is not None:
+        _import(Path(source), store, options)
+    config = load(TrainConfig, None, {"store": store, **(settings or {})})
+    spec = stored_spec(store, config.finetune)
+    if spec is None:
+        raise StoreMissingError(
+            f"{store}: no imported model; tierstore import makes one of a model directory"
+        )
+    config = replace(config, model=spec, host_budget=parse_size(host_budget, name="host_budget"))
+    watch = PassWatch(autocast)
+    with open_parts(config, Opening.RESUME, loop=Loop.FOREIGN, watch=watch) as parts:
+        tiered = TieredModel(parts, watch)
+        with guarded(tiered.model, parts.state, store):
+            yield tiered
+            tiered.close()
+
+
+def _import(source: Path, store: Path, options: ImportOptions | None) -> None:
+    """Imports ``source``, unless ``store`` holds an import that has ended."""
+    if not (store / IDENTITY).exists() or not read_states(store, STATE_KEY):
+        import_model(source, store, options)
+
+
+class TieredModel:
+    """An open model and its store; ``open_model`` makes it. One thread at a time."""
+
+    def __init__(self, parts: SessionParts, watch: PassWatch) -> None:
+        self._parts = parts
+        self._watch = watch
+        self._stepper = Stepper(parts)
+        self._stack = contextlib.ExitStack()
+        model = cast(HfModel, parts.model)
+        #: The model: a class of transformers, whose experts are no parameters.
+        self.model: Any = model.module
+        self.model.eval()  # as from_pretrained gives it
+        watch.attach(model, parts, self._stepper)
+
+    @property
+    def parts(self) -> SessionParts:
+        """The session's parts: store, schedule, counters."""
+        return self._parts
+
+    @property
+    def position(self) -> int:
+        """Steps that were taken, skipped or abandoned since the import."""
+        return self._parts.state.position
+
+    # Steps --------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def step(
+        self, lr: float, *, max_grad_norm: float | None = None, backward_passes: int | None = None
+    ) -> Iterator[TieredStep]:
+        """One optimizer step; at the end of the block it is taken.
+
+        ``max_grad_norm``: clips the gradients of the whole model, experts included, as ``clip_grad_norm_`` does.
+        ``backward_passes``: how many there will be; where experts' gradients do not fit in memory, a step that knows it
+        reads each of them once less. Raises StepError where the block did not do what a step needs; if the block raises,
+        the step is not taken.
+        """
+        step = self.open_step(lr, max_grad_norm=max_grad_norm, backward_passes=backward_passes)
+        try:
+            yield step
+        except BaseException as error:
+            self.abort_step(error)
+            raise
+        self.close_step()
+
+    def optimizer(
+        self, lr: float, *, max_grad_norm: float | None = None, backward_passes: int | None = None
+    ) -> TieredOptimizer:
+        """A ``torch.optim.Optimizer`` for loops that want one: its step opens with the first training forward pass."""
+        from tierstore.hf.optimizer import TieredOptimizer
+
+        return TieredOptimizer(self, lr, max_grad_norm=max_grad_norm, backward_passes=backward_passes)
+
+    def commit(self, *, snapshot: str | None = None) -> int:
+        """Makes everything up to the last step durable; returns the commit's generation. Raises StepError in a step."""
+        if self._watch.step is not None:
+            raise StepError(f"commit: {self._open_message()}")
+        return self._stepper.commit(snapshot=snapshot)
+
+    # For what drives steps ----------------------------------------------------------------------------------
+
+    @property
+    def watch(self) -> PassWatch:
+        """Where the loop stands."""
+        return self._watch
+
+    def open_step(self, lr: float, *, max_grad_norm: float | None, backward_passes: int | None) -> TieredStep:
+        """Opens a step, which ``close_step`` or ``abort_step`` ends."""
+        if not (math.isfinite(lr) and lr >= 0):
+            raise StepError(f"lr: expected a number of at least 0, got {lr}")
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise StepError(f"max_grad_norm: expected more than 0, or None, got {max_grad_norm}")
+        opened = self._stack.enter_context(self._stepper.step(lr, passes=backward_passes))
+        opened.clip_norm = max_grad_norm or 0.0
+        self._watch.begin_step(opened)
+        return TieredStep(self._parts, self._watch, opened)
+
+    def close_step(self) -> None:
+        """Takes the open step, or raises StepError and gives it up."""
+        step, problem = self._watch.step, None
+        assert step is not None
+        try:
+            self._watch.settle()
+            if step.outcome is Outcome.OPEN:
+                problem = self._incomplete(step)
+            if problem is not None:
+                step.abandon()
+        except BaseException as error:
+            self.abort_step(error)
+            raise
+        try:
+            self._stack.close()
+        finally:
+            self._watch.end_step()
+        if problem is not None:
+            raise StepError(problem)
+
+    def abort_step(self, error: BaseException) -> None:
+        """Gives the open step up: cleanly between passes; else the store is poisoned, and its last commit stands."""
+        step = self._watch.step
+        assert step is not None
+        try:
+            self._watch.settle()
+            self._parts.store.failures.check()
+        except Exception:
+            with contextlib.suppress(BaseException):
+                self._stack.__exit__(type(error), error, error.__traceback__)
+        else:
+            step.abandon()
+            self._stack.close()
+        finally:
+            self._watch.end_step()
+
+    def close(self) -> None:
+        """Stops watching. Raises StepError, and gives the step up, if one is open."""
+        self._watch.detach()
+        if self._watch.step is not None:
+            problem = StepError(self._open_message())
+            self.abort_step(problem)
+            raise problem
+
+    def _incomplete(self, step: OpenStep) -> str | None:
+        if self._watch.stage is Stage.READY:
+            return "the step ends before the backward pass of its last forward pass"
+        if not self._watch.passes:
+            return "the step ends without a backward pass; step.abandon() says that it shall"
+        return None
+
+    def _open_message(self) -> str:
+        return (
+            f"a step with {self._watch.passes} backward passes is open: end it first (with optimizer.step(), where it was "
+            "opened by one)"
+        )
+
+
+class TieredStep:
+    """A step in progress. What is known when it has ended: ``loss``, ``grad_norm``, ``skipped``."""
+
+    def __init__(self, parts: SessionParts, watch: PassWatch, step: OpenStep) -> None:
+        self._parts = parts
+        self._watch = watch
+        self._step = step
+        self.lr = step.lr
+        #: The sum of what ``backward`` was called with.
+        self.loss = 0.0
+
+    @property
+    def grad_norm(self) -> float:
+        """Of all gradients, before clipping; not finite where the step was not taken."""
+        return self._step.grad_norm
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the step ended and was not taken: a loss or a gradient was not finite, or it was abandoned."""
+        return self._step.outcome not in (Outcome.OPEN, Outcome.TAKEN)
+
+    def backward(self, loss: Tensor) -> None:
+        """The backward pass of the last forward pass from ``loss``, a scalar. One that is not finite skips the step.
+
+        ``loss.backward()`` does as well; then a loss that is not finite is noticed by its gradients.
+        """
+        if self._watch.step is not self._step:
+            raise StepError("backward: the step has ended")
+        self._watch.settle()
+        if self._watch.stage is not Stage.READY:
+            raise StepError("backward: no forward pass with gradients has run since the last backward pass")
+        value = float(loss.detach())
+        if not math.isfinite(value):
+            self._step.skip()
+        if self._step.outcome is not Outcome.OPEN:
+            self._watch.drop_pass()  # what it would add is not wanted
+            return
+        with self._parts.timeline.span(Track.COMPUTE, f"backward {self._parts.state.position}"):
+            torch.autograd.backward(loss)
+        if self._watch.stage is Stage.READY:
+            raise StepError("backward: the loss does not depend on the last forward pass")
+        self._watch.settle()
+        self.loss += value
+        self._parts.state.train_loss = self.loss
+
+    def abandon(self) -> None:
+        """The step shall not be taken: gradients so far are forgotten."""
+        if self._watch.step is not self._step:
+            raise StepError("abandon: the step has ended")
+        self._watch.settle()
+        self._watch.drop_pass()
+        self._step.abandon()

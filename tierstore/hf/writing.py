@@ -1,0 +1,297 @@
+"""Writing checkpoints: safetensors files as streams, sharded, with their index, in bounded memory.
+
+The package ``safetensors`` writes what is whole in memory. Here names, types and shapes are known beforehand, which is
+all that a header needs; the values follow in file order. They go past the page cache. A checkpoint is built beside its
+name and takes it when it is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import math
+import mmap
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.hf.checkpoint import ALIGNMENT, INDEX_NAME, ITEM_BYTES, SINGLE_NAME
+from tierstore.machine import existing_parent
+from tierstore.store.directories import building, building_directory
+from tierstore.store.disk.home import fsync_directory
+from tierstore.units import format_bytes
+
+#: Bytes of the largest shard, unless told otherwise: transformers' default.
+MAX_SHARD_BYTES = 5 * 10**9
+#: What transformers asks for in the header of a file.
+METADATA = {"format": "pt"}
+
+#: Says that a directory is one of ours that was never completed.
+_MARKER = ".tierstore-export"
+_WINDOW_BYTES = 8 << 20
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor that is to be written. ``dtype``: safetensors' name of its type."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.item_bytes
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file: its tensors in file order."""
+
+    file: str
+    tensors: tuple[TensorSpec, ...]
+
+    @property
+    def header(self) -> bytes:
+        """What is before the values; padded, so that these begin at a multiple of 8."""
+        table: dict[str, object] = {"__metadata__": METADATA}
+        at = 0
+        for tensor in self.tensors:
+            offsets = [at, at + tensor.nbytes]
+            table[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": offsets}
+            at = offsets[1]
+        text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    @property
+    def data_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def plan_shards(tensors: Sequence[TensorSpec], max_bytes: int = MAX_SHARD_BYTES) -> list[Shard]:
+    """Cuts ``tensors`` into files of at most ``max_bytes`` of values; a larger tensor has a file of its own.
+
+    They stay in order, but that in a file wider types come first: so every tensor begins at a multiple of its type.
+    """
+    parts: list[list[TensorSpec]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if parts[-1] and size + tensor.nbytes > max_bytes:
+            parts.append([])
+            size = 0
+        parts[-1].append(tensor)
+        size += tensor.nbytes
+    ordered = [sorted(part, key=lambda tensor: -tensor.item_bytes) for part in parts]
+    if len(ordered) == 1:
+        return [Shard(SINGLE_NAME, tuple(ordered[0]))]
+    return [
+        Shard(f"model-{number:05d}-of-{len(ordered):05d}.safetensors", tuple(part))
+        for number, part in enumerate(ordered, start=1)
+    ]
+
+
+def index_of(shards: Sequence[Shard]) -> dict[str, object]:
+    """The content of ``model.safetensors.index.json``."""
+    tensors = [tensor for shard in shards for tensor in shard.tensors]
+    return {
+        "metadata": {
+            "total_parameters": sum(tensor.numel for tensor in tensors),
+            "total_size": sum(tensor.nbytes for tensor in tensors),
+        },
+        "weight_map": {tensor.name: shard.file for shard in shards for tensor in shard.tensors},
+    }
+
+
+# The directory ----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def new_directory(target: Path, nbytes: int) -> Iterator[Path]:
+    """A directory beside ``target`` to write to, which is on disk under that name when the block ends.
+
+    When it raises, nothing is left. ``nbytes``: the space that is needed. Raises FileExistsError when there is something
+    at ``target``, or at the directory's own name that no export left there; OSError (ENOSPC), each with nothing written;
+    StoreInUseError.
+    """
+    if os.path.lexists(target):
+        raise FileExistsError(errno.EEXIST, "there is something here already", str(target))
+    partial = building_directory(target)
+    if partial.exists():
+        ours = partial.is_dir() and ((partial / _MARKER).exists() or not any(partial.iterdir()))
+        if not ours:
+            raise FileExistsError(
+                errno.EEXIST, f"needed to build {target.name}, and something is there", str(partial)
+            )
+        with building(partial):
+            shutil.rmtree(partial)
+    _check_space(partial, nbytes)
+    partial.mkdir(parents=True)
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, partial, ignore_errors=True)
+        stack.enter_context(building(partial))
+        (partial / _MARKER).touch()
+        yield partial
+        (partial / _MARKER).unlink()
+        fsync_directory(partial)
+        partial.rename(target)
+        fsync_directory(target.absolute().parent)
+
+
+def _check_space(directory: Path, nbytes: int) -> None:
+    """Raises OSError (ENOSPC) unless ``nbytes`` fit on the file system of ``directory``, which need not exist."""
+    found = os.statvfs(existing_parent(directory))
+    free = found.f_bavail * found.f_frsize
+    if nbytes > free:
+        raise OSError(
+            errno.ENOSPC,
+            f"the export needs {format_bytes(nbytes)}, and {format_bytes(free)} are free",
+            str(directory),
+        )
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """A small file, on disk when this returns; its directory must be synced by the caller."""
+    with open(path, "xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_checkpoint(
+    directory: Path,
+    shards: Sequence[Shard],
+    content: Callable[[TensorSpec], Iterable[Bytes]],
+    written: Callable[[TensorSpec], None] = lambda tensor: None,
+) -> None:
+    """Writes ``shards`` and their index. ``content`` gives the bytes of a tensor in pieces, each valid until the next one
+    is asked for; ``written`` is called behind each tensor. Raises OSError; ValueError where pieces do not fit.
+    """
+    for shard in shards:
+        with StreamFile(directory / shard.file) as file:
+            file.append(np.frombuffer(shard.header, np.uint8))
+            for tensor in shard.tensors:
+                before = file.nbytes
+                for piece in content(tensor):
+                    file.append(piece)
+                if file.nbytes - before != tensor.nbytes:
+                    raise ValueError(f"{tensor.name}: {file.nbytes - before} bytes, expected {tensor.nbytes}")
+                written(tensor)
+            file.finish()
+    if len(shards) > 1:
+        write_file(directory / INDEX_NAME, (json.dumps(index_of(shards), indent=2) + "\n").encode())
+
+
+class StreamFile:
+    """A new file that is written from its begin to its end past the page cache: with O_DIRECT, or where the file system
+    has none, syncing and dropping the pages behind it. One caller; a thread of its own writes. A context manager:
+    a file that was not finished is incomplete.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.nbytes = 0
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._direct = True
+        try:
+            self._fd = os.open(path, flags | os.O_DIRECT, 0o666)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            path.unlink(missing_ok=True)  # some file systems refuse the flag when the file is there already
+            self._direct = False
+            self._fd = os.open(path, flags, 0o666)
+        # While one is written, the other is filled.
+        self._windows = [mmap.mmap(-1, _WINDOW_BYTES) for _ in range(2)]
+        self._current, self._filled, self._offset = 0, 0, 0
+        self._writing: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="export")
+
+    def __enter__(self) -> StreamFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._thread.shutdown(cancel_futures=True)
+        os.close(self._fd)
+
+    def append(self, data: Bytes) -> None:
+        """Adds ``data`` (flat, contiguous), which may change afterwards. Raises OSError, also of an earlier write."""
+        view = data.data
+        at = 0
+        while at < len(view):
+            count = min(len(view) - at, _WINDOW_BYTES - self._filled)
+            self._windows[self._current][self._filled : self._filled + count] = view[at : at + count]
+            self._filled += count
+            at += count
+            if self._filled == _WINDOW_BYTES:
+                self._flush(_WINDOW_BYTES)
+        self.nbytes += len(view)
+
+    def finish(self) -> None:
+        """Everything is on disk when this returns. Raises OSError."""
+        if self._filled:
+            padded = -(-self._filled // ALIGNMENT) * ALIGNMENT
+            self._windows[self._current][self._filled : padded] = bytes(padded - self._filled)
+            self._flush(padded)
+        self._wait()
+        os.ftruncate(self._fd, self.nbytes)
+        os.fsync(self._fd)
+
+    def _flush(self, count: int) -> None:
+        self._wait()
+        self._writing = self._thread.submit(self._write, self._windows[self._current], count, self._offset)
+        self._offset += count
+        self._current, self._filled = 1 - self._current, 0
+
+    def _wait(self) -> None:
+        if self._writing is not None:
+            self._writing.result()
+
+    def _write(self, window: mmap.mmap, count: int, offset: int) -> None:
+        with memoryview(window) as view:
+            done = 0
+            while done < count:
+                done += self._pwrite(view[done:count], offset + done)
+        if not self._direct:
+            os.fdatasync(self._fd)  # only clean pages can be dropped
+            os.posix_fadvise(self._fd, offset, count, os.POSIX_FADV_DONTNEED)
+
+    def _pwrite(self, view: memoryview, offset: int) -> int:
+        try:
+            return os.pwrite(self._fd, view, offset)
+        except OSError as error:
+            if not (self._direct and error.errno == errno.EINVAL):
+                raise OSError(error.errno, error.strerror, str(self._path)) from error
+        # Larger blocks than ALIGNMENT, or a rest that was cut short: this one goes through the page cache.
+        self._direct = False
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+        return os.pwrite(self._fd, view, offset)
+
+
+def needed_bytes(shards: Sequence[Shard], files: Mapping[str, bytes]) -> int:
+    """The space that a checkpoint takes, in whole blocks."""
+    sizes = [len(shard.header) + shard.data_bytes for shard in shards]
+    sizes += [len(content) for content in files.values()]
+    index = sum(len(tensor.name) + 64 for shard in shards for tensor in shard.tensors)
+    return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in (*sizes, index))

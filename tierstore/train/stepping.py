@@ -1,0 +1,282 @@
+"""One optimizer step of a model whose experts are leased from a store, whoever drives its passes.
+
+::
+
+    with stepper.step(lr, passes=count) as step:
+        for each micro-batch:
+            step.begin_pass()
+            output = model.run(batch)
+            step.backward(output.objective / count)
+
+The end of the block finishes the gradients, takes the norm over dense parameters and experts together, and then either
+steps everything or skips the step. Without clipping, and with the number of passes known, an expert is stepped in its
+last backward pass, as soon as its gradient is complete. Otherwise its step waits for the norm, and is queued before the
+expert is used again or at the next commit.
+
+A non-finite loss is seen before any state moves, and skips the step; so does a non-finite gradient where steps wait for
+the norm. Where they do not, experts have been stepped when the norm is known: then a non-finite gradient stops the run
+at its last commit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from tierstore.cache.access import Phase
+from tierstore.dense import DenseSlices
+from tierstore.errors import TierstoreError
+from tierstore.model.interface import Model
+from tierstore.parallel import Mesh, RankGroup
+from tierstore.prefetch.experts import ExpertTiers
+from tierstore.prefetch.horizontal import HorizontalQueue
+from tierstore.prefetch.plan import StepTiming
+from tierstore.stats import Cause, StallLedger, Tier
+from tierstore.store.core import OptimizerStep, StoreCore
+from tierstore.timeline import OperationSpans, TimelineSink, Track
+from tierstore.train.config import TrainConfig
+from tierstore.train.data import TrainingData
+from tierstore.train.ranks import commit_everywhere
+from tierstore.train.state import STATE_KEY, TrainState
+
+
+class NonFiniteError(TierstoreError):
+    """A loss or gradient that is not finite, and that the run cannot or must not step over."""
+
+
+class StepError(TierstoreError, RuntimeError):
+    """A training loop left something out, or did it twice. The message says what."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionParts:
+    """The open parts of a training session: ``tierstore.train.session`` makes and closes them, a ``Stepper`` drives them.
+
+    ``timing``: when expert gradients become steps. ``data``: what it is trained on; None where a loop brings its own.
+    """
+
+    config: TrainConfig
+    timing: StepTiming
+    store: StoreCore
+    experts: ExpertTiers
+    model: Model
+    dense: DenseSlices
+    queue: HorizontalQueue
+    data: TrainingData | None
+    mesh: Mesh
+    state: TrainState
+    ledger: StallLedger
+    timeline: TimelineSink
+
+
+class Outcome(Enum):
+    """What becomes of a step."""
+
+    OPEN = "open"
+    TAKEN = "taken"
+    SKIPPED = "skipped"  # a loss or a gradient was not finite
+    ABANDONED = "abandoned"  # whoever drives it said so
+
+
+class Stepper:
+    """Takes steps, and commits them. It owns nothing. One thread at a time."""
+
+    def __init__(self, parts: SessionParts) -> None:
+        self.parts = parts
+        self._operations = OperationSpans(parts.store.engine, parts.timeline)
+
+    @contextlib.contextmanager
+    def step(self, lr: float, *, passes: int | None = None) -> Iterator[OpenStep]:
+        """One optimizer step with learning rate ``lr`` of ``passes`` forward and backward passes (None: any number).
+
+        If the block raises, the step may have been taken in part: the last commit stands, and no other is possible.
+        Raises StepError, and nothing has changed, if a step is open or ``passes`` cannot be; at the end of the block
+        StepError, NonFiniteError, ChecksumError, OSError, BudgetError, PeerError.
+        """
+        parts = self.parts
+        if parts.store.history.is_open:
+            raise StepError("a step is open already: it ends before the next one begins")
+        if passes is None and parts.timing is StepTiming.IMMEDIATE:
+            raise StepError(
+                "passes: where experts are stepped in their last backward pass, it must be known which it is"
+            )
+        if passes is not None and passes < 1:
+            raise StepError(f"passes: expected at least one, got {passes}")
+        position = parts.state.position
+        with (
+            parts.store.failures.poisoning(f"step {position} was cut short"),
+            parts.store.optimizer_step(lr) as step,
+        ):
+            opened = OpenStep(parts, step, passes)
+            yield opened
+            opened.close()
+        parts.state.position += 1
+        self._operations.drain()
+
+    def commit(self, *, snapshot: str | None = None) -> int:
+        """Makes the run durable up to here; returns the generation."""
+        parts = self.parts
+        with (
+            parts.store.failures.poisoning("a commit was cut short"),
+            parts.timeline.span(Track.COMMITS, f"commit {parts.state.position}"),
+            parts.ledger.stall(layer=None, tier=Tier.NVME, cause=Cause.COMMIT),
+        ):
+            parts.experts.gradients.step_pending()
+            parts.dense.save(parts.store, parts.store.history.applied)
+            state = {**parts.model.state(), STATE_KEY: parts.state.pack()}
+            generation = commit_everywhere(parts.store, parts.mesh, state, snapshot)
+        self._operations.drain()
+        return generation
+
+    def begin_forward(self) -> None:
+        """A forward pass follows that no backward pass belongs to."""
+        self.parts.experts.begin_evaluation()
+        self.parts.queue.begin(training=False)
+
+
+class OpenStep:
+    """A step in progress. Its passes come one after another, each forward and then backward."""
+
+    def __init__(self, parts: SessionParts, step: OptimizerStep, passes: int | None) -> None:
+        self._parts = parts
+        self._step = step
+        self._passes = passes
+        self._position = parts.state.position
+        self._begun = 0
+        self.lr = step.lr
+        self.outcome = Outcome.OPEN
+        #: Of all gradients, before clipping; not finite where the step was not taken.
+        self.grad_norm = math.nan
+        #: The largest norm that gradients keep (0: any).
+        self.clip_norm = parts.config.clip_norm
+        parts.queue.begin(training=True)
+        parts.dense.zero_grad()
+
+    @property
+    def passes_begun(self) -> int:
+        return self._begun
+
+    def begin_pass(self) -> None:
+        """A forward pass follows, and then its backward pass."""
+        if self._begun == self._passes:
+            raise StepError(f"step {self._position}: a further forward pass in a step of {self._passes}")
+        parts, index = self._parts, self._begun
+        if index % parts.queue.micro_batches == 0:
+            # Its schedule is for as many as it knew of; and other forward passes may have come between.
+            parts.queue.begin(training=True)
+        parts.experts.begin_micro(index=index, count=self._passes)
+        parts.dense.begin_micro()
+        parts.model.set_step(self._position, index)
+        self._begun += 1
+
+    def backward(self, objective: Tensor) -> None:
+        """The backward pass of the last forward pass."""
+        with self._parts.timeline.span(Track.COMPUTE, f"backward {self._position}.{self._begun - 1}"):
+            torch.autograd.backward(objective)
+            self.end_pass()
+
+    def end_pass(self) -> None:
+        """The backward pass has returned."""
+        self._parts.dense.end_micro()
+
+    def skip(self) -> None:
+        """A loss is not finite: the step is not taken, and counts as a skipped one."""
+        self.outcome = Outcome.SKIPPED
+
+    def abandon(self) -> None:
+        """The step is not taken, because whoever drives it says so."""
+        self.outcome = Outcome.ABANDONED
+
+    # The end ------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Takes the step, or skips it. Only ``Stepper`` calls it."""
+        parts, config = self._parts, self._parts.config
+        every = config.cache.write_back_every
+        if every and (self._position + 1) % every == 0:
+            # Now, while the disk would rest: dense parameters are stepped, and the next pass has yet to ask.
+            parts.store.cache.clean()
+        finite_losses = self.outcome is Outcome.OPEN
+        if finite_losses:
+            self._check_passes()
+            self.grad_norm = self._norm()
+            self.outcome = Outcome.TAKEN if math.isfinite(self.grad_norm) else Outcome.SKIPPED
+        if self.outcome is Outcome.TAKEN:
+            self._apply()
+            parts.model.end_step()
+            parts.state.skipped_in_a_row = 0
+            return
+        if finite_losses and self._steps_early:
+            raise NonFiniteError(
+                f"step {self._position}: a gradient is not finite, and without clipping experts have been stepped "
+                "already; the last commit stands"
+            )
+        self._drop()
+        self._step.abandon()
+
+    @property
+    def _steps_early(self) -> bool:
+        return self._parts.timing is StepTiming.IMMEDIATE
+
+    def _check_passes(self) -> None:
+        if self._passes is None and not self._begun:
+            raise StepError(f"step {self._position} ends without a backward pass")
+        if self._passes not in (None, self._begun):
+            raise StepError(f"step {self._position} ends after {self._begun} of {self._passes} passes")
+
+    def _norm(self) -> float:
+        parts = self._parts
+        if self._passes is None:
+            parts.experts.end_passes()
+        with parts.ledger.stall(layer=None, tier=Tier.HOST, cause=Cause.OPTIMIZER):
+            squares = parts.experts.gradients.sum_of_squares()
+        # Replicas of an expert have the same gradient: it counts once.
+        counted = squares if parts.mesh.replica.rank == 0 else 0.0
+        (mean,) = means([counted], parts.mesh.world, parts.ledger)
+        squares = mean * parts.mesh.world.size
+        squares += parts.dense.sum_of_squares()
+        return math.sqrt(squares) if math.isfinite(squares) else math.nan
+
+    def _apply(self) -> None:
+        parts = self._parts
+        if not self._steps_early:
+            # torch.nn.utils.clip_grad_norm_'s formula.
+            scale = min(1.0, self.clip_norm / (self.grad_norm + 1e-6)) if self.clip_norm else 1.0
+            parts.experts.gradients.apply(scale)
+            if scale < 1.0:
+                parts.dense.scale_gradients(scale)
+        # The queue may gather a stepped unit for the next step while later units are still stepped.
+        for unit in parts.queue.optimizer_units:
+            with parts.queue.during(unit, Phase.OPTIMIZER):
+                parts.dense.step_unit(unit, self.lr)
+
+    def _drop(self) -> None:
+        state, most = self._parts.state, self._parts.config.max_skipped
+        self._parts.queue.reset()
+        # Those of the step before: no forward pass may have come to them yet.
+        self._parts.experts.gradients.step_pending()
+        self._parts.experts.gradients.discard()
+        state.skipped += 1
+        if self.outcome is Outcome.ABANDONED:
+            return
+        state.skipped_in_a_row += 1
+        if state.skipped_in_a_row >= most:
+            raise NonFiniteError(
+                f"step {self._position}: {state.skipped_in_a_row} steps in a row were not finite (max_skipped)"
+            )
+
+
+def means(values: Sequence[float], world: RankGroup, ledger: StallLedger) -> list[float]:
+    """The means over ranks; the same bits on all of them."""
+    if world.size == 1:
+        return list(values)
+    sums = torch.tensor(values, dtype=torch.float64)
+    with ledger.stall(layer=None, tier=Tier.RANKS, cause=Cause.AGREEMENT):
+        world.all_reduce(sums).wait()
+    return [float(total) / world.size for total in sums]
