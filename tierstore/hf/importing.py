@@ -58,8 +58,9 @@ from tierstore.store.parameter_store import ParameterStore
 from tierstore.train.budgets import EXPERT_SCHEMA
 from tierstore.train.session import expert_key
 from tierstore.train.state import STATE_KEY, TrainState
+from tierstore.units import format_bytes
 
-#: (bytes of the source that are in the store's records, in all, fields to show).
+#: (records of this rank that are there, in all, fields to show).
 ProgressCallback = Callable[[int, int, dict[str, object]], None]
 
 
@@ -395,7 +396,7 @@ class _Import:
         """Writes the records that are missing."""
         if self._loader is None:
             return
-        self._progress(self._done, self._total, {})
+        self._show()
         expert, budget = self._plan.schemas[0], self._options.host_budget
         with Filler(self._loader, weights, expert, budget=budget, wrote=self._wrote) as filler:
             filler.run(job for job in self._plan.jobs if _key(job) not in self._keys)
@@ -443,7 +444,12 @@ class _Import:
         self._records += 1
         if self._uncommitted >= self._options.commit_bytes:
             self._commit()
-        self._progress(self._done, self._total, {"records": len(self._keys) + self._records})
+        self._show()
+
+    def _show(self) -> None:
+        there = len(self._keys) + self._records
+        fields: dict[str, object] = {"read": f"{format_bytes(self._done)} of {format_bytes(self._total)}"}
+        self._progress(there, len(self._plan.jobs), fields)
 
     def _commit(self, more: dict[str, bytes] | None = None) -> None:
         self._core.committer.commit({IMPORT_KEY: self._state.pack(), **(more or {})})
