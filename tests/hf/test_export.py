@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tierstore.errors import StoreFormatError
 from tierstore.hf.exporting import config_with, export
+from tierstore.hf.importing import ImportOptions, import_model
 from tierstore.hf.outline import ExportDtype
 from tierstore.store.directories import verify_all
 
@@ -169,6 +170,39 @@ def test_an_adjustment_changes_weights_on_their_way_out(tmp_path: Path) -> None:
         for name, value in tensors_of(tmp_path / "m").items()
     }
     same(tensors_of(tmp_path / "out"), wanted)
+
+
+def test_fp16_leaves_as_bf16_and_this_is_said(tmp_path: Path) -> None:
+    save(tmp_path / "m", "olmoe", torch.float16)
+    imported(tmp_path / "m", tmp_path / "s")
+    done = export(tmp_path / "s", tmp_path / "out")
+    assert done.notes == ("the model came as fp16 and leaves as bf16",)
+    tensors = tensors_of(tmp_path / "m")
+    export(tmp_path / "s", tmp_path / "wide", dtype=ExportDtype.FP32)
+    same(tensors_of(tmp_path / "wide"), {name: value.float() for name, value in tensors.items()})
+    for name, value in tensors_of(tmp_path / "out").items():
+        assert value.dtype == torch.bfloat16
+        nearest = (value.float() - tensors[name].float()).abs()
+        assert torch.equal(nearest, (tensors[name].bfloat16().float() - tensors[name].float()).abs()), name
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_an_import_that_was_cut_short_is_refused(tmp_path: Path) -> None:
+    class Stop(Exception):
+        pass
+
+    def stop(done: int, total: int, fields: dict[str, object]) -> None:
+        if done > total / 2:
+            raise Stop
+
+    save(tmp_path / "m", "olmoe", torch.bfloat16)
+    with pytest.raises(Stop):
+        import_model(tmp_path / "m", tmp_path / "s", ImportOptions(commit_bytes=1), progress=stop)
+    with pytest.raises(StoreFormatError, match="the import was cut short; the same tierstore import goes on"):
+        export(tmp_path / "s", tmp_path / "out")
+    imported(tmp_path / "m", tmp_path / "s")
+    export(tmp_path / "s", tmp_path / "out")
+    same(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "m"))
 
 
 # Configuration ----------------------------------------------------------------------------------------------

@@ -223,6 +223,9 @@ def test_targets_that_are_refused(tmp_path: Path) -> None:
             new_directory(tmp_path / name, 0),
         ):
             pass
+    (tmp_path / "file.partial").touch()
+    with pytest.raises(FileExistsError, match="something is there"), new_directory(tmp_path / "file", 0):
+        pass
     (tmp_path / "mine.partial").mkdir()
     (tmp_path / "mine.partial" / "thesis.txt").write_text("x")
     with pytest.raises(FileExistsError, match="something is there"), new_directory(tmp_path / "mine", 0):
@@ -230,11 +233,13 @@ def test_targets_that_are_refused(tmp_path: Path) -> None:
     assert (tmp_path / "mine.partial" / "thesis.txt").exists()
 
 
-def test_what_a_killed_export_left_is_replaced(tmp_path: Path) -> None:
+@pytest.mark.parametrize("got", ["far", "nowhere"])
+def test_what_a_killed_export_left_is_replaced(got: str, tmp_path: Path) -> None:
     partial = tmp_path / "out.partial"
     partial.mkdir()
-    (partial / writing._MARKER).touch()
-    (partial / "model.safetensors").write_bytes(b"half")
+    if got == "far":
+        (partial / writing._MARKER).touch()
+        (partial / "model.safetensors").write_bytes(b"half")
     with new_directory(tmp_path / "out", 0) as directory:
         assert not (directory / "model.safetensors").exists()
     assert not list((tmp_path / "out").iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,15 +11,20 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import imported
+from checkpoints import imported, save
 from torch import Tensor
 
-from tierstore.hf.lora import target_modules
+from tierstore.errors import ConfigError, StoreError, StoreFormatError
+from tierstore.hf.adapter import export_adapter
+from tierstore.hf.exporting import export
+from tierstore.hf.lora import refuse_target_parameters, target_modules
 from tierstore.hf.manifest import Weights
 from tierstore.hf.stored import stored_spec
 from tierstore.model.interface import Batch
-from tierstore.moe.lora import LoraConfig, PairShape
+from tierstore.moe.lora import LoraConfig, LoraTargets, PairShape
+from tierstore.prefetch.gradients import NoGradients
 from tierstore.store.adamw import AdamWConfig
+from tierstore.train.budgets import DeviceKind, least_host_budget
 from tierstore.train.config import TrainConfig
 from tierstore.train.experts import pair_key
 from tierstore.train.files import DataConfig
@@ -69,6 +75,14 @@ def take(parts: SessionParts, step: int) -> float:
     return float(output.loss.detach())
 
 
+@contextlib.contextmanager
+def quiet_peft() -> Iterator[None]:
+    """peft asks transformers for names that transformers warns of."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        yield
+
+
 class Oracle:
     """The same adapter by peft on transformers' own model, stepped by torch."""
 
@@ -88,8 +102,7 @@ class Oracle:
             else None,
             task_type="CAUSAL_LM",
         )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with quiet_peft():
             self.model = peft.get_peft_model(model, config)
         self.model.eval()
         self._begin_as(parts, lora)
@@ -216,3 +229,179 @@ def compare(parts: SessionParts, oracle: Oracle, lora: LoraConfig, tolerance: fl
                     which = "inner" if ".base_layer." in name else "down"
                     found = stacked[which, "a" if "lora_A" in name else "b"]
                     assert (found - parameter).abs().max() <= tolerance, name
+
+
+@torch.no_grad()
+def logits_of(model: Any, tokens_BT: Tensor) -> Tensor:
+    model.eval()
+    logits: Tensor = model(input_ids=tokens_BT, use_cache=False).logits.float()
+    return logits
+
+
+def load_plain(directory: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_exported_adapter_and_the_merged_model_give_the_same_logits(
+    frozen_stores: Any, family: str, tmp_path: Path
+) -> None:
+    """Trained with gradients pending when the commit comes; no expert got a token in every step."""
+    directory, store = frozen_stores(family)
+    with session(store, LoraConfig(rank=RANK, seed=1), clip=0.3) as parts:
+        for step in range(3):
+            take(parts, step)
+        Stepper(parts).commit()
+        Stepper(parts).begin_forward()
+        tokens = batch(9).tokens_BT
+        trained = logits_of(parts.model.module, tokens)
+    report = export_adapter(store, tmp_path / "adapter")
+    assert report.step == 3
+    import peft
+
+    plain = load_plain(directory)
+    before = logits_of(plain, tokens)
+    with quiet_peft():
+        adapted = peft.PeftModel.from_pretrained(plain, str(tmp_path / "adapter"))
+    size = before.abs().max()
+    assert (trained - before).abs().max() > 1e-3 * size, "the adapter does something"
+    assert (logits_of(adapted, tokens) - trained).abs().max() <= 2e-6 * size
+    exported = export(store, tmp_path / "merged")
+    assert any("merged" in note for note in exported.notes)
+    merged = load_plain(tmp_path / "merged")
+    with quiet_peft():
+        wanted = dict(adapted.merge_and_unload().named_parameters())
+    for name, parameter in merged.named_parameters():
+        assert torch.allclose(parameter, wanted[name], rtol=1e-6, atol=1e-7), name
+    # A sum W + B A is rounded once more than W x + B (A x) is.
+    assert (logits_of(merged, tokens) - trained).abs().max() <= 5e-6 * size
+
+
+@pytest.mark.parametrize("targets", [LoraTargets.ATTENTION, LoraTargets.EXPERTS])
+def test_attention_alone_and_experts_alone(frozen_stores: Any, targets: LoraTargets, tmp_path: Path) -> None:
+    """Clipped over both; in memory for the smallest that a run starts with; exported, peft loads it."""
+    import peft
+
+    directory, store = frozen_stores("qwen3_moe")
+    lora = LoraConfig(rank=RANK, targets=targets)
+    least = least_host_budget(configured(store, lora), DeviceKind.CPU)
+    with session(store, lora, clip=0.05, budget=least) as parts:
+        assert isinstance(parts.experts.gradients, NoGradients) == (targets is LoraTargets.ATTENTION)
+        oracle = Oracle(directory, lora, parts)
+        for step in range(4):
+            assert take(parts, step) == pytest.approx(oracle.step(step), rel=2e-5)
+        compare(parts, oracle, lora, 2e-5)
+        Stepper(parts).commit()
+        tokens = batch(9).tokens_BT
+    export_adapter(store, tmp_path / "adapter")
+    with quiet_peft():
+        adapted = peft.PeftModel.from_pretrained(load_plain(directory), str(tmp_path / "adapter"))
+    oracle.model.eval()
+    with torch.no_grad():
+        assert (logits_of(adapted, tokens) - oracle.logits(tokens)).abs().max() < 1e-4
+
+
+def test_chosen_layers_of_attention(frozen_stores: Any) -> None:
+    _, store = frozen_stores("qwen3_moe")
+    lora = LoraConfig(rank=RANK, targets=LoraTargets.ATTENTION, modules=("q_proj", "v_proj"))
+    with session(store, lora) as parts:
+        names = {name for name, part in parts.model.module.named_parameters() if part.requires_grad}
+        assert len(names) == 2 * 2 * LAYERS
+        assert all(".q_proj.lora_" in name or ".v_proj.lora_" in name for name in names)
+        units = parts.model.dense_units()
+        assert [len(parameters) for _, parameters in units] == [0, 4, 4, 0]
+    _, store = frozen_stores("qwen3_moe")
+    with (
+        pytest.raises(ConfigError, match="expected some of k_proj, o_proj, q_proj, v_proj, got qproj"),
+        session(store, LoraConfig(rank=2, modules=("qproj",))),
+    ):
+        pass
+
+
+def test_bits_do_not_depend_on_memory_nor_on_where_it_was_cut(frozen_stores: Any) -> None:
+    ends = []
+    for budget, cut in ((4 << 20, False), (0, False), (0, True)):
+        _, store = frozen_stores("mixtral")
+        lora = LoraConfig(rank=RANK)
+        budget = budget or least_host_budget(configured(store, lora), DeviceKind.CPU)
+        losses = []
+        for steps in [range(2), range(2, 4)] if cut else [range(4)]:
+            with session(store, lora, budget=budget, clip=0.2) as parts:
+                losses += [take(parts, step) for step in steps]
+                Stepper(parts).commit()
+                crc = parts.store.records_crc32c()
+        ends.append((losses, crc))
+    assert ends[0] == ends[1] == ends[2]
+
+
+def test_in_bf16_the_base_is_bf16_and_is_never_written(tmp_path: Path) -> None:
+    save(tmp_path / "model", "qwen3_moe", torch.bfloat16)
+    imported(tmp_path / "model", tmp_path / "store", weights=Weights.FROZEN)
+    lora = LoraConfig(rank=RANK)
+    least = least_host_budget(configured(tmp_path / "store", lora), DeviceKind.CPU)
+    extents = tmp_path / "store" / "extents"
+    before = {path.name: path.read_bytes() for path in extents.iterdir()}
+    with session(tmp_path / "store", lora, budget=least) as parts:
+        frozen = [part for part in parts.model.module.parameters() if not part.requires_grad]
+        assert {part.dtype for part in frozen} == {torch.bfloat16}
+        trained = [part for part in parts.model.module.parameters() if part.requires_grad]
+        assert {part.dtype for part in trained} == {torch.float32}
+        losses = [take(parts, 0) for _ in range(6)]
+        Stepper(parts).commit()
+    assert losses[-1] < losses[0]
+    assert all((extents / name).read_bytes() == content for name, content in before.items())
+
+
+def test_what_does_not_fit_the_store_is_refused(frozen_stores: Any, tmp_path: Path) -> None:
+    _, store = frozen_stores("mixtral")
+    with (
+        pytest.raises(ConfigError, match="frozen: only LoRA trains beside them"),
+        session(store, LoraConfig()),
+    ):
+        pass
+    with session(store, LoraConfig(rank=2)) as parts:
+        take(parts, 0)
+        Stepper(parts).commit()
+    for other in (
+        LoraConfig(rank=3),
+        LoraConfig(rank=2, alpha=1.0),
+        LoraConfig(rank=2, targets=LoraTargets.EXPERTS),
+    ):
+        refused = pytest.raises((StoreError, StoreFormatError), match=r"another model|has a schema 'lora'")
+        with refused, session(store, other):
+            pass
+    directory, fresh = frozen_stores("mixtral")
+    with pytest.raises(StoreError, match="no adapter was trained"):
+        export_adapter(fresh, tmp_path / "adapter")
+    imported(directory, tmp_path / "whole")
+    with pytest.raises(ConfigError, match="tierstore import --frozen makes one for LoRA"):
+        configured(tmp_path / "whole", LoraConfig(rank=2))
+
+
+def test_peft_told_to_adapt_leased_experts_is_refused() -> None:
+    import peft
+
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
+    with pytest.raises(
+        ConfigError, match=r"mlp\.experts\.down_proj: experts that are leased are no parameters"
+    ):
+        refuse_target_parameters(config)
+    refuse_target_parameters(peft.LoraConfig(r=2, target_modules=["q_proj"]))
+
+
+def test_an_adapter_beside_another_base_is_refused(frozen_stores: Any, tmp_path: Path) -> None:
+    """The description of another model was put in the store's place of its own."""
+    _, store = frozen_stores("mixtral")
+    with session(store, LoraConfig(rank=2)) as parts:
+        take(parts, 0)
+        Stepper(parts).commit()
+    path = store / "model" / "manifest.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps(values | {"fingerprint": "another"}))
+    with pytest.raises(StoreFormatError, match="trained beside another model"):
+        export_adapter(store, tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
+    with pytest.raises(StoreFormatError, match="fingerprint"), session(store, LoraConfig(rank=2)):
+        pass

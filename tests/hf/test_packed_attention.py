@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from token_cases import conversation, save_tokenizer, write_lines
 
 from tierstore.hf.packing import attention_masks, together
+from tierstore.train.files import DataConfig, Packing
+from tierstore.train.sources import open_data
+from tierstore.train.tokens.data import TokenData
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -151,3 +156,32 @@ def test_linear_attention_is_named() -> None:
 def test_no_masks_without_documents() -> None:
     config = transformers.AutoConfig.for_model("gpt_oss", **_FAMILIES["gpt_oss"])
     assert attention_masks(config, None, torch.float32) is None
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_packed_documents_have_the_losses_of_separate_ones(name: str, tmp_path: Path) -> None:
+    """From chats on disk to the loss: every answer's tokens, packed with others or alone in a sequence."""
+    tokenizer = save_tokenizer(tmp_path / "tokenizer")
+    turns = [(f"two {i}?", f"expert {i}", "and " * (i % 5), "the store") for i in range(12)]
+    path = write_lines(tmp_path / "chats.jsonl", [conversation(*chat) for chat in turns])
+    model = _model(name, "eager", **{**_FAMILIES[name], "vocab_size": 300, "max_position_embeddings": 256})
+    found = {}
+    for packing in (Packing.DOCUMENTS, Packing.SEPARATE):
+        config = DataConfig(paths=(str(path),), batch_size=1, packing=packing, validation_fraction=0.08)
+        data = open_data(config, seq_len=160, vocab_size=300, tokenizer=tokenizer, store=tmp_path / "store")
+        assert isinstance(data, TokenData)
+        total, rows = 0.0, len(data.packed.train)
+        for step in range(rows):
+            batch = data.batch(step)
+            positions = batch.positions_BT
+            with torch.no_grad():
+                logits = model(
+                    input_ids=batch.tokens_BT,
+                    position_ids=positions,
+                    attention_mask=attention_masks(model.config, positions, torch.float32),
+                    use_cache=False,
+                ).logits
+            total += float(torch.nn.functional.cross_entropy(logits[0], batch.targets_BT[0], reduction="sum"))
+        found[packing] = rows, total
+    assert found[Packing.DOCUMENTS][0] < found[Packing.SEPARATE][0]
+    assert found[Packing.DOCUMENTS][1] == pytest.approx(found[Packing.SEPARATE][1], rel=1e-5)

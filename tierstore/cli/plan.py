@@ -250,8 +250,9 @@ def _show_uses(made: UsesPlan, output: Output) -> None:
     output.line(f"frozen experts: {format_bytes(made.frozen)} on disk, one copy")
     output.line(
         f"pairs of rank {pairs.rank}: {_parameters(pairs.attention)} parameters of attention, "
-        f"{_parameters(pairs.experts)} of experts, whose records take {format_bytes(pairs.records)} of "
-        f"disk; in memory they would take {format_bytes(pairs.resident)}: pairs fit in memory: {'yes' if pairs.in_memory else 'no'}"
+        f"{_parameters(pairs.experts)} of experts, whose records take {format_bytes(pairs.records)} of disk; "
+        f"in memory they would take {format_bytes(pairs.resident)}: "
+        f"pairs fit in memory: {'yes' if pairs.in_memory else 'no'}"
     )
 
 

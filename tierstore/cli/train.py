@@ -55,6 +55,7 @@ _INTERRUPTED = 130
 @click.option("--steps", type=int, help="Optimizer steps in all.")
 @click.option("--host-budget", type=SIZE, help="Memory for experts: cache, gradients, CPU device tier.")
 @click.option("--device-budget", type=SIZE, help="Memory for experts on the device.")
+@click.option("--lora", type=int, metavar="RANK", help="Train low-rank pairs beside frozen experts.")
 @click.option("--resume", is_flag=True, help="Go on from the store's last commit.")
 @click.option("--commit-every", type=int, help="Steps between commits (0: only at the end).")
 @checksum_option
@@ -73,6 +74,7 @@ def train(
     steps: int | None,
     host_budget: int | None,
     device_budget: int | None,
+    lora: int | None,
     resume: bool,
     commit_every: int | None,
     checksum: bool,
@@ -85,7 +87,8 @@ def train(
     """Train a Mixture-of-Experts model whose experts live on disk.
 
     Without arguments: a byte-level model several times larger than its host budget, on the source text of Python's
-    standard library, into ./tierstore-store.
+    standard library, into ./tierstore-store. Over a store that tierstore import made, the model is the imported one:
+    its first run needs no --resume.
     """
     from tierstore.train.config import TrainConfig
 
@@ -95,6 +98,7 @@ def train(
         "steps": steps,
         "host_budget": host_budget,
         "device_budget": device_budget,
+        "lora.rank": lora,
         "commit_every": commit_every,
     }
     loaded = with_stored_model(load(TrainConfig, config, config_overrides(settings, given)))

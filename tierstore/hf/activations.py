@@ -3,8 +3,8 @@
 What autograd keeps of a decoder layer, a token, with D the model's width, F an expert's, P what feeds its activation, and w
 the bytes of the compute type: norms in fp32 and their results; queries, keys and values of all heads, attention's result
 twice; the inputs of the experts' activations and their results, of each of K experts; four values for each of a dense
-network's. Attention without a fused kernel (attention sinks) keeps its probabilities too. tests/hf holds the estimate
-against what torch allocates.
+network's. Attention without a fused kernel (attention sinks; latent attention, whose values are narrower than its keys)
+keeps its probabilities too. tests/hf holds the estimate against what torch allocates.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from tierstore.hf.manifest import UnitEntry
     from tierstore.hf.spec import HfSpec
 
-#: Linear attention without its kernel (Qwen3-Next): fp32 values for each value of its input projections.
-_LINEAR_COPIES = 12
+#: Linear attention without its kernel (Qwen3-Next): fp32 values for each value of its input projections, and for each
+#: head and each of 64 tokens of a chunk; both as measured.
+_LINEAR_COPIES, _CHUNK_COPIES, _CHUNK = 7, 4, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,8 @@ def _layer(spec: HfSpec, index: int, unit: UnitEntry, tokens: int) -> _Layer:
     width, d, seq = spec.compute_dtype.itemsize, spec.d_model, min(spec.seq_len, tokens)
     names = {parameter.name.split(".", 3)[-1]: parameter.shape for parameter in unit.parameters}
     attention = attention_sizes(spec, unit)
-    kept = 2 * _norm(width, d, tokens)
+    plain = "input_layernorm.bias" in names  # torch's own layer norm keeps no normalised values
+    kept = 4 * tokens * d * width if plain else 2 * _norm(width, d, tokens)
     kept += tokens * width * (2 * attention.queries + 3 * attention.values)
     scratch = tokens * 4 * d * 4
     for name, shape in names.items():
@@ -71,23 +73,28 @@ def _layer(spec: HfSpec, index: int, unit: UnitEntry, tokens: int) -> _Layer:
             kept += _norm(width, attention.cached // 2, tokens)
         elif "q_a_layernorm" in part or "kv_a_layernorm" in part:
             kept += _norm(width, shape[0], tokens)
+        elif "kv_b_proj" in part:
+            scores = tokens * seq * int(spec.config.get("num_attention_heads", 0))
+            kept += 4 * scores + tokens * 8 * attention.queries
+            scratch += 0 if width == 4 else 3 * scores
         elif "gate_proj" in part or "up_proj" in part:
             kept += tokens * width * 2 * shape[0]
         elif "linear_attn" in part and len(shape) == 2:
             kept += tokens * 4 * _LINEAR_COPIES * shape[0]
+        elif "A_log" in part:
+            kept += tokens * 4 * _CHUNK_COPIES * _CHUNK * shape[0]
         elif "sinks" in part:
-            probabilities = tokens * seq * shape[0] * width
-            kept += probabilities
-            scratch += 3 * probabilities
+            kept += tokens * seq * shape[0] * width
+            scratch += tokens * seq * shape[0] * 5
     if index not in spec.moe_layers:
         return _Layer(kept, scratch)
-    shape, rows = spec.expert_shape, tokens * spec.top_k
+    expert, rows = spec.expert_shape, tokens * spec.top_k
     results = rows * d * width
     kept += tokens * spec.experts * 24
     if spec.expert_activations is SaveActivations.SAVE:
-        kept += rows * shape.inner_rows * width + results
+        kept += rows * expert.inner_rows * width + results
         again = 0
     else:
         again = results
     # Gradients of results, inputs, gradients of inputs; and one expert's with every token at it.
-    return _Layer(kept, scratch + 3 * results + again + tokens * (shape.inner_rows + 2 * shape.d_ff) * width)
+    return _Layer(kept, scratch + 3 * results + again + tokens * (expert.inner_rows + 2 * expert.d_ff) * width)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from tierstore.config import from_dict
 from tierstore.dense import Fusion
 from tierstore.errors import StoreFormatError
+from tierstore.hf.adapter import StoredAdapter, adapted_by
 from tierstore.hf.checkpoint import TensorInfo, TensorReader, Window, read_header
 from tierstore.hf.families import FAMILIES
 from tierstore.hf.manifest import (
@@ -87,9 +88,9 @@ def export(
     """Writes the model of the store in ``source`` to the directory ``target``.
 
     ``dtype``: None is that of the checkpoint it was made of (bf16 where that was quantised), or of the built-in model's
-    products. ``adjustment`` changes weights on their way out. ``progress`` is called with values written and in all, in
-    bytes. Raises StoreError, ConfigError (a built-in model that is no Mixtral), ChecksumError, OSError (a target that
-    exists, a full disk); on a failure there is nothing at ``target``.
+    products. ``adjustment`` changes weights on their way out; None merges the pairs that a run with LoRA has trained.
+    ``progress`` is called with values written and in all, in bytes. Raises StoreError, ConfigError (a built-in model that
+    is no Mixtral), ChecksumError, OSError (a target that exists, a full disk); on a failure there is nothing at ``target``.
     """
     imported = (source / MODEL_DIRECTORY / MANIFEST_NAME).exists()
     manifest = Manifest.read(source) if imported else None
@@ -101,6 +102,10 @@ def export(
             outline = mixtral(*_built_in(source, weights), ranks, dtype)
         origins = {spec.name: origin for spec, origin in outline.tensors}
         shards = plan_shards([spec for spec, _ in outline.tensors], max_shard_bytes)
+        if adjustment is None and adapted_by(weights) is not None:
+            adjustment = StoredAdapter(source, weights)
+            note = "the pairs of LoRA are merged into the weights"
+            outline = replace(outline, notes=(*outline.notes, note))
         content = _Content(weights, outline, adjustment)
         done, total = 0, sum(shard.data_bytes for shard in shards)
 

@@ -17,12 +17,11 @@ import torch
 from torch import nn
 
 from tierstore.errors import ConfigError
+from tierstore.hf.adapter import MIXERS
 from tierstore.hf.packages import require
 from tierstore.moe.lora import LoraConfig
 from tierstore.moe.seeds import keyed_generator
 
-#: Modules of a decoder layer that mix tokens, by transformers' names: their linear layers get pairs.
-_MIXERS = ("self_attn", "linear_attn")
 #: peft's name of the adapter.
 ADAPTER = "default"
 _PURPOSE = "LoRA of attention"
@@ -35,7 +34,7 @@ def peft() -> Any:
 
 def attention_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """The linear layers of attention of ``module``, by their names."""
-    inside = re.compile(rf"(?:^|\.)layers\.\d+\.({'|'.join(_MIXERS)})\.")
+    inside = re.compile(rf"(?:^|\.)layers\.\d+\.({'|'.join(MIXERS)})\.")
     for name, part in module.named_modules():
         if isinstance(part, nn.Linear) and inside.search(name):
             yield name, part

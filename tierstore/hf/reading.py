@@ -58,7 +58,11 @@ class StoredWeights:
         """All weights of an expert (of ``experts`` in its layer), flat, valid until the next one is read: the masters, or
         what a frozen record has. Raises ChecksumError, StoreFormatError, OSError.
         """
-        schema, sections = self._expert(layer, expert, experts, masters=True)
+        return self.record_fp32(expert_key(layer, expert), expert, experts)
+
+    def record_fp32(self, key: str, expert: int, experts: int) -> Floats:
+        """The weights of record ``key``, which is with ``expert``: as ``expert_fp32``."""
+        schema, sections = self._record(key, expert, experts, masters=True)
         weight = sections[0].array()
         if schema.weight_format is WeightFormat.FP32:
             return weight.view(np.float32)
@@ -71,7 +75,7 @@ class StoredWeights:
 
     def expert_bf16(self, layer: int, expert: int, experts: int) -> Bits:
         """The same as bf16's bits: what a forward pass computes with, or the masters rounded to nearest even."""
-        schema, sections = self._expert(layer, expert, experts, masters=False)
+        schema, sections = self._record(expert_key(layer, expert), expert, experts, masters=False)
         weight = sections[0].array()
         return (
             round_bf16(weight.view(np.float32))
@@ -79,11 +83,10 @@ class StoredWeights:
             else weight.view(np.uint16)
         )
 
-    def _expert(
-        self, layer: int, expert: int, experts: int, *, masters: bool
+    def _record(
+        self, key: str, expert: int, experts: int, *, masters: bool
     ) -> tuple[RecordSchema, list[Buffer]]:
         """The sections of the weights, of moments too where the masters or missed steps need them."""
-        key = expert_key(layer, expert)
         core = self.stores[ExpertBlocks(experts, self.expert_ranks).owner(expert)]
         try:
             live = core.records.live(key)

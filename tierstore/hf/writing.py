@@ -137,7 +137,8 @@ def new_directory(target: Path, nbytes: int) -> Iterator[Path]:
         raise FileExistsError(errno.EEXIST, "there is something here already", str(target))
     partial = building_directory(target)
     if partial.exists():
-        if not (partial / _MARKER).exists():
+        ours = partial.is_dir() and ((partial / _MARKER).exists() or not any(partial.iterdir()))
+        if not ours:
             raise FileExistsError(
                 errno.EEXIST, f"needed to build {target.name}, and something is there", str(partial)
             )

@@ -34,14 +34,19 @@ def initial_pair(shape: PairShape, *, seed: int, layer: int, expert: int) -> Ten
 def merged_expert(shape: PairShape, weights: Tensor, pair: Tensor) -> Tensor:
     """``weights`` (flat, of any type) with the terms added, ``W + scale * B A``: flat fp32, a new tensor."""
     merged = weights.to(torch.float32, copy=True)
-    matrices, pairs = shape.expert.views(merged), shape.views(pair.to(torch.float32))
+    merge_pair(shape, merged, pair)
+    return merged
+
+
+def merge_pair(shape: PairShape, weights: Tensor, pair: Tensor) -> None:
+    """Adds the terms to ``weights``, flat fp32, in place."""
+    matrices, pairs = shape.expert.views(weights), shape.views(pair.to(torch.float32))
     for matrix, a_RI, b_OR in (
         (matrices.inner, pairs.inner_a, pairs.inner_b),
         (matrices.down, pairs.down_a, pairs.down_b),
     ):
         matrix_OI = matrix.t() if shape.expert.activation.transposed else matrix
         matrix_OI.addmm_(b_OR, a_RI, alpha=shape.scale)
-    return merged
 
 
 @dataclass(frozen=True, slots=True)

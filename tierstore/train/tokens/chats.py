@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tierstore.errors import ConfigError, DataError
-from tierstore.train.tokens.documents import Chat, Message
+from tierstore.train.tokens.documents import Chat, Message, first_line
 
 Span = tuple[int, int]
 
@@ -50,7 +50,7 @@ class ChatTemplate:
         except DataError as error:
             raise DataError(f"{chat.where}: {error}") from error
         except Exception as error:  # a template raises what it likes, of its own and of Python's
-            raise DataError(f"{chat.where}: the chat template fails: {error}") from error
+            raise DataError(f"{chat.where}: the chat template fails: {first_line(error)}") from error
 
     def _render(self, messages: Sequence[Message], tools: Sequence[object], prompt: bool) -> str:
         text = self._tokenizer.apply_chat_template(
@@ -94,7 +94,7 @@ def answer_spans(
                 f"the first message is an answer, so that its beginning cannot be found: {_ADVICE}"
             )
         before = render(messages[:index], True)
-        after = render(messages[: index + 1], False)
+        after = whole if index + 1 == len(messages) else render(messages[: index + 1], False)
         start = len(before)
         if start < (spans[-1][1] if spans else 0) or not whole.startswith(before):
             raise DataError(

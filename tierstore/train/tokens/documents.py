@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import codecs
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from tierstore.errors import ConfigError, DataError
 from tierstore.train.files import DataConfig, DataFormat
@@ -137,17 +139,33 @@ def _decoded(path: Path, read: Read) -> Iterator[str]:
             at += len(chunk)
             read(len(chunk))
             yield text
+            if at:
+                _forget(file, at)
             if not chunk:
                 return
+
+
+def first_line(error: Exception) -> str:
+    """What a library says of its error, in one line."""
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+
+
+def _forget(file: BinaryIO, at: int) -> None:
+    """What was read up to ``at`` (0: all) does not stay in the page cache."""
+    os.posix_fadvise(file.fileno(), 0, at, os.POSIX_FADV_DONTNEED)
 
 
 # JSONL ------------------------------------------------------------------------------------------------------
 
 
 def _lines(path: Path, column: str, read: Read) -> Iterator[Document]:
+    at = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             read(len(line))
+            at += len(line)
+            if at // _READ != (at - len(line)) // _READ:
+                _forget(file, at)
             where = f"{path}:{number}"
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -171,7 +189,7 @@ def _rows(path: Path, column: str, read: Read) -> Iterator[Document]:
     try:
         file = parquet.ParquetFile(path, memory_map=False)
     except _ARROW as error:
-        raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
+        raise DataError(f"{path}: cannot be read as Parquet: {first_line(error)}") from error
     with file:
         names = list(file.schema_arrow.names)
         chosen = column or next((name for name in (_CHAT, _TEXT) if name in names), "")
@@ -191,11 +209,13 @@ def _rows(path: Path, column: str, read: Read) -> Iterator[Document]:
             except DataError:
                 raise
             except _ARROW as error:
-                raise DataError(f"{path}: row group {group}: {error}") from error
+                raise DataError(f"{path}: row group {group}: {first_line(error)}") from error
             read(
                 path.stat().st_size * (group + 1) // file.num_row_groups
                 - path.stat().st_size * group // file.num_row_groups
             )
+    with path.open("rb") as raw:
+        _forget(raw, 0)
 
 
 def _present(value: object) -> object:

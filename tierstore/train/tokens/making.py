@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tierstore.errors import DataError, StoreInUseError
 from tierstore.train.files import DataConfig, DataFormat
-from tierstore.train.tokens.documents import PIECE, Chat, Document, TextPiece, documents, file_format
+from tierstore.train.tokens.documents import Chat, Document, TextPiece, documents, file_format
 from tierstore.train.tokens.token_files import (
     INDEX,
     VERSION,
@@ -38,7 +38,10 @@ Progress = Callable[[int, int], None]
 _DIRECTORY = "tokens"
 _NOTES = "inputs.json"
 _SETTLED_NS = 2_000_000_000  # a file changed later than this before it was hashed may change again unnoticed
-_BATCH = 1024  # documents
+_BATCH, _BATCH_CHARACTERS = (
+    256,
+    1 << 18,
+)  # that the tokenizer takes at once: it needs some hundred bytes for each token
 _POLL_S = 0.1
 
 
@@ -180,13 +183,13 @@ def _why(made: Made) -> str:
 
 
 def _batches(found: Iterator[Document]) -> Iterator[list[Document]]:
-    """Documents in lots that the tokenizer takes at once: of one kind, and of about a piece's text."""
+    """Documents that the tokenizer takes at once: of one kind, in their order."""
     batch: list[Document] = []
     nchars = 0
     for item in found:
-        size = len(item.text) if isinstance(item, TextPiece) else PIECE // _BATCH
+        size = len(item.text) if isinstance(item, TextPiece) else _BATCH_CHARACTERS // _BATCH
         other = bool(batch) and type(item) is not type(batch[0])
-        if other or len(batch) == _BATCH or (batch and nchars + size > PIECE):
+        if other or len(batch) == _BATCH or (batch and nchars + size > _BATCH_CHARACTERS):
             yield batch
             batch, nchars = [], 0
         batch.append(item)

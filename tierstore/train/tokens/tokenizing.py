@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from tierstore.errors import ConfigError
 from tierstore.train.tokens.chats import ChatTemplate, Span
-from tierstore.train.tokens.documents import Chat
+from tierstore.train.tokens.documents import Chat, first_line
 from tierstore.train.tokens.optional import transformers_module
 
 Tokens = npt.NDArray[np.uint32]
@@ -136,8 +136,7 @@ def _load(directory: Path) -> Any:
                 str(directory), local_files_only=True, trust_remote_code=False
             )
     except Exception as error:  # a damaged file raises anything: KeyError, Exception of the part in Rust
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise ConfigError(f"{directory}: the tokenizer cannot be loaded: {reason}") from error
+        raise ConfigError(f"{directory}: the tokenizer cannot be loaded: {first_line(error)}") from error
 
 
 def _inside(offsets: Sequence[Span], spans: Sequence[Span]) -> Counted:

@@ -1,0 +1,136 @@
+"""``tierstore plan --model``: every use of a model that comes with a config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierstore.cli.main import cli
+
+_CONFIG = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 8,
+    "vocab_size": 128,
+    "max_position_embeddings": 128,
+    "torch_dtype": "bfloat16",
+}
+_EXPERT, _RECORDS = 3 * 32 * 16, 16
+_ROOMY = ("--memory", "4GiB", "--disk", "100GB", "--set", "finetune.seq_len=32")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(_CONFIG))
+    return tmp_path
+
+
+def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any], str]:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", *arguments, "--json"])
+    captured = capsys.readouterr()
+    assert isinstance(ended.value.code, int)
+    last = captured.out.splitlines()[-1] if captured.out else "{}"
+    return ended.value.code, json.loads(last), captured.err
+
+
+def test_every_use_of_a_model(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    """With the least memory for experts, so that each pass reads what it needs."""
+    status, found, shown = _run(capsys, "--model", str(model), *_ROOMY, "--lora", "4")
+    assert status == 0
+    assert (found["use"], found["model"]["model_type"]) == ("full", "qwen3_moe")
+    assert found["sparse_parameters_count"] == _EXPERT * _RECORDS
+    assert found["parameters"] == found["dense_parameters_count"] + _EXPERT * _RECORDS
+    uses = {use["use"]: use for use in found["uses"]}
+    assert list(uses) == ["full", "lora", "lora-attention", "serve"]
+    for use in uses.values():
+        assert use["fits"]
+        assert use["step"]["step_s"] > 0
+    assert uses["serve"]["token"]["tokens_per_s"] > 0
+    assert found["frozen_experts_bytes"] == 4096 * _RECORDS  # 3,072 bytes each, padded
+    # A pair: 4 x 32 and 32 x 4 beside gate and up, 4 x 16 and 32 x 4 beside down.
+    pairs = found["pairs"]
+    assert pairs["expert_parameters_count"] == (4 * 32 + 32 * 4 + 4 * 16 + 32 * 4) * _RECORDS
+    # Queries and output 32 x 32, keys and values 16 x 32, in two layers.
+    assert pairs["attention_parameters_count"] == 2 * 4 * (2 * 64 + 2 * 48)
+    assert pairs["fits_in_memory"] is True
+    assert "pairs fit in memory: yes" in shown
+    assert "frozen experts: 64 KiB on disk, one copy" in shown
+
+
+def test_what_is_frozen_is_read_and_never_written(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    budget = ["--host-budget", "56KiB", "--set", "prefetch.depth=0"]
+    _, found, _ = _run(capsys, "--model", str(model), *_ROOMY, *budget, "--lora", "4")
+    uses = {use["use"]: use["step"] for use in found["uses"]}
+    assert uses["full"]["written_bytes"] > 0
+    assert uses["lora"]["written_bytes"] > 0
+    for name in ("lora-attention", "serve"):
+        assert uses[name]["written_bytes"] == 0
+    assert 0 < uses["serve"]["read_bytes"] <= 4096 * _RECORDS
+    assert uses["serve"]["read_bytes"] < uses["lora-attention"]["read_bytes"] <= 2 * 4096 * _RECORDS
+    assert uses["lora-attention"]["read_bytes"] < uses["lora"]["read_bytes"]
+
+
+@pytest.mark.parametrize("use", ["lora", "lora-attention", "serve"])
+def test_a_use_in_detail(capsys: pytest.CaptureFixture[str], model: Path, use: str) -> None:
+    status, found, shown = _run(capsys, "--model", str(model / "config.json"), *_ROOMY, "--for", use)
+    assert (status, found["use"]) == (0, use)
+    one = next(row for row in found["uses"] if row["use"] == use)
+    totals = found["totals"]
+    assert one["disk_bytes"] == totals["nvme_bytes"]
+    assert one["memory_bytes"] == totals["device_bytes"] + totals["host_bytes"]
+    assert one["step"]["read_bytes"] == found["prediction"]["read_bytes"]
+    names = {term["name"] for term in found["terms"]}
+    assert ("pair extents" in names) == (use == "lora")
+    assert ("keys and values" in names) == (use == "serve")
+    extents = next(term for term in found["terms"] if term["name"] == "expert extents")
+    assert extents["term_bytes"] == 4096 * _RECORDS
+    assert f"in detail, {use}:" in shown
+
+
+def test_pairs_that_memory_cannot_hold(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    _, roomy, _ = _run(capsys, "--model", str(model), *_ROOMY, "--for", "lora")
+    lora = next(use for use in roomy["uses"] if use["use"] == "lora")
+    limit = lora["memory_bytes"] - roomy["host_budget_bytes"] + lora["least_host_budget_bytes"]
+    room = [
+        "--disk",
+        "100GB",
+        "--set",
+        "finetune.seq_len=32",
+        "--host-budget",
+        str(lora["least_host_budget_bytes"]),
+    ]
+    status, found, shown = _run(capsys, "--model", str(model), *room, "--memory", str(limit), "--for", "lora")
+    assert (status, found["pairs"]["fits_in_memory"]) == (0, False)
+    assert "pairs fit in memory: no" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--preset", "mixtral-8x7b", "--model", "x"], "--preset, --model: expected one of them"),
+        (["--for", "lora"], "expected an imported model"),
+        (["--model", "nowhere"], "missing; expected a model directory or its config.json"),
+    ],
+)
+def test_bad_options(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    status, _, shown = _run(capsys, *arguments)
+    assert status == 2
+    assert message in shown
+
+
+def test_pairs_of_no_rank(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    for rank, message in (("0", "--lora: expected at least 1, got 0"), ("17", "--lora: expected 1 to 16")):
+        status, _, shown = _run(capsys, "--model", str(model), *_ROOMY, "--lora", rank)
+        assert status == 2
+        assert message in shown

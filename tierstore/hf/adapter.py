@@ -1,0 +1,271 @@
+"""The pairs that a run with LoRA has trained: written as an adapter of peft's, and merged into the weights of an export.
+
+``adapter_model.safetensors`` has attention's pairs under peft's names, and those of experts as peft stacks them for
+``target_parameters``: A of a layer's experts one below another, ``(E r, inputs)``, and B with its columns taking turns,
+``(outputs, r E)``, column ``k E + e`` for row k of expert e. So peft loads it onto the plain model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tierstore.config import from_dict
+from tierstore.dense.layout import Narrow, UnitLayout, layouts_of_shapes
+from tierstore.errors import StoreError, StoreFormatError
+from tierstore.hf.families import family_of
+from tierstore.hf.manifest import MANIFEST_NAME, MODEL_DIRECTORY, Manifest
+from tierstore.hf.reading import StoredWeights, open_weights
+from tierstore.hf.spec import HfSpec
+from tierstore.hf.stored import stored_spec
+from tierstore.hf.writing import Shard, TensorSpec, needed_bytes, new_directory, write_checkpoint, write_file
+from tierstore.moe.lora import LoraConfig, PairShape
+from tierstore.moe.low_rank import merge_pair
+from tierstore.train.experts import pair_key
+from tierstore.train.finetune import FinetuneConfig
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+ADAPTER_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+#: Which model the pairs were trained beside; peft passes it over.
+BASE_FILE = "tierstore_base.json"
+#: Modules of a decoder layer that mix tokens, by transformers' names: their linear layers get pairs.
+MIXERS = ("self_attn", "linear_attn")
+
+
+@dataclass(frozen=True)
+class AttentionPair:
+    """The pair of linear layer ``name``: its A and B are parameters ``index`` and ``index + 1`` of dense unit ``unit``."""
+
+    name: str
+    outputs: int
+    inputs: int
+    unit: int
+    index: int
+
+
+@dataclass(frozen=True)
+class ExportedAdapter:
+    """What was written: ``nbytes`` counts the values; ``step`` is where training stands."""
+
+    tensors: int
+    nbytes: int
+    step: int
+
+
+def attention_pairs(manifest: Manifest, lora: LoraConfig) -> list[AttentionPair]:
+    """Attention's pairs, in the order of the model's parameters."""
+    found = []
+    for number, unit in enumerate(manifest.units):
+        index = 0
+        for parameter in unit.parameters if lora.attention else ():
+            name = parameter.name.removesuffix(".weight")
+            mixes = any(f".{mixer}." in name for mixer in MIXERS) and len(parameter.shape) == 2
+            if mixes and (not lora.modules or name.rpartition(".")[2] in lora.modules):
+                outputs, inputs = parameter.shape
+                found.append(AttentionPair(name, outputs, inputs, number, index))
+                index += 2
+    return found
+
+
+class StoredAdapter:
+    """The pairs of an open store. As an ``Adjustment`` it merges them into weights on their way out."""
+
+    def __init__(self, source: Path, weights: StoredWeights) -> None:
+        """Raises StoreError where no run with LoRA has trained the store, StoreFormatError."""
+        self.lora = adapted_by(weights)
+        if self.lora is None:
+            raise StoreError(f"{source}: no adapter was trained in this store")
+        spec = stored_spec(source, FinetuneConfig(), self.lora)
+        if spec is None:
+            raise StoreFormatError(f"{source}: {MODEL_DIRECTORY}/{MANIFEST_NAME} is missing")
+        self.spec: HfSpec = spec
+        self.weights = weights
+        self._check_base(source)
+        self.attention = attention_pairs(spec.manifest, self.lora)
+        self._layouts = self._attention_layouts()
+        self._by_name = {f"{pair.name}.weight": pair for pair in self.attention}
+        #: Attention's pairs of one unit: they are asked for one after another.
+        self._unit: tuple[int, dict[int, Floats]] = (-1, {})
+        self.shape: PairShape | None = None
+        if self.lora.experts:
+            self.shape = PairShape.of(spec.expert_shape, self.lora)
+
+    def _check_base(self, source: Path) -> None:
+        trained: Any = self.weights.state.conditions["model"]
+        was, now = trained.get("fingerprint"), self.spec.manifest.fingerprint
+        if was != now:
+            raise StoreFormatError(
+                f"{source}: the adapter was trained beside another model: {was}, and {MODEL_DIRECTORY}/{MANIFEST_NAME} "
+                f"is of {now}"
+            )
+
+    def _attention_layouts(self) -> list[UnitLayout]:
+        manifest, rank = self.spec.manifest, self.lora.rank if self.lora else 0
+        shapes: list[list[tuple[Narrow, tuple[int, ...]]]] = [[] for _ in manifest.units]
+        for pair in self.attention:
+            shapes[pair.unit] += [(Narrow.NO, (rank, pair.inputs)), (Narrow.NO, (pair.outputs, rank))]
+        units = [(f"lora.{unit.name}", each) for unit, each in zip(manifest.units, shapes, strict=True)]
+        return layouts_of_shapes(units, ranks=len(self.weights.stores), fusion=manifest.fusion)
+
+    # Its values ---------------------------------------------------------------------------------------------
+
+    def attention_part(self, pair: AttentionPair, part: int) -> Floats:
+        """A (``part`` 0) or B (1) of a linear layer, flat."""
+        if self._unit[0] != pair.unit:
+            layout = self._layouts[pair.unit]
+            parts = {
+                index: np.concatenate(list(self.weights.dense(layout, index)))
+                for index in range(layout.parameters)
+            }
+            self._unit = (pair.unit, parts)
+        return self._unit[1][pair.index + part]
+
+    def expert_pair(self, layer: int, expert: int) -> Tensor:
+        """The pairs of an expert, flat, valid until the next is read."""
+        experts = self.spec.experts
+        return torch.from_numpy(self.weights.record_fp32(pair_key(layer, expert), expert, experts))
+
+    # Merging ------------------------------------------------------------------------------------------------
+
+    def expert(self, layer: int, expert: int, weights: Floats) -> None:
+        """Adds what the pairs of an expert add to its ``weights`` (flat), in place."""
+        if self.shape is not None:
+            merge_pair(self.shape, torch.from_numpy(weights), self.expert_pair(layer, expert))
+
+    def dense(self, name: str, weights: Floats) -> None:
+        """The same for dense parameter ``name``, where attention has a pair on it."""
+        pair = self._by_name.get(name)
+        if pair is None or self.lora is None:
+            return
+        a, b = (torch.from_numpy(self.attention_part(pair, part)) for part in (0, 1))
+        matrix = torch.from_numpy(weights).view(pair.outputs, pair.inputs)
+        scale = self.lora.scaled_alpha / self.lora.rank
+        matrix.addmm_(b.view(pair.outputs, -1), a.view(-1, pair.inputs), alpha=scale)
+
+
+def adapted_by(weights: StoredWeights) -> LoraConfig | None:
+    """How the pairs of a store were configured; None where it has none. Raises StoreFormatError."""
+    model = weights.state.conditions.get("model")
+    table = model.get("lora") if isinstance(model, dict) else None
+    if table is None:
+        return None
+    try:
+        return from_dict(LoraConfig, table, origin="the conditions of the run")
+    except (TypeError, ValueError) as error:
+        raise StoreFormatError(f"the conditions of the run are damaged: {error}") from error
+
+
+# The adapter's files ----------------------------------------------------------------------------------------
+
+
+def export_adapter(
+    source: Path, target: Path, *, progress: Callable[[int, int], None] = lambda done, total: None
+) -> ExportedAdapter:
+    """Writes the pairs that the store in ``source`` has trained to the new directory ``target``, as peft's adapter.
+
+    ``progress`` is called with bytes of values written and in all. Raises StoreError, ChecksumError, OSError; on a failure
+    there is nothing at ``target``.
+    """
+    with open_weights(source) as weights:
+        adapter = StoredAdapter(source, weights)
+        parts = dict(_tensors(adapter))
+        shard = Shard(ADAPTER_FILE, tuple(parts))
+        files = {CONFIG_FILE: _json(_config(adapter)), BASE_FILE: _json(base_of(adapter.spec.manifest))}
+        done = 0
+
+        def written(tensor: TensorSpec) -> None:
+            nonlocal done
+            done += tensor.nbytes
+            progress(done, shard.data_bytes)
+
+        with new_directory(target, needed_bytes([shard], files)) as directory:
+            for name, content in files.items():
+                write_file(directory / name, content)
+            write_checkpoint(directory, [shard], lambda tensor: parts[tensor](), written)
+        return ExportedAdapter(len(parts), shard.data_bytes, weights.state.position)
+
+
+def base_of(manifest: Manifest) -> Mapping[str, object]:
+    """What tells the model of ``manifest`` from others."""
+    return {
+        "fingerprint": manifest.fingerprint,
+        "model_type": manifest.model_type,
+        "architecture": manifest.architecture,
+    }
+
+
+def _json(values: Mapping[str, object]) -> bytes:
+    return (json.dumps(values, indent=2) + "\n").encode()
+
+
+def _config(adapter: StoredAdapter) -> Mapping[str, object]:
+    assert adapter.lora is not None
+    manifest, lora = adapter.spec.manifest, adapter.lora
+    below = sorted({pair.name.split(".", 3)[3] for pair in adapter.attention})
+    fused = family_of(manifest.model_type, where=MANIFEST_NAME).fused_names
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": manifest.source,
+        "r": lora.rank,
+        "lora_alpha": lora.scaled_alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": below,
+        "target_parameters": [name for name in fused if not name.endswith("bias")] if lora.experts else None,
+    }
+
+
+def _tensors(adapter: StoredAdapter) -> Iterator[tuple[TensorSpec, Callable[[], Iterator[Bytes]]]]:
+    """Each tensor of the adapter, and what gives its values."""
+    assert adapter.lora is not None
+    rank = adapter.lora.rank
+    for pair in adapter.attention:
+        for part, (letter, shape) in enumerate((("A", (rank, pair.inputs)), ("B", (pair.outputs, rank)))):
+            name = f"base_model.model.{pair.name}.lora_{letter}.weight"
+
+            def values(pair: AttentionPair = pair, part: int = part) -> Iterator[Bytes]:
+                yield adapter.attention_part(pair, part).view(np.uint8)
+
+            yield TensorSpec(name, "F32", shape), values
+    if adapter.shape is None:
+        return
+    spec = adapter.spec
+    module = family_of(spec.manifest.model_type, where=MANIFEST_NAME).module
+    sizes, count = adapter.shape.sizes, spec.experts
+    for layer in spec.moe_layers:
+        for index, below in ((0, "base_layer."), (2, "")):
+            prefix = f"base_model.model.model.layers.{layer}.{module}.experts.{below}lora_"
+            (_, inputs), (outputs, _) = sizes[index : index + 2]
+
+            def rows(layer: int = layer, index: int = index) -> Iterator[Bytes]:
+                for expert in range(count):
+                    yield _matrix(adapter, layer, expert, index).numpy().reshape(-1).view(np.uint8)
+
+            def columns(layer: int = layer, index: int = index, outputs: int = outputs) -> Iterator[Bytes]:
+                every = np.empty((outputs, rank, count), np.float32)
+                for expert in range(count):
+                    every[:, :, expert] = _matrix(adapter, layer, expert, index + 1).numpy()
+                yield every.reshape(-1).view(np.uint8)
+
+            yield TensorSpec(f"{prefix}A.weight", "F32", (rank * count, inputs)), rows
+            yield TensorSpec(f"{prefix}B.weight", "F32", (outputs, rank * count)), columns
+
+
+def _matrix(adapter: StoredAdapter, layer: int, expert: int, index: int) -> Tensor:
+    assert adapter.shape is not None
+    views = adapter.shape.views(adapter.expert_pair(layer, expert))
+    return (views.inner_a, views.inner_b, views.down_a, views.down_b)[index]
