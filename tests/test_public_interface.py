@@ -121,6 +121,8 @@ def methods(cls: type) -> Iterator[object]:
             for name, member in vars(base).items():
                 function = getattr(member, "__func__", member)
                 public = not name.startswith("_") or name in ("__getitem__", "__enter__", "__iter__")
+                # A specification of a model is a value to its user; what builds the model is the trainer.
+                public = public and name not in ("build", "first_weights")
                 if public and inspect.isfunction(inspect.unwrap(function)):
                     yield inspect.unwrap(function)
 
