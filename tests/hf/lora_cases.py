@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,14 @@ from tierstore.train.stepping import SessionParts, Stepper, means
 
 LR = 2e-3
 ADAMW = AdamWConfig(betas=(0.9, 0.95), weight_decay=0.01)
+
+
+@contextlib.contextmanager
+def quiet_peft() -> Iterator[None]:
+    """peft asks transformers for names that transformers warns of."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        yield
 
 
 def configured(store: Path, lora: LoraConfig, *, budget: int = 4 << 20, clip: float = 0.0) -> TrainConfig:

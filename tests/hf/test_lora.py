@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from checkpoints import imported, save, tensors_of
-from lora_cases import ADAMW, LR, batch, configured, session, take, train_ranks
+from lora_cases import ADAMW, LR, batch, configured, quiet_peft, session, take, train_ranks
 from torch import Tensor
 
 from tierstore.errors import ConfigError, StoreError, StoreFormatError
@@ -31,14 +28,6 @@ if TYPE_CHECKING:
 
 RANK, LAYERS = 3, 2
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "granitemoe", "deepseek_v3", "qwen3_next")
-
-
-@contextlib.contextmanager
-def quiet_peft() -> Iterator[None]:
-    """peft asks transformers for names that transformers warns of."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        yield
 
 
 class Oracle:
