@@ -219,3 +219,17 @@ def test_a_trained_model_leaves_as_it_is(family: str, dtype: torch.dtype, tmp_pa
     call("reshard", tmp_path / "s", "--to", tmp_path / "s2", "--ranks", 2)
     call("export", tmp_path / "s2", "--to", tmp_path / "out2")
     assert all(torch.equal(value, after[name]) for name, value in tensors_of(tmp_path / "out2").items())
+
+
+def test_training_goes_on_from_a_store_that_was_resharded(tmp_path: Path) -> None:
+    """There and back: weights, moments, buffers and what a run has begun with are those of the store as it was."""
+    save(tmp_path / "m", "deepseek_v3", torch.bfloat16)
+    imported(tmp_path / "m", tmp_path / "s")
+    for steps in (0, 2):
+        if steps:
+            train(tmp_path, tmp_path / "s", steps)
+        call("reshard", tmp_path / "s", "--to", tmp_path / f"two{steps}", "--ranks", 2)
+        call("reshard", tmp_path / f"two{steps}", "--to", tmp_path / f"one{steps}", "--ranks", 1)
+    wanted = train(tmp_path, tmp_path / "s", 4)
+    assert torch.equal(train(tmp_path, tmp_path / "one0", 4), wanted)
+    assert torch.equal(train(tmp_path, tmp_path / "one2", 4), wanted)
