@@ -24,6 +24,7 @@ from tierstore.dense.layout import Narrow, UnitLayout, layouts_of_shapes
 from tierstore.errors import StoreError, StoreFormatError
 from tierstore.hf.families import family_of
 from tierstore.hf.manifest import MANIFEST_NAME, MODEL_DIRECTORY, Manifest
+from tierstore.hf.pairs import AttentionPair, attention_pairs
 from tierstore.hf.reading import StoredWeights, open_weights
 from tierstore.hf.spec import HfSpec
 from tierstore.hf.stored import stored_spec
@@ -40,19 +41,6 @@ ADAPTER_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 #: Which model the pairs were trained beside; peft passes it over.
 BASE_FILE = "tierstore_base.json"
-#: Modules of a decoder layer that mix tokens, by transformers' names: their linear layers get pairs.
-MIXERS = ("self_attn", "linear_attn")
-
-
-@dataclass(frozen=True)
-class AttentionPair:
-    """The pair of linear layer ``name``: its A and B are parameters ``index`` and ``index + 1`` of dense unit ``unit``."""
-
-    name: str
-    outputs: int
-    inputs: int
-    unit: int
-    index: int
 
 
 @dataclass(frozen=True)
@@ -62,21 +50,6 @@ class ExportedAdapter:
     tensors: int
     nbytes: int
     step: int
-
-
-def attention_pairs(manifest: Manifest, lora: LoraConfig) -> list[AttentionPair]:
-    """Attention's pairs, in the order of the model's parameters."""
-    found = []
-    for number, unit in enumerate(manifest.units):
-        index = 0
-        for parameter in unit.parameters if lora.attention else ():
-            name = parameter.name.removesuffix(".weight")
-            mixes = any(f".{mixer}." in name for mixer in MIXERS) and len(parameter.shape) == 2
-            if mixes and (not lora.modules or name.rpartition(".")[2] in lora.modules):
-                outputs, inputs = parameter.shape
-                found.append(AttentionPair(name, outputs, inputs, number, index))
-                index += 2
-    return found
 
 
 class Adapter(ABC):

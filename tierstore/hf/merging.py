@@ -21,13 +21,12 @@ from tierstore.hf.adapter import (
     BASE_FILE,
     CONFIG_FILE,
     Adapter,
-    AttentionPair,
     Floats,
-    attention_pairs,
     base_of,
 )
 from tierstore.hf.families import family_of
 from tierstore.hf.packages import require
+from tierstore.hf.pairs import AttentionPair, attention_pairs
 from tierstore.hf.spec import HfSpec
 from tierstore.hf.stored import stored_spec
 from tierstore.moe.lora import LoraConfig, LoraTargets, PairShape
