@@ -25,6 +25,7 @@ MODULES = (
     "tierstore.errors",
     "tierstore.store",
     "tierstore.train",
+    "tierstore.hf",
     "tierstore.plan",
     "tierstore.lab",
     "tierstore.trace",

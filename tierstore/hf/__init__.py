@@ -7,28 +7,40 @@ from typing import TYPE_CHECKING
 from tierstore.lazy import exports
 
 if TYPE_CHECKING:
+    from tierstore.hf.adapter import ExportedAdapter, export_adapter
     from tierstore.hf.callback import TieredCallback
+    from tierstore.hf.exporting import Exported, export
     from tierstore.hf.importing import ImportOptions, ImportReport, import_model
     from tierstore.hf.manifest import Weights
     from tierstore.hf.optimizer import TieredOptimizer
+    from tierstore.hf.outline import ExportDtype
+    from tierstore.hf.reading import Adjustment
     from tierstore.hf.tiered import TieredModel, TieredStep, open_model
     from tierstore.hf.watching import Autocast
     from tierstore.model.config import ComputeDtype
+    from tierstore.parallel import Mesh
     from tierstore.train.stepping import StepError
 else:
     __getattr__, __dir__ = exports(__name__, __file__)
 
 __all__ = [
+    "Adjustment",
     "Autocast",
     "ComputeDtype",
+    "ExportDtype",
+    "Exported",
+    "ExportedAdapter",
     "ImportOptions",
     "ImportReport",
+    "Mesh",
     "StepError",
     "TieredCallback",
     "TieredModel",
     "TieredOptimizer",
     "TieredStep",
     "Weights",
+    "export",
+    "export_adapter",
     "import_model",
     "open_model",
 ]

@@ -4,7 +4,7 @@
 ``TieredOptimizer.step`` steps dense parameters and experts together, clipped together. What ``Trainer`` does around that
 is what the callback is for:
 
-* ``on_pre_optimizer_step``, ``on_optimizer_step``: the step that is open is taken once; one that a scaler skipped is given up.
+* ``on_pre_optimizer_step``, ``on_optimizer_step``: the open step is taken once; one that a scaler skipped is given up.
 * ``on_substep_end``: a pass of a step has ended, and the step goes on.
 * ``on_save``: the store commits, when the files of the checkpoint are written. They hold no weights, but where the store
   stood: ``train(resume_from_checkpoint=...)`` compares, and goes on from the store's last commit.
@@ -24,8 +24,8 @@ from tierstore.hf.tiered import TieredModel
 from tierstore.train.stepping import StepError
 
 
-class TieredCallback(TrainerCallback):  # type: ignore[misc]
-    """Goes with ``Trainer(model=tiered.model, optimizers=(optimizer, None), callbacks=[TieredCallback(tiered, optimizer)])``.
+class TieredCallback(TrainerCallback):
+    """Goes with ``Trainer(tiered.model, optimizers=(optimizer, None), callbacks=[TieredCallback(tiered, optimizer)])``.
 
     Clipping is the optimizer's: ``max_grad_norm`` of the training arguments must say the same (0 for None). Raises
     StepError where it does not, and where the arguments ask for what a store cannot do.

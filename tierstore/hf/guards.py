@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from tierstore.store.disk.home import read_identity
 from tierstore.train.state import TrainState
 from tierstore.train.stepping import StepError
 
@@ -58,6 +59,7 @@ class _Guards:
         self._own = {id(parameter) for parameter in model.parameters()}
         self._state = state
         self._store = store
+        self._uuid = read_identity(store)
 
     def save_pretrained(self, *arguments: Any, **options: Any) -> None:
         raise StepError(
@@ -68,7 +70,7 @@ class _Guards:
     def give_state(self, module: Any, found: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Makes ``found`` what says where the store stands."""
         found.clear()
-        said = json.dumps({"store": str(self._store), "position": self._state.position})
+        said = json.dumps({"store": self._uuid, "position": self._state.position})
         found[prefix + STATE_ENTRY] = torch.frombuffer(bytearray(said.encode()), dtype=torch.uint8)
 
     def take_state(self, module: Any, given: dict[str, Any], prefix: str, *others: Any) -> None:
@@ -79,6 +81,8 @@ class _Guards:
                 f"load_state_dict: the weights of this model are in {self._store}; others enter by tierstore import"
             )
         said = json.loads(bytes(entry.tolist()))
+        if said["store"] != self._uuid:
+            raise StepError(f"the checkpoint is of another store than {self._store}")
         if said["position"] != self._state.position:
             raise StepError(
                 f"the checkpoint is of step {said['position']}, and {self._store} stands at step {self._state.position}: "

@@ -30,9 +30,10 @@ from tierstore.config import load
 from tierstore.errors import ConfigError, StoreMissingError
 from tierstore.hf.guards import guarded
 from tierstore.hf.importing import ImportOptions, import_model
+from tierstore.hf.manifest import Weights
 from tierstore.hf.model import HfModel
 from tierstore.hf.stored import stored_spec
-from tierstore.hf.watching import Autocast, PassWatch, Stage
+from tierstore.hf.watching import Autocast, PassWatch
 from tierstore.parallel import RankEnvironment
 from tierstore.store.disk.home import IDENTITY
 from tierstore.store.opening import read_states
@@ -62,16 +63,18 @@ def open_model(
 
     ``source``: a model directory, imported first (with ``options``) if there is no such store or its import was cut short.
     ``host_budget``: memory for experts, as bytes or as text. ``settings``: keys of ``TrainConfig`` by dotted name
-    (``{"adamw.weight_decay": 0.0}``). Raises ConfigError, BudgetError, CapabilityError, StoreError, OSError, and StepError
-    at exit if a step is open.
+    (``{"adamw.weight_decay": 0.0}``); ``lora.rank`` trains low-rank pairs beside weights that were imported frozen.
+
+    Raises ConfigError, BudgetError, CapabilityError, StoreError, OSError, and StepError at exit if a step is open.
     """
     store = Path(store)
     if RankEnvironment.from_environment().world > 1:
         raise ConfigError("open_model: a loop of one's own runs on one rank; tierstore train runs on several")
-    if source is not None:
-        _import(Path(source), store, options)
     config = load(TrainConfig, None, {"store": store, **(settings or {})})
-    spec = stored_spec(store, config.finetune)
+    if source is not None:
+        weights = Weights.FROZEN if config.lora.enabled else Weights.TRAINABLE
+        _import(Path(source), store, options or ImportOptions(weights=weights))
+    spec = stored_spec(store, config.finetune, config.lora)
     if spec is None:
         raise StoreMissingError(
             f"{store}: no imported model; tierstore import makes one of a model directory"
@@ -85,7 +88,7 @@ def open_model(
             tiered.close()
 
 
-def _import(source: Path, store: Path, options: ImportOptions | None) -> None:
+def _import(source: Path, store: Path, options: ImportOptions) -> None:
     """Imports ``source``, unless ``store`` holds an import that has ended."""
     if not (store / IDENTITY).exists() or not read_states(store, STATE_KEY):
         import_model(source, store, options)
@@ -213,10 +216,12 @@ class TieredModel:
             raise problem
 
     def _incomplete(self, step: OpenStep) -> str | None:
-        if self._watch.stage is Stage.READY:
+        if self._watch.is_due():
             return "the step ends before the backward pass of its last forward pass"
         if not self._watch.passes:
             return "the step ends without a backward pass; step.abandon() says that it shall"
+        if step.passes not in (None, self._watch.passes):
+            return f"the step ends after {self._watch.passes} of {step.passes} backward passes"
         return None
 
     def _open_message(self) -> str:
@@ -255,7 +260,7 @@ class TieredStep:
         if self._watch.step is not self._step:
             raise StepError("backward: the step has ended")
         self._watch.settle()
-        if self._watch.stage is not Stage.READY:
+        if not self._watch.is_due():
             raise StepError("backward: no forward pass with gradients has run since the last backward pass")
         value = float(loss.detach())
         if not math.isfinite(value):
@@ -265,7 +270,7 @@ class TieredStep:
             return
         with self._parts.timeline.span(Track.COMPUTE, f"backward {self._parts.state.position}"):
             torch.autograd.backward(loss)
-        if self._watch.stage is Stage.READY:
+        if self._watch.is_due():
             raise StepError("backward: the loss does not depend on the last forward pass")
         self._watch.settle()
         self.loss += value

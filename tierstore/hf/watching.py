@@ -4,7 +4,8 @@ A training pass is a forward pass with gradients inside of an open step, and the
 other forward pass is an evaluation: it may come at any time but between the two. What does not fit raises StepError
 before anything is computed, so that a loop that leaves something out gets an error and no other results.
 
-The end of a backward pass has no hook: it is noticed when the loop does the next thing.
+The end of a backward pass has no hook of a module: it is taken up when the loop does the next thing, and autograd says
+then whether the pass came to it.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class PassWatch:
         self.passes = 0
         self._training = False
         self._leasing = False
+        self._returned = False
         self._used: set[int] = set()
         self._reached: set[int] = set()
         self._handles: list[RemovableHandle] = []
@@ -96,14 +98,18 @@ class PassWatch:
         """They belong to none."""
         self.step, self.stage = None, Stage.IDLE
 
+    def is_due(self) -> bool:
+        """Whether a forward pass waits for its backward pass."""
+        return self.stage is Stage.READY
+
     def settle(self) -> None:
         """Ends a backward pass that has returned. Raises StepError if it did not reach the experts that were used."""
         if self.stage is not Stage.BACKWARD:
             return
         missing = sorted(self._used - self._reached)
-        if missing or self._leasing:
-            where = f" of layer {missing[-1]}" if missing else ""
-            self.poison(problem := f"a backward pass was cut short: it did not reach the experts{where}")
+        if missing or not self._returned:
+            where = f": it did not reach the experts of layer {missing[-1]}" if missing else ""
+            self.poison(problem := f"a backward pass was cut short{where}")
             raise StepError(problem)
         assert self.step is not None
         self.step.end_pass()
@@ -128,10 +134,16 @@ class PassWatch:
             if unit:
                 self._check_autocast()
         elif self.stage is Stage.READY:
-            self.stage = Stage.BACKWARD
+            self.stage, self._returned = Stage.BACKWARD, False
+            # Called when the pass has come to its end, not when it raised.
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._note_return)
         elif phase is Phase.BACKWARD and self.stage is not Stage.BACKWARD:
             raise self._no_backward()
         self._queue.enter(unit, phase)
+
+    def _note_return(self) -> None:
+        self._returned = True
 
     def leave(self, unit: int, phase: Phase) -> None:
         self._queue.leave(unit, phase)

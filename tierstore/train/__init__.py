@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from tierstore.dense import DenseBytes, DenseConfig, Fusion, GatherDtype, OptimizerState, Reshard
     from tierstore.links import LinkConfig, LinksConfig
     from tierstore.model import CheckpointActivations, ComputeDtype, ModelConfig, TieEmbeddings
-    from tierstore.moe import Activation, RouterNoise, SaveActivations
+    from tierstore.moe import Activation, ExpertShape, RouterNoise, SaveActivations
     from tierstore.parallel import (
         Channel,
         Collective,
@@ -37,11 +37,12 @@ if TYPE_CHECKING:
     )
     from tierstore.timeline import NullTimeline, Timeline, TimelineSink, Track, open_timeline
     from tierstore.train.config import TrainConfig
+    from tierstore.train.expert_session import ExpertSession, ExpertStep, open_experts
     from tierstore.train.files import DataConfig, DataFormat, Packing
     from tierstore.train.ranks import Opening
     from tierstore.train.schedule import LearningRateDecay, ScheduleConfig
     from tierstore.train.session import open_session
-    from tierstore.train.stepping import NonFiniteError
+    from tierstore.train.stepping import NonFiniteError, StepError
     from tierstore.train.trainer import StepResult, Trainer
 else:
     __getattr__, __dir__ = exports(__name__, __file__)
@@ -61,6 +62,9 @@ __all__ = [
     "DenseBytes",
     "DenseConfig",
     "ExpertBlocks",
+    "ExpertSession",
+    "ExpertShape",
+    "ExpertStep",
     "Fusion",
     "GatherDtype",
     "Inactive",
@@ -87,6 +91,7 @@ __all__ = [
     "SaveActivations",
     "ScheduleConfig",
     "Scope",
+    "StepError",
     "StepResult",
     "StripeConfig",
     "TieEmbeddings",
@@ -98,6 +103,7 @@ __all__ = [
     "WearConfig",
     "Work",
     "launch",
+    "open_experts",
     "open_session",
     "open_timeline",
 ]

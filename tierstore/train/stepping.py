@@ -146,7 +146,8 @@ class OpenStep:
     def __init__(self, parts: SessionParts, step: OptimizerStep, passes: int | None) -> None:
         self._parts = parts
         self._step = step
-        self._passes = passes
+        #: How many there will be; None where it is not known.
+        self.passes = passes
         self._position = parts.state.position
         self._begun = 0
         self.lr = step.lr
@@ -164,13 +165,13 @@ class OpenStep:
 
     def begin_pass(self) -> None:
         """A forward pass follows, and then its backward pass."""
-        if self._begun == self._passes:
-            raise StepError(f"step {self._position}: a further forward pass in a step of {self._passes}")
+        if self._begun == self.passes:
+            raise StepError(f"step {self._position}: a further forward pass in a step of {self.passes}")
         parts, index = self._parts, self._begun
         if index % parts.queue.micro_batches == 0:
             # Its schedule is for as many as it knew of; and other forward passes may have come between.
             parts.queue.begin(training=True)
-        parts.experts.begin_micro(index=index, count=self._passes)
+        parts.experts.begin_micro(index=index, count=self.passes)
         parts.dense.begin_micro()
         parts.model.set_step(self._position, index)
         self._begun += 1
@@ -225,14 +226,14 @@ class OpenStep:
         return self._parts.timing is StepTiming.IMMEDIATE
 
     def _check_passes(self) -> None:
-        if self._passes is None and not self._begun:
+        if self.passes is None and not self._begun:
             raise StepError(f"step {self._position} ends without a backward pass")
-        if self._passes not in (None, self._begun):
-            raise StepError(f"step {self._position} ends after {self._begun} of {self._passes} passes")
+        if self.passes not in (None, self._begun):
+            raise StepError(f"step {self._position} ends after {self._begun} of {self.passes} passes")
 
     def _norm(self) -> float:
         parts = self._parts
-        if self._passes is None:
+        if self.passes is None:
             parts.experts.end_passes()
         with parts.ledger.stall(layer=None, tier=Tier.HOST, cause=Cause.OPTIMIZER):
             squares = parts.experts.gradients.sum_of_squares()

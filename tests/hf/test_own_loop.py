@@ -1,0 +1,463 @@
+"""Somebody else's loop over an imported model: the bits of ``tierstore train``, and errors instead of other results."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_families import make_config, plain_model
+from torch import Tensor
+
+from tierstore.config import load
+from tierstore.errors import ConfigError, StoreMissingError, StorePoisonedError
+from tierstore.hf import Autocast, StepError, TieredModel, import_model, open_model
+from tierstore.hf.stored import stored_spec
+from tierstore.train.config import TrainConfig
+from tierstore.train.ranks import Opening
+from tierstore.train.session import open_session
+
+STEPS = 3
+TIGHT = "224KiB"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[torch.dtype], Path]:
+    """The store of a tiny model, imported once."""
+    root, made = tmp_path_factory.mktemp("imported"), dict[torch.dtype, Path]()
+
+    def make(dtype: torch.dtype) -> Path:
+        if dtype not in made:
+            name = str(dtype).removeprefix("torch.")
+            plain_model(make_config("qwen3_moe", vocab_size=256), dtype).save_pretrained(
+                root / f"model-{name}"
+            )
+            made[dtype] = root / f"store-{name}"
+            import_model(root / f"model-{name}", made[dtype])
+        return made[dtype]
+
+    return make
+
+
+@pytest.fixture
+def store(imported: Callable[[torch.dtype], Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(imported(torch.float32), tmp_path / "store"))
+
+
+@pytest.fixture
+def tiered(store: Path) -> Iterator[TieredModel]:
+    with open_model(store, host_budget=TIGHT) as opened:
+        opened.model.train()
+        yield opened
+
+
+def tokens(seed: int = 0) -> Tensor:
+    return torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(tiered: TieredModel, seed: int = 0) -> Any:
+    return tiered.model(input_ids=tokens(seed), labels=tokens(seed)).loss
+
+
+def records(tiered: TieredModel) -> int:
+    tiered.commit()
+    return tiered.parts.store.records_crc32c()
+
+
+def take(tiered: TieredModel, count: int = 1) -> list[float]:
+    losses = []
+    for seed in range(count):
+        with tiered.step(1e-3) as step:
+            step.backward(loss_of(tiered, seed))
+        losses.append(step.loss)
+    return losses
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("optimizer", [False, True], ids=["step", "optimizer"])
+def test_the_bits_are_those_of_the_trainer(
+    imported: Callable[[torch.dtype], Path], dtype: torch.dtype, clip: float, optimizer: bool, tmp_path: Path
+) -> None:
+    """Losses, norms and records, whatever the budget: the trainer's holds everything, the loop's next to nothing."""
+    stores = [Path(shutil.copytree(imported(dtype), tmp_path / name)) for name in ("theirs", "ours")]
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(256)) * 64)
+    config = load(
+        TrainConfig,
+        None,
+        {
+            "store": stores[0],
+            "data.paths": (str(text),),
+            "data.batch_size": 2,
+            "data.micro_batches": 2,
+            "finetune.seq_len": 16,
+            "finetune.aux_loss_weight": 0.0,
+            "clip_norm": clip,
+            "schedule.lr": 1e-3,
+            "schedule.warmup_steps": 2,
+            "device": "cpu",
+            "threads": 1,
+            "host_budget": 16 << 20,
+        },
+    )
+    spec = stored_spec(stores[0], config.finetune)
+    assert spec is not None
+    with open_session(replace(config, model=spec), Opening.CREATE) as trainer:
+        batches = [[trainer.data.batch(step, micro) for micro in range(2)] for step in range(STEPS)]
+        expected = [trainer.step() for _ in range(STEPS)]
+        trainer.commit()
+        crc = trainer.store.records_crc32c()
+    losses, norms = [], []
+    with open_model(stores[1], host_budget=TIGHT, settings={"device": "cpu", "threads": 1}) as tiered:
+        model = tiered.model.train()
+        own = tiered.optimizer(1.0, max_grad_norm=clip or None) if optimizer else None
+        for number, micros in enumerate(batches):
+            total, lr = 0.0, config.schedule.lr_at(number)
+            with contextlib.ExitStack() as stack:
+                if own is None:
+                    step = stack.enter_context(tiered.step(lr, max_grad_norm=clip or None))
+                else:
+                    own.param_groups[0]["lr"] = lr
+                for batch in micros:
+                    arguments = {"labels": batch.targets_BT, "shift_labels": batch.targets_BT}
+                    loss = model(input_ids=batch.tokens_BT, use_cache=False, **arguments).loss
+                    total += float(loss.detach()) / 2
+                    if own is None:
+                        step.backward(loss / 2)
+                    else:
+                        (loss / 2).backward()
+                if own is not None:
+                    own.step()
+                    own.zero_grad()
+            losses.append(total)
+            norms.append(step.grad_norm if own is None else own.grad_norm)
+        assert losses == [result.loss for result in expected]
+        assert norms == [result.grad_norm for result in expected]
+        assert tiered.position == STEPS
+        assert records(tiered) == crc
+
+
+def test_checkpointing_and_known_passes_change_no_bit(store: Path, tmp_path: Path) -> None:
+    sums = []
+    for number, (again, passes) in enumerate([(False, None), (True, None), (True, 2)]):
+        path = Path(shutil.copytree(store, tmp_path / f"copy-{number}"))
+        with open_model(path, host_budget=TIGHT) as tiered:
+            if again:
+                with (
+                    pytest.warns(FutureWarning, match="deprecated")
+                    if _deprecated()
+                    else contextlib.nullcontext()
+                ):
+                    tiered.model.gradient_checkpointing_enable({"use_reentrant": False})
+            tiered.model.train()
+            for _ in range(2):
+                with tiered.step(1e-3, max_grad_norm=0.1, backward_passes=passes) as step:
+                    for seed in range(2):
+                        step.backward(loss_of(tiered, seed))
+            sums.append((step.loss, step.grad_norm, records(tiered)))
+    assert sums[0] == sums[1] == sums[2]
+
+
+def _deprecated() -> bool:
+    from transformers import PreTrainedModel
+
+    return hasattr(PreTrainedModel, "activation_checkpointing_enable")
+
+
+def test_evaluation_and_generate_come_at_any_time(store: Path, tmp_path: Path) -> None:
+    """Between steps, and inside of one between its passes."""
+    sums = []
+    for looks in (False, True):
+        path = Path(shutil.copytree(store, tmp_path / f"copy-{looks}"))
+        with open_model(path, host_budget=TIGHT) as tiered:
+            tiered.model.train()
+            for _ in range(2):
+                if looks:
+                    assert look(tiered) == look(tiered)
+                with tiered.step(1e-3) as step:
+                    for seed in range(2):
+                        if looks:
+                            look(tiered)
+                        step.backward(loss_of(tiered, seed))
+            sums.append(records(tiered))
+    assert sums[0] == sums[1]
+
+
+def look(tiered: TieredModel) -> list[int]:
+    tiered.model.eval()
+    prompt = tokens()[:1, :4]
+    text = tiered.model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert math.isfinite(loss_in_evaluation(tiered))
+    tiered.model.train()
+    found: list[int] = text[0].tolist()
+    return found
+
+
+def test_what_was_committed_is_there_again(store: Path) -> None:
+    with open_model(store, host_budget=TIGHT) as tiered:
+        tiered.model.train()
+        take(tiered)
+        tiered.commit()
+        expected = take(tiered, 2)
+    with open_model(store, host_budget=TIGHT) as tiered:
+        tiered.model.train()
+        assert tiered.position == 1
+        assert take(tiered, 2) == expected
+
+
+# Steps that are not taken -----------------------------------------------------------------------------------
+
+
+def test_a_step_is_given_up(tiered: TieredModel) -> None:
+    """By the loop, by an exception between passes, by a loss that is not finite: and nothing has moved."""
+    take(tiered)
+    before = records(tiered)
+    with tiered.step(1.0) as step:
+        step.backward(loss_of(tiered))
+        step.abandon()
+    assert step.skipped
+    with pytest.raises(ZeroDivisionError), tiered.step(1.0) as step:  # noqa: PT012
+        step.backward(loss_of(tiered))
+        loss_of(tiered)
+        raise ZeroDivisionError
+    with tiered.step(1.0) as step:
+        step.backward(loss_of(tiered))
+        step.backward(loss_of(tiered) * math.nan)
+        step.backward(loss_of(tiered))
+    assert step.skipped
+    assert records(tiered) == before
+    assert tiered.parts.state.skipped == 3
+    take(tiered)
+    assert records(tiered) != before
+
+
+def test_a_forward_pass_that_raises_outside_of_an_access_costs_its_step_only(tiered: TieredModel) -> None:
+    before = records(tiered)
+    for grad in (True, False):
+        with pytest.raises(IndexError), torch.set_grad_enabled(grad), tiered.step(1.0) as step:
+            step.backward(tiered.model(input_ids=torch.full((1, 4), 300), labels=tokens()).loss)
+    assert records(tiered) == before
+    assert math.isfinite(take(tiered)[0])
+
+
+def test_a_backward_pass_that_raises_leaves_the_last_commit(store: Path) -> None:
+    class Raises(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            raise ZeroDivisionError
+
+    with open_model(store, host_budget=TIGHT) as tiered:
+        tiered.model.train()
+        layer = tiered.model.model.layers[0].self_attn
+        handle = layer.register_forward_hook(
+            lambda module, given, found: (Raises.apply(found[0]), *found[1:])
+        )
+        with pytest.raises(ZeroDivisionError), tiered.step(1e-3) as step:
+            step.backward(loss_of(tiered))
+        handle.remove()
+        with pytest.raises(StorePoisonedError):
+            tiered.commit()
+    with open_model(store, host_budget=TIGHT) as tiered:
+        tiered.model.train()
+        assert tiered.position == 0
+        take(tiered)
+
+
+# Loops that leave something out -----------------------------------------------------------------------------
+
+
+def test_a_loop_that_leaves_something_out_gets_an_error(tiered: TieredModel) -> None:
+    """And can go on, when it does it right."""
+    model = tiered.model
+    expected = loss_in_evaluation(tiered)
+    before = records(tiered)
+    with pytest.raises(StepError, match="training forward pass outside of a step"):
+        loss_of(tiered)
+    with pytest.raises(StepError, match="ends without a backward pass"), tiered.step(1.0):
+        pass
+    with pytest.raises(StepError, match="before the backward pass"), tiered.step(1.0):
+        loss_of(tiered)
+    with pytest.raises(StepError, match="needs its own backward pass"), tiered.step(1.0):
+        print(loss_of(tiered), loss_of(tiered))
+    with pytest.raises(StepError, match="no forward pass"), tiered.step(1.0) as step:
+        step.backward(torch.ones((), requires_grad=True))
+    with pytest.raises(StepError, match="does not depend"), tiered.step(1.0) as step:
+        step.backward(torch.ones_like(loss_of(tiered), requires_grad=True))
+    with pytest.raises(StepError, match="a step is open already"), tiered.step(1.0), tiered.step(1.0):
+        pass
+    with pytest.raises(StepError, match="commit: a step"), tiered.step(1.0):
+        tiered.commit()
+    with pytest.raises(StepError, match="ends after 1 of 2"), tiered.step(1.0, backward_passes=2) as step:
+        step.backward(loss_of(tiered))
+    with pytest.raises(StepError, match="a part of the model"), torch.no_grad():
+        model.model.layers[0](torch.zeros(1, 2, 32))
+    with pytest.raises(StepError, match="lr: expected"), tiered.step(math.nan):
+        pass
+    assert records(tiered) == before
+    assert loss_in_evaluation(tiered) == expected
+
+
+def loss_in_evaluation(tiered: TieredModel) -> float:
+    with torch.no_grad():
+        return float(loss_of(tiered))
+
+
+def test_a_backward_pass_after_the_step(tiered: TieredModel) -> None:
+    with tiered.step(1e-3) as step:
+        loss = loss_of(tiered)
+        loss.backward(retain_graph=True)
+        step_of = step
+    with pytest.raises(StepError, match="the step has ended"):
+        step_of.backward(loss)
+    with pytest.raises(RuntimeError, match="a second backward pass"):
+        loss.backward()
+    tiered.model.eval()
+    late = loss_of(tiered)
+    with pytest.raises(StepError, match="outside of a step"):
+        late.backward()
+
+
+def test_two_backward_passes_through_one_forward_pass(tiered: TieredModel) -> None:
+    def twice() -> None:
+        loss = loss_of(tiered)
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    with pytest.raises(RuntimeError, match="add the losses up"), tiered.step(1e-3):
+        twice()
+
+
+def test_autocast_is_chosen_or_refused(store: Path) -> None:
+    with (
+        open_model(store, host_budget=TIGHT) as tiered,
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(StepError, match="autocast"),
+        torch.no_grad(),
+    ):
+        loss_of(tiered)
+    with open_model(store, host_budget=TIGHT, autocast=Autocast.ALLOWED) as tiered:
+        tiered.model.train()
+        with tiered.step(1e-3) as step:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(tiered)
+            step.backward(loss)
+        assert not step.skipped
+
+
+# Optimizers -------------------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_opens_its_step_and_schedules_move_its_learning_rate(tiered: TieredModel) -> None:
+    optimizer = tiered.optimizer(1e-3)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    with pytest.raises(StepError, match="no training forward pass"):
+        optimizer.step()
+    for _ in range(2):
+        loss = loss_of(tiered)
+        optimizer.zero_grad()  # between forward and backward: nothing is lost
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 2.5e-4
+    other = optimizer.state_dict()
+    optimizer.load_state_dict(other)
+    before = records(tiered)
+    loss_of(tiered).backward()
+    with pytest.raises(StepError, match="commit: a step with 0"):
+        tiered.commit()
+    optimizer.zero_grad()  # without step(): the step is given up
+    assert not optimizer.is_open
+    assert records(tiered) == before
+
+
+def test_an_optimizer_that_is_used_otherwise(store: Path) -> None:
+    with (  # noqa: PT012
+        pytest.raises(StepError, match=r"end it first \(with optimizer.step"),
+        open_model(store, host_budget=TIGHT) as tiered,
+    ):
+        tiered.model.train()
+        optimizer = tiered.optimizer(1e-3)
+        with pytest.raises(StepError, match="has one already"):
+            tiered.optimizer(1e-3)
+        loss_of(tiered).backward()
+        optimizer.param_groups[0]["lr"] = 1e-2
+        with pytest.raises(StepError, match=r"opened with 0.001 .* it is 0.01 now"):
+            optimizer.step()
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["weight_decay"] = 0.5
+        with pytest.raises(StepError, match=r"weight_decay: .* cannot change it to 0.5"):
+            loss_of(tiered)
+        optimizer.param_groups[0]["weight_decay"] = tiered.parts.config.adamw.weight_decay
+        loss_of(tiered).backward()
+
+
+def test_what_would_leave_the_experts_out_is_refused(tiered: TieredModel, tmp_path: Path) -> None:
+    theirs = torch.optim.SGD(tiered.model.parameters(), lr=1.0)
+    with pytest.raises(StepError, match="SGD holds parameters of a tiered model"):
+        theirs.step()
+    with pytest.raises(StepError, match="would leave out the experts"):
+        tiered.model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+    state = tiered.model.state_dict()
+    assert list(state) == ["tierstore"]
+    tiered.model.load_state_dict(state)
+    with pytest.raises(StepError, match="others enter by tierstore import"):
+        tiered.model.load_state_dict({"lm_head.weight": torch.zeros(256, 32)})
+    take(tiered)
+    with pytest.raises(StepError, match=r"of step 0, and .* stands at step 1"):
+        tiered.model.load_state_dict(state)
+
+
+def test_other_optimizers_and_models_are_left_alone(store: Path) -> None:
+    with open_model(store, host_budget=TIGHT):
+        weight = torch.nn.Parameter(torch.ones(()))
+        weight.grad = torch.ones(())
+        torch.optim.SGD([weight], lr=1.0).step()
+        assert float(weight.detach()) == 0.0
+    with open_model(store, host_budget=TIGHT) as tiered:
+        model = tiered.model
+    assert "save_pretrained" not in vars(model)
+
+
+# Opening ----------------------------------------------------------------------------------------------------
+
+
+def test_a_model_directory_is_imported_on_the_way(tmp_path: Path) -> None:
+    plain_model(make_config("mixtral")).save_pretrained(tmp_path / "model")
+    with (
+        pytest.raises(StoreMissingError, match="no imported model"),
+        open_model(tmp_path / "store", host_budget=TIGHT),
+    ):
+        pass
+    for position in (0, 1):
+        with open_model(tmp_path / "store", tmp_path / "model", host_budget=TIGHT) as tiered:
+            assert tiered.position == position
+            tiered.model.train()
+            with tiered.step(1e-3) as step:
+                step.backward(tiered.model(input_ids=tokens() % 128, labels=tokens() % 128).loss)
+            tiered.commit()
+
+
+def test_ranks_are_refused(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(ConfigError, match="one rank"), open_model(store, host_budget=TIGHT):
+        pass

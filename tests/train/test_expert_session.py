@@ -1,0 +1,163 @@
+"""Experts of a plain torch module from a store: what plain torch with AdamW computes, and errors for loops gone wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tierstore.errors import StoreFormatError
+from tierstore.moe.config import ExpertShape
+from tierstore.moe.experts import feed_forward, initial_expert
+from tierstore.train import ExpertSession, NonFiniteError, StepError, open_experts
+from tierstore.train.session import expert_key
+
+SHAPE, LAYERS, EXPERTS, TOP_K = ExpertShape(8, 12), 2, 6, 2
+TIGHT = "40KiB"
+
+
+class Mixture(nn.Module):
+    """The same mixture with its experts in a store, or as parameters."""
+
+    def __init__(self, layer: int, tiered: ExpertSession | None) -> None:
+        super().__init__()
+        self.router = nn.Linear(SHAPE.d_model, EXPERTS, bias=False)
+        self.layer, self.tiered = layer, tiered
+        if tiered is None:
+            self.experts = nn.ParameterList(
+                initial_expert(SHAPE, seed=0, layer=layer, expert=expert, layers=LAYERS)
+                for expert in range(EXPERTS)
+            )
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        weight_TK, expert_TK = self.router(x_TD).softmax(-1).topk(TOP_K)
+        if self.tiered is not None:
+            return x_TD + self.tiered.compute(self.layer, x_TD, expert_TK, weight_TK)
+        y_TD = torch.zeros_like(x_TD)
+        for expert, flat in enumerate(self.experts):
+            views = SHAPE.views(flat)
+            part_TD = feed_forward(x_TD, views.inner, views.down, SHAPE.activation)
+            share_T = (weight_TK * (expert_TK == expert)).sum(-1, keepdim=True)
+            y_TD = y_TD + share_T * part_TD
+        return x_TD + y_TD
+
+
+def make(tiered: ExpertSession | None) -> nn.Sequential:
+    torch.manual_seed(1)
+    routers = [Mixture(layer, tiered) for layer in range(LAYERS)]
+    generator = torch.Generator().manual_seed(2)
+    for mixture in routers:
+        nn.init.normal_(mixture.router.weight, generator=generator)
+    return nn.Sequential(*routers)
+
+
+@pytest.fixture
+def tiered(tmp_path: Path) -> Iterator[ExpertSession]:
+    with open_experts(
+        tmp_path / "e", SHAPE, layers=range(LAYERS), experts=EXPERTS, host_budget=TIGHT
+    ) as opened:
+        yield opened
+
+
+def batch(seed: int) -> Tensor:
+    return torch.randn(10, SHAPE.d_model, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_it_follows_plain_torch(tiered: ExpertSession, passes: int) -> None:
+    """Experts that no token reached have gradients of zero, which AdamW steps with."""
+    ours, plain = make(tiered), make(None)
+    lr, adamw = 1e-2, tiered.store.core.adamw
+    options = {"lr": lr, "betas": adamw.betas, "eps": adamw.eps, "weight_decay": adamw.weight_decay}
+    dense = torch.optim.AdamW(ours.parameters(), **options)
+    whole = torch.optim.AdamW(plain.parameters(), **options)
+    for number in range(8):
+        norms = []
+        with tiered.step(lr) as step:
+            for part in range(passes):
+                (ours(batch(10 * number + part)) ** 2).mean().backward()
+            norms.append(step.clip(ours.parameters(), 0.5))
+        for part in range(passes):
+            (plain(batch(10 * number + part)) ** 2).mean().backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)))
+        for optimizer in (dense, whole):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+        with torch.no_grad():
+            torch.testing.assert_close(ours(batch(99)), plain(batch(99)), rtol=1e-4, atol=1e-5)
+    tiered.commit()
+    for layer in range(LAYERS):
+        for expert in range(EXPERTS):
+            key = expert_key(layer, expert)
+            with tiered.store.fetch([key]) as lease:
+                found = torch.from_numpy(lease[key].copy("weight"))
+            torch.testing.assert_close(found, plain[layer].experts[expert].detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_it_is_there_again(tmp_path: Path) -> None:
+    options = {"layers": range(LAYERS), "experts": EXPERTS, "host_budget": TIGHT}
+    with open_experts(tmp_path / "e", SHAPE, **options) as tiered:
+        model = make(tiered)
+        with tiered.step(1e-2):
+            model(batch(0)).sum().backward()
+        tiered.commit({"step": b"1"})
+        with torch.no_grad():
+            expected = model(batch(1))
+    with open_experts(tmp_path / "e", SHAPE, **options) as tiered, torch.no_grad():
+        assert tiered.store.last_commit.state["step"] == b"1"
+        assert torch.equal(make(tiered)(batch(1)), expected)
+    for shape, experts in ((ExpertShape(8, 16), EXPERTS), (SHAPE, EXPERTS + 1)):
+        with (
+            pytest.raises(StoreFormatError),
+            open_experts(tmp_path / "e", shape, layers=[0], experts=experts, host_budget=TIGHT),
+        ):
+            pass
+
+
+def test_steps_that_are_not_taken(tiered: ExpertSession) -> None:
+    model = make(tiered)
+    with tiered.step(1e-2):
+        model(batch(0)).sum().backward()
+    tiered.commit()
+    before = tiered.store.records_crc32c()
+    with tiered.step(1e-2) as step:
+        model(batch(0)).sum().backward()
+        step.abandon()
+    with tiered.step(1e-2) as step:
+        (model(batch(0)).sum() * math.nan).backward()
+        assert math.isnan(step.clip(model.parameters(), 1.0))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with pytest.raises(NonFiniteError), tiered.step(1e-2):
+        (model(batch(0)).sum() * math.nan).backward()
+    for missing in (False, True):
+        with pytest.raises(StepError, match="without a backward pass"), tiered.step(1e-2):
+            _ = model(batch(0)) if missing else None
+    tiered.commit()
+    assert tiered.store.records_crc32c() == before
+
+
+def test_loops_that_leave_something_out(tiered: ExpertSession) -> None:
+    model = make(tiered)
+    with pytest.raises(StepError, match="outside of a step"):
+        model(batch(0))
+    with tiered.step(1e-2) as step:
+        with pytest.raises(StepError, match="a step is open already"), tiered.step(1e-2):
+            pass
+        with pytest.raises(StepError, match="commit"):
+            tiered.commit()
+        found = model(batch(0)).sum()
+        with pytest.raises(StepError, match="an evaluation while"), torch.no_grad():
+            model(batch(0))
+        found.backward(retain_graph=True)
+        with pytest.raises(StepError, match="belongs to no forward pass"):
+            found.backward()
+        step.clip(model.parameters(), 1.0)
+        with pytest.raises(StepError, match="have been clipped"):
+            model(batch(0))
+    with pytest.raises(StepError, match="belongs to no forward pass"):
+        found.backward()

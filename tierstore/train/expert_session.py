@@ -1,0 +1,288 @@
+"""Experts of anybody's MoE in a store: an expert source for plain torch modules, whose dense parameters stay their own.
+
+::
+
+    with open_experts("runs/e", shape, layers=range(2), experts=16, host_budget="1GiB") as tiered:
+        for batch in loader:
+            with tiered.step(lr=1e-3) as step:
+                model(batch).backward()             # its layers call tiered.compute(layer, x, chosen, weights)
+                step.clip(model.parameters(), 1.0)  # dense and expert gradients together
+            optimizer.step()                        # the dense ones
+
+Experts are fp32, flat as ``ExpertShape`` has them. Nothing of them moves before the end of a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tierstore._native import HugePages
+from tierstore.errors import StoreFormatError
+from tierstore.moe.computing import ExpertPass, Weighting, compute_experts
+from tierstore.moe.config import ExpertShape, SaveActivations
+from tierstore.moe.dispatch import dispatch
+from tierstore.moe.exchange import LocalRows
+from tierstore.moe.experts import initial_expert
+from tierstore.moe.source import ExpertLease
+from tierstore.prefetch import Schedule, StepTiming, TieredExperts, make_predictor
+from tierstore.prefetch.predictor import PredictorName
+from tierstore.stats import StallLedger
+from tierstore.store.adamw import AdamWConfig
+from tierstore.store.config import StoreConfig
+from tierstore.store.disk.home import IDENTITY
+from tierstore.store.format import RecordSchema
+from tierstore.store.opening import minimum_host_budget
+from tierstore.store.parameter_store import ParameterStore
+from tierstore.store.registering import NewRecord, register_many
+from tierstore.tiers import DeviceSlots, open_device_tier
+from tierstore.train.budgets import EXPERT_SCHEMA
+from tierstore.train.session import expert_key
+from tierstore.train.stepping import NonFiniteError, StepError
+from tierstore.units import parse_size
+
+_SLOTS = 2
+
+
+@contextlib.contextmanager
+def open_experts(
+    store: Path | str,
+    shape: ExpertShape,
+    *,
+    layers: Iterable[int],
+    experts: int,
+    host_budget: int | str = "1GiB",
+    adamw: AdamWConfig | None = None,
+    first_weights: Callable[[int, int], npt.NDArray[np.float32]] | None = None,
+) -> Iterator[ExpertSession]:
+    """Opens the experts in ``store`` as they were last committed, or makes them: ``experts`` of ``shape`` in each of
+    ``layers``, with ``first_weights(layer, expert)`` or random ones. On the CPU, in ``host_budget``.
+
+    Raises StoreFormatError for a store of other experts, BudgetError, StoreError, OSError.
+    """
+    store, layers = Path(store), tuple(layers)
+    schema = RecordSchema(EXPERT_SCHEMA, shape.numel)
+    slots = DeviceSlots(shape.numel, torch.float32, _SLOTS, _SLOTS)
+    budget = parse_size(host_budget, name="host_budget") - slots.nbytes
+    spare = max(0, budget - minimum_host_budget([schema], None, len(layers)))
+    config = StoreConfig(host_budget=budget, lookahead=min(int(budget * 0.45), spare), layers=layers)
+    adamw = adamw or AdamWConfig()
+    fresh = not (store / IDENTITY).exists()
+    opened = (
+        ParameterStore.create(store, [schema], config, adamw=adamw)
+        if fresh
+        else ParameterStore.open(store, config, adamw=adamw)
+    )
+    with opened, contextlib.ExitStack() as stack:
+        core = opened.core
+        if fresh:
+            first = first_weights or partial(_random, shape, len(layers))
+            core.reserve({EXPERT_SCHEMA: len(layers) * experts})
+            keys = ((layer, expert) for layer in layers for expert in range(experts))
+            register_many(
+                core,
+                (NewRecord(expert_key(*key), EXPERT_SCHEMA, key[0], partial(first, *key)) for key in keys),
+            )
+            opened.commit()
+        else:
+            core.reserve()
+        core.reserve_scratch(EXPERT_SCHEMA)
+        try:
+            records = {
+                layer: {expert: core.record(expert_key(layer, expert)) for expert in range(experts)}
+                for layer in layers
+            }
+        except KeyError as error:
+            raise StoreFormatError(f"{store}: the store has no record {error}") from error
+        if opened.info(expert_key(layers[0], 0)).schema != schema:
+            raise StoreFormatError(f"{store}: the store holds experts of another shape than {shape}")
+        tier = open_device_tier(core.engine, slots, torch.device("cpu"), HugePages.AUTO)
+        stack.callback(tier.close)
+        source = TieredExperts(
+            core,
+            tier,
+            records,
+            weight_slots=_SLOTS,
+            timing=StepTiming.DEFERRED,
+            predictor=make_predictor(PredictorName.HISTORY, range(experts)),
+            schedule=Schedule.of_layers(layers, depth=1),
+            ledger=StallLedger(),
+        )
+        yield ExpertSession(opened, source, shape, experts)
+
+
+def _random(shape: ExpertShape, depth: int, layer: int, expert: int) -> npt.NDArray[np.float32]:
+    weights: npt.NDArray[np.float32] = initial_expert(
+        shape, seed=0, layer=layer, expert=expert, layers=depth
+    ).numpy()
+    return weights
+
+
+class ExpertSession:
+    """Open experts, which layers ask for; ``open_experts`` makes it. It is the ``ExpertSource`` of these layers."""
+
+    def __init__(
+        self, store: ParameterStore, experts: TieredExperts, shape: ExpertShape, per_layer: int
+    ) -> None:
+        self.store = store
+        self._experts = experts
+        self._shape = shape
+        self._per_layer = per_layer
+        self._step: ExpertStep | None = None
+        #: Layers that the present training pass has come to, forward and backward.
+        self._used: set[int] = set()
+        self._reached: set[int] = set()
+
+    # Layers -------------------------------------------------------------------------------------------------
+
+    def compute(self, layer: int, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        """``y[t] = sum_k weight[t, k] * expert[t, k](x[t])``, differentiable; ``expert_TK`` is int64.
+
+        With gradients it is part of a training pass, and raises StepError outside of a step; without, of an evaluation.
+        """
+        if torch.is_grad_enabled():
+            self._train(layer)
+        elif self._pending:
+            raise StepError(f"layer {layer}: an evaluation while a backward pass is due")
+        else:
+            self._experts.begin_evaluation()
+            self._used.clear()
+            self._reached.clear()
+        load_E = torch.bincount(expert_TK.reshape(-1), minlength=self._per_layer)
+        plan = dispatch(expert_TK, load_E)
+        rows = LocalRows(plan, plan.experts)
+        call = ExpertPass(layer, self._shape, self, plan, rows, Weighting.BY_EXPERT, SaveActivations.SAVE)
+        return compute_experts(x_TD, weight_TK, call)
+
+    def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
+        """Leases for a forward pass."""
+        return self._experts.forward(layer, experts)
+
+    def backward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
+        """Leases with gradients. Raises StepError for a pass that belongs to no forward pass of the open step."""
+        if self._step is None or layer not in self._used or layer in self._reached:
+            raise StepError(f"layer {layer}: a backward pass that belongs to no forward pass of an open step")
+        self._reached.add(layer)
+        return self._experts.backward(layer, experts)
+
+    @property
+    def _pending(self) -> bool:
+        return bool(self._used - self._reached)
+
+    def _train(self, layer: int) -> None:
+        if self._step is None:
+            raise StepError(
+                f"layer {layer}: a pass with gradients outside of a step; evaluate under torch.no_grad()"
+            )
+        if not self._pending:  # all layers of the pass before have been walked back
+            self._experts.begin_micro(index=self._step.begin_pass(), count=None)
+            self._used.clear()
+            self._reached.clear()
+        self._used.add(layer)
+
+    # Steps --------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def step(self, lr: float) -> Iterator[ExpertStep]:
+        """One optimizer step of the experts, of any number of passes; at the end of the block it is taken.
+
+        If the block raises, the last commit stands. Raises StepError where a backward pass is missing, and NonFiniteError
+        for gradients that are not finite, where ``ExpertStep.clip`` has not found it; then nothing has moved.
+        """
+        if self._step is not None:
+            raise StepError("a step is open already: it ends before the next one begins")
+        core = self.store.core
+        self._used.clear()
+        self._reached.clear()
+        with core.failures.poisoning("a step was cut short"), core.optimizer_step(lr) as taken:
+            step = self._step = ExpertStep(self._experts)
+            try:
+                yield step
+            finally:
+                self._step = None
+            problem = self._problem(step)
+            gradients = self._experts.gradients
+            if problem is None and not step.abandoned:
+                gradients.apply(step.scale)
+            else:
+                gradients.step_pending()  # those of the step before
+                gradients.discard()
+                taken.abandon()
+        if problem is not None:
+            raise problem
+
+    def _problem(self, step: ExpertStep) -> Exception | None:
+        if step.abandoned:
+            return None
+        if not step.passes or self._pending:
+            return StepError("the step ends without a backward pass of its last forward pass")
+        if not math.isfinite(step.squares):
+            return NonFiniteError("a gradient of an expert is not finite: the step is not taken")
+        return None
+
+    def commit(self, state: Mapping[str, bytes] | None = None) -> int:
+        """Makes the experts durable, with ``state`` beside them; returns the generation. Raises StepError in a step."""
+        if self._step is not None:
+            raise StepError("commit: a step is open")
+        self._experts.gradients.step_pending()
+        return self.store.commit(state or {})
+
+
+class ExpertStep:
+    """A step of experts in progress."""
+
+    def __init__(self, experts: TieredExperts) -> None:
+        self._experts = experts
+        self.passes = 0
+        #: What gradients are multiplied with.
+        self.scale = 1.0
+        self.abandoned = False
+        self._squares: float | None = None
+
+    def begin_pass(self) -> int:
+        """Counts a pass; returns its number. Raises StepError once the gradients have been summed up."""
+        if self._squares is not None:
+            raise StepError("a further pass, and the gradients of the step have been clipped")
+        self.passes += 1
+        return self.passes - 1
+
+    @property
+    def squares(self) -> float:
+        """The sum of squares of the experts' gradients, after the last backward pass."""
+        if self._squares is None:
+            self._experts.end_passes()
+            self._squares = self._experts.gradients.sum_of_squares()
+        return self._squares
+
+    def clip(self, parameters: Iterable[Tensor], max_norm: float) -> float:
+        """Clips the gradients of the experts and of ``parameters`` together, as ``clip_grad_norm_`` does, after the last
+        backward pass; returns their norm. Where it is not finite the step is given up, and the parameters have no
+        gradients: their optimizer passes over them.
+        """
+        parameters = [parameter for parameter in parameters if parameter.grad is not None]
+        squares = self.squares
+        for parameter in parameters:
+            squares += float(torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)) ** 2
+        norm = math.sqrt(squares) if math.isfinite(squares) else math.nan
+        if not math.isfinite(norm):
+            self.abandon()
+            for parameter in parameters:
+                parameter.grad = None
+            return norm
+        self.scale = min(1.0, max_norm / (norm + 1e-6))
+        for parameter in parameters if self.scale < 1.0 else ():
+            assert parameter.grad is not None
+            parameter.grad.mul_(self.scale)
+        return norm
+
+    def abandon(self) -> None:
+        """The step shall not be taken."""
+        self.abandoned = True
