@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from tierstore.plan.fitting import Limits
     from tierstore.plan.presets import Preset, find_preset
     from tierstore.plan.report import Plan, plan_run
+    from tierstore.plan.uses import Use
     from tierstore.store import (
         AdamWConfig,
         NewRecord,
@@ -102,6 +103,7 @@ __all__ = [
     "Trainer",
     "TuneOptions",
     "Tuning",
+    "Use",
     "VerifyReport",
     "config",
     "curves",

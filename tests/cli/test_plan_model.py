@@ -77,7 +77,7 @@ def test_what_is_frozen_is_read_and_never_written(capsys: pytest.CaptureFixture[
     for name in ("lora-attention", "serve"):
         assert uses[name]["written_bytes"] == 0
     assert 0 < uses["serve"]["read_bytes"] <= 4096 * _RECORDS
-    assert uses["serve"]["read_bytes"] < uses["lora-attention"]["read_bytes"] <= 2 * 4096 * _RECORDS
+    assert uses["serve"]["read_bytes"] <= uses["lora-attention"]["read_bytes"] <= 2 * 4096 * _RECORDS
     assert uses["lora-attention"]["read_bytes"] < uses["lora"]["read_bytes"]
 
 

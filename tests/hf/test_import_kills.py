@@ -205,6 +205,15 @@ def test_ranks_must_agree(source: Path, tmp_path: Path, ranks: Ranks) -> None:
     assert not (tmp_path / "s").exists()
 
 
+def test_ranks_are_refused_together(source: Path, tmp_path: Path, ranks: Ranks) -> None:
+    """What one of them cannot do leaves nothing of the others."""
+    (tmp_path / "s/rank-0000").mkdir(parents=True)
+    (tmp_path / "s/rank-0000/notes.txt").write_text("mine")
+    answers = ranks.run(2, import_ranks, source, tmp_path / "s")
+    assert all("expected an empty or missing directory" in str(answer) for answer in answers)
+    assert not (tmp_path / "s/rank-0001").exists()
+
+
 def test_a_model_is_its_configuration_too(source: Path, tmp_path: Path) -> None:
     model = save(tmp_path / "m", "granitemoe")
     imported(tmp_path / "m", tmp_path / "s")

@@ -21,6 +21,7 @@ from checkpoints import (
     tensors_of,
 )
 
+from tierstore.errors import StoreExistsError
 from tierstore.hf.manifest import IMPORT_KEY, Manifest, Weights
 from tierstore.model.config import ComputeDtype
 from tierstore.store.parameter_store import verify_store
@@ -191,3 +192,12 @@ def test_the_manifest_reads_back(tmp_path: Path) -> None:
 
 def test_the_state_of_an_import_has_the_key_that_training_looks_for() -> None:
     assert train_state.IMPORT_KEY == IMPORT_KEY
+
+
+def test_a_model_that_was_trained_is_not_imported_again(tmp_path: Path) -> None:
+    save(tmp_path / "m", "olmoe")
+    imported(tmp_path / "m", tmp_path / "s")
+    with open_store(tmp_path / "s") as store:
+        store.commit({train_state.STATE_KEY: train_state.TrainState(position=3).pack()})
+    with pytest.raises(StoreExistsError, match="imported before, and has been trained since"):
+        imported(tmp_path / "m", tmp_path / "s")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from checkpoints import imported, save
+from checkpoints import imported, save, tensors_of
+from lora_cases import ADAMW, LR, batch, configured, quiet_peft, session, take, train_ranks
 from torch import Tensor
 
 from tierstore.errors import ConfigError, StoreError, StoreFormatError
@@ -19,68 +17,17 @@ from tierstore.hf.adapter import export_adapter
 from tierstore.hf.exporting import export
 from tierstore.hf.lora import refuse_target_parameters, target_modules
 from tierstore.hf.manifest import Weights
-from tierstore.hf.stored import stored_spec
-from tierstore.model.interface import Batch
 from tierstore.moe.lora import LoraConfig, LoraTargets, PairShape
 from tierstore.prefetch.gradients import NoGradients
-from tierstore.store.adamw import AdamWConfig
 from tierstore.train.budgets import DeviceKind, least_host_budget
-from tierstore.train.config import TrainConfig
 from tierstore.train.experts import pair_key
-from tierstore.train.files import DataConfig
-from tierstore.train.finetune import FinetuneConfig
-from tierstore.train.ranks import Opening
-from tierstore.train.session import Loop, open_parts
 from tierstore.train.stepping import SessionParts, Stepper
 
-RANK, LR, LAYERS, EXPERTS = 3, 2e-3, 2, 8
-ADAMW = AdamWConfig(betas=(0.9, 0.95), weight_decay=0.01)
+if TYPE_CHECKING:
+    from launcher import Ranks
+
+RANK, LAYERS = 3, 2
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "granitemoe", "deepseek_v3", "qwen3_next")
-
-
-def configured(store: Path, lora: LoraConfig, *, budget: int = 4 << 20, clip: float = 0.0) -> TrainConfig:
-    spec = stored_spec(store, FinetuneConfig(seq_len=12, aux_loss_weight=0.0), lora)
-    assert spec is not None
-    return TrainConfig(
-        store=store,
-        model=spec,
-        lora=lora,
-        adamw=ADAMW,
-        host_budget=budget,
-        clip_norm=clip,
-        device="cpu",
-        data=DataConfig(batch_size=2),
-    )
-
-
-@contextlib.contextmanager
-def session(store: Path, lora: LoraConfig, **options: Any) -> Iterator[SessionParts]:
-    config = configured(store, lora, **options)
-    with open_parts(config, Opening.RESUME, loop=Loop.FOREIGN) as parts:
-        yield parts
-
-
-def batch(step: int) -> Batch:
-    draw = torch.Generator().manual_seed(50 + step)
-    tokens = torch.randint(128, (2, 13), generator=draw)
-    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-
-
-def take(parts: SessionParts, step: int) -> float:
-    with Stepper(parts).step(LR, passes=1) as opened:
-        opened.begin_pass()
-        output = parts.model.run(batch(step))
-        opened.backward(output.objective)
-    assert output.loss is not None
-    return float(output.loss.detach())
-
-
-@contextlib.contextmanager
-def quiet_peft() -> Iterator[None]:
-    """peft asks transformers for names that transformers warns of."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        yield
 
 
 class Oracle:
@@ -204,6 +151,9 @@ def test_five_steps_follow_peft(frozen_stores: Any, family: str) -> None:
     directory, store = frozen_stores(family)
     lora = LoraConfig(rank=RANK, seed=4)
     with session(store, lora) as parts:
+        units = parts.model.dense_units()
+        counts = [sum(parameter.numel() for parameter in parameters) for _, parameters in units]
+        assert list(parts.config.model.adapter_units) == counts
         oracle = Oracle(directory, lora, parts)
         for step in range(5):
             assert take(parts, step) == pytest.approx(oracle.step(step), rel=2e-5)
@@ -405,3 +355,22 @@ def test_an_adapter_beside_another_base_is_refused(frozen_stores: Any, tmp_path:
     assert not (tmp_path / "adapter").exists()
     with pytest.raises(StoreFormatError, match="fingerprint"), session(store, LoraConfig(rank=2)):
         pass
+
+
+def test_two_ranks_as_one_process(frozen_stores: Any, ranks: Ranks, tmp_path: Path) -> None:
+    """Each has half of the experts, of their pairs and of attention's pairs, and all of the frozen dense parameters. One
+    adapter comes out of both stores.
+    """
+    directory, store = frozen_stores("qwen3_moe")
+    lora = LoraConfig(rank=RANK)
+    with session(store, lora, clip=0.2) as parts:
+        expected = [take(parts, step) for step in range(4)]
+        Stepper(parts).commit()
+    first, second = ranks.run(2, train_ranks, directory, tmp_path / "two", lora, 4, 2)
+    assert first == second == pytest.approx(expected, rel=1e-5)
+    for number, made in enumerate((store, tmp_path / "two")):
+        export_adapter(made, tmp_path / f"adapter-{number}")
+    one, two = (tensors_of(tmp_path / f"adapter-{number}") for number in (0, 1))
+    assert one.keys() == two.keys()
+    for name, values in one.items():
+        assert (values - two[name]).abs().max() <= 2e-5, name

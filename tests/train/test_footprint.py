@@ -35,7 +35,7 @@ def config(tmp_path: Path) -> TrainConfig:
 def test_by_hand(config: TrainConfig) -> None:
     """Embedding 256 x 16, two blocks of 4 x 16^2 + 2 x 16 + 6 x 16 = 1,152, norm and tied or own head; 4 x 8 tokens."""
     embedding, block = 256 * 16, 1152
-    head = config.model.dense_units[-1].numel
+    head = config.model.architecture.units[-1].numel
     alone, together = fixed_cost(config, 1000), fixed_cost(config, 1000, ranks=2)
     assert alone.dense == DenseBytes(16 * (embedding + 2 * block + head), 0, 0)
     half = head // 2 + (-(head // 2)) % 16

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import click
 
-from tierstore.cli.options import PATH, SIZE, json_option
+from tierstore.cli.options import EXISTING_DIRECTORY, PATH, SIZE, json_option
 from tierstore.cli.output import Output
+from tierstore.errors import ConfigError
 from tierstore.units import format_bytes, format_seconds
 
 
@@ -21,13 +22,36 @@ from tierstore.units import format_bytes, format_seconds
     help="Type of the weights (default: that of the checkpoint they came from, bf16 where it was quantised).",
 )
 @click.option("--max-shard-size", type=SIZE, default="5GB", help="Bytes of the largest file.")
+@click.option(
+    "--adapter", is_flag=True, help="The low-rank pairs that train --lora has made alone, as peft loads them."
+)
+@click.option(
+    "--merge", type=EXISTING_DIRECTORY, metavar="ADAPTER", help="Merge an adapter of peft's into the weights."
+)
 @json_option
-def export(store: Path, target: Path, dtype: str | None, max_shard_size: int, output: Output) -> None:
+def export(
+    store: Path,
+    target: Path,
+    dtype: str | None,
+    max_shard_size: int,
+    adapter: bool,
+    merge: Path | None,
+    output: Output,
+) -> None:
     """Write the model of STORE, of all ranks if it has several, as it is after its last commit. STORE stays as it is.
 
     An imported model leaves under the names that it came with, the built-in one as a Mixtral, where its options allow it.
+    Pairs of train --lora are merged into its weights, if --adapter does not ask for them alone.
     """
+    if adapter:
+        if dtype is not None or merge is not None:
+            raise ConfigError(
+                "--adapter: expected neither --dtype nor --merge: pairs leave as they are, in fp32"
+            )
+        _write_adapter(store, target, output)
+        return
     from tierstore.hf.exporting import export as write
+    from tierstore.hf.merging import load_adapter
     from tierstore.hf.outline import ExportDtype
 
     start = time.monotonic()
@@ -37,6 +61,7 @@ def export(store: Path, target: Path, dtype: str | None, max_shard_size: int, ou
             target,
             dtype=None if dtype is None else ExportDtype(dtype),
             max_shard_bytes=max_shard_size,
+            adjustment=None if merge is None else load_adapter(merge, store),
             progress=lambda written, total: progress.update(written >> 20, total >> 20, {}),
         )
     elapsed_s = time.monotonic() - start
@@ -62,5 +87,30 @@ def export(store: Path, target: Path, dtype: str | None, max_shard_size: int, ou
             "elapsed_s": elapsed_s,
             "written_bytes_per_s": done.nbytes / elapsed_s,
             "notes": list(done.notes),
+        }
+    )
+
+
+def _write_adapter(store: Path, target: Path, output: Output) -> None:
+    from tierstore.hf.adapter import export_adapter
+
+    start = time.monotonic()
+    with output.progress(0, label="export (MiB)") as progress:
+        done = export_adapter(
+            store, target, progress=lambda written, total: progress.update(written >> 20, total >> 20, {})
+        )
+    elapsed_s = time.monotonic() - start
+    output.line(
+        f"{target}: an adapter at step {done.step}; wrote {done.tensors} tensors as fp32, {format_bytes(done.nbytes)} in "
+        f"{format_seconds(elapsed_s)}"
+    )
+    output.emit(
+        {
+            "store": str(store),
+            "adapter_directory": str(target),
+            "step": done.step,
+            "tensors": done.tensors,
+            "written_bytes": done.nbytes,
+            "elapsed_s": elapsed_s,
         }
     )

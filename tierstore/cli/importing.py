@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,17 +56,13 @@ def import_(
         if mesh.world.rank:
             output = Output(OutputMode.SILENT)
         with output.progress(0, label="import") as progress:
-
-            def update(done: int, total: int, fields: Mapping[str, object]) -> None:
-                progress.update(done >> 20, total >> 20, {"read": format_bytes(done), **fields})
-
             report = import_model(
                 model,
                 store,
                 options,
                 mesh=mesh,
                 planned=lambda plan: _describe(plan, store, output),
-                progress=update,
+                progress=progress.update,
             )
         _show(report, store, output)
 

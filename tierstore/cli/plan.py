@@ -50,7 +50,7 @@ _DOES_NOT_FIT = 1
     type=click.Choice(["full", "lora", "lora-attention", "serve"]),
     help="What an imported model is planned for in detail (default: full, or lora where its experts are frozen).",
 )
-@click.option("--lora", type=int, help="Rank of low-rank pairs (default: 16).")
+@click.option("--lora", type=int, help="Rank of low-rank pairs (default: lora.rank, or 16).")
 @click.option("--ranks", type=int, default=1, help="Processes that share the model.")
 @click.option("--ranks-per-node", type=int, help="How many of them share a machine (default: all).")
 @click.option("--host-budget", type=SIZE, help="Memory for experts, of each rank.")
@@ -122,7 +122,7 @@ def plan(
         profile=costs,
         alpha=alpha,
         use=_use(loaded, use, lora),
-        lora=DEFAULT_RANK if lora is None else lora,
+        lora=(loaded.lora.rank or DEFAULT_RANK) if lora is None else lora,
     )
     _show(made, costs, output)
     output.emit(made.as_json())
@@ -156,7 +156,10 @@ def _use(config: TrainConfig, asked: str | None, rank: int | None) -> Use:
         return Use.FULL
     if asked is not None:
         return Use(asked)
-    return Use.LORA if config.model.manifest.weights is Weights.FROZEN else Use.FULL
+    if config.lora.enabled and not config.lora.experts:
+        return Use.LORA_ATTENTION
+    frozen = config.model.manifest.weights is Weights.FROZEN
+    return Use.LORA if frozen or config.lora.enabled else Use.FULL
 
 
 def _list_presets(output: Output) -> None:

@@ -290,13 +290,14 @@ def _steps(
 def _announce(config: TrainConfig, output: Output, fixed: int, mesh: Mesh) -> None:
     """What the run will take, before the first write."""
     from tierstore.store.directories import rank_directory
-    from tierstore.store.disk.space import copies
+    from tierstore.store.disk.space import copies, schema_copies
+    from tierstore.train.budgets import expert_schema, pair_schema
 
-    model = config.model
-    records = model.architecture.sparse * 12
+    model, experts, pairs = config.model, expert_schema(config), pair_schema(config)
+    records = model.architecture.records * experts.record_bytes
     owned = len(mesh.blocks(model.experts).owned(mesh.expert.rank)) * len(model.moe_layers)
-    own = owned * model.expert_shape.numel * 12
-    kept = copies(config.retain)
+    kept = schema_copies(experts, copies(config.retain))
+    own = owned * experts.record_bytes
     output.line(
         f"model: {model.architecture.parameters / 1e6:.1f} M parameters, {model.architecture.records} experts in "
         f"{len(model.moe_layers)} layers, {format_bytes(records)} of expert records, {model.compute_dtype.value}"
@@ -321,8 +322,15 @@ def _announce(config: TrainConfig, output: Output, fixed: int, mesh: Mesh) -> No
     places = [existing_parent(rank_directory(name, mesh.world.rank, mesh.world.size)) for name in names]
     free = " and ".join(format_bytes(disk(place).free_bytes) for place in places)
     output.line(
-        f"disk: {format_bytes(kept * own)} for {kept} copies in {', '.join(map(str, names))}; {free} free"
+        f"disk: {format_bytes(kept * own)} for {kept} cop{'ies' if kept > 1 else 'y'} in "
+        f"{', '.join(map(str, names))}; {free} free"
     )
+    if config.lora.enabled:
+        beside = 0 if pairs is None else owned * pairs.record_bytes
+        output.line(
+            f"LoRA: rank {config.lora.rank}, {config.lora.targets.value}; experts are frozen, their pairs take "
+            f"{format_bytes(beside)} of records"
+        )
 
 
 def _describe(store: StoreCore, output: Output) -> None:

@@ -97,4 +97,6 @@ def _layer(spec: HfSpec, index: int, unit: UnitEntry, tokens: int) -> _Layer:
     else:
         again = results
     # Gradients of results, inputs, gradients of inputs; and one expert's with every token at it.
-    return _Layer(kept, scratch + 3 * results + again + tokens * (expert.inner_rows + 2 * expert.d_ff) * width)
+    return _Layer(
+        kept, scratch + 3 * results + again + tokens * (expert.inner_rows + 2 * expert.d_ff) * width
+    )

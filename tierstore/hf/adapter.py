@@ -8,7 +8,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tierstore.dense.layout import Narrow, UnitLayout, layouts_of_shapes
 from tierstore.errors import StoreError, StoreFormatError
 from tierstore.hf.families import family_of
 from tierstore.hf.manifest import MANIFEST_NAME, MODEL_DIRECTORY, Manifest
+from tierstore.hf.pairs import AttentionPair, attention_pairs
 from tierstore.hf.reading import StoredWeights, open_weights
 from tierstore.hf.spec import HfSpec
 from tierstore.hf.stored import stored_spec
@@ -39,19 +41,6 @@ ADAPTER_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 #: Which model the pairs were trained beside; peft passes it over.
 BASE_FILE = "tierstore_base.json"
-#: Modules of a decoder layer that mix tokens, by transformers' names: their linear layers get pairs.
-MIXERS = ("self_attn", "linear_attn")
-
-
-@dataclass(frozen=True)
-class AttentionPair:
-    """The pair of linear layer ``name``: its A and B are parameters ``index`` and ``index + 1`` of dense unit ``unit``."""
-
-    name: str
-    outputs: int
-    inputs: int
-    unit: int
-    index: int
 
 
 @dataclass(frozen=True)
@@ -63,43 +52,61 @@ class ExportedAdapter:
     step: int
 
 
-def attention_pairs(manifest: Manifest, lora: LoraConfig) -> list[AttentionPair]:
-    """Attention's pairs, in the order of the model's parameters."""
-    found = []
-    for number, unit in enumerate(manifest.units):
-        index = 0
-        for parameter in unit.parameters if lora.attention else ():
-            name = parameter.name.removesuffix(".weight")
-            mixes = any(f".{mixer}." in name for mixer in MIXERS) and len(parameter.shape) == 2
-            if mixes and (not lora.modules or name.rpartition(".")[2] in lora.modules):
-                outputs, inputs = parameter.shape
-                found.append(AttentionPair(name, outputs, inputs, number, index))
-                index += 2
-    return found
+class Adapter(ABC):
+    """Pairs of one model. As an ``Adjustment`` they are merged into weights on their way out.
+
+    ``attention``: the linear layers that have a pair; ``shape``: of the pairs of an expert, None where there are none.
+    """
+
+    def __init__(self, attention: Sequence[AttentionPair], shape: PairShape | None, scale: float) -> None:
+        self.attention = attention
+        self.shape = shape
+        self._scale = scale
+        self._by_name = {f"{pair.name}.weight": pair for pair in attention}
+
+    @abstractmethod
+    def attention_part(self, pair: AttentionPair, part: int) -> Floats:
+        """A (``part`` 0) or B (1) of a linear layer, flat."""
+
+    @abstractmethod
+    def expert_pair(self, layer: int, expert: int) -> Tensor:
+        """The pairs of an expert, flat, valid until the next is read."""
+
+    def expert(self, layer: int, expert: int, weights: Floats) -> None:
+        """Adds what the pairs of an expert add to its ``weights`` (flat), in place."""
+        if self.shape is not None:
+            merge_pair(self.shape, torch.from_numpy(weights), self.expert_pair(layer, expert))
+
+    def dense(self, name: str, weights: Floats) -> None:
+        """The same for dense parameter ``name``, where attention has a pair on it."""
+        pair = self._by_name.get(name)
+        if pair is None:
+            return
+        a, b = (torch.from_numpy(self.attention_part(pair, part)) for part in (0, 1))
+        matrix = torch.from_numpy(weights).view(pair.outputs, pair.inputs)
+        matrix.addmm_(b.view(pair.outputs, -1), a.view(-1, pair.inputs), alpha=self._scale)
 
 
-class StoredAdapter:
-    """The pairs of an open store. As an ``Adjustment`` it merges them into weights on their way out."""
+class StoredAdapter(Adapter):
+    """The pairs of an open store."""
 
     def __init__(self, source: Path, weights: StoredWeights) -> None:
         """Raises StoreError where no run with LoRA has trained the store, StoreFormatError."""
-        self.lora = adapted_by(weights)
-        if self.lora is None:
+        lora = adapted_by(weights)
+        if lora is None:
             raise StoreError(f"{source}: no adapter was trained in this store")
-        spec = stored_spec(source, FinetuneConfig(), self.lora)
+        spec = stored_spec(source, FinetuneConfig(), lora)
         if spec is None:
             raise StoreFormatError(f"{source}: {MODEL_DIRECTORY}/{MANIFEST_NAME} is missing")
+        shape = PairShape.of(spec.expert_shape, lora) if lora.experts else None
+        super().__init__(attention_pairs(spec.manifest, lora), shape, lora.scaled_alpha / lora.rank)
+        self.lora = lora
         self.spec: HfSpec = spec
         self.weights = weights
         self._check_base(source)
-        self.attention = attention_pairs(spec.manifest, self.lora)
         self._layouts = self._attention_layouts()
-        self._by_name = {f"{pair.name}.weight": pair for pair in self.attention}
         #: Attention's pairs of one unit: they are asked for one after another.
         self._unit: tuple[int, dict[int, Floats]] = (-1, {})
-        self.shape: PairShape | None = None
-        if self.lora.experts:
-            self.shape = PairShape.of(spec.expert_shape, self.lora)
 
     def _check_base(self, source: Path) -> None:
         trained: Any = self.weights.state.conditions["model"]
@@ -111,7 +118,7 @@ class StoredAdapter:
             )
 
     def _attention_layouts(self) -> list[UnitLayout]:
-        manifest, rank = self.spec.manifest, self.lora.rank if self.lora else 0
+        manifest, rank = self.spec.manifest, self.lora.rank
         shapes: list[list[tuple[Narrow, tuple[int, ...]]]] = [[] for _ in manifest.units]
         for pair in self.attention:
             shapes[pair.unit] += [(Narrow.NO, (rank, pair.inputs)), (Narrow.NO, (pair.outputs, rank))]
@@ -121,7 +128,6 @@ class StoredAdapter:
     # Its values ---------------------------------------------------------------------------------------------
 
     def attention_part(self, pair: AttentionPair, part: int) -> Floats:
-        """A (``part`` 0) or B (1) of a linear layer, flat."""
         if self._unit[0] != pair.unit:
             layout = self._layouts[pair.unit]
             parts = {
@@ -132,26 +138,8 @@ class StoredAdapter:
         return self._unit[1][pair.index + part]
 
     def expert_pair(self, layer: int, expert: int) -> Tensor:
-        """The pairs of an expert, flat, valid until the next is read."""
         experts = self.spec.experts
         return torch.from_numpy(self.weights.record_fp32(pair_key(layer, expert), expert, experts))
-
-    # Merging ------------------------------------------------------------------------------------------------
-
-    def expert(self, layer: int, expert: int, weights: Floats) -> None:
-        """Adds what the pairs of an expert add to its ``weights`` (flat), in place."""
-        if self.shape is not None:
-            merge_pair(self.shape, torch.from_numpy(weights), self.expert_pair(layer, expert))
-
-    def dense(self, name: str, weights: Floats) -> None:
-        """The same for dense parameter ``name``, where attention has a pair on it."""
-        pair = self._by_name.get(name)
-        if pair is None or self.lora is None:
-            return
-        a, b = (torch.from_numpy(self.attention_part(pair, part)) for part in (0, 1))
-        matrix = torch.from_numpy(weights).view(pair.outputs, pair.inputs)
-        scale = self.lora.scaled_alpha / self.lora.rank
-        matrix.addmm_(b.view(pair.outputs, -1), a.view(-1, pair.inputs), alpha=scale)
 
 
 def adapted_by(weights: StoredWeights) -> LoraConfig | None:
@@ -210,7 +198,6 @@ def _json(values: Mapping[str, object]) -> bytes:
 
 
 def _config(adapter: StoredAdapter) -> Mapping[str, object]:
-    assert adapter.lora is not None
     manifest, lora = adapter.spec.manifest, adapter.lora
     below = sorted({pair.name.split(".", 3)[3] for pair in adapter.attention})
     fused = family_of(manifest.model_type, where=MANIFEST_NAME).fused_names
@@ -231,7 +218,6 @@ def _config(adapter: StoredAdapter) -> Mapping[str, object]:
 
 def _tensors(adapter: StoredAdapter) -> Iterator[tuple[TensorSpec, Callable[[], Iterator[Bytes]]]]:
     """Each tensor of the adapter, and what gives its values."""
-    assert adapter.lora is not None
     rank = adapter.lora.rank
     for pair in adapter.attention:
         for part, (letter, shape) in enumerate((("A", (rank, pair.inputs)), ("B", (pair.outputs, rank)))):

@@ -242,6 +242,7 @@ class Checkpoint:
         for path in self.files:
             with open(path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
                 digest.update(f"{path.name} {size}\n".encode())
                 header = 8 + int.from_bytes(file.read(8), "little")
                 file.seek(0)
@@ -250,6 +251,7 @@ class Checkpoint:
                 for offset in range(header, size, step):
                     file.seek(offset)
                     digest.update(file.read(_SAMPLE_BYTES))
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return digest.hexdigest()
 
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from tierstore.config import from_dict
 from tierstore.dense import Fusion
-from tierstore.errors import StoreFormatError
+from tierstore.errors import ConfigError, StoreFormatError
 from tierstore.hf.adapter import StoredAdapter, adapted_by
 from tierstore.hf.checkpoint import TensorInfo, TensorReader, Window, read_header
 from tierstore.hf.families import FAMILIES
@@ -102,7 +102,9 @@ def export(
             outline = mixtral(*_built_in(source, weights), ranks, dtype)
         origins = {spec.name: origin for spec, origin in outline.tensors}
         shards = plan_shards([spec for spec, _ in outline.tensors], max_shard_bytes)
-        if adjustment is None and adapted_by(weights) is not None:
+        if adapted_by(weights) is not None:
+            if adjustment is not None:
+                raise ConfigError(f"{source}: an adapter was trained in this store: no other can be merged")
             adjustment = StoredAdapter(source, weights)
             note = "the pairs of LoRA are merged into the weights"
             outline = replace(outline, notes=(*outline.notes, note))

@@ -21,7 +21,13 @@ import torch
 
 from tierstore.dense.layout import UnitLayout
 from tierstore.dense.slices import dense_schemas, schema_name
-from tierstore.errors import DataError, StoreError, StoreExistsError, StoreFormatError
+from tierstore.errors import (
+    DataError,
+    StoreError,
+    StoreExistsError,
+    StoreFormatError,
+    TierstoreError,
+)
 from tierstore.hf.checkpoint import Checkpoint, TensorReader, Window
 from tierstore.hf.describing import describe_config, read_config
 from tierstore.hf.families import Part
@@ -49,7 +55,7 @@ from tierstore.model.config import ComputeDtype
 from tierstore.parallel import Mesh, RankEnvironment
 from tierstore.store.config import StoreConfig
 from tierstore.store.directories import rank_directories, rank_directory
-from tierstore.store.disk.home import IDENTITY, fsync_directory, remove_unfinished
+from tierstore.store.disk.home import IDENTITY, fsync_directory, refuse_foreign, remove_unfinished
 from tierstore.store.disk.space import extent_bytes
 from tierstore.store.format import RecordSchema, Training, WeightFormat
 from tierstore.store.loading import RecordLoader
@@ -58,8 +64,9 @@ from tierstore.store.parameter_store import ParameterStore
 from tierstore.train.budgets import EXPERT_SCHEMA
 from tierstore.train.session import expert_key
 from tierstore.train.state import STATE_KEY, TrainState
+from tierstore.units import format_bytes
 
-#: (bytes of the source that are in the store's records, in all, fields to show).
+#: (records of this rank that are there, in all, fields to show).
 ProgressCallback = Callable[[int, int, dict[str, object]], None]
 
 
@@ -143,7 +150,7 @@ def import_model(
     plan = plan_import(source, options, mesh)
     state = _state(plan, mesh)
     _check_ranks(state, mesh)
-    _check_target(store, mesh.world.size)
+    _check_stores(store, state, mesh)
     planned(plan)
     with _open_store(store, plan, state, mesh) as opened, TensorReader() as reader:
         job = _Import(opened, plan, state, options, progress)
@@ -287,6 +294,25 @@ def _check_ranks(state: ImportState, mesh: Mesh) -> None:
             raise StoreError(f"rank {rank} imports another checkpoint, or with other options, than rank 0")
 
 
+def _check_stores(store: Path, state: ImportState, mesh: Mesh) -> None:
+    """Raises StoreExistsError, StoreInUseError or StoreFormatError on all ranks unless each can begin a store, or go on
+    with its own; a collective.
+    """
+    problem: TierstoreError | None = None
+    try:
+        _check_target(store, mesh.world.size)
+        directory = rank_directory(store, mesh.world.rank, mesh.world.size)
+        if (directory / IDENTITY).exists():
+            _check_same(directory, state)
+        else:
+            refuse_foreign(directory)
+    except TierstoreError as error:
+        problem = error
+    for other in mesh.world.all_gather_object(problem):
+        if other is not None:
+            raise type(other)(str(other)) from None
+
+
 def _check_target(store: Path, ranks: int) -> None:
     """Raises StoreFormatError for the store of another number of ranks."""
     several = len(rank_directories(store))
@@ -298,13 +324,11 @@ def _check_target(store: Path, ranks: int) -> None:
 
 @contextlib.contextmanager
 def _open_store(store: Path, plan: ImportPlan, state: ImportState, mesh: Mesh) -> Iterator[ParameterStore]:
-    """The rank's store: a new one, or that of the same import. Raises StoreExistsError, StoreFormatError."""
+    """The rank's store: a new one, or that of the same import."""
     directory = rank_directory(store, mesh.world.rank, mesh.world.size)
     schemas = list(plan.schemas)
     config = StoreConfig(host_budget=minimum_host_budget(schemas), layers=plan.manifest.experts.layers)
     fresh = not (directory / IDENTITY).exists()
-    if not fresh:
-        _check_same(directory, state)
     opened = (
         ParameterStore.create(directory, schemas, config) if fresh else ParameterStore.open(directory, config)
     )
@@ -395,7 +419,7 @@ class _Import:
         """Writes the records that are missing."""
         if self._loader is None:
             return
-        self._progress(self._done, self._total, {})
+        self._show()
         expert, budget = self._plan.schemas[0], self._options.host_budget
         with Filler(self._loader, weights, expert, budget=budget, wrote=self._wrote) as filler:
             filler.run(job for job in self._plan.jobs if _key(job) not in self._keys)
@@ -443,7 +467,12 @@ class _Import:
         self._records += 1
         if self._uncommitted >= self._options.commit_bytes:
             self._commit()
-        self._progress(self._done, self._total, {"records": len(self._keys) + self._records})
+        self._show()
+
+    def _show(self) -> None:
+        there = len(self._keys) + self._records
+        fields: dict[str, object] = {"read": f"{format_bytes(self._done)} of {format_bytes(self._total)}"}
+        self._progress(there, len(self._plan.jobs), fields)
 
     def _commit(self, more: dict[str, bytes] | None = None) -> None:
         self._core.committer.commit({IMPORT_KEY: self._state.pack(), **(more or {})})

@@ -8,6 +8,7 @@ of the experts allocated or read. Parameters are taken away, not left on the met
 
 from __future__ import annotations
 
+import copy
 import re
 import threading
 from collections.abc import Iterator, Mapping
@@ -63,6 +64,7 @@ def build_module(config: Any, dtype: torch.dtype) -> LoadedModule:
     """
     register()
     kind = _class_of(config)
+    config = copy.deepcopy(config)  # transformers notes in it what the module is made with
     with torch.device("meta"):
         module = kind._from_config(config, dtype=dtype, experts_implementation=IMPLEMENTATION)
     shape, experts, experts_at = _take_experts(config, module)

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from tierstore.errors import ConfigError
-from tierstore.hf.adapter import MIXERS
 from tierstore.hf.packages import require
+from tierstore.hf.pairs import MIXERS
 from tierstore.moe.lora import LoraConfig
 from tierstore.moe.seeds import keyed_generator
 

@@ -16,6 +16,7 @@ from tierstore.config import as_dict
 from tierstore.dense.layout import Narrow
 from tierstore.errors import ConfigError, StoreError
 from tierstore.hf.manifest import ExpertLayout, Manifest, UnitEntry
+from tierstore.hf.pairs import attention_pairs
 from tierstore.model.architecture import Architecture, DenseUnit
 from tierstore.model.config import CheckpointActivations, ComputeDtype
 from tierstore.moe.config import Activation, ExpertShape, SaveActivations
@@ -129,6 +130,15 @@ class HfSpec:
     def _dense_unit(self, unit: UnitEntry) -> DenseUnit:
         narrow = sum(p.numel for p in unit.parameters if self.manifest.narrow(p) is Narrow.YES)
         return DenseUnit(matrices=narrow, others=unit.numel - narrow)
+
+    @property
+    def adapter_units(self) -> tuple[int, ...]:
+        if not self.lora.enabled:
+            return ()
+        counts = [0 for _ in self.manifest.units]
+        for pair in attention_pairs(self.manifest, self.lora):
+            counts[pair.unit] += self.lora.rank * (pair.outputs + pair.inputs)
+        return tuple(counts)
 
     @property
     def tokenizer(self) -> Path | None:

@@ -244,6 +244,10 @@ class ModelConfig:
         return blocks + scratch + head
 
     @property
+    def adapter_units(self) -> tuple[int, ...]:
+        return ()
+
+    @property
     def tokenizer(self) -> None:
         """None: text is read as bytes."""
         return None

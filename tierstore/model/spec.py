@@ -71,6 +71,13 @@ class ModelSpec(Protocol):
         ...
 
     @property
+    def adapter_units(self) -> tuple[int, ...]:
+        """With LoRA: parameters of the pairs on attention in each dense unit, which alone are trained of them. Empty where
+        everything is.
+        """
+        ...
+
+    @property
     def tokenizer(self) -> Path | None:
         """The directory of its tokenizer's files; None for a model that reads bytes."""
         ...

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tierstore.plan.predict import Prediction
     from tierstore.plan.presets import PRESETS, Preset, find_preset
     from tierstore.plan.report import Plan, machine_limits, plan_run
+    from tierstore.plan.uses import Use
     from tierstore.stats import Tier
     from tierstore.train import TrainConfig
     from tierstore.train.budgets import DeviceKind
@@ -40,6 +41,7 @@ __all__ = [
     "Term",
     "Tier",
     "TrainConfig",
+    "Use",
     "Verdict",
     "find_preset",
     "load_profile",

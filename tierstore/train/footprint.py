@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import resource
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 
@@ -18,7 +18,7 @@ from tierstore.dense.footprint import DenseBytes, dense_bytes
 from tierstore.dense.layout import Narrow, Region, Span, UnitLayout
 from tierstore.model.architecture import DenseUnit
 from tierstore.model.config import ComputeDtype
-from tierstore.train.budgets import DeviceKind
+from tierstore.train.budgets import DeviceKind, pair_schema
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import text_bytes
 
@@ -45,10 +45,11 @@ class FixedCost:
     activations: int
     text: int
     working: int = WORKING_BYTES
+    pairs: int = 0  # of a layer's experts, while a pass goes through them
 
     @property
     def nbytes(self) -> int:
-        return self.process + self.dense.total + self.activations + self.text + self.working
+        return self.process + self.dense.total + self.activations + self.text + self.working + self.pairs
 
 
 def flat_layouts(units: Sequence[DenseUnit], *, ranks: int, compute: ComputeDtype) -> list[UnitLayout]:
@@ -82,22 +83,37 @@ def fixed_cost(
     ``units`` and ``text``: the dense parameters and bytes of text, where they are not the configuration's own.
     Raises DataError.
     """
-    compute = config.model.compute_dtype
+    return FixedCost(
+        process=process,
+        dense=_dense(config, ranks, device, config.model.architecture.units if units is None else units),
+        activations=config.model.activation_bytes(rank_tokens(config, ranks)),
+        text=text_bytes(config.data) if text is None else text,
+        pairs=_pass_bytes(config, ranks),
+    )
+
+
+def _dense(config: TrainConfig, ranks: int, device: DeviceKind, units: Sequence[DenseUnit]) -> DenseBytes:
+    """Dense parameters; with LoRA the frozen ones, whole in their types, and the state of attention's pairs."""
+    compute, lora = config.model.compute_dtype, config.lora.enabled
+    trained = [DenseUnit(matrices=0, others=count) for count in config.model.adapter_units] if lora else units
     dense = dense_bytes(
-        flat_layouts(
-            config.model.architecture.units if units is None else units, ranks=ranks, compute=compute
-        ),
+        flat_layouts(trained, ranks=ranks, compute=compute),
         config.dense,
         ranks=ranks,
         compute=compute,
         device_type=device.value,
     )
-    return FixedCost(
-        process=process,
-        dense=dense,
-        activations=config.model.activation_bytes(rank_tokens(config, ranks)),
-        text=text_bytes(config.data) if text is None else text,
-    )
+    if not lora:
+        return dense
+    frozen = sum(compute.itemsize * unit.matrices + 4 * unit.others for unit in units)
+    return replace(dense, slices=dense.slices + frozen)
+
+
+def _pass_bytes(config: TrainConfig, ranks: int) -> int:
+    """What a pass keeps of the pairs of a layer's experts: weights and gradients."""
+    pairs = pair_schema(config)
+    sharing = config.parallel.expert or ranks
+    return 0 if pairs is None else 8 * pairs.numel * -(-config.model.experts // sharing)
 
 
 def rank_tokens(config: TrainConfig, ranks: int) -> int:
