@@ -24,6 +24,7 @@ from slowness import mostly_slow
 from tiny_families import FAMILIES, make_config, plain_model
 
 from tierstore.config import load
+from tierstore.errors import ConfigError
 from tierstore.hf.stored import stored_spec
 from tierstore.model.config import ComputeDtype
 from tierstore.model.interface import Batch
@@ -306,3 +307,9 @@ def test_two_ranks_follow_one(
     two = ranks.run(2, _import_and_train, checkpoint(family), settings)
     assert two[0] == two[1]
     np.testing.assert_allclose(two[0], one, rtol=1e-5)
+
+
+def test_bf16_parameters_travel_in_bf16(configure: Make) -> None:
+    config = configure("qwen3_moe", ComputeDtype.BF16, {"dense.gather": "fp32"})
+    with pytest.raises(ConfigError, match=r"dense\.gather"), open_session(config, Opening.RESUME):
+        pass

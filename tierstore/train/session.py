@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from tierstore.dense import DenseSlices, UnitLayout, dense_schemas, unit_layouts
+from tierstore.dense import DenseSlices, GatherDtype, UnitLayout, dense_schemas, unit_layouts
 from tierstore.dense.frozen import load_frozen
 from tierstore.dense.gates import PassListener
 from tierstore.dense.parameters import Units
@@ -282,6 +282,11 @@ def _build_model(setup: _Setup) -> _Shell:
     config, mesh, source = setup.config, setup.mesh, _LateSource()
     model = config.model.build(source, mesh=mesh, ledger=setup.ledger)
     units = model.dense_units()
+    narrow = config.dense.gather is GatherDtype.COMPUTE
+    if not narrow and any(parameter.dtype != torch.float32 for _, unit in units for parameter in unit):
+        raise ConfigError(
+            "dense.gather: expected compute: this model takes its parameters in bf16, and casts none itself"
+        )
     layouts = unit_layouts(
         units, ranks=mesh.world.size, narrow=model.cast_parameters(), fusion=config.dense.fusion
     )
