@@ -41,8 +41,7 @@ def main(store: str) -> None:
                 )  # dense and experts together; nothing moved before
             dense.step()
             dense.zero_grad()
-            if number % 13 == 0:
-                print(f"step {number}: loss {float(loss.detach()):.4f}")
+            print(f"step {number}: loss {float(loss.detach()):.4f}")
         generation = tiered.commit()
         print(f"{LAYERS * EXPERTS} experts in commit {generation} of {store}")
 

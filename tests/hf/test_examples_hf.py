@@ -40,7 +40,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize("name", ["own_loop.py", "trainer.py", "accelerated.py", "lora.py", "plain_moe.py"])
 def test_examples_are_short(name: str) -> None:
-    assert len((EXAMPLES / name).read_text().splitlines()) < 55
+    assert len((EXAMPLES / name).read_text().splitlines()) < 50
 
 
 def test_own_loop(run: Run, model: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -481,6 +482,47 @@ def test_other_optimizers_and_models_are_left_alone(store: Path) -> None:
     with open_model(store, host_budget=TIGHT) as tiered:
         model = tiered.model
     assert "save_pretrained" not in vars(model)
+
+
+def test_the_callback_of_trainer(tiered: TieredModel, tmp_path: Path) -> None:
+    """What it refuses, and a step that a scaler has skipped."""
+    from tierstore.hf import TieredCallback
+
+    optimizer = tiered.optimizer(1e-3, max_grad_norm=0.5)
+    callback = TieredCallback(tiered, optimizer)
+    state, arguments = (
+        SimpleNamespace(log_history=[]),
+        SimpleNamespace(max_grad_norm=0.5, load_best_model_at_end=False),
+    )
+    callback.on_train_begin(arguments, state, None, optimizer=SimpleNamespace(optimizer=optimizer))
+    with pytest.raises(StepError, match="with the optimizer of this callback"):
+        callback.on_train_begin(arguments, state, None, optimizer=torch.optim.SGD([torch.ones(1)], 1.0))
+    arguments.max_grad_norm = 1.0
+    with pytest.raises(StepError, match=r"max_grad_norm: 1.0 in the training arguments, and 0.5"):
+        callback.on_train_begin(arguments, state, None, optimizer=optimizer)
+    arguments.max_grad_norm, arguments.load_best_model_at_end = 0.5, True
+    with pytest.raises(StepError, match="load_best_model_at_end"):
+        callback.on_train_begin(arguments, state, None, optimizer=optimizer)
+    with pytest.raises(StepError, match="a substep ended in no step"):
+        callback.on_substep_end(arguments, state, None)
+    before = records(tiered)
+    loss_of(tiered).backward()
+    callback.on_substep_end(arguments, state, None)
+    loss_of(tiered).backward()
+    callback.on_pre_optimizer_step(arguments, state, None)
+    callback.on_optimizer_step(arguments, state, None)  # and optimizer.step() was not called
+    assert not optimizer.is_open
+    assert records(tiered) == before
+    loss_of(tiered).backward()
+    optimizer.step()
+    callback.on_optimizer_step(arguments, state, None)
+    logs: dict[str, Any] = {"grad_norm": 0.0}
+    callback.on_log(arguments, state, None, logs=logs)
+    assert logs["grad_norm"] == optimizer.grad_norm > 0
+    tiered.model.save_pretrained(tmp_path / "checkpoint-1", state_dict=None)
+    assert [path.name for path in (tmp_path / "checkpoint-1").iterdir()] == ["model.safetensors"]
+    callback.on_save(arguments, state, None)
+    assert tiered.parts.store.committer.state
 
 
 # Opening ----------------------------------------------------------------------------------------------------
