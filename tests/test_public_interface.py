@@ -93,6 +93,12 @@ def namespace(function: object) -> dict[str, object]:
     for block in ast.parse(inspect.getsource(sys.modules[function.__module__])).body:
         if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING":
             for node in block.body:
+                if isinstance(node, ast.Import):
+                    found |= {
+                        alias.asname: importlib.import_module(alias.name)
+                        for alias in node.names
+                        if alias.asname is not None
+                    }
                 if isinstance(node, ast.ImportFrom) and node.module is not None:
                     imported = importlib.import_module(node.module)
                     found |= {

@@ -38,7 +38,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return call
 
 
-@pytest.mark.parametrize("name", ["own_loop.py", "trainer.py", "accelerated.py", "plain_moe.py"])
+@pytest.mark.parametrize("name", ["own_loop.py", "trainer.py", "accelerated.py", "lora.py", "plain_moe.py"])
 def test_examples_are_short(name: str) -> None:
     assert len((EXAMPLES / name).read_text().splitlines()) < 55
 
@@ -76,6 +76,14 @@ def test_accelerate(run: Run, model: Path, tmp_path: Path) -> None:
     said = run("accelerated.py", model, tmp_path / "store", tmp_path / "checkpoint")
     assert said[-1] == "step 8, learning rate 3.00e-04"
     assert float(said[-2].split()[1]) < float(said[0].split()[1])
+
+
+def test_lora(run: Run, model: Path, tmp_path: Path) -> None:
+    said = run("lora.py", model, tmp_path / "store", tmp_path / "adapter")
+    assert said[0].startswith("8 parameters are trained: model.layers.0.self_attn.q_proj.lora_A")
+    losses = [float(line.split()[1]) for line in said[1:-1]]
+    assert sum(losses[-4:]) < sum(losses[:4])
+    assert "adapter_model.safetensors" in said[-1]
 
 
 def test_plain_moe(run: Run, tmp_path: Path) -> None:

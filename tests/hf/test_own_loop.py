@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from tierstore.config import load
 from tierstore.errors import ConfigError, StoreMissingError, StorePoisonedError
-from tierstore.hf import Autocast, StepError, TieredModel, import_model, open_model
+from tierstore.hf import Autocast, StepError, TieredModel, open_model
+from tierstore.hf.importing import import_model
 from tierstore.hf.stored import stored_spec
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
@@ -149,6 +151,30 @@ def test_the_bits_are_those_of_the_trainer(
         assert records(tiered) == crc
 
 
+def test_biases_that_balance_are_moved_as_by_the_trainer(tmp_path: Path) -> None:
+    """DeepSeek-V3 and GLM4-MoE: after a step, by what its forward passes routed; not after one that was given up."""
+    plain_model(make_config("deepseek_v3")).save_pretrained(tmp_path / "model")
+    states = []
+    for passes in (1, 2):
+        with open_model(tmp_path / f"store-{passes}", tmp_path / "model", host_budget=TIGHT) as tiered:
+            tiered.model.train()
+            before = tiered.parts.model.state()
+            with tiered.step(1e-3) as step:
+                for _ in range(passes):
+                    ids = tokens() % 128
+                    step.backward(tiered.model(input_ids=ids, labels=ids).loss / passes)
+                    with torch.no_grad():
+                        tiered.model(input_ids=tokens(7) % 128)  # an evaluation counts for nothing
+                if passes == 2:
+                    step.abandon()
+            moved = tiered.parts.model.state() != before
+            assert moved is (passes == 1)
+            tiered.commit()
+            states.append(tiered.parts.model.state())
+        with open_model(tmp_path / f"store-{passes}", host_budget=TIGHT) as tiered:
+            assert tiered.parts.model.state() == states[-1]
+
+
 def test_checkpointing_and_known_passes_change_no_bit(store: Path, tmp_path: Path) -> None:
     sums = []
     for number, (again, passes) in enumerate([(False, None), (True, None), (True, 2)]):
@@ -176,11 +202,14 @@ def _deprecated() -> bool:
     return hasattr(PreTrainedModel, "activation_checkpointing_enable")
 
 
-def test_evaluation_and_generate_come_at_any_time(store: Path, tmp_path: Path) -> None:
-    """Between steps, and inside of one between its passes."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_evaluation_and_generate_come_at_any_time(
+    imported: Callable[[torch.dtype], Path], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Between steps, and inside of one between its passes and before its end."""
     sums = []
     for looks in (False, True):
-        path = Path(shutil.copytree(store, tmp_path / f"copy-{looks}"))
+        path = Path(shutil.copytree(imported(dtype), tmp_path / f"copy-{looks}"))
         with open_model(path, host_budget=TIGHT) as tiered:
             tiered.model.train()
             for _ in range(2):
@@ -191,6 +220,8 @@ def test_evaluation_and_generate_come_at_any_time(store: Path, tmp_path: Path) -
                         if looks:
                             look(tiered)
                         step.backward(loss_of(tiered, seed))
+                    if looks:
+                        look(tiered)
             sums.append(records(tiered))
     assert sums[0] == sums[1]
 
@@ -422,6 +453,23 @@ def test_what_would_leave_the_experts_out_is_refused(tiered: TieredModel, tmp_pa
     take(tiered)
     with pytest.raises(StepError, match=r"of step 0, and .* stands at step 1"):
         tiered.model.load_state_dict(state)
+
+
+def test_what_is_trained_may_not_change(tiered: TieredModel) -> None:
+    """Frozen parameters would decay all the same, and those of an adapter would not move."""
+    head = tiered.model.lm_head.weight
+    head.requires_grad_(False)
+    with pytest.raises(StepError, match=r"lm_head.weight: what is trained has changed"):
+        take(tiered)
+    head.requires_grad_(True)
+    take(tiered)
+    import peft
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wrapped = peft.get_peft_model(tiered.model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(StepError, match=r"lora_A.* what is trained has changed"), tiered.step(1e-3) as step:
+        step.backward(wrapped(input_ids=tokens(), labels=tokens()).loss)
 
 
 def test_other_optimizers_and_models_are_left_alone(store: Path) -> None:

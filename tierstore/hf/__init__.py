@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from tierstore.hf.adapter import ExportedAdapter, export_adapter
     from tierstore.hf.callback import TieredCallback
     from tierstore.hf.exporting import Exported, export
-    from tierstore.hf.importing import ImportOptions, ImportReport, import_model
+    from tierstore.hf.importing import ImportOptions
     from tierstore.hf.manifest import Weights
     from tierstore.hf.optimizer import TieredOptimizer
     from tierstore.hf.outline import ExportDtype
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from tierstore.hf.tiered import TieredModel, TieredStep, open_model
     from tierstore.hf.watching import Autocast
     from tierstore.model.config import ComputeDtype
-    from tierstore.parallel import Mesh
     from tierstore.train.stepping import StepError
 else:
     __getattr__, __dir__ = exports(__name__, __file__)
@@ -31,8 +30,6 @@ __all__ = [
     "Exported",
     "ExportedAdapter",
     "ImportOptions",
-    "ImportReport",
-    "Mesh",
     "StepError",
     "TieredCallback",
     "TieredModel",
@@ -41,6 +38,5 @@ __all__ = [
     "Weights",
     "export",
     "export_adapter",
-    "import_model",
     "open_model",
 ]

@@ -77,6 +77,7 @@ class PassWatch:
         """Watches ``model`` until ``detach``."""
         self._model, self._parts, self._stepper = model, parts, stepper
         module = model.module
+        self._parameters = _trained(module)
         self._handles = [
             module.register_forward_pre_hook(self._before_forward, prepend=True),
             module.register_forward_hook(self._after_forward, always_call=True),
@@ -195,6 +196,7 @@ class PassWatch:
         self._training = with_gradients and self.step is not None
         if self._training:
             assert self.step is not None
+            self._check_parameters(module)
             self.step.begin_pass()
         else:
             self._stepper.begin_forward()
@@ -217,6 +219,16 @@ class PassWatch:
         if self._training:
             self._model.end_forward()
 
+    def _check_parameters(self, module: nn.Module) -> None:
+        found = _trained(module)
+        changed = [name for name in found if self._parameters.get(name) is not found[name]]
+        changed += [name for name in self._parameters if name not in found]
+        if changed:
+            raise StepError(
+                f"{changed[0]}: what is trained has changed since the model was opened: parameters were added, replaced, "
+                "frozen or thawed, and the store does not step them so; for adapters open it with settings lora.rank"
+            )
+
     def _check_autocast(self) -> None:
         device = self._parts.mesh.device.type
         if self._autocast is Autocast.REFUSED and torch.is_autocast_enabled(device):
@@ -225,3 +237,7 @@ class PassWatch:
                 "compute type decides what experts are computed in; open_model(autocast=Autocast.ALLOWED) takes the rest "
                 "as it is"
             )
+
+
+def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}

@@ -59,6 +59,11 @@ class HorizontalQueue:
         """The units in the order of their optimizer passes."""
         return [item.unit for item in self._schedule.passes if item.phase is Phase.OPTIMIZER]
 
+    @property
+    def optimizer_is_due(self) -> bool:
+        """Whether the next pass of the schedule is an optimizer pass."""
+        return self._window is not None and not self._open and self._due().phase is Phase.OPTIMIZER
+
     def begin(self, *, training: bool) -> None:
         """A step (or a forward-only run) begins. What was gathered for its first passes stays."""
         if self._open:

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from tierstore.dense import DenseBytes, DenseConfig, Fusion, GatherDtype, OptimizerState, Reshard
     from tierstore.links import LinkConfig, LinksConfig
     from tierstore.model import CheckpointActivations, ComputeDtype, ModelConfig, TieEmbeddings
-    from tierstore.moe import Activation, ExpertShape, RouterNoise, SaveActivations
+    from tierstore.moe import Activation, ExpertLease, ExpertShape, RouterNoise, SaveActivations
+    from tierstore.moe.config import ExpertViews
     from tierstore.parallel import (
         Channel,
         Collective,
@@ -62,9 +63,11 @@ __all__ = [
     "DenseBytes",
     "DenseConfig",
     "ExpertBlocks",
+    "ExpertLease",
     "ExpertSession",
     "ExpertShape",
     "ExpertStep",
+    "ExpertViews",
     "Fusion",
     "GatherDtype",
     "Inactive",

@@ -252,6 +252,10 @@ class OpenStep:
             parts.experts.gradients.apply(scale)
             if scale < 1.0:
                 parts.dense.scale_gradients(scale)
+        if not parts.queue.optimizer_is_due:  # another forward pass came after the last backward pass
+            parts.queue.reset()
+            parts.dense.step(self.lr)
+            return
         # The queue may gather a stepped unit for the next step while later units are still stepped.
         for unit in parts.queue.optimizer_units:
             with parts.queue.during(unit, Phase.OPTIMIZER):
