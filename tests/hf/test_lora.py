@@ -341,6 +341,20 @@ def test_peft_told_to_adapt_leased_experts_is_refused() -> None:
     refuse_target_parameters(peft.LoraConfig(r=2, target_modules=["q_proj"]))
 
 
+def test_so_is_an_adapter_that_was_put_on_a_leased_model(frozen_stores: Any) -> None:
+    """peft itself only warns, where it adapts something else as well."""
+    import peft
+
+    _, store = frozen_stores("qwen3_moe")
+    told = peft.LoraConfig(r=2, target_modules=["o_proj"], target_parameters=["mlp.experts.down_proj"])
+    with session(store, LoraConfig(rank=2, targets=LoraTargets.EXPERTS)) as parts:
+        Stepper(parts).begin_forward()
+        with quiet_peft(), pytest.warns(match="no parameter was matched"):
+            peft.inject_adapter_in_model(told, parts.model.module)
+        with pytest.raises(ConfigError, match="peft would adapt nothing"), torch.no_grad():
+            parts.model.run(batch(0))
+
+
 def test_an_adapter_beside_another_base_is_refused(frozen_stores: Any, tmp_path: Path) -> None:
     """The description of another model was put in the store's place of its own."""
     _, store = frozen_stores("mixtral")

@@ -1,109 +1,71 @@
-"""What a plan says that pairs beside frozen experts read and write, against the expert source that a run has."""
+"""The bytes that a run with LoRA moves are those that its plan counted."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from tiny_families import FAMILIES
+from checkpoints import imported
+from lora_cases import LR, configured
+from tiny_families import make_config, plain_model
 
-from tierstore._native import HugePages
-from tierstore.hf.describing import describe_config
-from tierstore.hf.spec import HfSpec
-from tierstore.model.config import ComputeDtype
-from tierstore.moe.lora import PairShape
+from tierstore.hf.manifest import Weights
+from tierstore.hf.stored import stored_spec
+from tierstore.model.interface import Batch
+from tierstore.moe.lora import LoraConfig, LoraTargets
 from tierstore.plan.capacity import Setting, capacity
-from tierstore.plan.foreign import setting_for
-from tierstore.plan.traffic import step_traffic
-from tierstore.plan.uses import Use
-from tierstore.prefetch import Schedule, TieredExperts, make_predictor
-from tierstore.prefetch.experts import FrozenExperts
-from tierstore.prefetch.lora import LoraExperts
-from tierstore.stats import StallLedger
-from tierstore.store import NewRecord, ParameterStore, StoreConfig
-from tierstore.tiers import DeviceSlots, open_device_tier
-from tierstore.train.config import TrainConfig
+from tierstore.plan.traffic import StepWindow, step_traffic
+from tierstore.plan.uses import Use, usage_of
+from tierstore.train.budgets import DeviceKind, least_host_budget
 from tierstore.train.finetune import FinetuneConfig
+from tierstore.train.ranks import Opening
+from tierstore.train.session import Loop, open_parts
+from tierstore.train.stepping import SessionParts, Stepper
 
-_EXPERTS, _RANK = 8, 4
+WINDOW = StepWindow(warm_up=3, steps=2)
+TOKENS = 128
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("budget", [96 << 10, 1 << 20])
-def test_lora_reads_and_writes_what_its_plan_says(tmp_path: Path, depth: int, budget: int) -> None:
-    config = FAMILIES["qwen3_moe"](num_experts_per_tok=_EXPERTS).to_dict()
-    spec = HfSpec(
-        manifest=describe_config(config, ComputeDtype.FP32),
-        finetune=FinetuneConfig(seq_len=32),
-        config=config,
+def step(parts: SessionParts, number: int) -> None:
+    tokens = torch.randint(128, (2, TOKENS), generator=torch.Generator().manual_seed(number))
+    with Stepper(parts).step(LR, passes=1) as opened:
+        opened.begin_pass()
+        output = parts.model.run(Batch(tokens, tokens))
+        opened.backward(output.objective)
+    assert all(bool((load > 0).all()) for load in output.loads), "every expert is reached"
+
+
+@pytest.mark.parametrize(
+    ("use", "targets"), [(Use.LORA, LoraTargets.BOTH), (Use.LORA_ATTENTION, LoraTargets.ATTENTION)]
+)
+def test_bytes_of_a_step(tmp_path: Path, use: Use, targets: LoraTargets) -> None:
+    model = make_config("qwen3_moe", num_hidden_layers=3, max_position_embeddings=256)
+    plain_model(model).save_pretrained(tmp_path / "model")
+    imported(tmp_path / "model", tmp_path / "store", weights=Weights.FROZEN)
+    lora = LoraConfig(rank=4, targets=targets)
+    config = configured(tmp_path / "store", lora, clip=1.0)
+    finetune = FinetuneConfig(seq_len=TOKENS, aux_loss_weight=0.0)
+    spec = stored_spec(tmp_path / "store", finetune)
+    assert spec is not None
+    budget = 6 * least_host_budget(config, DeviceKind.CPU)
+    config = replace(config, host_budget=budget, model=replace(spec, lora=lora))
+    planned = Setting(
+        config=replace(config, model=spec, lora=LoraConfig()),
+        model=spec.architecture,
+        usage=usage_of(spec, use, rank=4),
     )
-    run = TrainConfig(model=spec, host_budget=budget)
-    run = replace(run, prefetch=replace(run.prefetch, depth=depth))
-    setting = setting_for(Setting(config=run, model=spec.architecture), Use.LORA, _RANK)
-    taken = capacity(setting)
-    traffic = step_traffic(setting, taken)
-    assert traffic.active == 1.0
-    store = StoreConfig(
-        host_budget=taken.divided.cache,
-        lookahead=taken.divided.lookahead,
-        layers=spec.moe_layers,
-        cache=run.cache,
-    )
-    with ExitStack() as stack:
-        opened = ParameterStore.create(tmp_path / "store", setting.schemas, store)
-        stack.callback(opened.close)
-        for schema in setting.schemas:
-            opened.register_many(
-                NewRecord(
-                    f"{schema.name}.{layer}.{e}", schema.name, layer, np.zeros(schema.numel, np.float32)
-                )
-                for layer in spec.moe_layers
-                for e in range(_EXPERTS)
-            )
-            opened.commit()
-        core = opened.core
-        sources: list[Any] = []
-        for schema, kind in zip(setting.schemas, (FrozenExperts, TieredExperts), strict=True):
-            slots = DeviceSlots(schema.numel, torch.float32, weights=2, gradients=0 if schema.frozen else 2)
-            tier = open_device_tier(core.engine, slots, torch.device("cpu"), HugePages.OFF)
-            stack.callback(tier.close)
-            made: Any = kind
-            sources.append(
-                made(
-                    core,
-                    tier,
-                    {
-                        layer: {e: core.record(f"{schema.name}.{layer}.{e}") for e in range(_EXPERTS)}
-                        for layer in spec.moe_layers
-                    },
-                    weight_slots=2,
-                    predictor=make_predictor(run.prefetch.predictor, range(_EXPERTS)),
-                    schedule=Schedule.of_layers(spec.moe_layers, depth=depth),
-                    ledger=StallLedger(),
-                    **({} if schema.frozen else {"timing": run.step_timing}),
-                )
-            )
-        shape = PairShape(spec.expert_shape, _RANK, 4.0)
-        experts = LoraExperts(*sources, shape, device=torch.device("cpu"))
-        every = list(range(_EXPERTS))
-        moved = []
-        for steps in (6, 8):
-            for _ in range(steps):
-                with core.optimizer_step(1e-3):
-                    experts.begin_micro(index=0, count=1)
-                    for layer in spec.moe_layers:
-                        for _lease in experts.forward(layer, every):
-                            pass
-                    for layer in reversed(spec.moe_layers):
-                        for lease in experts.backward(layer, every):
-                            lease.zero_gradients()
-            stats = core.cache.residency.stats()
-            moved.append([getattr(stats, key) for key in ("read_bytes", "written_bytes", "hits", "misses")])
-    step = [(after - before) / 8 for before, after in zip(*moved, strict=True)]
-    assert step[:2] == pytest.approx([traffic.read_bytes, traffic.written_bytes], abs=1)
-    assert step[2:] == [traffic.hits, traffic.misses]
+    expected = step_traffic(planned, capacity(planned), WINDOW)
+    with open_parts(config, Opening.RESUME, loop=Loop.FOREIGN) as parts:
+        Stepper(parts).commit()
+        for number in range(WINDOW.warm_up):
+            step(parts, number)
+        before = parts.store.cache.residency.stats()
+        for number in range(WINDOW.steps):
+            step(parts, number)
+        after = parts.store.cache.residency.stats()
+    assert expected.read_bytes > 0
+    assert (expected.written_bytes > 0) == (use is Use.LORA)
+    assert (after.read_bytes - before.read_bytes) / WINDOW.steps == expected.read_bytes
+    assert (after.written_bytes - before.written_bytes) / WINDOW.steps == expected.written_bytes

@@ -67,6 +67,12 @@ def refuse_target_parameters(config: Any) -> None:
         )
 
 
+def refuse_adapters(module: nn.Module, arguments: object) -> None:
+    """A hook before a forward pass: raises ConfigError where peft was told to adapt leased experts of ``module``."""
+    for config in getattr(module, "peft_config", {}).values():
+        refuse_target_parameters(config)
+
+
 def adapt(module: nn.Module, config: LoraConfig) -> None:
     """Freezes every parameter of ``module``; where ``config`` wants it, puts pairs on its attention, which train.
 

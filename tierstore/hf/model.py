@@ -23,7 +23,7 @@ from tierstore.hf.balance import AuxLoss, BiasBalance
 from tierstore.hf.describing import unit_of
 from tierstore.hf.experts import ExpertLayer, ExpertLoads, bind
 from tierstore.hf.loading import LoadedModule, build_module, checkpoint_activations, parse_config
-from tierstore.hf.lora import adapt
+from tierstore.hf.lora import adapt, refuse_adapters
 from tierstore.hf.manifest import BUFFERS_KEY, pack_arrays, unpack_arrays
 from tierstore.hf.packages import quiet_transformers
 from tierstore.hf.packing import attention_masks
@@ -97,6 +97,7 @@ class HfModel:
             self._frozen = self._units()
             adapt(self._module, lora)
         self._prefix = "lora." if lora.enabled else ""
+        self._module.register_forward_pre_hook(refuse_adapters)
         if finetune.checkpoint_activations is CheckpointActivations.BLOCK:
             checkpoint_activations(self._module)
         ranks = RankGroup.alone() if mesh is None else mesh.world

@@ -1,0 +1,64 @@
+"""A plan for LoRA divides budgets as a run with LoRA does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tierstore.config import load
+from tierstore.hf.describing import describe_config
+from tierstore.hf.spec import HfSpec
+from tierstore.model.config import ComputeDtype
+from tierstore.moe.lora import LoraConfig, LoraTargets
+from tierstore.plan.capacity import Setting, capacity
+from tierstore.plan.uses import Use, usage_of
+from tierstore.train.budgets import DeviceKind, budgets, expert_schema, least_host_budget, pair_schema
+from tierstore.train.config import TrainConfig
+
+CONFIG = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "moe_intermediate_size": 32,
+    "intermediate_size": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("compute", ComputeDtype)
+@pytest.mark.parametrize("device", DeviceKind)
+@pytest.mark.parametrize(
+    ("use", "targets"), [(Use.LORA, LoraTargets.BOTH), (Use.LORA_ATTENTION, LoraTargets.ATTENTION)]
+)
+def test_the_same_division(compute: ComputeDtype, device: DeviceKind, use: Use, targets: LoraTargets) -> None:
+    lora = LoraConfig(rank=4, targets=targets)
+    spec = HfSpec(manifest=describe_config(CONFIG, compute), config=CONFIG)
+    run = replace(load(TrainConfig, None, {"data.batch_size": 2}), model=replace(spec, lora=lora), lora=lora)
+    usage = usage_of(spec, use, rank=4)
+    setting = Setting(
+        config=replace(run, model=spec, lora=LoraConfig()),
+        model=spec.architecture,
+        device=device,
+        usage=usage,
+    )
+    assert setting.schema == expert_schema(run)
+    assert usage.pairs == pair_schema(run)
+    assert list(usage.attention) == list(run.model.adapter_units)
+    least = least_host_budget(run, device)
+    assert setting.least_host_budget == least
+    for budget in (least, 2 * least, 20 * least):
+        setting = replace(setting, config=replace(setting.config, host_budget=budget))
+        planned, divided = capacity(setting).divided, budgets(replace(run, host_budget=budget), device)
+        assert (planned.cache, planned.device, planned.lookahead) == (
+            divided.cache,
+            divided.device,
+            divided.lookahead,
+        )
+        assert planned.slots == divided.slots
