@@ -19,7 +19,7 @@ from tierstore.store.directories import rank_directories
 from tierstore.store.format import COMMITTED_GROUPS
 from tierstore.store.opening import minimum_host_budget, read_schemas
 from tierstore.store.parameter_store import ParameterStore
-from tierstore.train.session import expert_key
+from tierstore.train.experts import expert_key
 
 __all__ = ["FAMILIES"]
 

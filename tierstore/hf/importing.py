@@ -62,7 +62,7 @@ from tierstore.store.loading import RecordLoader
 from tierstore.store.opening import OpenAt, minimum_host_budget, read_states
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.train.budgets import EXPERT_SCHEMA
-from tierstore.train.session import expert_key
+from tierstore.train.experts import expert_key
 from tierstore.train.state import STATE_KEY, TrainState
 from tierstore.units import format_bytes
 
