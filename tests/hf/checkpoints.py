@@ -12,7 +12,7 @@ import torch
 from tiny_families import FAMILIES, make_config
 
 from tierstore.hf.families import FAMILIES as NAMES
-from tierstore.hf.importing import ImportOptions, ImportReport, import_model
+from tierstore.hf.imports.importing import ImportOptions, ImportReport, import_model
 from tierstore.hf.manifest import BUFFERS_KEY, Manifest, unpack_arrays
 from tierstore.store.config import StoreConfig
 from tierstore.store.directories import rank_directories

@@ -21,7 +21,7 @@ from tierstore.hf.spec import HfSpec
 from tierstore.model.architecture import Architecture
 from tierstore.model.config import ComputeDtype
 from tierstore.plan.evidence import Evidence
-from tierstore.plan.uses import FULL_TRAINING, Usage
+from tierstore.plan.uses import FULL_TRAINING, ModelUsage
 from tierstore.prefetch.schedule import Schedule
 from tierstore.prefetch.units import unit_schedule
 from tierstore.stats import Tier
@@ -94,7 +94,7 @@ class Setting:
     process_evidence: Evidence = Evidence.ASSUMED
     #: What the files hold (``train.files.text_bytes``).
     text_bytes: int = 0
-    usage: Usage = FULL_TRAINING
+    usage: ModelUsage = FULL_TRAINING
 
     def __post_init__(self) -> None:
         if self.config.data.batch_size % self.ranks.count:

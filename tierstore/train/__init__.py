@@ -38,10 +38,9 @@ if TYPE_CHECKING:
         WearConfig,
     )
     from tierstore.timeline import NullTimeline, Timeline, TimelineSink, Track, open_timeline
-    from tierstore.train.config import TrainConfig
+    from tierstore.train.config import FinetuneConfig, TrainConfig
     from tierstore.train.expert_session import ExpertSession, ExpertStep, open_experts
     from tierstore.train.files import DataConfig, DataFormat, Packing
-    from tierstore.train.finetune import FinetuneConfig
     from tierstore.train.ranks import Opening
     from tierstore.train.schedule import LearningRateDecay, ScheduleConfig
     from tierstore.train.session import open_session

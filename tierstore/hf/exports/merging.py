@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tierstore.errors import ConfigError, DataError
-from tierstore.hf.adapter import (
+from tierstore.hf.exports.adapter import (
     ADAPTER_FILE,
     BASE_FILE,
     CONFIG_FILE,
@@ -30,7 +30,7 @@ from tierstore.hf.pairs import AttentionPair, attention_pairs
 from tierstore.hf.spec import HfSpec
 from tierstore.hf.stored import stored_spec
 from tierstore.moe.lora import LoraConfig, LoraTargets, PairShape
-from tierstore.train.finetune import FinetuneConfig
+from tierstore.train.config import FinetuneConfig
 
 #: Settings of peft's that change what an adapter computes, and what they must be.
 _PLAIN: Mapping[str, tuple[object, ...]] = {
