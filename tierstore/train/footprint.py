@@ -87,7 +87,7 @@ def fixed_cost(
         process=process,
         dense=_dense(config, ranks, device, config.model.architecture.units if units is None else units),
         activations=config.model.activation_bytes(rank_tokens(config, ranks)),
-        text=text_bytes(config.data) if text is None else text,
+        text=text_bytes(config.data, config.model.tokenizer) if text is None else text,
         pairs=_pass_bytes(config, ranks),
     )
 
