@@ -164,6 +164,7 @@ def _train(
 
     keep_freed_memory()
     device = DeviceKind(mesh.device.type)
+    config.model.import_code()
     fixed = fixed_cost(config, resident_bytes(), ranks=mesh.world.size, device=device).nbytes
     tokenising = _Tokenising(output)
 

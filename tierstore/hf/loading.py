@@ -63,7 +63,7 @@ def build_module(config: Any, dtype: torch.dtype) -> LoadedModule:
     family keeps in fp32 is fp32. Buffers are what they are in a new model. Raises ConfigError.
     """
     register()
-    kind = _class_of(config)
+    kind = class_of(config)
     config = copy.deepcopy(config)  # transformers notes in it what the module is made with
     with torch.device("meta"):
         module = kind._from_config(config, dtype=dtype, experts_implementation=IMPLEMENTATION)
@@ -85,7 +85,7 @@ def load_module(path: Path | str, dtype: torch.dtype | None = None, **options: A
     """
     register()
     config = parse_config(read_config(Path(path)), where=str(path))
-    kind = _class_of(config)
+    kind = class_of(config)
     known: dict[nn.Module, tuple[ExpertShape, int]] = {}
     with _LOADING, _without_experts(kind, known):
         module = kind.from_pretrained(
@@ -109,7 +109,7 @@ def checkpoint_activations(module: Any) -> None:
 # Experts ----------------------------------------------------------------------------------------------------
 
 
-def _class_of(config: Any) -> Any:
+def class_of(config: Any) -> Any:
     """The class of causal language models. Raises ConfigError where its experts cannot be leased."""
     family = config.model_type
     kind = transformers().MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)

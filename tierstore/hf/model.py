@@ -22,8 +22,8 @@ from tierstore.errors import StoreFormatError
 from tierstore.hf.balance import AuxLoss, BiasBalance
 from tierstore.hf.describing import unit_of
 from tierstore.hf.experts import ExpertLayer, ExpertLoads, bind
-from tierstore.hf.loading import LoadedModule, build_module, checkpoint_activations, parse_config
-from tierstore.hf.lora import adapt, refuse_adapters
+from tierstore.hf.loading import LoadedModule, build_module, checkpoint_activations, class_of, parse_config
+from tierstore.hf.lora import adapt, peft, refuse_adapters
 from tierstore.hf.manifest import BUFFERS_KEY, pack_arrays, unpack_arrays
 from tierstore.hf.packages import quiet_transformers
 from tierstore.hf.packing import attention_masks
@@ -38,6 +38,16 @@ from tierstore.train.config import FinetuneConfig
 
 if TYPE_CHECKING:
     from tierstore.hf.spec import HfSpec
+
+
+def import_family(spec: HfSpec) -> None:
+    """Imports transformers, its module of the family, and peft for LoRA. Raises ConfigError, CapabilityError."""
+    with quiet_transformers():
+        class_of(parse_config(spec.config))
+        if spec.lora.enabled:
+            peft()
+        if spec.lora.enabled:
+            peft()
 
 
 def build_model(

@@ -193,6 +193,12 @@ class HfSpec:
             return None
         return replace(self, finetune=replace(self.finetune, **{name: value}))  # type: ignore[arg-type]
 
+    def import_code(self) -> None:
+        """transformers, and its module of the family. Raises ConfigError, and CapabilityError without transformers."""
+        from importlib import import_module
+
+        import_module("tierstore.hf.model").import_family(self)
+
     def build(
         self, source: ExpertSource, *, mesh: Mesh | None = None, ledger: StallLedger | None = None
     ) -> Model:

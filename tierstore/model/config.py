@@ -264,6 +264,12 @@ class ModelConfig:
         """Every field, as JSON can hold it."""
         return as_dict(self)
 
+    def import_code(self) -> None:
+        """Imports what ``build`` needs."""
+        from importlib import import_module
+
+        import_module("tierstore.model.transformer")
+
     def build(
         self, source: ExpertSource, *, mesh: Mesh | None = None, ledger: StallLedger | None = None
     ) -> Transformer:

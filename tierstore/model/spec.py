@@ -99,6 +99,12 @@ class ModelSpec(Protocol):
         """What the bits of a run depend on, as JSON can hold it; a store's state records it."""
         ...
 
+    def import_code(self) -> None:
+        """Imports what ``build`` and the model need: from here on it counts as the process's own memory. Raises
+        ConfigError, CapabilityError.
+        """
+        ...
+
     def build(
         self, source: ExpertSource, *, mesh: Mesh | None = None, ledger: StallLedger | None = None
     ) -> Model:

@@ -24,6 +24,10 @@ from tierstore.train.files import text_bytes
 
 #: What torch, its thread pools and the fragmentation of freed activations take beyond that, bytes (measured).
 WORKING_BYTES = 160 << 20
+#: Machine code that oneDNN keeps of a product in bf16, for each shape (measured). Each count of rows is another shape, and
+#: an expert's pass has six products.
+_PRODUCT_BYTES = 650 << 10
+_PRODUCTS = 6
 
 
 def resident_bytes() -> int:
@@ -88,6 +92,7 @@ def fixed_cost(
         dense=_dense(config, ranks, device, config.model.architecture.units if units is None else units),
         activations=config.model.activation_bytes(rank_tokens(config, ranks)),
         text=text_bytes(config.data, config.model.tokenizer) if text is None else text,
+        working=WORKING_BYTES + product_bytes(config, device),
         pairs=_pass_bytes(config, ranks),
     )
 
@@ -114,6 +119,16 @@ def _pass_bytes(config: TrainConfig, ranks: int) -> int:
     pairs = pair_schema(config)
     sharing = config.parallel.expert or ranks
     return 0 if pairs is None else 8 * pairs.numel * -(-config.model.experts // sharing)
+
+
+def product_bytes(config: TrainConfig, device: DeviceKind) -> int:
+    """What torch keeps of the experts' products: an estimate, for counts of rows up to twice an expert's mean."""
+    model = config.model
+    if model.compute_dtype is not ComputeDtype.BF16 or device is not DeviceKind.CPU:
+        return 0
+    tokens = rank_tokens(config, 1)  # an expert's rows come from the ranks of its group
+    counts = min(tokens, -(-2 * tokens * model.top_k // model.experts))
+    return _PRODUCTS * _PRODUCT_BYTES * counts
 
 
 def rank_tokens(config: TrainConfig, ranks: int) -> int:

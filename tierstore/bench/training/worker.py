@@ -95,6 +95,7 @@ def _answers(requests: Iterator[Any]) -> Generator[Mapping[str, object]]:
     config = from_dict(TrainConfig, first["config"])
     trace = None if first["trace"] is None else Path(first["trace"])
     keep_freed_memory()
+    config.model.import_code()
     fixed = fixed_cost(config, resident_bytes()).nbytes
     with open_session(config, Opening.CREATE, trace=trace) as trainer:
         yield asdict(Opened(fixed_resident_bytes=fixed, effective=trainer.store.describe()))
