@@ -124,6 +124,7 @@ def test_a_config_that_is_no_json(source: Path, tmp_path: Path) -> None:
         ({"model": {"vocab": {"a": 1}}, "added_tokens": [{"id": 130}]}, "token 130 is beyond"),
         ({"model": {"vocab": [["a", 0.0]] * 129}}, "token 128 is beyond"),
         ([], "not a tokenizer"),
+        ({"model": {"vocab": {"a": "one"}}}, "not a tokenizer"),
     ],
 )
 def test_a_tokenizer_of_another_vocabulary(
