@@ -107,6 +107,9 @@ def export(
             adjustment = StoredAdapter(source, weights)
             note = "the pairs of LoRA are merged into the weights"
             outline = replace(outline, notes=(*outline.notes, note))
+        elif adjustment is not None and weights.state.position:
+            note = f"the adapter is merged into weights that have taken {weights.state.position} steps since the import"
+            outline = replace(outline, notes=(*outline.notes, note))
         content = _Content(weights, outline, adjustment)
         done, total = 0, sum(shard.data_bytes for shard in shards)
 
