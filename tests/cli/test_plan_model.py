@@ -68,6 +68,15 @@ def test_every_use_of_a_model(capsys: pytest.CaptureFixture[str], model: Path) -
     assert "frozen experts: 64 KiB on disk, one copy" in shown
 
 
+def test_a_manifest_of_somebody_elses(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "q").mkdir()
+    (tmp_path / "q" / "config.json").write_text(json.dumps(_CONFIG))
+    for name in ("manifest.json", "q/manifest.json"):
+        (tmp_path / name).write_text("[]")
+    status, found, _ = _run(capsys, "--model", str(tmp_path / "q"), *_ROOMY)
+    assert (status, found["model"]["model_type"]) == (0, "qwen3_moe")
+
+
 def test_what_is_frozen_is_read_and_never_written(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     budget = ["--host-budget", "56KiB", "--set", "prefetch.depth=0"]
     _, found, _ = _run(capsys, "--model", str(model), *_ROOMY, *budget, "--lora", "4")

@@ -19,7 +19,7 @@ from tierstore.errors import ConfigError, DataError
 from tierstore.hf.exports.exporting import export
 from tierstore.hf.exports.merging import load_adapter
 from tierstore.hf.manifest import Weights
-from tierstore.moe.lora import LoraConfig
+from tierstore.moe.lora import LoraConfig, LoraTargets
 from tierstore.train.stepping import Stepper
 
 
@@ -106,6 +106,8 @@ def test_another_base(made: Path, tmp_path: Path) -> None:
         ({"peft_type": "IA3"}, "peft_type: 'IA3' is not supported"),
         ({"r": "many"}, "r, lora_alpha"),
         ({"lora_alpha": 0}, "expected more than 0"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights: 'pissa_niter_4' is not supported"),
+        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens"),
     ],
     ids=str,
 )
@@ -136,9 +138,41 @@ def test_tensors_that_are_missing_and_that_nobody_knows(made: Path, tmp_path: Pa
         load_adapter(adapter, made / "store")
 
 
+def test_a_damaged_adapter(made: Path, tmp_path: Path) -> None:
+    """One error that names the file, and nothing is written."""
+    from safetensors.torch import save_file
+
+    adapter = broken(made, tmp_path)
+    tensors, path = tensors_of(adapter), adapter / "adapter_model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    merge = ("export", made / "store", "--to", tmp_path / "out", "--merge", adapter)
+    assert f"{path}: truncated" in call(*merge, status=2)
+    name = next(iter(tensors))
+    save_file(tensors | {name: torch.full_like(tensors[name], torch.nan)}, path)
+    assert f"{path}: {name}: a weight is NaN" in call(*merge, status=2)
+    save_file(tensors | {name: tensors[name].to(torch.int8)}, path)
+    assert f"{name}: expected F32 or F16 or BF16, found I8" in call(*merge, status=2)
+    assert not (tmp_path / "out").exists()
+
+
 def test_options_that_exclude_one_another(made: Path, tmp_path: Path) -> None:
-    text = call("export", made / "store", "--to", tmp_path / "x", "--adapter", "--dtype", "fp32", status=2)
-    assert "--adapter: expected neither --dtype nor --merge" in text
+    for option in (("--dtype", "fp32"), ("--max-shard-size", "1GB")):
+        text = call("export", made / "store", "--to", tmp_path / "x", "--adapter", *option, status=2)
+        assert "--adapter: expected neither --dtype nor --merge nor --max-shard-size" in text
+
+
+def test_pairs_are_not_lost_in_a_reshard(made: Path, tmp_path: Path) -> None:
+    """Also where attention alone has them: then they lie in slices."""
+    imported(made / "model", tmp_path / "store", weights=Weights.FROZEN)
+    with session(tmp_path / "store", LoraConfig(rank=2, targets=LoraTargets.ATTENTION)) as parts:
+        take(parts, 0)
+        Stepper(parts).commit()
+    for store in (tmp_path / "store", made / "store"):
+        text = call("reshard", store, "--to", tmp_path / "two", "--ranks", 2, status=2)
+        assert "lora" in text
+        assert "can be resharded" in text
+    assert not (tmp_path / "two").exists()
 
 
 def test_the_commands_one_after_another(made: Path, tmp_path: Path) -> None:

@@ -132,6 +132,35 @@ def test_what_the_family_ignores_and_what_is_wide(tmp_path: Path) -> None:
     same(tensors_of(tmp_path / "out"), tensors)
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_what_is_wide_in_experts(family: str, tmp_path: Path) -> None:
+    """gpt-oss: fp32 biases of experts whose matrices are bf16; elsewhere one matrix of one expert."""
+    save(tmp_path / "m", family, torch.bfloat16)
+    tensors = tensors_of(tmp_path / "m")
+    ending = "_bias" if family == "gpt_oss" else "layers.1.mlp.experts.2.down_proj.weight"
+    wide = [name for name in tensors if ".experts." in name and name.endswith(ending)]
+    tensors |= {name: tensors[name].float() / 3 for name in wide}
+    assert wide
+    rewrite(tmp_path / "m", tensors)
+    imported(tmp_path / "m", tmp_path / "s")
+    export(tmp_path / "s", tmp_path / "out", max_shard_bytes=50_000)
+    same(tensors_of(tmp_path / "out"), tensors)
+
+
+def test_every_directory_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tierstore.hf.exports import exporting
+
+    save(tmp_path / "m", "mixtral", torch.bfloat16)
+    (tmp_path / "m" / "additional_chat_templates").mkdir()
+    (tmp_path / "m" / "additional_chat_templates" / "tool.jinja").write_text("{{ messages }}")
+    imported(tmp_path / "m", tmp_path / "s")
+    synced: list[str] = []
+    monkeypatch.setattr(exporting, "fsync_directory", lambda path: synced.append(path.name))
+    export(tmp_path / "s", tmp_path / "out")
+    assert (tmp_path / "out" / "additional_chat_templates" / "tool.jinja").read_text() == "{{ messages }}"
+    assert "additional_chat_templates" in synced
+
+
 @pytest.mark.parametrize("both", [False, True])
 def test_tied_names_as_in_the_source(both: bool, tmp_path: Path) -> None:
     save(tmp_path / "m", "qwen3_moe", torch.bfloat16, tie_word_embeddings=True)

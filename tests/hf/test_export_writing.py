@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -243,6 +244,37 @@ def test_what_a_killed_export_left_is_replaced(got: str, tmp_path: Path) -> None
     with new_directory(tmp_path / "out", 0) as directory:
         assert not (directory / "model.safetensors").exists()
     assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("call", ["unlink", "rename"])
+def test_killed_as_it_takes_its_name(call: str, tmp_path: Path) -> None:
+    """The directory is there, whole, or the next export has its way."""
+    pid = os.fork()
+    if not pid:
+        setattr(writing.Path, call, lambda *args, **options: os.kill(os.getpid(), signal.SIGKILL))
+        with new_directory(tmp_path / "out", 0) as directory:
+            (directory / "model.safetensors").write_bytes(b"values")
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    if (tmp_path / "out").exists():
+        assert (tmp_path / "out" / "model.safetensors").read_bytes() == b"values"
+        return
+    with new_directory(tmp_path / "out", 0) as directory:
+        assert not (directory / "model.safetensors").exists()
+
+
+def test_the_marker_is_the_last_to_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of an export that was killed while it cleared up is still known for its own."""
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    (partial / writing._MARKER).touch()
+    for number in range(8):
+        (partial / f"model-{number}").touch()
+    removed: list[str] = []
+    monkeypatch.setattr(writing.shutil, "rmtree", lambda path, **options: removed.append(path.name))
+    writing._remove(partial)
+    assert [path.name for path in partial.iterdir()] == [writing._MARKER]
+    assert removed == ["out.partial"]
 
 
 def test_a_full_disk_is_found_out_before(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -196,6 +197,20 @@ def test_ranks_import_side_by_side(world: int, source: Path, tmp_path: Path, ran
     assert sum(reports) == len(one) + world * len(Manifest.read(tmp_path / "many").units)
     with pytest.raises(StoreFormatError, match=f"a store of {world} ranks is here, and this import has 1"):
         imported(source, tmp_path / "many")
+
+
+def test_what_another_import_left_beside_its_ranks(tmp_path: Path, ranks: Ranks) -> None:
+    """Carried tensors of the same shape, say: they are not taken for those of this checkpoint."""
+    save(tmp_path / "m", "olmoe")
+    tensors = tensors_of(tmp_path / "m")
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    rewrite(tmp_path / "m", tensors | {name: torch.arange(4.0)})
+    imported(tmp_path / "m", tmp_path / "one")
+    (tmp_path / "s").mkdir()
+    shutil.copytree(tmp_path / "one/model", tmp_path / "s/model")
+    rewrite(tmp_path / "m", tensors | {name: torch.arange(4.0) + 1})
+    ranks.run(2, import_ranks, tmp_path / "m", tmp_path / "s")
+    assert torch.equal(tensors_of(tmp_path / "s/model")[name], torch.arange(4.0) + 1)
 
 
 def test_ranks_must_agree(source: Path, tmp_path: Path, ranks: Ranks) -> None:

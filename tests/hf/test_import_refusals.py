@@ -52,6 +52,7 @@ def test_everything_that_is_wrong_is_named_at_once(source: Path, tmp_path: Path)
     del tensors[_EXPERT], tensors["model.norm.weight"]
     tensors["model.layers.0.mlp.experts.0.extra.weight"] = torch.zeros(2)
     tensors["model.layers.2.input_layernorm.weight"] = torch.zeros(32)
+    tensors["two\nlines"] = torch.zeros(2)
     tensors[_DENSE] = tensors[_DENSE].t().contiguous()[:7]
     tensors["lm_head.weight"] = torch.zeros(128, 32, dtype=torch.int32)
     rewrite(source, tensors)
@@ -60,7 +61,8 @@ def test_everything_that_is_wrong_is_named_at_once(source: Path, tmp_path: Path)
     assert str(caught.value) == (
         f"{source}: not the model of its config.json: "
         f"2 tensors missing: {_EXPERT}, model.norm.weight; "
-        "2 tensors unexpected: model.layers.0.mlp.experts.0.extra.weight, model.layers.2.input_layernorm.weight; "
+        "3 tensors unexpected: model.layers.0.mlp.experts.0.extra.weight, model.layers.2.input_layernorm.weight, "
+        "'two\\nlines'; "
         f"1 tensor of another shape: {_DENSE} (7, 32), expected (32, 32); "
         "1 tensor of a type that is not a weight's: lm_head.weight I32, expected F32 or F16 or BF16"
     )
@@ -124,6 +126,7 @@ def test_a_config_that_is_no_json(source: Path, tmp_path: Path) -> None:
         ({"model": {"vocab": {"a": 1}}, "added_tokens": [{"id": 130}]}, "token 130 is beyond"),
         ({"model": {"vocab": [["a", 0.0]] * 129}}, "token 128 is beyond"),
         ([], "not a tokenizer"),
+        ({"model": {"vocab": {"a": "one"}}}, "not a tokenizer"),
     ],
 )
 def test_a_tokenizer_of_another_vocabulary(

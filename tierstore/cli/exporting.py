@@ -21,7 +21,7 @@ from tierstore.units import format_bytes, format_seconds
     type=click.Choice(["bf16", "fp32"]),
     help="Type of the weights (default: that of the checkpoint they came from, bf16 where it was quantised).",
 )
-@click.option("--max-shard-size", type=SIZE, default="5GB", help="Bytes of the largest file.")
+@click.option("--max-shard-size", type=SIZE, help="Bytes of the largest file (default: 5GB).")
 @click.option(
     "--adapter", is_flag=True, help="The low-rank pairs that train --lora has made alone, as peft loads them."
 )
@@ -33,7 +33,7 @@ def export(
     store: Path,
     target: Path,
     dtype: str | None,
-    max_shard_size: int,
+    max_shard_size: int | None,
     adapter: bool,
     merge: Path | None,
     output: Output,
@@ -44,12 +44,14 @@ def export(
     Pairs of train --lora are merged into its weights, if --adapter does not ask for them alone.
     """
     if adapter:
-        if dtype is not None or merge is not None:
+        if any(option is not None for option in (dtype, merge, max_shard_size)):
             raise ConfigError(
-                "--adapter: expected neither --dtype nor --merge: pairs leave as they are, in fp32"
+                "--adapter: expected neither --dtype nor --merge nor --max-shard-size: pairs leave as they are, in fp32 and "
+                "one file"
             )
         _write_adapter(store, target, output)
         return
+    from tierstore.hf.checkpoints.writing import MAX_SHARD_BYTES
     from tierstore.hf.exports.exporting import export as write
     from tierstore.hf.exports.merging import load_adapter
     from tierstore.hf.exports.outline import ExportDtype
@@ -60,7 +62,7 @@ def export(
             store,
             target,
             dtype=None if dtype is None else ExportDtype(dtype),
-            max_shard_bytes=max_shard_size,
+            max_shard_bytes=MAX_SHARD_BYTES if max_shard_size is None else max_shard_size,
             adjustment=None if merge is None else load_adapter(merge, store),
             progress=lambda written, total: progress.update(written >> 20, total >> 20, {}),
         )

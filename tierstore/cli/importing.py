@@ -83,9 +83,10 @@ def _describe(plan: ImportPlan, store: Path, output: Output) -> None:
             f"{len(manifest.carried)} tensors that this family ignores ({manifest.carried[0].name}, ...) are carried along"
         )
     each = " for each rank" if plan.ranks > 1 else ""
+    frozen = manifest.weights.value == "frozen"
+    more = "weights alone, read only" if frozen else "moments begin as zeros that are not written"
     output.line(
-        f"disk: {format_bytes(plan.disk_bytes)}{each} reserved in {store}; {format_bytes(plan.source_bytes)} to read; "
-        "moments begin as zeros that are not written"
+        f"disk: {format_bytes(plan.disk_bytes)}{each} reserved in {store}; {format_bytes(plan.source_bytes)} to read; {more}"
     )
 
 

@@ -1,7 +1,7 @@
 """``tierstore plan``: what a run would take on each tier, whether it fits, and how long a step would take.
 
-Nothing is opened, allocated or measured, and torch is not imported: it answers in under a second. Exit status 1: it does
-not fit.
+Nothing is opened, allocated or measured, and torch is not imported, but for `--model` with a directory or config.json,
+whose parameters transformers counts: it answers in under a second. Exit status 1: it does not fit.
 """
 
 from __future__ import annotations

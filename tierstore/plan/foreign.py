@@ -8,7 +8,7 @@ from typing import Any
 
 from tierstore.errors import ConfigError
 from tierstore.hf.describing import CONFIG_NAME, describe_config, read_config
-from tierstore.hf.manifest import MANIFEST_NAME, Manifest, Weights
+from tierstore.hf.manifest import MANIFEST_NAME, MODEL_DIRECTORY, Manifest, Weights
 from tierstore.hf.spec import HfSpec
 from tierstore.hf.stored import stored_spec
 from tierstore.plan.capacity import Setting, capacity
@@ -32,7 +32,8 @@ def model_of(path: Path, finetune: FinetuneConfig) -> HfSpec:
     CapabilityError, StoreFormatError, OSError.
     """
     for store in (path, path.parent):
-        if (store / MANIFEST_NAME).exists():  # the directory in a store that the import left
+        # The directory in a store that the import left; elsewhere a file of that name is somebody else's.
+        if store.absolute().name == MODEL_DIRECTORY and (store / MANIFEST_NAME).exists():
             return HfSpec(
                 manifest=Manifest.read(store.parent),
                 finetune=finetune,

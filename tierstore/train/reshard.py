@@ -46,7 +46,6 @@ Progress = Callable[[int, int], None]
 
 #: The directory in which an import describes its model.
 _MODEL = "model"
-_KINDS = ("expert.", "dense.")
 
 
 @dataclass(frozen=True)
@@ -177,12 +176,16 @@ def _open(source: Path, model: ModelSpec | None) -> Iterator[_Old]:
             raise StoreFormatError(
                 f"{source}: made by {layout.ranks} ranks, and there are {len(stores)} stores"
             )
-        other = next((key for key in stores[0].keys if not key.startswith(_KINDS)), None)
-        if other is not None:
+        old = _Old(stores, layout, state, model, fusion)
+        dense = {cut.key for cut in old.cut(layout.ranks)}
+        other = next(
+            (key for key in stores[0].keys if not key.startswith("expert.") and key not in dense), None
+        )
+        if other is not None:  # pairs of LoRA, those of attention too
             raise StoreFormatError(
-                f"{source}: record {other!r}: only experts and dense slices can be resharded"
+                f"{source}: record {other!r}: only experts and the dense slices of the model can be resharded"
             )
-        yield _Old(stores, layout, state, model, fusion)
+        yield old
 
 
 class _Writer:

@@ -143,18 +143,31 @@ def new_directory(target: Path, nbytes: int) -> Iterator[Path]:
                 errno.EEXIST, f"needed to build {target.name}, and something is there", str(partial)
             )
         with building(partial):
-            shutil.rmtree(partial)
+            _remove(partial)
     _check_space(partial, nbytes)
     partial.mkdir(parents=True)
     with contextlib.ExitStack() as stack:
-        stack.callback(shutil.rmtree, partial, ignore_errors=True)
+        stack.callback(_remove, partial)
         stack.enter_context(building(partial))
         (partial / _MARKER).touch()
         yield partial
-        (partial / _MARKER).unlink()
         fsync_directory(partial)
         partial.rename(target)
         fsync_directory(target.absolute().parent)
+        # Last: without it, what a kill leaves before the new name is nobody's. In a directory that is whole it does no harm.
+        (target / _MARKER).unlink()
+        fsync_directory(target)
+
+
+def _remove(partial: Path) -> None:
+    """Removes what an export left, as far as that is possible; the marker last, for it says whose the rest is."""
+    for child in partial.iterdir() if partial.exists() else ():
+        if child.is_dir():
+            shutil.rmtree(child, ignore_errors=True)
+        elif child.name != _MARKER:
+            with contextlib.suppress(OSError):
+                child.unlink()
+    shutil.rmtree(partial, ignore_errors=True)
 
 
 def _check_space(directory: Path, nbytes: int) -> None:

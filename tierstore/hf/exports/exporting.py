@@ -53,6 +53,7 @@ from tierstore.hf.manifest import (
     unpack_arrays,
 )
 from tierstore.model.config import ComputeDtype, ModelConfig
+from tierstore.store.disk.home import fsync_directory
 
 Bytes = npt.NDArray[np.uint8]
 _CHUNK_VALUES = 4 << 20
@@ -106,6 +107,9 @@ def export(
             adjustment = StoredAdapter(source, weights)
             note = "the pairs of LoRA are merged into the weights"
             outline = replace(outline, notes=(*outline.notes, note))
+        elif adjustment is not None and weights.state.position:
+            note = f"the adapter is merged into weights that have taken {weights.state.position} steps since the import"
+            outline = replace(outline, notes=(*outline.notes, note))
         content = _Content(weights, outline, adjustment)
         done, total = 0, sum(shard.data_bytes for shard in shards)
 
@@ -119,6 +123,7 @@ def export(
                 path = directory / name
                 path.parent.mkdir(exist_ok=True)
                 write_file(path, data)
+                fsync_directory(path.parent)
             write_checkpoint(
                 directory, shards, lambda tensor: content.of(tensor, origins[tensor.name]), written
             )
@@ -231,6 +236,7 @@ def _tensors(directory: Path, manifest: Manifest, dtype: ExportDtype) -> Iterato
 
 def _experts(manifest: Manifest, layer: int, dtype: ExportDtype) -> Iterator[tuple[TensorSpec, Origin]]:
     family, experts = FAMILIES[manifest.model_type], manifest.experts
+    others = dict(experts.other_dtypes)
     for expert in range(experts.count):
         for part in family.expert_parts(layer, expert, experts.d_model, experts.d_ff):
             if part.index is None:
@@ -239,8 +245,9 @@ def _experts(manifest: Manifest, layer: int, dtype: ExportDtype) -> Iterator[tup
                 of, shape = range(experts.count), (experts.count, *part.shape)
             else:
                 continue
-            spec = TensorSpec(part.source, dtype.safetensors, shape)
-            yield spec, ExpertValues(layer, of, part.offset, part.numel)
+            kept_wide = others.get(part.source) == "F32"  # fp32 biases among matrices in bf16
+            kind = "F32" if kept_wide else dtype.safetensors
+            yield TensorSpec(part.source, kind, shape), ExpertValues(layer, of, part.offset, part.numel)
 
 
 def _dtype(manifest: Manifest, entry: ParameterEntry, dtype: ExportDtype) -> str:
@@ -272,14 +279,14 @@ class _Content:
         self._reader = TensorReader()
         self._window = ReadWindow()
         self._buffers: dict[str, npt.NDArray[np.generic]] = {}
-        #: By layer, tensors of all its experts that are small; by name, what was collected of them.
-        self._small: dict[int, list[tuple[str, ExpertValues]]] = {}
+        #: By layer and type, tensors of all its experts that are small; by name, what was collected of them.
+        self._small: dict[tuple[int, str], list[tuple[str, ExpertValues]]] = {}
         self._kept: dict[str, list[Bytes]] = {}
         for spec, origin in outline.tensors:
             several = isinstance(origin, ExpertValues) and len(origin.experts) > 1
             if several and spec.nbytes <= _MOST_KEPT_BYTES and isinstance(origin, ExpertValues):
-                self._small.setdefault(origin.layer, []).append((spec.name, origin))
-        self._expert: tuple[tuple[int, int], npt.NDArray[np.generic]] | None = None
+                self._small.setdefault((origin.layer, spec.dtype), []).append((spec.name, origin))
+        self._expert: tuple[tuple[int, int, str], npt.NDArray[np.generic]] | None = None
         if BUFFERS_KEY in weights.small:
             self._buffers = unpack_arrays(weights.small[BUFFERS_KEY], where="the buffers of the last commit")
 
@@ -305,14 +312,14 @@ class _Content:
                     yield self._reader.read(info, begin, min(begin + step, info.nbytes), self._window)
 
     def _experts(self, tensor: TensorSpec, origin: ExpertValues) -> Iterator[Bytes]:
-        """Where tensors hold all experts of a layer, each takes a pass over their records: the first one collects what the
-        small ones (biases) will need.
+        """Where tensors hold all experts of a layer, each takes a pass over their records: the first one of a type collects
+        what the small ones (biases) will need.
         """
         kept = self._kept.pop(tensor.name, None)
         if kept is not None:
             yield from kept
             return
-        small = self._small.pop(origin.layer, []) if len(origin.experts) > 1 else []
+        small = self._small.pop((origin.layer, tensor.dtype), []) if len(origin.experts) > 1 else []
         for expert in origin.experts:
             whole = self._whole(origin.layer, expert, tensor.dtype)
             for name, other in small:
@@ -340,7 +347,7 @@ class _Content:
 
     def _whole(self, layer: int, expert: int, dtype: str) -> npt.NDArray[np.generic]:
         """All weights of an expert in ``dtype``, flat; the last one is kept."""
-        if self._expert is not None and self._expert[0] == (layer, expert):
+        if self._expert is not None and self._expert[0] == (layer, expert, dtype):
             return self._expert[1]
         self._expert = None
         experts = self._outline.experts
@@ -353,7 +360,7 @@ class _Content:
             whole = self._weights.expert_fp32(layer, expert, experts)
         else:
             whole = self._weights.expert_bf16(layer, expert, experts)
-        self._expert = ((layer, expert), whole)
+        self._expert = ((layer, expert, dtype), whole)
         return whole
 
     def _buffer(self, tensor: TensorSpec, name: str) -> Bytes:

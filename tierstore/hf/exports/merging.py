@@ -17,6 +17,8 @@ from torch import Tensor
 
 from tierstore.capabilities import require_package
 from tierstore.errors import ConfigError, DataError
+from tierstore.hf.checkpoints.checkpoint import read_header
+from tierstore.hf.checkpoints.weights import PLAIN
 from tierstore.hf.exports.adapter import (
     ADAPTER_FILE,
     BASE_FILE,
@@ -45,14 +47,21 @@ _PLAIN: Mapping[str, tuple[object, ...]] = {
     "modules_to_save": (None, []),
     "layer_replication": (None,),
     "trainable_token_indices": (None,),
+    # The others begin with other weights in the model (PiSSA, OLoRA, CorDA, LoftQ), which then are not those of the store.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
+    "alora_invocation_tokens": (None,),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "use_bdlora": (None, False),
+    "use_qalora": (None, False),
 }
 
 
 def load_adapter(directory: Path, store: Path) -> Adapter:
     """The adapter in ``directory``, for the model that was imported into ``store``.
 
-    Raises ConfigError for one that is not plain LoRA, or was trained beside another model; DataError naming a tensor that is
-    missing, unexpected or of another shape; OSError.
+    Raises ConfigError for one that is not plain LoRA, or was trained beside another model; DataError naming the file and
+    what is wrong in it, or a tensor that is missing, unexpected, of another shape, or not finite; OSError.
     """
     spec = stored_spec(store, FinetuneConfig())
     if spec is None:
@@ -75,8 +84,17 @@ def load_adapter(directory: Path, store: Path) -> Adapter:
         raise ConfigError(
             f"{directory / CONFIG_FILE}: r, lora_alpha: expected more than 0, got {rank}, {alpha}"
         )
+    header = read_header(directory / ADAPTER_FILE)  # what is damaged is named, which the package does not
+    strange = next((info for info in header.tensors.values() if info.dtype not in PLAIN), None)
+    if strange is not None:
+        raise DataError(
+            f"{directory / ADAPTER_FILE}: {strange.name}: expected {' or '.join(PLAIN)}, found {strange.dtype}"
+        )
     tensors = require_package("safetensors.torch", "an adapter").load_file(directory / ADAPTER_FILE)
     wide = {name: value.to(torch.float32) for name, value in tensors.items()}
+    for name, value in wide.items():
+        if not torch.isfinite(value).all():
+            raise DataError(f"{directory / ADAPTER_FILE}: {name}: a weight is NaN or infinite")
     return _FileAdapter(directory, spec, LoraConfig(rank=rank, alpha=alpha), wide)
 
 

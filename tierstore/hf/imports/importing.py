@@ -156,6 +156,10 @@ def import_model(
         job = _Import(opened, plan, state, options, progress)
         job.begin()
         if mesh.world.rank == 0:
+            if (
+                not opened.keys
+            ):  # what is there is no part of this import: another left it beside its ranks' stores
+                shutil.rmtree(store / MODEL_DIRECTORY, ignore_errors=True)
             _write_model_files(store, source, plan, reader)
         job.run(WeightReader(plan.matched.checkpoint.tensors, reader))
         mesh.world.barrier()  # the files are there before any rank calls itself complete

@@ -158,7 +158,7 @@ class _Finder:
             if family.is_carried(name, self._layers):
                 carried.append(info)
             else:
-                self._problems["unexpected"].append(name)
+                self._problems["unexpected"].append(name if name.isprintable() else repr(name))
         return sorted(carried, key=lambda info: (info.file, info.offset))
 
     def raise_problems(self) -> None:

@@ -48,7 +48,7 @@ def check_tokenizer(directory: Path, vocab_size: int) -> None:
         vocabulary = value.get("model", {}).get("vocab", {})
         numbers = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
         numbers += [token["id"] for token in value.get("added_tokens") or ()]
-        largest = max(numbers, default=-1)
+        largest = max((int(number) for number in numbers), default=-1)
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: not a tokenizer: {error}") from error
     if largest >= vocab_size:
