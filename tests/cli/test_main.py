@@ -109,6 +109,14 @@ def test_each_error_has_its_status(error: Exception, status: int, said: str) -> 
     assert result.stderr == f"tierstore: error: {said}\n"
 
 
+def test_a_warning_is_one_line(tmp_path: Path) -> None:
+    code = (
+        "import warnings; from tierstore.cli import main; main.cli.main = lambda: warnings.warn('not\\nthe same');"
+        "main.main()"
+    )
+    assert process(code, tmp_path).stderr == "tierstore: warning: not the same\n"
+
+
 def test_an_interrupt_is_130() -> None:
     assert CliRunner().invoke(group_that_raises(KeyboardInterrupt()), []).exit_code == 130
 

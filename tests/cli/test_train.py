@@ -94,6 +94,7 @@ def test_the_table_and_the_head_of_a_run(run: Run) -> None:
     for said in (
         "host budget",
         "fixed cost",
+        "data: ",
         "I/O: ",
         "direct I/O: ",
         "evictions",

@@ -90,7 +90,7 @@ def test_another_base(made: Path, tmp_path: Path) -> None:
     """By its fingerprint; and by its shapes, where an adapter does not say whose it is."""
     save(tmp_path / "wide", "mixtral", torch.bfloat16, hidden_size=48)
     imported(tmp_path / "wide", tmp_path / "store", weights=Weights.FROZEN)
-    with pytest.raises(ConfigError, match="trained beside another model"):
+    with pytest.raises(ConfigError, match=r"another model: MixtralForCausalLM \w{12}, not Mix"):
         load_adapter(made / "adapter", tmp_path / "store")
     adapter = broken(made, tmp_path)
     (adapter / "tierstore_base.json").unlink()
@@ -186,8 +186,9 @@ def test_the_commands_one_after_another(made: Path, tmp_path: Path) -> None:
     tiny = ("--host-budget", "4MB", "--set", "finetune.seq_len=16", "--set", "data.batch_size=2")
     train = ("train", "--store", store, "--data", data, *tiny, "--set", "threads=1")
     assert "only LoRA trains beside them" in call(*train, "--steps", "2", status=2)
+    assert not (store / "tokens").exists()  # refused before anything is tokenised
     call(*train, "--lora", "2", "--steps", "3")
-    assert "has a schema 'lora' already" in call(*train, "--lora", "3", "--steps", "4", "--resume", status=2)
+    assert "have rank 2, not 3" in call(*train, "--lora", "3", "--steps", "4", "--resume", status=2)
     call(*train, "--lora", "2", "--steps", "4", "--resume")
     call("verify", store)
     call("export", store, "--to", tmp_path / "adapter", "--adapter")

@@ -20,8 +20,9 @@ from torch import Tensor
 from tierstore.config import load
 from tierstore.errors import ConfigError, StoreMissingError, StorePoisonedError
 from tierstore.hf import Autocast, StepError, TieredModel, open_model
-from tierstore.hf.imports.importing import import_model
+from tierstore.hf.imports.importing import ImportOptions, import_model
 from tierstore.hf.stored import stored_spec
+from tierstore.model.config import ComputeDtype
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
@@ -481,7 +482,38 @@ def test_other_optimizers_and_models_are_left_alone(store: Path) -> None:
         assert float(weight.detach()) == 0.0
     with open_model(store, host_budget=TIGHT) as tiered:
         model = tiered.model
-    assert "save_pretrained" not in vars(model)
+    # It has no experts any more than before.
+    assert list(model.state_dict()) == ["tierstore"]
+    with pytest.raises(StepError, match="leave out the experts"):
+        model.save_pretrained(store.parent / "saved")
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16])
+def test_a_model_that_was_cast_is_refused(tiered: TieredModel, kind: torch.dtype) -> None:
+    for value in tiered.model.buffers():  # parameters would not fit each other; buffers would, and round
+        value.data = value.to(kind)
+    with pytest.raises(StepError, match="when the model was opened"), tiered.step(1e-3):
+        loss_of(tiered)
+
+
+def test_torch_computes_as_before_when_the_model_is_closed(store: Path) -> None:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        with open_model(store, host_budget=TIGHT):
+            assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.parametrize("name", ["clip_norm", "schedule.lr", "host_budget", "finetune.aux_loss_weight"])
+def test_settings_that_would_do_nothing_are_refused(store: Path, name: str) -> None:
+    with (
+        pytest.raises(ConfigError, match=rf"{name}: a loop of one's own decides"),
+        open_model(store, host_budget=TIGHT, settings={name: 1}),
+    ):
+        pass
 
 
 def test_the_callback_of_trainer(tiered: TieredModel, tmp_path: Path) -> None:
@@ -542,6 +574,13 @@ def test_a_model_directory_is_imported_on_the_way(tmp_path: Path) -> None:
             with tiered.step(1e-3) as step:
                 step.backward(tiered.model(input_ids=tokens() % 128, labels=tokens() % 128).loss)
             tiered.commit()
+    plain_model(make_config("olmoe")).save_pretrained(tmp_path / "other")
+    for source, options in (("other", None), ("model", ImportOptions(compute=ComputeDtype.BF16))):
+        with (
+            pytest.raises(ConfigError, match=r"import of another checkpoint|was imported to compute in fp32"),
+            open_model(tmp_path / "store", tmp_path / source, host_budget=TIGHT, options=options),
+        ):
+            pass
 
 
 def test_ranks_are_refused(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

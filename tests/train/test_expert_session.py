@@ -6,12 +6,13 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tierstore.errors import StoreFormatError
-from tierstore.moe.config import ExpertShape
+from tierstore.moe.config import Activation, ExpertShape
 from tierstore.moe.experts import feed_forward, initial_expert
 from tierstore.train import ExpertSession, NonFiniteError, StepError, open_experts
 from tierstore.train.experts import expert_key
@@ -161,3 +162,35 @@ def test_loops_that_leave_something_out(tiered: ExpertSession) -> None:
             model(batch(0))
     with pytest.raises(StepError, match="belongs to no forward pass"):
         found.backward()
+
+
+def test_a_store_of_other_experts(tmp_path: Path) -> None:
+    """Each would open, and train something else without a word: as many parameters, fewer experts, another activation."""
+    with open_experts(tmp_path / "e", SHAPE, layers=range(LAYERS), experts=EXPERTS, host_budget=TIGHT):
+        pass
+    for shape, layers, experts, match in (
+        (ExpertShape(SHAPE.d_ff, SHAPE.d_model), LAYERS, EXPERTS, "shape"),
+        (ExpertShape(SHAPE.d_model, SHAPE.d_ff, Activation.REGLU), LAYERS, EXPERTS, "shape"),
+        (SHAPE, LAYERS - 1, EXPERTS, "layers"),
+        (SHAPE, LAYERS, EXPERTS - 1, "experts"),
+    ):
+        with (
+            pytest.raises(StoreFormatError, match=match),
+            open_experts(tmp_path / "e", shape, layers=range(layers), experts=experts, host_budget=TIGHT),
+        ):
+            pass
+
+
+def test_a_store_whose_making_was_cut_short(tmp_path: Path) -> None:
+    options = {"layers": range(LAYERS), "experts": EXPERTS, "host_budget": TIGHT}
+
+    def killed(layer: int, expert: int) -> np.ndarray:
+        raise KeyboardInterrupt
+
+    with (
+        pytest.raises(KeyboardInterrupt),
+        open_experts(tmp_path / "e", SHAPE, first_weights=killed, **options),
+    ):
+        pass
+    with open_experts(tmp_path / "e", SHAPE, **options) as tiered:
+        assert len(tiered.store.core.records) == LAYERS * EXPERTS

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     help="Type in which the model will compute (default: fp32 for a checkpoint in fp32, else bf16).",
 )
 @click.option("--frozen", is_flag=True, help="Experts as weights alone, read only: for LoRA.")
-@click.option("--host-budget", type=SIZE, default=64 << 20, help="Memory for experts on their way (64MiB).")
+@click.option("--host-budget", type=SIZE, default="64MiB", help="Memory for experts on their way.")
 @click.option(
     "--expert-ranks", type=int, default=0, help="Ranks that share one copy of the experts (0: all of them)."
 )

@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from keyword import iskeyword
 from typing import Any, NoReturn
 
@@ -121,8 +122,21 @@ def cli() -> None:
     """Train Mixture-of-Experts models that are larger than memory."""
 
 
+def _show_warning(show: Callable[..., None]) -> Callable[..., None]:
+    """Shows a UserWarning, which the user is meant to read, as one line without a place in the code; others by ``show``."""
+
+    def one_line(message: Warning | str, category: type[Warning], *where: Any, **options: Any) -> None:
+        if issubclass(category, UserWarning):
+            click.echo(f"tierstore: warning: {_rank()}{' '.join(str(message).split())}", err=True)
+        else:
+            show(message, category, *where, **options)
+
+    return one_line
+
+
 def main() -> NoReturn:
     """The console script."""
+    warnings.showwarning = _show_warning(warnings.showwarning)
     cli.main()
 
 

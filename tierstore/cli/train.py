@@ -49,7 +49,9 @@ _INTERRUPTED = 130
 @click.command()
 @click.argument("config", required=False, type=PATH)
 @click.option(
-    "--data", multiple=True, help="Text file or directory (any number); default: Python's own source."
+    "--data",
+    multiple=True,
+    help="Text, JSONL or Parquet file, or directory (any number); default: Python's own source.",
 )
 @click.option("--store", type=PATH, help="Store directory.")
 @click.option("--steps", type=int, help="Optimizer steps in all.")
@@ -186,6 +188,7 @@ def _train(
             tokenising=tokenising,
         ) as trainer,
     ):
+        output.line(f"data: {trainer.data.describe()}")
         _describe(trainer.store, output)
         output.line(trainer.timer.describe())
         log.start(trainer)

@@ -15,8 +15,10 @@ Experts are fp32, flat as ``ExpertShape`` has them. Nothing of them moves before
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -50,6 +52,8 @@ from tierstore.train.stepping import NonFiniteError, StepError
 from tierstore.units import parse_size
 
 _SLOTS = 2
+#: The entry of a commit's state that says which experts the store holds.
+_DESCRIPTION = "experts"
 
 
 @contextlib.contextmanager
@@ -75,15 +79,15 @@ def open_experts(
     spare = max(0, budget - minimum_host_budget([schema], None, len(layers)))
     config = StoreConfig(host_budget=budget, lookahead=min(int(budget * 0.45), spare), layers=layers)
     adamw = adamw or AdamWConfig()
-    fresh = not (store / IDENTITY).exists()
+    described = _description(shape, layers, experts)
     opened = (
-        ParameterStore.create(store, [schema], config, adamw=adamw)
-        if fresh
-        else ParameterStore.open(store, config, adamw=adamw)
+        ParameterStore.open(store, config, adamw=adamw)
+        if (store / IDENTITY).exists()
+        else ParameterStore.create(store, [schema], config, adamw=adamw)
     )
     with opened, contextlib.ExitStack() as stack:
         core = opened.core
-        if fresh:
+        if not core.records:  # new, or made by a process that was killed before its first commit
             first = first_weights or partial(_random, shape, len(layers))
             core.reserve({EXPERT_SCHEMA: len(layers) * experts})
             keys = ((layer, expert) for layer in layers for expert in range(experts))
@@ -91,8 +95,9 @@ def open_experts(
                 core,
                 (NewRecord(expert_key(*key), EXPERT_SCHEMA, key[0], partial(first, *key)) for key in keys),
             )
-            opened.commit()
+            opened.commit({_DESCRIPTION: described})
         else:
+            _check(store, opened.last_commit.state.get(_DESCRIPTION, described), described)
             core.reserve()
         core.reserve_scratch(EXPERT_SCHEMA)
         try:
@@ -116,7 +121,23 @@ def open_experts(
             schedule=Schedule.of_layers(layers, depth=1),
             ledger=StallLedger(),
         )
-        yield ExpertSession(opened, source, shape, experts)
+        yield ExpertSession(opened, source, shape, experts, described)
+
+
+def _description(shape: ExpertShape, layers: Sequence[int], experts: int) -> bytes:
+    """What a store says that it holds: experts of another shape may have as many parameters."""
+    named = {key: getattr(value, "value", value) for key, value in asdict(shape).items()}
+    return json.dumps({"shape": named, "layers": sorted(layers), "experts": experts}, sort_keys=True).encode()
+
+
+def _check(store: Path, found: bytes, expected: bytes) -> None:
+    """Raises StoreFormatError naming what of ``found`` is not as ``expected``."""
+    held, asked = json.loads(found), json.loads(expected)
+    for name, value in asked.items():
+        if held.get(name) != value:
+            raise StoreFormatError(
+                f"{store}: {name}: the store has {held.get(name)}, and {value} is asked for"
+            )
 
 
 def _random(shape: ExpertShape, depth: int, layer: int, expert: int) -> npt.NDArray[np.float32]:
@@ -130,12 +151,18 @@ class ExpertSession:
     """Open experts, which layers ask for; ``open_experts`` makes it. It is the ``ExpertSource`` of these layers."""
 
     def __init__(
-        self, store: ParameterStore, experts: TieredExperts, shape: ExpertShape, per_layer: int
+        self,
+        store: ParameterStore,
+        experts: TieredExperts,
+        shape: ExpertShape,
+        per_layer: int,
+        description: bytes,
     ) -> None:
         self.store = store
         self._experts = experts
         self._shape = shape
         self._per_layer = per_layer
+        self._description = description
         self._step: ExpertStep | None = None
         #: Layers that the present training pass has come to, forward and backward.
         self._used: set[int] = set()
@@ -233,7 +260,7 @@ class ExpertSession:
         if self._step is not None:
             raise StepError("commit: a step is open")
         self._experts.gradients.step_pending()
-        return self.store.commit(state or {})
+        return self.store.commit({**(state or {}), _DESCRIPTION: self._description})
 
 
 class ExpertStep:

@@ -30,6 +30,8 @@ from tierstore.stats import Cause, StallKey, StallLedger
 from tierstore.store.config import StoreConfig
 from tierstore.store.core import StoreCore
 from tierstore.store.directories import rank_directory, rank_stripe
+from tierstore.store.format import RecordSchema
+from tierstore.store.opening import read_schemas
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.timeline import NullTimeline, TimelineSink, Track
 from tierstore.train.budgets import (
@@ -232,6 +234,10 @@ def _prepare(
         torch.set_num_threads(config.threads)
     compute_deterministically(device)
     divided = budgets(config, DeviceKind(device.type))
+    agreed = agree(config.store, opening, mesh)
+    if agreed.opening is Opening.RESUME:
+        _check_records(config, read_schemas(rank_directory(config.store, mesh.world.rank, mesh.world.size)))
+    # Last, for to tokenise may take hours.
     data = _open_data(config, mesh, progress) if loop is Loop.OWN else None
     present = conditions(
         config,
@@ -241,7 +247,6 @@ def _prepare(
         mesh=mesh,
     )
     check_alike(config, present, mesh)
-    agreed = agree(config.store, opening, mesh)
     return _Setup(
         config=config,
         mesh=mesh,
@@ -416,20 +421,29 @@ def stall_spans(sink: TimelineSink) -> Callable[[StallKey, int, int], None]:
     return draw
 
 
-def _check_experts(config: TrainConfig, store: StoreCore) -> None:
-    """Raises ConfigError where frozen experts were to be trained, or others to be adapted."""
-    wanted = expert_schema(config)
-    found = store.extents.schemas[store.records.schema_index(EXPERT_SCHEMA)]
-    if found.frozen is not wanted.frozen:
+def _check_records(config: TrainConfig, schemas: Sequence[RecordSchema]) -> None:
+    """Raises ConfigError where frozen experts were to be trained, or others to be adapted, or by pairs of another rank."""
+    held = {schema.name: schema for schema in schemas}
+    found, pairs = held.get(EXPERT_SCHEMA), pair_schema(config)
+    if found is not None and found.frozen is not expert_schema(config).frozen:
         raise ConfigError(
             f"lora.rank: the experts of {config.store} are {found.training.value}: "
-            + ("only LoRA trains beside them" if found.frozen else "LoRA needs an import with --frozen")
+            + (
+                "only LoRA trains beside them (train --lora RANK)"
+                if found.frozen
+                else "LoRA needs an import with --frozen"
+            )
+        )
+    kept = held.get(PAIR_SCHEMA)
+    if pairs is not None and kept is not None and kept.numel != pairs.numel:
+        raise ConfigError(
+            f"lora.rank: the pairs in {config.store} have rank {kept.numel * config.lora.rank // pairs.numel}, not "
+            f"{config.lora.rank}: a store keeps one adapter, and another needs an import of its own"
         )
 
 
 def _resumed_state(config: TrainConfig, store: StoreCore, present: dict[str, object]) -> TrainState:
     state = TrainState.unpack(store.committer.state, where=str(config.store))
-    _check_experts(config, store)
     changed = differences(state.conditions, present)
     if not state.begun:  # an import does not know what will be trained
         changed = [line for line in changed if not line.startswith("model.lora")]

@@ -36,6 +36,10 @@ def open_data(
     from tierstore.train.tokens.making import check_vocabulary, find_tokens, tokenise
     from tierstore.train.tokens.token_files import TokenFiles
 
+    if config.max_bytes != DataConfig().max_bytes:
+        raise ConfigError(
+            "data.max_bytes: documents are tokenised whole; it limits text whose bytes are the tokens"
+        )
     packing, note = _packing(config, together)
     files = text_files(config)
     if first:

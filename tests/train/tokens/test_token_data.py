@@ -248,6 +248,13 @@ def test_bytes_without_a_tokenizer(tmp_path: Path, tokenizer: Path) -> None:
     assert asked.crc32 == plain.crc32
 
 
+def test_a_limit_of_bytes_is_refused_where_documents_are_tokenised(tmp_path: Path, tokenizer: Path) -> None:
+    (tmp_path / "a.txt").write_text("some words")
+    config = DataConfig(paths=(str(tmp_path / "a.txt"),), max_bytes=4)
+    with pytest.raises(ConfigError, match=r"data.max_bytes: documents are tokenised whole"):
+        open_data(config, seq_len=16, vocab_size=300, tokenizer=tokenizer, store=tmp_path / "store")
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -74,7 +74,7 @@ def load_adapter(directory: Path, store: Path) -> Adapter:
         trained, here = _read_json(directory / BASE_FILE), dict(base_of(spec.manifest))
         if trained != here:
             raise ConfigError(
-                f"{directory}: the adapter was trained beside another model: {trained}, not {here}"
+                f"{directory}: the adapter was trained beside another model: {_named(trained)}, not {_named(here)}"
             )
     try:
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
@@ -96,6 +96,11 @@ def load_adapter(directory: Path, store: Path) -> Adapter:
         if not torch.isfinite(value).all():
             raise DataError(f"{directory / ADAPTER_FILE}: {name}: a weight is NaN or infinite")
     return _FileAdapter(directory, spec, LoraConfig(rank=rank, alpha=alpha), wide)
+
+
+def _named(base: Mapping[str, Any]) -> str:
+    """Which model a description is of, in short."""
+    return f"{base.get('architecture')} {str(base.get('fingerprint'))[:12]}"
 
 
 def _read_json(path: Path) -> dict[str, Any]:

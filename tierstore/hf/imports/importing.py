@@ -363,7 +363,9 @@ def _check_same(directory: Path, state: ImportState) -> None:
         raise StoreExistsError(f"{directory}: there is a store here already, and no import made it")
     trained = read_states(directory, STATE_KEY).get(OpenAt.LAST)
     if trained is not None and TrainState.unpack({STATE_KEY: trained}, where=str(directory)).begun:
-        raise StoreExistsError(f"{directory}: this model was imported before, and has been trained since")
+        raise StoreExistsError(
+            f"{directory}: a model was imported before, and has been trained since; give another --store"
+        )
     found = ImportState.unpack(imports, where=str(directory))
     if found.fingerprint != state.fingerprint:
         raise StoreFormatError(f"{directory}: holds the import of another checkpoint; give another --store")

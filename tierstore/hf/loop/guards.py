@@ -1,4 +1,6 @@
-"""What would leave the experts out, or step parameters twice, raises instead, as long as a model is tiered.
+"""What would leave the experts out, or step parameters twice, raises instead.
+
+A model without its experts stays one when its store is closed, so that what guards its weights stays on it.
 
 * ``save_pretrained`` would save the dense part alone, as it lies in memory at that moment. It is refused.
 * ``state_dict`` gives one entry, which says where the store stands, and ``load_state_dict`` takes that entry, and nothing
@@ -31,17 +33,16 @@ def guarded(model: Any, state: TrainState, store: Path) -> Iterator[None]:
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     guards = _Guards(model, state, store.resolve())
-    with contextlib.ExitStack() as stack:
-        for handle in (
-            model.register_state_dict_post_hook(partial(guards.give_state)),  # it is marked: no bound method
-            model.register_load_state_dict_pre_hook(guards.take_state),
-            model.register_load_state_dict_post_hook(guards.took_state),
-            register_optimizer_step_pre_hook(guards.before_optimizer),
-        ):
-            stack.callback(handle.remove)
-        model.save_pretrained = guards.save_pretrained
-        stack.callback(vars(model).pop, "save_pretrained")
+    model.register_state_dict_post_hook(partial(guards.give_state))  # it is marked: no bound method
+    model.register_load_state_dict_pre_hook(guards.take_state)
+    model.register_load_state_dict_post_hook(guards.took_state)
+    model.save_pretrained = guards.save_pretrained
+    everywhere = register_optimizer_step_pre_hook(guards.before_optimizer)
+    try:
         yield
+    finally:
+        everywhere.remove()
+        model.save_pretrained = guards.save_pretrained  # a callback had its own
 
 
 def write_marker(directory: Path, model: Any) -> None:

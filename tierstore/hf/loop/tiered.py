@@ -28,10 +28,11 @@ from torch import Tensor
 
 from tierstore.config import load
 from tierstore.errors import ConfigError, StoreMissingError
+from tierstore.hf.checkpoints.checkpoint import Checkpoint
 from tierstore.hf.imports.importing import ImportOptions, import_model
 from tierstore.hf.loop.guards import guarded
 from tierstore.hf.loop.watching import Autocast, PassWatch
-from tierstore.hf.manifest import Weights
+from tierstore.hf.manifest import Manifest, Weights
 from tierstore.hf.model import HfModel
 from tierstore.hf.stored import stored_spec
 from tierstore.parallel import RankEnvironment
@@ -70,6 +71,7 @@ def open_model(
     store = Path(store)
     if RankEnvironment.from_environment().world > 1:
         raise ConfigError("open_model: a loop of one's own runs on one rank; tierstore train runs on several")
+    _check_settings(settings or {})
     config = load(TrainConfig, None, {"store": store, **(settings or {})})
     if source is not None:
         weights = Weights.FROZEN if config.lora.enabled else Weights.TRAINABLE
@@ -81,17 +83,49 @@ def open_model(
         )
     config = replace(config, model=spec, host_budget=parse_size(host_budget, name="host_budget"))
     watch = PassWatch(autocast)
-    with open_parts(config, Opening.RESUME, loop=Loop.FOREIGN, watch=watch) as parts:
+    with _torch_as_before(), open_parts(config, Opening.RESUME, loop=Loop.FOREIGN, watch=watch) as parts:
         tiered = TieredModel(parts, watch)
         with guarded(tiered.model, parts.state, store):
             yield tiered
             tiered.close()
 
 
+#: What a run of one's own has instead: the store argument and so on, the loop itself, ``tiered.step``.
+_NOT_OWN = ("store", "host_budget", "steps", "clip_norm", "commit_every", "snapshot_every", "eval_every")
+_NOT_OWN += ("eval_batches", "sample_tokens", "finetune.seq_len", "finetune.aux_loss_weight")
+
+
+def _check_settings(settings: Mapping[str, object]) -> None:
+    """Raises ConfigError for a key that would do nothing here."""
+    for name in settings:
+        if name in _NOT_OWN or name.startswith(("data.", "schedule.", "model.")):
+            raise ConfigError(f"{name}: a loop of one's own decides it, and this setting would do nothing")
+
+
+@contextlib.contextmanager
+def _torch_as_before() -> Iterator[None]:
+    """Afterwards torch computes as deterministically, and with as many threads, as before."""
+    threads, fixed = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(fixed, warn_only=warns)
+        torch.set_num_threads(threads)
+
+
 def _import(source: Path, store: Path, options: ImportOptions) -> None:
-    """Imports ``source``, unless ``store`` holds an import that has ended."""
+    """Imports ``source``, unless ``store`` holds an import that has ended. Raises ConfigError for that of another model;
+    ``source`` may be gone by then.
+    """
     if not (store / IDENTITY).exists() or not read_states(store, STATE_KEY):
         import_model(source, store, options)
+        return
+    manifest = Manifest.read(store)
+    if options.compute not in (None, manifest.compute):
+        raise ConfigError(f"{store}: the model was imported to compute in {manifest.compute.value}")
+    if source.exists() and Checkpoint.open(source).fingerprint() != manifest.fingerprint:
+        raise ConfigError(f"{store}: holds the import of another checkpoint than {source}")
 
 
 class TieredModel:

@@ -78,6 +78,7 @@ class PassWatch:
         self._model, self._parts, self._stepper = model, parts, stepper
         module = model.module
         self._parameters = _trained(module)
+        self._types = _types(module)
         self._handles = [
             module.register_forward_pre_hook(self._before_forward, prepend=True),
             module.register_forward_hook(self._after_forward, always_call=True),
@@ -228,6 +229,12 @@ class PassWatch:
                 f"{changed[0]}: what is trained has changed since the model was opened: parameters were added, replaced, "
                 "frozen or thawed, and the store does not step them so; for adapters open it with settings lora.rank"
             )
+        for name, dtype in _types(module).items():
+            if self._types.get(name, dtype) != dtype:
+                raise StepError(
+                    f"{name}: it was {self._types[name]} when the model was opened, and is {dtype}: the store's own compute "
+                    "type decides, which tierstore import --compute chooses"
+                )
 
     def _check_autocast(self) -> None:
         device = self._parts.mesh.device.type
@@ -237,6 +244,13 @@ class PassWatch:
                 "compute type decides what experts are computed in; open_model(autocast=Autocast.ALLOWED) takes the rest "
                 "as it is"
             )
+
+
+def _types(module: nn.Module) -> dict[str, torch.dtype]:
+    """What ``module.to(dtype)`` would change: buffers, too, which some families keep in fp32."""
+    found = {name: value.dtype for name, value in module.named_parameters()}
+    found.update((name, value.dtype) for name, value in module.named_buffers())
+    return found
 
 
 def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
