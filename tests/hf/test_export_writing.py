@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -251,7 +252,7 @@ def test_killed_as_it_takes_its_name(call: str, tmp_path: Path) -> None:
     """The directory is there, whole, or the next export has its way."""
     pid = os.fork()
     if not pid:
-        setattr(writing.Path, call, lambda *args, **options: os.kill(os.getpid(), signal.SIGKILL))
+        setattr(Path, call, lambda *args, **options: os.kill(os.getpid(), signal.SIGKILL))
         with new_directory(tmp_path / "out", 0) as directory:
             (directory / "model.safetensors").write_bytes(b"values")
         os._exit(0)
@@ -271,7 +272,7 @@ def test_the_marker_is_the_last_to_go(tmp_path: Path, monkeypatch: pytest.Monkey
     for number in range(8):
         (partial / f"model-{number}").touch()
     removed: list[str] = []
-    monkeypatch.setattr(writing.shutil, "rmtree", lambda path, **options: removed.append(path.name))
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **options: removed.append(path.name))
     writing._remove(partial)
     assert [path.name for path in partial.iterdir()] == [writing._MARKER]
     assert removed == ["out.partial"]
