@@ -47,6 +47,8 @@ Progress = Callable[[int, int], None]
 #: The directory in which an import describes its model.
 _MODEL = "model"
 _KINDS = ("expert.", "dense.")
+#: Low-rank pairs of experts, and of attention.
+_PAIRS = ("lora.", "dense.lora.")
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,11 @@ def _open(source: Path, model: ModelSpec | None) -> Iterator[_Old]:
         if layout.ranks != len(stores):
             raise StoreFormatError(
                 f"{source}: made by {layout.ranks} ranks, and there are {len(stores)} stores"
+            )
+        pair = next((key for key in stores[0].keys if key.startswith(_PAIRS)), None)
+        if pair is not None:
+            raise StoreFormatError(
+                f"{source}: record {pair!r}: low-rank pairs cannot be resharded; tierstore export writes them out"
             )
         other = next((key for key in stores[0].keys if not key.startswith(_KINDS)), None)
         if other is not None:
