@@ -17,10 +17,12 @@ from tierstore.model.interface import Batch
 from tierstore.moe.lora import LoraConfig
 from tierstore.parallel import Mesh
 from tierstore.store.adamw import AdamWConfig
+from tierstore.store.committing import Keep
 from tierstore.train.config import FinetuneConfig, TrainConfig
 from tierstore.train.files import DataConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import Loop, open_parts
+from tierstore.train.state import STATE_KEY
 from tierstore.train.stepping import SessionParts, Stepper, means
 
 LR = 2e-3
@@ -87,3 +89,18 @@ def train_ranks(mesh: Mesh, source: Path, store: Path, lora: LoraConfig, steps: 
             losses += [take(parts, step) for step in part]
             Stepper(parts).commit()
     return losses
+
+
+def ahead_then_on(mesh: Mesh, source: Path, store: Path, lora: LoraConfig, steps: int) -> list[float]:
+    """As ``train_ranks``, where the first run ended when rank 1 had prepared its first commit, and rank 0 had not."""
+    torch.set_num_threads(1)
+    import_model(source, store, ImportOptions(weights=Weights.FROZEN), mesh=mesh)
+    with session(store, lora, mesh=mesh, clip=0.2) as parts:
+        take(parts, 0)
+        parts.experts.gradients.step_pending()
+        parts.dense.save(parts.store, parts.store.history.applied)
+        if mesh.world.rank == 1:
+            parts.store.committer.commit({STATE_KEY: parts.state.pack()}, keep=Keep.PREVIOUS)
+        mesh.world.barrier()
+    with session(store, lora, mesh=mesh, clip=0.2) as parts:
+        return [take(parts, step) for step in range(steps)]

@@ -12,30 +12,27 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from tierstore.dense.config import OptimizerState
-from tierstore.dense.footprint import FP32, DenseBytes, blocks_held, gather_copies
+from tierstore.dense.footprint import DenseBytes, blocks_held, gather_copies
 from tierstore.dense.layout import UnitLayout
-from tierstore.errors import BudgetError, ConfigError
+from tierstore.errors import ConfigError
 from tierstore.hf.activations import forward_bytes
 from tierstore.hf.sizes import cache_bytes
 from tierstore.hf.spec import HfSpec
 from tierstore.model.architecture import Architecture
-from tierstore.model.config import ComputeDtype
+from tierstore.moe.lora import LoraConfig, LoraTargets
 from tierstore.plan.evidence import Evidence
 from tierstore.plan.uses import FULL_TRAINING, ModelUsage
 from tierstore.prefetch.schedule import Schedule
 from tierstore.prefetch.units import unit_schedule
 from tierstore.stats import Tier
-from tierstore.store.disk.space import copies, extent_bytes, scratch_bytes
-from tierstore.store.format import Placement, RecordSchema, Training, WeightFormat
+from tierstore.store.disk.space import copies, extent_bytes, schema_copies, scratch_bytes
+from tierstore.store.format import Placement, RecordSchema, Training
 from tierstore.store.index.database import index_bytes
-from tierstore.store.opening import minimum_host_budget
-from tierstore.tiers.slots import DeviceSlots
 from tierstore.train.budgets import (
-    EXPERT_SCHEMA,
     Budgets,
     DeviceKind,
     budgets,
-    expert_schema,
+    expert_record,
     least_host_budget,
 )
 from tierstore.train.config import TrainConfig
@@ -104,14 +101,20 @@ class Setting:
             )
 
     @property
+    def run_config(self) -> TrainConfig:
+        """The configuration as budgets are divided by it: with the pairs of experts that this use trains, if any."""
+        beside = LoraConfig(rank=self.usage.rank, targets=LoraTargets.EXPERTS)
+        return replace(self.config, lora=beside if self.usage.pairs else LoraConfig())
+
+    @property
     def schema(self) -> RecordSchema:
         """The experts' records."""
-        own = expert_schema(self.config)
-        if not self.usage.frozen:
-            return RecordSchema(EXPERT_SCHEMA, self.model.expert_numel, own.weight_format)
-        narrow = self.config.model.compute_dtype is ComputeDtype.BF16
-        kept = WeightFormat.BF16 if narrow else WeightFormat.FP32
-        return RecordSchema(EXPERT_SCHEMA, self.model.expert_numel, kept, training=Training.FROZEN)
+        return expert_record(self.model.expert_numel, self.config.model.compute_dtype, self.training)
+
+    @property
+    def training(self) -> Training:
+        """Whether experts, and the dense parameters beside attention's pairs, are trained."""
+        return Training.FROZEN if self.usage.frozen else Training.TRAINED
 
     @property
     def schemas(self) -> list[RecordSchema]:
@@ -121,10 +124,7 @@ class Setting:
     @property
     def least_host_budget(self) -> int:
         """The smallest host budget that a run starts with, in bytes."""
-        if not self.usage.frozen:
-            return least_host_budget(self.config, self.device, self.schema)
-        cache = minimum_host_budget(self.schemas, self.config.cache, len(self.model.moe_layers))
-        return cache + (_frozen_slots(self, 1)[1] if self.device is DeviceKind.CPU else 0)
+        return least_host_budget(self.run_config, self.device, self.schema)
 
     @property
     def local_experts(self) -> int:
@@ -220,55 +220,13 @@ class Capacity:
 
 def capacity(setting: Setting) -> Capacity:
     """Bytes of one rank on each tier. Raises BudgetError for budgets that no run could start with."""
-    divided = _divided(setting)
+    divided = budgets(setting.run_config, setting.device, setting.schema)
     terms = [
         *_device_terms(setting, divided),
         *_host_terms(setting, divided),
         *_disk_terms(setting),
     ]
     return Capacity(tuple(term for term in terms if term.nbytes), divided)
-
-
-def _divided(setting: Setting) -> Budgets:
-    """How the host budget is divided. Raises BudgetError."""
-    if setting.usage.frozen:
-        return _frozen_budgets(setting)
-    return budgets(setting.config, setting.device, setting.schema)
-
-
-def _frozen_slots(setting: Setting, weights: int) -> tuple[DeviceSlots[ComputeDtype], int]:
-    """Slots for ``weights`` frozen experts, and their bytes with as many for the experts' pairs and gradients of those."""
-    slots = DeviceSlots(
-        setting.schema.numel, setting.config.model.compute_dtype, weights=weights, gradients=0
-    )
-    if setting.usage.pairs is None:
-        return slots, slots.nbytes
-    beside = DeviceSlots(setting.usage.pairs.numel, FP32, weights, min(weights, 3))
-    return slots, slots.nbytes + beside.nbytes
-
-
-def _frozen_budgets(setting: Setting) -> Budgets:
-    """``train.budgets.budgets`` where experts are read only: no gradients of theirs, but slots for their pairs."""
-    config, least = setting.config, setting.least_host_budget
-    on_host = setting.device is DeviceKind.CPU
-    first = _frozen_slots(setting, 1)[1]
-    if config.host_budget < least:
-        raise BudgetError(
-            f"host_budget: {config.host_budget} bytes are too few; the minimum is {least} bytes"
-        )
-    if config.device_budget and config.device_budget < first:
-        raise BudgetError(f"device_budget: {config.device_budget} bytes are too few; the minimum is {first}")
-    minimum = least - (first if on_host else 0)
-    allowance = config.device_budget or (max(config.host_budget // 8, first) if on_host else 1 << 62)
-    if on_host:
-        allowance = min(allowance, config.host_budget - minimum)
-    count = max(
-        weights for weights in range(1, 5) if weights == 1 or _frozen_slots(setting, weights)[1] <= allowance
-    )
-    slots, taken = _frozen_slots(setting, count)
-    cache = config.host_budget - (taken if on_host else 0)
-    lookahead = int(cache * config.prefetch.budget) if config.prefetch.depth else 0
-    return Budgets(cache=cache, device=taken, lookahead=min(lookahead, cache - minimum), slots=slots)
 
 
 def _device_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
@@ -372,9 +330,7 @@ def _host_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
 
 def _disk_terms(setting: Setting) -> Iterable[Term]:
     config, schema, retain = setting.config, setting.schema, setting.config.retain
-    slot_bytes = extent_bytes(schema, 1, 0) // (
-        1 if schema.frozen else copies(0)
-    )  # one record, padding included
+    slot_bytes = extent_bytes(schema, 1, 0) // schema_copies(schema, copies(0))  # padding included
     each = schema.record_bytes // schema.numel
     of = f"x {copies(retain)} copies (the live one, the last commit's, {retain} snapshots)"
     once = "x 1 copy: read only" if schema.frozen else of
@@ -395,15 +351,15 @@ def _disk_terms(setting: Setting) -> Iterable[Term]:
         )
     dense = Counter(layout.slice_numel for layout in setting.layouts)
     slices = [
-        (RecordSchema(f"dense-{numel}", numel, WeightFormat.FP32, Placement.DIRECT), count)
+        (RecordSchema(f"dense-{numel}", numel, placement=Placement.DIRECT, training=setting.training), count)
         for numel, count in dense.items()
     ]
     yield Term(
         Tier.NVME,
         "dense extents",
         sum(extent_bytes(one, count, retain) for one, count in slices),
-        f"12 B x {sum(numel * count for numel, count in dense.items())} parameters of "
-        f"{sum(dense.values())} units, padded, {of}",
+        f"{4 if schema.frozen else 12} B x {sum(numel * count for numel, count in dense.items())} parameters of "
+        f"{sum(dense.values())} units, padded, {once}",
     )
     adapters = -(-sum(setting.usage.attention) // setting.ranks.count)
     if adapters:

@@ -95,6 +95,7 @@ class _Rows:
         """A tensor for each of ``experts``, of undefined content, until the next call."""
         needed = len(experts) * self._stride
         if self._memory.numel() < needed:
+            self._memory = self._memory.new_empty(0)  # or both would be there at once
             self._memory = self._memory.new_empty(needed)
         starts = range(0, needed, self._stride)
         return {

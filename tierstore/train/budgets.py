@@ -39,13 +39,19 @@ class Budgets:
     pairs: DeviceSlots[ComputeDtype] | None = None
 
 
+def expert_record(numel: int, compute: ComputeDtype, training: Training = Training.TRAINED) -> RecordSchema:
+    """The records of experts of ``numel`` parameters whose products are of type ``compute``."""
+    if compute is not ComputeDtype.BF16:
+        kept = WeightFormat.FP32
+    else:
+        kept = WeightFormat.BF16 if training is Training.FROZEN else WeightFormat.SPLIT_BF16
+    return RecordSchema(EXPERT_SCHEMA, numel, kept, training=training)
+
+
 def expert_schema(config: TrainConfig) -> RecordSchema:
     """The records of experts; LoRA leaves them as they are."""
-    numel, bf16 = config.model.expert_shape.numel, config.model.compute_dtype is ComputeDtype.BF16
-    if config.lora.enabled:
-        kept = WeightFormat.BF16 if bf16 else WeightFormat.FP32
-        return RecordSchema(EXPERT_SCHEMA, numel, kept, training=Training.FROZEN)
-    return RecordSchema(EXPERT_SCHEMA, numel, WeightFormat.SPLIT_BF16 if bf16 else WeightFormat.FP32)
+    training = Training.FROZEN if config.lora.enabled else Training.TRAINED
+    return expert_record(config.model.expert_shape.numel, config.model.compute_dtype, training)
 
 
 def pair_schema(config: TrainConfig) -> RecordSchema | None:

@@ -33,7 +33,7 @@ from tierstore.train.state import IMPORT_KEY, STATE_KEY, TrainState, differences
 
 #: Settings that each rank may have of its own.
 _OWN = ("store", "stripe", "io", "device", "links", "wear")
-#: What a job notes for its later attempts: its ranks agreed to make stores; a step was everybody's.
+#: What a job notes for its later attempts: its ranks agreed to make stores, or to take them up; a step was everybody's.
 _BEGUN, _ACKNOWLEDGED = "begun", "acknowledged"
 
 
@@ -111,6 +111,8 @@ def agree(store: Path, wanted: Opening, mesh: Mesh) -> Agreed:
             raise type(other.problem)(f"{where}{other.problem}")
     common = _newest_common(found)
     if common is not None:
+        if rank == 0:
+            mesh.job_store.set(_BEGUN)
         return Agreed(Opening.RESUME, common[rank])
     if wanted is not Opening.RESTART or mesh.job_store.has(_ACKNOWLEDGED):
         raise _nothing_common(store, found)
@@ -201,7 +203,7 @@ def _other_layout(store: Path, present: int, world: int) -> StoreFormatError:
 
 
 def _look(directory: Path) -> _Found:
-    ranks, fresh = 0, False
+    ranks, fresh = 0, True
     try:
         states = read_states(directory, STATE_KEY)
         if not states:
@@ -211,7 +213,7 @@ def _look(directory: Path) -> _Found:
         for at, raw in states.items():
             state = TrainState.unpack({STATE_KEY: raw}, where=str(directory))
             steps[at], ranks = state.position, state.ranks
-            fresh = not state.begun
+            fresh = fresh and not state.begun
     except (TierstoreError, OSError) as error:
         return _Found({}, 0, False, error)
     return _Found(steps, ranks, fresh)

@@ -46,6 +46,8 @@ Progress = Callable[[int, int], None]
 
 #: The directory in which an import describes its model.
 _MODEL = "model"
+#: Low-rank pairs of experts, and of attention.
+_PAIRS = ("lora.", "dense.lora.")
 
 
 @dataclass(frozen=True)
@@ -177,11 +179,16 @@ def _open(source: Path, model: ModelSpec | None) -> Iterator[_Old]:
                 f"{source}: made by {layout.ranks} ranks, and there are {len(stores)} stores"
             )
         old = _Old(stores, layout, state, model, fusion)
+        pair = next((key for key in stores[0].keys if key.startswith(_PAIRS)), None)
+        if pair is not None:
+            raise StoreFormatError(
+                f"{source}: record {pair!r}: low-rank pairs cannot be resharded; tierstore export writes them out"
+            )
         dense = {cut.key for cut in old.cut(layout.ranks)}
         other = next(
             (key for key in stores[0].keys if not key.startswith("expert.") and key not in dense), None
         )
-        if other is not None:  # pairs of LoRA, those of attention too
+        if other is not None:
             raise StoreFormatError(
                 f"{source}: record {other!r}: only experts and the dense slices of the model can be resharded"
             )
