@@ -91,8 +91,12 @@ def open_model(
 
 
 #: What a run of one's own has instead: the store argument and so on, the loop itself, ``tiered.step``.
-_NOT_OWN = ("store", "host_budget", "steps", "clip_norm", "commit_every", "snapshot_every", "eval_every")
-_NOT_OWN += ("eval_batches", "sample_tokens", "finetune.seq_len", "finetune.aux_loss_weight")
+_NOT_OWN = frozenset(
+    {
+        *("store", "host_budget", "steps", "clip_norm", "commit_every", "snapshot_every", "eval_every"),
+        *("eval_batches", "sample_tokens", "finetune.seq_len", "finetune.aux_loss_weight"),
+    }
+)
 
 
 def _check_settings(settings: Mapping[str, object]) -> None:
