@@ -92,19 +92,10 @@ def open_model(
 
 #: What a run of one's own has instead: the store argument and so on, the loop itself, ``tiered.step``.
 _NOT_OWN = frozenset(
-    (
-        "store",
-        "host_budget",
-        "steps",
-        "clip_norm",
-        "commit_every",
-        "snapshot_every",
-        "eval_every",
-        "eval_batches",
-        "sample_tokens",
-        "finetune.seq_len",
-        "finetune.aux_loss_weight",
-    )
+    {
+        *("store", "host_budget", "steps", "clip_norm", "commit_every", "snapshot_every", "eval_every"),
+        *("eval_batches", "sample_tokens", "finetune.seq_len", "finetune.aux_loss_weight"),
+    }
 )
 
 
