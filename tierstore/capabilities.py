@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import importlib
 import importlib.util
 import mmap
 import os
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from tierstore.errors import CapabilityError
 
@@ -222,3 +224,15 @@ def _read(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
+
+
+def require_package(name: str, purpose: str) -> Any:
+    """The module ``name`` of a package of the extra ``hf``, imported when it is first needed. Raises CapabilityError saying
+    how to install it for ``purpose``.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise CapabilityError(
+            f'{purpose} needs the package {name} ({error}): pip install "tierstore[hf]"'
+        ) from error

@@ -12,14 +12,14 @@ import torch
 from tiny_families import FAMILIES, make_config
 
 from tierstore.hf.families import FAMILIES as NAMES
-from tierstore.hf.importing import ImportOptions, ImportReport, import_model
+from tierstore.hf.imports.importing import ImportOptions, ImportReport, import_model
 from tierstore.hf.manifest import BUFFERS_KEY, Manifest, unpack_arrays
 from tierstore.store.config import StoreConfig
 from tierstore.store.directories import rank_directories
 from tierstore.store.format import COMMITTED_GROUPS
 from tierstore.store.opening import minimum_host_budget, read_schemas
 from tierstore.store.parameter_store import ParameterStore
-from tierstore.train.session import expert_key
+from tierstore.train.experts import expert_key
 
 __all__ = ["FAMILIES"]
 

@@ -10,16 +10,15 @@ from typing import Any
 
 import torch
 
-from tierstore.hf.importing import ImportOptions, import_model
+from tierstore.hf.imports.importing import ImportOptions, import_model
 from tierstore.hf.manifest import Weights
 from tierstore.hf.stored import stored_spec
 from tierstore.model.interface import Batch
 from tierstore.moe.lora import LoraConfig
 from tierstore.parallel import Mesh
 from tierstore.store.adamw import AdamWConfig
-from tierstore.train.config import TrainConfig
+from tierstore.train.config import FinetuneConfig, TrainConfig
 from tierstore.train.files import DataConfig
-from tierstore.train.finetune import FinetuneConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import Loop, open_parts
 from tierstore.train.stepping import SessionParts, Stepper, means

@@ -16,7 +16,7 @@ from tierstore.model.config import CheckpointActivations, ComputeDtype
 from tierstore.model.interface import Batch
 from tierstore.moe.config import SaveActivations
 from tierstore.moe.source import InMemoryExperts
-from tierstore.train.finetune import FinetuneConfig
+from tierstore.train.config import FinetuneConfig
 
 _SEQUENCE = 64
 _SIZES: dict[str, Any] = {"vocab_size": 256, "hidden_size": 64, "num_experts_per_tok": 2}

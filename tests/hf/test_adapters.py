@@ -16,9 +16,9 @@ from tiny_families import make_config, plain_model
 
 from tierstore.cli.main import cli
 from tierstore.errors import ConfigError, DataError
-from tierstore.hf.exporting import export
+from tierstore.hf.exports.exporting import export
+from tierstore.hf.exports.merging import load_adapter
 from tierstore.hf.manifest import Weights
-from tierstore.hf.merging import load_adapter
 from tierstore.moe.lora import LoraConfig
 from tierstore.train.stepping import Stepper
 

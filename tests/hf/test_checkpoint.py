@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 
 from tierstore.errors import ConfigError, DataError, TierstoreError
-from tierstore.hf.checkpoint import Checkpoint, TensorReader, Window, read_header
+from tierstore.hf.checkpoints.checkpoint import Checkpoint, ReadWindow, TensorReader, read_header
 from tierstore.hf.describing import describe
+from tierstore.hf.imports.matching import match
 from tierstore.hf.manifest import Manifest
-from tierstore.hf.matching import match
 from tierstore.model.config import ComputeDtype
 from tierstore.store.disk.home import IDENTITY
 
@@ -53,7 +53,7 @@ def test_tensors_and_their_bytes(tmp_path: Path) -> None:
         "c": (),
         "d": (4, 1),
     }
-    window = Window()
+    window = ReadWindow()
     with TensorReader() as reader:
         for name, info in header.tensors.items():
             raw = reader.read(info, 0, info.nbytes, window)
@@ -249,7 +249,7 @@ def test_any_range_is_read_whatever_its_alignment(
     }
     path = tmp_path_factory.mktemp("ranges") / "x.safetensors"
     write(path, tensors)
-    window = Window()
+    window = ReadWindow()
     with TensorReader() as reader:
         for name, info in read_header(path).tensors.items():
             begin = data.draw(st.integers(0, info.nbytes))
@@ -265,7 +265,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     info = read_header(path).tensors["a"]
     os.truncate(path, 50_000)
     with TensorReader() as reader, pytest.raises(DataError, match="truncated while it was read: tensor 'a'"):
-        reader.read(info, 0, info.nbytes, Window())
+        reader.read(info, 0, info.nbytes, ReadWindow())
 
 
 def test_a_file_system_without_direct_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +297,7 @@ def test_a_file_system_without_direct_reads(tmp_path: Path, monkeypatch: pytest.
         with monkeypatch.context() as patched, TensorReader() as reader:
             for name, function in patches.items():
                 patched.setattr(os, name, function)
-            assert reader.read(info, 0, 24, Window()).tobytes() == _SMALL["a"].numpy().tobytes()
+            assert reader.read(info, 0, 24, ReadWindow()).tobytes() == _SMALL["a"].numpy().tobytes()
             assert "O_DIRECT: Invalid argument" in reader.direct_reason
 
 

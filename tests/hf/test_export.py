@@ -12,9 +12,9 @@ from checkpoints import FAMILIES, imported, rewrite, save, tensors_of
 from transformers import AutoModelForCausalLM
 
 from tierstore.errors import StoreFormatError
-from tierstore.hf.exporting import config_with, export
-from tierstore.hf.importing import ImportOptions, import_model
-from tierstore.hf.outline import ExportDtype
+from tierstore.hf.exports.exporting import config_with, export
+from tierstore.hf.exports.outline import ExportDtype
+from tierstore.hf.imports.importing import ImportOptions, import_model
 from tierstore.store.directories import verify_all
 
 

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tierstore import _native
 from tierstore.config import load
 from tierstore.errors import ConfigError
-from tierstore.hf.exporting import Exported, export
-from tierstore.hf.mixtral import _units, refusals
-from tierstore.hf.outline import ExportDtype
+from tierstore.hf.exports.exporting import Exported, export
+from tierstore.hf.exports.mixtral import _units, refusals
+from tierstore.hf.exports.outline import ExportDtype
 from tierstore.model.config import ModelConfig
 from tierstore.moe.source import InMemoryExperts
 from tierstore.store import ParameterStore, StoreConfig

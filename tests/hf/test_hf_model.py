@@ -18,7 +18,7 @@ from tierstore.model.config import CheckpointActivations, ComputeDtype
 from tierstore.model.interface import IGNORED, Batch
 from tierstore.moe.config import Activation
 from tierstore.parallel import Mesh, RankEnvironment
-from tierstore.train.finetune import FinetuneConfig
+from tierstore.train.config import FinetuneConfig
 
 BALANCED = [name for name in FAMILIES if name not in ("deepseek_v2", "deepseek_v3", "glm4_moe")]
 Found = dict[str, Any]

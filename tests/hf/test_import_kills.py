@@ -27,8 +27,8 @@ from import_cases import import_ranks
 from launcher import Ranks
 
 from tierstore.errors import StoreExistsError, StoreFormatError, StoreMissingError
-from tierstore.hf.importing import ImportOptions, import_model
-from tierstore.hf.manifest import IMPORT_KEY, ImportState, Manifest, Progress, Weights
+from tierstore.hf.imports.importing import ImportOptions, import_model
+from tierstore.hf.manifest import IMPORT_KEY, ImportProgress, ImportState, Manifest, Weights
 from tierstore.model.config import ComputeDtype
 from tierstore.parallel import Mesh, RankEnvironment
 from tierstore.store.parameter_store import verify_store
@@ -82,7 +82,7 @@ def _records(store: Path) -> int:
     try:
         with open_store(store) as opened:
             kept = opened.last_commit.state
-            assert ImportState.unpack(kept[IMPORT_KEY], where="").progress is Progress.PARTIAL
+            assert ImportState.unpack(kept[IMPORT_KEY], where="").progress is ImportProgress.PARTIAL
             return len(opened.keys)
     except StoreMissingError:
         return -1

@@ -13,8 +13,8 @@ from lora_cases import ADAMW, LR, batch, configured, quiet_peft, session, take, 
 from torch import Tensor
 
 from tierstore.errors import ConfigError, StoreError, StoreFormatError
-from tierstore.hf.adapter import export_adapter
-from tierstore.hf.exporting import export
+from tierstore.hf.exports.adapter import export_adapter
+from tierstore.hf.exports.exporting import export
 from tierstore.hf.lora import refuse_target_parameters, target_modules
 from tierstore.hf.manifest import Weights
 from tierstore.moe.lora import LoraConfig, LoraTargets, PairShape

@@ -20,7 +20,7 @@ from torch import Tensor
 from tierstore.config import load
 from tierstore.errors import ConfigError, StoreMissingError, StorePoisonedError
 from tierstore.hf import Autocast, StepError, TieredModel, open_model
-from tierstore.hf.importing import import_model
+from tierstore.hf.imports.importing import import_model
 from tierstore.hf.stored import stored_spec
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening

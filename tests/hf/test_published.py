@@ -18,7 +18,7 @@ from tierstore.hf.spec import HfSpec
 from tierstore.hf.stored import stored_spec
 from tierstore.model.config import CheckpointActivations, ComputeDtype
 from tierstore.plan.foreign import model_of
-from tierstore.train.finetune import FinetuneConfig
+from tierstore.train.config import FinetuneConfig
 
 
 @cache

@@ -14,7 +14,7 @@ from tierstore.errors import StoreFormatError
 from tierstore.moe.config import ExpertShape
 from tierstore.moe.experts import feed_forward, initial_expert
 from tierstore.train import ExpertSession, NonFiniteError, StepError, open_experts
-from tierstore.train.session import expert_key
+from tierstore.train.experts import expert_key
 
 SHAPE, LAYERS, EXPERTS, TOP_K = ExpertShape(8, 12), 2, 6, 2
 TIGHT = "40KiB"

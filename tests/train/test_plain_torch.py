@@ -17,8 +17,9 @@ from slowness import mostly_slow
 
 from tierstore.store import Group, ParameterStore
 from tierstore.train.config import TrainConfig
+from tierstore.train.experts import expert_key
 from tierstore.train.ranks import Opening
-from tierstore.train.session import expert_key, open_session
+from tierstore.train.session import open_session
 from tierstore.train.trainer import Trainer
 
 STEPS = 50

@@ -12,7 +12,7 @@ import torch
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import Loop, open_parts, open_session
-from tierstore.train.stepping import NonFiniteError, OpenStep, Outcome, SessionParts, StepError, Stepper
+from tierstore.train.stepping import NonFiniteError, OpenStep, SessionParts, StepError, StepOutcome, Stepper
 
 Make = Callable[..., TrainConfig]
 TIGHT = {"host_budget": "160KiB"}
@@ -51,7 +51,7 @@ def test_a_foreign_loop_has_the_trainers_bits(configure: Make, clip: float, know
             with stepper.step(config.schedule.lr_at(number), passes=count) as step:
                 losses.append(passes(parts, step, batches[number]))
             norms.append(step.grad_norm)
-            assert step.outcome is Outcome.TAKEN
+            assert step.outcome is StepOutcome.TAKEN
         stepper.commit()
         assert losses == [result.loss for result in expected]
         assert norms == [result.grad_norm for result in expected]
@@ -72,7 +72,7 @@ def test_an_abandoned_step_changes_nothing(configure: Make) -> None:
                         if number == 3:
                             passes(parts, step, [batch, batch])
                         step.abandon()
-                    assert step.outcome is Outcome.ABANDONED
+                    assert step.outcome is StepOutcome.ABANDONED
                     assert math.isnan(step.grad_norm)
                 with stepper.step(5e-3) as step:
                     passes(parts, step, [batch])
@@ -92,7 +92,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_also_without_clipping(conf
         hook = embedding.register_hook(lambda gradient: gradient * math.inf)
         with stepper.step(5e-3) as step:
             passes(parts, step, [batch])
-        assert step.outcome is Outcome.SKIPPED
+        assert step.outcome is StepOutcome.SKIPPED
         stepper.commit()
         assert parts.store.records_crc32c() == before
         with pytest.raises(NonFiniteError, match="2 steps in a row"), stepper.step(5e-3) as step:

@@ -50,9 +50,9 @@ def export(
             )
         _write_adapter(store, target, output)
         return
-    from tierstore.hf.exporting import export as write
-    from tierstore.hf.merging import load_adapter
-    from tierstore.hf.outline import ExportDtype
+    from tierstore.hf.exports.exporting import export as write
+    from tierstore.hf.exports.merging import load_adapter
+    from tierstore.hf.exports.outline import ExportDtype
 
     start = time.monotonic()
     with output.progress(0, label="export (MiB)") as progress:
@@ -92,7 +92,7 @@ def export(
 
 
 def _write_adapter(store: Path, target: Path, output: Output) -> None:
-    from tierstore.hf.adapter import export_adapter
+    from tierstore.hf.exports.adapter import export_adapter
 
     start = time.monotonic()
     with output.progress(0, label="export (MiB)") as progress:

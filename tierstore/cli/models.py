@@ -18,7 +18,7 @@ def with_stored_model(config: TrainConfig) -> TrainConfig:
     """
     from tierstore.hf.stored import stored_spec
     from tierstore.model.config import ModelConfig
-    from tierstore.train.finetune import FinetuneConfig
+    from tierstore.train.config import FinetuneConfig
 
     spec = stored_spec(config.store, config.finetune, config.lora)
     if spec is None:

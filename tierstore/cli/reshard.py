@@ -23,7 +23,7 @@ from tierstore.units import format_bytes, format_seconds
 def reshard(store: Path, target: Path, ranks: int, expert_ranks: int, output: Output) -> None:
     """Make of STORE one for another number of ranks: dense slices re-cut, experts moved. STORE stays as it is."""
     from tierstore.hf.stored import stored_spec
-    from tierstore.train.finetune import FinetuneConfig
+    from tierstore.train.config import FinetuneConfig
     from tierstore.train.reshard import Layout
     from tierstore.train.reshard import reshard as make
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tierstore.capabilities import require_package
 from tierstore.errors import ConfigError
-from tierstore.hf.packages import require
 from tierstore.hf.pairs import MIXERS
 from tierstore.moe.lora import LoraConfig
 from tierstore.moe.seeds import keyed_generator
@@ -29,7 +29,7 @@ _PURPOSE = "LoRA of attention"
 
 def peft() -> Any:
     """The package peft. Raises CapabilityError when it is missing."""
-    return require("peft", _PURPOSE)
+    return require_package("peft", _PURPOSE)
 
 
 def attention_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:

@@ -272,7 +272,7 @@ def _parameters(values: Sequence[Any], where: str) -> tuple[ParameterEntry, ...]
 # Small state ------------------------------------------------------------------------------------------------
 
 
-class Progress(StrEnum):
+class ImportProgress(StrEnum):
     """How far an import has come."""
 
     PARTIAL = "partial"
@@ -286,7 +286,7 @@ class ImportState:
     The store of a ``PARTIAL`` import holds a part of its records: only the same import may go on with it.
     """
 
-    progress: Progress
+    progress: ImportProgress
     fingerprint: str
     compute: ComputeDtype
     weights: Weights
@@ -303,7 +303,7 @@ class ImportState:
         """Raises StoreFormatError naming ``where``."""
         try:
             table = dict(_table(json.loads(data), where))
-            table["progress"] = Progress(table["progress"])
+            table["progress"] = ImportProgress(table["progress"])
             table["compute"] = ComputeDtype(table["compute"])
             table["weights"] = Weights(table["weights"])
             return cls(**table)

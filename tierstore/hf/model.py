@@ -34,7 +34,7 @@ from tierstore.moe.seeds import derive_seed
 from tierstore.moe.source import ExpertSource
 from tierstore.parallel import Mesh, RankGroup
 from tierstore.stats import StallLedger
-from tierstore.train.finetune import FinetuneConfig
+from tierstore.train.config import FinetuneConfig
 
 if TYPE_CHECKING:
     from tierstore.hf.spec import HfSpec

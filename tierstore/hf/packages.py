@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
+from tierstore.capabilities import require_package
 from tierstore.errors import CapabilityError
 
 #: The releases of transformers that this package is tested with: from the first, below the second.
 TRANSFORMERS = ((5, 7), (6, 0))
 
 
-def require(name: str, purpose: str) -> Any:
-    """The module ``name``. Raises CapabilityError saying how to install it for ``purpose``."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise CapabilityError(
-            f'{purpose} needs the package {name} ({error}): pip install "tierstore[hf]"'
-        ) from error
-
-
 def transformers(purpose: str = "a model of Hugging Face") -> Any:
     """The package transformers. Raises CapabilityError when it is missing, or of a release that does not fit."""
-    module = require("transformers", purpose)
+    module = require_package("transformers", purpose)
     found = tuple(int(part) for part in module.__version__.split(".")[:2] if part.isdigit())
     low, high = TRANSFORMERS
     if not low <= found < high:

@@ -21,7 +21,7 @@ from tierstore.model.architecture import Architecture, DenseUnit
 from tierstore.model.config import CheckpointActivations, ComputeDtype
 from tierstore.moe.config import Activation, ExpertShape, SaveActivations
 from tierstore.moe.lora import LoraConfig
-from tierstore.train.finetune import FinetuneConfig
+from tierstore.train.config import FinetuneConfig
 
 if TYPE_CHECKING:
     import numpy as np

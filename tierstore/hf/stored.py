@@ -9,7 +9,7 @@ from tierstore.hf.describing import CONFIG_NAME, read_config
 from tierstore.hf.manifest import MANIFEST_NAME, MODEL_DIRECTORY, Manifest, Weights
 from tierstore.hf.spec import HfSpec
 from tierstore.moe.lora import LoraConfig
-from tierstore.train.finetune import FinetuneConfig
+from tierstore.train.config import FinetuneConfig
 
 
 def stored_spec(store: Path, finetune: FinetuneConfig, lora: LoraConfig | None = None) -> HfSpec | None:

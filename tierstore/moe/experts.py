@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tierstore.moe.config import Activation, ExpertShape
-from tierstore.moe.low_rank import PairLease, Term, terms
+from tierstore.moe.low_rank import LowRankTerm, PairLease, terms
 from tierstore.moe.seeds import keyed_generator
 
 
@@ -194,7 +194,7 @@ def _backward_from_hidden(
 
 
 def _project(
-    shape: ExpertShape, x: Tensor, matrix: Tensor, bias: Tensor | None, term: Term | None, out: Tensor
+    shape: ExpertShape, x: Tensor, matrix: Tensor, bias: Tensor | None, term: LowRankTerm | None, out: Tensor
 ) -> None:
     torch.mm(x, matrix if shape.activation.transposed else matrix.t(), out=out)
     if bias is not None:
@@ -204,7 +204,7 @@ def _project(
 
 
 def _project_back(
-    shape: ExpertShape, grad_out: Tensor, matrix: Tensor, term: Term | None, grad_x: Tensor
+    shape: ExpertShape, grad_out: Tensor, matrix: Tensor, term: LowRankTerm | None, grad_x: Tensor
 ) -> None:
     torch.mm(grad_out, matrix.t() if shape.activation.transposed else matrix, out=grad_x)
     if term is not None:

@@ -50,7 +50,7 @@ def merge_pair(shape: PairShape, weights: Tensor, pair: Tensor) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
+class LowRankTerm:
     """The term of one projection. The gradients are None in a forward pass."""
 
     a_RI: Tensor
@@ -98,24 +98,32 @@ class PairLease:
     gradients: Tensor | None = None
 
     @property
-    def inner(self) -> Term:
+    def inner(self) -> LowRankTerm:
         """The term of the projection that feeds the activation."""
         views, grads = self._views()
         pair = (views.inner_a, views.inner_b, self.shape.scale)
-        return Term(*pair, None, None) if grads is None else Term(*pair, grads.inner_a, grads.inner_b)
+        return (
+            LowRankTerm(*pair, None, None)
+            if grads is None
+            else LowRankTerm(*pair, grads.inner_a, grads.inner_b)
+        )
 
     @property
-    def down(self) -> Term:
+    def down(self) -> LowRankTerm:
         """The term of the projection back."""
         views, grads = self._views()
         pair = (views.down_a, views.down_b, self.shape.scale)
-        return Term(*pair, None, None) if grads is None else Term(*pair, grads.down_a, grads.down_b)
+        return (
+            LowRankTerm(*pair, None, None)
+            if grads is None
+            else LowRankTerm(*pair, grads.down_a, grads.down_b)
+        )
 
     def _views(self) -> tuple[PairViews, PairViews | None]:
         grads = None if self.gradients is None else self.shape.views(self.gradients)
         return self.shape.views(self.weights), grads
 
 
-def terms(pair: PairLease | None) -> tuple[Term | None, Term | None]:
+def terms(pair: PairLease | None) -> tuple[LowRankTerm | None, LowRankTerm | None]:
     """The terms of both projections, inner and down; none without a pair."""
     return (None, None) if pair is None else (pair.inner, pair.down)

@@ -21,7 +21,7 @@ from tierstore.hf.spec import HfSpec
 from tierstore.model.architecture import Architecture
 from tierstore.model.config import ComputeDtype
 from tierstore.plan.evidence import Evidence
-from tierstore.plan.uses import FULL_TRAINING, Usage
+from tierstore.plan.uses import FULL_TRAINING, ModelUsage
 from tierstore.prefetch.schedule import Schedule
 from tierstore.prefetch.units import unit_schedule
 from tierstore.stats import Tier
@@ -94,7 +94,7 @@ class Setting:
     process_evidence: Evidence = Evidence.ASSUMED
     #: What the files hold (``train.files.text_bytes``).
     text_bytes: int = 0
-    usage: Usage = FULL_TRAINING
+    usage: ModelUsage = FULL_TRAINING
 
     def __post_init__(self) -> None:
         if self.config.data.batch_size % self.ranks.count:
@@ -167,21 +167,21 @@ class Setting:
         )
         if not self.usage.frozen:
             return made
-        made = replace(made, dense=self._frozen_dense(made.dense))
+        made = replace(made, dense=self._frozen_dense())
         spec = self.config.model
         if self.usage.trains or not isinstance(spec, HfSpec):
             return made
         return replace(made, activations=forward_bytes(spec, self.tokens), text=0)
 
-    def _frozen_dense(self, trained: DenseBytes) -> DenseBytes:
-        """Dense weights as a pass needs them, and the whole state of attention's pairs; ranks gather, one alone does not."""
+    def _frozen_dense(self) -> DenseBytes:
+        """Dense weights as a pass needs them, whole on every rank, and the state of attention's pairs, which ranks share."""
         count = self.ranks.count
         width = self.config.model.compute_dtype.itemsize
         weights = sum(width * unit.matrices + 4 * unit.others for unit in self.model.units)
         pairs = sum(self.usage.attention)
         return DenseBytes(
-            slices=-(-weights // count) + 16 * -(-pairs // count),
-            fusion=trained.fusion if count > 1 else 0,
+            slices=weights + 16 * -(-pairs // count),
+            fusion=4 * pairs if count > 1 else 0,
             gradients=8 * pairs if count > 1 else 0,
         )
 

@@ -19,7 +19,7 @@ from tierstore.plan.uses import Use, usage_of
 from tierstore.stats import Tier
 from tierstore.store.disk.space import extent_bytes
 from tierstore.train.budgets import DeviceKind
-from tierstore.train.finetune import FinetuneConfig
+from tierstore.train.config import FinetuneConfig
 
 #: What pairs in memory take: weight, gradient and two moments, fp32.
 _STATE_BYTES = 16

@@ -10,7 +10,7 @@ from tierstore.plan.evidence import Evidence
 from tierstore.plan.simulate import SteadyState, outcome, simulate
 from tierstore.plan.traffic import Traffic, step_traffic
 from tierstore.plan.workload import StepWorkload
-from tierstore.prefetch.operations import Passes, operations
+from tierstore.prefetch.operations import StepPasses, operations
 
 _STEPS, _SETTLED = 3, 1
 
@@ -48,7 +48,7 @@ def simulated(workload: StepWorkload) -> SteadyState:
         # A part of several experts has their slots; at least one more is loaded meanwhile.
         slots=max(int(slots.weights / each), 2),
         gradient_slots=max(int(slots.gradients / each), 2),
-        passes=Passes.TRAINING if workload.setting.usage.trains else Passes.FORWARD,
+        passes=StepPasses.TRAINING if workload.setting.usage.trains else StepPasses.FORWARD,
     )
     run = simulate(listed, workload.seconds)
     return outcome(run, len(workload.passes), steps=_STEPS, settled=_SETTLED)

@@ -164,7 +164,7 @@ def plan_run(
         device=device,
         process_bytes=profile.process_bytes,
         process_evidence=profile.evidence,
-        text_bytes=text_bytes(config.data),
+        text_bytes=text_bytes(config.data, config.model.tokenizer),
     )
     foreign = isinstance(config.model, HfSpec) and preset is None
     if foreign or use is not Use.FULL:

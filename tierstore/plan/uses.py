@@ -27,7 +27,7 @@ class Use(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Usage:
+class ModelUsage:
     """A use of one model. ``attention``: parameters of attention's pairs by dense unit; ``pairs``: the record of one
     expert's pairs. ``tokens``: of one pass of one rank, where they are not those of a micro-batch.
     """
@@ -49,20 +49,20 @@ class Usage:
         return self.use is not Use.SERVE
 
 
-FULL_TRAINING = Usage()
+FULL_TRAINING = ModelUsage()
 
 
-def usage_of(spec: HfSpec, use: Use, rank: int) -> Usage:
+def usage_of(spec: HfSpec, use: Use, rank: int) -> ModelUsage:
     """How ``use`` uses the model, with pairs of ``rank``. Raises ConfigError."""
     if use in (Use.FULL, Use.SERVE):
-        return Usage(use=use)
+        return ModelUsage(use=use)
     if rank < 1:
         raise ConfigError(f"--lora: expected at least 1, got {rank}")
     attention = tuple(pair_parameters(spec.manifest, rank))
     if use is Use.LORA_ATTENTION:
-        return Usage(use=use, rank=rank, attention=attention)
+        return ModelUsage(use=use, rank=rank, attention=attention)
     try:
         numel = PairShape(spec.expert_shape, rank, float(rank)).numel
     except ConfigError as error:
         raise ConfigError(str(error).replace("lora.rank", "--lora")) from error
-    return Usage(use=use, rank=rank, attention=attention, pairs=RecordSchema(PAIR_SCHEMA, numel))
+    return ModelUsage(use=use, rank=rank, attention=attention, pairs=RecordSchema(PAIR_SCHEMA, numel))

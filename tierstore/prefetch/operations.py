@@ -42,7 +42,7 @@ class Kind(Enum):
     WRITE = "write-back"
 
 
-class Passes(Enum):
+class StepPasses(Enum):
     """Which passes a step has."""
 
     TRAINING = "training"
@@ -106,7 +106,7 @@ def operations(
     steps: int = 1,
     slots: int = 4,
     gradient_slots: int = 4,
-    passes: Passes = Passes.TRAINING,
+    passes: StepPasses = StepPasses.TRAINING,
 ) -> list[Operation]:
     """What ``steps`` steps from a cold start consist of. ``slots``, ``gradient_slots``: experts, and gradients that have
     not been stepped, on the device at a time.
@@ -121,14 +121,14 @@ class _Writer:
         sizes: Callable[[Pass], PassSizes],
         slots: int,
         gradient_slots: int,
-        passes: Passes,
+        passes: StepPasses,
     ) -> None:
         self._schedule = schedule
         self._sizes = sizes
         self._slots = slots
         #: What ends the use of each gradient slot, oldest first.
         self._gradients: deque[tuple[int, ...]] = deque([()] * gradient_slots)
-        self._window = Window(schedule, training=passes is Passes.TRAINING)
+        self._window = Window(schedule, training=passes is StepPasses.TRAINING)
         self._operations: list[Operation] = []
         #: The last thing that the main thread has done.
         self._last: tuple[int, ...] = ()

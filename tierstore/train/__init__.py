@@ -10,9 +10,10 @@ if TYPE_CHECKING:
     from tierstore.cache import CacheConfig, Scope
     from tierstore.dense import DenseBytes, DenseConfig, Fusion, GatherDtype, OptimizerState, Reshard
     from tierstore.links import LinkConfig, LinksConfig
-    from tierstore.model import CheckpointActivations, ComputeDtype, ModelConfig, TieEmbeddings
+    from tierstore.model import CheckpointActivations, ComputeDtype, ModelConfig, ModelSpec, TieEmbeddings
     from tierstore.moe import Activation, ExpertLease, ExpertShape, RouterNoise, SaveActivations
     from tierstore.moe.config import ExpertViews
+    from tierstore.moe.lora import LoraConfig, LoraTargets
     from tierstore.parallel import (
         Channel,
         Collective,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
         WearConfig,
     )
     from tierstore.timeline import NullTimeline, Timeline, TimelineSink, Track, open_timeline
-    from tierstore.train.config import TrainConfig
+    from tierstore.train.config import FinetuneConfig, TrainConfig
     from tierstore.train.expert_session import ExpertSession, ExpertStep, open_experts
     from tierstore.train.files import DataConfig, DataFormat, Packing
     from tierstore.train.ranks import Opening
@@ -68,6 +69,7 @@ __all__ = [
     "ExpertShape",
     "ExpertStep",
     "ExpertViews",
+    "FinetuneConfig",
     "Fusion",
     "GatherDtype",
     "Inactive",
@@ -77,8 +79,11 @@ __all__ = [
     "LearningRateDecay",
     "LinkConfig",
     "LinksConfig",
+    "LoraConfig",
+    "LoraTargets",
     "Mesh",
     "ModelConfig",
+    "ModelSpec",
     "NonFiniteError",
     "NullTimeline",
     "Opening",

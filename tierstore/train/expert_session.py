@@ -45,7 +45,7 @@ from tierstore.store.parameter_store import ParameterStore
 from tierstore.store.registering import NewRecord, register_many
 from tierstore.tiers import DeviceSlots, open_device_tier
 from tierstore.train.budgets import EXPERT_SCHEMA
-from tierstore.train.session import expert_key
+from tierstore.train.experts import expert_key
 from tierstore.train.stepping import NonFiniteError, StepError
 from tierstore.units import parse_size
 

@@ -121,8 +121,12 @@ def text_files(config: DataConfig) -> list[Path]:
     return _regular(files)
 
 
-def text_bytes(config: DataConfig) -> int:
-    """Bytes of text that a run holds in memory. Raises DataError."""
+def text_bytes(config: DataConfig, tokenizer: Path | None = None) -> int:
+    """Bytes of text that a run holds in memory: none where documents are tokenised, whose tokens are mapped. Raises
+    DataError.
+    """
+    if tokenizer is not None and config.format is not DataFormat.BYTES:
+        return 0
     return min(config.max_bytes, sum(path.stat().st_size for path in text_files(config)))
 
 

@@ -91,7 +91,7 @@ def fixed_cost(
         process=process,
         dense=_dense(config, ranks, device, config.model.architecture.units if units is None else units),
         activations=config.model.activation_bytes(rank_tokens(config, ranks)),
-        text=text_bytes(config.data) if text is None else text,
+        text=text_bytes(config.data, config.model.tokenizer) if text is None else text,
         working=WORKING_BYTES + product_bytes(config, device),
         pairs=_pass_bytes(config, ranks),
     )

@@ -38,8 +38,8 @@ from tierstore.store.parameter_store import ParameterStore
 from tierstore.store.registering import NewRecord
 from tierstore.tiers.device import tensor_of
 from tierstore.train.budgets import EXPERT_SCHEMA
+from tierstore.train.experts import expert_key
 from tierstore.train.ranks import newest_common
-from tierstore.train.session import expert_key
 from tierstore.train.state import IMPORT_KEY, STATE_KEY, TrainState
 
 Progress = Callable[[int, int], None]

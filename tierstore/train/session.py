@@ -45,7 +45,6 @@ from tierstore.train.budgets import (
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TrainingData
 from tierstore.train.experts import ExpertOpener, pair_key, register_experts, register_pairs
-from tierstore.train.experts import expert_key as expert_key
 from tierstore.train.footprint import return_freed_memory
 from tierstore.train.ranks import Agreed, Opening, agree, check_alike
 from tierstore.train.sources import open_data

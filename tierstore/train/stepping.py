@@ -75,7 +75,7 @@ class SessionParts:
     timeline: TimelineSink
 
 
-class Outcome(Enum):
+class StepOutcome(Enum):
     """What becomes of a step."""
 
     OPEN = "open"
@@ -151,7 +151,7 @@ class OpenStep:
         self._position = parts.state.position
         self._begun = 0
         self.lr = step.lr
-        self.outcome = Outcome.OPEN
+        self.outcome = StepOutcome.OPEN
         #: Of all gradients, before clipping; not finite where the step was not taken.
         self.grad_norm = math.nan
         #: The largest norm that gradients keep (0: any).
@@ -188,11 +188,11 @@ class OpenStep:
 
     def skip(self) -> None:
         """A loss is not finite: the step is not taken, and counts as a skipped one."""
-        self.outcome = Outcome.SKIPPED
+        self.outcome = StepOutcome.SKIPPED
 
     def abandon(self) -> None:
         """The step is not taken, because whoever drives it says so."""
-        self.outcome = Outcome.ABANDONED
+        self.outcome = StepOutcome.ABANDONED
 
     # The end ------------------------------------------------------------------------------------------------
 
@@ -203,12 +203,12 @@ class OpenStep:
         if every and (self._position + 1) % every == 0:
             # Now, while the disk would rest: dense parameters are stepped, and the next pass has yet to ask.
             parts.store.cache.clean()
-        finite_losses = self.outcome is Outcome.OPEN
+        finite_losses = self.outcome is StepOutcome.OPEN
         if finite_losses:
             self._check_passes()
             self.grad_norm = self._norm()
-            self.outcome = Outcome.TAKEN if math.isfinite(self.grad_norm) else Outcome.SKIPPED
-        if self.outcome is Outcome.TAKEN:
+            self.outcome = StepOutcome.TAKEN if math.isfinite(self.grad_norm) else StepOutcome.SKIPPED
+        if self.outcome is StepOutcome.TAKEN:
             self._apply()
             parts.model.end_step()
             parts.state.skipped_in_a_row = 0
@@ -268,7 +268,7 @@ class OpenStep:
         self._parts.experts.gradients.step_pending()
         self._parts.experts.gradients.discard()
         state.skipped += 1
-        if self.outcome is Outcome.ABANDONED:
+        if self.outcome is StepOutcome.ABANDONED:
             return
         state.skipped_in_a_row += 1
         if state.skipped_in_a_row >= most:

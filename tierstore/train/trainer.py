@@ -20,7 +20,7 @@ from tierstore.stats import Cause, Tier
 from tierstore.timeline import Track
 from tierstore.train.data import TrainingData
 from tierstore.train.step_time import StepTimer
-from tierstore.train.stepping import OpenStep, Outcome, SessionParts, Stepper, means
+from tierstore.train.stepping import OpenStep, SessionParts, StepOutcome, Stepper, means
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Trainer:
             self.state.train_loss = loss
         seconds = time.monotonic() - started
         return StepResult(
-            position, loss, lr, step.grad_norm, step.outcome is not Outcome.TAKEN, seconds, active
+            position, loss, lr, step.grad_norm, step.outcome is not StepOutcome.TAKEN, seconds, active
         )
 
     def _backward(self, step: OpenStep, position: int) -> tuple[float, int]:

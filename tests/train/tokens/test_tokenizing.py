@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from token_cases import END, PAD, START, save_tokenizer
 
+from tierstore.capabilities import require_package
 from tierstore.errors import CapabilityError, ConfigError
-from tierstore.train.tokens import optional
 from tierstore.train.tokens.tokenizing import DocumentTokenizer, tokenizer_digest
 
 
@@ -72,11 +72,13 @@ def test_the_digest_covers_the_template(tmp_path: Path, tokenizer: Path) -> None
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(CapabilityError, match=r'needs transformers.*pip install "tierstore\[hf\]"'):
-        optional.transformers_module()
+    with pytest.raises(
+        CapabilityError, match=r'needs the package transformers.*pip install "tierstore\[hf\]"'
+    ):
+        require_package("transformers", "a model's tokenizer")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(CapabilityError, match=r'Parquet files: needs pyarrow.*pip install "tierstore\[hf\]"'):
-        optional.parquet_module()
+    with pytest.raises(CapabilityError, match=r"reading Parquet needs the package pyarrow\.parquet"):
+        require_package("pyarrow.parquet", "reading Parquet")
 
 
 def test_nothing_is_imported_before_it_is_used() -> None:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from tierstore.capabilities import require_package
 from tierstore.errors import ConfigError, DataError
 from tierstore.train.files import DataConfig, DataFormat
-from tierstore.train.tokens.optional import parquet_module
 
 PIECE = 1 << 20
 _READ = 1 << 20
@@ -185,7 +185,7 @@ def _lines(path: Path, column: str, read: Read) -> Iterator[Document]:
 
 
 def _rows(path: Path, column: str, read: Read) -> Iterator[Document]:
-    parquet = parquet_module()
+    parquet = require_package("pyarrow.parquet", "reading Parquet")
     try:
         file = parquet.ParquetFile(path, memory_map=False)
     except _ARROW as error:

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.capabilities import require_package
 from tierstore.errors import ConfigError
 from tierstore.train.tokens.chats import ChatTemplate, Span
 from tierstore.train.tokens.documents import Chat, first_line
-from tierstore.train.tokens.optional import transformers_module
 
 Tokens = npt.NDArray[np.uint32]
 Counted = npt.NDArray[np.uint8]
@@ -128,7 +128,7 @@ class DocumentTokenizer:
 
 
 def _load(directory: Path) -> Any:
-    transformers = transformers_module()
+    transformers = require_package("transformers", "a model's tokenizer")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about its own ways to be loaded

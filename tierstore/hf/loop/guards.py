@@ -96,7 +96,7 @@ class _Guards:
 
     def before_optimizer(self, optimizer: Any, arguments: Any, options: Any) -> None:
         """Raises StepError for another's optimizer with parameters of the model."""
-        from tierstore.hf.optimizer import TieredOptimizer
+        from tierstore.hf.loop.optimizer import TieredOptimizer
 
         if isinstance(optimizer, TieredOptimizer):
             return

@@ -28,12 +28,12 @@ from torch import Tensor
 
 from tierstore.config import load
 from tierstore.errors import ConfigError, StoreMissingError
-from tierstore.hf.guards import guarded
-from tierstore.hf.importing import ImportOptions, import_model
+from tierstore.hf.imports.importing import ImportOptions, import_model
+from tierstore.hf.loop.guards import guarded
+from tierstore.hf.loop.watching import Autocast, PassWatch
 from tierstore.hf.manifest import Weights
 from tierstore.hf.model import HfModel
 from tierstore.hf.stored import stored_spec
-from tierstore.hf.watching import Autocast, PassWatch
 from tierstore.parallel import RankEnvironment
 from tierstore.store.disk.home import IDENTITY
 from tierstore.store.opening import read_states
@@ -42,11 +42,11 @@ from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import Loop, open_parts
 from tierstore.train.state import STATE_KEY
-from tierstore.train.stepping import OpenStep, Outcome, SessionParts, StepError, Stepper
+from tierstore.train.stepping import OpenStep, SessionParts, StepError, StepOutcome, Stepper
 from tierstore.units import parse_size
 
 if TYPE_CHECKING:
-    from tierstore.hf.optimizer import TieredOptimizer
+    from tierstore.hf.loop.optimizer import TieredOptimizer
 
 
 @contextlib.contextmanager
@@ -143,7 +143,7 @@ class TieredModel:
         self, lr: float, *, max_grad_norm: float | None = None, backward_passes: int | None = None
     ) -> TieredOptimizer:
         """A ``torch.optim.Optimizer`` for loops that want one: its step opens with the first training forward pass."""
-        from tierstore.hf.optimizer import TieredOptimizer
+        from tierstore.hf.loop.optimizer import TieredOptimizer
 
         return TieredOptimizer(self, lr, max_grad_norm=max_grad_norm, backward_passes=backward_passes)
 
@@ -177,7 +177,7 @@ class TieredModel:
         assert step is not None
         try:
             self._watch.settle()
-            if step.outcome is Outcome.OPEN:
+            if step.outcome is StepOutcome.OPEN:
                 problem = self._incomplete(step)
             if problem is not None:
                 step.abandon()
@@ -250,7 +250,7 @@ class TieredStep:
     @property
     def skipped(self) -> bool:
         """Whether the step ended and was not taken: a loss or a gradient was not finite, or it was abandoned."""
-        return self._step.outcome not in (Outcome.OPEN, Outcome.TAKEN)
+        return self._step.outcome not in (StepOutcome.OPEN, StepOutcome.TAKEN)
 
     def backward(self, loss: Tensor) -> None:
         """The backward pass of the last forward pass from ``loss``, a scalar. One that is not finite skips the step.
@@ -265,7 +265,7 @@ class TieredStep:
         value = float(loss.detach())
         if not math.isfinite(value):
             self._step.skip()
-        if self._step.outcome is not Outcome.OPEN:
+        if self._step.outcome is not StepOutcome.OPEN:
             self._watch.drop_pass()  # what it would add is not wanted
             return
         with self._parts.timeline.span(Track.COMPUTE, f"backward {self._parts.state.position}"):

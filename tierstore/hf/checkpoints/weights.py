@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from tierstore import _native
 from tierstore.errors import DataError
-from tierstore.hf.checkpoint import TensorInfo, TensorReader, Window
+from tierstore.hf.checkpoints.checkpoint import ReadWindow, TensorInfo, TensorReader
+from tierstore.hf.checkpoints.quantized import FP8_BLOCK, fp8_to_bf16, mxfp4_to_bf16
 from tierstore.hf.families import Part
-from tierstore.hf.quantized import FP8_BLOCK, fp8_to_bf16, mxfp4_to_bf16
 
 #: The types of weights that are no quantisation, and what they are in numpy (bf16 as its bits).
 PLAIN: Mapping[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
@@ -32,7 +32,7 @@ Bits = npt.NDArray[np.uint16]
 
 
 class WeightReader:
-    """Reads pieces of ``tensors``. Any number of threads, each with a ``Window`` of its own."""
+    """Reads pieces of ``tensors``. Any number of threads, each with a ``ReadWindow`` of its own."""
 
     def __init__(self, tensors: Mapping[str, TensorInfo], reader: TensorReader) -> None:
         self._tensors = tensors
@@ -43,7 +43,7 @@ class WeightReader:
         info = self._tensors.get(source)
         return info is None or info.dtype in ("BF16", "F8_E4M3")
 
-    def read_bf16(self, piece: Part, begin: int, end: int, out: Bits, window: Window) -> None:
+    def read_bf16(self, piece: Part, begin: int, end: int, out: Bits, window: ReadWindow) -> None:
         """Values ``[begin, end)`` of a piece for which ``is_bf16``, as bits.
 
         Raises DataError naming the tensor when one of them is not finite, and when the file has been cut short; OSError.
@@ -58,7 +58,7 @@ class WeightReader:
                 out[low:high] = values
         check_bf16(out, piece.source)
 
-    def read_fp32(self, piece: Part, begin: int, end: int, out: Floats, window: Window) -> None:
+    def read_fp32(self, piece: Part, begin: int, end: int, out: Floats, window: ReadWindow) -> None:
         """Values ``[begin, end)`` of any piece. Raises as ``read_bf16``."""
         if self.is_bf16(piece.source):
             info = self._tensors.get(piece.source)
@@ -76,7 +76,7 @@ class WeightReader:
         if not _native.all_finite(out):
             raise not_finite(piece.source, int(np.argmin(np.isfinite(out))))
 
-    def _chunks(self, info: TensorInfo, piece: Part, begin: int, end: int, window: Window) -> Any:
+    def _chunks(self, info: TensorInfo, piece: Part, begin: int, end: int, window: ReadWindow) -> Any:
         """(low, high, values): what chunk holds, counted from ``begin``."""
         kind = np.dtype(PLAIN[info.dtype])
         first = (piece.index or 0) * piece.numel
@@ -91,11 +91,11 @@ class WeightReader:
                 values = values.copy()
             yield low - begin, high - begin, values
 
-    def _raw(self, info: TensorInfo, begin: int, end: int, window: Window) -> npt.NDArray[np.uint8]:
+    def _raw(self, info: TensorInfo, begin: int, end: int, window: ReadWindow) -> npt.NDArray[np.uint8]:
         return self._reader.read(info, begin * info.item_bytes, end * info.item_bytes, window)
 
     def _read_fp8(
-        self, info: TensorInfo, piece: Part, begin: int, end: int, out: Bits, window: Window
+        self, info: TensorInfo, piece: Part, begin: int, end: int, out: Bits, window: ReadWindow
     ) -> None:
         rows, columns = info.shape
         scale_info = self._tensors[piece.source + SCALE_SUFFIX]
@@ -116,7 +116,7 @@ class WeightReader:
             wanted = slice(max(begin, at), min(end, at + flat.size))
             out[wanted.start - begin : wanted.stop - begin] = flat[wanted.start - at : wanted.stop - at]
 
-    def _read_mxfp4(self, piece: Part, begin: int, end: int, out: Bits, window: Window) -> None:
+    def _read_mxfp4(self, piece: Part, begin: int, end: int, out: Bits, window: ReadWindow) -> None:
         if (begin, end) != (0, piece.numel) or piece.index is None:
             raise ValueError(f"{piece.source}: MXFP4 is read by whole experts")
         blocks, scales = (self._tensors[piece.source + suffix] for suffix in (BLOCKS_SUFFIX, SCALES_SUFFIX))

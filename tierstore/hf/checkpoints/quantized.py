@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.hf.packages import require
+from tierstore.capabilities import require_package
 
 #: One scale of an FP8 matrix is for so many rows and columns.
 FP8_BLOCK = 128
@@ -26,7 +26,7 @@ Bytes = npt.NDArray[np.uint8]
 
 def round_to_bf16(values: npt.NDArray[np.float32], out: Bits) -> None:
     """The nearest bf16 of each value, ties to even; NaN stays NaN."""
-    torch = require("torch", "reading weights")
+    torch = require_package("torch", "reading weights")
     target = torch.from_numpy(out.view(np.int16)).view(torch.bfloat16)
     target.copy_(torch.from_numpy(values))
 
@@ -34,7 +34,7 @@ def round_to_bf16(values: npt.NDArray[np.float32], out: Bits) -> None:
 @cache
 def _e4m3() -> npt.NDArray[np.float32]:
     """What each byte means as F8_E4M3."""
-    torch = require("torch", "reading weights")
+    torch = require_package("torch", "reading weights")
     values: npt.NDArray[np.float32] = (
         torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32).numpy()
     )
@@ -78,7 +78,7 @@ def mxfp4_to_bf16(blocks: Bytes, scales: Bytes, out: Bits) -> None:
     has it in memory.
     """
     rows, groups, _ = blocks.shape
-    torch = require("torch", "reading weights")
+    torch = require_package("torch", "reading weights")
     pairs, target = _mxfp4_pairs(), torch.from_numpy(out.view(np.int16))
     step = max(
         (1 << 20) // (groups * MXFP4_GROUP), 1

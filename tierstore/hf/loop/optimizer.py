@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from tierstore.train.stepping import StepError
 
 if TYPE_CHECKING:
-    from tierstore.hf.tiered import TieredModel, TieredStep
+    from tierstore.hf.loop.tiered import TieredModel, TieredStep
 
 
 class TieredOptimizer(Optimizer):

@@ -18,8 +18,29 @@ import numpy.typing as npt
 from tierstore.config import from_dict
 from tierstore.dense import Fusion
 from tierstore.errors import ConfigError, StoreFormatError
-from tierstore.hf.adapter import StoredAdapter, adapted_by
-from tierstore.hf.checkpoint import TensorInfo, TensorReader, Window, read_header
+from tierstore.hf.checkpoints.checkpoint import ReadWindow, TensorInfo, TensorReader, read_header
+from tierstore.hf.checkpoints.writing import (
+    MAX_SHARD_BYTES,
+    Shard,
+    TensorSpec,
+    needed_bytes,
+    new_directory,
+    plan_shards,
+    write_checkpoint,
+    write_file,
+)
+from tierstore.hf.exports.adapter import StoredAdapter, adapted_by
+from tierstore.hf.exports.mixtral import mixtral
+from tierstore.hf.exports.outline import (
+    BufferValues,
+    CarriedValues,
+    DenseValues,
+    ExpertValues,
+    ExportDtype,
+    Origin,
+    Outline,
+)
+from tierstore.hf.exports.reading import Adjustment, StoredWeights, open_weights, round_bf16
 from tierstore.hf.families import FAMILIES
 from tierstore.hf.manifest import (
     BUFFERS_KEY,
@@ -31,32 +52,9 @@ from tierstore.hf.manifest import (
     Quantization,
     unpack_arrays,
 )
-from tierstore.hf.mixtral import mixtral
-from tierstore.hf.outline import (
-    BufferValues,
-    CarriedValues,
-    DenseValues,
-    ExpertValues,
-    ExportDtype,
-    Origin,
-    Outline,
-)
-from tierstore.hf.reading import Adjustment, StoredWeights, open_weights, round_bf16
-from tierstore.hf.writing import (
-    MAX_SHARD_BYTES,
-    Shard,
-    TensorSpec,
-    needed_bytes,
-    new_directory,
-    plan_shards,
-    write_checkpoint,
-    write_file,
-)
 from tierstore.model.config import ComputeDtype, ModelConfig
 
-Progress = Callable[[int, int], None]
 Bytes = npt.NDArray[np.uint8]
-
 _CHUNK_VALUES = 4 << 20
 _MOST_KEPT_BYTES = 16 << 20
 
@@ -83,7 +81,7 @@ def export(
     dtype: ExportDtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     adjustment: Adjustment | None = None,
-    progress: Progress = lambda done, total: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Exported:
     """Writes the model of the store in ``source`` to the directory ``target``.
 
@@ -272,7 +270,7 @@ class _Content:
         self._outline = outline
         self._adjustment = adjustment
         self._reader = TensorReader()
-        self._window = Window()
+        self._window = ReadWindow()
         self._buffers: dict[str, npt.NDArray[np.generic]] = {}
         #: By layer, tensors of all its experts that are small; by name, what was collected of them.
         self._small: dict[int, list[tuple[str, ExpertValues]]] = {}

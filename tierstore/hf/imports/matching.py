@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tierstore.errors import DataError
-from tierstore.hf.checkpoint import Checkpoint, TensorInfo
+from tierstore.hf.checkpoints.checkpoint import Checkpoint, TensorInfo
+from tierstore.hf.checkpoints.quantized import MXFP4_GROUP, scale_shape
+from tierstore.hf.checkpoints.weights import BLOCKS_SUFFIX, PLAIN, SCALE_SUFFIX, SCALES_SUFFIX
 from tierstore.hf.families import FAMILIES, Family, OnDisk, Part
 from tierstore.hf.manifest import Manifest, ParameterEntry, Quantization
-from tierstore.hf.quantized import MXFP4_GROUP, scale_shape
-from tierstore.hf.weights import BLOCKS_SUFFIX, PLAIN, SCALE_SUFFIX, SCALES_SUFFIX
 
 #: Names that an error gives of each kind; it says how many more there are.
 _SHOWN = 5

@@ -22,17 +22,24 @@ from torch import Tensor
 from tierstore.config import from_dict
 from tierstore.dense.layout import Narrow, UnitLayout, layouts_of_shapes
 from tierstore.errors import StoreError, StoreFormatError
+from tierstore.hf.checkpoints.writing import (
+    Shard,
+    TensorSpec,
+    needed_bytes,
+    new_directory,
+    write_checkpoint,
+    write_file,
+)
+from tierstore.hf.exports.reading import StoredWeights, open_weights
 from tierstore.hf.families import family_of
 from tierstore.hf.manifest import MANIFEST_NAME, MODEL_DIRECTORY, Manifest
 from tierstore.hf.pairs import AttentionPair, attention_pairs
-from tierstore.hf.reading import StoredWeights, open_weights
 from tierstore.hf.spec import HfSpec
 from tierstore.hf.stored import stored_spec
-from tierstore.hf.writing import Shard, TensorSpec, needed_bytes, new_directory, write_checkpoint, write_file
 from tierstore.moe.lora import LoraConfig, PairShape
 from tierstore.moe.low_rank import merge_pair
+from tierstore.train.config import FinetuneConfig
 from tierstore.train.experts import pair_key
-from tierstore.train.finetune import FinetuneConfig
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]

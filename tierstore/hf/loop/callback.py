@@ -18,9 +18,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from tierstore.hf.guards import write_marker
-from tierstore.hf.optimizer import TieredOptimizer
-from tierstore.hf.tiered import TieredModel
+from tierstore.hf.loop.guards import write_marker
+from tierstore.hf.loop.optimizer import TieredOptimizer
+from tierstore.hf.loop.tiered import TieredModel
 from tierstore.train.stepping import StepError
 
 

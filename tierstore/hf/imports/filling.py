@@ -20,10 +20,10 @@ from tierstore import _native
 from tierstore._native import Arena, Buffer, HugePages
 from tierstore.dense.layout import UnitLayout
 from tierstore.dense.slices import schema_name
-from tierstore.hf.checkpoint import Window
+from tierstore.hf.checkpoints.checkpoint import ReadWindow
+from tierstore.hf.checkpoints.weights import WeightReader
 from tierstore.hf.families import Part
 from tierstore.hf.manifest import ParameterEntry
-from tierstore.hf.weights import WeightReader
 from tierstore.store.format import SECTION_ALIGNMENT, RecordSchema, WeightFormat
 from tierstore.store.loading import RecordLoader
 from tierstore.train.budgets import EXPERT_SCHEMA
@@ -82,7 +82,7 @@ class _ExpertBuffers:
         sections = [section for group in schema.groups for section in schema.layout(group).sections]
         return sum(section.padded_nbytes for section in sections[: 2 if split else 1])
 
-    def fill(self, parts: Sequence[Part], weights: WeightReader, window: Window) -> None:
+    def fill(self, parts: Sequence[Part], weights: WeightReader, window: ReadWindow) -> None:
         """Reads an expert. Raises DataError, OSError."""
         first = self._buffers[0].array()
         self._exact = self._bf16
@@ -164,10 +164,10 @@ class Filler:
 
     # Experts ------------------------------------------------------------------------------------------------
 
-    def _window(self) -> Window:
+    def _window(self) -> ReadWindow:
         if not hasattr(self._threads, "window"):
-            self._threads.window = Window()
-        window: Window = self._threads.window
+            self._threads.window = ReadWindow()
+        window: ReadWindow = self._threads.window
         return window
 
     def _read(self, job: ExpertJob, buffers: _ExpertBuffers) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.errors import DataError
-from tierstore.hf.checkpoint import INDEX_NAME, TensorInfo, TensorReader, copy_tensors
+from tierstore.hf.checkpoints.checkpoint import INDEX_NAME, TensorInfo, TensorReader, copy_tensors
 from tierstore.hf.describing import CONFIG_NAME
 from tierstore.hf.manifest import MANIFEST_NAME, CarriedEntry, Quantization, write_durably
 from tierstore.store.disk.home import fsync_directory

@@ -294,7 +294,7 @@ def _no_checkpoint(directory: Path) -> str:
 # Reading ----------------------------------------------------------------------------------------------------
 
 
-class Window:
+class ReadWindow:
     """Page-aligned memory that reads go through; one for each thread that reads. It grows to the largest read."""
 
     def __init__(self) -> None:
@@ -309,7 +309,7 @@ class Window:
 
 class TensorReader:
     """Reads bytes of tensors past the page cache: with O_DIRECT, or where the file system has none, dropping the pages
-    behind it. Any number of threads may read, each through a ``Window`` of its own. A context manager.
+    behind it. Any number of threads may read, each through a ``ReadWindow`` of its own. A context manager.
     """
 
     def __init__(self) -> None:
@@ -319,7 +319,7 @@ class TensorReader:
         #: Why files are read through the page cache; empty when they are not.
         self.direct_reason = ""
 
-    def read(self, info: TensorInfo, begin: int, end: int, window: Window) -> npt.NDArray[np.uint8]:
+    def read(self, info: TensorInfo, begin: int, end: int, window: ReadWindow) -> npt.NDArray[np.uint8]:
         """Bytes ``[begin, end)`` of a tensor, a view into ``window`` that the next read overwrites.
 
         Raises DataError when the file has been cut short meanwhile; OSError.
@@ -400,7 +400,7 @@ def copy_tensors(
     chunk_bytes: int = 8 << 20,
 ) -> None:
     """Gives the bytes of ``infos``, one after another, to ``write``, at most ``chunk_bytes`` at once."""
-    window = Window()
+    window = ReadWindow()
     for info in infos:
         for begin in range(0, info.nbytes, chunk_bytes):
             write(reader.read(info, begin, min(begin + chunk_bytes, info.nbytes), window))

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from tierstore.dense import UnitLayout
-from tierstore.hf.checkpoint import TensorInfo
-from tierstore.hf.writing import TensorSpec
+from tierstore.hf.checkpoints.checkpoint import TensorInfo
+from tierstore.hf.checkpoints.writing import TensorSpec
 
 
 class ExportDtype(StrEnum):

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tierstore.capabilities import require_package
 from tierstore.errors import ConfigError, DataError
-from tierstore.hf.adapter import (
+from tierstore.hf.exports.adapter import (
     ADAPTER_FILE,
     BASE_FILE,
     CONFIG_FILE,
@@ -25,12 +26,11 @@ from tierstore.hf.adapter import (
     base_of,
 )
 from tierstore.hf.families import family_of
-from tierstore.hf.packages import require
 from tierstore.hf.pairs import AttentionPair, attention_pairs
 from tierstore.hf.spec import HfSpec
 from tierstore.hf.stored import stored_spec
 from tierstore.moe.lora import LoraConfig, LoraTargets, PairShape
-from tierstore.train.finetune import FinetuneConfig
+from tierstore.train.config import FinetuneConfig
 
 #: Settings of peft's that change what an adapter computes, and what they must be.
 _PLAIN: Mapping[str, tuple[object, ...]] = {
@@ -75,7 +75,7 @@ def load_adapter(directory: Path, store: Path) -> Adapter:
         raise ConfigError(
             f"{directory / CONFIG_FILE}: r, lora_alpha: expected more than 0, got {rank}, {alpha}"
         )
-    tensors = require("safetensors.torch", "an adapter").load_file(directory / ADAPTER_FILE)
+    tensors = require_package("safetensors.torch", "an adapter").load_file(directory / ADAPTER_FILE)
     wide = {name: value.to(torch.float32) for name, value in tensors.items()}
     return _FileAdapter(directory, spec, LoraConfig(rank=rank, alpha=alpha), wide)
 

@@ -24,7 +24,7 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.hf.checkpoint import ALIGNMENT, INDEX_NAME, ITEM_BYTES, SINGLE_NAME
+from tierstore.hf.checkpoints.checkpoint import ALIGNMENT, INDEX_NAME, ITEM_BYTES, SINGLE_NAME
 from tierstore.machine import existing_parent
 from tierstore.store.directories import building, building_directory
 from tierstore.store.disk.home import fsync_directory

@@ -25,8 +25,8 @@ from tierstore.store.directories import rank_directories
 from tierstore.store.format import Group, GroupLayout, RecordSchema, WeightFormat
 from tierstore.store.opening import minimum_host_budget, read_schemas, scratch_buffers
 from tierstore.store.parameter_store import ParameterStore
+from tierstore.train.experts import expert_key
 from tierstore.train.ranks import newest_common
-from tierstore.train.session import expert_key
 from tierstore.train.state import TrainState
 
 Floats = npt.NDArray[np.float32]

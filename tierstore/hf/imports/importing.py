@@ -28,29 +28,29 @@ from tierstore.errors import (
     StoreFormatError,
     TierstoreError,
 )
-from tierstore.hf.checkpoint import Checkpoint, TensorReader, Window
+from tierstore.hf.checkpoints.checkpoint import Checkpoint, ReadWindow, TensorReader
+from tierstore.hf.checkpoints.weights import WeightReader
 from tierstore.hf.describing import describe_config, read_config
 from tierstore.hf.families import Part
-from tierstore.hf.filling import ExpertJob, Filler, Job, UnitJob
-from tierstore.hf.manifest import (
-    BUFFERS_KEY,
-    IMPORT_KEY,
-    MODEL_DIRECTORY,
-    ImportState,
-    Manifest,
-    Progress,
-    Weights,
-    pack_arrays,
-)
-from tierstore.hf.matching import Matched, match
-from tierstore.hf.model_files import (
+from tierstore.hf.imports.filling import ExpertJob, Filler, Job, UnitJob
+from tierstore.hf.imports.matching import Matched, match
+from tierstore.hf.imports.model_files import (
     carried_entries,
     check_tokenizer,
     companion_files,
     copy_carried,
     copy_companions,
 )
-from tierstore.hf.weights import WeightReader
+from tierstore.hf.manifest import (
+    BUFFERS_KEY,
+    IMPORT_KEY,
+    MODEL_DIRECTORY,
+    ImportProgress,
+    ImportState,
+    Manifest,
+    Weights,
+    pack_arrays,
+)
 from tierstore.model.config import ComputeDtype
 from tierstore.parallel import Mesh, RankEnvironment
 from tierstore.store.config import StoreConfig
@@ -62,7 +62,7 @@ from tierstore.store.loading import RecordLoader
 from tierstore.store.opening import OpenAt, minimum_host_budget, read_states
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.train.budgets import EXPERT_SCHEMA
-from tierstore.train.session import expert_key
+from tierstore.train.experts import expert_key
 from tierstore.train.state import STATE_KEY, TrainState
 from tierstore.units import format_bytes
 
@@ -231,7 +231,7 @@ def _check_tied(matched: Matched) -> None:
     """Raises DataError where a tied tensor that is there under both names differs."""
     tensors = matched.checkpoint.tensors
     sources = {entry.name: entry.source for entry in matched.manifest.parameters()}
-    first, second = Window(), Window()
+    first, second = ReadWindow(), ReadWindow()
     with TensorReader() as reader:
         for alias in matched.manifest.tied:
             if not alias.stored:
@@ -276,7 +276,7 @@ def _part_bytes(matched: Matched, part: Part) -> int:
 def _state(plan: ImportPlan, mesh: Mesh) -> ImportState:
     manifest = plan.manifest
     return ImportState(
-        progress=Progress.PARTIAL,
+        progress=ImportProgress.PARTIAL,
         fingerprint=manifest.fingerprint,
         compute=manifest.compute,
         weights=manifest.weights,
@@ -404,7 +404,8 @@ class _Import:
         self._began_s = self._ended_s = 0.0
         complete = store.last_commit.state.get(IMPORT_KEY)
         self._complete = (
-            complete is not None and ImportState.unpack(complete, where="").progress is Progress.COMPLETE
+            complete is not None
+            and ImportState.unpack(complete, where="").progress is ImportProgress.COMPLETE
         )
 
     def begin(self) -> None:
@@ -439,7 +440,7 @@ class _Import:
                 "dense": {"fusion": self._plan.manifest.fusion.value},
             },
         )
-        self._state = replace(self._state, progress=Progress.COMPLETE)
+        self._state = replace(self._state, progress=ImportProgress.COMPLETE)
         self._commit({STATE_KEY: state.pack(), BUFFERS_KEY: buffers})
 
     @property
@@ -504,6 +505,6 @@ def _read_buffers(matched: Matched, reader: TensorReader) -> bytes:
     arrays = {}
     for entry in matched.manifest.buffers:
         values = np.empty(entry.numel, np.float32)
-        weights.read_fp32(Part(entry.source, None, entry.shape, 0), 0, entry.numel, values, Window())
+        weights.read_fp32(Part(entry.source, None, entry.shape, 0), 0, entry.numel, values, ReadWindow())
         arrays[entry.name] = values.reshape(entry.shape)
     return pack_arrays(arrays)

@@ -1,0 +1,1 @@
+"""Files of safetensors: read tensor by tensor, dequantised, written as streams."""

@@ -1,0 +1,1 @@
+"""A tiered model in somebody else's training loop."""
