@@ -57,11 +57,11 @@ from tierstore.store.config import StoreConfig
 from tierstore.store.directories import rank_directories, rank_directory
 from tierstore.store.disk.home import IDENTITY, fsync_directory, refuse_foreign, remove_unfinished
 from tierstore.store.disk.space import extent_bytes
-from tierstore.store.format import RecordSchema, Training, WeightFormat
+from tierstore.store.format import RecordSchema, Training
 from tierstore.store.loading import RecordLoader
 from tierstore.store.opening import OpenAt, minimum_host_budget, read_states
 from tierstore.store.parameter_store import ParameterStore
-from tierstore.train.budgets import EXPERT_SCHEMA
+from tierstore.train.budgets import EXPERT_SCHEMA, expert_record
 from tierstore.train.experts import expert_key
 from tierstore.train.state import STATE_KEY, TrainState
 from tierstore.units import format_bytes
@@ -192,7 +192,8 @@ def plan_import(source: Path, options: ImportOptions, mesh: Mesh) -> ImportPlan:
     layouts = manifest.unit_layouts(mesh.world.size)
     owned = mesh.blocks(manifest.experts.count).owned(mesh.expert.rank)
     jobs = list(_jobs(matched, layouts, mesh.world.rank, owned))
-    expert = expert_record_schema(manifest)
+    training = Training.FROZEN if manifest.weights is Weights.FROZEN else Training.TRAINED
+    expert = expert_record(manifest.experts.numel, manifest.compute, training)
     schemas = [expert, *dense_schemas(layouts, expert.training)]
     counts = {schema.name: 0 for schema in schemas}
     counts[EXPERT_SCHEMA] = len(owned) * len(manifest.experts.layers)
@@ -201,15 +202,6 @@ def plan_import(source: Path, options: ImportOptions, mesh: Mesh) -> ImportPlan:
     return ImportPlan(
         matched=matched, ranks=mesh.world.size, schemas=tuple(schemas), jobs=tuple(jobs), counts=counts
     )
-
-
-def expert_record_schema(manifest: Manifest) -> RecordSchema:
-    """The schema of the experts of an imported model."""
-    numel, bf16 = manifest.experts.numel, manifest.compute is ComputeDtype.BF16
-    if manifest.weights is Weights.FROZEN:
-        kept = WeightFormat.BF16 if bf16 else WeightFormat.FP32
-        return RecordSchema(EXPERT_SCHEMA, numel, kept, training=Training.FROZEN)
-    return RecordSchema(EXPERT_SCHEMA, numel, WeightFormat.SPLIT_BF16 if bf16 else WeightFormat.FP32)
 
 
 def _compute_of(checkpoint: Checkpoint) -> ComputeDtype:
