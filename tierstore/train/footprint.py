@@ -127,7 +127,7 @@ def product_bytes(config: TrainConfig, device: DeviceKind) -> int:
     if model.compute_dtype is not ComputeDtype.BF16 or device is not DeviceKind.CPU:
         return 0
     tokens = rank_tokens(config, 1)  # an expert's rows come from the ranks of its group
-    counts = min(tokens, -(-2 * tokens * model.top_k // model.experts))
+    counts = min(tokens, -(-2 * tokens * model.architecture.top_k // model.experts))
     return _PRODUCTS * _PRODUCT_BYTES * counts
 
 
