@@ -97,7 +97,7 @@ def confined(name: str, command: Sequence[str], limit_bytes: int, files: Path) -
         kills=used.kills_count,
         read_bytes=usage.ru_inblock * SECTOR,
         written_bytes=usage.ru_oublock * SECTOR,
-        reported_s=json.loads(answer).get("elapsed_s") if answer else None,
+        reported_s=json.loads(answer).get("moving_s") if answer else None,
         cached_file_bytes=page_cache_bytes(path for path in files.rglob("*") if path.is_file()),
     )
 
@@ -179,12 +179,15 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16, help="of LoRA")
     for name, size in (("import", "1.5GiB"), ("full", "3GiB"), ("lora", "2GiB"), ("export", "1.5GiB")):
         parser.add_argument(f"--{name}-limit", type=parse_size, default=parse_size(size))
-    parser.add_argument("--full-budget", default="1536MiB", help="host budget of full steps")
-    parser.add_argument("--lora-budget", default="768MiB", help="host budget of LoRA steps")
+    parser.add_argument("--full-budget", default="512MiB", help="host budget of full steps")
+    parser.add_argument("--lora-budget", default="384MiB", help="host budget of LoRA steps")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     full, frozen, exported = (args.work / name for name in ("full", "frozen", "exported"))
+    chosen = ("finetune.seq_len=256", "finetune.checkpoint_activations=block", "sample_tokens=0")
     steps = ["--data", str(args.data), "--steps", str(args.steps)]
+    for setting in chosen:
+        steps += ["--set", setting]
     results: list[Confined] = []
 
     def run(part: str, command: Sequence[str], limit: int, files: Path) -> None:
@@ -201,10 +204,12 @@ def main() -> None:
                     show(result)
             case "full":
                 command = ["train", "--store", str(full), *steps, "--host-budget", args.full_budget]
+                command += ["--set", "data.batch_size=4"]
                 run(part, command, args.full_limit, full)
             case "lora":
                 command = ["train", "--store", str(frozen), "--lora", str(args.rank), *steps]
-                run(part, [*command, "--host-budget", args.lora_budget], args.lora_limit, frozen)
+                command += ["--set", "data.batch_size=2", "--host-budget", args.lora_budget]
+                run(part, command, args.lora_limit, frozen)
             case "export":
                 shutil.rmtree(exported, ignore_errors=True)
                 run(part, ["export", str(full), "--to", str(exported)], args.export_limit, args.work)
