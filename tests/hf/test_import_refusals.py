@@ -12,10 +12,10 @@ import torch
 from checkpoints import change_config, imported, rewrite, save, tensors_of
 from click.testing import CliRunner
 
+from tierstore import capabilities
 from tierstore.cli.importing import import_
 from tierstore.cli.main import cli
 from tierstore.errors import CapabilityError, ConfigError, DataError, StoreFormatError
-from tierstore.hf import packages
 from tierstore.hf.describing import describe_config
 from tierstore.hf.manifest import Manifest
 from tierstore.model.config import ComputeDtype
@@ -154,7 +154,7 @@ def test_without_the_extra(source: Path, tmp_path: Path, monkeypatch: pytest.Mon
     def missing(name: str) -> Any:
         raise ImportError(f"No module named {name!r}")
 
-    monkeypatch.setattr(packages.importlib, "import_module", missing)
+    monkeypatch.setattr(capabilities.importlib, "import_module", missing)
     with pytest.raises(
         CapabilityError, match=r'needs the package transformers .*pip install "tierstore\[hf\]"'
     ):
