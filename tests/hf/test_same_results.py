@@ -21,11 +21,10 @@ import transformers
 from checkpoints import imported
 from launcher import Ranks
 from slowness import mostly_slow
+from stored_runs import attempt, configuration, train
 from tiny_families import FAMILIES, make_config, plain_model
 
-from tierstore.config import load
 from tierstore.errors import ConfigError
-from tierstore.hf.stored import stored_spec
 from tierstore.model.config import ComputeDtype
 from tierstore.model.interface import Batch
 from tierstore.moe.seeds import derive_seed
@@ -36,24 +35,6 @@ from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
 
 VOCABULARY = 256  # bytes
-RAM = 16 << 20
-
-_TINY: dict[str, Any] = {
-    "device": "cpu",
-    "threads": 1,
-    "host_budget": RAM,
-    "commit_every": 0,
-    "eval_every": 0,
-    "eval_batches": 1,
-    "sample_tokens": 0,
-    "finetune.seq_len": 24,
-    "data.format": "bytes",
-    "data.batch_size": 2,
-    "schedule.lr": 3e-4,
-    "schedule.warmup_steps": 4,
-    "schedule.total_steps": 60,
-    "io.huge_pages": "off",
-}
 
 
 @pytest.fixture(autouse=True)
@@ -99,33 +80,9 @@ def configure(checkpoint: Callable[[str], Path], text: Path, tmp_path: Path) -> 
         if not original.exists():
             imported(checkpoint(family), original, compute=dtype)
         shutil.copytree(original, store)
-        return _configuration({"store": store, "data.paths": (str(text),), **(changes or {})})
+        return configuration({"store": store, "data.paths": (str(text),), **(changes or {})})
 
     return make
-
-
-def _configuration(settings: Mapping[str, Any]) -> TrainConfig:
-    config = load(TrainConfig, None, {**_TINY, **settings})
-    spec = stored_spec(config.store, config.finetune)
-    assert spec is not None
-    return replace(config, model=spec)
-
-
-def _train(
-    config: TrainConfig, *, stops: tuple[int, ...] = (), mesh: Mesh | None = None
-) -> tuple[list[float], int, int]:
-    """Losses, the checksum of all records, and evictions; closed and resumed after the steps ``stops``."""
-    losses: list[float] = []
-    for stop in (*stops, config.steps):
-        with open_session(config, Opening.RESUME, mesh=mesh) as trainer:
-            while trainer.state.position < stop:
-                losses.append(trainer.step().loss)
-                if config.commit_every and trainer.state.position % config.commit_every == 0:
-                    trainer.commit()
-            trainer.commit()
-            evictions = trainer.store.cache.residency.stats().evictions
-            crc = trainer.store.records_crc32c()
-    return losses, crc, evictions
 
 
 # Beside plain transformers ----------------------------------------------------------------------------------
@@ -241,20 +198,13 @@ def test_every_way_to_hold_it_gives_the_same_bits(
     family: str, dtype: ComputeDtype, mode: str, configure: Make
 ) -> None:
     base = MODES[mode] | {"steps": 6}
-    expected = _train(configure(family, dtype, base))
+    expected = train(configure(family, dtype, base))
     assert expected[2] == 0
     for name, hold in HOLDS.items():
         stops = (2, 3) if name in ("least", "lfu") else ()
-        losses, crc, evictions = _train(_held(configure, family, dtype, base | hold), stops=stops)
+        losses, crc, evictions = train(_held(configure, family, dtype, base | hold), stops=stops)
         assert (losses, crc) == expected[:2], f"held as {name}"
         assert evictions > 0, f"held as {name}: nothing was evicted"
-
-
-def _attempt(settings: Mapping[str, Any], ready: Any) -> None:
-    torch.set_num_threads(1)
-    config = _configuration(settings)
-    ready.set()
-    _train(config)
 
 
 @pytest.mark.slow
@@ -262,7 +212,7 @@ def test_kills_at_random_moments_change_no_bit(configure: Make, text: Path) -> N
     import torch.multiprocessing as multiprocessing
 
     steps = 40
-    expected = _train(configure("qwen3_moe", ComputeDtype.BF16, {"steps": steps}))
+    expected = train(configure("qwen3_moe", ComputeDtype.BF16, {"steps": steps}))
     changes = {"steps": steps, "host_budget": "200KiB", "commit_every": 2}
     config = configure("qwen3_moe", ComputeDtype.BF16, changes)
     settings = {**changes, "store": config.store, "data.paths": (str(text),)}
@@ -270,7 +220,7 @@ def test_kills_at_random_moments_change_no_bit(configure: Make, text: Path) -> N
     random_, kills = random.Random(3), 0
     while kills < 10:
         ready = context.Event()
-        process = context.Process(target=_attempt, args=(settings, ready))
+        process = context.Process(target=attempt, args=(settings, ready))
         process.start()
         assert ready.wait(120)
         time.sleep(random_.uniform(0.02, 0.6))
@@ -280,10 +230,10 @@ def test_kills_at_random_moments_change_no_bit(configure: Make, text: Path) -> N
         process.join()
         assert process.exitcode in (0, -signal.SIGKILL)
         if process.exitcode == 0:  # the run got to its end: another one
-            assert _checksum(_configuration(settings)) == expected[1], f"after {kills} kills"
+            assert _checksum(configuration(settings)) == expected[1], f"after {kills} kills"
             fresh = configure("qwen3_moe", ComputeDtype.BF16, changes)
             settings["store"] = fresh.store
-    assert _train(_configuration(settings))[1] == expected[1]
+    assert train(configuration(settings))[1] == expected[1]
 
 
 def _checksum(config: TrainConfig) -> int:
@@ -299,7 +249,7 @@ def _import_and_train(mesh: Mesh, source: Path, settings: Mapping[str, Any]) -> 
 
     torch.set_num_threads(1)
     import_model(source, settings["store"], ImportOptions(), mesh=mesh)
-    return _train(_configuration(settings), mesh=mesh)[0]
+    return train(configuration(settings), mesh=mesh)[0]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
@@ -308,7 +258,7 @@ def test_two_ranks_follow_one(
 ) -> None:
     """Products of an expert are those of one process; sums of dense gradients and means are in the ranks' order."""
     changes = {"steps": 12, "clip_norm": 1.0, "data.batch_size": 4, "data.paths": (str(text),)}
-    one = _train(configure(family, ComputeDtype.FP32, changes))[0]
+    one = train(configure(family, ComputeDtype.FP32, changes))[0]
     settings = {**changes, "store": tmp_path / "two"}
     two = ranks.run(2, _import_and_train, checkpoint(family), settings)
     assert two[0] == two[1]
