@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -35,3 +36,15 @@ def ranks() -> Iterator[Ranks]:
     started = Ranks()
     yield started
     started.close()
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 kB of words in an order that is not quite random."""
+    import numpy as np  # the environment above comes first
+
+    generator = np.random.default_rng(5)
+    words = np.array(["store", "tier", "expert", "page", "evict", "fetch", "slot", "step", "layer", "record"])
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text(" ".join(words[generator.zipf(1.3, 11_000) % len(words)]))
+    return path

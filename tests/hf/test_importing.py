@@ -22,10 +22,11 @@ from checkpoints import (
 )
 
 from tierstore.errors import StoreExistsError
-from tierstore.hf.manifest import IMPORT_KEY, Manifest, Weights
+from tierstore.hf.manifest import Manifest, Weights
 from tierstore.model.config import ComputeDtype
 from tierstore.store.parameter_store import verify_store
 from tierstore.train import state as train_state
+from tierstore.train.state import IMPORT_KEY
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -188,10 +189,6 @@ def test_the_manifest_reads_back(tmp_path: Path) -> None:
     assert Manifest.read(tmp_path / "s") == report.manifest
     change_config(tmp_path / "m", rms_norm_eps=1e-5)
     assert imported(tmp_path / "m", tmp_path / "t").manifest.fingerprint != report.manifest.fingerprint
-
-
-def test_the_state_of_an_import_has_the_key_that_training_looks_for() -> None:
-    assert train_state.IMPORT_KEY == IMPORT_KEY
 
 
 def test_a_model_that_was_trained_is_not_imported_again(tmp_path: Path) -> None:

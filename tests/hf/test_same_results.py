@@ -43,15 +43,6 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    generator = np.random.default_rng(5)
-    words = np.array(["store", "tier", "expert", "page", "evict", "fetch", "slot", "step", "layer", "record"])
-    path = tmp_path_factory.mktemp("text") / "words.txt"
-    path.write_text(" ".join(words[generator.zipf(1.3, 11_000) % len(words)]))
-    return path
-
-
-@pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """A checkpoint of each family, made once."""
     root = tmp_path_factory.mktemp("checkpoints")

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import pytest
 import torch
 
@@ -50,16 +49,6 @@ _TINY = {
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 kB of words in an order that is not quite random."""
-    generator = np.random.default_rng(5)
-    words = np.array(["store", "tier", "expert", "page", "evict", "fetch", "slot", "step", "layer", "record"])
-    path = tmp_path_factory.mktemp("text") / "words.txt"
-    path.write_text(" ".join(words[generator.zipf(1.3, 11_000) % len(words)]))
-    return path
 
 
 class MakeConfig(Protocol):

@@ -24,13 +24,12 @@ from tierstore.dense.config import Fusion
 from tierstore.dense.layout import Narrow, UnitLayout, layouts_of_shapes
 from tierstore.errors import StoreFormatError, StoreMissingError
 from tierstore.model.config import ComputeDtype
+from tierstore.store.disk.home import MODEL_DIRECTORY
 
 MANIFEST_VERSION = 1
-#: The directory with the manifest, in a job's directory, and its file.
-MODEL_DIRECTORY = "model"
+#: The file in a job's ``MODEL_DIRECTORY``.
 MANIFEST_NAME = "manifest.json"
-#: Under which name a commit holds how far an import has come (``ImportState``), and the model's buffers.
-IMPORT_KEY = "import"
+#: Under which name a commit holds the model's buffers.
 BUFFERS_KEY = "buffers"
 
 

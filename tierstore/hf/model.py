@@ -46,8 +46,6 @@ def import_family(spec: HfSpec) -> None:
         class_of(parse_config(spec.config))
         if spec.lora.enabled:
             peft()
-        if spec.lora.enabled:
-            peft()
 
 
 def build_model(

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from tierstore.errors import ConfigError
 from tierstore.hf.describing import CONFIG_NAME, read_config
-from tierstore.hf.manifest import MANIFEST_NAME, MODEL_DIRECTORY, Manifest, Weights
+from tierstore.hf.manifest import MANIFEST_NAME, Manifest, Weights
 from tierstore.hf.spec import HfSpec
 from tierstore.moe.lora import LoraConfig
+from tierstore.store.disk.home import MODEL_DIRECTORY
 from tierstore.train.config import FinetuneConfig
 
 

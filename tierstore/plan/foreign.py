@@ -8,7 +8,7 @@ from typing import Any
 
 from tierstore.errors import ConfigError
 from tierstore.hf.describing import CONFIG_NAME, describe_config, read_config
-from tierstore.hf.manifest import MANIFEST_NAME, MODEL_DIRECTORY, Manifest, Weights
+from tierstore.hf.manifest import MANIFEST_NAME, Manifest, Weights
 from tierstore.hf.spec import HfSpec
 from tierstore.hf.stored import stored_spec
 from tierstore.plan.capacity import Setting, capacity
@@ -17,6 +17,7 @@ from tierstore.plan.fitting import Limits, Verdict, judge
 from tierstore.plan.predict import Prediction, predict
 from tierstore.plan.uses import Use, usage_of
 from tierstore.stats import Tier
+from tierstore.store.disk.home import MODEL_DIRECTORY
 from tierstore.store.disk.space import extent_bytes
 from tierstore.train.budgets import DeviceKind
 from tierstore.train.config import FinetuneConfig

@@ -10,9 +10,8 @@ from tierstore.hf.sizes import pair_parameters
 from tierstore.hf.spec import HfSpec
 from tierstore.moe.lora import PairShape
 from tierstore.store.format import RecordSchema
+from tierstore.train.budgets import PAIR_SCHEMA
 
-#: The name of the schema of experts' pairs.
-PAIR_SCHEMA = "lora"
 #: The rank of pairs where none is given.
 DEFAULT_RANK = 16
 

@@ -48,7 +48,7 @@ from tierstore.store.registering import NewRecord, register_many
 from tierstore.tiers import DeviceSlots, open_device_tier
 from tierstore.train.budgets import EXPERT_SCHEMA
 from tierstore.train.experts import expert_key
-from tierstore.train.stepping import NonFiniteError, StepError
+from tierstore.train.stepping import NonFiniteError, StepError, clip_scale
 from tierstore.units import parse_size
 
 _SLOTS = 2
@@ -304,7 +304,7 @@ class ExpertStep:
             for parameter in parameters:
                 parameter.grad = None
             return norm
-        self.scale = min(1.0, max_norm / (norm + 1e-6))
+        self.scale = clip_scale(norm, max_norm)
         for parameter in parameters if self.scale < 1.0 else ():
             assert parameter.grad is not None
             parameter.grad.mul_(self.scale)

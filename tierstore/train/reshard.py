@@ -31,7 +31,7 @@ from tierstore.store.committing import OWN_STATE
 from tierstore.store.config import StoreConfig
 from tierstore.store.core import StoreCore
 from tierstore.store.directories import building, building_directory, rank_directories, rank_directory
-from tierstore.store.disk.home import IDENTITY, OWN_NAMES, fsync_directory
+from tierstore.store.disk.home import IDENTITY, MODEL_DIRECTORY, OWN_NAMES, fsync_directory
 from tierstore.store.format import Group, RecordSchema
 from tierstore.store.opening import minimum_host_budget, read_schemas, scratch_buffers
 from tierstore.store.parameter_store import ParameterStore
@@ -44,8 +44,6 @@ from tierstore.train.state import IMPORT_KEY, STATE_KEY, TrainState
 
 Progress = Callable[[int, int], None]
 
-#: The directory in which an import describes its model.
-_MODEL = "model"
 #: Low-rank pairs of experts, and of attention.
 _PAIRS = ("lora.", "dense.lora.")
 
@@ -305,10 +303,10 @@ def _read_unit(core: StoreCore, key: str) -> list[Buffer]:
 
 def _copy_model(source: Path, target: Path) -> None:
     """Copies what an import says of its model, if ``source`` is an import's, durably."""
-    if not (source / _MODEL).is_dir():
+    if not (source / MODEL_DIRECTORY).is_dir():
         return
-    shutil.copytree(source / _MODEL, target / _MODEL)
-    for path in (target / _MODEL, *(target / _MODEL).rglob("*")):
+    shutil.copytree(source / MODEL_DIRECTORY, target / MODEL_DIRECTORY)
+    for path in (target / MODEL_DIRECTORY, *(target / MODEL_DIRECTORY).rglob("*")):
         if path.is_dir():
             fsync_directory(path)
             continue

@@ -247,8 +247,7 @@ class OpenStep:
     def _apply(self) -> None:
         parts = self._parts
         if not self._steps_early:
-            # torch.nn.utils.clip_grad_norm_'s formula.
-            scale = min(1.0, self.clip_norm / (self.grad_norm + 1e-6)) if self.clip_norm else 1.0
+            scale = clip_scale(self.grad_norm, self.clip_norm) if self.clip_norm else 1.0
             parts.experts.gradients.apply(scale)
             if scale < 1.0:
                 parts.dense.scale_gradients(scale)
@@ -275,6 +274,11 @@ class OpenStep:
             raise NonFiniteError(
                 f"step {self._position}: {state.skipped_in_a_row} steps in a row were not finite (max_skipped)"
             )
+
+
+def clip_scale(norm: float, max_norm: float) -> float:
+    """What gradients of norm ``norm`` are multiplied with: torch.nn.utils.clip_grad_norm_'s formula."""
+    return min(1.0, max_norm / (norm + 1e-6))
 
 
 def means(values: Sequence[float], world: RankGroup, ledger: StallLedger) -> list[float]:

@@ -32,12 +32,13 @@ from tierstore.hf.checkpoints.writing import (
 )
 from tierstore.hf.exports.reading import StoredWeights, open_weights
 from tierstore.hf.families import family_of
-from tierstore.hf.manifest import MANIFEST_NAME, MODEL_DIRECTORY, Manifest
+from tierstore.hf.manifest import MANIFEST_NAME, Manifest
 from tierstore.hf.pairs import AttentionPair, attention_pairs
 from tierstore.hf.spec import HfSpec
 from tierstore.hf.stored import stored_spec
 from tierstore.moe.lora import LoraConfig, PairShape
 from tierstore.moe.low_rank import merge_pair
+from tierstore.store.disk.home import MODEL_DIRECTORY
 from tierstore.train.config import FinetuneConfig
 from tierstore.train.experts import pair_key
 

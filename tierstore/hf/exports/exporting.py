@@ -45,7 +45,6 @@ from tierstore.hf.families import FAMILIES
 from tierstore.hf.manifest import (
     BUFFERS_KEY,
     MANIFEST_NAME,
-    MODEL_DIRECTORY,
     BufferEntry,
     Manifest,
     ParameterEntry,
@@ -53,7 +52,7 @@ from tierstore.hf.manifest import (
     unpack_arrays,
 )
 from tierstore.model.config import ComputeDtype, ModelConfig
-from tierstore.store.disk.home import fsync_directory
+from tierstore.store.disk.home import MODEL_DIRECTORY, fsync_directory
 
 Bytes = npt.NDArray[np.uint8]
 _CHUNK_VALUES = 4 << 20

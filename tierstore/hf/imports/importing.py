@@ -41,21 +41,18 @@ from tierstore.hf.imports.model_files import (
     copy_carried,
     copy_companions,
 )
-from tierstore.hf.manifest import (
-    BUFFERS_KEY,
-    IMPORT_KEY,
-    MODEL_DIRECTORY,
-    ImportProgress,
-    ImportState,
-    Manifest,
-    Weights,
-    pack_arrays,
-)
+from tierstore.hf.manifest import BUFFERS_KEY, ImportProgress, ImportState, Manifest, Weights, pack_arrays
 from tierstore.model.config import ComputeDtype
 from tierstore.parallel import Mesh, RankEnvironment
 from tierstore.store.config import StoreConfig
 from tierstore.store.directories import rank_directories, rank_directory
-from tierstore.store.disk.home import IDENTITY, fsync_directory, refuse_foreign, remove_unfinished
+from tierstore.store.disk.home import (
+    IDENTITY,
+    MODEL_DIRECTORY,
+    fsync_directory,
+    refuse_foreign,
+    remove_unfinished,
+)
 from tierstore.store.disk.space import extent_bytes
 from tierstore.store.format import RecordSchema, Training
 from tierstore.store.loading import RecordLoader
@@ -63,7 +60,7 @@ from tierstore.store.opening import OpenAt, minimum_host_budget, read_states
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.train.budgets import EXPERT_SCHEMA, expert_record
 from tierstore.train.experts import expert_key
-from tierstore.train.state import STATE_KEY, TrainState
+from tierstore.train.state import IMPORT_KEY, STATE_KEY, TrainState
 from tierstore.units import format_bytes
 
 #: (records of this rank that are there, in all, fields to show).

@@ -13,8 +13,10 @@ from tierstore.errors import StoreExistsError, StoreFormatError, StoreMissingErr
 from tierstore.store.format import FORMAT_VERSION
 
 IDENTITY = "tierstore.json"
+#: Where an import describes its model, in a job's directory.
+MODEL_DIRECTORY = "model"
 #: What there may be in a directory besides the identity of a store.
-OWN_NAMES = {"lease", "index", "extents", "scratch", "model", "tokens", f"{IDENTITY}.new"}
+OWN_NAMES = {"lease", "index", "extents", "scratch", MODEL_DIRECTORY, "tokens", f"{IDENTITY}.new"}
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import DataError
+from tierstore.store.disk.home import fsync_directory
 
 VERSION = 1
 INDEX = "index.json"
@@ -133,9 +134,9 @@ class TokenWriter:
         )
         self._stack.close()
         write_durably(self._directory / INDEX, json.dumps(asdict(index), indent=1).encode())
-        _sync_directory(self._directory)
+        fsync_directory(self._directory)
         os.rename(self._directory, target)
-        _sync_directory(target.parent)
+        fsync_directory(target.parent)
         return index
 
 
@@ -221,14 +222,6 @@ def write_durably(path: Path, content: bytes) -> None:
 def remove_tree(directory: Path) -> None:
     """Removes what an interrupted tokenisation left."""
     shutil.rmtree(directory, ignore_errors=True)
-
-
-def _sync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _mapped(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
