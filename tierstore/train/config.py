@@ -121,7 +121,7 @@ class TrainConfig:
         """Whether gradients of experts (or their pairs) outlive their backward pass, and may spill to disk."""
         if self.lora.enabled and not self.lora.experts:
             return False
-        return self.step_timing is StepTiming.DEFERRED or self.data.micro_batches > 1
+        return self.step_timing is StepTiming.DEFERRED or self.data.passes > 1
 
     @property
     def tokens_per_micro_batch(self) -> int:
