@@ -98,6 +98,8 @@ class RunSummary:
     fixed_resident_bytes: int
     totals: Totals
     records_crc32c: int | None = None
+    #: Why the micro-batches passed the layers in the order that they did.
+    micro_order_reason: str = ""
 
     @property
     def drive_life_days(self) -> float | None:
@@ -120,6 +122,8 @@ class RunSummary:
             "record_bytes": model.architecture.sparse * 12,
             "host_budget_bytes": self.config.host_budget,
             "ranks": len(self.totals.peaks),
+            "micro_order": self.config.data.micro_order.value,
+            "micro_order_reason": self.micro_order_reason,
             "peak_resident_bytes": max(self.totals.peaks),
             "fixed_resident_bytes": self.fixed_resident_bytes,
             **self.totals.counts,
