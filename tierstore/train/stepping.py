@@ -40,6 +40,7 @@ from tierstore.prefetch.plan import StepTiming
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store.core import OptimizerStep, StoreCore
 from tierstore.timeline import OperationSpans, TimelineSink, Track
+from tierstore.train.boundaries import BoundaryStore
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TrainingData
 from tierstore.train.ranks import commit_everywhere
@@ -59,6 +60,7 @@ class SessionParts:
     """The open parts of a training session: ``tierstore.train.session`` makes and closes them, a ``Stepper`` drives them.
 
     ``timing``: when expert gradients become steps. ``data``: what it is trained on; None where a loop brings its own.
+    ``boundaries``: where a step in layer order keeps block inputs, of blocks 0 and up; None in micro order.
     """
 
     config: TrainConfig
@@ -73,6 +75,7 @@ class SessionParts:
     state: TrainState
     ledger: StallLedger
     timeline: TimelineSink
+    boundaries: BoundaryStore | None = None
 
 
 class StepOutcome(Enum):

@@ -50,6 +50,7 @@ class Trainer:
         #: Where the time of the last step went, and of all.
         self.timer = timer
         self.experts = parts.experts
+        self.boundaries = parts.boundaries
         self.dense = parts.dense
         self.mesh = parts.mesh
         self._timeline = parts.timeline
