@@ -40,9 +40,9 @@ from tierstore.prefetch.plan import StepTiming
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store.core import OptimizerStep, StoreCore
 from tierstore.timeline import OperationSpans, TimelineSink, Track
-from tierstore.train.boundaries import BoundaryStore
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TrainingData
+from tierstore.train.layer_order import LayerParts
 from tierstore.train.ranks import commit_everywhere
 from tierstore.train.state import STATE_KEY, TrainState
 
@@ -60,7 +60,6 @@ class SessionParts:
     """The open parts of a training session: ``tierstore.train.session`` makes and closes them, a ``Stepper`` drives them.
 
     ``timing``: when expert gradients become steps. ``data``: what it is trained on; None where a loop brings its own.
-    ``boundaries``: where a step in layer order keeps block inputs, of blocks 0 and up; None in micro order.
     """
 
     config: TrainConfig
@@ -75,7 +74,8 @@ class SessionParts:
     state: TrainState
     ledger: StallLedger
     timeline: TimelineSink
-    boundaries: BoundaryStore | None = None
+    #: Where steps take their micro-batches in layer order.
+    layers: LayerParts | None = None
 
 
 class StepOutcome(Enum):
