@@ -43,10 +43,12 @@ from tierstore.store.disk.store_extents import StoreExtents
 from tierstore.store.disk.write_budget import WriteBudget
 from tierstore.store.format import (
     FORMAT_VERSION,
+    NARROW_MOMENTS_VERSION,
     Group,
     GroupLayout,
     Placement,
     RecordSchema,
+    format_version,
 )
 from tierstore.store.index.database import PREVIOUS, Index
 from tierstore.store.index.live import LiveIndex
@@ -92,7 +94,7 @@ class Parts:
     def meta(self) -> dict[str, object]:
         """What the index says of the store itself."""
         return {
-            "format": FORMAT_VERSION,
+            "format": format_version(self.extents.schemas),
             "uuid": self.home.uuid,
             "schemas": [schema.as_json() for schema in self.extents.schemas],
             "inactive": self.adamw.inactive.value,
@@ -265,7 +267,8 @@ def read_drives(store: Path) -> list[DriveReport]:
 def read_meta(home: Home, index: Index) -> tuple[list[RecordSchema], Inactive, list[dict[str, object]]]:
     """Schemas, what a step does to a record without a gradient, and the directories, if there are several."""
     meta = index.read_meta()
-    if meta.get("uuid") != home.uuid or meta.get("format") != FORMAT_VERSION:
+    versions = (FORMAT_VERSION, NARROW_MOMENTS_VERSION)
+    if meta.get("uuid") != home.uuid or meta.get("format") not in versions:
         raise StoreFormatError(f"{home.directory}: the index belongs to another store or format version")
     raw = meta.get("schemas")
     if not isinstance(raw, list) or not all(isinstance(item, dict) for item in raw):
