@@ -160,7 +160,7 @@ def setting_for(setting: Setting, use: Use, rank: int) -> Setting:
         raise ConfigError(
             f"{spec.directory}: its experts were imported frozen; --for: expected lora, lora-attention or serve"
         )
-    return replace(setting, usage=usage_of(spec, use, rank))
+    return replace(setting, usage=usage_of(spec, use, rank, setting.config.adamw.moments))
 
 
 def plan_uses(setting: Setting, limits: Limits, profile: Profile, rank: int) -> UsesPlan:

@@ -117,6 +117,11 @@ class Section:
     def padded_nbytes(self) -> int:
         return -(-self.nbytes // SECTION_ALIGNMENT) * SECTION_ALIGNMENT
 
+    @property
+    def is_scale(self) -> bool:
+        """Whether it holds the scales of blocks of another section."""
+        return self.name.endswith("_scale")
+
 
 @dataclass(frozen=True)
 class GroupLayout:

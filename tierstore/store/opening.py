@@ -15,7 +15,7 @@ from typing import Any
 from tierstore import _native
 from tierstore._native import Arena, Buffer, DirectIo, Engine, HugePages, IoBackend, MapSync, Residency
 from tierstore.cache.config import CacheConfig, GroupOrder, Scope
-from tierstore.cache.frames import choose_frame_bytes, frames_of
+from tierstore.cache.frames import choose_frame_bytes_beside, frames_of
 from tierstore.cache.host_cache import HostCache
 from tierstore.capabilities import Capability
 from tierstore.errors import (
@@ -297,7 +297,12 @@ def _section_sizes(schemas: Sequence[RecordSchema]) -> list[list[int]]:
 
 def record_frame_bytes(schemas: Sequence[RecordSchema]) -> int:
     """The frame size of an arena for cached records of ``schemas``."""
-    return choose_frame_bytes([size for sections in _section_sizes(schemas) for size in sections])
+    cached = [schema for schema in schemas if schema.placement is Placement.CACHED]
+    sections = [s for schema in cached for group in Group for s in schema.layout(group).sections]
+    return choose_frame_bytes_beside(
+        [section.nbytes for section in sections if not section.is_scale],
+        [section.nbytes for section in sections if section.is_scale],
+    )
 
 
 def minimum_host_budget(
