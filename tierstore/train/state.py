@@ -105,11 +105,16 @@ def _adamw(config: TrainConfig) -> dict[str, object]:
     return settings
 
 
+#: What a condition is that is not recorded.
+_IMPLIED: Mapping[str, object] = {"adamw.moments": MomentFormat.FP32.value}
+
+
 def differences(recorded: Mapping[str, object], present: Mapping[str, object], prefix: str = "") -> list[str]:
     """One line for each condition that is not what it was."""
     lines = []
     for name in sorted(set(recorded) | set(present)):
-        was, now = recorded.get(name), present.get(name)
+        implied = _IMPLIED.get(prefix + name)
+        was, now = recorded.get(name, implied), present.get(name, implied)
         if isinstance(was, Mapping) and isinstance(now, Mapping):
             lines += differences(was, now, f"{prefix}{name}.")
         elif was != now:

@@ -22,6 +22,7 @@ import torch
 from tierstore.dense.layout import UnitLayout
 from tierstore.dense.slices import dense_schemas, schema_name
 from tierstore.errors import (
+    ConfigError,
     DataError,
     StoreError,
     StoreExistsError,
@@ -377,8 +378,8 @@ def _check_same(directory: Path, state: ImportState) -> None:
 
 def _options(state: ImportState) -> str:
     return (
-        f"compute {state.compute.value}, {state.weights.value}, moments {state.moments.value}, rank {state.rank} of {state.ranks} in groups of "
-        f"{state.expert_ranks}"
+        f"compute {state.compute.value}, {state.weights.value}, moments {state.moments.value}, rank {state.rank} of "
+        f"{state.ranks} in groups of {state.expert_ranks}"
     )
 
 
