@@ -8,8 +8,8 @@ NB_MODULE(_native, m) {
     bind_base(m);
     bind_memory(m);
     bind_io(m);
-    bind_engine(m);
     bind_optim(m);
+    bind_engine(m);
     bind_python_policy(m);
     bind_cache(m);
     bind_sim(m);

@@ -33,6 +33,57 @@ struct Vec {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(hi), _mm256_castsi256_si128(both));
         _mm_storeu_si128(reinterpret_cast<__m128i*>(lo), _mm256_extracti128_si256(both, 1));
     }
+
+    using I = __m256i;
+    static constexpr std::size_t bytes_group = 4;
+
+    static I integer(std::uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
+    static I lanes() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
+    static I as_integers(F x) { return _mm256_castps_si256(x); }
+    static F as_floats(I x) { return _mm256_castsi256_ps(x); }
+    static I plus(I a, I b) { return _mm256_add_epi32(a, b); }
+    static I minus(I a, I b) { return _mm256_sub_epi32(a, b); }
+    static I multiply(I a, I b) { return _mm256_mullo_epi32(a, b); }
+    static I bit_and(I a, I b) { return _mm256_and_si256(a, b); }
+    static I bit_or(I a, I b) { return _mm256_or_si256(a, b); }
+    static I bit_xor(I a, I b) { return _mm256_xor_si256(a, b); }
+    template <int n>
+    static I shift_left(I x) {
+        return _mm256_slli_epi32(x, n);
+    }
+    template <int n>
+    static I shift_right(I x) {
+        return _mm256_srli_epi32(x, n);
+    }
+    // Of signed integers.
+    static I greater(I a, I b) { return _mm256_max_epi32(a, b); }
+    static I lesser(I a, I b) { return _mm256_min_epi32(a, b); }
+    // x where a < b, neither negative; else 0.
+    static I zero_unless_below(I x, I a, I b) { return _mm256_and_si256(_mm256_cmpgt_epi32(b, a), x); }
+
+    static F load_bf16(const std::uint16_t* p) {
+        const I wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+        return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+    }
+    static void store_upper_halves(std::uint16_t* first, std::uint16_t* second, I a, I b) {
+        const I packed = _mm256_packus_epi32(_mm256_srli_epi32(a, 16), _mm256_srli_epi32(b, 16));
+        const I both = _mm256_permute4x64_epi64(packed, 0xd8);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(first), _mm256_castsi256_si128(both));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(second), _mm256_extracti128_si256(both, 1));
+    }
+    static I load_bytes(const std::uint8_t* p) {
+        return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    }
+    static void store_bytes(std::uint8_t* p, const I (&x)[bytes_group]) {
+        // Packing works within 128-bit halves: it leaves fours of bytes in the order 0 2 4 6 | 1 3 5 7.
+        const I packed =
+            _mm256_packus_epi16(_mm256_packus_epi32(x[0], x[1]), _mm256_packus_epi32(x[2], x[3]));
+        const I ordered = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), ordered);
+    }
+    static void store_integers(std::uint32_t* p, I x) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x);
+    }
 };
 
 constexpr int unroll = 2;

@@ -28,6 +28,44 @@ struct Vec {
         *hi = split_hi(bits);
         *lo = split_lo(bits);
     }
+
+    using I = std::uint32_t;
+    static constexpr std::size_t bytes_group = 4;
+
+    static I integer(std::uint32_t x) { return x; }
+    static I lanes() { return 0; }
+    static I as_integers(F x) { return __builtin_bit_cast(I, x); }
+    static F as_floats(I x) { return __builtin_bit_cast(F, x); }
+    static I plus(I a, I b) { return a + b; }
+    static I minus(I a, I b) { return a - b; }
+    static I multiply(I a, I b) { return a * b; }
+    static I bit_and(I a, I b) { return a & b; }
+    static I bit_or(I a, I b) { return a | b; }
+    static I bit_xor(I a, I b) { return a ^ b; }
+    template <int n>
+    static I shift_left(I x) {
+        return x << n;
+    }
+    template <int n>
+    static I shift_right(I x) {
+        return x >> n;
+    }
+    // Of signed integers.
+    static I greater(I a, I b) { return static_cast<std::int32_t>(a) > static_cast<std::int32_t>(b) ? a : b; }
+    static I lesser(I a, I b) { return static_cast<std::int32_t>(a) < static_cast<std::int32_t>(b) ? a : b; }
+    // x where a < b, neither negative; else 0.
+    static I zero_unless_below(I x, I a, I b) { return a < b ? x : 0; }
+
+    static F load_bf16(const std::uint16_t* p) { return as_floats(static_cast<I>(*p) << 16); }
+    static void store_upper_halves(std::uint16_t* first, std::uint16_t* second, I a, I b) {
+        *first = static_cast<std::uint16_t>(a >> 16);
+        *second = static_cast<std::uint16_t>(b >> 16);
+    }
+    static I load_bytes(const std::uint8_t* p) { return *p; }
+    static void store_bytes(std::uint8_t* p, const I (&x)[bytes_group]) {
+        for (std::size_t j = 0; j < bytes_group; ++j) p[j] = static_cast<std::uint8_t>(x[j]);
+    }
+    static void store_integers(std::uint32_t* p, I x) { *p = x; }
 };
 
 constexpr int unroll = 4;

@@ -422,7 +422,9 @@ def stall_spans(sink: TimelineSink) -> Callable[[StallKey, int, int], None]:
 
 
 def _check_records(config: TrainConfig, schemas: Sequence[RecordSchema]) -> None:
-    """Raises ConfigError where frozen experts were to be trained, or others to be adapted, or by pairs of another rank."""
+    """Raises ConfigError where frozen experts were to be trained, or others to be adapted, or by pairs of another rank, or
+    where the store keeps other moments.
+    """
     held = {schema.name: schema for schema in schemas}
     found, pairs = held.get(EXPERT_SCHEMA), pair_schema(config)
     if found is not None and found.frozen is not expert_schema(config).frozen:
@@ -434,7 +436,17 @@ def _check_records(config: TrainConfig, schemas: Sequence[RecordSchema]) -> None
                 else "LoRA needs an import with --frozen"
             )
         )
-    kept = held.get(PAIR_SCHEMA)
+    kept, moments = held.get(PAIR_SCHEMA), config.adamw.moments
+    trained = kept if found is not None and found.frozen else found
+    if trained is not None and trained.moments is not moments:
+        convert = (
+            f"a store keeps one adapter: adamw.moments = {trained.moments.value} goes on with it"
+            if trained is kept
+            else f"tierstore reshard {config.store} --to NEW --moments {moments.value} makes a store that does"
+        )
+        raise ConfigError(
+            f"adamw.moments: {config.store} keeps moments as {trained.moments.value}, not {moments.value}; {convert}"
+        )
     if pairs is not None and kept is not None and kept.numel != pairs.numel:
         raise ConfigError(
             f"lora.rank: the pairs in {config.store} have rank {kept.numel * config.lora.rank // pairs.numel}, not "
