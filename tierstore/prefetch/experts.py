@@ -28,7 +28,7 @@ from tierstore.errors import ConfigError
 from tierstore.moe.source import ExpertLease, ExpertSource
 from tierstore.prefetch.gradients import ExpertGradients, GradientAccumulator, NoGradients
 from tierstore.prefetch.plan import StepTiming
-from tierstore.prefetch.predictor import Predictor
+from tierstore.prefetch.predictor import Counts, Predictor
 from tierstore.prefetch.program import Access, AccessProgram, Action, Experts, FrozenProgram
 from tierstore.prefetch.replicas import ReplicaSums
 from tierstore.prefetch.schedule import Schedule
@@ -61,6 +61,14 @@ class ExpertTiers(ExpertSource, Protocol):
 
     def begin_evaluation(self) -> None:
         """Only forward passes follow, until the next ``begin_micro``."""
+        ...
+
+    def reach(self, layer: int) -> list[int]:
+        """The layers that ``layer``'s forward pass, which comes next, would be told of by ``offer``."""
+        ...
+
+    def offer(self, source: int, layer: int, chosen_E: Counts) -> None:
+        """For the hidden states that ``source`` starts from, the router of ``layer`` chooses each expert so many times."""
         ...
 
 
@@ -121,6 +129,14 @@ class TieredExperts:
     def begin_evaluation(self) -> None:
         """Only forward passes follow, until the next ``begin_micro``."""
         self.program.begin_evaluation()
+
+    def reach(self, layer: int) -> list[int]:
+        """The layers that ``layer``'s forward pass, which comes next, would be told of by ``offer``."""
+        return self.program.reach(layer)
+
+    def offer(self, source: int, layer: int, chosen_E: Counts) -> None:
+        """For the hidden states that ``source`` starts from, the router of ``layer`` chooses each expert so many times."""
+        self.program.offer(source, layer, chosen_E)
 
     # The expert source -------------------------------------------------------------------------------------
 
@@ -206,6 +222,14 @@ class FrozenExperts:
     def begin_evaluation(self) -> None:
         """Only forward passes follow, until the next ``begin_micro``."""
         self.program.begin_evaluation()
+
+    def reach(self, layer: int) -> list[int]:
+        """The layers that ``layer``'s forward pass, which comes next, would be told of by ``offer``."""
+        return self.program.reach(layer)
+
+    def offer(self, source: int, layer: int, chosen_E: Counts) -> None:
+        """For the hidden states that ``source`` starts from, the router of ``layer`` chooses each expert so many times."""
+        self.program.offer(source, layer, chosen_E)
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
         """Leases of ``experts`` (ascending), those in memory first."""

@@ -19,6 +19,7 @@ from tierstore.moe.low_rank import PairLease
 from tierstore.moe.source import ExpertLease
 from tierstore.prefetch.experts import FrozenExperts, TieredExperts
 from tierstore.prefetch.gradients import ExpertGradients
+from tierstore.prefetch.predictor import Counts
 
 _ALIGNMENT = 16  # fp32 values: a lease starts on a multiple of 64 bytes
 
@@ -58,6 +59,15 @@ class LoraExperts:
         """Only forward passes follow, until the next ``begin_micro``."""
         self._pairs.begin_evaluation()
         self._base.begin_evaluation()
+
+    def reach(self, layer: int) -> list[int]:
+        """The layers that ``layer``'s forward pass, which comes next, would be told of by ``offer``."""
+        return self._base.reach(layer)
+
+    def offer(self, source: int, layer: int, chosen_E: Counts) -> None:
+        """For the hidden states that ``source`` starts from, the router of ``layer`` chooses each expert so many times."""
+        self._pairs.offer(source, layer, chosen_E)
+        self._base.offer(source, layer, chosen_E)
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
         """Leases of ``experts`` with their pairs."""
