@@ -29,7 +29,7 @@ from tierstore.moe.source import ExpertLease, ExpertSource
 from tierstore.prefetch.gradients import ExpertGradients, GradientAccumulator, NoGradients
 from tierstore.prefetch.plan import StepTiming
 from tierstore.prefetch.predictor import Counts, Predictor
-from tierstore.prefetch.program import Access, AccessProgram, Action, Experts, FrozenProgram
+from tierstore.prefetch.program import Access, AccessProgram, Action, Experts, FrozenProgram, GuessCounts
 from tierstore.prefetch.replicas import ReplicaSums
 from tierstore.prefetch.schedule import Schedule
 from tierstore.prefetch.walking import AccessWalk, RecordsByExpert
@@ -49,6 +49,11 @@ class ExpertTiers(ExpertSource, Protocol):
     @property
     def late_prefetch_bytes(self) -> int:
         """Bytes that were on their way, but not there, when they were needed."""
+        ...
+
+    @property
+    def guesses(self) -> GuessCounts:
+        """How its forward passes were guessed."""
         ...
 
     def begin_micro(self, *, index: int, count: int | None) -> None:
@@ -112,6 +117,11 @@ class TieredExperts:
     def late_prefetch_bytes(self) -> int:
         """Bytes that were on their way, but not there, when they were needed."""
         return self._walk.late_prefetch_bytes
+
+    @property
+    def guesses(self) -> GuessCounts:
+        """How its forward passes were guessed."""
+        return self.program.guesses
 
     # Where training stands ---------------------------------------------------------------------------------
 
@@ -211,6 +221,11 @@ class FrozenExperts:
     def late_prefetch_bytes(self) -> int:
         """Bytes that were on their way, but not there, when they were needed."""
         return self._walk.late_prefetch_bytes
+
+    @property
+    def guesses(self) -> GuessCounts:
+        """How its forward passes were guessed."""
+        return self.program.guesses
 
     def begin_micro(self, *, index: int, count: int | None) -> None:
         """Training micro-batch ``index`` of ``count`` (None: not known) begins."""

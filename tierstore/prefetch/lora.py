@@ -20,6 +20,7 @@ from tierstore.moe.source import ExpertLease
 from tierstore.prefetch.experts import FrozenExperts, TieredExperts
 from tierstore.prefetch.gradients import ExpertGradients
 from tierstore.prefetch.predictor import Counts
+from tierstore.prefetch.program import GuessCounts
 
 _ALIGNMENT = 16  # fp32 values: a lease starts on a multiple of 64 bytes
 
@@ -45,6 +46,11 @@ class LoraExperts:
     def late_prefetch_bytes(self) -> int:
         """Bytes that were on their way, but not there, when they were needed."""
         return self._base.late_prefetch_bytes + self._pairs.late_prefetch_bytes
+
+    @property
+    def guesses(self) -> GuessCounts:
+        """The base's; the pairs' are the same."""
+        return self._base.guesses
 
     def begin_micro(self, *, index: int, count: int | None) -> None:
         """Training micro-batch ``index`` of ``count`` (None: not known) begins."""
