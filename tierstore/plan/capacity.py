@@ -301,6 +301,12 @@ def _device_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
         )
     yield Term(
         Tier.DEVICE,
+        "router copies",
+        fixed.routers,
+        "4 B x (experts + 1) x width of each layer of experts but the first, to guess with",
+    )
+    yield Term(
+        Tier.DEVICE,
         "activations",
         fixed.activations,
         f"upper estimate of a forward pass of {setting.tokens} tokens"

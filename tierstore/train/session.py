@@ -22,10 +22,12 @@ from tierstore.dense.gates import PassListener
 from tierstore.dense.parameters import Units
 from tierstore.errors import ConfigError, StoreFormatError
 from tierstore.model.interface import Model
+from tierstore.moe.guessing import RouterGuesses
 from tierstore.moe.source import ExpertLease, ExpertSource
 from tierstore.parallel import Mesh, RankEnvironment, rank_device
 from tierstore.prefetch import HorizontalQueue, Schedule, unit_schedule
 from tierstore.prefetch.plan import StepTiming, group_order
+from tierstore.prefetch.predictor import PredictorName
 from tierstore.stats import Cause, StallKey, StallLedger
 from tierstore.store.config import StoreConfig
 from tierstore.store.core import StoreCore
@@ -159,6 +161,9 @@ def open_parts(
             ledger=setup.ledger,
         ).open(stack)
         shell.source.target = experts if watch is None else watch.source(experts)
+        if config.prefetch.predictor is PredictorName.ROUTER and config.prefetch.depth:
+            guesses = RouterGuesses(shell.model.routers(), experts, mesh=setup.mesh, ledger=setup.ledger)
+            stack.callback(guesses.remove)
         parts = SessionParts(
             config=config,
             timing=setup.timing,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -128,9 +129,13 @@ class Trainer:
 
     def sample(self, prompt: str, count: int) -> str:
         """What the model writes after ``prompt``, in ``count`` tokens."""
+        return self.data.decode(self.generate(self.data.encode(prompt), count))
+
+    def generate(self, prompt: Sequence[int], count: int) -> list[int]:
+        """At most ``count`` tokens that the model puts after ``prompt``."""
         with self.store.failures.poisoning("sampling was cut short"):
             self._stepper.begin_forward()
-            return self.data.decode(self.model.generate(self.data.encode(prompt), count))
+            return self.model.generate(prompt, count)
 
     def commit(self, *, snapshot: str | None = None) -> int:
         """Makes the run durable up to here; returns the generation."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tierstore.cli.bench.guesses import guesses
 from tierstore.cli.bench.io import io
 from tierstore.cli.bench.machine import machine
 from tierstore.cli.bench.overlap import overlap, prediction
@@ -43,7 +44,7 @@ def bench(ctx: click.Context) -> None:
     ctx.with_resource(ended_by_sigterm())
 
 
-for _command in (io, tiers, train, overlap, prediction, machine, report, compare):
+for _command in (io, tiers, train, guesses, overlap, prediction, machine, report, compare):
     bench.add_command(_command)
 
 
