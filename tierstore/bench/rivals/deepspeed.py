@@ -1,7 +1,7 @@
 """DeepSpeed ZeRO-3, one rank, with its own AdamW for processors: all state in host memory, or parameters and optimizer on NVMe.
 
 Three things decide whether it trains the same: gradients are clipped at 1.0 unless ``gradient_clipping`` says otherwise; in
-fp32 the model must be built under ``zero.Init``, or half of it stays behind; and what a constructor writes into a parameter
+fp32 the model must be built under ``zero.Init``; and what a constructor writes into a parameter
 that is already partitioned is lost, so that every parameter is filled afterwards. Its native operators are compiled when they
 are first used (minutes; kept in ``TORCH_EXTENSIONS_DIR``): g++ and ninja for all, libaio's header for NVMe.
 """
@@ -117,7 +117,8 @@ def _open(task: RivalTask, device: str) -> Iterator[Rival]:
         with torch.device("meta"):
             largest = max(parameter.numel() for parameter in workload.module().parameters())
         settings = settings_of(task, device, largest)
-        with library.zero.Init(config_dict_or_path=settings, dtype=torch.float32):
+        # Without dtype: where an accelerator has no fp16, it is not heeded, and parameters become bf16.
+        with library.zero.Init(config_dict_or_path=settings):
             module = workload.module().train()
         _fill(library, module, workload.first_weights())
         engine, *_ = library.initialize(
