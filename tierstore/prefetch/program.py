@@ -9,7 +9,7 @@ no clock. The program of frozen experts (``FrozenProgram``) asks for weights and
 
     for access in program.forward(layer, experts):   # the pass, then what must follow it
         ...                                          # begin the access; then for each group of its requests:
-            program.speculate(access, prefetch)      #     while the last group is open
+            program.speculate(access, prefetch, cancel)  # while the last group is open
             program.done(access, requests)           #     once their actions have been taken
 """
 
@@ -123,6 +123,8 @@ class PassProgram(ABC):
         #: Of all forward passes so far.
         self.guesses = GuessCounts()
         self._guessed: dict[int, Experts] = {}
+        #: Whether the present forward pass was guessed to use experts that it does not.
+        self._wrong = False
 
     @abstractmethod
     def forward(self, layer: int, experts: Sequence[int] | Experts) -> Iterator[Access]:
@@ -167,10 +169,17 @@ class PassProgram(ABC):
         """What the router of ``layer`` chooses for the hidden states that ``source`` starts from, for the predictor."""
         self._predictor.offer(source, layer, chosen_E)
 
-    def speculate(self, access: Access, prefetch: Callable[[Speculation], int]) -> None:
+    def speculate(
+        self, access: Access, prefetch: Callable[[Speculation], int], cancel: Callable[[], None]
+    ) -> None:
         """Offers the passes ahead of ``access`` to ``prefetch``, nearest first, until it takes fewer experts than a
-        pass is expected to use.
+        pass is expected to use. Where the present pass was guessed wrongly, ``cancel`` first gives up all that was
+        prefetched and not used: otherwise wrong guesses would keep their memory to the end of the step, and decoding
+        knows no steps. What is still expected is in memory, and is prefetched again.
         """
+        if self._wrong:
+            cancel()
+        self._wrong = False
         for item in access.ahead:
             wanted = self._speculation(item)
             if len(wanted.experts) and prefetch(wanted) < len(wanted.experts):
@@ -190,9 +199,11 @@ class PassProgram(ABC):
             return True, self._schedule.recomputed(layer)
         self._used[layer] = chosen
         guessed = self._guessed.pop(layer, _NONE)
+        right = len(set(guessed.tolist()).intersection(chosen.tolist()))
         self.guesses.used += len(chosen)
         self.guesses.guessed += len(guessed)
-        self.guesses.right += len(set(guessed.tolist()).intersection(chosen.tolist()))
+        self.guesses.right += right
+        self._wrong = right < len(guessed)
         return False, self._schedule.following(Phase.FORWARD, layer, training=self._training)
 
     def _speculation(self, item: Pass) -> Speculation:
