@@ -19,6 +19,7 @@ from tierstore.cli.bench.results import (
     results_options,
     work_directory_option,
 )
+from tierstore.cli.bench.rivals import rivals
 from tierstore.cli.bench.tiers import tiers
 from tierstore.cli.bench.train import train
 from tierstore.cli.groups import CommandGroup
@@ -43,7 +44,7 @@ def bench(ctx: click.Context) -> None:
     ctx.with_resource(ended_by_sigterm())
 
 
-for _command in (io, tiers, train, overlap, prediction, machine, report, compare):
+for _command in (io, tiers, train, rivals, overlap, prediction, machine, report, compare):
     bench.add_command(_command)
 
 
