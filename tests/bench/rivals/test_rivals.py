@@ -302,7 +302,7 @@ def test_reasons_of_a_process(config: TrainConfig, tmp_path: Path) -> None:
     lost = replace(config, data=DataConfig(paths=(str(tmp_path / "nowhere"),)))
     with pytest.raises(WorkerError, match=r"torch: DataError: .*nowhere"):
         RivalProcess("torch", config=lost, directory=tmp_path / "lost", timeout_s=60)
-    with pytest.raises(WorkerError, match="torch: no answer within 0.05 s"):
+    with pytest.raises(WorkerError, match=r"torch: no answer within 0\.05 s"):
         RivalProcess("torch", config=config, directory=tmp_path / "late", timeout_s=0.05)
     with pytest.raises(WorkerError, match=r"exited with status 7; its last line: the end$"):
         RivalProcess(

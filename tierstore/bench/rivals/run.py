@@ -61,8 +61,8 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class RivalsBench:
-    """How long to measure, and whom. ``memory_limit``: bytes for each process (0: none). ``timeout_s``: for one request, which
-    may compile a library's operators. ``settings``: JSON laid over DeepSpeed's configuration.
+    """How long to measure, and whom. ``memory_limit``: bytes for each process (0: none). ``timeout_s``: for one request,
+    which may compile a library's operators. ``settings``: JSON laid over DeepSpeed's configuration.
     """
 
     rivals: tuple[str, ...] = tuple(RIVALS)

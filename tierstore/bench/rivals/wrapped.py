@@ -1,7 +1,7 @@
 """A Mixtral of transformers of the sizes of a built-in model: a checkpoint of random weights, and how rivals train it.
 
-tierstore imports the checkpoint and wraps the model; the rivals make the same model of transformers and fill it from the file
-that lies beside it, whose names are the module's.
+tierstore imports the checkpoint and wraps the model; the rivals make the same model of transformers and fill it from the
+file that lies beside it, whose names are the module's.
 """
 
 from __future__ import annotations
