@@ -1,9 +1,9 @@
 """DeepSpeed ZeRO-3, one rank, its own AdamW for processors: state in host memory, or parameters and optimizer on NVMe.
 
 Three things decide whether it trains the same: gradients are clipped at 1.0 unless ``gradient_clipping`` says otherwise; in
-fp32 the model must be built under ``zero.Init``; and what a constructor writes into a parameter
-that is already partitioned is lost, so that every parameter is filled afterwards. Its native operators are compiled when they are
-first used (minutes; kept in ``TORCH_EXTENSIONS_DIR``): g++ and ninja for all, libaio's header for NVMe.
+fp32 the model must be built under ``zero.Init``; and what a constructor writes into a parameter that is already partitioned
+is lost, so that every parameter is filled afterwards. Its native operators are compiled when they are first used (minutes;
+kept in ``TORCH_EXTENSIONS_DIR``): g++ and ninja for all, libaio's header for NVMe.
 """
 
 from __future__ import annotations
