@@ -25,7 +25,7 @@ from tierstore.model.config import CheckpointActivations
 from tierstore.model.interface import Model
 from tierstore.model.spec import ModelSpec
 from tierstore.moe.guessing import RouterGuesses
-from tierstore.moe.source import ExpertLease, ExpertSource, SourceSlot
+from tierstore.moe.source import ExpertSource, SourceSlot
 from tierstore.parallel import Mesh, RankEnvironment, rank_device
 from tierstore.prefetch import HorizontalQueue, Schedule, unit_schedule
 from tierstore.prefetch.plan import StepTiming, group_order

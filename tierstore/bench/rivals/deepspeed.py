@@ -1,9 +1,9 @@
-"""DeepSpeed ZeRO-3, one rank, with its own AdamW for processors: all state in host memory, or parameters and optimizer on NVMe.
+"""DeepSpeed ZeRO-3, one rank, its own AdamW for processors: state in host memory, or parameters and optimizer on NVMe.
 
 Three things decide whether it trains the same: gradients are clipped at 1.0 unless ``gradient_clipping`` says otherwise; in
-fp32 the model must be built under ``zero.Init``; and what a constructor writes into a parameter
-that is already partitioned is lost, so that every parameter is filled afterwards. Its native operators are compiled when they
-are first used (minutes; kept in ``TORCH_EXTENSIONS_DIR``): g++ and ninja for all, libaio's header for NVMe.
+fp32 the model must be built under ``zero.Init``; and what a constructor writes into a parameter that is already partitioned
+is lost, so that every parameter is filled afterwards. Its native operators are compiled when they are first used (minutes;
+kept in ``TORCH_EXTENSIONS_DIR``): g++ and ninja for all, libaio's header for NVMe.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from tierstore.model.interface import Batch
 _NEVER = 1 << 60
 #: Optimizer state is stepped, and swapped, in pieces of so many parameters.
 _SUB_GROUP = 10_000_000
-_PARAMETER_BUFFERS = 5
+#: So many parameters are in memory at a time, and fetched ahead; more where one parameter alone is larger.
+_LIVE, _AHEAD = 20_000_000, 8_000_000
+_SPARE_BUFFERS = 12
 
 
 class _DeepSpeed(TorchLoop):
@@ -56,18 +58,38 @@ class _DeepSpeed(TorchLoop):
 _OFFLOADS = ("offload_param", "offload_optimizer")
 
 
-def settings_of(task: RivalTask, device: str, largest_numel: int) -> dict[str, Any]:
-    """DeepSpeed's configuration: ``device`` is cpu or nvme; buffers hold a parameter of ``largest_numel``."""
+def _buffers(sizes: Sequence[int], most: int) -> int:
+    """How many consecutive ones of ``sizes`` can make up ``most`` parameters, and some to spare."""
+    longest = first = total = 0
+    for last, size in enumerate(sizes):
+        total += size
+        while total > most:
+            total -= sizes[first]
+            first += 1
+        longest = max(longest, last + 1 - first)
+    return longest + _SPARE_BUFFERS
+
+
+def settings_of(task: RivalTask, device: str, sizes: Sequence[int]) -> dict[str, Any]:
+    """DeepSpeed's configuration: ``device`` is cpu or nvme; ``sizes``: of all parameters, in the order of their use."""
     config = task.config
     adamw = config.adamw
     parameters: dict[str, Any] = {"device": device, "pin_memory": True}
     optimizer: dict[str, Any] = {"device": device, "pin_memory": True}
+    limits: dict[str, Any] = {}
     if device == "nvme":
         path = str(task.directory / "nvme")
-        # As large as the largest parameter needs, or its buffers alone would take 2 GB.
-        buffers = {"buffer_count": _PARAMETER_BUFFERS, "buffer_size": largest_numel, "max_in_cpu": 0}
+        live, ahead = max(_LIVE, 2 * max(sizes)), max(_AHEAD, max(sizes))
+        limits = {
+            "stage3_max_live_parameters": live,
+            "stage3_max_reuse_distance": live,
+            "stage3_prefetch_bucket_size": ahead,
+        }
+        # A buffer holds one parameter, whatever its size. With the default's size they would take 2 GB; with its number,
+        # or that of the optimizer's, a step ends in an assertion.
+        buffers = {"buffer_count": _buffers(sizes, live + ahead), "buffer_size": max(sizes), "max_in_cpu": 0}
         parameters |= {"nvme_path": path, **buffers}
-        optimizer |= {"nvme_path": path, "buffer_count": 4, "pipeline_read": True, "pipeline_write": True}
+        optimizer |= {"nvme_path": path, "buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
     return task.overlaid(
         {
             "train_micro_batch_size_per_gpu": config.data.batch_size,
@@ -88,6 +110,7 @@ def settings_of(task: RivalTask, device: str, largest_numel: int) -> dict[str, A
             "zero_optimization": {
                 "stage": 3,
                 "sub_group_size": _SUB_GROUP,
+                **limits,
                 "offload_param": parameters,
                 "offload_optimizer": optimizer,
             },
@@ -115,8 +138,8 @@ def _open(task: RivalTask, device: str) -> Iterator[Rival]:
     with alone_on_gloo():
         library.init_distributed(dist_backend="gloo", verbose=False)
         with torch.device("meta"):
-            largest = max(parameter.numel() for parameter in workload.module().parameters())
-        settings = settings_of(task, device, largest)
+            sizes = [parameter.numel() for parameter in workload.module().parameters()]
+        settings = settings_of(task, device, sizes)
         # Without dtype: where an accelerator has no fp16, it is not heeded, and parameters become bf16.
         with library.zero.Init(config_dict_or_path=settings):
             module = workload.module().train()

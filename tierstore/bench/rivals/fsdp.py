@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
@@ -22,7 +23,7 @@ class _Fsdp(TorchLoop):
 @contextlib.contextmanager
 def alone_on_gloo() -> Iterator[None]:
     """A process group of this process alone, which needs no port."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:

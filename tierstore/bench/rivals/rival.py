@@ -50,8 +50,10 @@ def _overlaid(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, An
     merged = dict(under)
     for key, value in over.items():
         inner = merged.get(key)
-        both = isinstance(inner, Mapping) and isinstance(value, Mapping)
-        merged[key] = _overlaid(inner, value) if both else value
+        if isinstance(inner, Mapping) and isinstance(value, Mapping):
+            merged[key] = _overlaid(inner, value)
+        else:
+            merged[key] = value
     return merged
 
 

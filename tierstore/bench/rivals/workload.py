@@ -163,10 +163,10 @@ class BuiltIn:
                 made[key] = initial_expert(
                     shape, seed=model.seed, layer=key[0], expert=key[1], layers=model.n_layers
                 )
-            inner, down = made[key].split([shape.inner_rows * shape.d_model, shape.d_model * shape.d_ff])
-            return (
-                inner.view(-1, shape.d_model) if part == "inner" else down.view(shape.d_model, shape.d_ff)
-            )
+            flat, size = made[key], shape.inner_rows * shape.d_model
+            if part == "inner":
+                return flat[:size].view(-1, shape.d_model)
+            return flat[size:].view(shape.d_model, shape.d_ff)
 
         return first
 

@@ -1,7 +1,7 @@
 """A Mixtral of transformers of the sizes of a built-in model: a checkpoint of random weights, and how rivals train it.
 
-tierstore imports the checkpoint and wraps the model; the rivals make the same model of transformers and fill it from the file
-that lies beside it, whose names are the module's.
+tierstore imports the checkpoint and wraps the model; the rivals make the same model of transformers and fill it from the
+file that lies beside it, whose names are the module's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from tierstore.train.sources import open_data
 
 #: In the checkpoint's directory: every parameter of the module, as ``torch.save`` writes it.
 _WEIGHTS = "rivals-first-weights.pt"
-_LEAST_TOP_K = 2  # with one expert a token its normalised weight is 1, and the router would learn nothing from the loss
+_LEAST_TOP_K = (
+    2  # with one expert a token its normalised weight is 1, and the router would learn nothing from the loss
+)
 
 
 def _transformers() -> Any:
@@ -60,6 +62,13 @@ def mixtral_config(model: ModelConfig) -> Any:
         tie_word_embeddings=False,
         dtype="float32",
     )
+
+
+def count_parameters(model: ModelConfig) -> int:
+    """Of the Mixtral, by building it without memory."""
+    with torch.device("meta"):
+        made = _transformers().MixtralForCausalLM(mixtral_config(model))
+    return sum(int(parameter.numel()) for parameter in made.parameters())
 
 
 def make_mixtral(config: TrainConfig, directory: Path) -> None:

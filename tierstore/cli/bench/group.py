@@ -20,6 +20,7 @@ from tierstore.cli.bench.results import (
     results_options,
     work_directory_option,
 )
+from tierstore.cli.bench.rivals import rivals
 from tierstore.cli.bench.scale import scale
 from tierstore.cli.bench.tiers import tiers
 from tierstore.cli.bench.train import train
@@ -45,7 +46,19 @@ def bench(ctx: click.Context) -> None:
     ctx.with_resource(ended_by_sigterm())
 
 
-for _command in (io, tiers, train, guesses, overlap, prediction, machine, scale, report, compare):
+for _command in (
+    io,
+    tiers,
+    train,
+    guesses,
+    rivals,
+    overlap,
+    prediction,
+    machine,
+    scale,
+    report,
+    compare,
+):
     bench.add_command(_command)
 
 
