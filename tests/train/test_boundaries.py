@@ -40,14 +40,8 @@ def opened(
     slots: int = 0,
     ledger: StallLedger | None = None,
 ) -> BoundaryStore:
-    return open_boundaries(
-        core,
-        ledger or StallLedger(),
-        layers=range(layers),
-        micro_batches=micros,
-        nbytes=nbytes,
-        budget=slots * PAGE,
-    )
+    split = split_boundaries(layers, micros, nbytes, slots * PAGE)
+    return open_boundaries(core, ledger or StallLedger(), split, layers=range(layers), micro_batches=micros)
 
 
 def numbered(value: float, numel: int = PAGE // 4) -> torch.Tensor:
@@ -153,7 +147,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[int, int, int, list[tuple[Sequence[int], int]]]:
-    """Layers, micro-batches, slots; and of each step the order within its layers, and after how many keeps it is given up."""
+    """Layers, micro-batches, slots; of each step the order within its layers, and after how many keeps it is given up."""
     layers, micros = draw(st.integers(1, 6)), draw(st.integers(1, 4))
     slots = draw(st.integers(micros, layers * micros + 1))
     order = st.permutations(range(micros))

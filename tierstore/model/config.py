@@ -242,7 +242,8 @@ class ModelConfig:
         """
         of = self._activations(tokens)
         stream = 2 * tokens * self.d_model * self.compute_dtype.itemsize
-        graph = of.attention + max(of.mixture, of.dense)
+        sparse = len(self.moe_layers) == self.n_layers
+        graph = of.attention + (of.mixture if sparse else max(of.mixture, of.dense))
         return micro_batches * (graph + of.rows + stream) + of.workspace + of.head
 
     def _activations(self, tokens: int) -> _Activations:

@@ -6,8 +6,8 @@ micro-batch of M-fold size, gradients add up where they are made, dense paramete
 meanwhile, and every block is computed again. The bits are the same, so the choice is one of cost. AUTO is made once, before
 a run starts, of its configuration alone: layer order where it moves fewer bytes and its step is estimated to be faster.
 
-The same bytes can be had by one micro-batch of M-fold size whose blocks are checkpointed; its sums have another order, and it
-keeps the graph of a block, and the logits, for all of its tokens.
+The same bytes can be had by one micro-batch of M-fold size whose blocks are checkpointed. Its sums have another order,
+and it keeps the graph of a block, and the logits, for all of its tokens.
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ def _auto(micro: OrderCost | None, layer: OrderCost | None, refused: str) -> tup
         return MicroOrder.MICRO, f"auto: {refused or 'boundary_budget is too small for layer order'}"
     if micro is None:
         return MicroOrder.LAYER, "auto: the budgets are too small for micro order"
-    moved = f"a step moves {format_bytes(layer.moved_bytes)} in layer order, {format_bytes(micro.moved_bytes)} in micro order"
-    took = f"and takes {format_seconds(layer.step_s)} and {format_seconds(micro.step_s)} ({layer.evidence.value})"
+    moved = f"a step moves {format_bytes(layer.moved_bytes)} in layer order and {format_bytes(micro.moved_bytes)} in micro"
+    took = f"in {format_seconds(layer.step_s)} and {format_seconds(micro.step_s)} ({layer.evidence.value})"
     pays = layer.moved_bytes < micro.moved_bytes and layer.step_s < micro.step_s
     return MicroOrder.LAYER if pays else MicroOrder.MICRO, f"auto: {moved}, {took}"
 

@@ -35,24 +35,18 @@ from tierstore.store.core import StoreCore
 from tierstore.store.disk.extents import Slot
 from tierstore.store.format import SECTION_ALIGNMENT
 from tierstore.train.boundaries import BoundaryCounts, BoundaryOrder, BoundaryStore, MemoryBoundaries
-from tierstore.train.budgets import BoundarySplit, split_boundaries
+from tierstore.train.budgets import BoundarySplit
 
 _NAME = "boundaries"
 
 
 def open_boundaries(
-    store: StoreCore,
-    ledger: StallLedger,
-    *,
-    layers: Sequence[int],
-    micro_batches: int,
-    nbytes: int,
-    budget: int,
+    store: StoreCore, ledger: StallLedger, split: BoundarySplit, *, layers: Sequence[int], micro_batches: int
 ) -> BoundaryStore:
-    """A store for the boundaries of ``layers`` (ascending), of ``nbytes`` bytes each at most, with ``budget`` bytes of
-    memory (0: all of them). Disk is reserved here. Raises BudgetError, and OSError (ENOSPC).
+    """A store for the boundaries of ``layers`` (ascending), in the memory that ``split`` gives them. Disk is reserved here.
+
+    Raises BudgetError, and OSError (ENOSPC).
     """
-    split = split_boundaries(len(layers), micro_batches, nbytes, budget)
     if split.slots == split.count:
         return MemoryBoundaries()
     return SpilledBoundaries(store, ledger, split, layers=layers, micro_batches=micro_batches)

@@ -10,6 +10,7 @@ import click
 from tierstore.cli.bench.guesses import guesses
 from tierstore.cli.bench.io import io
 from tierstore.cli.bench.machine import machine
+from tierstore.cli.bench.order import order
 from tierstore.cli.bench.overlap import overlap, prediction
 from tierstore.cli.bench.report import compare, report
 from tierstore.cli.bench.results import (
@@ -50,6 +51,7 @@ for _command in (
     io,
     tiers,
     train,
+    order,
     guesses,
     rivals,
     overlap,
