@@ -10,7 +10,7 @@ horizon, and goes on from its commit: what is finished (``results.jsonl`` in the
 that was killed goes on where it was. All runs reach the first horizon before any goes on. A run computes with one thread.
 
 The table has, at each horizon, the mean over the seeds of the paired difference of the validation loss to fp32's, with the
-95% interval of Student's t. With ``--model`` each run is the fine-tuning of that checkpoint, imported with its format.
+95% interval of Student's t, and the same of a control: fp32 with an eps that is a little different. With ``--model`` each run is the fine-tuning of that checkpoint, imported with its format.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ from pathlib import Path
 
 TIERSTORE = (sys.executable, "-m", "tierstore.cli.main")
 FORMATS = ("fp32", "bf16", "int8")
+#: fp32 with an eps that differs in its fourth digit: how far training drifts apart by a difference that means nothing.
+CONTROL = "control"
+ARMS = (*FORMATS, CONTROL)
 COMMIT_EVERY = 60
 #: Quantiles 0.975 of Student's t by degrees of freedom.
 STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -58,7 +61,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--moments", nargs="+", default=FORMATS, choices=FORMATS)
+    parser.add_argument("--moments", nargs="+", default=ARMS, choices=ARMS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--horizons", nargs="+", type=int, default=[60, 600])
     parser.add_argument("--processes", type=int, default=1)
@@ -89,12 +92,13 @@ def run(options: argparse.Namespace) -> None:
 def train(job: Job, options: argparse.Namespace) -> Result:
     """Takes one run to its horizon, and notes what came of it."""
     directory: Path = options.directory
+    kept = FORMATS[0] if job.moments == CONTROL else job.moments
     store = directory / f"store-{job.moments}-{job.seed}"
     log = directory / f"log-{job.moments}-{job.seed}"
     fresh = not (store / "tierstore.json").exists()
     if fresh and options.model is not None:
         call(
-            [*TIERSTORE, "import", str(options.model), "--store", str(store), "--moments", job.moments],
+            [*TIERSTORE, "import", str(options.model), "--store", str(store), "--moments", kept],
             log,
         )
     settings = {
@@ -103,7 +107,8 @@ def train(job: Job, options: argparse.Namespace) -> Result:
         "sample_tokens": 0,
         "eval_every": COMMIT_EVERY,
         "eval_batches": 16,
-        "adamw.moments": job.moments,
+        "adamw.moments": kept,
+        **({"adamw.eps": "1.001e-8"} if job.moments == CONTROL else {}),
         "data.seed": job.seed,
         **({} if options.model is not None else {"model.seed": job.seed}),
         **dict(item.split("=", 1) for item in options.train_set),
@@ -147,7 +152,7 @@ def table(results: Sequence[Result], options: argparse.Namespace) -> str:
     losses = {(r.horizon, r.moments, r.seed): r.val_loss for r in results}
     lines = ["step  moments  seeds  validation loss  difference to fp32 (95% interval), each seed's"]
     for horizon in sorted({horizon for horizon, _, _ in losses}):
-        for moments in FORMATS:
+        for moments in ARMS:
             own = {seed: loss for (h, m, seed), loss in losses.items() if (h, m) == (horizon, moments)}
             paired = [
                 loss - losses[horizon, "fp32", seed]
