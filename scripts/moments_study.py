@@ -10,7 +10,8 @@ horizon, and goes on from its commit: what is finished (``results.jsonl`` in the
 that was killed goes on where it was. All runs reach the first horizon before any goes on. A run computes with one thread.
 
 The table has, at each horizon, the mean over the seeds of the paired difference of the validation loss to fp32's, with the
-95% interval of Student's t, and the same of a control: fp32 with an eps that is a little different. With ``--model`` each run is the fine-tuning of that checkpoint, imported with its format.
+95% interval of Student's t, and the same of a control: fp32 with an eps that is a little different. With ``--model`` each
+run is the fine-tuning of that checkpoint, imported with its format.
 """
 
 from __future__ import annotations
