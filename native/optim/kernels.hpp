@@ -61,18 +61,26 @@ struct Int8Sections {
     std::uint32_t first;
 };
 
-// The arithmetic of 8-bit codes, which moments.cpp shares. Of the fp32 bits of a magnitude divided by the scale,
-// `max(bits(x + lowest) - bits(lowest), bits(x) - bits(lowest / 2))` is the code with `code_shift` bits of fraction,
-// where `lowest` is the smallest value with a full mantissa: the first term is the larger one below it.
+// The arithmetic of 8-bit codes, which moments.cpp shares. A code shifted left by `half_shift` (its sign moved to the
+// top) is a half-precision number, `..._from_half` times the scale the value: dequantising is a conversion. For
+// quantising, a magnitude x in units of which `lowest_bits` is the smallest with a full mantissa (`..._to_lowest` over
+// the scale) has max(bits(x + lowest), bits(x) + exponent_one): modulo 2^28 its code, with `code_shift` bits of
+// fraction. The first term is the larger one below `lowest`, where mantissas are linear.
 inline constexpr std::size_t block_numel = 256;
-inline constexpr int code_shift = 19;
+inline constexpr int code_shift = 20;
+inline constexpr int half_shift = code_shift - 13;
+inline constexpr unsigned half_mask = 0x8000u | 0x7fu << half_shift;  // of codes with a sign
+inline constexpr std::uint32_t random_mask = (1u << code_shift) - 1u;
 inline constexpr std::uint32_t infinity_bits = 0x7f800000u;
 inline constexpr std::uint32_t largest_bf16_bits = 0x7f7f0000u;
-inline constexpr std::uint32_t exp_avg_lowest = (127u - 6u) << 23;
-inline constexpr std::uint32_t exp_avg_sq_lowest = (127u - 14u) << 23;
+inline constexpr std::uint32_t lowest_bits = 0x40000000u;  // 2: so that code 0 is a multiple of 256
+inline constexpr std::uint32_t code_one = (lowest_bits >> code_shift) + 1u;
 inline constexpr std::uint32_t exponent_one = 1u << 23;
-inline constexpr std::uint32_t least_scale = 127u - 108u, most_scale = 127u + 126u;  // biased exponents
-inline constexpr std::uint32_t top_code_rest = (1u << code_shift) - 1u;  // what lies above 1.9375 carries
+inline constexpr float exp_avg_from_half = 1.0f, exp_avg_to_lowest = 0x1p15f;
+inline constexpr float exp_avg_sq_from_half = 0x1p-15f, exp_avg_sq_to_lowest = 0x1p30f;
+inline constexpr std::uint32_t least_scale = 127u - 94u, most_scale = 127u + 110u;  // biased exponents
+inline constexpr float most_value = 1.875f * 0x1p110f;
+static_assert((code_one - 1u) % 256u == 0u);
 
 struct Kernels {
     void (*adamw)(const Sections&, const Scalars* steps, std::size_t count, float grad_scale);

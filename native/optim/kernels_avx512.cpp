@@ -3,6 +3,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "native/optim/kernels.hpp"
+
 namespace tierstore::kernels {
 namespace {
 
@@ -32,7 +34,7 @@ struct Vec {
     }
 
     using I = __m512i;
-    static constexpr std::size_t bytes_group = 4;
+    static constexpr std::size_t codes_group = 4;
 
     static I integer(std::uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
     static I lanes() { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
@@ -54,6 +56,7 @@ struct Vec {
     }
     // Of signed integers.
     static I greater(I a, I b) { return _mm512_max_epi32(a, b); }
+    static I greater_unsigned(I a, I b) { return _mm512_max_epu32(a, b); }
     static I lesser(I a, I b) { return _mm512_min_epi32(a, b); }
     // x where a < b, neither negative; else 0.
     static I zero_unless_below(I x, I a, I b) {
@@ -70,13 +73,37 @@ struct Vec {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(second),
                             _mm512_cvtepi32_epi16(_mm512_srli_epi32(b, 16)));
     }
-    static I load_bytes(const std::uint8_t* p) {
-        return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    // Half precision whose mantissas have three bits; a sign extends over the exponent's upper bits, which are cleared.
+    static F load_codes(const std::uint8_t* p) {
+        const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+        return _mm512_cvtph_ps(_mm256_slli_epi16(wide, half_shift));
     }
-    static void store_bytes(std::uint8_t* p, const I (&x)[bytes_group]) {
-        for (std::size_t j = 0; j < bytes_group; ++j) {
-            _mm_storeu_si128(reinterpret_cast<__m128i*>(p + j * width), _mm512_cvtepi32_epi8(x[j]));
+    static F load_signed_codes(const std::uint8_t* p) {
+        const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+        const __m256i mask = _mm256_set1_epi16(static_cast<short>(half_mask));
+        return _mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(wide, half_shift), mask));
+    }
+    // Codes modulo 256, with the signs of other registers' bits.
+    static void store_signed_codes(std::uint8_t* p, const I (&codes)[codes_group],
+                                   const I (&bits)[codes_group]) {
+        constexpr int first_or_both_others = 0xf8;
+        for (std::size_t j = 0; j < codes_group; ++j) {
+            const I sign = _mm512_srli_epi32(bits[j], 24);
+            const I mask = _mm512_set1_epi32(0x80);
+            store_bytes(p + j * width, _mm512_ternarylogic_epi32(codes[j], sign, mask, first_or_both_others));
         }
+    }
+    // Codes modulo 256, but not 0 where other registers' bits are not; those are not negative.
+    static void store_codes_not_zero(std::uint8_t* p, const I (&codes)[codes_group],
+                                     const I (&bits)[codes_group]) {
+        for (std::size_t j = 0; j < codes_group; ++j) {
+            const __mmask16 some = _mm512_test_epi32_mask(bits[j], bits[j]);
+            const I least = _mm512_set1_epi32(static_cast<int>(code_one));
+            store_bytes(p + j * width, _mm512_mask_max_epi32(codes[j], some, codes[j], least));
+        }
+    }
+    static void store_bytes(std::uint8_t* p, I x) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
     }
     static void store_integers(std::uint32_t* p, I x) { _mm512_storeu_si512(p, x); }
 };

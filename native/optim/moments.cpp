@@ -22,8 +22,8 @@ std::uint32_t magnitude(float x) {
     return m < smallest_normal ? 0 : m;
 }
 
-std::uint32_t lowest_of(Moment moment) {
-    return moment == Moment::ExpAvg ? exp_avg_lowest : exp_avg_sq_lowest;
+float to_lowest_of(Moment moment) {
+    return moment == Moment::ExpAvg ? exp_avg_to_lowest : exp_avg_sq_to_lowest;
 }
 
 }  // namespace
@@ -38,7 +38,7 @@ void encode_bf16(std::uint16_t* dst, const float* src, std::size_t n) {
 }
 
 void encode_int8(Moment moment, std::uint8_t* codes, float* scales, const float* src, std::size_t n) {
-    const std::uint32_t lowest = lowest_of(moment);
+    const float to_lowest = to_lowest_of(moment);
     for (std::size_t start = 0; start < n; start += kMomentBlock, ++scales) {
         const std::size_t end = std::min(start + kMomentBlock, n);
         std::uint32_t top = 0;
@@ -48,16 +48,14 @@ void encode_int8(Moment moment, std::uint8_t* codes, float* scales, const float*
             std::fill(codes + start, codes + end, std::uint8_t{0});
             continue;
         }
-        const std::uint32_t exponent = std::clamp((top + top_code_rest) >> 23, least_scale, most_scale);
+        const std::uint32_t exponent = std::clamp((top + random_mask) >> 23, least_scale, most_scale);
         *scales = value(exponent << 23);
-        const std::uint32_t largest = moment == Moment::ExpAvg ? 127 : 255;
+        const std::uint32_t largest = moment == Moment::ExpAvg ? 127 : 247;
         for (std::size_t i = start; i < end; ++i) {
             const std::uint32_t m = magnitude(src[i]);
             // In double, where no quotient is a subnormal; what fp32 would flush is code 0 here too.
-            const auto x = static_cast<float>(static_cast<double>(value(m)) / *scales);
-            const auto linear = static_cast<std::int32_t>(bits(x + value(lowest)) - lowest);
-            const auto floating = static_cast<std::int32_t>(bits(x) - (lowest - exponent_one));
-            std::uint32_t code = static_cast<std::uint32_t>(std::max(linear, floating));
+            const auto x = static_cast<float>(static_cast<double>(value(m)) / *scales * to_lowest);
+            std::uint32_t code = std::max(bits(x + value(lowest_bits)), bits(x) + exponent_one) - lowest_bits;
             code = std::min((code + (1u << (code_shift - 1))) >> code_shift, largest);
             if (moment == Moment::ExpAvg) {
                 code |= (bits(src[i]) & sign_bit) >> 24;
@@ -70,12 +68,13 @@ void encode_int8(Moment moment, std::uint8_t* codes, float* scales, const float*
 }
 
 void decode_int8(Moment moment, float* dst, const std::uint8_t* codes, const float* scales, std::size_t n) {
-    const std::uint32_t lowest = lowest_of(moment);
+    const float to_lowest = to_lowest_of(moment);
     for (std::size_t i = 0; i < n; ++i) {
         const std::uint32_t sign = moment == Moment::ExpAvg ? codes[i] & 0x80u : 0u;
         const std::uint32_t code = (codes[i] ^ sign) << code_shift;
-        const float x = std::min(value(code + lowest) - value(lowest), value(code + lowest - exponent_one));
-        const std::uint32_t decoded = bits(x * scales[i / kMomentBlock]);
+        const float x = std::min(value(code + lowest_bits) - value(lowest_bits),
+                                 value(code + lowest_bits - exponent_one));
+        const std::uint32_t decoded = bits(x * (scales[i / kMomentBlock] / to_lowest));
         dst[i] = value(decoded | sign << 24);
     }
 }

@@ -16,23 +16,26 @@
 // exp_avg_sq. The mean over all 65,536 is the value exactly. From the largest finite bf16 on (0x7f7f),
 // values are truncated: nothing finite becomes infinite, infinities and NaNs stay.
 //
-// Int8: blocks of kMomentBlock elements, counted from the record's first, with a scale s each. A code is a sign bit
-// (exp_avg only), an exponent field f and 4 bits of mantissa m:
+// Int8: blocks of kMomentBlock elements, counted from the record's first, with a scale s each. A code is an exponent
+// field f and 3 bits of mantissa m, after a sign bit in exp_avg's:
 //
-//     exp_avg, sign fff mmmm:   f = 0: s * m * 2^-10,   else s * (1 + m / 16) * 2^(f - 7)
-//     exp_avg_sq,  ffff mmmm:   f = 0: s * m * 2^-18,   else s * (1 + m / 16) * 2^(f - 15)
+//     exp_avg, sign ffff mmm:   f = 0: s * m * 2^-17,   else s * (1 + m / 8) * 2^(f - 15)
+//     exp_avg_sq,  fffff mmm:   f = 0: s * m * 2^-32,   else s * (1 + m / 8) * 2^(f - 30)     f < 31
 //
-// The scale is the power of two with which the block's largest magnitude lies in (0.96875, 1.9375] * s, 1.9375
-// being the largest code; at least 2^-108, so that no code is a subnormal, and at most 2^126, beyond which values
-// saturate; 0 for a block of zeros; NaN for a block that has a NaN or an infinity, which is then NaN as a whole.
-// Rounding takes 19 random bits: h's upper ones for exp_avg, its lower ones for exp_avg_sq. The mean over all of
-// them is the value exactly (where f = 0: within 2^-19 of the distance of two codes). An exp_avg_sq that
-// is not zero keeps code 1 at least: rounded to zero, it would let the next step divide by eps.
+// The largest is 1.875 * s in both, and exp_avg_sq reaches as far down as the square of exp_avg, and a bit further:
+// where both are near their end, the update is not larger than it would be. The scale is the power of two with
+// which the block's largest magnitude lies in (0.9375, 1.875] * s; at least 2^-94, so that no code is a subnormal,
+// and at most 2^110, beyond which values saturate; 0 for a block of zeros; NaN for a block that has a NaN or an
+// infinity, which is then NaN as a whole. Rounding takes 20 random bits: h's upper ones for exp_avg, its lower ones for
+// exp_avg_sq. The mean over all of them is the value exactly (where f = 0: within 2^-20 of the distance of two
+// codes). An exp_avg_sq that is not zero keeps code 1 at least: rounded to zero, it would let the next step
+// divide by eps.
 //
 // This is the dynamic quantisation of Dettmers et al. 2022 (8-bit Optimizers via Block-wise Quantization) in base 2
 // with an exponent field of fixed width, where theirs is base 10 and unary, and with a power of two for a scale,
 // where theirs is the absolute maximum: pure arithmetic on the fp32's bits, no search, every decoded value exact, and
-// a value that does not change does not move when its block's largest does.
+// a value that does not change does not move when its block's largest does. Theirs is finer near a block's largest
+// value, this one everywhere below; docs/DESIGN.md has both errors.
 //
 // Subnormals count as zero, of bf16 too, in and out; no rounding makes one.
 #pragma once

@@ -64,12 +64,13 @@ inline void block_bf16(const Bf16Sections& s, std::size_t i, const Step* steps, 
                        Vec::F scale) {
     Vec::F p[count], m[count], v[count];
     Vec::I element[count];
+    const Vec::I first = Vec::plus(Vec::lanes(), Vec::integer(s.first + static_cast<std::uint32_t>(i)));
     for (int u = 0; u < count; ++u) {
         const std::size_t at = i + u * Vec::width;
         p[u] = load_weight<weight>(s, at);
         m[u] = Vec::load_bf16(s.exp_avg + at);
         v[u] = Vec::load_bf16(s.exp_avg_sq + at);
-        element[u] = Vec::plus(Vec::lanes(), Vec::integer(s.first + static_cast<std::uint32_t>(at)));
+        element[u] = Vec::plus(first, Vec::integer(static_cast<std::uint32_t>(u * Vec::width)));
     }
     for (std::size_t k = 0; k + 1 < step_count; ++k) {
         const Constants c(steps[k].scalars);
@@ -142,22 +143,10 @@ struct Bf16 {
 
 // ---- 8 bits
 
-// Codes without their sign, as integers, to values below 2: a subnormal's mantissa is linear, and the smaller term.
-template <std::uint32_t lowest>
-inline Vec::F dequantise(Vec::I code) {
-    const Vec::I fraction = Vec::shift_left<code_shift>(code);
-    const Vec::F linear = Vec::sub(Vec::as_floats(Vec::plus(fraction, Vec::integer(lowest))),
-                                   Vec::as_floats(Vec::integer(lowest)));
-    const Vec::I floating = Vec::plus(fraction, Vec::integer(lowest - exponent_one));
-    return Vec::as_floats(Vec::lesser(bits_of(linear), floating));
-}
-
-// Magnitudes divided by the scale, to codes.
-template <std::uint32_t lowest>
+// Magnitudes to codes, modulo 256: see kernels.hpp.
 inline Vec::I quantise(Vec::F x, Vec::I random) {
-    const Vec::I linear =
-        Vec::minus(bits_of(Vec::add(x, Vec::as_floats(Vec::integer(lowest)))), Vec::integer(lowest));
-    const Vec::I floating = Vec::minus(bits_of(x), Vec::integer(lowest - exponent_one));
+    const Vec::I linear = bits_of(Vec::add(x, Vec::as_floats(Vec::integer(lowest_bits))));
+    const Vec::I floating = Vec::plus(bits_of(x), Vec::integer(exponent_one));
     return Vec::shift_right<code_shift>(Vec::plus(Vec::greater(linear, floating), random));
 }
 
@@ -166,11 +155,12 @@ struct Scale {
     enum class Block { Zero, Finite, Saturated, Poisoned } block;
 };
 
-// `top`: the largest of the block's magnitudes, as bits.
+// `top`: the largest of the block's magnitudes, as bits; its sign is not known.
 inline Scale scale_of(std::uint32_t top) {
+    top &= 0x7fffffffu;
     if (top == 0) return {0.0f, 0.0f, Scale::Block::Zero};
     if (top >= infinity_bits) return {__builtin_nanf(""), 0.0f, Scale::Block::Poisoned};
-    std::uint32_t exponent = (top + top_code_rest) >> 23;
+    std::uint32_t exponent = (top + random_mask) >> 23;
     const auto block = exponent > most_scale ? Scale::Block::Saturated : Scale::Block::Finite;
     if (exponent < least_scale) exponent = least_scale;
     if (exponent > most_scale) exponent = most_scale;
@@ -185,15 +175,14 @@ inline std::uint32_t largest(Vec::I x) {
     return top;
 }
 
-// One moment of a block between its step and its rounding.
+// One moment of a block.
 struct alignas(64) Values {
     float at[block_numel];
 };
 
 // What is too large for the largest scale becomes the largest code.
 inline void saturate(Values& values) {
-    constexpr float most = 1.9375f * 0x1p126f;
-    for (float& x : values.at) x = x > most ? most : x < -most ? -most : x;
+    for (float& x : values.at) x = x > most_value ? most_value : x < -most_value ? -most_value : x;
 }
 
 inline void store_scale(float& scale, std::uint8_t* codes, const Scale& made) {
@@ -201,68 +190,99 @@ inline void store_scale(float& scale, std::uint8_t* codes, const Scale& made) {
     if (made.block == Scale::Block::Poisoned) __builtin_memset(codes, 0, block_numel);
 }
 
+// Fetches what a later pass will read: rounding leaves the memory idle. Beyond the end it does no harm.
+template <Weight weight, Grad grad>
+inline void prefetch_block(const Int8Sections& s, std::size_t at, std::size_t numel) {
+    constexpr std::size_t line = 64;
+    for (std::size_t j = 0; j < numel; j += line / 4) {
+        if constexpr (weight == Weight::Whole) __builtin_prefetch(s.weight + at + j, 1);
+        if constexpr (grad == Grad::Given) __builtin_prefetch(s.grad + at + j);
+    }
+    if constexpr (weight == Weight::Split) {
+        for (std::size_t j = 0; j < numel; j += line / 2) {
+            __builtin_prefetch(s.weight_hi + at + j, 1);
+            __builtin_prefetch(s.weight_lo + at + j, 1);
+        }
+    }
+    __builtin_prefetch(s.exp_avg + at, 1);
+    __builtin_prefetch(s.exp_avg_sq + at, 1);
+}
+
+// The moments of a block between their step and their rounding, and the largest of their magnitudes.
+struct Fresh {
+    Values exp_avg, exp_avg_sq;
+    std::uint32_t exp_avg_top, exp_avg_sq_top;
+};
+
+template <Weight weight, Grad grad>
+inline void step_block(const Int8Sections& s, std::size_t i, const Scalars& scalars, Vec::F grad_scale,
+                       Fresh& fresh) {
+    const std::size_t b = i / block_numel;
+    // A scale is a power of two: whether it multiplies the code or beta first, the bits are the same (a beta below
+    // 2^-17 may underflow where the moment does not).
+    Constants c(scalars);
+    c.beta1 = Vec::mul(c.beta1, Vec::set(s.exp_avg_scale[b] * exp_avg_from_half));
+    c.beta2 = Vec::mul(c.beta2, Vec::set(s.exp_avg_sq_scale[b] * exp_avg_sq_from_half));
+    Vec::I m_top = Vec::integer(0), v_top = Vec::integer(0);
+    for (std::size_t j = 0; j < block_numel; j += unroll * Vec::width) {
+        for (int u = 0; u < unroll; ++u) {
+            const std::size_t within = j + u * Vec::width, at = i + within;
+            Vec::F m = Vec::load_signed_codes(s.exp_avg + at), v = Vec::load_codes(s.exp_avg_sq + at);
+            Vec::F p = load_weight<weight>(s, at);
+            if constexpr (grad == Grad::Given) {
+                step(c, p, m, v, Vec::mul(Vec::load(s.grad + at), grad_scale));
+            } else {
+                step_without_gradient(c, p, m, v);
+            }
+            store_weight<weight>(s, at, p);
+            Vec::store(fresh.exp_avg.at + within, m);
+            Vec::store(fresh.exp_avg_sq.at + within, v);
+            m_top = Vec::greater(m_top, magnitude(m));
+            v_top = Vec::greater_unsigned(v_top, bits_of(v));  // not negative, but for a NaN's sign
+        }
+    }
+    fresh.exp_avg_top = largest(m_top);
+    fresh.exp_avg_sq_top = largest(v_top);
+}
+
+template <Weight weight, Grad grad>
+inline void round_block(const Int8Sections& s, std::size_t i, Key key, Fresh& fresh) {
+    constexpr std::size_t width = Vec::width, group = Vec::codes_group;
+    const std::size_t b = i / block_numel;
+    const Scale m_scale = scale_of(fresh.exp_avg_top), v_scale = scale_of(fresh.exp_avg_sq_top);
+    if (m_scale.block == Scale::Block::Saturated) saturate(fresh.exp_avg);
+    if (v_scale.block == Scale::Block::Saturated) saturate(fresh.exp_avg_sq);
+    const Vec::F to_m = Vec::set(m_scale.inverse * exp_avg_to_lowest);
+    const Vec::F to_v = Vec::set(v_scale.inverse * exp_avg_sq_to_lowest);
+    Vec::I element = Vec::plus(Vec::lanes(), Vec::integer(s.first + static_cast<std::uint32_t>(i)));
+    for (std::size_t j = 0; j < block_numel; j += group * width) {
+        prefetch_block<weight, grad>(s, i + block_numel + j, group * width);
+        Vec::I m_codes[group], v_codes[group], m_bits[group], v_bits[group];
+        for (std::size_t u = 0; u < group; ++u) {
+            const std::size_t within = j + u * width;
+            const Vec::I h = hash(element, key);
+            element = Vec::plus(element, Vec::integer(width));
+            const Vec::F m = Vec::load(fresh.exp_avg.at + within),
+                         v = Vec::load(fresh.exp_avg_sq.at + within);
+            m_bits[u] = bits_of(m);
+            v_bits[u] = bits_of(v);
+            m_codes[u] =
+                quantise(Vec::mul(Vec::as_floats(magnitude(m)), to_m), Vec::shift_right<32 - code_shift>(h));
+            v_codes[u] = quantise(Vec::mul(v, to_v), Vec::bit_and(h, Vec::integer(random_mask)));
+        }
+        Vec::store_signed_codes(s.exp_avg + i + j, m_codes, m_bits);
+        Vec::store_codes_not_zero(s.exp_avg_sq + i + j, v_codes, v_bits);
+    }
+    store_scale(s.exp_avg_scale[b], s.exp_avg + i, m_scale);
+    store_scale(s.exp_avg_sq_scale[b], s.exp_avg_sq + i, v_scale);
+}
+
 // One step on the whole block from element i.
 template <Weight weight, Grad grad>
 inline void block_int8(const Int8Sections& s, std::size_t i, const Step& now, Vec::F grad_scale) {
-    constexpr std::size_t width = Vec::width;
-    Values m, v;
-    const std::size_t b = i / block_numel;
-    const Constants c(now.scalars);
-    {
-        const Vec::F m_scale = Vec::set(s.exp_avg_scale[b]), v_scale = Vec::set(s.exp_avg_sq_scale[b]);
-        Vec::I m_top = Vec::integer(0), v_top = Vec::integer(0);
-        for (std::size_t j = 0; j < block_numel; j += unroll * width) {
-            for (int u = 0; u < unroll; ++u) {
-                const std::size_t within = j + u * width, at = i + within;
-                const Vec::I code = Vec::load_bytes(s.exp_avg + at);
-                const Vec::I sign = Vec::shift_left<31>(Vec::shift_right<7>(code));
-                const Vec::I unsigned_code = Vec::bit_and(code, Vec::integer(0x7fu));
-                const Vec::F m_size = Vec::mul(dequantise<exp_avg_lowest>(unsigned_code), m_scale);
-                Vec::F m_new = Vec::as_floats(Vec::bit_xor(bits_of(m_size), sign));
-                const Vec::I sq_code = Vec::load_bytes(s.exp_avg_sq + at);
-                Vec::F v_new = Vec::mul(dequantise<exp_avg_sq_lowest>(sq_code), v_scale);
-                Vec::F p = load_weight<weight>(s, at);
-                if constexpr (grad == Grad::Given) {
-                    step(c, p, m_new, v_new, Vec::mul(Vec::load(s.grad + at), grad_scale));
-                } else {
-                    step_without_gradient(c, p, m_new, v_new);
-                }
-                store_weight<weight>(s, at, p);
-                Vec::store(m.at + within, m_new);
-                Vec::store(v.at + within, v_new);
-                m_top = Vec::greater(m_top, magnitude(m_new));
-                v_top = Vec::greater(v_top, magnitude(v_new));
-            }
-        }
-        const Scale m_made = scale_of(largest(m_top)), v_made = scale_of(largest(v_top));
-        if (m_made.block == Scale::Block::Saturated) saturate(m);
-        if (v_made.block == Scale::Block::Saturated) saturate(v);
-        const Vec::F m_inverse = Vec::set(m_made.inverse), v_inverse = Vec::set(v_made.inverse);
-        constexpr std::size_t group = Vec::bytes_group;
-        const Vec::I start = Vec::plus(Vec::lanes(), Vec::integer(s.first + static_cast<std::uint32_t>(i)));
-        for (std::size_t j = 0; j < block_numel; j += group * width) {
-            Vec::I m_codes[group], v_codes[group];
-            for (std::size_t u = 0; u < group; ++u) {
-                const std::size_t within = j + u * width;
-                const Vec::I h =
-                    hash(Vec::plus(start, Vec::integer(static_cast<std::uint32_t>(within))), now.key);
-                const Vec::F m_new = Vec::load(m.at + within), v_new = Vec::load(v.at + within);
-                const Vec::F m_size = Vec::mul(Vec::as_floats(magnitude(m_new)), m_inverse);
-                const Vec::I v_bits = magnitude(v_new);
-                const Vec::F v_size = Vec::mul(Vec::as_floats(v_bits), v_inverse);
-                const Vec::I sign = Vec::shift_left<7>(Vec::shift_right<31>(bits_of(m_new)));
-                const Vec::I m_code = quantise<exp_avg_lowest>(m_size, Vec::shift_right<13>(h));
-                m_codes[u] = Vec::bit_or(m_code, sign);
-                const Vec::I v_code =
-                    quantise<exp_avg_sq_lowest>(v_size, Vec::bit_and(h, Vec::integer(top_code_rest)));
-                v_codes[u] = Vec::greater(v_code, Vec::lesser(v_bits, Vec::integer(1)));
-            }
-            Vec::store_bytes(s.exp_avg + i + j, m_codes);
-            Vec::store_bytes(s.exp_avg_sq + i + j, v_codes);
-        }
-        store_scale(s.exp_avg_scale[b], s.exp_avg + i, m_made);
-        store_scale(s.exp_avg_sq_scale[b], s.exp_avg_sq + i, v_made);
-    }
+    Fresh fresh;
+    step_block<weight, grad>(s, i, now.scalars, grad_scale, fresh);
+    round_block<weight, grad>(s, i, now.key, fresh);
 }
 
 // All steps on a block while it lies in the first-level cache.

@@ -483,12 +483,13 @@ def _check_records(config: TrainConfig, schemas: Sequence[RecordSchema]) -> None
     trained = kept if found is not None and found.frozen else found
     if trained is not None and trained.moments is not moments:
         convert = (
-            f"a store keeps one adapter: adamw.moments = {trained.moments.value} goes on with it"
+            "a store keeps one adapter"
             if trained is kept
-            else f"tierstore reshard {config.store} --to NEW --moments {moments.value} makes a store that does"
+            else f"tierstore reshard {config.store} --to NEW --moments {moments.value} makes another store of it"
         )
         raise ConfigError(
-            f"adamw.moments: {config.store} keeps moments as {trained.moments.value}, not {moments.value}; {convert}"
+            f"adamw.moments: {config.store} keeps moments as {trained.moments.value}, not {moments.value}: "
+            f"adamw.moments = {trained.moments.value} goes on with it, and {convert}"
         )
     if pairs is not None and kept is not None and kept.numel != pairs.numel:
         raise ConfigError(
