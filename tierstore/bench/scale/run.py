@@ -25,6 +25,7 @@ from tierstore.bench.results.figures import INTERNAL, Figures, ratios
 from tierstore.bench.scale.decisions import EXPERTS, Program, access_times
 from tierstore.bench.scale.fitting import Exponent, fit_exponent, n_log_n_exponent
 from tierstore.store import NewRecord, ParameterStore, RecordSchema, StoreConfig
+from tierstore.store.format import COMMITTED_GROUPS
 from tierstore.store.gc import Mode, collect
 
 _NUMEL = 12  # bytes a parameter
@@ -239,7 +240,7 @@ def _commits(asked: ScaleBench, directory: Path, place: Path, count: int) -> dic
 
 def _ready(store: ParameterStore, key: str) -> list[int]:
     record, cache = store.core.record(key), store.core.cache
-    return [ticket for group in (0, 1) for ticket in cache.ready(record.entry(group))]
+    return [ticket for group in COMMITTED_GROUPS for ticket in cache.ready(record.entry(group))]
 
 
 def measurements(result: ScaleResult) -> Iterator[Measurement]:
