@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from tierstore.bench.results.figures import Figures
+from tierstore.bench.results.figures import Figures, named
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exponent(Figures):
     """``value`` of n ** value, and the ``spread``: its standard error (0 where two points leave nothing to compare)."""
 
-    value: float
-    spread: float
+    value: float = field(metadata=named("exponent_ratio"))
+    spread: float = field(metadata=named("exponent_spread_ratio"))
 
 
 def fit_exponent(sizes: Sequence[float], costs: Sequence[float]) -> Exponent:

@@ -21,10 +21,11 @@ from tierstore.bench.checks import at_least, require_free, work_directory
 from tierstore.bench.probes.disk import Bytes, DiskProbe, Durable
 from tierstore.bench.processes.spawn import end, receive, send, start_module
 from tierstore.bench.results.document import Better, Measurement, derived, measured
-from tierstore.bench.results.figures import INTERNAL, Figures, ratios
+from tierstore.bench.results.figures import INTERNAL, Figures, named, prefixed, ratios
 from tierstore.bench.scale.decisions import EXPERTS, Program, access_times
 from tierstore.bench.scale.fitting import Exponent, fit_exponent, n_log_n_exponent
 from tierstore.store import NewRecord, ParameterStore, RecordSchema, StoreConfig
+from tierstore.store.format import COMMITTED_GROUPS
 from tierstore.store.gc import Mode, collect
 
 _NUMEL = 12  # bytes a parameter
@@ -70,14 +71,28 @@ class ScaleBench:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Point(Figures):
+    """One cost of ``records`` records."""
+
+    records: int
+    unit: str = field(metadata=INTERNAL)
+    median: float = field(metadata=named("median_{unit}"))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Curve(Figures):
     """One cost, by n. ``exponent``: of the medians. ``limit``: the most that it may be, beyond twice its spread."""
 
-    unit: str = field(metadata=INTERNAL)
+    unit: str
     samples: Mapping[int, Sequence[float]] = field(metadata=INTERNAL)
-    medians: Mapping[int, float]
-    exponent: Exponent
-    limit: float
+    medians: Sequence[Point]
+    exponent: Exponent = field(metadata=prefixed(""))
+    limit: float = field(metadata=named("exponent_limit_ratio"))
+
+    @property
+    def by_size(self) -> dict[int, float]:
+        """The medians by n."""
+        return {point.records: point.median for point in self.medians}
 
     @property
     def within(self) -> bool:
@@ -137,11 +152,11 @@ _SLACK = 0.1  # caches and pages: memory is slower the more there is of it
 
 def _curve(name: str, samples: Mapping[int, Sequence[float]]) -> Curve:
     medians = {size: statistics.median(values) for size, values in samples.items()}
-    sizes = list(medians)
+    sizes, unit = list(medians), _UNITS.get(name, "s")
     return Curve(
-        unit=_UNITS.get(name, "s"),
+        unit=unit,
         samples=samples,
-        medians=medians,
+        medians=[Point(records=n, unit=unit, median=median) for n, median in medians.items()],
         exponent=fit_exponent(sizes, [max(medians[size], 1e-9) for size in sizes]),
         limit=_SLACK + (0.0 if name in _CONSTANT else n_log_n_exponent(sizes)),
     )
@@ -239,7 +254,7 @@ def _commits(asked: ScaleBench, directory: Path, place: Path, count: int) -> dic
 
 def _ready(store: ParameterStore, key: str) -> list[int]:
     record, cache = store.core.record(key), store.core.cache
-    return [ticket for group in (0, 1) for ticket in cache.ready(record.entry(group))]
+    return [ticket for group in COMMITTED_GROUPS for ticket in cache.ready(record.entry(group))]
 
 
 def measurements(result: ScaleResult) -> Iterator[Measurement]:

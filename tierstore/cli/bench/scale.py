@@ -67,14 +67,14 @@ def show_scale(result: ScaleResult, output: Output) -> None:
     """A row for each cost: its medians by size, its exponent and the most that the exponent may be."""
     from tierstore.bench.results.document import shown
 
-    sizes = sorted({size for curve in result.curves.values() for size in curve.medians})
+    sizes = sorted({size for curve in result.curves.values() for size in curve.by_size})
     output.table(
         f"records of {format_bytes(result.record_bytes)}, policy {result.policy}",
         ("", *(f"{size:,}" for size in sizes), "n **", "limit"),
         [
             (
                 name,
-                *(shown(curve.medians[size], curve.unit) if size in curve.medians else "-" for size in sizes),
+                *(shown(curve.by_size[size], curve.unit) if size in curve.by_size else "-" for size in sizes),
                 f"{curve.exponent.value:.2f} +- {curve.exponent.spread:.2f}",
                 f"{curve.limit:.2f}",
             )
