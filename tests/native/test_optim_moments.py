@@ -264,7 +264,10 @@ def test_bf16_rounding_is_unbiased_exactly():
         value = np.float32(x)
         rounded = naive.widen(naive.to_bf16(np.full(random.size, value), random)).astype(np.float64)
         assert rounded.mean() == float(value)
-    for x in (3.3961775e38, -3.4e38):  # from the largest bf16 on: towards zero, for there is no finite one above
+    for x in (
+        3.3961775e38,
+        -3.4e38,
+    ):  # from the largest bf16 on: towards zero, for there is no finite one above
         assert set(naive.to_bf16(np.full(random.size, x, np.float32), random) & 0x7FFF) == {0x7F7F}
 
 
@@ -310,7 +313,10 @@ def test_the_kernels_rounding_is_unbiased(form):
         assert abs((got == above).mean() - p) < 5 * (p * (1 - p) / got.size) ** 0.5
         pair.append((got == above) - p)
     # Neither the two moments nor neighbours nor what lies a block apart round together.
-    for a, b in ((pair[0], pair[1]), *((x[lag:], x[:-lag]) for x in pair for lag in (1, 2, 8, 16, BLOCK - 1))):
+    for a, b in (
+        (pair[0], pair[1]),
+        *((x[lag:], x[:-lag]) for x in pair for lag in (1, 2, 8, 16, BLOCK - 1)),
+    ):
         assert abs(np.corrcoef(a, b)[0, 1]) < 5 / a.size**0.5
 
 
