@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+import rival_that_ends
 import torch
 from click.testing import CliRunner
 
@@ -342,7 +343,8 @@ def test_differences_of_losses() -> None:
 # Processes --------------------------------------------------------------------------------------------------
 
 
-def test_reasons_of_a_process(config: TrainConfig, tmp_path: Path) -> None:
+def test_reasons_of_a_process(config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(rival_that_ends.__file__).parent))
     lost = replace(config, data=DataConfig(paths=(str(tmp_path / "nowhere"),)))
     with pytest.raises(WorkerError, match=r"torch: DataError: .*nowhere"):
         RivalProcess("torch", config=lost, directory=tmp_path / "lost", timeout_s=60)
