@@ -141,6 +141,7 @@ class FakeDisk:
         """Nothing is open."""
 
 
+@pytest.mark.slow
 def test_a_race_of_those_that_need_torch_alone(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     names = ("torch", "fsdp2-cpu", "tierstore", "deepspeed-nvme")
@@ -343,6 +344,7 @@ def test_differences_of_losses() -> None:
 # Processes --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_reasons_of_a_process(config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(rival_that_ends.__file__).parent))
     lost = replace(config, data=DataConfig(paths=(str(tmp_path / "nowhere"),)))
