@@ -53,6 +53,15 @@ class AuxLoss:
             self._logits = None
         self._recorded = tuple(logits[layer] for layer in sorted(logits))
 
+    @property
+    def under_way(self) -> dict[int, Tensor] | None:
+        """What has been recorded of the forward pass that is under way, by layer; None where none is recorded."""
+        return self._logits
+
+    @under_way.setter
+    def under_way(self, logits: dict[int, Tensor] | None) -> None:
+        self._logits = logits
+
     def _record(self, layer: int, router: nn.Module, arguments: Any, output: Any) -> None:
         if self._logits is not None:  # not when a layer is computed again
             self._logits[layer] = output[0]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,6 +66,17 @@ def build_model(
         mesh=mesh,
         ledger=ledger,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """What a forward pass under way keeps in the model, and the states of the generators that it draws from."""
+
+    seed: tuple[int, int]
+    loads: dict[int, Tensor]
+    logits: dict[int, Tensor] | None
+    cpu: Tensor
+    cuda: Tensor | None
 
 
 class HfModel:
@@ -183,6 +195,33 @@ class HfModel:
     def end_forward(self) -> None:
         """A forward pass that a backward pass belongs to has returned."""
         self._balance.count(self.loads.all())
+
+    def suspend(self) -> _UnderWay:
+        devices = self._devices()
+        return _UnderWay(
+            self._seed,
+            self.loads.under_way,
+            self._aux_loss.under_way,
+            torch.get_rng_state(),
+            torch.cuda.get_rng_state(devices[0]) if devices else None,
+        )
+
+    def resume(self, state: object) -> None:
+        assert isinstance(state, _UnderWay)
+        self._seed, self.loads.under_way, self._aux_loss.under_way = state.seed, state.loads, state.logits
+        torch.set_rng_state(state.cpu)
+        if state.cuda is not None:
+            torch.cuda.set_rng_state(state.cuda, self._devices()[0])
+
+    def leaving(self, block: int, output: Any) -> list[Tensor]:
+        logits = (self._aux_loss.under_way or {}).pop(block, None)
+        return [self.stream(output), *([] if logits is None else [logits])]
+
+    def replaced(self, block: int, output: Any, tensors: Sequence[Tensor]) -> Any:
+        if len(tensors) > 1:
+            assert self._aux_loss.under_way is not None
+            self._aux_loss.under_way[block] = tensors[1]
+        return tensors[0] if isinstance(output, Tensor) else (tensors[0], *output[1:])
 
     def run(self, batch: Batch) -> ModelOutput:
         training = self._module.training and torch.is_grad_enabled()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -139,6 +140,25 @@ class Transformer(nn.Module):
 
     def made(self, output: ModelOutput) -> Tensor | None:
         return output.objective
+
+    def suspend(self) -> NoiseKey:
+        return self._key
+
+    def resume(self, state: object) -> None:
+        assert isinstance(state, NoiseKey)
+        self._key = state
+
+    def leaving(self, block: int, output: tuple[Tensor, Routing | None]) -> list[Tensor]:
+        x_BTD, routing = output
+        return [x_BTD] if routing is None else [x_BTD, routing.aux_loss, routing.z_loss]
+
+    def replaced(
+        self, block: int, output: tuple[Tensor, Routing | None], tensors: Sequence[Tensor]
+    ) -> tuple[Tensor, Routing | None]:
+        _, routing = output
+        if routing is not None:
+            routing = replace(routing, aux_loss=tensors[1], z_loss=tensors[2])
+        return tensors[0], routing
 
     def run(self, batch: Batch) -> ModelOutput:
         """A forward pass with its loss. Raises ValueError for a batch whose targets do not all count, or whose positions

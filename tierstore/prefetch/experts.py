@@ -25,7 +25,8 @@ import numpy.typing as npt
 from tierstore import parallel
 from tierstore.cache.config import GroupOrder
 from tierstore.errors import ConfigError
-from tierstore.moe.source import ExpertLease, ExpertSource
+from tierstore.moe.source import ExpertLease, JointSource, users_of
+from tierstore.prefetch.gradient_parts import GradientParts
 from tierstore.prefetch.gradients import ExpertGradients, GradientAccumulator, NoGradients
 from tierstore.prefetch.plan import StepTiming
 from tierstore.prefetch.predictor import Counts, Predictor
@@ -40,7 +41,7 @@ from tierstore.store.optimizer import CachedRecord
 from tierstore.tiers.device import DeviceTier
 
 
-class ExpertTiers(ExpertSource, Protocol):
+class ExpertTiers(JointSource, Protocol):
     """An expert source over a store's tiers, as a training loop drives it."""
 
     @property
@@ -109,6 +110,7 @@ class TieredExperts:
         self.program = AccessProgram(schedule, predictor, counts, timing=timing, experts=ids)
         self.gradients = GradientAccumulator(store, device, records, self.program)
         self._sums = ReplicaSums(group, device.slots, ledger=ledger)
+        self._parts = GradientParts(group, ledger=ledger)
         self._walk = AccessWalk(
             store, device, records, self.program, weight_slots=weight_slots, ledger=ledger
         )
@@ -176,6 +178,23 @@ class TieredExperts:
             self._sums.add(gradient, partial(self._complete, access, unit, taken), layer=layer)
             if last:
                 self._sums.flush(layer=layer)
+        for access in accesses:
+            self.gradients.carry_out(access)
+
+    def backward_each(self, layer: int, asked: Sequence[Sequence[int]]) -> Iterator[tuple[int, ExpertLease]]:
+        """One access for all micro-batches: their gradients of an expert, each summed over the replicas, are added up in its
+        gradient slot.
+        """
+        users = users_of(asked)
+        accesses = self.program.backward(layer, list(users))
+        access = next(accesses)
+        for unit, slot, _ in self._walk.walk(access):
+            taken, guards = self._device.allocate_gradient()
+            self._walk.wait(guards, layer, Tier.HOST, Cause.OPTIMIZER)
+            expert, total = int(access.experts[unit]), self._device.gradients(taken)
+            for micro, part in self._parts.add_up(users[expert], total, layer=layer):
+                yield micro, ExpertLease(expert, self._device.weights(slot), part)
+            self._complete(access, unit, taken)
         for access in accesses:
             self.gradients.carry_out(access)
 
@@ -253,6 +272,13 @@ class FrozenExperts:
     def backward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
         """The same for a backward pass: gradients flow through an expert, and it gets none itself."""
         yield from self._leases(self.program.backward(layer, experts))
+
+    def backward_each(self, layer: int, asked: Sequence[Sequence[int]]) -> Iterator[tuple[int, ExpertLease]]:
+        """One access for all micro-batches."""
+        users = users_of(asked)
+        for lease in self._leases(self.program.backward(layer, list(users))):
+            for micro in users[lease.expert]:
+                yield micro, lease
 
     def _leases(self, accesses: Iterator[Access]) -> Iterator[ExpertLease]:
         for access in accesses:
