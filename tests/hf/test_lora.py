@@ -19,6 +19,7 @@ from tierstore.hf.lora import refuse_target_parameters, target_modules
 from tierstore.hf.manifest import Weights
 from tierstore.moe.lora import LoraConfig, LoraTargets, PairShape
 from tierstore.prefetch.gradients import NoGradients
+from tierstore.store.format import MomentFormat
 from tierstore.train.budgets import DeviceKind, least_host_budget
 from tierstore.train.experts import pair_key
 from tierstore.train.stepping import SessionParts, Stepper
@@ -270,15 +271,18 @@ def test_chosen_layers_of_attention(frozen_stores: Any) -> None:
         pass
 
 
-def test_bits_do_not_depend_on_memory_nor_on_where_it_was_cut(frozen_stores: Any) -> None:
+@pytest.mark.parametrize("moments", [MomentFormat.FP32, MomentFormat.INT8])
+def test_bits_do_not_depend_on_memory_nor_on_where_it_was_cut(
+    moments: MomentFormat, frozen_stores: Any
+) -> None:
     ends = []
     for budget, cut in ((4 << 20, False), (0, False), (0, True)):
         _, store = frozen_stores("mixtral")
         lora = LoraConfig(rank=RANK)
-        budget = budget or least_host_budget(configured(store, lora), DeviceKind.CPU)
+        budget = budget or least_host_budget(configured(store, lora, moments=moments), DeviceKind.CPU)
         losses = []
         for steps in [range(2), range(2, 4)] if cut else [range(4)]:
-            with session(store, lora, budget=budget, clip=0.2) as parts:
+            with session(store, lora, budget=budget, clip=0.2, moments=moments) as parts:
                 losses += [take(parts, step) for step in steps]
                 Stepper(parts).commit()
                 crc = parts.store.records_crc32c()
@@ -317,6 +321,13 @@ def test_what_does_not_fit_the_store_is_refused(frozen_stores: Any, tmp_path: Pa
     with (
         pytest.raises(ConfigError, match=r"lora.rank: the pairs in .* have rank 2, not 3"),
         session(store, LoraConfig(rank=3)),
+    ):
+        pass
+    with (
+        pytest.raises(
+            ConfigError, match=r"adamw.moments: .* as fp32, not bf16: .* a store keeps one adapter"
+        ),
+        session(store, LoraConfig(rank=2), moments=MomentFormat.BF16),
     ):
         pass
     for other in (

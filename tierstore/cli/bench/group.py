@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tierstore.cli.bench.guesses import guesses
 from tierstore.cli.bench.io import io
 from tierstore.cli.bench.machine import machine
+from tierstore.cli.bench.order import order
 from tierstore.cli.bench.overlap import overlap, prediction
 from tierstore.cli.bench.report import compare, report
 from tierstore.cli.bench.results import (
@@ -19,6 +21,8 @@ from tierstore.cli.bench.results import (
     results_options,
     work_directory_option,
 )
+from tierstore.cli.bench.rivals import rivals
+from tierstore.cli.bench.scale import scale
 from tierstore.cli.bench.tiers import tiers
 from tierstore.cli.bench.train import train
 from tierstore.cli.groups import CommandGroup
@@ -43,7 +47,20 @@ def bench(ctx: click.Context) -> None:
     ctx.with_resource(ended_by_sigterm())
 
 
-for _command in (io, tiers, train, overlap, prediction, machine, report, compare):
+for _command in (
+    io,
+    tiers,
+    train,
+    order,
+    guesses,
+    rivals,
+    overlap,
+    prediction,
+    machine,
+    scale,
+    report,
+    compare,
+):
     bench.add_command(_command)
 
 
