@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import naive_moments as naive
@@ -226,7 +227,7 @@ def test_any_split_gives_the_same_bits(form, size, seed, cuts, isa):
     whole.run(rows, g, isa)
     unit = BLOCK if form is MomentFormat.INT8 else 1
     bounds = sorted({0, size, *(min(c // unit * unit, size) for c in cuts)})
-    for a, b in zip(bounds, bounds[1:], strict=False):
+    for a, b in pairwise(bounds):
         split.run(rows, g, isa, slice(a, b))
     assert split.bits() == whole.bits()
 

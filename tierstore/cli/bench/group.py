@@ -90,6 +90,10 @@ def show_adamw(result: AdamWResult, output: Output) -> None:
         "step": "tierstore AdamW",
         "replay": f"{result.replayed_steps} missed steps in one pass",
         "subnormal": "the same, subnormal moments",
+        "bf16": "tierstore AdamW, bf16 moments",
+        "bf16_replay": f"{result.replayed_steps} missed steps, bf16 moments",
+        "int8": "tierstore AdamW, int8 moments",
+        "int8_replay": f"{result.replayed_steps} missed steps, int8 moments",
     }
     output.table(
         f"AdamW, {result.parameters:,} fp32 parameters, {result.threads} threads, "
@@ -110,6 +114,12 @@ def show_adamw(result: AdamWResult, output: Output) -> None:
         f"of torch's speed {result.speed_to_torch_ratio:.2f}, of copy bandwidth "
         f"{result.speed_to_copy_ratio:.2f}; replay / step {result.replay_to_step_ratio:.2f}, "
         f"subnormal / replay {result.subnormal_to_replay_ratio:.2f}"
+    )
+    output.line(
+        f"bf16 moments: of copy bandwidth {result.bf16_speed_to_copy_ratio:.2f}, of the fp32 step's time "
+        f"{result.bf16_to_step_ratio:.2f}, of its replay's {result.bf16_replay_to_replay_ratio:.2f}; int8: "
+        f"{result.int8_speed_to_copy_ratio:.2f}, {result.int8_to_step_ratio:.2f}, "
+        f"{result.int8_replay_to_replay_ratio:.2f}"
     )
     if (record := result.record) is not None:
         output.line(
