@@ -68,6 +68,13 @@ class TrainConfig:
     device_budget: int = field(
         default=0, metadata={"size": True, "help": "memory for experts on the device (0: a few slots)"}
     )
+    boundary_budget: int = field(
+        default=0,
+        metadata={
+            "size": True,
+            "help": "memory for block inputs in layer order; what it cannot hold is spilled (0: all)",
+        },
+    )
     device: str = field(default="auto", metadata={"help": "cpu, cuda, or auto"})
     threads: int = field(default=0, metadata={"help": "torch's threads (0: one for each core)"})
     commit_every: int = field(default=20, metadata={"help": "steps between commits (0: only at the end)"})

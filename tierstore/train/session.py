@@ -36,7 +36,7 @@ from tierstore.store.format import RecordSchema
 from tierstore.store.opening import read_schemas
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.timeline import NullTimeline, TimelineSink, Track
-from tierstore.train.boundaries import MemoryBoundaries
+from tierstore.train.boundaries import BoundaryStore
 from tierstore.train.budgets import (
     EXPERT_SCHEMA,
     PAIR_SCHEMA,
@@ -50,10 +50,11 @@ from tierstore.train.budgets import (
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TrainingData
 from tierstore.train.experts import ExpertOpener, pair_key, register_experts, register_pairs
-from tierstore.train.footprint import return_freed_memory
+from tierstore.train.footprint import boundary_split, return_freed_memory
 from tierstore.train.layer_order import LayerParts
 from tierstore.train.ranks import Agreed, Opening, agree, check_alike
 from tierstore.train.sources import open_data
+from tierstore.train.spilling import open_boundaries
 from tierstore.train.state import TrainState, conditions, differences
 from tierstore.train.step_time import StepTimer
 from tierstore.train.stepping import SessionParts, Stepper
@@ -176,7 +177,7 @@ def open_parts(
             state=state,
             ledger=setup.ledger,
             timeline=setup.timeline,
-            layers=_layer_parts(config, gates, shell.source, stack),
+            layers=_layer_parts(setup, store, gates, shell.source, stack),
         )
         if setup.agreed.opening is Opening.CREATE:
             # A store is one from its first commit on: none is before all ranks have made theirs.
@@ -187,12 +188,13 @@ def open_parts(
 
 
 def _layer_parts(
-    config: TrainConfig, gates: Gates, slot: SourceSlot, stack: contextlib.ExitStack
+    setup: _Setup, store: StoreCore, gates: Gates, slot: SourceSlot, stack: contextlib.ExitStack
 ) -> LayerParts | None:
     """What steps in layer order need beside the other parts; None where they are taken in micro order."""
-    if not config.data.layer_major:
+    boundaries = _open_boundaries(setup, store)
+    if boundaries is None:
         return None
-    return LayerParts(gates=gates, slot=slot, boundaries=stack.enter_context(MemoryBoundaries()))
+    return LayerParts(gates=gates, slot=slot, boundaries=stack.enter_context(boundaries))
 
 
 # The parts, in order ----------------------------------------------------------------------------------------
@@ -253,6 +255,7 @@ def _prepare(
         torch.set_num_threads(config.threads)
     compute_deterministically(device)
     divided = budgets(config, DeviceKind(device.type))
+    boundary_split(config, mesh.world.size, len(config.model.architecture.units) - 2)  # a refusal comes here
     agreed = agree(config.store, opening, mesh)
     if agreed.opening is Opening.RESUME:
         _check_records(config, read_schemas(rank_directory(config.store, mesh.world.rank, mesh.world.size)))
@@ -403,6 +406,16 @@ def _fill(setup: _Setup, shell: _Shell, store: StoreCore, dense: DenseSlices) ->
         store.committer.acknowledge()
     if setup.keeps_gradients and (trained := trained_schema(config)) is not None:
         store.reserve_scratch(trained.name)
+
+
+def _open_boundaries(setup: _Setup, store: StoreCore) -> BoundaryStore | None:
+    """Where block inputs are kept; their space on disk is reserved here, if any of them is spilled."""
+    blocks = len(setup.config.model.architecture.units) - 2
+    split = boundary_split(setup.config, setup.mesh.world.size, blocks)
+    if split is None:
+        return None
+    count = setup.config.data.micro_batches
+    return open_boundaries(store, setup.ledger, split, layers=range(blocks), micro_batches=count)
 
 
 def _adapted(shell: _Shell, store: StoreCore, owned: range, config: TrainConfig) -> bool:

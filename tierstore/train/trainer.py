@@ -51,6 +51,8 @@ class Trainer:
         #: Where the time of the last step went, and of all.
         self.timer = timer
         self.experts = parts.experts
+        #: Where block inputs are kept in layer order.
+        self.boundaries = None if parts.layers is None else parts.layers.boundaries
         self.dense = parts.dense
         self.mesh = parts.mesh
         self._timeline = parts.timeline

@@ -9,6 +9,7 @@ import click
 
 from tierstore.cli.bench.io import io
 from tierstore.cli.bench.machine import machine
+from tierstore.cli.bench.order import order
 from tierstore.cli.bench.overlap import overlap, prediction
 from tierstore.cli.bench.report import compare, report
 from tierstore.cli.bench.results import (
@@ -43,7 +44,7 @@ def bench(ctx: click.Context) -> None:
     ctx.with_resource(ended_by_sigterm())
 
 
-for _command in (io, tiers, train, overlap, prediction, machine, report, compare):
+for _command in (io, tiers, train, order, overlap, prediction, machine, report, compare):
     bench.add_command(_command)
 
 
