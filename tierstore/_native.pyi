@@ -171,6 +171,83 @@ class DoubleTable:
     def array(self) -> Annotated[NDArray[numpy.float64], dict(shape=(None,))]:
         """A writable view."""
 
+class NumberSet:
+    """
+    A set of numbers (u32) as bits: for numbers that lie close together, in little memory.
+    """
+
+    def __init__(self) -> None: ...
+    def __len__(self) -> int: ...
+    def __contains__(self, number: int) -> bool: ...
+    def add(self, number: int) -> bool:
+        """Returns whether it was not there."""
+
+    def discard(self, number: int) -> bool:
+        """Returns whether it was there."""
+
+    def clear(self) -> None: ...
+    def update(
+        self,
+        numbers: Annotated[
+            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+    ) -> None:
+        """Adds them all."""
+
+    def difference_update(
+        self,
+        numbers: Annotated[
+            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+    ) -> None:
+        """Removes those of them that are there."""
+
+    def pop_first(self) -> int:
+        """Removes the smallest and returns it. IndexError if there is none."""
+
+    def smallest(self, count: int) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]:
+        """The ``count`` smallest, ascending, or all."""
+
+    def largest(self, count: int) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]:
+        """The ``count`` largest, ascending, or all."""
+
+    def array(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]:
+        """All of them, ascending."""
+
+class KeyTable:
+    """
+    Keys, numbered from 0 as they come: a dictionary and a list in little memory.
+    """
+
+    def __init__(self) -> None: ...
+    def __len__(self) -> int: ...
+    def __contains__(self, key: str) -> bool: ...
+    def find(self, key: str) -> int:
+        """Its number; -1 if there is none."""
+
+    def add(self, key: str) -> int:
+        """Returns the number of a new key. ValueError if it is there already."""
+
+    def add_all(self, keys: list[bytes]) -> None:
+        """Adds keys, as UTF-8. ValueError at one that is there already."""
+
+    def key(self, number: int) -> str:
+        """IndexError if there is none."""
+
+    def pop(self) -> None:
+        """Removes the key that came last."""
+
+    def ordered(self, count: int = ...) -> list[str]:
+        """The keys in order, of those with numbers below ``count``."""
+
+    def sorted(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]:
+        """The numbers, in the order of their keys."""
+
+def entries_crc32c(database: bytes, items: list[tuple[bytes, bytes]]) -> int:
+    """
+    The sum, modulo 2^64, of the crc32c of ``DATABASE \\0 KEY \\0 VALUE`` of each item.
+    """
+
 class FileCreate(enum.Enum):
     NO = 0
 
@@ -936,6 +1013,19 @@ class Residency:
     def add_record(
         self, layer: int, group_frames: Sequence[int], group_bytes: Sequence[int], stored_mask: int
     ) -> int: ...
+    def add_records(
+        self,
+        layers: Annotated[
+            NDArray[numpy.uint16], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        group_frames: Sequence[int],
+        group_bytes: Sequence[int],
+        stored_mask: int,
+    ) -> int:
+        """
+        ``add_record`` for a record of each of ``layers``, alike otherwise; returns the first one's number.
+        """
+
     def set_stored(self, record: int, mask: int) -> None: ...
     def begin_access(
         self,

@@ -7,6 +7,7 @@ NB_MODULE(_native, m) {
     m.doc() = "tierstore's native core: arenas, files, the ticket engine, AdamW, cache residency, replay.";
     bind_base(m);
     bind_memory(m);
+    bind_tables(m);
     bind_io(m);
     bind_optim(m);
     bind_engine(m);

@@ -260,3 +260,12 @@ def test_bf16_parameters_travel_in_bf16(configure: Make) -> None:
     config = configure("qwen3_moe", ComputeDtype.BF16, {"dense.gather": "fp32"})
     with pytest.raises(ConfigError, match=r"dense\.gather"), open_session(config, Opening.RESUME):
         pass
+
+
+@pytest.mark.parametrize("dtype", list(ComputeDtype))
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES, "mixtral", "deepseek_v3", "gpt_oss"))
+def test_layer_order_has_the_bits_of_micro_order(family: str, dtype: ComputeDtype, configure: Make) -> None:
+    base = {"steps": 3, "data.micro_batches": 3}
+    expected = train(configure(family, dtype, base))
+    found = train(configure(family, dtype, {**base, "data.micro_order": "layer"}))
+    assert found[:2] == expected[:2]

@@ -73,7 +73,8 @@ def from_int8(codes: npt.NDArray[np.uint8], scales: Floats, signs: Signs) -> Flo
     if signs is Signs.SIGNED:
         size = table(signs)[codes & 127] * scale
         return np.where(codes & 128, -size, size).astype(np.float32)
-    return (table(signs)[codes] * scale).astype(np.float32)
+    values: Floats = (table(signs)[codes] * scale).astype(np.float32)
+    return values
 
 
 def scale_of(block: Floats) -> float:
@@ -88,10 +89,8 @@ def scale_of(block: Floats) -> float:
     return 2.0 ** min(max(exponent, -94), 110)
 
 
-def to_int8(
-    x: Floats, random: npt.NDArray[np.uint32], signs: Signs
-) -> tuple[npt.NDArray[np.uint8], Floats]:
-    """Codes and scales. The code above where the fraction between two codes plus ``random`` / 2**19 reaches 1."""
+def to_int8(x: Floats, random: npt.NDArray[np.uint32], signs: Signs) -> tuple[npt.NDArray[np.uint8], Floats]:
+    """Codes and scales. The code above where the fraction between two codes plus ``random`` / 2**20 reaches 1."""
     codes, scales = np.zeros(x.size, np.uint8), np.zeros(-(-x.size // BLOCK), np.float32)
     magnitudes = table(signs)
     for b in range(scales.size):
@@ -111,11 +110,8 @@ def to_int8(
         gap = magnitudes[below + 1] - magnitudes[below]
         fraction = np.floor((size - magnitudes[below]) / gap * 2**RANDOM_BITS)
         code = below + (fraction + random[part] >= 2**RANDOM_BITS)
-        if signs is Signs.SIGNED:
-            code = code + np.where(np.signbit(value), 128, 0)
-        else:
-            code = np.maximum(code, value != 0)
-        codes[part] = code
+        signed = signs is Signs.SIGNED
+        codes[part] = code + np.where(np.signbit(value), 128, 0) if signed else np.maximum(code, value != 0)
     return codes, scales
 
 
@@ -146,5 +142,3 @@ def step(s: Stepped, row: Floats, grad: Floats | None) -> Stepped:
         v = f(f(v * b2) + f(f(rest(row[2]) * g) * g))
         p = f(f(p * shrink) - f(f(rate * m) / f(np.sqrt(v) + floor)))
     return Stepped(p, m, v)
-
-

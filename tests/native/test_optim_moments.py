@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import naive_moments as naive
@@ -226,7 +227,7 @@ def test_any_split_gives_the_same_bits(form, size, seed, cuts, isa):
     whole.run(rows, g, isa)
     unit = BLOCK if form is MomentFormat.INT8 else 1
     bounds = sorted({0, size, *(min(c // unit * unit, size) for c in cuts)})
-    for a, b in zip(bounds, bounds[1:], strict=False):
+    for a, b in pairwise(bounds):
         split.run(rows, g, isa, slice(a, b))
     assert split.bits() == whole.bits()
 
@@ -264,7 +265,10 @@ def test_bf16_rounding_is_unbiased_exactly():
         value = np.float32(x)
         rounded = naive.widen(naive.to_bf16(np.full(random.size, value), random)).astype(np.float64)
         assert rounded.mean() == float(value)
-    for x in (3.3961775e38, -3.4e38):  # from the largest bf16 on: towards zero, for there is no finite one above
+    for x in (
+        3.3961775e38,
+        -3.4e38,
+    ):  # from the largest bf16 on: towards zero, for there is no finite one above
         assert set(naive.to_bf16(np.full(random.size, x, np.float32), random) & 0x7FFF) == {0x7F7F}
 
 
@@ -310,7 +314,10 @@ def test_the_kernels_rounding_is_unbiased(form):
         assert abs((got == above).mean() - p) < 5 * (p * (1 - p) / got.size) ** 0.5
         pair.append((got == above) - p)
     # Neither the two moments nor neighbours nor what lies a block apart round together.
-    for a, b in ((pair[0], pair[1]), *((x[lag:], x[:-lag]) for x in pair for lag in (1, 2, 8, 16, BLOCK - 1))):
+    for a, b in (
+        (pair[0], pair[1]),
+        *((x[lag:], x[:-lag]) for x in pair for lag in (1, 2, 8, 16, BLOCK - 1)),
+    ):
         assert abs(np.corrcoef(a, b)[0, 1]) < 5 / a.size**0.5
 
 

@@ -20,6 +20,7 @@ from tierstore.stats import Tier
 from tierstore.store.format import MomentFormat
 from tierstore.train.budgets import DeviceKind
 from tierstore.train.config import TrainConfig
+from tierstore.train.files import MicroOrder
 from tierstore.units import format_bytes
 
 _MIB = 1 << 20
@@ -232,6 +233,22 @@ def _retain(setting: Setting, limits: Limits) -> Iterator[Change]:
         )
 
 
+def _boundary_budget(setting: Setting, limits: Limits) -> Iterator[Change]:
+    kept = setting.boundaries
+    if kept is None:
+        return
+    wanted = setting.together * kept.slot_bytes
+    if wanted < kept.memory_bytes:
+        yield _configured(setting, f"boundary_budget = {wanted}", Effect.SAME_BITS, boundary_budget=wanted)
+
+
+def _micro_order(setting: Setting, limits: Limits) -> Iterator[Change]:
+    data = setting.config.data
+    if data.layer_major:
+        micro = replace(data, micro_order=MicroOrder.MICRO)
+        yield _configured(setting, 'data.micro_order = "micro"', Effect.SAME_BITS, data=micro)
+
+
 def _micro_batches(setting: Setting, limits: Limits) -> Iterator[Change]:
     data = setting.config.data
     parts = 2
@@ -289,6 +306,8 @@ KNOBS: tuple[Knob, ...] = (
     _host_budget,
     _device_budget,
     _retain,
+    _boundary_budget,
+    _micro_order,
     _switched("expert_activations", SaveActivations.RECOMPUTE, Effect.SAME_BITS),
     _switched("checkpoint_activations", CheckpointActivations.BLOCK, Effect.SAME_BITS),
     _micro_batches,

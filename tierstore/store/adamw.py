@@ -177,6 +177,6 @@ class StepHistory:
                 f"{self.applied} applied"
             )
 
-    def oldest(self, reached: Sequence[int]) -> int:
+    def oldest(self, reached: Sequence[int] | npt.NDArray[np.int64]) -> int:
         """The least step in ``reached`` that still matters."""
-        return min(reached, default=self.applied) if self.replays else self.applied
+        return int(np.min(reached)) if self.replays and len(reached) else self.applied

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from functools import cached_property
 
 import numpy as np
 
@@ -131,7 +132,7 @@ class GroupLayout:
     sections: tuple[Section, ...]
     first_section: int
 
-    @property
+    @cached_property
     def slot_bytes(self) -> int:
         """Bytes of one slot, gaps included."""
         return sum(section.padded_nbytes for section in self.sections)
@@ -184,6 +185,13 @@ class RecordSchema:
 
     def layout(self, group: Group) -> GroupLayout:
         """The sections of ``group``; of a frozen record only the weights have any."""
+        return self._layouts[group]
+
+    @cached_property
+    def _layouts(self) -> tuple[GroupLayout, ...]:
+        return tuple(self._make_layout(group) for group in Group)
+
+    def _make_layout(self, group: Group) -> GroupLayout:
         if self.frozen:
             dtype = "<f4" if self.weight_format is WeightFormat.FP32 else "<u2"
             sections = (Section("weight", dtype, self.numel),)
@@ -196,7 +204,7 @@ class RecordSchema:
         groups = (weights, moments, (Section("gradient", "<f4", self.numel),))
         return GroupLayout(group, groups[group], sum(map(len, groups[:group])))
 
-    @property
+    @cached_property
     def sections(self) -> int:
         """How many sections a record has, in all groups."""
         return sum(len(self.layout(group).sections) for group in Group)

@@ -182,7 +182,7 @@ def open_existing(
                 index.roll_back(PREVIOUS)
             except KeyError as error:
                 raise StoreError(f"{directory}: there is no prepared commit to go back from") from error
-        layers = config.layers or tuple(sorted({e.layer for e in index.read_commit().records.values()}))
+        layers = config.layers or index.layers()
         check_budget(config, schemas, layers)
         adamw = adamw or AdamWConfig(inactive=inactive)
         config = replace(config, layers=layers)
@@ -394,7 +394,10 @@ def _assemble(
     stack.callback(extents.close)
     residency = make_residency(config, frames, frame)
     recording = None if trace is None else stack.enter_context(TraceRecorder(trace, residency))
-    cache = HostCache(engine=engine, arena=arena, frame_bytes=frame, residency=residency)
+    live = LiveIndex(extents)
+    cache = HostCache(
+        engine=engine, arena=arena, frame_bytes=frame, residency=residency, find_backing=live.backing
+    )
     return Parts(
         home=drives.home,
         drives=drives,
@@ -405,7 +408,7 @@ def _assemble(
         arena=arena,
         index=index,
         extents=extents,
-        live=LiveIndex(extents),
+        live=live,
         cache=cache,
         recording=recording,
         tuning=tuning,

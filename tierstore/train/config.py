@@ -68,6 +68,13 @@ class TrainConfig:
     device_budget: int = field(
         default=0, metadata={"size": True, "help": "memory for experts on the device (0: a few slots)"}
     )
+    boundary_budget: int = field(
+        default=0,
+        metadata={
+            "size": True,
+            "help": "memory for block inputs in layer order; what it cannot hold is spilled (0: all)",
+        },
+    )
     device: str = field(default="auto", metadata={"help": "cpu, cuda, or auto"})
     threads: int = field(default=0, metadata={"help": "torch's threads (0: one for each core)"})
     commit_every: int = field(default=20, metadata={"help": "steps between commits (0: only at the end)"})
@@ -121,7 +128,7 @@ class TrainConfig:
         """Whether gradients of experts (or their pairs) outlive their backward pass, and may spill to disk."""
         if self.lora.enabled and not self.lora.experts:
             return False
-        return self.step_timing is StepTiming.DEFERRED or self.data.micro_batches > 1
+        return self.step_timing is StepTiming.DEFERRED or self.data.passes > 1
 
     @property
     def tokens_per_micro_batch(self) -> int:

@@ -150,7 +150,7 @@ class TrainResult(Figures):
     cgroup: MemoryUse | None = field(metadata=prefixed("cgroup_"))
 
 
-class _Disk(DiskProbe):
+class StepDisk(DiskProbe):
     """The disk's speed at a share of the bytes of a step, ``mix``, with the transfers of ``config``."""
 
     def __init__(self, directory: Path, config: TrainConfig, mix: Bytes) -> None:
@@ -238,14 +238,14 @@ def _measure(
             if process is not None and bench.warmup:
                 process.run(bench.warmup)
         rounds = _Rounds(opened=tiered.opened)
-        disk: _Disk | None = None
+        disk: StepDisk | None = None
         for turn in range(bench.rounds):
             before = [disk.measured()] if disk is not None else []
             found = tiered.run(bench.steps)
             rounds.tiered.append(found)
             mix = Bytes(found.read_bytes, found.written_bytes).per(bench.steps)
             if mix.total:
-                disk = disk or stack.enter_context(contextlib.closing(_Disk(directory, config, mix)))
+                disk = disk or stack.enter_context(contextlib.closing(StepDisk(directory, config, mix)))
                 rounds.disk_bytes_per_s.append(statistics.harmonic_mean([*before, disk.measured()]))
             if whole is not None:
                 rounds.in_ram.append(whole.run(bench.steps))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tierstore.train.trainer import Trainer
 
 _COUNTERS = ("read_bytes", "written_bytes", "hits", "misses", "wasted_prefetch_bytes")
+_SPILLED = ("boundary_read_bytes", "boundary_written_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,8 @@ class RoundSteps:
     wasted_prefetch_bytes: int
     hits: int
     misses: int
+    #: Block inputs that went to disk and came back, in layer order.
+    spilled_bytes: int = 0
 
 
 class TrainingProcess:
@@ -118,6 +121,7 @@ def _steps(trainer: Trainer, count: int) -> RoundSteps:
             cause: (total - stalls.get(cause, 0)) / 1e9 for cause, total in _stalls(trainer).items()
         },
         peak_resident_bytes=peak_resident_bytes(),
+        spilled_bytes=sum(after.get(name, 0) - before.get(name, 0) for name in _SPILLED),
         **{name: after[name] - before[name] for name in _COUNTERS},
     )
 
