@@ -90,10 +90,10 @@ class GuessResult(Figures):
     bench: str = "guesses"
     steps: int
     tokens: int
-    tokens_per_step: int
+    step_tokens_count: int
     experts: int
-    top_k: int
-    moe_layers: int
+    top_k_count: int
+    layers: int
     host_budget_bytes: int
     predictors: Sequence[PredictorGuesses]
 
@@ -108,10 +108,10 @@ def run(config: TrainConfig, asked: GuessBench, announce: Callable[[str], None])
     return GuessResult(
         steps=asked.steps,
         tokens=asked.tokens,
-        tokens_per_step=config.tokens_per_step,
+        step_tokens_count=config.tokens_per_step,
         experts=model.experts,
-        top_k=model.architecture.top_k,
-        moe_layers=len(model.moe_layers),
+        top_k_count=model.architecture.top_k,
+        layers=len(model.moe_layers),
         host_budget_bytes=config.host_budget,
         predictors=found,
     )

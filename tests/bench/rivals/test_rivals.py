@@ -12,18 +12,23 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+import rival_that_ends
 import torch
 from click.testing import CliRunner
 
+from tierstore.bench.probes.disk import Bytes
 from tierstore.bench.processes.spawn import WorkerError
 from tierstore.bench.results.figures import to_json
 from tierstore.bench.rivals import run as race
 from tierstore.bench.rivals.deepspeed import settings_of
+from tierstore.bench.rivals.plain import open_plain
 from tierstore.bench.rivals.registry import RIVALS, Entry
 from tierstore.bench.rivals.rival import RivalTask
 from tierstore.bench.rivals.run import Outcome, RivalsBench, RivalsResult, difference, measurements, order
+from tierstore.bench.rivals.tiered import open_in_ram
 from tierstore.bench.rivals.worker import Ready, RivalProcess, RivalSteps, disk_bytes
 from tierstore.bench.rivals.workload import BuiltIn, fill
+from tierstore.bench.training.bound import Compulsory
 from tierstore.cli.bench.rivals import show_rivals
 from tierstore.cli.main import cli
 from tierstore.cli.output import Output, OutputMode
@@ -123,44 +128,85 @@ def test_deepspeed_is_told_to_train_the_same(config: TrainConfig, tmp_path: Path
 # A whole race -----------------------------------------------------------------------------------------------
 
 
-def test_a_race_of_those_that_need_torch_alone(config: TrainConfig, tmp_path: Path) -> None:
+class FakeDisk:
+    """A disk of 1 MB/s: the real one's probe moves hundreds of MB."""
+
+    def __init__(self, directory: Path, config: TrainConfig, mix: Bytes) -> None:
+        assert mix.total > 0
+
+    def measured(self) -> float:
+        return 1e6
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@pytest.mark.slow
+def test_a_race_of_those_that_need_torch_alone(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    names = ("torch", "fsdp2-cpu", "tierstore", "tierstore-ram", "deepspeed-nvme")
-    missing = MappingProxyType(
-        {**RIVALS, "deepspeed-nvme": replace(RIVALS["deepspeed-nvme"], needs="no_such")}
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(race, "RIVALS", missing)
-        found = race.run(
-            replace(config, clip_norm=0.5),
-            RivalsBench(rivals=names, steps=1, warmup=3, rounds=2),
-            said.append,
-        )
+    names = ("torch", "fsdp2-cpu", "tierstore", "deepspeed-nvme")
+    missing = {**RIVALS, "deepspeed-nvme": replace(RIVALS["deepspeed-nvme"], needs="no_such")}
+    monkeypatch.setattr(race, "RIVALS", MappingProxyType(missing))
+    monkeypatch.setattr(race, "StepDisk", FakeDisk)
+    plan = RivalsBench(rivals=names, steps=1, warmup=3, rounds=2)
+    found = race.run(replace(config, clip_norm=0.5), plan, said.append)
     assert not config.store.exists()
     by_name = {one.rival: one for one in found.rivals}
-    assert [one.outcome for one in found.rivals] == [Outcome.RAN] * 4 + [Outcome.SKIPPED]
+    assert [one.outcome for one in found.rivals] == [Outcome.RAN] * 3 + [Outcome.SKIPPED], said
     assert by_name["deepspeed-nvme"].reason == "no_such is not installed (pip install tierstore[rivals])"
     assert any("no_such is not installed" in line for line in said)
     assert found.agreed
     assert found.reference == "torch"
-    for name in names[:4]:
+    for name in names[:3]:
         losses = by_name[name].losses
         assert len(losses) == 5
         assert losses == pytest.approx(by_name["torch"].losses, abs=1e-4)
     # Had one of them stood still, its loss would show it.
     assert by_name["torch"].losses[-1] < by_name["torch"].losses[0] - 0.1
-    assert found.orders == [list(names[:4]), [*names[1:4], names[0]]]
-    assert {one.rival for one in found.against} == {"torch", "fsdp2-cpu", "tierstore-ram"}
-    assert found.bound is not None
-    assert found.bound.in_ram_step_s is not None
-    assert found.bound.step_to_aim_ratio is None  # for nobody was DeepSpeed
+    assert found.orders == [list(names[:3]), [*names[1:3], names[0]]]
+    assert {one.rival for one in found.against} == {"torch", "fsdp2-cpu"}
     document = json.loads(json.dumps(to_json(found)))
     assert document["bench"] == "rivals"
     assert len(document["rivals"][0]["times"]["step_samples_s"]) == 2
-    assert "times" not in document["rivals"][4]
+    assert "times" not in document["rivals"][3]
     labels = {one.label for one in measurements(found)}
-    assert {"tokens (rival=torch)", "read a step (rival=tierstore)", "step to bound"} <= labels
+    assert {"tokens (rival=torch)", "read a step (rival=tierstore)"} <= labels
     assert not any("deepspeed" in label for label in labels)
+    show_rivals(found, Output(OutputMode.HUMAN))
+
+
+def test_in_ram_we_train_the_same_too(config: TrainConfig, tmp_path: Path) -> None:
+    losses = []
+    for opener in (open_plain, open_in_ram):
+        directory = tmp_path / opener.__name__
+        directory.mkdir()
+        with opener(RivalTask(config=config, directory=directory)) as rival:
+            losses.append([rival.step() for _ in range(3)])
+            assert rival.describe()
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+
+
+def test_the_bound_and_the_aim(
+    config: TrainConfig, fake: type[FakeProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # 3 MB of compulsory bytes at 1 MB/s: 3 s, more than the 2.5 s in RAM; DeepSpeed's step takes 8 s.
+    monkeypatch.setattr(race, "StepDisk", FakeDisk)
+    moved = Bytes(12_000_000, 6_000_000)
+    monkeypatch.setattr(
+        race, "compulsory", lambda trace, first_step, steps: Compulsory("lru", moved, {"lru": moved}, moved)
+    )
+    fake.behaviour |= {"tierstore": "moves bytes"}
+    found = raced(config, rivals=("deepspeed-nvme", "tierstore", "tierstore-ram"))
+    bound = found.bound
+    assert bound is not None
+    assert (bound.compulsory_read_bytes, bound.compulsory_written_bytes) == (2_000_000, 1_000_000)
+    assert bound.in_ram_step_s == 2.5
+    assert bound.bound_s == 3.0
+    assert bound.step_to_bound_ratio == pytest.approx(2 / 3)
+    assert bound.aim_s == pytest.approx(3.3)  # more than 8 s / 4
+    assert bound.step_to_aim_ratio == pytest.approx(2 / 3.3)
+    targets = {one.label: one.met for one in measurements(found) if one.target is not None}
+    assert targets == {"resident to rival's (rival=deepspeed-nvme)": True, "step to aim": True}
     show_rivals(found, Output(OutputMode.HUMAN))
 
 
@@ -189,11 +235,11 @@ class FakeProcess:
             losses = [loss + 0.01 * (self._number + i) for i, loss in enumerate(losses)]
         self._number += steps
         return RivalSteps(
-            step_s=[{"torch": 1.0, "tierstore": 2.0}.get(self.name, 8.0)] * steps,
+            step_s=[{"torch": 1.0, "tierstore": 2.0, "tierstore-ram": 2.5}.get(self.name, 8.0)] * steps,
             losses=losses,
             cpu_s=2.0 * steps,
             peak_resident_bytes=1000 if self.name == "tierstore" else 4000,
-            read_bytes=0,
+            read_bytes=1000 if self._how == "moves bytes" else 0,
             written_bytes=0,
             disk_read_bytes=None if self.name == "torch" else 7,
             disk_written_bytes=None if self.name == "torch" else 5,
@@ -298,7 +344,9 @@ def test_differences_of_losses() -> None:
 # Processes --------------------------------------------------------------------------------------------------
 
 
-def test_reasons_of_a_process(config: TrainConfig, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_reasons_of_a_process(config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(rival_that_ends.__file__).parent))
     lost = replace(config, data=DataConfig(paths=(str(tmp_path / "nowhere"),)))
     with pytest.raises(WorkerError, match=r"torch: DataError: .*nowhere"):
         RivalProcess("torch", config=lost, directory=tmp_path / "lost", timeout_s=60)

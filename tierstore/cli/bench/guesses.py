@@ -85,7 +85,7 @@ def guesses(
 
 def _show(result: GuessResult, output: Output) -> None:
     parts = (
-        (f"training, {result.steps} steps of {result.tokens_per_step} tokens", "training"),
+        (f"training, {result.steps} steps of {result.step_tokens_count} tokens", "training"),
         (f"decoding, {result.tokens} tokens", "decoding"),
     )
     for title, name in parts:
@@ -107,7 +107,7 @@ def _show(result: GuessResult, output: Output) -> None:
         ]
         if rows:
             output.table(
-                f"{title}; {result.moe_layers} layers of {result.experts} experts, top-{result.top_k}, host budget "
+                f"{title}; {result.layers} layers of {result.experts} experts, top-{result.top_k_count}, host budget "
                 f"{format_bytes(result.host_budget_bytes)}",
                 (
                     "predictor",
