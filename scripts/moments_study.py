@@ -84,10 +84,14 @@ def run(options: argparse.Namespace) -> None:
     for horizon in sorted(options.horizons):
         done = {(result.moments, result.seed, result.horizon) for result in finished(options.directory)}
         jobs = [Job(moments, seed, horizon) for seed in options.seeds for moments in options.moments]
+        jobs.sort(key=lambda job: job.moments == CONTROL)  # last
         jobs = [job for job in jobs if (job.moments, job.seed, job.horizon) not in done]
         with ThreadPoolExecutor(options.processes) as pool:
             for result in pool.map(lambda job: train(job, options), jobs):
-                print(f"{result.moments} seed {result.seed}: {result.val_loss:.4f} at {result.horizon}")
+                print(
+                    f"{result.moments} seed {result.seed}: {result.val_loss:.4f} at {result.horizon}",
+                    flush=True,
+                )
 
 
 def train(job: Job, options: argparse.Namespace) -> Result:
