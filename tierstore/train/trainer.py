@@ -17,6 +17,7 @@ import torch
 
 from tierstore.model.interface import Batch
 from tierstore.stats import Cause, Tier
+from tierstore.tiers import describe_weights, weights_in_place
 from tierstore.timeline import Track
 from tierstore.train.data import TrainingData
 from tierstore.train.step_time import StepTimer
@@ -53,6 +54,13 @@ class Trainer:
         self.dense = parts.dense
         self.mesh = parts.mesh
         self._timeline = parts.timeline
+
+    def describe_weights(self) -> str:
+        """One line: where experts are computed with, and why."""
+        config = self.config
+        return describe_weights(
+            weights_in_place(config.weights_in_place, self.mesh.device, config.links.copy)
+        )
 
     def step(self) -> StepResult:
         """One optimizer step. Raises NonFiniteError, ChecksumError, OSError, BudgetError.

@@ -98,7 +98,11 @@ def _answers(requests: Iterator[Any]) -> Generator[Mapping[str, object]]:
     config.model.import_code()
     fixed = fixed_cost(config, resident_bytes()).nbytes
     with open_session(config, Opening.CREATE, trace=trace) as trainer:
-        yield asdict(Opened(fixed_resident_bytes=fixed, effective=trainer.store.describe()))
+        yield asdict(
+            Opened(
+                fixed_resident_bytes=fixed, effective=[*trainer.store.describe(), trainer.describe_weights()]
+            )
+        )
         for request in requests:
             yield asdict(_steps(trainer, request["steps"]))
 
