@@ -35,6 +35,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "both": {"clip_norm": 0.3, "data.micro_batches": 3},
     "checkpointed": {"model.checkpoint_activations": "block"},
     "bf16, a snapshot kept": {"model.compute_dtype": "bf16", "retain": 1},
+    "moments in bf16": {"adamw.moments": "bf16"},
+    "moments in int8": {"adamw.moments": "int8", "model.compute_dtype": "bf16", "retain": 1},
     "written back early": {"cache.write_back_every": 2},
     "a quota for each layer": {"cache.scope": "layer"},
     "dense between": {"model.n_layers": 5, "model.moe_every": 2},
@@ -49,7 +51,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(RUNS, "all in memory", "lru", "clipped"))
+@pytest.mark.parametrize("name", mostly_slow(RUNS, "all in memory", "lru", "clipped", "moments in int8"))
 def test_a_run_takes_what_its_plan_says(name: str, setting: Make) -> None:
     """Records, extents, index, host budget; and with every expert active, the bytes read and written a step: exactly."""
     torch.set_num_threads(1)

@@ -38,7 +38,7 @@ class AuxLoss:
         self._logits: dict[int, Tensor] | None = None
         self._recorded: tuple[Tensor, ...] = ()
         if self.weight:
-            for layer, router in _routers(loaded):
+            for layer, router in routers_of(loaded):
                 router.register_forward_hook(partial(self._record, layer))
 
     @contextmanager
@@ -91,7 +91,7 @@ class AuxLoss:
         return share
 
 
-def _routers(loaded: LoadedModule) -> Iterator[tuple[int, nn.Module]]:
+def routers_of(loaded: LoadedModule) -> Iterator[tuple[int, nn.Module]]:
     """The router of every layer of experts. Raises ConfigError where there is none beside the experts."""
     layers = {id(experts): layer for layer, experts in loaded.experts_at.items()}
     for name, block in loaded.module.named_modules():

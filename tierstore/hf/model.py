@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tierstore.errors import StoreFormatError
-from tierstore.hf.balance import AuxLoss, BiasBalance
+from tierstore.hf.balance import AuxLoss, BiasBalance, routers_of
 from tierstore.hf.describing import unit_of
 from tierstore.hf.experts import ExpertLayer, ExpertLoads, bind
 from tierstore.hf.loading import LoadedModule, build_module, checkpoint_activations, class_of, parse_config
@@ -30,6 +30,7 @@ from tierstore.hf.packages import quiet_transformers
 from tierstore.hf.packing import attention_masks
 from tierstore.model.config import CheckpointActivations, ComputeDtype
 from tierstore.model.interface import Batch, ModelOutput
+from tierstore.moe.guessing import LayerRouter
 from tierstore.moe.lora import LoraConfig
 from tierstore.moe.seeds import derive_seed
 from tierstore.moe.source import ExpertSource
@@ -97,6 +98,8 @@ class HfModel:
         """
         finetune, lora = finetune or FinetuneConfig(), lora or LoraConfig()
         self._module = loaded.module
+        self._experts = loaded.experts
+        self._routers = dict(routers_of(loaded))
         self._compute = compute
         self.loads = ExpertLoads()
         for number, experts in loaded.experts_at.items():
@@ -170,6 +173,13 @@ class HfModel:
     def made(self, output: Any) -> Tensor | None:
         logits: Tensor | None = output.logits
         return logits
+
+    def routers(self) -> list[LayerRouter]:
+        layers: list[Any] = list(self.blocks)
+        return [
+            LayerRouter(layer, layers[layer].post_attention_layernorm, router, _chosen, self._experts)
+            for layer, router in sorted(self._routers.items())
+        ]
 
     # Passes -------------------------------------------------------------------------------------------------
 
@@ -318,3 +328,9 @@ class HfModel:
             self._module.train(training)
         text: list[int] = made[0, len(prompt) :].tolist()
         return text
+
+
+def _chosen(router: nn.Module, x_TD: Tensor) -> Tensor:
+    """What every family's router gives: logits, weights, experts."""
+    chosen: Tensor = router(x_TD)[2]
+    return chosen

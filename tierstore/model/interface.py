@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from tierstore.moe.guessing import LayerRouter
+
 #: A target that does not count.
 IGNORED = -100
 
@@ -138,6 +140,10 @@ class Model(DenseModel, Protocol):
 
     def run(self, batch: Batch) -> ModelOutput:
         """A forward pass over ``batch``, with its loss."""
+        ...
+
+    def routers(self) -> list[LayerRouter]:
+        """The router of each MoE layer, and the norm before it, in the order of the forward pass."""
         ...
 
     def suspend(self) -> object:

@@ -27,7 +27,8 @@ from tierstore.model.attention import Attention, RMSNorm, rotary_tables
 from tierstore.model.config import CheckpointActivations, ModelConfig, TieEmbeddings
 from tierstore.model.interface import Batch, ModelOutput
 from tierstore.model.loss import cross_entropy
-from tierstore.moe import ExpertSource, FeedForward, MoELayer, NoiseKey, Routing
+from tierstore.moe import ExpertSource, FeedForward, MoELayer, NoiseKey, Router, Routing
+from tierstore.moe.guessing import LayerRouter
 from tierstore.moe.seeds import keyed_generator
 from tierstore.parallel import Mesh
 from tierstore.stats import StallLedger
@@ -168,6 +169,14 @@ class Transformer(nn.Module):
         output: ModelOutput = self(batch.tokens_BT, batch.targets_BT)
         return output
 
+    def routers(self) -> list[LayerRouter]:
+        experts, found = self.config.experts, []
+        for layer, block in enumerate(self.blocks):
+            assert isinstance(block, Block)
+            if isinstance(block.mixture, MoELayer):
+                found.append(LayerRouter(layer, block.ffn_norm, block.mixture.router, _chosen, experts))
+        return found
+
     def end_step(self) -> None:
         """Nothing: gradients alone teach it."""
 
@@ -259,3 +268,8 @@ class Transformer(nn.Module):
         finally:
             self.train(training)
         return tokens[len(tokens) - count :]
+
+
+def _chosen(router: nn.Module, x_TD: Tensor) -> Tensor:
+    assert isinstance(router, Router)
+    return router.choose(x_TD)

@@ -110,7 +110,8 @@ class Setting:
     @property
     def schema(self) -> RecordSchema:
         """The experts' records."""
-        return expert_record(self.model.expert_numel, self.config.model.compute_dtype, self.training)
+        numel, compute = self.model.expert_numel, self.config.model.compute_dtype
+        return expert_record(numel, compute, self.training, self.config.adamw.moments)
 
     @property
     def training(self) -> Training:
@@ -300,6 +301,12 @@ def _device_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
         )
     yield Term(
         Tier.DEVICE,
+        "router copies",
+        fixed.routers,
+        "4 B x (experts + 1) x width of each layer of experts but the first, to guess with",
+    )
+    yield Term(
+        Tier.DEVICE,
         "activations",
         fixed.activations,
         f"upper estimate of a forward pass of {setting.tokens} tokens"
@@ -363,7 +370,7 @@ def _host_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
 def _disk_terms(setting: Setting) -> Iterable[Term]:
     config, schema, retain = setting.config, setting.schema, setting.config.retain
     slot_bytes = extent_bytes(schema, 1, 0) // schema_copies(schema, copies(0))  # padding included
-    each = schema.record_bytes // schema.numel
+    each = f"{schema.record_bytes / schema.numel:.4g}"
     of = f"x {copies(retain)} copies (the live one, the last commit's, {retain} snapshots)"
     once = "x 1 copy: read only" if schema.frozen else of
     yield Term(
@@ -378,8 +385,8 @@ def _disk_terms(setting: Setting) -> Iterable[Term]:
             Tier.NVME,
             "pair extents",
             extent_bytes(pairs, setting.records, retain),
-            f"{setting.records} records x {extent_bytes(pairs, 1, 0) // copies(0)} B (12 B x {pairs.numel}, sections "
-            f"padded) {of}",
+            f"{setting.records} records x {extent_bytes(pairs, 1, 0) // copies(0)} B "
+            f"({pairs.record_bytes / pairs.numel:.4g} B x {pairs.numel}, sections padded) {of}",
         )
     dense = Counter(layout.slice_numel for layout in setting.layouts)
     slices = [

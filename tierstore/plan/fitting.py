@@ -17,6 +17,7 @@ from tierstore.model.config import CheckpointActivations, ComputeDtype, ModelCon
 from tierstore.moe.config import SaveActivations
 from tierstore.plan.capacity import Capacity, Setting, capacity
 from tierstore.stats import Tier
+from tierstore.store.format import MomentFormat
 from tierstore.train.budgets import DeviceKind
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import MicroOrder
@@ -269,6 +270,15 @@ def _ranks(setting: Setting, limits: Limits) -> Iterator[Change]:
         count *= 2
 
 
+def _moments(setting: Setting, limits: Limits) -> Iterator[Change]:
+    if setting.usage.frozen:  # pairs are small, and their store keeps what it has
+        return
+    formats, adamw = list(MomentFormat), setting.config.adamw
+    for moments in formats[formats.index(adamw.moments) + 1 :]:
+        text = f'adamw.moments = "{moments.value}"'
+        yield _configured(setting, text, Effect.ROUNDING, adamw=replace(adamw, moments=moments))
+
+
 def _switched(name: str, value: StrEnum, effect: Effect) -> Knob:
     """A knob that sets ``model.name`` to ``value``."""
 
@@ -302,6 +312,7 @@ KNOBS: tuple[Knob, ...] = (
     _switched("checkpoint_activations", CheckpointActivations.BLOCK, Effect.SAME_BITS),
     _micro_batches,
     _ranks,
+    _moments,
     _switched("compute_dtype", ComputeDtype.BF16, Effect.ROUNDING),
     _halved("d_ff", lambda setting: 64),
     _halved("experts", lambda setting: max(setting.model.top_k, 2)),

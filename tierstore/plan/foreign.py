@@ -161,7 +161,7 @@ def setting_for(setting: Setting, use: Use, rank: int) -> Setting:
         raise ConfigError(
             f"{spec.directory}: its experts were imported frozen; --for: expected lora, lora-attention or serve"
         )
-    usage = usage_of(spec, use, rank)
+    usage = usage_of(spec, use, rank, setting.config.adamw.moments)
     config = setting.config
     if usage.frozen and config.data.layer_major:
         config = replace(config, data=replace(config.data, micro_order=MicroOrder.MICRO))

@@ -281,7 +281,8 @@ class _Drive:
                 self._charge(phase, layer, demanded)
                 self._charge(phase, layer, following)
                 if group == groups - 1:
-                    program.speculate(access, partial(self._prefetch, first))
+                    prefetch = partial(self._prefetch, first)
+                    program.speculate(access, prefetch, self._residency.cancel_prefetch)
                 self._residency.end_group()
                 if program is self._trained:
                     self._counts.done(access, requests)

@@ -24,6 +24,7 @@ from tierstore.plan.costs import Cost, Profile
 from tierstore.plan.traffic import Moved, Traffic
 from tierstore.prefetch.operations import Kind, Operation, PassSizes
 from tierstore.prefetch.schedule import Pass, QueueLimits, Schedule
+from tierstore.store.format import MomentFormat
 from tierstore.train.budgets import DeviceKind
 
 #: Experts of a pass that are simulated one by one, and of a step; of more, so many equal parts stand for all.
@@ -147,7 +148,16 @@ class StepWorkload:
             return self.profile.adamw.seconds(self._stepped(item.unit) * _STEP_BYTES)
         each = self.experts / self.parts
         steps = 1 / self._passes  # earlier ones only add their gradients
-        return each * steps * self.profile.adamw.seconds(self._trained_numel * _STEP_BYTES)
+        return each * steps * self.profile.adamw.seconds(self._trained_numel * self._step_bytes)
+
+    @property
+    def _step_bytes(self) -> float:
+        """Bytes a parameter of a trained record that AdamW touches, or that take it as long: quantising is arithmetic, and
+        8-bit moments are stepped in the time of fp32's."""
+        schema = self.setting.schemas[-1]
+        if schema.frozen or schema.moments is MomentFormat.INT8:
+            return _STEP_BYTES
+        return 2 * schema.record_bytes / schema.numel + 4
 
     @property
     def _passes(self) -> int:

@@ -29,8 +29,8 @@ from tierstore.moe.source import ExpertLease, JointSource, users_of
 from tierstore.prefetch.gradient_parts import GradientParts
 from tierstore.prefetch.gradients import ExpertGradients, GradientAccumulator, NoGradients
 from tierstore.prefetch.plan import StepTiming
-from tierstore.prefetch.predictor import Predictor
-from tierstore.prefetch.program import Access, AccessProgram, Action, Experts, FrozenProgram
+from tierstore.prefetch.predictor import Counts, Predictor
+from tierstore.prefetch.program import Access, AccessProgram, Action, Experts, FrozenProgram, GuessCounts
 from tierstore.prefetch.replicas import ReplicaSums
 from tierstore.prefetch.schedule import Schedule
 from tierstore.prefetch.walking import AccessWalk, RecordsByExpert
@@ -52,6 +52,11 @@ class ExpertTiers(JointSource, Protocol):
         """Bytes that were on their way, but not there, when they were needed."""
         ...
 
+    @property
+    def guesses(self) -> GuessCounts:
+        """How its forward passes were guessed."""
+        ...
+
     def begin_micro(self, *, index: int, count: int | None) -> None:
         """Training micro-batch ``index`` of ``count`` begins. None: it is not known; ``end_passes`` follows the last."""
         ...
@@ -62,6 +67,14 @@ class ExpertTiers(JointSource, Protocol):
 
     def begin_evaluation(self) -> None:
         """Only forward passes follow, until the next ``begin_micro``."""
+        ...
+
+    def reach(self, layer: int) -> list[int]:
+        """The layers that ``layer``'s forward pass, which comes next, would be told of by ``offer``."""
+        ...
+
+    def offer(self, source: int, layer: int, chosen_E: Counts) -> None:
+        """For the hidden states that ``source`` starts from, the router of ``layer`` chooses each expert so many times."""
         ...
 
 
@@ -107,6 +120,11 @@ class TieredExperts:
         """Bytes that were on their way, but not there, when they were needed."""
         return self._walk.late_prefetch_bytes
 
+    @property
+    def guesses(self) -> GuessCounts:
+        """How its forward passes were guessed."""
+        return self.program.guesses
+
     # Where training stands ---------------------------------------------------------------------------------
 
     def begin_micro(self, *, index: int, count: int | None) -> None:
@@ -123,6 +141,14 @@ class TieredExperts:
     def begin_evaluation(self) -> None:
         """Only forward passes follow, until the next ``begin_micro``."""
         self.program.begin_evaluation()
+
+    def reach(self, layer: int) -> list[int]:
+        """The layers that ``layer``'s forward pass, which comes next, would be told of by ``offer``."""
+        return self.program.reach(layer)
+
+    def offer(self, source: int, layer: int, chosen_E: Counts) -> None:
+        """For the hidden states that ``source`` starts from, the router of ``layer`` chooses each expert so many times."""
+        self.program.offer(source, layer, chosen_E)
 
     # The expert source -------------------------------------------------------------------------------------
 
@@ -215,6 +241,11 @@ class FrozenExperts:
         """Bytes that were on their way, but not there, when they were needed."""
         return self._walk.late_prefetch_bytes
 
+    @property
+    def guesses(self) -> GuessCounts:
+        """How its forward passes were guessed."""
+        return self.program.guesses
+
     def begin_micro(self, *, index: int, count: int | None) -> None:
         """Training micro-batch ``index`` of ``count`` (None: not known) begins."""
         self.program.begin_micro(index=index, count=count)
@@ -225,6 +256,14 @@ class FrozenExperts:
     def begin_evaluation(self) -> None:
         """Only forward passes follow, until the next ``begin_micro``."""
         self.program.begin_evaluation()
+
+    def reach(self, layer: int) -> list[int]:
+        """The layers that ``layer``'s forward pass, which comes next, would be told of by ``offer``."""
+        return self.program.reach(layer)
+
+    def offer(self, source: int, layer: int, chosen_E: Counts) -> None:
+        """For the hidden states that ``source`` starts from, the router of ``layer`` chooses each expert so many times."""
+        self.program.offer(source, layer, chosen_E)
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
         """Leases of ``experts`` (ascending), those in memory first."""

@@ -20,6 +20,8 @@ from tierstore.moe.low_rank import PairLease
 from tierstore.moe.source import ExpertLease, users_of
 from tierstore.prefetch.experts import FrozenExperts, TieredExperts
 from tierstore.prefetch.gradients import ExpertGradients
+from tierstore.prefetch.predictor import Counts
+from tierstore.prefetch.program import GuessCounts
 
 K = TypeVar("K", bound=Hashable)
 _ALIGNMENT = 16  # fp32 values: a lease starts on a multiple of 64 bytes
@@ -47,6 +49,11 @@ class LoraExperts:
         """Bytes that were on their way, but not there, when they were needed."""
         return self._base.late_prefetch_bytes + self._pairs.late_prefetch_bytes
 
+    @property
+    def guesses(self) -> GuessCounts:
+        """The base's; the pairs' are the same."""
+        return self._base.guesses
+
     def begin_micro(self, *, index: int, count: int | None) -> None:
         """Training micro-batch ``index`` of ``count`` (None: not known) begins."""
         self._pairs.begin_micro(index=index, count=count)
@@ -60,6 +67,15 @@ class LoraExperts:
         """Only forward passes follow, until the next ``begin_micro``."""
         self._pairs.begin_evaluation()
         self._base.begin_evaluation()
+
+    def reach(self, layer: int) -> list[int]:
+        """The layers that ``layer``'s forward pass, which comes next, would be told of by ``offer``."""
+        return self._base.reach(layer)
+
+    def offer(self, source: int, layer: int, chosen_E: Counts) -> None:
+        """For the hidden states that ``source`` starts from, the router of ``layer`` chooses each expert so many times."""
+        self._pairs.offer(source, layer, chosen_E)
+        self._base.offer(source, layer, chosen_E)
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
         """Leases of ``experts`` with their pairs."""

@@ -18,6 +18,7 @@ from tierstore.dense.footprint import DenseBytes, dense_bytes
 from tierstore.dense.layout import Narrow, Region, Span, UnitLayout
 from tierstore.model.architecture import DenseUnit
 from tierstore.model.config import ComputeDtype
+from tierstore.prefetch.predictor import PredictorName
 from tierstore.train.budgets import BoundarySplit, DeviceKind, pair_schema, split_boundaries
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import text_bytes
@@ -51,11 +52,12 @@ class FixedCost:
     working: int = WORKING_BYTES
     pairs: int = 0  # of a layer's experts, while a pass goes through them
     boundaries: int = 0  # block inputs of a step in layer order, as far as they stay in memory
+    routers: int = 0  # copies, which guess
 
     @property
     def nbytes(self) -> int:
         passes = self.activations + self.pairs + self.boundaries
-        return self.process + self.dense.total + passes + self.text + self.working
+        return self.process + self.dense.total + passes + self.text + self.working + self.routers
 
 
 def flat_layouts(units: Sequence[DenseUnit], *, ranks: int, compute: ComputeDtype) -> list[UnitLayout]:
@@ -99,7 +101,16 @@ def fixed_cost(
         text=text_bytes(config.data, config.model.tokenizer) if text is None else text,
         working=WORKING_BYTES + product_bytes(config, device),
         pairs=_pass_bytes(config, ranks),
+        routers=router_bytes(config),
     )
+
+
+def router_bytes(config: TrainConfig) -> int:
+    """Copies of the routers and their norms, of all layers of experts but the first, where they guess: in fp32 at most."""
+    model, prefetch = config.model, config.prefetch
+    if prefetch.predictor is not PredictorName.ROUTER or not prefetch.depth:
+        return 0
+    return 4 * (len(model.moe_layers) - 1) * (model.experts + 1) * model.expert_shape.d_model
 
 
 def _dense(config: TrainConfig, ranks: int, device: DeviceKind, units: Sequence[DenseUnit]) -> DenseBytes:

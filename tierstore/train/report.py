@@ -11,6 +11,7 @@ from types import TracebackType
 from tierstore.endurance import DAY_S, drive_life_s
 from tierstore.stats import delta
 from tierstore.store.disk.drives import DriveReport
+from tierstore.train.budgets import expert_schema
 from tierstore.train.config import TrainConfig
 from tierstore.train.footprint import peak_resident_bytes
 from tierstore.train.step_time import StepTime
@@ -124,7 +125,7 @@ class RunSummary:
             "tokens_per_s": self.tokens / self.totals.seconds if self.totals.seconds else 0.0,
             "parameters": model.architecture.parameters,
             "experts": model.architecture.records,
-            "record_bytes": model.architecture.sparse * 12,
+            "record_bytes": model.architecture.records * expert_schema(self.config).record_bytes,
             "host_budget_bytes": self.config.host_budget,
             "ranks": len(self.totals.peaks),
             "micro_order": self.config.data.micro_order.value,

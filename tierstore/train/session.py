@@ -24,10 +24,12 @@ from tierstore.errors import ConfigError, StoreFormatError
 from tierstore.model.config import CheckpointActivations
 from tierstore.model.interface import Model
 from tierstore.model.spec import ModelSpec
+from tierstore.moe.guessing import RouterGuesses
 from tierstore.moe.source import ExpertSource, SourceSlot
 from tierstore.parallel import Mesh, RankEnvironment, rank_device
 from tierstore.prefetch import HorizontalQueue, Schedule, unit_schedule
 from tierstore.prefetch.plan import StepTiming, group_order
+from tierstore.prefetch.predictor import PredictorName
 from tierstore.stats import Cause, StallKey, StallLedger
 from tierstore.store.config import StoreConfig
 from tierstore.store.core import StoreCore
@@ -164,6 +166,9 @@ def open_parts(
             ledger=setup.ledger,
         ).open(stack)
         shell.source.target = experts if watch is None else watch.source(experts)
+        if config.prefetch.predictor is PredictorName.ROUTER and config.prefetch.depth:
+            guesses = RouterGuesses(shell.model.routers(), experts, mesh=setup.mesh, ledger=setup.ledger)
+            stack.callback(guesses.remove)
         parts = SessionParts(
             config=config,
             timing=setup.timing,
@@ -460,7 +465,9 @@ def stall_spans(sink: TimelineSink) -> Callable[[StallKey, int, int], None]:
 
 
 def _check_records(config: TrainConfig, schemas: Sequence[RecordSchema]) -> None:
-    """Raises ConfigError where frozen experts were to be trained, or others to be adapted, or by pairs of another rank."""
+    """Raises ConfigError where frozen experts were to be trained, or others to be adapted, or by pairs of another rank, or
+    where the store keeps other moments.
+    """
     held = {schema.name: schema for schema in schemas}
     found, pairs = held.get(EXPERT_SCHEMA), pair_schema(config)
     if found is not None and found.frozen is not expert_schema(config).frozen:
@@ -472,7 +479,18 @@ def _check_records(config: TrainConfig, schemas: Sequence[RecordSchema]) -> None
                 else "LoRA needs an import with --frozen"
             )
         )
-    kept = held.get(PAIR_SCHEMA)
+    kept, moments = held.get(PAIR_SCHEMA), config.adamw.moments
+    trained = kept if found is not None and found.frozen else found
+    if trained is not None and trained.moments is not moments:
+        convert = (
+            "a store keeps one adapter"
+            if trained is kept
+            else f"tierstore reshard {config.store} --to NEW --moments {moments.value} makes another store of it"
+        )
+        raise ConfigError(
+            f"adamw.moments: {config.store} keeps moments as {trained.moments.value}, not {moments.value}: "
+            f"adamw.moments = {trained.moments.value} goes on with it, and {convert}"
+        )
     if pairs is not None and kept is not None and kept.numel != pairs.numel:
         raise ConfigError(
             f"lora.rank: the pairs in {config.store} have rank {kept.numel * config.lora.rank // pairs.numel}, not "

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from tierstore.model.interface import Batch, ModelOutput
 from tierstore.stats import Cause, Tier
+from tierstore.tiers import describe_weights, weights_in_place
 from tierstore.timeline import Track
 from tierstore.train.data import TrainingData
 from tierstore.train.layer_order import LayerOrder
@@ -59,6 +61,13 @@ class Trainer:
         self._layers: LayerOrder | None = None
         if parts.layers is not None:
             self._layers = LayerOrder(parts.model, parts.dense, parts.queue, parts.experts, parts.layers)
+
+    def describe_weights(self) -> str:
+        """One line: where experts are computed with, and why."""
+        config = self.config
+        return describe_weights(
+            weights_in_place(config.weights_in_place, self.mesh.device, config.links.copy)
+        )
 
     def step(self) -> StepResult:
         """One optimizer step. Raises NonFiniteError, ChecksumError, OSError, BudgetError.
@@ -172,9 +181,13 @@ class Trainer:
 
     def sample(self, prompt: str, count: int) -> str:
         """What the model writes after ``prompt``, in ``count`` tokens."""
+        return self.data.decode(self.generate(self.data.encode(prompt), count))
+
+    def generate(self, prompt: Sequence[int], count: int) -> list[int]:
+        """At most ``count`` tokens that the model puts after ``prompt``."""
         with self.store.failures.poisoning("sampling was cut short"):
             self._stepper.begin_forward()
-            return self.data.decode(self.model.generate(self.data.encode(prompt), count))
+            return self.model.generate(prompt, count)
 
     def commit(self, *, snapshot: str | None = None) -> int:
         """Makes the run durable up to here; returns the generation."""

@@ -34,6 +34,7 @@ PLAIN = frozenset(
         *("bytes_per_parameter", "parameters", "record_parameters", "replayed_steps", "threads", "repeats"),
         *("requests", "keys", "points", "cores", "records", "commits", "depth", "seed", "ranks"),
         *("steps", "warmup_steps", "rounds", "experts", "last_loss", "collectives", "disk_transfers"),
+        *("losses", "loss_difference", "loss_tolerance", "clip_norm"),
     }
 )
 
@@ -125,7 +126,13 @@ SINCE: dict[str, dict[str, object]] = {
         f"{name}_{key}": []
         for name in ("heartbeat_late", "heartbeat_late_idle")
         for key in ("samples_s", "median_s", "least_s", "greatest_s")
-    }
+    },
+    "train": {
+        "round_cpu_to_in_ram_ratio": [],
+        "cpu_to_in_ram_ratio": None,
+        "tiered_parts": [],
+        "in_ram_parts": [],
+    },
 }
 RESULTS = {
     "adamw": adamw.AdamWResult,
