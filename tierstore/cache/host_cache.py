@@ -226,8 +226,9 @@ class HostCache:
         return [state.ready] if state is not None and state.ready else []
 
     def fetched(self, entry: int) -> Fetched | None:
-        """The read that brought a resident entry in; None for one that was created in memory."""
-        return self._entries[entry].fetched
+        """The read that brought an entry in; None for one that was created in memory, or is not resident."""
+        state = self._entries.get(entry)
+        return None if state is None else state.fetched
 
     def before_write(self, entry: int) -> list[int]:
         """Tickets that must finish before something writes the entry's memory."""
