@@ -156,8 +156,8 @@ MUTATIONS = [
     Mutation(
         "gc takes slots of snapshots for garbage",
         "tierstore/store/gc.py",
-        "        index.read_commit(name).records for name in (None, *index.snapshots())\n    )\n    for table",
-        "        index.read_commit(name).records for name in (None,)\n    )\n    for table",
+        "index.read_commit(name).records for name in (None, *index.snapshots())",
+        "index.read_commit(name).records for name in (None,)",
         POWER + "test_power_cuts[collected]",
     ),
     Mutation(

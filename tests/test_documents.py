@@ -52,6 +52,23 @@ def test_pictures_are_small() -> None:
         assert picture.stat().st_size < 60_000, picture
 
 
+def test_the_drawing_of_a_race(tmp_path: Path) -> None:
+    times = {
+        "tokens_per_s": 2.0,
+        "tokens_low_per_s": 1.0,
+        "tokens_high_per_s": 3.0,
+        "peak_resident_bytes": 1 << 30,
+        "step_read_bytes": 1 << 20,
+        "step_written_bytes": 0,
+    }
+    ran = {"outcome": "ran", "rival": "tierstore", "title": "tierstore", "times": times}
+    saved, target = tmp_path / "rivals.json", tmp_path / "rivals.svg"
+    saved.write_text(json.dumps({"figures": {"rivals": [ran, {"outcome": "skipped"}]}}))
+    subprocess.run([sys.executable, ROOT / "scripts/plot_rivals.py", saved, target], check=True)
+    for title in ("Tokens a second", "Peak resident memory, GiB", "Disk, GiB a step"):
+        assert title in target.read_text()
+
+
 def test_the_plot_of_a_run(tmp_path: Path) -> None:
     line = {"loss": 2.0, "val_loss": None, "hits": 3, "misses": 1, "read_bytes": 1 << 30, "written_bytes": 0}
     metrics, target = tmp_path / "run.jsonl", tmp_path / "run.svg"

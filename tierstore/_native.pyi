@@ -171,6 +171,83 @@ class DoubleTable:
     def array(self) -> Annotated[NDArray[numpy.float64], dict(shape=(None,))]:
         """A writable view."""
 
+class NumberSet:
+    """
+    A set of numbers (u32) as bits: for numbers that lie close together, in little memory.
+    """
+
+    def __init__(self) -> None: ...
+    def __len__(self) -> int: ...
+    def __contains__(self, number: int) -> bool: ...
+    def add(self, number: int) -> bool:
+        """Returns whether it was not there."""
+
+    def discard(self, number: int) -> bool:
+        """Returns whether it was there."""
+
+    def clear(self) -> None: ...
+    def update(
+        self,
+        numbers: Annotated[
+            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+    ) -> None:
+        """Adds them all."""
+
+    def difference_update(
+        self,
+        numbers: Annotated[
+            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+    ) -> None:
+        """Removes those of them that are there."""
+
+    def pop_first(self) -> int:
+        """Removes the smallest and returns it. IndexError if there is none."""
+
+    def smallest(self, count: int) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]:
+        """The ``count`` smallest, ascending, or all."""
+
+    def largest(self, count: int) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]:
+        """The ``count`` largest, ascending, or all."""
+
+    def array(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]:
+        """All of them, ascending."""
+
+class KeyTable:
+    """
+    Keys, numbered from 0 as they come: a dictionary and a list in little memory.
+    """
+
+    def __init__(self) -> None: ...
+    def __len__(self) -> int: ...
+    def __contains__(self, key: str) -> bool: ...
+    def find(self, key: str) -> int:
+        """Its number; -1 if there is none."""
+
+    def add(self, key: str) -> int:
+        """Returns the number of a new key. ValueError if it is there already."""
+
+    def add_all(self, keys: list[bytes]) -> None:
+        """Adds keys, as UTF-8. ValueError at one that is there already."""
+
+    def key(self, number: int) -> str:
+        """IndexError if there is none."""
+
+    def pop(self) -> None:
+        """Removes the key that came last."""
+
+    def ordered(self, count: int = ...) -> list[str]:
+        """The keys in order, of those with numbers below ``count``."""
+
+    def sorted(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]:
+        """The numbers, in the order of their keys."""
+
+def entries_crc32c(database: bytes, items: list[tuple[bytes, bytes]]) -> int:
+    """
+    The sum, modulo 2^64, of the crc32c of ``DATABASE \\0 KEY \\0 VALUE`` of each item.
+    """
+
 class FileCreate(enum.Enum):
     NO = 0
 
@@ -284,6 +361,160 @@ class File:
 
     def __enter__(self) -> Self: ...
     def __exit__(self, *args: object) -> None: ...
+
+class InstructionSet(enum.Enum):
+    SCALAR = 0
+
+    AVX2 = 1
+
+    AVX512 = 2
+
+def instruction_set() -> InstructionSet:
+    """
+    The instruction set that the kernels use. ValueError when TIERSTORE_ISA cannot be had.
+    """
+
+def instruction_set_supported(isa: InstructionSet) -> bool: ...
+def crc32c(data: numpy.typing.NDArray[Any], crc: int = 0) -> int: ...
+def crc32c_scalar(data: numpy.typing.NDArray[Any], crc: int = 0) -> int: ...
+def crc32c_combine(crc_a: int, crc_b: int, len_b: int) -> int: ...
+def crc32c_method() -> str: ...
+
+class MomentFormat(enum.Enum):
+    """How AdamW's two moments are kept."""
+
+    FP32 = 0
+
+    BF16 = 1
+
+    INT8 = 2
+
+class Moment(enum.Enum):
+    """Which of AdamW's moments: their 8-bit codes differ."""
+
+    EXP_AVG = 0
+
+    EXP_AVG_SQ = 1
+
+MOMENT_BLOCK: int = 256
+
+@overload
+def adamw(
+    weight: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu")],
+    exp_avg: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu")]
+    | Annotated[NDArray[numpy.uint16], dict(shape=(None,), order="C", device="cpu")]
+    | tuple[
+        Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu")],
+        Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu")],
+    ],
+    exp_avg_sq: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu")]
+    | Annotated[NDArray[numpy.uint16], dict(shape=(None,), order="C", device="cpu")]
+    | tuple[
+        Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu")],
+        Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu")],
+    ],
+    grad: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)]
+    | None,
+    steps: Annotated[NDArray[numpy.float32], dict(shape=(None, 7), order="C", device="cpu", writable=False)],
+    grad_scale: float = 1.0,
+    isa: InstructionSet | None = None,
+    *,
+    record_hash: int = 0,
+    last_step: int = 0,
+    first: int = 0,
+) -> None:
+    """
+    AdamW steps in one pass; moments in fp32, bf16 (uint16) or pairs (uint8 codes, fp32 scales).
+
+    Narrow moments are rounded after each step by a hash of ``record_hash``, the step's number (``last_step`` is
+    that of the last row) and the element's index in the record (``first`` is that of ``weight[0]``; with 8-bit moments a
+    multiple of ``MOMENT_BLOCK``).
+    """
+
+@overload
+def adamw(
+    weight: tuple[
+        Annotated[NDArray[numpy.uint16], dict(shape=(None,), order="C", device="cpu")],
+        Annotated[NDArray[numpy.int16], dict(shape=(None,), order="C", device="cpu")],
+    ],
+    exp_avg: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu")]
+    | Annotated[NDArray[numpy.uint16], dict(shape=(None,), order="C", device="cpu")]
+    | tuple[
+        Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu")],
+        Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu")],
+    ],
+    exp_avg_sq: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu")]
+    | Annotated[NDArray[numpy.uint16], dict(shape=(None,), order="C", device="cpu")]
+    | tuple[
+        Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu")],
+        Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu")],
+    ],
+    grad: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)]
+    | None,
+    steps: Annotated[NDArray[numpy.float32], dict(shape=(None, 7), order="C", device="cpu", writable=False)],
+    grad_scale: float = 1.0,
+    isa: InstructionSet | None = None,
+    *,
+    record_hash: int = 0,
+    last_step: int = 0,
+    first: int = 0,
+) -> None: ...
+def encode_moment(
+    moment: Moment,
+    dst: Annotated[NDArray[numpy.uint16], dict(shape=(None,), order="C", device="cpu")]
+    | tuple[
+        Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu")],
+        Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu")],
+    ],
+    src: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+) -> None:
+    """
+    Rounds a moment of a record to nearest (ties away from zero) into bf16, or into (codes, scales).
+
+    For import and conversion: steps round stochastically. Subnormals become zeros, an EXP_AVG_SQ that is not zero
+    none; values beyond the format's largest become that; a block of 8 bits with a NaN or infinity becomes NaN.
+    """
+
+def decode_moment(
+    moment: Moment,
+    dst: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu")],
+    src: Annotated[NDArray[numpy.uint16], dict(shape=(None,), order="C", device="cpu", writable=False)]
+    | tuple[
+        Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ],
+) -> None:
+    """What ``encode_moment`` or steps wrote, as fp32: exactly."""
+
+def accumulate(
+    dst: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu")],
+    src: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+) -> None: ...
+def accumulate_bf16(
+    dst: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu")],
+    src: Annotated[NDArray[numpy.uint16], dict(shape=(None,), order="C", device="cpu", writable=False)],
+) -> None: ...
+def widen_bf16(
+    dst: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu")],
+    src: Annotated[NDArray[numpy.uint16], dict(shape=(None,), order="C", device="cpu", writable=False)],
+) -> None: ...
+def sum_of_squares(
+    src: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    isa: InstructionSet | None = None,
+) -> float: ...
+def all_finite(
+    src: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+) -> bool: ...
+def split_bf16(
+    hi: Annotated[NDArray[numpy.uint16], dict(shape=(None,), order="C", device="cpu")],
+    lo: Annotated[NDArray[numpy.int16], dict(shape=(None,), order="C", device="cpu")],
+    src: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+) -> None: ...
+def merge_bf16(
+    dst: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu")],
+    hi: Annotated[NDArray[numpy.uint16], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    lo: Annotated[NDArray[numpy.int16], dict(shape=(None,), order="C", device="cpu", writable=False)],
+) -> None: ...
 
 class Activity(enum.Enum):
     """What an operation does."""
@@ -465,6 +696,10 @@ class Engine:
         ],
         grad_scale: float = 1.0,
         *,
+        moments: MomentFormat = MomentFormat.FP32,
+        scales: Sequence[Buffer] = (),
+        record_hash: int = 0,
+        last_step: int = 0,
         after: Sequence[int] = (),
         priority: Priority = Priority.DEMAND,
     ) -> int:
@@ -473,6 +708,12 @@ class Engine:
 
         ``steps`` is [k, 7], copied: lr, beta1, beta2, eps, weight_decay, bias_correction1, sqrt(bias_correction2).
         All but the last step have a zero gradient.
+
+        ``moments`` says what exp_avg and exp_avg_sq hold: fp32; bf16 (uint16); or 8-bit codes (uint8), with
+        ``scales`` [exp_avg's, exp_avg_sq's], fp32, one for every ``MOMENT_BLOCK`` elements of the record. Narrow moments
+        are rounded after each step by a hash of ``record_hash`` (64 bits that name the record), the step's number
+        (``last_step`` is the last row's, those above it count back) and the element's index: threads, spans, instruction
+        sets and replays give the same bits.
         """
 
     def barrier(self, after: Sequence[int] = (), *, priority: Priority = Priority.DEMAND) -> int:
@@ -570,78 +811,6 @@ class Engine:
 
     def __enter__(self) -> Self: ...
     def __exit__(self, *args: object) -> None: ...
-
-class InstructionSet(enum.Enum):
-    SCALAR = 0
-
-    AVX2 = 1
-
-    AVX512 = 2
-
-def instruction_set() -> InstructionSet:
-    """
-    The instruction set that the kernels use. ValueError when TIERSTORE_ISA cannot be had.
-    """
-
-def instruction_set_supported(isa: InstructionSet) -> bool: ...
-def crc32c(data: numpy.typing.NDArray[Any], crc: int = 0) -> int: ...
-def crc32c_scalar(data: numpy.typing.NDArray[Any], crc: int = 0) -> int: ...
-def crc32c_combine(crc_a: int, crc_b: int, len_b: int) -> int: ...
-def crc32c_method() -> str: ...
-@overload
-def adamw(
-    weight: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu")],
-    exp_avg: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu")],
-    exp_avg_sq: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu")],
-    grad: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)]
-    | None,
-    steps: Annotated[NDArray[numpy.float32], dict(shape=(None, 7), order="C", device="cpu", writable=False)],
-    grad_scale: float = 1.0,
-    isa: InstructionSet | None = None,
-) -> None: ...
-@overload
-def adamw(
-    weight: tuple[
-        Annotated[NDArray[numpy.uint16], dict(shape=(None,), order="C", device="cpu")],
-        Annotated[NDArray[numpy.int16], dict(shape=(None,), order="C", device="cpu")],
-    ],
-    exp_avg: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu")],
-    exp_avg_sq: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu")],
-    grad: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)]
-    | None,
-    steps: Annotated[NDArray[numpy.float32], dict(shape=(None, 7), order="C", device="cpu", writable=False)],
-    grad_scale: float = 1.0,
-    isa: InstructionSet | None = None,
-) -> None: ...
-def accumulate(
-    dst: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu")],
-    src: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)],
-) -> None: ...
-def accumulate_bf16(
-    dst: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu")],
-    src: Annotated[NDArray[numpy.uint16], dict(shape=(None,), order="C", device="cpu", writable=False)],
-) -> None: ...
-def widen_bf16(
-    dst: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu")],
-    src: Annotated[NDArray[numpy.uint16], dict(shape=(None,), order="C", device="cpu", writable=False)],
-) -> None: ...
-def sum_of_squares(
-    src: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)],
-    isa: InstructionSet | None = None,
-) -> float: ...
-def all_finite(
-    src: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)],
-) -> bool: ...
-def split_bf16(
-    hi: Annotated[NDArray[numpy.uint16], dict(shape=(None,), order="C", device="cpu")],
-    lo: Annotated[NDArray[numpy.int16], dict(shape=(None,), order="C", device="cpu")],
-    src: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)],
-) -> None: ...
-def merge_bf16(
-    dst: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu")],
-    hi: Annotated[NDArray[numpy.uint16], dict(shape=(None,), order="C", device="cpu", writable=False)],
-    lo: Annotated[NDArray[numpy.int16], dict(shape=(None,), order="C", device="cpu", writable=False)],
-) -> None: ...
 
 class Clock(enum.Enum):
     REQUEST = 0
@@ -844,6 +1013,19 @@ class Residency:
     def add_record(
         self, layer: int, group_frames: Sequence[int], group_bytes: Sequence[int], stored_mask: int
     ) -> int: ...
+    def add_records(
+        self,
+        layers: Annotated[
+            NDArray[numpy.uint16], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        group_frames: Sequence[int],
+        group_bytes: Sequence[int],
+        stored_mask: int,
+    ) -> int:
+        """
+        ``add_record`` for a record of each of ``layers``, alike otherwise; returns the first one's number.
+        """
+
     def set_stored(self, record: int, mask: int) -> None: ...
     def begin_access(
         self,

@@ -53,6 +53,7 @@ class Cause(Enum):
     OPTIMIZER = "optimizer"  # its step, or the replay of its missed steps, had not finished
     WRITE_BACK = "write-back"  # its memory was still being written to disk
     GRADIENT_SPILL = "gradient spill"  # gradients that did not fit the budget, going out or coming back
+    BOUNDARY_SPILL = "boundary spill"  # block inputs that did not fit their budget, going out or coming back
     COPY = "copy"  # a transfer between host and device
     COMMIT = "commit"
     WRITE_BUDGET = "write budget"  # what may be written a day was used up

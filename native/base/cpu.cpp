@@ -12,7 +12,7 @@ bool supports(InstructionSet isa) {
     __builtin_cpu_init();
     switch (isa) {
         case InstructionSet::Scalar: return true;
-        case InstructionSet::Avx2: return __builtin_cpu_supports("avx2");
+        case InstructionSet::Avx2: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
         case InstructionSet::Avx512:
             return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                    __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");

@@ -5,6 +5,7 @@
 
 void bind_base(nanobind::module_& m);
 void bind_memory(nanobind::module_& m);
+void bind_tables(nanobind::module_& m);
 void bind_io(nanobind::module_& m);
 void bind_engine(nanobind::module_& m);
 void bind_optim(nanobind::module_& m);

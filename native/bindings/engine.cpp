@@ -106,9 +106,11 @@ void init(Engine* self, IoBackend backend, size_t io_threads, size_t queue_depth
 }
 
 Ticket adamw(Engine& self, const Buffers& weight, const Buffer& exp_avg, const Buffer& exp_avg_sq,
-             const Buffer* grad, const Steps& steps, float grad_scale, const Tickets& after,
+             const Buffer* grad, const Steps& steps, float grad_scale, MomentFormat moments,
+             const Buffers& scales, uint64_t record_hash, uint64_t last_step, const Tickets& after,
              Priority priority) {
-    AdamWRecord record{buffers(weight), exp_avg, exp_avg_sq, {}};
+    AdamWRecord record{buffers(weight), exp_avg,     exp_avg_sq, buffers(scales), {},
+                       moments,         record_hash, last_step};
     if (grad) record.grad.push_back(*grad);
     std::vector<AdamWStep> copied;
     for (size_t i = 0; i < steps.shape(0); ++i) {
@@ -117,6 +119,7 @@ Ticket adamw(Engine& self, const Buffers& weight, const Buffer& exp_avg, const B
     }
     size_t nbytes = record.exp_avg.nbytes() + record.exp_avg_sq.nbytes();
     for (const Buffer& part : record.weight) nbytes += part.nbytes();
+    for (const Buffer& part : record.scales) nbytes += part.nbytes();
     return self.compute(adamw_work(std::move(record), std::move(copied), grad_scale, self.compute_threads()),
                         {after, priority}, {Activity::AdamW, nbytes});
 }
@@ -199,12 +202,19 @@ void bind_compute(nb::class_<Engine>& engine) {
             "``out[index]`` = the sum of squares of src (fp32); the same bits wherever its spans lie.")
         .def(
             "adamw", adamw, "weight"_a, "exp_avg"_a, "exp_avg_sq"_a, "grad"_a.none(), "steps"_a.noconvert(),
-            "grad_scale"_a = 1.0f, nb::kw_only(), "after"_a = nb::make_tuple(),
-            "priority"_a = Priority::Demand,
+            "grad_scale"_a = 1.0f, nb::kw_only(), "moments"_a = MomentFormat::Fp32,
+            "scales"_a = nb::make_tuple(), "record_hash"_a = 0, "last_step"_a = 0,
+            "after"_a = nb::make_tuple(), "priority"_a = Priority::Demand,
             R"(AdamW steps over one record in one pass. ``weight`` is [fp32] or [bf16 rounding, int16 remainder].
 
 ``steps`` is [k, 7], copied: lr, beta1, beta2, eps, weight_decay, bias_correction1, sqrt(bias_correction2).
-All but the last step have a zero gradient.)");
+All but the last step have a zero gradient.
+
+``moments`` says what exp_avg and exp_avg_sq hold: fp32; bf16 (uint16); or 8-bit codes (uint8), with
+``scales`` [exp_avg's, exp_avg_sq's], fp32, one for every ``MOMENT_BLOCK`` elements of the record. Narrow moments
+are rounded after each step by a hash of ``record_hash`` (64 bits that name the record), the step's number
+(``last_step`` is the last row's, those above it count back) and the element's index: threads, spans, instruction
+sets and replays give the same bits.)");
 }
 
 void bind_waiting(nb::class_<Engine>& engine) {

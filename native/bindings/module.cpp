@@ -7,9 +7,10 @@ NB_MODULE(_native, m) {
     m.doc() = "tierstore's native core: arenas, files, the ticket engine, AdamW, cache residency, replay.";
     bind_base(m);
     bind_memory(m);
+    bind_tables(m);
     bind_io(m);
-    bind_engine(m);
     bind_optim(m);
+    bind_engine(m);
     bind_python_policy(m);
     bind_cache(m);
     bind_sim(m);

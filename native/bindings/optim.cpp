@@ -5,6 +5,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/variant.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -14,6 +15,7 @@
 #include <string>
 #include <string_view>
 #include <utility>
+#include <variant>
 
 #include "native/base/bf16.hpp"
 #include "native/base/cpu.hpp"
@@ -40,20 +42,80 @@ void same_length(std::size_t expected, std::size_t got, const char* name) {
                                 " elements, got " + std::to_string(got));
 }
 
-void adamw(tierstore::AdamWSpan span, const Array<float>& exp_avg, const Array<float>& exp_avg_sq,
+using tierstore::Moment;
+using tierstore::MomentFormat;
+using Bf16 = Array<std::uint16_t>;
+using Int8 = std::pair<Array<std::uint8_t>, Array<float>>;  // codes, a scale a block
+using AnyMoment = std::variant<Array<float>, Bf16, Int8>;
+using Narrow = std::variant<Bf16, Int8>;
+using ConstNarrow =
+    std::variant<Array<const std::uint16_t>, std::pair<Array<const std::uint8_t>, Array<const float>>>;
+
+template <class Codes, class Scales>
+void check_int8(std::size_t numel, const Codes& codes, const Scales& scales, const std::string& name) {
+    same_length(numel, codes.size(), name.c_str());
+    same_length(tierstore::moment_blocks(numel), scales.size(), (name + "'s scales").c_str());
+}
+
+// Where the values (or codes) and the scales of a moment lie, checked.
+std::pair<void*, float*> pointers(const AnyMoment& moment, std::size_t numel, const char* name) {
+    if (const auto* int8 = std::get_if<Int8>(&moment)) {
+        check_int8(numel, int8->first, int8->second, name);
+        return {int8->first.data(), int8->second.data()};
+    }
+    if (const auto* bf16 = std::get_if<Bf16>(&moment)) {
+        same_length(numel, bf16->size(), name);
+        return {bf16->data(), nullptr};
+    }
+    const auto& fp32 = std::get<Array<float>>(moment);
+    same_length(numel, fp32.size(), name);
+    return {fp32.data(), nullptr};
+}
+
+void adamw(tierstore::AdamWSpan span, const AnyMoment& exp_avg, const AnyMoment& exp_avg_sq,
            const std::optional<Array<const float>>& grad, const Steps& steps, float grad_scale,
-           std::optional<InstructionSet> isa) {
-    same_length(span.numel, exp_avg.size(), "exp_avg");
-    same_length(span.numel, exp_avg_sq.size(), "exp_avg_sq");
+           std::optional<InstructionSet> isa, const tierstore::RoundingCounter& counter) {
+    constexpr MomentFormat formats[] = {MomentFormat::Fp32, MomentFormat::Bf16, MomentFormat::Int8};
+    if (exp_avg.index() != exp_avg_sq.index())
+        throw std::invalid_argument("exp_avg and exp_avg_sq differ in format");
+    const auto [m, m_scale] = pointers(exp_avg, span.numel, "exp_avg");
+    const auto [v, v_scale] = pointers(exp_avg_sq, span.numel, "exp_avg_sq");
+    span.moments = {formats[exp_avg.index()], m, v, m_scale, v_scale};
     if (grad) same_length(span.numel, grad->size(), "grad");
-    span.exp_avg = exp_avg.data();
-    span.exp_avg_sq = exp_avg_sq.data();
     span.grad = grad ? grad->data() : nullptr;
     const auto* first = reinterpret_cast<const tierstore::AdamWStep*>(steps.data());
     const std::span<const tierstore::AdamWStep> rows(first, steps.shape(0));
     const InstructionSet chosen = isa ? *isa : tierstore::best_instruction_set();
     const nb::gil_scoped_release release;
-    tierstore::adamw_with(chosen, span, rows, grad_scale);
+    tierstore::adamw_with(chosen, span, rows, grad_scale, counter);
+}
+
+void encode_moment(Moment moment, const Narrow& dst, const Array<const float>& src) {
+    if (const auto* int8 = std::get_if<Int8>(&dst)) {
+        check_int8(src.size(), int8->first, int8->second, "dst");
+        const nb::gil_scoped_release release;
+        tierstore::encode_int8(moment, int8->first.data(), int8->second.data(), src.data(), src.size());
+    } else {
+        const auto& bf16 = std::get<Bf16>(dst);
+        same_length(src.size(), bf16.size(), "dst");
+        const nb::gil_scoped_release release;
+        tierstore::encode_bf16(bf16.data(), src.data(), src.size());
+    }
+}
+
+void decode_moment(Moment moment, const Array<float>& dst, const ConstNarrow& src) {
+    if (const auto* bf16 = std::get_if<Array<const std::uint16_t>>(&src)) {
+        same_length(dst.size(), bf16->size(), "src");
+        const nb::gil_scoped_release release;
+        tierstore::widen_bf16(dst.data(), bf16->data(), dst.size());
+    } else {
+        const auto& [codes, scales] = std::get<1>(src);
+        check_int8(dst.size(), codes, scales, "src");
+        const auto* first = codes.data();
+        const auto* scale = scales.data();
+        const nb::gil_scoped_release release;
+        tierstore::decode_int8(moment, dst.data(), first, scale, dst.size());
+    }
 }
 
 }  // namespace
@@ -86,39 +148,57 @@ void bind_optim(nb::module_& m) {
     m.def("crc32c_combine", &tierstore::crc32c_combine, "crc_a"_a, "crc_b"_a, "len_b"_a);
     m.def("crc32c_method", [] { return std::string_view(tierstore::crc32c_method()); });
 
+    nb::enum_<MomentFormat>(m, "MomentFormat", "How AdamW's two moments are kept.")
+        .value("FP32", MomentFormat::Fp32)
+        .value("BF16", MomentFormat::Bf16)
+        .value("INT8", MomentFormat::Int8);
+    nb::enum_<Moment>(m, "Moment", "Which of AdamW's moments: their 8-bit codes differ.")
+        .value("EXP_AVG", Moment::ExpAvg)
+        .value("EXP_AVG_SQ", Moment::ExpAvgSq);
+    m.attr("MOMENT_BLOCK") = tierstore::kMomentBlock;
+
     m.def(
         "adamw",
-        [](const Array<float>& weight, const Array<float>& exp_avg, const Array<float>& exp_avg_sq,
+        [](const Array<float>& weight, const AnyMoment& exp_avg, const AnyMoment& exp_avg_sq,
            const std::optional<Array<const float>>& grad, const Steps& steps, float grad_scale,
-           std::optional<InstructionSet> isa) {
-            adamw({.weight = weight.data(),
-                   .weight_hi = nullptr,
-                   .weight_lo = nullptr,
-                   .exp_avg = nullptr,
-                   .exp_avg_sq = nullptr,
-                   .grad = nullptr,
-                   .numel = weight.size()},
-                  exp_avg, exp_avg_sq, grad, steps, grad_scale, isa);
+           std::optional<InstructionSet> isa, std::uint64_t record_hash, std::uint64_t last_step,
+           std::uint64_t first) {
+            tierstore::AdamWSpan span{};
+            span.weight = weight.data();
+            span.numel = weight.size();
+            adamw(span, exp_avg, exp_avg_sq, grad, steps, grad_scale, isa, {record_hash, last_step, first});
         },
         "weight"_a.noconvert(), "exp_avg"_a.noconvert(), "exp_avg_sq"_a.noconvert(),
-        "grad"_a.noconvert().none(), "steps"_a.noconvert(), "grad_scale"_a = 1.0f, "isa"_a = nb::none());
+        "grad"_a.noconvert().none(), "steps"_a.noconvert(), "grad_scale"_a = 1.0f, "isa"_a = nb::none(),
+        nb::kw_only(), "record_hash"_a = 0, "last_step"_a = 0, "first"_a = 0,
+        R"(AdamW steps in one pass; moments in fp32, bf16 (uint16) or pairs (uint8 codes, fp32 scales).
+
+Narrow moments are rounded after each step by a hash of ``record_hash``, the step's number (``last_step`` is
+that of the last row) and the element's index in the record (``first`` is that of ``weight[0]``; with 8-bit moments a
+multiple of ``MOMENT_BLOCK``).)");
     m.def(
         "adamw",
-        [](const SplitWeight& weight, const Array<float>& exp_avg, const Array<float>& exp_avg_sq,
+        [](const SplitWeight& weight, const AnyMoment& exp_avg, const AnyMoment& exp_avg_sq,
            const std::optional<Array<const float>>& grad, const Steps& steps, float grad_scale,
-           std::optional<InstructionSet> isa) {
+           std::optional<InstructionSet> isa, std::uint64_t record_hash, std::uint64_t last_step,
+           std::uint64_t first) {
             same_length(weight.first.size(), weight.second.size(), "weight_lo");
-            adamw({.weight = nullptr,
-                   .weight_hi = weight.first.data(),
-                   .weight_lo = weight.second.data(),
-                   .exp_avg = nullptr,
-                   .exp_avg_sq = nullptr,
-                   .grad = nullptr,
-                   .numel = weight.first.size()},
-                  exp_avg, exp_avg_sq, grad, steps, grad_scale, isa);
+            tierstore::AdamWSpan span{};
+            span.weight_hi = weight.first.data();
+            span.weight_lo = weight.second.data();
+            span.numel = weight.first.size();
+            adamw(span, exp_avg, exp_avg_sq, grad, steps, grad_scale, isa, {record_hash, last_step, first});
         },
         "weight"_a.noconvert(), "exp_avg"_a.noconvert(), "exp_avg_sq"_a.noconvert(),
-        "grad"_a.noconvert().none(), "steps"_a.noconvert(), "grad_scale"_a = 1.0f, "isa"_a = nb::none());
+        "grad"_a.noconvert().none(), "steps"_a.noconvert(), "grad_scale"_a = 1.0f, "isa"_a = nb::none(),
+        nb::kw_only(), "record_hash"_a = 0, "last_step"_a = 0, "first"_a = 0);
+    m.def("encode_moment", encode_moment, "moment"_a, "dst"_a.noconvert(), "src"_a.noconvert(),
+          R"(Rounds a moment of a record to nearest (ties away from zero) into bf16, or into (codes, scales).
+
+For import and conversion: steps round stochastically. Subnormals become zeros, an EXP_AVG_SQ that is not zero
+none; values beyond the format's largest become that; a block of 8 bits with a NaN or infinity becomes NaN.)");
+    m.def("decode_moment", decode_moment, "moment"_a, "dst"_a.noconvert(), "src"_a.noconvert(),
+          "What ``encode_moment`` or steps wrote, as fp32: exactly.");
 
     m.def(
         "accumulate",

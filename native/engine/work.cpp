@@ -38,6 +38,16 @@ public:
             nbytes -= n;
         }
     }
+    // The pieces of the next `nbytes`, passed over.
+    template <class Call>
+    void for_each(size_t nbytes, Call call) {
+        while (nbytes > 0) {
+            const size_t n = std::min(nbytes, here());
+            call(data(), n);
+            advance(n);
+            nbytes -= n;
+        }
+    }
     void advance(size_t nbytes) {
         within_ += nbytes;
         if (at_ < spans_.size() && within_ == spans_[at_].nbytes) {
@@ -190,38 +200,108 @@ Work sum_of_squares_work(Buffer src, std::shared_ptr<DoubleTable> out, size_t in
 
 namespace {
 
+size_t moment_bytes(MomentFormat format) {
+    switch (format) {
+        case MomentFormat::Int8: return 1;
+        case MomentFormat::Bf16: return 2;
+        case MomentFormat::Fp32: break;
+    }
+    return 4;
+}
+
+constexpr size_t kMostSections = 7;
+
+// One section of a record in the course of a step: `bytes` for every `each` elements.
+struct SectionCursor {
+    Cursor at;
+    size_t bytes, each;
+
+    size_t nbytes(size_t numel) const { return (numel + each - 1) / each * bytes; }
+    size_t here() const { return at.here() / bytes * each; }
+};
+
 struct AdamWTask {
     AdamWRecord record;
     std::vector<AdamWStep> steps;
     float grad_scale;
     bool split;
 
+    // weight (or its halves), exp_avg, exp_avg_sq, then the scales and the gradient if there are any.
+    std::vector<SectionCursor> sections(size_t begin) const {
+        const size_t moment = moment_bytes(record.format);
+        std::vector<SectionCursor> all;
+        for (const Buffer& part : record.weight) all.push_back({Cursor(part), split ? 2u : 4u, 1});
+        all.push_back({Cursor(record.exp_avg), moment, 1});
+        all.push_back({Cursor(record.exp_avg_sq), moment, 1});
+        for (const Buffer& part : record.scales) all.push_back({Cursor(part), 4, kMomentBlock});
+        for (const Buffer& part : record.grad) all.push_back({Cursor(part), 4, 1});
+        for (SectionCursor& section : all) section.at.skip(section.nbytes(begin));
+        return all;
+    }
+
+    void step(const std::vector<std::byte*>& data, size_t first, size_t numel) const {
+        auto next = data.begin();
+        AdamWSpan span{};
+        if (split) {
+            span.weight_hi = reinterpret_cast<uint16_t*>(*next++);
+            span.weight_lo = reinterpret_cast<int16_t*>(*next++);
+        } else {
+            span.weight = reinterpret_cast<float*>(*next++);
+        }
+        span.moments.format = record.format;
+        span.moments.exp_avg = *next++;
+        span.moments.exp_avg_sq = *next++;
+        if (!record.scales.empty()) {
+            span.moments.exp_avg_scale = reinterpret_cast<float*>(*next++);
+            span.moments.exp_avg_sq_scale = reinterpret_cast<float*>(*next++);
+        }
+        span.grad = record.grad.empty() ? nullptr : reinterpret_cast<const float*>(*next++);
+        span.numel = numel;
+        adamw(span, steps, grad_scale, {record.record_hash, record.last_step, first});
+    }
+
+    // A block that some span divides: its sections' pieces are put together, stepped and put back.
+    void step_joined(std::vector<SectionCursor>& all, size_t first, size_t numel) const {
+        alignas(64) std::array<std::array<std::byte, kMomentBlock * 4>, kMostSections> joined;
+        std::vector<std::byte*> data;
+        for (const SectionCursor& section : all) {
+            std::byte* to = joined[data.size()].data();
+            data.push_back(to);
+            Cursor from = section.at;
+            from.for_each(section.nbytes(numel), [&to](std::byte* piece, size_t n) {
+                std::memcpy(to, piece, n);
+                to += n;
+            });
+        }
+        step(data, first, numel);
+        for (size_t i = 0; i < all.size(); ++i) {
+            const std::byte* from = joined[i].data();
+            const bool gradient = i + record.grad.size() == all.size();  // only read: others may read it too
+            all[i].at.for_each(all[i].nbytes(numel), [&from, gradient](std::byte* piece, size_t n) {
+                if (!gradient) std::memcpy(piece, from, n);
+                from += n;
+            });
+        }
+    }
+
+    // Elements from `begin`, which begins a block, to `end`, which ends one or the record.
     void run(size_t begin, size_t end) const {
-        const size_t weight_unit = split ? 2 : 4;
-        Cursor first(record.weight.front()), second(record.weight.back());
-        Cursor exp_avg(record.exp_avg), exp_avg_sq(record.exp_avg_sq);
-        const bool has_grad = !record.grad.empty();
-        Cursor grad(has_grad ? record.grad.front() : record.exp_avg);
-        first.skip(begin * weight_unit);
-        second.skip(begin * weight_unit);
-        for (Cursor* cursor : {&exp_avg, &exp_avg_sq, &grad}) cursor->skip(begin * 4);
-        for (size_t left = end - begin; left > 0;) {
-            const size_t n = std::min({left, first.here() / weight_unit, second.here() / weight_unit,
-                                       exp_avg.here() / 4, exp_avg_sq.here() / 4, grad.here() / 4});
-            const AdamWSpan span{
-                .weight = split ? nullptr : first.as<float>(),
-                .weight_hi = split ? first.as<uint16_t>() : nullptr,
-                .weight_lo = split ? second.as<int16_t>() : nullptr,
-                .exp_avg = exp_avg.as<float>(),
-                .exp_avg_sq = exp_avg_sq.as<float>(),
-                .grad = has_grad ? grad.as<const float>() : nullptr,
-                .numel = n,
-            };
-            adamw(span, steps, grad_scale);
-            first.advance(n * weight_unit);
-            second.advance(n * weight_unit);
-            for (Cursor* cursor : {&exp_avg, &exp_avg_sq, &grad}) cursor->advance(n * 4);
-            left -= n;
+        const size_t whole = record.format == MomentFormat::Int8 ? kMomentBlock : 1;
+        std::vector<SectionCursor> all = sections(begin);
+        std::vector<std::byte*> data(all.size());
+        for (size_t at = begin; at < end;) {
+            size_t n = end - at;
+            for (const SectionCursor& section : all) n = std::min(n, section.here());
+            if (n < end - at) n -= n % whole;
+            if (n == 0) {
+                n = std::min(whole, end - at);
+                step_joined(all, at, n);
+            } else {
+                for (size_t i = 0; i < all.size(); ++i) data[i] = all[i].at.data();
+                step(data, at, n);
+                for (SectionCursor& section : all) section.at.skip(section.nbytes(n));
+            }
+            at += n;
         }
     }
 };
@@ -234,16 +314,23 @@ std::vector<Work> adamw_work(AdamWRecord record, std::vector<AdamWStep> steps, f
             "adamw: weight is [fp32], or [bf16 rounding, int16 remainder]");
     require(record.grad.size() <= 1, "adamw: at most one gradient");
     require(!steps.empty(), "adamw: at least one step");
-    require(record.exp_avg.nbytes() % 4 == 0, "adamw: exp_avg is not a whole number of elements");
+    const bool narrow = record.format == MomentFormat::Int8;
+    require(record.scales.size() == (narrow ? 2 : 0),
+            "adamw: scales are [of exp_avg, of exp_avg_sq] with 8-bit moments, and none without");
+    const size_t moment = moment_bytes(record.format);
+    require(record.exp_avg.nbytes() % moment == 0, "adamw: exp_avg is not a whole number of elements");
     const bool split = record.weight.size() == 2;
-    const size_t numel = record.exp_avg.nbytes() / 4;
+    const size_t numel = record.exp_avg.nbytes() / moment;
     for (const Buffer& part : record.weight) require_elements(part, split ? 2 : 4, numel, "adamw: weight");
-    require_elements(record.exp_avg, 4, numel, "adamw: exp_avg");
-    require_elements(record.exp_avg_sq, 4, numel, "adamw: exp_avg_sq");
+    require_elements(record.exp_avg, moment, numel, "adamw: exp_avg");
+    require_elements(record.exp_avg_sq, moment, numel, "adamw: exp_avg_sq");
+    for (const Buffer& part : record.scales) require_elements(part, 4, moment_blocks(numel), "adamw: scales");
     for (const Buffer& part : record.grad) require_elements(part, 4, numel, "adamw: grad");
     // Less than this in a part, elements times steps, and waking another thread costs more than it saves.
     constexpr size_t kPartWork = size_t{1} << 19;
-    constexpr size_t kWhole = 1024;  // parts begin at multiples: no cache line belongs to two
+    constexpr size_t kWhole =
+        4096;  // parts begin at multiples: neither a cache line nor a block belongs to two
+    static_assert(kWhole % kMomentBlock == 0);
     const size_t parts = std::clamp<size_t>(numel * steps.size() / kPartWork, 1, most_parts);
     const size_t each = round_up((numel + parts - 1) / parts, kWhole);
     const auto task =

@@ -48,13 +48,18 @@ Work sum_of_squares_work(Buffer src, std::shared_ptr<DoubleTable> out, size_t in
 
 struct AdamWRecord {
     std::vector<Buffer> weight;  // {fp32}, or {bf16 rounding, int16 remainder}
-    Buffer exp_avg;
+    Buffer exp_avg;              // of the format's type
     Buffer exp_avg_sq;
-    std::vector<Buffer> grad;  // {fp32}, or none: zero gradient
+    std::vector<Buffer> scales;  // Int8: {exp_avg's, exp_avg_sq's}, fp32, one a block; otherwise none
+    std::vector<Buffer> grad;    // {fp32}, or none: zero gradient
+    MomentFormat format = MomentFormat::Fp32;
+    uint64_t record_hash = 0;  // narrow moments are rounded by it
+    uint64_t last_step = 0;    // and by the number of each step; this is the last one's
 };
 
 // One or more AdamW steps over a record in one pass; all but the last have zero gradient. Long ones come in up
-// to `most_parts` pieces for as many threads: elements are independent, so the bits are those of one.
+// to `most_parts` pieces for as many threads, cut between blocks: blocks are independent, so the bits are those
+// of one. Sections may lie in spans of any shape: a block that one divides is put together for the step.
 std::vector<Work> adamw_work(AdamWRecord record, std::vector<AdamWStep> steps, float grad_scale,
                              size_t most_parts);
 

@@ -79,16 +79,62 @@ std::vector<kernels::Scalars> prepare(std::span<const AdamWStep> steps) {
     return scalars;
 }
 
+// The keys of steps last - count + 1 ... last: see moments.hpp.
+std::vector<kernels::Step> with_keys(const std::vector<kernels::Scalars>& scalars,
+                                     const RoundingCounter& counter) {
+    std::vector<kernels::Step> steps;
+    steps.reserve(scalars.size());
+    for (std::size_t k = 0; k < scalars.size(); ++k) {
+        const std::uint64_t number = counter.last_step - (scalars.size() - 1 - k);
+        std::uint64_t z = counter.record_hash + number * 0x9e3779b97f4a7c15u;
+        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+        z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+        z ^= z >> 31;
+        const kernels::Key key{static_cast<std::uint32_t>(z), static_cast<std::uint32_t>(z >> 32)};
+        steps.push_back({scalars[k], key});
+    }
+    return steps;
+}
+
+template <class T>
+T* as(void* moment) {
+    return static_cast<T*>(moment);
+}
+
 void run(const kernels::Kernels& kernels, const AdamWSpan& span, std::span<const AdamWStep> steps,
-         float grad_scale) {
+         float grad_scale, const RoundingCounter& counter) {
     if (steps.empty() || span.numel == 0) return;
+    const MomentSpan& moments = span.moments;
+    if (moments.format == MomentFormat::Int8 && counter.first % kMomentBlock != 0)
+        throw std::invalid_argument("8-bit moments: a span starts within a block");
     // The scalars are double arithmetic, with subnormals whatever the caller had set.
     const FloatMode plain(FloatMode::Subnormals::Keep);
     const std::vector<kernels::Scalars> scalars = prepare(steps);
     const FloatMode flushing(FloatMode::Subnormals::Flush);
-    const kernels::Sections sections{span.weight,     span.weight_hi, span.weight_lo, span.exp_avg,
-                                     span.exp_avg_sq, span.grad,      span.numel};
-    kernels.adamw(sections, scalars.data(), scalars.size(), grad_scale);
+    const auto first = static_cast<std::uint32_t>(counter.first);
+    switch (moments.format) {
+        case MomentFormat::Fp32: {
+            auto *m = as<float>(moments.exp_avg), *v = as<float>(moments.exp_avg_sq);
+            const kernels::Sections sections{span.weight, span.weight_hi, span.weight_lo, m,
+                                             v,           span.grad,      span.numel};
+            return kernels.adamw(sections, scalars.data(), scalars.size(), grad_scale);
+        }
+        case MomentFormat::Bf16: {
+            auto *m = as<std::uint16_t>(moments.exp_avg), *v = as<std::uint16_t>(moments.exp_avg_sq);
+            const std::vector<kernels::Step> keyed = with_keys(scalars, counter);
+            const kernels::Bf16Sections sections{span.weight, span.weight_hi, span.weight_lo, m,
+                                                 v,           span.grad,      span.numel,     first};
+            return kernels.adamw_bf16(sections, keyed.data(), keyed.size(), grad_scale);
+        }
+        case MomentFormat::Int8: {
+            auto *m = as<std::uint8_t>(moments.exp_avg), *v = as<std::uint8_t>(moments.exp_avg_sq);
+            const std::vector<kernels::Step> keyed = with_keys(scalars, counter);
+            const kernels::Int8Sections sections{
+                span.weight,           span.weight_hi,           span.weight_lo, m,          v,
+                moments.exp_avg_scale, moments.exp_avg_sq_scale, span.grad,      span.numel, first};
+            return kernels.adamw_int8(sections, keyed.data(), keyed.size(), grad_scale);
+        }
+    }
 }
 
 double sum(const kernels::Kernels& kernels, const float* src, std::size_t n) {
@@ -98,13 +144,14 @@ double sum(const kernels::Kernels& kernels, const float* src, std::size_t n) {
 
 }  // namespace
 
-void adamw(const AdamWSpan& span, std::span<const AdamWStep> steps, float grad_scale) {
-    run(best(), span, steps, grad_scale);
+void adamw(const AdamWSpan& span, std::span<const AdamWStep> steps, float grad_scale,
+           const RoundingCounter& counter) {
+    run(best(), span, steps, grad_scale, counter);
 }
 
-void adamw_with(InstructionSet isa, const AdamWSpan& span, std::span<const AdamWStep> steps,
-                float grad_scale) {
-    run(supported(isa), span, steps, grad_scale);
+void adamw_with(InstructionSet isa, const AdamWSpan& span, std::span<const AdamWStep> steps, float grad_scale,
+                const RoundingCounter& counter) {
+    run(supported(isa), span, steps, grad_scale, counter);
 }
 
 void accumulate(float* dst, const float* src, std::size_t n) {

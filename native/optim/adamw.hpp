@@ -14,6 +14,9 @@
 // every operation rounded by itself (no FMA, no approximations). A NaN stays a NaN everywhere, but its
 // payload is not promised.
 //
+// Narrow moments (moments.hpp) are fp32 within a step: the weight moves with m and v as above, before they are
+// rounded. Rounding m and v first would double the noise of a step and save nothing.
+//
 // Subnormals count as zero, in and out (FTZ and DAZ, set for the call only): moments that decay through
 // many missed steps end there, where a processor may take a hundred times longer. They are below 1.2e-38,
 // and the square root of such an exp_avg_sq below 1.1e-19: no eps in use notices.
@@ -24,6 +27,7 @@
 #include <span>
 
 #include "native/base/cpu.hpp"
+#include "native/optim/moments.hpp"
 
 namespace tierstore {
 
@@ -36,25 +40,43 @@ struct AdamWStep {
 };
 static_assert(sizeof(AdamWStep) == 7 * sizeof(float));
 
+// The moments of a span, in the type that the format has: float, std::uint16_t (bf16's bits) or std::uint8_t. Int8
+// also has a scale a block; others none.
+struct MomentSpan {
+    MomentFormat format;
+    void* exp_avg;
+    void* exp_avg_sq;
+    float* exp_avg_scale = nullptr;
+    float* exp_avg_sq_scale = nullptr;
+};
+
 // Either weight, or weight_hi and weight_lo (see bf16.hpp). grad null is a gradient of zero. No alignment
 // beyond the element's; sections must not overlap. exp_avg_sq is not negative.
 struct AdamWSpan {
     float* weight;
     std::uint16_t* weight_hi;
     std::int16_t* weight_lo;
-    float* exp_avg;
-    float* exp_avg_sq;
+    MomentSpan moments;
     const float* grad;
     std::size_t numel;
 };
 
+// What moments.hpp rounds narrow moments by. Fp32 needs none of it.
+struct RoundingCounter {
+    std::uint64_t record_hash = 0;
+    std::uint64_t last_step = 0;  // the number of the last step; those before it count back from it
+    std::uint64_t first = 0;      // the span's first element in its record; Int8: a multiple of kMomentBlock
+};
+
 // Takes all steps in one pass over memory. Every step but the last has a gradient of zero; the last has
-// grad * grad_scale. Bit-identical to one call a step. No steps: nothing changes.
-void adamw(const AdamWSpan& span, std::span<const AdamWStep> steps, float grad_scale);
+// grad * grad_scale. Bit-identical to one call a step: narrow moments are rounded after each of them. No steps:
+// nothing changes. Throws std::invalid_argument for Int8 that starts within a block.
+void adamw(const AdamWSpan& span, std::span<const AdamWStep> steps, float grad_scale,
+           const RoundingCounter& counter);
 
 // The same on a given instruction set, which the machine must support (else std::invalid_argument).
-void adamw_with(InstructionSet isa, const AdamWSpan& span, std::span<const AdamWStep> steps,
-                float grad_scale);
+void adamw_with(InstructionSet isa, const AdamWSpan& span, std::span<const AdamWStep> steps, float grad_scale,
+                const RoundingCounter& counter);
 
 // dst += src, elementwise. The arrays must not overlap. Subnormals count.
 void accumulate(float* dst, const float* src, std::size_t n);

@@ -189,7 +189,22 @@ bool all_finite(const float* src, std::size_t n) {
     return true;
 }
 
-constexpr Kernels all = {adamw, accumulate, accumulate_bf16, widen_bf16, sum_of_squares, all_finite};
+}  // namespace
+}  // namespace tierstore::kernels
+
+#include "native/optim/narrow.inl"
+
+namespace tierstore::kernels {
+namespace {
+
+constexpr Kernels all = {adamw,
+                         adamw_narrow<Bf16, Bf16Sections>,
+                         adamw_narrow<Int8, Int8Sections>,
+                         accumulate,
+                         accumulate_bf16,
+                         widen_bf16,
+                         sum_of_squares,
+                         all_finite};
 
 }  // namespace
 }  // namespace tierstore::kernels

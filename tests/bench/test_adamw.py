@@ -23,12 +23,20 @@ def test_figures_by_hand():
         "step": [2.0, 8.0],
         "replay": [20.0, 40.0],
         "subnormal": [20.0, 60.0],
+        "bf16": [1.0, 8.0],
+        "bf16_replay": [30.0, 40.0],
+        "int8": [2.0, 4.0],
+        "int8_replay": [60.0, 40.0],
     }
     figures = adamw.figures(samples, 10, threads=1)
     assert figures.speed_to_torch_ratio == (2 + 1) / 2
     assert figures.speed_to_copy_ratio == pytest.approx((0.5 + 0.25) / 2 * 3.5)
     assert figures.replay_to_step_ratio == (10 + 5) / 2
     assert figures.subnormal_to_replay_ratio == (1 + 1.5) / 2
+    assert figures.bf16_speed_to_copy_ratio == pytest.approx((1 + 0.25) / 2 * 2.5)
+    assert figures.int8_speed_to_copy_ratio == pytest.approx(0.5 * (2 + 2 / 256))
+    assert (figures.bf16_to_step_ratio, figures.int8_to_step_ratio) == (0.75, 0.75)
+    assert (figures.bf16_replay_to_replay_ratio, figures.int8_replay_to_replay_ratio) == (1.25, 2)
     assert figures.programs["copy"].median_bytes_per_s == pytest.approx(80 / 1.5)
     assert figures.programs["step"].median_bytes_per_s == pytest.approx(280 / 5)
     assert figures.programs["replay"].median_bytes_per_s == pytest.approx(240 / 30)
@@ -40,7 +48,8 @@ def test_figures_by_hand():
 
 
 def test_every_program_is_measured(result):
-    for name in ("copy", "torch", "step", "replay", "subnormal"):
+    narrow = ("bf16", "bf16_replay", "int8", "int8_replay")
+    for name in ("copy", "torch", "step", "replay", "subnormal", *narrow):
         times = result.programs[name]
         assert 0 < times.min_s <= times.median_s <= times.max_s
         assert times.median_bytes_per_s > 0
@@ -54,6 +63,7 @@ def test_the_table_names_every_program(result, capsys):
     show_adamw(result, Output.for_option(False))
     out = capsys.readouterr().out
     assert "torch fused AdamW" in out
+    assert "missed steps, int8 moments" in out
     assert "replay / read" not in out
 
 

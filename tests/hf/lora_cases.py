@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tierstore.moe.lora import LoraConfig
 from tierstore.parallel import Mesh
 from tierstore.store.adamw import AdamWConfig
 from tierstore.store.committing import Keep
+from tierstore.store.format import MomentFormat
 from tierstore.train.config import FinetuneConfig, TrainConfig
 from tierstore.train.files import DataConfig
 from tierstore.train.ranks import Opening
@@ -37,14 +39,21 @@ def quiet_peft() -> Iterator[None]:
         yield
 
 
-def configured(store: Path, lora: LoraConfig, *, budget: int = 4 << 20, clip: float = 0.0) -> TrainConfig:
+def configured(
+    store: Path,
+    lora: LoraConfig,
+    *,
+    budget: int = 4 << 20,
+    clip: float = 0.0,
+    moments: MomentFormat = MomentFormat.FP32,
+) -> TrainConfig:
     spec = stored_spec(store, FinetuneConfig(seq_len=12, aux_loss_weight=0.0), lora)
     assert spec is not None
     return TrainConfig(
         store=store,
         model=spec,
         lora=lora,
-        adamw=ADAMW,
+        adamw=replace(ADAMW, moments=moments),
         host_budget=budget,
         clip_norm=clip,
         device="cpu",

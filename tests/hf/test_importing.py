@@ -21,9 +21,11 @@ from checkpoints import (
     tensors_of,
 )
 
-from tierstore.errors import StoreExistsError
+from tierstore.errors import ConfigError, StoreExistsError, StoreFormatError
+from tierstore.hf.imports.importing import ImportOptions
 from tierstore.hf.manifest import Manifest, Weights
 from tierstore.model.config import ComputeDtype
+from tierstore.store.format import Group, MomentFormat
 from tierstore.store.parameter_store import verify_store
 from tierstore.train import state as train_state
 from tierstore.train.state import IMPORT_KEY
@@ -113,6 +115,25 @@ def test_zero_sections_are_not_written(tmp_path: Path) -> None:
     padded = -(-experts.numel * 2 // 4096) * 4096
     dense = sum(-(-layout.slice_numel * 4 // 4096) * 4096 for layout in report.manifest.unit_layouts(1))
     assert report.written_bytes == experts.records * padded + dense
+
+
+def test_moments_of_a_chosen_format_begin_as_zeros_that_are_not_written(tmp_path: Path) -> None:
+    save(tmp_path / "m", "qwen3_moe", torch.bfloat16, hidden_size=64, moe_intermediate_size=64)
+    wide = imported(tmp_path / "m", tmp_path / "wide")
+    report = imported(tmp_path / "m", tmp_path / "s", moments=MomentFormat.INT8)
+    assert report.written_bytes == wide.written_bytes
+    assert report.reserved_bytes < wide.reserved_bytes
+    with open_store(tmp_path / "s") as store:
+        key = next(key for key in store.keys if key.startswith("expert"))
+        assert store.info(key).schema.moments is MomentFormat.INT8
+        with store.fetch([key], [Group.MOMENTS]) as lease:
+            assert not any(lease[key].copy(name).any() for name in lease[key].sections)
+        assert store.verify().failures == []
+    assert imported(tmp_path / "m", tmp_path / "s", moments=MomentFormat.INT8).records == 0
+    with pytest.raises(StoreFormatError, match=r"moments int8, .* moments fp32"):
+        imported(tmp_path / "m", tmp_path / "s")
+    with pytest.raises(ConfigError, match="moments: frozen experts have none"):
+        ImportOptions(weights=Weights.FROZEN, moments=MomentFormat.BF16)
 
 
 def test_tied_names_are_aliases(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,12 @@ from tierstore.hf.lora import refuse_target_parameters, target_modules
 from tierstore.hf.manifest import Weights
 from tierstore.moe.lora import LoraConfig, LoraTargets, PairShape
 from tierstore.prefetch.gradients import NoGradients
+from tierstore.store.format import MomentFormat
 from tierstore.train.budgets import DeviceKind, least_host_budget
 from tierstore.train.experts import pair_key
+from tierstore.train.files import DataConfig, DataFormat, MicroOrder
+from tierstore.train.ranks import Opening
+from tierstore.train.session import open_session
 from tierstore.train.stepping import SessionParts, Stepper
 
 if TYPE_CHECKING:
@@ -270,20 +275,44 @@ def test_chosen_layers_of_attention(frozen_stores: Any) -> None:
         pass
 
 
-def test_bits_do_not_depend_on_memory_nor_on_where_it_was_cut(frozen_stores: Any) -> None:
+@pytest.mark.parametrize("moments", [MomentFormat.FP32, MomentFormat.INT8])
+def test_bits_do_not_depend_on_memory_nor_on_where_it_was_cut(
+    moments: MomentFormat, frozen_stores: Any
+) -> None:
     ends = []
     for budget, cut in ((4 << 20, False), (0, False), (0, True)):
         _, store = frozen_stores("mixtral")
         lora = LoraConfig(rank=RANK)
-        budget = budget or least_host_budget(configured(store, lora), DeviceKind.CPU)
+        budget = budget or least_host_budget(configured(store, lora, moments=moments), DeviceKind.CPU)
         losses = []
         for steps in [range(2), range(2, 4)] if cut else [range(4)]:
-            with session(store, lora, budget=budget, clip=0.2) as parts:
+            with session(store, lora, budget=budget, clip=0.2, moments=moments) as parts:
                 losses += [take(parts, step) for step in steps]
                 Stepper(parts).commit()
                 crc = parts.store.records_crc32c()
         ends.append((losses, crc))
     assert ends[0] == ends[1] == ends[2]
+
+
+@pytest.mark.parametrize("targets", list(LoraTargets))
+@pytest.mark.parametrize("clip", [0.0, 0.2], ids=["immediate", "clip"])
+def test_layer_order_has_the_bits_of_micro_order(
+    frozen_stores: Any, targets: LoraTargets, clip: float, text: Path
+) -> None:
+    """Pairs of both kinds, beside frozen experts that one lease serves all micro-batches with."""
+    found = []
+    for order in MicroOrder.MICRO, MicroOrder.LAYER:
+        _, store = frozen_stores("qwen3_moe")
+        data = DataConfig(
+            paths=(str(text),), format=DataFormat.BYTES, batch_size=2, micro_batches=3, micro_order=order
+        )
+        config = configured(store, LoraConfig(rank=RANK, targets=targets), clip=clip)
+        config = replace(config, host_budget=2 * least_host_budget(config, DeviceKind.CPU), data=data)
+        with open_session(config, Opening.RESUME) as trainer:
+            losses = [trainer.step().loss for _ in range(3)]
+            trainer.commit()
+            found.append((losses, trainer.store.records_crc32c()))
+    assert found[0] == found[1]
 
 
 def test_in_bf16_the_base_is_bf16_and_is_never_written(tmp_path: Path) -> None:
@@ -317,6 +346,13 @@ def test_what_does_not_fit_the_store_is_refused(frozen_stores: Any, tmp_path: Pa
     with (
         pytest.raises(ConfigError, match=r"lora.rank: the pairs in .* have rank 2, not 3"),
         session(store, LoraConfig(rank=3)),
+    ):
+        pass
+    with (
+        pytest.raises(
+            ConfigError, match=r"adamw.moments: .* as fp32, not bf16: .* a store keeps one adapter"
+        ),
+        session(store, LoraConfig(rank=2), moments=MomentFormat.BF16),
     ):
         pass
     for other in (

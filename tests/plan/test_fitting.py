@@ -72,6 +72,20 @@ def test_snapshots_are_given_up_for_disk(setting: Make) -> None:
     assert _texts(planned, Limits(MANY, none_left)) == ["retain = 0"]
 
 
+def test_narrow_moments_before_a_smaller_model(setting: Make) -> None:
+    """Only as narrow as they must be: bf16 for a quarter of the disk less, int8 for up to a half."""
+    planned = setting({"model.d_model": 128, "model.d_ff": 256, "data.batch_size": 1, "host_budget": "8MiB"})
+    experts = capacity(planned).term("expert extents").nbytes
+    rest = _taken(planned)[1] - experts
+    for share, moments in ((0.7, "bf16"), (0.52, "int8")):
+        limits = Limits(MANY, rest + int(share * experts))
+        remedy = shortest_remedy(planned, limits)
+        assert remedy is not None
+        assert [(change.text, change.effect) for change in remedy.changes] == [
+            (f'adamw.moments = "{moments}"', Effect.ROUNDING)
+        ]
+
+
 def test_two_changes_where_one_is_not_enough(setting: Make) -> None:
     planned = setting({"retain": 1, "host_budget": 64 << 20})
     memory, disk = _taken(planned)

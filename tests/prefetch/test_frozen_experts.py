@@ -142,7 +142,7 @@ def test_the_program_by_hand() -> None:
             told.append((ahead.phase, ahead.layer, ahead.experts.tolist(), ahead.flags.tolist()))  # type: ignore[attr-defined]
             return len(told[-1][2])
 
-        program.speculate(access, prefetch)
+        program.speculate(access, prefetch, lambda: None)
         program.done(access, range(len(experts)))
         return list(told)
 

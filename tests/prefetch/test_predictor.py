@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -71,3 +72,58 @@ def test_history_is_an_exponential_average(used: list[set[int]]) -> None:
 def test_configuration_is_checked(field: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"prefetch.{field}"):
         PrefetchConfig(**{field: value})  # type: ignore[arg-type]
+
+
+def test_router_guesses_by_hand() -> None:
+    predictor = make_predictor(PredictorName.ROUTER, range(2, 6))  # of eight experts, four are here
+    assert predictor.predict(1) == [2, 3, 4, 5], "nothing was offered or seen"
+    predictor.offer(0, 1, np.array([9, 9, 0, 2, 0, 1, 9, 9]))
+    assert predictor.predict(1) == [3, 5]
+    predictor.offer(0, 1, np.array([0, 0, 0, 0, 1, 0, 0, 0]))
+    assert predictor.predict(1) == [3, 4, 5], "a second micro-batch"
+    predictor.offer(-1, 1, np.array([0, 0, 0, 0, 1, 0, 0, 0]))
+    assert predictor.predict(1) == [4], "another layer's replaces it"
+    predictor.observe(1, [2, 3])
+    assert predictor.predict(1) == [2, 3], "history: .625 and .375"
+    predictor.observe(1, [2])
+    predictor.offer(0, 1, np.array([0, 0, 0, 0, 1, 0, 0, 0]))
+    assert predictor.predict(1) == [2, 4], "2 at .72 is nearly certain, 3 at .47 is not"
+
+
+def test_the_surest_guesses_of_a_router() -> None:
+    predictor = make_predictor(PredictorName.ROUTER, range(5), most=2)
+    for _ in range(9):
+        predictor.observe(0, [0, 3])
+    predictor.offer(-1, 0, np.array([0, 1, 3, 1, 0]))
+    assert predictor.predict(0) == [2, 3], (
+        "2 is chosen most often; of those chosen once, 3 is the most frequent"
+    )
+    predictor.offer(-2, 0, np.array([0, 1, 0, 0, 0]))
+    assert predictor.predict(0) == [0, 1], (
+        "of what was not chosen, the most frequent, and of equal ones the first"
+    )
+
+
+@given(
+    st.lists(st.sets(st.integers(0, 5)), max_size=6),
+    st.lists(st.integers(0, 3), min_size=6, max_size=6),
+    st.integers(0, 4),
+)
+def test_router_guesses_are_what_was_chosen_and_what_is_nearly_certain(
+    seen: list[set[int]], counts: list[int], most: int
+) -> None:
+    predictor = make_predictor(PredictorName.ROUTER, range(6), most=most)
+    frequency = [0.5] * 6
+    for experts in seen:
+        predictor.observe(3, sorted(experts))
+        frequency = [0.75 * old + 0.25 * (each in experts) for each, old in enumerate(frequency)]
+    predictor.offer(2, 3, np.array(counts))
+    likely = [each for each in range(6) if counts[each] or frequency[each] >= 0.7]
+    found = predictor.predict(3)
+    assert found == sorted(found)
+    assert set(found) <= set(likely)
+    assert len(found) == min(len(likely), most or 6)
+    if found:
+        assert min(counts[each] for each in found) >= max(
+            (counts[each] for each in likely if each not in found), default=0
+        )

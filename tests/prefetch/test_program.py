@@ -71,11 +71,14 @@ class Counted:
                 access.experts.tolist(), access.flags.tolist(), access.actions.tolist(), strict=True
             )
             told.append((access.phase, access.layer, list(requests), access.step))
-            self.program.speculate(access, self._offer)
+            self.program.speculate(access, self._offer, self._cancel)
             everything = np.arange(len(access.experts), dtype=np.uint32)
             self.counts.done(access, everything)
             self.program.done(access, everything)
         return told
+
+    def _cancel(self) -> None:
+        self._ahead.append("cancelled")
 
     def _offer(self, ahead: Speculation) -> int:
         self._ahead.append((ahead.phase, ahead.layer, ahead.experts.tolist(), ahead.flags.tolist()))
@@ -225,7 +228,9 @@ class _Twin:
             for group in range(groups):
                 requests = self._store.cache.next_group()
                 if group == groups - 1:
-                    self.program.speculate(access, self._prefetch)
+                    self.program.speculate(
+                        access, self._prefetch, self._store.cache.residency.cancel_prefetch
+                    )
                 self._store.cache.end_group()
                 self.counts.done(access, requests)
                 self.program.done(access, requests)

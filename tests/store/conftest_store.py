@@ -17,12 +17,15 @@ from tierstore import _native
 from tierstore.store import (
     AdamWConfig,
     Inactive,
+    MomentFormat,
     ParameterStore,
     RecordSchema,
     StoreConfig,
     StripeConfig,
     WeightFormat,
 )
+from tierstore.store.format import moment_sections
+from tierstore.store.optimizer import record_hash
 
 Array = npt.NDArray[np.float32]
 
@@ -73,13 +76,14 @@ def small_store(
     retain: int = 0,
     inactive: Inactive = Inactive.EXACT,
     weight_format: WeightFormat = WeightFormat.FP32,
+    moments: MomentFormat = MomentFormat.FP32,
     io_log: Path | None = None,
     stripe: StripeConfig | None = None,
 ) -> ParameterStore:
     """A store of ``count`` registered, committed records ``e0``, ``e1`` and so on."""
     store = ParameterStore.create(
         path,
-        [RecordSchema("expert", numel, weight_format)],
+        [RecordSchema("expert", numel, weight_format, moments=moments)],
         StoreConfig(host_budget=budget, retain=retain, stripe=stripe or StripeConfig()),
         adamw=AdamWConfig(inactive=inactive),
         io_log=io_log,
@@ -93,32 +97,45 @@ def small_store(
 class ArrayModel:
     """AdamW on whole arrays in memory: every record is stepped in every step, as dense AdamW does."""
 
-    def __init__(self, config: AdamWConfig) -> None:
+    def __init__(self, config: AdamWConfig, moments: MomentFormat = MomentFormat.FP32) -> None:
         self.config = config
+        self.moments = moments
         self.step = 0
         self.records: dict[str, list[Array]] = {}
         self.counts: dict[str, int] = {}
 
     def register(self, key: str, weight: Array) -> None:
-        self.records[key] = [weight.copy(), np.zeros_like(weight), np.zeros_like(weight)]
+        sections = moment_sections(self.moments, len(weight))
+        self.records[key] = [weight.copy(), *(np.zeros(s.numel, s.dtype) for s in sections)]
         self.counts[key] = 0
 
     def update(self, gradients: dict[str, Array], lr: float) -> None:
         self.step += 1
-        for key, (weight, exp_avg, exp_avg_sq) in self.records.items():
+        for key, (weight, *moments) in self.records.items():
             gradient = gradients.get(key)
             if self.config.inactive is Inactive.EXACT:
-                row = self.config.row(lr, self.step)
+                step = self.step
                 gradient = np.zeros_like(weight) if gradient is None else gradient
             elif gradient is None:
                 continue
             else:
                 self.counts[key] += 1
-                row = self.config.row(lr, self.counts[key])
-            _native.adamw(weight, exp_avg, exp_avg_sq, gradient, row[None])
+                step = self.counts[key]
+            row = self.config.row(lr, step)
+            # Int8: codes and scales of each.
+            exp_avg, exp_avg_sq = moments if len(moments) == 2 else zip(moments[:2], moments[2:], strict=True)
+            _native.adamw(
+                weight,
+                exp_avg,
+                exp_avg_sq,
+                gradient,
+                row[None],
+                record_hash=record_hash(key),
+                last_step=step,
+            )
 
     def copy(self) -> ArrayModel:
-        other = ArrayModel(self.config)
+        other = ArrayModel(self.config, self.moments)
         other.step, other.counts = self.step, dict(self.counts)
         other.records = {key: [array.copy() for array in arrays] for key, arrays in self.records.items()}
         return other

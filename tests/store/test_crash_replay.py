@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from tierstore.store.disk.extents import Extent
 from tierstore.store.index.database import PREVIOUS, Commit
 from tierstore.store.index.entries import RecordEntry
 from tierstore.store.index.live import LiveIndex, LiveRecord
+from tierstore.store.index.table import Table
 
 NUMEL = 1500  # two pages a section: writes can tear
 RECORDS = 5
@@ -168,8 +168,8 @@ def test_letting_the_previous_commit_go_too_early_fails_the_replay(
     def eager(self: Committer, *arguments: object) -> None:
         write_index(self, *arguments)  # type: ignore[arg-type]
         if PREVIOUS in self.snapshots:
-            self._parts.live.release(self.snapshots[PREVIOUS].records.values())
-            self.snapshots[PREVIOUS] = Commit(0, {}, {})
+            self._parts.live.release_table(self.snapshots[PREVIOUS].records)
+            self.snapshots[PREVIOUS] = Commit(0, Table(), {})
 
     monkeypatch.setattr(Committer, "_write_index", eager)
     run = Run(fast_path)
@@ -245,7 +245,7 @@ def test_freeing_slots_before_the_commit_fails_the_replay(
     def release(self: LiveIndex, entries: Iterable[RecordEntry]) -> None:
         for entry in entries:
             for _, slot in self.slots_of(entry):
-                slot.extent._references -= Counter([slot.number])
+                slot.extent._references[slot.number] -= 1
 
     monkeypatch.setattr(LiveRecord, "write", eager)
     monkeypatch.setattr(LiveIndex, "release", release)

@@ -32,6 +32,7 @@ from tierstore.store import (
     verify_store,
 )
 from tierstore.store.index.database import Commit, Index
+from tierstore.store.index.table import Table
 
 CONFIG = StoreConfig(host_budget=1 << 18)
 SECTIONS = {
@@ -144,7 +145,7 @@ def test_damaged_index_is_refused(tmp_path: Path) -> None:
 def test_every_damaged_page_of_an_index_is_refused_or_was_free(tmp_path: Path) -> None:
     """Whatever reads it names the file; a page that is not in use changes nothing."""
     index = Index.create(tmp_path / "index")
-    old = Commit(1, {}, {"seed": b"old"})
+    old = Commit(1, Table(), {"seed": b"old"})
     index.write(generation=2, meta={"a": 1}, changed={}, state={"seed": b"s"}, add_snapshots={"old": old})
     index.close()
 

@@ -100,7 +100,7 @@ def test_holes_are_filled_before_they_are_written(tmp_path: Path) -> None:
     """A copied store may be sparse: free slots without blocks are not taken for reserved space."""
     with small_store(tmp_path / "store") as store:
         extent = tmp_path / "store" / "extents" / "expert.weights"
-        free = store.core.extents[0][Group.WEIGHTS].extents[0]._free
+        free = store.core.extents[0][Group.WEIGHTS].extents[0]._free.array().tolist()
         slot_bytes = store.info("e0").schema.layout(Group.WEIGHTS).slot_bytes
         for slot in free:
             store.core.extents[0][Group.WEIGHTS].extents[0].file.punch(slot * slot_bytes, slot_bytes)

@@ -17,9 +17,12 @@ from hypothesis import strategies as st
 from tierstore.errors import ConfigError, StoreFormatError
 from tierstore.store import ParameterStore, StripeConfig
 from tierstore.store.format import (
+    FORMAT_VERSION,
     FROZEN_FORMATS,
+    NARROW_MOMENTS_VERSION,
     TRAINED_FORMATS,
     Group,
+    MomentFormat,
     RecordSchema,
     Training,
     WeightFormat,
@@ -155,12 +158,18 @@ def read_record(directory: Path, key: str) -> tuple[int, dict[str, bytes]]:
     numel = schema["numel"]
     split = schema["weight_format"] == "split-bf16"
     if schema.get("training") == "frozen":
-        layout = {"weights": [("weight", 2 if schema["weight_format"] == "bf16" else 4)]}
+        layout = {"weights": [("weight", numel * (2 if schema["weight_format"] == "bf16" else 4))]}
     else:
         layout = {
-            "weights": [("weight_hi", 2)] if split else [("weight", 4)],
-            "moments": ([("weight_lo", 2)] if split else []) + [("exp_avg", 4), ("exp_avg_sq", 4)],
+            "weights": [("weight_hi", 2 * numel)] if split else [("weight", 4 * numel)],
+            "moments": [("weight_lo", 2 * numel)] if split else [],
         }
+        assert meta["format"] == (3 if "moments" in schema else 2)
+        width = {"fp32": 4, "bf16": 2, "int8": 1}[schema.get("moments", "fp32")]
+        layout["moments"] += [("exp_avg", width * numel), ("exp_avg_sq", width * numel)]
+        if width == 1:
+            scales = 4 * -(-numel // 256)
+            layout["moments"] += [("exp_avg_scale", scales), ("exp_avg_sq_scale", scales)]
     assert group_count == len(layout)
     sections: dict[str, bytes] = {}
     at = 16
@@ -168,23 +177,37 @@ def read_record(directory: Path, key: str) -> tuple[int, dict[str, bytes]]:
         number, count, slot, _ = struct.unpack_from("<HHIQ", value, at)
         crcs = struct.unpack_from(f"<{count}I", value, at + 16)
         at += 16 + 4 * count
-        padded = [-(-numel * width // 4096) * 4096 for _, width in parts]
+        padded = [-(-nbytes // 4096) * 4096 for _, nbytes in parts]
         place = Path(stripe[number]["path"])
         raw = (place / "extents" / f"{schema['name']}.{group}").read_bytes()
         offset = slot * sum(padded)
-        for (name, width), size, crc in zip(parts, padded, crcs, strict=True):
-            sections[name] = raw[offset : offset + numel * width]
+        for (name, nbytes), size, crc in zip(parts, padded, crcs, strict=True):
+            sections[name] = raw[offset : offset + nbytes]
             assert slow_crc32c(sections[name]) == crc
-            assert not any(raw[offset + numel * width : offset + size])
+            assert not any(raw[offset + nbytes : offset + size])
             offset += size
     return step, sections
 
 
-@pytest.mark.parametrize("further", [(), ("b",), ("b", "c")])
+@pytest.mark.parametrize(
+    ("further", "moments"),
+    [
+        ((), MomentFormat.FP32),
+        (("b",), MomentFormat.FP32),
+        (("b", "c"), MomentFormat.FP32),
+        ((), MomentFormat.BF16),
+        (("b",), MomentFormat.INT8),
+    ],
+)
 @pytest.mark.parametrize("weight_format", TRAINED_FORMATS)
-def test_an_independent_reader(tmp_path: Path, weight_format: WeightFormat, further: tuple[str, ...]) -> None:
+def test_an_independent_reader(
+    tmp_path: Path, weight_format: WeightFormat, further: tuple[str, ...], moments: MomentFormat
+) -> None:
     stripe = StripeConfig(directories=tuple(tmp_path / name for name in further))
-    with small_store(tmp_path / "store", numel=1100, weight_format=weight_format, stripe=stripe) as store:
+    made = small_store(
+        tmp_path / "store", numel=1100, weight_format=weight_format, moments=moments, stripe=stripe
+    )
+    with made as store:
         store.update({"e2": np.ones(1100, np.float32)}, lr=0.1)
         store.commit()
         with store.fetch(["e2"], [Group.WEIGHTS, Group.MOMENTS]) as lease:
@@ -212,6 +235,57 @@ def test_an_independent_reader_of_frozen_records(tmp_path: Path, weight_format: 
     whole = weight_format is WeightFormat.FP32
     rounded = torch.from_numpy(initial).bfloat16().view(torch.int16).numpy()
     assert (step, sections) == (0, {"weight": initial.tobytes() if whole else rounded.tobytes()})
+
+
+def test_what_a_schema_says_of_moments_is_read_and_written() -> None:
+    assert "moments" not in RecordSchema("x", 7).as_json(), "stores of fp32 moments stay as they were"
+    for moments in MomentFormat:
+        schema = RecordSchema("x", 7, moments=moments)
+        assert RecordSchema.from_json(schema.as_json()) == schema
+    with pytest.raises(StoreFormatError, match="not a record schema"):
+        RecordSchema.from_json({**RecordSchema("x", 7).as_json(), "moments": "fp4"})
+    with pytest.raises(ConfigError, match="frozen records have no moments"):
+        RecordSchema("x", 7, training=Training.FROZEN, moments=MomentFormat.BF16)
+
+
+def test_records_of_narrow_moments_by_hand() -> None:
+    """A million parameters: 12, 8 and 6.03 bytes of each; the last of 3,907 blocks of 8-bit moments is a part."""
+    sizes = {moments: RecordSchema("x", 10**6, moments=moments).record_bytes for moments in MomentFormat}
+    assert sizes == {
+        MomentFormat.FP32: 12 * 10**6,
+        MomentFormat.BF16: 8 * 10**6,
+        MomentFormat.INT8: 6 * 10**6 + 2 * 4 * 3907,
+    }
+    schema = RecordSchema("x", 10**6, WeightFormat.SPLIT_BF16, moments=MomentFormat.INT8)
+    assert [(s.name, s.dtype, s.numel) for s in schema.layout(Group.MOMENTS).sections] == [
+        ("weight_lo", "<i2", 10**6),
+        ("exp_avg", "|u1", 10**6),
+        ("exp_avg_sq", "|u1", 10**6),
+        ("exp_avg_scale", "<f4", 3907),
+        ("exp_avg_sq_scale", "<f4", 3907),
+    ]
+    assert schema.record_bytes <= 6.05 * 10**6
+
+
+def test_the_index_says_which_version_can_read_it(tmp_path: Path) -> None:
+    """3 from the first commit that has narrow moments on, which versions that know 2 alone refuse."""
+
+    def version() -> int:
+        with lmdb.open(str(tmp_path / "store" / "index"), readonly=True, lock=False, max_dbs=4) as env:
+            database = env.open_db(b"meta", create=False)
+            with env.begin() as txn:
+                return int(json.loads(txn.get(b"store", db=database))["format"])
+
+    with small_store(tmp_path / "store"):
+        pass
+    assert version() == FORMAT_VERSION
+    narrow = RecordSchema("narrow", 100, moments=MomentFormat.BF16)
+    with ParameterStore.open(tmp_path / "store", further=[narrow]) as store:
+        store.register("n", "narrow")
+        store.commit()
+    assert version() == NARROW_MOMENTS_VERSION
+    with ParameterStore.open(tmp_path / "store") as store:
+        assert store.info("n").schema == narrow
 
 
 def test_what_a_schema_says_of_training_is_read_and_written() -> None:

@@ -18,12 +18,13 @@ from tierstore.store import (
     AdamWConfig,
     Group,
     Inactive,
+    MomentFormat,
     ParameterStore,
     RecordSchema,
     StoreConfig,
     WeightFormat,
 )
-from tierstore.store.format import TRAINED_FORMATS
+from tierstore.store.format import TRAINED_FORMATS, moment_sections
 from tierstore.store.opening import minimum_host_budget
 
 NUMEL = 2100  # not a whole number of pages
@@ -58,6 +59,7 @@ def weight_of(store: ParameterStore, key: str, split: WeightFormat) -> np.ndarra
     frames=st.integers(0, 24),
     inactive=st.sampled_from(Inactive),
     weight_format=st.sampled_from(TRAINED_FORMATS),
+    moments=st.sampled_from(MomentFormat),
     cache=st.sampled_from(
         [
             CacheConfig(),
@@ -76,11 +78,12 @@ def test_random_programs(
     frames: int,
     inactive: Inactive,
     weight_format: WeightFormat,
+    moments: MomentFormat,
     cache: CacheConfig,
     lookahead: int,
     seed: int,
 ) -> None:
-    schema = RecordSchema("expert", NUMEL, weight_format)
+    schema = RecordSchema("expert", NUMEL, weight_format, moments=moments)
     layers = tuple(range(LAYERS))
     budget = minimum_host_budget([schema], cache, LAYERS) + 4096 * frames
     config = StoreConfig(
@@ -88,7 +91,8 @@ def test_random_programs(
     )
     adamw = AdamWConfig(inactive=inactive)
     rng = np.random.default_rng(seed)
-    model = ArrayModel(adamw)
+    model = ArrayModel(adamw, moments)
+    names = [section.name for section in moment_sections(moments, NUMEL)]
     initial = weights(8, NUMEL, seed)
     snapshots = 0
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as made:
@@ -134,11 +138,11 @@ def test_random_programs(
                     store.close()
                     store = ParameterStore.open(path, config, adamw=adamw)
                     model = committed.copy()
-            for key, (weight, exp_avg, exp_avg_sq) in model.records.items():
+            for key, (weight, *arrays) in model.records.items():
                 assert np.array_equal(weight_of(store, key, weight_format), weight)
                 with store.fetch([key], [Group.MOMENTS]) as lease:
-                    assert np.array_equal(lease[key].copy("exp_avg"), exp_avg)
-                    assert np.array_equal(lease[key].copy("exp_avg_sq"), exp_avg_sq)
+                    for name, array in zip(names, arrays, strict=True):
+                        assert np.array_equal(lease[key].copy(name), array), name
             store.commit()
             crc = store.records_crc32c()
             report = store.verify()

@@ -152,3 +152,22 @@ def whole_run(mesh: Mesh, settings: Settings, steps: int) -> tuple[list[float], 
             validations.append(trainer.evaluate())
         trainer.commit()
         return losses, validations, trainer.sample("store", 5), trainer.state.skipped
+
+
+def guessed(
+    mesh: Mesh, settings: Settings, steps: int
+) -> tuple[list[float], list[tuple[int, int, list[int]]]]:
+    """Losses, and what routers offered: from which layer, of which, and how often each expert is chosen."""
+    torch.set_num_threads(1)
+    offers: list[tuple[int, int, list[int]]] = []
+    with open_session(load(TrainConfig, None, {**TINY, **settings}), Opening.CREATE, mesh=mesh) as trainer:
+        program = trainer.experts.program  # type: ignore[attr-defined]
+        tell = program.offer
+
+        def offer(source: int, layer: int, chosen_E: Any) -> None:
+            offers.append((source, layer, chosen_E.tolist()))
+            tell(source, layer, chosen_E)
+
+        with mock.patch.object(program, "offer", offer):
+            losses = [trainer.step().loss for _ in range(steps)]
+    return losses, offers

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tierstore.errors import StoreFormatError
 from tierstore.moe.config import Activation, ExpertShape
 from tierstore.moe.experts import feed_forward, initial_expert
+from tierstore.store import AdamWConfig, MomentFormat
 from tierstore.train import ExpertSession, NonFiniteError, StepError, open_experts
 from tierstore.train.experts import expert_key
 
@@ -179,6 +180,20 @@ def test_a_store_of_other_experts(tmp_path: Path) -> None:
             open_experts(tmp_path / "e", shape, layers=range(layers), experts=experts, host_budget=TIGHT),
         ):
             pass
+
+
+def test_narrow_moments(tmp_path: Path) -> None:
+    """A store of its own format, which another run must ask for again."""
+    for moments in (MomentFormat.FP32, MomentFormat.INT8):
+        adamw = AdamWConfig(moments=moments)
+        options = {"layers": [0], "experts": 2, "adamw": adamw}
+        with open_experts(tmp_path / moments.value, SHAPE, **options) as session:
+            assert session.store.info(expert_key(0, 0)).schema.moments is moments
+    with (
+        pytest.raises(StoreFormatError, match="keeps moments as int8, and fp32 is asked for"),
+        open_experts(tmp_path / "int8", SHAPE, layers=[0], experts=2),
+    ):
+        pass
 
 
 def test_a_store_whose_making_was_cut_short(tmp_path: Path) -> None:

@@ -28,6 +28,9 @@ MODES: dict[str, dict[str, Any]] = {
     "bf16": {"model.compute_dtype": "bf16"},
     "bf16-clip": {"model.compute_dtype": "bf16", "clip_norm": 0.5},
     "checkpoint": {"model.checkpoint_activations": "block", "model.n_layers": 3},
+    "moments-bf16": {"adamw.moments": "bf16"},
+    "moments-int8": {"adamw.moments": "int8", "model.compute_dtype": "bf16", "data.batch_size": 1},
+    "moments-int8-clip": {"adamw.moments": "int8", "data.micro_batches": 3, "clip_norm": 0.5},
     "skip": {"adamw.inactive": "skip", "model.top_k": 1, "data.batch_size": 1},
     "skip-clip": {"adamw.inactive": "skip", "model.top_k": 1, "data.batch_size": 1, "clip_norm": 0.5},
 }

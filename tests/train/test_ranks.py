@@ -48,6 +48,22 @@ def test_ranks_compute_what_one_process_does(
             assert np.array_equal(got[rank][key], got[holders[0]][key]), "replicas hold the same bits"
 
 
+@pytest.mark.parametrize(
+    "mode",
+    [{}, {"clip_norm": 0.5, "model.tie_embeddings": "tied", "dense.gradient_buffers": 1}],
+    ids=["immediate", "clip"],
+)
+@pytest.mark.parametrize(("size", "expert"), [(2, 0), (2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
+def test_layer_order_has_the_bits_of_micro_order(
+    ranks: Ranks, settings: Callable[..., dict[str, Any]], mode: Settings, size: int, expert: int
+) -> None:
+    """Losses, norms and records of every rank; with replicas of experts too, whose gradients are sums of sums."""
+    changes = {"data.micro_batches": 3, "host_budget": 60_000, **mode}
+    expected = ranks.run(size, train, settings(changes), 4, Opening.CREATE, expert=expert)
+    layered = settings({**changes, "data.micro_order": "layer"})
+    assert ranks.run(size, train, layered, 4, Opening.CREATE, expert=expert) == expected
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_checksum_over_all_ranks(
     ranks: Ranks, settings: Callable[..., dict[str, Any]], size: int

@@ -9,11 +9,13 @@ page cache).
 
 Programs: ``copy`` (memory to memory), ``torch`` (``torch.optim.AdamW(fused=True)``), ``step`` (one step),
 ``replay`` (``REPLAYED`` missed steps in one pass, without a gradient) and ``subnormal`` (the same over
-moments that are subnormal, or become so).
+moments that are subnormal, or become so). ``bf16``, ``bf16_replay``, ``int8`` and ``int8_replay`` are step and replay
+with narrow moments, over the same weights and gradients.
 
-A step reads weight, exp_avg, exp_avg_sq and grad and writes the first three: 28 bytes a parameter in fp32. A
-copy counts each byte once read and once written. What a processor reads of a destination before writing it is
-not counted, and only the copy has such a destination: a step in place may exceed the copy.
+A step reads weight, exp_avg, exp_avg_sq and grad and writes the first three: 28 bytes a parameter in fp32, 20 with
+bf16 moments, 16 and the scales with int8. A copy counts each byte once read and once written. What a processor reads
+of a destination before writing it is not counted, and only the copy has such a destination: a step in place may
+exceed the copy.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -43,8 +46,11 @@ from tierstore.store.tuning import tune
 BYTES_PER_PARAMETER = 28
 REPLAYED = 16
 RECORD_PARAMETERS = 1 << 20
+NARROW_BYTES_PER_PARAMETER = {"bf16": 20.0, "int8": 16 + 16 / _native.MOMENT_BLOCK}
 _COPIED_BYTES = 8  # a parameter
+_GRADIENT_BYTES = 4
 _OF_TORCH = 0.95  # the speed that is to be reached at least
+_OF_COPY = 0.9  # of memory bandwidth, with bf16 moments
 _READ_BYTES = 256 << 20
 _PROBE_BYTES = 1 << 30
 
@@ -64,7 +70,7 @@ class ProgramTimes(Figures):
     s_per_parameter: float
 
     @staticmethod
-    def of(samples_s: Sequence[float], parameters: int, moved_bytes: int) -> ProgramTimes:
+    def of(samples_s: Sequence[float], parameters: int, moved_bytes: float) -> ProgramTimes:
         """``moved_bytes``: what the program reads and writes of a parameter."""
         median_s = statistics.median(samples_s)
         return ProgramTimes(
@@ -109,6 +115,12 @@ class AdamWResult(Figures):
     speed_to_copy_ratio: float
     replay_to_step_ratio: float
     subnormal_to_replay_ratio: float
+    bf16_speed_to_copy_ratio: float
+    bf16_to_step_ratio: float
+    bf16_replay_to_replay_ratio: float
+    int8_speed_to_copy_ratio: float
+    int8_to_step_ratio: float
+    int8_replay_to_replay_ratio: float
     record: RecordTimes | None = field(default=None, metadata=prefixed("record_"))
 
 
@@ -118,7 +130,7 @@ def run(
     """Measures ``parameters`` fp32 parameters with ``threads`` threads for every program (ours: Python threads over equal
     parts, the GIL released), in ``repeats`` rounds after one that is not counted.
 
-    Needs about 20 bytes a parameter. Sets torch's thread count for its duration. Raises ConfigError.
+    Needs about 26 bytes a parameter. Sets torch's thread count for its duration. Raises ConfigError.
     """
     at_least(1, parameters=parameters, threads=threads, repeats=repeats)
     import torch
@@ -151,7 +163,14 @@ def figures(
         "subnormal_to_replay": ratios(samples["subnormal"], samples["replay"]),
     }
     # Without a gradient 4 of the bytes are not read.
-    moved = {"copy": _COPIED_BYTES} | dict.fromkeys(("replay", "subnormal"), BYTES_PER_PARAMETER - 4)
+    moved: dict[str, float] = {"copy": _COPIED_BYTES}
+    moved |= dict.fromkeys(("replay", "subnormal"), BYTES_PER_PARAMETER - _GRADIENT_BYTES)
+    for name, nbytes in NARROW_BYTES_PER_PARAMETER.items():
+        rounds[f"{name}_speed_to_copy"] = ratios(samples["copy"], samples[name], nbytes / _COPIED_BYTES)
+        rounds[f"{name}_to_step"] = ratios(samples[name], samples["step"])
+        rounds[f"{name}_replay_to_replay"] = ratios(samples[f"{name}_replay"], samples["replay"])
+        moved |= {name: nbytes, f"{name}_replay": nbytes - _GRADIENT_BYTES}
+    medians = {f"{name}_ratio": statistics.median(values) for name, values in rounds.items()}
     return AdamWResult(
         parameters=parameters,
         threads=threads,
@@ -165,10 +184,7 @@ def figures(
         },
         record=record,
         rounds=rounds,
-        speed_to_torch_ratio=statistics.median(rounds["speed_to_torch"]),
-        speed_to_copy_ratio=statistics.median(rounds["speed_to_copy"]),
-        replay_to_step_ratio=statistics.median(rounds["replay_to_step"]),
-        subnormal_to_replay_ratio=statistics.median(rounds["subnormal_to_replay"]),
+        **medians,
     )
 
 
@@ -221,8 +237,14 @@ class _Memory:
         self._exp_avg_sq: _Array = state["exp_avg_sq"].numpy()
         self._grad: _Array = gradient.numpy()
         self._copied = np.empty_like(self._weight)
-        bounds = [parameters * i // threads for i in range(threads + 1)]
-        self._parts = [slice(a, b) for a, b in pairwise(bounds)]
+        self._narrow = {
+            form: [_encoded(form, *pair) for pair in self._moments()]
+            for form in (_native.MomentFormat.BF16, _native.MomentFormat.INT8)
+        }
+        # Threads begin at blocks of 8-bit moments.
+        whole = _native.MOMENT_BLOCK
+        bounds = [min(-(-parameters * i // threads // whole) * whole, parameters) for i in range(threads + 1)]
+        self._parts = [slice(a, b) for a, b in pairwise(bounds) if a < b]
         self._pool = pool
 
     def _everywhere(self, work: Callable[[slice], None]) -> None:
@@ -235,6 +257,26 @@ class _Memory:
         def work(part: slice) -> None:
             gradient = self._grad[part] if len(steps) == 1 else None
             _native.adamw(self._weight[part], self._exp_avg[part], self._exp_avg_sq[part], gradient, steps)
+
+        self._everywhere(work)
+
+    def _moments(self) -> list[tuple[_native.Moment, _Array]]:
+        return [(_native.Moment.EXP_AVG, self._exp_avg), (_native.Moment.EXP_AVG_SQ, self._exp_avg_sq)]
+
+    def narrow_adamw(self, form: _native.MomentFormat, steps: _Array) -> None:
+        """``adamw`` with moments in ``form``."""
+        exp_avg, exp_avg_sq = self._narrow[form]
+
+        def work(part: slice) -> None:
+            _native.adamw(
+                self._weight[part],
+                _sliced(exp_avg, part),
+                _sliced(exp_avg_sq, part),
+                self._grad[part] if len(steps) == 1 else None,
+                steps,
+                last_step=1 + len(steps),
+                first=part.start,
+            )
 
         self._everywhere(work)
 
@@ -260,6 +302,9 @@ def _measure(parameters: int, threads: int, repeats: int, pool: ThreadPoolExecut
         "replay": lambda: memory.adamw(missed),
         "subnormal": lambda: memory.adamw(missed),
     }
+    for form in (_native.MomentFormat.BF16, _native.MomentFormat.INT8):
+        programs[form.name.lower()] = partial(memory.narrow_adamw, form, one)
+        programs[f"{form.name.lower()}_replay"] = partial(memory.narrow_adamw, form, missed)
     # Set up untimed. The last replay starts from an exp_avg that falls below the smallest normal fp32, 1.2e-38, on its
     # way, and an exp_avg_sq that lies there already.
     moments = {"replay": (1e-3, 1e-6), "subnormal": (2e-38, 1e-40)}
@@ -274,6 +319,27 @@ def _measure(parameters: int, threads: int, repeats: int, pool: ThreadPoolExecut
                 samples[name].append(time.perf_counter() - start)
         memory.fill(1e-3, 1e-6)
     return samples
+
+
+_Narrow = npt.NDArray[np.uint16] | tuple[npt.NDArray[np.uint8], _Array]
+
+
+def _encoded(form: _native.MomentFormat, moment: _native.Moment, values: _Array) -> _Narrow:
+    out: _Narrow
+    if form is _native.MomentFormat.BF16:
+        out = np.empty(values.size, np.uint16)
+    else:
+        blocks = -(-values.size // _native.MOMENT_BLOCK)
+        out = np.empty(values.size, np.uint8), np.empty(blocks, np.float32)
+    _native.encode_moment(moment, out, values)
+    return out
+
+
+def _sliced(moment: _Narrow, part: slice) -> _Narrow:
+    if isinstance(moment, tuple):
+        block = _native.MOMENT_BLOCK
+        return moment[0][part], moment[1][part.start // block : -(-part.stop // block)]
+    return moment[part]
 
 
 def _steps(count: int) -> _Array:
@@ -297,6 +363,13 @@ def measurements(result: AdamWResult) -> Iterator[Measurement]:
     yield derived("speed to copy's", found["speed_to_copy"], "ratio", Better.HIGHER)
     yield derived("replay to one step", found["replay_to_step"], "ratio", Better.LOWER)
     yield derived("subnormal to normal replay", found["subnormal_to_replay"], "ratio", Better.LOWER)
+    for name in NARROW_BYTES_PER_PARAMETER:
+        target = _OF_COPY if name == "bf16" else None
+        yield derived(
+            f"{name} speed to copy's", found[f"{name}_speed_to_copy"], "ratio", Better.HIGHER, target=target
+        )
+        yield derived(f"{name} to fp32 step", found[f"{name}_to_step"], "ratio", Better.LOWER)
+        yield derived(f"{name} to fp32 replay", found[f"{name}_replay_to_replay"], "ratio", Better.LOWER)
     if (record := result.record) is not None:
         for what, seconds in (("replay", record.replay_samples_s), ("read", record.read_samples_s)):
             yield measured("record", seconds, "s", Better.LOWER, parameters={"operation": what})

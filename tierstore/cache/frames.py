@@ -11,6 +11,8 @@ from collections.abc import Iterable
 _ALIGNMENT = 4096
 MIN_FRAME_BYTES = 64 * 1024
 _FEW_FRAMES = 64
+#: What scales may add to a record's frames.
+_MOST_WASTE = 0.02
 
 
 def frames_of(section_nbytes: Iterable[int], frame_bytes: int) -> int:
@@ -35,3 +37,20 @@ def choose_frame_bytes(section_nbytes: Iterable[int]) -> int:
     step = max(_ALIGNMENT, (upper - MIN_FRAME_BYTES) // 256 // _ALIGNMENT * _ALIGNMENT)
     candidates = range(upper, MIN_FRAME_BYTES - 1, -step)
     return min(candidates, key=lambda size: (size * frames_of(padded, size), -size))
+
+
+def choose_frame_bytes_beside(section_nbytes: Iterable[int], scale_nbytes: Iterable[int]) -> int:
+    """The frame size for sections of these sizes and for scales, which are far smaller and fill no frame.
+
+    The largest part of the sections' own frame size by which all of them together waste at most 2%.
+    """
+    sections, scales = list(section_nbytes), list(scale_nbytes)
+    frame = choose_frame_bytes(sections)
+    if not scales:
+        return frame
+    every = [-(-nbytes // _ALIGNMENT) * _ALIGNMENT for nbytes in (*sections, *scales)]
+    pages = frame // _ALIGNMENT
+    for size in (frame // parts for parts in range(1, pages + 1) if pages % parts == 0):
+        if size * frames_of(every, size) <= (1 + _MOST_WASTE) * sum(every):
+            return size
+    return _ALIGNMENT

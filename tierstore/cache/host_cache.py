@@ -15,7 +15,8 @@ An *entry* is one section group of one record, numbered by record and group (``G
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -54,12 +55,18 @@ class Fetched:
     speculative: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What records alike have in common: the sections of each group (bytes), and what a transfer of it moves."""
+
+    groups: tuple[tuple[int, ...], ...]
+    charged: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class _Entry:
-    """One entry's memory. ``ready``: the ticket that wrote it last. ``readers``: tickets reading it since."""
+    """A resident entry's memory. ``ready``: the ticket that wrote it last. ``readers``: tickets reading it since."""
 
-    backing: Backing
-    section_nbytes: tuple[int, ...]
     sections: tuple[Buffer, ...] = ()
     ready: int = 0
     readers: list[int] = field(default_factory=list)
@@ -79,11 +86,18 @@ class HostCache:
         arena: _native.Arena,
         frame_bytes: int,
         residency: Residency,
+        find_backing: Callable[[int], Backing] | None = None,
     ) -> None:
         self.engine = engine
         self.residency = residency
         self._frames = FrameAllocator(arena, frame_bytes)
+        #: Those that are resident.
         self._entries: dict[int, _Entry] = {}
+        # Of the records, by number. Where each has an object, a hundred thousand of them would be most of the index.
+        self._kinds: list[_Kind] = []
+        self._kind_of = array("H")
+        self._backings: dict[int, Backing] = {}
+        self._find_backing = find_backing or self._backings.__getitem__
         #: What a commit waits for.
         self.write_backs = WriteBacks(engine)
         self._broken = ""
@@ -103,21 +117,38 @@ class HostCache:
         groups: Sequence[Sequence[int]],
         charged: Sequence[int],
         *,
-        backing: Backing,
+        backing: Backing | None = None,
         stored: bool,
     ) -> int:
         """Registers a record whose group g has sections of ``groups[g]`` bytes; returns its number here.
 
-        ``backing`` reads and writes it. ``charged[g]`` is what one transfer of group g moves (bytes, padding included).
+        ``backing`` reads and writes it; without one, what ``find_backing`` gives for its number does.
+        ``charged[g]`` is what one transfer of group g moves (bytes, padding included).
         ``stored`` says whether weights and moments, as far as there are sections of them, are on disk already; an entry
         that is not is created, not read.
         """
+        record = self.add_records(np.array([layer], np.uint16), groups, charged, stored=stored)
+        if backing is not None:
+            self._backings[record] = backing
+        return record
+
+    def add_records(
+        self,
+        layers: npt.NDArray[np.uint16],
+        groups: Sequence[Sequence[int]],
+        charged: Sequence[int],
+        *,
+        stored: bool,
+    ) -> int:
+        """``add_record`` for a record of each of ``layers``, alike otherwise; returns the number of the first."""
+        kind = _Kind(tuple(map(tuple, groups)), tuple(charged))
+        if kind not in self._kinds:
+            self._kinds.append(kind)
         frames = [self._frames.count(sections) for sections in groups]
         on_disk = sum(1 << group for group in range(_GRADIENTS) if groups[group]) if stored else 0
-        record = self.residency.add_record(layer, frames, list(charged), on_disk)
-        for group, sections in enumerate(groups):
-            self._entries[record * GROUP_STRIDE + group] = _Entry(backing, tuple(sections))
-        return record
+        first = self.residency.add_records(layers, frames, list(charged), on_disk)
+        self._kind_of.extend([self._kinds.index(kind)] * len(layers))
+        return first
 
     # Accesses -----------------------------------------------------------------------------------------------
 
@@ -178,22 +209,26 @@ class HostCache:
     def unclean(self) -> list[Backing]:
         """Backings of records with dirty weights or moments. After ``clean`` those are pinned."""
         dirty = self.residency.dirty_entries().tolist()
-        return [self._entries[e].backing for e in dirty if e % GROUP_STRIDE != _GRADIENTS]
+        return [self._find_backing(e // GROUP_STRIDE) for e in dirty if e % GROUP_STRIDE != _GRADIENTS]
 
     # Memory of resident entries -----------------------------------------------------------------------------
 
     def sections(self, entry: int) -> tuple[Buffer, ...]:
-        """A resident entry's memory, one Buffer a section. Its bytes are valid after ``ready(entry)``."""
-        return self._entries[entry].sections
+        """An entry's memory, one Buffer a section; empty if it is not resident. Its bytes are valid after
+        ``ready(entry)``.
+        """
+        state = self._entries.get(entry)
+        return () if state is None else state.sections
 
     def ready(self, entry: int) -> list[int]:
         """The ticket after which the entry's content is what program order says; none if it is already."""
-        ticket = self._entries[entry].ready
-        return [ticket] if ticket else []
+        state = self._entries.get(entry)
+        return [state.ready] if state is not None and state.ready else []
 
     def fetched(self, entry: int) -> Fetched | None:
-        """The read that brought a resident entry in; None for one that was created in memory."""
-        return self._entries[entry].fetched
+        """The read that brought a resident entry in; None for one that was created in memory, or is not resident."""
+        state = self._entries.get(entry)
+        return None if state is None else state.fetched
 
     def before_write(self, entry: int) -> list[int]:
         """Tickets that must finish before something writes the entry's memory."""
@@ -231,36 +266,42 @@ class HostCache:
         for kind, entry in zip(kinds.tolist(), entries.tolist(), strict=True):
             if kind == Decision.HIT:
                 continue
-            state = self._entries[entry]
             if kind == Decision.FETCH:
-                guards = self._allocate(state)
-                state.ready = state.backing.read(entry % GROUP_STRIDE, state.sections, guards, priority)
+                state, guards = self._allocate(entry)
+                backing = self._find_backing(entry // GROUP_STRIDE)
+                state.ready = backing.read(entry % GROUP_STRIDE, state.sections, guards, priority)
                 state.fetched = Fetched(state.ready, priority is Priority.SPECULATIVE)
             elif kind == Decision.CREATE:
                 # Nothing to read; whoever fills it must still follow the last owners of its frames.
-                state.readers = self._allocate(state)
-                state.ready, state.fetched = 0, None
+                state, guards = self._allocate(entry)
+                state.readers = guards
             elif kind == Decision.WRITE_BACK:
+                state = self._entries[entry]
                 state.readers.append(self._write_back(entry, state))
             elif kind == Decision.EVICT_WRITE:
+                state = self._entries[entry]
                 state.readers.append(self._write_back(entry, state))
-                self._free(state)
+                self._free(entry)
             else:  # EVICT of a clean entry, DROP of one that is not needed again
-                self._free(state)
+                self._free(entry)
 
     def _write_back(self, entry: int, state: _Entry) -> int:
         after = [state.ready] if state.ready else []
-        ticket = state.backing.write(entry % GROUP_STRIDE, state.sections, after)
+        backing = self._find_backing(entry // GROUP_STRIDE)
+        ticket = backing.write(entry % GROUP_STRIDE, state.sections, after)
         self.write_backs.add(ticket)
         return ticket
 
-    def _allocate(self, state: _Entry) -> list[int]:
-        """Memory for a new resident; returns the tickets that must finish before it is written."""
-        state.sections, guards = self._frames.allocate(state.section_nbytes)
-        state.readers = []
-        return guards
+    def _allocate(self, entry: int) -> tuple[_Entry, list[int]]:
+        """Memory for a new resident, and the tickets that must finish before it is written."""
+        kind = self._kinds[self._kind_of[entry // GROUP_STRIDE]]
+        sections, guards = self._frames.allocate(kind.groups[entry % GROUP_STRIDE])
+        state = self._entries[entry] = _Entry(sections)
+        return state, guards
 
-    def _free(self, state: _Entry) -> None:
+    def _free(self, entry: int) -> None:
+        state = self._entries.pop(entry, None)
+        if state is None:  # dropped from disk
+            return
         queued = [t for t in (state.ready, *state.readers) if t and not self.engine.done(t)]
         self._frames.free(state.sections, queued)
-        state.sections, state.readers, state.ready = (), [], 0

@@ -10,6 +10,7 @@ import click
 from tierstore.cli.options import EXISTING_DIRECTORY, PATH, SIZE, json_option
 from tierstore.cli.output import Output, OutputMode
 from tierstore.model.config import ComputeDtype
+from tierstore.store.format import MomentFormat
 from tierstore.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
     help="Type in which the model will compute (default: fp32 for a checkpoint in fp32, else bf16).",
 )
 @click.option("--frozen", is_flag=True, help="Experts as weights alone, read only: for LoRA.")
+@click.option(
+    "--moments",
+    type=click.Choice([moments.value for moments in MomentFormat]),
+    default=MomentFormat.FP32.value,
+    help="How experts' moments are kept (adamw.moments of the runs to come).",
+)
 @click.option("--host-budget", type=SIZE, default="64MiB", help="Memory for experts on their way.")
 @click.option(
     "--expert-ranks", type=int, default=0, help="Ranks that share one copy of the experts (0: all of them)."
@@ -37,6 +44,7 @@ def import_(
     store: Path,
     compute: str | None,
     frozen: bool,
+    moments: str,
     host_budget: int,
     expert_ranks: int,
     output: Output,
@@ -50,6 +58,7 @@ def import_(
     options = ImportOptions(
         compute=None if compute is None else ComputeDtype(compute),
         weights=Weights.FROZEN if frozen else Weights.TRAINABLE,
+        moments=MomentFormat(moments),
         host_budget=host_budget,
     )
     with launch(ParallelConfig(expert=expert_ranks), device="cpu") as mesh:

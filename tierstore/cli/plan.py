@@ -225,6 +225,7 @@ def _show(made: Plan, costs: Profile, output: Output) -> None:
         f"CPU {format_bytes(paper.cpu)} (16 alpha S), SSD {format_bytes(paper.ssd)} (12 S)"
     )
     _show_prediction(made, costs, output)
+    _show_order(made, output)
     if made.verdict.fits:
         output.line("it fits")
         return
@@ -315,6 +316,14 @@ def _show_bytes(made: Plan, output: Output) -> None:
     output.table(f"Bytes of {title}", ("tier", "what", "bytes", "evidence", "formula"), rows)
     totals = ", ".join(f"{tier.value} {format_bytes(taken.total(tier))}" for tier in TIERS)
     output.line(f"in all: {totals}")
+
+
+def _show_order(made: Plan, output: Output) -> None:
+    if made.order is None:
+        return
+    for line in (made.order.describe(), made.order.advice()):
+        if line is not None:
+            output.line(line)
 
 
 def _show_prediction(made: Plan, costs: Profile, output: Output) -> None:

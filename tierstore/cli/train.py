@@ -159,6 +159,7 @@ def _train(
     checksum: bool,
 ) -> tuple[RunSummary, bool]:
     """The run: its result, and whether a signal ended it."""
+    from tierstore.plan.order import choose_order
     from tierstore.train.budgets import DeviceKind
     from tierstore.train.footprint import fixed_cost, keep_freed_memory, resident_bytes
     from tierstore.train.report import Instant, Metrics, RunSummary, totals
@@ -166,6 +167,8 @@ def _train(
 
     keep_freed_memory()
     device = DeviceKind(mesh.device.type)
+    order = choose_order(config, ranks=mesh.world.size, device=device)
+    config = order.applied(config)
     config.model.import_code()
     fixed = fixed_cost(config, resident_bytes(), ranks=mesh.world.size, device=device).nbytes
     tokenising = _Tokenising(output)
@@ -173,6 +176,8 @@ def _train(
     def accepted() -> None:
         tokenising.close()
         _announce(config, output, fixed, mesh)
+        if (line := order.describe()) is not None:
+            output.line(line)
 
     with (
         tokenising,
@@ -211,6 +216,7 @@ def _train(
             fixed_resident_bytes=fixed,
             totals=ended,
             records_crc32c=crc,
+            micro_order_reason=order.reason,
         )
         if config.sample_tokens and not stopped:
             text = trainer.sample(_PROMPT, config.sample_tokens)

@@ -120,6 +120,14 @@ class GradientExchange:
             raise RuntimeError("a backward pass begins before the last one has ended")
         self._due = last
 
+    def again(self, unit: int) -> None:
+        """Gradients of ``unit`` follow, though they have been sent for another micro-batch. Raises RuntimeError where those
+        of another unit are due.
+        """
+        if self._filling or self._due not in (unit, unit - 1):
+            raise RuntimeError(f"gradients of {self._slices[unit].layout.name} are not due")
+        self._due = unit
+
     def arrive(self, unit: int, index: int, gradient: Tensor) -> None:
         """The gradient of parameter ``index`` of ``unit`` is complete for this backward pass."""
         if unit > self._due:

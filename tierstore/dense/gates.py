@@ -8,8 +8,8 @@ A block that is computed again in its backward pass (activation checkpointing) i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -38,6 +38,8 @@ class Gates:
 
     ``arrive(unit, index, gradient)`` takes each gradient; ``flush(unit)`` is called when a unit's backward pass ends,
     before ``leave``. ``saving`` makes the context in which forward passes run. One thread at a time.
+
+    While somebody else drives the passes (``driven``), hooks on modules do nothing.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Gates:
         self._flush = flush
         self._saving = saving
         self._context: AbstractContextManager[Any] | None = None
+        self._driver: Callable[[int, int, Tensor], None] | None = None
         self._open: tuple[int, Phase] | None = None
         self._counts = [len(unit) for unit in parameters]
         self._arrived: list[set[int]] = [set() for _ in parameters]
@@ -80,6 +83,15 @@ class Gates:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    @contextmanager
+    def driven(self, take: Callable[[int, int, Tensor], None]) -> Iterator[None]:
+        """Meanwhile the caller says where passes begin and end, and ``take(unit, index, gradient)`` gets the gradients."""
+        self._driver = take
+        try:
+            yield
+        finally:
+            self._driver = None
 
     def close(self) -> None:
         """The backward pass has returned: ends the passes that are left, which no gradient has reached."""
@@ -110,6 +122,8 @@ class Gates:
     # Hooks --------------------------------------------------------------------------------------------------
 
     def _begin_forward(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        if self._driver is not None:
+            return
         self._open, self._next = None, -1
         for arrived in self._arrived:
             arrived.clear()
@@ -119,6 +133,8 @@ class Gates:
             self._context.__enter__()
 
     def _end_forward(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        if self._driver is not None:
+            return
         training = self._context is not None
         if self._context is not None:
             self._context.__exit__(None, None, None)
@@ -132,14 +148,14 @@ class Gates:
             self._watch(self._model.made(output), self._last)
 
     def _begin_block(self, unit: int, block: nn.Module, arguments: tuple[Any, ...]) -> None:
-        if self._next >= 0 or self._in_backward:
+        if self._driver is not None or self._next >= 0 or self._in_backward:
             return  # computed again
         self._enter(unit, Phase.FORWARD)
         if unit == 1:
             self._watch(arguments[0], 0)
 
     def _end_block(self, unit: int, block: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-        if self._next >= 0 or self._in_backward:
+        if self._driver is not None or self._next >= 0 or self._in_backward:
             return
         self._watch(self._model.stream(output), unit)
         if unit == self._last - 1:
@@ -162,6 +178,10 @@ class Gates:
 
     def _take(self, unit: int, index: int, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
+        if self._driver is not None:
+            gradient, parameter.grad = parameter.grad, None
+            self._driver(unit, index, gradient)
+            return
         if index in self._arrived[unit]:
             parameter.grad = None
             raise RuntimeError(

@@ -24,8 +24,8 @@ which weights travel or on where the optimizer state lives (on CPUs; an accelera
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -198,6 +198,16 @@ class DenseSlices:
         if self._gates is not None:
             self._gates.close()
         self._flush(0)
+
+    @contextmanager
+    def micro_batch(self, unit: int) -> Iterator[Callable[[int, Tensor], None]]:
+        """Where passes take all micro-batches unit by unit: the gradients of ``unit`` from one of them, each given to what
+        this yields as (index, gradient); those that are not given are zero. A collective at the end.
+        """
+        if self._exchange is not None:
+            self._exchange.again(unit)
+        yield partial(self._arrive, unit)
+        self._flush(unit)
 
     def finish(self, unit: int | None = None) -> None:
         """Waits until the gradients of ``unit`` (None: of all units) are summed over ranks and added up."""

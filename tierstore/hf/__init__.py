@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tierstore.hf.loop.watching import Autocast
     from tierstore.hf.manifest import Weights
     from tierstore.model.config import ComputeDtype
+    from tierstore.store.format import MomentFormat
     from tierstore.train.stepping import StepError
 else:
     __getattr__, __dir__ = exports(__name__, __file__)
@@ -30,6 +31,7 @@ __all__ = [
     "Exported",
     "ExportedAdapter",
     "ImportOptions",
+    "MomentFormat",
     "StepError",
     "TieredCallback",
     "TieredModel",

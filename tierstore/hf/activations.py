@@ -45,6 +45,19 @@ def activation_bytes(spec: HfSpec, tokens: int) -> int:
     return sum(layer.kept for layer in layers) + max(head, widest)
 
 
+def layer_order_bytes(spec: HfSpec, tokens: int, micro_batches: int) -> int:
+    """The same of a step in layer order, of ``micro_batches`` of ``tokens`` each, beside the block inputs that it keeps:
+    the graphs of one layer for all of them at once, with the stream before and behind it.
+    """
+    width, d = spec.compute_dtype.itemsize, spec.d_model
+    layers = [_layer(spec, index, unit, tokens) for index, unit in enumerate(spec.manifest.units[1:-1])]
+    head = _norm(width, d, tokens) + tokens * spec.vocab_size * (12 if width == 4 else 14)
+    stream = 2 * tokens * d * width
+    return micro_batches * stream + max(
+        head, micro_batches * max(layer.kept + layer.scratch for layer in layers)
+    )
+
+
 def forward_bytes(spec: HfSpec, tokens: int) -> int:
     """The same of a forward pass that keeps nothing for a backward pass."""
     layers = [_layer(spec, index, unit, tokens) for index, unit in enumerate(spec.manifest.units[1:-1])]

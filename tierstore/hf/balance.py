@@ -38,7 +38,7 @@ class AuxLoss:
         self._logits: dict[int, Tensor] | None = None
         self._recorded: tuple[Tensor, ...] = ()
         if self.weight:
-            for layer, router in _routers(loaded):
+            for layer, router in routers_of(loaded):
                 router.register_forward_hook(partial(self._record, layer))
 
     @contextmanager
@@ -52,6 +52,15 @@ class AuxLoss:
         finally:
             self._logits = None
         self._recorded = tuple(logits[layer] for layer in sorted(logits))
+
+    @property
+    def under_way(self) -> dict[int, Tensor] | None:
+        """What has been recorded of the forward pass that is under way, by layer; None where none is recorded."""
+        return self._logits
+
+    @under_way.setter
+    def under_way(self, logits: dict[int, Tensor] | None) -> None:
+        self._logits = logits
 
     def _record(self, layer: int, router: nn.Module, arguments: Any, output: Any) -> None:
         if self._logits is not None:  # not when a layer is computed again
@@ -82,7 +91,7 @@ class AuxLoss:
         return share
 
 
-def _routers(loaded: LoadedModule) -> Iterator[tuple[int, nn.Module]]:
+def routers_of(loaded: LoadedModule) -> Iterator[tuple[int, nn.Module]]:
     """The router of every layer of experts. Raises ConfigError where there is none beside the experts."""
     layers = {id(experts): layer for layer, experts in loaded.experts_at.items()}
     for name, block in loaded.module.named_modules():

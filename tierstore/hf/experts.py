@@ -46,7 +46,16 @@ class ExpertLoads:
 
     def begin(self) -> None:
         """A forward pass begins."""
-        self._by_layer.clear()
+        self._by_layer = {}
+
+    @property
+    def under_way(self) -> dict[int, Tensor]:
+        """Of the forward pass that is under way."""
+        return self._by_layer
+
+    @under_way.setter
+    def under_way(self, by_layer: dict[int, Tensor]) -> None:
+        self._by_layer = by_layer
 
     def record(self, layer: int, load_E: Tensor) -> None:
         self._by_layer[layer] = load_E

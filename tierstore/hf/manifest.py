@@ -25,6 +25,7 @@ from tierstore.dense.layout import Narrow, UnitLayout, layouts_of_shapes
 from tierstore.errors import StoreFormatError, StoreMissingError
 from tierstore.model.config import ComputeDtype
 from tierstore.store.disk.home import MODEL_DIRECTORY
+from tierstore.store.format import MomentFormat
 
 MANIFEST_VERSION = 1
 #: The file in a job's ``MODEL_DIRECTORY``.
@@ -293,9 +294,14 @@ class ImportState:
     expert_ranks: int
     rank: int
     version: int = MANIFEST_VERSION
+    moments: MomentFormat = MomentFormat.FP32
 
     def pack(self) -> bytes:
-        return json.dumps(asdict(self), sort_keys=True).encode()
+        table = asdict(self)
+        del table["moments"]
+        if self.moments is not MomentFormat.FP32:
+            table["moments"] = self.moments.value
+        return json.dumps(table, sort_keys=True).encode()
 
     @classmethod
     def unpack(cls, data: bytes, *, where: str) -> ImportState:
@@ -305,6 +311,7 @@ class ImportState:
             table["progress"] = ImportProgress(table["progress"])
             table["compute"] = ComputeDtype(table["compute"])
             table["weights"] = Weights(table["weights"])
+            table["moments"] = MomentFormat(table.get("moments", MomentFormat.FP32.value))
             return cls(**table)
         except (KeyError, TypeError, ValueError) as error:
             raise StoreFormatError(f"{where}: the state of the import is damaged: {error}") from error

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from tierstore.errors import StoreFormatError
-from tierstore.hf.balance import AuxLoss, BiasBalance
+from tierstore.hf.balance import AuxLoss, BiasBalance, routers_of
 from tierstore.hf.describing import unit_of
 from tierstore.hf.experts import ExpertLayer, ExpertLoads, bind
 from tierstore.hf.loading import LoadedModule, build_module, checkpoint_activations, class_of, parse_config
@@ -29,6 +30,7 @@ from tierstore.hf.packages import quiet_transformers
 from tierstore.hf.packing import attention_masks
 from tierstore.model.config import CheckpointActivations, ComputeDtype
 from tierstore.model.interface import Batch, ModelOutput
+from tierstore.moe.guessing import LayerRouter
 from tierstore.moe.lora import LoraConfig
 from tierstore.moe.seeds import derive_seed
 from tierstore.moe.source import ExpertSource
@@ -66,6 +68,17 @@ def build_model(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """What a forward pass under way keeps in the model, and the states of the generators that it draws from."""
+
+    seed: tuple[int, int]
+    loads: dict[int, Tensor]
+    logits: dict[int, Tensor] | None
+    cpu: Tensor
+    cuda: Tensor | None
+
+
 class HfModel:
     """``loaded`` over ``source`` (a ``Model``). Not thread safe; a backward pass belongs to the last forward pass."""
 
@@ -85,6 +98,8 @@ class HfModel:
         """
         finetune, lora = finetune or FinetuneConfig(), lora or LoraConfig()
         self._module = loaded.module
+        self._experts = loaded.experts
+        self._routers = dict(routers_of(loaded))
         self._compute = compute
         self.loads = ExpertLoads()
         for number, experts in loaded.experts_at.items():
@@ -159,6 +174,13 @@ class HfModel:
         logits: Tensor | None = output.logits
         return logits
 
+    def routers(self) -> list[LayerRouter]:
+        layers: list[Any] = list(self.blocks)
+        return [
+            LayerRouter(layer, layers[layer].post_attention_layernorm, router, _chosen, self._experts)
+            for layer, router in sorted(self._routers.items())
+        ]
+
     # Passes -------------------------------------------------------------------------------------------------
 
     def set_step(self, step: int, micro: int = 0) -> None:
@@ -173,6 +195,33 @@ class HfModel:
     def end_forward(self) -> None:
         """A forward pass that a backward pass belongs to has returned."""
         self._balance.count(self.loads.all())
+
+    def suspend(self) -> _UnderWay:
+        devices = self._devices()
+        return _UnderWay(
+            self._seed,
+            self.loads.under_way,
+            self._aux_loss.under_way,
+            torch.get_rng_state(),
+            torch.cuda.get_rng_state(devices[0]) if devices else None,
+        )
+
+    def resume(self, state: object) -> None:
+        assert isinstance(state, _UnderWay)
+        self._seed, self.loads.under_way, self._aux_loss.under_way = state.seed, state.loads, state.logits
+        torch.set_rng_state(state.cpu)
+        if state.cuda is not None:
+            torch.cuda.set_rng_state(state.cuda, self._devices()[0])
+
+    def leaving(self, block: int, output: Any) -> list[Tensor]:
+        logits = (self._aux_loss.under_way or {}).pop(block, None)
+        return [self.stream(output), *([] if logits is None else [logits])]
+
+    def replaced(self, block: int, output: Any, tensors: Sequence[Tensor]) -> Any:
+        if len(tensors) > 1:
+            assert self._aux_loss.under_way is not None
+            self._aux_loss.under_way[block] = tensors[1]
+        return tensors[0] if isinstance(output, Tensor) else (tensors[0], *output[1:])
 
     def run(self, batch: Batch) -> ModelOutput:
         training = self._module.training and torch.is_grad_enabled()
@@ -279,3 +328,9 @@ class HfModel:
             self._module.train(training)
         text: list[int] = made[0, len(prompt) :].tolist()
         return text
+
+
+def _chosen(router: nn.Module, x_TD: Tensor) -> Tensor:
+    """What every family's router gives: logits, weights, experts."""
+    chosen: Tensor = router(x_TD)[2]
+    return chosen

@@ -158,6 +158,12 @@ class HfSpec:
 
         return activation_bytes(self, tokens)
 
+    def layer_order_bytes(self, tokens: int, micro_batches: int) -> int:
+        """The same of a step in layer order, of ``micro_batches`` of ``tokens`` each, beside the block inputs."""
+        from tierstore.hf.activations import layer_order_bytes
+
+        return layer_order_bytes(self, tokens, micro_batches)
+
     def settings(self) -> dict[str, object]:
         """The model's identity, and under ``tuning`` what a run chooses of it."""
         experts = self.manifest.experts

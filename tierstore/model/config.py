@@ -224,24 +224,44 @@ class ModelConfig:
         Counts what autograd saves per block, the experts' activations, and the scratch of one layer's
         backward pass with every assignment at one expert.
         """
+        d, width = self.d_model, self.compute_dtype.itemsize
+        of = self._activations(tokens)
+        saving = self.expert_activations is SaveActivations.SAVE
+        mixture = of.mixture + (of.inner if saving else 0)
+        moe = len(self.moe_layers)
+        blocks = self.n_layers * of.attention + moe * mixture + (self.n_layers - moe) * of.dense
+        if self.checkpoint_activations is CheckpointActivations.BLOCK:
+            blocks = self.n_layers * tokens * d * width + of.attention + max(mixture, of.dense)
+        return blocks + of.rows + of.workspace + of.head
+
+    def layer_order_bytes(self, tokens: int, micro_batches: int) -> int:
+        """An upper estimate of what a step in layer order needs at its peak, beside the block inputs that it keeps.
+
+        The graphs of one block are alive for all micro-batches at once, with the rows of its experts and the stream's
+        values (or their gradients) before and after it; experts work for one micro-batch at a time.
+        """
+        of = self._activations(tokens)
+        stream = 2 * tokens * self.d_model * self.compute_dtype.itemsize
+        sparse = len(self.moe_layers) == self.n_layers
+        graph = of.attention + (of.mixture if sparse else max(of.mixture, of.dense))
+        return micro_batches * (graph + of.rows + stream) + of.workspace + of.head
+
+    def _activations(self, tokens: int) -> _Activations:
         width = self.compute_dtype.itemsize
         d, shape = self.d_model, self.expert_shape
         rows = tokens * self.top_k
-        # Two norms (fp32 in, out), queries, keys, values before and after rotation, attention, projection,
-        # sums.
-        attention = tokens * d * (18 * width + 16)
-        kept = rows * shape.inner_rows * width
-        saving = self.expert_activations is SaveActivations.SAVE
-        mixture = (kept if saving else 0) + tokens * (2 * d * width + self.experts * 24)
-        dense = tokens * (self.dense_shape.inner_rows + 2 * self.dense_shape.d_ff) * width
         shared = tokens * 4 * self.shared_expert_d_ff * width
-        moe = len(self.moe_layers)
-        blocks = self.n_layers * attention + moe * (mixture + shared) + (self.n_layers - moe) * dense
-        scratch = rows * 4 * d * width + tokens * (shape.inner_rows + 2 * shape.d_ff) * width
-        head = 4 * tokens * min(self.vocab_size, 4096) * 4
-        if self.checkpoint_activations is CheckpointActivations.BLOCK:
-            blocks = self.n_layers * tokens * d * width + attention + max(mixture + shared, dense)
-        return blocks + scratch + head
+        return _Activations(
+            # Two norms (fp32 in, out), queries, keys, values before and after rotation, attention, projection,
+            # sums.
+            attention=tokens * d * (18 * width + 16),
+            mixture=tokens * (2 * d * width + self.experts * 24) + shared,
+            inner=rows * shape.inner_rows * width,
+            dense=tokens * (self.dense_shape.inner_rows + 2 * self.dense_shape.d_ff) * width,
+            rows=rows * 4 * d * width,
+            workspace=tokens * (shape.inner_rows + 2 * shape.d_ff) * width,
+            head=4 * tokens * min(self.vocab_size, 4096) * 4,
+        )
 
     @property
     def adapter_units(self) -> tuple[int, ...]:
@@ -286,6 +306,21 @@ class ModelConfig:
         made = initial_expert(shape, seed=self.seed, layer=layer, expert=expert, layers=layers)
         weights: npt.NDArray[np.float32] = made.numpy()
         return weights
+
+
+@dataclass(frozen=True, slots=True)
+class _Activations:
+    """Bytes of one pass: what one block keeps of attention, router, experts (``inner``: what feeds their activations) or
+    dense network; the rows of experts; the scratch of one expert that got every token; the head.
+    """
+
+    attention: int
+    mixture: int
+    inner: int
+    dense: int
+    rows: int
+    workspace: int
+    head: int
 
 
 def _at_least(name: str, value: int, least: int) -> None:

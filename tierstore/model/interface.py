@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from tierstore.moe.guessing import LayerRouter
+
 #: A target that does not count.
 IGNORED = -100
 
@@ -138,6 +140,28 @@ class Model(DenseModel, Protocol):
 
     def run(self, batch: Batch) -> ModelOutput:
         """A forward pass over ``batch``, with its loss."""
+        ...
+
+    def routers(self) -> list[LayerRouter]:
+        """The router of each MoE layer, and the norm before it, in the order of the forward pass."""
+        ...
+
+    def suspend(self) -> object:
+        """What the forward pass under way has to find again when another one has gone on meanwhile, for ``resume``."""
+        ...
+
+    def resume(self, state: object) -> None:
+        """The forward pass that ``suspend`` gave ``state`` for goes on, or one of its blocks is computed again."""
+        ...
+
+    def leaving(self, block: int, output: Any) -> list[Tensor]:
+        """Of what block number ``block`` has just computed, what the objective may depend on: the residual stream, and
+        what balances its experts. Taken out of the model where it is kept there.
+        """
+        ...
+
+    def replaced(self, block: int, output: Any, tensors: Sequence[Tensor]) -> Any:
+        """``output`` with ``tensors`` in the place of those that ``leaving`` gave."""
         ...
 
     def end_step(self) -> None:

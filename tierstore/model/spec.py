@@ -91,6 +91,12 @@ class ModelSpec(Protocol):
         """An upper estimate of what one training pass of ``tokens`` keeps and needs at its peak, in bytes."""
         ...
 
+    def layer_order_bytes(self, tokens: int, micro_batches: int) -> int:
+        """The same of a step in layer order, of ``micro_batches`` of ``tokens`` each, beside the block inputs that it
+        keeps.
+        """
+        ...
+
     def vary(self, name: str, value: object) -> ModelSpec | None:
         """The same model, or one of its kind, with another value of ``name``; None where that is not for a run to choose."""
         ...

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -26,7 +27,8 @@ from tierstore.model.attention import Attention, RMSNorm, rotary_tables
 from tierstore.model.config import CheckpointActivations, ModelConfig, TieEmbeddings
 from tierstore.model.interface import Batch, ModelOutput
 from tierstore.model.loss import cross_entropy
-from tierstore.moe import ExpertSource, FeedForward, MoELayer, NoiseKey, Routing
+from tierstore.moe import ExpertSource, FeedForward, MoELayer, NoiseKey, Router, Routing
+from tierstore.moe.guessing import LayerRouter
 from tierstore.moe.seeds import keyed_generator
 from tierstore.parallel import Mesh
 from tierstore.stats import StallLedger
@@ -139,6 +141,25 @@ class Transformer(nn.Module):
     def made(self, output: ModelOutput) -> Tensor | None:
         return output.objective
 
+    def suspend(self) -> NoiseKey:
+        return self._key
+
+    def resume(self, state: object) -> None:
+        assert isinstance(state, NoiseKey)
+        self._key = state
+
+    def leaving(self, block: int, output: tuple[Tensor, Routing | None]) -> list[Tensor]:
+        x_BTD, routing = output
+        return [x_BTD] if routing is None else [x_BTD, routing.aux_loss, routing.z_loss]
+
+    def replaced(
+        self, block: int, output: tuple[Tensor, Routing | None], tensors: Sequence[Tensor]
+    ) -> tuple[Tensor, Routing | None]:
+        _, routing = output
+        if routing is not None:
+            routing = replace(routing, aux_loss=tensors[1], z_loss=tensors[2])
+        return tensors[0], routing
+
     def run(self, batch: Batch) -> ModelOutput:
         """A forward pass with its loss. Raises ValueError for a batch whose targets do not all count, or whose positions
         begin again: the built-in model is trained on text without ends.
@@ -147,6 +168,14 @@ class Transformer(nn.Module):
             raise ValueError("the built-in model takes batches of plain text: no masks, no documents")
         output: ModelOutput = self(batch.tokens_BT, batch.targets_BT)
         return output
+
+    def routers(self) -> list[LayerRouter]:
+        experts, found = self.config.experts, []
+        for layer, block in enumerate(self.blocks):
+            assert isinstance(block, Block)
+            if isinstance(block.mixture, MoELayer):
+                found.append(LayerRouter(layer, block.ffn_norm, block.mixture.router, _chosen, experts))
+        return found
 
     def end_step(self) -> None:
         """Nothing: gradients alone teach it."""
@@ -239,3 +268,8 @@ class Transformer(nn.Module):
         finally:
             self.train(training)
         return tokens[len(tokens) - count :]
+
+
+def _chosen(router: nn.Module, x_TD: Tensor) -> Tensor:
+    assert isinstance(router, Router)
+    return router.choose(x_TD)

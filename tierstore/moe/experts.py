@@ -56,25 +56,52 @@ def initial_expert(shape: ExpertShape, *, seed: int, layer: int, expert: int, la
 _LOOP = 64
 
 
+class Scratch:
+    """Memory that several workspaces share, of which one is in use at a time: as much as the largest has needed."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, Tensor] = {}
+
+    def take(self, name: str, numel: int, like: Tensor) -> Tensor:
+        """Flat memory of ``numel`` elements, of undefined content, of the type and on the device of ``like``."""
+        held = self._parts.get(name)
+        if held is None or held.numel() < numel:
+            held = self._parts[name] = like.new_empty(numel)
+        return held[:numel]
+
+
 class Workspace:
-    """Scratch for experts of at most ``rows`` tokens, made once for a pass over a layer."""
+    """Scratch for experts of at most ``rows`` tokens, made once for a pass over a layer; out of ``scratch``, if given."""
 
     def __init__(
-        self, shape: ExpertShape, rows: int, like: Tensor, *, inner: int = 1, hidden: int = 1
+        self,
+        shape: ExpertShape,
+        rows: int,
+        like: Tensor,
+        *,
+        inner: int = 1,
+        hidden: int = 1,
+        scratch: Scratch | None = None,
     ) -> None:
-        self._inner = like.new_empty(inner, rows * shape.inner_rows)
-        self._hidden = like.new_empty(hidden, rows * shape.d_ff)
+        self._scratch = scratch or Scratch()
+        self._like = like
+        # Laid out for these rows, whoever else has the memory: products choose their kernels by where operands lie.
+        self._inner = inner, rows * shape.inner_rows
+        self._hidden = hidden, rows * shape.d_ff
         self._shape = shape
 
     def inner(self, index: int, rows: int) -> Tensor:
         """Scratch (rows, P), contiguous."""
-        width = self._shape.inner_rows
-        return self._inner[index, : rows * width].view(rows, width)
+        return self._part("inner", self._inner, index, rows, self._shape.inner_rows)
 
     def hidden(self, index: int, rows: int) -> Tensor:
         """Scratch (rows, F), contiguous."""
-        width = self._shape.d_ff
-        return self._hidden[index, : rows * width].view(rows, width)
+        return self._part("hidden", self._hidden, index, rows, self._shape.d_ff)
+
+    def _part(self, name: str, size: tuple[int, int], index: int, rows: int, width: int) -> Tensor:
+        count, stride = size
+        memory = self._scratch.take(name, count * stride, self._like)
+        return memory[index * stride : index * stride + rows * width].view(rows, width)
 
 
 def forward_expert(

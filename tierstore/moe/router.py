@@ -110,9 +110,7 @@ class Router(nn.Module):
             x_TD = x_TD * (1 + config.noise_std * (2 * self._noise(x_TD, key) - 1)).to(x_TD)
         logits_TE = F.linear(x_TD, self.weight.to(dtype))
         probability_TE = logits_TE.softmax(dim=-1)
-        # A stable sort keeps equal probabilities in index order; topk promises no order at all.
-        ranked_TE = probability_TE.detach().sort(dim=-1, descending=True, stable=True).indices
-        expert_TK = ranked_TE[:, : config.top_k].contiguous()
+        expert_TK = self._top(probability_TE)
         weight_TK = probability_TE.gather(1, expert_TK)
         if config.normalized:
             weight_TK = weight_TK / weight_TK.sum(dim=-1, keepdim=True)
@@ -130,6 +128,16 @@ class Router(nn.Module):
             weight_TK = weight_TK.masked_fill(dropped_TK, 0)
             count_RKE = count_RKE.minimum((capacity - ahead_RKE).clamp_(min=0))
         return Routing(expert_TK, weight_TK, aux_loss, z_loss, count_RKE.sum(dim=1), rank)
+
+    def choose(self, x_TD: Tensor) -> Tensor:
+        """The experts (T, K) that ``x_TD`` alone would go to: without noise, and none is dropped."""
+        dtype = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
+        return self._top(F.linear(x_TD.to(dtype), self.weight.to(dtype)).softmax(dim=-1))
+
+    def _top(self, probability_TE: Tensor) -> Tensor:
+        # A stable sort keeps equal probabilities in index order; topk promises no order at all.
+        ranked_TE = probability_TE.detach().sort(dim=-1, descending=True, stable=True).indices
+        return ranked_TE[:, : self.config.top_k].contiguous()
 
     def _counted(self, expert_TK: Tensor) -> tuple[int, Tensor]:
         """Tokens of the global batch, and choices by data rank, place in the order of choice, and expert."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from tierstore.moe.config import ExpertShape
 from tierstore.moe.experts import initial_expert
 from tierstore.moe.low_rank import PairLease
 from tierstore.parallel import RankGroup
+
+if TYPE_CHECKING:
+    from tierstore.moe.computing import ExpertPass
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,55 @@ class ExpertSource(Protocol):
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]: ...
     def backward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]: ...
+
+
+class JointSource(ExpertSource, Protocol):
+    """A source whose lease of an expert may serve several micro-batches."""
+
+    def backward_each(self, layer: int, asked: Sequence[Sequence[int]]) -> Iterator[tuple[int, ExpertLease]]:
+        """For each expert that a micro-batch asks for, and each micro-batch that does, its number and a lease: ``asked[m]``
+        are those of micro-batch m, ascending.
+
+        An expert's leases come one after another, in the order of micro-batches, with the same weights. What is left in
+        ``gradients`` is added up in that order, in fp32; advancing past the last takes the sum as complete.
+        """
+        ...
+
+
+class Meeting(Protocol):
+    """Where the calls of several micro-batches for one layer's experts meet."""
+
+    def compute(self, x_TD: Tensor, weight_TK: Tensor, call: ExpertPass) -> Tensor:
+        """What ``compute_experts`` returns, for the micro-batch that is under way."""
+        ...
+
+
+class SourceSlot:
+    """The source of a model that is built before its experts are opened: ``target`` is set later.
+
+    While there is a ``meeting``, calls for experts go there.
+    """
+
+    def __init__(self) -> None:
+        self.target: ExpertSource | None = None
+        self.meeting: Meeting | None = None
+
+    def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
+        assert self.target is not None
+        return self.target.forward(layer, experts)
+
+    def backward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
+        assert self.target is not None
+        return self.target.backward(layer, experts)
+
+
+def users_of(asked: Sequence[Sequence[int]]) -> dict[int, list[int]]:
+    """The experts that micro-batches ask for (``asked[m]``), ascending, and which micro-batches ask for each."""
+    users: dict[int, list[int]] = {}
+    for micro, experts in enumerate(asked):
+        for expert in experts:
+            users.setdefault(expert, []).append(micro)
+    return dict(sorted(users.items()))
 
 
 class InMemoryExperts:
@@ -106,8 +158,17 @@ class InMemoryExperts:
             gradients = torch.full_like(weights, float("nan"))  # undefined content: a partial write must show
             yield ExpertLease(expert, weights, gradients)
             self._replicas.all_reduce(gradients).wait()
-            held = self.grads.get((layer, expert))
-            if held is None:
-                self.grads[layer, expert] = gradients.to(self.masters[layer, expert].dtype)
-            else:
-                held += gradients
+            self._add(layer, expert, gradients)
+
+    def backward_each(self, layer: int, asked: Sequence[Sequence[int]]) -> Iterator[tuple[int, ExpertLease]]:
+        for expert, users in users_of(asked).items():
+            for micro in users:
+                for lease in self.backward(layer, [expert]):
+                    yield micro, lease
+
+    def _add(self, layer: int, expert: int, gradients: Tensor) -> None:
+        held = self.grads.get((layer, expert))
+        if held is None:
+            self.grads[layer, expert] = gradients.to(self.masters[layer, expert].dtype)
+        else:
+            held += gradients

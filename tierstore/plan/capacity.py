@@ -29,6 +29,7 @@ from tierstore.store.disk.space import copies, extent_bytes, schema_copies, scra
 from tierstore.store.format import Placement, RecordSchema, Training
 from tierstore.store.index.database import index_bytes
 from tierstore.train.budgets import (
+    BoundarySplit,
     Budgets,
     DeviceKind,
     budgets,
@@ -36,7 +37,7 @@ from tierstore.train.budgets import (
     least_host_budget,
 )
 from tierstore.train.config import TrainConfig
-from tierstore.train.footprint import FixedCost, fixed_cost, flat_layouts, rank_tokens
+from tierstore.train.footprint import FixedCost, boundary_split, fixed_cost, flat_layouts, rank_tokens
 
 #: The tiers that hold bytes of a run, from the top.
 TIERS = (Tier.DEVICE, Tier.HOST, Tier.NVME)
@@ -109,7 +110,8 @@ class Setting:
     @property
     def schema(self) -> RecordSchema:
         """The experts' records."""
-        return expert_record(self.model.expert_numel, self.config.model.compute_dtype, self.training)
+        numel, compute = self.model.expert_numel, self.config.model.compute_dtype
+        return expert_record(numel, compute, self.training, self.config.adamw.moments)
 
     @property
     def training(self) -> Training:
@@ -138,8 +140,28 @@ class Setting:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one pass of one rank: those of a micro-batch, which all ranks share, if nothing else is said."""
-        return self.usage.tokens or rank_tokens(self.config, self.ranks.count)
+        """Tokens of one pass of one rank, if nothing else is said: those of a micro-batch, which all ranks share; in layer
+        order, of all micro-batches of a step.
+        """
+        return self.usage.tokens or self.micro_tokens * self.together
+
+    @property
+    def micro_tokens(self) -> int:
+        """Tokens of one micro-batch of one rank."""
+        return rank_tokens(self.config, self.ranks.count)
+
+    @property
+    def together(self) -> int:
+        """Micro-batches that pass a layer together."""
+        data = self.config.data
+        return data.micro_batches // data.passes if self.usage.trains else 1
+
+    @property
+    def boundaries(self) -> BoundarySplit | None:
+        """Where block inputs of a step in layer order lie. Raises BudgetError."""
+        if not self.usage.trains:
+            return None
+        return boundary_split(self.config, self.ranks.count, len(self.model.units) - 2)
 
     @property
     def tokens_per_step(self) -> int:
@@ -195,7 +217,7 @@ class Setting:
             config.prefetch,
             moe_layers=self.model.moe_layers,
             compute=config.model.compute_dtype,
-            micro_batches=config.data.micro_batches,
+            micro_batches=config.data.passes,
         )
 
 
@@ -279,10 +301,18 @@ def _device_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
         )
     yield Term(
         Tier.DEVICE,
+        "router copies",
+        fixed.routers,
+        "4 B x (experts + 1) x width of each layer of experts but the first, to guess with",
+    )
+    yield Term(
+        Tier.DEVICE,
         "activations",
         fixed.activations,
         f"upper estimate of a forward pass of {setting.tokens} tokens"
         if not setting.usage.trains
+        else f"upper estimate for the graphs of one block, {setting.together} micro-batches of {setting.micro_tokens} tokens"
+        if setting.config.data.layer_major
         else f"upper estimate for {setting.tokens} tokens, checkpoint_activations = "
         f"{config.model.checkpoint_activations.value}, expert_activations = "
         f"{config.model.expert_activations.value}",
@@ -298,6 +328,15 @@ def _host_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
             "keys and values",
             cache_bytes(spec, context),
             f"of {context} tokens, as transformers caches them",
+        )
+    kept = setting.boundaries
+    if kept is not None:
+        yield Term(
+            Tier.HOST,
+            "block inputs",
+            kept.memory_bytes,
+            f"{kept.slots} of {kept.count} x {kept.slot_bytes} B: {setting.together} micro-batches of "
+            f"{len(setting.model.units) - 2} blocks" + (", boundary_budget" if kept.spilled_bytes else ""),
         )
     yield Term(
         Tier.HOST,
@@ -331,7 +370,7 @@ def _host_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
 def _disk_terms(setting: Setting) -> Iterable[Term]:
     config, schema, retain = setting.config, setting.schema, setting.config.retain
     slot_bytes = extent_bytes(schema, 1, 0) // schema_copies(schema, copies(0))  # padding included
-    each = schema.record_bytes // schema.numel
+    each = f"{schema.record_bytes / schema.numel:.4g}"
     of = f"x {copies(retain)} copies (the live one, the last commit's, {retain} snapshots)"
     once = "x 1 copy: read only" if schema.frozen else of
     yield Term(
@@ -346,8 +385,8 @@ def _disk_terms(setting: Setting) -> Iterable[Term]:
             Tier.NVME,
             "pair extents",
             extent_bytes(pairs, setting.records, retain),
-            f"{setting.records} records x {extent_bytes(pairs, 1, 0) // copies(0)} B (12 B x {pairs.numel}, sections "
-            f"padded) {of}",
+            f"{setting.records} records x {extent_bytes(pairs, 1, 0) // copies(0)} B "
+            f"({pairs.record_bytes / pairs.numel:.4g} B x {pairs.numel}, sections padded) {of}",
         )
     dense = Counter(layout.slice_numel for layout in setting.layouts)
     slices = [
@@ -374,10 +413,18 @@ def _disk_terms(setting: Setting) -> Iterable[Term]:
         Tier.NVME, "index", index_bytes(records, retain), f"{records} entries, written anew twice over"
     )
     trained = pairs if schema.frozen else schema
+    kept = setting.boundaries
+    if kept is not None:
+        yield Term(
+            Tier.NVME,
+            "block input scratch",
+            kept.spilled_bytes,
+            f"{kept.count - kept.slots} x {kept.slot_bytes} B, written and read once a step",
+        )
     if config.keeps_gradients and trained is not None and setting.usage.trains:
         yield Term(
             Tier.NVME,
             "gradient scratch",
             scratch_bytes(trained, setting.records),
-            f"4 B x {trained.numel} of each of {setting.records} experts: clipping, or micro_batches > 1",
+            f"4 B x {trained.numel} of each of {setting.records} experts: clipping, or several passes a step",
         )

@@ -17,8 +17,10 @@ from tierstore.model.config import CheckpointActivations, ComputeDtype, ModelCon
 from tierstore.moe.config import SaveActivations
 from tierstore.plan.capacity import Capacity, Setting, capacity
 from tierstore.stats import Tier
+from tierstore.store.format import MomentFormat
 from tierstore.train.budgets import DeviceKind
 from tierstore.train.config import TrainConfig
+from tierstore.train.files import MicroOrder
 from tierstore.units import format_bytes
 
 _MIB = 1 << 20
@@ -231,6 +233,22 @@ def _retain(setting: Setting, limits: Limits) -> Iterator[Change]:
         )
 
 
+def _boundary_budget(setting: Setting, limits: Limits) -> Iterator[Change]:
+    kept = setting.boundaries
+    if kept is None:
+        return
+    wanted = setting.together * kept.slot_bytes
+    if wanted < kept.memory_bytes:
+        yield _configured(setting, f"boundary_budget = {wanted}", Effect.SAME_BITS, boundary_budget=wanted)
+
+
+def _micro_order(setting: Setting, limits: Limits) -> Iterator[Change]:
+    data = setting.config.data
+    if data.layer_major:
+        micro = replace(data, micro_order=MicroOrder.MICRO)
+        yield _configured(setting, 'data.micro_order = "micro"', Effect.SAME_BITS, data=micro)
+
+
 def _micro_batches(setting: Setting, limits: Limits) -> Iterator[Change]:
     data = setting.config.data
     parts = 2
@@ -250,6 +268,15 @@ def _ranks(setting: Setting, limits: Limits) -> Iterator[Change]:
             replace(setting, ranks=replace(setting.ranks, count=count)),
         )
         count *= 2
+
+
+def _moments(setting: Setting, limits: Limits) -> Iterator[Change]:
+    if setting.usage.frozen:  # pairs are small, and their store keeps what it has
+        return
+    formats, adamw = list(MomentFormat), setting.config.adamw
+    for moments in formats[formats.index(adamw.moments) + 1 :]:
+        text = f'adamw.moments = "{moments.value}"'
+        yield _configured(setting, text, Effect.ROUNDING, adamw=replace(adamw, moments=moments))
 
 
 def _switched(name: str, value: StrEnum, effect: Effect) -> Knob:
@@ -279,10 +306,13 @@ KNOBS: tuple[Knob, ...] = (
     _host_budget,
     _device_budget,
     _retain,
+    _boundary_budget,
+    _micro_order,
     _switched("expert_activations", SaveActivations.RECOMPUTE, Effect.SAME_BITS),
     _switched("checkpoint_activations", CheckpointActivations.BLOCK, Effect.SAME_BITS),
     _micro_batches,
     _ranks,
+    _moments,
     _switched("compute_dtype", ComputeDtype.BF16, Effect.ROUNDING),
     _halved("d_ff", lambda setting: 64),
     _halved("experts", lambda setting: max(setting.model.top_k, 2)),

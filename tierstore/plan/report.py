@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from tierstore.plan.fitting import (
     shortest_remedy,
 )
 from tierstore.plan.foreign import UsesPlan, plan_uses, setting_for
+from tierstore.plan.order import OrderChoice, compare_orders
 from tierstore.plan.predict import Prediction, predict
 from tierstore.plan.presets import Preset
 from tierstore.plan.semoe import PaperBytes, paper_bytes
@@ -50,6 +51,8 @@ class Plan:
     preset: Preset | None
     #: Every use of an imported model.
     uses: UsesPlan | None = None
+    #: In which order several micro-batches pass the layers.
+    order: OrderChoice | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Numbers by keys that say their unit."""
@@ -88,6 +91,7 @@ class Plan:
                 "note": self.preset.note,
             },
             "prediction": self._prediction(),
+            "order": None if self.order is None else self.order.as_json(),
             **({"use": self.setting.usage.use.value, **self.uses.as_json()} if self.uses else {}),
         }
 
@@ -169,6 +173,10 @@ def plan_run(
     foreign = isinstance(config.model, HfSpec) and preset is None
     if foreign or use is not Use.FULL:
         setting = setting_for(setting, use, lora)
+    order = None
+    if setting.usage.trains and config.data.micro_batches > 1:
+        order = compare_orders(setting, profile)
+        setting = replace(setting, config=order.applied(setting.config))
     limits = limits or machine_limits(config.store, sharing=ranks)
     verdict = judge(setting, limits)
     remedy = None if verdict.fits else shortest_remedy(setting, limits)
@@ -186,6 +194,7 @@ def plan_run(
         paper=paper_bytes(setting.model, alpha),
         preset=preset,
         uses=plan_uses(setting, limits, profile, lora) if foreign else None,
+        order=order,
     )
 
 

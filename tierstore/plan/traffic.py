@@ -212,7 +212,7 @@ class _Drive:
     # One step ----------------------------------------------------------------------------------------------
 
     def _step(self, step: int) -> None:
-        config, micros = self._setting.config, self._setting.config.data.micro_batches
+        config, passes = self._setting.config, self._setting.config.data.passes
         if not self._setting.usage.trains:
             assert self._base is not None
             self._base.begin_evaluation()
@@ -220,10 +220,13 @@ class _Drive:
                 self._carry_out(self._base, self._base.forward(layer, self._draw()))
             self._residency.end_step()
             return
-        recomputes = config.model.checkpoint_activations is CheckpointActivations.BLOCK
-        for micro in range(micros):
+        # In layer order a block is computed again within its backward access.
+        recomputes = (
+            config.model.checkpoint_activations is CheckpointActivations.BLOCK and not config.data.layer_major
+        )
+        for number in range(passes):
             for program in self._programs():
-                program.begin_micro(index=micro, count=micros)
+                program.begin_micro(index=number, count=passes)
             used = {layer: self._draw() for layer in self._layers}
             for layer in self._layers:
                 self._forward(layer, used[layer])
@@ -278,7 +281,8 @@ class _Drive:
                 self._charge(phase, layer, demanded)
                 self._charge(phase, layer, following)
                 if group == groups - 1:
-                    program.speculate(access, partial(self._prefetch, first))
+                    prefetch = partial(self._prefetch, first)
+                    program.speculate(access, prefetch, self._residency.cancel_prefetch)
                 self._residency.end_group()
                 if program is self._trained:
                     self._counts.done(access, requests)

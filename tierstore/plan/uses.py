@@ -9,7 +9,7 @@ from tierstore.errors import ConfigError
 from tierstore.hf.sizes import pair_parameters
 from tierstore.hf.spec import HfSpec
 from tierstore.moe.lora import PairShape
-from tierstore.store.format import RecordSchema
+from tierstore.store.format import MomentFormat, RecordSchema
 from tierstore.train.budgets import PAIR_SCHEMA
 
 #: The rank of pairs where none is given.
@@ -51,8 +51,8 @@ class ModelUsage:
 FULL_TRAINING = ModelUsage()
 
 
-def usage_of(spec: HfSpec, use: Use, rank: int) -> ModelUsage:
-    """How ``use`` uses the model, with pairs of ``rank``. Raises ConfigError."""
+def usage_of(spec: HfSpec, use: Use, rank: int, moments: MomentFormat = MomentFormat.FP32) -> ModelUsage:
+    """How ``use`` uses the model, with pairs of ``rank`` whose moments are kept as ``moments``. Raises ConfigError."""
     if use in (Use.FULL, Use.SERVE):
         return ModelUsage(use=use)
     if rank < 1:
@@ -64,4 +64,5 @@ def usage_of(spec: HfSpec, use: Use, rank: int) -> ModelUsage:
         numel = PairShape(spec.expert_shape, rank, float(rank)).numel
     except ConfigError as error:
         raise ConfigError(str(error).replace("lora.rank", "--lora")) from error
-    return ModelUsage(use=use, rank=rank, attention=attention, pairs=RecordSchema(PAIR_SCHEMA, numel))
+    pairs = RecordSchema(PAIR_SCHEMA, numel, moments=moments)
+    return ModelUsage(use=use, rank=rank, attention=attention, pairs=pairs)

@@ -24,6 +24,7 @@ from tierstore.plan.costs import Cost, Profile
 from tierstore.plan.traffic import Moved, Traffic
 from tierstore.prefetch.operations import Kind, Operation, PassSizes
 from tierstore.prefetch.schedule import Pass, QueueLimits, Schedule
+from tierstore.store.format import MomentFormat
 from tierstore.train.budgets import DeviceKind
 
 #: Experts of a pass that are simulated one by one, and of a step; of more, so many equal parts stand for all.
@@ -78,7 +79,8 @@ class StepWorkload:
         layout = self.layouts[item.unit]
         narrow = gather_width(setting.config.dense, setting.config.model.compute_dtype)
         gather = layout.gathered_bytes(narrow) * others // (others + 1)
-        reduce = self._stepped(item.unit) * others * 4
+        # Gathered once for all micro-batches that pass together; their gradients are reduced one by one, for their bits.
+        reduce = self._stepped(item.unit) * others * 4 * setting.together
         if item.moe_layer is None:
             return PassSizes(gather=gather, reduce=reduce)
         config = setting.config
@@ -86,7 +88,7 @@ class StepWorkload:
         exchanged = rows * config.model.d_model * itemsize * (sharing - 1) // sharing
         slots, each = self.taken.divided.slots, self.experts / self.parts
         backward = item.phase is Phase.BACKWARD
-        moved, divided = self._moved_for(item), self._micro_batches * self.parts
+        moved, divided = self._moved_for(item), self._passes * self.parts
         on_device = setting.device is not DeviceKind.CPU
         return PassSizes(
             gather=gather,
@@ -119,9 +121,14 @@ class StepWorkload:
         """What a step moves for the passes of ``item``'s phase and layer; steps that waited go with forward."""
         assert item.moe_layer is not None
         phases = [Phase.BACKWARD] if item.phase is Phase.BACKWARD else [Phase.FORWARD, Phase.OPTIMIZER]
-        return sum(
+        experts = sum(
             (self.traffic.moved_for.get((phase, item.moe_layer), Moved()) for phase in phases), Moved()
         )
+        kept = self.setting.boundaries
+        if kept is None:
+            return experts
+        each = kept.spilled_bytes // len(self.setting.model.moe_layers)
+        return experts + (Moved(loaded=each) if item.phase is Phase.BACKWARD else Moved(written=each))
 
     # Seconds -----------------------------------------------------------------------------------------------
 
@@ -140,12 +147,28 @@ class StepWorkload:
         if operation.kind is Kind.STEP:
             return self.profile.adamw.seconds(self._stepped(item.unit) * _STEP_BYTES)
         each = self.experts / self.parts
-        steps = 1 / self._micro_batches  # earlier ones only add their gradients
-        return each * steps * self.profile.adamw.seconds(self._trained_numel * _STEP_BYTES)
+        steps = 1 / self._passes  # earlier ones only add their gradients
+        return each * steps * self.profile.adamw.seconds(self._trained_numel * self._step_bytes)
 
     @property
-    def _micro_batches(self) -> int:
-        return self.setting.config.data.micro_batches if self.setting.usage.trains else 1
+    def _step_bytes(self) -> float:
+        """Bytes a parameter of a trained record that AdamW touches, or that take it as long: quantising is arithmetic, and
+        8-bit moments are stepped in the time of fp32's."""
+        schema = self.setting.schemas[-1]
+        if schema.frozen or schema.moments is MomentFormat.INT8:
+            return _STEP_BYTES
+        return 2 * schema.record_bytes / schema.numel + 4
+
+    @property
+    def _passes(self) -> int:
+        return self.setting.config.data.passes if self.setting.usage.trains else 1
+
+    @cached_property
+    def _again(self) -> bool:
+        """Whether the backward pass computes blocks again."""
+        config = self.setting.config
+        block = config.model.checkpoint_activations is CheckpointActivations.BLOCK
+        return block or (config.data.layer_major and self.setting.usage.trains)
 
     @cached_property
     def _moved(self) -> dict[Kind, tuple[Cost, LinkConfig]]:
@@ -177,7 +200,7 @@ class StepWorkload:
         else:
             width = self._attention[item.unit]
             forward = 2 * tokens * (model.units[item.unit].numel + config.model.seq_len * width)
-        again = config.model.checkpoint_activations is CheckpointActivations.BLOCK
+        again = self._again
         back = 1 if self.setting.usage.frozen else 2  # frozen weights get no gradients
         return forward if item.phase is Phase.FORWARD else forward * (back + again)
 
@@ -199,9 +222,10 @@ class StepWorkload:
         if item.phase is Phase.FORWARD:
             return forward
         again = 0.0
-        if config.model.checkpoint_activations is CheckpointActivations.BLOCK:
+        # In layer order outputs are kept, and only what feeds the activations is computed again.
+        if self._again and not config.data.layer_major:
             again = forward
-        elif config.model.expert_activations is SaveActivations.RECOMPUTE:
+        elif self._again or config.model.expert_activations is SaveActivations.RECOMPUTE:
             again = 2 * rows * config.model.expert_shape.inner_rows * config.model.d_model
         if self.setting.usage.frozen:
             return forward + again + (2 * rows * pairs.numel if pairs else 0)

@@ -25,11 +25,12 @@ import numpy.typing as npt
 from tierstore import parallel
 from tierstore.cache.config import GroupOrder
 from tierstore.errors import ConfigError
-from tierstore.moe.source import ExpertLease, ExpertSource
+from tierstore.moe.source import ExpertLease, JointSource, users_of
+from tierstore.prefetch.gradient_parts import GradientParts
 from tierstore.prefetch.gradients import ExpertGradients, GradientAccumulator, NoGradients
 from tierstore.prefetch.plan import StepTiming
-from tierstore.prefetch.predictor import Predictor
-from tierstore.prefetch.program import Access, AccessProgram, Action, Experts, FrozenProgram
+from tierstore.prefetch.predictor import Counts, Predictor
+from tierstore.prefetch.program import Access, AccessProgram, Action, Experts, FrozenProgram, GuessCounts
 from tierstore.prefetch.replicas import ReplicaSums
 from tierstore.prefetch.schedule import Schedule
 from tierstore.prefetch.walking import AccessWalk, RecordsByExpert
@@ -40,7 +41,7 @@ from tierstore.store.optimizer import CachedRecord
 from tierstore.tiers.device import DeviceTier
 
 
-class ExpertTiers(ExpertSource, Protocol):
+class ExpertTiers(JointSource, Protocol):
     """An expert source over a store's tiers, as a training loop drives it."""
 
     @property
@@ -49,6 +50,11 @@ class ExpertTiers(ExpertSource, Protocol):
     @property
     def late_prefetch_bytes(self) -> int:
         """Bytes that were on their way, but not there, when they were needed."""
+        ...
+
+    @property
+    def guesses(self) -> GuessCounts:
+        """How its forward passes were guessed."""
         ...
 
     def begin_micro(self, *, index: int, count: int | None) -> None:
@@ -61,6 +67,14 @@ class ExpertTiers(ExpertSource, Protocol):
 
     def begin_evaluation(self) -> None:
         """Only forward passes follow, until the next ``begin_micro``."""
+        ...
+
+    def reach(self, layer: int) -> list[int]:
+        """The layers that ``layer``'s forward pass, which comes next, would be told of by ``offer``."""
+        ...
+
+    def offer(self, source: int, layer: int, chosen_E: Counts) -> None:
+        """For the hidden states that ``source`` starts from, the router of ``layer`` chooses each expert so many times."""
         ...
 
 
@@ -96,6 +110,7 @@ class TieredExperts:
         self.program = AccessProgram(schedule, predictor, counts, timing=timing, experts=ids)
         self.gradients = GradientAccumulator(store, device, records, self.program)
         self._sums = ReplicaSums(group, device.slots, ledger=ledger)
+        self._parts = GradientParts(group, ledger=ledger)
         self._walk = AccessWalk(
             store, device, records, self.program, weight_slots=weight_slots, ledger=ledger
         )
@@ -104,6 +119,11 @@ class TieredExperts:
     def late_prefetch_bytes(self) -> int:
         """Bytes that were on their way, but not there, when they were needed."""
         return self._walk.late_prefetch_bytes
+
+    @property
+    def guesses(self) -> GuessCounts:
+        """How its forward passes were guessed."""
+        return self.program.guesses
 
     # Where training stands ---------------------------------------------------------------------------------
 
@@ -121,6 +141,14 @@ class TieredExperts:
     def begin_evaluation(self) -> None:
         """Only forward passes follow, until the next ``begin_micro``."""
         self.program.begin_evaluation()
+
+    def reach(self, layer: int) -> list[int]:
+        """The layers that ``layer``'s forward pass, which comes next, would be told of by ``offer``."""
+        return self.program.reach(layer)
+
+    def offer(self, source: int, layer: int, chosen_E: Counts) -> None:
+        """For the hidden states that ``source`` starts from, the router of ``layer`` chooses each expert so many times."""
+        self.program.offer(source, layer, chosen_E)
 
     # The expert source -------------------------------------------------------------------------------------
 
@@ -150,6 +178,23 @@ class TieredExperts:
             self._sums.add(gradient, partial(self._complete, access, unit, taken), layer=layer)
             if last:
                 self._sums.flush(layer=layer)
+        for access in accesses:
+            self.gradients.carry_out(access)
+
+    def backward_each(self, layer: int, asked: Sequence[Sequence[int]]) -> Iterator[tuple[int, ExpertLease]]:
+        """One access for all micro-batches: their gradients of an expert, each summed over the replicas, are added up in its
+        gradient slot.
+        """
+        users = users_of(asked)
+        accesses = self.program.backward(layer, list(users))
+        access = next(accesses)
+        for unit, slot, _ in self._walk.walk(access):
+            taken, guards = self._device.allocate_gradient()
+            self._walk.wait(guards, layer, Tier.HOST, Cause.OPTIMIZER)
+            expert, total = int(access.experts[unit]), self._device.gradients(taken)
+            for micro, part in self._parts.add_up(users[expert], total, layer=layer):
+                yield micro, ExpertLease(expert, self._device.weights(slot), part)
+            self._complete(access, unit, taken)
         for access in accesses:
             self.gradients.carry_out(access)
 
@@ -196,6 +241,11 @@ class FrozenExperts:
         """Bytes that were on their way, but not there, when they were needed."""
         return self._walk.late_prefetch_bytes
 
+    @property
+    def guesses(self) -> GuessCounts:
+        """How its forward passes were guessed."""
+        return self.program.guesses
+
     def begin_micro(self, *, index: int, count: int | None) -> None:
         """Training micro-batch ``index`` of ``count`` (None: not known) begins."""
         self.program.begin_micro(index=index, count=count)
@@ -207,6 +257,14 @@ class FrozenExperts:
         """Only forward passes follow, until the next ``begin_micro``."""
         self.program.begin_evaluation()
 
+    def reach(self, layer: int) -> list[int]:
+        """The layers that ``layer``'s forward pass, which comes next, would be told of by ``offer``."""
+        return self.program.reach(layer)
+
+    def offer(self, source: int, layer: int, chosen_E: Counts) -> None:
+        """For the hidden states that ``source`` starts from, the router of ``layer`` chooses each expert so many times."""
+        self.program.offer(source, layer, chosen_E)
+
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
         """Leases of ``experts`` (ascending), those in memory first."""
         yield from self._leases(self.program.forward(layer, experts))
@@ -214,6 +272,13 @@ class FrozenExperts:
     def backward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
         """The same for a backward pass: gradients flow through an expert, and it gets none itself."""
         yield from self._leases(self.program.backward(layer, experts))
+
+    def backward_each(self, layer: int, asked: Sequence[Sequence[int]]) -> Iterator[tuple[int, ExpertLease]]:
+        """One access for all micro-batches."""
+        users = users_of(asked)
+        for lease in self._leases(self.program.backward(layer, list(users))):
+            for micro in users[lease.expert]:
+                yield micro, lease
 
     def _leases(self, accesses: Iterator[Access]) -> Iterator[ExpertLease]:
         for access in accesses:

@@ -8,18 +8,22 @@ happens in program order, in one host cache, and is in one trace.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from tierstore.moe.lora import PairShape
 from tierstore.moe.low_rank import PairLease
-from tierstore.moe.source import ExpertLease
+from tierstore.moe.source import ExpertLease, users_of
 from tierstore.prefetch.experts import FrozenExperts, TieredExperts
 from tierstore.prefetch.gradients import ExpertGradients
+from tierstore.prefetch.predictor import Counts
+from tierstore.prefetch.program import GuessCounts
 
+K = TypeVar("K", bound=Hashable)
 _ALIGNMENT = 16  # fp32 values: a lease starts on a multiple of 64 bytes
 
 
@@ -45,6 +49,11 @@ class LoraExperts:
         """Bytes that were on their way, but not there, when they were needed."""
         return self._base.late_prefetch_bytes + self._pairs.late_prefetch_bytes
 
+    @property
+    def guesses(self) -> GuessCounts:
+        """The base's; the pairs' are the same."""
+        return self._base.guesses
+
     def begin_micro(self, *, index: int, count: int | None) -> None:
         """Training micro-batch ``index`` of ``count`` (None: not known) begins."""
         self._pairs.begin_micro(index=index, count=count)
@@ -58,6 +67,15 @@ class LoraExperts:
         """Only forward passes follow, until the next ``begin_micro``."""
         self._pairs.begin_evaluation()
         self._base.begin_evaluation()
+
+    def reach(self, layer: int) -> list[int]:
+        """The layers that ``layer``'s forward pass, which comes next, would be told of by ``offer``."""
+        return self._base.reach(layer)
+
+    def offer(self, source: int, layer: int, chosen_E: Counts) -> None:
+        """For the hidden states that ``source`` starts from, the router of ``layer`` chooses each expert so many times."""
+        self._pairs.offer(source, layer, chosen_E)
+        self._base.offer(source, layer, chosen_E)
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
         """Leases of ``experts`` with their pairs."""
@@ -76,6 +94,21 @@ class LoraExperts:
             assert lease.gradients is not None
             lease.gradients.copy_(gradients[lease.expert])
 
+    def backward_each(self, layer: int, asked: Sequence[Sequence[int]]) -> Iterator[tuple[int, ExpertLease]]:
+        """The same for several micro-batches, each of which has gradients of the pairs of its own until the end."""
+        users = users_of(asked)
+        weights = self._read_pairs(layer, list(users))
+        gradients = self._gradients.of(
+            [(expert, micro) for expert, micros in users.items() for micro in micros]
+        )
+        for micro, lease in self._base.backward_each(layer, asked):
+            expert = lease.expert
+            pair = PairLease(self._shape, weights[expert], gradients[expert, micro])
+            yield micro, replace(lease, pair=pair)
+        for micro, lease in self._pairs.backward_each(layer, asked):
+            assert lease.gradients is not None
+            lease.gradients.copy_(gradients[lease.expert, micro])
+
     def _read_pairs(self, layer: int, experts: Sequence[int]) -> dict[int, Tensor]:
         weights = self._weights.of(experts)
         for lease in self._pairs.forward(layer, experts):
@@ -91,14 +124,13 @@ class _Rows:
         self._stride = -(-numel // _ALIGNMENT) * _ALIGNMENT
         self._memory = torch.empty(0, dtype=torch.float32, device=device)
 
-    def of(self, experts: Sequence[int]) -> dict[int, Tensor]:
-        """A tensor for each of ``experts``, of undefined content, until the next call."""
-        needed = len(experts) * self._stride
+    def of(self, keys: Sequence[K]) -> dict[K, Tensor]:
+        """A tensor for each of ``keys``, of undefined content, until the next call."""
+        needed = len(keys) * self._stride
         if self._memory.numel() < needed:
             self._memory = self._memory.new_empty(0)  # or both would be there at once
             self._memory = self._memory.new_empty(needed)
         starts = range(0, needed, self._stride)
         return {
-            expert: self._memory[start : start + self._numel]
-            for expert, start in zip(experts, starts, strict=True)
+            key: self._memory[start : start + self._numel] for key, start in zip(keys, starts, strict=True)
         }

@@ -9,7 +9,7 @@ no clock. The program of frozen experts (``FrozenProgram``) asks for weights and
 
     for access in program.forward(layer, experts):   # the pass, then what must follow it
         ...                                          # begin the access; then for each group of its requests:
-            program.speculate(access, prefetch)      #     while the last group is open
+            program.speculate(access, prefetch, cancel)  # while the last group is open
             program.done(access, requests)           #     once their actions have been taken
 """
 
@@ -26,12 +26,15 @@ import numpy.typing as npt
 
 from tierstore.cache.access import Need, Phase
 from tierstore.prefetch.plan import StepTiming
-from tierstore.prefetch.predictor import Predictor
+from tierstore.prefetch.predictor import Counts, Predictor
 from tierstore.prefetch.schedule import Pass, Schedule
 
 Experts = npt.NDArray[np.uint32]
 Flags = npt.NDArray[np.uint16]
 Actions = npt.NDArray[np.uint8]
+
+
+_NONE: Experts = np.zeros(0, np.uint32)
 
 
 class Action(IntFlag):
@@ -80,6 +83,15 @@ class Speculation:
     flags: Flags
 
 
+@dataclass(slots=True)
+class GuessCounts:
+    """How forward passes were guessed: experts that they ``used``, that were ``guessed`` before, and that were both."""
+
+    used: int = 0
+    guessed: int = 0
+    right: int = 0
+
+
 class StepCounts(Protocol):
     """How many optimizer steps were applied to the whole model, and to the content of each expert."""
 
@@ -108,6 +120,11 @@ class PassProgram(ABC):
         #: What the forward passes of the present micro-batch used, by layer.
         self._used: dict[int, Experts] = {}
         self._training = False
+        #: Of all forward passes so far.
+        self.guesses = GuessCounts()
+        self._guessed: dict[int, Experts] = {}
+        #: Whether the present forward pass was guessed to use experts that it does not.
+        self._wrong = False
 
     @abstractmethod
     def forward(self, layer: int, experts: Sequence[int] | Experts) -> Iterator[Access]:
@@ -135,10 +152,34 @@ class PassProgram(ABC):
     def done(self, access: Access, requests: Sequence[int] | npt.NDArray[np.uint32]) -> None:
         """The actions of these requests of ``access`` (by their places in it) have been taken."""
 
-    def speculate(self, access: Access, prefetch: Callable[[Speculation], int]) -> None:
-        """Offers the passes ahead of ``access`` to ``prefetch``, nearest first, until it takes fewer experts than a
-        pass is expected to use.
+    def reach(self, layer: int) -> list[int]:
+        """The MoE layers whose forward passes, in this micro-batch, the pass of ``layer`` that comes next looks ahead to.
+        None where it is a recomputation.
         """
+        if self._training and layer in self._used:
+            return []
+        ahead = self._schedule.following(Phase.FORWARD, layer, training=self._training)
+        return [
+            item.moe_layer
+            for item in ahead
+            if item.phase is Phase.FORWARD and item.later == 0 and item.moe_layer is not None
+        ]
+
+    def offer(self, source: int, layer: int, chosen_E: Counts) -> None:
+        """What the router of ``layer`` chooses for the hidden states that ``source`` starts from, for the predictor."""
+        self._predictor.offer(source, layer, chosen_E)
+
+    def speculate(
+        self, access: Access, prefetch: Callable[[Speculation], int], cancel: Callable[[], None]
+    ) -> None:
+        """Offers the passes ahead of ``access`` to ``prefetch``, nearest first, until it takes fewer experts than a
+        pass is expected to use. Where the present pass was guessed wrongly, ``cancel`` first gives up all that was
+        prefetched and not used: otherwise wrong guesses would keep their memory to the end of the step, and decoding
+        knows no steps. What is still expected is in memory, and is prefetched again.
+        """
+        if self._wrong:
+            cancel()
+        self._wrong = False
         for item in access.ahead:
             wanted = self._speculation(item)
             if len(wanted.experts) and prefetch(wanted) < len(wanted.experts):
@@ -157,6 +198,12 @@ class PassProgram(ABC):
         if self._training and layer in self._used:
             return True, self._schedule.recomputed(layer)
         self._used[layer] = chosen
+        guessed = self._guessed.pop(layer, _NONE)
+        right = len(set(guessed.tolist()).intersection(chosen.tolist()))
+        self.guesses.used += len(chosen)
+        self.guesses.guessed += len(guessed)
+        self.guesses.right += right
+        self._wrong = right < len(guessed)
         return False, self._schedule.following(Phase.FORWARD, layer, training=self._training)
 
     def _speculation(self, item: Pass) -> Speculation:
@@ -166,7 +213,7 @@ class PassProgram(ABC):
             known = self._used.get(layer) if item.later == 0 else None
             experts = self._expected(layer) if known is None else known
             return Speculation(item.phase, layer, experts, self._backward_flags(layer, experts))
-        experts = self._expected(layer)
+        experts = self._guessed[layer] = self._expected(layer)
         flags = self._forward_flags(layer, experts, later=item.later)
         return Speculation(item.phase, layer, experts, flags)
 

@@ -64,7 +64,7 @@ class AccessWalk:
         for group in range(groups):
             units = self._cache.next_group()
             if group == groups - 1:
-                self._program.speculate(access, self._prefetch)
+                self._program.speculate(access, self._prefetch, self._cache.residency.cancel_prefetch)
             if access.phase is Phase.FORWARD and bring_up is not None:
                 for unit in units:
                     bring_up(access, unit, records[unit])

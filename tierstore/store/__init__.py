@@ -11,6 +11,7 @@ from tierstore.store.fetching import Lease, RecordView
 from tierstore.store.format import (
     Group,
     GroupLayout,
+    MomentFormat,
     Placement,
     RecordSchema,
     Section,
@@ -37,6 +38,7 @@ __all__ = [
     "LastCommit",
     "Lease",
     "LinkConfig",
+    "MomentFormat",
     "NewRecord",
     "OpenAt",
     "OptimizerStep",

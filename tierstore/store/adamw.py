@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import ConfigError, StoreError, StoreFormatError
+from tierstore.store.format import MomentFormat
 
 Row = npt.NDArray[np.float32]
 ROW_COLUMNS = 7
@@ -40,6 +41,13 @@ class AdamWConfig:
     inactive: Inactive = field(
         default=Inactive.EXACT,
         metadata={"help": "experts that no token reached: as if stepped without a gradient, or not at all"},
+    )
+    moments: MomentFormat = field(
+        default=MomentFormat.FP32,
+        metadata={
+            "help": "how experts' moments are kept: records of 12, 8 or 6 bytes a parameter (a store keeps the one "
+            "it was made with)"
+        },
     )
 
     def __post_init__(self) -> None:
@@ -171,6 +179,6 @@ class StepHistory:
                 f"{self.applied} applied"
             )
 
-    def oldest(self, reached: Sequence[int]) -> int:
+    def oldest(self, reached: Sequence[int] | npt.NDArray[np.int64]) -> int:
         """The least step in ``reached`` that still matters."""
-        return min(reached, default=self.applied) if self.replays else self.applied
+        return int(np.min(reached)) if self.replays and len(reached) else self.applied

@@ -30,7 +30,8 @@ from tierstore.store.disk.home import fsync_directory
 from tierstore.store.disk.space import copies
 from tierstore.store.failures import Failures
 from tierstore.store.index.database import PREVIOUS, Commit
-from tierstore.store.index.entries import RecordEntry, check_name
+from tierstore.store.index.entries import check_name
+from tierstore.store.index.table import Table
 from tierstore.store.opening import Parts
 from tierstore.store.records import Records
 
@@ -59,34 +60,45 @@ class Committer:
         self.writes: list[int] = []
         self._syncs: list[int] = []
         self._directories: list[Path] = []
-        self.table: dict[str, RecordEntry] = {}
         self.state: dict[str, bytes] = {}
         self.snapshots: dict[str, Commit] = {}
         #: A prepared commit has added a snapshot: the one whose place it takes goes when it is acknowledged.
         self._replaces = False
 
-    def load(self) -> Mapping[str, RecordEntry]:
-        """Takes up the last commit and its snapshots; returns its records. Raises StoreFormatError."""
+    @property
+    def table(self) -> Table:
+        """The last commit's entries."""
+        return self._parts.live.table
+
+    def load(self) -> None:
+        """Takes up the last commit, with its records, and its snapshots. Raises StoreFormatError."""
         index, live, extents = self._parts.index, self._parts.live, self._parts.extents
         commit = index.read_commit()
         live.generation = commit.generation
-        self.table, self.state = commit.records, commit.state
+        self.state = commit.state
         self.snapshots = {name: index.read_commit(name) for name in index.snapshots()}
-        for where, table in self.tables():
+        for where, table in self._named(commit.records):
             live.check_table(table, f"{self._parts.home.directory}: {where}")
-            live.retain(table.values())
+            live.retain_table(table)
         extents.recover()
         if _HISTORY not in self.state:
             raise StoreFormatError(f"{self._parts.home.directory}: the history of optimizer steps is missing")
         self._history.unpack(self.state[_HISTORY])
         if extents.budget is not None and _BUDGET in self.state:
             extents.budget.unpack(self.state[_BUDGET])
-        return self.table
+        self._parts.cache.residency.start_at(self._history.applied)
+        self._records.load(commit.records)
 
-    def tables(self) -> list[tuple[str, Mapping[str, RecordEntry]]]:
+    def _release(self, snapshot: str) -> None:
+        self._parts.live.release_table(self.snapshots.pop(snapshot).records)
+
+    def tables(self) -> list[tuple[str, Table]]:
         """The index tables that are durable: the last commit's, then each snapshot's, oldest first."""
+        return self._named(self.table)
+
+    def _named(self, last: Table) -> list[tuple[str, Table]]:
         named = [(f"snapshot {name!r}", commit.records) for name, commit in self.snapshots.items()]
-        return [("last commit", self.table), *named]
+        return [("last commit", last), *named]
 
     def _check(self, state: Mapping[str, bytes], snapshot: str | None) -> None:
         self._failures.check()
@@ -172,11 +184,7 @@ class Committer:
                 fsync_directory(directory)
             self._directories = []
             # A frozen record replays nothing, so it keeps no steps alive.
-            trained = [
-                record.live for record in self._records.cached.values() if not record.live.schema.frozen
-            ]
-            reached = [live.step for live in trained]
-            self._history.forget_before(self._history.oldest(reached))
+            self._history.forget_before(self._history.oldest(self._records.trained_steps()))
             own = {_HISTORY: self._history.pack()}
             if extents.budget is not None:
                 own[_BUDGET] = extents.budget.pack()
@@ -193,7 +201,7 @@ class Committer:
             self._parts.index.drop_snapshots(dropped)
         self._parts.engine.log_mark(f"acknowledge {self._parts.live.generation}")
         for name in dropped:
-            self._parts.live.release(self.snapshots.pop(name).records.values())
+            self._release(name)
         self._replaces = False
         self._discard()
 
@@ -217,15 +225,17 @@ class Committer:
         parts, live = self._parts, self._parts.live
         changed = live.changed_entries()
         generation = live.generation + 1
-        table, merged = self.table | changed, self.state | state
+        merged = self.state | state
         added: dict[str, Commit] = {}
         dropped: list[str] = []
         if snapshot is not None:
+            table = live.table.copy()
+            table.update(changed)
             added[snapshot] = Commit(generation, table, merged)
         if keep is Keep.PREVIOUS and live.generation:
             # Older snapshots stay as well: if this commit is undone, so is the one that takes their place.
             self._replaces = bool(added)
-            added[PREVIOUS] = Commit(live.generation, self.table, self.state)
+            added[PREVIOUS] = Commit(live.generation, live.table.copy(), self.state)
         else:
             dropped = self._superseded(len(added))
         # What it may refer to comes first; the weights of what comes after it are part of it.
@@ -246,15 +256,15 @@ class Committer:
         parts.drives.committed()
         parts.engine.log_mark(f"commit {generation}")
         # The transaction is durable: only now may the slots that it left behind be used again.
-        live.committed(generation)
         live.retain(changed.values())
         for name, commit in added.items():
-            live.retain(commit.records.values())
+            live.retain_table(commit.records)
             self.snapshots[name] = commit
         live.release(self.table[key] for key in changed if key in self.table)
         for name in dropped:
-            live.release(self.snapshots.pop(name).records.values())
-        self.table, self.state = table, merged
+            self._release(name)
+        live.committed(generation, changed)
+        self.state = merged
         parts.extents.committed()
         if PREVIOUS not in self.snapshots:
             self._discard()

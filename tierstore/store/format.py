@@ -18,14 +18,19 @@ section's ``nbytes`` bytes, without the gap.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from functools import cached_property
 
 import numpy as np
 
 from tierstore.errors import ConfigError, StoreFormatError
 
 FORMAT_VERSION = 2
+#: The index of a store that has records with narrow moments says this version instead. Versions of tierstore that know
+#: only FORMAT_VERSION refuse such a store; all others stay as they were, byte for byte.
+NARROW_MOMENTS_VERSION = 3
 #: Sections start at multiples of this many bytes, in files and in memory: enough for direct I/O everywhere.
 SECTION_ALIGNMENT = 4096
 
@@ -57,6 +62,23 @@ class WeightFormat(Enum):
     FP32 = "fp32"
     SPLIT_BF16 = "split-bf16"
     BF16 = "bf16"
+
+
+class MomentFormat(Enum):
+    """How AdamW's two moments are kept on disk and in the host cache; steps compute in fp32.
+
+    ``BF16`` rounds each to bf16. ``INT8`` quantises blocks of ``MOMENT_BLOCK`` elements to 8 bits, each with an fp32
+    scale. Both round by a hash of the record's key, the section, the step and the element, so that every layout, kill
+    and replay gives the same bits.
+    """
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    INT8 = "int8"
+
+
+#: Elements of one block of ``MomentFormat.INT8``, which share a scale.
+MOMENT_BLOCK = 256
 
 
 class Training(Enum):
@@ -96,6 +118,11 @@ class Section:
     def padded_nbytes(self) -> int:
         return -(-self.nbytes // SECTION_ALIGNMENT) * SECTION_ALIGNMENT
 
+    @property
+    def is_scale(self) -> bool:
+        """Whether it holds the scales of blocks of another section."""
+        return self.name.endswith("_scale")
+
 
 @dataclass(frozen=True)
 class GroupLayout:
@@ -105,7 +132,7 @@ class GroupLayout:
     sections: tuple[Section, ...]
     first_section: int
 
-    @property
+    @cached_property
     def slot_bytes(self) -> int:
         """Bytes of one slot, gaps included."""
         return sum(section.padded_nbytes for section in self.sections)
@@ -118,8 +145,8 @@ class GroupLayout:
 
 @dataclass(frozen=True)
 class RecordSchema:
-    """The shape of a class of records: AdamW state of ``numel`` parameters, 12 bytes a parameter on disk; or, frozen, their
-    weights alone, 2 bytes (BF16) or 4 (FP32).
+    """The shape of a class of records: AdamW state of ``numel`` parameters, on disk 12 bytes a parameter (8 with moments in
+    bf16, 6.03 in int8); or, frozen, their weights alone, 2 bytes (BF16) or 4 (FP32).
 
     ``name`` names the extent files, so it is limited to letters, digits, ``-`` and ``_``.
     """
@@ -129,6 +156,7 @@ class RecordSchema:
     weight_format: WeightFormat = WeightFormat.FP32
     placement: Placement = Placement.CACHED
     training: Training = Training.TRAINED
+    moments: MomentFormat = MomentFormat.FP32
 
     def __post_init__(self) -> None:
         if not self.name or not self.name.replace("-", "").replace("_", "").isalnum():
@@ -142,6 +170,8 @@ class RecordSchema:
                 f"schema {self.name}: {self.training.value} records are kept as {expected}, "
                 f"got {self.weight_format.value}"
             )
+        if self.frozen and self.moments is not MomentFormat.FP32:
+            raise ConfigError(f"schema {self.name}: frozen records have no moments, got {self.moments.value}")
 
     @property
     def frozen(self) -> bool:
@@ -155,22 +185,26 @@ class RecordSchema:
 
     def layout(self, group: Group) -> GroupLayout:
         """The sections of ``group``; of a frozen record only the weights have any."""
+        return self._layouts[group]
+
+    @cached_property
+    def _layouts(self) -> tuple[GroupLayout, ...]:
+        return tuple(self._make_layout(group) for group in Group)
+
+    def _make_layout(self, group: Group) -> GroupLayout:
         if self.frozen:
             dtype = "<f4" if self.weight_format is WeightFormat.FP32 else "<u2"
             sections = (Section("weight", dtype, self.numel),)
             return GroupLayout(group, sections, 0) if group is Group.WEIGHTS else GroupLayout(group, (), 1)
         weights: tuple[Section, ...] = (Section("weight", "<f4", self.numel),)
-        moments: tuple[Section, ...] = (
-            Section("exp_avg", "<f4", self.numel),
-            Section("exp_avg_sq", "<f4", self.numel),
-        )
+        moments = moment_sections(self.moments, self.numel)
         if self.weight_format is WeightFormat.SPLIT_BF16:
             weights = (Section("weight_hi", "<u2", self.numel),)
             moments = (Section("weight_lo", "<i2", self.numel), *moments)
         groups = (weights, moments, (Section("gradient", "<f4", self.numel),))
         return GroupLayout(group, groups[group], sum(map(len, groups[:group])))
 
-    @property
+    @cached_property
     def sections(self) -> int:
         """How many sections a record has, in all groups."""
         return sum(len(self.layout(group).sections) for group in Group)
@@ -186,8 +220,9 @@ class RecordSchema:
             "numel": self.numel,
             "weight_format": self.weight_format.value,
             "placement": self.placement.value,
-            # Stores without frozen records stay as they have always been, byte for byte.
+            # Stores without frozen records and narrow moments stay as they have always been, byte for byte.
             **({"training": self.training.value} if self.frozen else {}),
+            **({} if self.moments is MomentFormat.FP32 else {"moments": self.moments.value}),
         }
 
     @classmethod
@@ -200,6 +235,27 @@ class RecordSchema:
                 WeightFormat(value["weight_format"]),
                 Placement(value["placement"]),
                 Training(value.get("training", Training.TRAINED.value)),
+                MomentFormat(value.get("moments", MomentFormat.FP32.value)),
             )
         except (KeyError, TypeError, ValueError, ConfigError) as error:
             raise StoreFormatError(f"not a record schema: {value!r} ({error})") from error
+
+
+def moment_sections(moments: MomentFormat, numel: int) -> tuple[Section, ...]:
+    """The sections that keep the two moments of ``numel`` parameters. All zeros is the state before the first step."""
+    if moments is MomentFormat.INT8:
+        blocks = -(-numel // MOMENT_BLOCK)
+        return (
+            Section("exp_avg", "|u1", numel),
+            Section("exp_avg_sq", "|u1", numel),
+            Section("exp_avg_scale", "<f4", blocks),
+            Section("exp_avg_sq_scale", "<f4", blocks),
+        )
+    dtype = "<f4" if moments is MomentFormat.FP32 else "<u2"
+    return (Section("exp_avg", dtype, numel), Section("exp_avg_sq", dtype, numel))
+
+
+def format_version(schemas: Iterable[RecordSchema]) -> int:
+    """The version that the index of a store with ``schemas`` says."""
+    narrow = any(schema.moments is not MomentFormat.FP32 for schema in schemas)
+    return NARROW_MOMENTS_VERSION if narrow else FORMAT_VERSION

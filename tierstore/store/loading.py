@@ -66,23 +66,23 @@ class RecordLoader:
         self._core.wait(tickets)
 
     def _write(self, live: LiveRecord, layout: GroupLayout, sections: Sequence[Buffer | None]) -> list[int]:
-        slot = live.slots[layout.group] = live.extents[layout.group].allocate()
+        slot = live.extents[layout.group].allocate()
+        live.slots[layout.group] = slot
         count = len(sections)
         if slot.extent.reads_as_zeros(slot.number):
             while count and sections[count - 1] is None:
                 count -= 1
-        table = live.crcs.array()
         for section, number in zip(
             layout.sections[count:], range(layout.first_section + count, 1 << 30), strict=False
         ):
-            table[number] = _crc_of_zeros(section.nbytes)
+            live.set_crc(number, _crc_of_zeros(section.nbytes))
         if not count:
             return []
         written = [
             self._zero(layout.sections[i].nbytes) if section is None else section
             for i, section in enumerate(sections[:count])
         ]
-        return [slot.extent.write(slot.number, written, live.crcs, ())]
+        return [live.write(layout.group, written, ())]
 
     def _zero(self, nbytes: int) -> Buffer:
         if nbytes not in self._zeros:

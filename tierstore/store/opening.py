@@ -15,7 +15,7 @@ from typing import Any
 from tierstore import _native
 from tierstore._native import Arena, Buffer, DirectIo, Engine, HugePages, IoBackend, MapSync, Residency
 from tierstore.cache.config import CacheConfig, GroupOrder, Scope
-from tierstore.cache.frames import choose_frame_bytes, frames_of
+from tierstore.cache.frames import choose_frame_bytes_beside, frames_of
 from tierstore.cache.host_cache import HostCache
 from tierstore.capabilities import Capability
 from tierstore.errors import (
@@ -43,10 +43,12 @@ from tierstore.store.disk.store_extents import StoreExtents
 from tierstore.store.disk.write_budget import WriteBudget
 from tierstore.store.format import (
     FORMAT_VERSION,
+    NARROW_MOMENTS_VERSION,
     Group,
     GroupLayout,
     Placement,
     RecordSchema,
+    format_version,
 )
 from tierstore.store.index.database import PREVIOUS, Index
 from tierstore.store.index.live import LiveIndex
@@ -92,7 +94,7 @@ class Parts:
     def meta(self) -> dict[str, object]:
         """What the index says of the store itself."""
         return {
-            "format": FORMAT_VERSION,
+            "format": format_version(self.extents.schemas),
             "uuid": self.home.uuid,
             "schemas": [schema.as_json() for schema in self.extents.schemas],
             "inactive": self.adamw.inactive.value,
@@ -180,7 +182,7 @@ def open_existing(
                 index.roll_back(PREVIOUS)
             except KeyError as error:
                 raise StoreError(f"{directory}: there is no prepared commit to go back from") from error
-        layers = config.layers or tuple(sorted({e.layer for e in index.read_commit().records.values()}))
+        layers = config.layers or index.layers()
         check_budget(config, schemas, layers)
         adamw = adamw or AdamWConfig(inactive=inactive)
         config = replace(config, layers=layers)
@@ -265,7 +267,8 @@ def read_drives(store: Path) -> list[DriveReport]:
 def read_meta(home: Home, index: Index) -> tuple[list[RecordSchema], Inactive, list[dict[str, object]]]:
     """Schemas, what a step does to a record without a gradient, and the directories, if there are several."""
     meta = index.read_meta()
-    if meta.get("uuid") != home.uuid or meta.get("format") != FORMAT_VERSION:
+    versions = (FORMAT_VERSION, NARROW_MOMENTS_VERSION)
+    if meta.get("uuid") != home.uuid or meta.get("format") not in versions:
         raise StoreFormatError(f"{home.directory}: the index belongs to another store or format version")
     raw = meta.get("schemas")
     if not isinstance(raw, list) or not all(isinstance(item, dict) for item in raw):
@@ -294,7 +297,12 @@ def _section_sizes(schemas: Sequence[RecordSchema]) -> list[list[int]]:
 
 def record_frame_bytes(schemas: Sequence[RecordSchema]) -> int:
     """The frame size of an arena for cached records of ``schemas``."""
-    return choose_frame_bytes([size for sections in _section_sizes(schemas) for size in sections])
+    cached = [schema for schema in schemas if schema.placement is Placement.CACHED]
+    sections = [s for schema in cached for group in Group for s in schema.layout(group).sections]
+    return choose_frame_bytes_beside(
+        [section.nbytes for section in sections if not section.is_scale],
+        [section.nbytes for section in sections if section.is_scale],
+    )
 
 
 def minimum_host_budget(
@@ -386,7 +394,10 @@ def _assemble(
     stack.callback(extents.close)
     residency = make_residency(config, frames, frame)
     recording = None if trace is None else stack.enter_context(TraceRecorder(trace, residency))
-    cache = HostCache(engine=engine, arena=arena, frame_bytes=frame, residency=residency)
+    live = LiveIndex(extents)
+    cache = HostCache(
+        engine=engine, arena=arena, frame_bytes=frame, residency=residency, find_backing=live.backing
+    )
     return Parts(
         home=drives.home,
         drives=drives,
@@ -397,7 +408,7 @@ def _assemble(
         arena=arena,
         index=index,
         extents=extents,
-        live=LiveIndex(extents),
+        live=live,
         cache=cache,
         recording=recording,
         tuning=tuning,

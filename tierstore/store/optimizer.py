@@ -6,15 +6,17 @@ step; the record must be pinned with weights and moments (``Need.STEP``), and th
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tierstore import _native
 from tierstore._native import Buffer, Engine
 from tierstore.cache.access import GROUP_STRIDE
 from tierstore.cache.host_cache import HostCache
 from tierstore.errors import StoreError
 from tierstore.store.adamw import Row, StepHistory
-from tierstore.store.format import Group
+from tierstore.store.format import Group, MomentFormat
 from tierstore.store.index.live import LiveRecord
 
 
@@ -27,6 +29,18 @@ class CachedRecord:
 
     def entry(self, group: Group) -> int:
         return self.number * GROUP_STRIDE + group
+
+
+_NATIVE = {
+    MomentFormat.FP32: _native.MomentFormat.FP32,
+    MomentFormat.BF16: _native.MomentFormat.BF16,
+    MomentFormat.INT8: _native.MomentFormat.INT8,
+}
+
+
+def record_hash(key: str) -> int:
+    """64 bits that name record ``key`` wherever it lies: narrow moments are rounded by them."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
 
 
 def refuse_frozen(record: LiveRecord) -> None:
@@ -52,18 +66,17 @@ class RecordOptimizer:
     def catch_up(self, record: CachedRecord) -> None:
         """Queues the replay of every applied step that the record missed, in one pass."""
         if self.behind(record) > 0:
-            rows = self.history.rows(record.live.step, self.history.applied)
-            self._adamw(record, rows, None, 1.0, ())
-            self._reached(record, self.history.applied)
+            applied = self.history.applied
+            self._adamw(record, self.history.rows(record.live.step, applied), applied, None, 1.0, ())
 
     def replay_copy(self, record: CachedRecord, sections: Sequence[Buffer], *, after: Sequence[int]) -> int:
         """Queues the replay of what the record missed on a copy of its weights and moments; returns its ticket.
 
         The record itself stays as far behind as it is.
         """
-        rows = self.history.rows(record.live.step, self.history.applied)
-        *weights, exp_avg, exp_avg_sq = sections
-        return self._engine.adamw(weights, exp_avg, exp_avg_sq, None, rows, 1.0, after=after)
+        applied = self.history.applied
+        rows = self.history.rows(record.live.step, applied)
+        return self._queue(record.live, sections, rows, applied, None, 1.0, after)
 
     def step(
         self,
@@ -85,29 +98,54 @@ class RecordOptimizer:
         if number is None or number > self.history.applied:
             number = self.history.current
         rows, reached = self.history.step_rows(record.live.step, number)
-        ticket = self._adamw(record, rows, gradient, scale, after)
-        self._reached(record, reached)
-        return ticket
+        return self._adamw(record, rows, reached, gradient, scale, after)
 
     def _adamw(
-        self, record: CachedRecord, rows: Row, gradient: Buffer | None, scale: float, after: Sequence[int]
+        self,
+        record: CachedRecord,
+        rows: Row,
+        reached: int,
+        gradient: Buffer | None,
+        scale: float,
+        after: Sequence[int],
     ) -> int:
+        """Queues ``rows`` on the resident record, which has reached step ``reached`` with the last of them."""
         cache = self._cache
         weights, moments = record.entry(Group.WEIGHTS), record.entry(Group.MOMENTS)
-        moment_sections = cache.sections(moments)
-        ticket = self._engine.adamw(
-            [*cache.sections(weights), *moment_sections[:-2]],
-            moment_sections[-2],
-            moment_sections[-1],
+        sections = [*cache.sections(weights), *cache.sections(moments)]
+        after = [*after, *cache.before_write(weights), *cache.before_write(moments)]
+        ticket = self._queue(record.live, sections, rows, reached, gradient, scale, after)
+        cache.wrote(weights, ticket)
+        cache.wrote(moments, ticket)
+        record.live.step, record.live.changed = reached, True
+        return ticket
+
+    def _queue(
+        self,
+        live: LiveRecord,
+        sections: Sequence[Buffer],
+        rows: Row,
+        reached: int,
+        gradient: Buffer | None,
+        scale: float,
+        after: Sequence[int],
+    ) -> int:
+        moments = live.schema.moments
+        if moments is MomentFormat.FP32:
+            *weights, exp_avg, exp_avg_sq = sections
+            return self._engine.adamw(weights, exp_avg, exp_avg_sq, gradient, rows, scale, after=after)
+        ends = len(sections) - (2 if moments is MomentFormat.INT8 else 0)
+        *weights, exp_avg, exp_avg_sq = sections[:ends]
+        return self._engine.adamw(
+            weights,
+            exp_avg,
+            exp_avg_sq,
             gradient,
             rows,
             scale,
-            after=[*after, *cache.before_write(weights), *cache.before_write(moments)],
+            moments=_NATIVE[moments],
+            scales=sections[ends:],
+            record_hash=record_hash(live.key),
+            last_step=reached,
+            after=after,
         )
-        cache.wrote(weights, ticket)
-        cache.wrote(moments, ticket)
-        return ticket
-
-    def _reached(self, record: CachedRecord, step: int) -> None:
-        record.live.step = step
-        record.live.changed = True

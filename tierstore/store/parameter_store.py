@@ -119,10 +119,7 @@ class ParameterStore:
         config = config or StoreConfig()
         core = StoreCore(opening.open_existing(Path(directory), config, adamw, at, trace, io_log, further))
         try:
-            records = core.committer.load()
-            core.cache.residency.start_at(core.history.applied)
-            for key, entry in records.items():
-                core.records.add(key, entry.schema, entry.layer, entry)
+            core.committer.load()
         except BaseException:
             core.close()
             raise

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
+
+import numpy as np
+import numpy.typing as npt
 
 from tierstore.cache.host_cache import HostCache
 from tierstore.errors import StoreError
 from tierstore.store.disk.store_extents import StoreExtents
 from tierstore.store.format import Group, Placement, RecordSchema
-from tierstore.store.index.entries import RecordEntry
 from tierstore.store.index.live import LiveIndex, LiveRecord
+from tierstore.store.index.table import Table
 from tierstore.store.optimizer import CachedRecord
 
 
@@ -25,6 +29,30 @@ class RecordInfo:
     step: int
 
 
+class _Cached(Mapping[str, CachedRecord]):
+    """The records that the host cache holds, by key; one is made when it is asked for."""
+
+    def __init__(self, live: LiveIndex) -> None:
+        self._live = live
+
+    def __getitem__(self, key: str) -> CachedRecord:
+        record = self._live.records[key]
+        number = self._live.number(record.row)
+        if number is None:
+            raise KeyError(key)
+        return CachedRecord(number, record)
+
+    def __contains__(self, key: object) -> bool:
+        row = self._live.keys.find(key) if isinstance(key, str) else -1
+        return row >= 0 and self._live.number(row) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        return (key for key in self._live.keys.ordered() if key in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 class Records:
     """The registry of a store: its records by key, and which of them the host cache holds."""
 
@@ -32,20 +60,20 @@ class Records:
         self._live = live
         self._extents = extents
         self._cache = cache
-        self.cached: dict[str, CachedRecord] = {}
+        self.cached: Mapping[str, CachedRecord] = _Cached(live)
         #: How many leases hold each record.
         self.leased: Counter[str] = Counter()
 
     @property
     def keys(self) -> list[str]:
         """Keys of all records, in key order."""
-        return sorted(self._live.records)
+        return self._live.keys.ordered()
 
     def __len__(self) -> int:
-        return len(self._live.records)
+        return len(self._live.keys)
 
     def __contains__(self, key: str) -> bool:
-        return key in self._live.records
+        return key in self._live.keys
 
     def live(self, key: str) -> LiveRecord:
         """The record's live index value. Raises KeyError."""
@@ -74,10 +102,30 @@ class Records:
         """How many records each schema has, by its name, with those ``added``, by its number."""
         return self._live.counts() + Counter(self._extents.schemas[schema].name for schema in added)
 
-    def add(self, key: str, schema: int, layer: int, entry: RecordEntry | None = None) -> LiveRecord:
-        """Adds a new record, or with ``entry`` one that the opened commit has."""
-        live = self._live.add_record(key, schema, layer, entry)
-        return self._cached(live, stored=entry is not None)
+    def trained_steps(self) -> npt.NDArray[np.int64]:
+        """The steps of all records that the host cache holds and an optimizer step may take."""
+        schemas = [extents.schema for extents in self._extents]
+        wanted = [s.placement is Placement.CACHED and not s.frozen for s in schemas]
+        return self._live.steps_of([number for number, trained in enumerate(wanted) if trained])
+
+    def load(self, table: Table) -> None:
+        """Takes up the records of the opened commit, in the order of their keys."""
+        self._live.load(table)
+        rows = table.rows
+        cached = [extents.schema.placement is Placement.CACHED for extents in self._extents]
+        held = np.flatnonzero(np.array(cached)[rows["schema"]])
+        # Runs of one schema: the numbers in the host cache ascend with the keys.
+        begins = np.flatnonzero(np.diff(rows["schema"][held].astype(np.int64), prepend=-1))
+        for run in np.split(held, begins[1:]):
+            if len(run):
+                schema = self._extents[int(rows["schema"][run[0]])].schema
+                layers = np.ascontiguousarray(rows["layer"][run])
+                first = self._cache.add_records(layers, *_sizes(schema), stored=True)
+                self._live.hold(run, first)
+
+    def add(self, key: str, schema: int, layer: int) -> LiveRecord:
+        """Adds a new record."""
+        return self._cached(self._live.add_record(key, schema, layer), stored=False)
 
     def add_stored(self, key: str, schema: int, layer: int) -> LiveRecord:
         """Adds a new record whose content the caller writes to its slots before anything reads it."""
@@ -86,23 +134,24 @@ class Records:
     def _cached(self, live: LiveRecord, *, stored: bool) -> LiveRecord:
         if live.schema.placement is Placement.DIRECT:
             return live
-        layouts = [live.schema.layout(group) for group in Group]
-        cached = self._cache.add_record(
-            live.layer,
-            [[section.nbytes for section in layout.sections] for layout in layouts],
-            [layout.slot_bytes for layout in layouts],
-            backing=live,
-            stored=stored,
-        )
-        self.cached[live.key] = CachedRecord(cached, live)
+        number = self._cache.add_record(live.layer, *_sizes(live.schema), stored=stored)
+        self._live.hold(np.array([live.row]), number)
         return live
 
     def remove(self, key: str) -> None:
-        """Removes a record that the host cache holds and that no access has touched.
+        """Removes the record that was added last, which the host cache holds and no access has touched.
 
         Its number in the host cache is not used again.
         """
-        del self.cached[key], self._live.records[key]
+        self._live.remove_last(self._live.records[key])
+
+
+@cache
+def _sizes(schema: RecordSchema) -> tuple[list[list[int]], list[int]]:
+    """Of each group, the bytes of its sections and of a slot."""
+    layouts = [schema.layout(group) for group in Group]
+    sections = [[section.nbytes for section in layout.sections] for layout in layouts]
+    return sections, [layout.slot_bytes for layout in layouts]
 
 
 def by_layer(records: Iterable[CachedRecord]) -> list[tuple[int, list[CachedRecord]]]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tierstore import _native
-from tierstore._native import CrcTable, Engine, Priority
+from tierstore._native import Buffer, CrcTable, Engine, Priority
 from tierstore.store.disk.drives import DriveReport
 from tierstore.store.disk.extents import Slot
 from tierstore.store.disk.store_extents import StoreExtents
+from tierstore.store.format import GroupLayout
 from tierstore.store.index.entries import RecordEntry
 from tierstore.store.index.live import LiveIndex
 from tierstore.store.opening import scratch_buffers
@@ -28,6 +30,10 @@ class VerifyReport:
     failures: list[str] = field(default_factory=list)
     drives: list[DriveReport] = field(default_factory=list)
 
+
+#: Reads that are in flight at once.
+_IN_FLIGHT = 64
+_IN_FLIGHT_BYTES = 64 << 20
 
 Progress = Callable[[int, int], None]
 
@@ -49,32 +55,82 @@ def verify_tables(
             for location, slot in live.slots_of(entry):
                 what = f"{commit}: record {key!r}"
                 work.setdefault((slot, location.generation), (what, location.crcs))
+    reads = _Reads(engine, report)
     for done, ((slot, _), (what, crcs)) in enumerate(work.items()):
-        _check(engine, slot, what, crcs, report)
+        reads.queue(slot, what, crcs)
         if progress is not None:
             progress(done + 1, len(work))
+    reads.finish()
     report.drives = extents.drive_reports()
     return report
 
 
-def _check(engine: Engine, slot: Slot, what: str, crcs: tuple[int, ...], report: VerifyReport) -> None:
-    """Reads one slot; on a mismatch every bad section is named, not the first."""
-    extent, layout = slot.extent, slot.extent.layout
-    with scratch_buffers(layout) as sections:
-        table = CrcTable(layout.first_section + len(sections))
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A slot that is being read into memory of its own, and its ``table`` of checksums."""
+
+    ticket: int
+    slot: Slot
+    what: str
+    crcs: tuple[int, ...]
+    sections: list[Buffer]
+    table: CrcTable
+
+
+class _Reads:
+    """Reads of slots, as many in flight as ``_IN_FLIGHT_BYTES`` hold and ``_IN_FLIGHT`` allow, checked in order."""
+
+    def __init__(self, engine: Engine, report: VerifyReport) -> None:
+        self._engine = engine
+        self._report = report
+        self._queued: deque[_Read] = deque()
+        self._queued_bytes = 0
+        self._spare: dict[GroupLayout, list[tuple[list[Buffer], CrcTable]]] = defaultdict(list)
+
+    def queue(self, slot: Slot, what: str, crcs: tuple[int, ...]) -> None:
+        """Checks ``slot`` against ``crcs``, some time until ``finish`` returns."""
+        layout = slot.extent.layout
+        while self._queued and (
+            len(self._queued) >= _IN_FLIGHT or self._queued_bytes + layout.slot_bytes > _IN_FLIGHT_BYTES
+        ):
+            self._check(self._queued.popleft())
+        spare = self._spare[layout]
+        sections, table = spare.pop() if spare else _memory(layout)
         table.array()[layout.first_section :] = crcs
         try:
-            engine.wait(extent.read(slot.number, sections, table, (), Priority.DEMAND))
+            ticket = slot.extent.read(slot.number, sections, table, (), Priority.DEMAND)
         except OSError as error:
-            report.failures.append(f"{what}, {extent.path}, slot {slot.number}: {error}")
+            self._report.failures.append(f"{what}, {slot.extent.path}, slot {slot.number}: {error}")
+            return
+        self._queued.append(_Read(ticket, slot, what, crcs, sections, table))
+        self._queued_bytes += layout.slot_bytes
+
+    def finish(self) -> None:
+        while self._queued:
+            self._check(self._queued.popleft())
+
+    def _check(self, read: _Read) -> None:
+        """Waits for one slot; on a mismatch every bad section is named, not the first."""
+        extent, layout, report = read.slot.extent, read.slot.extent.layout, self._report
+        self._queued_bytes -= layout.slot_bytes
+        self._spare[layout].append((read.sections, read.table))
+        try:
+            self._engine.wait(read.ticket)
+        except OSError as error:
+            report.failures.append(f"{read.what}, {extent.path}, slot {read.slot.number}: {error}")
             return
         except _native.ChecksumMismatch:
-            for section, buffer, expected in zip(layout.sections, sections, crcs, strict=True):
+            for section, buffer, expected in zip(layout.sections, read.sections, read.crcs, strict=True):
                 found = _native.crc32c(buffer.array(), 0)
                 if found != expected:
                     report.failures.append(
-                        f"{what}, section {section.name}, {extent.path}, slot {slot.number}: "
+                        f"{read.what}, section {section.name}, {extent.path}, slot {read.slot.number}: "
                         f"checksum {found:08x}, expected {expected:08x}"
                     )
-    report.sections += len(layout.sections)
-    report.bytes_read += layout.slot_bytes
+        report.sections += len(layout.sections)
+        report.bytes_read += layout.slot_bytes
+
+
+def _memory(layout: GroupLayout) -> tuple[list[Buffer], CrcTable]:
+    with scratch_buffers(layout) as sections:  # theirs for as long as they are
+        return sections, CrcTable(layout.first_section + len(sections))

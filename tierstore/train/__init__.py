@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from tierstore.timeline import NullTimeline, Timeline, TimelineSink, Track, open_timeline
     from tierstore.train.config import FinetuneConfig, TrainConfig
     from tierstore.train.expert_session import ExpertSession, ExpertStep, open_experts
-    from tierstore.train.files import DataConfig, DataFormat, Packing
+    from tierstore.train.files import DataConfig, DataFormat, MicroOrder, Packing
     from tierstore.train.ranks import Opening
     from tierstore.train.schedule import LearningRateDecay, ScheduleConfig
     from tierstore.train.session import open_session
@@ -82,6 +82,7 @@ __all__ = [
     "LoraConfig",
     "LoraTargets",
     "Mesh",
+    "MicroOrder",
     "ModelConfig",
     "ModelSpec",
     "NonFiniteError",

@@ -8,7 +8,7 @@ from enum import Enum
 from tierstore.errors import BudgetError
 from tierstore.model.config import ComputeDtype
 from tierstore.moe.lora import PairShape
-from tierstore.store.format import RecordSchema, Training, WeightFormat
+from tierstore.store.format import SECTION_ALIGNMENT, MomentFormat, RecordSchema, Training, WeightFormat
 from tierstore.store.opening import minimum_host_budget
 from tierstore.tiers.slots import DeviceSlots
 from tierstore.train.config import TrainConfig
@@ -39,26 +39,72 @@ class Budgets:
     pairs: DeviceSlots[ComputeDtype] | None = None
 
 
-def expert_record(numel: int, compute: ComputeDtype, training: Training = Training.TRAINED) -> RecordSchema:
-    """The records of experts of ``numel`` parameters whose products are of type ``compute``."""
+@dataclass(frozen=True)
+class BoundarySplit:
+    """Where the block inputs of a step in layer order lie: ``count`` of them, each of ``slot_bytes`` (padding included).
+
+    ``slots`` of them are in memory at once. Those that the backward pass needs last are spilled; every other one never
+    leaves memory.
+    """
+
+    count: int
+    slot_bytes: int
+    slots: int
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.slots * self.slot_bytes
+
+    @property
+    def spilled_bytes(self) -> int:
+        """What a step writes to disk, and reads back."""
+        return (self.count - self.slots) * self.slot_bytes
+
+
+def split_boundaries(layers: int, micro_batches: int, nbytes: int, budget: int) -> BoundarySplit:
+    """Divides the boundaries of ``nbytes`` bytes of ``layers`` layers under ``budget`` (0: all in memory).
+
+    Raises BudgetError for less than one layer's: while a layer computes, all of its micro-batches are under way.
+    """
+    count, slot_bytes = layers * micro_batches, -(-nbytes // SECTION_ALIGNMENT) * SECTION_ALIGNMENT
+    slots = min(budget // slot_bytes, count) if budget else count
+    if slots < min(micro_batches, count):
+        least = micro_batches * slot_bytes
+        raise BudgetError(
+            f"boundary_budget: {budget} bytes ({format_bytes(budget)}) cannot hold the inputs of one block for "
+            f"{micro_batches} micro-batches; the minimum is {least} bytes ({format_bytes(least)})"
+        )
+    return BoundarySplit(count, slot_bytes, slots)
+
+
+def expert_record(
+    numel: int,
+    compute: ComputeDtype,
+    training: Training = Training.TRAINED,
+    moments: MomentFormat = MomentFormat.FP32,
+) -> RecordSchema:
+    """The records of experts of ``numel`` parameters whose products are of type ``compute``; ``moments`` of trained ones."""
     if compute is not ComputeDtype.BF16:
         kept = WeightFormat.FP32
     else:
         kept = WeightFormat.BF16 if training is Training.FROZEN else WeightFormat.SPLIT_BF16
-    return RecordSchema(EXPERT_SCHEMA, numel, kept, training=training)
+    moments = MomentFormat.FP32 if training is Training.FROZEN else moments
+    return RecordSchema(EXPERT_SCHEMA, numel, kept, training=training, moments=moments)
 
 
 def expert_schema(config: TrainConfig) -> RecordSchema:
     """The records of experts; LoRA leaves them as they are."""
     training = Training.FROZEN if config.lora.enabled else Training.TRAINED
-    return expert_record(config.model.expert_shape.numel, config.model.compute_dtype, training)
+    numel, compute = config.model.expert_shape.numel, config.model.compute_dtype
+    return expert_record(numel, compute, training, config.adamw.moments)
 
 
 def pair_schema(config: TrainConfig) -> RecordSchema | None:
     """The records of the experts' pairs; None where there are none."""
     if not (config.lora.enabled and config.lora.experts):
         return None
-    return RecordSchema(PAIR_SCHEMA, PairShape.of(config.model.expert_shape, config.lora).numel)
+    numel = PairShape.of(config.model.expert_shape, config.lora).numel
+    return RecordSchema(PAIR_SCHEMA, numel, moments=config.adamw.moments)
 
 
 def trained_schema(config: TrainConfig) -> RecordSchema | None:

@@ -69,6 +69,13 @@ class TrainConfig:
     device_budget: int = field(
         default=0, metadata={"size": True, "help": "memory for experts on the device (0: a few slots)"}
     )
+    boundary_budget: int = field(
+        default=0,
+        metadata={
+            "size": True,
+            "help": "memory for block inputs in layer order; what it cannot hold is spilled (0: all)",
+        },
+    )
     device: str = field(default="auto", metadata={"help": "cpu, cuda, or auto"})
     weights_in_place: Capability = field(
         default=Capability.AUTO,
@@ -126,7 +133,7 @@ class TrainConfig:
         """Whether gradients of experts (or their pairs) outlive their backward pass, and may spill to disk."""
         if self.lora.enabled and not self.lora.experts:
             return False
-        return self.step_timing is StepTiming.DEFERRED or self.data.micro_batches > 1
+        return self.step_timing is StepTiming.DEFERRED or self.data.passes > 1
 
     @property
     def tokens_per_micro_batch(self) -> int:

@@ -73,12 +73,12 @@ def open_experts(
     Raises StoreFormatError for a store of other experts, BudgetError, StoreError, OSError.
     """
     store, layers = Path(store), tuple(layers)
-    schema = RecordSchema(EXPERT_SCHEMA, shape.numel)
+    adamw = adamw or AdamWConfig()
+    schema = RecordSchema(EXPERT_SCHEMA, shape.numel, moments=adamw.moments)
     slots = DeviceSlots(shape.numel, torch.float32, _SLOTS, _SLOTS)
     budget = parse_size(host_budget, name="host_budget") - slots.nbytes
     spare = max(0, budget - minimum_host_budget([schema], None, len(layers)))
     config = StoreConfig(host_budget=budget, lookahead=min(int(budget * 0.45), spare), layers=layers)
-    adamw = adamw or AdamWConfig()
     described = _description(shape, layers, experts)
     opened = (
         ParameterStore.open(store, config, adamw=adamw)
@@ -107,7 +107,13 @@ def open_experts(
             }
         except KeyError as error:
             raise StoreFormatError(f"{store}: the store has no record {error}") from error
-        if opened.info(expert_key(layers[0], 0)).schema != schema:
+        held = opened.info(expert_key(layers[0], 0)).schema
+        if held.moments is not schema.moments:
+            raise StoreFormatError(
+                f"{store}: the store keeps moments as {held.moments.value}, and {schema.moments.value} is asked for "
+                "(AdamWConfig.moments)"
+            )
+        if held != schema:
             raise StoreFormatError(f"{store}: the store holds experts of another shape than {shape}")
         tier = open_device_tier(core.engine, slots, torch.device("cpu"), HugePages.AUTO, WeightLoads.IN_PLACE)
         stack.callback(tier.close)

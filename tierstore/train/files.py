@@ -12,6 +12,8 @@ from tierstore.config import as_dict
 from tierstore.errors import ConfigError, DataError
 
 _DOCUMENTS = frozenset({"format", "column", "separator", "packing"})
+#: Settings that no bit depends on.
+_UNCONDITIONAL = frozenset({"micro_order"})
 _SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 
 
@@ -43,6 +45,19 @@ class Packing(Enum):
     SEPARATE = "separate"
 
 
+class MicroOrder(Enum):
+    """In which order a step of several micro-batches passes the layers. The bits are the same.
+
+    MICRO: each micro-batch passes all layers, forward and backward, before the next one begins. LAYER: each layer takes
+    all micro-batches before the next layer does, so one fetch of an expert serves all of them; block inputs are kept
+    meanwhile, and blocks are computed again in the backward pass. AUTO: MICRO.
+    """
+
+    AUTO = "auto"
+    MICRO = "micro"
+    LAYER = "layer"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
     """What to train on. Raises ConfigError naming the field.
@@ -66,6 +81,12 @@ class DataConfig:
     )
     batch_size: int = field(default=16, metadata={"help": "sequences of a step, of all ranks"})
     micro_batches: int = field(default=1, metadata={"help": "parts that a step's gradient is added up from"})
+    micro_order: MicroOrder = field(
+        default=MicroOrder.AUTO,
+        metadata={
+            "help": "auto, micro (each micro-batch passes all layers) or layer (each layer takes all micro-batches)"
+        },
+    )
     seed: int = field(default=0, metadata={"help": "of the order of the text"})
     format: DataFormat = field(
         default=DataFormat.AUTO,
@@ -94,13 +115,23 @@ class DataConfig:
                 f"validation_fraction: expected more than 0 and less than 1, got {self.validation_fraction}"
             )
 
+    @property
+    def layer_major(self) -> bool:
+        """Whether each layer takes all micro-batches of a step at once; with one micro-batch both orders are the same."""
+        return self.micro_order is MicroOrder.LAYER and self.micro_batches > 1
+
+    @property
+    def passes(self) -> int:
+        """How often a step passes the layers."""
+        return 1 if self.layer_major else self.micro_batches
+
     def conditions(self) -> dict[str, object]:
         """What the bits of a run depend on, as JSON can hold it; what only tokenised documents have, where it is set."""
         settings, defaults = as_dict(self), as_dict(DataConfig())
         return {
             name: value
             for name, value in settings.items()
-            if name not in _DOCUMENTS or value != defaults[name]
+            if name not in _UNCONDITIONAL and (name not in _DOCUMENTS or value != defaults[name])
         }
 
 

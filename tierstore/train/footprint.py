@@ -18,7 +18,8 @@ from tierstore.dense.footprint import DenseBytes, dense_bytes
 from tierstore.dense.layout import Narrow, Region, Span, UnitLayout
 from tierstore.model.architecture import DenseUnit
 from tierstore.model.config import ComputeDtype
-from tierstore.train.budgets import DeviceKind, pair_schema
+from tierstore.prefetch.predictor import PredictorName
+from tierstore.train.budgets import BoundarySplit, DeviceKind, pair_schema, split_boundaries
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import text_bytes
 
@@ -50,10 +51,13 @@ class FixedCost:
     text: int
     working: int = WORKING_BYTES
     pairs: int = 0  # of a layer's experts, while a pass goes through them
+    boundaries: int = 0  # block inputs of a step in layer order, as far as they stay in memory
+    routers: int = 0  # copies, which guess
 
     @property
     def nbytes(self) -> int:
-        return self.process + self.dense.total + self.activations + self.text + self.working + self.pairs
+        passes = self.activations + self.pairs + self.boundaries
+        return self.process + self.dense.total + passes + self.text + self.working + self.routers
 
 
 def flat_layouts(units: Sequence[DenseUnit], *, ranks: int, compute: ComputeDtype) -> list[UnitLayout]:
@@ -85,16 +89,28 @@ def fixed_cost(
     """The fixed cost of one of ``ranks`` ranks whose process holds ``process`` bytes after its imports.
 
     ``units`` and ``text``: the dense parameters and bytes of text, where they are not the configuration's own.
-    Raises DataError.
+    Raises DataError, BudgetError.
     """
+    units = config.model.architecture.units if units is None else units
+    kept = boundary_split(config, ranks, len(units) - 2)
     return FixedCost(
         process=process,
-        dense=_dense(config, ranks, device, config.model.architecture.units if units is None else units),
-        activations=config.model.activation_bytes(rank_tokens(config, ranks)),
+        dense=_dense(config, ranks, device, units),
+        activations=_activations(config, rank_tokens(config, ranks)),
+        boundaries=0 if kept is None else kept.memory_bytes,
         text=text_bytes(config.data, config.model.tokenizer) if text is None else text,
         working=WORKING_BYTES + product_bytes(config, device),
         pairs=_pass_bytes(config, ranks),
+        routers=router_bytes(config),
     )
+
+
+def router_bytes(config: TrainConfig) -> int:
+    """Copies of the routers and their norms, of all layers of experts but the first, where they guess: in fp32 at most."""
+    model, prefetch = config.model, config.prefetch
+    if prefetch.predictor is not PredictorName.ROUTER or not prefetch.depth:
+        return 0
+    return 4 * (len(model.moe_layers) - 1) * (model.experts + 1) * model.expert_shape.d_model
 
 
 def _dense(config: TrainConfig, ranks: int, device: DeviceKind, units: Sequence[DenseUnit]) -> DenseBytes:
@@ -112,6 +128,20 @@ def _dense(config: TrainConfig, ranks: int, device: DeviceKind, units: Sequence[
         return dense
     frozen = sum(compute.itemsize * unit.matrices + 4 * unit.others for unit in units)
     return replace(dense, slices=dense.slices + frozen)
+
+
+def _activations(config: TrainConfig, tokens: int) -> int:
+    if config.data.layer_major:
+        return config.model.layer_order_bytes(tokens, config.data.micro_batches)
+    return config.model.activation_bytes(tokens)
+
+
+def boundary_split(config: TrainConfig, ranks: int, blocks: int) -> BoundarySplit | None:
+    """Where the block inputs of a step lie, of one of ``ranks`` ranks; None where none are kept. Raises BudgetError."""
+    if not config.data.layer_major:
+        return None
+    each = rank_tokens(config, ranks) * config.model.d_model * config.model.compute_dtype.itemsize
+    return split_boundaries(blocks, config.data.micro_batches, each, config.boundary_budget)
 
 
 def _pass_bytes(config: TrainConfig, ranks: int) -> int:

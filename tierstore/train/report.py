@@ -11,6 +11,7 @@ from types import TracebackType
 from tierstore.endurance import DAY_S, drive_life_s
 from tierstore.stats import delta
 from tierstore.store.disk.drives import DriveReport
+from tierstore.train.budgets import expert_schema
 from tierstore.train.config import TrainConfig
 from tierstore.train.footprint import peak_resident_bytes
 from tierstore.train.step_time import StepTime
@@ -23,7 +24,12 @@ def counters(trainer: Trainer) -> dict[str, int]:
     stats = trainer.store.cache.residency.stats()
     names = ("hits", "misses", "evictions", "write_backs", "read_bytes", "written_bytes")
     speculation = ("prefetch_read_bytes", "useful_prefetch_bytes", "wasted_prefetch_bytes")
-    return {name: getattr(stats, name) for name in (*names, *speculation)}
+    counted = {name: getattr(stats, name) for name in (*names, *speculation)}
+    kept = trainer.boundaries
+    if kept is not None:  # in layer order
+        counts = kept.counts
+        counted |= {"boundary_read_bytes": counts.read_bytes, "boundary_written_bytes": counts.written_bytes}
+    return counted
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,8 @@ class RunSummary:
     fixed_resident_bytes: int
     totals: Totals
     records_crc32c: int | None = None
+    #: Why the micro-batches passed the layers in the order that they did.
+    micro_order_reason: str = ""
 
     @property
     def drive_life_days(self) -> float | None:
@@ -117,9 +125,11 @@ class RunSummary:
             "tokens_per_s": self.tokens / self.totals.seconds if self.totals.seconds else 0.0,
             "parameters": model.architecture.parameters,
             "experts": model.architecture.records,
-            "record_bytes": model.architecture.sparse * 12,
+            "record_bytes": model.architecture.records * expert_schema(self.config).record_bytes,
             "host_budget_bytes": self.config.host_budget,
             "ranks": len(self.totals.peaks),
+            "micro_order": self.config.data.micro_order.value,
+            "micro_order_reason": self.micro_order_reason,
             "peak_resident_bytes": max(self.totals.peaks),
             "fixed_resident_bytes": self.fixed_resident_bytes,
             **self.totals.counts,
@@ -145,6 +155,11 @@ def tier_rows(summary: RunSummary) -> list[tuple[str, str]]:
         ("written to disk", format_bytes(counts["written_bytes"])),
         ("hits of the host cache", f"{counts['hits']} of {asked} ({counts['hits'] / max(asked, 1):.1%})"),
         ("evictions", str(counts["evictions"])),
+        *(
+            (f"block inputs: {done} disk", format_bytes(counts[f"boundary_{name}_bytes"]))
+            for name, done in (("written", "spilled to"), ("read", "read back from"))
+            if f"boundary_{name}_bytes" in counts
+        ),
         ("prefetched: useful", format_bytes(counts["useful_prefetch_bytes"])),
         ("prefetched: late", format_bytes(counts["late_prefetch_bytes"])),
         ("prefetched: wasted", format_bytes(counts["wasted_prefetch_bytes"])),

@@ -1,4 +1,5 @@
-"""The store of a training run, made over for another number of ranks: dense slices re-cut, experts moved.
+"""The store of a training run, made over for another number of ranks, or to keep its experts' moments in another format:
+dense slices re-cut, experts moved.
 
 An explicit step. The old store stays as it is, but for a commit that was never acknowledged. The new one is built
 beside its final name, and takes that name when it is whole. Contents are those of the newest step that every old rank
@@ -32,7 +33,8 @@ from tierstore.store.config import StoreConfig
 from tierstore.store.core import StoreCore
 from tierstore.store.directories import building, building_directory, rank_directories, rank_directory
 from tierstore.store.disk.home import IDENTITY, MODEL_DIRECTORY, OWN_NAMES, fsync_directory
-from tierstore.store.format import Group, RecordSchema
+from tierstore.store.format import Group, MomentFormat, RecordSchema
+from tierstore.store.moments import convert_moments
 from tierstore.store.opening import minimum_host_budget, read_schemas, scratch_buffers
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.store.registering import NewRecord
@@ -71,17 +73,20 @@ class Resharded:
     step: int
     records: int
     nbytes: int
+    moments: MomentFormat
 
 
 def reshard(
     source: Path,
     target: Path,
-    layout: Layout,
+    layout: Layout | None = None,
     progress: Progress | None = None,
     *,
+    moments: MomentFormat | None = None,
     model: ModelSpec | None = None,
 ) -> Resharded:
-    """Makes at ``target`` the store of ``source`` for ``layout``. ``progress`` is called with records done and in all.
+    """Makes at ``target`` the store of ``source`` for ``layout`` (None: as it is). ``progress`` is called with records done
+    and in all. ``moments``: how experts' moments are kept there (None: as they are); a narrower format rounds them once.
 
     ``model``: what the store holds, where that is not the built-in model, which its state describes.
 
@@ -97,13 +102,15 @@ def reshard(
         partial.mkdir(parents=True)
         stack.callback(shutil.rmtree, partial, ignore_errors=True)
         stack.enter_context(building(partial))
-        written = _Writer(old, layout, partial, progress).run()
+        layout, moments = layout or old.layout, moments or old.expert_schema.moments
+        writer = _Writer(old, layout, moments, partial, progress)
+        written = writer.run()
         _copy_model(source, partial)
         for path in (partial, *rank_directories(partial)):
             fsync_directory(path)
         partial.rename(target)
         fsync_directory(target.absolute().parent)
-    return Resharded(old.layout, layout, old.state.position, *written)
+    return Resharded(old.layout, layout, old.state.position, *written, moments)
 
 
 def _clear_debris(partial: Path) -> None:
@@ -131,6 +138,10 @@ class _Old:
     model: ModelSpec
     fusion: Fusion
     layouts: dict[int, list[UnitLayout]] = field(default_factory=dict)
+
+    @property
+    def expert_schema(self) -> RecordSchema:
+        return next(s for s in self.stores[0].core.extents.schemas if s.name == EXPERT_SCHEMA)
 
     def cut(self, ranks: int) -> list[UnitLayout]:
         """The dense units as ``ranks`` ranks hold them."""
@@ -196,8 +207,11 @@ def _open(source: Path, model: ModelSpec | None) -> Iterator[_Old]:
 class _Writer:
     """Writes the stores of the new ranks, one after another."""
 
-    def __init__(self, old: _Old, layout: Layout, target: Path, progress: Progress | None) -> None:
+    def __init__(
+        self, old: _Old, layout: Layout, moments: MomentFormat, target: Path, progress: Progress | None
+    ) -> None:
         self._old = old
+        self._expert_schema = replace(old.expert_schema, moments=moments)
         self._layout = layout
         self._target = target
         self._progress = progress or (lambda done, total: None)
@@ -215,10 +229,9 @@ class _Writer:
 
     def _write_rank(self, rank: int) -> None:
         first, model = self._old.stores[0], self._old.model
-        expert_schema = next(s for s in first.core.extents.schemas if s.name == EXPERT_SCHEMA)
         cuts = self._old.cut(self._layout.ranks)
         directory = rank_directory(self._target, rank, self._layout.ranks)
-        schemas = [expert_schema]
+        schemas = [self._expert_schema]
         for number, cut in enumerate(cuts):
             if (schema := self._unit_schema(number, cut)) not in schemas:
                 schemas.append(schema)
@@ -245,7 +258,8 @@ class _Writer:
 
     def _write_expert(self, store: ParameterStore, layer: int, expert: int) -> None:
         key = expert_key(layer, expert)
-        sections = self._old.sections(key, expert)
+        held = self._old.expert_schema
+        sections = convert_moments(held, self._old.sections(key, expert), self._expert_schema.moments)
         step = self._old.holder(expert).info(key).step
         store.register_many([NewRecord(key, EXPERT_SCHEMA, layer, sections=lambda: sections, step=step)])
         self._wrote(sections)

@@ -18,14 +18,18 @@ import torch
 
 from tierstore.dense import DenseSlices, GatherDtype, UnitLayout, dense_schemas, unit_layouts
 from tierstore.dense.frozen import load_frozen
-from tierstore.dense.gates import PassListener
+from tierstore.dense.gates import Gates, PassListener
 from tierstore.dense.parameters import Units
 from tierstore.errors import ConfigError, StoreFormatError
+from tierstore.model.config import CheckpointActivations
 from tierstore.model.interface import Model
-from tierstore.moe.source import ExpertLease, ExpertSource
+from tierstore.model.spec import ModelSpec
+from tierstore.moe.guessing import RouterGuesses
+from tierstore.moe.source import ExpertSource, SourceSlot
 from tierstore.parallel import Mesh, RankEnvironment, rank_device
 from tierstore.prefetch import HorizontalQueue, Schedule, unit_schedule
 from tierstore.prefetch.plan import StepTiming, group_order
+from tierstore.prefetch.predictor import PredictorName
 from tierstore.stats import Cause, StallKey, StallLedger
 from tierstore.store.config import StoreConfig
 from tierstore.store.core import StoreCore
@@ -34,6 +38,7 @@ from tierstore.store.format import RecordSchema
 from tierstore.store.opening import read_schemas
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.timeline import NullTimeline, TimelineSink, Track
+from tierstore.train.boundaries import BoundaryStore
 from tierstore.train.budgets import (
     EXPERT_SCHEMA,
     PAIR_SCHEMA,
@@ -47,9 +52,11 @@ from tierstore.train.budgets import (
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TrainingData
 from tierstore.train.experts import ExpertOpener, pair_key, register_experts, register_pairs
-from tierstore.train.footprint import return_freed_memory
+from tierstore.train.footprint import boundary_split, return_freed_memory
+from tierstore.train.layer_order import LayerParts
 from tierstore.train.ranks import Agreed, Opening, agree, check_alike
 from tierstore.train.sources import open_data
+from tierstore.train.spilling import open_boundaries
 from tierstore.train.state import TrainState, conditions, differences
 from tierstore.train.step_time import StepTimer
 from tierstore.train.stepping import SessionParts, Stepper
@@ -159,6 +166,9 @@ def open_parts(
             ledger=setup.ledger,
         ).open(stack)
         shell.source.target = experts if watch is None else watch.source(experts)
+        if config.prefetch.predictor is PredictorName.ROUTER and config.prefetch.depth:
+            guesses = RouterGuesses(shell.model.routers(), experts, mesh=setup.mesh, ledger=setup.ledger)
+            stack.callback(guesses.remove)
         parts = SessionParts(
             config=config,
             timing=setup.timing,
@@ -172,6 +182,7 @@ def open_parts(
             state=state,
             ledger=setup.ledger,
             timeline=setup.timeline,
+            layers=_layer_parts(setup, store, gates, shell.source, stack),
         )
         if setup.agreed.opening is Opening.CREATE:
             # A store is one from its first commit on: none is before all ranks have made theirs.
@@ -179,6 +190,16 @@ def open_parts(
             Stepper(parts).commit()
             return_freed_memory()
         yield parts
+
+
+def _layer_parts(
+    setup: _Setup, store: StoreCore, gates: Gates, slot: SourceSlot, stack: contextlib.ExitStack
+) -> LayerParts | None:
+    """What steps in layer order need beside the other parts; None where they are taken in micro order."""
+    boundaries = _open_boundaries(setup, store)
+    if boundaries is None:
+        return None
+    return LayerParts(gates=gates, slot=slot, boundaries=stack.enter_context(boundaries))
 
 
 # The parts, in order ----------------------------------------------------------------------------------------
@@ -214,7 +235,7 @@ class _Shell:
     """The model without its experts: ``source`` is where they will come from."""
 
     model: Model
-    source: _LateSource
+    source: SourceSlot
     units: Units
     layouts: Sequence[UnitLayout]
 
@@ -230,10 +251,16 @@ def _prepare(
     device = rank_device(config.device, RankEnvironment()) if mesh is None else mesh.device
     mesh = mesh or Mesh.alone(RankEnvironment(), device)
     _check_batch(config, mesh.world.size)
+    if loop is Loop.FOREIGN and config.data.layer_major:
+        raise ConfigError(
+            "data.micro_order: expected micro or auto: a loop of your own drives one pass after another, and layer order "
+            "needs all micro-batches of a step at once"
+        )
     if config.threads:
         torch.set_num_threads(config.threads)
     compute_deterministically(device)
     divided = budgets(config, DeviceKind(device.type))
+    boundary_split(config, mesh.world.size, len(config.model.architecture.units) - 2)  # a refusal comes here
     agreed = agree(config.store, opening, mesh)
     if agreed.opening is Opening.RESUME:
         _check_records(config, read_schemas(rank_directory(config.store, mesh.world.rank, mesh.world.size)))
@@ -283,8 +310,8 @@ def compute_deterministically(device: torch.device) -> None:
 
 
 def _build_model(setup: _Setup) -> _Shell:
-    config, mesh, source = setup.config, setup.mesh, _LateSource()
-    model = config.model.build(source, mesh=mesh, ledger=setup.ledger)
+    config, mesh, source = setup.config, setup.mesh, SourceSlot()
+    model = _spec(config).build(source, mesh=mesh, ledger=setup.ledger)
     units = model.dense_units()
     narrow = config.dense.gather is GatherDtype.COMPUTE
     if not narrow and any(parameter.dtype != torch.float32 for _, unit in units for parameter in unit):
@@ -295,6 +322,12 @@ def _build_model(setup: _Setup) -> _Shell:
         units, ranks=mesh.world.size, narrow=model.cast_parameters(), fusion=config.dense.fusion
     )
     return _Shell(model=model, source=source, units=units, layouts=layouts)
+
+
+def _spec(config: TrainConfig) -> ModelSpec:
+    """What the model is built from. In layer order blocks are computed again by the step itself."""
+    name, off = "checkpoint_activations", CheckpointActivations.OFF
+    return (config.model.vary(name, off) if config.data.layer_major else None) or config.model
 
 
 def _open_store(setup: _Setup, shell: _Shell, *, trace: Path | None, io_log: Path | None) -> StoreCore:
@@ -350,7 +383,7 @@ def _slice_dense(setup: _Setup, shell: _Shell) -> tuple[DenseSlices, Schedule]:
         config.prefetch,
         moe_layers=config.model.moe_layers,
         compute=compute,
-        micro_batches=config.data.micro_batches if setup.data is not None else 1,
+        micro_batches=config.data.passes if setup.data is not None else 1,
     )
     return dense, schedule
 
@@ -378,6 +411,16 @@ def _fill(setup: _Setup, shell: _Shell, store: StoreCore, dense: DenseSlices) ->
         store.committer.acknowledge()
     if setup.keeps_gradients and (trained := trained_schema(config)) is not None:
         store.reserve_scratch(trained.name)
+
+
+def _open_boundaries(setup: _Setup, store: StoreCore) -> BoundaryStore | None:
+    """Where block inputs are kept; their space on disk is reserved here, if any of them is spilled."""
+    blocks = len(setup.config.model.architecture.units) - 2
+    split = boundary_split(setup.config, setup.mesh.world.size, blocks)
+    if split is None:
+        return None
+    count = setup.config.data.micro_batches
+    return open_boundaries(store, setup.ledger, split, layers=range(blocks), micro_batches=count)
 
 
 def _adapted(shell: _Shell, store: StoreCore, owned: range, config: TrainConfig) -> bool:
@@ -422,7 +465,9 @@ def stall_spans(sink: TimelineSink) -> Callable[[StallKey, int, int], None]:
 
 
 def _check_records(config: TrainConfig, schemas: Sequence[RecordSchema]) -> None:
-    """Raises ConfigError where frozen experts were to be trained, or others to be adapted, or by pairs of another rank."""
+    """Raises ConfigError where frozen experts were to be trained, or others to be adapted, or by pairs of another rank, or
+    where the store keeps other moments.
+    """
     held = {schema.name: schema for schema in schemas}
     found, pairs = held.get(EXPERT_SCHEMA), pair_schema(config)
     if found is not None and found.frozen is not expert_schema(config).frozen:
@@ -434,7 +479,18 @@ def _check_records(config: TrainConfig, schemas: Sequence[RecordSchema]) -> None
                 else "LoRA needs an import with --frozen"
             )
         )
-    kept = held.get(PAIR_SCHEMA)
+    kept, moments = held.get(PAIR_SCHEMA), config.adamw.moments
+    trained = kept if found is not None and found.frozen else found
+    if trained is not None and trained.moments is not moments:
+        convert = (
+            "a store keeps one adapter"
+            if trained is kept
+            else f"tierstore reshard {config.store} --to NEW --moments {moments.value} makes another store of it"
+        )
+        raise ConfigError(
+            f"adamw.moments: {config.store} keeps moments as {trained.moments.value}, not {moments.value}: "
+            f"adamw.moments = {trained.moments.value} goes on with it, and {convert}"
+        )
     if pairs is not None and kept is not None and kept.numel != pairs.numel:
         raise ConfigError(
             f"lora.rank: the pairs in {config.store} have rank {kept.numel * config.lora.rank // pairs.numel}, not "
@@ -467,18 +523,3 @@ def _resumed_state(config: TrainConfig, store: StoreCore, present: dict[str, obj
         )
     state.conditions, state.begun = present, True
     return state
-
-
-class _LateSource:
-    """The model is built before the store, to know the shapes of its dense units; this ties the knot."""
-
-    def __init__(self) -> None:
-        self.target: ExpertSource | None = None
-
-    def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
-        assert self.target is not None
-        return self.target.forward(layer, experts)
-
-    def backward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
-        assert self.target is not None
-        return self.target.backward(layer, experts)

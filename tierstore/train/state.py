@@ -13,9 +13,11 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from tierstore import _native
+from tierstore.config import as_dict
 from tierstore.dense import OptimizerState
 from tierstore.errors import StoreFormatError
 from tierstore.parallel import Mesh
+from tierstore.store.format import MomentFormat
 from tierstore.train.config import TrainConfig
 
 STATE_KEY = "train"
@@ -77,7 +79,7 @@ def conditions(
         "model": settings["model"],
         "data": {**config.data.conditions(), "crc32": data_crc32} if own else {},
         "schedule": settings["schedule"] if own else {},
-        "adamw": settings["adamw"],
+        "adamw": _adamw(config),
         "clip_norm": config.clip_norm,
         "dense": {
             "fusion": config.dense.fusion.value,  # says where in a slice a parameter lies
@@ -95,11 +97,24 @@ def conditions(
     }
 
 
+def _adamw(config: TrainConfig) -> dict[str, object]:
+    """The optimizer's settings; fp32 moments are not mentioned, so that stores that have them stay as they were."""
+    settings = as_dict(config.adamw)
+    if config.adamw.moments is MomentFormat.FP32:
+        del settings["moments"]
+    return settings
+
+
+#: What a condition is that is not recorded.
+_IMPLIED: Mapping[str, object] = {"adamw.moments": MomentFormat.FP32.value}
+
+
 def differences(recorded: Mapping[str, object], present: Mapping[str, object], prefix: str = "") -> list[str]:
     """One line for each condition that is not what it was."""
     lines = []
     for name in sorted(set(recorded) | set(present)):
-        was, now = recorded.get(name), present.get(name)
+        implied = _IMPLIED.get(prefix + name)
+        was, now = recorded.get(name, implied), present.get(name, implied)
         if isinstance(was, Mapping) and isinstance(now, Mapping):
             lines += differences(was, now, f"{prefix}{name}.")
         elif was != now:

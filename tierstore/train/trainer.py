@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from tierstore.model.interface import Batch
+from tierstore.model.interface import Batch, ModelOutput
 from tierstore.stats import Cause, Tier
 from tierstore.tiers import describe_weights, weights_in_place
 from tierstore.timeline import Track
 from tierstore.train.data import TrainingData
+from tierstore.train.layer_order import LayerOrder
 from tierstore.train.step_time import StepTimer
 from tierstore.train.stepping import OpenStep, SessionParts, StepOutcome, Stepper, means
 
@@ -51,9 +53,14 @@ class Trainer:
         #: Where the time of the last step went, and of all.
         self.timer = timer
         self.experts = parts.experts
+        #: Where block inputs are kept in layer order.
+        self.boundaries = None if parts.layers is None else parts.layers.boundaries
         self.dense = parts.dense
         self.mesh = parts.mesh
         self._timeline = parts.timeline
+        self._layers: LayerOrder | None = None
+        if parts.layers is not None:
+            self._layers = LayerOrder(parts.model, parts.dense, parts.queue, parts.experts, parts.layers)
 
     def describe_weights(self) -> str:
         """One line: where experts are computed with, and why."""
@@ -74,8 +81,11 @@ class Trainer:
         started = time.monotonic()
         position = self.state.position
         lr = self.config.schedule.lr_at(position)
-        with self._stepper.step(lr, passes=self.config.data.micro_batches) as step:
-            loss, active = self._backward(step, position)
+        with self._stepper.step(lr, passes=self.config.data.passes) as step:
+            if self._layers is None:
+                loss, active = self._backward(step, position)
+            else:
+                loss, active = self._backward_by_layers(self._layers, step, position)
         if math.isfinite(loss):
             self.state.train_loss = loss
         seconds = time.monotonic() - started
@@ -88,23 +98,58 @@ class Trainer:
         count = self.config.data.micro_batches
         total, reached = 0.0, None
         for micro in range(count):
-            with self.ledger.stall(layer=None, tier=Tier.HOST, cause=Cause.DATA):
-                batch = self._share(self.data.batch(position, micro))
+            batch = self._batch(position, micro)
             step.begin_pass()
             with self._timeline.span(Track.COMPUTE, f"forward {position}.{micro}"):
-                output = self.model.run(batch.to(self.mesh.device))
-            assert output.loss is not None
-            assert output.objective is not None
-            loss, objective = self._means([float(output.loss.detach()), float(output.objective.detach())])
-            if not (math.isfinite(loss) and math.isfinite(objective)):
+                output = self.model.run(batch)
+            loss = self._finite_loss(output)
+            if loss is None:
                 step.skip()
                 return math.nan, 0
             total += loss / count
+            assert output.objective is not None
             step.backward(output.objective / count)
             used = torch.stack(output.loads) > 0
             reached = used if reached is None else reached | used
         assert reached is not None
         return total, int(reached.sum())
+
+    def _backward_by_layers(self, layers: LayerOrder, step: OpenStep, position: int) -> tuple[float, int]:
+        """The same where each layer takes all micro-batches at once."""
+        count = self.config.data.micro_batches
+        batches = [self._batch(position, micro) for micro in range(count)]
+        losses: list[float] = []
+
+        def accept(output: ModelOutput) -> bool:
+            loss = self._finite_loss(output)
+            losses.extend([] if loss is None else [loss])
+            return loss is not None
+
+        step.begin_pass()
+        with self._timeline.span(Track.COMPUTE, f"forward and backward {position}"):
+            outputs = layers.run(position, batches, accept)
+            step.end_pass()
+        if len(outputs) < count:
+            step.skip()
+            return math.nan, 0
+        total = 0.0
+        for loss in losses:
+            total += loss / count
+        reached = torch.stack([torch.stack(output.loads) > 0 for output in outputs]).any(dim=0)
+        return total, int(reached.sum())
+
+    def _batch(self, position: int, micro: int) -> Batch:
+        """This rank's part of a micro-batch, on its device."""
+        with self.ledger.stall(layer=None, tier=Tier.HOST, cause=Cause.DATA):
+            batch = self._share(self.data.batch(position, micro))
+        return batch.to(self.mesh.device)
+
+    def _finite_loss(self, output: ModelOutput) -> float | None:
+        """The loss over all ranks; None where it, or what is differentiated, is not finite. A collective."""
+        assert output.loss is not None
+        assert output.objective is not None
+        loss, objective = self._means([float(output.loss.detach()), float(output.objective.detach())])
+        return loss if math.isfinite(loss) and math.isfinite(objective) else None
 
     def _share(self, batch: Batch) -> Batch:
         return batch.of_rank(self.mesh.world.rank, self.mesh.world.size)
@@ -136,9 +181,13 @@ class Trainer:
 
     def sample(self, prompt: str, count: int) -> str:
         """What the model writes after ``prompt``, in ``count`` tokens."""
+        return self.data.decode(self.generate(self.data.encode(prompt), count))
+
+    def generate(self, prompt: Sequence[int], count: int) -> list[int]:
+        """At most ``count`` tokens that the model puts after ``prompt``."""
         with self.store.failures.poisoning("sampling was cut short"):
             self._stepper.begin_forward()
-            return self.data.decode(self.model.generate(self.data.encode(prompt), count))
+            return self.model.generate(prompt, count)
 
     def commit(self, *, snapshot: str | None = None) -> int:
         """Makes the run durable up to here; returns the generation."""

@@ -32,16 +32,16 @@ class MemoryUse(Figures):
 
 
 class MemoryLimit:
-    """A cgroup limited to ``limit_bytes``, without swap; ``close`` removes it.
+    """A cgroup limited to ``limit_bytes``, without swap; ``close`` removes it. ``name`` tells several of one process apart.
 
     Raises CapabilityError where the machine does not let this process make one.
     """
 
-    def __init__(self, limit_bytes: int, *, root: Path = _ROOT) -> None:
+    def __init__(self, limit_bytes: int, *, root: Path = _ROOT, name: str = "") -> None:
         self.limit_bytes = limit_bytes
         self._unified = (root / "cgroup.controllers").exists()
         parent = root if self._unified else root / "memory"
-        self._path = parent / f"tierstore-bench-{os.getpid()}"
+        self._path = parent / "-".join(filter(None, ["tierstore-bench", str(os.getpid()), name]))
         try:
             self._path.mkdir()
             limit = "memory.max" if self._unified else "memory.limit_in_bytes"

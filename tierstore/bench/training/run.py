@@ -23,6 +23,8 @@ from tierstore.bench.results.figures import IF_ANY, Figures, StallTime, prefixed
 from tierstore.bench.training.bound import Compulsory, bound_s, compulsory
 from tierstore.bench.training.worker import PARTS, Opened, RoundSteps, TrainingProcess
 from tierstore.stats import spread
+from tierstore.store.format import COMMITTED_GROUPS
+from tierstore.train.budgets import expert_schema
 from tierstore.train.config import TrainConfig
 
 _TO_BOUND = 1.15  # what a step may take at most, in times of its bound
@@ -170,14 +172,12 @@ class TrainResult(Figures):
     cgroup: MemoryUse | None = field(metadata=prefixed("cgroup_"))
 
 
-class _Disk(DiskProbe):
+class StepDisk(DiskProbe):
     """The disk's speed at a share of the bytes of a step, ``mix``, with the transfers of ``config``."""
 
     def __init__(self, directory: Path, config: TrainConfig, mix: Bytes) -> None:
-        weights = config.model.expert_shape.numel * config.model.compute_dtype.torch.itemsize
-        super().__init__(
-            directory, _PROBE_BYTES, (weights, config.model.expert_shape.numel * 12 - weights), config.io
-        )
+        layouts = [expert_schema(config).layout(group) for group in COMMITTED_GROUPS]
+        super().__init__(directory, _PROBE_BYTES, (layouts[0].nbytes, layouts[1].nbytes), config.io)
         share = min(max(_PROBE_SHARE, _PROBE_LEAST_BYTES / mix.total), 4.0)
         self._mix = Bytes(int(mix.read * share), int(mix.written * share))
 
@@ -260,14 +260,14 @@ def _measure(
             if process is not None and bench.warmup:
                 process.run(bench.warmup)
         rounds = _Rounds(opened=tiered.opened)
-        disk: _Disk | None = None
+        disk: StepDisk | None = None
         for turn in range(bench.rounds):
             before = [disk.measured()] if disk is not None else []
             found = tiered.run(bench.steps)
             rounds.tiered.append(found)
             mix = Bytes(found.read_bytes, found.written_bytes).per(bench.steps)
             if mix.total:
-                disk = disk or stack.enter_context(contextlib.closing(_Disk(directory, config, mix)))
+                disk = disk or stack.enter_context(contextlib.closing(StepDisk(directory, config, mix)))
                 rounds.disk_bytes_per_s.append(statistics.harmonic_mean([*before, disk.measured()]))
             if whole is not None:
                 rounds.in_ram.append(whole.run(bench.steps))
@@ -299,7 +299,7 @@ def _result(
         warmup_steps=bench.warmup,
         parameters=config.model.architecture.parameters,
         experts=config.model.architecture.records,
-        record_bytes=config.model.architecture.sparse * 12,
+        record_bytes=config.model.architecture.records * expert_schema(config).record_bytes,
         host_budget_bytes=config.host_budget,
         effective=rounds.opened.effective,
         fixed_resident_bytes=rounds.opened.fixed_resident_bytes,

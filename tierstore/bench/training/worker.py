@@ -36,6 +36,7 @@ PARTS = (
     "unaccounted_s",
 )
 _COUNTERS = ("read_bytes", "written_bytes", "hits", "misses", "wasted_prefetch_bytes")
+_SPILLED = ("boundary_read_bytes", "boundary_written_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,8 @@ class RoundSteps:
     misses: int
     #: Parts of ``StepTime``, seconds of all steps; those that the kernel does not count are left out.
     part_s: Mapping[str, float]
+    #: Block inputs that went to disk and came back, in layer order.
+    spilled_bytes: int = 0
 
 
 class TrainingProcess:
@@ -139,6 +142,7 @@ def _steps(trainer: Trainer, count: int) -> RoundSteps:
         },
         peak_resident_bytes=peak_resident_bytes(),
         part_s={name: sum(getattr(one, name) for one in times) for name in PARTS if _counted(times, name)},
+        spilled_bytes=sum(after.get(name, 0) - before.get(name, 0) for name in _SPILLED),
         **{name: after[name] - before[name] for name in _COUNTERS},
     )
 

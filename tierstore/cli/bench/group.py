@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tierstore.cli.bench.guesses import guesses
 from tierstore.cli.bench.io import io
 from tierstore.cli.bench.machine import machine
+from tierstore.cli.bench.order import order
 from tierstore.cli.bench.overlap import overlap, prediction
 from tierstore.cli.bench.report import compare, report
 from tierstore.cli.bench.results import (
@@ -19,6 +21,8 @@ from tierstore.cli.bench.results import (
     results_options,
     work_directory_option,
 )
+from tierstore.cli.bench.rivals import rivals
+from tierstore.cli.bench.scale import scale
 from tierstore.cli.bench.tiers import tiers
 from tierstore.cli.bench.train import train
 from tierstore.cli.groups import CommandGroup
@@ -43,7 +47,20 @@ def bench(ctx: click.Context) -> None:
     ctx.with_resource(ended_by_sigterm())
 
 
-for _command in (io, tiers, train, overlap, prediction, machine, report, compare):
+for _command in (
+    io,
+    tiers,
+    train,
+    order,
+    guesses,
+    rivals,
+    overlap,
+    prediction,
+    machine,
+    scale,
+    report,
+    compare,
+):
     bench.add_command(_command)
 
 
@@ -73,6 +90,10 @@ def show_adamw(result: AdamWResult, output: Output) -> None:
         "step": "tierstore AdamW",
         "replay": f"{result.replayed_steps} missed steps in one pass",
         "subnormal": "the same, subnormal moments",
+        "bf16": "tierstore AdamW, bf16 moments",
+        "bf16_replay": f"{result.replayed_steps} missed steps, bf16 moments",
+        "int8": "tierstore AdamW, int8 moments",
+        "int8_replay": f"{result.replayed_steps} missed steps, int8 moments",
     }
     output.table(
         f"AdamW, {result.parameters:,} fp32 parameters, {result.threads} threads, "
@@ -93,6 +114,12 @@ def show_adamw(result: AdamWResult, output: Output) -> None:
         f"of torch's speed {result.speed_to_torch_ratio:.2f}, of copy bandwidth "
         f"{result.speed_to_copy_ratio:.2f}; replay / step {result.replay_to_step_ratio:.2f}, "
         f"subnormal / replay {result.subnormal_to_replay_ratio:.2f}"
+    )
+    output.line(
+        f"bf16 moments: of copy bandwidth {result.bf16_speed_to_copy_ratio:.2f}, of the fp32 step's time "
+        f"{result.bf16_to_step_ratio:.2f}, of its replay's {result.bf16_replay_to_replay_ratio:.2f}; int8: "
+        f"{result.int8_speed_to_copy_ratio:.2f}, {result.int8_to_step_ratio:.2f}, "
+        f"{result.int8_replay_to_replay_ratio:.2f}"
     )
     if (record := result.record) is not None:
         output.line(

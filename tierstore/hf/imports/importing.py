@@ -22,6 +22,7 @@ import torch
 from tierstore.dense.layout import UnitLayout
 from tierstore.dense.slices import dense_schemas, schema_name
 from tierstore.errors import (
+    ConfigError,
     DataError,
     StoreError,
     StoreExistsError,
@@ -54,7 +55,7 @@ from tierstore.store.disk.home import (
     remove_unfinished,
 )
 from tierstore.store.disk.space import extent_bytes
-from tierstore.store.format import RecordSchema, Training
+from tierstore.store.format import MomentFormat, RecordSchema, Training
 from tierstore.store.loading import RecordLoader
 from tierstore.store.opening import OpenAt, minimum_host_budget, read_states
 from tierstore.store.parameter_store import ParameterStore
@@ -71,14 +72,23 @@ ProgressCallback = Callable[[int, int, dict[str, object]], None]
 class ImportOptions:
     """How a checkpoint is imported.
 
-    ``compute`` None: fp32 for a checkpoint in fp32, else bf16. ``host_budget`` (bytes) is for experts on their way; two at
+    ``compute`` None: fp32 for a checkpoint in fp32, else bf16. ``moments``: how those of trained experts will be kept.
+    ``host_budget`` (bytes) is for experts on their way; two at
     least are held. A commit follows every ``commit_bytes`` of the source.
     """
 
     compute: ComputeDtype | None = None
     weights: Weights = Weights.TRAINABLE
+    moments: MomentFormat = MomentFormat.FP32
     host_budget: int = 64 << 20
     commit_bytes: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        if self.weights is Weights.FROZEN and self.moments is not MomentFormat.FP32:
+            raise ConfigError(
+                "moments: frozen experts have none; those of the pairs beside them are chosen when they are trained "
+                "(adamw.moments)"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +200,7 @@ def plan_import(source: Path, options: ImportOptions, mesh: Mesh) -> ImportPlan:
     owned = mesh.blocks(manifest.experts.count).owned(mesh.expert.rank)
     jobs = list(_jobs(matched, layouts, mesh.world.rank, owned))
     training = Training.FROZEN if manifest.weights is Weights.FROZEN else Training.TRAINED
-    expert = expert_record(manifest.experts.numel, manifest.compute, training)
+    expert = expert_record(manifest.experts.numel, manifest.compute, training, options.moments)
     schemas = [expert, *dense_schemas(layouts, expert.training)]
     counts = {schema.name: 0 for schema in schemas}
     counts[EXPERT_SCHEMA] = len(owned) * len(manifest.experts.layers)
@@ -276,6 +286,7 @@ def _state(plan: ImportPlan, mesh: Mesh) -> ImportState:
         ranks=mesh.world.size,
         expert_ranks=mesh.expert.size,
         rank=mesh.world.rank,
+        moments=plan.schemas[0].moments,
     )
 
 
@@ -367,8 +378,8 @@ def _check_same(directory: Path, state: ImportState) -> None:
 
 def _options(state: ImportState) -> str:
     return (
-        f"compute {state.compute.value}, {state.weights.value}, rank {state.rank} of {state.ranks} in groups of "
-        f"{state.expert_ranks}"
+        f"compute {state.compute.value}, {state.weights.value}, moments {state.moments.value}, rank {state.rank} of "
+        f"{state.ranks} in groups of {state.expert_ranks}"
     )
 
 

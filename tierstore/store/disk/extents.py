@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import heapq
 import os
-from collections import Counter
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from tierstore._native import (
     Activity,
@@ -29,6 +31,7 @@ from tierstore._native import (
     FileCreate,
     Link,
     Meter,
+    NumberSet,
     Priority,
 )
 from tierstore.store.disk.discard import Discard
@@ -83,23 +86,29 @@ class Extent:
         self._transfer_in = over_links(engine.read, engine, links, Activity.READ)
         self._transfer_out = over_links(engine.write, engine, links, Activity.WRITE)
         self._budget = budget
-        # Free slots: a heap of those with blocks, and those that may have none.
-        self._free: list[int] = []
-        self._holes: list[int] = []
-        self._unchecked: set[int] = set()
+        # Free slots: those with blocks, and those that may have none.
+        self._free = NumberSet()
+        self._holes = NumberSet()
+        self._unchecked = NumberSet()
         self._holes_unpunched = False
         # Free slots that read as zeros: their blocks were allocated, and nothing was written since.
-        self._zeros: set[int] = set()
-        self._references: Counter[int] = Counter()
+        self._zeros = NumberSet()
+        # By slot: the durable tables that refer to it.
+        self._references = array("H")
         self._punches: list[int] = []
         self._punch_errors: list[OSError] = []  # not reported yet
         self._last_write: dict[int, int] = {}
         self._reads: dict[int, list[int]] = {}
         self._written = False
         self.file = File(str(path), create=create, direct=direct, meter=meter)
-        self.slots = self.file.size // self.slot_bytes
+        self.slots = 0
+        self._lengthen(self.file.size // self.slot_bytes)
 
     # Space --------------------------------------------------------------------------------------------------
+
+    def _lengthen(self, slots: int) -> None:
+        self.slots += slots
+        self._references.frombytes(bytes(slots * self._references.itemsize))
 
     def reserve(self, slots: int) -> None:
         """Allocates blocks for at least ``slots`` slots, all in use among them; the file grows if it must.
@@ -107,12 +116,12 @@ class Extent:
         Raises OSError (ENOSPC, EDQUOT) with nothing changed but blocks.
         """
         short = max(slots - self.reserved_slots, 0)
-        filled = heapq.nsmallest(short, self._holes)
-        grown = range(self.slots, self.slots + short - len(filled))
         if not (short or self._unchecked):
             return
+        filled = self._holes.smallest(short)
+        grown = np.arange(self.slots, self.slots + short - len(filled), dtype=np.uint32)
         self.end_punches()
-        missing = sorted({*self._unchecked, *filled, *grown})
+        missing = np.sort(np.concatenate([self._unchecked.array(), filled, grown]))
         try:
             for first, count in _runs(missing):
                 self.file.allocate(first * self.slot_bytes, count * self.slot_bytes)
@@ -127,13 +136,13 @@ class Extent:
             )
             raise OSError(error.errno, message, str(self.path)) from error
         self._unchecked.clear()
-        self._holes = sorted(set(self._holes) - set(filled))
-        for slot in (*filled, *grown):
-            heapq.heappush(self._free, slot)
+        self._holes.difference_update(filled)
+        self._free.update(filled)
+        self._free.update(grown)
         self._zeros.update(grown)
-        if grown:
+        if len(grown):
             self.unsynced_directory = True
-        self.slots += len(grown)
+        self._lengthen(len(grown))
 
     def _undo_partial_growth(self) -> None:
         """A refused fallocate leaves what it got so far, and a later opening would take it for slots."""
@@ -143,8 +152,11 @@ class Extent:
     def recover(self) -> None:
         """After opening: every slot that no durable table refers to is free."""
         # The file may have holes (discarded slots, a copy, a restored backup): no block is taken for granted.
-        self._unchecked = set(self._references)
-        self._holes = [slot for slot in range(self.slots) if slot not in self._references]
+        used = np.array(self._references) > 0
+        self._unchecked.clear()
+        self._unchecked.update(np.flatnonzero(used).astype(np.uint32))
+        self._holes.clear()
+        self._holes.update(np.flatnonzero(~used).astype(np.uint32))
         self._holes_unpunched = bool(self._holes)
 
     def clear_holes(self) -> None:
@@ -153,12 +165,12 @@ class Extent:
             return
         self.end_punches()
         try:
-            for first, count in _runs(self._holes):
+            for first, count in _runs(self._holes.array()):
                 self.file.punch(first * self.slot_bytes, count * self.slot_bytes)
         except OSError:  # no holes here: what is to be zero must be written
             return
         self._holes_unpunched = False
-        self._zeros.update(self._holes)
+        self._zeros.update(self._holes.array())
 
     def reads_as_zeros(self, slot: int) -> bool:
         """Whether ``slot`` holds nothing but zeros, without having been written."""
@@ -175,30 +187,34 @@ class Extent:
 
     def allocate(self) -> Slot:
         """A free slot; there must be one (``free_slots``)."""
-        return Slot(self, heapq.heappop(self._free))
+        return Slot(self, self._free.pop_first())
 
     def free(self, slot: int) -> None:
         """Frees a slot whose last content nothing on disk refers to any more."""
-        if slot in self._unchecked:
-            self._unchecked.remove(slot)
-            heapq.heappush(self._holes, slot)
-        else:
-            heapq.heappush(self._free, slot)
+        (self._holes if self._unchecked.discard(slot) else self._free).add(slot)
 
     def retain(self, slot: int) -> None:
         """One more durable table refers to ``slot``."""
         self._references[slot] += 1
 
+    def retain_all(self, slots: npt.NDArray[np.uint32]) -> None:
+        """``retain`` of each of ``slots``, which differ."""
+        np.frombuffer(self._references, np.uint16)[slots] += 1
+
+    @property
+    def referenced(self) -> npt.NDArray[np.uint32]:
+        """The slots that a durable table refers to, ascending."""
+        return np.flatnonzero(np.array(self._references)).astype(np.uint32)
+
     def release(self, slot: int) -> None:
         """One durable table fewer refers to ``slot``; without any it is free."""
         self._references[slot] -= 1
         if not self._references[slot]:
-            del self._references[slot]
             self.free(slot)
 
     def shared(self, slot: int) -> bool:
         """Whether a durable table refers to ``slot``."""
-        return slot in self._references
+        return self._references[slot] > 0
 
     def discard(self, keep: int, discard: Discard) -> None:
         """Queues holes for free slots beyond ``keep`` slots with blocks, the last in the file first.
@@ -212,17 +228,20 @@ class Extent:
         if not discard:
             return
         surplus = max(min(self.reserved_slots - keep, len(self._free)), 0)
-        given = set(heapq.nlargest(surplus, self._free))
-        holes = sorted(given | set(self._holes if self._holes_unpunched else ()))
-        if len(holes) * self.slot_bytes < _WORTH_BYTES:
+        unpunched = len(self._holes) if self._holes_unpunched else 0
+        if (surplus + unpunched) * self.slot_bytes < _WORTH_BYTES:
             return
+        given = self._free.largest(surplus)
+        holes = np.sort(np.concatenate([given, self._holes.smallest(unpunched)]))
+        read = np.sort(np.fromiter(self._reads, np.uint32, len(self._reads)))
         for first, count in _runs(holes):
-            slots = range(first, first + count)
+            between = np.searchsorted(read, (first, first + count))
+            slots = read[between[0] : between[1]].tolist()
             reads = [ticket for slot in slots for ticket in self.reads_in_flight(slot)]
             begin, nbytes = first * self.slot_bytes, count * self.slot_bytes
             self._punches.append(self._engine.punch(self.file, begin, nbytes, after=reads))
-        self._free = sorted(set(self._free) - given)
-        self._holes = sorted({*self._holes, *given})
+        self._free.difference_update(given)
+        self._holes.update(given)
         self._holes_unpunched = False
 
     def end_punches(self) -> None:
@@ -242,16 +261,25 @@ class Extent:
     # Transfers ----------------------------------------------------------------------------------------------
 
     def read(
-        self, slot: int, sections: Sequence[Buffer], crcs: CrcTable, after: Sequence[int], priority: Priority
+        self,
+        slot: int,
+        sections: Sequence[Buffer],
+        crcs: CrcTable,
+        after: Sequence[int],
+        priority: Priority,
+        *,
+        crcs_from: int = 0,
     ) -> int:
-        """Queues a read of a whole slot, after the last write to it, checked by ``crcs``, the record's checksums."""
+        """Queues a read of a whole slot, after the last write to it, checked by ``crcs``, where the record's checksums begin
+        at ``crcs_from``.
+        """
         write = self._last_write.get(slot)
         ticket = self._transfer_in(
             self.file,
             slot * self.slot_bytes,
             sections,
             crcs,
-            self.layout.first_section,
+            crcs_from + self.layout.first_section,
             align=SECTION_ALIGNMENT,
             after=[*after, write] if write else after,
             priority=priority,
@@ -270,7 +298,15 @@ class Extent:
         # What has finished, even badly, delays nothing any more.
         return [ticket for ticket in tickets if not self._engine.done(ticket)]
 
-    def write(self, slot: int, sections: Sequence[Buffer], crcs: CrcTable, after: Sequence[int]) -> int:
+    def write(
+        self,
+        slot: int,
+        sections: Sequence[Buffer],
+        crcs: CrcTable,
+        after: Sequence[int],
+        *,
+        crcs_from: int = 0,
+    ) -> int:
         """Queues a write of a slot, or of its first sections, after every read and write queued on that slot before."""
         self._zeros.discard(slot)
         before = [*after, *self._unfinished(self._reads.pop(slot, ()))]
@@ -284,7 +320,7 @@ class Extent:
             slot * self.slot_bytes,
             sections,
             crcs,
-            self.layout.first_section,
+            crcs_from + self.layout.first_section,
             align=SECTION_ALIGNMENT,
             after=before,
             priority=Priority.WRITE_BACK,
@@ -310,10 +346,11 @@ class Extent:
         self.file.close()
 
 
-def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _runs(slots: npt.NDArray[np.uint32]) -> Iterator[tuple[int, int]]:
     """(first, count) of each run of adjacent ``slots``, which ascend."""
-    first = 0
-    for index in range(1, len(slots) + 1):
-        if index == len(slots) or slots[index] != slots[index - 1] + 1:
-            yield slots[first], index - first
-            first = index
+    if not len(slots):
+        return
+    begins = np.flatnonzero(np.diff(slots, prepend=slots[0]) != 1)  # the first is one, too
+    firsts, ends = slots[begins].tolist(), [*begins[1:].tolist(), len(slots)]
+    for first, begin, end in zip(firsts, begins.tolist(), ends, strict=True):
+        yield first, end - begin

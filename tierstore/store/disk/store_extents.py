@@ -17,7 +17,7 @@ from tierstore.store.disk.extents import Extent
 from tierstore.store.disk.space import schema_copies
 from tierstore.store.disk.striping import StripedExtent
 from tierstore.store.disk.write_budget import WriteBudget
-from tierstore.store.format import Group, RecordSchema
+from tierstore.store.format import Group, GroupLayout, RecordSchema, Section
 
 
 class SchemaExtents:
@@ -62,20 +62,28 @@ class _Opener:
     added: Collection[str]
 
     def striped(self, schema: RecordSchema, group: Group) -> StripedExtent:
-        files = [self._open(drive, schema, group) for drive in self.drives]
+        layout, name = schema.layout(group), f"{schema.name}.{group.label}"
+        new = schema.name in self.added
+        return self._striped(name, layout, FileCreate.YES if new else FileCreate.NO)
+
+    def scratch(self, name: str, layout: GroupLayout) -> StripedExtent:
+        return self._striped(name, layout, FileCreate.YES)
+
+    def _striped(self, name: str, layout: GroupLayout, create: FileCreate) -> StripedExtent:
+        files = [self._open(drive, name, layout, create) for drive in self.drives]
         return StripedExtent(self.drives, files, self.discard)
 
-    def _open(self, drive: Drive, schema: RecordSchema, group: Group) -> Extent:
-        scratch = group is Group.GRADIENTS
-        path = drive.path / ("scratch" if scratch else "extents") / f"{schema.name}.{group.label}"
-        new = scratch or schema.name in self.added
+    def _open(self, drive: Drive, name: str, layout: GroupLayout, create: FileCreate) -> Extent:
+        scratch = layout.group is Group.GRADIENTS
+        path = drive.path / ("scratch" if scratch else "extents") / name
+        new = scratch or create is FileCreate.YES
         if new:  # a process that was killed before its commit may have left one
             path.unlink(missing_ok=True)
         try:
             extent = Extent(
                 self.engine,
                 path,
-                schema.layout(group),
+                layout,
                 directory=drive.number,
                 direct=self.direct,
                 create=FileCreate.YES if new else drive.create,
@@ -125,11 +133,11 @@ class StoreExtents:
             for stale in scratch.iterdir():
                 stale.unlink()
         self.discarding = Discard(discard, [drive.path / "scratch" for drive in drives])
-        opener = _Opener(engine, drives, direct, link, budget, self.discarding, added)
+        self._opener = _Opener(engine, drives, direct, link, budget, self.discarding, added)
         self._by_schema: list[SchemaExtents] = []
         try:
             for number, schema in enumerate(self.schemas):
-                self._by_schema.append(SchemaExtents(number, schema, partial(opener.striped, schema)))
+                self._by_schema.append(SchemaExtents(number, schema, partial(self._opener.striped, schema)))
         except BaseException:
             self.close()
             raise
@@ -180,6 +188,25 @@ class StoreExtents:
             schema = extents.schema
             for group in schema.groups:
                 yield extents[group], counts[schema.name] * schema_copies(schema, copies)
+
+    def open_scratch(self, name: str, nbytes: int, slots: int) -> StripedExtent:
+        """Space for ``slots`` pieces of ``nbytes`` that no commit holds, reserved; its files have no name, so their space
+        is free however the process ends. Raises OSError (ENOSPC) with nothing left.
+        """
+        layout = GroupLayout(Group.GRADIENTS, (Section(name, "|u1", nbytes),), 0)
+        extent = self._opener.scratch(name, layout)
+        try:
+            extent.reserve(slots)
+        except BaseException:
+            self.close_scratch(extent)
+            raise
+        return extent
+
+    def close_scratch(self, extent: StripedExtent) -> None:
+        """Frees the space of ``open_scratch``. Transfers that are queued keep the files until they have ended."""
+        for drive, file in zip(self._drives, extent.extents, strict=True):
+            drive.extents.remove(file)
+            file.close()
 
     @property
     def allocated_bytes(self) -> int:

@@ -31,6 +31,7 @@ from tierstore import _native
 from tierstore.errors import StoreFormatError
 from tierstore.store.index.entries import RecordEntry, pack_table, unpack_table
 from tierstore.store.index.pages import check_pages
+from tierstore.store.index.table import Table
 
 #: The snapshot that a prepared commit keeps of the one before it.
 PREVIOUS = ".previous"
@@ -56,7 +57,7 @@ class Commit:
     """All that one commit says: ``generation`` counts commits, ``records`` and ``state`` are whole tables."""
 
     generation: int
-    records: dict[str, RecordEntry]
+    records: Table
     state: dict[str, bytes]
 
 
@@ -125,9 +126,12 @@ class Index:
         total = 0
         with self._env.begin() as txn:
             for name, database in self._databases.items():
-                for key, value in txn.cursor(db=database):
-                    if (name, key) != (b"meta", _CHECKSUM):
-                        total += _entry_crc32c(name, key, value)
+                entries = [
+                    entry
+                    for entry in txn.cursor(db=database).iternext()
+                    if name != b"meta" or entry[0] != _CHECKSUM
+                ]
+                total += _native.entries_crc32c(name, entries)
             expected = txn.get(_CHECKSUM, db=self._databases[b"meta"])
         if expected is None or total % 2**64 != int.from_bytes(expected, "little"):
             raise StoreFormatError(f"{self._data}: damaged: its entries do not match its checksum")
@@ -165,14 +169,23 @@ class Index:
                     raise KeyError(snapshot)
                 table = unpack_table(bytes(raw), where=f"{self._data}: snapshot {snapshot!r}")
                 generation = int(table.pop("generation"))
-                packed = {k.removeprefix("record/"): v for k, v in table.items() if k.startswith("record/")}
+                packed = [
+                    (k.removeprefix("record/").encode(), v)
+                    for k, v in table.items()
+                    if k.startswith("record/")
+                ]
                 state = {k.removeprefix("state/"): v for k, v in table.items() if k.startswith("state/")}
             else:
                 generation = int(bytes(txn.get(b"generation", db=self._meta, default=b"0")))
-                packed = {bytes(k).decode(): bytes(v) for k, v in txn.cursor(db=self._records)}
+                packed = [(bytes(k), bytes(v)) for k, v in txn.cursor(db=self._records)]
                 state = {bytes(k).decode(): bytes(v) for k, v in txn.cursor(db=self._state)}
-        records = {k: RecordEntry.unpack(v, where=f"{self._data}: record {k!r}") for k, v in packed.items()}
-        return Commit(generation, records, state)
+        return Commit(generation, Table.of(packed, where=str(self._data)), state)
+
+    def layers(self) -> tuple[int, ...]:
+        """The layers that the last commit's records are of, ascending."""
+        with self._reading() as txn:
+            found = {value[2:4] for value in txn.cursor(db=self._records).iternext(keys=False)}
+        return tuple(sorted(int.from_bytes(layer, "little") for layer in found))
 
     def read_state(self, name: str, snapshot: str | None = None) -> bytes | None:
         """State ``name`` of the last commit, or of the snapshot named; None where it has none. Raises KeyError for an
@@ -320,7 +333,7 @@ def _system_errno(error: lmdb.Error) -> int:
 
 
 def _pack_snapshot(commit: Commit) -> bytes:
-    table = {f"record/{key}": entry.pack() for key, entry in commit.records.items()}
+    table = {f"record/{key}": value for key, value in commit.records.packed()}
     table |= {f"state/{name}": value for name, value in commit.state.items()}
     table["generation"] = str(commit.generation).encode()
     return pack_table(table)

@@ -6,50 +6,121 @@ slot that it leaves behind is freed when the transaction that no longer refers t
 does either.
 
 A group of a record has its own slot, so a write-back moves the dirty group and nothing else.
+
+A store may have a hundred thousand records, so what is known of them lies in columns, by row, and a ``LiveRecord`` is a
+handle: an index and a row. Rows are those of the durable table. What a commit does is in proportion to what changed.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
-from tierstore._native import Buffer, CrcTable, Priority
+import numpy as np
+import numpy.typing as npt
+
+from tierstore._native import Buffer, CrcTable, KeyTable, Priority
 from tierstore.errors import StoreFormatError
-from tierstore.store.disk.extents import Slot
+from tierstore.store.disk.extents import Extent, Slot
 from tierstore.store.disk.store_extents import SchemaExtents, StoreExtents
-from tierstore.store.format import COMMITTED_GROUPS, Group, GroupLayout, Placement, RecordSchema
+from tierstore.store.format import Group, GroupLayout, Placement, RecordSchema
 from tierstore.store.index.entries import GroupLocation, RecordEntry
+from tierstore.store.index.table import Table
+
+_NO_SLOT = 0xFFFFFFFF
+_NO_NUMBER = 0xFFFFFFFF
+#: Records whose checksums lie in one table.
+_SLAB = 1 << 10
 
 
-@dataclass(slots=True, eq=False)
+class Slots:
+    """The slots of a record by group, None until the group was first written."""
+
+    __slots__ = ("_index", "_row")
+
+    def __init__(self, index: LiveIndex, row: int) -> None:
+        self._index = index
+        self._row = row
+
+    def __getitem__(self, group: int) -> Slot | None:
+        return self._index.columns.slot(self._row, group)
+
+    def __setitem__(self, group: int, slot: Slot) -> None:
+        columns = self._index.columns
+        columns.slots[group][self._row] = slot.number
+        columns.directories[group][self._row] = slot.extent.directory
+
+
 class LiveRecord:
     """One record between commits, and the host cache's ``Backing`` of it: it reads and writes its own slots.
 
-    ``slots[group]`` is None until the group was first written. ``changed`` says that the next commit has a new index
-    value for the record: set it with whatever else changes, such as ``step``.
+    ``changed`` says that the next commit has a new index value for the record: set it with whatever else changes, such as
+    ``step``. Handles of one record are equal.
     """
 
-    key: str
-    layer: int
-    extents: SchemaExtents
-    crcs: CrcTable
-    step: int = 0
-    slots: list[Slot | None] = field(default_factory=lambda: [None for _ in Group])
-    generations: list[int] = field(default_factory=lambda: [0 for _ in COMMITTED_GROUPS])
-    changed: bool = False
+    __slots__ = ("_index", "row")
+
+    def __init__(self, index: LiveIndex, row: int) -> None:
+        self._index = index
+        self.row = row
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LiveRecord) and (self.row, self._index) == (other.row, other._index)
+
+    def __hash__(self) -> int:
+        return hash((self.row, id(self._index)))
+
+    @property
+    def key(self) -> str:
+        return self._index.keys.key(self.row)
+
+    @property
+    def layer(self) -> int:
+        return self._index.columns.layers[self.row]
+
+    @property
+    def extents(self) -> SchemaExtents:
+        return self._index.columns.extents[self._index.columns.schemas[self.row]]
 
     @property
     def schema(self) -> RecordSchema:
         return self.extents.schema
+
+    @property
+    def slots(self) -> Slots:
+        return Slots(self._index, self.row)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that the content has had applied."""
+        return self._index.columns.steps[self.row]
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._index.columns.steps[self.row] = step
+
+    @property
+    def changed(self) -> bool:
+        return self.row in self._index.changed
+
+    @changed.setter
+    def changed(self, changed: bool) -> None:
+        (self._index.changed.add if changed else self._index.changed.discard)(self.row)
+
+    def set_crc(self, section: int, crc: int) -> None:
+        """The checksum of a section that is not written."""
+        table, first = self._index.columns.crcs(self.row)
+        table.array()[first + section] = crc
 
     def read(self, group: int, sections: Sequence[Buffer], after: Sequence[int], priority: Priority) -> int:
         """Queues a checked read of ``group``; returns its ticket."""
         slot = self.slots[group]
         if slot is None:
             raise AssertionError(f"record {self.key}: read of {Group(group).label}, which was never written")
-        return slot.extent.read(slot.number, sections, self.crcs, after, priority)
+        crcs, first = self._index.columns.crcs(self.row)
+        return slot.extent.read(slot.number, sections, crcs, after, priority, crcs_from=first)
 
     def write(self, group: int, sections: Sequence[Buffer], after: Sequence[int]) -> int:
         """Queues a write of ``group``, to a new slot where the old one is shared; returns its ticket."""
@@ -60,51 +131,200 @@ class LiveRecord:
                     raise AssertionError(f"record {self.key} is frozen, and was about to be written again")
                 # A read of the slot left behind compares with the checksums that this write is about to replace.
                 after = [*after, *slot.extent.reads_in_flight(slot.number)]
-            slot = self.slots[group] = self.extents[group].allocate()
+            slot = self.extents[group].allocate()
+            self.slots[group] = slot
         if group != Group.GRADIENTS:
             self.changed = True
-        return slot.extent.write(slot.number, sections, self.crcs, after)
+        crcs, first = self._index.columns.crcs(self.row)
+        return slot.extent.write(slot.number, sections, crcs, after, crcs_from=first)
+
+
+class _Columns:
+    """What is known of the records, by row."""
+
+    def __init__(self, extents: StoreExtents) -> None:
+        self.extents = list(extents)
+        self.schemas = array("H")
+        self.layers = array("H")
+        self.steps = array("q")
+        self.slots = [array("I") for _ in Group]
+        self.directories = [array("H") for _ in Group]
+        #: The records' numbers in the host cache.
+        self.numbers = array("I")
+        self._width = max((extent.schema.sections for extent in self.extents), default=0)
+        self._slabs: list[CrcTable] = []
+
+    def append(self, schema: int, layer: int) -> None:
+        self.extend(np.array([schema], np.uint16), np.array([layer], np.uint16), np.array([0], np.int64))
+
+    def extend(
+        self,
+        schemas: npt.NDArray[np.uint16],
+        layers: npt.NDArray[np.uint16],
+        steps: npt.NDArray[np.int64],
+    ) -> None:
+        count = len(schemas)
+        self.schemas.frombytes(schemas.tobytes())
+        self.layers.frombytes(layers.tobytes())
+        self.steps.frombytes(steps.tobytes())
+        for column in (*self.slots, self.numbers):
+            column.frombytes(b"\xff" * (count * column.itemsize))
+        for directories in self.directories:
+            directories.frombytes(bytes(count * directories.itemsize))
+        while len(self._slabs) * _SLAB < len(self.schemas):
+            self._slabs.append(CrcTable(_SLAB * self._width))
+
+    def pop(self) -> None:
+        columns = (self.schemas, self.layers, self.steps, self.numbers, *self.slots, *self.directories)
+        for column in columns:
+            column.pop()
+
+    def slot(self, row: int, group: int) -> Slot | None:
+        number = self.slots[group][row]
+        if number == _NO_SLOT:
+            return None
+        extents = self.extents[self.schemas[row]][group].extents
+        return Slot(extents[self.directories[group][row]], number)
+
+    def crcs(self, row: int) -> tuple[CrcTable, int]:
+        """The table with the record's checksums, and where they begin."""
+        return self._slabs[row // _SLAB], row % _SLAB * self._width
+
+    def set_crcs(self, numbers: npt.NDArray[np.int64], first: int, crcs: npt.NDArray[np.uint32]) -> None:
+        """Checksums [records, sections] of rows ``numbers``, which ascend, from section ``first`` on."""
+        for slab in range(int(numbers[0]) // _SLAB, int(numbers[-1]) // _SLAB + 1):
+            begin, end = np.searchsorted(numbers, (slab * _SLAB, (slab + 1) * _SLAB)).tolist()
+            table = self._slabs[slab].array().reshape(_SLAB, self._width)
+            table[numbers[begin:end] - slab * _SLAB, first : first + crcs.shape[1]] = crcs[begin:end]
+
+
+class _LiveRecords(Mapping[str, LiveRecord]):
+    """The records by key; a handle is made when it is asked for."""
+
+    def __init__(self, index: LiveIndex) -> None:
+        self._make: Callable[[int], LiveRecord] = index.record_at
+        self._keys = index.keys
+
+    def __getitem__(self, key: str) -> LiveRecord:
+        row = self._keys.find(key)
+        if row < 0:
+            raise KeyError(key)
+        return self._make(row)
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and key in self._keys
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys.ordered())
+
+    def __len__(self) -> int:
+        return len(self._keys)
 
 
 class LiveIndex:
     """The records of an open store by key, and what the durable tables of its index refer to."""
 
     def __init__(self, extents: StoreExtents) -> None:
-        self.records: dict[str, LiveRecord] = {}
+        self.keys = KeyTable()
         #: Of the last commit.
         self.generation = 0
+        #: The last commit's entries; its rows are those of the records.
+        self.table = Table(self.keys)
+        #: Rows of the records whose entry the next commit has.
+        self.changed: set[int] = set()
+        self.columns = _Columns(extents)
         self._extents = extents
+        self._counts: Counter[str] = Counter()
+        self._unwritten: set[int] = set()  # DIRECT, and not found written yet
+        self._rows = array("I")  # by number in the host cache
 
     # Records ------------------------------------------------------------------------------------------------
 
-    def add_record(self, key: str, schema: int, layer: int, entry: RecordEntry | None = None) -> LiveRecord:
-        """A new record of schema number ``schema``, or with ``entry`` one that the opened commit has."""
-        extents = self._extents[schema]
-        record = LiveRecord(key, layer, extents, CrcTable(extents.schema.sections))
-        if entry is not None:
-            record.step = entry.step
-            table = record.crcs.array()
-            for location, slot in self.slots_of(entry):
-                layout = slot.extent.layout
-                record.slots[layout.group] = slot
-                record.generations[layout.group] = location.generation
-                table[_crcs(layout)] = location.crcs
-        self.records[key] = record
-        return record
+    @property
+    def records(self) -> Mapping[str, LiveRecord]:
+        """All records, by key."""
+        return _LiveRecords(self)
+
+    def record_at(self, row: int) -> LiveRecord:
+        return LiveRecord(self, row)
+
+    def add_record(self, key: str, schema: int, layer: int) -> LiveRecord:
+        """A new record of schema number ``schema``. Raises ValueError for a key that is there."""
+        row = self.keys.add(key)
+        self.columns.append(schema, layer)
+        shape = self._extents[schema].schema
+        self._counts[shape.name] += 1
+        if shape.placement is Placement.DIRECT:
+            self._unwritten.add(row)
+        return LiveRecord(self, row)
+
+    def remove_last(self, record: LiveRecord) -> None:
+        """Removes the record that was added last, of which no commit knows."""
+        if record.row != len(self.keys) - 1 or record.row < len(self.table):
+            raise AssertionError(f"record {record.key} is not the last one")
+        self._counts[record.schema.name] -= 1
+        self.changed.discard(record.row)
+        self._unwritten.discard(record.row)
+        self.columns.pop()
+        self.keys.pop()
+
+    def load(self, table: Table) -> None:
+        """Takes up the records of the last commit, which has been checked; there are none before."""
+        self.table, self.keys, rows, columns = table, table.keys_by_number, table.rows, self.columns
+        columns.extend(rows["schema"], rows["layer"], rows["step"])
+        for number, extents in enumerate(self._extents):
+            of = np.flatnonzero(rows["schema"] == number)
+            self._counts[extents.schema.name] += len(of)
+            if not len(of):
+                continue
+            at, found = 0, rows[of]
+            for place, group in enumerate(extents.schema.groups):
+                layout = extents.schema.layout(group)
+                np.frombuffer(columns.slots[group], np.uint32)[of] = found["slot"][:, place]
+                np.frombuffer(columns.directories[group], np.uint16)[of] = found["directory"][:, place]
+                crcs = found["crcs"][:, at : at + len(layout.sections)]
+                columns.set_crcs(of, layout.first_section, crcs)
+                at += len(layout.sections)
+
+    def hold(self, rows: npt.NDArray[np.int64], first: int) -> None:
+        """The host cache holds the records of ``rows``, under the numbers from ``first`` on."""
+        numbers = np.frombuffer(self.columns.numbers, np.uint32)
+        numbers[rows] = np.arange(first, first + len(rows), dtype=np.uint32)
+        del numbers
+        missing = first + len(rows) - len(self._rows)
+        self._rows.frombytes(b"\xff" * (max(missing, 0) * self._rows.itemsize))
+        np.frombuffer(self._rows, np.uint32)[first : first + len(rows)] = rows
+
+    def number(self, row: int) -> int | None:
+        """The record's number in the host cache; None where its owner holds it."""
+        number = self.columns.numbers[row]
+        return None if number == _NO_NUMBER else number
+
+    def backing(self, number: int) -> LiveRecord:
+        """The record that the host cache knows by ``number``."""
+        return LiveRecord(self, self._rows[number])
 
     def counts(self) -> Counter[str]:
         """How many records there are of each schema, by its name."""
-        return Counter(record.schema.name for record in self.records.values())
+        return +self._counts
+
+    def steps_of(self, schemas: Sequence[int]) -> npt.NDArray[np.int64]:
+        """The steps of all records of the ``schemas``, by number."""
+        steps = np.array(self.columns.steps, np.int64)
+        if len(schemas) == len(self.columns.extents):
+            return steps
+        wanted = np.isin(np.array(self.columns.schemas, np.uint16), np.array(schemas, np.uint16))
+        return steps[wanted]
 
     @property
     def unwritten_direct(self) -> list[str]:
         """Keys of records that their owner has yet to write: a commit could not say where they are."""
-        return [
-            record.key
-            for record in self.records.values()
-            if record.schema.placement is Placement.DIRECT
-            and any(record.slots[group] is None for group in record.schema.groups)
-        ]
+        columns = self.columns
+        for row in list(self._unwritten):
+            groups = columns.extents[columns.schemas[row]].schema.groups
+            if all(columns.slots[group][row] != _NO_SLOT for group in groups):
+                self._unwritten.remove(row)
+        return [self.keys.key(row) for row in sorted(self._unwritten)]
 
     def explain(self, path: str, offset: int, section: int | None = None) -> str:
         """The key and section that byte ``offset`` of extent ``path`` belongs to, for error messages."""
@@ -114,36 +334,40 @@ class LiveIndex:
         number, within = divmod(offset, extent.slot_bytes)
         at = _section_at(extent.layout, within) if section is None else section
         name = extent.layout.sections[at].name
-        for record in self.records.values():
-            if record.slots[extent.layout.group] == Slot(extent, number):
-                return f"record {record.key!r}, section {name}"
+        group = extent.layout.group
+        for row in np.flatnonzero(np.array(self.columns.slots[group]) == number).tolist():
+            if self.columns.slot(row, group) == Slot(extent, number):
+                return f"record {self.keys.key(row)!r}, section {name}"
         return f"section {name} of slot {number}"
 
     # Commits ------------------------------------------------------------------------------------------------
 
     def changed_entries(self) -> dict[str, RecordEntry]:
         """Index values of the records that changed. Their writes must have finished: checksums are known only then."""
-        return {record.key: self._entry(record) for record in self.records.values() if record.changed}
+        return {self.keys.key(row): self._entry(LiveRecord(self, row)) for row in sorted(self.changed)}
 
     def _entry(self, record: LiveRecord) -> RecordEntry:
-        crcs = record.crcs.array()
+        table, first = self.columns.crcs(record.row)
+        crcs = table.array()
         locations = []
-        for group in record.schema.groups:
+        for place, group in enumerate(record.schema.groups):
             slot = record.slots[group]
             if slot is None:
                 raise AssertionError(f"record {record.key}: {group.label} committed before it was written")
             extent = slot.extent
-            if not extent.shared(slot.number):  # it was written since the last commit
-                record.generations[group] = self.generation + 1
-            values = tuple(crcs[_crcs(extent.layout)].tolist())
-            locations.append(GroupLocation(extent.directory, slot.number, record.generations[group], values))
+            # One that is not shared was written since the last commit; one that is, lies where that has it.
+            generation = self.generation + 1
+            if extent.shared(slot.number):
+                generation = int(self.table.rows["generation"][record.row, place])
+            values = tuple(crcs[_crcs(extent.layout, first)].tolist())
+            locations.append(GroupLocation(extent.directory, slot.number, generation, values))
         return RecordEntry(record.extents.number, record.layer, record.step, tuple(locations))
 
-    def committed(self, generation: int) -> None:
-        """The table with ``changed_entries`` is durable, as commit ``generation``."""
+    def committed(self, generation: int, changed: Mapping[str, RecordEntry]) -> None:
+        """The table with ``changed``, which were ``changed_entries``, is durable, as commit ``generation``."""
         self.generation = generation
-        for record in self.records.values():
-            record.changed = False
+        self.table.update(changed)
+        self.changed.clear()
 
     # Durable tables -----------------------------------------------------------------------------------------
 
@@ -151,6 +375,8 @@ class LiveIndex:
         """Raises StoreFormatError unless every location of ``table`` is whole, within its file, and used
         once.
         """
+        if isinstance(table, Table) and self._is_whole(table):
+            return
         used: set[Slot] = set()
         for key, entry in table.items():
             what = f"{where}: record {key!r}"
@@ -177,12 +403,50 @@ class LiveIndex:
                     )
                 used.add(slot)
 
+    def _is_whole(self, table: Table) -> bool:
+        """What ``check_table`` checks, of all rows at once. False: it may not be, and ``check_table`` finds out where."""
+        rows = table.rows
+        if (rows["schema"] >= len(self._extents.schemas)).any():
+            return False
+        for number, extents in enumerate(self._extents):
+            of = rows[rows["schema"] == number]
+            layouts = [extents.schema.layout(group) for group in extents.schema.groups]
+            wanted = tuple(len(layout.sections) for layout in layouts)
+            if any(table.shapes[shape] != wanted for shape in np.unique(of["shape"]).tolist()):
+                return False
+            for place, group in enumerate(extents.schema.groups):
+                files = extents[group].extents
+                if (of["directory"][:, place] >= len(files)).any():
+                    return False
+                for extent in files:
+                    slots = of["slot"][of["directory"][:, place] == extent.directory, place]
+                    if (slots >= extent.slots).any() or len(np.unique(slots)) < len(slots):
+                        return False
+        return True
+
     def slots_of(self, entry: RecordEntry) -> Iterator[tuple[GroupLocation, Slot]]:
         """Each location of a durable entry, and the slot that it names."""
         extents = self._extents[entry.schema]
         for group, location in zip(extents.schema.groups, entry.groups, strict=True):
             extent = extents[group].extents[location.directory]
             yield location, Slot(extent, location.slot)
+
+    def _by_extent(self, table: Table) -> Iterator[tuple[Extent, npt.NDArray[np.uint32]]]:
+        """The slots of ``table`` by their extent."""
+        groups = [schema.groups for schema in self._extents.schemas]
+        for schema, group, directory, slots in table.locations(groups):
+            yield self._extents[schema][group].extents[directory], slots
+
+    def retain_table(self, table: Table) -> None:
+        """A durable table ``table`` refers to its slots from now on."""
+        for extent, slots in self._by_extent(table):
+            extent.retain_all(slots)
+
+    def release_table(self, table: Table) -> None:
+        """The durable table ``table`` is no more; slots that no other refers to are free again."""
+        for extent, slots in self._by_extent(table):
+            for slot in slots.tolist():
+                extent.release(slot)
 
     def retain(self, entries: Iterable[RecordEntry]) -> None:
         """A durable table refers to the slots of ``entries`` from now on."""
@@ -197,9 +461,9 @@ class LiveIndex:
                 slot.extent.release(slot.number)
 
 
-def _crcs(layout: GroupLayout) -> slice:
-    """Where the checksums of a group are among those of its record."""
-    return slice(layout.first_section, layout.first_section + len(layout.sections))
+def _crcs(layout: GroupLayout, first: int) -> slice:
+    """Where the checksums of a group are, those of its record beginning at ``first``."""
+    return slice(first + layout.first_section, first + layout.first_section + len(layout.sections))
 
 
 def _section_at(layout: GroupLayout, within: int) -> int:

@@ -1,0 +1,89 @@
+"""bench scale: exponents by hand, the structure of what it finds, and how its walk goes. Nothing here asserts a speed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tierstore.bench.results.document import load_document
+from tierstore.bench.results.plots import plots_of
+from tierstore.bench.scale.decisions import Program, make_core
+from tierstore.bench.scale.fitting import fit_exponent, n_log_n_exponent
+from tierstore.bench.scale.run import ScaleBench, run
+from tierstore.cache.access import Phase
+from tierstore.cli.main import cli
+from tierstore.errors import ConfigError
+
+COSTS = {
+    *("create", "first commit", "open", "index memory", "index memory a record", "traced memory a record"),
+    *("commit 1% dirty", "write the same bytes", "commit to write", "verify", "gc", "decide an access"),
+}
+
+
+def test_the_exponent_of_powers() -> None:
+    for power in (0.0, 1.0, 2.0):
+        found = fit_exponent([10, 100, 1000], [3 * n**power for n in (10, 100, 1000)])
+        assert found.value == pytest.approx(power, abs=1e-12)
+        assert found.spread == pytest.approx(0, abs=1e-6)
+
+
+def test_an_exponent_by_hand() -> None:
+    # log10 of n: 1, 2, 3; of the costs: 1, 3, 2. Means 2 and 2: slope (-1 * -1 + 1 * 0) / 2 = 1/2. What is left is
+    # -1/2, 1, -1/2: squares 3/2, over 3 - 2 points and 2: the spread is the root of 3/4.
+    found = fit_exponent([10, 100, 1000], [10, 1000, 100])
+    assert found.value == pytest.approx(0.5)
+    assert found.spread == pytest.approx(math.sqrt(0.75))
+    assert fit_exponent([10, 1000], [1, 10]).value == pytest.approx(0.5)
+    assert fit_exponent([10, 1000], [1, 10]).spread == 0
+    with pytest.raises(ValueError, match="two sizes"):
+        fit_exponent([10, 10], [1, 2])
+
+
+def test_n_log_n_is_a_little_above_1() -> None:
+    # Two points: log(n log n) rises by log(10) + log(2) from 10 to 100.
+    assert n_log_n_exponent([10, 100]) == pytest.approx(1 + math.log10(2))
+
+
+def test_the_walk_of_a_program() -> None:
+    program = Program(1024)
+    assert (program.layers, program.width) == (4, 64)
+    assert Counter(map(program.layer_of, range(1024))) == dict.fromkeys(range(4), 256)
+    passes = list(program.passes())
+    assert [layer for _, layer, _ in passes] == [0, 1, 2, 3, 3, 2, 1, 0]
+    assert [phase for phase, _, _ in passes] == [Phase.FORWARD] * 4 + [Phase.BACKWARD] * 4
+    assert all(len(set(choice.tolist())) == 64 and choice.max() < 256 for choice in program.choices())
+    assert Program(100).width == 64
+    assert make_core(program, "lru").stats().accesses == 0
+
+
+def test_the_command(tmp_path: Path) -> None:
+    saved = tmp_path / "scale.json"
+    sizes = ["--records=100", "--records=200", "--records=400", "--decided=600"]
+    arguments = ["bench", "scale", *sizes, "--accesses=20", "--rounds=1", f"--store={tmp_path / 'b'}"]
+    result = CliRunner().invoke(cli, [*arguments, f"--save={saved}", "--json"])
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)["curves"]
+    assert set(found) == COSTS
+    for name, curve in found.items():
+        counts = [100, 200, 400] + [600] * (name == "decide an access")
+        assert [point["records"] for point in curve["medians"]] == counts
+        assert curve["exponent_spread_ratio"] >= 0
+    assert not (tmp_path / "b").exists()
+    assert "n **" in result.stderr
+    document = load_document(saved)
+    assert {plot.title for plot in plots_of(document.measurements)} >= {"open", "decide an access", "verify"}
+    assert {one.parameters["of"] for one in document.measurements if one.name == "exponent"} == COSTS
+    assert next(one for one in document.measurements if one.name == "open").target == 1.0
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    for wrong in ({"records": [10, 1000]}, {"records": [1000]}, {"records": [100, 200], "decided": [5]}):
+        with pytest.raises(ConfigError, match="expected at least"):
+            ScaleBench(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="the largest store takes"):
+        run(ScaleBench(records=[100, 10**10]), tmp_path / "b")

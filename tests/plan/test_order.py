@@ -1,0 +1,218 @@
+"""What either order of micro-batches takes, by hand and against real runs; and which one a run gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tierstore.cache.access import Phase
+from tierstore.errors import BudgetError
+from tierstore.plan.capacity import Setting, capacity
+from tierstore.plan.costs import ASSUMED, Cost
+from tierstore.plan.fitting import Limits, shortest_remedy
+from tierstore.plan.order import OrderChoice, choose_order, compare_orders
+from tierstore.plan.report import plan_run
+from tierstore.plan.traffic import step_traffic
+from tierstore.plan.workload import StepWorkload
+from tierstore.prefetch.schedule import Pass
+from tierstore.stats import Tier
+from tierstore.train.config import TrainConfig
+from tierstore.train.files import MicroOrder
+from tierstore.train.ranks import Opening
+from tierstore.train.session import open_session
+
+Make = Callable[..., Setting]
+
+LAYER: dict[str, Any] = {"data.micro_batches": 4, "data.micro_order": "layer"}
+MICRO: dict[str, Any] = {"data.micro_batches": 4, "data.micro_order": "micro"}
+#: A disk on which bytes are all that counts.
+SLOW: dict[str, Any] = {"links.disk.bandwidth": 1 << 20}
+
+
+def test_bytes_of_layer_order_by_hand(setting: Make) -> None:
+    """Boundaries of 4 x 8 tokens x 16 x 4 B = 2 KiB, a page each; 4 micro-batches of 2 blocks."""
+    taken = capacity(setting(LAYER))
+    assert taken.term("block inputs").nbytes == 8 * 4096
+    assert taken.term("block inputs").tier is Tier.HOST
+    within = capacity(setting(LAYER | {"boundary_budget": 5 * 4096}))
+    assert within.term("block inputs").nbytes == 5 * 4096
+    assert within.term("block input scratch").nbytes == 3 * 4096
+    names = {term.name for term in capacity(setting(MICRO)).terms}
+    assert "gradient scratch" in names
+    assert "block inputs" not in names
+    # Experts are stepped in their one backward pass, so that no gradient waits.
+    assert "gradient scratch" not in {term.name for term in taken.terms}
+    with pytest.raises(BudgetError, match="boundary_budget"):
+        capacity(setting(LAYER | {"boundary_budget": 4 * 4096 - 1}))
+
+
+def test_activations_by_hand(setting: Make) -> None:
+    """Of each of M micro-batches: the graph of one block, four copies of its experts' rows, two of its stream; once, the
+    largest expert's scratch and the head.
+    """
+    model = setting().config.model
+    tokens, d, rows = 32, 16, 32 * 12
+    graph = tokens * d * (18 * 4 + 16) + tokens * (2 * d * 4 + 12 * 24)
+    one = graph + rows * 4 * d * 4 + 2 * tokens * d * 4
+    once = tokens * (64 + 2 * 32) * 4 + 4 * tokens * 256 * 4
+    assert model.layer_order_bytes(tokens, 4) == 4 * one + once
+    assert capacity(setting(LAYER)).term("activations").nbytes == 4 * one + once
+
+
+def test_layer_order_moves_what_one_micro_batch_does(setting: Make) -> None:
+    one, layer, micro = (step_traffic(s, capacity(s)) for s in (setting(), setting(LAYER), setting(MICRO)))
+    assert (layer.read_bytes, layer.written_bytes) == (one.read_bytes, one.written_bytes)
+    assert micro.read_bytes > 2 * layer.read_bytes
+
+
+def test_more_tokens_reach_more_experts(setting: Make) -> None:
+    few = {"model.experts": 64, "model.top_k": 1, "model.seq_len": 2, "data.batch_size": 2}
+    for order, tokens in ((MICRO, 4), (LAYER, 16)):
+        planned = setting(few | order)
+        assert step_traffic(planned, capacity(planned)).active == pytest.approx(1 - (63 / 64) ** tokens)
+
+
+def test_passes_of_layer_order_by_hand(setting: Make) -> None:
+    """One gather of four micro-batches, and four reductions; a block is computed again, of its experts only the first
+    product; spilled block inputs go with the experts.
+    """
+
+    def workload(planned: Setting) -> StepWorkload:
+        taken = capacity(planned)
+        return StepWorkload(planned, taken, step_traffic(planned, taken), ASSUMED)
+
+    layer = workload(setting(LAYER | {"boundary_budget": 4 * 4096}, ranks=2))
+    one = workload(setting(ranks=2))
+    forward, backward = Pass(Phase.FORWARD, 1, 0), Pass(Phase.BACKWARD, 1, 0)
+    assert layer.sizes(forward).gather == one.sizes(forward).gather
+    assert layer.sizes(backward).reduce == 4 * one.sizes(backward).reduce
+    assert len(layer.passes) == len(one.passes)
+    assert layer.expert_flops(forward) == 4 * one.expert_flops(forward)
+    again = 2 * 4 * 32 * 64 * 16
+    assert layer.expert_flops(backward) == 4 * one.expert_flops(backward) + again
+    assert layer.dense_flops(backward) == 4 * 3 / 2 * one.dense_flops(backward)
+    # Half of 4 spilled pages of 8, of which each layer has two; 6 experts a pass.
+    kept = setting(LAYER | {"boundary_budget": 4 * 4096}, ranks=2).boundaries
+    assert kept is not None
+    assert kept.spilled_bytes == 4 * 4096
+    moved = layer.traffic.moved_for[Phase.FORWARD, 0]
+    assert layer.sizes(forward).evict == round((moved.written + 2 * 4096) / 6)
+
+
+# The choice ------------------------------------------------------------------------------------------------
+
+
+def test_one_micro_batch_leaves_nothing_to_choose(setting: Make) -> None:
+    config = setting().config
+    choice = choose_order(config)
+    assert choice.order is MicroOrder.MICRO
+    assert choice.describe() is None
+    assert plan_run(config, Limits(1 << 40, 1 << 40)).as_json()["order"] is None
+
+
+@pytest.mark.parametrize("order", ["micro", "layer"])
+def test_what_is_configured_counts(order: str, setting: Make) -> None:
+    config = setting({"data.micro_batches": 4, "data.micro_order": order}).config
+    choice = choose_order(config)
+    assert choice == OrderChoice(MicroOrder(order), "as configured", 4)
+    assert choice.applied(config) == config
+
+
+def test_auto_takes_what_is_faster(setting: Make) -> None:
+    slow = setting({"data.micro_batches": 4} | SLOW)
+    choice = choose_order(slow.config)
+    assert choice.order is MicroOrder.LAYER
+    assert choice.applied(slow.config).data.layer_major
+    assert choice.describe() == f"4 micro-batches: layer order ({choice.reason})"
+    assert choice.reason.startswith("auto: a step moves ")
+    in_memory = setting({"data.micro_batches": 4, "host_budget": "8MiB"} | SLOW)
+    found = choose_order(in_memory.config)
+    assert found.order is MicroOrder.MICRO
+    assert found.layer is not None
+    assert found.micro is not None
+    assert found.layer.moved_bytes == found.micro.moved_bytes == 0
+
+
+def test_auto_without_memory_for_a_layer(setting: Make) -> None:
+    choice = choose_order(setting({"data.micro_batches": 4, "boundary_budget": 4096} | SLOW).config)
+    assert choice.order is MicroOrder.MICRO
+    assert choice.reason == "auto: boundary_budget is too small for layer order"
+
+
+def test_costs_by_hand(setting: Make) -> None:
+    planned = setting({"data.micro_batches": 4, "boundary_budget": 5 * 4096} | SLOW)
+    choice = compare_orders(planned, ASSUMED)
+    layer = replace(planned, config=choice.applied(planned.config))
+    traffic, taken = step_traffic(layer, capacity(layer)), capacity(layer)
+    assert choice.layer is not None
+    assert choice.layer.moved_bytes == traffic.read_bytes + traffic.written_bytes + 2 * 3 * 4096
+    assert choice.layer.memory_bytes == taken.total(Tier.HOST, Tier.DEVICE)
+    whole = setting({"data.batch_size": 16, "model.checkpoint_activations": "block"} | SLOW)
+    assert choice.whole is not None
+    assert choice.whole.memory_bytes == capacity(whole).total(Tier.HOST, Tier.DEVICE)
+    advice = choice.advice()
+    assert advice is not None
+    assert advice.startswith("one micro-batch of 4-fold size with checkpoint_activations = block")
+
+
+def test_a_profile_that_says_otherwise_is_heard(setting: Make) -> None:
+    """A run knows no profile, so the plan says what the run will do, and what would be faster."""
+    planned = setting({"data.micro_batches": 4, "host_budget": "300KiB"})
+    asked = compare_orders(planned, ASSUMED).order
+    slow = replace(ASSUMED, machine="a slow disk", disk_mixed=Cost(0.0, 1e5))
+    fast = replace(ASSUMED, machine="a slow processor", dense_flops=Cost(0.0, 1e6), expert_flops=Cost(0, 1e6))
+    found = {profile.machine: compare_orders(planned, profile) for profile in (slow, fast)}
+    assert {choice.order for choice in found.values()} == {asked}
+    other = found["a slow disk" if asked is MicroOrder.MICRO else "a slow processor"]
+    assert "order is faster" in other.reason
+
+
+def test_plan_tells_the_choice(setting: Make) -> None:
+    config = setting({"data.micro_batches": 4} | SLOW).config
+    plan = plan_run(config, Limits(1 << 40, 1 << 40))
+    assert plan.setting.config.data.layer_major
+    told = plan.as_json()["order"]
+    assert told["micro_order"] == "layer"
+    assert told["layer"]["moved_bytes"] < told["micro"]["moved_bytes"]
+    assert told["one_larger"]["evidence"] == "assumed"
+
+
+def test_too_little_memory_spills_boundaries_first(setting: Make) -> None:
+    """Of what helps, the change that costs least: the same bits, and no more experts are moved."""
+    planned = setting(LAYER | {"model.n_layers": 40, "host_budget": "130KiB"})
+    total = capacity(planned).total(Tier.HOST, Tier.DEVICE)
+    remedy = shortest_remedy(planned, Limits(total - 30 * 4096, 1 << 40))
+    assert remedy is not None
+    assert [change.text for change in remedy.changes] == [f"boundary_budget = {4 * 4096}"]
+
+
+# Against runs ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slots", [0, 4, 5])
+def test_spilled_block_inputs_change_no_bits(slots: int, setting: Make) -> None:
+    """Losses are those of micro order; what goes to disk is what the plan says, in every step."""
+    torch.set_num_threads(1)
+    few = {"model.n_layers": 3, "model.top_k": 2, "steps": 3}
+    expected = _losses(setting(MICRO | few).config)
+    planned = setting(LAYER | few | {"boundary_budget": slots * 4096})
+    kept = planned.boundaries
+    assert kept is not None
+    with open_session(
+        replace(planned.config, store=planned.config.store / "layer"), Opening.CREATE
+    ) as trainer:
+        found = [trainer.step().loss for _ in range(3)]
+        assert trainer.boundaries is not None
+        counts = trainer.boundaries.counts
+    assert found == expected
+    assert counts.written_bytes == counts.read_bytes == 3 * kept.spilled_bytes
+    assert counts.peak_bytes <= kept.memory_bytes
+
+
+def _losses(config: TrainConfig) -> list[float]:
+    with open_session(replace(config, store=config.store / "micro"), Opening.CREATE) as trainer:
+        return [trainer.step().loss for _ in range(3)]

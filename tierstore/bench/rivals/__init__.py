@@ -1,0 +1,1 @@
+"""The same training by other libraries and by tierstore, in turns."""

@@ -1,0 +1,47 @@
+"""tierstore itself: with its experts on disk, and with the budget of ``bench train``'s run in RAM."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from tierstore.bench.rivals.rival import Rival, RivalTask
+from tierstore.bench.training.run import in_ram
+from tierstore.train.config import TrainConfig
+from tierstore.train.ranks import Opening
+from tierstore.train.session import open_session
+from tierstore.train.trainer import Trainer
+
+
+class _Tiered:
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def step(self) -> float:
+        return self._trainer.step().loss
+
+    def describe(self) -> Sequence[str]:
+        return self._trainer.store.describe()
+
+
+@contextlib.contextmanager
+def _open(task: RivalTask, budgeted: Callable[[TrainConfig], TrainConfig]) -> Iterator[Rival]:
+    config = replace(task.config, store=task.directory / "store")
+    if task.checkpoint is not None:
+        from tierstore.bench.rivals.wrapped import wrapped_config
+
+        config = wrapped_config(config, task.checkpoint, config.store)
+    config.model.import_code()
+    with open_session(budgeted(config), Opening.CREATE, trace=task.trace) as trainer:
+        yield _Tiered(trainer)
+
+
+def open_tiered(task: RivalTask) -> contextlib.AbstractContextManager[Rival]:
+    """The run of the task's configuration."""
+    return _open(task, lambda config: config)
+
+
+def open_in_ram(task: RivalTask) -> contextlib.AbstractContextManager[Rival]:
+    """The same with a budget for every record, in which nothing moves."""
+    return _open(task, in_ram)

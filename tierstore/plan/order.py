@@ -1,0 +1,182 @@
+"""In which order the micro-batches of a step pass the layers: what either order takes, and which one AUTO is.
+
+In micro order each of M micro-batches passes all layers: experts are fetched M times, forward and backward, and their
+gradients wait for one another. In layer order each layer takes all micro-batches: experts are fetched as for one
+micro-batch of M-fold size, gradients add up where they are made, dense parameters are gathered once; block inputs are kept
+meanwhile, and every block is computed again. The bits are the same, so the choice is one of cost. AUTO is made once, before
+a run starts, of its configuration alone: layer order where it moves fewer bytes and its step is estimated to be faster.
+
+The same bytes can be had by one micro-batch of M-fold size whose blocks are checkpointed. Its sums have another order,
+and it keeps the graph of a block, and the logits, for all of its tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tierstore.errors import BudgetError
+from tierstore.model.config import CheckpointActivations
+from tierstore.plan.capacity import Ranks, Setting, capacity
+from tierstore.plan.costs import ASSUMED, Profile
+from tierstore.plan.evidence import Evidence
+from tierstore.plan.predict import predict
+from tierstore.stats import Tier
+from tierstore.train.budgets import DeviceKind
+from tierstore.train.config import TrainConfig
+from tierstore.train.files import MicroOrder
+from tierstore.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True)
+class OrderCost:
+    """What a step takes on one rank. ``memory_bytes``: at its peak, the device's included. ``moved_bytes``: read from and
+    written to disk, spilled block inputs included.
+    """
+
+    memory_bytes: int
+    moved_bytes: int
+    step_s: float
+    evidence: Evidence
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "memory_bytes": self.memory_bytes,
+            "moved_bytes": self.moved_bytes,
+            "step_s": self.step_s,
+            "evidence": self.evidence.value,
+        }
+
+
+@dataclass(frozen=True)
+class OrderChoice:
+    """The order of a run, never AUTO, and why it is this one. What was not worked out, or cannot be, is None; ``whole``: one
+    micro-batch of M-fold size with block checkpointing.
+    """
+
+    order: MicroOrder
+    reason: str
+    micro_batches: int
+    micro: OrderCost | None = None
+    layer: OrderCost | None = None
+    whole: OrderCost | None = None
+
+    def applied(self, config: TrainConfig) -> TrainConfig:
+        """``config`` in this order."""
+        return replace(config, data=replace(config.data, micro_order=self.order))
+
+    def describe(self) -> str | None:
+        """The line at the head of a run; None where there is one micro-batch, and nothing to choose."""
+        if self.micro_batches == 1:
+            return None
+        return f"{self.micro_batches} micro-batches: {self.order.value} order ({self.reason})"
+
+    def advice(self) -> str | None:
+        """What one larger micro-batch would take beside layer order; None where one of them is not known."""
+        if self.layer is None or self.whole is None:
+            return None
+        return (
+            f"one micro-batch of {self.micro_batches}-fold size with checkpoint_activations = block (sums in another order) "
+            f"moves {format_bytes(self.whole.moved_bytes)} a step in {format_seconds(self.whole.step_s)}, and peaks at "
+            f"{format_bytes(self.whole.memory_bytes)}; layer order moves {format_bytes(self.layer.moved_bytes)} in "
+            f"{format_seconds(self.layer.step_s)} and peaks at {format_bytes(self.layer.memory_bytes)}"
+            + ("" if self._layer_is_better else ": the larger micro-batch does as well")
+        )
+
+    @property
+    def _layer_is_better(self) -> bool:
+        assert self.layer is not None
+        assert self.whole is not None
+        return (
+            self.layer.memory_bytes < self.whole.memory_bytes
+            or self.layer.moved_bytes < self.whole.moved_bytes
+            or self.layer.step_s < self.whole.step_s
+        )
+
+    def as_json(self) -> dict[str, object]:
+        costs = {"micro": self.micro, "layer": self.layer, "one_larger": self.whole}
+        return {
+            "micro_order": self.order.value,
+            "reason": self.reason,
+            **{name: None if cost is None else cost.as_json() for name, cost in costs.items()},
+        }
+
+
+def choose_order(
+    config: TrainConfig, *, ranks: int = 1, device: DeviceKind = DeviceKind.CPU, profile: Profile = ASSUMED
+) -> OrderChoice:
+    """The order of a run of ``config``: what it says, or AUTO's choice. Looks at nothing but its arguments."""
+    asked, count = config.data.micro_order, config.data.micro_batches
+    if count == 1:
+        return OrderChoice(MicroOrder.MICRO, "one micro-batch", count)
+    if asked is not MicroOrder.AUTO:
+        return OrderChoice(asked, "as configured", count)
+    setting = Setting(
+        config=config,
+        model=config.model.architecture,
+        ranks=Ranks(count=ranks, expert=config.parallel.expert),
+        device=device,
+    )
+    return compare_orders(setting, profile)
+
+
+def compare_orders(setting: Setting, profile: Profile) -> OrderChoice:
+    """Both orders of ``setting``, one larger micro-batch, and the order that its configuration asks for.
+
+    AUTO is what a run would choose, which knows no profile; the costs are those of ``profile``.
+    """
+    data = setting.config.data
+    refused = "LoRA trains in micro order" if setting.usage.frozen or setting.config.lora.enabled else ""
+    micro, layer = _costs(setting, profile, refused)
+    order, reason = data.micro_order, "as configured"
+    if order is MicroOrder.AUTO:
+        found, _ = _auto(micro, layer, refused)
+        order, reason = _auto(
+            *((micro, layer) if profile is ASSUMED else _costs(setting, ASSUMED, refused)), refused
+        )
+        if found is not order:
+            reason += f"; by the profile of {profile.machine}, {found.value} order is faster"
+    whole = None if refused else _cost(_whole(setting), profile)
+    return OrderChoice(order, reason, data.micro_batches, micro, layer, whole)
+
+
+def _costs(setting: Setting, profile: Profile, refused: str) -> tuple[OrderCost | None, OrderCost | None]:
+    """Of micro order and of layer order."""
+    layer = None if refused else _cost(_ordered(setting, MicroOrder.LAYER), profile)
+    return _cost(_ordered(setting, MicroOrder.MICRO), profile), layer
+
+
+def _auto(micro: OrderCost | None, layer: OrderCost | None, refused: str) -> tuple[MicroOrder, str]:
+    if layer is None:
+        return MicroOrder.MICRO, f"auto: {refused or 'boundary_budget is too small for layer order'}"
+    if micro is None:
+        return MicroOrder.LAYER, "auto: the budgets are too small for micro order"
+    moved = f"a step moves {format_bytes(layer.moved_bytes)} in layer order and {format_bytes(micro.moved_bytes)} in micro"
+    took = f"in {format_seconds(layer.step_s)} and {format_seconds(micro.step_s)} ({layer.evidence.value})"
+    pays = layer.moved_bytes < micro.moved_bytes and layer.step_s < micro.step_s
+    return MicroOrder.LAYER if pays else MicroOrder.MICRO, f"auto: {moved}, {took}"
+
+
+def _ordered(setting: Setting, order: MicroOrder) -> Setting:
+    data = replace(setting.config.data, micro_order=order)
+    return replace(setting, config=replace(setting.config, data=data))
+
+
+def _whole(setting: Setting) -> Setting:
+    """The step as one micro-batch, its blocks checkpointed."""
+    config, data = setting.config, setting.config.data
+    model = config.model.vary("checkpoint_activations", CheckpointActivations.BLOCK)
+    one = replace(data, batch_size=data.batch_size * data.micro_batches, micro_batches=1)
+    return replace(setting, config=replace(config, data=one, model=model or config.model))
+
+
+def _cost(setting: Setting, profile: Profile) -> OrderCost | None:
+    """None where the budgets are too small."""
+    try:
+        taken = capacity(setting)
+        made = predict(setting, profile, taken)
+    except BudgetError:
+        return None
+    kept = setting.boundaries
+    spilled = 0 if kept is None else 2 * kept.spilled_bytes
+    moved = made.traffic.read_bytes + made.traffic.written_bytes + spilled
+    return OrderCost(taken.total(Tier.HOST, Tier.DEVICE), moved, made.step_s, made.evidence)

@@ -1,0 +1,234 @@
+"""Where all records of one commit lie, in one array: some 60 bytes a record, where objects would take a thousand.
+
+A ``Table`` reads as the mapping of keys to ``RecordEntry`` that it is, one made when it is asked for. What looks at all
+records takes ``rows`` instead, an array with a field for each number of an entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore._native import KeyTable
+from tierstore.store.index.entries import GroupLocation, RecordEntry
+
+_HEAD = np.dtype([("schema", "<u2"), ("layer", "<u2"), ("groups", "<u2"), ("zero", "<u2"), ("step", "<i8")])
+_LEAST_ROWS = 16
+Rows = npt.NDArray[np.void]
+
+
+def _group_dtype(sections: int) -> np.dtype[np.void]:
+    fields = [("directory", "<u2"), ("sections", "<u2"), ("slot", "<u4"), ("generation", "<u8")]
+    return np.dtype([*fields, ("crcs", "<u4", (sections,))])
+
+
+def packed_dtype(sections: Sequence[int]) -> np.dtype[np.void]:
+    """A record entry as it is packed, with a group of each number of ``sections``."""
+    groups = [(f"group{number}", _group_dtype(count)) for number, count in enumerate(sections)]
+    return np.dtype([("head", _HEAD), *groups])
+
+
+def _shape(value: bytes) -> tuple[int, ...]:
+    """The number of sections of each group of a packed entry that is whole."""
+    entry = RecordEntry.unpack(value, where="")
+    return tuple(len(location.crcs) for location in entry.groups)
+
+
+class Table(Mapping[str, RecordEntry]):
+    """The record entries of one commit. Row i is of key number i of ``keys``, which other tables may share: of them a table
+    has the first ``len(table)``.
+
+    A field that a record does not have (a second group, say) is 0 in its row; ``shape`` says which of ``shapes``, the
+    sections of its groups, a record has.
+    """
+
+    def __init__(self, keys: KeyTable | None = None) -> None:
+        self.keys_by_number = KeyTable() if keys is None else keys
+        self.shapes: list[tuple[int, ...]] = []
+        self._rows: Rows = np.zeros(0, _row_dtype(2, 0))
+        self._count = 0
+
+    @classmethod
+    def of(cls, items: Sequence[tuple[bytes, bytes]], *, where: str) -> Table:
+        """From keys and packed entries. Raises StoreFormatError, naming ``where`` and the key, for an entry that is not
+        whole.
+        """
+        table = cls()
+        table.keys_by_number.add_all([key for key, _ in items])
+        values = [value for _, value in items]
+        table._count = len(values)
+        left = np.arange(len(values))
+        lengths = np.fromiter(map(len, values), np.int64, len(values))
+        while len(left):
+            first = int(left[0])
+            named = f"{where}: record {table.keys_by_number.key(first)!r}"
+            RecordEntry.unpack(values[first], where=named)
+            shape = _shape(values[first])
+            dtype = packed_dtype(shape)
+            alike = left[lengths[left] == dtype.itemsize]
+            chosen = values if len(alike) == len(values) else [values[i] for i in alike.tolist()]
+            packed = np.frombuffer(b"".join(chosen), dtype)
+            same = packed["head"]["groups"] == len(shape)
+            for number, sections in enumerate(shape):
+                same &= packed[f"group{number}"]["sections"] == sections
+            table._take(alike[same], packed[same], shape)
+            left = np.setdiff1d(left, alike[same], assume_unique=True)
+        return table
+
+    def _take(self, numbers: npt.NDArray[np.int64], packed: Rows, shape: tuple[int, ...]) -> None:
+        self._widen(len(shape), sum(shape))
+        self._provide(self._count)
+        rows = np.zeros(len(numbers), self._rows.dtype)
+        rows["shape"] = self._shape_number(shape)
+        for name in ("schema", "layer", "step"):
+            rows[name] = packed["head"][name]
+        at = 0
+        for number, sections in enumerate(shape):
+            group = packed[f"group{number}"]
+            for name in ("directory", "slot", "generation"):
+                rows[name][:, number] = group[name]
+            rows["crcs"][:, at : at + sections] = group["crcs"]
+            at += sections
+        self._rows[numbers] = rows
+
+    def _shape_number(self, shape: tuple[int, ...]) -> int:
+        if shape not in self.shapes:
+            self.shapes.append(shape)
+        return self.shapes.index(shape)
+
+    def _widen(self, groups: int, crcs: int) -> None:
+        had = self._rows.dtype["slot"].shape[0], self._rows.dtype["crcs"].shape[0]
+        if groups <= had[0] and crcs <= had[1]:
+            return
+        wider = np.zeros(len(self._rows), _row_dtype(max(groups, had[0]), max(crcs, had[1])))
+        for name in self._rows.dtype.names or ():
+            field = self._rows[name]
+            if field.ndim == 1:
+                wider[name] = field
+            else:
+                wider[name][:, : field.shape[1]] = field
+        self._rows = wider
+
+    def _provide(self, rows: int) -> None:
+        if len(self._rows) < rows:
+            longer = np.zeros(max(rows, 3 * len(self._rows) // 2, _LEAST_ROWS), self._rows.dtype)
+            longer[: len(self._rows)] = self._rows
+            self._rows = longer
+
+    @property
+    def rows(self) -> Rows:
+        """One row a record: ``step``, ``schema``, ``layer``, ``shape``, and for each group ``slot``, ``directory``,
+        ``generation``; ``crcs`` of all groups in turn.
+        """
+        return self._rows[: self._count]
+
+    def put(self, number: int, entry: RecordEntry) -> None:
+        """Sets the entry of key ``number``. A new one is the next."""
+        if number > self._count:
+            raise AssertionError(
+                f"key {self.keys_by_number.key(number)!r} comes before one that has no entry"
+            )
+        shape = tuple(len(location.crcs) for location in entry.groups)
+        self._widen(len(shape), sum(shape))
+        self._provide(number + 1)
+        self._count = max(self._count, number + 1)
+        row = self._rows[number]
+        row["shape"] = self._shape_number(shape)
+        row["schema"], row["layer"], row["step"] = entry.schema, entry.layer, entry.step
+        at = 0
+        for group, location in enumerate(entry.groups):
+            row["directory"][group], row["slot"][group] = location.directory, location.slot
+            row["generation"][group] = location.generation
+            row["crcs"][at : at + len(location.crcs)] = location.crcs
+            at += len(location.crcs)
+
+    def update(self, entries: Mapping[str, RecordEntry]) -> None:
+        """Sets the entry of each key, which ``keys_by_number`` has."""
+        numbers = {self.keys_by_number.find(key): entry for key, entry in entries.items()}
+        for number in sorted(numbers):
+            self.put(number, numbers[number])
+
+    def copy(self) -> Table:
+        """The same entries, which go on being what they are now."""
+        copied = Table(self.keys_by_number)
+        copied.shapes, copied._rows, copied._count = list(self.shapes), self.rows.copy(), self._count
+        return copied
+
+    def entry(self, number: int) -> RecordEntry:
+        """The entry of key ``number``."""
+        row = self._rows[number]
+        schema, layer, step = int(row["schema"]), int(row["layer"]), int(row["step"])
+        crcs, at, groups = row["crcs"].tolist(), 0, []
+        for group, sections in enumerate(self.shapes[row["shape"]]):
+            directory, slot = int(row["directory"][group]), int(row["slot"][group])
+            found = tuple(crcs[at : at + sections])
+            groups.append(GroupLocation(directory, slot, int(row["generation"][group]), found))
+            at += sections
+        return RecordEntry(schema, layer, step, tuple(groups))
+
+    def locations(
+        self, groups: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[int, int, int, npt.NDArray[np.uint32]]]:
+        """Schema, group, directory, and the slots there of all records, where schema s has the groups ``groups[s]``."""
+        for schema, of_schema in enumerate(groups):
+            rows = self.rows[self.rows["schema"] == schema]
+            for place, group in enumerate(of_schema if len(rows) else ()):
+                directories = rows["directory"][:, place]
+                for directory in np.unique(directories).tolist():
+                    yield schema, group, directory, rows["slot"][directories == directory, place]
+
+    def packed(self) -> Iterator[tuple[str, bytes]]:
+        """Keys, in order, and packed entries."""
+        values = np.empty(self._count, object)
+        for shape_number, shape in enumerate(self.shapes):
+            numbers = np.flatnonzero(self.rows["shape"] == shape_number)
+            rows, packed = self.rows[numbers], np.zeros(len(numbers), packed_dtype(shape))
+            packed["head"]["groups"] = len(shape)
+            for name in ("schema", "layer", "step"):
+                packed["head"][name] = rows[name]
+            at = 0
+            for number, sections in enumerate(shape):
+                group = packed[f"group{number}"]
+                group["sections"] = sections
+                for name in ("directory", "slot", "generation"):
+                    group[name] = rows[name][:, number]
+                group["crcs"] = rows["crcs"][:, at : at + sections]
+                at += sections
+            content, size = packed.tobytes(), packed.itemsize
+            for place, number in enumerate(numbers.tolist()):
+                values[number] = content[place * size : (place + 1) * size]
+        for number in self.keys_by_number.sorted().tolist():
+            if number < self._count:
+                yield self.keys_by_number.key(number), values[number]
+
+    def __getitem__(self, key: str) -> RecordEntry:
+        number = self.keys_by_number.find(key)
+        if not 0 <= number < self._count:
+            raise KeyError(key)
+        return self.entry(number)
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and 0 <= self.keys_by_number.find(key) < self._count
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys_by_number.ordered(self._count))
+
+    def __len__(self) -> int:
+        return self._count
+
+
+def _row_dtype(groups: int, crcs: int) -> np.dtype[np.void]:
+    return np.dtype(
+        [
+            ("step", "<i8"),
+            ("generation", "<u8", (groups,)),
+            ("slot", "<u4", (groups,)),
+            ("crcs", "<u4", (crcs,)),
+            ("directory", "<u2", (groups,)),
+            ("schema", "<u2"),
+            ("layer", "<u2"),
+            ("shape", "<u2"),
+        ]
+    )

@@ -1,0 +1,384 @@
+"""A step in layer order: each layer takes all micro-batches before the next one does, forward and backward.
+
+One lease of an expert then serves all micro-batches, and a dense unit is gathered once for them. The bits are those of
+one micro-batch after another: products have the same shapes, and gradients are added up in the order of micro-batches.
+
+**Forward.** Each micro-batch runs the model's own forward pass in a greenlet of its own, which stops where it enters a
+block, where it calls for experts, and where it leaves the last block; it goes on when all are there. Blocks run without
+a graph; what enters them, their *boundaries*, is kept. What leaves a block is cut off from it: it comes as a leaf.
+
+**Head.** One micro-batch after another computes its loss, and passes it back as far as those leaves.
+
+**Backward.** For each block from the last to the first: it is computed again from the boundary of each micro-batch, but
+for its experts, of which nothing but the gradient is needed. That of their outputs is found first; one lease of each
+expert then serves all micro-batches; then each micro-batch passes through the rest of the block. So the graphs of one
+block are in memory, one for each micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from greenlet import greenlet
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from tierstore.cache.access import Phase
+from tierstore.dense import DenseSlices
+from tierstore.dense.gates import Gates, PassListener
+from tierstore.model.interface import Batch, Model, ModelOutput
+from tierstore.moe.computing import ExpertPass
+from tierstore.moe.joint import PendingExperts, backward_together, forward_together
+from tierstore.moe.source import JointSource, SourceSlot
+from tierstore.train.boundaries import BoundaryStore
+
+ExpertCall = tuple[Tensor, Tensor, ExpertPass]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entering:
+    """A micro-batch stands before block number ``block``, with its boundary."""
+
+    block: int
+    x: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Asking:
+    """It stands in a block, and calls for experts."""
+
+    call: ExpertCall
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaving:
+    """It stands behind the last block."""
+
+
+_Stop = _Entering | _Asking | _Leaving | ModelOutput
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """One micro-batch of the step under way."""
+
+    micro: int
+    run: greenlet
+    #: What its forward pass keeps in the model while another goes on.
+    state: object
+    stop: _Stop | None = None
+    #: By block: what it is called with beside its stream, and the state to compute it again in.
+    arguments: list[tuple[tuple[Any, ...], dict[str, Any], object]] = field(default_factory=list)
+    #: What the first block's gradient flows into.
+    entry: GradientEdge | None = None
+    #: What left the last block, and by block what left beside the stream: leaves of the head's graph.
+    stream: Tensor | None = None
+    sides: list[list[Tensor]] = field(default_factory=list)
+    #: The gradient of what left the block that is passed next.
+    gradient: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """What a step in layer order drives beside the parts of its session."""
+
+    gates: Gates
+    slot: SourceSlot
+    boundaries: BoundaryStore
+
+
+class LayerOrder:
+    """Takes the micro-batches of a step through ``model``, whose experts ``source`` leases. It owns nothing."""
+
+    def __init__(
+        self,
+        model: Model,
+        dense: DenseSlices,
+        listener: PassListener,
+        source: JointSource,
+        parts: LayerParts,
+    ) -> None:
+        self._model = model
+        self._source = source
+        self._slot = parts.slot
+        self._boundaries = parts.boundaries
+        self._units = _UnitPasses(dense, parts.gates, listener)
+        self._blocks = list(model.blocks)
+        self._lane: _Lane | None = None
+        self._pending: list[PendingExperts] = []
+        for number, block in enumerate(self._blocks):
+            block.register_forward_pre_hook(partial(self._enter_block, number), with_kwargs=True)
+            block.register_forward_hook(partial(self._leave_block, number))
+
+    def run(
+        self, step: int, batches: Sequence[Batch], accept: Callable[[ModelOutput], bool]
+    ) -> list[ModelOutput]:
+        """Forward and backward passes of ``batches``, the micro-batches of step ``step``.
+
+        ``accept`` is asked of each output, in order; where it declines, the step ends with the outputs before, and without
+        gradients of blocks or experts. The outputs have no graphs any more.
+        """
+        own = self._model.suspend()
+        lanes = [self._lane_of(step, micro, batch) for micro, batch in enumerate(batches)]
+        self._slot.meeting = _Meeting(self)
+        try:
+            with self._units.driven():
+                self._forward(lanes)
+                outputs = self._head(lanes, accept)
+                if len(outputs) == len(lanes):
+                    self._backward(lanes)
+        finally:
+            self._slot.meeting = None
+            self._pending.clear()
+            self._boundaries.clear()
+            for lane in lanes:
+                if not lane.run.dead:
+                    lane.run.throw()  # ends it: what it has open is closed
+            self._model.resume(own)
+        return outputs
+
+    # Forward ------------------------------------------------------------------------------------------------
+
+    def _lane_of(self, step: int, micro: int, batch: Batch) -> _Lane:
+        self._model.set_step(step, micro)
+        return _Lane(micro, greenlet(partial(self._model.run, batch)), self._model.suspend())
+
+    def _forward(self, lanes: Sequence[_Lane]) -> None:
+        with self._units.during(0, Phase.FORWARD):
+            for lane in lanes:
+                self._go_on(lane)
+        for block in range(len(self._blocks)):
+            for lane in lanes:
+                if not (isinstance(lane.stop, _Entering) and lane.stop.block == block):
+                    raise RuntimeError(f"micro-batch {lane.micro} does not enter block {block} where all do")
+                self._boundaries.keep(block, lane.micro, lane.stop.x)
+            with self._units.during(block + 1, Phase.FORWARD):
+                for lane in lanes:
+                    self._go_on(lane)
+                while calls := [lane.stop.call for lane in lanes if isinstance(lane.stop, _Asking)]:
+                    if len(calls) < len(lanes):
+                        raise RuntimeError(f"some micro-batches call for no experts in block {block}")
+                    with torch.no_grad():
+                        results = forward_together(self._source, calls)
+                    del calls
+                    for lane in lanes:
+                        self._go_on(lane, results.pop(0))
+
+    def _go_on(self, lane: _Lane, value: Tensor | None = None) -> None:
+        """Resumes the forward pass of ``lane`` until it stops again."""
+        own = self._model.suspend()
+        self._model.resume(lane.state)
+        self._lane, lane.stop = lane, None
+        try:
+            with torch.enable_grad():  # what it changes ends here
+                lane.stop = lane.run.switch(*([] if value is None else [value]))
+        finally:
+            self._lane = None
+        lane.state = self._model.suspend()
+        self._model.resume(own)
+
+    def _stop(self, stop: _Stop) -> Any:
+        """Called by a forward pass: it stops here until it is resumed."""
+        assert self._lane is not None
+        parent = self._lane.run.parent
+        assert parent is not None
+        return parent.switch(stop)
+
+    def _enter_block(
+        self, number: int, block: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        lane = self._lane
+        if lane is None:
+            return None
+        x, *others = arguments
+        if number == 0:
+            lane.entry = get_gradient_edge(x) if x.requires_grad else None
+        elif x is not lane.stream:
+            raise RuntimeError(f"block {number} does not start from what left the block before")
+        if any(isinstance(each, Tensor) and each.requires_grad for each in (*others, *options.values())):
+            raise RuntimeError(f"block {number} is called with more than its stream that has a gradient")
+        lane.stream = None
+        state = self._model.suspend()
+        lane.arguments.append((tuple(others), options, state))
+        x = x.detach()
+        self._stop(_Entering(number, x))
+        torch.set_grad_enabled(False)
+        return (x, *others), options
+
+    def _leave_block(self, number: int, block: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
+        lane = self._lane
+        if lane is None:
+            return output
+        torch.set_grad_enabled(True)
+        leaves = [each.detach().requires_grad_() for each in self._model.leaving(number, output)]
+        lane.stream, *sides = leaves
+        lane.sides.append(sides)
+        if number == len(self._blocks) - 1:
+            self._stop(_Leaving())
+            torch.set_grad_enabled(True)
+        return self._model.replaced(number, output, leaves)
+
+    def meet(self, call: ExpertCall) -> Tensor:
+        """The experts' results of ``call``, for ``_Meeting``."""
+        if self._lane is not None:
+            result: Tensor = self._stop(_Asking(call))
+            torch.set_grad_enabled(False)
+            return result
+        self._pending.append(PendingExperts(*call))
+        return self._pending[-1].output()
+
+    # Head ---------------------------------------------------------------------------------------------------
+
+    def _head(self, lanes: Sequence[_Lane], accept: Callable[[ModelOutput], bool]) -> list[ModelOutput]:
+        outputs: list[ModelOutput] = []
+        last = len(self._blocks) + 1
+        with self._units.during(last, Phase.FORWARD):
+            pass  # its backward pass follows each micro-batch's forward pass, so that one graph is there at a time
+        with self._units.during(last, Phase.BACKWARD):
+            for lane in lanes:
+                if not isinstance(lane.stop, _Leaving):
+                    raise RuntimeError(f"micro-batch {lane.micro} does not leave the last block where all do")
+                self._go_on(lane)
+                output = lane.stop
+                assert isinstance(output, ModelOutput)
+                assert output.objective is not None
+                lane.stop = None
+                if not accept(output):
+                    break
+                with self._units.micro_batch(last, lane.micro):
+                    torch.autograd.backward(output.objective / len(lanes))
+                assert lane.stream is not None
+                lane.gradient, lane.stream = lane.stream.grad, None
+                outputs.append(_without_graph(output))
+        return outputs
+
+    # Backward -----------------------------------------------------------------------------------------------
+
+    def _backward(self, lanes: Sequence[_Lane]) -> None:
+        for number in reversed(range(len(self._blocks))):
+            with self._units.during(number + 1, Phase.BACKWARD):
+                self._backward_block(number, lanes)
+        with self._units.during(0, Phase.BACKWARD):
+            for lane in lanes:
+                with self._units.micro_batch(0, lane.micro):
+                    if lane.entry is not None:
+                        torch.autograd.backward([lane.entry], [lane.gradient])
+
+    def _backward_block(self, number: int, lanes: Sequence[_Lane]) -> None:
+        again = [self._compute_again(number, lane) for lane in lanes]
+        if any(each.pending is not None for each in again):
+            backward_together(
+                self._source, [each.found(lane.gradient) for each, lane in zip(again, lanes, strict=True)]
+            )
+        for lane in lanes:
+            each = again.pop(0)
+            sides = [leaf.grad for leaf in lane.sides.pop()]
+            passed = [
+                (tensor, gradient)
+                for tensor, gradient in zip(each.made, (lane.gradient, *sides), strict=True)
+                if tensor.requires_grad and gradient is not None
+            ]
+            with self._units.micro_batch(number + 1, lane.micro):
+                if passed:
+                    torch.autograd.backward(
+                        [made for made, _ in passed], [gradient for _, gradient in passed]
+                    )
+            lane.gradient = each.boundary.grad
+
+    def _compute_again(self, number: int, lane: _Lane) -> _Again:
+        others, options, state = lane.arguments.pop()
+        boundary = self._boundaries.take(number, lane.micro)
+        boundary.requires_grad_(number > 0 or lane.entry is not None)
+        own = self._model.suspend()
+        self._model.resume(state)
+        with torch.enable_grad():
+            made = self._model.leaving(number, self._blocks[number](boundary, *others, **options))
+        self._model.resume(own)
+        pending, self._pending = self._pending, []
+        if len(pending) > 1:
+            raise RuntimeError(f"block {number} calls for experts {len(pending)} times")
+        return _Again(boundary, made, pending[0] if pending else None)
+
+
+@dataclass(slots=True, eq=False)
+class _Again:
+    """A block that has been computed again for one micro-batch."""
+
+    boundary: Tensor
+    made: list[Tensor]
+    pending: PendingExperts | None
+
+    def found(self, gradient: Tensor | None) -> tuple[PendingExperts, Tensor]:
+        """Its call for experts with the gradient of its result, where ``gradient`` is that of the stream."""
+        assert self.pending is not None
+        return self.pending, self.pending.output_gradient(self.made[0], gradient)
+
+
+class _Meeting:
+    """The ``Meeting`` of a source slot."""
+
+    def __init__(self, order: LayerOrder) -> None:
+        self._order = order
+
+    def compute(self, x_TD: Tensor, weight_TK: Tensor, call: ExpertPass) -> Tensor:
+        return self._order.meet((x_TD, weight_TK, call))
+
+
+class _UnitPasses:
+    """The passes over dense units, each of which takes all micro-batches.
+
+    A parameter that two units use (a tied embedding) has gradients from both: those that come while another unit is passed
+    wait for those of its own unit, and are added to them, micro-batch by micro-batch.
+    """
+
+    def __init__(self, dense: DenseSlices, gates: Gates, listener: PassListener) -> None:
+        self._dense = dense
+        self._gates = gates
+        self._listener = listener
+        self._present: tuple[int, int] | None = None
+        self._give: Callable[[int, Tensor], None] | None = None
+        #: By unit and micro-batch, then by index.
+        self._waiting: dict[tuple[int, int], dict[int, Tensor]] = {}
+
+    def driven(self) -> AbstractContextManager[None]:
+        """Meanwhile this says where passes begin and end."""
+        self._waiting.clear()
+        return self._gates.driven(self._take)
+
+    @contextmanager
+    def during(self, unit: int, phase: Phase) -> Iterator[None]:
+        """A pass over ``unit``. Where it raises, it has not ended."""
+        self._listener.enter(unit, phase)
+        yield
+        self._listener.leave(unit, phase)
+
+    @contextmanager
+    def micro_batch(self, unit: int, micro: int) -> Iterator[None]:
+        """The part of a backward pass over ``unit`` that is micro-batch ``micro``'s."""
+        self._present = unit, micro
+        with self._dense.micro_batch(unit) as self._give:
+            yield
+            for index, gradient in self._waiting.pop((unit, micro), {}).items():
+                self._give(index, gradient)  # its own unit has not used it
+        self._present = self._give = None
+
+    def _take(self, unit: int, index: int, gradient: Tensor) -> None:
+        assert self._present is not None
+        assert self._give is not None
+        present, micro = self._present
+        if unit != present:
+            self._waiting.setdefault((unit, micro), {})[index] = gradient
+            return
+        earlier = self._waiting.get((unit, micro), {}).pop(index, None)
+        self._give(index, gradient if earlier is None else earlier.add_(gradient))
+
+
+def _without_graph(output: ModelOutput) -> ModelOutput:
+    """What a step's report needs of ``output``."""
+    loss = None if output.loss is None else output.loss.detach()
+    return ModelOutput(loss, output.aux_loss.detach(), output.z_loss.detach(), None, output.loads, None)

@@ -1,0 +1,235 @@
+"""Boundaries within a budget: those that the backward pass needs first stay in memory, the others go to disk and back.
+
+The order of a step is known, so nothing is decided while it runs. Boundaries are numbered by when the backward pass
+needs them: 0 is the last layer's first micro-batch. Memory is ``n`` slots, and boundary ``r`` always lies in slot ``r mod
+n``. In the forward pass the numbers descend: each of ``n`` and above is written as soon as it is there, and its slot is
+taken over when that write has ended. In the backward pass they ascend: when ``r`` has left its slot, ``r + n`` is read
+into it. So the last ``n`` never touch the disk, writes have ``n`` boundaries of time and reads as many, and a step moves
+the fewest bytes that any order could::
+
+    5 boundaries, n = 2    forward                         backward
+    slot 0                 4 (written)  2 (written)  0     0  2 (read)  4 (read)
+    slot 1                 3 (written)  1                  1  3 (read)
+
+``n`` is at least the number of micro-batches, so two boundaries of one layer never want the same slot.
+
+Each boundary has a CRC-32C that its read verifies, space on disk that is reserved when the store is opened, and files
+without a name: nothing is left, however the process ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from tierstore._native import Arena, Buffer, CrcTable, HugePages, Priority
+from tierstore.errors import BudgetError, ChecksumError
+from tierstore.stats import Cause, StallLedger, Tier
+from tierstore.store.core import StoreCore
+from tierstore.store.disk.extents import Slot
+from tierstore.store.format import SECTION_ALIGNMENT
+from tierstore.train.boundaries import BoundaryCounts, BoundaryOrder, BoundaryStore, MemoryBoundaries
+from tierstore.train.budgets import BoundarySplit
+
+_NAME = "boundaries"
+
+
+def open_boundaries(
+    store: StoreCore, ledger: StallLedger, split: BoundarySplit, *, layers: Sequence[int], micro_batches: int
+) -> BoundaryStore:
+    """A store for the boundaries of ``layers`` (ascending), in the memory that ``split`` gives them. Disk is reserved here.
+
+    Raises BudgetError, and OSError (ENOSPC).
+    """
+    if split.slots == split.count:
+        return MemoryBoundaries()
+    return SpilledBoundaries(store, ledger, split, layers=layers, micro_batches=micro_batches)
+
+
+class SpilledBoundaries:
+    """A ``BoundaryStore`` whose memory is the slots of ``split``; ``open_boundaries`` makes it."""
+
+    def __init__(
+        self,
+        store: StoreCore,
+        ledger: StallLedger,
+        split: BoundarySplit,
+        *,
+        layers: Sequence[int],
+        micro_batches: int,
+    ) -> None:
+        self._store = store
+        self._ledger = ledger
+        self._split = split
+        self._numbers = {
+            (layer, micro): number
+            for number, (layer, micro) in enumerate(
+                (layer, micro) for layer in reversed(layers) for micro in range(micro_batches)
+            )
+        }
+        self._order = BoundaryOrder()
+        self._arena = _arena(split.memory_bytes)
+        self._memory = torch.from_numpy(self._arena.view())
+        # By slot of memory: the ticket of its last transfer.
+        self._busy = [0] * split.slots
+        #: What is kept, by number: the tensor's shape, type and device.
+        self._kept: dict[int, tuple[torch.Size, torch.dtype, torch.device]] = {}
+        self._layer_of = {number: layer for (layer, _), number in self._numbers.items()}
+        self._key_of = {number: key for key, number in self._numbers.items()}
+        self._crcs = [CrcTable(1) for _ in range(split.count - split.slots)]
+        self._read = self._written = 0
+        self._closed = False
+        spilled = split.count - split.slots
+        self._extent = store.extents.open_scratch(_NAME, split.slot_bytes, spilled)
+        try:
+            self._places = [self._extent.allocate() for _ in range(spilled)]
+        except BaseException:
+            store.extents.close_scratch(self._extent)
+            raise
+
+    # Keeping -----------------------------------------------------------------------------------------------
+
+    def keep(self, layer: int, micro: int, tensor: Tensor) -> None:
+        number = self._numbers.get((layer, micro))
+        if number is None:
+            raise ValueError(f"no boundary of layer {layer}, micro-batch {micro} was announced")
+        if tensor.nbytes > self._split.slot_bytes:
+            raise ValueError(
+                f"layer {layer}: a boundary of {tensor.nbytes} bytes, and {self._split.slot_bytes} were announced"
+            )
+        self._order.keep(layer, micro)
+        self._wait(number, self._busy[self._slot(number)])
+        if tensor.nbytes:
+            self._view(number, tensor.shape, tensor.dtype).copy_(tensor.detach())
+        self._kept[number] = tensor.shape, tensor.dtype, tensor.device
+        if number >= self._split.slots and tensor.nbytes:
+            place = self._place(number)
+            ticket = place.extent.write(place.number, [self._buffer(number)], self._crc(number), ())
+            self._busy[self._slot(number)] = ticket
+            self._written += self._padded(number)
+
+    # Taking ------------------------------------------------------------------------------------------------
+
+    def take(self, layer: int, micro: int) -> Tensor:
+        self._order.take(layer, micro)
+        number = self._numbers[layer, micro]
+        shape, dtype, device = self._kept[number]
+        self._wait(number, self._busy[self._slot(number)])
+        taken = torch.empty(shape, dtype=dtype, device=device)
+        if taken.nbytes:
+            taken.copy_(self._view(number, shape, dtype))
+        del self._kept[number]
+        self._read_ahead(number + self._split.slots)
+        return taken
+
+    def _read_ahead(self, number: int) -> None:
+        """The slot of ``number`` is free: its content comes back."""
+        if number not in self._kept or not self._nbytes(number):
+            return
+        place = self._place(number)
+        self._busy[self._slot(number)] = place.extent.read(
+            place.number, [self._buffer(number)], self._crc(number), (), Priority.SPECULATIVE
+        )
+        self._read += self._padded(number)
+
+    def clear(self) -> None:
+        self._order.clear()
+        self._kept.clear()
+        with self._ledger.stall(layer=None, tier=Tier.NVME, cause=Cause.BOUNDARY_SPILL):
+            self._settle()
+
+    def _settle(self) -> None:
+        for ticket in filter(None, self._busy):
+            # What was read is not needed any more; a write that failed has poisoned the engine.
+            with contextlib.suppress(Exception):
+                self._store.engine.wait(ticket)
+        self._busy = [0] * self._split.slots
+
+    # Slots -------------------------------------------------------------------------------------------------
+
+    def _slot(self, number: int) -> int:
+        return number % self._split.slots
+
+    def _place(self, number: int) -> Slot:
+        """Where a spilled boundary lies on disk."""
+        return self._places[number - self._split.slots]
+
+    def _crc(self, number: int) -> CrcTable:
+        return self._crcs[number - self._split.slots]
+
+    def _nbytes(self, number: int) -> int:
+        shape, dtype, _ = self._kept[number]
+        return shape.numel() * dtype.itemsize
+
+    def _padded(self, number: int) -> int:
+        return -(-self._nbytes(number) // SECTION_ALIGNMENT) * SECTION_ALIGNMENT
+
+    def _view(self, number: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        begin = self._slot(number) * self._split.slot_bytes
+        return self._memory[begin : begin + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+    def _buffer(self, number: int) -> Buffer:
+        begin = self._slot(number) * self._split.slot_bytes
+        return Buffer(self._arena, [(begin, self._padded(number))], self._nbytes(number))
+
+    def _wait(self, number: int, ticket: int) -> None:
+        """Waits for the transfer ``ticket`` of the slot that ``number`` lies in, or is to."""
+        if not ticket:
+            return
+        with contextlib.ExitStack() as stack:
+            if not self._store.engine.done(ticket):
+                layer = self._layer_of[number]
+                stack.enter_context(
+                    self._ledger.stall(layer=layer, tier=Tier.NVME, cause=Cause.BOUNDARY_SPILL)
+                )
+            with self._named(number):
+                self._store.wait([ticket])
+        self._busy[self._slot(number)] = 0
+
+    @contextlib.contextmanager
+    def _named(self, number: int) -> Iterator[None]:
+        layer, micro = self._key_of[number]
+        try:
+            yield
+        except ChecksumError as error:
+            raise ChecksumError(f"block input of layer {layer}, micro-batch {micro}: {error}") from error
+
+    # The store ---------------------------------------------------------------------------------------------
+
+    @property
+    def counts(self) -> BoundaryCounts:
+        return BoundaryCounts(self._split.memory_bytes, self._read, self._written)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._order.clear()
+        self._kept.clear()
+        self._settle()
+        self._store.extents.close_scratch(self._extent)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _arena(nbytes: int) -> Arena:
+    try:
+        return Arena(nbytes, HugePages.AUTO)
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        raise BudgetError(
+            f"boundary_budget: expected what this machine can give: {error.strerror}"
+        ) from error
