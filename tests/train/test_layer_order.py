@@ -52,6 +52,8 @@ MODES: dict[str, dict[str, Any]] = {
     "dense-between": {"data.micro_batches": 2, "model.n_layers": 5, "model.moe_every": 2},
     "checkpoint": {"data.micro_batches": 2, "model.checkpoint_activations": "block"},
     "recompute": {"data.micro_batches": 2, "model.expert_activations": "recompute"},
+    "guessed": {"data.micro_batches": 2, "prefetch.predictor": "router", "prefetch.depth": 2},
+    "int8": {"data.micro_batches": 2, "adamw.moments": "int8"},
     "gathered": {"data.micro_batches": 2, "dense.optimizer_state": "nvme", "clip_norm": 0.3},
 }
 

@@ -50,8 +50,13 @@ def test_ranks_compute_what_one_process_does(
 
 @pytest.mark.parametrize(
     "mode",
-    [{}, {"clip_norm": 0.5, "model.tie_embeddings": "tied", "dense.gradient_buffers": 1}],
-    ids=["immediate", "clip"],
+    [
+        {},
+        {"clip_norm": 0.5, "model.tie_embeddings": "tied", "dense.gradient_buffers": 1},
+        # Some experts are reached by tokens of one rank alone, and sleep before.
+        {"model.experts": 40, "model.top_k": 1, "model.seq_len": 4, "prefetch.predictor": "router"},
+    ],
+    ids=["immediate", "clip", "few"],
 )
 @pytest.mark.parametrize(("size", "expert"), [(2, 0), (2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_layer_order_has_the_bits_of_micro_order(
