@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,9 @@ from tierstore.prefetch.gradients import NoGradients
 from tierstore.store.format import MomentFormat
 from tierstore.train.budgets import DeviceKind, least_host_budget
 from tierstore.train.experts import pair_key
+from tierstore.train.files import DataConfig, DataFormat, MicroOrder
+from tierstore.train.ranks import Opening
+from tierstore.train.session import open_session
 from tierstore.train.stepping import SessionParts, Stepper
 
 if TYPE_CHECKING:
@@ -288,6 +292,27 @@ def test_bits_do_not_depend_on_memory_nor_on_where_it_was_cut(
                 crc = parts.store.records_crc32c()
         ends.append((losses, crc))
     assert ends[0] == ends[1] == ends[2]
+
+
+@pytest.mark.parametrize("targets", list(LoraTargets))
+@pytest.mark.parametrize("clip", [0.0, 0.2], ids=["immediate", "clip"])
+def test_layer_order_has_the_bits_of_micro_order(
+    frozen_stores: Any, targets: LoraTargets, clip: float, text: Path
+) -> None:
+    """Pairs of both kinds, beside frozen experts that one lease serves all micro-batches with."""
+    found = []
+    for order in MicroOrder.MICRO, MicroOrder.LAYER:
+        _, store = frozen_stores("qwen3_moe")
+        data = DataConfig(
+            paths=(str(text),), format=DataFormat.BYTES, batch_size=2, micro_batches=3, micro_order=order
+        )
+        config = configured(store, LoraConfig(rank=RANK, targets=targets), clip=clip)
+        config = replace(config, host_budget=2 * least_host_budget(config, DeviceKind.CPU), data=data)
+        with open_session(config, Opening.RESUME) as trainer:
+            losses = [trainer.step().loss for _ in range(3)]
+            trainer.commit()
+            found.append((losses, trainer.store.records_crc32c()))
+    assert found[0] == found[1]
 
 
 def test_in_bf16_the_base_is_bf16_and_is_never_written(tmp_path: Path) -> None:

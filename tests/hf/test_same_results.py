@@ -269,3 +269,16 @@ def test_layer_order_has_the_bits_of_micro_order(family: str, dtype: ComputeDtyp
     expected = train(configure(family, dtype, base))
     found = train(configure(family, dtype, {**base, "data.micro_order": "layer"}))
     assert found[:2] == expected[:2]
+
+
+@pytest.mark.parametrize("dtype", list(ComputeDtype))
+def test_layer_order_with_a_tied_head(dtype: ComputeDtype, text: Path, tmp_path: Path) -> None:
+    """The embedding's gradient is added to the head's, micro-batch by micro-batch."""
+    model = plain_model(make_config("mixtral", vocab_size=VOCABULARY, tie_word_embeddings=True))
+    model.save_pretrained(tmp_path / "model")
+    found = []
+    for order in ("micro", "layer"):
+        imported(tmp_path / "model", tmp_path / order, compute=dtype)
+        settings = {"store": tmp_path / order, "data.paths": (str(text),), "steps": 3, "clip_norm": 0.5}
+        found.append(train(configuration({**settings, "data.micro_batches": 3, "data.micro_order": order})))
+    assert found[0][:2] == found[1][:2]

@@ -13,7 +13,18 @@ import pytest
 import torch
 
 from tierstore._native import Arena, Buffer, Engine, File, HugePages
-from tierstore.tiers import DeviceSlots, DeviceTier, cuda, open_device_tier
+from tierstore.capabilities import Capability
+from tierstore.errors import CapabilityError
+from tierstore.links import LinkConfig
+from tierstore.tiers import (
+    DeviceSlots,
+    DeviceTier,
+    WeightLoads,
+    cuda,
+    describe_weights,
+    open_device_tier,
+    weights_in_place,
+)
 
 #: "faked": the tier of a CUDA device, its tickets and threads, over copies that the CPU makes at once.
 DEVICES = ["cpu", "faked", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -202,3 +213,41 @@ def test_a_gradient_slot_is_guarded_by_all_who_read_it(bench: Bench) -> None:
 )
 def test_bytes_of_slots(dtype: torch.dtype, weights: int, gradients: int, nbytes: int) -> None:
     assert DeviceSlots(NUMEL, dtype, weights=weights, gradients=gradients).nbytes == nbytes
+
+
+def test_weights_in_place_are_those_of_the_source_until_their_release() -> None:
+    slots = DeviceSlots(NUMEL, torch.float32, weights=1, gradients=1)
+    values = torch.arange(NUMEL, dtype=torch.float32)
+    with Engine() as engine:
+        tier = open_device_tier(engine, slots, torch.device("cpu"), HugePages.OFF, loads=WeightLoads.IN_PLACE)
+        whole = Buffer(Arena(16384, HugePages.OFF), [(0, 16384)], NUMEL * 4)
+        gate = engine.external()
+        ticket = tier.load(0, whole, [gate])
+        assert not engine.done(ticket)
+        whole.copy_from(values.view(torch.uint8).numpy())
+        engine.complete_external(gate)
+        engine.wait_all([ticket])
+        held = tier.weights(0)
+        assert held.data_ptr() == whole.array().ctypes.data
+        assert torch.equal(held, values)
+        tier.release_weights(0)
+        assert tier.weights(0).data_ptr() != whole.array().ctypes.data
+        # What lies in several pieces is copied.
+        scattered = Bench(engine, tier, slots).source(values + 1)
+        engine.wait_all([tier.load(0, scattered, [])])
+        assert torch.equal(tier.weights(0), values + 1)
+        tier.close()
+
+
+def test_weights_are_computed_with_in_place_where_the_cpu_computes() -> None:
+    cpu, gpu, free = torch.device("cpu"), torch.device("cuda"), LinkConfig()
+    found = weights_in_place(Capability.AUTO, cpu, free)
+    assert found
+    assert "in the host cache (the CPU computes)" in describe_weights(found)
+    assert not weights_in_place(Capability.OFF, cpu, free)
+    for device, link in ((gpu, free), (cpu, LinkConfig(bandwidth=1 << 20))):
+        found = weights_in_place(Capability.AUTO, device, link)
+        assert not found
+        assert "copied to slots" in describe_weights(found)
+        with pytest.raises(CapabilityError, match="weights_in_place is set to on"):
+            weights_in_place(Capability.ON, device, link)

@@ -39,7 +39,7 @@ MODES: dict[str, dict[str, Any]] = {
 HOLDS: dict[str, dict[str, Any]] = {
     "half": {"budget": 0.5},
     "tenth": {"budget": 0.1, "prefetch.depth": 3, "prefetch.predictor": "all"},
-    "least": {"budget": 0.0, "prefetch.depth": 0, "io.backend": "threads"},
+    "least": {"budget": 0.0, "prefetch.depth": 0, "io.backend": "threads", "weights_in_place": "off"},
     "least-lru-1": {
         "budget": 0.0,
         "cache.policy": "lru",

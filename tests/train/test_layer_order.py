@@ -14,7 +14,7 @@ import pytest
 import torch
 from slowness import mostly_slow
 
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, StorePoisonedError
 from tierstore.trace.replay import replay
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import MicroOrder
@@ -66,6 +66,15 @@ def test_layer_order_has_the_bits_of_micro_order(mode: str, configure: Make, tra
     assert found.norms == expected.norms
 
 
+def test_a_tied_head_whose_loss_goes_in_chunks(configure: Make, train: Any) -> None:
+    """Each chunk passes a gradient to the embedding, before the embedding's own."""
+    changes = {"steps": 3, **MODES["tied"]}
+    with mock.patch("tierstore.model.loss.CHUNK_LOGITS", 6 * 256):
+        expected = train(configure(changes))
+        found = train(configure({**changes, **LAYER}))
+    assert found.bits == expected.bits
+
+
 #: Ways to hold it; ``budget`` is a share of the records, 0 is the minimum.
 HOLDS: dict[str, dict[str, Any]] = {
     "quarter": {"budget": 0.25, "prefetch.depth": 3},
@@ -74,8 +83,9 @@ HOLDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("hold", HOLDS)
-@pytest.mark.parametrize("mode", ["four", "clip"])
+@pytest.mark.parametrize(
+    ("mode", "hold"), [("four", "quarter"), ("four", "least"), ("clip", "least"), ("clip", "written back")]
+)
 def test_however_it_is_held_and_cut(
     mode: str, hold: str, configure: Make, train: Any, least: Callable[[TrainConfig], int]
 ) -> None:
@@ -196,17 +206,16 @@ def test_bytes_do_not_grow_with_micro_batches(
             {
                 "data.micro_batches": micros,
                 "data.micro_order": order,
-                "data.batch_size": 16,
+                "data.batch_size": 8,
                 "clip_norm": clip,
                 "prefetch.depth": 1,
             }
         )
         config = replace(config, host_budget=3 * least(config))
         with open_session(config, Opening.CREATE) as trainer:
-            for _ in range(2):
-                trainer.step()
+            trainer.step()
             before = trainer.store.cache.residency.stats()
-            for _ in range(3):
+            for _ in range(2):
                 trainer.step()
             after = trainer.store.cache.residency.stats()
         moved[order, micros] = (
@@ -258,6 +267,27 @@ def test_a_loss_that_is_not_finite_skips_the_step(clip: float, spoilt: int, conf
             losses.append([trainer.step().loss for _ in range(3)])
             losses[-1].append(trainer.evaluate())
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("breaks", ["forward", "backward_each"])
+def test_what_breaks_in_a_step_is_raised_and_the_last_commit_stands(breaks: str, configure: Make) -> None:
+    config = configure({"data.micro_batches": 3, **LAYER})
+    with open_session(config, Opening.CREATE) as trainer:
+        trainer.step()
+        trainer.commit()
+        before = trainer.store.records_crc32c()
+        expected = [trainer.step().loss for _ in range(2)]
+    with open_session(config, Opening.RESUME) as trainer:
+        with (
+            mock.patch.object(trainer.experts, breaks, side_effect=OSError("the disk is gone")),
+            pytest.raises(OSError, match="the disk is gone"),
+        ):
+            trainer.step()
+        with pytest.raises(StorePoisonedError):
+            trainer.step()
+    with open_session(config, Opening.RESUME) as trainer:
+        assert trainer.store.records_crc32c() == before
+        assert [trainer.step().loss for _ in range(2)] == expected
 
 
 def test_one_micro_batch_has_one_order(configure: Make) -> None:

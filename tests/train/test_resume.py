@@ -128,7 +128,13 @@ def agree(process: Process, expected: tuple[dict[int, float], dict[str, Any]]) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "changes", [{}, {"clip_norm": 0.3, "data.micro_batches": 2}], ids=["immediate", "clip"]
+    "changes",
+    [
+        {},
+        {"clip_norm": 0.3, "data.micro_batches": 2},
+        {"data.micro_batches": 2, "data.micro_order": "layer"},
+    ],
+    ids=["immediate", "clip", "layer"],
 )
 def test_killed_at_random_moments(
     changes: Mapping[str, Any], configure: Make, start: Start, tmp_path: Path

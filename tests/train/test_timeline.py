@@ -24,7 +24,7 @@ from tierstore.train.session import open_session
 def draw(mesh: Mesh, settings: Settings, path: Path) -> dict[str, int]:
     """Three steps that are drawn to ``path`` (of this rank); what the dense parameters sent in them."""
     torch.set_num_threads(1)
-    config = load(TrainConfig, None, {**TINY, **settings})
+    config = load(TrainConfig, None, {**TINY, "weights_in_place": "off", **settings})
     own = rank_file(path, mesh.world.rank)
     assert own is not None
     with Timeline(own) as sink, open_session(config, Opening.CREATE, mesh=mesh, timeline=sink) as trainer:

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -170,7 +171,7 @@ def figures(
         rounds[f"{name}_to_step"] = ratios(samples[name], samples["step"])
         rounds[f"{name}_replay_to_replay"] = ratios(samples[f"{name}_replay"], samples["replay"])
         moved |= {name: nbytes, f"{name}_replay": nbytes - _GRADIENT_BYTES}
-    medians = {f"{name}_ratio": statistics.median(values) for name, values in rounds.items()}
+    medians: dict[str, Any] = {f"{name}_ratio": statistics.median(values) for name, values in rounds.items()}
     return AdamWResult(
         parameters=parameters,
         threads=threads,

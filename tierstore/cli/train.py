@@ -195,6 +195,7 @@ def _train(
     ):
         output.line(f"data: {trainer.data.describe()}")
         _describe(trainer.store, output)
+        output.line(trainer.describe_weights())
         output.line(trainer.timer.describe())
         log.start(trainer)
         first, begun = trainer.state.position, Instant.now(trainer)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from tierstore.moe.computing import ExpertPass, ForwardWalk, Saved, backward_walk
+from tierstore.moe.computing import BackwardWalk, ExpertPass, ForwardWalk, Saved, backward_walk
 from tierstore.moe.experts import Scratch
 from tierstore.moe.source import JointSource, users_of
 
@@ -39,29 +39,46 @@ def forward_together(source: JointSource, calls: Sequence[tuple[Tensor, Tensor, 
     for lease in source.forward(_layer([call for _, _, call in calls]), list(users)):
         for micro in users[lease.expert]:
             walks[micro].compute(lease)
-    return [walk.finish() for walk in walks]
+    return [walks.pop(0).finish() for _ in calls]
 
 
 class PendingExperts:
     """A call for experts in a block that is computed again, whose gradients come from ``backward_together``."""
 
     def __init__(self, x_TD: Tensor, weight_TK: Tensor, call: ExpertPass) -> None:
-        self.x_TD = x_TD.detach()
-        self.weight_TK = weight_TK.detach()
-        self.call = call
+        self.inputs: tuple[Tensor, Tensor, ExpertPass] | None = (x_TD.detach(), weight_TK.detach(), call)
         #: Of the tokens and of their weights, once they are known.
-        self.gradients: tuple[Tensor, Tensor] | None = None
+        self._gradients: tuple[Tensor, Tensor] | None = None
         anchor = torch.empty(0, dtype=x_TD.dtype, device=x_TD.device, requires_grad=True)
         apply: Any = _Pending.apply
         self._output: Tensor | None = apply(x_TD, weight_TK, anchor, self)
-        #: Where the gradient of the output is found, whatever is done to the output in place.
-        self.edge: GradientEdge = get_gradient_edge(self._output)
+        # Taken now: the output may be changed in place.
+        self._edge: GradientEdge | None = get_gradient_edge(self._output)
 
     def output(self) -> Tensor:
         """What the experts' results would be, without their content: it is not a number. Once."""
         output, self._output = self._output, None
         assert output is not None
         return output
+
+    def output_gradient(self, made: Tensor, gradient: Tensor | None) -> Tensor:
+        """The gradient of the output, where ``made`` has come of it and has ``gradient``. The graph stays. Once."""
+        edge, self._edge = self._edge, None  # or the graph and this would hold each other
+        assert edge is not None
+        gradients = None if gradient is None else [gradient]
+        (found,) = torch.autograd.grad([made], [edge], gradients, retain_graph=True)
+        return found
+
+    def finish(self, gradients: tuple[Tensor, Tensor]) -> None:
+        """The gradients of the tokens and of their weights are known."""
+        self.inputs, self._gradients = None, gradients
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """What ``finish`` was given. Once."""
+        gradients, self._gradients = self._gradients, None
+        if gradients is None:
+            raise RuntimeError("a backward pass through experts whose gradients are not known yet")
+        return gradients
 
 
 class _Pending(torch.autograd.Function):
@@ -73,25 +90,23 @@ class _Pending(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        gradients = ctx.pending.gradients
-        if gradients is None:
-            raise RuntimeError("a backward pass through experts whose gradients are not known yet")
-        ctx.pending.gradients = None
-        return (*gradients, None, None)
+        return (*ctx.pending.gradients(), None, None)
 
 
 def backward_together(source: JointSource, pending: Sequence[tuple[PendingExperts, Tensor]]) -> None:
     """Finds the gradients of ``pending``, whose outputs have those beside them, and leaves the experts' with ``source``."""
     scratch = Scratch()
-    walks = [
-        backward_walk(each.x_TD, each.weight_TK, grad_TD, each.call, Saved(), scratch)
-        for each, grad_TD in pending
-    ]
-    layer = _layer([each.call for each, _ in pending])
-    for micro, lease in source.backward_each(layer, [walk.asked for walk in walks]):
+    walks: list[BackwardWalk] = []
+    calls: list[ExpertPass] = []
+    for each, grad_TD in pending:
+        assert each.inputs is not None
+        x_TD, weight_TK, call = each.inputs
+        calls.append(call)
+        walks.append(backward_walk(x_TD, weight_TK, grad_TD, call, Saved(), scratch))
+    for micro, lease in source.backward_each(_layer(calls), [walk.asked for walk in walks]):
         walks[micro].compute(lease)
-    for (each, _), walk in zip(pending, walks, strict=True):
-        each.gradients = walk.finish()
+    for each, _ in pending:
+        each.finish(walks.pop(0).finish())
 
 
 def _layer(calls: Sequence[ExpertPass]) -> int:

@@ -131,6 +131,8 @@ class StepHistory:
         begin, end = reached + 1 - self._first, through + 1 - self._first
         if begin < 0 or end > len(self._rows):
             raise ValueError(f"steps {reached + 1}..{through} are not in the history")
+        if end == begin + 1:  # most of all: no step was missed
+            return self._rows[begin][None]
         return np.stack(self._rows[begin:end]) if end > begin else np.empty((0, ROW_COLUMNS), np.float32)
 
     def step_rows(self, reached: int, step: int) -> tuple[Row, int]:

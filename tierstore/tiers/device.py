@@ -1,9 +1,9 @@
 """The device tier: a few slots for the weights in use and for the gradients being made.
 
-Computation never touches the host cache. Weights are copied into a slot before an expert runs, and
-its gradient is made in a slot and leaves it as soon as it is complete. The CPU stands in for a GPU
-with slots of its own and real copies, so that there is one code path; its slots count against the
-host budget.
+Weights are copied into a slot before an expert runs, and its gradient is made in a slot and leaves it as soon as it is
+complete. The CPU stands in for a GPU with slots of its own and real copies, so that there is one code path; its slots
+count against the host budget. Where it only computes, copies of weights are spared: a slot then refers to the memory of
+the host cache, which stays where it is until the slot is released (``WeightLoads.IN_PLACE``).
 
 Everything is ordered by tickets of the engine. One caller at a time.
 """
@@ -12,12 +12,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from enum import Enum
 from typing import Protocol
 
 import torch
 
 from tierstore._native import Arena, Buffer, Engine, HugePages
 from tierstore.tiers.slots import DeviceSlots
+
+
+class WeightLoads(Enum):
+    """What loading weights means where the device's memory is the host's."""
+
+    COPIED = "copied"
+    #: The slot refers to its source. Content in several pieces is copied all the same.
+    IN_PLACE = "in place"
 
 
 class DeviceTier(Protocol):
@@ -32,7 +41,10 @@ class DeviceTier(Protocol):
     def slots(self) -> DeviceSlots[torch.dtype]: ...
 
     def load(self, slot: int, source: Buffer, after: Sequence[int]) -> int:
-        """Queues the copy of ``source`` into weight slot ``slot``; returns its ticket."""
+        """Queues the copy of ``source`` into weight slot ``slot``; returns its ticket.
+
+        A tier that loads in place reads ``source`` itself: it stays as it is until the slot has been released.
+        """
         ...
 
     def weights(self, slot: int) -> torch.Tensor:
@@ -65,8 +77,15 @@ class DeviceTier(Protocol):
 class HostDeviceTier:
     """The CPU as a device: slots in an arena of its own."""
 
-    def __init__(self, engine: Engine, slots: DeviceSlots[torch.dtype], huge_pages: HugePages) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        slots: DeviceSlots[torch.dtype],
+        huge_pages: HugePages,
+        loads: WeightLoads = WeightLoads.COPIED,
+    ) -> None:
         self._engine = engine
+        self._loads = loads
         self.slots = slots
         self._arena = Arena(slots.nbytes, huge_pages)
         self.device = torch.device("cpu")
@@ -79,7 +98,9 @@ class HostDeviceTier:
             self._buffer(weight_end + i * slots.gradient_bytes, slots.gradient_bytes, slots.numel * 4)
             for i in range(slots.gradients)
         ]
-        self._weight_tensors = [tensor_of(buffer, slots.compute) for buffer in self._weights]
+        self._slot_tensors = [tensor_of(buffer, slots.compute) for buffer in self._weights]
+        #: What each slot gives: its own tensor, or one over the source of its last load.
+        self._weight_tensors = list(self._slot_tensors)
         self._gradient_tensors = [tensor_of(buffer, torch.float32) for buffer in self._gradients]
         self._free: deque[tuple[int, list[int]]] = deque((slot, []) for slot in range(slots.gradients))
 
@@ -87,13 +108,18 @@ class HostDeviceTier:
         return Buffer(self._arena, [(offset, capacity)], nbytes)
 
     def load(self, slot: int, source: Buffer, after: Sequence[int]) -> int:
+        if self._loads is WeightLoads.IN_PLACE and source.contiguous:
+            self._weight_tensors[slot] = tensor_of(source, self.slots.compute)
+            return self._engine.barrier(after)
+        self._weight_tensors[slot] = self._slot_tensors[slot]
         return self._engine.copy(self._weights[slot], source, after=after)
 
     def weights(self, slot: int) -> torch.Tensor:
         return self._weight_tensors[slot]
 
     def release_weights(self, slot: int) -> None:
-        """Nothing to do: the caller computes, and has finished."""
+        """The caller computes, and has finished."""
+        self._weight_tensors[slot] = self._slot_tensors[slot]
 
     def allocate_gradient(self) -> tuple[int, list[int]]:
         return self._free.popleft()
@@ -110,6 +136,7 @@ class HostDeviceTier:
 
     def close(self) -> None:
         self._weight_tensors.clear()
+        self._slot_tensors.clear()
         self._gradient_tensors.clear()
 
 

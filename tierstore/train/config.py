@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tierstore.cache.config import CacheConfig
+from tierstore.capabilities import Capability
 from tierstore.config import as_dict
 from tierstore.dense.config import DenseConfig
 from tierstore.errors import ConfigError
@@ -76,6 +77,10 @@ class TrainConfig:
         },
     )
     device: str = field(default="auto", metadata={"help": "cpu, cuda, or auto"})
+    weights_in_place: Capability = field(
+        default=Capability.AUTO,
+        metadata={"help": "on the CPU, compute with experts where they lie in the cache, without a copy"},
+    )
     threads: int = field(default=0, metadata={"help": "torch's threads (0: one for each core)"})
     commit_every: int = field(default=20, metadata={"help": "steps between commits (0: only at the end)"})
     snapshot_every: int = field(default=0, metadata={"help": "steps between named snapshots (0: none)"})

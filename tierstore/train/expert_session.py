@@ -45,7 +45,7 @@ from tierstore.store.format import RecordSchema
 from tierstore.store.opening import minimum_host_budget
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.store.registering import NewRecord, register_many
-from tierstore.tiers import DeviceSlots, open_device_tier
+from tierstore.tiers import DeviceSlots, WeightLoads, open_device_tier
 from tierstore.train.budgets import EXPERT_SCHEMA
 from tierstore.train.experts import expert_key
 from tierstore.train.stepping import NonFiniteError, StepError, clip_scale
@@ -115,7 +115,7 @@ def open_experts(
             )
         if held != schema:
             raise StoreFormatError(f"{store}: the store holds experts of another shape than {shape}")
-        tier = open_device_tier(core.engine, slots, torch.device("cpu"), HugePages.AUTO)
+        tier = open_device_tier(core.engine, slots, torch.device("cpu"), HugePages.AUTO, WeightLoads.IN_PLACE)
         stack.callback(tier.close)
         source = TieredExperts(
             core,

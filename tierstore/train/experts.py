@@ -28,7 +28,14 @@ from tierstore.stats import StallLedger
 from tierstore.store.core import StoreCore
 from tierstore.store.optimizer import CachedRecord
 from tierstore.store.registering import NewRecord, register_many
-from tierstore.tiers import DeviceSlots, DeviceTier, limited_tier, open_device_tier
+from tierstore.tiers import (
+    DeviceSlots,
+    DeviceTier,
+    WeightLoads,
+    limited_tier,
+    open_device_tier,
+    weights_in_place,
+)
 from tierstore.train.budgets import EXPERT_SCHEMA, PAIR_SCHEMA, Budgets
 from tierstore.train.config import TrainConfig
 
@@ -137,6 +144,9 @@ class ExpertOpener:
         return make_predictor(prefetch.predictor, self.owned, most=prefetch.guesses)
 
     def _tier(self, stack: contextlib.ExitStack, slots: DeviceSlots[torch.dtype]) -> DeviceTier:
-        tier = open_device_tier(self.store.engine, slots, self.mesh.device, HugePages.AUTO)
+        device, link = self.mesh.device, self.config.links.copy
+        in_place = weights_in_place(self.config.weights_in_place, device, link)
+        loads = WeightLoads.IN_PLACE if in_place else WeightLoads.COPIED
+        tier = open_device_tier(self.store.engine, slots, device, HugePages.AUTO, loads)
         stack.callback(tier.close)
-        return limited_tier(tier, self.store.engine, self.config.links.copy)
+        return limited_tier(tier, self.store.engine, link)

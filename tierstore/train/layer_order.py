@@ -316,10 +316,7 @@ class _Again:
     def found(self, gradient: Tensor | None) -> tuple[PendingExperts, Tensor]:
         """Its call for experts with the gradient of its result, where ``gradient`` is that of the stream."""
         assert self.pending is not None
-        (found,) = torch.autograd.grad(
-            self.made[:1], [self.pending.edge], None if gradient is None else [gradient], retain_graph=True
-        )
-        return self.pending, found
+        return self.pending, self.pending.output_gradient(self.made[0], gradient)
 
 
 class _Meeting:

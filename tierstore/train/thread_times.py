@@ -86,6 +86,8 @@ class ThreadTimes:
         self._thread_cpu_s = thread_cpu_s
         self._caller = threading.get_native_id() if caller is None else caller
         self._roles: dict[int, ThreadRole] = {}
+        #: Those that drive, of ``_roles``.
+        self._driving: list[int] = []
         self._schedstat: dict[int, int] = {}
         self._stat = -1
         #: Why only the caller's time on processors is known; empty if all is.
@@ -116,8 +118,8 @@ class ThreadTimes:
         if self.unavailable:
             return Spent(self._thread_cpu_s(self._caller))
         total = Spent()
-        for thread, role in list(self._roles.items()):
-            if role is ThreadRole.DRIVER and (spent := self._spent(thread)) is not None:
+        for thread in tuple(self._driving):
+            if (spent := self._spent(thread)) is not None:
                 total += spent
         return total
 
@@ -141,7 +143,9 @@ class ThreadTimes:
                 name = (self._tasks / str(thread) / "comm").read_text()
                 flags = os.O_RDONLY | os.O_CLOEXEC
                 self._schedstat[thread] = os.open(self._tasks / str(thread) / "schedstat", flags)
-                self._roles[thread] = self._role(thread, name, python)
+                role = self._roles[thread] = self._role(thread, name, python)
+                if role is ThreadRole.DRIVER:
+                    self._driving.append(thread)
 
     def _role(self, thread: int, name: str, python: set[int | None]) -> ThreadRole:
         if thread == self._caller or name.startswith("pt_autograd"):
@@ -151,7 +155,8 @@ class ThreadTimes:
         return ThreadRole.OTHER if thread in python else ThreadRole.TORCH
 
     def _forget(self, thread: int) -> None:
-        self._roles.pop(thread, None)
+        if self._roles.pop(thread, None) is ThreadRole.DRIVER:
+            self._driving.remove(thread)
         if thread in self._schedstat:
             os.close(self._schedstat.pop(thread))
 

@@ -18,6 +18,7 @@ import torch
 
 from tierstore.model.interface import Batch, ModelOutput
 from tierstore.stats import Cause, Tier
+from tierstore.tiers import describe_weights, weights_in_place
 from tierstore.timeline import Track
 from tierstore.train.data import TrainingData
 from tierstore.train.layer_order import LayerOrder
@@ -60,6 +61,13 @@ class Trainer:
         self._layers: LayerOrder | None = None
         if parts.layers is not None:
             self._layers = LayerOrder(parts.model, parts.dense, parts.queue, parts.experts, parts.layers)
+
+    def describe_weights(self) -> str:
+        """One line: where experts are computed with, and why."""
+        config = self.config
+        return describe_weights(
+            weights_in_place(config.weights_in_place, self.mesh.device, config.links.copy)
+        )
 
     def step(self) -> StepResult:
         """One optimizer step. Raises NonFiniteError, ChecksumError, OSError, BudgetError.

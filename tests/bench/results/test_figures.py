@@ -126,7 +126,13 @@ SINCE: dict[str, dict[str, object]] = {
         f"{name}_{key}": []
         for name in ("heartbeat_late", "heartbeat_late_idle")
         for key in ("samples_s", "median_s", "least_s", "greatest_s")
-    }
+    },
+    "train": {
+        "round_cpu_to_in_ram_ratio": [],
+        "cpu_to_in_ram_ratio": None,
+        "tiered_parts": [],
+        "in_ram_parts": [],
+    },
 }
 RESULTS = {
     "adamw": adamw.AdamWResult,

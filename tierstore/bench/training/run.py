@@ -21,13 +21,14 @@ from tierstore.bench.probes.memory_limit import MemoryLimit, MemoryUse, page_cac
 from tierstore.bench.results.document import Better, Measurement, counted, derived, measured
 from tierstore.bench.results.figures import IF_ANY, Figures, StallTime, prefixed, ratios
 from tierstore.bench.training.bound import Compulsory, bound_s, compulsory
-from tierstore.bench.training.worker import Opened, RoundSteps, TrainingProcess
+from tierstore.bench.training.worker import PARTS, Opened, RoundSteps, TrainingProcess
 from tierstore.stats import spread
 from tierstore.store.format import COMMITTED_GROUPS
 from tierstore.train.budgets import expert_schema
 from tierstore.train.config import TrainConfig
 
 _TO_BOUND = 1.15  # what a step may take at most, in times of its bound
+_CPU_TO_IN_RAM = 1.05  # what processor time a tiered step may take at most, in times of one in RAM
 _PROBE_BYTES = 1 << 30
 _PROBE_SHARE = 0.5  # of one step's bytes, moved for one measurement ...
 _PROBE_LEAST_BYTES = 256 << 20  # ... but no fewer than these
@@ -53,6 +54,23 @@ class TrainBench:
     def __post_init__(self) -> None:
         at_least(1, steps=self.steps, rounds=self.rounds)
         at_least(0, warmup=self.warmup, cgroup_limit=self.cgroup_limit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPart(Figures):
+    """A part of a step's time, as ``tierstore.train.step_time`` divides it: the mean of a step."""
+
+    part: str
+    step_part_s: float
+
+
+def _parts(rounds: Sequence[RoundSteps]) -> list[StepPart]:
+    count = sum(len(one.step_s) for one in rounds)
+    return [
+        StepPart(part=name, step_part_s=sum(one.part_s[name] for one in rounds) / count)
+        for name in PARTS
+        if rounds and all(name in one.part_s for one in rounds)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +151,8 @@ class TrainResult(Figures):
     page_cache_bytes: int | None
     tiered: StepTimes
     in_ram: StepTimes | None = field(metadata=IF_ANY)
+    tiered_parts: Sequence[StepPart]
+    in_ram_parts: Sequence[StepPart]
     compulsory_policy: str
     compulsory_read_bytes: int
     compulsory_written_bytes: int
@@ -145,6 +165,8 @@ class TrainResult(Figures):
     bound_s: float
     step_to_bound_ratio: float
     step_to_in_ram_ratio: float | None
+    round_cpu_to_in_ram_ratio: Sequence[float]
+    cpu_to_in_ram_ratio: float | None
     same_losses: bool | None
     tokens_per_s: float
     cgroup: MemoryUse | None = field(metadata=prefixed("cgroup_"))
@@ -268,6 +290,9 @@ def _result(
     ]
     to_bound = ratios(tiered, bounds)
     times = StepTimes.of(rounds.tiered)
+    of_cpu = (
+        ratios([one.cpu_s for one in rounds.tiered], [one.cpu_s for one in rounds.in_ram]) if whole else []
+    )
     return TrainResult(
         steps=bench.steps,
         rounds=bench.rounds,
@@ -282,6 +307,8 @@ def _result(
         page_cache_bytes=rounds.page_cache_bytes,
         tiered=times,
         in_ram=StepTimes.of(rounds.in_ram) if whole else None,
+        tiered_parts=_parts(rounds.tiered),
+        in_ram_parts=_parts(rounds.in_ram),
         compulsory_policy=least.policy,
         compulsory_read_bytes=moved.read,
         compulsory_written_bytes=moved.written,
@@ -297,6 +324,8 @@ def _result(
         bound_s=statistics.median(bounds),
         step_to_bound_ratio=statistics.median(to_bound),
         step_to_in_ram_ratio=statistics.median(ratios(tiered, whole)) if whole else None,
+        round_cpu_to_in_ram_ratio=of_cpu,
+        cpu_to_in_ram_ratio=statistics.median(of_cpu) if of_cpu else None,
         same_losses=_same_losses(rounds.tiered, rounds.in_ram) if whole else None,
         tokens_per_s=config.tokens_per_step / times.step_median_s,
         cgroup=cgroup,
@@ -318,6 +347,9 @@ def measurements(result: TrainResult) -> Iterator[Measurement]:
     # Without a run in RAM the bound is the disk's alone, and nothing was promised of it.
     target = _TO_BOUND if result.in_ram is not None else None
     yield derived("step to bound", result.round_step_to_bound_ratio, "ratio", Better.LOWER, target=target)
+    if found := result.round_cpu_to_in_ram_ratio:
+        name = "processor time to that in ram"
+        yield derived(name, found, "ratio", Better.LOWER, target=_CPU_TO_IN_RAM)
 
 
 def _of_run(of: StepTimes, name: str) -> Iterator[Measurement]:

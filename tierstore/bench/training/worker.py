@@ -22,8 +22,19 @@ from tierstore.bench.processes.spawn import end, receive, send, serve, start_mod
 from tierstore.config import as_dict, from_dict
 
 if TYPE_CHECKING:
+    from tierstore.train.step_time import StepTime
     from tierstore.train.trainer import Trainer
 
+#: What is shown of a step's time (``tierstore.train.step_time``).
+PARTS = (
+    "computing_s",
+    "torch_cpu_s",
+    "engine_cpu_s",
+    "run_queue_s",
+    "stolen_s",
+    "threads_s",
+    "unaccounted_s",
+)
 _COUNTERS = ("read_bytes", "written_bytes", "hits", "misses", "wasted_prefetch_bytes")
 _SPILLED = ("boundary_read_bytes", "boundary_written_bytes")
 
@@ -50,6 +61,8 @@ class RoundSteps:
     wasted_prefetch_bytes: int
     hits: int
     misses: int
+    #: Parts of ``StepTime``, seconds of all steps; those that the kernel does not count are left out.
+    part_s: Mapping[str, float]
     #: Block inputs that went to disk and came back, in layer order.
     spilled_bytes: int = 0
 
@@ -101,7 +114,11 @@ def _answers(requests: Iterator[Any]) -> Generator[Mapping[str, object]]:
     config.model.import_code()
     fixed = fixed_cost(config, resident_bytes()).nbytes
     with open_session(config, Opening.CREATE, trace=trace) as trainer:
-        yield asdict(Opened(fixed_resident_bytes=fixed, effective=trainer.store.describe()))
+        yield asdict(
+            Opened(
+                fixed_resident_bytes=fixed, effective=[*trainer.store.describe(), trainer.describe_weights()]
+            )
+        )
         for request in requests:
             yield asdict(_steps(trainer, request["steps"]))
 
@@ -111,7 +128,10 @@ def _steps(trainer: Trainer, count: int) -> RoundSteps:
     from tierstore.train.report import counters
 
     before, stalls, cpu = counters(trainer), _stalls(trainer), time.process_time()
-    results = [trainer.step() for _ in range(count)]
+    results, times = [], []
+    for _ in range(count):
+        results.append(trainer.step())
+        times += [trainer.timer.last] if trainer.timer.last is not None else []
     cpu, after = time.process_time() - cpu, counters(trainer)
     return RoundSteps(
         step_s=[result.seconds for result in results],
@@ -121,9 +141,14 @@ def _steps(trainer: Trainer, count: int) -> RoundSteps:
             cause: (total - stalls.get(cause, 0)) / 1e9 for cause, total in _stalls(trainer).items()
         },
         peak_resident_bytes=peak_resident_bytes(),
+        part_s={name: sum(getattr(one, name) for one in times) for name in PARTS if _counted(times, name)},
         spilled_bytes=sum(after.get(name, 0) - before.get(name, 0) for name in _SPILLED),
         **{name: after[name] - before[name] for name in _COUNTERS},
     )
+
+
+def _counted(times: Sequence[StepTime], part: str) -> bool:
+    return bool(times) and all(getattr(one, part) is not None for one in times)
 
 
 def _stalls(trainer: Trainer) -> dict[str, int]:

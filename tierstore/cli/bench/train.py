@@ -73,6 +73,18 @@ def train(
     return CHECK_FAILED if result.same_losses is False else 0
 
 
+#: How the mean step divides (tierstore.train.step_time), by the part's name there.
+_PARTS = {
+    "computing_s": "the driving thread computes",
+    "torch_cpu_s": "torch's other threads compute",
+    "engine_cpu_s": "the engine's threads compute",
+    "run_queue_s": "the driving thread waits for a processor",
+    "stolen_s": "the hypervisor took it",
+    "threads_s": "the driving thread waits for others",
+    "unaccounted_s": "unaccounted",
+}
+
+
 def _show(result: TrainResult, output: Output) -> None:
     runs = {"in RAM": result.in_ram, "tiered": result.tiered}
     given = {title: run for title, run in runs.items() if run is not None}
@@ -89,6 +101,12 @@ def _show(result: TrainResult, output: Output) -> None:
         ("hits", *(f"{run.hit_ratio:.1%}" for run in found)),
         ("stalled a step", *(format_seconds(run.step_stall_s) for run in found)),
         ("peak resident memory", *(format_bytes(run.peak_resident_bytes) for run in found)),
+    ]
+    of_parts = {"in RAM": result.in_ram_parts, "tiered": result.tiered_parts}
+    parts = [{part.part: part.step_part_s for part in of_parts[title]} for title in given]
+    rows += [
+        (f"  {title}", *(format_seconds(of[name]) if name in of else "not counted" for of in parts))
+        for name, title in _PARTS.items()
     ]
     output.line(
         f"{result.parameters / 1e6:.0f} M parameters, {format_bytes(result.record_bytes)} of expert "
@@ -109,6 +127,7 @@ def _show(result: TrainResult, output: Output) -> None:
         output.line(
             f"step / bound {result.step_to_bound_ratio:.3f}, bound {format_seconds(result.bound_s)}; "
             f"step / step in RAM {result.step_to_in_ram_ratio:.3f}; "
+            f"processor time / that in RAM {result.cpu_to_in_ram_ratio:.3f}; "
             f"same losses: {'yes' if result.same_losses else 'NO'}"
         )
     else:
