@@ -89,7 +89,7 @@ class GuessResult(Figures):
 
     bench: str = "guesses"
     steps: int
-    tokens: int
+    generated_tokens_count: int
     step_tokens_count: int
     experts: int
     top_k_count: int
@@ -107,7 +107,7 @@ def run(config: TrainConfig, asked: GuessBench, announce: Callable[[str], None])
     model = config.model
     return GuessResult(
         steps=asked.steps,
-        tokens=asked.tokens,
+        generated_tokens_count=asked.tokens,
         step_tokens_count=config.tokens_per_step,
         experts=model.experts,
         top_k_count=model.architecture.top_k,
