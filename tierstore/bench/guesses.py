@@ -93,7 +93,7 @@ class GuessResult(Figures):
     step_tokens_count: int
     experts: int
     top_k_count: int
-    layers: int
+    layers_count: int
     host_budget_bytes: int
     predictors: Sequence[PredictorGuesses]
 
@@ -111,7 +111,7 @@ def run(config: TrainConfig, asked: GuessBench, announce: Callable[[str], None])
         step_tokens_count=config.tokens_per_step,
         experts=model.experts,
         top_k_count=model.architecture.top_k,
-        layers=len(model.moe_layers),
+        layers_count=len(model.moe_layers),
         host_budget_bytes=config.host_budget,
         predictors=found,
     )
