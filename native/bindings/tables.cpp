@@ -1,6 +1,8 @@
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include <stdexcept>
+
 #include "native/base/crc32c.hpp"
 #include "native/bindings/arrays.hpp"
 #include "native/bindings/bindings.hpp"
@@ -130,6 +132,7 @@ void bind_tables(nb::module_& m) {
             const std::uint32_t begin = crc32c("", 1, crc32c(database.data(), database.size(), 0));
             for (nb::handle item : items) {
                 const nb::tuple pair = nb::cast<nb::tuple>(item);
+                if (pair.size() != 2) throw std::invalid_argument("expected pairs of a key and a value");
                 const nb::bytes key = nb::cast<nb::bytes>(pair[0]);
                 const nb::bytes value = nb::cast<nb::bytes>(pair[1]);
                 const std::uint32_t named = crc32c("", 1, crc32c(key.data(), key.size(), begin));
