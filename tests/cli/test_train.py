@@ -118,6 +118,22 @@ def test_the_policy_is_named_and_a_starving_one_warned_about(run: Run) -> None:
     assert "warning: cache.options.threshold = 2 with a half-life of 8" in starving
 
 
+def test_the_order_of_micro_batches_is_named(run: Run) -> None:
+    """Small experts on a fast disk: layer order moves less, and its time is that of computing again."""
+    four = ("--set", "data.micro_batches=4", "--set", "steps=1", "--set", "sample_tokens=0")
+    assert run.json("--steps", "1")["micro_order"] == "micro"
+    auto = run(*four, "--set", "links.disk.bandwidth=1MiB", store=run.directory / "auto").stdout
+    assert "4 micro-batches: layer order (auto: a step moves " in auto
+    assert "block inputs: spilled to disk" in auto
+    spilled = run.json(
+        *four,
+        *("--set", "data.micro_order=layer", "--set", "boundary_budget=16KiB"),
+        store=run.directory / "spilled",
+    )
+    assert (spilled["micro_order"], spilled["micro_order_reason"]) == ("layer", "as configured")
+    assert spilled["boundary_written_bytes"] == spilled["boundary_read_bytes"] == 4 * 4096
+
+
 def test_metrics_have_a_line_for_each_step(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     summary = run.json("--metrics", str(path))

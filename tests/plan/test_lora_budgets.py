@@ -12,9 +12,12 @@ from tierstore.hf.spec import HfSpec
 from tierstore.model.config import ComputeDtype
 from tierstore.moe.lora import LoraConfig, LoraTargets
 from tierstore.plan.capacity import Setting, capacity
+from tierstore.plan.order import choose_order
 from tierstore.plan.uses import Use, usage_of
 from tierstore.train.budgets import DeviceKind, budgets, expert_schema, least_host_budget, pair_schema
 from tierstore.train.config import TrainConfig
+from tierstore.train.files import MicroOrder
+from tierstore.train.footprint import fixed_cost
 
 CONFIG = {
     "model_type": "qwen3_moe",
@@ -62,3 +65,24 @@ def test_the_same_division(compute: ComputeDtype, device: DeviceKind, use: Use, 
             divided.lookahead,
         )
         assert planned.slots == divided.slots
+
+
+def test_layer_order_of_pairs() -> None:
+    """A layer's pairs have gradients for each micro-batch; AUTO weighs the orders of the use that the run has."""
+    lora = LoraConfig(rank=4)
+    spec = HfSpec(manifest=describe_config(CONFIG, ComputeDtype.FP32), config=CONFIG, lora=lora)
+    settings = {"data.batch_size": 2, "data.micro_batches": 3, "links.disk.bandwidth": "1KiB"}
+    run = replace(load(TrainConfig, None, settings), model=spec, lora=lora)
+    run = replace(run, host_budget=least_host_budget(run, DeviceKind.CPU))
+    choice = choose_order(run)
+    assert choice.order is MicroOrder.LAYER
+    assert choice.layer is not None
+    assert choice.micro is not None
+    assert choice.layer.moved_bytes < choice.micro.moved_bytes
+    pairs = pair_schema(run)
+    assert pairs is not None
+    for config, gradients in ((run, 1), (choice.applied(run), 3)):
+        cost = fixed_cost(config, 0, units=spec.architecture.units, text=0)
+        assert cost.pairs == 4 * (1 + gradients) * pairs.numel * 8
+        setting = Setting(config=config, model=spec.architecture, usage=usage_of(spec, Use.LORA, rank=4))
+        assert capacity(setting).term("pairs of a pass").nbytes == cost.pairs

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from conftest_store import small_store
 
-from tierstore.store import ParameterStore, StoreConfig
+from tierstore.store import MomentFormat, ParameterStore, StoreConfig
 
 KILLS = 200
 SECONDS = 30.0  # one child may take: far more than it needs
@@ -76,9 +76,12 @@ class Zygote:
 
 
 @pytest.mark.slow
-def test_kill_storm(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+@pytest.mark.parametrize(("moments", "kills"), [(MomentFormat.FP32, KILLS), (MomentFormat.INT8, KILLS // 4)])
+def test_kill_storm(
+    tmp_path: Path, record_property: Callable[[str, object], None], moments: MomentFormat, kills: int
+) -> None:
     path = tmp_path / "store"
-    with small_store(path, count=5, numel=1500) as store:
+    with small_store(path, count=5, numel=1500, moments=moments) as store:
         acknowledged, crcs = (
             store.last_commit.generation,
             {store.last_commit.generation: store.records_crc32c()},
@@ -87,7 +90,7 @@ def test_kill_storm(tmp_path: Path, record_property: Callable[[str, object], Non
     zygote = Zygote()
     began = 0
     try:
-        for number in range(KILLS):
+        for number in range(kills):
             said = zygote.storm(path, number, rng.random() * 0.03)
             for line in said:
                 word, *rest = line.split()
@@ -104,7 +107,7 @@ def test_kill_storm(tmp_path: Path, record_property: Callable[[str, object], Non
                 acknowledged = store.last_commit.generation
     finally:
         zygote.close()
-    assert began > KILLS
+    assert began > kills
     record_property("commits", acknowledged)
 
 

@@ -34,6 +34,7 @@ MODES: dict[str, dict[str, Any]] = {
     "clip": {"data.micro_batches": 4, "clip_norm": 0.3},
     "bf16": {"data.micro_batches": 3, "model.compute_dtype": "bf16"},
     "bf16-clip": {"data.micro_batches": 3, "model.compute_dtype": "bf16", "clip_norm": 0.3},
+    "int8": {"data.micro_batches": 3, "adamw.moments": "int8"},
     "tied": {"data.micro_batches": 3, "model.tie_embeddings": "tied"},
     "shared-gelu": {
         "data.micro_batches": 2,
@@ -52,11 +53,13 @@ MODES: dict[str, dict[str, Any]] = {
     "dense-between": {"data.micro_batches": 2, "model.n_layers": 5, "model.moe_every": 2},
     "checkpoint": {"data.micro_batches": 2, "model.checkpoint_activations": "block"},
     "recompute": {"data.micro_batches": 2, "model.expert_activations": "recompute"},
+    "guessed": {"data.micro_batches": 2, "prefetch.predictor": "router", "prefetch.depth": 2},
+    "int8": {"data.micro_batches": 2, "adamw.moments": "int8"},
     "gathered": {"data.micro_batches": 2, "dense.optimizer_state": "nvme", "clip_norm": 0.3},
 }
 
 
-@pytest.mark.parametrize("mode", mostly_slow(MODES, "four", "clip", "bf16-clip", "tied", "gathered"))
+@pytest.mark.parametrize("mode", mostly_slow(MODES, "four", "clip", "bf16-clip", "int8", "tied", "gathered"))
 def test_layer_order_has_the_bits_of_micro_order(mode: str, configure: Make, train: Any) -> None:
     changes = {"steps": 4, **MODES[mode]}
     expected = train(configure(changes))

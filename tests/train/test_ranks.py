@@ -50,8 +50,13 @@ def test_ranks_compute_what_one_process_does(
 
 @pytest.mark.parametrize(
     "mode",
-    [{}, {"clip_norm": 0.5, "model.tie_embeddings": "tied", "dense.gradient_buffers": 1}],
-    ids=["immediate", "clip"],
+    [
+        {},
+        {"clip_norm": 0.5, "model.tie_embeddings": "tied", "dense.gradient_buffers": 1},
+        # Some experts are reached by tokens of one rank alone, and sleep before.
+        {"model.experts": 40, "model.top_k": 1, "model.seq_len": 4, "prefetch.predictor": "router"},
+    ],
+    ids=["immediate", "clip", "few"],
 )
 @pytest.mark.parametrize(("size", "expert"), [(2, 0), (2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_layer_order_has_the_bits_of_micro_order(
@@ -62,6 +67,19 @@ def test_layer_order_has_the_bits_of_micro_order(
     expected = ranks.run(size, train, settings(changes), 4, Opening.CREATE, expert=expert)
     layered = settings({**changes, "data.micro_order": "layer"})
     assert ranks.run(size, train, layered, 4, Opening.CREATE, expert=expert) == expected
+
+
+def test_replicas_round_alike(ranks: Ranks, settings: Callable[..., dict[str, Any]]) -> None:
+    """Narrow moments: rounding depends on the record's key and the step, not on who holds it, where and in what budget."""
+    changes = {"adamw.moments": "int8", "data.micro_batches": 2}
+    made = settings(changes)
+    found = ranks.run(2, train, made, 6, Opening.CREATE, expert=1)
+    tight = settings({**changes, "host_budget": 60_000})
+    assert ranks.run(2, train, tight, 6, Opening.CREATE, expert=1) == found
+    first, second = ranks.run(2, weights, made, expert=1)
+    assert first.keys() == second.keys()
+    for key, weight in first.items():
+        assert np.array_equal(second[key], weight)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -33,7 +33,14 @@ def contents(store: Path) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "changes", [{}, {"model.compute_dtype": "bf16"}, {"adamw.inactive": "skip"}, MODES["clip"]]
+    "changes",
+    [
+        {},
+        {"model.compute_dtype": "bf16"},
+        {"adamw.inactive": "skip"},
+        {"adamw.moments": "int8"},
+        MODES["clip"],
+    ],
 )
 def test_there_and_back_is_the_same_store(
     ranks: Ranks, settings: Make, tmp_path: Path, changes: dict[str, Any]

@@ -26,6 +26,7 @@ MODES: dict[str, Mapping[str, Any]] = {
     "immediate": {},
     "clip": {"clip_norm": 0.5, "data.micro_batches": 2},
     "checkpoint": {"model.checkpoint_activations": "block"},
+    "layer order": {"data.micro_batches": 3, "data.micro_order": "layer"},
     "bf16": {"model.compute_dtype": "bf16", "prefetch.guesses": 2},
 }
 

@@ -24,7 +24,7 @@ from tierstore.moe.computing import ExpertPass, Weighting, compute_experts
 from tierstore.moe.config import Activation, ExpertShape, SaveActivations
 from tierstore.moe.dispatch import Dispatch, RowOrder, dispatch
 from tierstore.moe.exchange import Charge, LocalRows, Rows, gather_counts, rows_of
-from tierstore.moe.source import ExpertSource
+from tierstore.moe.source import ExpertSource, in_training
 from tierstore.parallel import Mesh
 from tierstore.stats import Cause, StallLedger, Tier
 
@@ -112,7 +112,7 @@ class ExpertLayer:
         if self._mesh is None or self._mesh.world.size == 1:
             return LocalRows(plan, plan.experts), own_E
         load_RE = gather_counts(own_E, self._mesh.world, self._charge)
-        training = torch.is_grad_enabled()
+        training = in_training(self.source)
         rows = rows_of(plan, load_RE, self._mesh, training=training, charge=self._charge)
         return rows, load_RE.sum(dim=0)
 

@@ -28,7 +28,7 @@ from tierstore.moe.exchange import Charge, LocalRows, Rows, rows_of
 from tierstore.moe.experts import feed_forward, weight_std
 from tierstore.moe.router import NoiseKey, Router, Routing
 from tierstore.moe.seeds import keyed_generator
-from tierstore.moe.source import ExpertSource
+from tierstore.moe.source import ExpertSource, in_training
 from tierstore.parallel import Mesh
 from tierstore.stats import Cause, StallLedger, Tier
 
@@ -103,7 +103,7 @@ class MoELayer(nn.Module):
     def _rows(self, plan: Dispatch, routing: Routing) -> Rows:
         if self.mesh is None:
             return LocalRows(plan, plan.experts)
-        training = torch.is_grad_enabled()
+        training = in_training(self._source)
         return rows_of(plan, routing.load_RE, self.mesh, training=training, charge=self._charge)
 
     @property

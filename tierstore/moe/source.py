@@ -103,6 +103,11 @@ class SourceSlot:
         return self.target.backward(layer, experts)
 
 
+def in_training(source: ExpertSource) -> bool:
+    """Whether the present forward pass is one of training: it has a graph, or will have one when it is computed again."""
+    return torch.is_grad_enabled() or (isinstance(source, SourceSlot) and source.meeting is not None)
+
+
 def users_of(asked: Sequence[Sequence[int]]) -> dict[int, list[int]]:
     """The experts that micro-batches ask for (``asked[m]``), ascending, and which micro-batches ask for each."""
     users: dict[int, list[int]] = {}

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tierstore.plan.costs import ASSUMED, Cost, Profile, load_profile, save_profile
     from tierstore.plan.evidence import Evidence
     from tierstore.plan.fitting import Change, Effect, Hardware, Limits, Remedy, Shortfall, Verdict
+    from tierstore.plan.order import OrderChoice, OrderCost, choose_order
     from tierstore.plan.predict import Prediction
     from tierstore.plan.presets import PRESETS, Preset, find_preset
     from tierstore.plan.report import Plan, machine_limits, plan_run
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from tierstore.stats import Tier
     from tierstore.train import TrainConfig
     from tierstore.train.budgets import DeviceKind
+    from tierstore.train.files import MicroOrder
 else:
     __getattr__, __dir__ = exports(__name__, __file__)
 
@@ -32,6 +34,9 @@ __all__ = [
     "Evidence",
     "Hardware",
     "Limits",
+    "MicroOrder",
+    "OrderChoice",
+    "OrderCost",
     "Plan",
     "Prediction",
     "Preset",
@@ -43,6 +48,7 @@ __all__ = [
     "TrainConfig",
     "Use",
     "Verdict",
+    "choose_order",
     "find_preset",
     "load_profile",
     "machine_limits",

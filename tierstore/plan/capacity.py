@@ -296,8 +296,9 @@ def _device_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
         yield Term(
             Tier.DEVICE,
             "pairs of a pass",
-            8 * numel * setting.local_experts,
-            f"8 B (weights, gradients) x {numel} of each of {setting.local_experts} experts of a layer",
+            4 * (1 + setting.together) * numel * setting.local_experts,
+            f"{4 * (1 + setting.together)} B (weights, gradients) x {numel} of each of {setting.local_experts} experts of "
+            "a layer",
         )
     yield Term(
         Tier.DEVICE,

@@ -21,7 +21,6 @@ from tierstore.store.disk.home import MODEL_DIRECTORY
 from tierstore.store.disk.space import extent_bytes
 from tierstore.train.budgets import DeviceKind
 from tierstore.train.config import FinetuneConfig
-from tierstore.train.files import MicroOrder
 
 #: What pairs in memory take: weight, gradient and two moments, fp32.
 _STATE_BYTES = 16
@@ -161,11 +160,7 @@ def setting_for(setting: Setting, use: Use, rank: int) -> Setting:
         raise ConfigError(
             f"{spec.directory}: its experts were imported frozen; --for: expected lora, lora-attention or serve"
         )
-    usage = usage_of(spec, use, rank, setting.config.adamw.moments)
-    config = setting.config
-    if usage.frozen and config.data.layer_major:
-        config = replace(config, data=replace(config.data, micro_order=MicroOrder.MICRO))
-    return replace(setting, config=config, usage=usage)
+    return replace(setting, usage=usage_of(spec, use, rank, setting.config.adamw.moments))
 
 
 def plan_uses(setting: Setting, limits: Limits, profile: Profile, rank: int) -> UsesPlan:

@@ -15,11 +15,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tierstore.errors import BudgetError
+from tierstore.hf.spec import HfSpec
 from tierstore.model.config import CheckpointActivations
 from tierstore.plan.capacity import Ranks, Setting, capacity
 from tierstore.plan.costs import ASSUMED, Profile
 from tierstore.plan.evidence import Evidence
+from tierstore.plan.foreign import setting_for
 from tierstore.plan.predict import predict
+from tierstore.plan.uses import Use
 from tierstore.stats import Tier
 from tierstore.train.budgets import DeviceKind
 from tierstore.train.config import TrainConfig
@@ -116,6 +119,9 @@ def choose_order(
         ranks=Ranks(count=ranks, expert=config.parallel.expert),
         device=device,
     )
+    if config.lora.enabled and isinstance(config.model, HfSpec):
+        use = Use.LORA if config.lora.experts else Use.LORA_ATTENTION
+        setting = setting_for(setting, use, config.lora.rank)
     return compare_orders(setting, profile)
 
 
@@ -125,29 +131,25 @@ def compare_orders(setting: Setting, profile: Profile) -> OrderChoice:
     AUTO is what a run would choose, which knows no profile; the costs are those of ``profile``.
     """
     data = setting.config.data
-    refused = "LoRA trains in micro order" if setting.usage.frozen or setting.config.lora.enabled else ""
-    micro, layer = _costs(setting, profile, refused)
+    micro, layer = _costs(setting, profile)
     order, reason = data.micro_order, "as configured"
     if order is MicroOrder.AUTO:
-        found, _ = _auto(micro, layer, refused)
-        order, reason = _auto(
-            *((micro, layer) if profile is ASSUMED else _costs(setting, ASSUMED, refused)), refused
-        )
+        found, _ = _auto(micro, layer)
+        order, reason = _auto(*((micro, layer) if profile is ASSUMED else _costs(setting, ASSUMED)))
         if found is not order:
             reason += f"; by the profile of {profile.machine}, {found.value} order is faster"
-    whole = None if refused else _cost(_whole(setting), profile)
-    return OrderChoice(order, reason, data.micro_batches, micro, layer, whole)
+    return OrderChoice(order, reason, data.micro_batches, micro, layer, _cost(_whole(setting), profile))
 
 
-def _costs(setting: Setting, profile: Profile, refused: str) -> tuple[OrderCost | None, OrderCost | None]:
+def _costs(setting: Setting, profile: Profile) -> tuple[OrderCost | None, OrderCost | None]:
     """Of micro order and of layer order."""
-    layer = None if refused else _cost(_ordered(setting, MicroOrder.LAYER), profile)
-    return _cost(_ordered(setting, MicroOrder.MICRO), profile), layer
+    micro, layer = (_ordered(setting, order) for order in (MicroOrder.MICRO, MicroOrder.LAYER))
+    return _cost(micro, profile), _cost(layer, profile)
 
 
-def _auto(micro: OrderCost | None, layer: OrderCost | None, refused: str) -> tuple[MicroOrder, str]:
+def _auto(micro: OrderCost | None, layer: OrderCost | None) -> tuple[MicroOrder, str]:
     if layer is None:
-        return MicroOrder.MICRO, f"auto: {refused or 'boundary_budget is too small for layer order'}"
+        return MicroOrder.MICRO, "auto: boundary_budget is too small for layer order"
     if micro is None:
         return MicroOrder.LAYER, "auto: the budgets are too small for micro order"
     moved = f"a step moves {format_bytes(layer.moved_bytes)} in layer order and {format_bytes(micro.moved_bytes)} in micro"

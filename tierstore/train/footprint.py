@@ -145,10 +145,11 @@ def boundary_split(config: TrainConfig, ranks: int, blocks: int) -> BoundarySpli
 
 
 def _pass_bytes(config: TrainConfig, ranks: int) -> int:
-    """What a pass keeps of the pairs of a layer's experts: weights and gradients."""
+    """What a pass keeps of the pairs of a layer's experts: weights, and gradients of each micro-batch in it."""
     pairs = pair_schema(config)
     sharing = config.parallel.expert or ranks
-    return 0 if pairs is None else 8 * pairs.numel * -(-config.model.experts // sharing)
+    together = config.data.micro_batches // config.data.passes
+    return 0 if pairs is None else 4 * (1 + together) * pairs.numel * -(-config.model.experts // sharing)
 
 
 def product_bytes(config: TrainConfig, device: DeviceKind) -> int:
