@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 
 from tierstore.config import load
 from tierstore.parallel import Mesh, RankEnvironment
+from tierstore.plan.order import OrderChoice, agreed_order, choose_order
 from tierstore.store import ParameterStore
 from tierstore.store.committing import Keep
 from tierstore.train import checksum
@@ -103,6 +104,12 @@ def checksums(mesh: Mesh, settings: Settings, stops: int | None = None) -> tuple
                 trainer, progress=progress, stopped=lambda: mesh.world.rank == stops and done >= 3
             )
         return own, every
+
+
+def orders(mesh: Mesh, settings: Settings, by_rank: Sequence[Settings]) -> tuple[OrderChoice, OrderChoice]:
+    """The order of micro-batches that this rank would choose, and that of the run."""
+    config = load(TrainConfig, None, {**TINY, **settings, **by_rank[mesh.world.rank]})
+    return choose_order(config, ranks=mesh.world.size), agreed_order(config, mesh)
 
 
 def weights(mesh: Mesh, settings: Settings) -> dict[str, npt.NDArray[np.float32]]:

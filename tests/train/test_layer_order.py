@@ -54,7 +54,6 @@ MODES: dict[str, dict[str, Any]] = {
     "checkpoint": {"data.micro_batches": 2, "model.checkpoint_activations": "block"},
     "recompute": {"data.micro_batches": 2, "model.expert_activations": "recompute"},
     "guessed": {"data.micro_batches": 2, "prefetch.predictor": "router", "prefetch.depth": 2},
-    "int8": {"data.micro_batches": 2, "adamw.moments": "int8"},
     "gathered": {"data.micro_batches": 2, "dense.optimizer_state": "nvme", "clip_norm": 0.3},
 }
 

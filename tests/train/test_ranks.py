@@ -9,7 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 from launcher import Ranks
-from rank_cases import MODES, Settings, ahead, alone, attempt, checksums, train, weights, whole_run
+from rank_cases import (
+    MODES,
+    Settings,
+    ahead,
+    alone,
+    attempt,
+    checksums,
+    orders,
+    train,
+    weights,
+    whole_run,
+)
 
 from tierstore import _native
 from tierstore.errors import ConfigError, StoreError, StoreExistsError, StoreFormatError, StoreMissingError
@@ -17,6 +28,7 @@ from tierstore.parallel import Mesh
 from tierstore.store import OpenAt
 from tierstore.store.directories import rank_directory
 from tierstore.store.opening import read_states
+from tierstore.train.files import MicroOrder
 from tierstore.train.ranks import Opening, agree, rank_file, restarted
 from tierstore.train.state import STATE_KEY
 
@@ -67,6 +79,15 @@ def test_layer_order_has_the_bits_of_micro_order(
     expected = ranks.run(size, train, settings(changes), 4, Opening.CREATE, expert=expert)
     layered = settings({**changes, "data.micro_order": "layer"})
     assert ranks.run(size, train, layered, 4, Opening.CREATE, expert=expert) == expected
+
+
+def test_all_ranks_take_one_order(ranks: Ranks, settings: Callable[..., dict[str, Any]]) -> None:
+    """Links may be each rank's own; that of rank 0 is so slow that layer order pays, and the other would compute less."""
+    changes = settings({"data.micro_batches": 2, "host_budget": 60_000, "model.seq_len": 1024})
+    changes["data.batch_size"] = 64
+    (slow, first), (fast, second) = ranks.run(2, orders, changes, [{"links.disk.bandwidth": 1 << 20}, {}])
+    assert (slow.order, fast.order) == (MicroOrder.LAYER, MicroOrder.MICRO)
+    assert first == second == slow
 
 
 def test_replicas_round_alike(ranks: Ranks, settings: Callable[..., dict[str, Any]]) -> None:

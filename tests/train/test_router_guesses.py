@@ -22,6 +22,7 @@ Least = Callable[[TrainConfig], int]
 
 #: Few tokens and many experts, so that guesses matter.
 FEW = {"model.n_layers": 4, "model.top_k": 1, "data.batch_size": 1, "steps": 8, "prefetch.depth": 2}
+LAYER = {"data.micro_batches": 2, "data.micro_order": "layer"}
 MODES: dict[str, Mapping[str, Any]] = {
     "immediate": {},
     "clip": {"clip_norm": 0.5, "data.micro_batches": 2},
@@ -78,12 +79,18 @@ def test_a_resumed_run_has_the_same_bits_and_the_same_decisions_each_time(
     assert resumed[0][0] == straight
 
 
-@pytest.mark.parametrize("expert", [0, 1])
+@pytest.mark.parametrize(("expert", "order"), [(0, {}), (1, {}), (1, LAYER)])
 def test_two_ranks_guess_what_both_of_them_need(
-    ranks: Ranks, settings: Callable[..., dict[str, Any]], expert: int
+    ranks: Ranks, settings: Callable[..., dict[str, Any]], expert: int, order: Mapping[str, Any]
 ) -> None:
     """Guesses are of the global batch: the two halves of the experts together are what one process guesses."""
-    few = {"model.n_layers": 3, "model.top_k": 1, "data.batch_size": 2, "prefetch.predictor": "router"}
+    few = {
+        "model.n_layers": 3,
+        "model.top_k": 1,
+        "data.batch_size": 2,
+        "prefetch.predictor": "router",
+        **order,
+    }
     single, several = settings(few), settings(few)
     found = ranks.run(2, guessed, several, 6, expert=expert)
     assert found[0][0] == found[1][0], "the same losses on both"

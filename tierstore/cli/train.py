@@ -159,7 +159,7 @@ def _train(
     checksum: bool,
 ) -> tuple[RunSummary, bool]:
     """The run: its result, and whether a signal ended it."""
-    from tierstore.plan.order import choose_order
+    from tierstore.plan.order import agreed_order
     from tierstore.train.budgets import DeviceKind
     from tierstore.train.footprint import fixed_cost, keep_freed_memory, resident_bytes
     from tierstore.train.report import Instant, Metrics, RunSummary, totals
@@ -167,7 +167,7 @@ def _train(
 
     keep_freed_memory()
     device = DeviceKind(mesh.device.type)
-    order = choose_order(config, ranks=mesh.world.size, device=device)
+    order = agreed_order(config, mesh)
     config = order.applied(config)
     config.model.import_code()
     fixed = fixed_cost(config, resident_bytes(), ranks=mesh.world.size, device=device).nbytes

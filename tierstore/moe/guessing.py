@@ -69,7 +69,8 @@ class RouterGuesses:
     """Hooks on the norms of ``routers`` until ``remove``: each forward pass offers its guesses to ``listener``.
 
     ``mesh``: the ranks whose tokens make up the global batch; with more than one, each pass is a collective, and
-    waiting for the others is charged to ``ledger``.
+    waiting for the others is charged to ``ledger``. ``training``: whether the present pass asks for experts as
+    training does.
     """
 
     def __init__(
@@ -79,11 +80,13 @@ class RouterGuesses:
         *,
         mesh: Mesh | None = None,
         ledger: StallLedger | None = None,
+        training: Callable[[], bool] = torch.is_grad_enabled,
     ) -> None:
         self._routers = {router.layer: router for router in routers}
         self._listener = listener
         self._mesh = mesh if mesh is not None and mesh.world.size > 1 else None
         self._ledger = ledger or StallLedger()
+        self._training = training
         self._first = min(self._routers)
         self._copies: dict[int, LayerRouter] = {}
         #: Layers whose copy may be older than their parameters.
@@ -116,11 +119,11 @@ class RouterGuesses:
         """The pass of ``layer`` begins with ``stream_TD``; its parameters are whole. On several ranks a collective.
         Raises PeerError.
         """
-        training = torch.is_grad_enabled()
+        graph, training = torch.is_grad_enabled(), self._training()
         reach = self._listener.reach(layer)
         with torch.no_grad():
             if layer != self._first:  # of which no layer guesses
-                self._take(layer, training)
+                self._take(layer, graph)
             targets = [target for target in reach if target in self._copies]
             if not targets:
                 return
@@ -139,8 +142,8 @@ class RouterGuesses:
         ranks = list(range(mesh.world.size)) if training else list(mesh.expert.ranks)
         return list(all_Rn[ranks].sum(dim=0).view_as(own))
 
-    def _take(self, layer: int, training: bool) -> None:
-        """Copies the parameters of ``layer``, unless the copy is as they are."""
+    def _take(self, layer: int, graph: bool) -> None:
+        """Copies the parameters of ``layer``, unless the copy is as they are. ``graph``: the pass has one."""
         router = self._routers[layer]
         if layer in self._stale:
             held = self._copies.get(layer)
@@ -153,7 +156,7 @@ class RouterGuesses:
                     for old, new in zip(_tensors(kept), _tensors(part), strict=True):
                         old.copy_(new)
             self._stale.discard(layer)
-        if training and any(tensor.requires_grad for part in router.parts() for tensor in _tensors(part)):
+        if graph and any(tensor.requires_grad for part in router.parts() for tensor in _tensors(part)):
             self._stale.add(layer)  # it may be stepped before its next pass
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from tierstore.errors import BudgetError
 from tierstore.hf.spec import HfSpec
 from tierstore.model.config import CheckpointActivations
+from tierstore.parallel import Mesh
 from tierstore.plan.capacity import Ranks, Setting, capacity
 from tierstore.plan.costs import ASSUMED, Profile
 from tierstore.plan.evidence import Evidence
@@ -123,6 +124,13 @@ def choose_order(
         use = Use.LORA if config.lora.experts else Use.LORA_ATTENTION
         setting = setting_for(setting, use, config.lora.rank)
     return compare_orders(setting, profile)
+
+
+def agreed_order(config: TrainConfig, mesh: Mesh) -> OrderChoice:
+    """The order of a run of all ranks of ``mesh``: rank 0's, since ranks may have ``[links]`` of their own. A collective."""
+    own = choose_order(config, ranks=mesh.world.size, device=DeviceKind(mesh.device.type))
+    agreed: OrderChoice = mesh.world.all_gather_object(own)[0]
+    return agreed
 
 
 def compare_orders(setting: Setting, profile: Profile) -> OrderChoice:

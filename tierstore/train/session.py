@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -25,7 +26,7 @@ from tierstore.model.config import CheckpointActivations
 from tierstore.model.interface import Model
 from tierstore.model.spec import ModelSpec
 from tierstore.moe.guessing import RouterGuesses
-from tierstore.moe.source import ExpertSource, SourceSlot
+from tierstore.moe.source import ExpertSource, SourceSlot, in_training
 from tierstore.parallel import Mesh, RankEnvironment, rank_device
 from tierstore.prefetch import HorizontalQueue, Schedule, unit_schedule
 from tierstore.prefetch.plan import StepTiming, group_order
@@ -167,7 +168,13 @@ def open_parts(
         ).open(stack)
         shell.source.target = experts if watch is None else watch.source(experts)
         if config.prefetch.predictor is PredictorName.ROUTER and config.prefetch.depth:
-            guesses = RouterGuesses(shell.model.routers(), experts, mesh=setup.mesh, ledger=setup.ledger)
+            guesses = RouterGuesses(
+                shell.model.routers(),
+                experts,
+                mesh=setup.mesh,
+                ledger=setup.ledger,
+                training=partial(in_training, shell.source),
+            )
             stack.callback(guesses.remove)
         parts = SessionParts(
             config=config,
