@@ -1,6 +1,8 @@
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include <stdexcept>
+
 #include "native/base/crc32c.hpp"
 #include "native/bindings/arrays.hpp"
 #include "native/bindings/bindings.hpp"
@@ -21,8 +23,9 @@ std::uint32_t index_of(const KeyTable& self, std::int64_t number) {
 nb::str text(std::string_view key) { return nb::str(key.data(), key.size()); }
 
 void bind_number_set(nb::module_& m) {
-    nb::class_<NumberSet>(m, "NumberSet",
-                          "A set of numbers (u32) as bits: for numbers that lie close together, in little memory.")
+    nb::class_<NumberSet>(
+        m, "NumberSet",
+        "A set of numbers (u32) as bits: for numbers that lie close together, in little memory.")
         .def(nb::init<>())
         .def("__len__", &NumberSet::size)
         .def("__contains__", &NumberSet::contains, "number"_a)
@@ -130,6 +133,7 @@ void bind_tables(nb::module_& m) {
             const std::uint32_t begin = crc32c("", 1, crc32c(database.data(), database.size(), 0));
             for (nb::handle item : items) {
                 const nb::tuple pair = nb::cast<nb::tuple>(item);
+                if (pair.size() != 2) throw std::invalid_argument("expected pairs of a key and a value");
                 const nb::bytes key = nb::cast<nb::bytes>(pair[0]);
                 const nb::bytes value = nb::cast<nb::bytes>(pair[1]);
                 const std::uint32_t named = crc32c("", 1, crc32c(key.data(), key.size(), begin));

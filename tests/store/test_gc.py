@@ -278,7 +278,10 @@ def test_every_commit_that_counts_survives(tmp_path: Path, steps: list[tuple[lis
             store.update(gradients, lr=1e-2)
             store.commit(snapshot=f"s{number}" if snapshot else None)
         expected = store.last_commit.generation, store.records_crc32c(), store.last_commit.snapshots
-        used = sum(extent.slot_bytes * len(extent.referenced) for extent in store.core.extents.files)
+        used = sum(
+            extent.slot_bytes * sum(extent.shared(slot) for slot in range(extent.slots))
+            for extent in store.core.extents.files
+        )
     collect(path, Mode.REMOVE)
     assert extent_bytes(path) == used
     assert content(path) == expected

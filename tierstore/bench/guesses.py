@@ -89,11 +89,11 @@ class GuessResult(Figures):
 
     bench: str = "guesses"
     steps: int
-    tokens: int
+    generated_tokens_count: int
     step_tokens_count: int
     experts: int
     top_k_count: int
-    layers: int
+    layers_count: int
     host_budget_bytes: int
     predictors: Sequence[PredictorGuesses]
 
@@ -107,11 +107,11 @@ def run(config: TrainConfig, asked: GuessBench, announce: Callable[[str], None])
     model = config.model
     return GuessResult(
         steps=asked.steps,
-        tokens=asked.tokens,
+        generated_tokens_count=asked.tokens,
         step_tokens_count=config.tokens_per_step,
         experts=model.experts,
         top_k_count=model.architecture.top_k,
-        layers=len(model.moe_layers),
+        layers_count=len(model.moe_layers),
         host_budget_bytes=config.host_budget,
         predictors=found,
     )

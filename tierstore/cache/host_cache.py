@@ -90,7 +90,7 @@ class HostCache:
     ) -> None:
         self.engine = engine
         self.residency = residency
-        self._frames = FrameAllocator(arena, frame_bytes)
+        self._frames = FrameAllocator(arena, frame_bytes, engine.done)
         #: Those that are resident.
         self._entries: dict[int, _Entry] = {}
         # Of the records, by number. Where each has an object, a hundred thousand of them would be most of the index.

@@ -97,14 +97,17 @@ def reshard(
         raise StoreExistsError(f"{target}: there is something here already")
     with contextlib.ExitStack() as stack:
         old = stack.enter_context(_open(source, model))
+        layout, moments = layout or old.layout, moments or old.expert_schema.moments
+        if old.expert_schema.frozen and moments is not MomentFormat.FP32:
+            raise ConfigError(
+                f"moments: the experts of {source} are frozen and have none, got {moments.value}"
+            )
         partial = building_directory(target)
         _clear_debris(partial)
         partial.mkdir(parents=True)
         stack.callback(shutil.rmtree, partial, ignore_errors=True)
         stack.enter_context(building(partial))
-        layout, moments = layout or old.layout, moments or old.expert_schema.moments
-        writer = _Writer(old, layout, moments, partial, progress)
-        written = writer.run()
+        written = _Writer(old, layout, moments, partial, progress).run()
         _copy_model(source, partial)
         for path in (partial, *rank_directories(partial)):
             fsync_directory(path)

@@ -122,6 +122,11 @@ def test_the_types_of_all_benchmarks_are_there() -> None:
 EARLIER = json.loads(Path(__file__).with_name("figures-0.1.0.json").read_text())
 #: Keys that results have had since.
 SINCE: dict[str, dict[str, object]] = {
+    "adamw": {
+        f"{moments}_{name}_ratio": 1.0
+        for moments in ("bf16", "int8")
+        for name in ("speed_to_copy", "to_step", "replay_to_replay")
+    },
     "commit": {
         f"{name}_{key}": []
         for name in ("heartbeat_late", "heartbeat_late_idle")

@@ -10,6 +10,7 @@ from conftest_store import small_store
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tierstore import _native
 from tierstore._native import KeyTable, NumberSet
 from tierstore.errors import StoreFormatError
 from tierstore.store.index.database import Index
@@ -131,3 +132,12 @@ def test_opening_makes_no_object_of_a_record(tmp_path: Path, looked_at: list[int
     assert len(index.read_commit().records) == 30
     assert looked_at == []
     index.close()
+
+
+def test_checksums_of_entries_take_pairs_only() -> None:
+    database, items = b"records", [(b"a", b"1"), (b"b", b"")]
+    expected = sum(_native.crc32c(database + b"\0" + key + b"\0" + value, 0) for key, value in items)
+    assert _native.entries_crc32c(database, items) == expected
+    for wrong in ((b"a",), (), (b"a", b"1", b"2")):
+        with pytest.raises(ValueError, match="expected pairs of a key and a value"):
+            _native.entries_crc32c(database, [wrong])  # type: ignore[list-item]

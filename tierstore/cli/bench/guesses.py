@@ -86,7 +86,7 @@ def guesses(
 def _show(result: GuessResult, output: Output) -> None:
     parts = (
         (f"training, {result.steps} steps of {result.step_tokens_count} tokens", "training"),
-        (f"decoding, {result.tokens} tokens", "decoding"),
+        (f"decoding, {result.generated_tokens_count} tokens", "decoding"),
     )
     for title, name in parts:
         found = [(one.predictor.value, getattr(one, name)) for one in result.predictors]
@@ -107,7 +107,7 @@ def _show(result: GuessResult, output: Output) -> None:
         ]
         if rows:
             output.table(
-                f"{title}; {result.layers} layers of {result.experts} experts, top-{result.top_k_count}, host budget "
+                f"{title}; {result.layers_count} layers of {result.experts} experts, top-{result.top_k_count}, host budget "
                 f"{format_bytes(result.host_budget_bytes)}",
                 (
                     "predictor",

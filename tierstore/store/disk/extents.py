@@ -201,11 +201,6 @@ class Extent:
         """``retain`` of each of ``slots``, which differ."""
         np.frombuffer(self._references, np.uint16)[slots] += 1
 
-    @property
-    def referenced(self) -> npt.NDArray[np.uint32]:
-        """The slots that a durable table refers to, ascending."""
-        return np.flatnonzero(np.array(self._references)).astype(np.uint32)
-
     def release(self, slot: int) -> None:
         """One durable table fewer refers to ``slot``; without any it is free."""
         self._references[slot] -= 1
