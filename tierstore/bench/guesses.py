@@ -20,7 +20,7 @@ from tierstore.bench.checks import at_least
 from tierstore.bench.results.document import Better, Measurement, counted, measured
 from tierstore.bench.results.figures import Figures
 from tierstore.dense.gates import PassListener
-from tierstore.moe.source import ExpertLease, ExpertSource
+from tierstore.moe.source import ExpertLease, JointSource
 from tierstore.prefetch.horizontal import HorizontalQueue
 from tierstore.prefetch.predictor import PredictorName
 from tierstore.train.config import TrainConfig
@@ -168,7 +168,7 @@ class _ForwardWatch:
 
     def __init__(self) -> None:
         self.parts: SessionParts | None = None
-        self._target: ExpertSource | None = None
+        self._target: JointSource | None = None
         self._demanded = 0
         self._stall_ns = 0
 
@@ -176,7 +176,7 @@ class _ForwardWatch:
         assert isinstance(queue, HorizontalQueue)
         return queue
 
-    def source(self, experts: ExpertSource) -> ExpertSource:
+    def source(self, experts: JointSource) -> JointSource:
         self._target = experts
         return self
 
@@ -207,6 +207,10 @@ class _ForwardWatch:
     def backward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
         assert self._target is not None
         return self._target.backward(layer, experts)
+
+    def backward_each(self, layer: int, asked: Sequence[Sequence[int]]) -> Iterator[tuple[int, ExpertLease]]:
+        assert self._target is not None
+        return self._target.backward_each(layer, asked)
 
     def _position(self) -> tuple[int, int]:
         assert self.parts is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -101,6 +101,12 @@ class SourceSlot:
     def backward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
         assert self.target is not None
         return self.target.backward(layer, experts)
+
+    def backward_each(self, layer: int, asked: Sequence[Sequence[int]]) -> Iterator[tuple[int, ExpertLease]]:
+        """Of a target that is a ``JointSource``."""
+        target: Any = self.target
+        leases: Iterator[tuple[int, ExpertLease]] = target.backward_each(layer, asked)
+        return leases
 
 
 def in_training(source: ExpertSource) -> bool:

@@ -50,7 +50,8 @@ class MicroOrder(Enum):
 
     MICRO: each micro-batch passes all layers, forward and backward, before the next one begins. LAYER: each layer takes
     all micro-batches before the next layer does, so one fetch of an expert serves all of them; block inputs are kept
-    meanwhile, and blocks are computed again in the backward pass. AUTO: MICRO.
+    meanwhile, and blocks are computed again in the backward pass. AUTO: what ``tierstore.plan.choose_order`` makes of it
+    before a run; a session that is opened with AUTO takes MICRO.
     """
 
     AUTO = "auto"

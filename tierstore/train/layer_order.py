@@ -34,7 +34,7 @@ from tierstore.dense.gates import Gates, PassListener
 from tierstore.model.interface import Batch, Model, ModelOutput
 from tierstore.moe.computing import ExpertPass
 from tierstore.moe.joint import PendingExperts, backward_together, forward_together
-from tierstore.moe.source import JointSource, SourceSlot
+from tierstore.moe.source import SourceSlot
 from tierstore.train.boundaries import BoundaryStore
 
 ExpertCall = tuple[Tensor, Tensor, ExpertPass]
@@ -93,18 +93,16 @@ class LayerParts:
 
 
 class LayerOrder:
-    """Takes the micro-batches of a step through ``model``, whose experts ``source`` leases. It owns nothing."""
+    """Takes the micro-batches of a step through ``model``, whose experts the slot's source leases. It owns nothing."""
 
     def __init__(
         self,
         model: Model,
         dense: DenseSlices,
         listener: PassListener,
-        source: JointSource,
         parts: LayerParts,
     ) -> None:
         self._model = model
-        self._source = source
         self._slot = parts.slot
         self._boundaries = parts.boundaries
         self._units = _UnitPasses(dense, parts.gates, listener)
@@ -164,7 +162,7 @@ class LayerOrder:
                     if len(calls) < len(lanes):
                         raise RuntimeError(f"some micro-batches call for no experts in block {block}")
                     with torch.no_grad():
-                        results = forward_together(self._source, calls)
+                        results = forward_together(self._slot, calls)
                     del calls
                     for lane in lanes:
                         self._go_on(lane, results.pop(0))
@@ -273,7 +271,7 @@ class LayerOrder:
         again = [self._compute_again(number, lane) for lane in lanes]
         if any(each.pending is not None for each in again):
             backward_together(
-                self._source, [each.found(lane.gradient) for each, lane in zip(again, lanes, strict=True)]
+                self._slot, [each.found(lane.gradient) for each, lane in zip(again, lanes, strict=True)]
             )
         for lane in lanes:
             each = again.pop(0)

@@ -26,7 +26,7 @@ from tierstore.model.config import CheckpointActivations
 from tierstore.model.interface import Model
 from tierstore.model.spec import ModelSpec
 from tierstore.moe.guessing import RouterGuesses
-from tierstore.moe.source import ExpertSource, SourceSlot, in_training
+from tierstore.moe.source import ExpertSource, JointSource, SourceSlot, in_training
 from tierstore.parallel import Mesh, RankEnvironment, rank_device
 from tierstore.prefetch import HorizontalQueue, Schedule, unit_schedule
 from tierstore.prefetch.plan import StepTiming, group_order
@@ -109,8 +109,8 @@ class SessionWatch(Protocol):
         """What hears of passes over the dense units, and passes it on to ``queue``."""
         ...
 
-    def source(self, experts: ExpertSource) -> ExpertSource:
-        """What the model asks for experts, which come from ``experts``."""
+    def source(self, experts: JointSource) -> ExpertSource:
+        """What the model asks for experts, which come from ``experts``; in layer order a ``JointSource``, too."""
         ...
 
 

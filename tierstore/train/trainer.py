@@ -60,7 +60,7 @@ class Trainer:
         self._timeline = parts.timeline
         self._layers: LayerOrder | None = None
         if parts.layers is not None:
-            self._layers = LayerOrder(parts.model, parts.dense, parts.queue, parts.experts, parts.layers)
+            self._layers = LayerOrder(parts.model, parts.dense, parts.queue, parts.layers)
 
     def describe_weights(self) -> str:
         """One line: where experts are computed with, and why."""

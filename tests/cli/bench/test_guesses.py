@@ -65,3 +65,18 @@ def test_predictors_are_compared_and_nothing_is_committed(
         for one in (history[part], router[part]):
             assert 0 < one["right_count"] <= min(one["used_count"], one["guessed_count"])
             assert one["wasted_read_bytes"] <= one["speculative_read_bytes"] <= one["read_bytes"]
+
+
+def test_in_layer_order_forward_passes_are_watched_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All that is read without a predictor is demanded, and a part of it by forward passes."""
+    text, store = tmp_path / "text", tmp_path / "store"
+    text.write_bytes(bytes(range(256)) * 64)
+    ordered = ("data.micro_batches=2", "data.micro_order=layer", f"data.paths={text}")
+    settings = [f"--set={setting}" for setting in (*TINY, *ordered)]
+    assert run("train", f"--store={store}", "--steps=1", *settings) == 0
+    asked = ["--predictor=none", "--steps=2", "--warmup=1", "--tokens=0", "--host-budget=300KiB", "--json"]
+    assert run("bench", "guesses", f"--store={store}", *asked, *settings) == 0
+    (none,) = json.loads(capsys.readouterr().out.splitlines()[-1])["predictors"]
+    assert 0 < none["training"]["forward_demanded_bytes"] < none["training"]["read_bytes"]
