@@ -226,7 +226,8 @@ follows, with nothing changed.)")
             "layer"_a, "group_frames"_a, "group_bytes"_a, "stored_mask"_a)
         .def(
             "add_records",
-            [](Residency& self, Column<std::uint16_t> layers, const std::array<std::uint32_t, kGroups>& frames,
+            [](Residency& self, Column<std::uint16_t> layers,
+               const std::array<std::uint32_t, kGroups>& frames,
                const std::array<std::uint64_t, kGroups>& bytes, std::uint16_t stored) {
                 const std::uint32_t first = self.record_count();
                 for (const std::uint16_t layer : span_of(layers)) {
@@ -235,7 +236,8 @@ follows, with nothing changed.)")
                 return first;
             },
             "layers"_a.noconvert(), "group_frames"_a, "group_bytes"_a, "stored_mask"_a,
-            "``add_record`` for a record of each of ``layers``, alike otherwise; returns the first one's number.")
+            "``add_record`` for a record of each of ``layers``, alike otherwise; returns the first one's "
+            "number.")
         .def("set_stored", &Residency::set_stored, "record"_a, "mask"_a)
         .def(
             "begin_access",

@@ -21,8 +21,9 @@ std::uint32_t index_of(const KeyTable& self, std::int64_t number) {
 nb::str text(std::string_view key) { return nb::str(key.data(), key.size()); }
 
 void bind_number_set(nb::module_& m) {
-    nb::class_<NumberSet>(m, "NumberSet",
-                          "A set of numbers (u32) as bits: for numbers that lie close together, in little memory.")
+    nb::class_<NumberSet>(
+        m, "NumberSet",
+        "A set of numbers (u32) as bits: for numbers that lie close together, in little memory.")
         .def(nb::init<>())
         .def("__len__", &NumberSet::size)
         .def("__contains__", &NumberSet::contains, "number"_a)

@@ -27,7 +27,9 @@ public:
     }
 
     // Its number, kNone if there is none.
-    std::uint32_t find(std::string_view key) const { return places_.empty() ? kNone : places_[place_of(key)]; }
+    std::uint32_t find(std::string_view key) const {
+        return places_.empty() ? kNone : places_[place_of(key)];
+    }
 
     // Returns its number. Throws std::invalid_argument if it is there already.
     std::uint32_t add(std::string_view key) {

@@ -16,7 +16,8 @@ public:
 
     bool contains(std::uint32_t number) const {
         const std::size_t word = number / kBits;
-        return !levels_.empty() && word < levels_[0].size() && (levels_[0][word] >> (number % kBits) & 1) != 0;
+        return !levels_.empty() && word < levels_[0].size() &&
+               (levels_[0][word] >> (number % kBits) & 1) != 0;
     }
 
     // Returns whether it was not there.
@@ -80,7 +81,8 @@ public:
     std::vector<std::uint32_t> largest(std::size_t count) const {
         std::vector<std::uint32_t> found;
         if (count >= size_) return smallest(size_);
-        for (std::size_t word = levels_.empty() ? 0 : levels_[0].size(); word-- > 0 && found.size() < count;) {
+        for (std::size_t word = levels_.empty() ? 0 : levels_[0].size();
+             word-- > 0 && found.size() < count;) {
             for (std::uint64_t bits = levels_[0][word]; bits != 0 && found.size() < count;) {
                 const int bit = 63 - std::countl_zero(bits);
                 found.push_back(static_cast<std::uint32_t>(word * kBits) + static_cast<std::uint32_t>(bit));
