@@ -11,7 +11,7 @@ from collections.abc import Iterable
 _ALIGNMENT = 4096
 MIN_FRAME_BYTES = 64 * 1024
 _FEW_FRAMES = 64
-#: What scales may add to a record's frames.
+#: The share of a record's frames that may be empty because of its scales.
 _MOST_WASTE = 0.02
 
 
@@ -40,9 +40,10 @@ def choose_frame_bytes(section_nbytes: Iterable[int]) -> int:
 
 
 def choose_frame_bytes_beside(section_nbytes: Iterable[int], scale_nbytes: Iterable[int]) -> int:
-    """The frame size for sections of these sizes and for scales, which are far smaller and fill no frame.
+    """The frame size for sections of these sizes (bytes) and for scales, which are far smaller than a frame of theirs.
 
-    The largest part of the sections' own frame size by which all of them together waste at most 2%.
+    It divides the size that the sections alone would get: the largest such size with which sections and scales together
+    waste at most 2%.
     """
     sections, scales = list(section_nbytes), list(scale_nbytes)
     frame = choose_frame_bytes(sections)

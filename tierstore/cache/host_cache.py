@@ -309,7 +309,7 @@ class HostCache:
 
     def _free(self, entry: int) -> None:
         state = self._entries.pop(entry, None)
-        if state is None:  # dropped from disk
+        if state is None:  # it is not resident, and only its copy on disk was dropped
             return
         queued = [t for t in (state.ready, *state.readers) if t and not self.engine.done(t)]
         self._frames.free(state.sections, queued)

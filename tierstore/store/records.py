@@ -141,7 +141,7 @@ class Records:
     def remove(self, key: str) -> None:
         """Removes the record that was added last, which the host cache holds and no access has touched.
 
-        Its number in the host cache is not used again.
+        The host cache never uses its number again.
         """
         self._live.remove_last(self._live.records[key])
 

@@ -1,7 +1,7 @@
 """Where all records of one commit lie, in one array: some 60 bytes a record, where objects would take a thousand.
 
-A ``Table`` reads as the mapping of keys to ``RecordEntry`` that it is, one made when it is asked for. What looks at all
-records takes ``rows`` instead, an array with a field for each number of an entry.
+A ``Table`` is a mapping of keys to ``RecordEntry``; it makes an entry when asked for one. Code that looks at all records
+reads ``rows`` instead, an array with a field for each number of an entry.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def _shape(value: bytes) -> tuple[int, ...]:
 
 
 class Table(Mapping[str, RecordEntry]):
-    """The record entries of one commit. Row i is of key number i of ``keys``, which other tables may share: of them a table
-    has the first ``len(table)``.
+    """The record entries of one commit. Row i belongs to key number i of ``keys``. Tables may share their keys; each has
+    rows for the first ``len(table)`` of them.
 
-    A field that a record does not have (a second group, say) is 0 in its row; ``shape`` says which of ``shapes``, the
-    sections of its groups, a record has.
+    A field that a record lacks (a second group, say) is 0 in its row. ``shapes`` lists how many sections the groups of a
+    record may have, and the field ``shape`` says which of these a record has.
     """
 
     def __init__(self, keys: KeyTable | None = None) -> None:
