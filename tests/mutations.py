@@ -165,9 +165,10 @@ MUTATIONS = [
         "tierstore/store/committing.py",
         '        parts.engine.log_mark(f"index {generation}")\n',
         '        parts.engine.log_mark(f"index {generation}")\n'
-        "        live.release(self.table[key] for key in changed if key in self.table)\n"
+        "        before = live.table.rows[[n for n in changed.numbers if n < len(live.table)]]\n"
+        "        live._release(before)\n"
         "        self._discard()\n"
-        "        live.retain(self.table[key] for key in changed if key in self.table)\n"
+        "        live._retain(before)\n"
         "        parts.extents.end_discards()\n",
         POWER + "test_power_cuts[discarding]",
         ("tests/store/disk/test_discard.py::test_holes_in_every_crash_state",),

@@ -29,6 +29,8 @@ public:
     std::uint32_t length() const { return trains_ ? 2 * layers_ : layers_; }
     std::uint32_t rank(std::uint32_t layer) const { return rank_[layer]; }
     bool has_layer(std::uint32_t layer) const { return layer < rank_.size() && rank_[layer] != kNone; }
+    // The pass that the program is in, from 0 to length() - 1.
+    std::uint32_t position() const { return position_ % length(); }
     // Changes whenever trains() or a rank does.
     std::uint32_t version() const { return version_; }
 

@@ -44,15 +44,9 @@ struct Vec {
     static I as_integers(F x) { return _mm256_castps_si256(x); }
     static F as_floats(I x) { return _mm256_castsi256_ps(x); }
     static I plus(I a, I b) { return _mm256_add_epi32(a, b); }
-    static I minus(I a, I b) { return _mm256_sub_epi32(a, b); }
     static I multiply(I a, I b) { return _mm256_mullo_epi32(a, b); }
     static I bit_and(I a, I b) { return _mm256_and_si256(a, b); }
-    static I bit_or(I a, I b) { return _mm256_or_si256(a, b); }
     static I bit_xor(I a, I b) { return _mm256_xor_si256(a, b); }
-    template <int n>
-    static I shift_left(I x) {
-        return _mm256_slli_epi32(x, n);
-    }
     template <int n>
     static I shift_right(I x) {
         return _mm256_srli_epi32(x, n);
@@ -60,7 +54,6 @@ struct Vec {
     // Of signed integers.
     static I greater(I a, I b) { return _mm256_max_epi32(a, b); }
     static I greater_unsigned(I a, I b) { return _mm256_max_epu32(a, b); }
-    static I lesser(I a, I b) { return _mm256_min_epi32(a, b); }
     // x where a < b, neither negative; else 0.
     static I zero_unless_below(I x, I a, I b) { return _mm256_and_si256(_mm256_cmpgt_epi32(b, a), x); }
 

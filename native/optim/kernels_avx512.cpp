@@ -41,15 +41,9 @@ struct Vec {
     static I as_integers(F x) { return _mm512_castps_si512(x); }
     static F as_floats(I x) { return _mm512_castsi512_ps(x); }
     static I plus(I a, I b) { return _mm512_add_epi32(a, b); }
-    static I minus(I a, I b) { return _mm512_sub_epi32(a, b); }
     static I multiply(I a, I b) { return _mm512_mullo_epi32(a, b); }
     static I bit_and(I a, I b) { return _mm512_and_si512(a, b); }
-    static I bit_or(I a, I b) { return _mm512_or_si512(a, b); }
     static I bit_xor(I a, I b) { return _mm512_xor_si512(a, b); }
-    template <int n>
-    static I shift_left(I x) {
-        return _mm512_slli_epi32(x, n);
-    }
     template <int n>
     static I shift_right(I x) {
         return _mm512_srli_epi32(x, n);
@@ -57,7 +51,6 @@ struct Vec {
     // Of signed integers.
     static I greater(I a, I b) { return _mm512_max_epi32(a, b); }
     static I greater_unsigned(I a, I b) { return _mm512_max_epu32(a, b); }
-    static I lesser(I a, I b) { return _mm512_min_epi32(a, b); }
     // x where a < b, neither negative; else 0.
     static I zero_unless_below(I x, I a, I b) {
         return _mm512_maskz_mov_epi32(_mm512_cmplt_epi32_mask(a, b), x);

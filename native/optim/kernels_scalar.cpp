@@ -38,15 +38,9 @@ struct Vec {
     static I as_integers(F x) { return __builtin_bit_cast(I, x); }
     static F as_floats(I x) { return __builtin_bit_cast(F, x); }
     static I plus(I a, I b) { return a + b; }
-    static I minus(I a, I b) { return a - b; }
     static I multiply(I a, I b) { return a * b; }
     static I bit_and(I a, I b) { return a & b; }
-    static I bit_or(I a, I b) { return a | b; }
     static I bit_xor(I a, I b) { return a ^ b; }
-    template <int n>
-    static I shift_left(I x) {
-        return x << n;
-    }
     template <int n>
     static I shift_right(I x) {
         return x >> n;

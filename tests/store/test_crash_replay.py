@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +17,8 @@ from tierstore.store import OpenAt, ParameterStore, StoreConfig, StripeConfig
 from tierstore.store.committing import Committer, Keep
 from tierstore.store.disk.extents import Extent
 from tierstore.store.index.database import PREVIOUS, Commit
-from tierstore.store.index.entries import RecordEntry
 from tierstore.store.index.live import LiveIndex, LiveRecord
-from tierstore.store.index.table import Table
+from tierstore.store.index.table import Rows, Table
 
 NUMEL = 1500  # two pages a section: writes can tear
 RECORDS = 5
@@ -242,13 +241,13 @@ def test_freeing_slots_before_the_commit_fails_the_replay(
             before.extent.free(before.number)
         return ticket
 
-    def release(self: LiveIndex, entries: Iterable[RecordEntry]) -> None:
-        for entry in entries:
-            for _, slot in self.slots_of(entry):
-                slot.extent._references[slot.number] -= 1
+    def release(self: LiveIndex, rows: Rows) -> None:
+        for extent, slots in self._by_extent(rows):
+            for slot in slots.tolist():
+                extent._references[slot] -= 1
 
     monkeypatch.setattr(LiveRecord, "write", eager)
-    monkeypatch.setattr(LiveIndex, "release", release)
+    monkeypatch.setattr(LiveIndex, "_release", release)
     run = record()
     monkeypatch.undo()
     assert run.violation(run.log, 1000)[1] != ""

@@ -146,7 +146,9 @@ def test_every_damaged_page_of_an_index_is_refused_or_was_free(tmp_path: Path) -
     """Whatever reads it names the file; a page that is not in use changes nothing."""
     index = Index.create(tmp_path / "index")
     old = Commit(1, Table(), {"seed": b"old"})
-    index.write(generation=2, meta={"a": 1}, changed={}, state={"seed": b"s"}, add_snapshots={"old": old})
+    index.write(
+        generation=2, meta={"a": 1}, changed=Table(), state={"seed": b"s"}, add_snapshots={"old": old}
+    )
     index.close()
 
     def read() -> object:

@@ -21,7 +21,8 @@ class FrameAllocator:
         self._arena = arena
         self._frame_bytes = frame_bytes
         self._done = done
-        self._free = list(range(arena.nbytes // frame_bytes))
+        self.total = arena.nbytes // frame_bytes
+        self._free = list(range(self.total))
         #: Frames freed together, and their guards, in the order in which they were freed.
         self._guarded: deque[tuple[list[int], tuple[int, ...]]] = deque()
 

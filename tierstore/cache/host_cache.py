@@ -198,9 +198,17 @@ class HostCache:
         """Ends what ``residency.pin`` of the same arguments, in an open access, keeps pinned beyond its end."""
         self._execute(self.residency.unpin(records, flags), Priority.WRITE_BACK)
 
-    def clean(self) -> None:
-        """Queues the write-back of every dirty weights and moments entry; they stay resident."""
-        self._execute(self.residency.clean(), Priority.WRITE_BACK)
+    @property
+    def filled(self) -> float:
+        """The part of the memory that entries take."""
+        return self.residency.used_frames / self._frames.total
+
+    def clean(self, records: Sequence[int] | None = None) -> None:
+        """Queues the write-back of every dirty weights and moments entry, or of those of ``records``; they stay
+        resident.
+        """
+        numbers = None if records is None else np.asarray(records, np.uint32)
+        self._execute(self.residency.clean(numbers), Priority.WRITE_BACK)
 
     def drop(self, entries: Sequence[int]) -> None:
         """Discards entries without writing them."""

@@ -230,7 +230,7 @@ class Committer:
         dropped: list[str] = []
         if snapshot is not None:
             table = live.table.copy()
-            table.update(changed)
+            table.merge(changed)
             added[snapshot] = Commit(generation, table, merged)
         if keep is Keep.PREVIOUS and live.generation:
             # Older snapshots stay as well: if this commit is undone, so is the one that takes their place.
@@ -256,14 +256,12 @@ class Committer:
         parts.drives.committed()
         parts.engine.log_mark(f"commit {generation}")
         # The transaction is durable: only now may the slots that it left behind be used again.
-        live.retain(changed.values())
         for name, commit in added.items():
             live.retain_table(commit.records)
             self.snapshots[name] = commit
-        live.release(self.table[key] for key in changed if key in self.table)
+        live.committed(generation, changed)
         for name in dropped:
             self._release(name)
-        live.committed(generation, changed)
         self.state = merged
         parts.extents.committed()
         if PREVIOUS not in self.snapshots:

@@ -22,6 +22,8 @@ from tierstore.store.format import (
 from tierstore.store.index.entries import check_name
 from tierstore.store.optimizer import CachedRecord
 
+#: New records are written back an eighth of the host budget at a time, when it is nearly full.
+_PARTS = 8
 Array = npt.NDArray[np.float32]
 
 
@@ -53,9 +55,20 @@ def register_many(core: StoreCore, records: Iterable[NewRecord]) -> None:
     schemas = _check(core, records)
     promised = core.extents.promised
     core.reserve(core.records.counts(schemas))
+    unwritten: list[int] = []
+    nbytes = 0
     try:
         for new, schema in zip(records, schemas, strict=True):
+            shape = core.extents.schemas[schema]
             _add(core, new, schema)
+            if shape.placement is Placement.DIRECT:
+                continue
+            unwritten.append(core.record(new.key).number)
+            nbytes += sum(shape.layout(group).slot_bytes for group in shape.groups)
+            if nbytes * _PARTS > core.config.host_budget and core.cache.filled > 1 - 2 / _PARTS:
+                # Ahead of their eviction, or whoever takes over their memory would wait for one write after another.
+                core.cache.clean(unwritten)
+                unwritten, nbytes = [], 0
     except BaseException:
         core.extents.promised = promised  # those that were added count by themselves
         raise

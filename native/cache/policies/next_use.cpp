@@ -9,6 +9,11 @@ namespace {
 // The chance of an entry that no cycle has used yet.
 constexpr double kLeastChance = 1e-9;
 
+// The heap has the largest time first; of equal times the order is settled later.
+constexpr auto kEarlier = [](const auto& a, const auto& b) {
+    return a.sum < b.sum || (a.sum == b.sum && a.rest < b.rest);
+};
+
 }  // namespace
 
 NextUse::NextUse(const NextUseOptions& options) : decay_(std::exp2(-1.0 / options.half_life)) {}
@@ -20,11 +25,15 @@ void NextUse::add(EntryId entry, const EntryInfo& info) {
     added.real = true;
     added.record = info.record;
     added.layer = info.layer;
-    if (info.layer >= layers_.size()) layers_.resize(info.layer + 1);
+    if (info.layer >= layers_.size()) {
+        layers_.resize(info.layer + 1);
+        lists_.resize(kStates * layers_.size());
+    }
     Layer& layer = layers_[info.layer];
     if (layer.entries.empty()) ++own_layers_;
     layer.entries.push_back(entry);
     cycle_.add_layer(info.layer);
+    if (layer.entries.size() == 1) version_ = ~cycle_.version();  // a list more, be its layer known or not
     if (info.record >= record_rank_.size()) {
         record_rank_.resize(info.record + 1, 0);
         record_active_.resize(info.record + 1, 0);
@@ -33,11 +42,13 @@ void NextUse::add(EntryId entry, const EntryInfo& info) {
         record_rank_[info.record] = static_cast<std::uint32_t>(layer.records.size());
         layer.records.push_back(info.record);
     }
-    layer.sorted = false;
+    unsort(info.layer);
 }
 
 void NextUse::access(const AccessInfo& info) {
+    const std::uint32_t from = cycle_.layers() == 0 ? 0 : cycle_.position();
     const LayerCycle::Pass pass = cycle_.enter(info.phase, info.layer);
+    walk(from);
     for (const EntryId entry : pending_) entries_[entry].pending = false;
     pending_.clear();
     for (const EntryId entry : info.entries) {
@@ -45,10 +56,10 @@ void NextUse::access(const AccessInfo& info) {
         entries_[entry].pending = true;
         pending_.push_back(entry);
     }
-    for (const EntryId entry : pending_) layers_[entries_[entry].layer].sorted = false;
+    for (const EntryId entry : pending_) unsort(entries_[entry].layer);
     if (info.layer >= layers_.size() || layers_[info.layer].entries.empty()) return;
     Layer& layer = layers_[info.layer];
-    layer.sorted = false;
+    unsort(info.layer);
     if (pass == LayerCycle::Pass::FORWARD) pass_forward(layer);
     if (pass == LayerCycle::Pass::BACKWARD) pass_backward(layer);
 }
@@ -106,7 +117,7 @@ void NextUse::insert(EntryId entry) {
 
 void NextUse::used(EntryId entry) {
     entries_[entry].pending = false;
-    layers_[entries_[entry].layer].sorted = false;
+    unsort(entries_[entry].layer);
 }
 
 double NextUse::phase_of(const Entry& entry) const {
@@ -121,16 +132,24 @@ double NextUse::tail(const Entry& entry) const {
     return (2.0 * cycle_.layers() - 1.0 - 2.0 * cycle_.rank(entry.layer)) * entry.late + wait;
 }
 
-void NextUse::rank(List& list) {
-    std::sort(list.ranked.begin(), list.ranked.end(), [](const Ranked& a, const Ranked& b) {
+void NextUse::rank(std::vector<Ranked>& ranked) {
+    std::sort(ranked.begin(), ranked.end(), [](const Ranked& a, const Ranked& b) {
         return a.key > b.key || (a.key == b.key && a.entry < b.entry);
     });
 }
 
-void NextUse::sort(Layer& layer) {
-    for (List& list : layer.lists) {
-        list.ranked.clear();
-        list.next = 0;
+void NextUse::unsort(std::uint32_t layer) {
+    if (!layers_[layer].sorted) return;
+    layers_[layer].sorted = false;
+    unsorted_.push_back(layer);
+}
+
+void NextUse::sort(std::uint32_t number) {
+    Layer& layer = layers_[number];
+    List* const lists = &lists_[kStates * number];
+    for (const State state : {ACTIVE, IDLE}) {
+        lists[state].ranked.clear();
+        lists[state].next = lists[state].at = 0;
     }
     const bool turns = cycle_.trains() && layer.backward_due;
     for (const EntryId entry : layer.entries) {
@@ -143,74 +162,176 @@ void NextUse::sort(Layer& layer) {
         } else {
             key += tail(of);
         }
-        layer.lists[active ? ACTIVE : IDLE].ranked.push_back(Ranked{key, entry});
+        lists[active ? ACTIVE : IDLE].ranked.push_back(Ranked{key, entry});
     }
-    for (List& list : layer.lists) rank(list);
+    for (const State state : {ACTIVE, IDLE}) {
+        rank(lists[state].ranked);
+        enter_heap(kStates * number + state);
+    }
     layer.sorted = true;
 }
 
-// The next of a list that can go joins the choice.
-void NextUse::offer(List& list, const Candidates& candidates) {
-    for (; list.at < list.ranked.size(); ++list.at) {
-        const Ranked& ranked = list.ranked[list.at];
-        if (!entries_[ranked.entry].resident) {
-            if (list.at == list.next) ++list.next;
-        } else if (candidates.evictable(ranked.entry)) {
-            offers_.push_back(Offer{list.shift + ranked.key, ranked.entry, &list});
-            return;
-        }
+// After the program's walk has changed: other passes, other keys.
+void NextUse::sort_all() {
+    clock_ = 0.0;
+    heap_.clear();
+    list_of_pass_.assign(cycle_.length(), kNoList);
+    for (std::uint32_t number = 0; number < layers_.size(); ++number) {
+        if (layers_[number].entries.empty()) continue;
+        const std::uint32_t rank = cycle_.rank(number);
+        list_of_pass_[rank] = kStates * number + IDLE;
+        if (cycle_.trains()) list_of_pass_[2 * cycle_.layers() - 1 - rank] = kStates * number + ACTIVE;
+        for (const State state : {ACTIVE, IDLE}) set_pass(kStates * number + state);
+        sort(number);
     }
+    unsorted_.clear();
+    version_ = cycle_.version();
+}
+
+// The program was in pass `from`: the passes since then come again in the next cycle.
+void NextUse::walk(std::uint32_t from) {
+    if (version_ != cycle_.version() || cycle_.layers() == 0) return;  // sort_all() comes first
+    const std::uint32_t cycle = cycle_.length();
+    const std::uint32_t passed = (cycle_.position() + cycle - from) % cycle;
+    clock_ += passed;
+    for (std::uint32_t i = 1; i <= passed; ++i) {
+        const std::uint32_t list = list_of_pass_[(from + i) % cycle];
+        if (list == kNoList) continue;
+        set_pass(list);
+        enter_heap(list);
+    }
+}
+
+void NextUse::set_pass(std::uint32_t list) {
+    const std::uint32_t layer = list / kStates;
+    if (list % kStates == IDLE) {
+        lists_[list].pass = clock_ + cycle_.to_forward(layer);
+    } else {
+        lists_[list].pass = clock_ + (cycle_.trains() ? cycle_.to_backward(layer) : 0);
+    }
+}
+
+// The entry that the list has got to is its first.
+void NextUse::enter_heap(std::uint32_t number) {
+    List& list = lists_[number];
+    ++list.stamp;
+    if (list.at >= list.ranked.size()) return;
+    // Knuth's TwoSum: sum + rest is pass + key, without rounding.
+    const double key = list.ranked[list.at].key;
+    const double sum = list.pass + key;
+    const double part = sum - list.pass;
+    const double rest = (list.pass - (sum - part)) + (key - part);
+    heap_.push_back(First{sum, rest, number, list.stamp});
+    std::push_heap(heap_.begin(), heap_.end(), kEarlier);
+    if (heap_.size() <= 4 * lists_.size() + 64) return;
+    std::erase_if(heap_, [this](const First& first) { return lists_[first.list].stamp != first.stamp; });
+    std::make_heap(heap_.begin(), heap_.end(), kEarlier);
+}
+
+// Takes the largest out of the heap; false if it is empty.
+bool NextUse::take_first(First& first) {
+    while (!heap_.empty()) {
+        std::pop_heap(heap_.begin(), heap_.end(), kEarlier);
+        first = heap_.back();
+        heap_.pop_back();
+        if (lists_[first.list].stamp == first.stamp) return true;
+    }
+    return false;
+}
+
+EntryId NextUse::entry_of(const First& first) const {
+    const List& list = lists_[first.list];
+    return list.ranked[list.at].entry;
+}
+
+double NextUse::distance_of(const First& first) const {
+    const List& list = lists_[first.list];
+    return (list.pass - clock_) + list.ranked[list.at].key;
+}
+
+void NextUse::touch(std::uint32_t list) {
+    if (lists_[list].touched) return;
+    lists_[list].touched = true;
+    touched_.push_back(list);
+}
+
+// Like take_first(), of those that can go: what cannot is passed over by the present choice.
+bool NextUse::take_evictable(First& first, const Candidates& candidates) {
+    while (take_first(first)) {
+        List& list = lists_[first.list];
+        const EntryId entry = entry_of(first);
+        const bool resident = entries_[entry].resident;
+        if (resident && candidates.evictable(entry)) return true;
+        if (!resident && list.at == list.next) ++list.next;
+        ++list.at;
+        touch(first.list);
+        enter_heap(first.list);
+    }
+    return false;
 }
 
 std::uint64_t NextUse::choose(const Candidates& candidates, std::uint64_t frames,
                               std::vector<EntryId>& victims) {
     std::uint64_t freed = 0;
-    while (freed < frames && !offers_.empty()) {
-        std::size_t worst = 0;
-        for (std::size_t i = 1; i < offers_.size(); ++i) {
-            const Offer &a = offers_[i], &b = offers_[worst];
-            if (a.distance > b.distance || (a.distance == b.distance && a.entry < b.entry)) worst = i;
+    First chosen{};
+    while (freed < frames && take_evictable(chosen, candidates)) {
+        const double distance = distance_of(chosen);
+        // What comes later in the heap is no farther, but may be as far when rounded.
+        ties_.clear();
+        First other{};
+        while (take_evictable(other, candidates)) {
+            const bool tie = distance_of(other) == distance;
+            if (tie && entry_of(other) < entry_of(chosen)) std::swap(other, chosen);
+            ties_.push_back(other);
+            if (!tie) break;
         }
-        const Offer chosen = offers_[worst];
-        offers_[worst] = offers_.back();
-        offers_.pop_back();
-        victims.push_back(chosen.entry);
-        freed += candidates.frames[chosen.entry];
-        ++chosen.list->at;
-        offer(*chosen.list, candidates);
+        for (const First& first : ties_) {
+            heap_.push_back(first);
+            std::push_heap(heap_.begin(), heap_.end(), kEarlier);
+        }
+        const EntryId entry = entry_of(chosen);
+        victims.push_back(entry);
+        freed += candidates.frames[entry];
+        ++lists_[chosen.list].at;
+        touch(chosen.list);
+        enter_heap(chosen.list);
+    }
+    for (const std::uint32_t list : touched_) {
+        lists_[list].at = lists_[list].next;
+        lists_[list].touched = false;
+        enter_heap(list);
+    }
+    touched_.clear();
+    return freed;
+}
+
+// What is announced goes last: it is needed within a pass.
+std::uint64_t NextUse::choose_announced(const Candidates& candidates, std::uint64_t frames,
+                                        std::vector<EntryId>& victims) {
+    announced_.clear();
+    for (const EntryId entry : pending_) {
+        const Entry& of = entries_[entry];
+        if (of.pending && of.resident && candidates.evictable(entry)) {
+            announced_.push_back(Ranked{phase_of(of), entry});
+        }
+    }
+    rank(announced_);
+    std::uint64_t freed = 0;
+    for (const Ranked& ranked : announced_) {
+        if (freed >= frames) break;
+        victims.push_back(ranked.entry);
+        freed += candidates.frames[ranked.entry];
     }
     return freed;
 }
 
 std::uint64_t NextUse::select(const Candidates& candidates, std::uint64_t frames,
                               std::vector<EntryId>& victims) {
-    const bool changed = version_ != cycle_.version();
-    version_ = cycle_.version();
-    offers_.clear();
-    for (std::uint32_t number = 0; number < layers_.size(); ++number) {
-        Layer& layer = layers_[number];
-        if (layer.entries.empty()) continue;
-        if (changed || !layer.sorted) sort(layer);
-        layer.lists[ACTIVE].shift = cycle_.trains() ? cycle_.to_backward(number) : 0.0;
-        layer.lists[IDLE].shift = cycle_.to_forward(number);
-        for (const State state : {ACTIVE, IDLE}) {
-            layer.lists[state].at = layer.lists[state].next;
-            offer(layer.lists[state], candidates);
-        }
-    }
+    if (version_ != cycle_.version()) sort_all();
+    for (const std::uint32_t layer : unsorted_) sort(layer);
+    unsorted_.clear();
     const std::uint64_t freed = choose(candidates, frames, victims);
-    if (freed >= frames) return 0;
-    // What is announced goes last: it is needed within a pass.
-    for (const EntryId entry : pending_) {
-        const Entry& of = entries_[entry];
-        if (of.pending && of.resident && candidates.evictable(entry)) {
-            announced_.ranked.push_back(Ranked{phase_of(of), entry});
-        }
-    }
-    rank(announced_);
-    offer(announced_, candidates);
-    choose(candidates, frames - freed, victims);
-    announced_ = List{};
+    if (freed < frames) choose_announced(candidates, frames - freed, victims);
     return 0;
 }
 

@@ -46,6 +46,10 @@ struct NextUseOptions {
 // a list for ACTIVE and one for IDLE, sorted when it is first needed after a pass (of the layer's n entries:
 // O(n log n), once a pass), and a victim is the first of 2 L lists; PENDING entries are sorted if they must go,
 // after all others. Averages are updated once a cycle, in O(n).
+//
+// The firsts of the lists are in a heap, by the time at which the next use is expected, which stays what it is until
+// the program reaches the pass that it is counted from: each pass moves one list. Times are compared exactly, and
+// distances as they are rounded: those that round to the same are ties. So a choice costs O(log L).
 class NextUse final : public Policy {
 public:
     explicit NextUse(const NextUseOptions& options);
@@ -63,6 +67,7 @@ private:
     enum State : std::uint8_t { ACTIVE, IDLE };
     static constexpr std::size_t kStates = 2;
     static constexpr std::uint32_t kNever = 1u << 30;
+    static constexpr std::uint32_t kNoList = ~0u;
 
     struct Entry {
         double use = 0.0;            // u
@@ -88,13 +93,17 @@ private:
     struct List {
         std::vector<Ranked> ranked;
         std::size_t next = 0;
-        double shift = 0.0;  // D_F or D_B, of the present choice
-        std::size_t at = 0;  // how far the present choice has got
+        std::size_t at = 0;       // how far the present choice has got
+        double pass = 0.0;        // when the pass comes that keys count from, by clock_
+        std::uint32_t stamp = 0;  // of its place in the heap: others are no longer true
+        bool touched = false;     // by the present choice
     };
-    struct Offer {
-        double distance;
-        EntryId entry;
-        List* list;
+    // The first of a list: sum + rest is its expected time, exactly.
+    struct First {
+        double sum;
+        double rest;
+        std::uint32_t list;
+        std::uint32_t stamp;
     };
     struct Layer {
         std::vector<EntryId> entries;
@@ -102,7 +111,6 @@ private:
         std::uint64_t cycles = 0;
         bool backward_due = false;
         bool sorted = false;
-        List lists[kStates];
     };
 
     void pass_forward(Layer& layer);
@@ -111,10 +119,21 @@ private:
     void used(EntryId entry);
     double phase_of(const Entry& entry) const;
     double tail(const Entry& entry) const;
-    static void rank(List& list);
-    void sort(Layer& layer);
-    void offer(List& list, const Candidates& candidates);
+    static void rank(std::vector<Ranked>& ranked);
+    void unsort(std::uint32_t layer);
+    void sort(std::uint32_t layer);
+    void sort_all();
+    void walk(std::uint32_t from);
+    void set_pass(std::uint32_t list);
+    void enter_heap(std::uint32_t list);
+    bool take_first(First& first);
+    void touch(std::uint32_t list);
+    EntryId entry_of(const First& first) const;
+    double distance_of(const First& first) const;
+    bool take_evictable(First& first, const Candidates& candidates);
     std::uint64_t choose(const Candidates& candidates, std::uint64_t frames, std::vector<EntryId>& victims);
+    std::uint64_t choose_announced(const Candidates& candidates, std::uint64_t frames,
+                                   std::vector<EntryId>& victims);
 
     double decay_;  // of one cycle
     LayerCycle cycle_;
@@ -124,8 +143,14 @@ private:
     std::vector<Layer> layers_;
     std::uint32_t own_layers_ = 0;             // those that have entries here
     std::vector<EntryId> pending_;             // what the open access announced
-    std::vector<Offer> offers_;                // scratch: the first of each list
-    List announced_;                           // scratch
+    std::vector<List> lists_;                  // of layer l: 2 l + state
+    std::vector<std::uint32_t> unsorted_;      // layers
+    std::vector<std::uint32_t> list_of_pass_;  // the list whose keys count from it, or kNoList
+    std::vector<First> heap_;                  // the largest first
+    std::vector<std::uint32_t> touched_;       // scratch: lists
+    std::vector<First> ties_;                  // scratch
+    std::vector<Ranked> announced_;            // scratch
+    double clock_ = 0.0;                       // passes since the lists were last all sorted
     std::vector<std::uint8_t> record_active_;  // used forward in the present cycle
     std::vector<std::uint32_t> record_rank_;   // its place among the records of its layer
 };

@@ -16,7 +16,7 @@ from tierstore.errors import StoreFormatError
 from tierstore.store.index.database import Index
 from tierstore.store.index.entries import GroupLocation, RecordEntry
 from tierstore.store.index.live import LiveIndex, LiveRecord
-from tierstore.store.index.table import Table
+from tierstore.store.index.table import Changed, Table
 
 u16, u32 = st.integers(0, 2**16 - 1), st.integers(0, 2**32 - 1)
 locations = st.builds(
@@ -45,6 +45,31 @@ def test_a_table_is_the_mapping_that_it_was_made_of(
     assert kept == first
     assert list(table) == sorted(first | second)
     assert "nothing of the kind" not in table
+
+
+def test_changed_entries_are_merged() -> None:
+    """Some of the records have new entries, and one is new; of two schemas, with other sections."""
+    table = Table.of([(b"a", _entry(0, 1).pack()), (b"b", _entry(1, 2).pack())], where="here")
+    table.keys_by_number.add("c")
+    changed = Changed(table.keys_by_number, np.array([1, 2]), [(2, 1), (1,)])
+    for row, entry in zip(changed.rows, (_entry(1, 7), _entry(0, 8)), strict=True):
+        row["schema"] = entry.schema
+        row["shape"] = 1 - entry.schema
+        crcs = [crc for location in entry.groups for crc in location.crcs]
+        row["crcs"][: len(crcs)] = crcs
+        for group, location in enumerate(entry.groups):
+            row["slot"][group], row["generation"][group] = location.slot, location.generation
+    assert dict(changed) == {"b": _entry(1, 7), "c": _entry(0, 8)}
+    assert changed.packed() == [(key, entry.pack()) for key, entry in changed.items()]
+    kept = table.copy()
+    table.merge(changed)
+    assert dict(table) == {"a": _entry(0, 1)} | dict(changed)
+    assert dict(kept) == {"a": _entry(0, 1), "b": _entry(1, 2)}
+
+
+def _entry(schema: int, slot: int) -> RecordEntry:
+    groups = [GroupLocation(0, slot, 2, (3,)), GroupLocation(0, slot + 1, 4, (5, 6))]
+    return RecordEntry(schema, 0, 0, tuple(groups[:1] if schema == 0 else groups[::-1]))
 
 
 def test_an_entry_that_is_cut_short_is_named() -> None:

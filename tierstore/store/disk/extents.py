@@ -193,23 +193,24 @@ class Extent:
         """Frees a slot whose last content nothing on disk refers to any more."""
         (self._holes if self._unchecked.discard(slot) else self._free).add(slot)
 
-    def retain(self, slot: int) -> None:
-        """One more durable table refers to ``slot``."""
-        self._references[slot] += 1
-
     def retain_all(self, slots: npt.NDArray[np.uint32]) -> None:
-        """``retain`` of each of ``slots``, which differ."""
+        """One more durable table refers to each of ``slots``, which differ."""
         np.frombuffer(self._references, np.uint16)[slots] += 1
 
-    def release(self, slot: int) -> None:
-        """One durable table fewer refers to ``slot``; without any it is free."""
-        self._references[slot] -= 1
-        if not self._references[slot]:
+    def release_all(self, slots: npt.NDArray[np.uint32]) -> None:
+        """One durable table fewer refers to each of ``slots``, which differ; without any they are free."""
+        references = np.frombuffer(self._references, np.uint16)
+        references[slots] -= 1
+        for slot in slots[references[slots] == 0].tolist():
             self.free(slot)
 
     def shared(self, slot: int) -> bool:
         """Whether a durable table refers to ``slot``."""
         return self._references[slot] > 0
+
+    def all_shared(self, slots: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
+        """``shared`` of each of ``slots``."""
+        return np.frombuffer(self._references, np.uint16)[slots] > 0 if len(slots) else np.empty(0, bool)
 
     def discard(self, keep: int, discard: Discard) -> None:
         """Queues holes for free slots beyond ``keep`` slots with blocks, the last in the file first.

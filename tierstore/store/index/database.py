@@ -29,9 +29,9 @@ import numpy as np
 
 from tierstore import _native
 from tierstore.errors import StoreFormatError
-from tierstore.store.index.entries import RecordEntry, pack_table, unpack_table
+from tierstore.store.index.entries import pack_table, unpack_table
 from tierstore.store.index.pages import check_pages
-from tierstore.store.index.table import Table
+from tierstore.store.index.table import Changed, Table
 
 #: The snapshot that a prepared commit keeps of the one before it.
 PREVIOUS = ".previous"
@@ -211,7 +211,7 @@ class Index:
         *,
         generation: int,
         meta: Mapping[str, object],
-        changed: Mapping[str, RecordEntry],
+        changed: Changed | Table,
         state: Mapping[str, bytes],
         add_snapshots: Mapping[str, Commit] = MappingProxyType({}),
         drop_snapshots: Sequence[str] = (),
@@ -302,9 +302,13 @@ class _Changes:
             self._total -= _entry_crc32c(database, key, old)
         self._txn.put(key, value, db=self._databases[database])
 
-    def put_tables(self, records: Mapping[str, RecordEntry], state: Mapping[str, bytes]) -> None:
-        for key, entry in records.items():
-            self.put(b"records", key.encode(), entry.pack())
+    def put_tables(self, records: Changed | Table, state: Mapping[str, bytes]) -> None:
+        items = [(key.encode(), value) for key, value in records.packed()]
+        with self._txn.cursor(db=self._databases[b"records"]) as cursor:
+            old = [(bytes(key), bytes(value)) for key, value in cursor.getmulti([key for key, _ in items])]
+            self._total -= _native.entries_crc32c(b"records", old)
+            self._total += _native.entries_crc32c(b"records", items)
+            cursor.putmulti(items)
         for name, value in state.items():
             self.put(b"state", name.encode(), value)
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +28,9 @@ from tierstore.store.disk.extents import Extent, Slot
 from tierstore.store.disk.store_extents import SchemaExtents, StoreExtents
 from tierstore.store.format import Group, GroupLayout, Placement, RecordSchema
 from tierstore.store.index.entries import GroupLocation, RecordEntry
-from tierstore.store.index.table import Table
+from tierstore.store.index.table import Changed, Rows, Table, locations
 
+_Number = TypeVar("_Number", bound=np.generic)
 _NO_SLOT = 0xFFFFFFFF
 _NO_NUMBER = 0xFFFFFFFF
 #: Records whose checksums lie in one table.
@@ -190,6 +192,15 @@ class _Columns:
         """The table with the record's checksums, and where they begin."""
         return self._slabs[row // _SLAB], row % _SLAB * self._width
 
+    def get_crcs(self, numbers: npt.NDArray[np.int64], first: int, count: int) -> npt.NDArray[np.uint32]:
+        """Checksums [records, ``count``] of rows ``numbers``, which ascend, from section ``first`` on."""
+        found = np.zeros((len(numbers), count), np.uint32)
+        for slab in np.unique(numbers // _SLAB).tolist():
+            begin, end = np.searchsorted(numbers, (slab * _SLAB, (slab + 1) * _SLAB)).tolist()
+            table = self._slabs[slab].array().reshape(_SLAB, self._width)
+            found[begin:end] = table[numbers[begin:end] - slab * _SLAB, first : first + count]
+        return found
+
     def set_crcs(self, numbers: npt.NDArray[np.int64], first: int, crcs: npt.NDArray[np.uint32]) -> None:
         """Checksums [records, sections] of rows ``numbers``, which ascend, from section ``first`` on."""
         for slab in range(int(numbers[0]) // _SLAB, int(numbers[-1]) // _SLAB + 1):
@@ -342,31 +353,57 @@ class LiveIndex:
 
     # Commits ------------------------------------------------------------------------------------------------
 
-    def changed_entries(self) -> dict[str, RecordEntry]:
+    def changed_entries(self) -> Changed:
         """Index values of the records that changed. Their writes must have finished: checksums are known only then."""
-        return {self.keys.key(row): self._entry(LiveRecord(self, row)) for row in sorted(self.changed)}
+        numbers = np.fromiter(sorted(self.changed), np.int64, len(self.changed))
+        schemas = _taken(self.columns.schemas, np.uint16, numbers)
+        layouts = [[e.schema.layout(group) for group in e.schema.groups] for e in self._extents]
+        shapes = [tuple(len(layout.sections) for layout in of) for of in layouts]
+        changed = Changed(self.keys, numbers, shapes)
+        changed.rows["schema"] = changed.rows["shape"] = schemas
+        changed.rows["layer"] = _taken(self.columns.layers, np.uint16, numbers)
+        changed.rows["step"] = _taken(self.columns.steps, np.int64, numbers)
+        for schema in np.unique(schemas).tolist():
+            at = 0
+            of = np.flatnonzero(schemas == schema)
+            for place, layout in enumerate(layouts[schema]):
+                self._locate(changed, of, place, self._extents[schema][layout.group].extents)
+                crcs = self.columns.get_crcs(numbers[of], layout.first_section, len(layout.sections))
+                changed.rows["crcs"][of, at : at + crcs.shape[1]] = crcs
+                at += crcs.shape[1]
+        return changed
 
-    def _entry(self, record: LiveRecord) -> RecordEntry:
-        table, first = self.columns.crcs(record.row)
-        crcs = table.array()
-        locations = []
-        for place, group in enumerate(record.schema.groups):
-            slot = record.slots[group]
-            if slot is None:
-                raise AssertionError(f"record {record.key}: {group.label} committed before it was written")
-            extent = slot.extent
-            # One that is not shared was written since the last commit; one that is, lies where that has it.
-            generation = self.generation + 1
-            if extent.shared(slot.number):
-                generation = int(self.table.rows["generation"][record.row, place])
-            values = tuple(crcs[_crcs(extent.layout, first)].tolist())
-            locations.append(GroupLocation(extent.directory, slot.number, generation, values))
-        return RecordEntry(record.extents.number, record.layer, record.step, tuple(locations))
+    def _locate(
+        self, changed: Changed, of: npt.NDArray[np.int64], place: int, extents: Sequence[Extent]
+    ) -> None:
+        """Sets where the groups at ``place`` of the records at ``of``, which are of one schema, lie in ``extents``."""
+        group, numbers = extents[0].layout.group, changed.numbers[of]
+        slots = _taken(self.columns.slots[group], np.uint32, numbers)
+        directories = _taken(self.columns.directories[group], np.uint16, numbers)
+        unwritten = numbers[slots == _NO_SLOT]
+        if len(unwritten):
+            raise AssertionError(
+                f"record {self.keys.key(int(unwritten[0]))}: {group.label} committed before it was written"
+            )
+        # One that is not shared was written since the last commit; one that is, lies where that has it.
+        generations = np.full(len(of), self.generation + 1, np.uint64)
+        for extent in extents:
+            here = np.flatnonzero(directories == extent.directory)
+            shared = here[extent.all_shared(slots[here])]
+            generations[shared] = self.table.rows["generation"][numbers[shared], place]
+        changed.rows["slot"][of, place] = slots
+        changed.rows["directory"][of, place] = directories
+        changed.rows["generation"][of, place] = generations
 
-    def committed(self, generation: int, changed: Mapping[str, RecordEntry]) -> None:
-        """The table with ``changed``, which were ``changed_entries``, is durable, as commit ``generation``."""
+    def committed(self, generation: int, changed: Changed) -> None:
+        """The table with ``changed``, which were ``changed_entries``, is durable, as commit ``generation``: it no longer
+        refers to the slots that their records had before, and those that no other refers to are free.
+        """
+        before = self.table.rows[changed.numbers[changed.numbers < len(self.table)]]
+        self._retain(changed.rows)
+        self._release(before)
         self.generation = generation
-        self.table.update(changed)
+        self.table.merge(changed)
         self.changed.clear()
 
     # Durable tables -----------------------------------------------------------------------------------------
@@ -431,39 +468,32 @@ class LiveIndex:
             extent = extents[group].extents[location.directory]
             yield location, Slot(extent, location.slot)
 
-    def _by_extent(self, table: Table) -> Iterator[tuple[Extent, npt.NDArray[np.uint32]]]:
-        """The slots of ``table`` by their extent."""
+    def _by_extent(self, rows: Rows) -> Iterator[tuple[Extent, npt.NDArray[np.uint32]]]:
+        """The slots of ``rows`` by their extent."""
         groups = [schema.groups for schema in self._extents.schemas]
-        for schema, group, directory, slots in table.locations(groups):
+        for schema, group, directory, slots in locations(rows, groups):
             yield self._extents[schema][group].extents[directory], slots
+
+    def _retain(self, rows: Rows) -> None:
+        for extent, slots in self._by_extent(rows):
+            extent.retain_all(slots)
+
+    def _release(self, rows: Rows) -> None:
+        for extent, slots in self._by_extent(rows):
+            extent.release_all(slots)
 
     def retain_table(self, table: Table) -> None:
         """A durable table ``table`` refers to its slots from now on."""
-        for extent, slots in self._by_extent(table):
-            extent.retain_all(slots)
+        self._retain(table.rows)
 
     def release_table(self, table: Table) -> None:
         """The durable table ``table`` is no more; slots that no other refers to are free again."""
-        for extent, slots in self._by_extent(table):
-            for slot in slots.tolist():
-                extent.release(slot)
-
-    def retain(self, entries: Iterable[RecordEntry]) -> None:
-        """A durable table refers to the slots of ``entries`` from now on."""
-        for entry in entries:
-            for _, slot in self.slots_of(entry):
-                slot.extent.retain(slot.number)
-
-    def release(self, entries: Iterable[RecordEntry]) -> None:
-        """A durable table no longer refers to the slots of ``entries``; those that none refers to are free again."""
-        for entry in entries:
-            for _, slot in self.slots_of(entry):
-                slot.extent.release(slot.number)
+        self._release(table.rows)
 
 
-def _crcs(layout: GroupLayout, first: int) -> slice:
-    """Where the checksums of a group are, those of its record beginning at ``first``."""
-    return slice(first + layout.first_section, first + layout.first_section + len(layout.sections))
+def _taken(column: array[int], dtype: type[_Number], numbers: npt.NDArray[np.int64]) -> npt.NDArray[_Number]:
+    """``column`` at ``numbers``."""
+    return np.frombuffer(column, dtype)[numbers] if len(numbers) else np.empty(0, dtype)
 
 
 def _section_at(layout: GroupLayout, within: int) -> int:

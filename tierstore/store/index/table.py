@@ -144,6 +144,27 @@ class Table(Mapping[str, RecordEntry]):
             row["crcs"][at : at + len(location.crcs)] = location.crcs
             at += len(location.crcs)
 
+    def merge(self, changed: Changed) -> None:
+        """Sets the entries of ``changed``; new ones follow those that are here."""
+        numbers, rows = changed.numbers, changed.rows
+        if not len(numbers):
+            return
+        new = numbers[np.searchsorted(numbers, self._count) :]
+        if len(new) and (int(new[0]), int(new[-1])) != (self._count, self._count + len(new) - 1):
+            raise AssertionError(
+                f"key {self.keys_by_number.key(int(new[0]))!r} comes before one that has no entry"
+            )
+        self._widen(rows.dtype["slot"].shape[0], rows.dtype["crcs"].shape[0])
+        self._provide(int(numbers[-1]) + 1)
+        self._count += len(new)
+        shapes = np.array([self._shape_number(shape) for shape in changed.shapes], np.uint16)
+        for name in self._rows.dtype.names or ():
+            values = shapes[rows["shape"]] if name == "shape" else rows[name]
+            if values.ndim == 1:
+                self._rows[name][numbers] = values
+            else:
+                self._rows[name][numbers, : values.shape[1]] = values
+
     def update(self, entries: Mapping[str, RecordEntry]) -> None:
         """Sets the entry of each key, which ``keys_by_number`` has."""
         numbers = {self.keys_by_number.find(key): entry for key, entry in entries.items()}
@@ -168,37 +189,9 @@ class Table(Mapping[str, RecordEntry]):
             at += sections
         return RecordEntry(schema, layer, step, tuple(groups))
 
-    def locations(
-        self, groups: Sequence[Sequence[int]]
-    ) -> Iterator[tuple[int, int, int, npt.NDArray[np.uint32]]]:
-        """Schema, group, directory, and the slots there of all records, where schema s has the groups ``groups[s]``."""
-        for schema, of_schema in enumerate(groups):
-            rows = self.rows[self.rows["schema"] == schema]
-            for place, group in enumerate(of_schema if len(rows) else ()):
-                directories = rows["directory"][:, place]
-                for directory in np.unique(directories).tolist():
-                    yield schema, group, directory, rows["slot"][directories == directory, place]
-
     def packed(self) -> Iterator[tuple[str, bytes]]:
         """Keys, in order, and packed entries."""
-        values = np.empty(self._count, object)
-        for shape_number, shape in enumerate(self.shapes):
-            numbers = np.flatnonzero(self.rows["shape"] == shape_number)
-            rows, packed = self.rows[numbers], np.zeros(len(numbers), packed_dtype(shape))
-            packed["head"]["groups"] = len(shape)
-            for name in ("schema", "layer", "step"):
-                packed["head"][name] = rows[name]
-            at = 0
-            for number, sections in enumerate(shape):
-                group = packed[f"group{number}"]
-                group["sections"] = sections
-                for name in ("directory", "slot", "generation"):
-                    group[name] = rows[name][:, number]
-                group["crcs"] = rows["crcs"][:, at : at + sections]
-                at += sections
-            content, size = packed.tobytes(), packed.itemsize
-            for place, number in enumerate(numbers.tolist()):
-                values[number] = content[place * size : (place + 1) * size]
+        values = _pack_rows(self.rows, self.shapes)
         for number in self.keys_by_number.sorted().tolist():
             if number < self._count:
                 yield self.keys_by_number.key(number), values[number]
@@ -217,6 +210,78 @@ class Table(Mapping[str, RecordEntry]):
 
     def __len__(self) -> int:
         return self._count
+
+
+class Changed(Mapping[str, RecordEntry]):
+    """New entries of some records: of key number ``numbers[i]`` (they ascend) row i, as ``Table.rows`` has them."""
+
+    def __init__(
+        self,
+        keys: KeyTable,
+        numbers: npt.NDArray[np.int64],
+        shapes: Sequence[tuple[int, ...]],
+    ) -> None:
+        self._keys = keys
+        self.numbers = numbers
+        self.shapes = list(shapes)
+        self.rows: Rows = np.zeros(
+            len(numbers), _row_dtype(max(map(len, shapes), default=0), max(map(sum, shapes), default=0))
+        )
+
+    def packed(self) -> list[tuple[str, bytes]]:
+        """Keys and packed entries."""
+        keys = map(self._keys.key, self.numbers.tolist())
+        return list(zip(keys, _pack_rows(self.rows, self.shapes).tolist(), strict=True))
+
+    def __getitem__(self, key: str) -> RecordEntry:
+        number = self._keys.find(key)
+        place = int(np.searchsorted(self.numbers, number))
+        if number < 0 or place == len(self.numbers) or self.numbers[place] != number:
+            raise KeyError(key)
+        return RecordEntry.unpack(_pack_rows(self.rows[place : place + 1], self.shapes)[0], where=key)
+
+    def __iter__(self) -> Iterator[str]:
+        return map(self._keys.key, self.numbers.tolist())
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+
+def locations(
+    rows: Rows, groups: Sequence[Sequence[int]]
+) -> Iterator[tuple[int, int, int, npt.NDArray[np.uint32]]]:
+    """Schema, group, directory, and the slots there of the records of ``rows``, where schema s has the groups
+    ``groups[s]``.
+    """
+    for schema, of_schema in enumerate(groups):
+        of = rows[rows["schema"] == schema]
+        for place, group in enumerate(of_schema if len(of) else ()):
+            directories = of["directory"][:, place]
+            for directory in np.unique(directories).tolist():
+                yield schema, group, directory, of["slot"][directories == directory, place]
+
+
+def _pack_rows(rows: Rows, shapes: Sequence[tuple[int, ...]]) -> npt.NDArray[np.object_]:
+    """The packed entry of each row."""
+    values = np.empty(len(rows), object)
+    for shape_number, shape in enumerate(shapes):
+        numbers = np.flatnonzero(rows["shape"] == shape_number)
+        of, packed = rows[numbers], np.zeros(len(numbers), packed_dtype(shape))
+        packed["head"]["groups"] = len(shape)
+        for name in ("schema", "layer", "step"):
+            packed["head"][name] = of[name]
+        at = 0
+        for number, sections in enumerate(shape):
+            group = packed[f"group{number}"]
+            group["sections"] = sections
+            for name in ("directory", "slot", "generation"):
+                group[name] = of[name][:, number]
+            group["crcs"] = of["crcs"][:, at : at + sections]
+            at += sections
+        content, size = packed.tobytes(), packed.itemsize
+        for place, number in enumerate(numbers.tolist()):
+            values[number] = content[place * size : (place + 1) * size]
+    return values
 
 
 def _row_dtype(groups: int, crcs: int) -> np.dtype[np.void]:
