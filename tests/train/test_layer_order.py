@@ -291,6 +291,45 @@ def test_what_breaks_in_a_step_is_raised_and_the_last_commit_stands(breaks: str,
         assert [trainer.step().loss for _ in range(2)] == expected
 
 
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("spilled", [{}, {"boundary_budget": 3 * 4096}], ids=["memory", "spilled"])
+def test_a_micro_batch_that_breaks_ends_the_others(
+    kind: type[BaseException], spilled: Mapping[str, Any], configure: Make
+) -> None:
+    """In the middle of a forward pass: nothing of them is left, and gradients are recorded as before."""
+    config = configure({"data.micro_batches": 3, "model.n_layers": 3, **LAYER, **spilled})
+    with open_session(config, Opening.CREATE) as trainer:
+        trainer.step()
+        order, block, lanes, calls = trainer._layers, trainer.model.blocks[1], [], []
+        assert order is not None
+        made, forward = order._lane_of, block.forward
+
+        def watched(*arguments: Any) -> Any:
+            lanes.append(made(*arguments))
+            return lanes[-1]
+
+        def breaks(*arguments: Any, **options: Any) -> Any:
+            calls.append(torch.is_grad_enabled())
+            if len(calls) == 2:
+                raise kind("in the second micro-batch")
+            return forward(*arguments, **options)
+
+        with (
+            mock.patch.object(order, "_lane_of", watched),
+            mock.patch.object(block, "forward", breaks),
+            pytest.raises(kind, match="in the second micro-batch"),
+        ):
+            trainer.step()
+        assert calls == [False, False]
+        assert [lane.run.dead for lane in lanes] == [True] * 3
+        assert torch.is_grad_enabled()
+        assert order._slot.meeting is None
+        with pytest.raises(KeyError):
+            order._boundaries.take(0, 0)
+        with pytest.raises(StorePoisonedError):
+            trainer.commit()
+
+
 def test_one_micro_batch_has_one_order(configure: Make) -> None:
     config = configure(LAYER)
     assert not config.data.layer_major

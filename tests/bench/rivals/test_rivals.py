@@ -25,7 +25,7 @@ from tierstore.bench.rivals.plain import open_plain
 from tierstore.bench.rivals.registry import RIVALS, Entry
 from tierstore.bench.rivals.rival import RivalTask
 from tierstore.bench.rivals.run import Outcome, RivalsBench, RivalsResult, difference, measurements, order
-from tierstore.bench.rivals.tiered import open_in_ram
+from tierstore.bench.rivals.tiered import open_in_ram, open_tiered
 from tierstore.bench.rivals.worker import Ready, RivalProcess, RivalSteps, disk_bytes
 from tierstore.bench.rivals.workload import BuiltIn, fill
 from tierstore.bench.training.bound import Compulsory
@@ -184,6 +184,17 @@ def test_in_ram_we_train_the_same_too(config: TrainConfig, tmp_path: Path) -> No
             losses.append([rival.step() for _ in range(3)])
             assert rival.describe()
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+
+
+def test_tierstore_takes_the_order_that_its_command_would(config: TrainConfig, tmp_path: Path) -> None:
+    """With ``micro_order = auto`` and a disk on which bytes count; in RAM nothing is moved, and nothing is gained."""
+    data = replace(config.data, micro_batches=2)
+    slow = replace(config.links, disk=replace(config.links.disk, bandwidth=1 << 20))
+    auto = replace(config, data=data, links=slow, host_budget=200_000)
+    for name, opener, taken in (("tiered", open_tiered, "layer order"), ("ram", open_in_ram, "micro order")):
+        (tmp_path / name).mkdir()
+        with opener(RivalTask(config=auto, directory=tmp_path / name)) as rival:
+            assert taken in " ".join(rival.describe())
 
 
 def test_the_bound_and_the_aim(

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from tierstore.bench.rivals.rival import Rival, RivalTask
 from tierstore.bench.training.run import in_ram
+from tierstore.plan.order import OrderChoice, choose_order
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
@@ -15,14 +16,16 @@ from tierstore.train.trainer import Trainer
 
 
 class _Tiered:
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, order: OrderChoice) -> None:
         self._trainer = trainer
+        self._order = order
 
     def step(self) -> float:
         return self._trainer.step().loss
 
     def describe(self) -> Sequence[str]:
-        return self._trainer.store.describe()
+        order = self._order.describe()
+        return [*self._trainer.store.describe(), *([] if order is None else [order])]
 
 
 @contextlib.contextmanager
@@ -33,8 +36,10 @@ def _open(task: RivalTask, budgeted: Callable[[TrainConfig], TrainConfig]) -> It
 
         config = wrapped_config(config, task.checkpoint, config.store)
     config.model.import_code()
-    with open_session(budgeted(config), Opening.CREATE, trace=task.trace) as trainer:
-        yield _Tiered(trainer)
+    config = budgeted(config)
+    order = choose_order(config)
+    with open_session(order.applied(config), Opening.CREATE, trace=task.trace) as trainer:
+        yield _Tiered(trainer, order)
 
 
 def open_tiered(task: RivalTask) -> contextlib.AbstractContextManager[Rival]:
