@@ -20,8 +20,16 @@ from tierstore.cli.main import cli
 from tierstore.errors import ConfigError
 
 COSTS = {
-    *("create", "first commit", "open", "index memory", "index memory a record", "traced memory a record"),
-    *("commit 1% dirty", "write the same bytes", "commit to write", "verify", "gc", "decide an access"),
+    *("create", "first commit", "open", "index memory", "index memory a record"),
+    *(
+        "commit 1% dirty",
+        "write the same bytes",
+        "commit to write",
+        "verify",
+        "gc",
+        "decide an access, lfu-decay",
+    ),
+    "decide an access, next-use",
 }
 
 
@@ -64,19 +72,33 @@ def test_the_walk_of_a_program() -> None:
 def test_the_command(tmp_path: Path) -> None:
     saved = tmp_path / "scale.json"
     sizes = ["--records=100", "--records=200", "--records=400", "--decided=600"]
-    arguments = ["bench", "scale", *sizes, "--accesses=20", "--rounds=1", f"--store={tmp_path / 'b'}"]
+    arguments = [
+        "bench",
+        "scale",
+        *sizes,
+        "--accesses=20",
+        "--rounds=1",
+        "--dirty-bytes=24KiB",
+        f"--store={tmp_path / 'b'}",
+    ]
     result = CliRunner().invoke(cli, [*arguments, f"--save={saved}", "--json"])
     assert result.exit_code == 0, result.stderr
-    found = json.loads(result.stdout)["curves"]
+    answer = json.loads(result.stdout)
+    found = answer["curves"]
+    assert [(one["records"], one["record_bytes"]) for one in answer["dirty"]] == [(200, 24 << 10)]
     assert set(found) == COSTS
     for name, curve in found.items():
-        counts = [100, 200, 400] + [600] * (name == "decide an access")
+        counts = [100, 200, 400] + [600] * name.startswith("decide an access")
         assert [point["records"] for point in curve["medians"]] == counts
         assert curve["exponent_spread_ratio"] >= 0
     assert not (tmp_path / "b").exists()
     assert "n **" in result.stderr
     document = load_document(saved)
-    assert {plot.title for plot in plots_of(document.measurements)} >= {"open", "decide an access", "verify"}
+    assert {plot.title for plot in plots_of(document.measurements)} >= {
+        "open",
+        "decide an access, next-use",
+        "verify",
+    }
     assert {one.parameters["of"] for one in document.measurements if one.name == "exponent"} == COSTS
     assert next(one for one in document.measurements if one.name == "open").target == 1.0
 

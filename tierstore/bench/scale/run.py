@@ -33,8 +33,10 @@ _SMALL = 1  # records of the store whose memory is taken off
 _CREATED = 256  # records of one registration after another
 _KEPT = 1 << 27  # free disk to leave
 
+_DECIDE = "decide an access"
+
 #: What is to hold at the largest store: at most so much.
-TARGETS = {"open": 1.0, "decide an access": 100e-6, "index memory a record": 400.0, "commit to write": 1.2}
+TARGETS = {"open": 1.0, _DECIDE: 100e-6, "index memory a record": 400.0, "commit to write": 1.2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +47,9 @@ class ScaleBench:
     decided: Sequence[int] = ()
     record_bytes: int = 12 << 10
     host_budget: int = 64 << 20
-    policy: str = "lfu-decay"
+    policies: Sequence[str] = ("lfu-decay", "next-use")
+    #: Sizes of the records that are dirty in further commits, among ``record_bytes``.
+    dirty_bytes: Sequence[int] = ()
     accesses: int = 4000
     rounds: int = 5
 
@@ -57,7 +61,8 @@ class ScaleBench:
         )
         at_least(2, sizes=len(set(self.records)))
         at_least(1, accesses=self.accesses, rounds=self.rounds)
-        at_least(_NUMEL, record_bytes=self.record_bytes)
+        at_least(1, policies=len(self.policies))
+        at_least(_NUMEL, record_bytes=min([self.record_bytes, *self.dirty_bytes]))
 
     @property
     def numel(self) -> int:
@@ -67,7 +72,13 @@ class ScaleBench:
     def disk_bytes(self) -> int:
         """What the largest store takes, with the second copy of its records, and the probe's file."""
         slot = sum(-(-part * self.numel // 4096) * 4096 for part in (4, 8))
-        return max(self.records) * (2 * slot + 2048) + _KEPT
+        further = 3 * max(self.dirty_bytes, default=0) * -(-self.middle // 100)
+        return max(self.records) * (2 * slot + 2048) + further + _KEPT
+
+    @property
+    def middle(self) -> int:
+        """The records of the stores of ``dirty_bytes``."""
+        return sorted(set(self.records))[len(set(self.records)) // 2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,14 +112,27 @@ class Curve(Figures):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Dirty(Figures):
+    """A commit of 1% dirty to writing the same bytes, where those records have ``record_bytes``."""
+
+    records: int
+    record_bytes: int
+    samples: Sequence[float] = field(metadata=INTERNAL)
+    median: float = field(metadata=named("median_ratio"))
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScaleResult(Figures):
     """What ``run`` found: curves by name."""
 
     bench: str = "scale"
     record_bytes: int
-    policy: str
+    policies: str
     disk_bytes: int
     curves: Mapping[str, Curve]
+    dirty: Sequence[Dirty]
+    #: From which size of dirty records on a commit is within its target; 0 if from none.
+    target_from_bytes: int
 
 
 def run(
@@ -125,28 +149,47 @@ def run(
             with work_directory(directory / "store"):
                 for name, values in _measure_store(asked, directory, size).items():
                     samples.setdefault(name, {})[size] = values
-    decisions = samples.setdefault("decide an access", {})
-    for size in sorted({*sizes, *asked.decided}):
-        announce(f"{size} records: decisions")
-        decisions[size] = access_times(
-            Program(size), asked.policy, accesses=asked.accesses, repeats=asked.rounds
-        )
-    curves = {name: _curve(name, of) for name, of in samples.items()}
+        further = {}
+        if asked.dirty_bytes:
+            announce(f"{asked.middle} records: commits of larger ones")
+            further = _by_record_bytes(asked, directory, asked.middle)
+    for policy in asked.policies:
+        decisions = samples.setdefault(f"{_DECIDE}, {policy}", {})
+        for size in sorted({*sizes, *asked.decided}):
+            announce(f"{size} records: decisions of {policy}")
+            decisions[size] = access_times(
+                Program(size), policy, accesses=asked.accesses, repeats=asked.rounds
+            )
+    dirty = [
+        Dirty(records=asked.middle, record_bytes=nbytes, samples=values, median=statistics.median(values))
+        for nbytes, values in sorted(further.items())
+    ]
     return ScaleResult(
-        record_bytes=asked.record_bytes, policy=asked.policy, disk_bytes=asked.disk_bytes, curves=curves
+        record_bytes=asked.record_bytes,
+        policies=", ".join(asked.policies),
+        disk_bytes=asked.disk_bytes,
+        curves={name: _curve(name, of) for name, of in samples.items()},
+        dirty=dirty,
+        target_from_bytes=_target_from(dirty),
     )
+
+
+def _target_from(dirty: Sequence[Dirty]) -> int:
+    found = 0
+    for one in reversed(dirty):
+        if one.median > TARGETS["commit to write"]:
+            break
+        found = one.record_bytes
+    return found
 
 
 _UNITS = {
     "index memory": "bytes",
     "index memory a record": "bytes",
-    "traced memory a record": "bytes",
     "commit to write": "ratio",
 }
 #: Costs that do not depend on n: their exponent is 0.
-_CONSTANT = frozenset(
-    {"decide an access", "index memory a record", "traced memory a record", "commit to write"}
-)
+_CONSTANT = frozenset({_DECIDE, "index memory a record", "commit to write"})
 _SLACK = 0.1  # caches and pages: memory is slower the more there is of it
 
 
@@ -158,7 +201,7 @@ def _curve(name: str, samples: Mapping[int, Sequence[float]]) -> Curve:
         samples=samples,
         medians=[Point(records=n, unit=unit, median=median) for n, median in medians.items()],
         exponent=fit_exponent(sizes, [max(medians[size], 1e-9) for size in sizes]),
-        limit=_SLACK + (0.0 if name in _CONSTANT else n_log_n_exponent(sizes)),
+        limit=_SLACK + (0.0 if name.partition(",")[0] in _CONSTANT else n_log_n_exponent(sizes)),
     )
 
 
@@ -189,67 +232,95 @@ def _measure_store(asked: ScaleBench, directory: Path, count: int) -> dict[str, 
     found: dict[str, Sequence[float]] = {}
     created, first = _make(asked, place, count)
     found["create"], found["first commit"] = [created], [first]
-    found |= _memory(asked, directory, place, count)
-    found |= _commits(asked, directory, place, count)
+    found |= _opening(asked, directory, place, count)
+    changed = [key for key, _ in keys(count)][50::100]
+    with ParameterStore.open(place, _config(asked)) as store:
+        commits, writes = commit_times(store, changed, asked.numel, directory, asked.rounds)
+        found |= {
+            "commit 1% dirty": commits,
+            "write the same bytes": writes,
+            "commit to write": ratios(commits, writes),
+        }
+        begun = time.perf_counter()
+        report = store.verify()
+        found["verify"] = [time.perf_counter() - begun]
+    assert not report.failures, report.failures[:3]
     begun = time.perf_counter()
     collect(place, Mode.REMOVE)
     found["gc"] = [time.perf_counter() - begun]
     return found
 
 
-def _memory(asked: ScaleBench, directory: Path, place: Path, count: int) -> dict[str, Sequence[float]]:
-    child = start_module("tierstore.bench.scale.memory")
-    try:
-        request = {
-            "small": str(directory / "small"),
-            "large": str(place),
-            "host_budget": asked.host_budget,
-            "repeats": asked.rounds,
-        }
-        send(child, request)
-        answer = receive(child, "the process that opens the store")
-    finally:
-        end(child)
-    nbytes, traced = answer["index_bytes"], answer["traced_bytes"]
+def _opening(asked: ScaleBench, directory: Path, place: Path, count: int) -> dict[str, Sequence[float]]:
+    """Times of openings in one process, and their memory in another, whose Python is slower for it."""
+    request = {
+        "small": str(directory / "small"),
+        "large": str(place),
+        "host_budget": asked.host_budget,
+        "repeats": asked.rounds,
+    }
+    answers = []
+    for environ in ({}, {"PYTHONMALLOC": "malloc"}):
+        child = start_module("tierstore.bench.scale.memory", environ=environ)
+        try:
+            send(child, request)
+            answers.append(receive(child, "the process that opens the store"))
+        finally:
+            end(child)
+    nbytes = answers[1]["index_bytes"]
     return {
-        "open": answer["open_s"],
-        "index memory": [nbytes],
-        "index memory a record": [nbytes / count],
-        "traced memory a record": [traced / count],
+        "open": answers[0]["open_s"],
+        "index memory": nbytes,
+        "index memory a record": [one / count for one in nbytes],
     }
 
 
-def _commits(asked: ScaleBench, directory: Path, place: Path, count: int) -> dict[str, Sequence[float]]:
-    """Commits of 1% dirty, each in turn with the same bytes written; and a verification."""
-    changed = [key for key, _ in keys(count)][50::100]
-    gradients = dict.fromkeys(changed, np.full(asked.numel, 1e-3, np.float32))
+def commit_times(
+    store: ParameterStore, changed: Sequence[str], numel: int, directory: Path, rounds: int
+) -> tuple[list[float], list[float]]:
+    """Seconds of commits in which the records ``changed`` are dirty, and of durable writes of the same bytes, in turn."""
+    gradients = dict.fromkeys(changed, np.full(numel, 1e-3, np.float32))
     commits, writes = [], []
-    with ParameterStore.open(place, _config(asked)) as store:
-        engine, numel = store.core.engine, asked.numel
-        probe_bytes = len(changed) * 3 * (numel * 4 + 4096)
-        with closing(DiskProbe(directory, probe_bytes, (numel * 4, numel * 8), store.config.io)) as probe:
-            for turn in range(asked.rounds + 2):  # two that do not count: the first writes to fresh slots
-                store.update(gradients, lr=1e-3)
-                store.core.wait([t for key in changed for t in _ready(store, key)])
-                before = int(engine.stats()["written_bytes"])
-                begun = time.perf_counter()
-                store.commit()
-                seconds = time.perf_counter() - begun
-                dirty = int(engine.stats()["written_bytes"]) - before
-                speed = probe.bytes_per_s(Bytes(0, dirty), durable=Durable.YES)
-                if turn >= 2:
-                    commits.append(seconds)
-                    writes.append(dirty / speed)
-        begun = time.perf_counter()
-        report = store.verify()
-        verified = time.perf_counter() - begun
-    assert not report.failures, report.failures[:3]
-    return {
-        "commit 1% dirty": commits,
-        "write the same bytes": writes,
-        "commit to write": ratios(commits, writes),
-        "verify": [verified],
-    }
+    engine = store.core.engine
+    probe_bytes = len(changed) * 3 * (numel * 4 + 4096)
+    with closing(DiskProbe(directory, probe_bytes, (numel * 4, numel * 8), store.config.io)) as probe:
+        for turn in range(rounds + 2):  # two that do not count: the first writes to fresh slots
+            store.update(gradients, lr=1e-3)
+            store.core.wait([t for key in changed for t in _ready(store, key)])
+            before = int(engine.stats()["written_bytes"])
+            begun = time.perf_counter()
+            store.commit()
+            seconds = time.perf_counter() - begun
+            dirty = int(engine.stats()["written_bytes"]) - before
+            speed = probe.bytes_per_s(Bytes(0, dirty), durable=Durable.YES)
+            if turn >= 2:
+                commits.append(seconds)
+                writes.append(dirty / speed)
+    return commits, writes
+
+
+def _by_record_bytes(asked: ScaleBench, directory: Path, count: int) -> dict[int, list[float]]:
+    """ "commit to write" where the 1% of ``count`` records that are dirty have other sizes than the rest."""
+    found = {}
+    for nbytes in asked.dirty_bytes:
+        numel = nbytes // _NUMEL
+        named = list(keys(count))
+        changed = [key for key, _ in named][50::100]
+        large = frozenset(changed)
+        schemas = [RecordSchema("expert", asked.numel), RecordSchema("large", numel)]
+        # All that is dirty at once, each with its gradient.
+        config = StoreConfig(host_budget=asked.host_budget + 2 * len(changed) * nbytes)
+        with (
+            work_directory(directory / "store"),
+            ParameterStore.create(directory / "store" / "measured", schemas, config) as store,
+        ):
+            store.register_many(
+                [NewRecord(key, "large" if key in large else "expert", layer) for key, layer in named]
+            )
+            store.commit()
+            commits, writes = commit_times(store, changed, numel, directory / "store", asked.rounds)
+        found[nbytes] = ratios(commits, writes)
+    return found
 
 
 def _ready(store: ParameterStore, key: str) -> list[int]:
@@ -261,7 +332,7 @@ def measurements(result: ScaleResult) -> Iterator[Measurement]:
     """What ``run`` found, for a document: a curve over ``records`` for each cost, and its exponent."""
     for name, curve in result.curves.items():
         for size, values in curve.samples.items():
-            target = TARGETS.get(name)
+            target = TARGETS.get(name.partition(",")[0])
             yield measured(
                 name, values, curve.unit, Better.LOWER, parameters={"records": size}, target=target
             )
@@ -272,4 +343,13 @@ def measurements(result: ScaleResult) -> Iterator[Measurement]:
             Better.LOWER,
             parameters={"of": name},
             target=curve.limit,
+        )
+    for one in result.dirty:
+        yield measured(
+            "commit to write, by record size",
+            one.samples,
+            "ratio",
+            Better.LOWER,
+            parameters={"record_bytes": one.record_bytes},
+            target=TARGETS["commit to write"],
         )

@@ -27,7 +27,20 @@ if TYPE_CHECKING:
     "--decided", type=int, multiple=True, default=(1_000_000,), help="Further sizes, for decisions alone."
 )
 @click.option("--record-bytes", type=SIZE, default="12KiB", help="12 a parameter.")
-@click.option("--policy", default="lfu-decay", help="Cache policy whose decisions are timed.")
+@click.option(
+    "--dirty-bytes",
+    type=SIZE,
+    multiple=True,
+    default=("48KiB", "192KiB", "1MiB", "4MiB"),
+    help="Sizes of the records that are dirty in further commits, in the store of the middle size.",
+)
+@click.option(
+    "--policy",
+    "policies",
+    multiple=True,
+    default=("lfu-decay", "next-use"),
+    help="Cache policies whose decisions are timed.",
+)
 @click.option("--accesses", type=int, default=4000, help="Accesses to time, in each round.")
 @click.option("--rounds", type=int, default=5)
 @work_directory_option
@@ -36,7 +49,8 @@ def scale(
     records: tuple[int, ...],
     decided: tuple[int, ...],
     record_bytes: int,
-    policy: str,
+    dirty_bytes: tuple[int, ...],
+    policies: tuple[str, ...],
     accesses: int,
     rounds: int,
     store: Path | None,
@@ -52,7 +66,8 @@ def scale(
         records=records,
         decided=decided,
         record_bytes=record_bytes,
-        policy=policy,
+        dirty_bytes=dirty_bytes,
+        policies=policies,
         accesses=accesses,
         rounds=rounds,
     )
@@ -69,7 +84,7 @@ def show_scale(result: ScaleResult, output: Output) -> None:
 
     sizes = sorted({size for curve in result.curves.values() for size in curve.by_size})
     output.table(
-        f"records of {format_bytes(result.record_bytes)}, policy {result.policy}",
+        f"records of {format_bytes(result.record_bytes)}, policies {result.policies}",
         ("", *(f"{size:,}" for size in sizes), "n **", "limit"),
         [
             (
@@ -81,3 +96,11 @@ def show_scale(result: ScaleResult, output: Output) -> None:
             for name, curve in result.curves.items()
         ],
     )
+    if result.dirty:
+        whole = result.target_from_bytes
+        from_size = f"from {format_bytes(whole)} on" if whole else "at none of these"
+        output.table(
+            f"commit to write, of {result.dirty[0].records:,} records 1% dirty: within its target {from_size}",
+            ("dirty records of", "ratio"),
+            [(format_bytes(one.record_bytes), f"{one.median:.2f}") for one in result.dirty],
+        )
