@@ -152,6 +152,9 @@ class StripedExtent:
 
         Raises OSError (ENOSPC) only when every drive is full.
         """
+        if len(self.extents) == 1:
+            self._provide(0)
+            return self.extents[0].allocate()
         numbers = range(len(self.extents))
         free = [number for number in numbers if self.extents[number].free_slots]
         full: _FullError | None = None
