@@ -247,8 +247,8 @@ MUTATIONS = [
     Mutation(
         "a prepared commit keeps nothing",
         "tierstore/store/disk/extents.py",
-        "        if not self._references[slot]:\n",
-        "        if True:\n",
+        "        for slot in slots[references[slots] == 0].tolist():\n",
+        "        for slot in slots.tolist():\n",
         POWER + "test_a_prepared_commit_can_be_undone_after_a_power_cut",
     ),
     Mutation(

@@ -13,11 +13,11 @@ and it keeps the graph of a block, and the logits, for all of its tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from tierstore.errors import BudgetError
 from tierstore.hf.spec import HfSpec
 from tierstore.model.config import CheckpointActivations
-from tierstore.parallel import Mesh
 from tierstore.plan.capacity import Ranks, Setting, capacity
 from tierstore.plan.costs import ASSUMED, Profile
 from tierstore.plan.evidence import Evidence
@@ -29,6 +29,9 @@ from tierstore.train.budgets import DeviceKind
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import MicroOrder
 from tierstore.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from tierstore.parallel import Mesh
 
 
 @dataclass(frozen=True)
