@@ -39,7 +39,6 @@ from tierstore.store.format import RecordSchema
 from tierstore.store.opening import read_schemas
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.timeline import NullTimeline, TimelineSink, Track
-from tierstore.train.boundaries import BoundaryStore
 from tierstore.train.budgets import (
     EXPERT_SCHEMA,
     PAIR_SCHEMA,
@@ -54,10 +53,11 @@ from tierstore.train.config import TrainConfig
 from tierstore.train.data import TrainingData
 from tierstore.train.experts import ExpertOpener, pair_key, register_experts, register_pairs
 from tierstore.train.footprint import boundary_split, return_freed_memory
-from tierstore.train.layer_order import LayerParts
+from tierstore.train.layer_order.boundaries import BoundaryStore
+from tierstore.train.layer_order.passes import LayerParts
+from tierstore.train.layer_order.spilling import open_boundaries
 from tierstore.train.ranks import Agreed, Opening, agree, check_alike
 from tierstore.train.sources import open_data
-from tierstore.train.spilling import open_boundaries
 from tierstore.train.state import TrainState, conditions, differences
 from tierstore.train.step_time import StepTimer
 from tierstore.train.stepping import SessionParts, Stepper

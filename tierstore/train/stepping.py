@@ -42,7 +42,7 @@ from tierstore.store.core import OptimizerStep, StoreCore
 from tierstore.timeline import OperationSpans, TimelineSink, Track
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TrainingData
-from tierstore.train.layer_order import LayerParts
+from tierstore.train.layer_order.passes import LayerParts
 from tierstore.train.ranks import commit_everywhere
 from tierstore.train.state import STATE_KEY, TrainState
 

@@ -21,7 +21,7 @@ from tierstore.stats import Cause, Tier
 from tierstore.tiers import describe_weights, weights_in_place
 from tierstore.timeline import Track
 from tierstore.train.data import TrainingData
-from tierstore.train.layer_order import LayerOrder
+from tierstore.train.layer_order.passes import LayerOrder
 from tierstore.train.step_time import StepTimer
 from tierstore.train.stepping import OpenStep, SessionParts, StepOutcome, Stepper, means
 

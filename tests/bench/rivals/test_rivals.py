@@ -24,7 +24,14 @@ from tierstore.bench.rivals.deepspeed import settings_of
 from tierstore.bench.rivals.plain import open_plain
 from tierstore.bench.rivals.registry import RIVALS, Entry
 from tierstore.bench.rivals.rival import RivalTask
-from tierstore.bench.rivals.run import Outcome, RivalsBench, RivalsResult, difference, measurements, order
+from tierstore.bench.rivals.run import (
+    RivalOutcome,
+    RivalsBench,
+    RivalsResult,
+    difference,
+    measurements,
+    order,
+)
 from tierstore.bench.rivals.tiered import open_in_ram, open_tiered
 from tierstore.bench.rivals.worker import Ready, RivalProcess, RivalSteps, disk_bytes
 from tierstore.bench.rivals.workload import BuiltIn, fill
@@ -152,7 +159,7 @@ def test_a_race_of_those_that_need_torch_alone(config: TrainConfig, monkeypatch:
     found = race.run(replace(config, clip_norm=0.5), plan, said.append)
     assert not config.store.exists()
     by_name = {one.rival: one for one in found.rivals}
-    assert [one.outcome for one in found.rivals] == [Outcome.RAN] * 3 + [Outcome.SKIPPED], said
+    assert [one.outcome for one in found.rivals] == [RivalOutcome.RAN] * 3 + [RivalOutcome.SKIPPED], said
     assert by_name["deepspeed-nvme"].reason == "no_such is not installed (pip install tierstore[rivals])"
     assert any("no_such is not installed" in line for line in said)
     assert found.agreed
@@ -304,9 +311,9 @@ def test_one_that_dies_or_does_not_open_leaves_the_others_racing(
     fake.behaviour |= {"torch": "does not open", "deepspeed-cpu": "dies"}
     found = raced(config, rivals=("torch", "deepspeed-cpu", "fsdp2-cpu", "tierstore"))
     by_name = {one.rival: one for one in found.rivals}
-    assert by_name["torch"].outcome is Outcome.SKIPPED
+    assert by_name["torch"].outcome is RivalOutcome.SKIPPED
     assert by_name["torch"].reason == "torch: was killed by signal 9"
-    assert by_name["deepspeed-cpu"].outcome is Outcome.DIED
+    assert by_name["deepspeed-cpu"].outcome is RivalOutcome.DIED
     assert by_name["deepspeed-cpu"].reason == "round 2: deepspeed-cpu: RivalError: no more"
     assert found.reference == "tierstore"
     assert [one.rival for one in found.against] == ["fsdp2-cpu"]
@@ -320,7 +327,7 @@ def test_one_that_trains_something_else_is_no_rival(config: TrainConfig, fake: t
     found = raced(config, rivals=("torch", "deepspeed-nvme", "tierstore"))
     assert not found.agreed
     told = found.rivals[1]
-    assert told.outcome is Outcome.DISAGREED
+    assert told.outcome is RivalOutcome.DISAGREED
     assert told.loss_difference == pytest.approx(0.06)
     assert "0.06 nats from those of torch" in str(told.reason)
     assert [one.rival for one in found.against] == ["torch"]
@@ -341,7 +348,7 @@ def test_one_too_large_for_the_limit_races_without(
     assert memory["deepspeed-nvme"].startswith(
         "no limit: not in the RLIMIT_DATA's (deepspeed-nvme: was killed"
     )
-    assert all(one.outcome is Outcome.RAN for one in found.rivals)
+    assert all(one.outcome is RivalOutcome.RAN for one in found.rivals)
 
 
 def test_differences_of_losses() -> None:

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from tierstore.bench.results.document import load_document
 from tierstore.bench.results.plots import plots_of
-from tierstore.bench.scale.decisions import Program, make_core
+from tierstore.bench.scale.decisions import DecisionProgram, make_core
 from tierstore.bench.scale.fitting import fit_exponent, n_log_n_exponent
 from tierstore.bench.scale.run import ScaleBench, run
 from tierstore.cache.access import Phase
@@ -58,14 +58,14 @@ def test_n_log_n_is_a_little_above_1() -> None:
 
 
 def test_the_walk_of_a_program() -> None:
-    program = Program(1024)
+    program = DecisionProgram(1024)
     assert (program.layers, program.width) == (4, 64)
     assert Counter(map(program.layer_of, range(1024))) == dict.fromkeys(range(4), 256)
     passes = list(program.passes())
     assert [layer for _, layer, _ in passes] == [0, 1, 2, 3, 3, 2, 1, 0]
     assert [phase for phase, _, _ in passes] == [Phase.FORWARD] * 4 + [Phase.BACKWARD] * 4
     assert all(len(set(choice.tolist())) == 64 and choice.max() < 256 for choice in program.choices())
-    assert Program(100).width == 64
+    assert DecisionProgram(100).width == 64
     assert make_core(program, "lru").stats().accesses == 0
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from tierstore.bench.rivals.workload import BuiltIn, Workload
+from tierstore.bench.rivals.workload import BuiltIn, RivalWorkload
 from tierstore.model.interface import Batch
 from tierstore.train.config import TrainConfig
 
@@ -31,7 +31,7 @@ class RivalTask:
     trace: Path | None = None
     settings: Path | None = None
 
-    def workload(self) -> Workload:
+    def workload(self) -> RivalWorkload:
         """Raises ConfigError, CapabilityError."""
         if self.checkpoint is None:
             return BuiltIn(self.config)
@@ -79,7 +79,7 @@ class TorchLoop:
     ``optimizer`` needs param_groups, step and zero_grad.
     """
 
-    def __init__(self, task: RivalTask, workload: Workload, module: nn.Module, optimizer: Any) -> None:
+    def __init__(self, task: RivalTask, workload: RivalWorkload, module: nn.Module, optimizer: Any) -> None:
         self.config = task.config
         self.module = module
         self.optimizer = optimizer

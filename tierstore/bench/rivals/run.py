@@ -50,7 +50,7 @@ class TrainedModel(Enum):
     MIXTRAL = "mixtral"  # of transformers, with the sizes of the built-in model; tierstore wraps it
 
 
-class Outcome(Enum):
+class RivalOutcome(Enum):
     """What became of a rival."""
 
     RAN = "ran"
@@ -149,7 +149,7 @@ class RivalFigures(Figures):
 
     rival: str
     title: str
-    outcome: Outcome
+    outcome: RivalOutcome
     reason: str | None
     memory: str
     description: Sequence[str]
@@ -217,7 +217,7 @@ class RivalsResult(Figures):
     @property
     def agreed(self) -> bool:
         """Whether all who ran trained the same."""
-        return not any(one.outcome is Outcome.DISAGREED for one in self.rivals)
+        return not any(one.outcome is RivalOutcome.DISAGREED for one in self.rivals)
 
 
 @dataclass(kw_only=True)
@@ -226,7 +226,7 @@ class Entrant:
 
     name: str
     process: RivalProcess | None = None
-    outcome: Outcome = Outcome.RAN
+    outcome: RivalOutcome = RivalOutcome.RAN
     reason: str | None = None
     memory: str = "no limit"
     description: Sequence[str] = ()
@@ -234,7 +234,7 @@ class Entrant:
     warmup: RivalSteps | None = None
     rounds: list[RivalSteps] = field(default_factory=list)
 
-    def leave(self, outcome: Outcome, reason: str) -> None:
+    def leave(self, outcome: RivalOutcome, reason: str) -> None:
         """It takes no further part."""
         self.outcome, self.reason = outcome, reason
         if self.process is not None:
@@ -312,7 +312,7 @@ class _Race:
         for entrant in self.entrants.values():
             missing = RIVALS[entrant.name].missing()
             if missing is not None:
-                entrant.leave(Outcome.SKIPPED, missing)
+                entrant.leave(RivalOutcome.SKIPPED, missing)
             elif not self._bench.memory_limit:
                 self._begin(entrant, Confinement(), "no limit", "")
             else:
@@ -331,7 +331,7 @@ class _Race:
         self._begin(entrant, confinement, how, "")
         if entrant.process is None:
             reason = entrant.reason
-            entrant.outcome, entrant.reason = Outcome.RAN, None
+            entrant.outcome, entrant.reason = RivalOutcome.RAN, None
             self._begin(entrant, Confinement(), f"no limit: not in the {how}'s ({reason})", "-free")
 
     def _begin(self, entrant: Entrant, confinement: Confinement, memory: str, suffix: str) -> None:
@@ -349,7 +349,7 @@ class _Race:
             self._stack.callback(process.close)
             entrant.warmup = process.run(self._bench.warmup)
         except (WorkerError, OSError) as error:
-            entrant.leave(Outcome.SKIPPED, str(error))
+            entrant.leave(RivalOutcome.SKIPPED, str(error))
             return
         entrant.memory = memory
         entrant.description, entrant.open_s = process.ready.description, process.ready.open_s
@@ -375,7 +375,7 @@ class _Race:
         try:
             found = entrant.process.run(self._bench.steps)
         except (WorkerError, OSError) as error:
-            entrant.leave(Outcome.DIED, f"round {len(self._orders)}: {error}")
+            entrant.leave(RivalOutcome.DIED, f"round {len(self._orders)}: {error}")
             self._say(f"{entrant.name}: died: {entrant.reason}")
             return
         entrant.rounds.append(found)
@@ -418,7 +418,7 @@ class _Race:
 
     @property
     def _ran(self) -> Mapping[str, Entrant]:
-        return {name: one for name, one in self.entrants.items() if one.outcome is Outcome.RAN}
+        return {name: one for name, one in self.entrants.items() if one.outcome is RivalOutcome.RAN}
 
     def _parameters(self) -> int:
         model = self._config.model
@@ -439,7 +439,7 @@ class _Race:
             apart = difference(self.entrants[reference].losses, self.entrants[name].losses)
             if not apart <= LOSS_TOLERANCE:
                 self.entrants[name].leave(
-                    Outcome.DISAGREED,
+                    RivalOutcome.DISAGREED,
                     f"its losses are up to {apart:.3g} nats from those of {reference}: it trains something else",
                 )
         return reference
@@ -526,7 +526,7 @@ def difference(reference: Sequence[float], losses: Sequence[float]) -> float:
 def measurements(result: RivalsResult) -> Iterator[Measurement]:
     """What ``run`` found, for a document: of those who ran and trained the same."""
     for one in result.rivals:
-        if one.times is None or one.outcome is not Outcome.RAN:
+        if one.times is None or one.outcome is not RivalOutcome.RAN:
             continue
         times, how = one.times, {"rival": one.rival}
         yield measured("tokens", times.round_tokens_per_s, "tokens/s", Better.HIGHER, parameters=how)

@@ -24,11 +24,11 @@ from tierstore.train.config import TrainConfig
 from tierstore.train.data import TrainingData
 from tierstore.train.sources import open_data
 
-#: The values of a parameter by its name in ``Workload.module``.
+#: The values of a parameter by its name in ``RivalWorkload.module``.
 FirstWeights = Callable[[str], Tensor]
 
 
-class Workload(Protocol):
+class RivalWorkload(Protocol):
     """A model that any library can train."""
 
     def module(self) -> nn.Module:

@@ -26,7 +26,7 @@ _VARIANTS = 16  # different choices of experts, taken in turn
 
 
 @dataclass(frozen=True)
-class Program:
+class DecisionProgram:
     """The walk of a training program through ``records`` records."""
 
     records: int
@@ -61,7 +61,7 @@ class Program:
             yield Phase.BACKWARD, layer, Need.STEP
 
 
-def make_core(program: Program, policy: str) -> Residency:
+def make_core(program: DecisionProgram, policy: str) -> Residency:
     """A residency core that knows the records of ``program``, all of them on disk."""
     capacity = max(int(program.records * sum(_FRAMES[:2]) * _CAPACITY), program.width * sum(_FRAMES))
     core = Residency(capacity, policy=policy)
@@ -70,7 +70,7 @@ def make_core(program: Program, policy: str) -> Residency:
     return core
 
 
-def access_times(program: Program, policy: str, *, accesses: int, repeats: int) -> list[float]:
+def access_times(program: DecisionProgram, policy: str, *, accesses: int, repeats: int) -> list[float]:
     """Seconds an access in each of ``repeats`` stretches of ``accesses``, after one whole step that is not timed."""
     core, choices = make_core(program, policy), program.choices()
     width, stride = program.width, program.records // program.layers
@@ -99,4 +99,7 @@ def access_times(program: Program, policy: str, *, accesses: int, repeats: int) 
 
 def access_curve(sizes: Sequence[int], policy: str, *, accesses: int, repeats: int) -> dict[int, list[float]]:
     """``access_times`` by the number of records."""
-    return {size: access_times(Program(size), policy, accesses=accesses, repeats=repeats) for size in sizes}
+    return {
+        size: access_times(DecisionProgram(size), policy, accesses=accesses, repeats=repeats)
+        for size in sizes
+    }

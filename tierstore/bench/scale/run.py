@@ -22,7 +22,7 @@ from tierstore.bench.probes.disk import Bytes, DiskProbe, Durable
 from tierstore.bench.processes.spawn import end, receive, send, start_module
 from tierstore.bench.results.document import Better, Measurement, derived, measured
 from tierstore.bench.results.figures import INTERNAL, Figures, named, prefixed, ratios
-from tierstore.bench.scale.decisions import EXPERTS, Program, access_times
+from tierstore.bench.scale.decisions import EXPERTS, DecisionProgram, access_times
 from tierstore.bench.scale.fitting import Exponent, fit_exponent, n_log_n_exponent
 from tierstore.store import NewRecord, ParameterStore, RecordSchema, StoreConfig
 from tierstore.store.format import COMMITTED_GROUPS
@@ -82,7 +82,7 @@ class ScaleBench:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point(Figures):
+class GrowthPoint(Figures):
     """One cost of ``records`` records."""
 
     records: int
@@ -91,12 +91,12 @@ class Point(Figures):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curve(Figures):
+class GrowthCurve(Figures):
     """One cost, by n. ``exponent``: of the medians. ``limit``: the most that it may be, beyond twice its spread."""
 
     unit: str
     samples: Mapping[int, Sequence[float]] = field(metadata=INTERNAL)
-    medians: Sequence[Point]
+    medians: Sequence[GrowthPoint]
     exponent: Exponent = field(metadata=prefixed(""))
     limit: float = field(metadata=named("exponent_limit_ratio"))
 
@@ -129,7 +129,7 @@ class ScaleResult(Figures):
     record_bytes: int
     policies: str
     disk_bytes: int
-    curves: Mapping[str, Curve]
+    curves: Mapping[str, GrowthCurve]
     dirty: Sequence[Dirty]
     #: From which size of dirty records on a commit is within its target; 0 if from none.
     target_from_bytes: int
@@ -158,7 +158,7 @@ def run(
         for size in sorted({*sizes, *asked.decided}):
             announce(f"{size} records: decisions of {policy}")
             decisions[size] = access_times(
-                Program(size), policy, accesses=asked.accesses, repeats=asked.rounds
+                DecisionProgram(size), policy, accesses=asked.accesses, repeats=asked.rounds
             )
     dirty = [
         Dirty(records=asked.middle, record_bytes=nbytes, samples=values, median=statistics.median(values))
@@ -193,13 +193,13 @@ _CONSTANT = frozenset({_DECIDE, "index memory a record", "commit to write"})
 _SLACK = 0.1  # caches and pages: memory is slower the more there is of it
 
 
-def _curve(name: str, samples: Mapping[int, Sequence[float]]) -> Curve:
+def _curve(name: str, samples: Mapping[int, Sequence[float]]) -> GrowthCurve:
     medians = {size: statistics.median(values) for size, values in samples.items()}
     sizes, unit = list(medians), _UNITS.get(name, "s")
-    return Curve(
+    return GrowthCurve(
         unit=unit,
         samples=samples,
-        medians=[Point(records=n, unit=unit, median=median) for n, median in medians.items()],
+        medians=[GrowthPoint(records=n, unit=unit, median=median) for n, median in medians.items()],
         exponent=fit_exponent(sizes, [max(medians[size], 1e-9) for size in sizes]),
         limit=_SLACK + (0.0 if name.partition(",")[0] in _CONSTANT else n_log_n_exponent(sizes)),
     )

@@ -10,7 +10,7 @@ layer's first, and computes each block again from its own::
     layer 2: keep (2, 0) (2, 1)    layer 0: take (0, 0) (0, 1)
 
 A ``BoundaryStore`` gives back the same bytes, whatever its budget. ``MemoryBoundaries`` keeps all of them in memory;
-``SpilledBoundaries`` (``tierstore.train.spilling``) has a budget, and what does not fit goes to disk.
+``SpilledBoundaries`` (``tierstore.train.layer_order.spilling``) has a budget, and what does not fit goes to disk.
 """
 
 from __future__ import annotations

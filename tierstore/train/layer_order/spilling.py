@@ -34,8 +34,13 @@ from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store.core import StoreCore
 from tierstore.store.disk.extents import Slot
 from tierstore.store.format import SECTION_ALIGNMENT
-from tierstore.train.boundaries import BoundaryCounts, BoundaryOrder, BoundaryStore, MemoryBoundaries
 from tierstore.train.budgets import BoundarySplit
+from tierstore.train.layer_order.boundaries import (
+    BoundaryCounts,
+    BoundaryOrder,
+    BoundaryStore,
+    MemoryBoundaries,
+)
 
 _NAME = "boundaries"
 
