@@ -11,26 +11,12 @@ files give the same drawing, byte for byte. Needs matplotlib (the extra ``report
 from __future__ import annotations
 
 import argparse
-import io
 import json
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+from tierstore.lab.reports.pictures import picture
 
-matplotlib.use("svg")
-from matplotlib import pyplot
-
-SETTINGS = {
-    "svg.hashsalt": "tierstore",
-    "svg.fonttype": "none",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 11,
-    "axes.titlelocation": "left",
-    "font.size": 9,
-    "legend.frameon": False,
-}
 LEAST = 1e-8  # nats: what a difference of nothing is drawn as
 
 
@@ -40,10 +26,7 @@ def draw(reference: dict[str, Any], lines: list[dict[str, Any]], target: Path) -
     losses = [line["loss"] for line in lines]
     apart = [max(abs(a - b), LEAST) for a, b in zip(losses, reference["losses"], strict=True)]
     validated = [(line["step"], line["val_loss"]) for line in lines if line.get("val_loss") is not None]
-    with pyplot.rc_context(SETTINGS):
-        figure, (curve, difference) = pyplot.subplots(
-            1, 2, figsize=(9.6, 2.9), layout="constrained", width_ratios=(2, 1)
-        )
+    with picture(target, 2, (9.6, 2.9), width_ratios=(2, 1)) as (curve, difference):
         curve.plot(steps, reference["losses"], color="#c44e52", linewidth=3, alpha=0.35, label="transformers")
         curve.plot(steps, losses, color="#4c72b0", linewidth=1.2, label="tierstore")
         for points, marker, colour, label in (
@@ -63,10 +46,6 @@ def draw(reference: dict[str, Any], lines: list[dict[str, Any]], target: Path) -
         for axes in (curve, difference):
             axes.set_xlabel("step")
             axes.grid(alpha=0.25, linewidth=0.6)
-        drawn = io.StringIO()
-        figure.savefig(drawn, metadata={"Date": None, "Creator": None})
-        pyplot.close(figure)
-    target.write_text(drawn.getvalue().replace(" \n", " "))  # a path a line, not a point a line
 
 
 def main() -> None:

@@ -10,26 +10,12 @@ The same file gives the same drawing, byte for byte. Needs matplotlib (the extra
 from __future__ import annotations
 
 import argparse
-import io
 import json
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+from tierstore.lab.reports.pictures import picture
 
-matplotlib.use("svg")
-from matplotlib import pyplot
-
-SETTINGS = {
-    "svg.hashsalt": "tierstore",
-    "svg.fonttype": "none",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 11,
-    "axes.titlelocation": "left",
-    "font.size": 9,
-    "legend.frameon": False,
-}
 GIB = 1 << 30
 OURS, OTHERS = "#4c72b0", "#b0b0b0"
 
@@ -40,10 +26,7 @@ def draw(figures: dict[str, Any], target: Path) -> None:
     rows = range(len(ran))
     times = [one["times"] for one in ran]
     colours = [OURS if one["rival"].startswith("tierstore") else OTHERS for one in ran]
-    with pyplot.rc_context(SETTINGS):
-        figure, (speed, memory, moved) = pyplot.subplots(
-            1, 3, figsize=(9.6, 0.9 + 0.4 * len(ran)), layout="constrained", sharey=True
-        )
+    with picture(target, 3, (9.6, 0.9 + 0.4 * len(ran)), sharey=True) as (speed, memory, moved):
         rates = [one["tokens_per_s"] for one in times]
         least = [rate - one["tokens_low_per_s"] for rate, one in zip(rates, times, strict=True)]
         most = [one["tokens_high_per_s"] - rate for rate, one in zip(rates, times, strict=True)]
@@ -64,10 +47,6 @@ def draw(figures: dict[str, Any], target: Path) -> None:
             axes.grid(axis="x", alpha=0.25, linewidth=0.6)
             axes.set_axisbelow(True)
             axes.tick_params(axis="y", length=0)
-        drawn = io.StringIO()
-        figure.savefig(drawn, metadata={"Date": None, "Creator": None})
-        pyplot.close(figure)
-    target.write_text(drawn.getvalue().replace(" \n", " "))  # a path a line, not a point a line
 
 
 def main() -> None:

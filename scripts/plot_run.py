@@ -10,25 +10,11 @@ The same file gives the same drawing, byte for byte. Needs matplotlib (the extra
 from __future__ import annotations
 
 import argparse
-import io
 import json
 from pathlib import Path
 
-import matplotlib
+from tierstore.lab.reports.pictures import picture
 
-matplotlib.use("svg")
-from matplotlib import pyplot
-
-SETTINGS = {
-    "svg.hashsalt": "tierstore",
-    "svg.fonttype": "none",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 11,
-    "axes.titlelocation": "left",
-    "font.size": 9,
-    "legend.frameon": False,
-}
 GIB = 1 << 30
 
 
@@ -39,8 +25,7 @@ def draw(lines: list[dict[str, float]], target: Path) -> None:
     def column(key: str, unit: float = 1) -> list[float]:
         return [line[key] / unit for line in lines]
 
-    with pyplot.rc_context(SETTINGS):
-        figure, (loss, hits, moved) = pyplot.subplots(1, 3, figsize=(9.6, 2.7), layout="constrained")
+    with picture(target, 3, (9.6, 2.7)) as (loss, hits, moved):
         loss.plot(steps, column("loss"), color="#4c72b0", label="training")
         validated = [(line["step"], line["val_loss"]) for line in lines if line["val_loss"] is not None]
         if validated:
@@ -63,10 +48,6 @@ def draw(lines: list[dict[str, float]], target: Path) -> None:
         for axes in (loss, hits, moved):
             axes.set_xlabel("step")
             axes.grid(alpha=0.25, linewidth=0.6)
-        drawn = io.StringIO()
-        figure.savefig(drawn, metadata={"Date": None, "Creator": None})
-        pyplot.close(figure)
-    target.write_text(drawn.getvalue().replace(" \n", " "))  # a path a line, not a point a line
 
 
 def main() -> None:
