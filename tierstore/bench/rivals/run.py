@@ -446,7 +446,9 @@ class _Race:
 
     def _figures(self, entrant: Entrant, reference: str | None) -> RivalFigures:
         losses = entrant.losses
-        compared = reference is not None and losses
+        apart = (
+            difference(self.entrants[reference].losses, losses) if reference is not None and losses else None
+        )
         return RivalFigures(
             rival=entrant.name,
             title=RIVALS[entrant.name].title,
@@ -456,9 +458,7 @@ class _Race:
             description=entrant.description,
             open_s=entrant.open_s,
             losses=losses,
-            loss_difference=difference(self.entrants[reference].losses, losses)
-            if compared and reference is not None
-            else None,
+            loss_difference=apart,
             times=RivalTimes.of(entrant.rounds, self._config.tokens_per_step) if entrant.rounds else None,
         )
 
