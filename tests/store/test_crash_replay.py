@@ -18,7 +18,7 @@ from tierstore.store.committing import Committer, Keep
 from tierstore.store.disk.extents import Extent
 from tierstore.store.index.database import PREVIOUS, Commit
 from tierstore.store.index.live import LiveIndex, LiveRecord
-from tierstore.store.index.table import RecordTable, Rows
+from tierstore.store.index.table import CommittedRecords, Rows
 
 NUMEL = 1500  # two pages a section: writes can tear
 RECORDS = 5
@@ -168,7 +168,7 @@ def test_letting_the_previous_commit_go_too_early_fails_the_replay(
         write_index(self, *arguments)  # type: ignore[arg-type]
         if PREVIOUS in self.snapshots:
             self._parts.live.release_table(self.snapshots[PREVIOUS].records)
-            self.snapshots[PREVIOUS] = Commit(0, RecordTable(), {})
+            self.snapshots[PREVIOUS] = Commit(0, CommittedRecords(), {})
 
     monkeypatch.setattr(Committer, "_write_index", eager)
     run = Run(fast_path)

@@ -32,7 +32,7 @@ from tierstore.store import (
     verify_store,
 )
 from tierstore.store.index.database import Commit, Index
-from tierstore.store.index.table import RecordTable
+from tierstore.store.index.table import CommittedRecords
 
 CONFIG = StoreConfig(host_budget=1 << 18)
 SECTIONS = {
@@ -145,9 +145,13 @@ def test_damaged_index_is_refused(tmp_path: Path) -> None:
 def test_every_damaged_page_of_an_index_is_refused_or_was_free(tmp_path: Path) -> None:
     """Whatever reads it names the file; a page that is not in use changes nothing."""
     index = Index.create(tmp_path / "index")
-    old = Commit(1, RecordTable(), {"seed": b"old"})
+    old = Commit(1, CommittedRecords(), {"seed": b"old"})
     index.write(
-        generation=2, meta={"a": 1}, changed=RecordTable(), state={"seed": b"s"}, add_snapshots={"old": old}
+        generation=2,
+        meta={"a": 1},
+        changed=CommittedRecords(),
+        state={"seed": b"s"},
+        add_snapshots={"old": old},
     )
     index.close()
 

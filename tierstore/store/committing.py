@@ -31,7 +31,7 @@ from tierstore.store.disk.space import copies
 from tierstore.store.failures import Failures
 from tierstore.store.index.database import PREVIOUS, Commit
 from tierstore.store.index.entries import check_name
-from tierstore.store.index.table import RecordTable
+from tierstore.store.index.table import CommittedRecords
 from tierstore.store.opening import Parts
 from tierstore.store.records import Records
 
@@ -66,7 +66,7 @@ class Committer:
         self._replaces = False
 
     @property
-    def table(self) -> RecordTable:
+    def table(self) -> CommittedRecords:
         """The last commit's entries."""
         return self._parts.live.table
 
@@ -92,11 +92,11 @@ class Committer:
     def _release(self, snapshot: str) -> None:
         self._parts.live.release_table(self.snapshots.pop(snapshot).records)
 
-    def tables(self) -> list[tuple[str, RecordTable]]:
+    def tables(self) -> list[tuple[str, CommittedRecords]]:
         """The index tables that are durable: the last commit's, then each snapshot's, oldest first."""
         return self._named(self.table)
 
-    def _named(self, last: RecordTable) -> list[tuple[str, RecordTable]]:
+    def _named(self, last: CommittedRecords) -> list[tuple[str, CommittedRecords]]:
         named = [(f"snapshot {name!r}", commit.records) for name, commit in self.snapshots.items()]
         return [("last commit", last), *named]
 

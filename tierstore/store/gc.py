@@ -38,7 +38,7 @@ from tierstore.store.disk.home import (
 from tierstore.store.disk.lease import DirectoryLease
 from tierstore.store.format import RecordSchema
 from tierstore.store.index.database import PREVIOUS, Index
-from tierstore.store.index.table import RecordTable, locations
+from tierstore.store.index.table import CommittedRecords, locations
 from tierstore.store.opening import read_meta
 
 _BLOCK = 512  # of st_blocks
@@ -247,7 +247,9 @@ class _Collector:
 
 def _used_slots(index: Index, schemas: Sequence[RecordSchema]) -> _Used:
     used: dict[tuple[int, int, int], set[int]] = defaultdict(set)
-    tables: Iterable[RecordTable] = (index.read_commit(name).records for name in (None, *index.snapshots()))
+    tables: Iterable[CommittedRecords] = (
+        index.read_commit(name).records for name in (None, *index.snapshots())
+    )
     for table in tables:
         for schema, group, directory, slots in locations(table.rows, [schema.groups for schema in schemas]):
             used[schema, group, directory].update(slots.tolist())

@@ -16,7 +16,7 @@ from tierstore.errors import StoreError
 from tierstore.store.disk.store_extents import StoreExtents
 from tierstore.store.format import Group, Placement, RecordSchema
 from tierstore.store.index.live import LiveIndex, LiveRecord
-from tierstore.store.index.table import RecordTable
+from tierstore.store.index.table import CommittedRecords
 from tierstore.store.optimizer import CachedRecord
 
 
@@ -108,7 +108,7 @@ class Records:
         wanted = [s.placement is Placement.CACHED and not s.frozen for s in schemas]
         return self._live.steps_of([number for number, trained in enumerate(wanted) if trained])
 
-    def load(self, table: RecordTable) -> None:
+    def load(self, table: CommittedRecords) -> None:
         """Takes up the records of the opened commit, in the order of their keys."""
         self._live.load(table)
         rows = table.rows

@@ -16,7 +16,7 @@ from tierstore.errors import StoreFormatError
 from tierstore.store.index.database import Index
 from tierstore.store.index.entries import GroupLocation, RecordEntry
 from tierstore.store.index.live import LiveIndex, LiveRecord
-from tierstore.store.index.table import Changed, RecordTable
+from tierstore.store.index.table import Changed, CommittedRecords
 
 u16, u32 = st.integers(0, 2**16 - 1), st.integers(0, 2**32 - 1)
 locations = st.builds(
@@ -33,7 +33,7 @@ def test_a_table_is_the_mapping_that_it_was_made_of(
     first: dict[str, RecordEntry], second: dict[str, RecordEntry]
 ) -> None:
     packed = [(key.encode(), entry.pack()) for key, entry in first.items()]
-    table = RecordTable.of(packed, where="here")
+    table = CommittedRecords.of(packed, where="here")
     assert table == first
     assert list(table.packed()) == [(key, entry.pack()) for key, entry in sorted(first.items())]
     for key in second:
@@ -49,7 +49,7 @@ def test_a_table_is_the_mapping_that_it_was_made_of(
 
 def test_changed_entries_are_merged() -> None:
     """Some of the records have new entries, and one is new; of two schemas, with other sections."""
-    table = RecordTable.of([(b"a", _entry(0, 1).pack()), (b"b", _entry(1, 2).pack())], where="here")
+    table = CommittedRecords.of([(b"a", _entry(0, 1).pack()), (b"b", _entry(1, 2).pack())], where="here")
     table.keys_by_number.add("c")
     changed = Changed(table.keys_by_number, np.array([1, 2]), [(2, 1), (1,)])
     for row, entry in zip(changed.rows, (_entry(1, 7), _entry(0, 8)), strict=True):
@@ -75,7 +75,7 @@ def _entry(schema: int, slot: int) -> RecordEntry:
 def test_an_entry_that_is_cut_short_is_named() -> None:
     whole = RecordEntry(0, 0, 0, (GroupLocation(0, 1, 2, (3,)),)).pack()
     with pytest.raises(StoreFormatError, match="here: record 'b': truncated index entry of 35 bytes"):
-        RecordTable.of([(b"a", whole), (b"b", whole[:-1]), (b"c", whole)], where="here")
+        CommittedRecords.of([(b"a", whole), (b"b", whole[:-1]), (b"c", whole)], where="here")
 
 
 @given(st.lists(st.tuples(st.sampled_from(["add", "discard", "pop"]), st.integers(0, 70_000))))
@@ -120,18 +120,18 @@ def test_a_key_table_numbers_keys(keys: list[str], removed: int) -> None:
 def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of which a handle or an entry was made."""
     rows: list[int] = []
-    make, entry = LiveRecord.__init__, RecordTable.entry
+    make, entry = LiveRecord.__init__, CommittedRecords.entry
 
     def counted(self: LiveRecord, index: LiveIndex, row: int) -> None:
         rows.append(row)
         make(self, index, row)
 
-    def read(self: RecordTable, number: int) -> RecordEntry:
+    def read(self: CommittedRecords, number: int) -> RecordEntry:
         rows.append(number)
         return entry(self, number)
 
     monkeypatch.setattr(LiveRecord, "__init__", counted)
-    monkeypatch.setattr(RecordTable, "entry", read)
+    monkeypatch.setattr(CommittedRecords, "entry", read)
     return rows
 
 

@@ -31,7 +31,7 @@ from tierstore import _native
 from tierstore.errors import StoreFormatError
 from tierstore.store.index.entries import pack_table, unpack_table
 from tierstore.store.index.pages import check_pages
-from tierstore.store.index.table import Changed, RecordTable
+from tierstore.store.index.table import Changed, CommittedRecords
 
 #: The snapshot that a prepared commit keeps of the one before it.
 PREVIOUS = ".previous"
@@ -57,7 +57,7 @@ class Commit:
     """All that one commit says: ``generation`` counts commits, ``records`` and ``state`` are whole tables."""
 
     generation: int
-    records: RecordTable
+    records: CommittedRecords
     state: dict[str, bytes]
 
 
@@ -179,7 +179,7 @@ class Index:
                 generation = int(bytes(txn.get(b"generation", db=self._meta, default=b"0")))
                 packed = [(bytes(k), bytes(v)) for k, v in txn.cursor(db=self._records)]
                 state = {bytes(k).decode(): bytes(v) for k, v in txn.cursor(db=self._state)}
-        return Commit(generation, RecordTable.of(packed, where=str(self._data)), state)
+        return Commit(generation, CommittedRecords.of(packed, where=str(self._data)), state)
 
     def layers(self) -> tuple[int, ...]:
         """The layers that the last commit's records are of, ascending."""
@@ -211,7 +211,7 @@ class Index:
         *,
         generation: int,
         meta: Mapping[str, object],
-        changed: Changed | RecordTable,
+        changed: Changed | CommittedRecords,
         state: Mapping[str, bytes],
         add_snapshots: Mapping[str, Commit] = MappingProxyType({}),
         drop_snapshots: Sequence[str] = (),
@@ -302,7 +302,7 @@ class _Changes:
             self._total -= _entry_crc32c(database, key, old)
         self._txn.put(key, value, db=self._databases[database])
 
-    def put_tables(self, records: Changed | RecordTable, state: Mapping[str, bytes]) -> None:
+    def put_tables(self, records: Changed | CommittedRecords, state: Mapping[str, bytes]) -> None:
         items = [(key.encode(), value) for key, value in records.packed()]
         with self._txn.cursor(db=self._databases[b"records"]) as cursor:
             old = [(bytes(key), bytes(value)) for key, value in cursor.getmulti([key for key, _ in items])]

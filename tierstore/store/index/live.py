@@ -28,7 +28,7 @@ from tierstore.store.disk.extents import Extent, Slot
 from tierstore.store.disk.store_extents import SchemaExtents, StoreExtents
 from tierstore.store.format import Group, GroupLayout, Placement, RecordSchema
 from tierstore.store.index.entries import GroupLocation, RecordEntry
-from tierstore.store.index.table import Changed, RecordTable, Rows, locations
+from tierstore.store.index.table import Changed, CommittedRecords, Rows, locations
 
 _Number = TypeVar("_Number", bound=np.generic)
 _NO_SLOT = 0xFFFFFFFF
@@ -240,7 +240,7 @@ class LiveIndex:
         #: Of the last commit.
         self.generation = 0
         #: The last commit's entries; its rows are those of the records.
-        self.table = RecordTable(self.keys)
+        self.table = CommittedRecords(self.keys)
         #: Rows of the records whose entry the next commit has.
         self.changed: set[int] = set()
         self.columns = _Columns(extents)
@@ -279,7 +279,7 @@ class LiveIndex:
         self.columns.pop()
         self.keys.pop()
 
-    def load(self, table: RecordTable) -> None:
+    def load(self, table: CommittedRecords) -> None:
         """Takes up the records of the last commit, which has been checked; there are none before."""
         self.table, self.keys, rows, columns = table, table.keys_by_number, table.rows, self.columns
         columns.extend(rows["schema"], rows["layer"], rows["step"])
@@ -412,7 +412,7 @@ class LiveIndex:
         """Raises StoreFormatError unless every location of ``table`` is whole, within its file, and used
         once.
         """
-        if isinstance(table, RecordTable) and self._is_whole(table):
+        if isinstance(table, CommittedRecords) and self._is_whole(table):
             return
         used: set[Slot] = set()
         for key, entry in table.items():
@@ -440,7 +440,7 @@ class LiveIndex:
                     )
                 used.add(slot)
 
-    def _is_whole(self, table: RecordTable) -> bool:
+    def _is_whole(self, table: CommittedRecords) -> bool:
         """What ``check_table`` checks, of all rows at once. False: it may not be, and ``check_table`` finds out where."""
         rows = table.rows
         if (rows["schema"] >= len(self._extents.schemas)).any():
@@ -482,11 +482,11 @@ class LiveIndex:
         for extent, slots in self._by_extent(rows):
             extent.release_all(slots)
 
-    def retain_table(self, table: RecordTable) -> None:
+    def retain_table(self, table: CommittedRecords) -> None:
         """A durable table ``table`` refers to its slots from now on."""
         self._retain(table.rows)
 
-    def release_table(self, table: RecordTable) -> None:
+    def release_table(self, table: CommittedRecords) -> None:
         """The durable table ``table`` is no more; slots that no other refers to are free again."""
         self._release(table.rows)
 

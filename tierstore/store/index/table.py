@@ -1,6 +1,6 @@
 """Where all records of one commit lie, in one array: some 60 bytes a record, where objects would take a thousand.
 
-A ``RecordTable`` is a mapping of keys to ``RecordEntry``; it makes an entry when asked for one. Code that looks at all
+A ``CommittedRecords`` is a mapping of keys to ``RecordEntry``; it makes an entry when asked for one. Code that looks at all
 records reads ``rows`` instead, an array with a field for each number of an entry.
 """
 
@@ -36,7 +36,7 @@ def _shape(value: bytes) -> tuple[int, ...]:
     return tuple(len(location.crcs) for location in entry.groups)
 
 
-class RecordTable(Mapping[str, RecordEntry]):
+class CommittedRecords(Mapping[str, RecordEntry]):
     """The record entries of one commit. Row i belongs to key number i of ``keys``. Tables may share their keys; each has
     rows for the first ``len(table)`` of them.
 
@@ -51,7 +51,7 @@ class RecordTable(Mapping[str, RecordEntry]):
         self._count = 0
 
     @classmethod
-    def of(cls, items: Sequence[tuple[bytes, bytes]], *, where: str) -> RecordTable:
+    def of(cls, items: Sequence[tuple[bytes, bytes]], *, where: str) -> CommittedRecords:
         """From keys and packed entries. Raises StoreFormatError, naming ``where`` and the key, for an entry that is not
         whole.
         """
@@ -171,9 +171,9 @@ class RecordTable(Mapping[str, RecordEntry]):
         for number in sorted(numbers):
             self.put(number, numbers[number])
 
-    def copy(self) -> RecordTable:
+    def copy(self) -> CommittedRecords:
         """The same entries, which go on being what they are now."""
-        copied = RecordTable(self.keys_by_number)
+        copied = CommittedRecords(self.keys_by_number)
         copied.shapes, copied._rows, copied._count = list(self.shapes), self.rows.copy(), self._count
         return copied
 
@@ -213,7 +213,7 @@ class RecordTable(Mapping[str, RecordEntry]):
 
 
 class Changed(Mapping[str, RecordEntry]):
-    """New entries of some records: of key number ``numbers[i]`` (they ascend) row i, as ``RecordTable.rows`` has them."""
+    """New entries of some records: of key number ``numbers[i]`` (they ascend) row i, as in ``CommittedRecords.rows``."""
 
     def __init__(
         self,
