@@ -1,0 +1,1 @@
+"""From a training run to something to serve, in six steps (SE-MoE section 3.1)."""

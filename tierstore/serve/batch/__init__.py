@@ -1,0 +1,1 @@
+"""Sequences that a model continues together."""

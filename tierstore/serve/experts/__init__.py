@@ -1,0 +1,1 @@
+"""Where a served model's experts are leased from."""

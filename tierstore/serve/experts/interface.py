@@ -1,0 +1,37 @@
+"""Expert sources of a served model."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Protocol
+
+from tierstore.moe.guessing import GuessListener
+from tierstore.moe.source import ExpertSource
+from tierstore.prefetch.program import GuessCounts
+
+
+class Stage(Enum):
+    """What a forward pass is part of."""
+
+    PREFILL = "prefill"  # whole prompts: a layer reaches most of its experts
+    DECODE = "decode"  # a token of each sequence
+
+
+class ServedExperts(ExpertSource, GuessListener, Protocol):
+    """Leases for forward passes. ``begin`` comes before each forward pass of the model, ``forward`` in the order of its
+    layers (a layer may be passed over; a pass that raised is followed by ``begin``).
+    """
+
+    def begin(self, stage: Stage, tokens: int) -> None:
+        """A forward pass of ``tokens`` tokens in all begins."""
+        ...
+
+    @property
+    def guesses(self) -> GuessCounts:
+        """How its passes were guessed."""
+        ...
+
+    @property
+    def late_prefetch_bytes(self) -> int:
+        """Bytes that were on their way, but not there, when they were needed."""
+        ...
