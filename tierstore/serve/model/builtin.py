@@ -31,11 +31,6 @@ class BuiltInModel:
         return self._model.config.vocab_size
 
     @property
-    def end_tokens(self) -> frozenset[int]:
-        """None: it is trained on text without ends."""
-        return frozenset()
-
-    @property
     def pad_token(self) -> int:
         return 0
 

@@ -33,11 +33,6 @@ class ServedModel(Protocol):
         ...
 
     @property
-    def end_tokens(self) -> frozenset[int]:
-        """Tokens that end a text; none of the built-in model."""
-        ...
-
-    @property
     def pad_token(self) -> int:
         """What stands before the shorter sequences of a batch: no token sees it."""
         ...

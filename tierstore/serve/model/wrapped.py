@@ -5,7 +5,6 @@ Shapes: B sequences, T tokens of this pass, S tokens with those that the cache h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -43,15 +42,13 @@ class WrappedModel:
         return vocabulary
 
     @property
-    def end_tokens(self) -> frozenset[int]:
-        """Of the model's configuration; a text's own generation_config.json may name others."""
-        return end_tokens_of({"eos_token_id": getattr(self._config, "eos_token_id", None)})
-
-    @property
     def pad_token(self) -> int:
-        """The model's own; without one, its first end of text, as ``generate`` takes it."""
-        pad = getattr(self._config, "pad_token_id", None)
-        return int(min(self.end_tokens, default=0) if pad is None else pad)
+        """The model's own; without one, its end of text, as in ``generate``."""
+        for name in ("pad_token_id", "eos_token_id"):
+            found = getattr(self._config, name, None)
+            if found is not None:
+                return int(found[0] if isinstance(found, list) else found)
+        return 0
 
     def new_cache(self) -> LayeredCache:
         cache: LayeredCache = self._new_cache()
@@ -76,14 +73,6 @@ def checked_context(asked: int, most: int) -> int:
     if asked > most:
         raise ConfigError(f"batch.context: expected at most {most}, the model's own limit, got {asked}")
     return asked or most
-
-
-def end_tokens_of(values: Mapping[str, Any]) -> frozenset[int]:
-    """``eos_token_id`` of a configuration: a number, several, or none."""
-    found = values.get("eos_token_id")
-    if found is None:
-        return frozenset()
-    return frozenset([found] if isinstance(found, int) else found)
 
 
 def _longest(config: Any) -> int:
