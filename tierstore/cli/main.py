@@ -32,6 +32,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "tierstore.cli.exporting",
         "Write the model of a store as safetensors that other programs load.",
     ),
+    "generate": (
+        "tierstore.cli.generate",
+        "Continue text with the model of a store, in the memory you give.",
+    ),
     "plan": ("tierstore.cli.plan", "What a model needs on each tier, whether it fits, the time of a step."),
     "doctor": ("tierstore.cli.doctor", "What this machine offers, and what each capability resolved to."),
     "verify": ("tierstore.cli.verify", "Read and check every record of every snapshot of a store."),
