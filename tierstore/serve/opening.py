@@ -32,7 +32,8 @@ from tierstore.store.core import StoreCore
 from tierstore.store.directories import rank_directories
 from tierstore.store.disk.lease import DirectoryLease
 from tierstore.store.parameter_store import ParameterStore
-from tierstore.store.summary import StoreSummary, read_summary
+from tierstore.store.replaying import replay_scratch_bytes
+from tierstore.store.summary import read_summary
 from tierstore.timeline import NullTimeline, TimelineSink
 from tierstore.train.budgets import EXPERT_SCHEMA, DeviceKind
 from tierstore.train.experts import expert_key
@@ -87,8 +88,8 @@ def open_served(
         schema = summary.schema(EXPERT_SCHEMA)
         if schema is None:
             raise StoreError(f"{directory}: it holds no experts")
-        _refuse_missed(directory, summary)
-        budgets = served_budgets(config, spec, schema, kind)
+        scratch = replay_scratch_bytes(schema) if summary.missed.get(EXPERT_SCHEMA) else 0
+        budgets = served_budgets(config, spec, schema, kind, scratch=scratch)
         if config.threads:
             torch.set_num_threads(config.threads)
         compute_deterministically(device)
@@ -150,14 +151,6 @@ def _records(spec: ModelSpec, store: StoreCore) -> RecordsByExpert:
         }
     except KeyError as error:
         raise StoreError(f"{store.directory}: record {error.args[0]!r} is missing") from error
-
-
-def _refuse_missed(directory: Path, summary: StoreSummary) -> None:
-    missed = summary.missed.get(EXPERT_SCHEMA, 0)
-    if missed:
-        raise StoreError(
-            f"{directory}: {missed} experts have missed optimizer steps, which serving does not replay yet"
-        )
 
 
 def _never() -> bool:
