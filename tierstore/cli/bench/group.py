@@ -21,6 +21,7 @@ from tierstore.cli.bench.results import (
     results_options,
     work_directory_option,
 )
+from tierstore.cli.bench.ring import ring
 from tierstore.cli.bench.rivals import rivals
 from tierstore.cli.bench.scale import scale
 from tierstore.cli.bench.tiers import tiers
@@ -53,6 +54,7 @@ for _command in (
     train,
     order,
     guesses,
+    ring,
     rivals,
     overlap,
     prediction,
