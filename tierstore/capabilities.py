@@ -227,8 +227,8 @@ def _read(path: Path) -> str:
 
 
 def require_package(name: str, purpose: str, *, extra: str = "hf") -> Any:
-    """The module ``name`` of a package of the extra ``extra``, imported when it is first needed. Raises CapabilityError saying
-    how to install it for ``purpose``.
+    """The module ``name`` of a package of the extra ``extra``, imported when it is first needed. Raises CapabilityError
+    saying how to install it for ``purpose``.
     """
     try:
         return importlib.import_module(name)
