@@ -40,7 +40,7 @@ class Progress(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Deployed:
-    """What a run did: the stages' records in order, and how each came about. ``directory``: the result, or where they are."""
+    """What a run did: the stages' records in order, and how each came about. ``directory``: the result, or theirs."""
 
     directory: Path
     records: tuple[StageRecord, ...]
