@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from tierstore.errors import BudgetError, ConfigError
 from tierstore.dense.layout import Narrow
+from tierstore.errors import BudgetError, ConfigError
 from tierstore.hf.manifest import Manifest
 from tierstore.model.config import ComputeDtype
 from tierstore.units import format_bytes
