@@ -102,9 +102,9 @@ def test_a_layer_computes_forward_and_refuses_backward(products: QuantProducts, 
     shape = ExpertShape(16, 24)
     made = [quantized(shape, codes, products, seed) for seed in range(4)]
     torch.manual_seed(0)
-    layer = MoELayer(shape, RouterConfig(experts=4), _Source([weights for weights, _ in made]), layer=0)
+    layer = MoELayer(RouterConfig(experts=4), shape, _Source([weights for weights, _ in made]), layer=0)
     torch.manual_seed(0)
-    plain = MoELayer(shape, RouterConfig(experts=4), _Flat([flat for _, flat in made]), layer=0)
+    plain = MoELayer(RouterConfig(experts=4), shape, _Flat([flat for _, flat in made]), layer=0)
     plain.load_state_dict(layer.state_dict())
     x = torch.randn(1, 9, 16, requires_grad=True)
     with torch.no_grad():
