@@ -248,6 +248,11 @@ def entries_crc32c(database: bytes, items: list[tuple[bytes, bytes]]) -> int:
     The sum, modulo 2^64, of the crc32c of ``DATABASE \\0 KEY \\0 VALUE`` of each item.
     """
 
+class FileAccess(enum.Enum):
+    READ_WRITE = 0
+
+    READ = 1
+
 class FileCreate(enum.Enum):
     NO = 0
 
@@ -314,7 +319,7 @@ class Meter:
 
 class File:
     """
-    A file opened for reading and writing, through the page cache and, where it can be, past it.
+    A file opened for reading and writing, or for reading alone, through the page cache and, where it can be, past it.
 
     Its transfers and syncs are counted by ``meter``, if any.
     """
@@ -325,6 +330,7 @@ class File:
         *,
         create: FileCreate = FileCreate.NO,
         direct: DirectIo = DirectIo.AUTO,
+        access: FileAccess = FileAccess.READ_WRITE,
         meter: Meter | None = None,
     ) -> None: ...
     @property
