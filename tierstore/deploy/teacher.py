@@ -36,6 +36,7 @@ from tierstore.store.parameter_store import ParameterStore
 from tierstore.tiers.device import WeightLoads
 from tierstore.tiers.opening import open_device_tier
 from tierstore.tiers.slots import DeviceSlots
+from tierstore.train.budgets import quantized_layout
 from tierstore.train.config import FinetuneConfig
 from tierstore.train.experts import expert_key
 
@@ -95,7 +96,7 @@ def open_teacher(store: Path, *, host_budget: int) -> Iterator[Teacher]:
     units = model.dense_units()
     layouts = unit_layouts(units, ranks=1, narrow=model.cast_parameters(), fusion=spec.manifest.fusion)
     compute = spec.compute_dtype.torch
-    slots = DeviceSlots(spec.expert_shape.numel, compute, weights=_WEIGHT_SLOTS, gradients=0)
+    slots = DeviceSlots(spec.expert_shape.numel, compute, _WEIGHT_SLOTS, 0, quantized_layout(spec))
     cache = max(minimum_host_budget(read_schemas(store)), host_budget - slots.nbytes)
     prefetch = PrefetchConfig(predictor=PredictorName.ALL)
     config = StoreConfig(host_budget=cache, lookahead=int(cache * prefetch.budget), layers=spec.moe_layers)

@@ -58,7 +58,7 @@ def served_budgets(
     The device tier gets as many slots as ``device_budget`` holds, or without one a few for overlap, and fewer where the
     host budget is tight; at least one.
     """
-    one = DeviceSlots(schema.numel, spec.compute_dtype, weights=1, gradients=0)
+    one = DeviceSlots(schema.numel, spec.compute_dtype, weights=1, gradients=0, quantized=schema.quantized)
     on_host = device is DeviceKind.CPU
     least_cache = scratch + minimum_host_budget(
         [schema], config.cache, len(spec.moe_layers), StoreAccess.READ
@@ -80,7 +80,9 @@ def served_budgets(
         allowance = min(allowance, config.host_budget - least_cache)
     count = allowance // one.nbytes
     count = count if config.device_budget and not on_host else min(count, _MOST_SLOTS)
-    slots = DeviceSlots(schema.numel, spec.compute_dtype, weights=count, gradients=0)
+    slots = DeviceSlots(
+        schema.numel, spec.compute_dtype, weights=count, gradients=0, quantized=schema.quantized
+    )
     cache = config.host_budget - (slots.nbytes if on_host else 0)
     speculated = int((cache - scratch) * config.prefetch.budget) if config.prefetch.depth else 0
     return ServedBudgets(

@@ -389,8 +389,9 @@ def _check_same(directory: Path, state: ImportState) -> None:
 
 
 def _options(state: ImportState) -> str:
+    codes = "" if state.codes is None else f" as {state.codes.value}"
     return (
-        f"compute {state.compute.value}, {state.weights.value}, moments {state.moments.value}, rank {state.rank} of "
+        f"compute {state.compute.value}, {state.weights.value}{codes}, moments {state.moments.value}, rank {state.rank} of "
         f"{state.ranks} in groups of {state.expert_ranks}"
     )
 

@@ -41,7 +41,7 @@ def open_experts(
     """
     schema = store.extents.schemas[store.records.schema_index(EXPERT_SCHEMA)]
     budgets = served_budgets(config, spec, schema, DeviceKind(device.type), scratch=store.scratch_bytes)
-    slots = DeviceSlots(schema.numel, spec.compute_dtype.torch, budgets.slots.weights, 0)
+    slots = DeviceSlots(schema.numel, spec.compute_dtype.torch, budgets.slots.weights, 0, schema.quantized)
     in_place = weights_in_place(config.weights_in_place, device, config.links.copy)
     loads = WeightLoads.IN_PLACE if in_place else WeightLoads.COPIED
     tier = open_device_tier(store.engine, slots, device, HugePages.AUTO, loads)
