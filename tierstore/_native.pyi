@@ -248,6 +248,11 @@ def entries_crc32c(database: bytes, items: list[tuple[bytes, bytes]]) -> int:
     The sum, modulo 2^64, of the crc32c of ``DATABASE \\0 KEY \\0 VALUE`` of each item.
     """
 
+class FileAccess(enum.Enum):
+    READ_WRITE = 0
+
+    READ = 1
+
 class FileCreate(enum.Enum):
     NO = 0
 
@@ -314,7 +319,7 @@ class Meter:
 
 class File:
     """
-    A file opened for reading and writing, through the page cache and, where it can be, past it.
+    A file opened for reading and writing, or for reading alone, through the page cache and, where it can be, past it.
 
     Its transfers and syncs are counted by ``meter``, if any.
     """
@@ -325,6 +330,7 @@ class File:
         *,
         create: FileCreate = FileCreate.NO,
         direct: DirectIo = DirectIo.AUTO,
+        access: FileAccess = FileAccess.READ_WRITE,
         meter: Meter | None = None,
     ) -> None: ...
     @property
@@ -515,6 +521,85 @@ def merge_bf16(
     hi: Annotated[NDArray[numpy.uint16], dict(shape=(None,), order="C", device="cpu", writable=False)],
     lo: Annotated[NDArray[numpy.int16], dict(shape=(None,), order="C", device="cpu", writable=False)],
 ) -> None: ...
+
+class QuantFormat(enum.Enum):
+    """How weights are quantised."""
+
+    INT8 = 0
+
+    INT4 = 1
+
+QUANT_BLOCK: int = 64
+
+def quantize(
+    format: QuantFormat,
+    codes: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu")],
+    scales: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu")],
+    src: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)],
+) -> bool:
+    """
+    Quantises a matrix, row by row in blocks of ``QUANT_BLOCK``; see docs/FORMAT.md.
+
+    False where a value, or the spread of a block, is not finite: codes and scales are then undefined.
+    """
+
+def dequantize(
+    format: QuantFormat,
+    dst: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu")],
+    codes: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    scales: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+) -> None:
+    """What the codes stand for, in fp32."""
+
+class QuantProducts:
+    """
+    Threads that compute products with quantised matrices.
+
+    The bits of a row of the result depend on its row of ``x`` and on the matrix alone: not on the threads, the
+    instruction set or the other rows. Several threads may multiply at once; none after ``close``.
+    """
+
+    def __init__(self, threads: int) -> None: ...
+    @property
+    def threads(self) -> int:
+        """Threads that compute, the caller's included."""
+
+    @overload
+    def multiply(
+        self,
+        format: QuantFormat,
+        y: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu")],
+        x: Annotated[
+            NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)
+        ],
+        codes: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        scales: Annotated[
+            NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        isa: InstructionSet | None = None,
+    ) -> None:
+        """
+        ``y = x W^T``: x (M, K), y (M, N), W of N rows and K columns; in fp32.
+
+        uint16 arrays are bf16's bits: sums stay in fp32, and are rounded to nearest even.
+        """
+
+    @overload
+    def multiply(
+        self,
+        format: QuantFormat,
+        y: Annotated[NDArray[numpy.uint16], dict(shape=(None, None), order="C", device="cpu")],
+        x: Annotated[
+            NDArray[numpy.uint16], dict(shape=(None, None), order="C", device="cpu", writable=False)
+        ],
+        codes: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        scales: Annotated[
+            NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        isa: InstructionSet | None = None,
+    ) -> None: ...
+    def close(self) -> None:
+        """Joins the threads."""
 
 class Activity(enum.Enum):
     """What an operation does."""

@@ -42,6 +42,7 @@ class Track(Enum):
     GATHERS = "gathers"
     REDUCTIONS = "reduce-scatters"
     DEVICE_COPIES = "device copies"
+    RING = "ring memory"
     DISK_READS = "disk reads"
     DISK_WRITES = "disk writes"
     OPTIMIZER = "optimizer"

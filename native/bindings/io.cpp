@@ -21,6 +21,9 @@ std::string fs_path(const nb::object& path) {
 }  // namespace
 
 void bind_io(nb::module_& m) {
+    nb::enum_<FileAccess>(m, "FileAccess")
+        .value("READ_WRITE", FileAccess::ReadWrite)
+        .value("READ", FileAccess::Read);
     nb::enum_<FileCreate>(m, "FileCreate").value("NO", FileCreate::No).value("YES", FileCreate::Yes);
     nb::enum_<DirectIo>(
         m, "DirectIo",
@@ -70,24 +73,26 @@ void bind_io(nb::module_& m) {
 
     nb::class_<Held<File>>(
         m, "File",
-        R"(A file opened for reading and writing, through the page cache and, where it can be, past it.
+        R"(A file opened for reading and writing, or for reading alone, through the page cache and, where it can be, past it.
 
 Its transfers and syncs are counted by ``meter``, if any.)")
         .def(
             "__init__",
             [](Held<File>* self, const nb::object& path, FileCreate create, DirectIo direct,
-               const Held<Meter>* meter) {
+               FileAccess access, const Held<Meter>* meter) {
                 const std::string name = fs_path(path);
                 const std::shared_ptr<Meter> counted = meter ? meter->ptr : nullptr;
                 nb::gil_scoped_release release;
-                new (self) Held(Held<File>::make(name, create, direct, counted));
+                new (self) Held(Held<File>::make(name, create, direct, access, counted));
             },
             "path"_a, nb::kw_only(), "create"_a = FileCreate::No, "direct"_a = DirectIo::Auto,
-            "meter"_a.none() = nb::none(),
+            "access"_a = FileAccess::ReadWrite, "meter"_a.none() = nb::none(),
             nb::sig(
                 "def __init__(self, path: str | os.PathLike[str], *, create: FileCreate = "
                 "tierstore._native.FileCreate.NO, "
-                "direct: DirectIo = tierstore._native.DirectIo.AUTO, meter: Meter | None = None) -> None"))
+                "direct: DirectIo = tierstore._native.DirectIo.AUTO, "
+                "access: FileAccess = tierstore._native.FileAccess.READ_WRITE, meter: Meter | None = None) -> "
+                "None"))
         .def_prop_ro("path", [](const Held<File>& self) { return self.ptr->path(); })
         .def_prop_ro("size", [](const Held<File>& self) { return self.ptr->size(); })
         .def_prop_ro("direct", [](const Held<File>& self) { return self.ptr->open()->direct_fd >= 0; })
@@ -99,7 +104,7 @@ Its transfers and syncs are counted by ``meter``, if any.)")
             [](const Held<File>& self) {
                 const OpenFilePtr file = self.ptr->open();
                 const MappedPtr mapped =
-                    file->mapping.covering(file->buffered_fd, file->path, 1, MapSync::Auto);
+                    file->mapping.covering(file->buffered_fd, file->path, 1, MapSync::Auto, file->access);
                 return mapped ? mapped->reason() : std::string("the file is empty");
             },
             "Why a mapping of the file needs a sync (msync); empty where stores are durable by themselves.")

@@ -10,6 +10,7 @@ NB_MODULE(_native, m) {
     bind_tables(m);
     bind_io(m);
     bind_optim(m);
+    bind_quant(m);
     bind_engine(m);
     bind_python_policy(m);
     bind_cache(m);

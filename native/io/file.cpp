@@ -50,9 +50,11 @@ DirectAlignment ask_alignment(int fd) {
 
 }  // namespace
 
-OpenFile::OpenFile(std::string path_, FileCreate create, DirectIo direct, std::shared_ptr<Meter> meter_)
-    : path(std::move(path_)), meter(std::move(meter_)) {
-    buffered_fd = open_retrying(path, O_RDWR | (create == FileCreate::Yes ? O_CREAT : 0));
+OpenFile::OpenFile(std::string path_, FileCreate create, DirectIo direct, FileAccess access_,
+                   std::shared_ptr<Meter> meter_)
+    : path(std::move(path_)), access(access_), meter(std::move(meter_)) {
+    const int mode = access == FileAccess::Read ? O_RDONLY : O_RDWR;
+    buffered_fd = open_retrying(path, mode | (create == FileCreate::Yes ? O_CREAT : 0));
     if (buffered_fd < 0) throw SyscallError(errno, "open", path);
     if (direct == DirectIo::Off) {
         direct_reason = "direct I/O is off";
@@ -63,7 +65,7 @@ OpenFile::OpenFile(std::string path_, FileCreate create, DirectIo direct, std::s
     if (alignment.known && alignment.offset == 0) {
         direct_reason = "the file system has no direct I/O";
     } else {
-        direct_fd = open_retrying(path, O_RDWR | O_DIRECT);
+        direct_fd = open_retrying(path, mode | O_DIRECT);
         if (direct_fd >= 0) {
             memory_alignment = alignment.known ? alignment.memory : kAssumedAlignment;
             offset_alignment = alignment.known ? alignment.offset : kAssumedAlignment;
@@ -85,9 +87,10 @@ OpenFile::~OpenFile() {
     ::close(buffered_fd);
 }
 
-File::File(std::string path, FileCreate create, DirectIo direct, std::shared_ptr<Meter> meter)
+File::File(std::string path, FileCreate create, DirectIo direct, FileAccess access,
+           std::shared_ptr<Meter> meter)
     : path_(path),
-      open_(std::make_shared<const OpenFile>(std::move(path), create, direct, std::move(meter))) {}
+      open_(std::make_shared<const OpenFile>(std::move(path), create, direct, access, std::move(meter))) {}
 
 OpenFilePtr File::open() const {
     std::lock_guard lock(mutex_);

@@ -18,12 +18,14 @@ enum class DirectIo { Off, Auto, On };
 // The descriptors of one open file. Operations in flight share them, so that closing a File never pulls a
 // descriptor (or a stranger's file that got its number) from under a transfer.
 struct OpenFile {
-    OpenFile(std::string path, FileCreate create, DirectIo direct, std::shared_ptr<Meter> meter);
+    OpenFile(std::string path, FileCreate create, DirectIo direct, FileAccess access,
+             std::shared_ptr<Meter> meter);
     ~OpenFile();
     OpenFile(const OpenFile&) = delete;
     OpenFile& operator=(const OpenFile&) = delete;
 
     std::string path;
+    FileAccess access;
     int buffered_fd = -1;
     int direct_fd = -1;         // -1: no direct I/O
     std::string direct_reason;  // why not; empty when there is
@@ -38,9 +40,10 @@ using OpenFilePtr = std::shared_ptr<const OpenFile>;
 
 class File {
 public:
-    // Read and write. Throws SyscallError; with DirectIo::On also where the file system has no direct I/O.
+    // Throws SyscallError; with DirectIo::On also where the file system has no direct I/O. With
+    // FileAccess::Read the descriptors cannot write, and whatever would fails with EBADF.
     explicit File(std::string path, FileCreate create = FileCreate::No, DirectIo direct = DirectIo::Auto,
-                  std::shared_ptr<Meter> meter = nullptr);
+                  FileAccess access = FileAccess::ReadWrite, std::shared_ptr<Meter> meter = nullptr);
 
     const std::string& path() const { return path_; }
     // What an operation keeps. Throws SyscallError (EBADF) once closed.

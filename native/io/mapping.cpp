@@ -13,13 +13,15 @@
 
 namespace tierstore {
 
-Mapped::Mapped(int fd, const std::string& path, size_t nbytes, MapSync wanted) : size_(nbytes) {
+Mapped::Mapped(int fd, const std::string& path, size_t nbytes, MapSync wanted, FileAccess access)
+    : size_(nbytes) {
+    const int protection = access == FileAccess::Read ? PROT_READ : PROT_READ | PROT_WRITE;
     void* at = MAP_FAILED;
     if (wanted != MapSync::Off && !can_persist()) {
         if (wanted == MapSync::On) throw SyscallError(ENOTSUP, "mmap with MAP_SYNC", path);
         reason_ = "this processor's cache lines cannot be written back by user code";
     } else if (wanted != MapSync::Off) {
-        at = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED_VALIDATE | MAP_SYNC, fd, 0);
+        at = mmap(nullptr, nbytes, protection, MAP_SHARED_VALIDATE | MAP_SYNC, fd, 0);
         if (at == MAP_FAILED) {
             const int err = errno;
             if (wanted == MapSync::On) throw SyscallError(err, "mmap with MAP_SYNC", path);
@@ -29,7 +31,7 @@ Mapped::Mapped(int fd, const std::string& path, size_t nbytes, MapSync wanted) :
         reason_ = "MAP_SYNC is off";
     }
     if (at == MAP_FAILED) {
-        at = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+        at = mmap(nullptr, nbytes, protection, MAP_SHARED, fd, 0);
         if (at == MAP_FAILED) throw SyscallError(errno, "mmap of " + std::to_string(nbytes) + " bytes", path);
     }
     data_ = static_cast<std::byte*>(at);
@@ -45,14 +47,15 @@ int Mapped::sync(int fd, bool grown) const {
     return 0;
 }
 
-MappedPtr FileMapping::covering(int fd, const std::string& path, uint64_t end, MapSync wanted) {
+MappedPtr FileMapping::covering(int fd, const std::string& path, uint64_t end, MapSync wanted,
+                                FileAccess access) {
     std::lock_guard lock(mutex_);
     if (mapped_ && mapped_->size() >= end) return mapped_;
     struct stat status;
     if (fstat(fd, &status) != 0) throw SyscallError(errno, "fstat", path);
     const auto size = static_cast<uint64_t>(status.st_size);
     if (size < end || size == 0) return nullptr;
-    mapped_ = std::make_shared<const Mapped>(fd, path, size, wanted);
+    mapped_ = std::make_shared<const Mapped>(fd, path, size, wanted, access);
     grown_ = true;
     return mapped_;
 }

@@ -13,12 +13,13 @@ namespace tierstore {
 // Whether stores are durable once they have left the processor's caches (MAP_SYNC on a DAX file system), with no
 // system call. Auto: where it can be had; elsewhere a sync does.
 enum class MapSync { Off, Auto, On };
+enum class FileAccess { ReadWrite, Read };
 
 // The whole of a file as it was when it was mapped.
 class Mapped {
 public:
     // Throws SyscallError; with MapSync::On also where the file system has no MAP_SYNC.
-    Mapped(int fd, const std::string& path, size_t nbytes, MapSync wanted);
+    Mapped(int fd, const std::string& path, size_t nbytes, MapSync wanted, FileAccess access);
     ~Mapped();
     Mapped(const Mapped&) = delete;
     Mapped& operator=(const Mapped&) = delete;
@@ -43,7 +44,7 @@ using MappedPtr = std::shared_ptr<const Mapped>;
 class FileMapping {
 public:
     // One that holds [0, end). A file that is shorter is not lengthened: null. Throws SyscallError.
-    MappedPtr covering(int fd, const std::string& path, uint64_t end, MapSync wanted);
+    MappedPtr covering(int fd, const std::string& path, uint64_t end, MapSync wanted, FileAccess access);
     // What is mapped, or null; and whether the file has been mapped longer since the last call.
     MappedPtr for_sync(bool& grown);
 

@@ -45,7 +45,7 @@ private:
     }
 
     MappedPtr map(const OpenFile& file, uint64_t end) const {
-        return file.mapping.covering(file.buffered_fd, file.path, end, wanted_);
+        return file.mapping.covering(file.buffered_fd, file.path, end, wanted_, file.access);
     }
 
     // Touches the pages of a transfer beforehand, where a drive's error or a file that was cut short is an errno; met by

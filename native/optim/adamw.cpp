@@ -1,34 +1,15 @@
 #include "native/optim/adamw.hpp"
 
-#include <xmmintrin.h>
-
 #include <charconv>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "native/base/float_mode.hpp"
 #include "native/optim/kernels.hpp"
 
 namespace tierstore {
 namespace {
-
-// The thread's SSE control word for a scope: exceptions masked, round to nearest, whatever the caller had.
-class FloatMode {
-public:
-    enum class Subnormals { Keep, Flush };
-
-    explicit FloatMode(Subnormals subnormals) : saved_(_mm_getcsr()) {
-        constexpr unsigned defaults = 0x1f80, flush_to_zero = 0x8000, denormals_are_zero = 0x0040;
-        constexpr unsigned flush = defaults | flush_to_zero | denormals_are_zero;
-        _mm_setcsr(subnormals == Subnormals::Flush ? flush : defaults);
-    }
-    ~FloatMode() { _mm_setcsr(saved_); }
-    FloatMode(const FloatMode&) = delete;
-    FloatMode& operator=(const FloatMode&) = delete;
-
-private:
-    unsigned saved_;
-};
 
 const kernels::Kernels& kernels_of(InstructionSet isa) {
     switch (isa) {

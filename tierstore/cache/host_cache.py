@@ -31,6 +31,8 @@ from tierstore.cache.write_backs import WriteBacks
 
 Decision = _native.Decision
 _GRADIENTS = 2
+#: From so many tickets on, readers of an entry that have finished are forgotten.
+_READERS = 16
 
 
 class Backing(Protocol):
@@ -253,7 +255,10 @@ class HostCache:
 
     def reads(self, entry: int, ticket: int) -> None:
         """Records that ``ticket`` reads the entry's memory."""
-        self._entries[entry].readers.append(ticket)
+        readers = self._entries[entry].readers
+        if len(readers) >= _READERS:  # nothing writes an entry that is only read
+            readers[:] = [earlier for earlier in readers if not self.engine.done(earlier)]
+        readers.append(ticket)
 
     # Execution ----------------------------------------------------------------------------------------------
 

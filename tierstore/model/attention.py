@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tierstore.model.kv_cache import Following
 from tierstore.moe.experts import weight_std
 from tierstore.moe.seeds import keyed_generator
 
@@ -58,10 +59,17 @@ class Attention(nn.Module):
         nn.init.normal_(self.qkv, std=std, generator=keyed_generator(seed, "attention.qkv", layer))
         nn.init.normal_(self.out, std=std, generator=keyed_generator(seed, "attention.out", layer))
 
-    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, following: Following | None = None) -> Tensor:
+        """``cos`` and ``sin``: of positions from 0 on; of each token, (B, 1, S, C / 2), where it is ``following`` others."""
         batch, positions, width = x_BSD.shape
         qkv = F.linear(x_BSD, self.qkv.to(x_BSD.dtype))
         heads = qkv.view(batch, positions, 3, self.n_heads, width // self.n_heads).permute(2, 0, 3, 1, 4)
-        query, key = rotate(heads[:2], cos[:positions], sin[:positions]).unbind(0)
-        mixed = F.scaled_dot_product_attention(query, key, heads[2], is_causal=True)
+        if following is None:
+            query, key = rotate(heads[:2], cos[:positions], sin[:positions]).unbind(0)
+            mixed = F.scaled_dot_product_attention(query, key, heads[2], is_causal=True)
+        else:
+            query, key = rotate(heads[:2], cos, sin).unbind(0)
+            keys, values = following.held.update(key, heads[2])
+            visible = None if following.visible_BTS is None else following.visible_BTS.unsqueeze(1)
+            mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=visible)
         return F.linear(mixed.transpose(1, 2).reshape(batch, positions, width), self.out.to(x_BSD.dtype))

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from tierstore.model.attention import Attention, RMSNorm, rotary_tables
 from tierstore.model.config import CheckpointActivations, ModelConfig, TieEmbeddings
 from tierstore.model.interface import Batch, ModelOutput
+from tierstore.model.kv_cache import Following, KeyValueCache, visible_tokens
 from tierstore.model.loss import cross_entropy
 from tierstore.moe import ExpertSource, FeedForward, MoELayer, NoiseKey, Router, Routing
 from tierstore.moe.guessing import LayerRouter
@@ -51,9 +52,9 @@ class Block(nn.Module):
             self.ffn = FeedForward(config.dense_shape, seed=config.seed, name=f"ffn.{layer}")
 
     def forward(
-        self, x_BTD: Tensor, cos: Tensor, sin: Tensor, key: NoiseKey
+        self, x_BTD: Tensor, cos: Tensor, sin: Tensor, key: NoiseKey, following: Following | None = None
     ) -> tuple[Tensor, Routing | None]:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos, sin)
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos, sin, following)
         normed = self.ffn_norm(x_BTD)
         if self.ffn is not None:
             return x_BTD + self.ffn(normed), None
@@ -212,9 +213,9 @@ class Transformer(nn.Module):
         config = self.config
         if tokens_BT.shape[1] > config.seq_len:
             raise ValueError(f"sequences of {tokens_BT.shape[1]} exceed seq_len {config.seq_len}")
-        dtype = config.compute_dtype.torch if self.embedding.dtype != torch.float64 else torch.float64
         cos, sin = self.cos, self.sin
-        x = (F.embedding(tokens_BT, self.embedding) * self._embedding_scale).to(dtype)
+        x = self._embedded(tokens_BT)
+        dtype = x.dtype
         zero = x.new_zeros((), dtype=torch.promote_types(dtype, torch.float32))
         aux_loss, z_loss = zero, zero
         loads: list[Tensor] = []
@@ -239,6 +240,27 @@ class Transformer(nn.Module):
         share = loss if self._ranks == 1 else loss / self._ranks
         objective = share + config.aux_loss_weight * aux_loss + config.z_loss_weight * z_loss
         return ModelOutput(loss, aux_loss, z_loss, objective, tuple(loads), None)
+
+    def _embedded(self, tokens_BT: Tensor) -> Tensor:
+        dtype = self.config.compute_dtype.torch if self.embedding.dtype != torch.float64 else torch.float64
+        return (F.embedding(tokens_BT, self.embedding) * self._embedding_scale).to(dtype)
+
+    def follow(
+        self, tokens_BT: Tensor, cache: KeyValueCache, mask_BS: Tensor, positions_BT: Tensor
+    ) -> Tensor:
+        """Logits (B, V), fp32, of what follows ``tokens_BT``, which come behind those in ``cache``, and are kept there.
+
+        ``mask_BS``: 1 for each token of the cache and of these, 0 for padding before the first. ``positions_BT``: of
+        these, at most ``seq_len - 1``. In evaluation only.
+        """
+        x = self._embedded(tokens_BT)
+        cos, sin = (cast(Tensor, table)[positions_BT].unsqueeze(1) for table in (self.cos, self.sin))
+        visible_BTS = visible_tokens(mask_BS, tokens_BT.shape[1])
+        for block, held in zip(self.blocks, cache.layers, strict=True):
+            x, _ = block(x, cos, sin, self._key, Following(held, visible_BTS))
+        x = self.norm(x[:, -1])
+        head = self.embedding if self.head is None else self.head
+        return F.linear(x, head.to(x.dtype)).to(torch.promote_types(x.dtype, torch.float32))
 
     @torch.no_grad()
     def generate(

@@ -59,6 +59,43 @@ class BatchConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LimitsConfig:
+    """What a server accepts at once, and for how long."""
+
+    queue: int = field(default=64, metadata={"help": "most requests that wait for a place in the batch"})
+    queue_tokens: int = field(
+        default=65536, metadata={"help": "most tokens of waiting requests, prompts and answers"}
+    )
+    tokens: int = field(default=0, metadata={"help": "most tokens of an answer (0: what the context leaves)"})
+    default_tokens: int = field(
+        default=256, metadata={"help": "tokens of an answer where the request names no limit"}
+    )
+    prefill_tokens: int = field(
+        default=4096, metadata={"help": "most tokens of prompts that are computed together"}
+    )
+    request_s: float = field(default=600.0, metadata={"help": "most seconds of a request, waiting included"})
+    drain_s: float = field(
+        default=60.0, metadata={"help": "seconds that requests get to end when the server is told to stop"}
+    )
+    body: int = field(default=4 << 20, metadata={"size": True, "help": "largest body of a request"})
+    connections: int = field(default=512, metadata={"help": "most open connections"})
+    receive_s: float = field(default=15.0, metadata={"help": "seconds in which a client must send a request"})
+    send_s: float = field(
+        default=30.0, metadata={"help": "seconds in which a client must take what it was sent"}
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("queue", "queue_tokens", "default_tokens", "prefill_tokens", "body", "connections"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"limits.{name}: expected at least 1, got {getattr(self, name)}")
+        if self.tokens < 0:
+            raise ConfigError(f"limits.tokens: expected at least 0, got {self.tokens}")
+        for name in ("request_s", "drain_s", "receive_s", "send_s"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(f"limits.{name}: expected seconds above 0, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServeConfig:
     """How a store is served. Nothing here changes what a model computes, but for ``batch.invariant``."""
 
@@ -76,6 +113,7 @@ class ServeConfig:
     )
     threads: int = field(default=0, metadata={"help": "torch's threads (0: one for each core)"})
     batch: BatchConfig = field(default_factory=BatchConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
     ring: RingConfig = field(default_factory=RingConfig)
     cache: CacheConfig = field(default_factory=lambda: CacheConfig(policy="next-use"))
     prefetch: PrefetchConfig = field(default_factory=lambda: PrefetchConfig(predictor=PredictorName.ROUTER))

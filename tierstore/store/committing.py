@@ -35,10 +35,10 @@ from tierstore.store.index.table import CommittedRecords
 from tierstore.store.opening import Parts
 from tierstore.store.records import Records
 
-_HISTORY = "adamw-history"
+HISTORY_KEY = "adamw-history"
 _BUDGET = "write-budget"
 #: What a store itself keeps among the small state.
-OWN_STATE = frozenset({_HISTORY, _BUDGET})
+OWN_STATE = frozenset({HISTORY_KEY, _BUDGET})
 
 
 class Keep(Enum):
@@ -81,9 +81,9 @@ class Committer:
             live.check_table(table, f"{self._parts.home.directory}: {where}")
             live.retain_table(table)
         extents.recover()
-        if _HISTORY not in self.state:
+        if HISTORY_KEY not in self.state:
             raise StoreFormatError(f"{self._parts.home.directory}: the history of optimizer steps is missing")
-        self._history.unpack(self.state[_HISTORY])
+        self._history.unpack(self.state[HISTORY_KEY])
         if extents.budget is not None and _BUDGET in self.state:
             extents.budget.unpack(self.state[_BUDGET])
         self._parts.cache.residency.start_at(self._history.applied)
@@ -101,7 +101,7 @@ class Committer:
         return [("last commit", last), *named]
 
     def _check(self, state: Mapping[str, bytes], snapshot: str | None) -> None:
-        self._failures.check()
+        self._failures.check_writable("commit")
         for name in state:
             check_name("state", name)
             if name in OWN_STATE:
@@ -185,7 +185,7 @@ class Committer:
             self._directories = []
             # A frozen record replays nothing, so it keeps no steps alive.
             self._history.forget_before(self._history.oldest(self._records.trained_steps()))
-            own = {_HISTORY: self._history.pack()}
+            own = {HISTORY_KEY: self._history.pack()}
             if extents.budget is not None:
                 own[_BUDGET] = extents.budget.pack()
             self._write_index({**(state or {}), **own}, snapshot, keep)
@@ -193,7 +193,7 @@ class Committer:
 
     def acknowledge(self) -> None:
         """Every rank has its prepared commit: durably releases the commit before it. Without one, nothing."""
-        self._failures.check()
+        self._failures.check_writable("acknowledge")
         dropped = self._superseded(0)
         if not dropped:
             return

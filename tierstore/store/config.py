@@ -20,6 +20,13 @@ class IoBackendName(Enum):
     PMEM = "pmem"
 
 
+class StoreAccess(Enum):
+    """What an opening of a store may do. Several processes may read a store at once, while none writes."""
+
+    WRITE = "write"
+    READ = "read"  # not one byte of the store's directories is written
+
+
 @dataclass(frozen=True, kw_only=True)
 class IoConfig:
     """How the engine moves bytes."""

@@ -39,6 +39,8 @@ class StoreCore:
         self._parts = parts
         self.directory = parts.home.directory
         self.config = parts.config
+        #: What this opening may do.
+        self.opened_to = parts.access
         #: The optimizer's hyperparameters, but for the learning rate.
         self.adamw = parts.adamw
         self.engine = parts.engine
@@ -50,9 +52,14 @@ class StoreCore:
         self.history = StepHistory(parts.adamw)
         self.optimizer = RecordOptimizer(self.engine, self.cache, self.history)
         self.records = Records(self.live, self.extents, self.cache)
-        self.failures = Failures(self.directory, self.cache, self.live)
+        self.failures = Failures(self.directory, self.cache, self.live, parts.access)
         self.committer = Committer(parts, self.records, self.history, self.failures)
         self._space_reserved = False
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What of the host budget is not for records."""
+        return 0
 
     def record(self, key: str) -> CachedRecord:
         """The cached record ``key``. Raises KeyError."""
@@ -62,6 +69,7 @@ class StoreCore:
 
     def reserve(self, counts: Mapping[str, int] | None = None) -> None:
         """As ``ParameterStore.reserve``."""
+        self.failures.check_writable("reserve")
         retain = max(self.config.retain, len(self.committer.snapshots))
         wanted = self.records.counts() | Counter(counts or {})
         self.extents.reserve(copies(retain), wanted)
@@ -71,6 +79,7 @@ class StoreCore:
 
     def reserve_scratch(self, schema: str) -> None:
         """Reserves disk to spill one gradient of each record of ``schema``. Raises OSError (ENOSPC)."""
+        self.failures.check_writable("reserve")
         extents = self.extents[self.records.schema_index(schema)]
         extents[Group.GRADIENTS].reserve(self.records.counts()[schema])
 
@@ -132,7 +141,7 @@ class StoreCore:
         raises, the step is not taken. If a record has been stepped by then, the store is also poisoned: every later call
         raises StorePoisonedError, and only the last commit can be opened. Raises StoreError if a step is open.
         """
-        self.failures.check()
+        self.failures.check_writable("optimizer_step")
         step = OptimizerStep(self, self.history.begin(lr), lr)
         try:
             yield step
@@ -154,7 +163,7 @@ class StoreCore:
         ``commit``, or until the tickets that are returned have been waited for. Raises StoreError for a frozen record that
         has been written already.
         """
-        self.failures.check()
+        self.failures.check_writable("write_through")
         live = self.records.direct(key)
         if live.schema.frozen and live.slots[Group.WEIGHTS] is not None:
             raise StoreError(f"record {key!r} is frozen: it is written once")

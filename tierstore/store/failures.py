@@ -10,16 +10,24 @@ from pathlib import Path
 from tierstore import _native
 from tierstore.cache.host_cache import HostCache
 from tierstore.errors import ChecksumError, StoreError, StorePoisonedError
+from tierstore.store.config import StoreAccess
 from tierstore.store.index.live import LiveIndex
 
 
 class Failures:
     """Whether the store may still be used, and waiting that raises its errors."""
 
-    def __init__(self, directory: Path, cache: HostCache, live: LiveIndex) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        cache: HostCache,
+        live: LiveIndex,
+        access: StoreAccess = StoreAccess.WRITE,
+    ) -> None:
         self._directory = directory
         self._cache = cache
         self._live = live
+        self._access = access
         self._owner = os.getpid()
         self._poison = ""
         self.closed = False
@@ -55,6 +63,12 @@ class Failures:
         reason = self._poison or self._cache.engine.poisoned or self._cache.broken
         if reason:
             raise StorePoisonedError(f"{self._directory}: {reason}; reopen the store at its last commit")
+
+    def check_writable(self, what: str) -> None:
+        """``check``, and raises StoreError where the store was opened to read; ``what`` was to be done."""
+        self.check()
+        if self._access is StoreAccess.READ:
+            raise StoreError(f"{self._directory}: {what}: the store was opened to read (StoreAccess.READ)")
 
     @contextlib.contextmanager
     def translated(self) -> Iterator[None]:

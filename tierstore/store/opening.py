@@ -27,7 +27,7 @@ from tierstore.errors import (
 from tierstore.links import open_link
 from tierstore.machine import cores
 from tierstore.store.adamw import AdamWConfig, Inactive
-from tierstore.store.config import IoConfig, StoreConfig
+from tierstore.store.config import IoConfig, StoreAccess, StoreConfig
 from tierstore.store.disk.drives import DriveReport, Drives
 from tierstore.store.disk.home import (
     Home,
@@ -48,6 +48,7 @@ from tierstore.store.format import (
     GroupLayout,
     Placement,
     RecordSchema,
+    Section,
     format_version,
 )
 from tierstore.store.index.database import PREVIOUS, Index
@@ -80,6 +81,7 @@ class Parts:
     home: Home
     drives: Drives
     config: StoreConfig
+    access: StoreAccess
     adamw: AdamWConfig
     lease: DirectoryLease
     engine: Engine
@@ -163,14 +165,20 @@ def open_existing(
     trace: Path | None,
     io_log: Path | None,
     further: Sequence[RecordSchema] = (),
+    access: StoreAccess = StoreAccess.WRITE,
 ) -> Parts:
     """The store in ``directory``; without ``adamw``, the defaults with the store's own ``inactive``. ``further``: schemas
-    that it is to have from its next commit on, if it does not yet.
+    that it is to have from its next commit on, if it does not yet. With ``StoreAccess.READ`` it is opened at its last
+    commit, under a shared lease, and the budget holds weights alone.
     """
+    if access is StoreAccess.READ and (at is not OpenAt.LAST or further):
+        raise StoreError(
+            f"{directory}: a store that is opened to read is opened at its last commit, as it is"
+        )
     home = Home(directory, read_identity(directory), published=True)
     with contextlib.ExitStack() as stack:
-        lease = stack.enter_context(DirectoryLease(directory))
-        index = stack.enter_context(contextlib.closing(Index(directory / "index")))
+        lease = stack.enter_context(DirectoryLease(directory, access=access))
+        index = stack.enter_context(contextlib.closing(Index(directory / "index", access=access)))
         own, inactive, known = read_meta(home, index)
         schemas = [*own, *_added(directory, own, further)]
         if adamw is not None and adamw.inactive is not inactive:
@@ -183,13 +191,13 @@ def open_existing(
             except KeyError as error:
                 raise StoreError(f"{directory}: there is no prepared commit to go back from") from error
         layers = config.layers or index.layers()
-        check_budget(config, schemas, layers)
+        check_budget(config, schemas, layers, access)
         adamw = adamw or AdamWConfig(inactive=inactive)
         config = replace(config, layers=layers)
-        drives = Drives.open(home, config.stripe, known)
+        drives = Drives.open(home, config.stripe, known, access)
         stack.callback(drives.close)
         added = [schema.name for schema in schemas[len(own) :]]
-        parts = _assemble(stack, drives, schemas, config, adamw, lease, index, trace, io_log, added)
+        parts = _assemble(stack, drives, schemas, config, adamw, lease, index, trace, io_log, added, access)
         stack.pop_all()
         return parts
 
@@ -289,16 +297,16 @@ def read_meta(home: Home, index: Index) -> tuple[list[RecordSchema], Inactive, l
 # Budgets ----------------------------------------------------------------------------------------------------
 
 
-def _section_sizes(schemas: Sequence[RecordSchema]) -> list[list[int]]:
-    """Per cached schema, the section sizes (bytes) of all of its groups."""
+def _cached_sections(schemas: Sequence[RecordSchema], access: StoreAccess) -> list[list[Section]]:
+    """Per cached schema, the sections of the groups that a store opened with ``access`` works on: a reader's are weights."""
     cached = [schema for schema in schemas if schema.placement is Placement.CACHED]
-    return [[s.nbytes for group in Group for s in schema.layout(group).sections] for schema in cached]
+    groups = [Group.WEIGHTS] if access is StoreAccess.READ else list(Group)
+    return [[s for group in groups for s in schema.layout(group).sections] for schema in cached]
 
 
-def record_frame_bytes(schemas: Sequence[RecordSchema]) -> int:
+def record_frame_bytes(schemas: Sequence[RecordSchema], access: StoreAccess = StoreAccess.WRITE) -> int:
     """The frame size of an arena for cached records of ``schemas``."""
-    cached = [schema for schema in schemas if schema.placement is Placement.CACHED]
-    sections = [s for schema in cached for group in Group for s in schema.layout(group).sections]
+    sections = [section for record in _cached_sections(schemas, access) for section in record]
     return choose_frame_bytes_beside(
         [section.nbytes for section in sections if not section.is_scale],
         [section.nbytes for section in sections if section.is_scale],
@@ -306,15 +314,19 @@ def record_frame_bytes(schemas: Sequence[RecordSchema]) -> int:
 
 
 def minimum_host_budget(
-    schemas: Sequence[RecordSchema], cache: CacheConfig | None = None, layers: int = 1
+    schemas: Sequence[RecordSchema],
+    cache: CacheConfig | None = None,
+    layers: int = 1,
+    access: StoreAccess = StoreAccess.WRITE,
 ) -> int:
-    """Fewest bytes of host cache that one record of each schema can be worked on in: all its groups at once.
+    """Fewest bytes of host cache that one record of each schema can be worked on in: all its groups at once, or with
+    ``StoreAccess.READ`` its weights.
 
     With a quota for each of ``layers`` layers, so much in each, the smallest included. Algorithm 1 as printed
     leaves one frame empty.
     """
-    sizes = _section_sizes(schemas)
-    frame = record_frame_bytes(schemas)
+    sizes = [[section.nbytes for section in record] for record in _cached_sections(schemas, access)]
+    frame = record_frame_bytes(schemas, access)
     frames = max((frames_of(sections, frame) for sections in sizes), default=1)
     if cache is not None:
         frames += cache.headroom_frames
@@ -327,7 +339,12 @@ def minimum_host_budget(
     return frames * frame
 
 
-def check_budget(config: StoreConfig, schemas: Sequence[RecordSchema], layers: Sequence[int]) -> None:
+def check_budget(
+    config: StoreConfig,
+    schemas: Sequence[RecordSchema],
+    layers: Sequence[int],
+    access: StoreAccess = StoreAccess.WRITE,
+) -> None:
     """Raises BudgetError naming the minimum, ConfigError for quotas of layers that are not known."""
     by_layer = config.cache.scope is Scope.LAYER
     if by_layer and not layers:
@@ -339,11 +356,12 @@ def check_budget(config: StoreConfig, schemas: Sequence[RecordSchema], layers: S
         raise ConfigError(
             f"cache.layer_shares: expected {len(set(layers))}, one for each layer, got {shares}"
         )
-    minimum = minimum_host_budget(schemas, config.cache, len(layers))
+    minimum = minimum_host_budget(schemas, config.cache, len(layers), access)
     if config.host_budget < minimum:
+        gradient = "" if access is StoreAccess.READ else " with its gradient"
         each = f" in each of {len(layers)} layers" if by_layer else ""
         raise BudgetError(
-            f"host_budget: {config.host_budget} bytes cannot hold one record with its gradient{each}; "
+            f"host_budget: {config.host_budget} bytes cannot hold one record{gradient}{each}; "
             f"the minimum is {minimum} bytes"
         )
 
@@ -373,12 +391,13 @@ def _assemble(
     trace: Path | None,
     io_log: Path | None,
     added: Sequence[str] = (),
+    access: StoreAccess = StoreAccess.WRITE,
 ) -> Parts:
     """The rest of the parts; what fails takes back, through ``stack``, what was made."""
     tuning = tune(config.io, drives.home.directory)
     engine = make_engine(config.io, tuning, lease_fd=lease.fd, log_path=io_log)
     stack.callback(engine.close)
-    frame = record_frame_bytes(schemas)
+    frame = record_frame_bytes(schemas, access)
     frames = max(config.host_budget // frame, 1)
     arena = _host_arena(config, frames * frame)
     extents = StoreExtents(
@@ -387,9 +406,10 @@ def _assemble(
         schemas,
         direct=_DIRECT[config.io.direct],
         link=open_link(config.disk),
-        budget=WriteBudget(engine, budget) if (budget := config.wear.daily_write_budget) else None,
+        budget=_write_budget(engine, config, access),
         discard=config.wear.discard,
         added=added,
+        access=access,
     )
     stack.callback(extents.close)
     residency = make_residency(config, frames, frame)
@@ -402,6 +422,7 @@ def _assemble(
         home=drives.home,
         drives=drives,
         config=config,
+        access=access,
         adamw=adamw,
         lease=lease,
         engine=engine,
@@ -413,6 +434,11 @@ def _assemble(
         recording=recording,
         tuning=tuning,
     )
+
+
+def _write_budget(engine: Engine, config: StoreConfig, access: StoreAccess) -> WriteBudget | None:
+    budget = config.wear.daily_write_budget
+    return WriteBudget(engine, budget) if budget and access is StoreAccess.WRITE else None
 
 
 def make_residency(config: StoreConfig, frames: int, frame_bytes: int) -> Residency:

@@ -31,7 +31,7 @@ import numpy.typing as npt
 from tierstore.store import opening
 from tierstore.store.adamw import AdamWConfig
 from tierstore.store.awaiting import TicketAwaiter
-from tierstore.store.config import StoreConfig
+from tierstore.store.config import StoreAccess, StoreConfig
 from tierstore.store.core import OptimizerStep, StoreCore
 from tierstore.store.disk.drives import DriveReport
 from tierstore.store.fetching import Lease, begin_fetch, prefetch
@@ -106,18 +106,24 @@ class ParameterStore:
         adamw: AdamWConfig | None = None,
         at: opening.OpenAt = opening.OpenAt.LAST,
         further: Sequence[RecordSchema] = (),
+        access: StoreAccess = StoreAccess.WRITE,
         trace: Path | None = None,
         io_log: Path | None = None,
     ) -> ParameterStore:
         """The store in ``directory`` at its last commit. With ``OpenAt.PREVIOUS`` a commit that several ranks prepared and
         did not acknowledge is undone, and the store opens at the one before it.
 
+        With ``StoreAccess.READ`` not a byte of its directories is written, several processes may read it at once while
+        none writes, and whatever would change it raises StoreError. Its host cache is for weights.
+
         ``adamw`` may differ from the last time, except for ``inactive``; None means the defaults with the store's own
         ``inactive``. ``further``: schemas for records to come, which the store has from its next commit on. Raises
         StoreMissingError, StoreInUseError, StoreFormatError, StoreError (another schema of that name), BudgetError, OSError.
         """
         config = config or StoreConfig()
-        core = StoreCore(opening.open_existing(Path(directory), config, adamw, at, trace, io_log, further))
+        core = StoreCore(
+            opening.open_existing(Path(directory), config, adamw, at, trace, io_log, further, access)
+        )
         try:
             core.committer.load()
         except BaseException:

@@ -50,7 +50,7 @@ def register_many(core: StoreCore, records: Iterable[NewRecord]) -> None:
     Raises StoreError, ValueError and OSError (ENOSPC) with nothing changed. Where a callable that makes content
     raises, the records before that one are registered; that one and the rest are not.
     """
-    core.failures.check()
+    core.failures.check_writable("register")
     records = list(records)
     schemas = _check(core, records)
     promised = core.extents.promised

@@ -40,7 +40,7 @@ from tierstore.hf.exports.outline import (
     Origin,
     Outline,
 )
-from tierstore.hf.exports.reading import Adjustment, StoredWeights, open_weights, round_bf16
+from tierstore.hf.exports.reading import Adjustment, ModelWeights, StoredWeights, open_weights, round_bf16
 from tierstore.hf.families import FAMILIES
 from tierstore.hf.manifest import (
     BUFFERS_KEY,
@@ -98,8 +98,6 @@ def export(
             outline = outline_of(source, manifest, ranks, dtype)
         else:
             outline = mixtral(*_built_in(source, weights), ranks, dtype)
-        origins = {spec.name: origin for spec, origin in outline.tensors}
-        shards = plan_shards([spec for spec, _ in outline.tensors], max_shard_bytes)
         if adapted_by(weights) is not None:
             if adjustment is not None:
                 raise ConfigError(f"{source}: an adapter was trained in this store: no other can be merged")
@@ -109,24 +107,49 @@ def export(
         elif adjustment is not None and weights.state.position:
             note = f"the adapter is merged into weights that have taken {weights.state.position} steps since the import"
             outline = replace(outline, notes=(*outline.notes, note))
-        content = _Content(weights, outline, adjustment)
-        done, total = 0, sum(shard.data_bytes for shard in shards)
-
-        def written(tensor: TensorSpec) -> None:
-            nonlocal done
-            done += tensor.nbytes
-            progress(done, total)
-
-        with new_directory(target, needed_bytes(shards, outline.files)) as directory, content:
-            for name, data in outline.files.items():
-                path = directory / name
-                path.parent.mkdir(exist_ok=True)
-                write_file(path, data)
-                fsync_directory(path.parent)
-            write_checkpoint(
-                directory, shards, lambda tensor: content.of(tensor, origins[tensor.name]), written
-            )
+        shards = write_outline(
+            outline,
+            weights,
+            target,
+            adjustment=adjustment,
+            max_shard_bytes=max_shard_bytes,
+            progress=progress,
+        )
         return _exported(manifest, outline, shards, weights)
+
+
+def write_outline(
+    outline: Outline,
+    weights: ModelWeights,
+    target: Path,
+    *,
+    adjustment: Adjustment | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Shard]:
+    """Writes the checkpoint of ``outline`` to the new directory ``target``, with the values of ``weights``; its files.
+
+    Raises ChecksumError, StoreFormatError, OSError (a target that exists, a full disk); on a failure there is nothing at
+    ``target``.
+    """
+    origins = {spec.name: origin for spec, origin in outline.tensors}
+    shards = plan_shards([spec for spec, _ in outline.tensors], max_shard_bytes)
+    content = _Content(weights, outline, adjustment)
+    done, total = 0, sum(shard.data_bytes for shard in shards)
+
+    def written(tensor: TensorSpec) -> None:
+        nonlocal done
+        done += tensor.nbytes
+        progress(done, total)
+
+    with new_directory(target, needed_bytes(shards, outline.files)) as directory, content:
+        for name, data in outline.files.items():
+            path = directory / name
+            path.parent.mkdir(exist_ok=True)
+            write_file(path, data)
+            fsync_directory(path.parent)
+        write_checkpoint(directory, shards, lambda tensor: content.of(tensor, origins[tensor.name]), written)
+    return shards
 
 
 def _exported(
@@ -271,7 +294,7 @@ def _buffer_dtype(entry: BufferEntry, dtype: ExportDtype) -> str:
 class _Content:
     """The bytes of each tensor. A context manager: it keeps the files of carried tensors open."""
 
-    def __init__(self, weights: StoredWeights, outline: Outline, adjustment: Adjustment | None) -> None:
+    def __init__(self, weights: ModelWeights, outline: Outline, adjustment: Adjustment | None) -> None:
         self._weights = weights
         self._outline = outline
         self._adjustment = adjustment

@@ -40,6 +40,16 @@ class Adjustment(Protocol):
     def dense(self, name: str, weights: Floats) -> None: ...
 
 
+class ModelWeights(Protocol):
+    """The weights of a model, as an export asks for them; ``StoredWeights`` says of what shapes."""
+
+    @property
+    def small(self) -> Mapping[str, bytes]: ...
+    def expert_fp32(self, layer: int, expert: int, experts: int) -> Floats: ...
+    def expert_bf16(self, layer: int, expert: int, experts: int) -> Bits: ...
+    def dense(self, layout: UnitLayout, index: int) -> Iterator[Floats]: ...
+
+
 @dataclass
 class StoredWeights:
     """The stores of a job, open at one step."""

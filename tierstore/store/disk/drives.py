@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from tierstore._native import FileCreate, Link, Meter
 from tierstore.errors import ConfigError, DataError, StoreExistsError, StoreFormatError, StoreMissingError
 from tierstore.io_profile import load_io_point
-from tierstore.store.config import StripeConfig
+from tierstore.store.config import StoreAccess, StripeConfig
 from tierstore.store.disk.home import (
     IDENTITY,
     Home,
@@ -144,8 +144,15 @@ class Drives:
         return drives
 
     @classmethod
-    def open(cls, home: Home, config: StripeConfig, known: Sequence[Mapping[str, object]]) -> Drives:
-        """The directories that the index lists (``known``, the store's own first), and those that ``config`` adds.
+    def open(
+        cls,
+        home: Home,
+        config: StripeConfig,
+        known: Sequence[Mapping[str, object]],
+        access: StoreAccess = StoreAccess.WRITE,
+    ) -> Drives:
+        """The directories that the index lists (``known``, the store's own first), and those that ``config`` adds. With
+        ``StoreAccess.READ`` none can be added.
 
         Raises StoreMissingError, StoreFormatError, StoreInUseError, ConfigError, OSError.
         """
@@ -157,9 +164,14 @@ class Drives:
                 f"stripe.directories: the store in {home.directory} has {len(recorded)} stripe directories "
                 f"({', '.join(map(str, recorded))}), got {len(paths)}: none can be left out"
             )
+        if access is StoreAccess.READ and len(paths) > len(recorded):
+            raise ConfigError(
+                f"stripe.directories: the store in {home.directory} is opened to read, and has no directory "
+                f"{paths[len(recorded)]}"
+            )
         with drives._closed_on_error():
             for entry, path in zip(known[1:], paths, strict=False):
-                drives._attach(path, str(entry["own"]))
+                drives._attach(path, str(entry["own"]), access)
             for path in paths[len(recorded) :]:
                 drives._claim(path, home.uuid)
             drives._configure([float(str(entry["bandwidth"])) for entry in known])
@@ -173,13 +185,15 @@ class Drives:
             self.close()
             raise
 
-    def _attach(self, path: Path, own: str) -> None:
-        """Adds a directory that commits refer to; its identity records where the store is now."""
+    def _attach(self, path: Path, own: str, access: StoreAccess) -> None:
+        """Adds a directory that commits refer to; whoever writes records in its identity where the store is now."""
         number = len(self._drives)
         self._recognise(path, number, own)
-        self._drives.append(Drive(number, path.absolute(), own, lease=DirectoryLease(path)))
+        self._drives.append(Drive(number, path.absolute(), own, lease=DirectoryLease(path, access=access)))
         identity = self._recognise(path, number, own)  # the lease keeps it so
         refuse_shared(self.home, path, identity)
+        if access is StoreAccess.READ:
+            return
         here = replace(identity, home=str(self.home.directory.absolute()), path=str(path.absolute()))
         if here != identity:
             _put_identity(path, here)

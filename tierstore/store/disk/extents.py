@@ -28,6 +28,7 @@ from tierstore._native import (
     DirectIo,
     Engine,
     File,
+    FileAccess,
     FileCreate,
     Link,
     Meter,
@@ -59,8 +60,8 @@ class Slot:
 class Extent:
     """Slots of ``layout`` in the file ``path``, in the store's directory ``directory``.
 
-    With ``FileCreate.NO`` a missing file is OSError (ENOENT). ``budget`` limits what is written, ``meter`` counts the
-    transfers, and each of ``links`` limits their speed.
+    With ``FileCreate.NO`` a missing file is OSError (ENOENT). With ``FileAccess.READ`` nothing can be written or reserved.
+    ``budget`` limits what is written, ``meter`` counts the transfers, and each of ``links`` limits their speed.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Extent:
         directory: int,
         direct: DirectIo,
         create: FileCreate,
+        access: FileAccess = FileAccess.READ_WRITE,
         links: Sequence[Link] = (),
         meter: Meter | None = None,
         budget: WriteBudget | None = None,
@@ -100,7 +102,7 @@ class Extent:
         self._last_write: dict[int, int] = {}
         self._reads: dict[int, list[int]] = {}
         self._written = False
-        self.file = File(str(path), create=create, direct=direct, meter=meter)
+        self.file = File(str(path), create=create, direct=direct, access=access, meter=meter)
         self.slots = 0
         self._lengthen(self.file.size // self.slot_bytes)
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tierstore._native import DirectIo, Engine, FileCreate, Link
+from tierstore._native import DirectIo, Engine, FileAccess, FileCreate, Link
 from tierstore.capabilities import Capability
 from tierstore.errors import StoreError, StoreFormatError
+from tierstore.store.config import StoreAccess
 from tierstore.store.disk.discard import Discard
 from tierstore.store.disk.drives import Drive, DriveReport, Drives
 from tierstore.store.disk.extents import Extent
@@ -60,6 +61,7 @@ class _Opener:
     budget: WriteBudget | None
     discard: Discard
     added: Collection[str]
+    access: FileAccess
 
     def striped(self, schema: RecordSchema, group: Group) -> StripedExtent:
         layout, name = schema.layout(group), f"{schema.name}.{group.label}"
@@ -87,6 +89,7 @@ class _Opener:
                 directory=drive.number,
                 direct=self.direct,
                 create=FileCreate.YES if new else drive.create,
+                access=self.access,
                 links=[link for link in (drive.link, self.link) if link is not None],
                 budget=self.budget,
                 meter=drive.meter,
@@ -102,9 +105,20 @@ class _Opener:
         return extent
 
 
+def _prepare(drives: Drives) -> None:
+    """Makes the directories of extents that are to be written, and removes what a killed process left in them."""
+    for drive in drives:
+        if drive.create is FileCreate.YES:
+            (drive.path / "extents").mkdir()
+        scratch = drive.path / "scratch"
+        scratch.mkdir(exist_ok=True)
+        for stale in scratch.iterdir():
+            stale.unlink()
+
+
 class StoreExtents:
     """The extents of the schemas of a store, by number. ``link`` limits the speed of all drives together. ``added``: names
-    of schemas that no commit knows yet.
+    of schemas that no commit knows yet. With ``StoreAccess.READ`` no file or directory is made, removed or written.
     """
 
     def __init__(
@@ -118,6 +132,7 @@ class StoreExtents:
         budget: WriteBudget | None = None,
         discard: Capability = Capability.OFF,
         added: Collection[str] = (),
+        access: StoreAccess = StoreAccess.WRITE,
     ) -> None:
         self.schemas = list(schemas)
         self.budget = budget
@@ -125,15 +140,12 @@ class StoreExtents:
         self._drives = drives
         #: The most records of each schema that space was reserved for.
         self.promised: Counter[str] = Counter()
-        for drive in drives:
-            if drive.create is FileCreate.YES:
-                (drive.path / "extents").mkdir()
-            scratch = drive.path / "scratch"
-            scratch.mkdir(exist_ok=True)
-            for stale in scratch.iterdir():
-                stale.unlink()
+        if access is StoreAccess.WRITE:
+            _prepare(drives)
+        discard = discard if access is StoreAccess.WRITE else Capability.OFF
         self.discarding = Discard(discard, [drive.path / "scratch" for drive in drives])
-        self._opener = _Opener(engine, drives, direct, link, budget, self.discarding, added)
+        file_access = FileAccess.READ_WRITE if access is StoreAccess.WRITE else FileAccess.READ
+        self._opener = _Opener(engine, drives, direct, link, budget, self.discarding, added, file_access)
         self._by_schema: list[SchemaExtents] = []
         try:
             for number, schema in enumerate(self.schemas):

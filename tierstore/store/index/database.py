@@ -29,6 +29,7 @@ import numpy as np
 
 from tierstore import _native
 from tierstore.errors import StoreFormatError
+from tierstore.store.config import StoreAccess
 from tierstore.store.index.entries import pack_table, unpack_table
 from tierstore.store.index.pages import check_pages
 from tierstore.store.index.table import Changed, CommittedRecords
@@ -66,7 +67,7 @@ class Index:
     reads it where it is damaged.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, access: StoreAccess = StoreAccess.WRITE) -> None:
         self._data = directory / "data.mdb"
         try:
             size = self._data.stat().st_size
@@ -75,9 +76,15 @@ class Index:
         self._map_bytes = max(size, _FIRST_BYTES)
         check_pages(self._data)
         try:
-            # lock=False: the store's lease already admits one process, and one thread commits.
+            # lock=False: the store's lease already admits one process that writes, or those that read, and one thread
+            # commits. LMDB's own lock file would also be written by readers.
             self._env = lmdb.open(
-                str(directory), map_size=self._map_bytes, max_dbs=4, lock=False, create=False
+                str(directory),
+                map_size=self._map_bytes,
+                max_dbs=4,
+                lock=False,
+                create=False,
+                readonly=access is StoreAccess.READ,
             )
         except lmdb.Error as error:
             if _system_errno(error):

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.capabilities import require_package
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, DataError
 from tierstore.train.tokens.chats import ChatTemplate, Span
-from tierstore.train.tokens.documents import Chat, first_line
+from tierstore.train.tokens.documents import Chat, Message, first_line
 
 Tokens = npt.NDArray[np.uint32]
 Counted = npt.NDArray[np.uint8]
@@ -109,6 +109,18 @@ class DocumentTokenizer:
     def encode(self, text: str) -> list[int]:
         """Tokens of a prompt: with what the tokenizer puts before a text, without what ends one."""
         return [*self.prefix, *map(int, self.texts([text])[0])]
+
+    def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Tokens of a conversation up to where the assistant speaks, as the template has it. Raises DataError where there is
+        no template, or it refuses the messages.
+        """
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # a template raises what it likes, of its own and of Python's
+            raise DataError(f"the chat template fails: {first_line(error)}") from error
+        return [int(token) for token in self.texts([text])[0]]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of ``tokens``, special ones left out; what is past the vocabulary has none."""

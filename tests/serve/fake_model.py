@@ -1,0 +1,177 @@
+"""A model small enough to know by heart, for tests of the scheduler and the server.
+
+Tokens are bytes, and 256, which ends an answer. What follows a text depends on its last two bytes: ``FOLLOWS[(a * 31 + b) %
+len(FOLLOWS)]``, and the end after every 97th text length. ``expected(prompt, n)`` says what the greedy answer is.
+"""
+
+from __future__ import annotations
+
+import codecs
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from tierstore.errors import BudgetError, ChecksumError, DataError
+from tierstore.serve.api.parameters import Parameters
+from tierstore.serve.batch.interface import Joined
+from tierstore.serve.scheduler.interface import Counts, Running, Sampler
+
+END = 256
+FOLLOWS = "the model answers with words that follow each other, é and 漢 too. ".encode()
+BROKEN_PROMPT, BROKEN_LATER = (
+    "\x01",
+    "\x02",
+)  # a prompt with either meets a corrupt record, at once or on its third step
+REFUSED_CHAT = "\x03"
+
+
+def follows(sequence: Sequence[int]) -> int:
+    """The token after ``sequence``."""
+    if len(sequence) % 97 == 0:
+        return END
+    before, last = ([0, *sequence])[-2:]
+    return FOLLOWS[(before * 31 + last + len(sequence)) % len(FOLLOWS)]
+
+
+def expected(prompt: str, most: int) -> tuple[str, str, int]:
+    """The greedy answer: its text, why it ends, and its tokens."""
+    sequence = list(prompt.encode())
+    first = len(sequence)
+    while len(sequence) - first < most:
+        token = follows(sequence)
+        sequence.append(token)
+        if token == END:
+            text = bytes(sequence[first:-1]).decode(errors="replace")
+            return text, "stop", len(sequence) - first
+    return bytes(sequence[first:]).decode(errors="replace"), "length", most
+
+
+class FakeRunner:
+    """A BatchRunner of at most ``room`` sequences. Every pass takes ``pass_s`` seconds."""
+
+    def __init__(self, *, room: int = 8, pass_s: float = 0.0) -> None:
+        self._room = room
+        self._pass_s = pass_s
+        self._next = 0
+        self._first: dict[int, int] = {}
+        self.sequences: dict[int, list[int]] = {}
+        self.passes: list[tuple[str, int]] = []  # what was done, with how many sequences
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return tuple(self.sequences)
+
+    def join(self, prompts: Sequence[Sequence[int]]) -> list[Joined]:
+        if len(self.sequences) + len(prompts) > self._room:
+            raise BudgetError(f"room for {self._room} sequences")
+        self._pass("join", [list(prompt) for prompt in prompts])
+        joined = []
+        for prompt in prompts:
+            self.sequences[self._next] = list(prompt)
+            self._first[self._next] = len(prompt)
+            joined.append(Joined(self._next, self._logits(self._next)))
+            self._next += 1
+        return joined
+
+    def step(self, tokens: Mapping[int, int]) -> dict[int, Tensor]:
+        for number, token in tokens.items():
+            self.sequences[number].append(token)
+        try:
+            self._pass("step", [self.sequences[number] for number in tokens])
+        except ChecksumError:
+            for number in tokens:
+                self.leave(number)
+            raise
+        return {number: self._logits(number) for number in tokens}
+
+    def leave(self, number: int) -> None:
+        del self.sequences[number], self._first[number]
+
+    def _pass(self, what: str, sequences: list[list[int]]) -> None:
+        self.passes.append((what, len(sequences)))
+        time.sleep(self._pass_s)
+        for sequence in sequences:
+            prompt = bytes(byte for byte in sequence if byte != END)
+            later = prompt.find(BROKEN_LATER.encode())
+            if BROKEN_PROMPT.encode() in prompt or 0 <= later <= len(prompt) - 6:
+                raise ChecksumError("records-0.bin: the record of layer 1, expert 5 is corrupt")
+
+    def _logits(self, number: int) -> Tensor:
+        logits_V = torch.full((END + 1,), -4.0)
+        logits_V[follows(self.sequences[number])] = 4.0
+        return logits_V
+
+
+class FakeText:
+    """Bytes to whole characters, up to the first of ``stop``."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = stop
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._text = ""
+        self._given = 0
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        self._text += self._decoder.decode(bytes([token]))
+        return self._certain(held=max(map(len, self._stop), default=1) - 1)
+
+    def finish(self) -> str:
+        self._text += self._decoder.decode(b"", final=True)
+        return self._certain(held=0)
+
+    def _certain(self, held: int) -> str:
+        """All that was not given yet, but for the last ``held`` characters."""
+        ends = [at for stop in self._stop if (at := self._text.find(stop)) >= 0]
+        self.stopped = bool(ends)
+        until = max(min(ends) if ends else len(self._text) - held, self._given)
+        text, self._given = self._text[self._given : until], until
+        return text
+
+
+class FakeLanguage:
+    """Bytes, and a chat template that writes roles."""
+
+    vocabulary = END + 1
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        text = chat_text(messages)
+        if REFUSED_CHAT in text:
+            raise DataError("the chat template refuses these messages")
+        return self.encode(text)
+
+    def sampler(self, parameters: Parameters) -> Sampler:
+        generator = torch.Generator()
+        if parameters.seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(parameters.seed & (1 << 63) - 1)
+
+        def choose(logits_V: Tensor) -> int:
+            if parameters.temperature == 0:
+                return int(logits_V.argmax())
+            shares_V = torch.softmax(logits_V / parameters.temperature, 0)
+            return int(torch.multinomial(shares_V, 1, generator=generator))
+
+        return choose
+
+    def text(self, stop: Sequence[str]) -> FakeText:
+        return FakeText(stop)
+
+
+def chat_text(messages: Sequence[Mapping[str, str]]) -> str:
+    """The prompt of a conversation."""
+    return "".join(f"<{one['role']}>{one['content']}" for one in messages) + "<assistant>"
+
+
+@contextmanager
+def opened(runner: FakeRunner) -> Iterator[Running]:
+    """A model of ``runner``, open."""
+    counts = Counts(hits=3, misses=1, moved_bytes={"nvme read": 4096}, stall_s={"demand read": 0.5})
+    yield Running(runner=runner, end_tokens=frozenset({END}), counts=lambda: counts)

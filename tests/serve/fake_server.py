@@ -1,0 +1,100 @@
+"""The server over the fake model: in this process for tests, or as a program of its own.
+
+python tests/serve/fake_server.py [ROOM] [PASS_S] [KEY=VALUE of LimitsConfig ...]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+
+import fake_model
+from fake_model import FakeLanguage, FakeRunner
+
+from tierstore.serve.api.app import Service, make_app
+from tierstore.serve.api.metrics import Metrics
+from tierstore.serve.api.receiving import Keys
+from tierstore.serve.api.server import ApiServer, listen, url
+from tierstore.serve.config import LimitsConfig
+from tierstore.serve.scheduler.engine import Engine
+
+MODEL = "fake"
+CONTEXT = 512
+
+
+@dataclass(frozen=True)
+class Fake:
+    """A server: where, and what it is made of."""
+
+    url: str
+    service: Service
+    runner: FakeRunner
+    server: ApiServer
+    socket: socket.socket
+
+    def run(self) -> None:
+        """Until the engine has ended."""
+        asyncio.run(self.server.serve([self.socket]))
+
+
+@contextmanager
+def prepared(
+    *, room: int, pass_s: float, limits: LimitsConfig, keys: tuple[str, ...] = (), context: int = CONTEXT
+) -> Iterator[Fake]:
+    """A server that is about to run, on a port of its own."""
+    runner, metrics = FakeRunner(room=room, pass_s=pass_s), Metrics()
+    with (
+        listen("127.0.0.1", 0) as bound,
+        Engine(lambda: fake_model.opened(runner), sequences=room, limits=limits, watcher=metrics) as engine,
+    ):
+        metrics.show(engine)
+        service = Service(
+            engine=engine,
+            language=FakeLanguage(),
+            metrics=metrics,
+            limits=limits,
+            keys=Keys(keys),
+            model=MODEL,
+            context=context,
+        )
+        yield Fake(url(bound), service, runner, ApiServer(make_app(service), engine, limits), bound)
+
+
+@contextmanager
+def serving(
+    *,
+    room: int = 8,
+    pass_s: float = 0.0,
+    limits: LimitsConfig | None = None,
+    keys: tuple[str, ...] = (),
+    context: int = CONTEXT,
+) -> Iterator[Fake]:
+    """A server in a thread of this process."""
+    limits = LimitsConfig() if limits is None else limits
+    with prepared(room=room, pass_s=pass_s, limits=limits, keys=keys, context=context) as fake:
+        thread = threading.Thread(target=fake.run)
+        thread.start()
+        try:
+            yield fake
+        finally:
+            fake.service.engine.close()
+            thread.join()
+
+
+def main() -> None:
+    """The program."""
+    given = dict(one.split("=") for one in sys.argv[3:])
+    kinds = {field.name: type(field.default) for field in fields(LimitsConfig)}
+    limits = LimitsConfig(**{name: kinds[name](value) for name, value in given.items()})
+    with prepared(room=int(sys.argv[1]), pass_s=float(sys.argv[2]), limits=limits) as fake:
+        print(fake.url, flush=True)
+        fake.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,353 @@
+"""The server over the fake model, asked by OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+from fake_model import BROKEN_LATER, BROKEN_PROMPT, REFUSED_CHAT, chat_text, expected
+from fake_server import CONTEXT, MODEL, Fake, serving
+
+
+@pytest.fixture(scope="module")
+def fake() -> Iterator[Fake]:
+    with serving() as fake:
+        yield fake
+
+
+@pytest.fixture(scope="module")
+def client(fake: Fake) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{fake.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def plain(fake: Fake) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=fake.url) as plain:
+        yield plain
+
+
+def test_a_completion_worked_by_hand(client: openai.OpenAI) -> None:
+    # "ab": (97 * 31 + 98 + 2) % 70 = 27 -> FOLLOWS[27] = "w"; "bw": (98 * 31 + 119 + 3) % 70 = 10 -> "a".
+    answer = client.completions.create(model=MODEL, prompt="ab", max_tokens=2, temperature=0)
+    assert answer.choices[0].text == expected("ab", 2)[0]
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.object == "text_completion"
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (
+        2,
+        2,
+        4,
+    )
+
+
+@pytest.mark.parametrize("prompt", ["Once", "漢字 and more", "x" * 90])
+def test_streaming_gives_what_the_whole_answer_is(client: openai.OpenAI, prompt: str) -> None:
+    text, finish, tokens = expected(prompt, 60)
+    whole = client.completions.create(model=MODEL, prompt=prompt, max_tokens=60, temperature=0)
+    assert (whole.choices[0].text, whole.choices[0].finish_reason) == (text, finish)
+    stream = client.completions.create(
+        model=MODEL,
+        prompt=prompt,
+        max_tokens=60,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    *chunks, last = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == text
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + [finish]
+    assert all(chunk.usage is None for chunk in chunks)
+    assert last.choices == []
+    assert last.usage is not None
+    assert last.usage.completion_tokens == tokens
+    assert len({chunk.id for chunk in (*chunks, last)}) == 1
+
+
+def test_a_chat(client: openai.OpenAI) -> None:
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Hello "}, {"type": "text", "text": "there"}]},
+    ]
+    prompt = chat_text(
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello there"}]
+    )
+    text, finish, tokens = expected(prompt, 30)
+    whole = client.chat.completions.create(
+        model=MODEL,
+        messages=messages,
+        max_completion_tokens=30,
+        temperature=0,  # type: ignore[arg-type]
+    )
+    assert whole.object == "chat.completion"
+    assert (whole.choices[0].message.role, whole.choices[0].message.content) == ("assistant", text)
+    assert whole.choices[0].finish_reason == finish
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == tokens
+    chunks = list(
+        client.chat.completions.create(
+            model=MODEL,
+            messages=messages,
+            max_tokens=30,
+            temperature=0,
+            stream=True,  # type: ignore[arg-type]
+        )
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+    assert chunks[-1].choices[0].finish_reason == finish
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+
+
+def test_a_stop_string_ends_the_answer_before_it(client: openai.OpenAI) -> None:
+    text = expected("Once", 80)[0]
+    stop = text[20:24]
+    until = text[: text.index(stop)]
+    answer = client.completions.create(
+        model=MODEL, prompt="Once", max_tokens=80, temperature=0, stop=["\0", stop]
+    )
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (until, "stop")
+    stream = client.completions.create(
+        model=MODEL, prompt="Once", max_tokens=80, temperature=0, stop=stop, stream=True
+    )
+    assert "".join(chunk.choices[0].text for chunk in stream) == until
+
+
+def test_a_seed_gives_the_answer_again(client: openai.OpenAI) -> None:
+    def answer(seed: int) -> str:
+        made = client.completions.create(model=MODEL, prompt="Once", max_tokens=40, temperature=2, seed=seed)
+        return made.choices[0].text
+
+    assert answer(5) == answer(5)
+    assert answer(5) != answer(6)
+
+
+def test_a_prompt_of_tokens(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model=MODEL, prompt=[79, 110, 99, 101], max_tokens=9, temperature=0)
+    assert answer.choices[0].text == expected("Once", 9)[0]
+
+
+def test_the_bytes_of_a_stream(plain: httpx.Client) -> None:
+    body = {"model": MODEL, "prompt": "Once", "max_tokens": 3, "temperature": 0, "stream": True}
+    answer = plain.post("/v1/completions", json=body)
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    *events, done, rest = answer.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    assert all(json.loads(event.removeprefix("data: "))["object"] == "text_completion" for event in events)
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).owned_by == "tierstore"
+    with pytest.raises(openai.NotFoundError, match="'other' is not served"):
+        client.models.retrieve("other")
+
+
+@pytest.mark.parametrize("prompt", [f"a{BROKEN_PROMPT}", f"a{BROKEN_LATER}bc"])
+def test_a_corrupt_record_ends_the_request_and_not_the_server(client: openai.OpenAI, prompt: str) -> None:
+    with pytest.raises(openai.InternalServerError, match="layer 1, expert 5 is corrupt"):
+        client.completions.create(model=MODEL, prompt=prompt, max_tokens=9, temperature=0)
+    stream = client.completions.create(model=MODEL, prompt=prompt, max_tokens=9, temperature=0, stream=True)
+    with pytest.raises(openai.APIError, match="layer 1, expert 5 is corrupt"):
+        list(stream)
+    assert client.completions.create(model=MODEL, prompt="Once", max_tokens=9, temperature=0).choices[0].text
+
+
+CHAT = [{"role": "user", "content": "Hello"}]
+#: Path, fields besides the model, and how the refusal begins.
+REFUSED: list[tuple[str, dict[str, object], str]] = [
+    ("completions", {}, "prompt: is missing"),
+    ("completions", {"prompt": 5}, "prompt: expected a string or an array of tokens, got a number"),
+    ("completions", {"prompt": ""}, "prompt: holds no token"),
+    ("completions", {"prompt": ["a", "b"]}, "prompt: several prompts in one request are not offered"),
+    ("completions", {"prompt": [1, -1]}, "prompt: expected an array of tokens"),
+    ("completions", {"prompt": [1, 999]}, "prompt: tokens of this model are below 257"),
+    ("completions", {"prompt": "\ud800"}, "prompt: holds half of a surrogate pair"),
+    (
+        "completions",
+        {"prompt": "x" * CONTEXT},
+        "prompt: 512 tokens leave no room for an answer in the context of 512",
+    ),
+    (
+        "completions",
+        {"prompt": "x", "max_tokens": CONTEXT},
+        "max_tokens: 512 are more than the 511 that the context",
+    ),
+    ("completions", {"prompt": "x", "max_tokens": 0}, "max_tokens: expected 1 to"),
+    ("completions", {"prompt": "x", "max_tokens": 2.5}, "max_tokens: expected a whole number, got 2.5"),
+    (
+        "completions",
+        {"prompt": "x", "max_tokens": True},
+        "max_tokens: expected a whole number, got a boolean",
+    ),
+    ("completions", {"prompt": "x", "temperature": 3}, "temperature: expected 0 to 2, got 3"),
+    ("completions", {"prompt": "x", "temperature": "hot"}, "temperature: expected a number, got a string"),
+    ("completions", {"prompt": "x", "top_p": 0}, "top_p: expected more than 0"),
+    ("completions", {"prompt": "x", "seed": 1 << 80}, "seed: expected"),
+    ("completions", {"prompt": "x", "n": 2}, "n: several choices are not offered"),
+    ("completions", {"prompt": "x", "best_of": 3}, "best_of: is not offered"),
+    ("completions", {"prompt": "x", "suffix": "y"}, "suffix: is not offered"),
+    ("completions", {"prompt": "x", "echo": True}, "echo: an echo of the prompt is not offered"),
+    ("completions", {"prompt": "x", "logprobs": 3}, "logprobs: log probabilities are not offered"),
+    ("completions", {"prompt": "x", "logit_bias": {"5": 1}}, "logit_bias: biased tokens are not offered"),
+    ("completions", {"prompt": "x", "presence_penalty": 0.5}, "presence_penalty: penalties are not offered"),
+    ("completions", {"prompt": "x", "stop": ""}, "stop: expected strings of 1 to 256 characters"),
+    ("completions", {"prompt": "x", "stop": list("abcde")}, "stop: expected at most 4 strings, got 5"),
+    ("completions", {"prompt": "x", "stop": {"a": 1}}, "stop: expected a string or an array of strings"),
+    ("completions", {"prompt": "x", "stream": "yes"}, "stream: expected a boolean, got a string"),
+    (
+        "completions",
+        {"prompt": "x", "stream_options": {}},
+        "stream_options: is for requests with stream = true",
+    ),
+    ("completions", {"prompt": "x", "beams": 3}, "beams: is no field of this request"),
+    ("chat/completions", {}, "messages: is missing"),
+    ("chat/completions", {"messages": []}, "messages: expected 1 to 4096 messages, got 0"),
+    ("chat/completions", {"messages": ["hi"]}, "messages[0]: expected an object, got a string"),
+    ("chat/completions", {"messages": [{"content": "x"}]}, "messages[0].role: is missing"),
+    ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content: is missing"),
+    (
+        "chat/completions",
+        {"messages": [{"role": "tool", "content": "x"}]},
+        "messages[0].role: tools are not offered",
+    ),
+    (
+        "chat/completions",
+        {"messages": [{"role": "king", "content": "x"}]},
+        "messages[0].role: expected one of",
+    ),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages[0].content[0]: only text is offered, got image_url",
+    ),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": REFUSED_CHAT}]},
+        "messages: the chat template refuses",
+    ),
+    ("chat/completions", {"messages": CHAT, "tools": [{"type": "function"}]}, "tools: tools are not offered"),
+    (
+        "chat/completions",
+        {"messages": CHAT, "tool_choice": "auto"},
+        "tool_choice: is not offered by this server",
+    ),
+    (
+        "chat/completions",
+        {"messages": CHAT, "response_format": {"type": "json_object"}},
+        "response_format: only text",
+    ),
+    ("chat/completions", {"messages": CHAT, "logprobs": True}, "logprobs: log probabilities are not offered"),
+    (
+        "chat/completions",
+        {"messages": CHAT, "max_tokens": 3, "max_completion_tokens": 4},
+        "max_completion_tokens: differs from max_tokens",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "message"), REFUSED, ids=[case[2][:50] for case in REFUSED])
+def test_what_is_refused_and_how(
+    plain: httpx.Client, path: str, fields: dict[str, object], message: str
+) -> None:
+    body = json.dumps({"model": MODEL, **fields}).encode()
+    answer = plain.post(f"/v1/{path}", content=body, headers={"Content-Type": "application/json"})
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert error["message"].startswith(message)
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == message.split(":")[0]
+
+
+def test_neutral_fields_are_accepted(plain: httpx.Client) -> None:
+    body = {
+        "model": MODEL,
+        "messages": CHAT,
+        "max_tokens": 2,
+        "n": 1,
+        "tools": [],
+        "logprobs": False,
+        "user": "me",
+        "response_format": {"type": "text"},
+        "stop": None,
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+    }
+    assert plain.post("/v1/chat/completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "the body is not JSON"),
+        (b"{", "the body is not JSON"),
+        (b'{"model": NaN}', "the body is not JSON: NaN is no JSON number"),
+        (b"\xff\xfe{}", "the body is not"),
+        (b"[1]", "the body must be a JSON object, got an array"),
+        (b'{"model":' + b"[" * 100_000, "the body is"),
+        (b'{"model": "fake", "prompt": "x", "seed": ' + b"9" * 5000 + b"}", "the body is not JSON"),
+        (b'{"model": "fake", "prompt": "x", "temperature": 1e999}', "temperature: expected 0 to 2"),
+    ],
+)
+def test_bodies_that_are_no_request(plain: httpx.Client, content: bytes, message: str) -> None:
+    answer = plain.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(message)
+
+
+def test_other_statuses(plain: httpx.Client) -> None:
+    def status(method: str, path: str, **given: object) -> tuple[int, str]:
+        answer = plain.request(method, path, **given)  # type: ignore[arg-type]
+        return answer.status_code, answer.json()["error"]["message"]
+
+    assert status("GET", "/nothing") == (404, "there is nothing at /nothing")
+    assert status("GET", "/v1/completions") == (405, "GET is not for this path")
+    body = {"model": "other", "prompt": "x"}
+    assert status("POST", "/v1/completions", json=body) == (
+        404,
+        "the model 'other' is not served here, but 'fake' is",
+    )
+    assert status("POST", "/v1/completions", content=b"{}")[0] == 415
+    large = {"model": MODEL, "prompt": "x" * (5 << 20)}
+    assert status("POST", "/v1/completions", json=large) == (413, f"the body is larger than {4 << 20} bytes")
+
+    def parts() -> Iterator[bytes]:  # without Content-Length
+        for _ in range(80):
+            yield b" " * (1 << 16)
+
+    answer = httpx.post(
+        f"{plain.base_url}/v1/completions", content=parts(), headers={"Content-Type": "application/json"}
+    )
+    assert answer.status_code == 413
+
+
+def test_health_and_metrics(plain: httpx.Client, client: openai.OpenAI) -> None:
+    client.completions.create(model=MODEL, prompt="Once", max_tokens=5, temperature=0)
+    assert plain.get("/health").json() == {"status": "ok"}
+    shown = {
+        name: float(value)
+        for name, value in (
+            line.rsplit(" ", 1) for line in plain.get("/metrics").text.splitlines() if line[0] != "#"
+        )
+    }
+    assert shown["tierstore_generated_tokens_total"] >= 5
+    assert shown['tierstore_requests_total{outcome="length"}'] >= 1
+    assert shown["tierstore_time_to_first_token_seconds_count"] >= 1
+    assert shown["tierstore_inter_token_seconds_count"] >= 4
+    assert shown["tierstore_expert_hits_total"] == 3
+    assert shown['tierstore_moved_bytes_total{tier="nvme read"}'] == 4096
+    assert shown['tierstore_stall_seconds_total{cause="demand read"}'] == 0.5
+    assert shown["tierstore_queue_requests"] == shown["tierstore_batch_sequences"] == 0
+    assert shown["tierstore_resident_memory_bytes"] > 1 << 20
+    assert shown["tierstore_open_descriptors"] > 3
+
+
+def test_the_page_needs_nothing_from_elsewhere(plain: httpx.Client) -> None:
+    answer = plain.get("/")
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert "://" not in answer.text
+    for path in ("/v1/models", "/v1/completions", "/v1/chat/completions"):
+        assert f'"{path}"' in answer.text

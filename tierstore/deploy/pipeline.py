@@ -1,0 +1,184 @@
+"""The stages one after another, from a store to a directory that is served; stopped and gone on with at any moment.
+
+They work below ``DIR.partial``, each in a directory of its own. A stage has ended when its ``stage.json`` is there. A later
+run passes over the stages that have ended with the same settings, looks whether their output is still what they
+recorded, and goes on in the one that was under way. When all have ended, the last one's directory takes the name ``DIR``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from tierstore.deploy.config import DeployConfig, StageName
+from tierstore.deploy.deployed import Deployment, read_deployment
+from tierstore.deploy.records import StageRecord, fingerprint, stage_directory
+from tierstore.deploy.stage import DeployInterrupted, Stage, StageContext
+from tierstore.errors import StoreExistsError, StoreMissingError
+from tierstore.store.directories import building, building_directory
+from tierstore.store.disk.home import fsync_directory
+from tierstore.units import format_seconds
+
+#: What the directory of all stages is known by: no other of that name is touched.
+MARKER = ".tierstore-deploy"
+
+
+class Progress(StrEnum):
+    """What a run did with a stage."""
+
+    FOUND = "found"  # an earlier run had ended it
+    DONE = "done"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployed:
+    """What a run did: the stages' records in order, and how each came about. ``directory``: the result, or where they are."""
+
+    directory: Path
+    records: tuple[StageRecord, ...]
+    progress: tuple[Progress, ...]
+    complete: bool
+
+
+def deploy(
+    config: DeployConfig,
+    *,
+    until: StageName = StageName.DEPLOYMENT,
+    say: Callable[[str], None] = lambda text: None,
+    asked_to_stop: Callable[[], bool] = lambda: False,
+    stages: Sequence[Stage] | None = None,
+) -> Deployed:
+    """Runs the stages up to ``until``, or the rest of them, and makes ``config.target`` of the last.
+
+    Raises ConfigError, StoreError, StoreExistsError for a target that exists, StoreInUseError where another process
+    deploys to it, DeployInterrupted, OSError.
+    """
+    from tierstore.deploy.stages.listed import STAGES
+
+    target, root = config.target, building_directory(config.target)
+    if os.path.lexists(target):
+        raise StoreExistsError(f"{target}: there is something here already")
+    with _working(root):
+        records: list[StageRecord] = []
+        progress: list[Progress] = []
+        for stage in STAGES if stages is None else stages:
+            record, how = _stage(stage, config, root, tuple(records), say, asked_to_stop)
+            records.append(record)
+            progress.append(how)
+            if stage.name is until:
+                break
+        complete = records[-1].stage is StageName.DEPLOYMENT
+        if complete:
+            finished = root / records[-1].store
+            _describe(finished, records)
+            finished.rename(target)
+            fsync_directory(target.absolute().parent)
+    if complete:
+        shutil.rmtree(root)
+    return Deployed(
+        directory=target if complete else root,
+        records=tuple(records),
+        progress=tuple(progress),
+        complete=complete,
+    )
+
+
+def _describe(finished: Path, records: Sequence[StageRecord]) -> None:
+    """Writes what the directory says of itself."""
+    chosen = next(record for record in records if record.stage is StageName.OPTIMISATION)
+    settings: Any = chosen.figures["settings"]
+    Deployment(settings=settings, profile=records[-1].figures, stages=tuple(records)).write(finished)
+    fsync_directory(finished)
+
+
+def stage_records(directory: Path) -> tuple[StageRecord, ...]:
+    """The stages of the deployment at ``directory`` that have ended, finished or under way, in order.
+
+    Raises StoreMissingError, StoreFormatError.
+    """
+    finished = read_deployment(directory)
+    if finished is not None:
+        return finished.stages
+    for root in (directory, building_directory(directory)):
+        if (root / MARKER).exists():
+            found = (StageRecord.read(stage_directory(root, stage)) for stage in StageName)
+            return tuple(record for record in found if record is not None)
+    raise StoreMissingError(f"{directory}: no deployment here, finished or under way")
+
+
+@contextlib.contextmanager
+def _working(root: Path) -> Iterator[None]:
+    """The directory of all stages, held against other processes. Raises OSError, StoreInUseError."""
+    if root.exists() and not (root / MARKER).exists() and any(root.iterdir()):
+        raise OSError(errno.EEXIST, "needed for the stages, and something else is there", str(root))
+    root.mkdir(parents=True, exist_ok=True)
+    with building(root):
+        (root / MARKER).touch()
+        fsync_directory(root)
+        yield
+
+
+def _stage(
+    stage: Stage,
+    config: DeployConfig,
+    root: Path,
+    before: tuple[StageRecord, ...],
+    say: Callable[[str], None],
+    asked_to_stop: Callable[[], bool],
+) -> tuple[StageRecord, Progress]:
+    """Runs ``stage``, or finds that it has ended."""
+    settings = stage.settings(config)
+    wanted = fingerprint(stage.name, settings, before[-1].fingerprint if before else "")
+    directory = stage_directory(root, stage.name)
+    found = StageRecord.read(directory)
+    if found is not None and found.fingerprint == wanted:
+        stage.verify(root, found)
+        say(f"{stage.name.value}: ended before, verified")
+        return found, Progress.FOUND
+    _clear(directory, wanted)
+    context = StageContext(
+        config=config, root=root, stage=stage.name, before=before, say=say, asked_to_stop=asked_to_stop
+    )
+    if asked_to_stop():
+        raise DeployInterrupted(
+            f"stopped before stage {stage.name.value}; the same command goes on from here"
+        )
+    began = time.monotonic()
+    output = stage.run(context)
+    record = StageRecord(
+        stage=stage.name,
+        fingerprint=wanted,
+        settings=settings,
+        store=context.relative(output.store),
+        checks=output.checks,
+        figures=output.figures,
+        notes=output.notes,
+        elapsed_s=time.monotonic() - began,
+    )
+    record.write(directory)
+    say(f"{stage.name.value}: done in {format_seconds(record.elapsed_s)}")
+    return record, Progress.DONE
+
+
+_UNDER_WAY = "under-way"
+
+
+def _clear(directory: Path, wanted: str) -> None:
+    """Leaves in ``directory`` only what a run with the fingerprint ``wanted`` had begun."""
+    mark = directory / _UNDER_WAY
+    if directory.exists() and not (mark.exists() and mark.read_text() == wanted):
+        mark.unlink(missing_ok=True)  # first: what a kill leaves of the rest is nobody's
+        shutil.rmtree(directory)
+    directory.mkdir(exist_ok=True)
+    if not mark.exists():
+        mark.write_text(wanted)
+        fsync_directory(directory)
+    fsync_directory(directory.parent)

@@ -1,0 +1,1 @@
+"""The six stages, a module each."""

@@ -1,0 +1,107 @@
+"""Stage 4: where the model will lie, by the memory and the ranks that there are.
+
+One rank: its blocks in as few segments as the memory holds one at a time, balanced by bytes, or as they were given. All
+of the dense parameters and the experts that the rest of the memory holds stay resident; a segment is what the tiers
+bring in turn where that is not the whole model. Several ranks: expert parallel, each with a store of its own below the
+directory, as ``tierstore reshard`` makes them; and the pipeline of as many segments is stated beside it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from tierstore.deploy.checking import bytes_on_disk, store_checks, verify_checks
+from tierstore.deploy.config import DeployConfig, StageName
+from tierstore.deploy.records import StageRecord
+from tierstore.deploy.segments import balanced, block_bytes, cut, fewest, weight_bytes
+from tierstore.deploy.stage import StageContext, StageOutput
+from tierstore.errors import BudgetError, ConfigError
+from tierstore.hf.manifest import Manifest
+from tierstore.hf.stored import stored_spec
+from tierstore.machine import memory
+from tierstore.train.config import FinetuneConfig
+from tierstore.train.reshard import Layout, reshard
+from tierstore.units import format_bytes
+
+#: Of the memory that is there, what a server leaves to caches of keys and values, activations and the interpreter.
+_SERVED_PART = 0.75
+
+
+class Segmentation:
+    """See the module."""
+
+    name = StageName.SEGMENTATION
+
+    def settings(self, config: DeployConfig) -> Mapping[str, object]:
+        placement = config.placement
+        return {
+            "memory": placement.memory,
+            "ranks": placement.ranks,
+            "segments": list(placement.segments),
+        }
+
+    def run(self, context: StageContext) -> StageOutput:
+        placement, store = context.config.placement, context.input_store
+        verify_checks(store, context.before[-1].checks)
+        manifest = Manifest.read(store)
+        blocks = block_bytes(manifest, weight_bytes(manifest))
+        sizes = [block.whole for block in blocks]
+        available = placement.memory if placement.memory is not None else memory().usable_bytes
+        given = int(available * _SERVED_PART)
+        if placement.segments:
+            firsts = list(placement.segments)
+        else:
+            count = placement.ranks if placement.ranks > 1 else fewest(sizes, given)
+            firsts = balanced(sizes, min(count, len(sizes)))
+        segments = cut(blocks, firsts)
+        dense = sum(block.dense for block in blocks)
+        experts = sum(block.experts for block in blocks)
+        least = manifest.experts.top_k * weight_bytes(manifest)
+        own = -(-experts // placement.ranks)
+        host_budget = min(given - dense, own)
+        if host_budget < least:
+            raise BudgetError(
+                f"--memory: {format_bytes(available)} leave too little beside {format_bytes(dense)} of dense parameters; "
+                f"the minimum is {int((dense + least) / _SERVED_PART) + 1} bytes"
+            )
+        if placement.ranks > 1:
+            store = self._ranks(context, manifest)
+        for segment in segments:
+            context.say(
+                f"segmentation: blocks {segment.first} to {segment.last}: {format_bytes(segment.dense)} dense, "
+                f"{format_bytes(segment.experts)} of experts"
+            )
+        return StageOutput(
+            store=store,
+            checks=dict(context.before[-1].checks) if placement.ranks == 1 else store_checks(store),
+            figures={
+                "ranks": placement.ranks,
+                "kind": "expert parallel" if placement.ranks > 1 else "pipeline of one rank",
+                "segments": [segment.as_json() for segment in segments],
+                "memory": available,
+                "dense_bytes": dense,
+                "expert_bytes": experts,
+                "host_budget": host_budget,
+                "resident_fraction": host_budget / own,
+            },
+        )
+
+    def verify(self, root: Path, record: StageRecord) -> None:
+        verify_checks(root / record.store, record.checks)
+
+    def _ranks(self, context: StageContext, manifest: Manifest) -> Path:
+        """The stores of all ranks."""
+        ranks = context.config.placement.ranks
+        if ranks > manifest.experts.count:
+            raise ConfigError(
+                f"--ranks: expected at most the {manifest.experts.count} experts of a layer, got {ranks}"
+            )
+        store = context.directory / "store"
+        if store.exists():  # whole, but nothing says so: it is made again
+            shutil.rmtree(store)
+        spec = stored_spec(context.input_store, FinetuneConfig())
+        reshard(context.input_store, store, Layout(ranks, ranks), model=spec)
+        context.say(f"segmentation: {ranks} ranks, {format_bytes(bytes_on_disk(store))}")
+        return store

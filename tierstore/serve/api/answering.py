@@ -1,0 +1,107 @@
+"""An answer as one JSON object, or as server-sent events while it grows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from tierstore.serve.api.errors import ApiError
+from tierstore.serve.api.receiving import while_there
+from tierstore.serve.api.shapes import Shape, Usage, event
+from tierstore.serve.scheduler.engine import Engine
+from tierstore.serve.scheduler.interface import Finish, Outcome
+from tierstore.serve.scheduler.queue import Waiting
+from tierstore.serve.scheduler.request import AnswerError, Update
+
+
+class Answering:
+    """One request that was accepted. ``request_s``: how long it may take from then on."""
+
+    def __init__(self, engine: Engine, waiting: Waiting, shape: Shape, *, request_s: float) -> None:
+        self._engine = engine
+        self._waiting = waiting
+        self._shape = shape
+        self._request_s = request_s
+        self._deadline_s = asyncio.get_running_loop().time() + request_s
+
+    @property
+    def shape(self) -> Shape:
+        """The objects of the answer."""
+        return self._shape
+
+    def usage(self, tokens: int) -> Usage:
+        """With ``tokens`` of answer."""
+        return Usage(prompt=len(self._waiting.generation.prompt), answer=tokens)
+
+    async def updates(self) -> AsyncGenerator[Update, None]:
+        """The answer as it grows. Raises ApiError where it ends early; leaving before the end cancels the request."""
+        outcome = Outcome.CANCELLED
+        try:
+            while True:
+                async with asyncio.timeout_at(self._deadline_s):
+                    update = await self._waiting.answer.take()
+                yield update
+                if update.finish is not None:
+                    return
+        except TimeoutError as error:
+            outcome = Outcome.TIMEOUT
+            raise ApiError(504, f"the answer was not complete within {self._request_s:g} s") from error
+        except AnswerError as error:
+            raise ApiError(500, str(error)) from error
+        finally:
+            self._engine.cancel(self._waiting, outcome)
+
+    async def whole(self) -> Response:
+        """The answer as one object."""
+        texts: list[str] = []
+        async for update in self.updates():
+            texts.append(update.text)
+        assert update.finish is not None
+        return JSONResponse(self._shape.whole("".join(texts), update.finish, self.usage(update.tokens)))
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The answer as events. Where it ends early, the last is the error."""
+        if (opening := self._shape.opening()) is not None:
+            yield opening
+        tokens, finish = 0, Finish.STOP
+        updates = self.updates()
+        try:
+            async for update in updates:
+                if update.text:
+                    yield self._shape.added(update.text)
+                if update.finish is not None:
+                    tokens, finish = update.tokens, update.finish
+        except ApiError as error:
+            yield event(error.body())
+            return
+        finally:
+            await updates.aclose()
+        yield self._shape.closing(finish, self.usage(tokens))
+
+
+class EventStream(Response):
+    """Sends the events of an answer. A client that leaves cancels it."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, answering: Answering) -> None:
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._answering = answering
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Until the last event, or until the client leaves."""
+        await while_there(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        events = self._answering.events()
+        try:
+            async for data in events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        finally:
+            await events.aclose()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,236 @@
+"""The routes."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.resources
+import time
+import traceback
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import HTMLResponse, JSONResponse, Response
+
+from tierstore.errors import DataError
+from tierstore.serve.api.answering import Answering, EventStream
+from tierstore.serve.api.calls import Call, chat_call, completion_call
+from tierstore.serve.api.errors import ApiError
+from tierstore.serve.api.fields import parse_object, shown
+from tierstore.serve.api.language import Language
+from tierstore.serve.api.metrics import Metrics
+from tierstore.serve.api.receiving import Keys, read_body, while_there
+from tierstore.serve.api.shapes import Shape, Style, model_body
+from tierstore.serve.config import LimitsConfig
+from tierstore.serve.scheduler.engine import Engine
+from tierstore.serve.scheduler.queue import ClosingError, RefusedError
+from tierstore.serve.scheduler.request import Generation
+
+_PAGE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """What the routes answer from. ``context``: the most tokens of a sequence, prompt and answer. ``model``: its name."""
+
+    engine: Engine
+    language: Language
+    metrics: Metrics
+    limits: LimitsConfig
+    keys: Keys
+    model: str
+    context: int
+
+
+def make_app(service: Service) -> FastAPI:
+    """The application. It needs no other state, and leaves none."""
+    routes = _Routes(service)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> Any:
+        yield
+        routes.close()
+
+    # No pages of FastAPI's own: they load scripts from elsewhere.
+    app = FastAPI(title="tierstore", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app.add_exception_handler(ApiError, routes.refuse)
+    app.add_exception_handler(HTTPException, routes.refuse)
+    app.add_exception_handler(Exception, routes.fail)
+    app.add_api_route("/", routes.page, methods=["GET"], response_model=None)
+    app.add_api_route("/health", routes.health, methods=["GET"], response_model=None)
+    app.add_api_route("/metrics", routes.metrics, methods=["GET"], response_model=None)
+    app.add_api_route("/v1/models", routes.models, methods=["GET"], response_model=None)
+    app.add_api_route("/v1/models/{name:path}", routes.one_model, methods=["GET"], response_model=None)
+    app.add_api_route("/v1/completions", routes.completions, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/chat/completions", routes.chat, methods=["POST"], response_model=None)
+    return app
+
+
+class _Routes:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._created = int(time.time())
+        # One thread: tokenizers are not made for several, and the event loop waits for none.
+        self._texts = ThreadPoolExecutor(1, thread_name_prefix="tierstore-text")
+        page = importlib.resources.files("tierstore.serve.api").joinpath("page.html").read_text("utf-8")
+        self._page = page
+
+    def close(self) -> None:
+        self._texts.shutdown()
+
+    async def page(self) -> Response:
+        return HTMLResponse(
+            self._page,
+            headers={
+                "Content-Security-Policy": _PAGE_POLICY,
+                "X-Content-Type-Options": "nosniff",
+                "Referrer-Policy": "no-referrer",
+            },
+        )
+
+    async def health(self) -> Response:
+        engine = self._service.engine
+        if not engine.alive:
+            return JSONResponse({"status": "the model has stopped"}, status_code=503)
+        if not engine.queue.accepting:
+            return JSONResponse({"status": "shutting down"}, status_code=503)
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self, request: Request) -> Response:
+        self._service.keys.check(request.headers.get("authorization"))
+        return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def models(self, request: Request) -> Response:
+        self._service.keys.check(request.headers.get("authorization"))
+        return JSONResponse({"object": "list", "data": [model_body(self._service.model, self._created)]})
+
+    async def one_model(self, request: Request, name: str) -> Response:
+        self._service.keys.check(request.headers.get("authorization"))
+        self._check_model(name)
+        return JSONResponse(model_body(self._service.model, self._created))
+
+    async def completions(self, request: Request) -> Response:
+        return await self._answer(request, Style.COMPLETION, completion_call)
+
+    async def chat(self, request: Request) -> Response:
+        return await self._answer(request, Style.CHAT, chat_call)
+
+    async def _answer(
+        self, request: Request, style: Style, read: Callable[[dict[str, object]], Call]
+    ) -> Response:
+        service = self._service
+        service.keys.check(request.headers.get("authorization"))
+        call = read(parse_object(await read_body(request, service.limits)))
+        self._check_model(call.model)
+        answering = Answering(
+            service.engine,
+            self._submit(call, await self._tokens(call)),
+            Shape(style=style, model=service.model, usage=call.parameters.include_usage),
+            request_s=service.limits.request_s,
+        )
+        if call.parameters.stream:
+            return EventStream(answering)
+        answered = await while_there(request.receive, answering.whole())
+        return _Nobody() if answered is None else answered
+
+    def _check_model(self, name: str) -> None:
+        if name != self._service.model:
+            raise ApiError(
+                404,
+                f"the model {shown(name)!r} is not served here, but {self._service.model!r} is",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def _tokens(self, call: Call) -> list[int]:
+        language = self._service.language
+        work: Callable[[], list[int]]
+        if call.tokens is not None:
+            if any(token >= language.vocabulary for token in call.tokens):
+                raise ApiError(
+                    400, f"prompt: tokens of this model are below {language.vocabulary}", param="prompt"
+                )
+            return list(call.tokens)
+        if call.text is not None:
+            text = call.text
+            work = lambda: language.encode(text)  # noqa: E731
+        else:
+            messages = call.messages
+            assert messages is not None
+            work = lambda: language.encode_chat(messages)  # noqa: E731
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._texts, work)
+        except DataError as error:
+            raise ApiError(400, f"{call.prompt_field}: {error}", param=call.prompt_field) from error
+
+    def _submit(self, call: Call, prompt: list[int]) -> Any:
+        service, parameters, field = self._service, call.parameters, call.prompt_field
+        limits = service.limits
+        if not prompt:
+            raise ApiError(400, f"{field}: holds no token", param=field)
+        left = service.context - len(prompt)
+        if left < 1:
+            raise ApiError(
+                400,
+                f"{field}: {len(prompt)} tokens leave no room for an answer in the context of {service.context}",
+                param=field,
+                code="context_length_exceeded",
+            )
+        most = min(left, limits.tokens or left)
+        asked = parameters.max_tokens
+        if asked is not None and asked > most:
+            reason = f"the context of {service.context}" if most == left else "the limit of this server"
+            raise ApiError(
+                400,
+                f"max_tokens: {asked} are more than the {most} that {reason} leaves for an answer",
+                param="max_tokens",
+                code="context_length_exceeded" if most == left else None,
+            )
+        generation = Generation(
+            prompt=tuple(prompt),
+            max_tokens=min(most, limits.default_tokens) if asked is None else asked,
+            sampler=service.language.sampler(parameters),
+            text=service.language.text(parameters.stop),
+        )
+        try:
+            return service.engine.submit(generation)
+        except RefusedError as error:
+            raise ApiError(
+                429, str(error), code="rate_limit_exceeded", headers={"Retry-After": str(error.retry_after_s)}
+            ) from error
+        except ClosingError as error:
+            raise ApiError(503, str(error), headers={"Connection": "close"}) from error
+
+    async def refuse(self, request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):  # of routing
+            reasons = {
+                404: f"there is nothing at {shown(request.url.path)}",
+                405: f"{request.method} is not for this path",
+            }
+            error = ApiError(
+                error.status_code,
+                reasons.get(error.status_code, str(error.detail)),
+                headers=error.headers or {},
+            )
+        assert isinstance(error, ApiError)
+        self._service.metrics.refused(error.status)
+        return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
+
+    async def fail(self, request: Request, error: Exception) -> Response:
+        """An error of the program itself."""
+        traceback.print_exception(error)
+        return await self.refuse(request, ApiError(500, "the server failed, and its log says how"))
+
+
+class _Nobody(Response):
+    """The client has left: nothing is sent."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Callable[[Any], Awaitable[None]]) -> None:
+        return

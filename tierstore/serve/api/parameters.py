@@ -1,0 +1,105 @@
+"""How an answer is sampled and when it stops; and what OpenAI's API has and this server does not offer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tierstore.serve.api.errors import bad
+from tierstore.serve.api.fields import Fields, as_text, kind
+
+_MOST_STOPS = 4
+_LONGEST_STOP = 256
+_MOST_TOKENS = 1 << 31
+_SEEDS = 1 << 63
+
+_NO_PENALTY = "penalties are not offered by this server"
+_NO_LOGPROBS = "log probabilities are not offered by this server"
+
+#: Fields that are accepted where they change nothing, and why they are refused elsewhere.
+_NEUTRAL: dict[str, tuple[Callable[[object], bool], str]] = {
+    "n": (
+        lambda value: value == 1 and not isinstance(value, bool),
+        "several choices are not offered: send as many requests",
+    ),
+    "presence_penalty": (lambda value: value == 0, _NO_PENALTY),
+    "frequency_penalty": (lambda value: value == 0, _NO_PENALTY),
+    "logit_bias": (lambda value: value == {}, "biased tokens are not offered by this server"),
+    "logprobs": (lambda value: value is False, _NO_LOGPROBS),
+    "top_logprobs": (lambda value: False, _NO_LOGPROBS),
+    "user": (lambda value: isinstance(value, str), "expected a string"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """``max_tokens``: None where the request names none. ``seed``: None for a new one."""
+
+    temperature: float
+    top_p: float
+    seed: int | None
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    stream: bool
+    include_usage: bool
+
+
+def take_parameters(fields: Fields, *, limit: str = "max_tokens") -> Parameters:
+    """The fields that both kinds of request have. ``limit`` names the one for ``max_tokens``."""
+    for field, (accepted, reason) in _NEUTRAL.items():
+        fields.neutral(field, accepted, reason)
+    temperature = fields.number("temperature", 0, 2)
+    top_p = fields.number("top_p", 0, 1)
+    if top_p == 0:
+        raise bad(fields.name("top_p"), "expected more than 0, for a temperature of 0 is the greedy choice")
+    stream = fields.flag("stream")
+    return Parameters(
+        temperature=1.0 if temperature is None else temperature,
+        top_p=1.0 if top_p is None else top_p,
+        seed=fields.whole("seed", -_SEEDS, _SEEDS - 1),
+        max_tokens=_limit(fields, limit),
+        stop=_stops(fields),
+        stream=stream,
+        include_usage=_usage(fields, stream),
+    )
+
+
+def _limit(fields: Fields, name: str) -> int | None:
+    plain = fields.whole("max_tokens", 1, _MOST_TOKENS)
+    if name == "max_tokens":
+        return plain
+    other = fields.whole(name, 1, _MOST_TOKENS)
+    if plain is not None and other is not None and plain != other:
+        raise bad(fields.name(name), "differs from max_tokens, and one of them is enough")
+    return plain if other is None else other
+
+
+def _stops(fields: Fields) -> tuple[str, ...]:
+    value = fields.take("stop")
+    if value is None:
+        return ()
+    name = fields.name("stop")
+    listed = value if isinstance(value, list) else [value]
+    if not isinstance(value, str | list):
+        raise bad(name, f"expected a string or an array of strings, got {kind(value)}")
+    if len(listed) > _MOST_STOPS:
+        raise bad(name, f"expected at most {_MOST_STOPS} strings, got {len(listed)}")
+    stops = tuple(as_text(one, name) for one in listed)
+    for stop in stops:
+        if not 1 <= len(stop) <= _LONGEST_STOP:
+            raise bad(name, f"expected strings of 1 to {_LONGEST_STOP} characters, got one of {len(stop)}")
+    return stops
+
+
+def _usage(fields: Fields, stream: bool) -> bool:
+    options = fields.inner("stream_options")
+    if options is None:
+        return False
+    if not stream:
+        raise bad(fields.name("stream_options"), "is for requests with stream = true")
+    included = options.flag("include_usage")
+    options.neutral(
+        "include_obfuscation", lambda value: value is False, "obfuscation is not offered by this server"
+    )
+    options.done()
+    return included

@@ -1,0 +1,91 @@
+"""The HTTP server: a socket, signals, and an end without losing what is under way.
+
+The first SIGTERM or SIGINT drains: requests are refused with 503, those accepted go on for at most ``limits.drain_s``
+seconds. The second ends the process at once.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import os
+import socket
+import time
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from tierstore.serve.api.protocol import limited_protocol
+from tierstore.serve.config import LimitsConfig
+from tierstore.serve.scheduler.engine import Engine
+
+_LAST_WORDS_S = 5  # for what has been computed, to reach its clients
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket; port 0 is any that is free. Raises OSError naming the address."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except OSError:
+            bound.close()
+            raise
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), f"{host}:{port}") from error
+    return bound
+
+
+def url(bound: socket.socket) -> str:
+    """Where a client finds the server."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def is_loopback(bound: socket.socket) -> bool:
+    """Whether only this machine can connect."""
+    return ipaddress.ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback
+
+
+class ApiServer(uvicorn.Server):
+    """Serves ``app`` for as long as ``engine`` runs."""
+
+    def __init__(self, app: FastAPI, engine: Engine, limits: LimitsConfig) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                loop="asyncio",
+                http=limited_protocol(limits),
+                ws="none",
+                log_config=None,
+                log_level="error",
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                limit_concurrency=limits.connections,
+                timeout_graceful_shutdown=_LAST_WORDS_S,
+            )
+        )
+        self._engine = engine
+        self._drain_s = limits.drain_s
+        self._until_s = math.inf
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal. The second leaves at once: the store is open for reading only, and a pass may take seconds more."""
+        if self._until_s < math.inf:
+            os._exit(128 + sig)
+        self._until_s = time.monotonic() + self._drain_s
+        self._engine.drain()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second: whether it is over."""
+        if time.monotonic() >= self._until_s:
+            self._engine.close()
+        if not self._engine.alive:
+            self.should_exit = True
+        return await super().on_tick(counter)

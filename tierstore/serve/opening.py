@@ -1,0 +1,164 @@
+"""A store, opened read only, becomes a model whose experts are leased as its routers choose.
+
+What can be refused is refused before memory is taken: a store that a trainer holds, one of several ranks, budgets that are
+too small. Nothing of the store is ever written, and several processes may serve it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tierstore.errors import ConfigError, StoreError, StoreMissingError
+from tierstore.model.interface import Model
+from tierstore.model.spec import ModelSpec
+from tierstore.moe.guessing import RouterGuesses
+from tierstore.moe.source import SourceSlot
+from tierstore.parallel import RankEnvironment, rank_device
+from tierstore.prefetch.predictor import PredictorName
+from tierstore.prefetch.walking import RecordsByExpert
+from tierstore.serve.config import ServeConfig
+from tierstore.serve.experts.interface import ServedExperts
+from tierstore.serve.experts.opening import open_experts
+from tierstore.serve.footprint import served_budgets
+from tierstore.serve.weights import load_dense, served_spec
+from tierstore.stats import StallLedger
+from tierstore.store.config import StoreAccess, StoreConfig
+from tierstore.store.core import StoreCore
+from tierstore.store.directories import rank_directories
+from tierstore.store.disk.lease import DirectoryLease
+from tierstore.store.parameter_store import ParameterStore
+from tierstore.store.summary import StoreSummary, read_summary
+from tierstore.timeline import NullTimeline, TimelineSink
+from tierstore.train.budgets import EXPERT_SCHEMA, DeviceKind
+from tierstore.train.experts import expert_key
+from tierstore.train.footprint import return_freed_memory
+from tierstore.train.session import compute_deterministically, stall_spans
+from tierstore.train.state import TrainState
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedParts:
+    """A model that is ready for forward passes. ``model`` is in evaluation mode, its dense parameters are whole on
+    ``device``, without gradients; its experts come from ``experts``.
+    """
+
+    config: ServeConfig
+    spec: ModelSpec
+    model: Model
+    #: Where the model's layers ask for experts: ``experts``, and for as long as there is one its ``meeting``.
+    source: SourceSlot
+    experts: ServedExperts
+    store: StoreCore
+    ledger: StallLedger
+    timeline: TimelineSink
+    device: torch.device
+
+
+@contextlib.contextmanager
+def open_served(
+    config: ServeConfig, *, trace: Path | None = None, timeline: TimelineSink | None = None
+) -> Iterator[ServedParts]:
+    """The model in ``config.store``, imported or trained, closed at exit. ``trace`` records the decisions of its cache.
+
+    Raises StoreMissingError, StoreInUseError naming the process that writes the store, ConfigError (several ranks),
+    BudgetError naming the minimum, CapabilityError, StoreError, ChecksumError, OSError.
+    """
+    directory = config.store
+    if rank_directories(directory):
+        raise ConfigError(
+            f"{directory}: has the stores of several ranks: tierstore deploy, or tierstore reshard, makes one store of it"
+        )
+    timeline = timeline or NullTimeline()
+    device = rank_device(config.device, RankEnvironment())
+    kind = DeviceKind(device.type)
+    with contextlib.ExitStack() as stack:
+        if not directory.is_dir():
+            raise StoreMissingError(f"{directory}: no store here")
+        # What is read of the store in several openings is of one commit.
+        stack.enter_context(DirectoryLease(directory, access=StoreAccess.READ))
+        summary = read_summary(directory)
+        state = TrainState.unpack(summary.state, where=str(directory))
+        spec = served_spec(directory, state)
+        schema = summary.schema(EXPERT_SCHEMA)
+        if schema is None:
+            raise StoreError(f"{directory}: it holds no experts")
+        _refuse_missed(directory, summary)
+        budgets = served_budgets(config, spec, schema, kind)
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        compute_deterministically(device)
+        ledger = StallLedger(listener=stall_spans(timeline) if timeline.enabled else None)
+        source = SourceSlot()
+        model = spec.build(source, ledger=ledger)
+        store = _open_store(config, spec, budgets.cache, budgets.lookahead, trace)
+        stack.callback(store.close)
+        load_dense(store, model, state, compute=spec.compute_dtype.torch, device=device)
+        model.module.requires_grad_(False).eval()
+        return_freed_memory()
+        experts = open_experts(
+            stack,
+            config=config,
+            store=store,
+            spec=spec,
+            device=device,
+            records=_records(spec, store),
+            ledger=ledger,
+            timeline=timeline,
+        )
+        source.target = experts
+        if config.prefetch.predictor is PredictorName.ROUTER and config.prefetch.depth:
+            guesses = RouterGuesses(model.routers(), experts, ledger=ledger, training=_never)
+            stack.callback(guesses.remove)
+        yield ServedParts(
+            config=config,
+            spec=spec,
+            model=model,
+            source=source,
+            experts=experts,
+            store=store,
+            ledger=ledger,
+            timeline=timeline,
+            device=device,
+        )
+
+
+def _open_store(
+    config: ServeConfig, spec: ModelSpec, cache: int, lookahead: int, trace: Path | None
+) -> StoreCore:
+    store_config = StoreConfig(
+        host_budget=cache,
+        lookahead=lookahead,
+        layers=spec.moe_layers,
+        cache=config.cache,
+        io=config.io,
+        disk=config.links.disk,
+    )
+    return ParameterStore.open(config.store, store_config, access=StoreAccess.READ, trace=trace).core
+
+
+def _records(spec: ModelSpec, store: StoreCore) -> RecordsByExpert:
+    """Raises StoreError for an expert that is missing."""
+    try:
+        return {
+            layer: {expert: store.record(expert_key(layer, expert)) for expert in range(spec.experts)}
+            for layer in spec.moe_layers
+        }
+    except KeyError as error:
+        raise StoreError(f"{store.directory}: record {error.args[0]!r} is missing") from error
+
+
+def _refuse_missed(directory: Path, summary: StoreSummary) -> None:
+    missed = summary.missed.get(EXPERT_SCHEMA, 0)
+    if missed:
+        raise StoreError(
+            f"{directory}: {missed} experts have missed optimizer steps, which serving does not replay yet"
+        )
+
+
+def _never() -> bool:
+    return False

@@ -1,0 +1,266 @@
+"""Continuous batching: requests join when there is room, go on by a token with each step, and leave.
+
+One thread opens the model, runs it and closes it; nothing else touches it. Between two steps there is at most one
+prefill, of at most ``limits.prefill_tokens`` tokens, so that answers under way go on while prompts come in.
+
+A pass that fails takes all of its sequences out of the batch. Each is computed again on its own, from its prompt and the
+tokens that it has: those that fail once more end with the error, and the others go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from tierstore.errors import BudgetError, TierstoreError
+from tierstore.serve.config import LimitsConfig
+from tierstore.serve.scheduler.interface import Counts, Finish, Outcome, Running, Watcher
+from tierstore.serve.scheduler.queue import RequestQueue, Waiting
+from tierstore.serve.scheduler.rates import Rates
+from tierstore.serve.scheduler.request import Answer, Generation
+
+_COUNTS_EVERY_S = 0.5
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """A request in the batch. ``tokens`` are its answer's; the next step goes on with the last."""
+
+    waiting: Waiting
+    last_s: float
+    tokens: list[int] = field(default_factory=list)
+
+
+class Engine:
+    """The model's thread. ``opened`` opens the model, on that thread; ``sequences`` is the most of a batch.
+
+    A context manager: entering waits until the model is open and raises what opening it raised; leaving ends what is under
+    way. ``submit`` and ``cancel`` are the event loop's.
+    """
+
+    def __init__(
+        self,
+        opened: Callable[[], AbstractContextManager[Running]],
+        *,
+        sequences: int,
+        limits: LimitsConfig,
+        watcher: Watcher,
+    ) -> None:
+        self._opened = opened
+        self._room = sequences
+        self._watcher = watcher
+        self._rates = Rates()
+        self.queue = RequestQueue(limits, self._retry_after_s)
+        self._batch: dict[int, _Sequence] = {}  # by the runner's numbers; of the model's thread
+        self._steps_left = 0  # until a sequence of the batch ends; written by the model's thread
+        self._ready = threading.Event()
+        self._error: BaseException | None = None
+        self._counts = Counts()
+        self._counted_s = float("-inf")
+        self._thread = threading.Thread(target=self._serve, name="tierstore-engine")
+
+    def __enter__(self) -> Engine:
+        self._thread.start()
+        self._ready.wait()
+        if self._error is not None:
+            self._thread.join()
+            raise self._error
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+        self._thread.join()
+        if self._error is not None and error[0] is None:
+            raise self._error
+
+    @property
+    def active(self) -> int:
+        """Sequences in the batch."""
+        return len(self._batch)
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are being served."""
+        return self._thread.is_alive()
+
+    @property
+    def counts(self) -> Counts:
+        """The model's counters, at most a moment old; after the end, the last ones."""
+        return self._counts
+
+    def submit(self, generation: Generation) -> Waiting:
+        """Accept a request. Raises RefusedError or ClosingError."""
+        waiting = Waiting(generation, Answer(asyncio.get_running_loop()))
+        self.queue.add(waiting)
+        return waiting
+
+    def cancel(self, waiting: Waiting, outcome: Outcome = Outcome.CANCELLED) -> None:
+        """Nobody waits for the answer any more: it leaves the queue at once, the batch before the next step."""
+        if waiting.answer.settle():
+            waiting.answer.cancelled = True
+            self.queue.remove(waiting)
+            self._watcher.ended(outcome)
+
+    def drain(self) -> None:
+        """Accept nothing more. The thread ends with the last request."""
+        self.queue.drain()
+
+    def close(self) -> None:
+        """End every request after the pass under way."""
+        for waiting in self.queue.close():
+            self._fail(waiting, "the server was shut down before the answer was complete")
+
+    def _retry_after_s(self) -> int:
+        return self._rates.retry_after_s(steps=self._steps_left, prompt_tokens=self.queue.prompt_tokens())
+
+    # What follows runs on the model's thread.
+
+    def _serve(self) -> None:
+        try:
+            with self._opened() as running:
+                self._count(running)
+                self._ready.set()
+                while self._batch or self.queue.wait():
+                    self._turn(running)
+                self._counted_s = float("-inf")
+                self._count(running)
+        except BaseException as error:  # it is raised again by the thread that entered
+            self._error = error
+        finally:
+            for waiting in [*(one.waiting for one in self._batch.values()), *self.queue.close()]:
+                self._fail(waiting, "the server was shut down before the answer was complete")
+            self._batch.clear()
+            self._ready.set()
+
+    def _turn(self, running: Running) -> None:
+        """A prefill where there is room, and a step."""
+        for number, sequence in list(self._batch.items()):
+            if sequence.waiting.answer.cancelled:
+                self._leave(running, number)
+            elif self.queue.closed:
+                self._leave(running, number)
+                self._fail(sequence.waiting, "the server was shut down before the answer was complete")
+        if taken := self.queue.take(self._room - len(self._batch)):
+            self._join(running, taken)
+        if self._batch:
+            self._step(running)
+        left = [one.waiting.generation.max_tokens - len(one.tokens) for one in self._batch.values()]
+        self._steps_left = min(left, default=0)
+        self._count(running)
+
+    def _join(self, running: Running, taken: list[Waiting]) -> None:
+        begun = time.monotonic()
+        prompts = [waiting.generation.prompt for waiting in taken]
+        try:
+            joined = running.runner.join(prompts)
+        except BudgetError as error:
+            if len(taken) > 1 or self._batch:  # fewer together, or when one has left
+                self.queue.give_back(taken[1:] if not self._batch else taken)
+                if not self._batch:
+                    self._join(running, taken[:1])
+            else:
+                self._fail(taken[0], _sentence(error))
+            return
+        except Exception as error:
+            if len(taken) == 1:
+                self._fail(taken[0], _sentence(error))
+            else:
+                for waiting in taken:
+                    self._join(running, [waiting])
+            return
+        seconds = time.monotonic() - begun
+        tokens = sum(map(len, prompts))
+        self._rates.joined(tokens, seconds)
+        self._watcher.joined(sequences=len(taken), tokens=tokens, seconds=seconds)
+        for waiting, one in zip(taken, joined, strict=True):
+            self._batch[one.number] = _Sequence(waiting, waiting.since_s)
+            self._advance(running, one.number, one.logits_V)
+
+    def _step(self, running: Running) -> None:
+        begun = time.monotonic()
+        tokens = {number: sequence.tokens[-1] for number, sequence in self._batch.items()}
+        try:
+            logits = running.runner.step(tokens)
+        except Exception as error:  # by BatchRunner's contract, all that were in the pass have left
+            failed = list(self._batch.values())
+            self._batch.clear()
+            if len(failed) == 1:
+                self._fail(failed[0].waiting, _sentence(error))
+            else:
+                self._join_again(running, failed)
+            return
+        seconds = time.monotonic() - begun
+        self._rates.stepped(seconds)
+        self._watcher.stepped(sequences=len(tokens), seconds=seconds)
+        for number, logits_V in logits.items():
+            self._advance(running, number, logits_V)
+
+    def _join_again(self, running: Running, failed: list[_Sequence]) -> None:
+        """After a pass that failed: each on its own."""
+        for sequence in failed:
+            try:
+                (one,) = running.runner.join([(*sequence.waiting.generation.prompt, *sequence.tokens)])
+            except Exception as error:
+                self._fail(sequence.waiting, _sentence(error))
+            else:
+                self._batch[one.number] = sequence
+                self._advance(running, one.number, one.logits_V)
+
+    def _advance(self, running: Running, number: int, logits_V: Tensor) -> None:
+        """Chooses the next token of a sequence."""
+        sequence = self._batch[number]
+        generation, answer = sequence.waiting.generation, sequence.waiting.answer
+        try:
+            token = generation.sampler(logits_V)
+            ends = token in running.end_tokens
+            text = generation.text.finish() if ends else generation.text.push(token)
+            if ends or generation.text.stopped:
+                finish = Finish.STOP
+            elif len(sequence.tokens) + 1 == generation.max_tokens:
+                finish = Finish.LENGTH
+                text += generation.text.finish()
+            else:
+                finish = None
+        except Exception as error:  # logits that are not finite; it disturbs no other request
+            self._leave(running, number)
+            self._fail(sequence.waiting, _sentence(error))
+            return
+        now = time.monotonic()
+        self._watcher.token(first=not sequence.tokens, seconds=now - sequence.last_s)
+        sequence.last_s = now
+        sequence.tokens.append(token)
+        if finish is not None:
+            self._leave(running, number)
+            if answer.settle():
+                self._watcher.ended(Outcome(finish.value))
+        answer.put(text, len(sequence.tokens), finish)
+
+    def _leave(self, running: Running, number: int) -> None:
+        del self._batch[number]
+        running.runner.leave(number)
+
+    def _fail(self, waiting: Waiting, message: str) -> None:
+        if waiting.answer.settle():
+            self._watcher.ended(Outcome.FAILED)
+        waiting.answer.fail(message)
+
+    def _count(self, running: Running) -> None:
+        now = time.monotonic()
+        if now - self._counted_s >= _COUNTS_EVERY_S:
+            self._counted_s = now
+            self._counts = running.counts()
+
+
+def _sentence(error: Exception) -> str:
+    """What a client is told. An error that nothing raises on purpose keeps its traceback, on stderr."""
+    if not isinstance(error, TierstoreError | OSError):
+        traceback.print_exception(error)
+        return f"the answer could not be computed: {type(error).__name__}"
+    return f"the answer could not be computed: {' '.join(str(error).split())}"

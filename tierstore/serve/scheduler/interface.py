@@ -1,0 +1,96 @@
+"""What the scheduler runs, and who watches it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from torch import Tensor
+
+from tierstore.serve.batch.interface import BatchRunner
+
+
+class Finish(Enum):
+    """Why an answer ended, in OpenAI's words."""
+
+    STOP = "stop"  # the model ended it, or a stop string did
+    LENGTH = "length"  # its tokens are used up
+
+
+class Outcome(Enum):
+    """How a request ended, as metrics count it."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"  # its client left
+    TIMEOUT = "timeout"
+    FAILED = "failed"
+
+
+class Sampler(Protocol):
+    """Chooses the token that follows. One for each request: it may hold the state of a generator."""
+
+    def __call__(self, logits_V: Tensor) -> int: ...
+
+
+class TextStream(Protocol):
+    """Makes text of tokens one after another. It gives whole characters, and nothing that may be part of a stop string."""
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string was met: what came before it has been given."""
+        ...
+
+    def push(self, token: int) -> str:
+        """The text that is certain now."""
+        ...
+
+    def finish(self) -> str:
+        """No token follows: the rest of the text."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """What a model's experts have cost since it was opened. ``moved_bytes``: by tier and direction (``nvme read``);
+    ``stall_s``: by cause; ``pinned``: experts that are leased or pinned now.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    moved_bytes: Mapping[str, int] = field(default_factory=dict)
+    stall_s: Mapping[str, float] = field(default_factory=dict)
+    pinned: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """A model that is open. ``end_tokens`` end an answer and are no part of it. ``counts`` reads its counters; it is called
+    by the thread that runs the model, between passes.
+    """
+
+    runner: BatchRunner
+    end_tokens: frozenset[int]
+    counts: Callable[[], Counts]
+
+
+class Watcher(Protocol):
+    """Hears of passes and requests, from the thread that runs the model unless said otherwise."""
+
+    def joined(self, *, sequences: int, tokens: int, seconds: float) -> None:
+        """A prefill of ``tokens`` tokens of ``sequences`` prompts."""
+        ...
+
+    def stepped(self, *, sequences: int, seconds: float) -> None:
+        """One token for each of ``sequences``."""
+        ...
+
+    def token(self, *, first: bool, seconds: float) -> None:
+        """A token of an answer: ``seconds`` since its request came, or since its last token."""
+        ...
+
+    def ended(self, outcome: Outcome) -> None:
+        """A request has ended."""
+        ...

@@ -1,0 +1,153 @@
+"""Admission: which requests may wait, and in which order they join."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from tierstore.serve.config import LimitsConfig
+from tierstore.serve.scheduler.request import Answer, Generation
+
+
+class RefusedError(Exception):
+    """There is no room for the request now. The message is one sentence."""
+
+    def __init__(self, message: str, *, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class ClosingError(Exception):
+    """The server is being shut down and accepts no more requests."""
+
+
+@dataclass(frozen=True, eq=False)
+class Waiting:
+    """A request that was accepted. ``since_s``: when, by ``time.monotonic``."""
+
+    generation: Generation
+    answer: Answer
+    since_s: float = field(default_factory=time.monotonic)
+
+
+class _State(Enum):
+    OPEN = "open"
+    DRAINING = "draining"
+    CLOSED = "closed"
+
+
+class RequestQueue:
+    """First come, first served. The event loop adds and removes; the thread that runs the model takes.
+
+    ``retry_after_s`` says when a client that is refused may ask again.
+    """
+
+    def __init__(self, limits: LimitsConfig, retry_after_s: Callable[[], int]) -> None:
+        self._limits = limits
+        self._retry_after_s = retry_after_s
+        self._changed = threading.Condition()  # guards the three below
+        self._waiting: deque[Waiting] = deque()
+        self._tokens = 0
+        self._state = _State.OPEN
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of the requests that wait, prompts and answers."""
+        return self._tokens
+
+    @property
+    def accepting(self) -> bool:
+        """Whether it is not being drained or closed."""
+        return self._state is _State.OPEN
+
+    def add(self, waiting: Waiting) -> None:
+        """Raises RefusedError where a limit is reached, ClosingError where nothing is accepted any more."""
+        asked = waiting.generation.tokens
+        with self._changed:
+            if self._state is not _State.OPEN:
+                raise ClosingError("the server is shutting down")
+            if len(self._waiting) >= self._limits.queue:
+                raise RefusedError(
+                    f"{len(self._waiting)} requests wait already, and no more may",
+                    retry_after_s=self._retry_after_s(),
+                )
+            if self._waiting and self._tokens + asked > self._limits.queue_tokens:
+                raise RefusedError(
+                    f"the requests that wait hold {self._tokens} tokens, and with this one's {asked} they would hold "
+                    f"more than {self._limits.queue_tokens}",
+                    retry_after_s=self._retry_after_s(),
+                )
+            self._waiting.append(waiting)
+            self._tokens += asked
+            self._changed.notify()
+
+    def remove(self, waiting: Waiting) -> bool:
+        """Its client wants no more; whether it was still waiting."""
+        with self._changed:
+            self._changed.notify()  # also a sequence of the batch may leave
+            if waiting not in self._waiting:
+                return False
+            self._waiting.remove(waiting)
+            self._tokens -= waiting.generation.tokens
+            return True
+
+    def give_back(self, waiting: list[Waiting]) -> None:
+        """What was taken and found no room: it is first again."""
+        with self._changed:
+            self._waiting.extendleft(reversed(waiting))
+            self._tokens += sum(one.generation.tokens for one in waiting)
+
+    def take(self, room: int) -> list[Waiting]:
+        """The first of those that wait: at most ``room``, and as many prompts as may be computed together."""
+        taken: list[Waiting] = []
+        tokens = 0
+        with self._changed:
+            while self._waiting and len(taken) < room:
+                prompt = len(self._waiting[0].generation.prompt)
+                if taken and tokens + prompt > self._limits.prefill_tokens:
+                    break
+                tokens += prompt
+                taken.append(self._waiting.popleft())
+                self._tokens -= taken[-1].generation.tokens
+        return taken
+
+    def prompt_tokens(self) -> int:
+        """The tokens of the prompts that wait."""
+        with self._changed:
+            return sum(len(one.generation.prompt) for one in self._waiting)
+
+    def wait(self) -> bool:
+        """Waits until a request is there; False where there are none, and none will come."""
+        with self._changed:
+            while not self._waiting:
+                if self._state is not _State.OPEN:
+                    return False
+                self._changed.wait()
+            return True
+
+    def drain(self) -> None:
+        """Accepts nothing more; what waits is still served."""
+        with self._changed:
+            if self._state is _State.OPEN:
+                self._state = _State.DRAINING
+            self._changed.notify()
+
+    def close(self) -> list[Waiting]:
+        """Accepts and serves nothing more; returns what waited."""
+        with self._changed:
+            self._state = _State.CLOSED
+            left, self._waiting, self._tokens = list(self._waiting), deque(), 0
+            self._changed.notify()
+        return left
+
+    @property
+    def closed(self) -> bool:
+        """Whether what is in the batch must end too."""
+        return self._state is _State.CLOSED

@@ -1,0 +1,96 @@
+"""Which token follows, chosen by the logits. Numbers are drawn per request: a seed gives the same text in any batch.
+
+Shapes: V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tierstore.errors import ConfigError
+from tierstore.moe.seeds import keyed_generator
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How a text is sampled, in the order of transformers' processors: the penalty, the temperature, top-k, top-p.
+
+    ``temperature`` 0 takes the most probable token. ``top_k`` 0: of all tokens. ``repetition_penalty`` divides the logits of
+    tokens that the text has, prompt and answer, where they are positive, and multiplies them where they are not (Keskar et
+    al. 2019, "CTRL", section 4.1). ``seed`` None: a new one each time.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ConfigError(f"temperature: expected at least 0, got {self.temperature}")
+        if self.top_k < 0:
+            raise ConfigError(f"top_k: expected at least 0, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p: expected more than 0 and at most 1, got {self.top_p}")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise ConfigError(f"repetition_penalty: expected more than 0, got {self.repetition_penalty}")
+
+
+class TokenSampler:
+    """Chooses the tokens of one text, which begins with ``prompt``, one after another.
+
+    What it gives depends on the options, the prompt and the logits, and on nothing else.
+    """
+
+    def __init__(self, options: SamplingOptions, prompt: Sequence[int] = ()) -> None:
+        self._options = options
+        seed = secrets.randbits(63) if options.seed is None else options.seed
+        self._generator = keyed_generator(seed, "sample")
+        #: Tokens that the text has, where they are penalised.
+        self._present = set(prompt) if options.repetition_penalty != 1 else None
+
+    def __call__(self, logits_V: Tensor) -> int:
+        """The next token. Raises ValueError for logits that are no numbers."""
+        logits_V = logits_V.detach().float().cpu()
+        if math.isnan(float(logits_V.max())):
+            raise ValueError("the model's logits are not numbers")
+        token = self._choose(self._penalised(logits_V))
+        if self._present is not None:
+            self._present.add(token)
+        return token
+
+    def _choose(self, logits_V: Tensor) -> int:
+        options = self._options
+        if options.temperature == 0:
+            return int(logits_V.argmax())
+        logits_V = logits_V / options.temperature
+        if 0 < options.top_k < logits_V.numel():
+            least = logits_V.topk(options.top_k).values[-1]
+            logits_V = logits_V.masked_fill(logits_V < least, -math.inf)
+        probability_V = logits_V.softmax(dim=-1)
+        if options.top_p < 1:
+            probability_V = _nucleus(probability_V, options.top_p)
+        return int(torch.multinomial(probability_V, 1, generator=self._generator))
+
+    def _penalised(self, logits_V: Tensor) -> Tensor:
+        if not self._present:
+            return logits_V
+        present = torch.tensor(sorted(self._present))
+        found = logits_V[present]
+        penalty = self._options.repetition_penalty
+        return logits_V.index_put((present,), torch.where(found > 0, found / penalty, found * penalty))
+
+
+def _nucleus(probability_V: Tensor, top_p: float) -> Tensor:
+    """The fewest tokens, the most probable first, that have ``top_p`` together; the others get 0."""
+    ordered_V, token_V = probability_V.sort(descending=True, stable=True)
+    before_V = ordered_V.cumsum(dim=0) - ordered_V
+    ordered_V = ordered_V.masked_fill(before_V >= top_p, 0.0)
+    return torch.zeros_like(probability_V).index_put((token_V,), ordered_V)
