@@ -61,6 +61,9 @@ class MemoryExperts:
     def late_prefetch_bytes(self) -> int:
         return 0
 
+    def describe(self) -> list[str]:
+        return []
+
 
 class Served:
     """A model, its experts and where its passes meet: what runners are made of."""
