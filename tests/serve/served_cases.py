@@ -99,7 +99,7 @@ def built_in(compute: ComputeDtype = ComputeDtype.FP32, *, context: int = 0) -> 
     config = ModelConfig(
         vocab_size=61,
         seq_len=48,
-        n_layers=3,
+        n_layers=2,
         d_model=32,
         n_heads=4,
         d_ff=48,

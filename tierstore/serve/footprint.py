@@ -56,7 +56,7 @@ def served_budgets(
     The device tier gets as many slots as ``ring.layers`` or ``device_budget`` say, or without either a few for overlap
     (``serve/experts/sizes.py``), and fewer where the host budget is tight; at least one.
     """
-    one = DeviceSlots(schema.numel, spec.compute_dtype, weights=1, gradients=0)
+    one = DeviceSlots(schema.numel, spec.compute_dtype, weights=1, gradients=0, quantized=schema.quantized)
     on_host = device is DeviceKind.CPU
     least_cache = scratch + minimum_host_budget(
         [schema], config.cache, len(spec.moe_layers), StoreAccess.READ
@@ -68,7 +68,9 @@ def served_budgets(
             f"the minimum is {minimum} bytes ({format_bytes(minimum)})"
         )
     count = slot_count(config, spec, device, each=one.nbytes, room=config.host_budget - least_cache)
-    slots = DeviceSlots(schema.numel, spec.compute_dtype, weights=count, gradients=0)
+    slots = DeviceSlots(
+        schema.numel, spec.compute_dtype, weights=count, gradients=0, quantized=schema.quantized
+    )
     cache = config.host_budget - (slots.nbytes if on_host else 0)
     speculated = int((cache - scratch) * config.prefetch.budget) if config.prefetch.depth else 0
     return ServedBudgets(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from tierstore.errors import ConfigError, StoreError, StoreMissingError
+from tierstore.errors import ConfigError, StoreError
 from tierstore.model.interface import Model
 from tierstore.model.spec import ModelSpec
 from tierstore.moe.guessing import RouterGuesses
@@ -30,6 +30,7 @@ from tierstore.stats import StallLedger
 from tierstore.store.config import StoreAccess, StoreConfig
 from tierstore.store.core import StoreCore
 from tierstore.store.directories import rank_directories
+from tierstore.store.disk.home import read_identity
 from tierstore.store.disk.lease import DirectoryLease
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.store.replaying import replay_scratch_bytes
@@ -78,8 +79,7 @@ def open_served(
     device = rank_device(config.device, RankEnvironment())
     kind = DeviceKind(device.type)
     with contextlib.ExitStack() as stack:
-        if not directory.is_dir():
-            raise StoreMissingError(f"{directory}: no store here")
+        read_identity(directory)  # a missing store is one, before its lease is
         # What is read of the store in several openings is of one commit.
         stack.enter_context(DirectoryLease(directory, access=StoreAccess.READ))
         summary = read_summary(directory)

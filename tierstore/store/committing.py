@@ -26,6 +26,7 @@ from pathlib import Path
 
 from tierstore.errors import StoreError, StoreFormatError
 from tierstore.store.adamw import HISTORY_KEY, StepHistory
+from tierstore.store.config import StoreAccess
 from tierstore.store.disk.home import fsync_directory
 from tierstore.store.disk.space import copies
 from tierstore.store.failures import Failures
@@ -87,6 +88,8 @@ class Committer:
             extents.budget.unpack(self.state[_BUDGET])
         self._parts.cache.residency.start_at(self._history.applied)
         self._records.load(commit.records, self._history)
+        if self._parts.access is StoreAccess.READ:
+            index.close()  # nothing else is read of it, and LMDB opens one environment once in a process
 
     def _release(self, snapshot: str) -> None:
         self._parts.live.release_table(self.snapshots.pop(snapshot).records)

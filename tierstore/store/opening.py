@@ -45,6 +45,7 @@ from tierstore.store.disk.write_budget import WriteBudget
 from tierstore.store.format import (
     FORMAT_VERSION,
     NARROW_MOMENTS_VERSION,
+    QUANTIZED_WEIGHTS_VERSION,
     Group,
     Placement,
     RecordSchema,
@@ -285,7 +286,7 @@ def read_drives(store: Path) -> list[DriveReport]:
 def read_meta(home: Home, index: Index) -> tuple[list[RecordSchema], Inactive, list[dict[str, object]]]:
     """Schemas, what a step does to a record without a gradient, and the directories, if there are several."""
     meta = index.read_meta()
-    versions = (FORMAT_VERSION, NARROW_MOMENTS_VERSION)
+    versions = (FORMAT_VERSION, NARROW_MOMENTS_VERSION, QUANTIZED_WEIGHTS_VERSION)
     if meta.get("uuid") != home.uuid or meta.get("format") not in versions:
         raise StoreFormatError(f"{home.directory}: the index belongs to another store or format version")
     raw = meta.get("schemas")

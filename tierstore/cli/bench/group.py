@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tierstore.cli.bench.generate import generate
 from tierstore.cli.bench.guesses import guesses
 from tierstore.cli.bench.io import io
 from tierstore.cli.bench.machine import machine
@@ -56,6 +57,7 @@ for _command in (
     guesses,
     ring,
     rivals,
+    generate,
     overlap,
     prediction,
     machine,

@@ -19,6 +19,7 @@ from tierstore._native import Buffer, Priority
 from tierstore.dense import UnitLayout
 from tierstore.errors import StoreFormatError
 from tierstore.parallel import ExpertBlocks
+from tierstore.quant.values import dequantize
 from tierstore.store.config import StoreConfig
 from tierstore.store.core import StoreCore
 from tierstore.store.directories import rank_directories
@@ -77,6 +78,8 @@ class StoredWeights:
         weight = sections[0].array()
         if schema.weight_format is WeightFormat.FP32:
             return weight.view(np.float32)
+        if schema.quantized is not None:
+            return dequantize(schema.quantized, weight)
         wide = np.empty(schema.numel, np.float32)
         if schema.frozen:
             _native.widen_bf16(wide, weight.view(np.uint16))
@@ -88,6 +91,8 @@ class StoredWeights:
         """The same as bf16's bits: what a forward pass computes with, or the masters rounded to nearest even."""
         schema, sections = self._record(expert_key(layer, expert), expert, experts, masters=False)
         weight = sections[0].array()
+        if schema.quantized is not None:
+            return round_bf16(dequantize(schema.quantized, weight))
         return (
             round_bf16(weight.view(np.float32))
             if schema.weight_format is WeightFormat.FP32

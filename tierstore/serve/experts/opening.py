@@ -55,7 +55,7 @@ def open_experts(
     kind = DeviceKind(device.type)
     schema = store.extents.schemas[store.records.schema_index(EXPERT_SCHEMA)]
     budgets = served_budgets(config, spec, schema, kind, scratch=store.scratch_bytes)
-    slots = DeviceSlots(schema.numel, spec.compute_dtype.torch, budgets.slots.weights, 0)
+    slots = DeviceSlots(schema.numel, spec.compute_dtype.torch, budgets.slots.weights, 0, schema.quantized)
     predictor = make_predictor(config.prefetch.predictor, range(spec.experts), most=config.prefetch.guesses)
     schedule = Schedule.of_layers(spec.moe_layers, depth=config.prefetch.depth)
     copied = copies_weights(config, kind)

@@ -13,12 +13,12 @@ from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from tierstore.cache.access import Need, Phase
 from tierstore.cache.host_cache import Fetched
 from tierstore.errors import StoreError
 from tierstore.prefetch.walking import RecordsByExpert
+from tierstore.quant.weights import Weights
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store.config import StoreAccess
 from tierstore.store.core import StoreCore
@@ -116,7 +116,7 @@ class ExpertSlots:
         """Whether the slot's copy has ended. For a timeline: no decision may depend on it."""
         return self._arrived[slot] or self._store.engine.done(self._copies[slot])
 
-    def weights(self, slot: int, layer: int) -> Tensor:
+    def weights(self, slot: int, layer: int) -> Weights:
         """The weights in ``slot``, when they are there; waiting is charged to ``layer``. Until ``release``.
 
         Raises ChecksumError, OSError: then the slot holds nothing.
