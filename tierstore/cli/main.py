@@ -32,15 +32,15 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "tierstore.cli.exporting",
         "Write the model of a store as safetensors that other programs load.",
     ),
-    "deploy": (
-        "tierstore.cli.deploy",
-        "Make of a store, in six stages, a smaller, faster thing to serve.",
-    ),
     "generate": (
         "tierstore.cli.generate",
         "Continue text with the model of a store, in the memory you give.",
     ),
     "serve": ("tierstore.cli.serve", "Answer OpenAI's API from a store, in the memory you give."),
+    "deploy": (
+        "tierstore.cli.deploy",
+        "Make of a store, in six stages, a smaller, faster thing to serve.",
+    ),
     "plan": ("tierstore.cli.plan", "What a model needs on each tier, whether it fits, the time of a step."),
     "doctor": ("tierstore.cli.doctor", "What this machine offers, and what each capability resolved to."),
     "verify": ("tierstore.cli.verify", "Read and check every record of every snapshot of a store."),
