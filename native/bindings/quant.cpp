@@ -91,7 +91,7 @@ void bind_quant(nb::module_& m) {
         "format"_a, "codes"_a.noconvert(), "scales"_a.noconvert(), "src"_a.noconvert(),
         R"(Quantises a matrix, row by row in blocks of ``QUANT_BLOCK``; see docs/FORMAT.md.
 
-False where a value, or the spread of a block, is not finite: codes and scales are then undefined.)");
+False where a value, or what its code would stand for, is not finite: codes and scales are then undefined.)");
     m.def(
         "dequantize",
         [](QuantFormat format, const Matrix<float>& dst, const Codes& codes, const Scales& scales) {

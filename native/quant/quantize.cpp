@@ -26,8 +26,8 @@ bool quantize_int8(std::uint8_t* codes, float* scales, const float* src, std::si
         most = std::max(most, std::fabs(src[i]));
         probe += src[i] * 0.0f;  // NaN from what is not finite
     }
-    if (probe != 0.0f) return false;
     const float scale = normal_or_zero(most / 127.0f);
+    if (probe != 0.0f || !std::isfinite(127.0f * scale)) return false;
     *scales = scale;
     if (scale == 0.0f) return true;
     for (std::size_t i = 0; i < n; ++i) {
@@ -45,7 +45,7 @@ bool quantize_int4(std::uint8_t* codes, float* scales, const float* src, std::si
         probe += src[i] * 0.0f;
     }
     const float scale = normal_or_zero((most - least) / 15.0f);
-    if (probe != 0.0f || !std::isfinite(scale)) return false;
+    if (probe != 0.0f || !std::isfinite(15.0f * scale + least)) return false;
     scales[0] = scale;
     scales[1] = least;
     if (scale == 0.0f) return true;

@@ -32,7 +32,7 @@ constexpr std::size_t quant_scale_floats(QuantFormat format, std::size_t rows, s
     return rows * quant_blocks(columns) * (format == QuantFormat::Int8 ? 1 : 2);
 }
 
-// src: rows x columns. False where a value, or a scale, is not finite; the output is then undefined.
+// src: rows x columns. False where a value, or what its code would stand for, is not finite; the output is then undefined.
 [[nodiscard]] bool quantize(QuantFormat format, std::uint8_t* codes, float* scales, const float* src,
                             std::size_t rows, std::size_t columns);
 void dequantize(QuantFormat format, float* dst, const std::uint8_t* codes, const float* scales,

@@ -15,17 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.errors import ConfigError, StoreFormatError
+from tierstore.quant.layout import CodeFormat, PartKind, QuantizedLayout, WeightPart
 from tierstore.store import ParameterStore, StripeConfig
 from tierstore.store.format import (
     FORMAT_VERSION,
-    FROZEN_FORMATS,
     NARROW_MOMENTS_VERSION,
+    QUANTIZED_WEIGHTS_VERSION,
     TRAINED_FORMATS,
     Group,
     MomentFormat,
     RecordSchema,
+    Section,
     Training,
     WeightFormat,
+    format_version,
 )
 from tierstore.store.index.entries import GroupLocation, RecordEntry, check_name, pack_table, unpack_table
 
@@ -224,7 +227,7 @@ def test_an_independent_reader(
         assert ((high + low).astype(np.uint32).view(np.float32) == initial).all()
 
 
-@pytest.mark.parametrize("weight_format", FROZEN_FORMATS)
+@pytest.mark.parametrize("weight_format", [WeightFormat.BF16, WeightFormat.FP32])
 def test_an_independent_reader_of_frozen_records(tmp_path: Path, weight_format: WeightFormat) -> None:
     schema = RecordSchema("base", 1100, weight_format, training=Training.FROZEN)
     initial = weights(1, 1100)["e0"]
@@ -300,3 +303,26 @@ def test_what_a_schema_says_of_training_is_read_and_written() -> None:
             RecordSchema("x", 7, weight_format, training=training)
     with pytest.raises(StoreFormatError, match="not a record schema"):
         RecordSchema.from_json({**frozen.as_json(), "training": "trained"})
+
+
+def test_records_of_quantised_weights_by_hand() -> None:
+    """100 rows of 200 weights: four blocks of 64 a row. 8 bits: a byte and a scale; 4 bits: half a byte and two numbers."""
+    parts = (WeightPart(PartKind.MATRIX, 100, 200), WeightPart(PartKind.PLAIN, 1, 3))
+    sizes = {CodeFormat.INT8: 100 * 4 * (64 + 4), CodeFormat.INT4: 100 * 4 * (32 + 8)}
+    for codes, size in sizes.items():
+        layout = QuantizedLayout(codes, parts)
+        kept = WeightFormat(codes.value)
+        schema = RecordSchema("x", 20_003, kept, training=Training.FROZEN, quantized=layout)
+        assert schema.layout(Group.WEIGHTS).sections == (Section("weight", "|u1", size + 64),)
+        assert schema.record_bytes == layout.nbytes == size + 64  # three biases, and zeros to whole lines
+        assert format_version([RecordSchema("y", 7), schema]) == QUANTIZED_WEIGHTS_VERSION
+        assert RecordSchema.from_json(json.loads(json.dumps(schema.as_json()))) == schema
+        for damage in ({"parts": []}, {"parts": [["matrix", 1, 2]]}, {"parts": "no"}):
+            with pytest.raises(StoreFormatError, match="not a record schema"):
+                RecordSchema.from_json({**schema.as_json(), **damage})
+        with pytest.raises(ConfigError, match="trained records are kept as"):
+            RecordSchema("x", 20_003, kept, quantized=layout)
+        with pytest.raises(ConfigError, match="with a layout of none"):
+            RecordSchema("x", 20_003, kept, training=Training.FROZEN)
+        with pytest.raises(ConfigError, match="7 weights, with a layout of 20003"):
+            RecordSchema("x", 7, kept, training=Training.FROZEN, quantized=layout)

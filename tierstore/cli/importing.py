@@ -10,6 +10,7 @@ import click
 from tierstore.cli.options import EXISTING_DIRECTORY, PATH, SIZE, json_option
 from tierstore.cli.output import Output, OutputMode
 from tierstore.model.config import ComputeDtype
+from tierstore.quant.layout import CodeFormat
 from tierstore.store.format import MomentFormat
 from tierstore.units import format_bytes, format_seconds
 
@@ -34,6 +35,12 @@ if TYPE_CHECKING:
     default=MomentFormat.FP32.value,
     help="How experts' moments are kept (adamw.moments of the runs to come).",
 )
+@click.option(
+    "--weights",
+    "codes",
+    type=click.Choice([codes.value for codes in CodeFormat]),
+    help="With --frozen: experts as 8 or 4 bits a weight with fp32 scales, to serve (default: the compute type).",
+)
 @click.option("--host-budget", type=SIZE, default="64MiB", help="Memory for experts on their way.")
 @click.option(
     "--expert-ranks", type=int, default=0, help="Ranks that share one copy of the experts (0: all of them)."
@@ -45,6 +52,7 @@ def import_(
     compute: str | None,
     frozen: bool,
     moments: str,
+    codes: str | None,
     host_budget: int,
     expert_ranks: int,
     output: Output,
@@ -59,6 +67,7 @@ def import_(
         compute=None if compute is None else ComputeDtype(compute),
         weights=Weights.FROZEN if frozen else Weights.TRAINABLE,
         moments=MomentFormat(moments),
+        codes=None if codes is None else CodeFormat(codes),
         host_budget=host_budget,
     )
     with launch(ParallelConfig(expert=expert_ranks), device="cpu") as mesh:
@@ -93,6 +102,8 @@ def _describe(plan: ImportPlan, store: Path, output: Output) -> None:
         )
     each = " for each rank" if plan.ranks > 1 else ""
     frozen = manifest.weights.value == "frozen"
+    if manifest.codes is not None:
+        output.line(f"experts are kept in {manifest.codes.value}, for forward passes alone")
     more = "weights alone, read only" if frozen else "moments begin as zeros that are not written"
     output.line(
         f"disk: {format_bytes(plan.disk_bytes)}{each} reserved in {store}; {format_bytes(plan.source_bytes)} to read; {more}"
@@ -115,6 +126,7 @@ def _show(report: ImportReport, store: Path, output: Output) -> None:
             "architecture": manifest.architecture,
             "compute": manifest.compute.value,
             "weights": manifest.weights.value,
+            "codes": None if manifest.codes is None else manifest.codes.value,
             "quantization": manifest.quantization.value,
             "total_parameters": manifest.total_parameters,
             "expert_parameters": manifest.expert_parameters,

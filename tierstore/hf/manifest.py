@@ -24,6 +24,7 @@ from tierstore.dense.config import Fusion
 from tierstore.dense.layout import Narrow, UnitLayout, layouts_of_shapes
 from tierstore.errors import StoreFormatError, StoreMissingError
 from tierstore.model.config import ComputeDtype
+from tierstore.quant.layout import CodeFormat
 from tierstore.store.disk.home import MODEL_DIRECTORY
 from tierstore.store.format import MomentFormat
 
@@ -139,7 +140,9 @@ class CarriedEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A model as its store holds it. ``fingerprint`` tells its source from others."""
+    """A model as its store holds it. ``fingerprint`` tells its source from others. ``codes``: how the weights of frozen
+    experts are quantised; None where they are not.
+    """
 
     model_type: str
     architecture: str
@@ -159,6 +162,7 @@ class Manifest:
     source: str = ""
     fingerprint: str = ""
     version: int = MANIFEST_VERSION
+    codes: CodeFormat | None = None
 
     # Sizes --------------------------------------------------------------------------------------------------
 
@@ -200,7 +204,10 @@ class Manifest:
     # JSON ---------------------------------------------------------------------------------------------------
 
     def as_json(self) -> dict[str, object]:
-        return asdict(self)
+        table = asdict(self)
+        if self.codes is None:  # as the manifests of earlier versions are
+            del table["codes"]
+        return table
 
     def write(self, directory: Path) -> None:
         """Durably, as ``MANIFEST_NAME`` in ``directory``; it takes its name when it is whole."""
@@ -231,6 +238,7 @@ class Manifest:
             given["weights"] = Weights(given["weights"])
             given["fusion"] = Fusion(given["fusion"])
             given["quantization"] = Quantization(given["quantization"])
+            given["codes"] = _codes(given.get("codes"))
             given["experts"] = _experts(given["experts"], f"{where}: experts")
             given["units"] = tuple(
                 UnitEntry(str(unit["name"]), _parameters(unit["parameters"], f"{where}: unit {unit['name']}"))
@@ -244,6 +252,10 @@ class Manifest:
         except (KeyError, TypeError, ValueError) as error:
             missing = f"{error} is missing" if isinstance(error, KeyError) else error
             raise StoreFormatError(f"{where}: not a manifest: {missing}") from error
+
+
+def _codes(value: object) -> CodeFormat | None:
+    return None if value is None else CodeFormat(str(value))
 
 
 def _table(value: object, where: str) -> Mapping[str, Any]:
@@ -295,12 +307,15 @@ class ImportState:
     rank: int
     version: int = MANIFEST_VERSION
     moments: MomentFormat = MomentFormat.FP32
+    codes: CodeFormat | None = None
 
     def pack(self) -> bytes:
         table = asdict(self)
         del table["moments"]
         if self.moments is not MomentFormat.FP32:
             table["moments"] = self.moments.value
+        if self.codes is None:
+            del table["codes"]
         return json.dumps(table, sort_keys=True).encode()
 
     @classmethod
@@ -312,6 +327,7 @@ class ImportState:
             table["compute"] = ComputeDtype(table["compute"])
             table["weights"] = Weights(table["weights"])
             table["moments"] = MomentFormat(table.get("moments", MomentFormat.FP32.value))
+            table["codes"] = _codes(table.get("codes"))
             return cls(**table)
         except (KeyError, TypeError, ValueError) as error:
             raise StoreFormatError(f"{where}: the state of the import is damaged: {error}") from error

@@ -21,6 +21,7 @@ from tierstore.model.architecture import Architecture, DenseUnit
 from tierstore.model.config import CheckpointActivations, ComputeDtype
 from tierstore.moe.config import Activation, ExpertShape, SaveActivations
 from tierstore.moe.lora import LoraConfig
+from tierstore.quant.layout import CodeFormat
 from tierstore.train.config import FinetuneConfig
 
 if TYPE_CHECKING:
@@ -100,6 +101,10 @@ class HfSpec:
         return self.manifest.experts.top_k
 
     @property
+    def expert_codes(self) -> CodeFormat | None:
+        return self.manifest.codes
+
+    @property
     def expert_shape(self) -> ExpertShape:
         """Raises ConfigError for an activation that is not known."""
         experts = self.manifest.experts
@@ -173,6 +178,7 @@ class HfSpec:
             "fingerprint": self.manifest.fingerprint,
             "compute_dtype": self.compute_dtype.value,
             "weights": self.manifest.weights.value,
+            **({} if self.expert_codes is None else {"codes": self.expert_codes.value}),
             "vocab_size": self.vocab_size,
             "d_model": self.d_model,
             "layers": self.manifest.layers,

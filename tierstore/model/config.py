@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tierstore.model.transformer import Transformer
     from tierstore.moe.source import ExpertSource
     from tierstore.parallel import Mesh
+    from tierstore.quant.layout import CodeFormat
     from tierstore.stats import StallLedger
 
 
@@ -174,6 +175,11 @@ class ModelConfig:
             capacity_factor=self.capacity_factor,
             normalize_topk=self.normalize_topk,
         )
+
+    @property
+    def expert_codes(self) -> CodeFormat | None:
+        """None: its experts are trained."""
+        return None
 
     @property
     def expert_shape(self) -> ExpertShape:

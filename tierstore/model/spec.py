@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tierstore.moe.config import ExpertShape, SaveActivations
     from tierstore.moe.source import ExpertSource
     from tierstore.parallel import Mesh
+    from tierstore.quant.layout import CodeFormat
     from tierstore.stats import StallLedger
 
 
@@ -42,6 +43,11 @@ class ModelSpec(Protocol):
     @property
     def compute_dtype(self) -> ComputeDtype:
         """The type of the experts' products."""
+        ...
+
+    @property
+    def expert_codes(self) -> CodeFormat | None:
+        """How the experts' weights are quantised; None where they are kept in ``compute_dtype``."""
         ...
 
     @property

@@ -225,10 +225,10 @@ class _ByExpert:
             inner = self._saved.inner_MP[span]
         else:
             inner = work.inner(1, span.stop - span.start)
-            recompute_inner(shape, lease.weights, x_MD[span], inner, lease.pair)
+            recompute_inner(shape, lease.flat, x_MD[span], inner, lease.pair)
         self._grad_weight_M[span] = backward_weighted_expert(
             shape,
-            lease.weights,
+            lease.flat,
             lease.gradients,
             x_MD[span],
             inner,
@@ -292,7 +292,7 @@ class _ByOutput:
             forward_expert(shape, lease.weights, x_MD[span], inner, self._y_MD[span], work, lease.pair)
         backward_expert(
             shape,
-            lease.weights,
+            lease.flat,
             lease.gradients,
             x_MD[span],
             inner,

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from tierstore.errors import ConfigError
+from tierstore.quant.layout import CodeFormat, PartKind, QuantizedLayout, WeightPart
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,6 +93,23 @@ class ExpertShape:
         """Parameters of one expert."""
         biases = self.inner_rows + self.d_model if self.activation.transposed else 0
         return (self.inner_rows + self.d_ff) * self.d_model + biases
+
+    def quantized(self, codes: CodeFormat) -> QuantizedLayout:
+        """How the weights lie as codes: parts in the order of the flat ones, so that ``inner`` is the first, and ``down``
+        the second or, behind the bias of ``inner``, the third. Biases stay fp32.
+        """
+        sizes = ((self.inner_rows, self.d_model), (self.d_model, self.d_ff))
+        if not self.activation.transposed:
+            return QuantizedLayout(codes, tuple(WeightPart(PartKind.MATRIX, *size) for size in sizes))
+        parts = [
+            part
+            for rows, columns in sizes
+            for part in (
+                WeightPart(PartKind.TRANSPOSED, rows, columns),
+                WeightPart(PartKind.PLAIN, 1, rows),
+            )
+        ]
+        return QuantizedLayout(codes, tuple(parts))
 
     def views(self, flat: Tensor) -> ExpertViews:
         """The matrices inside ``flat``. Raises ValueError unless it is 1-D of ``numel``."""

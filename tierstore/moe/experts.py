@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from tierstore.moe.config import Activation, ExpertShape
 from tierstore.moe.low_rank import LowRankTerm, PairLease, terms
 from tierstore.moe.seeds import keyed_generator
+from tierstore.quant.weights import QuantizedWeights, Weights
 
 
 def weight_std(d_model: int) -> float:
@@ -106,7 +107,7 @@ class Workspace:
 
 def forward_expert(
     shape: ExpertShape,
-    flat: Tensor,
+    weights: Weights,
     x_MD: Tensor,
     inner_MP: Tensor,
     out_MD: Tensor,
@@ -115,11 +116,18 @@ def forward_expert(
 ) -> None:
     """Write ``inner_MP`` (what the backward pass needs) and ``out_MD``. Uses hidden scratch 0.
 
-    With a ``pair`` each projection has a low-rank term more.
+    With a ``pair`` each projection has a low-rank term more. Quantised weights are multiplied as they are
+    (``QuantizedWeights.multiply``); their biases are fp32, and added to what the product was rounded to.
     """
-    views = shape.views(flat)
     inner, down = terms(pair)
     hidden_MF = work.hidden(0, x_MD.shape[0])
+    if isinstance(weights, QuantizedWeights):
+        first, second = (0, 2) if shape.activation.transposed else (0, 1)
+        _project_quantized(shape, x_MD, weights, first, inner, inner_MP)
+        _activate(shape, inner_MP, hidden_MF)
+        _project_quantized(shape, hidden_MF, weights, second, down, out_MD)
+        return
+    views = shape.views(weights)
     _project(shape, x_MD, views.inner, views.inner_bias, inner, inner_MP)
     _activate(shape, inner_MP, hidden_MF)
     _project(shape, hidden_MF, views.down, views.down_bias, down, out_MD)
@@ -226,6 +234,22 @@ def _project(
     torch.mm(x, matrix if shape.activation.transposed else matrix.t(), out=out)
     if bias is not None:
         out.add_(bias)
+    if term is not None:
+        term.add(x, out)
+
+
+def _project_quantized(
+    shape: ExpertShape,
+    x: Tensor,
+    weights: QuantizedWeights,
+    index: int,
+    term: LowRankTerm | None,
+    out: Tensor,
+) -> None:
+    """Part ``index`` is the matrix; where there are biases, its own follows it."""
+    weights.multiply(index, x, out)
+    if shape.activation.transposed:
+        out.add_(weights.plain(index + 1))
     if term is not None:
         term.add(x, out)
 

@@ -18,6 +18,7 @@ from tierstore.moe.config import ExpertShape
 from tierstore.moe.experts import initial_expert
 from tierstore.moe.low_rank import PairLease
 from tierstore.parallel import RankGroup
+from tierstore.quant.weights import Weights, plain_weights
 
 if TYPE_CHECKING:
     from tierstore.moe.computing import ExpertPass
@@ -27,18 +28,24 @@ if TYPE_CHECKING:
 class ExpertLease:
     """One expert, for as long as the iterator that gave it has not advanced.
 
-    ``weights``: flat, in the compute type, read only. ``gradients``: None in a forward pass, and for a frozen expert; in a
-    backward pass a flat tensor of the same numel whose content is undefined until the layer has overwritten all of
-    it. Its type is that of the weights or a wider one. ``pair``: the low-rank pairs that train beside a frozen expert.
+    ``weights``: flat, in the compute type, read only; or quantised, for forward passes alone. ``gradients``: None in a
+    forward pass, and for a frozen expert; in a backward pass a flat tensor of the same numel whose content is undefined
+    until the layer has overwritten all of it. Its type is that of the weights or a wider one. ``pair``: the low-rank pairs
+    that train beside a frozen expert.
 
     All start on a multiple of 64 bytes: below that, products with few rows choose other kernels, and the
     bits would depend on where an expert happens to lie.
     """
 
     expert: int
-    weights: Tensor
+    weights: Weights
     gradients: Tensor | None = None
     pair: PairLease | None = None
+
+    @property
+    def flat(self) -> Tensor:
+        """``weights`` where nothing else will do, a backward pass say. Raises ConfigError where they are quantised."""
+        return plain_weights(self.weights)
 
     def zero_gradients(self) -> None:
         """No token of this rank reached the expert."""

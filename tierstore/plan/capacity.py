@@ -35,6 +35,7 @@ from tierstore.train.budgets import (
     budgets,
     expert_record,
     least_host_budget,
+    quantized_layout,
 )
 from tierstore.train.config import TrainConfig
 from tierstore.train.footprint import FixedCost, boundary_split, fixed_cost, flat_layouts, rank_tokens
@@ -111,7 +112,8 @@ class Setting:
     def schema(self) -> RecordSchema:
         """The experts' records."""
         numel, compute = self.model.expert_numel, self.config.model.compute_dtype
-        return expert_record(numel, compute, self.training, self.config.adamw.moments)
+        moments, quantized = self.config.adamw.moments, quantized_layout(self.config.model)
+        return expert_record(numel, compute, self.training, moments, quantized=quantized)
 
     @property
     def training(self) -> Training:

@@ -112,7 +112,7 @@ class LoraExperts:
     def _read_pairs(self, layer: int, experts: Sequence[int]) -> dict[int, Tensor]:
         weights = self._weights.of(experts)
         for lease in self._pairs.forward(layer, experts):
-            weights[lease.expert].copy_(lease.weights)
+            weights[lease.expert].copy_(lease.flat)
         return weights
 
 

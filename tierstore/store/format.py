@@ -26,11 +26,14 @@ from functools import cached_property
 import numpy as np
 
 from tierstore.errors import ConfigError, StoreFormatError
+from tierstore.quant.layout import CodeFormat, QuantizedLayout
 
 FORMAT_VERSION = 2
 #: The index of a store that has records with narrow moments says this version instead. Versions of tierstore that know
 #: only FORMAT_VERSION refuse such a store; all others stay as they were, byte for byte.
 NARROW_MOMENTS_VERSION = 3
+#: The same of a store with quantised weights.
+QUANTIZED_WEIGHTS_VERSION = 4
 #: Sections start at multiples of this many bytes, in files and in memory: enough for direct I/O everywhere.
 SECTION_ALIGNMENT = 4096
 
@@ -55,13 +58,21 @@ class WeightFormat(Enum):
     """How the weight is kept.
 
     ``SPLIT_BF16`` keeps the bf16 rounding of an fp32 master weight (``weight_hi``, all that a forward pass reads) apart
-    from a 16-bit remainder (``weight_lo``); merging them is exact. ``BF16`` keeps nothing but the rounding: only frozen
-    records have it, since AdamW steps an fp32 master weight.
+    from a 16-bit remainder (``weight_lo``); merging them is exact. The others are for frozen records alone, since AdamW
+    steps an fp32 master weight: ``BF16`` keeps nothing but the rounding; ``INT8`` and ``INT4`` keep codes with fp32 scales
+    (``QuantizedLayout``).
     """
 
     FP32 = "fp32"
     SPLIT_BF16 = "split-bf16"
     BF16 = "bf16"
+    INT8 = "int8"
+    INT4 = "int4"
+
+    @property
+    def codes(self) -> CodeFormat | None:
+        """How quantised weights are kept; None for the others."""
+        return CodeFormat(self.value) if self in (WeightFormat.INT8, WeightFormat.INT4) else None
 
 
 class MomentFormat(Enum):
@@ -99,7 +110,7 @@ class Placement(Enum):
 
 #: How weights that are trained, and those that are frozen, may be kept.
 TRAINED_FORMATS = (WeightFormat.FP32, WeightFormat.SPLIT_BF16)
-FROZEN_FORMATS = (WeightFormat.BF16, WeightFormat.FP32)
+FROZEN_FORMATS = (WeightFormat.BF16, WeightFormat.FP32, WeightFormat.INT8, WeightFormat.INT4)
 
 
 @dataclass(frozen=True)
@@ -146,8 +157,9 @@ class GroupLayout:
 @dataclass(frozen=True)
 class RecordSchema:
     """The shape of a class of records: AdamW state of ``numel`` parameters, on disk 12 bytes a parameter (8 with moments in
-    bf16, 6.03 in int8); or, frozen, their weights alone, 2 bytes (BF16) or 4 (FP32).
+    bf16, 6.03 in int8); or, frozen, their weights alone, 2 bytes (BF16), 4 (FP32), 1.06 (INT8) or 0.63 (INT4).
 
+    ``quantized`` says how INT8's and INT4's lie; others have none.
     ``name`` names the extent files, so it is limited to letters, digits, ``-`` and ``_``.
     """
 
@@ -157,6 +169,7 @@ class RecordSchema:
     placement: Placement = Placement.CACHED
     training: Training = Training.TRAINED
     moments: MomentFormat = MomentFormat.FP32
+    quantized: QuantizedLayout | None = None
 
     def __post_init__(self) -> None:
         if not self.name or not self.name.replace("-", "").replace("_", "").isalnum():
@@ -172,6 +185,14 @@ class RecordSchema:
             )
         if self.frozen and self.moments is not MomentFormat.FP32:
             raise ConfigError(f"schema {self.name}: frozen records have no moments, got {self.moments.value}")
+        layout = self.quantized
+        if (None if layout is None else layout.codes) is not self.weight_format.codes:
+            raise ConfigError(
+                f"schema {self.name}: weights kept as {self.weight_format.value}, with a layout of "
+                f"{'none' if layout is None else layout.codes.value}"
+            )
+        if layout is not None and layout.numel != self.numel:
+            raise ConfigError(f"schema {self.name}: {self.numel} weights, with a layout of {layout.numel}")
 
     @property
     def frozen(self) -> bool:
@@ -193,8 +214,7 @@ class RecordSchema:
 
     def _make_layout(self, group: Group) -> GroupLayout:
         if self.frozen:
-            dtype = "<f4" if self.weight_format is WeightFormat.FP32 else "<u2"
-            sections = (Section("weight", dtype, self.numel),)
+            sections = (self._frozen_section(),)
             return GroupLayout(group, sections, 0) if group is Group.WEIGHTS else GroupLayout(group, (), 1)
         weights: tuple[Section, ...] = (Section("weight", "<f4", self.numel),)
         moments = moment_sections(self.moments, self.numel)
@@ -203,6 +223,11 @@ class RecordSchema:
             moments = (Section("weight_lo", "<i2", self.numel), *moments)
         groups = (weights, moments, (Section("gradient", "<f4", self.numel),))
         return GroupLayout(group, groups[group], sum(map(len, groups[:group])))
+
+    def _frozen_section(self) -> Section:
+        if self.quantized is not None:
+            return Section("weight", "|u1", self.quantized.nbytes)
+        return Section("weight", "<f4" if self.weight_format is WeightFormat.FP32 else "<u2", self.numel)
 
     @cached_property
     def sections(self) -> int:
@@ -220,22 +245,26 @@ class RecordSchema:
             "numel": self.numel,
             "weight_format": self.weight_format.value,
             "placement": self.placement.value,
-            # Stores without frozen records and narrow moments stay as they have always been, byte for byte.
+            # Stores without what came later stay as they have always been, byte for byte.
             **({"training": self.training.value} if self.frozen else {}),
             **({} if self.moments is MomentFormat.FP32 else {"moments": self.moments.value}),
+            **({} if self.quantized is None else self.quantized.as_json()),
         }
 
     @classmethod
     def from_json(cls, value: dict[str, object]) -> RecordSchema:
         """Raises StoreFormatError for what ``as_json`` would not have written."""
         try:
+            weight_format = WeightFormat(value["weight_format"])
+            codes = weight_format.codes
             return cls(
                 str(value["name"]),
                 int(str(value["numel"])),
-                WeightFormat(value["weight_format"]),
+                weight_format,
                 Placement(value["placement"]),
                 Training(value.get("training", Training.TRAINED.value)),
                 MomentFormat(value.get("moments", MomentFormat.FP32.value)),
+                None if codes is None else QuantizedLayout.from_json(codes, value["parts"]),
             )
         except (KeyError, TypeError, ValueError, ConfigError) as error:
             raise StoreFormatError(f"not a record schema: {value!r} ({error})") from error
@@ -257,5 +286,8 @@ def moment_sections(moments: MomentFormat, numel: int) -> tuple[Section, ...]:
 
 def format_version(schemas: Iterable[RecordSchema]) -> int:
     """The version that the index of a store with ``schemas`` says."""
+    schemas = list(schemas)
+    if any(schema.quantized is not None for schema in schemas):
+        return QUANTIZED_WEIGHTS_VERSION
     narrow = any(schema.moments is not MomentFormat.FP32 for schema in schemas)
     return NARROW_MOMENTS_VERSION if narrow else FORMAT_VERSION

@@ -12,6 +12,7 @@ from tierstore import _native
 from tierstore.cache.access import Need, Phase
 from tierstore.cache.config import Scope
 from tierstore.errors import StoreError
+from tierstore.quant.values import quantize
 from tierstore.store.core import StoreCore, check_array
 from tierstore.store.format import (
     Group,
@@ -123,6 +124,10 @@ def _content(new: NewRecord, shape: RecordSchema) -> list[npt.NDArray[np.generic
     check_array(_weight_of(new), values, shape.numel)
     if shape.weight_format is WeightFormat.FP32:
         return [np.ascontiguousarray(values)]
+    if shape.quantized is not None:
+        data = np.empty(shape.quantized.nbytes, np.uint8)
+        quantize(shape.quantized, values, data, name=_weight_of(new))
+        return [data]
     high, low = np.empty(shape.numel, np.uint16), np.empty(shape.numel, np.int16)
     _native.split_bf16(high, low, np.ascontiguousarray(values))
     return [high] if shape.frozen else [high, low]

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tierstore._native import Arena, Buffer, Engine, HugePages
+from tierstore.quant.weights import QuantizedWeights, Weights
 from tierstore.tiers.device import tensor_of
 from tierstore.tiers.slots import DeviceSlots
 
@@ -65,8 +66,9 @@ class CudaDeviceTier:
     ) -> None:
         self.device = device
         self.slots = slots
-        self._weights = _slots(slots.weights, slots.weight_bytes, slots.numel, slots.compute, device)
-        self._gradients = _slots(slots.gradients, slots.gradient_bytes, slots.numel, torch.float32, device)
+        self._weights = _slots(slots.weights, slots.weight_bytes, slots.weight_content_bytes, device)
+        gradients = _slots(slots.gradients, slots.gradient_bytes, slots.numel * 4, device)
+        self._gradients = [slot.view(torch.float32) for slot in gradients]
         # Frozen experts have no gradient slots; an arena has at least a page.
         self._host_arena = Arena(max(slots.gradients * slots.gradient_bytes, 4096), huge_pages)
         pin_arena(self._host_arena)
@@ -81,7 +83,7 @@ class CudaDeviceTier:
         self._down = _CopyThread(engine, device, "tierstore-d2h")
 
     def load(self, slot: int, source: Buffer, after: Sequence[int]) -> int:
-        target, idle = self._weights[slot].view(torch.uint8), self._idle[slot]
+        target, idle = self._weights[slot], self._idle[slot]
 
         def copy() -> None:
             self._up.stream.wait_event(idle)
@@ -93,8 +95,10 @@ class CudaDeviceTier:
 
         return self._up.submit(after, copy)
 
-    def weights(self, slot: int) -> torch.Tensor:
-        return self._weights[slot]
+    def weights(self, slot: int) -> Weights:
+        if self.slots.quantized is not None:
+            return QuantizedWeights(self.slots.quantized, self._weights[slot])
+        return self._weights[slot].view(self.slots.compute)
 
     def release_weights(self, slot: int) -> None:
         self._idle[slot] = self._reached()
@@ -130,15 +134,13 @@ class CudaDeviceTier:
         unpin_arena(self._host_arena)
 
 
-def _slots(
-    count: int, stride: int, numel: int, dtype: torch.dtype, device: torch.device
-) -> list[torch.Tensor]:
-    """Flat tensors that start every ``stride`` bytes. A product's kernel depends on how its operands are aligned, and
+def _slots(count: int, stride: int, nbytes: int, device: torch.device) -> list[torch.Tensor]:
+    """Bytes that start every ``stride`` bytes. A product's kernel depends on how its operands are aligned, and
     its bits may not depend on the slot.
     """
     memory = torch.empty(count * stride, dtype=torch.uint8, device=device)
     starts = range(0, count * stride, stride)
-    return [memory[start : start + numel * dtype.itemsize].view(dtype) for start in starts]
+    return [memory[start : start + nbytes] for start in starts]
 
 
 def pin_arena(arena: Arena) -> None:

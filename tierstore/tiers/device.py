@@ -17,7 +17,8 @@ from typing import Protocol
 
 import torch
 
-from tierstore._native import Arena, Buffer, Engine, HugePages
+from tierstore._native import Arena, Buffer, Engine, HugePages, QuantProducts
+from tierstore.quant.weights import QuantizedWeights, Weights
 from tierstore.tiers.slots import DeviceSlots
 
 
@@ -47,8 +48,8 @@ class DeviceTier(Protocol):
         """
         ...
 
-    def weights(self, slot: int) -> torch.Tensor:
-        """Weight slot ``slot``, flat, in the compute type; valid after its load."""
+    def weights(self, slot: int) -> Weights:
+        """Weight slot ``slot``, flat, in the compute type, or quantised (``slots.quantized``); valid after its load."""
         ...
 
     def release_weights(self, slot: int) -> None:
@@ -91,35 +92,43 @@ class HostDeviceTier:
         self.device = torch.device("cpu")
         weight_end = slots.weights * slots.weight_bytes
         self._weights = [
-            self._buffer(i * slots.weight_bytes, slots.weight_bytes, slots.numel * slots.compute.itemsize)
+            self._buffer(i * slots.weight_bytes, slots.weight_bytes, slots.weight_content_bytes)
             for i in range(slots.weights)
         ]
         self._gradients = [
             self._buffer(weight_end + i * slots.gradient_bytes, slots.gradient_bytes, slots.numel * 4)
             for i in range(slots.gradients)
         ]
-        self._slot_tensors = [tensor_of(buffer, slots.compute) for buffer in self._weights]
-        #: What each slot gives: its own tensor, or one over the source of its last load.
-        self._weight_tensors = list(self._slot_tensors)
+        #: Computes with quantised weights, on as many threads as torch.
+        self._products = None if slots.quantized is None else QuantProducts(torch.get_num_threads())
+        self._slot_weights = [self._weights_in(buffer) for buffer in self._weights]
+        #: What each slot gives: its own memory, or the source of its last load.
+        self._given = list(self._slot_weights)
         self._gradient_tensors = [tensor_of(buffer, torch.float32) for buffer in self._gradients]
         self._free: deque[tuple[int, list[int]]] = deque((slot, []) for slot in range(slots.gradients))
 
     def _buffer(self, offset: int, capacity: int, nbytes: int) -> Buffer:
         return Buffer(self._arena, [(offset, capacity)], nbytes)
 
+    def _weights_in(self, buffer: Buffer) -> Weights:
+        """The weights in ``buffer``, which is contiguous, without a copy."""
+        if self.slots.quantized is None:
+            return tensor_of(buffer, self.slots.compute)
+        return QuantizedWeights(self.slots.quantized, tensor_of(buffer, torch.uint8), self._products)
+
     def load(self, slot: int, source: Buffer, after: Sequence[int]) -> int:
         if self._loads is WeightLoads.IN_PLACE and source.contiguous:
-            self._weight_tensors[slot] = tensor_of(source, self.slots.compute)
+            self._given[slot] = self._weights_in(source)
             return self._engine.barrier(after)
-        self._weight_tensors[slot] = self._slot_tensors[slot]
+        self._given[slot] = self._slot_weights[slot]
         return self._engine.copy(self._weights[slot], source, after=after)
 
-    def weights(self, slot: int) -> torch.Tensor:
-        return self._weight_tensors[slot]
+    def weights(self, slot: int) -> Weights:
+        return self._given[slot]
 
     def release_weights(self, slot: int) -> None:
         """The caller computes, and has finished."""
-        self._weight_tensors[slot] = self._slot_tensors[slot]
+        self._given[slot] = self._slot_weights[slot]
 
     def allocate_gradient(self) -> tuple[int, list[int]]:
         return self._free.popleft()
@@ -135,9 +144,11 @@ class HostDeviceTier:
         self._free.append((slot, list(after)))
 
     def close(self) -> None:
-        self._weight_tensors.clear()
-        self._slot_tensors.clear()
+        self._given.clear()
+        self._slot_weights.clear()
         self._gradient_tensors.clear()
+        if self._products is not None:
+            self._products.close()
 
 
 def tensor_of(buffer: Buffer, dtype: torch.dtype) -> torch.Tensor:

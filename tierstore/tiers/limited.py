@@ -8,6 +8,7 @@ import torch
 
 from tierstore._native import Activity, Buffer, Engine, Link
 from tierstore.links import LinkConfig, limited, open_link
+from tierstore.quant.weights import Weights
 from tierstore.tiers.device import DeviceTier
 from tierstore.tiers.slots import DeviceSlots
 
@@ -54,7 +55,7 @@ class LimitedTier:
         before = [*after, *self._idle[slot]]
         return limited(self._engine, self._link, ticket, source.nbytes, activity=Activity.COPY, after=before)
 
-    def weights(self, slot: int) -> torch.Tensor:
+    def weights(self, slot: int) -> Weights:
         return self._tier.weights(slot)
 
     def release_weights(self, slot: int) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from tierstore.quant.layout import QuantizedLayout
+
 _PAGE = 4096
 
 
@@ -22,16 +24,25 @@ E = TypeVar("E", bound=ElementType)
 
 @dataclass(frozen=True)
 class DeviceSlots(Generic[E]):
-    """How many slots of ``numel`` elements: weights in the compute type, gradients in fp32."""
+    """How many slots of ``numel`` elements: weights in the compute type, or as codes where they are ``quantized``;
+    gradients in fp32.
+    """
 
     numel: int
     compute: E
     weights: int = 4
     gradients: int = 3
+    quantized: QuantizedLayout | None = None
+
+    @property
+    def weight_content_bytes(self) -> int:
+        """Bytes of the weights in a slot."""
+        return self.numel * self.compute.itemsize if self.quantized is None else self.quantized.nbytes
 
     @property
     def weight_bytes(self) -> int:
-        return _padded(self.numel * self.compute.itemsize)
+        """Bytes of a weight slot."""
+        return _padded(self.weight_content_bytes)
 
     @property
     def gradient_bytes(self) -> int:

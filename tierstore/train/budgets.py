@@ -7,7 +7,9 @@ from enum import Enum
 
 from tierstore.errors import BudgetError
 from tierstore.model.config import ComputeDtype
+from tierstore.model.spec import ModelSpec
 from tierstore.moe.lora import PairShape
+from tierstore.quant.layout import QuantizedLayout
 from tierstore.store.format import SECTION_ALIGNMENT, MomentFormat, RecordSchema, Training, WeightFormat
 from tierstore.store.opening import minimum_host_budget
 from tierstore.tiers.slots import DeviceSlots
@@ -82,21 +84,34 @@ def expert_record(
     compute: ComputeDtype,
     training: Training = Training.TRAINED,
     moments: MomentFormat = MomentFormat.FP32,
+    *,
+    quantized: QuantizedLayout | None = None,
 ) -> RecordSchema:
-    """The records of experts of ``numel`` parameters whose products are of type ``compute``; ``moments`` of trained ones."""
-    if compute is not ComputeDtype.BF16:
+    """The records of experts of ``numel`` parameters whose products are of type ``compute``; ``moments`` of trained ones.
+    ``quantized``: how the weights of frozen ones lie, where they are codes.
+    """
+    if quantized is not None:
+        kept = WeightFormat(quantized.codes.value)
+    elif compute is not ComputeDtype.BF16:
         kept = WeightFormat.FP32
     else:
         kept = WeightFormat.BF16 if training is Training.FROZEN else WeightFormat.SPLIT_BF16
     moments = MomentFormat.FP32 if training is Training.FROZEN else moments
-    return RecordSchema(EXPERT_SCHEMA, numel, kept, training=training, moments=moments)
+    return RecordSchema(EXPERT_SCHEMA, numel, kept, training=training, moments=moments, quantized=quantized)
+
+
+def quantized_layout(model: ModelSpec) -> QuantizedLayout | None:
+    """How the weights of the experts of ``model`` lie, where they are codes."""
+    return None if model.expert_codes is None else model.expert_shape.quantized(model.expert_codes)
 
 
 def expert_schema(config: TrainConfig) -> RecordSchema:
     """The records of experts; LoRA leaves them as they are."""
     training = Training.FROZEN if config.lora.enabled else Training.TRAINED
     numel, compute = config.model.expert_shape.numel, config.model.compute_dtype
-    return expert_record(numel, compute, training, config.adamw.moments)
+    return expert_record(
+        numel, compute, training, config.adamw.moments, quantized=quantized_layout(config.model)
+    )
 
 
 def pair_schema(config: TrainConfig) -> RecordSchema | None:
@@ -137,7 +152,7 @@ def _slots(config: TrainConfig, schema: RecordSchema, count: int) -> _Slots:
     gradients, pairs = min(count, 3), pair_schema(config)
     compute = config.model.compute_dtype
     return _Slots(
-        DeviceSlots(schema.numel, compute, weights=count, gradients=0 if schema.frozen else gradients),
+        DeviceSlots(schema.numel, compute, count, 0 if schema.frozen else gradients, schema.quantized),
         None if pairs is None else DeviceSlots(pairs.numel, ComputeDtype.FP32, count, gradients),
     )
 

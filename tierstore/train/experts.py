@@ -101,7 +101,9 @@ class ExpertOpener:
         """What the model leases its experts from; ``stack`` closes the device tiers."""
         lora, slots = self.config.lora, self.budgets.slots
         compute = self.config.model.compute_dtype.torch
-        tier = self._tier(stack, DeviceSlots(slots.numel, compute, slots.weights, slots.gradients))
+        tier = self._tier(
+            stack, DeviceSlots(slots.numel, compute, slots.weights, slots.gradients, slots.quantized)
+        )
         if not lora.enabled:
             return self._trained(tier, expert_key)
         base = FrozenExperts(

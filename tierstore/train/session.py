@@ -486,6 +486,11 @@ def _check_records(config: TrainConfig, schemas: Sequence[RecordSchema]) -> None
                 else "LoRA needs an import with --frozen"
             )
         )
+    if found is not None and found.quantized is not None:
+        raise ConfigError(
+            f"{config.store}: its experts are kept in {found.weight_format.value}, for forward passes alone: LoRA needs an "
+            "import with --frozen and without --weights"
+        )
     kept, moments = held.get(PAIR_SCHEMA), config.adamw.moments
     trained = kept if found is not None and found.frozen else found
     if trained is not None and trained.moments is not moments:

@@ -214,7 +214,7 @@ class SyntheticStack:
         for lease in self._experts.backward(unit, range(self._shape.experts)):
             self._computer.launch(self._expert_s(Phase.BACKWARD))
             assert lease.gradients is not None
-            torch.mul(lease.weights, 1e-3, out=lease.gradients)
+            torch.mul(lease.flat, 1e-3, out=lease.gradients)
         self._computer.launch(self._dense_s(Phase.BACKWARD))
         self._dense.reduce(unit)
 

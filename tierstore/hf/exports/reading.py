@@ -19,12 +19,14 @@ from tierstore._native import Buffer, Priority
 from tierstore.dense import UnitLayout
 from tierstore.errors import StoreFormatError
 from tierstore.parallel import ExpertBlocks
+from tierstore.quant.values import dequantize
 from tierstore.store.config import StoreConfig
 from tierstore.store.core import StoreCore
 from tierstore.store.directories import rank_directories
-from tierstore.store.format import Group, GroupLayout, RecordSchema, WeightFormat
-from tierstore.store.opening import minimum_host_budget, read_schemas, scratch_buffers
+from tierstore.store.format import Group, RecordSchema, WeightFormat
+from tierstore.store.opening import minimum_host_budget, read_schemas
 from tierstore.store.parameter_store import ParameterStore
+from tierstore.store.scratch import scratch_buffers
 from tierstore.train.experts import expert_key
 from tierstore.train.ranks import newest_common
 from tierstore.train.state import TrainState
@@ -76,6 +78,8 @@ class StoredWeights:
         weight = sections[0].array()
         if schema.weight_format is WeightFormat.FP32:
             return weight.view(np.float32)
+        if schema.quantized is not None:
+            return dequantize(schema.quantized, weight)
         wide = np.empty(schema.numel, np.float32)
         if schema.frozen:
             _native.widen_bf16(wide, weight.view(np.uint16))
@@ -87,6 +91,8 @@ class StoredWeights:
         """The same as bf16's bits: what a forward pass computes with, or the masters rounded to nearest even."""
         schema, sections = self._record(expert_key(layer, expert), expert, experts, masters=False)
         weight = sections[0].array()
+        if schema.quantized is not None:
+            return round_bf16(dequantize(schema.quantized, weight))
         return (
             round_bf16(weight.view(np.float32))
             if schema.weight_format is WeightFormat.FP32
@@ -120,7 +126,7 @@ class StoredWeights:
 
     def _memory(self, schema: RecordSchema, group: Group) -> list[Buffer]:
         if (schema.name, group) not in self._scratch:
-            self._scratch[schema.name, group] = _buffers(schema.layout(group))
+            self._scratch[schema.name, group] = scratch_buffers(schema.layout(group))
         return self._scratch[schema.name, group]
 
     # Dense parameters ---------------------------------------------------------------------------------------
@@ -159,7 +165,7 @@ class StoredWeights:
             raise StoreFormatError(
                 f"{core.directory}: record {layout.key!r} has {live.schema.numel} values, expected {layout.slice_numel}"
             )
-        sections = _buffers(live.schema.layout(Group.WEIGHTS))
+        sections = scratch_buffers(live.schema.layout(Group.WEIGHTS))
         core.wait([live.read(Group.WEIGHTS, sections, (), Priority.DEMAND)])
         array = sections[0].array()
         if live.schema.weight_format is WeightFormat.FP32:
@@ -202,9 +208,3 @@ def round_bf16(values: Floats) -> Bits:
 
     bits: Bits = torch.from_numpy(values).to(torch.bfloat16).view(torch.uint16).numpy()
     return bits
-
-
-def _buffers(layout: GroupLayout) -> list[Buffer]:
-    """Memory for one slot of ``layout``, which lives as long as these: one Buffer a section."""
-    with scratch_buffers(layout) as sections:
-        return sections

@@ -24,6 +24,7 @@ from tierstore.hf.checkpoints.checkpoint import ReadWindow
 from tierstore.hf.checkpoints.weights import WeightReader
 from tierstore.hf.families import Part
 from tierstore.hf.manifest import ParameterEntry
+from tierstore.quant.values import quantize
 from tierstore.store.format import SECTION_ALIGNMENT, RecordSchema, WeightFormat
 from tierstore.store.loading import RecordLoader
 from tierstore.train.budgets import EXPERT_SCHEMA
@@ -70,21 +71,29 @@ class _ExpertBuffers:
             self._buffers.append(Buffer(arena, [(offset, section.padded_nbytes)], section.nbytes))
             offset += section.padded_nbytes
         self._sections = len(sections)
-        self._bf16 = schema.weight_format is not WeightFormat.FP32
+        self._quantized = schema.quantized
+        self._bf16 = schema.weight_format in (WeightFormat.BF16, WeightFormat.SPLIT_BF16)
         self._exact = False
         #: Writes out of this memory.
         self.tickets: list[int] = []
 
     @staticmethod
     def nbytes(schema: RecordSchema) -> int:
-        """Bytes of one."""
+        """Bytes of one, with the fp32 weights that are quantised while it is filled."""
         split = schema.weight_format is WeightFormat.SPLIT_BF16
         sections = [section for group in schema.groups for section in schema.layout(group).sections]
-        return sum(section.padded_nbytes for section in sections[: 2 if split else 1])
+        wide = 0 if schema.quantized is None else 4 * schema.numel
+        return wide + sum(section.padded_nbytes for section in sections[: 2 if split else 1])
 
-    def fill(self, parts: Sequence[Part], weights: WeightReader, window: ReadWindow) -> None:
-        """Reads an expert. Raises DataError, OSError."""
+    def fill(self, key: str, parts: Sequence[Part], weights: WeightReader, window: ReadWindow) -> None:
+        """Reads the expert of record ``key``. Raises DataError, OSError."""
         first = self._buffers[0].array()
+        if self._quantized is not None:
+            wide = np.empty(self._quantized.numel, np.float32)
+            for part in parts:
+                weights.read_fp32(part, 0, part.numel, wide[part.offset : part.offset + part.numel], window)
+            quantize(self._quantized, wide, first, name=f"record {key!r}")
+            return
         self._exact = self._bf16
         for part in parts:
             begin, end = part.offset, part.offset + part.numel
@@ -171,7 +180,7 @@ class Filler:
         return window
 
     def _read(self, job: ExpertJob, buffers: _ExpertBuffers) -> None:
-        buffers.fill(job.parts, self._weights, self._window())
+        buffers.fill(job.key, job.parts, self._weights, self._window())
 
     def _take(self) -> _ExpertBuffers:
         """Memory for one more expert; waits until the writes out of it have ended."""

@@ -43,8 +43,10 @@ from tierstore.hf.imports.model_files import (
     copy_companions,
 )
 from tierstore.hf.manifest import BUFFERS_KEY, ImportProgress, ImportState, Manifest, Weights, pack_arrays
+from tierstore.hf.spec import HfSpec
 from tierstore.model.config import ComputeDtype
 from tierstore.parallel import Mesh, RankEnvironment
+from tierstore.quant.layout import CodeFormat
 from tierstore.store.config import StoreConfig
 from tierstore.store.directories import rank_directories, rank_directory
 from tierstore.store.disk.home import (
@@ -59,7 +61,7 @@ from tierstore.store.format import MomentFormat, RecordSchema, Training
 from tierstore.store.loading import RecordLoader
 from tierstore.store.opening import OpenAt, minimum_host_budget, read_states
 from tierstore.store.parameter_store import ParameterStore
-from tierstore.train.budgets import EXPERT_SCHEMA, expert_record
+from tierstore.train.budgets import EXPERT_SCHEMA, expert_record, quantized_layout
 from tierstore.train.experts import expert_key
 from tierstore.train.state import IMPORT_KEY, STATE_KEY, TrainState
 from tierstore.units import format_bytes
@@ -73,13 +75,14 @@ class ImportOptions:
     """How a checkpoint is imported.
 
     ``compute`` None: fp32 for a checkpoint in fp32, else bf16. ``moments``: how those of trained experts will be kept.
-    ``host_budget`` (bytes) is for experts on their way; two at
-    least are held. A commit follows every ``commit_bytes`` of the source.
+    ``codes``: in what the weights of frozen experts are kept; None: in the compute type. ``host_budget`` (bytes) is for
+    experts on their way; two at least are held. A commit follows every ``commit_bytes`` of the source.
     """
 
     compute: ComputeDtype | None = None
     weights: Weights = Weights.TRAINABLE
     moments: MomentFormat = MomentFormat.FP32
+    codes: CodeFormat | None = None
     host_budget: int = 64 << 20
     commit_bytes: int = 1 << 30
 
@@ -88,6 +91,10 @@ class ImportOptions:
             raise ConfigError(
                 "moments: frozen experts have none; those of the pairs beside them are chosen when they are trained "
                 "(adamw.moments)"
+            )
+        if self.codes is not None and self.weights is not Weights.FROZEN:
+            raise ConfigError(
+                f"codes: weights in {self.codes.value} cannot be trained: they are for frozen experts alone"
             )
 
 
@@ -188,6 +195,7 @@ def plan_import(source: Path, options: ImportOptions, mesh: Mesh) -> ImportPlan:
     manifest = replace(
         matched.manifest,
         weights=options.weights,
+        codes=options.codes,
         files=tuple(companion_files(source)),
         carried=tuple(carried_entries(matched.carried)),
         source=source.name or str(source.resolve().name),
@@ -200,7 +208,10 @@ def plan_import(source: Path, options: ImportOptions, mesh: Mesh) -> ImportPlan:
     owned = mesh.blocks(manifest.experts.count).owned(mesh.expert.rank)
     jobs = list(_jobs(matched, layouts, mesh.world.rank, owned))
     training = Training.FROZEN if manifest.weights is Weights.FROZEN else Training.TRAINED
-    expert = expert_record(manifest.experts.numel, manifest.compute, training, options.moments)
+    quantized = quantized_layout(HfSpec(manifest=manifest, config=config))
+    expert = expert_record(
+        manifest.experts.numel, manifest.compute, training, options.moments, quantized=quantized
+    )
     schemas = [expert, *dense_schemas(layouts, expert.training)]
     counts = {schema.name: 0 for schema in schemas}
     counts[EXPERT_SCHEMA] = len(owned) * len(manifest.experts.layers)
@@ -287,6 +298,7 @@ def _state(plan: ImportPlan, mesh: Mesh) -> ImportState:
         expert_ranks=mesh.expert.size,
         rank=mesh.world.rank,
         moments=plan.schemas[0].moments,
+        codes=manifest.codes,
     )
 
 
@@ -377,8 +389,9 @@ def _check_same(directory: Path, state: ImportState) -> None:
 
 
 def _options(state: ImportState) -> str:
+    codes = "" if state.codes is None else f" as {state.codes.value}"
     return (
-        f"compute {state.compute.value}, {state.weights.value}, moments {state.moments.value}, rank {state.rank} of "
+        f"compute {state.compute.value}, {state.weights.value}{codes}, moments {state.moments.value}, rank {state.rank} of "
         f"{state.ranks} in groups of {state.expert_ranks}"
     )
 

@@ -1,0 +1,133 @@
+"""How quantised weights lie in a record. Imports no torch.
+
+A record's weights are parts, one after another: matrices, and values that stay as they are (biases). A matrix of N rows
+(outputs) and K columns (inputs) is kept as codes, N x ceil(K / 64) blocks of 64 of them, and behind those the fp32 numbers
+of its blocks. Each array starts at a multiple of ``ALIGNMENT`` bytes; the gaps are zero. ``native/quant/quantize.hpp`` says
+what a code stands for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from tierstore import _native
+from tierstore.errors import ConfigError
+
+#: Weights of one block, which share a scale.
+BLOCK = _native.QUANT_BLOCK
+#: Arrays in a record start at multiples of this many bytes.
+ALIGNMENT = 64
+
+
+class CodeFormat(StrEnum):
+    """Codes of 8 bits with a scale a block (1.06 bytes a weight), or of 4 bits with a scale and a least value (0.63)."""
+
+    INT8 = "int8"
+    INT4 = "int4"
+
+    @property
+    def native(self) -> _native.QuantFormat:
+        """What the kernels call it."""
+        return _native.QuantFormat.INT8 if self is CodeFormat.INT8 else _native.QuantFormat.INT4
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of the codes of a block."""
+        return BLOCK if self is CodeFormat.INT8 else BLOCK // 2
+
+    @property
+    def block_floats(self) -> int:
+        """Numbers beside the codes of a block."""
+        return 1 if self is CodeFormat.INT8 else 2
+
+
+class PartKind(StrEnum):
+    """What a part of an expert's flat weights is."""
+
+    MATRIX = "matrix"  # (rows, columns) = (outputs, inputs)
+    TRANSPOSED = "transposed"  # flat, it lies as (columns, rows); its codes are those of a MATRIX
+    PLAIN = "plain"  # values that stay fp32
+
+
+@dataclass(frozen=True)
+class WeightPart:
+    """``rows`` x ``columns`` values, which follow those of the part before. Of PLAIN ones ``rows`` is 1."""
+
+    kind: PartKind
+    rows: int
+    columns: int
+
+    def __post_init__(self) -> None:
+        if self.rows < 1 or self.columns < 1:
+            raise ConfigError(f"weight part: expected rows and columns, got {self.rows} x {self.columns}")
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.columns
+
+
+@dataclass(frozen=True)
+class PartSpan:
+    """Where a part lies: ``first`` value in the flat weights; byte ``codes`` and ``scales`` in the record, with their ends.
+
+    A PLAIN part has no codes, and its values where others have scales.
+    """
+
+    part: WeightPart
+    first: int
+    codes: int
+    codes_end: int
+    scales: int
+    scales_end: int
+
+
+@dataclass(frozen=True)
+class QuantizedLayout:
+    """How the weights of a class of records lie."""
+
+    codes: CodeFormat
+    parts: tuple[WeightPart, ...]
+
+    @cached_property
+    def numel(self) -> int:
+        """Weights."""
+        return sum(part.numel for part in self.parts)
+
+    @cached_property
+    def spans(self) -> tuple[PartSpan, ...]:
+        """Where each part lies."""
+        spans: list[PartSpan] = []
+        first = offset = 0
+        for part in self.parts:
+            blocks = part.rows * -(-part.columns // BLOCK)
+            plain = part.kind is PartKind.PLAIN
+            codes_end = offset + (0 if plain else blocks * self.codes.block_bytes)
+            scales = _aligned(codes_end)
+            end = scales + 4 * (part.numel if plain else blocks * self.codes.block_floats)
+            spans.append(PartSpan(part, first, offset, codes_end, scales, end))
+            first, offset = first + part.numel, _aligned(end)
+        return tuple(spans)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the weights of one record, gaps included."""
+        return _aligned(self.spans[-1].scales_end)
+
+    def as_json(self) -> dict[str, object]:
+        """The parts alone: the format is the schema's."""
+        return {"parts": [[part.kind.value, part.rows, part.columns] for part in self.parts]}
+
+    @classmethod
+    def from_json(cls, codes: CodeFormat, parts: object) -> QuantizedLayout:
+        """Raises TypeError, ValueError or ConfigError for what ``as_json`` would not have written."""
+        if not isinstance(parts, Sequence) or not parts:
+            raise ValueError(f"parts: expected a list of [kind, rows, columns], got {parts!r}")
+        made = tuple(WeightPart(PartKind(kind), int(rows), int(columns)) for kind, rows, columns in parts)
+        return cls(codes, made)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,107 @@
+"""Quantised weights as a computation sees them: where they lie, and products with them.
+
+On the CPU products read the codes themselves (``native/quant``); on another device a matrix is first dequantised to the
+compute type.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tierstore import _native
+from tierstore.errors import ConfigError
+from tierstore.quant.layout import BLOCK, CodeFormat, PartSpan, QuantizedLayout
+
+#: Codes that share a byte lie this far apart.
+_HALF = 16
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeights:
+    """The weights of one expert: the bytes of its record, 1-D uint8. ``products`` computes, if they are the CPU's."""
+
+    layout: QuantizedLayout
+    data: Tensor
+    products: _native.QuantProducts | None = None
+
+    def __post_init__(self) -> None:
+        if self.data.dtype != torch.uint8 or self.data.shape != (self.layout.nbytes,):
+            raise ValueError(
+                f"expected {self.layout.nbytes} bytes, got {tuple(self.data.shape)} of {self.data.dtype}"
+            )
+        if self.data.device.type == "cpu" and self.products is None:
+            raise ValueError("products: expected what computes them on the CPU")
+
+    def multiply(self, index: int, x_MK: Tensor, out_MN: Tensor) -> None:
+        """``out = x W^T`` with part ``index``, a matrix; both are fp32 or bf16.
+
+        On the CPU a row of ``out`` depends on its row of ``x`` alone: sums are fp32, in an order that the matrix fixes.
+        """
+        span = self.layout.spans[index]
+        if self.products is None:
+            torch.mm(x_MK, self.matrix(index, x_MK.dtype).t(), out=out_MN)
+            return
+        codes = self.data[span.codes : span.codes_end].numpy()
+        scales = self.data[span.scales : span.scales_end].numpy().view(np.float32)
+        # A slice of an expert's own rows is contiguous; others are copied.
+        out = (
+            out_MN
+            if out_MN.is_contiguous()
+            else torch.empty_like(out_MN, memory_format=torch.contiguous_format)
+        )
+        x = x_MK.detach().contiguous()
+        self.products.multiply(self.layout.codes.native, _array(out), _array(x), codes, scales)  # type: ignore[arg-type]
+        if out is not out_MN:
+            out_MN.copy_(out)
+
+    def plain(self, index: int) -> Tensor:
+        """Part ``index``, values that are kept as they are: fp32, 1-D."""
+        span = self.layout.spans[index]
+        return self.data[span.scales : span.scales_end].view(torch.float32)
+
+    def matrix(self, index: int, dtype: torch.dtype) -> Tensor:
+        """Part ``index``, a matrix, dequantised in fp32 and rounded to ``dtype``: (outputs, inputs), where the codes are."""
+        span = self.layout.spans[index]
+        blocks = -(-span.part.columns // BLOCK)
+        codes = self.data[span.codes : span.codes_end].view(span.part.rows, blocks, -1)
+        scales = self._scales(span).view(span.part.rows, blocks, -1, 1)
+        if self.layout.codes is CodeFormat.INT8:
+            weights = codes.view(torch.int8).float() * scales[:, :, 0]
+        else:
+            halves = codes.view(span.part.rows, blocks, -1, _HALF)
+            both = torch.stack((halves & 15, halves >> 4), dim=3).view(span.part.rows, blocks, BLOCK)
+            weights = both.float() * scales[:, :, 0] + scales[:, :, 1]
+        return weights.view(span.part.rows, -1)[:, : span.part.columns].to(dtype)
+
+    def _scales(self, span: PartSpan) -> Tensor:
+        return self.data[span.scales : span.scales_end].view(torch.float32)
+
+
+#: An expert's weights: a flat tensor in the compute type, or quantised.
+Weights = Tensor | QuantizedWeights
+
+
+def plain_weights(weights: Weights) -> Tensor:
+    """``weights`` where nothing but a flat tensor will do. Raises ConfigError for quantised ones."""
+    if isinstance(weights, QuantizedWeights):
+        raise ConfigError(
+            f"experts in {weights.layout.codes.value} compute forward passes alone: they are not trained, and no gradient "
+            "flows through them"
+        )
+    return weights
+
+
+def _array(matrix: Tensor) -> npt.NDArray[np.generic]:
+    """A view that the kernels take: fp32, or bf16's bits. Raises ValueError for another type."""
+    if matrix.dtype == torch.float32:
+        fp32: npt.NDArray[np.generic] = matrix.numpy()
+        return fp32
+    if matrix.dtype == torch.bfloat16:
+        bits: npt.NDArray[np.generic] = matrix.view(torch.uint16).numpy()
+        return bits
+    raise ValueError(f"products with quantised weights: expected fp32 or bf16, got {matrix.dtype}")
