@@ -27,12 +27,20 @@ from tierstore.deploy.compress.calibration import calibrate
 from tierstore.deploy.compress.distilling import learning_rate, objective
 from tierstore.deploy.compress.grouping import LayerUse
 from tierstore.deploy.compress.student import write_student
-from tierstore.deploy.config import CompressionConfig, DeployConfig, DistillationConfig, Method, StageName
+from tierstore.deploy.config import (
+    CompressionConfig,
+    DeployConfig,
+    DistillationConfig,
+    ExpertWeights,
+    Method,
+    StageName,
+)
 from tierstore.deploy.pipeline import deploy
 from tierstore.deploy.stage import DeployInterrupted
 from tierstore.deploy.teacher import open_teacher
 from tierstore.deploy.text import read_windows
 from tierstore.errors import ConfigError
+from tierstore.hf.exports.exporting import export
 from tierstore.hf.manifest import Manifest, Weights
 
 _EXPERTS = 8
@@ -280,6 +288,28 @@ def test_killed_in_every_stage_it_ends_in_the_same_bits(store: Path, text: Path,
     assert child.returncode == 0
     assert store_checks(killed.target) == store_checks(straight.target)
     assert not killed.target.with_name("killed.partial").exists()
+
+
+@pytest.mark.parametrize("weights", [ExpertWeights.INT8, ExpertWeights.INT4])
+def test_quantised_weights_have_their_loss_beside_the_teachers(
+    weights: ExpertWeights, store: Path, text: Path, tmp_path: Path
+) -> None:
+    """The oracle: transformers with the weights of the records, dequantised."""
+    from transformers import AutoModelForCausalLM
+
+    config = replace(_config(store, tmp_path / "d", text), compression=CompressionConfig(weights=weights))
+    done = deploy(config, until=StageName.SEGMENTATION)
+    figures: Any = done.records[1].figures
+    quantized = done.directory / done.records[1].store
+    assert figures["bytes_after"] < figures["bytes_before"]
+    export(quantized, tmp_path / "m")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
+    held = read_windows([text], None, length=32, held_out=2).held
+    with torch.no_grad():
+        logits = model(held).logits
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), held[:, 1:].flatten())
+    assert figures["quantized_loss"] == pytest.approx(float(loss), abs=1e-4)
+    assert figures["quantized_loss"] == pytest.approx(figures["teacher_loss"], abs=0.01)
 
 
 def test_a_pruned_model_without_distillation(store: Path, text: Path, tmp_path: Path) -> None:
