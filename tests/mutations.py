@@ -226,8 +226,8 @@ MUTATIONS = [
     Mutation(
         "an opening that fails keeps its lease",
         "tierstore/store/opening.py",
-        "        lease = stack.enter_context(DirectoryLease(directory))\n        index =",
-        "        lease = DirectoryLease(directory)\n        index =",
+        "        lease = stack.enter_context(DirectoryLease(directory, access=access))\n        index =",
+        "        lease = DirectoryLease(directory, access=access)\n        index =",
         PROCESSES + "test_memory_that_is_not_to_be_had_is_one_clear_error",
     ),
     Mutation(

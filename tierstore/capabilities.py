@@ -226,13 +226,13 @@ def _read(path: Path) -> str:
         return ""
 
 
-def require_package(name: str, purpose: str) -> Any:
-    """The module ``name`` of a package of the extra ``hf``, imported when it is first needed. Raises CapabilityError saying
-    how to install it for ``purpose``.
+def require_package(name: str, purpose: str, *, extra: str = "hf") -> Any:
+    """The module ``name`` of a package of the extra ``extra``, imported when it is first needed. Raises CapabilityError
+    saying how to install it for ``purpose``.
     """
     try:
         return importlib.import_module(name)
     except ImportError as error:
         raise CapabilityError(
-            f'{purpose} needs the package {name} ({error}): pip install "tierstore[hf]"'
+            f'{purpose} needs the package {name} ({error}): pip install "tierstore[{extra}]"'
         ) from error

@@ -141,18 +141,17 @@ Ticket Engine::submit(OperationPtr operation, Order order) {
     operation->priority = order.priority;
     Operation& added = *operation;
     operations_.emplace(ticket, std::move(operation));
-    FailurePtr failure;
     for (Ticket earlier : order.after) {
         if (Operation* before = find(earlier)) {
             before->dependents.push_back(ticket);
             added.after.push_back(earlier);
             ++added.unmet;
-        } else if (!failure) {
-            failure = failed_.find(earlier);
+        } else if (!added.inherited) {
+            added.inherited = failed_.find(earlier);
         }
     }
-    if (failure) {
-        finish(ticket, std::move(failure), remains);
+    if (added.inherited && added.unmet == 0) {
+        finish(ticket, added.inherited, remains);
         return ticket;
     }
     if (added.priority == Priority::Demand)
@@ -377,10 +376,11 @@ void Engine::finish(Ticket ticket, FailurePtr failure, Remains& remains) {
         for (Ticket dependent : operation->dependents) {
             Operation* next = find(dependent);
             if (!next) continue;
-            if (why) {
-                ending.emplace_back(dependent, why);
-            } else if (--next->unmet == 0) {
-                if (next->kind == Kind::Barrier ||
+            if (why && !next->inherited) next->inherited = why;
+            if (--next->unmet == 0) {
+                if (next->inherited) {
+                    ending.emplace_back(dependent, next->inherited);
+                } else if (next->kind == Kind::Barrier ||
                     (next->kind == Kind::External && next->completed_outside)) {
                     ending.emplace_back(dependent, nullptr);
                 } else {

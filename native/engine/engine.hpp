@@ -60,7 +60,8 @@ struct EngineStats {
 // `after` names earlier tickets only, and threads receive only operations that are ready, so nothing can wait
 // in a circle. Submitting never waits for a completion. An operation that fails, fails all that follow it
 // with the same failure, those that are submitted later too: failures are kept, in bounded memory
-// (FailedTickets). A write or sync that fails poisons the engine: no later write or sync is tried, each
+// (FailedTickets). It fails them when all that they follow has ended: memory whose last ticket has ended, well or
+// badly, is not touched any more. A write or sync that fails poisons the engine: no later write or sync is tried, each
 // fails with that failure; what they leave on disk is unknown, and a second sync would not tell.
 //
 // Thread-safe. One mutex guards the graph; operations hold no lock while they run.
@@ -149,6 +150,7 @@ private:
         size_t unfinished = 0;       // of those
         uint64_t started_ns = 0;     // the first of them
         FailurePtr failure;          // of the first of them that failed
+        FailurePtr inherited;        // of the first of the tickets it follows that failed
         std::shared_ptr<Link> link;  // Hold
         Link::Slot slot = {};        // Hold: its turn, from when it is queued
         bool blocking = false;       // Hold: somebody waits, and the link alone is in the way

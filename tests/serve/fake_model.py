@@ -6,7 +6,6 @@ len(FOLLOWS)]``, and the end after every 97th text length. ``expected(prompt, n)
 
 from __future__ import annotations
 
-import codecs
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,11 +14,13 @@ import torch
 from torch import Tensor
 
 from tierstore.errors import BudgetError, ChecksumError, DataError
-from tierstore.serve.api.parameters import Parameters
 from tierstore.serve.batch.interface import Joined
-from tierstore.serve.scheduler.interface import Counts, Running, Sampler
+from tierstore.serve.scheduler.interface import Counts, Running
+from tierstore.serve.text.language import ByteCodec, Language
+from tierstore.serve.text.sampling import SamplingOptions
 
 END = 256
+CONTEXT = 512
 FOLLOWS = "the model answers with words that follow each other, é and 漢 too. ".encode()
 BROKEN_PROMPT, BROKEN_LATER = (
     "\x01",
@@ -105,73 +106,26 @@ class FakeRunner:
         return logits_V
 
 
-class FakeText:
-    """Bytes to whole characters, up to the first of ``stop``."""
-
-    def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = stop
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._text = ""
-        self._given = 0
-        self.stopped = False
-
-    def push(self, token: int) -> str:
-        self._text += self._decoder.decode(bytes([token]))
-        return self._certain(held=max(map(len, self._stop), default=1) - 1)
-
-    def finish(self) -> str:
-        self._text += self._decoder.decode(b"", final=True)
-        return self._certain(held=0)
-
-    def _certain(self, held: int) -> str:
-        """All that was not given yet, but for the last ``held`` characters."""
-        ends = [at for stop in self._stop if (at := self._text.find(stop)) >= 0]
-        self.stopped = bool(ends)
-        until = max(min(ends) if ends else len(self._text) - held, self._given)
-        text, self._given = self._text[self._given : until], until
-        return text
-
-
-class FakeLanguage:
+class FakeCodec(ByteCodec):
     """Bytes, and a chat template that writes roles."""
 
-    vocabulary = END + 1
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
         text = chat_text(messages)
         if REFUSED_CHAT in text:
             raise DataError("the chat template refuses these messages")
         return self.encode(text)
 
-    def sampler(self, parameters: Parameters) -> Sampler:
-        generator = torch.Generator()
-        if parameters.seed is None:
-            generator.seed()
-        else:
-            generator.manual_seed(parameters.seed & (1 << 63) - 1)
 
-        def choose(logits_V: Tensor) -> int:
-            if parameters.temperature == 0:
-                return int(logits_V.argmax())
-            shares_V = torch.softmax(logits_V / parameters.temperature, 0)
-            return int(torch.multinomial(shares_V, 1, generator=generator))
-
-        return choose
-
-    def text(self, stop: Sequence[str]) -> FakeText:
-        return FakeText(stop)
-
-
-def chat_text(messages: Sequence[Mapping[str, str]]) -> str:
+def chat_text(messages: Sequence[Mapping[str, object]]) -> str:
     """The prompt of a conversation."""
     return "".join(f"<{one['role']}>{one['content']}" for one in messages) + "<assistant>"
 
 
 @contextmanager
-def opened(runner: FakeRunner) -> Iterator[Running]:
+def opened(runner: FakeRunner, *, context: int = CONTEXT) -> Iterator[Running]:
     """A model of ``runner``, open."""
     counts = Counts(hits=3, misses=1, moved_bytes={"nvme read": 4096}, stall_s={"demand read": 0.5})
-    yield Running(runner=runner, end_tokens=frozenset({END}), counts=lambda: counts)
+    language = Language(
+        FakeCodec(), vocabulary=END + 1, end_tokens=frozenset({END}), defaults=SamplingOptions(temperature=0)
+    )
+    yield Running(runner=runner, language=language, context=context, counts=lambda: counts)

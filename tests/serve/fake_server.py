@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
 import fake_model
-from fake_model import FakeLanguage, FakeRunner
+from fake_model import FakeRunner
 
 from tierstore.serve.api.app import Service, make_app
 from tierstore.serve.api.metrics import Metrics
@@ -24,7 +24,6 @@ from tierstore.serve.config import LimitsConfig
 from tierstore.serve.scheduler.engine import Engine
 
 MODEL = "fake"
-CONTEXT = 512
 
 
 @dataclass(frozen=True)
@@ -43,9 +42,7 @@ class Fake:
 
 
 @contextmanager
-def prepared(
-    *, room: int, pass_s: float, limits: LimitsConfig, keys: tuple[str, ...] = (), context: int = CONTEXT
-) -> Iterator[Fake]:
+def prepared(*, room: int, pass_s: float, limits: LimitsConfig, keys: tuple[str, ...] = ()) -> Iterator[Fake]:
     """A server that is about to run, on a port of its own."""
     runner, metrics = FakeRunner(room=room, pass_s=pass_s), Metrics()
     with (
@@ -55,12 +52,10 @@ def prepared(
         metrics.show(engine)
         service = Service(
             engine=engine,
-            language=FakeLanguage(),
             metrics=metrics,
             limits=limits,
             keys=Keys(keys),
             model=MODEL,
-            context=context,
         )
         yield Fake(url(bound), service, runner, ApiServer(make_app(service), engine, limits), bound)
 
@@ -72,11 +67,10 @@ def serving(
     pass_s: float = 0.0,
     limits: LimitsConfig | None = None,
     keys: tuple[str, ...] = (),
-    context: int = CONTEXT,
 ) -> Iterator[Fake]:
     """A server in a thread of this process."""
     limits = LimitsConfig() if limits is None else limits
-    with prepared(room=room, pass_s=pass_s, limits=limits, keys=keys, context=context) as fake:
+    with prepared(room=room, pass_s=pass_s, limits=limits, keys=keys) as fake:
         thread = threading.Thread(target=fake.run)
         thread.start()
         try:

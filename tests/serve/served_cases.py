@@ -61,6 +61,9 @@ class MemoryExperts:
     def late_prefetch_bytes(self) -> int:
         return 0
 
+    def describe(self) -> list[str]:
+        return []
+
 
 class Served:
     """A model, its experts and where its passes meet: what runners are made of."""
@@ -96,7 +99,7 @@ def built_in(compute: ComputeDtype = ComputeDtype.FP32, *, context: int = 0) -> 
     config = ModelConfig(
         vocab_size=61,
         seq_len=48,
-        n_layers=3,
+        n_layers=2,
         d_model=32,
         n_heads=4,
         d_ff=48,

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
-from fake_model import BROKEN_LATER, BROKEN_PROMPT, REFUSED_CHAT, chat_text, expected
-from fake_server import CONTEXT, MODEL, Fake, serving
+from fake_model import BROKEN_LATER, BROKEN_PROMPT, CONTEXT, REFUSED_CHAT, chat_text, expected
+from fake_server import MODEL, Fake, serving
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from conftest_store import small_store
 
 from tierstore.errors import StoreExistsError, StoreFormatError, StoreMissingError
 from tierstore.store import ParameterStore, StoreConfig, StripeConfig, verify_store
+from tierstore.store.config import StoreAccess
 from tierstore.store.disk import drives
 from tierstore.store.disk.lease import DirectoryLease
 from tierstore.store.gc import Mode, collect
@@ -109,11 +110,11 @@ def test_a_directory_that_becomes_somebodys_just_before_its_lease(
     small_store(tmp_path / "store").close()
     found: list[int] = []
 
-    def late(path: Path) -> DirectoryLease:
+    def late(path: Path, *, access: StoreAccess = StoreAccess.WRITE) -> DirectoryLease:
         monkeypatch.undo()
         small_store(tmp_path / "other", stripe=StripeConfig(directories=(path,))).close()
         found.append(content(tmp_path / "other"))
-        return DirectoryLease(path)
+        return DirectoryLease(path, access=access)
 
     monkeypatch.setattr(drives, "DirectoryLease", late)
     with pytest.raises(StoreExistsError, match="found directory 1 of the store in"):
@@ -124,9 +125,9 @@ def test_a_directory_that_becomes_somebodys_just_before_its_lease(
 def test_an_identity_that_goes_before_its_lease_is_missed(
     tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def late(path: Path) -> DirectoryLease:
+    def late(path: Path, *, access: StoreAccess = StoreAccess.WRITE) -> DirectoryLease:
         (path / "tierstore.json").unlink()
-        return DirectoryLease(path)
+        return DirectoryLease(path, access=access)
 
     monkeypatch.setattr(drives, "DirectoryLease", late)
     with pytest.raises(StoreMissingError, match=r"b: directory 1 of the store in .* is missing"):

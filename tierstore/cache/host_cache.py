@@ -260,6 +260,16 @@ class HostCache:
             readers[:] = [earlier for earlier in readers if not self.engine.done(earlier)]
         readers.append(ticket)
 
+    def read_again(self, entry: int) -> list[int]:
+        """Queues another read of a resident, clean entry whose last one failed; returns its ticket. Nothing waits for the
+        old one any more, or reads what it left.
+        """
+        state = self._entries[entry]
+        backing = self._find_backing(entry // GROUP_STRIDE)
+        state.ready = backing.read(entry % GROUP_STRIDE, state.sections, (), Priority.DEMAND)
+        state.readers.clear()
+        return [state.ready]
+
     # Execution ----------------------------------------------------------------------------------------------
 
     def _execute(

@@ -32,6 +32,11 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "tierstore.cli.exporting",
         "Write the model of a store as safetensors that other programs load.",
     ),
+    "generate": (
+        "tierstore.cli.generate",
+        "Continue text with the model of a store, in the memory you give.",
+    ),
+    "serve": ("tierstore.cli.serve", "Answer OpenAI's API from a store, in the memory you give."),
     "deploy": (
         "tierstore.cli.deploy",
         "Make of a store, in six stages, a smaller, faster thing to serve.",

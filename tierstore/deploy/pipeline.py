@@ -40,7 +40,7 @@ class Progress(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Deployed:
-    """What a run did: the stages' records in order, and how each came about. ``directory``: the result, or where they are."""
+    """What a run did: the stages' records in order, and how each came about. ``directory``: the result, or theirs."""
 
     directory: Path
     records: tuple[StageRecord, ...]
@@ -59,17 +59,20 @@ def deploy(
     """Runs the stages up to ``until``, or the rest of them, and makes ``config.target`` of the last.
 
     Raises ConfigError, StoreError, StoreExistsError for a target that exists, StoreInUseError where another process
-    deploys to it, DeployInterrupted, OSError.
+    deploys to it, DeployInterrupted, OSError. A target that the same stages have made is found, and left as it is.
     """
     from tierstore.deploy.stages.listed import STAGES
 
+    stages = STAGES if stages is None else stages
     target, root = config.target, building_directory(config.target)
     if os.path.lexists(target):
-        raise StoreExistsError(f"{target}: there is something here already")
+        return _found(config, stages, root)
     with _working(root):
         records: list[StageRecord] = []
         progress: list[Progress] = []
-        for stage in STAGES if stages is None else stages:
+        for number, stage in enumerate(stages):
+            if progress and progress[-1] is Progress.DONE:
+                stages[number - 1].verify(root, records[-1])
             record, how = _stage(stage, config, root, tuple(records), say, asked_to_stop)
             records.append(record)
             progress.append(how)
@@ -88,6 +91,28 @@ def deploy(
         records=tuple(records),
         progress=tuple(progress),
         complete=complete,
+    )
+
+
+def _found(config: DeployConfig, stages: Sequence[Stage], root: Path) -> Deployed:
+    """The target, where it is what these stages make of ``config``: a run that was killed may have left the stages behind.
+
+    Raises StoreExistsError for anything else.
+    """
+    deployment = read_deployment(config.target)
+    wanted = ""
+    for stage in stages:
+        wanted = fingerprint(stage.name, stage.settings(config), wanted)
+    if deployment is None or not deployment.stages or deployment.stages[-1].fingerprint != wanted:
+        raise StoreExistsError(f"{config.target}: there is something here already")
+    if (root / MARKER).exists():
+        with building(root):
+            shutil.rmtree(root)
+    return Deployed(
+        directory=config.target,
+        records=deployment.stages,
+        progress=(Progress.FOUND,) * len(deployment.stages),
+        complete=True,
     )
 
 

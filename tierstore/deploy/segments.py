@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from tierstore.dense.layout import Narrow
 from tierstore.errors import BudgetError, ConfigError
-from tierstore.hf.manifest import Manifest, Narrow
+from tierstore.hf.manifest import Manifest
 from tierstore.model.config import ComputeDtype
 from tierstore.units import format_bytes
 
@@ -37,7 +38,7 @@ class Segment:
 
 
 def block_bytes(manifest: Manifest, expert_bytes: int) -> list[BlockBytes]:
-    """Of each decoder block; the embedding counts with the first, the head with the last. ``expert_bytes``: of one expert."""
+    """Of each decoder block; the embedding counts with the first, the head with the last. ``expert_bytes``: of one."""
     dense = []
     for unit in manifest.units:
         narrow = sum(p.numel for p in unit.parameters if manifest.narrow(p) is Narrow.YES)
@@ -87,7 +88,7 @@ def balanced(sizes: Sequence[int], count: int) -> list[int]:
 
 
 def fewest(sizes: Sequence[int], memory: int) -> int:
-    """How many segments there are at least, where each fits into ``memory``. Raises BudgetError for a block that does not."""
+    """How many segments there are at least, where each fits ``memory``. Raises BudgetError for a block that does not."""
     if max(sizes) > memory:
         raise BudgetError(
             f"--memory: {format_bytes(memory)} do not hold one block; the minimum is {max(sizes)} bytes "

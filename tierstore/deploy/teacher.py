@@ -2,7 +2,7 @@
 
 Shapes: B windows, T tokens of each, V vocabulary, N tokens of a pass, D width, K experts of a token.
 
-Its experts come from their tiers, within a budget; its dense parameters are whole in memory, without gradients.
+It is served as ``tierstore serve`` serves it: its experts come from their tiers, within a budget.
 """
 
 from __future__ import annotations
@@ -15,56 +15,40 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tierstore._native import HugePages
-from tierstore.dense import DenseConfig, unit_layouts
-from tierstore.dense.frozen import load_frozen
-from tierstore.errors import StoreMissingError
 from tierstore.hf.experts import experts_modules
 from tierstore.hf.model import HfModel
-from tierstore.hf.spec import HfSpec
-from tierstore.hf.stored import stored_spec
-from tierstore.moe.source import ExpertLease, SourceSlot
-from tierstore.parallel import Mesh, RankEnvironment
-from tierstore.prefetch import unit_schedule
-from tierstore.prefetch.experts import FrozenExperts
+from tierstore.moe.source import ExpertLease
 from tierstore.prefetch.plan import PrefetchConfig
-from tierstore.prefetch.predictor import PredictorName, make_predictor
-from tierstore.stats import StallLedger
-from tierstore.store.config import StoreConfig
-from tierstore.store.opening import minimum_host_budget, read_schemas
-from tierstore.store.parameter_store import ParameterStore
-from tierstore.tiers.device import WeightLoads
-from tierstore.tiers.opening import open_device_tier
-from tierstore.tiers.slots import DeviceSlots
-from tierstore.train.budgets import quantized_layout
-from tierstore.train.config import FinetuneConfig
-from tierstore.train.experts import expert_key
+from tierstore.prefetch.predictor import PredictorName
+from tierstore.serve.config import ServeConfig
+from tierstore.serve.experts.interface import Stage
+from tierstore.serve.opening import ServedParts, open_served
 
 #: Called before a layer's experts compute: the layer, tokens (N, D), their experts (N, K) and weights (N, K).
 Routed = Callable[[int, Tensor, Tensor, Tensor], None]
-
-_WEIGHT_SLOTS = 3
 
 
 class Teacher:
     """An open model; ``open_teacher`` makes it. One thread at a time."""
 
-    def __init__(self, model: HfModel, experts: FrozenExperts, spec: HfSpec) -> None:
-        self._model = model
-        self._experts = experts
-        self.spec = spec
+    def __init__(self, parts: ServedParts) -> None:
+        self._parts = parts
+        self._model = cast(HfModel, parts.model)
+        self.spec = parts.spec
 
     @torch.no_grad()
     def logits(self, tokens_BT: Tensor) -> Tensor:
         """(B, T, V), in the type that the model computes in. Raises ChecksumError, OSError."""
-        self._experts.begin_evaluation()
+        self._parts.experts.begin(Stage.PREFILL, tokens_BT.numel())
         self._model.begin_forward()
         logits: Tensor = self._model.module(input_ids=tokens_BT, use_cache=False).logits
         return logits
 
-    def leases(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
-        """Leases of ``experts`` (ascending) beside a pass; run it to its end."""
-        return self._experts.forward(layer, experts)
+    def leases(self, experts: Sequence[int]) -> Iterator[tuple[int, Iterator[ExpertLease]]]:
+        """A pass of its own: each layer, and leases of its ``experts`` (ascending); run each to its end."""
+        self._parts.experts.begin(Stage.PREFILL, 1)
+        for layer in self.spec.moe_layers:
+            yield layer, self._parts.experts.forward(layer, experts)
 
     @contextlib.contextmanager
     def watched(self, routed: Routed) -> Iterator[None]:
@@ -82,43 +66,17 @@ class Teacher:
 
 
 @contextlib.contextmanager
-def open_teacher(store: Path, *, host_budget: int) -> Iterator[Teacher]:
-    """The model of the frozen ``store`` of one rank, on the CPU; experts take ``host_budget`` bytes, or the least they need.
+def open_teacher(store: Path, *, host_budget: int, threads: int = 0) -> Iterator[Teacher]:
+    """The model that was imported into ``store``, of one rank, on the CPU; its experts take ``host_budget`` bytes.
 
-    Raises StoreMissingError, StoreError, OSError.
+    Raises StoreMissingError, StoreError, BudgetError, OSError.
     """
-    spec = stored_spec(store, FinetuneConfig())
-    if spec is None:
-        raise StoreMissingError(f"{store}: no imported model")
-    device, ledger, slot = torch.device("cpu"), StallLedger(), SourceSlot()
-    model = cast(HfModel, spec.build(slot, ledger=ledger))
-    model.module.eval()
-    units = model.dense_units()
-    layouts = unit_layouts(units, ranks=1, narrow=model.cast_parameters(), fusion=spec.manifest.fusion)
-    compute = spec.compute_dtype.torch
-    slots = DeviceSlots(spec.expert_shape.numel, compute, _WEIGHT_SLOTS, 0, quantized_layout(spec))
-    cache = max(minimum_host_budget(read_schemas(store)), host_budget - slots.nbytes)
-    prefetch = PrefetchConfig(predictor=PredictorName.ALL)
-    config = StoreConfig(host_budget=cache, lookahead=int(cache * prefetch.budget), layers=spec.moe_layers)
-    with ParameterStore.open(store, config) as opened, contextlib.ExitStack() as stack:
-        core = opened.core
-        load_frozen(core, units, layouts, group=Mesh.alone(RankEnvironment(), device).world, device=device)
-        model.load_state(core.committer.state)
-        tier = open_device_tier(core.engine, slots, device, HugePages.AUTO, WeightLoads.IN_PLACE)
-        stack.callback(tier.close)
-        experts = FrozenExperts(
-            core,
-            tier,
-            {
-                layer: {expert: core.record(expert_key(layer, expert)) for expert in range(spec.experts)}
-                for layer in spec.moe_layers
-            },
-            weight_slots=_WEIGHT_SLOTS,
-            predictor=make_predictor(prefetch.predictor, range(spec.experts), most=prefetch.guesses),
-            schedule=unit_schedule(
-                layouts, DenseConfig(), prefetch, moe_layers=spec.moe_layers, compute=compute
-            ),
-            ledger=ledger,
-        )
-        slot.target = experts
-        yield Teacher(model, experts, spec)
+    config = ServeConfig(
+        store=store,
+        device="cpu",
+        host_budget=host_budget,
+        threads=threads,
+        prefetch=PrefetchConfig(predictor=PredictorName.ALL),
+    )
+    with open_served(config) as parts:
+        yield Teacher(parts)

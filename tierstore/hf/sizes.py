@@ -63,7 +63,8 @@ def attention_sizes(spec: HfSpec, unit: UnitEntry) -> AttentionSizes:
     if "k_proj" in found:
         # A gate on the output (Qwen3-Next) makes the query projection twice as wide as its heads.
         return AttentionSizes(min(queries, values), values, found["k_proj"][0] + found["v_proj"][0])
-    return AttentionSizes(queries, values, queries + values)  # latent attention: transformers caches heads
+    # Latent attention: transformers caches what heads are made of, and the part of keys that has positions.
+    return AttentionSizes(queries, values, found["kv_a_proj_with_mqa"][0])
 
 
 def cache_bytes(spec: HfSpec, tokens: int) -> int:

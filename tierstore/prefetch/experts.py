@@ -16,6 +16,7 @@ Decisions are taken in program order, and do not depend on what has finished: se
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Protocol
 
@@ -282,9 +283,11 @@ class FrozenExperts:
 
     def _leases(self, accesses: Iterator[Access]) -> Iterator[ExpertLease]:
         for access in accesses:
-            for unit, slot, _ in self._walk.walk(access):
-                yield ExpertLease(int(access.experts[unit]), self._device.weights(slot))
-                self._cache.end_unit(unit)
+            # Closed with this: a walk that is left before its end must end its access before the next one begins.
+            with closing(self._walk.walk(access)) as walk:
+                for unit, slot, _ in walk:
+                    yield ExpertLease(int(access.experts[unit]), self._device.weights(slot))
+                    self._cache.end_unit(unit)
 
 
 class _RecordSteps:

@@ -7,15 +7,18 @@ about to use.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from tierstore.cache.access import Phase
+from tierstore.errors import StoreError
 from tierstore.prefetch.program import Access, PassProgram, Speculation
 from tierstore.stats import Cause, StallLedger, Tier
+from tierstore.store.config import StoreAccess
 from tierstore.store.core import StoreCore
 from tierstore.store.format import Group
 from tierstore.store.optimizer import CachedRecord
@@ -50,37 +53,42 @@ class AccessWalk:
         #: Bytes that were on their way, but not there, when they were needed.
         self.late_prefetch_bytes = 0
 
-    def walk(self, access: Access, bring_up: BringUp | None = None) -> Iterator[tuple[int, int, bool]]:
+    def walk(self, access: Access, bring_up: BringUp | None = None) -> Generator[tuple[int, int, bool]]:
         """Yields (place in the access, weight slot, last of its group) for each expert, in the order of its groups; the
         slot is loaded when it is yielded. ``bring_up`` is called for the experts of a group of a forward pass before that.
 
         The caller ends each request (``HostCache.end_unit``), at the latest when the last one of its group has been yielded.
 
-        Left before its end (the computation raised), the access stays open: whoever drives this poisons
-        the store, whose last commit stands.
+        Left before its end (the computation raised, a read failed), the access of a store that is opened to write stays
+        open: whoever drives this poisons the store, whose last commit stands. In a store opened to read it is ended, and the
+        next access finds everything as if this one had been walked.
         """
         layer, records = access.layer, self._records_of(access)
         groups = self._store.begin_access(access.phase, layer, _numbers(records), access.flags)
-        for group in range(groups):
-            units = self._cache.next_group()
-            if group == groups - 1:
-                self._program.speculate(access, self._prefetch, self._cache.residency.cancel_prefetch)
-            if access.phase is Phase.FORWARD and bring_up is not None:
+        #: What is in weight slots, or on its way there, in order.
+        staged: deque[tuple[int, int]] = deque()
+        try:
+            for group in range(groups):
+                units = self._cache.next_group()
+                if group == groups - 1:
+                    self._program.speculate(access, self._prefetch, self._cache.residency.cancel_prefetch)
+                if access.phase is Phase.FORWARD and bring_up is not None:
+                    for unit in units:
+                        bring_up(access, unit, records[unit])
+                following = 0
                 for unit in units:
-                    bring_up(access, unit, records[unit])
-            staged: deque[tuple[int, int]] = deque()
-            following = 0
-            for unit in units:
-                while following < len(units) and self._free_slots:
-                    staged.append(self._stage(records[units[following]]))
-                    following += 1
-                slot, ticket = staged.popleft()
-                self._wait_weights(records[unit], ticket, layer)
-                yield unit, slot, unit == units[-1]
-                self._device.release_weights(slot)
-                self._free_slots.append(slot)
-            self._cache.end_group()
-            self._program.done(access, units)
+                    while following < len(units) and self._free_slots:
+                        staged.append(self._stage(records[units[following]]))
+                        following += 1
+                    slot = self._arrive(records[unit], staged, layer)
+                    yield unit, slot, unit == units[-1]
+                    self._release(staged.popleft()[0])
+                self._cache.end_group()
+                self._program.done(access, units)
+        except BaseException:
+            if self._store.opened_to is StoreAccess.READ:
+                self._abandon(staged)
+            raise
 
     def wait(self, tickets: Sequence[int], layer: int, tier: Tier, cause: Cause) -> None:
         """Waits for ``tickets``; what they take is charged to ``layer``, ``tier`` and ``cause``."""
@@ -99,11 +107,45 @@ class AccessWalk:
 
     def _stage(self, record: CachedRecord) -> tuple[int, int]:
         slot = self._free_slots.popleft()
+        return slot, self._load(slot, record)
+
+    def _load(self, slot: int, record: CachedRecord) -> int:
         entry = record.entry(Group.WEIGHTS)
         source = self._cache.sections(entry)[0]
         ticket = self._device.load(slot, source, self._cache.ready(entry))
         self._cache.reads(entry, ticket)
-        return slot, ticket
+        return ticket
+
+    def _arrive(self, record: CachedRecord, staged: deque[tuple[int, int]], layer: int) -> int:
+        """Waits for the first of ``staged``, the weights of ``record``; returns its slot. Raises ChecksumError, OSError."""
+        slot, ticket = staged[0]
+        try:
+            self._wait_weights(record, ticket, layer)
+        except (StoreError, OSError):
+            if self._store.opened_to is StoreAccess.WRITE:
+                raise
+            self._store.read_again(record)
+            staged[0] = slot, self._load(slot, record)
+            self.wait([staged[0][1]], layer, Tier.NVME, Cause.DEMAND_READ)
+        return slot
+
+    def _release(self, slot: int) -> None:
+        self._device.release_weights(slot)
+        self._free_slots.append(slot)
+
+    def _abandon(self, staged: Sequence[tuple[int, int]]) -> None:
+        """Ends the access that is open: slots are free again, and its groups are gone through, those to come included, as
+        the decisions of a whole access are what traces record.
+        """
+        for slot, ticket in staged:
+            with contextlib.suppress(StoreError, OSError, RuntimeError):  # one that failed has ended as well
+                self._store.wait([ticket])
+            self._release(slot)
+        residency = self._cache.residency
+        while residency.access_open:
+            if not residency.group_open:
+                self._cache.next_group()
+            self._cache.end_group()
 
     def _wait_weights(self, record: CachedRecord, ticket: int, layer: int) -> None:
         if self._store.engine.done(ticket):

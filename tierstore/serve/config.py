@@ -31,6 +31,10 @@ class RingConfig:
         default=ExpertMemory.AUTO, metadata={"help": "whole layers in a ring, or chosen experts"}
     )
     layers: int = field(default=0, metadata={"help": "layers in the ring (0: as many as the budget holds)"})
+    profile: Path | None = field(
+        default=None,
+        metadata={"help": "what bench machine measured: auto chooses by it (none: assumed costs)"},
+    )
 
     def __post_init__(self) -> None:
         if self.layers < 0:

@@ -12,15 +12,13 @@ from tierstore.errors import BudgetError
 from tierstore.model.config import ComputeDtype
 from tierstore.model.spec import ModelSpec
 from tierstore.serve.config import ServeConfig
+from tierstore.serve.experts.sizes import slot_count
 from tierstore.store.config import StoreAccess
 from tierstore.store.format import RecordSchema
 from tierstore.store.opening import minimum_host_budget
 from tierstore.tiers.slots import DeviceSlots
 from tierstore.train.budgets import DeviceKind
 from tierstore.units import format_bytes
-
-#: Weight slots beyond which overlap gains nothing, where a budget does not ask for more.
-_MOST_SLOTS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +53,8 @@ def served_budgets(
     """Divides the budgets of ``config`` for experts whose records are of ``schema``. ``scratch``: what replays of missed
     steps need (``replay_scratch_bytes``). Raises BudgetError naming the minimum.
 
-    The device tier gets as many slots as ``device_budget`` holds, or without one a few for overlap, and fewer where the
-    host budget is tight; at least one.
+    The device tier gets as many slots as ``ring.layers`` or ``device_budget`` say, or without either a few for overlap
+    (``serve/experts/sizes.py``), and fewer where the host budget is tight; at least one.
     """
     one = DeviceSlots(schema.numel, spec.compute_dtype, weights=1, gradients=0, quantized=schema.quantized)
     on_host = device is DeviceKind.CPU
@@ -69,17 +67,7 @@ def served_budgets(
             f"host_budget: {config.host_budget} bytes ({format_bytes(config.host_budget)}) are too few for one expert; "
             f"the minimum is {minimum} bytes ({format_bytes(minimum)})"
         )
-    if config.device_budget and config.device_budget < one.nbytes:
-        raise BudgetError(
-            f"device_budget: {config.device_budget} bytes cannot hold one expert; the minimum is {one.nbytes} bytes"
-        )
-    allowance = config.device_budget or (
-        max(config.host_budget // 8, one.nbytes) if on_host else _MOST_SLOTS * one.nbytes
-    )
-    if on_host:
-        allowance = min(allowance, config.host_budget - least_cache)
-    count = allowance // one.nbytes
-    count = count if config.device_budget and not on_host else min(count, _MOST_SLOTS)
+    count = slot_count(config, spec, device, each=one.nbytes, room=config.host_budget - least_cache)
     slots = DeviceSlots(
         schema.numel, spec.compute_dtype, weights=count, gradients=0, quantized=schema.quantized
     )

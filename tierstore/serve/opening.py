@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from tierstore.errors import ConfigError, StoreError, StoreMissingError
+from tierstore.errors import ConfigError, StoreError
 from tierstore.model.interface import Model
 from tierstore.model.spec import ModelSpec
 from tierstore.moe.guessing import RouterGuesses
@@ -30,9 +30,11 @@ from tierstore.stats import StallLedger
 from tierstore.store.config import StoreAccess, StoreConfig
 from tierstore.store.core import StoreCore
 from tierstore.store.directories import rank_directories
+from tierstore.store.disk.home import read_identity
 from tierstore.store.disk.lease import DirectoryLease
 from tierstore.store.parameter_store import ParameterStore
-from tierstore.store.summary import StoreSummary, read_summary
+from tierstore.store.replaying import replay_scratch_bytes
+from tierstore.store.summary import read_summary
 from tierstore.timeline import NullTimeline, TimelineSink
 from tierstore.train.budgets import EXPERT_SCHEMA, DeviceKind
 from tierstore.train.experts import expert_key
@@ -77,8 +79,7 @@ def open_served(
     device = rank_device(config.device, RankEnvironment())
     kind = DeviceKind(device.type)
     with contextlib.ExitStack() as stack:
-        if not directory.is_dir():
-            raise StoreMissingError(f"{directory}: no store here")
+        read_identity(directory)  # a missing store is one, before its lease is
         # What is read of the store in several openings is of one commit.
         stack.enter_context(DirectoryLease(directory, access=StoreAccess.READ))
         summary = read_summary(directory)
@@ -87,8 +88,8 @@ def open_served(
         schema = summary.schema(EXPERT_SCHEMA)
         if schema is None:
             raise StoreError(f"{directory}: it holds no experts")
-        _refuse_missed(directory, summary)
-        budgets = served_budgets(config, spec, schema, kind)
+        scratch = replay_scratch_bytes(schema) if summary.missed.get(EXPERT_SCHEMA) else 0
+        budgets = served_budgets(config, spec, schema, kind, scratch=scratch)
         if config.threads:
             torch.set_num_threads(config.threads)
         compute_deterministically(device)
@@ -150,14 +151,6 @@ def _records(spec: ModelSpec, store: StoreCore) -> RecordsByExpert:
         }
     except KeyError as error:
         raise StoreError(f"{store.directory}: record {error.args[0]!r} is missing") from error
-
-
-def _refuse_missed(directory: Path, summary: StoreSummary) -> None:
-    missed = summary.missed.get(EXPERT_SCHEMA, 0)
-    if missed:
-        raise StoreError(
-            f"{directory}: {missed} experts have missed optimizer steps, which serving does not replay yet"
-        )
 
 
 def _never() -> bool:

@@ -20,6 +20,8 @@ import numpy.typing as npt
 from tierstore.errors import ConfigError, StoreError, StoreFormatError
 from tierstore.store.format import MomentFormat
 
+#: The state of a commit that holds the history of steps.
+HISTORY_KEY = "adamw-history"
 Row = npt.NDArray[np.float32]
 ROW_COLUMNS = 7
 

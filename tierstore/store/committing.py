@@ -25,7 +25,8 @@ from enum import Enum
 from pathlib import Path
 
 from tierstore.errors import StoreError, StoreFormatError
-from tierstore.store.adamw import StepHistory
+from tierstore.store.adamw import HISTORY_KEY, StepHistory
+from tierstore.store.config import StoreAccess
 from tierstore.store.disk.home import fsync_directory
 from tierstore.store.disk.space import copies
 from tierstore.store.failures import Failures
@@ -35,7 +36,6 @@ from tierstore.store.index.table import CommittedRecords
 from tierstore.store.opening import Parts
 from tierstore.store.records import Records
 
-HISTORY_KEY = "adamw-history"
 _BUDGET = "write-budget"
 #: What a store itself keeps among the small state.
 OWN_STATE = frozenset({HISTORY_KEY, _BUDGET})
@@ -73,7 +73,7 @@ class Committer:
     def load(self) -> None:
         """Takes up the last commit, with its records, and its snapshots. Raises StoreFormatError."""
         index, live, extents = self._parts.index, self._parts.live, self._parts.extents
-        commit = index.read_commit()
+        commit, self._parts.commit = self._parts.commit or index.read_commit(), None
         live.generation = commit.generation
         self.state = commit.state
         self.snapshots = {name: index.read_commit(name) for name in index.snapshots()}
@@ -87,7 +87,9 @@ class Committer:
         if extents.budget is not None and _BUDGET in self.state:
             extents.budget.unpack(self.state[_BUDGET])
         self._parts.cache.residency.start_at(self._history.applied)
-        self._records.load(commit.records)
+        self._records.load(commit.records, self._history)
+        if self._parts.access is StoreAccess.READ:
+            index.close()  # nothing else is read of it, and LMDB opens one environment once in a process
 
     def _release(self, snapshot: str) -> None:
         self._parts.live.release_table(self.snapshots.pop(snapshot).records)

@@ -6,15 +6,15 @@ record's beside the host budget, and missed steps are replayed there and forgott
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 
 from tierstore import _native
 from tierstore._native import Buffer, Priority
 from tierstore.cache.host_cache import HostCache
+from tierstore.store.config import StoreAccess
 from tierstore.store.index.live import LiveRecord
-from tierstore.store.opening import scratch_buffers
 from tierstore.store.optimizer import CachedRecord, RecordOptimizer
+from tierstore.store.scratch import scratch_buffers
 
 
 def record_crc32c(
@@ -25,35 +25,35 @@ def record_crc32c(
     cache: HostCache,
     optimizer: RecordOptimizer,
     wait: Callable[[Sequence[int]], None],
+    opened_to: StoreAccess,
 ) -> int:
     """``crc`` continued over the sections of ``live``, caught up to the last applied step.
 
     ``cached`` is the record in ``cache``, None where the cache does not hold it. Raises ChecksumError, OSError.
     """
     behind = cached is not None and optimizer.behind(cached) > 0
-    with contextlib.ExitStack() as stack:
-        sections: list[Buffer] = []
-        tickets: list[int] = []
-        for group in live.schema.groups:
-            resident: Sequence[Buffer] = ()
-            if cached is not None:
-                resident = cache.sections(cached.entry(group))
-            ready = cache.ready(cached.entry(group)) if cached is not None and resident else []
-            if resident and not behind:
-                sections += resident
-                tickets += ready
-                continue
-            scratch = stack.enter_context(scratch_buffers(live.schema.layout(group)))
-            sections += scratch
-            if resident:
-                copies = zip(scratch, resident, strict=True)
-                tickets += [cache.engine.copy(copy, source, after=ready) for copy, source in copies]
-            else:
-                tickets.append(live.read(group, scratch, (), Priority.DEMAND))
-        if cached is not None and behind:
-            tickets = [optimizer.replay_copy(cached, sections, after=tickets)]
-        wait(tickets)
-        for section in sections:
-            for piece in section.arrays():
-                crc = _native.crc32c(piece, crc)
+    # A reader's cache holds caught-up weights of such a record; what is on disk is what must be replayed.
+    held = None if behind and opened_to is StoreAccess.READ else cached
+    sections: list[Buffer] = []
+    tickets: list[int] = []
+    for group in live.schema.groups:
+        resident = () if held is None else cache.sections(held.entry(group))
+        ready = cache.ready(held.entry(group)) if held is not None and resident else []
+        if resident and not behind:
+            sections += resident
+            tickets += ready
+            continue
+        scratch = scratch_buffers(live.schema.layout(group))
+        sections += scratch
+        if resident:
+            copies = zip(scratch, resident, strict=True)
+            tickets += [cache.engine.copy(copy, source, after=ready) for copy, source in copies]
+        else:
+            tickets.append(live.read(group, scratch, (), Priority.DEMAND))
+    if cached is not None and behind:
+        tickets = [optimizer.replay_copy(cached, sections, after=tickets)]
+    wait(tickets)
+    for section in sections:
+        for piece in section.arrays():
+            crc = _native.crc32c(piece, crc)
     return crc

@@ -51,15 +51,17 @@ class StoreCore:
         self.write_budget = parts.extents.budget
         self.history = StepHistory(parts.adamw)
         self.optimizer = RecordOptimizer(self.engine, self.cache, self.history)
-        self.records = Records(self.live, self.extents, self.cache)
+        self.records = Records(self.live, self.extents, self.cache, self.opened_to)
         self.failures = Failures(self.directory, self.cache, self.live, parts.access)
         self.committer = Committer(parts, self.records, self.history, self.failures)
         self._space_reserved = False
+        if parts.caught_up is not None:
+            parts.caught_up.begin(self.optimizer)
 
     @property
     def scratch_bytes(self) -> int:
-        """What of the host budget is not for records."""
-        return 0
+        """What of the host budget is not for records: in a store opened to read, memory for replays of missed steps."""
+        return 0 if self._parts.caught_up is None else self._parts.caught_up.scratch_bytes
 
     def record(self, key: str) -> CachedRecord:
         """The cached record ``key``. Raises KeyError."""
@@ -127,6 +129,15 @@ class StoreCore:
             finally:
                 self.cache.end_group()
 
+    def read_again(self, record: CachedRecord) -> None:
+        """In a store opened to read: reads the weights of ``record``, which are in an open access, once more, and waits.
+
+        A read fails with whatever it follows, such as another record's read into memory that this one has taken over; and
+        a drive may have failed for a moment. Raises ChecksumError, OSError where it fails again.
+        """
+        self.failures.check()
+        self.wait(self.cache.read_again(record.entry(Group.WEIGHTS)))
+
     def wait(self, tickets: Sequence[int]) -> None:
         """Waits for engine tickets; checksum failures are raised naming key, section and file."""
         self.failures.wait(tickets)
@@ -193,6 +204,7 @@ class StoreCore:
                 cache=self.cache,
                 optimizer=self.optimizer,
                 wait=self.wait,
+                opened_to=self.opened_to,
             )
             if progress is not None:
                 progress(done, len(keys))

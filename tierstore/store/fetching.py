@@ -11,6 +11,7 @@ import numpy.typing as npt
 from tierstore._native import Buffer
 from tierstore.cache.access import Need, Phase
 from tierstore.errors import BudgetError, StoreError
+from tierstore.store.config import StoreAccess
 from tierstore.store.core import StoreCore
 from tierstore.store.format import Group, RecordSchema
 from tierstore.store.optimizer import CachedRecord
@@ -137,7 +138,8 @@ def _pin_layer(
     count = core.begin_access(Phase.USER, layer, numbers, flags)
     for _ in range(count):
         for unit in core.cache.next_group():
-            core.optimizer.catch_up(records[unit])
+            if core.opened_to is StoreAccess.WRITE:  # a reader's weights come caught up
+                core.optimizer.catch_up(records[unit])
         if count == 1:
             core.cache.residency.pin(numbers, flags)
         core.cache.end_group()
@@ -167,6 +169,11 @@ def _wanted(core: StoreCore, keys: Sequence[str], groups: Sequence[Group]) -> li
     for record in wanted:
         if Group.MOMENTS in groups and record.live.schema.frozen:
             raise ValueError(f"groups: record {record.live.key!r} is frozen: it has no moments")
+        if Group.MOMENTS in groups and core.opened_to is StoreAccess.READ and core.optimizer.behind(record):
+            raise StoreError(
+                f"record {record.live.key!r} has missed steps, which a store that was opened to read replays on weights "
+                "alone: its moments are read by a store that is opened to write"
+            )
     return wanted
 
 
@@ -182,5 +189,8 @@ def _base_need(groups: Sequence[Group]) -> Need:
 def _needs(
     core: StoreCore, records: Sequence[CachedRecord], base: Need
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint16]]:
-    flags = [base | (Need.STEP if core.optimizer.behind(record) else Need(0)) for record in records]
+    replays = core.opened_to is StoreAccess.WRITE
+    flags = [
+        base | (Need.STEP if replays and core.optimizer.behind(record) else Need(0)) for record in records
+    ]
     return np.array([record.number for record in records], np.uint32), np.array(flags, np.uint16)

@@ -6,14 +6,15 @@ import contextlib
 import errno
 import math
 import uuid
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from tierstore import _native
-from tierstore._native import Arena, Buffer, DirectIo, Engine, HugePages, IoBackend, MapSync, Residency
+from tierstore._native import Arena, DirectIo, Engine, HugePages, IoBackend, MapSync, Residency
 from tierstore.cache.config import CacheConfig, GroupOrder, Scope
 from tierstore.cache.frames import choose_frame_bytes_beside, frames_of
 from tierstore.cache.host_cache import HostCache
@@ -26,7 +27,7 @@ from tierstore.errors import (
 )
 from tierstore.links import open_link
 from tierstore.machine import cores
-from tierstore.store.adamw import AdamWConfig, Inactive
+from tierstore.store.adamw import HISTORY_KEY, AdamWConfig, Inactive, StepHistory
 from tierstore.store.config import IoConfig, StoreAccess, StoreConfig
 from tierstore.store.disk.drives import DriveReport, Drives
 from tierstore.store.disk.home import (
@@ -46,14 +47,14 @@ from tierstore.store.format import (
     NARROW_MOMENTS_VERSION,
     QUANTIZED_WEIGHTS_VERSION,
     Group,
-    GroupLayout,
     Placement,
     RecordSchema,
     Section,
     format_version,
 )
-from tierstore.store.index.database import PREVIOUS, Index
+from tierstore.store.index.database import PREVIOUS, Commit, Index
 from tierstore.store.index.live import LiveIndex
+from tierstore.store.replaying import CaughtUpRecords, replay_scratch_bytes, replays
 from tierstore.store.tuning import TransferTuning, tune
 from tierstore.trace.quotas import quotas_by_layer
 from tierstore.trace.recording import TraceRecorder
@@ -93,6 +94,10 @@ class Parts:
     cache: HostCache
     recording: TraceRecorder | None
     tuning: TransferTuning
+    #: Of a store that is opened to read.
+    caught_up: CaughtUpRecords | None = None
+    #: The last commit, where it has been read already; taken by whoever loads it.
+    commit: Commit | None = None
 
     def meta(self) -> dict[str, object]:
         """What the index says of the store itself."""
@@ -191,14 +196,19 @@ def open_existing(
                 index.roll_back(PREVIOUS)
             except KeyError as error:
                 raise StoreError(f"{directory}: there is no prepared commit to go back from") from error
+        commit = index.read_commit() if access is StoreAccess.READ else None
+        missed = [] if commit is None else [schemas[i] for i in missed_records(schemas, commit, inactive)]
         layers = config.layers or index.layers()
-        check_budget(config, schemas, layers, access)
+        check_budget(config, schemas, layers, access, missed)
         adamw = adamw or AdamWConfig(inactive=inactive)
         config = replace(config, layers=layers)
         drives = Drives.open(home, config.stripe, known, access)
         stack.callback(drives.close)
         added = [schema.name for schema in schemas[len(own) :]]
-        parts = _assemble(stack, drives, schemas, config, adamw, lease, index, trace, io_log, added, access)
+        parts = _assemble(
+            stack, drives, schemas, config, adamw, lease, index, trace, io_log, added, access, missed
+        )
+        parts.commit = commit
         stack.pop_all()
         return parts
 
@@ -295,6 +305,19 @@ def read_meta(home: Home, index: Index) -> tuple[list[RecordSchema], Inactive, l
     return [RecordSchema.from_json(item) for item in raw], inactive, known
 
 
+def missed_records(schemas: Sequence[RecordSchema], commit: Commit, inactive: Inactive) -> Mapping[int, int]:
+    """How many records of each schema, by its number, have missed steps; those that have none are not there.
+
+    Raises StoreFormatError for a damaged history.
+    """
+    history = StepHistory(AdamWConfig(inactive=inactive))
+    history.unpack(commit.state.get(HISTORY_KEY, b""))
+    rows = commit.records.rows
+    behind = rows["schema"][rows["step"] < (history.applied if history.replays else 0)]
+    counts = Counter(behind.tolist())
+    return {number: count for number, count in sorted(counts.items()) if replays(schemas[number])}
+
+
 # Budgets ----------------------------------------------------------------------------------------------------
 
 
@@ -345,6 +368,7 @@ def check_budget(
     schemas: Sequence[RecordSchema],
     layers: Sequence[int],
     access: StoreAccess = StoreAccess.WRITE,
+    missed: Sequence[RecordSchema] = (),
 ) -> None:
     """Raises BudgetError naming the minimum, ConfigError for quotas of layers that are not known."""
     by_layer = config.cache.scope is Scope.LAYER
@@ -358,6 +382,7 @@ def check_budget(
             f"cache.layer_shares: expected {len(set(layers))}, one for each layer, got {shares}"
         )
     minimum = minimum_host_budget(schemas, config.cache, len(layers), access)
+    minimum += sum(replay_scratch_bytes(schema) for schema in missed)
     if config.host_budget < minimum:
         gradient = "" if access is StoreAccess.READ else " with its gradient"
         each = f" in each of {len(layers)} layers" if by_layer else ""
@@ -393,13 +418,15 @@ def _assemble(
     io_log: Path | None,
     added: Sequence[str] = (),
     access: StoreAccess = StoreAccess.WRITE,
+    missed: Sequence[RecordSchema] = (),
 ) -> Parts:
     """The rest of the parts; what fails takes back, through ``stack``, what was made."""
     tuning = tune(config.io, drives.home.directory)
     engine = make_engine(config.io, tuning, lease_fd=lease.fd, log_path=io_log)
     stack.callback(engine.close)
     frame = record_frame_bytes(schemas, access)
-    frames = max(config.host_budget // frame, 1)
+    scratch = sum(replay_scratch_bytes(schema) for schema in missed)
+    frames = max((config.host_budget - scratch) // frame, 1)
     arena = _host_arena(config, frames * frame)
     extents = StoreExtents(
         engine,
@@ -416,8 +443,13 @@ def _assemble(
     residency = make_residency(config, frames, frame)
     recording = None if trace is None else stack.enter_context(TraceRecorder(trace, residency))
     live = LiveIndex(extents)
+    caught_up = CaughtUpRecords(engine, live, missed) if access is StoreAccess.READ else None
     cache = HostCache(
-        engine=engine, arena=arena, frame_bytes=frame, residency=residency, find_backing=live.backing
+        engine=engine,
+        arena=arena,
+        frame_bytes=frame,
+        residency=residency,
+        find_backing=live.backing if caught_up is None else caught_up.backing,
     )
     return Parts(
         home=drives.home,
@@ -434,6 +466,7 @@ def _assemble(
         cache=cache,
         recording=recording,
         tuning=tuning,
+        caught_up=caught_up,
     )
 
 
@@ -470,14 +503,3 @@ def make_engine(
         map_sync=_MAP_SYNC[io.map_sync],
         log_path=None if log_path is None else str(log_path),
     )
-
-
-@contextlib.contextmanager
-def scratch_buffers(layout: GroupLayout) -> Iterator[list[Buffer]]:
-    """Memory of its own for one slot of ``layout``: one Buffer a section."""
-    arena = Arena(layout.slot_bytes, HugePages.OFF)
-    sections, offset = [], 0
-    for section in layout.sections:
-        sections.append(Buffer(arena, [(offset, section.padded_nbytes)], section.nbytes))
-        offset += section.padded_nbytes
-    yield sections

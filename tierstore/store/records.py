@@ -13,11 +13,14 @@ import numpy.typing as npt
 
 from tierstore.cache.host_cache import HostCache
 from tierstore.errors import StoreError
+from tierstore.store.adamw import StepHistory
+from tierstore.store.config import StoreAccess
 from tierstore.store.disk.store_extents import StoreExtents
 from tierstore.store.format import Group, Placement, RecordSchema
 from tierstore.store.index.live import LiveIndex, LiveRecord
 from tierstore.store.index.table import CommittedRecords
 from tierstore.store.optimizer import CachedRecord
+from tierstore.store.replaying import replayed_bytes, replays
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,15 @@ class _Cached(Mapping[str, CachedRecord]):
 class Records:
     """The registry of a store: its records by key, and which of them the host cache holds."""
 
-    def __init__(self, live: LiveIndex, extents: StoreExtents, cache: HostCache) -> None:
+    def __init__(
+        self,
+        live: LiveIndex,
+        extents: StoreExtents,
+        cache: HostCache,
+        opened_to: StoreAccess = StoreAccess.WRITE,
+    ) -> None:
         self._live = live
+        self._opened_to = opened_to
         self._extents = extents
         self._cache = cache
         self.cached: Mapping[str, CachedRecord] = _Cached(live)
@@ -108,19 +118,28 @@ class Records:
         wanted = [s.placement is Placement.CACHED and not s.frozen for s in schemas]
         return self._live.steps_of([number for number, trained in enumerate(wanted) if trained])
 
-    def load(self, table: CommittedRecords) -> None:
-        """Takes up the records of the opened commit, in the order of their keys."""
+    def load(self, table: CommittedRecords, history: StepHistory) -> None:
+        """Takes up the records of the opened commit, in the order of their keys. A reader's are read as ``history`` says:
+        whole where they have missed steps.
+        """
         self._live.load(table)
         rows = table.rows
         cached = [extents.schema.placement is Placement.CACHED for extents in self._extents]
         held = np.flatnonzero(np.array(cached)[rows["schema"]])
-        # Runs of one schema: the numbers in the host cache ascend with the keys.
-        begins = np.flatnonzero(np.diff(rows["schema"][held].astype(np.int64), prepend=-1))
+        stepped = np.array([replays(extents.schema) for extents in self._extents])[rows["schema"]]
+        reading = self._opened_to is StoreAccess.READ and history.replays
+        missed = stepped & (rows["step"] < history.applied) & reading
+        # Runs of records alike: the numbers in the host cache ascend with the keys.
+        alike = 2 * rows["schema"].astype(np.int64) + missed
+        begins = np.flatnonzero(np.diff(alike[held], prepend=-1))
         for run in np.split(held, begins[1:]):
             if len(run):
                 schema = self._extents[int(rows["schema"][run[0]])].schema
                 layers = np.ascontiguousarray(rows["layer"][run])
-                first = self._cache.add_records(layers, *_sizes(schema), stored=True)
+                sections, charged = _sizes(schema)
+                if missed[run[0]]:
+                    charged = [replayed_bytes(schema), *charged[1:]]
+                first = self._cache.add_records(layers, sections, charged, stored=True)
                 self._live.hold(run, first)
 
     def add(self, key: str, schema: int, layer: int) -> LiveRecord:

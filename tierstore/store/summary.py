@@ -8,15 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tierstore.errors import StoreFormatError
-from tierstore.store.adamw import AdamWConfig, StepHistory
-from tierstore.store.committing import HISTORY_KEY
 from tierstore.store.config import StoreAccess
 from tierstore.store.disk.home import Home, read_identity
 from tierstore.store.disk.lease import DirectoryLease
-from tierstore.store.format import Placement, RecordSchema
+from tierstore.store.format import RecordSchema
 from tierstore.store.index.database import Index
-from tierstore.store.opening import read_meta
+from tierstore.store.opening import missed_records, read_meta
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,17 +45,11 @@ def read_summary(directory: Path) -> StoreSummary:
     ):
         schemas, inactive, _ = read_meta(home, index)
         commit = index.read_commit()
-    history = StepHistory(AdamWConfig(inactive=inactive))
-    if HISTORY_KEY not in commit.state:
-        raise StoreFormatError(f"{directory}: the history of optimizer steps is missing")
-    history.unpack(commit.state[HISTORY_KEY])
-    rows = commit.records.rows
-    behind = rows["step"] < (history.applied if history.replays else 0)
-    counts, missed = (Counter(part["schema"].tolist()) for part in (rows, rows[behind]))
-    stepped = [schema.placement is Placement.CACHED and not schema.frozen for schema in schemas]
+    counts = Counter(commit.records.rows["schema"].tolist())
+    missed = missed_records(schemas, commit, inactive)
     return StoreSummary(
         schemas=tuple(schemas),
         state=commit.state,
         records={schema.name: counts[number] for number, schema in enumerate(schemas)},
-        missed={schema.name: missed[number] for number, schema in enumerate(schemas) if stepped[number]},
+        missed={schemas[number].name: count for number, count in missed.items()},
     )

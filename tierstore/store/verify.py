@@ -14,7 +14,7 @@ from tierstore.store.disk.store_extents import StoreExtents
 from tierstore.store.format import GroupLayout
 from tierstore.store.index.entries import RecordEntry
 from tierstore.store.index.live import LiveIndex
-from tierstore.store.opening import scratch_buffers
+from tierstore.store.scratch import scratch_buffers
 
 
 @dataclass
@@ -132,5 +132,5 @@ class _Reads:
 
 
 def _memory(layout: GroupLayout) -> tuple[list[Buffer], CrcTable]:
-    with scratch_buffers(layout) as sections:  # theirs for as long as they are
-        return sections, CrcTable(layout.first_section + len(sections))
+    sections = scratch_buffers(layout)
+    return sections, CrcTable(layout.first_section + len(sections))

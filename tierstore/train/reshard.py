@@ -35,9 +35,10 @@ from tierstore.store.directories import building, building_directory, rank_direc
 from tierstore.store.disk.home import IDENTITY, MODEL_DIRECTORY, OWN_NAMES, fsync_directory
 from tierstore.store.format import Group, MomentFormat, RecordSchema
 from tierstore.store.moments import convert_moments
-from tierstore.store.opening import minimum_host_budget, read_schemas, scratch_buffers
+from tierstore.store.opening import minimum_host_budget, read_schemas
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.store.registering import NewRecord
+from tierstore.store.scratch import scratch_buffers
 from tierstore.tiers.device import tensor_of
 from tierstore.train.budgets import EXPERT_SCHEMA
 from tierstore.train.experts import expert_key
@@ -277,8 +278,7 @@ class _Writer:
         groups: dict[Group, list[Buffer]] = {}
         section = 0
         for group in schema.groups:
-            with scratch_buffers(schema.layout(group)) as buffers:
-                groups[group] = buffers
+            buffers = groups[group] = scratch_buffers(schema.layout(group))
             for buffer in buffers:
                 parts = [tensor_of(old[section], torch.float32) for old in olds]
 
@@ -311,8 +311,8 @@ def _read_unit(core: StoreCore, key: str) -> list[Buffer]:
     sections: list[Buffer] = []
     tickets: list[int] = []
     for group in live.schema.groups:
-        with scratch_buffers(live.schema.layout(group)) as buffers:
-            sections += buffers
+        buffers = scratch_buffers(live.schema.layout(group))
+        sections += buffers
         tickets.append(live.read(group, buffers, (), Priority.DEMAND))
     core.wait(tickets)
     return sections

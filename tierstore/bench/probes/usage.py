@@ -56,11 +56,18 @@ def disk_bytes(directory: Path) -> int:
     return total
 
 
-def process_written_bytes() -> int:
-    """Bytes that this process has caused to be sent to storage: direct writes, and page cache that it made dirty."""
+def process_bytes() -> tuple[int, int]:
+    """Bytes that this process has caused to be read from storage, and sent to it: direct transfers, page faults, and page
+    cache that it made dirty.
+    """
     with open("/proc/self/io") as file:
         fields = dict(line.split(": ") for line in file.read().splitlines())
-    return int(fields["write_bytes"]) - int(fields["cancelled_write_bytes"])
+    return int(fields["read_bytes"]), int(fields["write_bytes"]) - int(fields["cancelled_write_bytes"])
+
+
+def process_written_bytes() -> int:
+    """The second of ``process_bytes``."""
+    return process_bytes()[1]
 
 
 @dataclass(frozen=True)

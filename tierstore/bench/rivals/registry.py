@@ -7,10 +7,7 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from tierstore.bench.rivals.rival import RivalOpener
+from typing import Any
 
 #: The one whose ratios to the others are told, the one with everything in RAM that bounds it, and what it is to beat.
 OURS, OURS_IN_RAM, TO_BEAT = "tierstore", "tierstore-ram", "deepspeed-nvme"
@@ -20,7 +17,9 @@ REFERENCE = "torch"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """``opener``: ``module:function`` of this package. ``needs``: a module that must be there, of the ``extra``."""
+    """``opener``: ``module:function`` of ``tierstore.bench``. ``needs``: a module that must be there, of the ``extra``, or
+    by its own name where no extra has it.
+    """
 
     title: str
     opener: str
@@ -31,27 +30,27 @@ class Entry:
         """Why it cannot take part; None if it can."""
         if importlib.util.find_spec(self.needs) is not None:
             return None
-        return f"{self.needs} is not installed (pip install tierstore[{self.extra}])"
+        wanted = f"tierstore[{self.extra}]" if self.extra else self.needs
+        return f"{self.needs} is not installed (pip install {wanted})"
 
-    def load(self) -> RivalOpener:
-        """Imports it."""
+    def load(self) -> Any:
+        """Imports it: a ``RivalOpener``, or a ``ContestantOpener`` of ``bench.generation``."""
         module, _, name = self.opener.partition(":")
-        opener: RivalOpener = getattr(importlib.import_module(f"tierstore.bench.rivals.{module}"), name)
-        return opener
+        return getattr(importlib.import_module(f"tierstore.bench.{module}"), name)
 
 
 #: In the order of the table.
 RIVALS: Mapping[str, Entry] = MappingProxyType(
     {
-        REFERENCE: Entry("plain torch, all in memory", "plain:open_plain"),
-        "fsdp2-cpu": Entry("FSDP2, CPU offload", "fsdp:open_fsdp"),
+        REFERENCE: Entry("plain torch, all in memory", "rivals.plain:open_plain"),
+        "fsdp2-cpu": Entry("FSDP2, CPU offload", "rivals.fsdp:open_fsdp"),
         "deepspeed-cpu": Entry(
-            "DeepSpeed ZeRO-3, on CPU", "deepspeed:open_on_cpu", needs="deepspeed", extra="rivals"
+            "DeepSpeed ZeRO-3, on CPU", "rivals.deepspeed:open_on_cpu", needs="deepspeed", extra="rivals"
         ),
         TO_BEAT: Entry(
-            "DeepSpeed ZeRO-3, on NVMe", "deepspeed:open_on_nvme", needs="deepspeed", extra="rivals"
+            "DeepSpeed ZeRO-3, on NVMe", "rivals.deepspeed:open_on_nvme", needs="deepspeed", extra="rivals"
         ),
-        OURS: Entry("tierstore", "tiered:open_tiered"),
-        OURS_IN_RAM: Entry("tierstore, all in memory", "tiered:open_in_ram"),
+        OURS: Entry("tierstore", "rivals.tiered:open_tiered"),
+        OURS_IN_RAM: Entry("tierstore, all in memory", "rivals.tiered:open_in_ram"),
     }
 )

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.bench.probes.memory_limit import MemoryLimit
+from tierstore.bench.probes.usage import process_bytes
 from tierstore.bench.processes.spawn import WorkerError, end, receive, send, serve, start_module
 from tierstore.config import as_dict, from_dict
 from tierstore.errors import TierstoreError
@@ -100,8 +101,12 @@ class RivalProcess:
 
     def run(self, steps: int) -> RivalSteps:
         """Takes ``steps`` steps."""
-        send(self._process, {"steps": steps})
-        return RivalSteps(**self._answer())
+        return RivalSteps(**self.ask({"steps": steps}))
+
+    def ask(self, request: Mapping[str, object]) -> dict[str, Any]:
+        """The answer to ``request``."""
+        send(self._process, request)
+        return self._answer()
 
     def _answer(self) -> dict[str, Any]:
         late = threading.Event()
@@ -151,27 +156,34 @@ def answers(requests: Iterator[Any]) -> Generator[Mapping[str, object]]:
     if first is None:
         return
     directory = Path(first["directory"])
+    begin_child(directory, first["data_bytes"])
+    begun = time.perf_counter()
+    with contextlib.ExitStack() as stack:
+        with told():
+            rival = stack.enter_context(_opened(first, directory))
+            ready = Ready(description=list(rival.describe()), open_s=time.perf_counter() - begun)
+        yield asdict(ready)
+        for request in requests:
+            with told():
+                taken = _steps(rival, request["steps"], directory)
+            yield asdict(taken)
+
+
+def begin_child(directory: Path, data_bytes: int) -> None:
+    """Sends what is printed to the log in ``directory``, limits the heap to ``data_bytes`` (0: no limit), and lets the
+    kernel take this process first.
+    """
     log = os.open(directory / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 2)
     os.close(log)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_DIE)
-    if limit := first["data_bytes"]:
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    begun = time.perf_counter()
-    with contextlib.ExitStack() as stack:
-        with _told():
-            rival = stack.enter_context(_opened(first, directory))
-            ready = Ready(description=list(rival.describe()), open_s=time.perf_counter() - begun)
-        yield asdict(ready)
-        for request in requests:
-            with _told():
-                taken = _steps(rival, request["steps"], directory)
-            yield asdict(taken)
+    if data_bytes:
+        resource.setrlimit(resource.RLIMIT_DATA, (data_bytes, data_bytes))
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
+def told() -> Iterator[None]:
     """Whatever a library raises becomes its reason; the traceback goes to the log."""
     try:
         yield
@@ -208,13 +220,13 @@ def _opened(first: Mapping[str, Any], directory: Path) -> Any:
 def _steps(rival: Any, count: int, directory: Path) -> RivalSteps:
     from tierstore.train.footprint import peak_resident_bytes
 
-    own, disk, cpu = _own_bytes(), disk_bytes(directory), time.process_time()
+    own, disk, cpu = process_bytes(), disk_bytes(directory), time.process_time()
     seconds, losses = [], []
     for _ in range(count):
         begun = time.perf_counter()
         losses.append(rival.step())
         seconds.append(time.perf_counter() - begun)
-    cpu, own_after, disk_after = time.process_time() - cpu, _own_bytes(), disk_bytes(directory)
+    cpu, own_after, disk_after = time.process_time() - cpu, process_bytes(), disk_bytes(directory)
     known = disk is not None and disk_after is not None
     return RivalSteps(
         step_s=seconds,
@@ -226,13 +238,6 @@ def _steps(rival: Any, count: int, directory: Path) -> RivalSteps:
         disk_read_bytes=disk_after[0] - disk[0] if known else None,  # type: ignore[index]
         disk_written_bytes=disk_after[1] - disk[1] if known else None,  # type: ignore[index]
     )
-
-
-def _own_bytes() -> tuple[int, int]:
-    """Bytes that this process has had read from storage, and sent to it."""
-    with open("/proc/self/io") as file:
-        fields = dict(line.split(": ") for line in file.read().splitlines())
-    return int(fields["read_bytes"]), int(fields["write_bytes"]) - int(fields["cancelled_write_bytes"])
 
 
 def disk_bytes(directory: Path, sys: Path = Path("/sys")) -> tuple[int, int] | None:

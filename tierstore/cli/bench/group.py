@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tierstore.cli.bench.generate import generate
 from tierstore.cli.bench.guesses import guesses
 from tierstore.cli.bench.io import io
 from tierstore.cli.bench.machine import machine
@@ -22,6 +23,7 @@ from tierstore.cli.bench.results import (
     results_options,
     work_directory_option,
 )
+from tierstore.cli.bench.ring import ring
 from tierstore.cli.bench.rivals import rivals
 from tierstore.cli.bench.scale import scale
 from tierstore.cli.bench.tiers import tiers
@@ -55,7 +57,9 @@ for _command in (
     order,
     guesses,
     quant,
+    ring,
     rivals,
+    generate,
     overlap,
     prediction,
     machine,

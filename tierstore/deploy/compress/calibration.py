@@ -13,7 +13,9 @@ from torch.nn import functional
 
 from tierstore.deploy.compress.grouping import LayerUse
 from tierstore.deploy.teacher import Teacher
+from tierstore.model.spec import ModelSpec
 from tierstore.moe.experts import Workspace, forward_expert
+from tierstore.moe.source import ExpertLease
 
 #: Tokens of each window whose outputs of all experts are compared.
 SAMPLED = 64
@@ -52,21 +54,20 @@ def calibrate(
     for window_T in windows:
         with teacher.watched(routed):
             teacher.logits(window_T[None])
-        for layer, x_ND in inputs.items():
-            _compare(teacher, layer, x_ND, layers[layer])
+        for layer, leases in teacher.leases(range(spec.experts)):
+            _compare(spec, leases, inputs[layer], layers[layer])
         passed()
     return {layer: found.use() for layer, found in layers.items()}
 
 
 @torch.no_grad()
-def _compare(teacher: Teacher, layer: int, x_ND: Tensor, into: _Layer) -> None:
+def _compare(spec: ModelSpec, leases: Iterable[ExpertLease], x_ND: Tensor, into: _Layer) -> None:
     """Adds the cosines of all experts' outputs for ``x``."""
-    shape, count = teacher.spec.expert_shape, teacher.spec.experts
-    work = Workspace(shape, len(x_ND), x_ND)
-    out_END = x_ND.new_empty(count, *x_ND.shape)
-    for lease in teacher.leases(layer, range(count)):
+    work = Workspace(spec.expert_shape, len(x_ND), x_ND)
+    out_END = x_ND.new_empty(spec.experts, *x_ND.shape)
+    for lease in leases:
         inner_NP = work.inner(0, len(x_ND))
-        forward_expert(shape, lease.weights, x_ND, inner_NP, out_END[lease.expert], work)
+        forward_expert(spec.expert_shape, lease.weights, x_ND, inner_NP, out_END[lease.expert], work)
     unit_END = functional.normalize(out_END.float(), dim=-1)
     into.alike_EE += torch.einsum("and,bnd->ab", unit_END, unit_END).double()
     into.samples += len(x_ND)

@@ -44,7 +44,6 @@ class Segmentation:
 
     def run(self, context: StageContext) -> StageOutput:
         placement, store = context.config.placement, context.input_store
-        verify_checks(store, context.before[-1].checks)
         manifest = Manifest.read(store)
         blocks = block_bytes(manifest, weight_bytes(manifest))
         sizes = [block.whole for block in blocks]

@@ -23,9 +23,10 @@ from tierstore.quant.values import dequantize
 from tierstore.store.config import StoreConfig
 from tierstore.store.core import StoreCore
 from tierstore.store.directories import rank_directories
-from tierstore.store.format import Group, GroupLayout, RecordSchema, WeightFormat
-from tierstore.store.opening import minimum_host_budget, read_schemas, scratch_buffers
+from tierstore.store.format import Group, RecordSchema, WeightFormat
+from tierstore.store.opening import minimum_host_budget, read_schemas
 from tierstore.store.parameter_store import ParameterStore
+from tierstore.store.scratch import scratch_buffers
 from tierstore.train.experts import expert_key
 from tierstore.train.ranks import newest_common
 from tierstore.train.state import TrainState
@@ -125,7 +126,7 @@ class StoredWeights:
 
     def _memory(self, schema: RecordSchema, group: Group) -> list[Buffer]:
         if (schema.name, group) not in self._scratch:
-            self._scratch[schema.name, group] = _buffers(schema.layout(group))
+            self._scratch[schema.name, group] = scratch_buffers(schema.layout(group))
         return self._scratch[schema.name, group]
 
     # Dense parameters ---------------------------------------------------------------------------------------
@@ -164,7 +165,7 @@ class StoredWeights:
             raise StoreFormatError(
                 f"{core.directory}: record {layout.key!r} has {live.schema.numel} values, expected {layout.slice_numel}"
             )
-        sections = _buffers(live.schema.layout(Group.WEIGHTS))
+        sections = scratch_buffers(live.schema.layout(Group.WEIGHTS))
         core.wait([live.read(Group.WEIGHTS, sections, (), Priority.DEMAND)])
         array = sections[0].array()
         if live.schema.weight_format is WeightFormat.FP32:
@@ -207,9 +208,3 @@ def round_bf16(values: Floats) -> Bits:
 
     bits: Bits = torch.from_numpy(values).to(torch.bfloat16).view(torch.uint16).numpy()
     return bits
-
-
-def _buffers(layout: GroupLayout) -> list[Buffer]:
-    """Memory for one slot of ``layout``, which lives as long as these: one Buffer a section."""
-    with scratch_buffers(layout) as sections:
-        return sections

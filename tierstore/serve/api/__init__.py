@@ -6,7 +6,6 @@
     fields.py      values of a request's body, each of its type or refused by name
     parameters.py  how to sample and when to stop; what is not offered
     calls.py       bodies of /v1/completions and /v1/chat/completions
-    language.py    what makes tokens of text and text of tokens
     shapes.py      the objects that are answered
     answering.py   an answer as one JSON object, or as events while it grows
     receiving.py   keys, sizes and times of what comes in

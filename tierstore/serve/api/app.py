@@ -21,7 +21,6 @@ from tierstore.serve.api.answering import Answering, EventStream
 from tierstore.serve.api.calls import Call, chat_call, completion_call
 from tierstore.serve.api.errors import ApiError
 from tierstore.serve.api.fields import parse_object, shown
-from tierstore.serve.api.language import Language
 from tierstore.serve.api.metrics import Metrics
 from tierstore.serve.api.receiving import Keys, read_body, while_there
 from tierstore.serve.api.shapes import Shape, Style, model_body
@@ -29,6 +28,7 @@ from tierstore.serve.config import LimitsConfig
 from tierstore.serve.scheduler.engine import Engine
 from tierstore.serve.scheduler.queue import ClosingError, RefusedError
 from tierstore.serve.scheduler.request import Generation
+from tierstore.serve.text.sampling import TokenSampler
 
 _PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
@@ -38,15 +38,13 @@ _PAGE_POLICY = (
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """What the routes answer from. ``context``: the most tokens of a sequence, prompt and answer. ``model``: its name."""
+    """What the routes answer from. ``engine`` is running. ``model``: the name of its model."""
 
     engine: Engine
-    language: Language
     metrics: Metrics
     limits: LimitsConfig
     keys: Keys
     model: str
-    context: int
 
 
 def make_app(service: Service) -> FastAPI:
@@ -150,7 +148,7 @@ class _Routes:
             )
 
     async def _tokens(self, call: Call) -> list[int]:
-        language = self._service.language
+        language = self._service.engine.running.language
         work: Callable[[], list[int]]
         if call.tokens is not None:
             if any(token >= language.vocabulary for token in call.tokens):
@@ -172,21 +170,21 @@ class _Routes:
 
     def _submit(self, call: Call, prompt: list[int]) -> Any:
         service, parameters, field = self._service, call.parameters, call.prompt_field
-        limits = service.limits
+        limits, running = service.limits, service.engine.running
         if not prompt:
             raise ApiError(400, f"{field}: holds no token", param=field)
-        left = service.context - len(prompt)
+        left = running.context - len(prompt)
         if left < 1:
             raise ApiError(
                 400,
-                f"{field}: {len(prompt)} tokens leave no room for an answer in the context of {service.context}",
+                f"{field}: {len(prompt)} tokens leave no room for an answer in the context of {running.context}",
                 param=field,
                 code="context_length_exceeded",
             )
         most = min(left, limits.tokens or left)
         asked = parameters.max_tokens
         if asked is not None and asked > most:
-            reason = f"the context of {service.context}" if most == left else "the limit of this server"
+            reason = f"the context of {running.context}" if most == left else "the limit of this server"
             raise ApiError(
                 400,
                 f"max_tokens: {asked} are more than the {most} that {reason} leaves for an answer",
@@ -196,8 +194,8 @@ class _Routes:
         generation = Generation(
             prompt=tuple(prompt),
             max_tokens=min(most, limits.default_tokens) if asked is None else asked,
-            sampler=service.language.sampler(parameters),
-            text=service.language.text(parameters.stop),
+            sampler=TokenSampler(parameters.sampled(running.language.defaults), prompt),
+            text=running.language.text(parameters.stop),
         )
         try:
             return service.engine.submit(generation)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import prometheus_client as prometheus
 import psutil
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from tierstore.serve.scheduler.interface import Outcome
@@ -23,13 +24,13 @@ class Metrics:
     """A Watcher of an engine, and what it has seen as Prometheus reads it."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = prometheus.CollectorRegistry()
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"tierstore_{name}", text, labels, registry=self.registry)
+        def counter(name: str, text: str, *labels: str) -> prometheus.Counter:
+            return prometheus.Counter(f"tierstore_{name}", text, labels, registry=self.registry)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
-            return Histogram(f"tierstore_{name}", text, registry=self.registry, buckets=buckets)
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> prometheus.Histogram:
+            return prometheus.Histogram(f"tierstore_{name}", text, registry=self.registry, buckets=buckets)
 
         self._ended = counter("requests", "Requests that were accepted and have ended, by how.", "outcome")
         self._refused = counter("refused", "Requests that were refused, by HTTP status.", "status")
@@ -42,7 +43,8 @@ class Metrics:
         self._batch = histogram("batch_size", "Sequences of a pass that decodes.", _SIZES)
         for outcome in Outcome:
             self._ended.labels(outcome.value)
-        self._tokens = [0, 0]  # of prompts and answers; of the engine's thread
+        self._tokens = [0, 0]  # of prompts and answers
+        self._outcomes = Counter[Outcome]()
 
     def show(self, engine: Engine) -> None:
         """Show the state of ``engine`` and of this process too."""
@@ -50,7 +52,7 @@ class Metrics:
 
     def text(self) -> bytes:
         """In Prometheus's text format."""
-        return generate_latest(self.registry)
+        return prometheus.generate_latest(self.registry)
 
     def refused(self, status: int) -> None:
         """A request was answered with an error before it was accepted. By the event loop."""
@@ -60,11 +62,9 @@ class Metrics:
     def totals(self) -> dict[str, object]:
         """Counts of all requests, for the end of a run."""
         return {
-            "prompt_tokens": self._tokens[0],
-            "generated_tokens": self._tokens[1],
-            "requests": {
-                outcome.value: int(self._ended.labels(outcome.value)._value.get()) for outcome in Outcome
-            },
+            "prompt_tokens_count": self._tokens[0],
+            "generated_tokens_count": self._tokens[1],
+            **{f"{outcome.value}_requests_count": self._outcomes[outcome] for outcome in Outcome},
         }
 
     # A Watcher's, on the engine's thread; prometheus_client locks what it counts.
@@ -89,6 +89,7 @@ class Metrics:
     def ended(self, outcome: Outcome) -> None:
         """A request has ended."""
         self._ended.labels(outcome.value).inc()
+        self._outcomes[outcome] += 1
 
 
 class _State:

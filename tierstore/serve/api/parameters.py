@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tierstore.serve.api.errors import bad
 from tierstore.serve.api.fields import Fields, as_text, kind
+from tierstore.serve.text.sampling import SamplingOptions
 
 _MOST_STOPS = 4
 _LONGEST_STOP = 256
@@ -33,35 +34,46 @@ _NEUTRAL: dict[str, tuple[Callable[[object], bool], str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """``max_tokens``: None where the request names none. ``seed``: None for a new one."""
+    """``max_tokens``: None where the request names none. ``sampling``: the options of sampling that it names."""
 
-    temperature: float
-    top_p: float
-    seed: int | None
+    sampling: dict[str, float]
     max_tokens: int | None
     stop: tuple[str, ...]
     stream: bool
     include_usage: bool
+
+    def sampled(self, defaults: SamplingOptions) -> SamplingOptions:
+        """``defaults`` with what the request says."""
+        return replace(defaults, **self.sampling)  # type: ignore[arg-type]
 
 
 def take_parameters(fields: Fields, *, limit: str = "max_tokens") -> Parameters:
     """The fields that both kinds of request have. ``limit`` names the one for ``max_tokens``."""
     for field, (accepted, reason) in _NEUTRAL.items():
         fields.neutral(field, accepted, reason)
-    temperature = fields.number("temperature", 0, 2)
-    top_p = fields.number("top_p", 0, 1)
-    if top_p == 0:
-        raise bad(fields.name("top_p"), "expected more than 0, for a temperature of 0 is the greedy choice")
     stream = fields.flag("stream")
     return Parameters(
-        temperature=1.0 if temperature is None else temperature,
-        top_p=1.0 if top_p is None else top_p,
-        seed=fields.whole("seed", -_SEEDS, _SEEDS - 1),
+        sampling=_sampling(fields),
         max_tokens=_limit(fields, limit),
         stop=_stops(fields),
         stream=stream,
         include_usage=_usage(fields, stream),
     )
+
+
+def _sampling(fields: Fields) -> dict[str, float]:
+    """Also ``top_k`` and ``repetition_penalty``, which OpenAI's API does not have."""
+    named = {
+        "temperature": fields.number("temperature", 0, 2),
+        "top_p": fields.number("top_p", 0, 1),
+        "top_k": fields.whole("top_k", 0, _MOST_TOKENS),
+        "repetition_penalty": fields.number("repetition_penalty", 0, 10),
+        "seed": fields.whole("seed", -_SEEDS, _SEEDS - 1),
+    }
+    for field in ("top_p", "repetition_penalty"):
+        if named[field] == 0:
+            raise bad(fields.name(field), "expected more than 0")
+    return {field: value for field, value in named.items() if value is not None}
 
 
 def _limit(fields: Fields, name: str) -> int | None:

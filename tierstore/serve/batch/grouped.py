@@ -213,6 +213,10 @@ class GroupedRunner(ABC):
             raise ValueError(f"token {token}: expected 0 to {self.model.vocabulary - 1}")
 
     @abstractmethod
+    def describe(self) -> str:
+        """One line: how sequences are put together."""
+
+    @abstractmethod
     def _parts(self, rows: Sequence[int]) -> list[list[int]]:
         """Which of the prompts ``rows`` are a group."""
 

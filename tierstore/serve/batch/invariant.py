@@ -16,6 +16,9 @@ from tierstore.serve.batch.grouped import Group, GroupedRunner
 class InvariantRunner(GroupedRunner):
     """Sequences that are continued together and do not see it in their bits."""
 
+    def describe(self) -> str:
+        return "invariant: each sequence is a pass of its own, and its bits are those that it gets alone"
+
     def _parts(self, rows: Sequence[int]) -> list[list[int]]:
         return [[row] for row in rows]
 

@@ -27,6 +27,11 @@ class PaddedRunner(GroupedRunner):
         """Why sequences that join at different times are not one batch; empty where they are."""
         return why_apart(self.model.new_cache())
 
+    def describe(self) -> str:
+        if self.apart:
+            return f"padded: one for the sequences that join together, since {self.apart}"
+        return "padded: one for all sequences"
+
     def _parts(self, rows: Sequence[int]) -> list[list[int]]:
         return [list(rows)]
 

@@ -35,3 +35,7 @@ class ServedExperts(ExpertSource, GuessListener, Protocol):
     def late_prefetch_bytes(self) -> int:
         """Bytes that were on their way, but not there, when they were needed."""
         ...
+
+    def describe(self) -> list[str]:
+        """Lines on which experts the device holds now, and why."""
+        ...

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -10,19 +12,30 @@ import torch
 from tierstore._native import HugePages
 from tierstore.model.spec import ModelSpec
 from tierstore.moe.source import ExpertLease
+from tierstore.plan.costs import ASSUMED, Cost, load_profile
+from tierstore.plan.ring import ExpertMemorySizes, ServedLayers
 from tierstore.prefetch.experts import FrozenExperts
 from tierstore.prefetch.predictor import Counts, make_predictor
-from tierstore.prefetch.program import GuessCounts
+from tierstore.prefetch.program import FrozenProgram, GuessCounts
 from tierstore.prefetch.schedule import Schedule
 from tierstore.prefetch.walking import RecordsByExpert
-from tierstore.serve.config import ServeConfig
+from tierstore.serve.config import ExpertMemory, ServeConfig
+from tierstore.serve.experts.choosing import MemoryChooser
 from tierstore.serve.experts.interface import ServedExperts, Stage
+from tierstore.serve.experts.ring import Ring
+from tierstore.serve.experts.sizes import copies_weights, ring_layers
+from tierstore.serve.experts.slots import ExpertSlots
+from tierstore.serve.experts.sparse import ChosenExperts
+from tierstore.serve.experts.switching import SlottedExperts
 from tierstore.serve.footprint import served_budgets
 from tierstore.stats import StallLedger
 from tierstore.store.core import StoreCore
+from tierstore.store.format import Group
 from tierstore.tiers import DeviceSlots, WeightLoads, limited_tier, open_device_tier, weights_in_place
 from tierstore.timeline import TimelineSink
 from tierstore.train.budgets import EXPERT_SCHEMA, DeviceKind
+
+_LOG = logging.getLogger("tierstore.serve")
 
 
 def open_experts(
@@ -39,25 +52,83 @@ def open_experts(
     """Experts of ``store``, which is open to read, as the layers of ``spec`` ask for them; ``records[layer][expert]`` says
     which record each is. ``stack`` closes what is opened. Raises BudgetError, CapabilityError, OSError.
     """
+    kind = DeviceKind(device.type)
     schema = store.extents.schemas[store.records.schema_index(EXPERT_SCHEMA)]
-    budgets = served_budgets(config, spec, schema, DeviceKind(device.type), scratch=store.scratch_bytes)
+    budgets = served_budgets(config, spec, schema, kind, scratch=store.scratch_bytes)
     slots = DeviceSlots(schema.numel, spec.compute_dtype.torch, budgets.slots.weights, 0, schema.quantized)
-    in_place = weights_in_place(config.weights_in_place, device, config.links.copy)
-    loads = WeightLoads.IN_PLACE if in_place else WeightLoads.COPIED
+    predictor = make_predictor(config.prefetch.predictor, range(spec.experts), most=config.prefetch.guesses)
+    schedule = Schedule.of_layers(spec.moe_layers, depth=config.prefetch.depth)
+    copied = copies_weights(config, kind)
+    if not copied:
+        weights_in_place(config.weights_in_place, device, config.links.copy)  # refuses what cannot be
+    loads = WeightLoads.COPIED if copied else WeightLoads.IN_PLACE
     tier = open_device_tier(store.engine, slots, device, HugePages.AUTO, loads)
     stack.callback(tier.close)
-    frozen = FrozenExperts(
-        store,
-        limited_tier(tier, store.engine, config.links.copy),
-        records,
-        weight_slots=slots.weights,
-        predictor=make_predictor(
-            config.prefetch.predictor, range(spec.experts), most=config.prefetch.guesses
-        ),
-        schedule=Schedule.of_layers(spec.moe_layers, depth=config.prefetch.depth),
-        ledger=ledger,
+    tier = limited_tier(tier, store.engine, config.links.copy)
+    if not copied:
+        frozen = FrozenExperts(
+            store,
+            tier,
+            records,
+            weight_slots=slots.weights,
+            predictor=predictor,
+            schedule=schedule,
+            ledger=ledger,
+        )
+        return CachedExperts(frozen)
+    program = FrozenProgram(schedule, predictor)
+    host_experts = budgets.cache // schema.layout(Group.WEIGHTS).slot_bytes
+    sizes = ExpertMemorySizes(
+        device=slots.weights, host=host_experts, ring_layers=_ring_layers(config, spec, slots.weights)
     )
-    return CachedExperts(frozen)
+    chooser = _chooser(config, spec, sizes, slots.weight_bytes)
+    filled = ExpertSlots(store, tier, records, ledger=ledger)
+    chosen = ChosenExperts(
+        filled,
+        spec.moe_layers,
+        spec.experts,
+        program,
+        cache=config.cache,
+        lookahead=int(slots.weights * config.prefetch.budget) if config.prefetch.depth else 0,
+    )
+    ring = None
+    if sizes.ring_layers:
+        ring = Ring(
+            filled,
+            spec.moe_layers,
+            spec.experts,
+            count=sizes.ring_layers,
+            depth=config.prefetch.depth,
+            timeline=timeline,
+        )
+    return SlottedExperts(
+        filled, chosen, ring, program=program, predictor=predictor, chooser=chooser, say=_LOG.info
+    )
+
+
+def _ring_layers(config: ServeConfig, spec: ModelSpec, slots: int) -> int:
+    return 0 if config.ring.memory is ExpertMemory.SPARSE else ring_layers(config, spec, slots)
+
+
+def _chooser(
+    config: ServeConfig, spec: ModelSpec, sizes: ExpertMemorySizes, expert_bytes: int
+) -> MemoryChooser:
+    architecture, link = spec.architecture, config.links.copy
+    dense = sum(unit.matrices for unit in architecture.units) // max(len(architecture.units), 1)
+    return MemoryChooser(
+        asked=config.ring.memory,
+        model=ServedLayers(
+            layers=len(spec.moe_layers),
+            experts=spec.experts,
+            top_k=architecture.top_k,
+            expert_numel=architecture.expert_numel,
+            expert_bytes=expert_bytes,
+            dense_numel=dense,
+        ),
+        sizes=sizes,
+        profile=ASSUMED if config.ring.profile is None else load_profile(config.ring.profile),
+        copy=Cost(link.latency, link.bandwidth or math.inf) if link.on else None,
+    )
 
 
 class CachedExperts:
@@ -102,6 +173,12 @@ class CachedExperts:
     def offer(self, source: int, layer: int, chosen_E: Counts) -> None:
         """The router of ``layer`` chooses each expert so many times, for what ``source`` starts from."""
         self._frozen.offer(source, layer, chosen_E)
+
+    def describe(self) -> list[str]:
+        """Where experts are computed with."""
+        return [
+            "experts on the device: computed with where they lie in the host cache; a ring would copy them there to no end"
+        ]
 
     def _end(self) -> None:
         """Ends the access that is open, if any: a traceback may hold its iterator for long."""

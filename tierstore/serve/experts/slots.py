@@ -16,9 +16,11 @@ import numpy.typing as npt
 
 from tierstore.cache.access import Need, Phase
 from tierstore.cache.host_cache import Fetched
+from tierstore.errors import StoreError
 from tierstore.prefetch.walking import RecordsByExpert
 from tierstore.quant.weights import Weights
 from tierstore.stats import Cause, StallLedger, Tier
+from tierstore.store.config import StoreAccess
 from tierstore.store.core import StoreCore
 from tierstore.store.format import Group
 from tierstore.store.optimizer import CachedRecord
@@ -36,6 +38,7 @@ class Asked(Enum):
 class _Load:
     """What a slot was loaded with: the copy's ticket, and the read that the copy follows, if it was read."""
 
+    record: CachedRecord
     ticket: int
     read: Fetched | None
     asked: Asked
@@ -122,7 +125,12 @@ class ExpertSlots:
         assert load is not None
         if not self._arrived[slot]:
             try:
-                self._wait(load, layer)
+                try:
+                    self._wait(load, layer)
+                except (StoreError, OSError):
+                    if self._store.opened_to is StoreAccess.WRITE:
+                        raise
+                    self._load_again(load.record, slot, layer)
             except BaseException:
                 self._loads[slot] = None
                 raise
@@ -146,10 +154,24 @@ class ExpertSlots:
             after = [*after, last]
         ticket = self._device.load(slot, source, after)
         self._cache.reads(entry, ticket)
-        self._loads[slot] = _Load(ticket, self._cache.fetched(entry), asked, source.nbytes)
+        self._loads[slot] = _Load(record, ticket, self._cache.fetched(entry), asked, source.nbytes)
         self._copies[slot], self._arrived[slot] = ticket, False
         self.copies += 1
         self.copied_bytes += source.nbytes
+
+    def _load_again(self, record: CachedRecord, slot: int, layer: int) -> None:
+        """A read may have failed with what it followed; a second one is waited for. Raises ChecksumError, OSError."""
+        resident = bool(self._cache.sections(record.entry(Group.WEIGHTS)))
+        with self._ledger.stall(layer=layer, tier=Tier.NVME, cause=Cause.DEMAND_READ):
+            self._store.begin_access(Phase.FORWARD, layer, np.array([record.number], np.uint32), _weights(1))
+            self._cache.next_group()
+            try:
+                if resident:
+                    self._store.read_again(record)
+                self._copy(record, slot, Asked.NOW)
+                self._store.wait([self._copies[slot]])
+            finally:
+                self._cache.end_group()
 
     def _wait(self, load: _Load, layer: int) -> None:
         if self._store.engine.done(load.ticket):

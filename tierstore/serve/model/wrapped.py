@@ -24,6 +24,9 @@ class WrappedModel:
         from transformers import DynamicCache
 
         wrapped: Any = module
+        # By it torch chooses between one product and one for each sequence, which round otherwise: parameters are as in a
+        # model that transformers has loaded. Passes run in inference mode, without gradients.
+        module.requires_grad_(True)
         self._module = module
         self._config: Any = wrapped.config.get_text_config(decoder=True)
         self._new_cache = partial(DynamicCache, config=wrapped.config)

@@ -61,6 +61,7 @@ class Engine:
         self._batch: dict[int, _Sequence] = {}  # by the runner's numbers; of the model's thread
         self._steps_left = 0  # until a sequence of the batch ends; written by the model's thread
         self._ready = threading.Event()
+        self._running: Running | None = None
         self._error: BaseException | None = None
         self._counts = Counts()
         self._counted_s = float("-inf")
@@ -79,6 +80,12 @@ class Engine:
         self._thread.join()
         if self._error is not None and error[0] is None:
             raise self._error
+
+    @property
+    def running(self) -> Running:
+        """The model; only its facts are for other threads."""
+        assert self._running is not None
+        return self._running
 
     @property
     def active(self) -> int:
@@ -125,6 +132,7 @@ class Engine:
     def _serve(self) -> None:
         try:
             with self._opened() as running:
+                self._running = running
                 self._count(running)
                 self._ready.set()
                 while self._batch or self.queue.wait():
@@ -219,7 +227,7 @@ class Engine:
         generation, answer = sequence.waiting.generation, sequence.waiting.answer
         try:
             token = generation.sampler(logits_V)
-            ends = token in running.end_tokens
+            ends = token in running.language.end_tokens
             text = generation.text.finish() if ends else generation.text.push(token)
             if ends or generation.text.stopped:
                 finish = Finish.STOP

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from torch import Tensor
-
 from tierstore.serve.batch.interface import BatchRunner
+from tierstore.serve.text.language import Language
 
 
 class Finish(Enum):
@@ -29,29 +28,6 @@ class Outcome(Enum):
     FAILED = "failed"
 
 
-class Sampler(Protocol):
-    """Chooses the token that follows. One for each request: it may hold the state of a generator."""
-
-    def __call__(self, logits_V: Tensor) -> int: ...
-
-
-class TextStream(Protocol):
-    """Makes text of tokens one after another. It gives whole characters, and nothing that may be part of a stop string."""
-
-    @property
-    def stopped(self) -> bool:
-        """A stop string was met: what came before it has been given."""
-        ...
-
-    def push(self, token: int) -> str:
-        """The text that is certain now."""
-        ...
-
-    def finish(self) -> str:
-        """No token follows: the rest of the text."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Counts:
     """What a model's experts have cost since it was opened. ``moved_bytes``: by tier and direction (``nvme read``);
@@ -67,13 +43,15 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
-    """A model that is open. ``end_tokens`` end an answer and are no part of it. ``counts`` reads its counters; it is called
-    by the thread that runs the model, between passes.
+    """A model that is open. ``context``: the most tokens of a sequence, prompt and answer. ``counts`` reads its counters; it
+    is called by the thread that runs the model, between passes. ``lines`` describe it to people.
     """
 
     runner: BatchRunner
-    end_tokens: frozenset[int]
+    language: Language
+    context: int
     counts: Callable[[], Counts]
+    lines: tuple[str, ...] = ()
 
 
 class Watcher(Protocol):

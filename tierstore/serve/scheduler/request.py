@@ -7,7 +7,9 @@ import contextlib
 import threading
 from dataclasses import dataclass
 
-from tierstore.serve.scheduler.interface import Finish, Sampler, TextStream
+from tierstore.serve.scheduler.interface import Finish
+from tierstore.serve.text.sampling import TokenSampler
+from tierstore.serve.text.streaming import StreamedText
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,8 +18,8 @@ class Generation:
 
     prompt: tuple[int, ...]
     max_tokens: int
-    sampler: Sampler
-    text: TextStream
+    sampler: TokenSampler
+    text: StreamedText
 
     @property
     def tokens(self) -> int:

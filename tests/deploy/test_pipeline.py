@@ -1,0 +1,150 @@
+"""The stages one after another, with stages that only count: what is run, found, made again, stopped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tierstore.deploy.config import CompressionConfig, DeployConfig, DistillationConfig, StageName
+from tierstore.deploy.deployed import read_deployment
+from tierstore.deploy.pipeline import Progress, deploy, stage_records
+from tierstore.deploy.records import StageRecord, stage_directory
+from tierstore.deploy.stage import DeployInterrupted, Stage, StageContext, StageOutput
+from tierstore.errors import ChecksumError, ConfigError, StoreExistsError, StoreFormatError, StoreMissingError
+
+
+class _Counting:
+    """Writes a line more each time it runs; verifies that nobody else did."""
+
+    def __init__(self, name: StageName, log: list[str]) -> None:
+        self.name = name
+        self._log = log
+
+    def settings(self, config: DeployConfig) -> Mapping[str, object]:
+        return {"minutes": config.distillation.minutes} if self.name is StageName.DISTILLATION else {}
+
+    def run(self, context: StageContext) -> StageOutput:
+        self._log.append(f"run {self.name.value}")
+        store = context.directory / "store"
+        store.mkdir(exist_ok=True)
+        lines = (store / "lines").read_text() if (store / "lines").exists() else ""
+        (store / "lines").write_text(lines + "x")
+        context.check()
+        return StageOutput(store=store, checks={"lines": len(lines) + 1}, figures={"settings": {"threads": 1}})
+
+    def verify(self, root: Path, record: StageRecord) -> None:
+        self._log.append(f"verify {self.name.value}")
+        if len((root / record.store / "lines").read_text()) != record.checks["lines"]:
+            raise ChecksumError(f"{record.store}: lines")
+
+
+@pytest.fixture
+def log() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def stages(log: list[str]) -> list[Stage]:
+    return [_Counting(name, log) for name in StageName]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DeployConfig:
+    return DeployConfig(store=tmp_path / "store", target=tmp_path / "out")
+
+
+def test_all_stages_make_the_target(config: DeployConfig, stages: list[Stage], log: list[str]) -> None:
+    done = deploy(config, stages=stages)
+    assert done.complete
+    assert done.directory == config.target
+    assert (config.target / "lines").read_text() == "x"
+    assert not config.target.with_name("out.partial").exists()
+    assert [record.stage for record in stage_records(config.target)] == list(StageName)
+    deployment = read_deployment(config.target)
+    assert deployment is not None
+    assert deployment.settings == {"threads": 1}
+    between = [f"{what} {name.value}" for name in StageName for what in ("run", "verify")]
+    assert log == between[:-1]  # each stage is verified before the next one runs
+
+
+def test_the_same_again_finds_it_and_others_are_refused(
+    config: DeployConfig, stages: list[Stage], log: list[str]
+) -> None:
+    deploy(config, stages=stages)
+    log.clear()
+    again = deploy(config, stages=stages)
+    assert set(again.progress) == {Progress.FOUND}
+    assert log == []
+    with pytest.raises(StoreExistsError, match="something here already"):
+        deploy(replace(config, distillation=DistillationConfig(minutes=7)), stages=stages)
+
+
+def test_it_goes_on_behind_the_stage_where_it_ended(
+    config: DeployConfig, stages: list[Stage], log: list[str]
+) -> None:
+    first = deploy(config, until=StageName.CONVERSION, stages=stages)
+    assert not first.complete
+    assert len(stage_records(config.target)) == 3
+    log.clear()
+    second = deploy(config, stages=stages)
+    assert second.progress == (Progress.FOUND,) * 3 + (Progress.DONE,) * 3
+    assert log[:4] == [f"verify {name.value}" for name in list(StageName)[:3]] + ["run segmentation"]
+
+
+def test_other_settings_make_a_stage_and_all_behind_it_again(
+    config: DeployConfig, stages: list[Stage], log: list[str]
+) -> None:
+    deploy(config, until=StageName.OPTIMISATION, stages=stages)
+    log.clear()
+    other = replace(config, distillation=DistillationConfig(minutes=7))
+    done = deploy(other, until=StageName.OPTIMISATION, stages=stages)
+    assert done.progress == (Progress.FOUND,) + (Progress.DONE,) * 4
+    root = config.target.with_name("out.partial")
+    assert (stage_directory(root, StageName.DISTILLATION) / "store" / "lines").read_text() == "x"
+
+
+def test_a_damaged_output_is_found_by_the_next_run(config: DeployConfig, stages: list[Stage]) -> None:
+    deploy(config, until=StageName.FUSION, stages=stages)
+    (stage_directory(config.target.with_name("out.partial"), StageName.FUSION) / "store" / "lines").write_text("xx")
+    with pytest.raises(ChecksumError, match="lines"):
+        deploy(config, stages=stages)
+
+
+def test_what_is_stopped_in_a_stage_goes_on_in_it(config: DeployConfig, stages: list[Stage]) -> None:
+    asked = iter([False, False, False, True])
+    with pytest.raises(DeployInterrupted, match="in stage distillation"):
+        deploy(config, stages=stages, asked_to_stop=lambda: next(asked))
+    deploy(config, until=StageName.DISTILLATION, stages=stages)
+    store = stage_directory(config.target.with_name("out.partial"), StageName.DISTILLATION) / "store"
+    assert (store / "lines").read_text() == "xx"  # what it had begun was there
+
+
+def test_a_directory_of_somebody_else_is_left_alone(config: DeployConfig, stages: list[Stage]) -> None:
+    other = config.target.with_name("out.partial")
+    other.mkdir()
+    (other / "mine").touch()
+    with pytest.raises(FileExistsError, match="something else is there"):
+        deploy(config, stages=stages)
+    with pytest.raises(StoreMissingError, match="no deployment here"):
+        stage_records(config.target)
+    assert [path.name for path in other.iterdir()] == ["mine"]
+
+
+def test_damaged_records_are_named(config: DeployConfig, stages: list[Stage]) -> None:
+    deploy(config, until=StageName.FUSION, stages=stages)
+    path = stage_directory(config.target.with_name("out.partial"), StageName.FUSION) / "stage.json"
+    path.write_text("{}")
+    with pytest.raises(StoreFormatError, match=r"stage.json: not a stage's record"):
+        stage_records(config.target)
+    path.write_text(json.dumps({"version": 9}))
+    with pytest.raises(StoreFormatError, match="version 9, expected 1"):
+        stage_records(config.target)
+
+
+def test_fewer_experts_need_a_text() -> None:
+    with pytest.raises(ConfigError, match="--text"):
+        DeployConfig(store=Path("s"), target=Path("t"), compression=CompressionConfig(experts=2))

@@ -1,0 +1,216 @@
+"""Runners: who is in the batch, what is refused, what is left after an error, and that neighbours change no bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from served_cases import Served, built_in, drawn, greedy, wrapped
+from torch import Tensor
+
+from tierstore.errors import BudgetError, ChecksumError, ConfigError
+from tierstore.serve.batch.grouped import GroupedRunner
+from tierstore.serve.batch.invariant import InvariantRunner
+from tierstore.serve.batch.padded import PaddedRunner
+from tierstore.serve.experts.interface import Stage
+
+KINDS = (PaddedRunner, InvariantRunner)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_layer_leases_an_expert_once(kind: type[GroupedRunner]) -> None:
+    """Two prompts, two layers: one access a layer for both of them, and so in a step. By hand: top-2 of 8 experts, so
+    that a token asks for 2, and two tokens for at most 4.
+    """
+    _, served = built_in()
+    runner = served.runner(kind)
+    joined = runner.join(drawn((4, 4), vocabulary=61))
+    assert [layer for layer, _ in served.experts.asked] == [0, 1]
+    served.experts.asked.clear()
+    runner.step({each.number: 5 for each in joined})
+    assert [layer for layer, _ in served.experts.asked] == [0, 1]
+    assert all(2 <= len(experts) <= 4 for _, experts in served.experts.asked)
+    assert served.experts.begun == [(Stage.PREFILL, 8), (Stage.DECODE, 2)]
+
+
+def test_padding_counts_as_tokens() -> None:
+    _, served = built_in()
+    served.runner(PaddedRunner).join(drawn((1, 6), vocabulary=61))
+    served.runner(InvariantRunner).join(drawn((1, 6), vocabulary=61))
+    assert served.experts.begun == [(Stage.PREFILL, 12), (Stage.PREFILL, 7)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_some_of_the_batch_goes_on(kind: type[GroupedRunner]) -> None:
+    """Steps of a part: the others wait, and go on as if nothing had been."""
+    _, served = built_in()
+    prompts = drawn((6, 3, 9), vocabulary=61)
+    together = greedy(served.runner(kind), prompts, 4)
+    runner = served.runner(kind)
+    found = {each.number: [each.logits_V] for each in runner.join(prompts)}
+    for part in ((0,), (1, 2), (0, 2), (0, 1), (1,), (2,)):
+        logits = runner.step({number: int(found[number][-1].argmax()) for number in part})
+        assert set(logits) == set(part)
+        for number, logits_V in logits.items():
+            found[number].append(logits_V)
+    assert runner.numbers == (0, 1, 2)
+    for number, (tokens, expected) in enumerate(together):
+        assert [int(each.argmax()) for each in found[number]] == tokens
+        torch.testing.assert_close(torch.stack(found[number]), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_an_error_the_others_are_as_before(kind: type[GroupedRunner]) -> None:
+    _, served = built_in()
+    prompts = drawn((5, 7, 4), vocabulary=61)
+    expected = greedy(served.runner(kind), prompts[:1], 4)[0][1]
+    runner = served.runner(kind)
+    (first,) = runner.join(prompts[:1])
+    found = [first.logits_V]
+
+    def step(also: dict[int, int]) -> None:
+        found.append(runner.step({first.number: int(found[-1].argmax())} | also)[first.number])
+
+    step({})
+    served.experts.failing = (1, ChecksumError("expert 3"))
+    with pytest.raises(ChecksumError):
+        runner.join(prompts[1:])
+    assert runner.numbers == (first.number,)
+    step({})
+    (second, third) = runner.join(prompts[1:])
+    served.experts.failing = (1, ChecksumError("expert 3"))
+    with pytest.raises(ChecksumError):
+        runner.step({second.number: 1, third.number: 2})
+    assert runner.numbers == (first.number,)
+    step({})
+    torch.testing.assert_close(torch.stack(found), expected)
+    if kind is InvariantRunner:
+        assert torch.equal(torch.stack(found), expected)
+    served.experts.failing = (0, OSError(5, "read"))
+    with pytest.raises(OSError, match="read"):
+        step({})
+    assert runner.numbers == ()
+    again = greedy(runner, prompts[:1], 4)[0][1]
+    assert torch.equal(again, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_refused_changes_nothing(kind: type[GroupedRunner]) -> None:
+    _, served = built_in(context=8)
+    runner = served.runner(kind, sequences=2)
+    with pytest.raises(BudgetError, match=r"batch\.sequences: 3 sequences join 0, and the batch holds 2"):
+        runner.join(drawn((2, 2, 2), vocabulary=61))
+    with pytest.raises(BudgetError, match=r"batch\.context: a prompt of 9 tokens, and a sequence holds 8"):
+        runner.join(drawn((9,), vocabulary=61))
+    with pytest.raises(ValueError, match="at least one token"):
+        runner.join([[]])
+    with pytest.raises(ValueError, match="token 61: expected 0 to 60"):
+        runner.join([[1, 61]])
+    (joined,) = runner.join(drawn((7,), vocabulary=61))
+    with pytest.raises(ValueError, match="token -1: expected 0 to 60"):
+        runner.step({joined.number: -1})
+    runner.step({joined.number: 3})
+    with pytest.raises(BudgetError, match=r"batch\.context: sequence 0 has 8 tokens"):
+        runner.step({joined.number: 3})
+    assert runner.numbers == (0,)
+    runner.leave(0)
+    assert runner.numbers == ()
+    with pytest.raises(KeyError):
+        runner.leave(0)
+
+
+def test_a_context_beyond_the_models() -> None:
+    with pytest.raises(
+        ConfigError, match=r"batch\.context: expected at most 48, the model's own limit, got 49"
+    ):
+        built_in(context=49)
+    with pytest.raises(ConfigError, match=r"batch\.context: expected at most 128"):
+        wrapped("mixtral", context=129)
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 1e4}
+    _, served = wrapped(
+        "phimoe",
+        rope_parameters={
+            **rope,
+            "original_max_position_embeddings": 64,
+            "short_mscale": 1.0,
+            "long_mscale": 1.0,
+        },
+    )
+    assert served.model.context == 64  # keys of both sets of frequencies do not mix
+
+
+class _Interleaved:
+    """Random joins, steps of some or all, and leaves; what each sequence was given by the way."""
+
+    def __init__(self, served: Served, seed: int) -> None:
+        self.runner = served.runner(InvariantRunner, sequences=4)
+        self.prompts: dict[int, list[int]] = {}
+        self.logits: dict[int, list[Tensor]] = {}
+        self._random = random.Random(seed)
+
+    def run(self, actions: int) -> None:
+        for _ in range(actions):
+            here = self.runner.numbers
+            action = self._random.choice(("join", "step", "step", "leave"))
+            if action == "join" and len(here) < 4:
+                self._join(self._random.randint(1, 4 - len(here)))
+            elif action == "step" and here:
+                stepping = self._random.sample(here, self._random.randint(1, len(here)))
+                chosen = {number: int(self.logits[number][-1].argmax()) for number in stepping}
+                for number, logits_V in self.runner.step(chosen).items():
+                    self.logits[number].append(logits_V)
+            elif action == "leave" and here:
+                self.runner.leave(self._random.choice(here))
+
+    def _join(self, count: int) -> None:
+        lengths = [self._random.choice((1, 2, 3, 5, 8)) for _ in range(count)]
+        prompts = drawn(lengths, vocabulary=61, seed=self._random.randrange(6))
+        for joined, prompt in zip(self.runner.join(prompts), prompts, strict=True):
+            self.prompts[joined.number] = prompt
+            self.logits[joined.number] = [joined.logits_V]
+
+
+def _alone(served: Served, prompt: list[int], count: int, known: dict[tuple[int, ...], Tensor]) -> Tensor:
+    """What a request gets alone: the logits of ``count`` tokens."""
+    held = known.get(tuple(prompt))
+    if held is None or len(held) < count:
+        held = known[tuple(prompt)] = greedy(served.runner(InvariantRunner), [prompt], max(count, 12))[0][1]
+    return held[:count]
+
+
+@pytest.mark.parametrize("cases", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_neighbours_change_no_bit(cases: int) -> None:
+    """Random interleavings of joins, steps and leaves: each request has the bits that it gets alone."""
+    _, served = built_in()
+    known: dict[tuple[int, ...], Tensor] = {}
+    compared = 0
+    for seed in range(cases):
+        case = _Interleaved(served, seed)
+        case.run(10)
+        for number, prompt in case.prompts.items():
+            found = torch.stack(case.logits[number])
+            assert torch.equal(found, _alone(served, prompt, len(found), known)), (seed, number)
+            compared += len(found)
+    assert compared > 5 * cases
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "qwen3_next"])
+def test_neighbours_change_no_bit_of_wrapped_models(family: str) -> None:
+    _, served = wrapped(family, torch.bfloat16)
+    known: dict[tuple[int, ...], Tensor] = {}
+    for seed in range(4):
+        case = _Interleaved(served, seed)
+        case.run(10)
+        for number, prompt in case.prompts.items():
+            found = torch.stack(case.logits[number])
+            assert torch.equal(found, _alone(served, prompt, len(found), known)), (seed, number)

@@ -1,0 +1,119 @@
+"""A pass that fails, for a damaged record or for its own reasons, ends its access; the next one is as if it had not been."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from trained_stores import imported, logits_of, mean_loss, serving, trained
+
+from tierstore.errors import ChecksumError
+from tierstore.serve.experts.interface import Stage
+from tierstore.serve.opening import ServedParts, open_served
+from tierstore.store.format import Group
+from tierstore.trace.replay import replay
+from tierstore.train.experts import expert_key
+
+TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+
+
+@contextmanager
+def damaged(parts: ServedParts, layer: int, expert: int) -> Iterator[str]:
+    """One bit of an expert's weights on disk is another for as long as this; its key."""
+    key = expert_key(layer, expert)
+    slot = parts.store.records.live(key).slots[Group.WEIGHTS]
+    assert slot is not None
+    at = slot.number * slot.extent.slot_bytes + 77
+
+    def flip() -> None:
+        with open(slot.extent.path, "r+b") as file:
+            file.seek(at)
+            byte = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte[0] ^ 4]))
+
+    flip()
+    try:
+        yield key
+    finally:
+        flip()
+
+
+def leases(parts: ServedParts, layer: int, experts: list[int]) -> list[int]:
+    parts.experts.begin(Stage.DECODE, 1)
+    return sorted(lease.expert for lease in parts.experts.forward(layer, experts))
+
+
+@pytest.mark.parametrize("predictor", ["none", "all", "router"])
+@pytest.mark.parametrize("in_place", ["off", "auto"])
+@pytest.mark.parametrize("frames", [1, 3, 100])
+def test_a_damaged_expert_ends_its_pass_and_no_other(
+    tmp_path: Path, predictor: str, in_place: str, frames: int
+) -> None:
+    plain, store = imported(tmp_path)
+    with torch.inference_mode():
+        expected = plain(input_ids=TOKENS, use_cache=False).logits
+    trace = tmp_path / "trace"
+    with open_served(serving(store)) as parts:
+        nbytes = parts.store.extents.schemas[0].layout(Group.WEIGHTS).slot_bytes
+        count = parts.spec.experts
+    budget = {"host_budget": (frames + 1) * nbytes, "prefetch.predictor": predictor}
+    config = serving(store, {**budget, "weights_in_place": in_place})
+    with open_served(config, trace=trace) as parts:
+        with damaged(parts, 1, 2) as key:
+            for _ in range(3):
+                with pytest.raises(ChecksumError, match=f"{key!r}, section weight"):
+                    leases(parts, 1, [1, 2, 3])
+                assert leases(parts, 1, [1, 3]) == [1, 3]
+                assert leases(parts, 0, list(range(count)))
+        # What was damaged for a while is read again.
+        assert leases(parts, 1, [1, 2, 3]) == [1, 2, 3]
+        assert torch.equal(logits_of(parts, TOKENS), expected)
+        residency = parts.store.cache.residency
+        assert not residency.access_open
+        live = residency.stats()
+    assert replay(trace) == live
+
+
+def test_a_damaged_expert_with_missed_steps(text: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    batches, expected = trained(text, store)
+    with open_served(serving(store, {"host_budget": 1 << 17})) as parts:
+        behind = [
+            expert
+            for expert in range(12)
+            if parts.store.optimizer.behind(parts.store.record(expert_key(0, expert)))
+        ]
+        with damaged(parts, 0, behind[0]) as key:
+            for _ in range(2):
+                with pytest.raises(ChecksumError, match=repr(key)):
+                    leases(parts, 0, list(range(12)))
+                assert leases(parts, 0, behind[1:])
+        assert mean_loss(parts, batches) == expected
+
+
+@pytest.mark.parametrize("after", [0, 1, 4])
+def test_a_pass_that_raises_between_its_leases(tmp_path: Path, after: int) -> None:
+    """What the caller holds of it, a traceback with its iterator, keeps nothing pinned."""
+    plain, store = imported(tmp_path)
+    with torch.inference_mode():
+        expected = plain(input_ids=TOKENS, use_cache=False).logits
+    trace = tmp_path / "trace"
+    with open_served(serving(store, {"host_budget": 1 << 16}), trace=trace) as parts:
+        every = list(range(parts.spec.experts))
+        kept = []
+        for _ in range(10):  # more than there are slots
+            parts.experts.begin(Stage.PREFILL, 8)
+            walk = parts.experts.forward(0, every)
+            for _, lease in zip(range(after), walk, strict=False):
+                assert lease.weights.isfinite().all()
+            kept.append(walk)
+        parts.experts.begin(Stage.PREFILL, 8)
+        assert not parts.store.cache.residency.access_open
+        assert torch.equal(logits_of(parts, TOKENS), expected)
+        live = parts.store.cache.residency.stats()
+    assert len(kept) == 10
+    assert replay(trace) == live

@@ -1,0 +1,213 @@
+"""A store, opened read only, becomes a model that computes what training and transformers compute."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from test_reading import fingerprint, reader
+from trained_stores import imported, logits_of, mean_loss, serving, trained
+
+from tierstore.errors import (
+    BudgetError,
+    ConfigError,
+    StoreError,
+    StoreFormatError,
+    StoreInUseError,
+    StoreMissingError,
+)
+from tierstore.model.config import ComputeDtype
+from tierstore.serve.footprint import served_budgets
+from tierstore.serve.opening import open_served
+from tierstore.store import ParameterStore, StoreConfig
+from tierstore.store.config import StoreAccess
+from tierstore.store.replaying import mean_read_bytes, replay_scratch_bytes
+from tierstore.store.summary import read_summary
+from tierstore.trace.replay import replay
+from tierstore.train.budgets import EXPERT_SCHEMA, DeviceKind
+
+TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]])
+
+
+def least_budget(store: Path) -> int:
+    """The minimum that a refusal names, in bytes."""
+    with pytest.raises(BudgetError) as refused, open_served(serving(store, {"host_budget": 1})):
+        pass
+    return int(str(refused.value).split("the minimum is ")[1].split()[0])
+
+
+# Bits -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moments", ["fp32", "int8"])
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_a_trained_store_is_served_as_its_trainer_evaluates_it(
+    text: Path, tmp_path: Path, compute: str, moments: str
+) -> None:
+    """With missed steps, at three budgets and every predictor; the replay of each trace counts what was counted."""
+    store = tmp_path / "store"
+    changes = {"model.compute_dtype": compute, "adamw.moments": moments}
+    batches, expected = trained(text, store, **changes)
+    summary = read_summary(store)
+    assert 0 < summary.missed[EXPERT_SCHEMA] < summary.records[EXPERT_SCHEMA]
+    before, least = fingerprint(store), least_budget(store)
+    for number, (budget, predictor) in enumerate(
+        [(least, "router"), (3 * least, "all"), (least, "none"), (3 * least, "history"), (8 << 20, "router")]
+    ):
+        trace = tmp_path / f"trace{number}"
+        config = serving(store, {"host_budget": budget, "prefetch.predictor": predictor})
+        with open_served(config, trace=trace) as parts:
+            assert mean_loss(parts, batches) == expected, (budget, predictor)
+            live = parts.store.cache.residency.stats()
+            assert live.misses > 0
+        assert replay(trace) == live, (budget, predictor)
+    assert fingerprint(store) == before
+
+
+def test_what_missed_steps_cost_is_what_the_formula_says(text: Path, tmp_path: Path) -> None:
+    """One frame: every expert that is asked for is read. Asked for all of both layers once, the mean is exact."""
+    store = tmp_path / "store"
+    trained(text, store)
+    summary = read_summary(store)
+    schema = summary.schema(EXPERT_SCHEMA)
+    assert schema is not None
+    with open_served(serving(store, {"prefetch.depth": 0})) as parts:
+        for layer in parts.spec.moe_layers:
+            for _ in parts.experts.forward(layer, range(12)):
+                pass
+        read = parts.store.cache.residency.stats().read_bytes
+    assert read == 24 * mean_read_bytes(schema, records=24, missed=summary.missed[EXPERT_SCHEMA])
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_an_imported_store_gives_transformers_logits(tmp_path: Path, family: str, frozen: bool) -> None:
+    plain, store = imported(tmp_path, family, torch.bfloat16, frozen=frozen)
+    before, least = fingerprint(store), least_budget(store)
+    with torch.inference_mode():
+        expected = plain(input_ids=TOKENS, use_cache=False).logits
+    for budget in (least, 8 << 20):
+        with open_served(serving(store, {"host_budget": budget, "prefetch.predictor": "router"})) as parts:
+            assert torch.equal(logits_of(parts, TOKENS), expected)
+            assert not any(parameter.requires_grad for parameter in parts.model.module.parameters())
+            assert not parts.model.module.training
+    assert fingerprint(store) == before
+
+
+def test_dense_parameters_are_held_in_the_type_that_passes_need(text: Path, tmp_path: Path) -> None:
+    """The built-in model casts the matrices of its blocks before their only use; all else is fp32."""
+    trained(text, tmp_path / "store", **{"model.compute_dtype": "bf16"})
+    with open_served(serving(tmp_path / "store")) as parts:
+        types = {name: parameter.dtype for name, parameter in parts.model.module.named_parameters()}
+        assert parts.spec.compute_dtype is ComputeDtype.BF16
+        units = parts.spec.architecture.units
+        held = sum(parameter.nbytes for parameter in parts.model.module.parameters())
+    assert types["blocks.0.attention.qkv"] == torch.bfloat16
+    assert types["embedding"] == torch.float32
+    assert held == sum(2 * unit.matrices + 4 * unit.others for unit in units)
+
+
+# Who may open it --------------------------------------------------------------------------------------------
+
+
+def test_several_serve_and_a_trainer_is_told_who(text: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    batches, expected = trained(text, store)
+    with (
+        open_served(serving(store)) as one,
+        open_served(serving(store)) as other,
+        reader(store) as (pid, _),
+    ):
+        assert mean_loss(one, batches) == mean_loss(other, batches) == expected
+        with pytest.raises(
+            StoreInUseError, match=rf"open to read in another process \(pid ({pid}|{os.getpid()})\)"
+        ):
+            ParameterStore.open(store, StoreConfig())
+    with (
+        ParameterStore.open(store, StoreConfig()),
+        pytest.raises(StoreInUseError, match=f"pid {os.getpid()}"),
+        open_served(serving(store)),
+    ):
+        pass
+
+
+def test_an_opening_that_fails_leaves_the_store_to_others(text: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    trained(text, store)
+    extent = next((store / "extents").glob("dense*.weights"))
+    kept = extent.read_bytes()
+    extent.write_bytes(bytes(len(kept)))
+    with pytest.raises(StoreError, match="record 'dense"), open_served(serving(store)):
+        pass
+    extent.write_bytes(kept)
+    ParameterStore.open(store, StoreConfig()).close()
+
+
+def test_what_cannot_be_served_is_named(text: Path, tmp_path: Path) -> None:
+    def refused(store: Path, kind: type[Exception], message: str) -> None:
+        with pytest.raises(kind, match=message), open_served(serving(store)):
+            pass
+
+    refused(tmp_path / "nothing", StoreMissingError, "nothing")
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", StoreMissingError, "no store here")
+    trained(text, tmp_path / "ranks" / "rank-0000")
+    refused(tmp_path / "ranks", ConfigError, "tierstore deploy, or tierstore reshard, makes one store of it")
+    store = tmp_path / "ranks" / "rank-0000"
+    shutil.rmtree(store / "index")
+    refused(store, StoreFormatError, "the index is missing")
+
+
+# Budgets ----------------------------------------------------------------------------------------------------
+
+
+def test_how_the_budgets_are_divided(text: Path, tmp_path: Path) -> None:
+    """fp32 experts of 3 x 16 x 32 = 1,536 parameters: 6,144 bytes, two pages with padding; moments 2 x 8,192."""
+    store = tmp_path / "store"
+    trained(text, store)
+    schema = read_summary(store).schema(EXPERT_SCHEMA)
+    assert schema is not None
+    slot, weights, scratch = 8_192, 8_192, 2 * 2 * 8_192
+    assert replay_scratch_bytes(schema) == scratch
+    assert least_budget(store) == slot + weights + scratch
+    with open_served(serving(store)) as parts:
+        spec = parts.spec
+
+    def divided(**changes: object) -> tuple[int, int, int]:
+        found = served_budgets(serving(store, changes), spec, schema, DeviceKind.CPU, scratch=scratch)
+        assert found.cache + found.slots.nbytes == changes.get("host_budget", 8 << 20)
+        return found.slots.weights, found.cache, found.lookahead
+
+    assert divided(host_budget=slot + weights + scratch) == (1, weights + scratch, 0)
+    assert divided() == (4, (8 << 20) - 4 * slot, int(((8 << 20) - 4 * slot - scratch) * 0.45))
+    assert divided(device_budget=2 * slot)[0] == 2
+    with pytest.raises(BudgetError, match=f"device_budget: 1 bytes .*; the minimum is {slot} bytes"):
+        divided(device_budget=1)
+    on_device = served_budgets(
+        serving(store, {"device_budget": 9 * slot}), spec, schema, DeviceKind.CUDA, scratch=scratch
+    )
+    assert (on_device.slots.weights, on_device.cache) == (9, 8 << 20)
+
+
+def test_nothing_is_left_open(text: Path, tmp_path: Path) -> None:
+    """Descriptors and leases of a server that has ended, and of an opening that was refused."""
+    store = tmp_path / "store"
+    trained(text, store)
+
+    def descriptors() -> list[str]:
+        return sorted(
+            os.readlink(f"/proc/self/fd/{fd}")
+            for fd in os.listdir("/proc/self/fd")
+            if os.path.lexists(f"/proc/self/fd/{fd}")
+        )
+
+    with open_served(serving(store)):
+        pass
+    before = [name for name in descriptors() if str(store) in name]
+    with open_served(serving(store)) as parts:
+        assert parts.store.opened_to is StoreAccess.READ
+        assert any(str(store) in name for name in descriptors())
+    assert [name for name in descriptors() if str(store) in name] == before == []

@@ -1,0 +1,271 @@
+"""``tierstore generate``: text from a store, in the memory that it is given.
+
+SIGINT and SIGTERM end it after the pass in progress, with what has been written and its table; a second one exits at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from tierstore.cli.interrupts import Interrupts
+from tierstore.cli.options import (
+    EXISTING_DIRECTORY,
+    FILE,
+    SIZE,
+    bundled,
+    config_overrides,
+    help_config_option,
+    json_option,
+    options,
+    set_option,
+)
+from tierstore.cli.output import Output
+from tierstore.config import load
+from tierstore.prefetch.predictor import PredictorName
+from tierstore.serve.config import ServeConfig
+from tierstore.timeline import open_timeline
+from tierstore.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:  # at run time these import torch, which listing the commands must not
+    from tierstore.serve.batch.grouped import GroupedRunner
+    from tierstore.serve.generating import GeneratedText, Spent, TextRequest
+    from tierstore.serve.opening import ServedParts
+    from tierstore.serve.text.language import Language
+
+_INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is to be written. None: what the model's own generation_config.json says."""
+
+    prompts: tuple[str, ...]
+    chat: bool
+    max_tokens: int
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    seed: int | None
+    stop: tuple[str, ...]
+
+
+@click.command()
+@click.argument("store", type=EXISTING_DIRECTORY)
+@bundled(_Asked, "asked")
+@options(
+    click.option(
+        "--prompt", "prompts", multiple=True, required=True, help="What to go on from; several are a batch."
+    ),
+    click.option("--chat", is_flag=True, help="Each prompt is a user's message, through the chat template."),
+    click.option("--max-tokens", type=int, default=256, help="Most tokens of each text."),
+    click.option(
+        "--temperature", type=float, help="0 takes the most probable token (default: the model's own)."
+    ),
+    click.option("--top-k", type=int, help="Sample of this many tokens (0: of all)."),
+    click.option("--top-p", type=float, help="Sample of the fewest tokens that are so probable together."),
+    click.option("--seed", type=int, help="The same seed gives the same text."),
+    click.option("--stop", multiple=True, help="Ends a text before this string."),
+)
+@click.option("--host-budget", type=SIZE, help="Memory for experts: cache and CPU device tier.")
+@click.option("--device-budget", type=SIZE, help="Memory for experts on the device.")
+@click.option("--batch-invariant", is_flag=True, help="Give each text the bits that it gets alone.")
+@click.option(
+    "--predictor",
+    type=click.Choice([name.value for name in PredictorName]),
+    help="What guesses the experts of coming layers (prefetch.predictor).",
+)
+@click.option("--timeline", type=FILE, help="Write a Chrome trace for Perfetto.")
+@click.option("--record-trace", type=FILE, help="Record every cache decision's input.")
+@set_option()
+@json_option
+@help_config_option(lambda: ServeConfig)
+@click.pass_context
+def generate(
+    ctx: click.Context,
+    store: Path,
+    asked: _Asked,
+    host_budget: int | None,
+    device_budget: int | None,
+    batch_invariant: bool,
+    predictor: str | None,
+    timeline: Path | None,
+    record_trace: Path | None,
+    settings: tuple[str, ...],
+    output: Output,
+) -> None:
+    """Continue text with the model in STORE, trained or imported.
+
+    Its experts stay on disk and in the memory that --host-budget gives them. A single text is written as it comes,
+    several one after another as they end. A table follows; with --json it goes to stderr with the texts.
+    """
+    given: Mapping[str, object] = {
+        "store": store,
+        "host_budget": host_budget,
+        "device_budget": device_budget,
+        "batch.invariant": batch_invariant or None,
+        "prefetch.predictor": predictor,
+    }
+    config = load(ServeConfig, None, config_overrides(settings, given))
+    ctx.exit(_run(config, asked, output, timeline=timeline, trace=record_trace))
+
+
+def _run(
+    config: ServeConfig, asked: _Asked, output: Output, *, timeline: Path | None, trace: Path | None
+) -> int:
+    from tierstore.serve.batch.opening import open_runner
+    from tierstore.serve.generating import TextGenerator
+    from tierstore.serve.opening import open_served
+    from tierstore.serve.text.language import open_language
+
+    with (
+        Interrupts.heard() as interrupts,
+        open_timeline(timeline) as sink,
+        open_served(config, trace=trace, timeline=sink) as parts,
+    ):
+        language = open_language(parts.spec)
+        requests = _requests(asked, language)
+        runner = open_runner(parts)
+        _announce(parts, runner, output)
+        shown = _Shown(output, len(requests))
+        generator = TextGenerator(
+            runner, end_tokens=language.end_tokens, added=shown.add, stopped=lambda: interrupts.asked
+        )
+        texts = generator.run(requests)
+        shown.end(texts)
+        parts.store.end_trace()
+        _table(parts, generator.spent, texts, output)
+        output.emit(_result(parts, generator.spent, requests, texts))
+    return _INTERRUPTED if interrupts.asked else 0
+
+
+def _requests(asked: _Asked, language: Language) -> list[TextRequest]:
+    from tierstore.serve.generating import TextRequest
+    from tierstore.serve.text.sampling import TokenSampler
+
+    given = {
+        name: value
+        for name in ("temperature", "top_k", "top_p", "seed")
+        if (value := getattr(asked, name)) is not None
+    }
+    sampling = replace(language.defaults, **given)
+    requests = []
+    for text in asked.prompts:
+        prompt = (
+            language.encode_chat([{"role": "user", "content": text}]) if asked.chat else language.encode(text)
+        )
+        requests.append(
+            TextRequest(
+                prompt=prompt,
+                most=asked.max_tokens,
+                sampler=TokenSampler(sampling, prompt),
+                text=language.text(asked.stop),
+            )
+        )
+    return requests
+
+
+def _announce(parts: ServedParts, runner: GroupedRunner, output: Output) -> None:
+    """What it takes, before the first pass."""
+    from tierstore.serve.model.memory import batch_bytes
+
+    spec, batch = parts.spec, parts.config.batch
+    architecture = spec.architecture
+    output.line(
+        f"model: {architecture.parameters / 1e6:.1f} M parameters, {architecture.records} experts in "
+        f"{len(spec.moe_layers)} layers, {spec.compute_dtype.value}, on {parts.device}"
+    )
+    context = runner.model.context
+    caches = batch_bytes(spec, sequences=batch.sequences, context=context)
+    output.line(
+        f"memory: host budget {format_bytes(parts.config.host_budget)} for experts; keys and values at most "
+        f"{format_bytes(caches)} ({batch.sequences} sequences of {context} tokens)"
+    )
+    output.line(f"batch: {runner.describe()}")
+
+
+class _Shown:
+    """Writes a single text as it comes, and several when all have ended."""
+
+    def __init__(self, output: Output, count: int) -> None:
+        self._output = output
+        self._streams = count == 1
+
+    def add(self, index: int, piece: str) -> None:
+        """A piece of text ``index``."""
+        if self._streams:
+            self._output.console.print(piece, end="", soft_wrap=True)
+
+    def end(self, texts: Sequence[GeneratedText]) -> None:
+        """All have ended."""
+        if self._streams:
+            self._output.line()
+            return
+        for number, made in enumerate(texts):
+            self._output.line(f"[{number}] {made.text}")
+
+
+def _table(parts: ServedParts, spent: Spent, texts: Sequence[GeneratedText], output: Output) -> None:
+    from tierstore.train.footprint import peak_resident_bytes
+
+    stats = parts.store.cache.residency.stats()
+    asked = stats.hits + stats.misses
+    first = [made.first_s for made in texts if made.first_s is not None]
+    output.line()
+    output.table(
+        "",
+        ("prefill", "decode", "first token", "hits", "read", "stalls", "peak memory"),
+        [
+            (
+                _rate(spent.prefill_rate),
+                _rate(spent.decode_rate),
+                format_seconds(max(first)) if first else "-",
+                f"{stats.hits / asked:.0%}" if asked else "-",
+                format_bytes(stats.read_bytes),
+                format_seconds(parts.ledger.total_s),
+                format_bytes(peak_resident_bytes()),
+            )
+        ],
+    )
+
+
+def _rate(tokens_per_s: float | None) -> str:
+    return "-" if tokens_per_s is None else f"{tokens_per_s:.1f} tokens/s"
+
+
+def _result(
+    parts: ServedParts, spent: Spent, requests: Sequence[TextRequest], texts: Sequence[GeneratedText]
+) -> dict[str, object]:
+    from tierstore.train.footprint import peak_resident_bytes
+
+    stats, guesses = parts.store.cache.residency.stats(), parts.experts.guesses
+    return {
+        "store": str(parts.config.store),
+        "texts": [
+            {
+                "text": made.text,
+                "tokens": made.tokens,
+                "prompt_tokens": len(request.prompt),
+                "ending": made.ending.value,
+                "first_token_s": made.first_s,
+            }
+            for request, made in zip(requests, texts, strict=True)
+        ],
+        "prefill_tokens": spent.prefill_tokens,
+        "prefill_s": spent.prefill_s,
+        "decode_tokens": spent.decode_tokens,
+        "decode_s": spent.decode_s,
+        "steps": spent.steps,
+        "hits": stats.hits,
+        "misses": stats.misses,
+        "read_bytes": stats.read_bytes,
+        "prefetch_read_bytes": stats.prefetch_read_bytes,
+        "wasted_prefetch_bytes": stats.wasted_prefetch_bytes,
+        "guesses": {"used": guesses.used, "guessed": guesses.guessed, "right": guesses.right},
+        "stall_s": parts.ledger.total_s,
+        "peak_resident_bytes": peak_resident_bytes(),
+    }
