@@ -15,6 +15,7 @@ from tierstore.moe.source import ExpertLease
 from tierstore.plan.costs import ASSUMED, Cost, load_profile
 from tierstore.plan.ring import ExpertMemorySizes, ServedLayers
 from tierstore.prefetch.experts import FrozenExperts
+from tierstore.prefetch.lora import LoraExperts
 from tierstore.prefetch.predictor import Counts, make_predictor
 from tierstore.prefetch.program import FrozenProgram, GuessCounts
 from tierstore.prefetch.schedule import Schedule
@@ -134,7 +135,7 @@ def _chooser(
 class CachedExperts:
     """Experts leased from the host cache through a few slots of the device (``ServedExperts``)."""
 
-    def __init__(self, frozen: FrozenExperts) -> None:
+    def __init__(self, frozen: FrozenExperts | LoraExperts) -> None:
         self._frozen = frozen
         #: The leases of the layer that was asked for last.
         self._leases: Iterator[ExpertLease] | None = None
