@@ -540,7 +540,7 @@ def quantize(
     """
     Quantises a matrix, row by row in blocks of ``QUANT_BLOCK``; see docs/FORMAT.md.
 
-    False where a value, or the spread of a block, is not finite: codes and scales are then undefined.
+    False where a value, or what its code would stand for, is not finite: codes and scales are then undefined.
     """
 
 def dequantize(
