@@ -16,6 +16,7 @@ from tierstore.moe.source import ExpertLease
 from tierstore.plan.costs import ASSUMED, Cost, load_profile
 from tierstore.plan.ring import ExpertMemorySizes, ServedLayers
 from tierstore.prefetch.experts import FrozenExperts
+from tierstore.prefetch.lora import LoraExperts
 from tierstore.prefetch.predictor import Counts, make_predictor
 from tierstore.prefetch.program import FrozenProgram, GuessCounts
 from tierstore.prefetch.schedule import Schedule
@@ -84,7 +85,7 @@ def open_experts(
             schedule=schedule,
             ledger=ledger,
         )
-        return CachedExperts(frozen, gate, store.cache.residency)
+        return CachedExperts(frozen, store.cache.residency, gate)
     program = FrozenProgram(schedule, predictor)
     host_experts = budgets.cache // schema.layout(Group.WEIGHTS).slot_bytes
     sizes = ExpertMemorySizes(
@@ -148,7 +149,10 @@ def _settled(store: StoreCore) -> Settled:
 class CachedExperts:
     """Experts leased from the host cache through a few slots of the device (``ServedExperts``)."""
 
-    def __init__(self, frozen: FrozenExperts, gate: GatedPredictor, residency: Residency) -> None:
+    def __init__(
+        self, frozen: FrozenExperts | LoraExperts, residency: Residency, gate: GatedPredictor | None = None
+    ) -> None:
+        """``residency``: of the host cache; ``gate``: what may pass over the guesses that ``frozen`` would take."""
         self._frozen = frozen
         self._gate, self._residency = gate, residency
         #: The leases of the layer that was asked for last.
@@ -184,7 +188,8 @@ class CachedExperts:
 
     def reach(self, layer: int) -> list[int]:
         """The layers that ``layer``'s forward pass, which comes next, would be told of by ``offer``."""
-        return [] if self._gate.closed else self._frozen.reach(layer)
+        closed = self._gate is not None and self._gate.closed
+        return [] if closed else self._frozen.reach(layer)
 
     def offer(self, source: int, layer: int, chosen_E: Counts) -> None:
         """The router of ``layer`` chooses each expert so many times, for what ``source`` starts from."""
