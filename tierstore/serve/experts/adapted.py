@@ -71,4 +71,4 @@ def open_adapted(
     base = source(DeviceSlots(experts.numel, experts.compute.torch, experts.weights, 0), expert_key)
     beside = source(DeviceSlots(pairs.numel, torch.float32, pairs.weights, 0), pair_key)
     shape = PairShape.of(spec.expert_shape, lora)
-    return CachedExperts(LoraExperts(base, beside, shape, device=device))
+    return CachedExperts(LoraExperts(base, beside, shape, device=device), store.cache.residency)
