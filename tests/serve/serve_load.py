@@ -159,7 +159,7 @@ class Load:
             if status not in (429, 503):  # 503: as many connections as there may be
                 break
             self.seen.refused += 1
-            await asyncio.sleep(float(text))
+            await asyncio.sleep(float(text) * (1 + self._draw.random()))  # not all at once
         if status != 200 or text != self._expected[asked]:
             self.seen.wrong.append(f"{asked}: {status} {text!r} is not {self._expected[asked]!r}")
             return
