@@ -119,7 +119,7 @@ class ServeConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     ring: RingConfig = field(default_factory=RingConfig)
-    cache: CacheConfig = field(default_factory=lambda: CacheConfig(policy="next-use"))
+    cache: CacheConfig = field(default_factory=lambda: CacheConfig(policy="learned-use"))
     prefetch: PrefetchConfig = field(default_factory=lambda: PrefetchConfig(predictor=PredictorName.ROUTER))
     io: IoConfig = field(default_factory=IoConfig)
     links: LinksConfig = field(default_factory=LinksConfig)
