@@ -34,7 +34,9 @@ class _Counting:
         lines = (store / "lines").read_text() if (store / "lines").exists() else ""
         (store / "lines").write_text(lines + "x")
         context.check()
-        return StageOutput(store=store, checks={"lines": len(lines) + 1}, figures={"settings": {"threads": 1}})
+        return StageOutput(
+            store=store, checks={"lines": len(lines) + 1}, figures={"settings": {"threads": 1}}
+        )
 
     def verify(self, root: Path, record: StageRecord) -> None:
         self._log.append(f"verify {self.name.value}")
@@ -109,7 +111,9 @@ def test_other_settings_make_a_stage_and_all_behind_it_again(
 
 def test_a_damaged_output_is_found_by_the_next_run(config: DeployConfig, stages: list[Stage]) -> None:
     deploy(config, until=StageName.FUSION, stages=stages)
-    (stage_directory(config.target.with_name("out.partial"), StageName.FUSION) / "store" / "lines").write_text("xx")
+    (
+        stage_directory(config.target.with_name("out.partial"), StageName.FUSION) / "store" / "lines"
+    ).write_text("xx")
     with pytest.raises(ChecksumError, match="lines"):
         deploy(config, stages=stages)
 

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from tierstore.dense.layout import Narrow
 from tierstore.errors import BudgetError, ConfigError
 from tierstore.hf.manifest import Manifest
-from tierstore.model.config import ComputeDtype
 from tierstore.units import format_bytes
 
 
@@ -50,11 +49,6 @@ def block_bytes(manifest: Manifest, expert_bytes: int) -> list[BlockBytes]:
         BlockBytes(each, manifest.experts.count * expert_bytes * (layer in manifest.experts.layers))
         for layer, each in enumerate(blocks)
     ]
-
-
-def weight_bytes(manifest: Manifest) -> int:
-    """Bytes of one expert's weights as the manifest's products read them."""
-    return manifest.experts.numel * (2 if manifest.compute is ComputeDtype.BF16 else 4)
 
 
 def balanced(sizes: Sequence[int], count: int) -> list[int]:

@@ -31,6 +31,7 @@ from tierstore.hf.exports.exporting import export
 from tierstore.hf.imports.importing import ImportOptions, import_model
 from tierstore.hf.manifest import ImportProgress, ImportState, write_durably
 from tierstore.hf.stored import stored_spec
+from tierstore.quant.layout import CodeFormat
 from tierstore.store.disk.home import IDENTITY, fsync_directory
 from tierstore.store.opening import OpenAt, read_states
 from tierstore.train.config import FinetuneConfig
@@ -39,6 +40,7 @@ from tierstore.units import format_bytes
 
 _CALIBRATED_WINDOWS = 16
 _STORE, _CHECKPOINT, _TRAINING, _EXPORTED = "store", "checkpoint", "training", "distilled"
+_PLAIN, _QUANTIZED = "plain", "quantized"
 
 
 class Distillation:
@@ -65,19 +67,42 @@ class Distillation:
             torch.set_num_threads(context.config.threads)
         count = context.config.compression.experts
         if count is not None and count != _experts_of(context.input_store):
-            return self._compressed(context, count)
-        return self._as_it_is(context)
+            made = self._compressed(context, count)
+        else:
+            made = self._as_it_is(context)
+        weights = context.config.compression.weights
+        if weights is None or not weights.quantized:
+            return made
+        return self._quantized(context, made, CodeFormat(weights.value))
 
     def verify(self, root: Path, record: StageRecord) -> None:
         verify_checks(root / record.store, record.checks)
 
     def _as_it_is(self, context: StageContext) -> StageOutput:
         windows, store = _windows(context), context.input_store
-        figures: dict[str, object] = {}
+        figures: dict[str, object] = {"bytes_before": bytes_on_disk(store)}
         if windows is not None:
             with open_teacher(store, host_budget=context.config.host_budget) as teacher:
                 figures["teacher_loss"] = held_out_loss(teacher.logits, windows.held)
         return StageOutput(store=store, checks=context.before[-1].checks, figures=figures)
+
+    def _quantized(self, context: StageContext, made: StageOutput, codes: CodeFormat) -> StageOutput:
+        """The experts of ``made`` in fewer bits, and the loss with them."""
+        source, store = context.directory / _PLAIN, context.directory / _QUANTIZED
+        if not _imported(store):
+            if not source.exists():
+                export(made.store, source)
+                context.check()
+            refrozen(source, store, context, codes=codes)
+        shutil.rmtree(source, ignore_errors=True)
+        figures = dict(made.figures)
+        windows = _windows(context)
+        if windows is not None:
+            with open_teacher(store, host_budget=context.config.host_budget) as teacher:
+                figures["quantized_loss"] = held_out_loss(teacher.logits, windows.held)
+            context.say(f"distillation: held-out loss {figures['quantized_loss']:.4f} in {codes.value}")
+        figures["bytes_after"] = bytes_on_disk(store)
+        return StageOutput(store=store, checks=store_checks(store), figures=figures)
 
     def _compressed(self, context: StageContext, count: int) -> StageOutput:
         config, directory, store = context.config, context.directory, context.directory / _STORE

@@ -20,9 +20,10 @@ from tierstore.errors import StoreMissingError
 from tierstore.hf.exports.exporting import export
 from tierstore.hf.exports.outline import ExportDtype
 from tierstore.hf.imports.importing import ImportOptions, import_model
-from tierstore.hf.manifest import Manifest, Weights
+from tierstore.hf.manifest import MANIFEST_NAME, Manifest, Weights
+from tierstore.quant.layout import CodeFormat
 from tierstore.store.directories import rank_directories
-from tierstore.store.disk.home import IDENTITY
+from tierstore.store.disk.home import IDENTITY, MODEL_DIRECTORY
 from tierstore.store.opening import OpenAt, read_states
 from tierstore.train.state import STATE_KEY, TrainState
 from tierstore.units import format_bytes
@@ -49,7 +50,7 @@ class Fusion:
             done = export(config.store, checkpoint, dtype=_export_dtype(config.compression.weights))
             notes = done.notes
             context.check()
-        refrozen(checkpoint, store, context)
+        refrozen(checkpoint, store, context, codes=_codes_of(config))
         shutil.rmtree(checkpoint)
         manifest = Manifest.read(store)
         after = bytes_on_disk(store)
@@ -74,12 +75,17 @@ class Fusion:
         verify_checks(root / record.store, record.checks)
 
 
-def refrozen(checkpoint: Path, store: Path, context: StageContext) -> None:
-    """Imports ``checkpoint`` frozen to ``store``, or goes on with it; asked to stop, it does after the next record."""
+def refrozen(
+    checkpoint: Path, store: Path, context: StageContext, *, codes: CodeFormat | None = None
+) -> None:
+    """Imports ``checkpoint`` frozen to ``store``, or goes on with it; asked to stop, it does after the next record.
+
+    ``codes``: how its experts are quantised; None where they are not.
+    """
     import_model(
         checkpoint,
         store,
-        ImportOptions(weights=Weights.FROZEN, commit_bytes=256 << 20),
+        ImportOptions(weights=Weights.FROZEN, codes=codes, commit_bytes=256 << 20),
         progress=lambda done, total, fields: context.check(),
     )
 
@@ -99,6 +105,14 @@ def source_fingerprint(store: Path) -> str:
             position = TrainState.unpack({STATE_KEY: state}, where=str(directory)).position
         digest.update(f"step {position}".encode())
     return digest.hexdigest()[:32]
+
+
+def _codes_of(config: DeployConfig) -> CodeFormat | None:
+    """Experts that came quantised stay so, unless other weights are asked for."""
+    imported = (config.store / MODEL_DIRECTORY / MANIFEST_NAME).exists()
+    if config.compression.weights is not None or not imported:
+        return None
+    return Manifest.read(config.store).codes
 
 
 def _export_dtype(weights: ExpertWeights | None) -> ExportDtype | None:

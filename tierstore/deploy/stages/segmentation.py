@@ -15,12 +15,15 @@ from pathlib import Path
 from tierstore.deploy.checking import bytes_on_disk, store_checks, verify_checks
 from tierstore.deploy.config import DeployConfig, StageName
 from tierstore.deploy.records import StageRecord
-from tierstore.deploy.segments import balanced, block_bytes, cut, fewest, weight_bytes
+from tierstore.deploy.segments import balanced, block_bytes, cut, fewest
 from tierstore.deploy.stage import StageContext, StageOutput
-from tierstore.errors import BudgetError, ConfigError
+from tierstore.errors import BudgetError, ConfigError, StoreFormatError
 from tierstore.hf.manifest import Manifest
 from tierstore.hf.stored import stored_spec
 from tierstore.machine import memory
+from tierstore.store.format import Group
+from tierstore.store.opening import read_schemas
+from tierstore.train.budgets import EXPERT_SCHEMA
 from tierstore.train.config import FinetuneConfig
 from tierstore.train.reshard import Layout, reshard
 from tierstore.units import format_bytes
@@ -45,7 +48,8 @@ class Segmentation:
     def run(self, context: StageContext) -> StageOutput:
         placement, store = context.config.placement, context.input_store
         manifest = Manifest.read(store)
-        blocks = block_bytes(manifest, weight_bytes(manifest))
+        one = _expert_bytes(store)
+        blocks = block_bytes(manifest, one)
         sizes = [block.whole for block in blocks]
         available = placement.memory if placement.memory is not None else memory().usable_bytes
         given = int(available * _SERVED_PART)
@@ -57,7 +61,7 @@ class Segmentation:
         segments = cut(blocks, firsts)
         dense = sum(block.dense for block in blocks)
         experts = sum(block.experts for block in blocks)
-        least = manifest.experts.top_k * weight_bytes(manifest)
+        least = manifest.experts.top_k * one
         own = -(-experts // placement.ranks)
         host_budget = min(given - dense, own)
         if host_budget < least:
@@ -104,3 +108,11 @@ class Segmentation:
         reshard(context.input_store, store, Layout(ranks, ranks), model=spec)
         context.say(f"segmentation: {ranks} ranks, {format_bytes(bytes_on_disk(store))}")
         return store
+
+
+def _expert_bytes(store: Path) -> int:
+    """What one expert takes in memory: its record as it is kept. Raises StoreFormatError."""
+    for schema in read_schemas(store):
+        if schema.name == EXPERT_SCHEMA:
+            return sum(section.nbytes for section in schema.layout(Group.WEIGHTS).sections)
+    raise StoreFormatError(f"{store}: it holds no experts")

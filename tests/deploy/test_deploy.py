@@ -1,0 +1,325 @@
+"""Tiny models all the way: fused, compressed, distilled, placed, measured and deployed; killed, and stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import experts_of, imported, tensors_of
+from click.testing import CliRunner
+from tiny_families import make_config
+
+from tierstore.cli.deploy import deploy as command
+from tierstore.deploy.checking import store_checks
+from tierstore.deploy.compress.calibration import calibrate
+from tierstore.deploy.compress.distilling import learning_rate, objective
+from tierstore.deploy.compress.grouping import LayerUse
+from tierstore.deploy.compress.student import write_student
+from tierstore.deploy.config import (
+    CompressionConfig,
+    DeployConfig,
+    DistillationConfig,
+    ExpertWeights,
+    Method,
+    StageName,
+)
+from tierstore.deploy.pipeline import deploy
+from tierstore.deploy.stage import DeployInterrupted
+from tierstore.deploy.teacher import open_teacher
+from tierstore.deploy.text import read_windows
+from tierstore.errors import ConfigError
+from tierstore.hf.exports.exporting import export
+from tierstore.hf.manifest import Manifest, Weights
+
+_EXPERTS = 8
+
+
+def _model(directory: Path, family: str, **options: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(make_config(family, **options))
+    model.save_pretrained(directory)
+    return model
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "t.txt"
+    path.write_text("".join(random.Random(1).choices("abc def\n", k=1200)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store that could be trained, of a Mixtral with 8 experts of which 2 compute."""
+    directory = tmp_path_factory.mktemp("store")
+    _model(directory / "m", "mixtral")
+    imported(directory / "m", directory / "s")
+    return directory / "s"
+
+
+def _config(store: Path, target: Path, text: Path) -> DeployConfig:
+    return DeployConfig(
+        store=store,
+        target=target,
+        compression=CompressionConfig(experts=4),
+        distillation=DistillationConfig(text=(text,), steps=4, length=32, rows=2, held_out=2, commit_s=0.0),
+        host_budget=8 << 20,
+        threads=1,
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(store: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("undisturbed") / "d"
+    assert deploy(_config(store, target, text)).complete
+    return target
+
+
+# What comes out ---------------------------------------------------------------------------------------------
+
+
+def test_the_deployed_directory_is_a_frozen_store_of_fewer_experts(undisturbed: Path, text: Path) -> None:
+    manifest = Manifest.read(undisturbed)
+    assert manifest.weights is Weights.FROZEN
+    assert manifest.experts.count == 4
+    said = json.loads((undisturbed / "deployment.json").read_text())
+    assert [stage["stage"] for stage in said["stages"]] == [name.value for name in StageName]
+    found = said["stages"][1]["figures"]
+    assert found["distillation_steps"] == 4
+    assert found["distilled_loss"] < found["compressed_loss"]
+    assert said["profile"]["decode_tokens_per_s"] > 0
+    windows = read_windows([text], None, length=32, held_out=2)
+    with open_teacher(undisturbed, host_budget=8 << 20) as served:
+        logits = served.logits(windows.held)
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), windows.held[:, 1:].flatten())
+    assert float(loss) == pytest.approx(found["distilled_loss"], abs=1e-4)
+
+
+def test_fusion_keeps_every_weight(store: Path, tmp_path: Path) -> None:
+    config = DeployConfig(store=store, target=tmp_path / "d", threads=1)
+    record = deploy(config, until=StageName.FUSION).records[-1]
+    fused = tmp_path / "d.partial" / record.store
+    before, after = experts_of(store), experts_of(fused)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    figures: Any = record.figures
+    assert figures["bytes_after"] < figures["bytes_before"]  # moments and spare slots are gone
+
+
+@pytest.mark.parametrize("experts", [1, 9])
+def test_too_few_and_too_many_experts_are_refused_by_name(
+    experts: int, store: Path, text: Path, tmp_path: Path
+) -> None:
+    config = replace(_config(store, tmp_path / "d", text), compression=CompressionConfig(experts=experts))
+    with pytest.raises(ConfigError, match=r"--experts: expected at (least 2|most the 8)"):
+        deploy(config)
+
+
+def test_one_segment_is_checked(store: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(
+        command,
+        [str(store), "--to", str(tmp_path / "d"), "--segments", "0,1", "--until", "segmentation", "--json"],
+    )
+    assert done.exception is None, done.output
+    figures = json.loads(done.stdout.splitlines()[-1])["stages"][3]["figures"]
+    assert [(each["first"], each["last"]) for each in figures["segments"]] == [(0, 0), (1, 1)]
+    shown = CliRunner().invoke(command, ["--show", str(tmp_path / "d")])
+    assert shown.exception is None, shown.output
+    assert "segmentation" in shown.stdout
+
+
+def test_ranks_have_stores_of_their_own(store: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(command, [str(store), "--to", str(tmp_path / "d"), "--ranks", "2"])
+    assert done.exception is None, done.output
+    assert sorted(path.name for path in (tmp_path / "d").glob("rank-*")) == ["rank-0000", "rank-0001"]
+    assert Manifest.read(tmp_path / "d").experts.count == _EXPERTS
+
+
+# Compression ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "granitemoe", "gpt_oss"])
+def test_pruned_models_are_what_transformers_makes_of_the_kept_experts(family: str, tmp_path: Path) -> None:
+    """The oracle: the same checkpoint with the rows of its tensors left out by hand."""
+    _model(tmp_path / "m", family)
+    imported(tmp_path / "m", tmp_path / "s", weights=Weights.FROZEN)
+    kept = ((1,), (3,), (4,), (6,))
+    layers = Manifest.read(tmp_path / "s").experts.layers
+    uses = {layer: LayerUse((1 / _EXPERTS,) * _EXPERTS, ((1.0,) * _EXPERTS,) * _EXPERTS) for layer in layers}
+    write_student(tmp_path / "s", tmp_path / "pruned", dict.fromkeys(layers, kept), uses)
+    before, after = tensors_of(tmp_path / "m"), tensors_of(tmp_path / "pruned")
+    rows = torch.tensor([expert for (expert,) in kept])
+    for name, value in after.items():
+        old = name
+        if ".experts." in name and (number := name.split(".experts.")[1].split(".")[0]).isdigit():
+            old = name.replace(f".experts.{number}.", f".experts.{kept[int(number)][0]}.")
+        expected = before[old]
+        if expected.shape != value.shape:
+            expected = expected[rows]
+        assert torch.equal(expected, value), name
+    config = json.loads((tmp_path / "pruned" / "config.json").read_text())
+    assert 4 in (config.get(name) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
+
+
+def test_calibration_counts_what_routers_choose(store: Path, text: Path, tmp_path: Path) -> None:
+    """The oracle: transformers' own routers over the same window."""
+    from transformers import AutoModelForCausalLM
+
+    frozen = tmp_path / "f"
+    imported(store.parent / "m", frozen, weights=Weights.FROZEN)
+    window_T = read_windows([text], None, length=32, held_out=1).train[0]
+    with open_teacher(frozen, host_budget=8 << 20) as teacher:
+        found = calibrate(teacher, [window_T])
+    model = AutoModelForCausalLM.from_pretrained(store.parent / "m", dtype=torch.float32)
+    with torch.no_grad():
+        every = model(window_T[None], output_router_logits=True).router_logits
+    for layer, logits_NE in enumerate(every):
+        weights, chosen = logits_NE.softmax(-1).topk(2, dim=-1)
+        weights = weights / weights.sum(-1, keepdim=True)
+        uses = torch.zeros(_EXPERTS).index_add_(0, chosen.flatten(), weights.flatten()) / len(logits_NE)
+        assert found[layer].uses == pytest.approx(uses.tolist(), abs=1e-5)
+        assert [found[layer].alike[each][each] for each in range(_EXPERTS)] == pytest.approx([1.0] * _EXPERTS)
+
+
+def test_the_objective_worked_by_hand() -> None:
+    """Two tokens to choose from: the teacher says 3 to 1, the student 1 to 1; the text goes on with token 0."""
+    teacher = torch.log(torch.tensor([[[0.75, 0.25], [0.75, 0.25]]]))
+    student = torch.zeros(1, 2, 2)
+    divergence = 0.75 * torch.tensor(1.5).log() + 0.25 * torch.tensor(0.5).log()
+    wanted = divergence + torch.tensor(2.0).log()
+    assert objective(student, teacher, torch.tensor([[1, 0]])).item() == pytest.approx(
+        wanted.item(), rel=1e-6
+    )
+
+
+def test_the_rate_climbs_and_falls() -> None:
+    by_steps = DistillationConfig(steps=100, rate=1.0)
+    assert learning_rate(by_steps, 0, 0.0) == pytest.approx(1 / 8)
+    assert learning_rate(by_steps, 50, 1e9) == pytest.approx(0.5)
+    by_time = DistillationConfig(minutes=10, rate=1.0)
+    assert learning_rate(by_time, 50, 150.0) == pytest.approx(0.75)
+    assert learning_rate(by_time, 50, 600.0) == pytest.approx(0.05)
+
+
+# Interruptions ----------------------------------------------------------------------------------------------
+
+
+def test_stopped_at_every_durable_point_it_ends_in_the_same_bits(
+    store: Path, text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    config, stops = _config(store, tmp_path / "d", text), 0
+    # An import is asked behind each record, and commits a store as small as this one once: 20 records, and 12.
+    for allowed in (3, 30, 8, 30, 9, 40, 14, 50, 500):
+        left = allowed
+
+        def asked() -> bool:
+            nonlocal left
+            left -= 1
+            return left < 0
+
+        try:
+            deploy(config, until=StageName.SEGMENTATION, asked_to_stop=asked)
+            break
+        except DeployInterrupted:
+            stops += 1
+    assert stops >= 4
+    deploy(config)
+    assert store_checks(tmp_path / "d") == store_checks(undisturbed)
+
+
+_CHILD = """
+import sys
+from pathlib import Path
+from tierstore.cli.main import cli
+cli.main(sys.argv[1:])
+"""
+
+
+def _started(config: DeployConfig) -> subprocess.Popen[str]:
+    how = config.distillation
+    arguments = ["deploy", config.store, "--to", config.target, "--experts", 4, "--text", how.text[0]]
+    arguments += ["--steps", how.steps, "--length", how.length, "--rows", how.rows, "--threads", 1]
+    return subprocess.Popen(
+        [sys.executable, "-c", _CHILD, *map(str, arguments)], stdout=subprocess.PIPE, text=True
+    )
+
+
+def _until(child: subprocess.Popen[str], wanted: Callable[[str], bool]) -> None:
+    assert child.stdout is not None
+    for line in child.stdout:
+        if wanted(line):
+            return
+
+
+@pytest.mark.slow
+def test_killed_in_every_stage_it_ends_in_the_same_bits(store: Path, text: Path, tmp_path: Path) -> None:
+    """The command itself, killed behind a line that it prints, a moment later each time."""
+    straight, killed = (
+        replace(
+            _config(store, tmp_path / name, text),
+            distillation=DistillationConfig(text=(text,), steps=4, length=32, rows=2),
+        )
+        for name in ("straight", "killed")
+    )
+    assert _started(straight).wait() == 0
+    random_ = random.Random(7)
+    for marker in ("fusion:", "distillation: wrote", "distillation: step 2", "conversion:", "optimisation:"):
+        child = _started(killed)
+        _until(child, lambda line, marker=marker: line.startswith(marker))  # type: ignore[misc]
+        time.sleep(random_.uniform(0.0, 0.1))
+        os.kill(child.pid, signal.SIGKILL)
+        child.communicate()
+    child = _started(killed)
+    child.communicate()
+    assert child.returncode == 0
+    assert store_checks(killed.target) == store_checks(straight.target)
+    assert not killed.target.with_name("killed.partial").exists()
+
+
+@pytest.mark.parametrize("weights", [ExpertWeights.INT8, ExpertWeights.INT4])
+def test_quantised_weights_have_their_loss_beside_the_teachers(
+    weights: ExpertWeights, store: Path, text: Path, tmp_path: Path
+) -> None:
+    """The oracle: transformers with the weights of the records, dequantised."""
+    from transformers import AutoModelForCausalLM
+
+    config = replace(_config(store, tmp_path / "d", text), compression=CompressionConfig(weights=weights))
+    done = deploy(config, until=StageName.SEGMENTATION)
+    figures: Any = done.records[1].figures
+    quantized = done.directory / done.records[1].store
+    assert figures["bytes_after"] < figures["bytes_before"]
+    export(quantized, tmp_path / "m")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
+    held = read_windows([text], None, length=32, held_out=2).held
+    with torch.no_grad():
+        logits = model(held).logits
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), held[:, 1:].flatten())
+    assert figures["quantized_loss"] == pytest.approx(float(loss), abs=1e-4)
+    assert figures["quantized_loss"] == pytest.approx(figures["teacher_loss"], abs=0.01)
+
+
+def test_a_pruned_model_without_distillation(store: Path, text: Path, tmp_path: Path) -> None:
+    config = replace(
+        _config(store, tmp_path / "d", text),
+        compression=CompressionConfig(experts=2, method=Method.PRUNE),
+        distillation=DistillationConfig(text=(text,), minutes=0, length=32, held_out=2),
+    )
+    done = deploy(config, until=StageName.DISTILLATION)
+    figures = done.records[-1].figures
+    assert figures["compressed_loss"] == figures["distilled_loss"]
+    assert Manifest.read(done.directory / done.records[-1].store).experts.count == 2
+    shutil.rmtree(done.directory)
