@@ -268,7 +268,7 @@ MUTATIONS = [
     Mutation(
         "a lease is not locked",
         "tierstore/store/disk/lease.py",
-        "                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
+        "                fcntl.flock(fd, kind | fcntl.LOCK_NB)\n",
         "",
         PROCESSES + "test_of_two_that_race_one_wins[open]",
         (PROCESSES + "test_of_two_that_race_one_wins[create]",),

@@ -14,7 +14,7 @@ from tierstore.errors import ConfigError
 from tierstore.moe.config import Activation, ExpertShape
 from tierstore.moe.experts import Workspace, forward_expert
 from tierstore.moe.layer import MoELayer
-from tierstore.moe.router import RouterConfig
+from tierstore.moe.router import NoiseKey, RouterConfig
 from tierstore.moe.source import ExpertLease
 from tierstore.quant.layout import CodeFormat
 from tierstore.quant.values import dequantize, quantize
@@ -106,9 +106,9 @@ def test_a_layer_computes_forward_and_refuses_backward(products: QuantProducts, 
     torch.manual_seed(0)
     plain = MoELayer(RouterConfig(experts=4), shape, _Flat([flat for _, flat in made]), layer=0)
     plain.load_state_dict(layer.state_dict())
-    x = torch.randn(1, 9, 16, requires_grad=True)
+    x = torch.randn(9, 16, requires_grad=True)
     with torch.no_grad():
-        assert torch.allclose(layer.eval()(x), plain.eval()(x), atol=1e-5)
-    y = layer(x)
+        assert torch.allclose(layer.eval()(x, NoiseKey())[0], plain.eval()(x, NoiseKey())[0], atol=1e-5)
+    y = layer(x, NoiseKey())[0]
     with pytest.raises(ConfigError, match=f"experts in {codes.value} compute forward passes alone"):
         y.sum().backward()

@@ -78,6 +78,31 @@ def test_a_failure_reaches_all_that_follow_and_no_others(engine: native.Engine, 
     assert engine.stats()["failed_ops"] == 4
 
 
+def test_a_failure_is_passed_on_when_all_that_is_followed_has_ended(
+    engine: native.Engine, arena: native.Arena
+) -> None:
+    """Whoever waits for a ticket may use its memory again, and what it followed may be filling that memory."""
+    failed, filling = engine.external(), engine.external()
+    follower = engine.copy(frame(arena, 1), frame(arena, 0), after=[failed, filling])
+    after_it = engine.barrier([follower])
+    engine.complete_external(failed, "the device is gone")
+    submitted_later = engine.barrier([failed, filling])
+    for ticket in (follower, after_it, submitted_later):
+        assert not engine.done(ticket)
+        with pytest.raises(TimeoutError):
+            engine.wait(ticket, 0.01)
+    engine.complete_external(filling)
+    for ticket in (follower, after_it, submitted_later):
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            engine.wait(ticket)
+    both = engine.external(), engine.external()
+    follower = engine.barrier(both)
+    for ticket, reason in zip(both, ("first", "second"), strict=True):
+        engine.complete_external(ticket, reason)
+    with pytest.raises(RuntimeError, match="first"):
+        engine.wait(follower)
+
+
 def test_cancelling_takes_back_what_has_not_started(
     engine: native.Engine, arena: native.Arena, file: native.File
 ) -> None:

@@ -161,7 +161,7 @@ CHAT = [{"role": "user", "content": "Hello"}]
 REFUSED: list[tuple[str, dict[str, object], str]] = [
     ("completions", {}, "prompt: is missing"),
     ("completions", {"prompt": 5}, "prompt: expected a string or an array of tokens, got a number"),
-    ("completions", {"prompt": ""}, "prompt: holds no token"),
+    ("completions", {"prompt": ""}, "prompt: the prompt has no tokens"),
     ("completions", {"prompt": ["a", "b"]}, "prompt: several prompts in one request are not offered"),
     ("completions", {"prompt": [1, -1]}, "prompt: expected an array of tokens"),
     ("completions", {"prompt": [1, 999]}, "prompt: tokens of this model are below 257"),

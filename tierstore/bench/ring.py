@@ -21,7 +21,7 @@ import torch
 from tierstore.bench.checks import at_least, more_than_0, work_directory
 from tierstore.bench.overlap.device import EmulatedDevice, EmulatedTier
 from tierstore.bench.results.document import Better, Measurement, counted, derived, measured
-from tierstore.bench.results.figures import Figures, ratios
+from tierstore.bench.results.figures import Figures
 from tierstore.errors import ConfigError
 from tierstore.links import LinkConfig
 from tierstore.serve.experts.ring import Ring
@@ -54,7 +54,7 @@ class RingBench:
     forward_s: float = 0.01
     shares: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8)
     loads: tuple[float, ...] = (0.9, 1.0)
-    passes: int = 4
+    passes: int = 3
     rounds: int = 7
     timeline: Path | None = None
 
@@ -133,17 +133,23 @@ def run(bench: RingBench, say: Callable[[str], None] = lambda _: None) -> RingRe
             rings += [rack.contestant(count, load, link) for count in bench.counts]
         for ring in rings:
             ring.passes(1)
-        _take_turns([resident, *rings], bench, say)
+        _take_turns(resident, rings, bench, say)
         if bench.timeline is not None:
             _draw(bench, rings, stack)
     return _result(bench, resident, rings, layer_s, copy_s)
 
 
-def _take_turns(contestants: Sequence[_Contestant], bench: RingBench, say: Callable[[str], None]) -> None:
+def _take_turns(
+    resident: _Contestant, rings: Sequence[_Contestant], bench: RingBench, say: Callable[[str], None]
+) -> None:
+    """Each ring has a neighbour of its own with everything resident, in each round: other work treats the two alike."""
     for number in range(bench.rounds):
         say(f"round {number + 1} of {bench.rounds}")
-        for contestant in contestants if number % 2 == 0 else reversed(contestants):
-            contestant.measure(bench.passes)
+        for ring in rings:
+            pair = (resident, ring) if number % 2 == 0 else (ring, resident)
+            for contestant in pair:
+                contestant.measure(bench.passes)
+            ring.speeds.append(resident.pass_s[-1] / ring.pass_s[-1])
 
 
 def _draw(bench: RingBench, rings: Sequence[_Contestant], stack: contextlib.ExitStack) -> None:
@@ -233,6 +239,8 @@ class _Contestant:
         self.ledger = ledger
         self.count, self.load, self.nbytes = count, load, nbytes
         self.pass_s: list[float] = []
+        #: Of each round, to that of its neighbour.
+        self.speeds: list[float] = []
 
     def passes(self, count: int) -> float:
         """Seconds of ``count`` passes, one after another."""
@@ -274,7 +282,6 @@ def _result(
 ) -> RingResult:
     found = []
     for ring in rings:
-        speeds = ratios(resident.pass_s, ring.pass_s)
         found.append(
             RingPasses(
                 layers_count=ring.count,
@@ -283,8 +290,8 @@ def _result(
                 saved_ratio=1 - ring.nbytes / resident.nbytes,
                 pass_s=ring.pass_s,
                 pass_median_s=statistics.median(ring.pass_s),
-                round_speed_ratio=speeds,
-                speed_ratio=statistics.median(speeds),
+                round_speed_ratio=ring.speeds,
+                speed_ratio=statistics.median(ring.speeds),
                 pass_stall_s=ring.ledger.total_s / (1 + bench.rounds * (1 + bench.passes)),
             )
         )

@@ -22,6 +22,7 @@ from tierstore.cli.options import (
     set_option,
 )
 from tierstore.cli.output import Output
+from tierstore.cli.plan_serving import ServingAsked, serving_options, show_serving
 from tierstore.config import load
 from tierstore.errors import ConfigError
 from tierstore.units import format_bytes, format_seconds
@@ -62,6 +63,7 @@ _DOES_NOT_FIT = 1
     "--alpha", type=float, help="Share of activated experts in SE-MoE's formulas (default: a step's)."
 )
 @click.option("--profile", type=PATH, help="Costs measured by `tierstore bench machine`.")
+@serving_options()
 @set_option()
 @json_option
 @help_config_option()
@@ -82,6 +84,7 @@ def plan(
     device_memory: int | None,
     alpha: float | None,
     profile: Path | None,
+    serving: ServingAsked,
     settings: tuple[str, ...],
     output: Output,
 ) -> None:
@@ -106,6 +109,9 @@ def plan(
     if chosen is None:
         loaded = _with_model(loaded, model)
     costs = load_profile(profile) if profile else ASSUMED
+    if serving.asked:
+        show_serving(loaded, model, serving, costs, output)
+        return
     share = ranks_per_node or max(ranks, 1)
     if not 1 <= share <= max(ranks, 1):
         raise ConfigError(f"--ranks-per-node: expected 1 to {ranks} (--ranks), got {share}")

@@ -31,8 +31,14 @@ class LoraExperts:
     """``ExpertTiers`` of frozen experts ``base`` and their trained ``pairs``, whose ids are the same."""
 
     def __init__(
-        self, base: FrozenExperts, pairs: TieredExperts, shape: PairShape, *, device: torch.device
+        self,
+        base: FrozenExperts,
+        pairs: TieredExperts | FrozenExperts,
+        shape: PairShape,
+        *,
+        device: torch.device,
     ) -> None:
+        """``pairs`` that are not trained here, as a server's, have no gradients: then there are forward passes alone."""
         self._base = base
         self._pairs = pairs
         self._shape = shape

@@ -13,19 +13,22 @@ from pathlib import Path
 
 import torch
 
+from tierstore.capabilities import Capability
 from tierstore.errors import ConfigError, StoreError
+from tierstore.machine import memory
 from tierstore.model.interface import Model
 from tierstore.model.spec import ModelSpec
 from tierstore.moe.guessing import RouterGuesses
 from tierstore.moe.source import SourceSlot
 from tierstore.parallel import RankEnvironment, rank_device
 from tierstore.prefetch.predictor import PredictorName
-from tierstore.prefetch.walking import RecordsByExpert
 from tierstore.serve.config import ServeConfig
+from tierstore.serve.experts.adapted import open_adapted
 from tierstore.serve.experts.interface import ServedExperts
 from tierstore.serve.experts.opening import open_experts
-from tierstore.serve.footprint import served_budgets
-from tierstore.serve.weights import load_dense, served_spec
+from tierstore.serve.footprint import ServedFootprint, check_memory, served_budgets, served_footprint
+from tierstore.serve.graphs import compiled_blocks
+from tierstore.serve.weights import load_dense, served_lora, served_records, served_spec
 from tierstore.stats import StallLedger
 from tierstore.store.config import StoreAccess, StoreConfig
 from tierstore.store.core import StoreCore
@@ -36,7 +39,7 @@ from tierstore.store.parameter_store import ParameterStore
 from tierstore.store.replaying import replay_scratch_bytes
 from tierstore.store.summary import read_summary
 from tierstore.timeline import NullTimeline, TimelineSink
-from tierstore.train.budgets import EXPERT_SCHEMA, DeviceKind
+from tierstore.train.budgets import EXPERT_SCHEMA, PAIR_SCHEMA, DeviceKind
 from tierstore.train.experts import expert_key
 from tierstore.train.footprint import return_freed_memory
 from tierstore.train.session import compute_deterministically, stall_spans
@@ -59,6 +62,7 @@ class ServedParts:
     ledger: StallLedger
     timeline: TimelineSink
     device: torch.device
+    footprint: ServedFootprint
 
 
 @contextlib.contextmanager
@@ -88,11 +92,17 @@ def open_served(
         schema = summary.schema(EXPERT_SCHEMA)
         if schema is None:
             raise StoreError(f"{directory}: it holds no experts")
-        scratch = replay_scratch_bytes(schema) if summary.missed.get(EXPERT_SCHEMA) else 0
-        budgets = served_budgets(config, spec, schema, kind, scratch=scratch)
+        lora = served_lora(directory, state)
+        pairs = summary.schema(PAIR_SCHEMA) if lora.enabled and lora.experts else None
+        scratch = sum(replay_scratch_bytes(kept) for kept in summary.schemas if summary.missed.get(kept.name))
+        budgets = served_budgets(config, spec, schema, kind, scratch=scratch, pairs=pairs)
+        footprint = served_footprint(config, spec, budgets, kind)
+        check_memory(footprint, kind, usable=memory().usable_bytes)
         if config.threads:
             torch.set_num_threads(config.threads)
         compute_deterministically(device)
+        # Filling memory that is about to be written changes no result, and each token's pass allocates much.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         ledger = StallLedger(listener=stall_spans(timeline) if timeline.enabled else None)
         source = SourceSlot()
         model = spec.build(source, ledger=ledger)
@@ -101,20 +111,35 @@ def open_served(
         load_dense(store, model, state, compute=spec.compute_dtype.torch, device=device)
         model.module.requires_grad_(False).eval()
         return_freed_memory()
-        experts = open_experts(
-            stack,
-            config=config,
-            store=store,
-            spec=spec,
-            device=device,
-            records=_records(spec, store),
-            ledger=ledger,
-            timeline=timeline,
-        )
+        experts: ServedExperts
+        if pairs is None:
+            experts = open_experts(
+                stack,
+                config=config,
+                store=store,
+                spec=spec,
+                device=device,
+                records=served_records(spec, store, expert_key),
+                ledger=ledger,
+                timeline=timeline,
+            )
+        else:
+            experts = open_adapted(
+                stack,
+                config=config,
+                store=store,
+                spec=spec,
+                lora=lora,
+                device=device,
+                budgets=budgets,
+                ledger=ledger,
+            )
         source.target = experts
         if config.prefetch.predictor is PredictorName.ROUTER and config.prefetch.depth:
             guesses = RouterGuesses(model.routers(), experts, ledger=ledger, training=_never)
             stack.callback(guesses.remove)
+        if config.graphs.compile is not Capability.OFF:
+            stack.enter_context(compiled_blocks(model, config))
         yield ServedParts(
             config=config,
             spec=spec,
@@ -125,6 +150,7 @@ def open_served(
             ledger=ledger,
             timeline=timeline,
             device=device,
+            footprint=footprint,
         )
 
 
@@ -140,17 +166,6 @@ def _open_store(
         disk=config.links.disk,
     )
     return ParameterStore.open(config.store, store_config, access=StoreAccess.READ, trace=trace).core
-
-
-def _records(spec: ModelSpec, store: StoreCore) -> RecordsByExpert:
-    """Raises StoreError for an expert that is missing."""
-    try:
-        return {
-            layer: {expert: store.record(expert_key(layer, expert)) for expert in range(spec.experts)}
-            for layer in spec.moe_layers
-        }
-    except KeyError as error:
-        raise StoreError(f"{store.directory}: record {error.args[0]!r} is missing") from error
 
 
 def _never() -> bool:

@@ -4,7 +4,7 @@ from tierstore.cache.config import CacheConfig, GroupOrder, Scope
 from tierstore.capabilities import Capability
 from tierstore.links import LinkConfig
 from tierstore.store.adamw import AdamWConfig, Inactive
-from tierstore.store.config import IoBackendName, IoConfig, StoreConfig, StripeConfig, WearConfig
+from tierstore.store.config import IoBackendName, IoConfig, StoreAccess, StoreConfig, StripeConfig, WearConfig
 from tierstore.store.core import OptimizerStep
 from tierstore.store.disk.drives import DriveReport
 from tierstore.store.fetching import Lease, RecordView
@@ -49,6 +49,7 @@ __all__ = [
     "RecordView",
     "Scope",
     "Section",
+    "StoreAccess",
     "StoreConfig",
     "StoreStatus",
     "StripeConfig",

@@ -37,10 +37,14 @@ class ContestantTask:
 
 @dataclass(frozen=True, kw_only=True)
 class TierUse:
-    """What tierstore's own counters say of a stretch of work."""
+    """What tierstore's own counters say of a stretch of work. ``nvme_read_bytes``: all that was read; of those
+    ``speculated_bytes`` before anybody asked, of which ``useful_speculated_bytes`` were asked for later.
+    ``late_prefetch_bytes`` were still on their way then.
+    """
 
     nvme_read_bytes: int
-    requested_bytes: int
+    speculated_bytes: int
+    useful_speculated_bytes: int
     late_prefetch_bytes: int
     hits: int
     misses: int

@@ -78,7 +78,8 @@ class SpeedFigures(Figures):
     prefill_token_read_bytes: int | None = field(default=None, metadata=IF_ANY)
     decode_token_read_bytes: int | None = field(default=None, metadata=IF_ANY)
     tier_token_nvme_read_bytes: int | None = field(default=None, metadata=IF_ANY)
-    tier_token_requested_bytes: int | None = field(default=None, metadata=IF_ANY)
+    tier_token_speculated_bytes: int | None = field(default=None, metadata=IF_ANY)
+    tier_token_useful_speculated_bytes: int | None = field(default=None, metadata=IF_ANY)
     tier_token_late_prefetch_bytes: int | None = field(default=None, metadata=IF_ANY)
     hit_ratio: float | None = field(default=None, metadata=IF_ANY)
     peak_resident_bytes: int | None = field(default=None, metadata=IF_ANY)
@@ -120,7 +121,8 @@ def speed_figures(
         ),
         decode_token_read_bytes=by_token([one.decode_read_bytes for one in made]),
         tier_token_nvme_read_bytes=by_token([one.nvme_read_bytes for one in tiers]),
-        tier_token_requested_bytes=by_token([one.requested_bytes for one in tiers]),
+        tier_token_speculated_bytes=by_token([one.speculated_bytes for one in tiers]),
+        tier_token_useful_speculated_bytes=by_token([one.useful_speculated_bytes for one in tiers]),
         tier_token_late_prefetch_bytes=by_token([one.late_prefetch_bytes for one in tiers]),
         hit_ratio=sum(one.hits for one in tiers) / asked_for if asked_for else None,
         peak_resident_bytes=max(turn.peak_resident_bytes for turn in turns),

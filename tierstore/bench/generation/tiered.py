@@ -48,18 +48,21 @@ class _Sequences(Continued):
 
     def tier_use(self) -> TierUse | None:
         before, self._before = self._before, self._counts()
-        read, requested, late, hits, misses = (b - a for a, b in zip(before, self._before, strict=True))
+        counted = [now - then for then, now in zip(before, self._before, strict=True)]
+        read, speculated, useful, late, hits, misses = counted
         return TierUse(
             nvme_read_bytes=read,
-            requested_bytes=requested,
+            speculated_bytes=speculated,
+            useful_speculated_bytes=useful,
             late_prefetch_bytes=late,
             hits=hits,
             misses=misses,
         )
 
     def _counts(self) -> tuple[int, ...]:
-        stats, late = self._parts.store.stats(), self._parts.experts.late_prefetch_bytes
-        return (stats.read_bytes, stats.requested_bytes, late, stats.hits, stats.misses)
+        stats, late = self._parts.store.cache.residency.stats(), self._parts.experts.late_prefetch_bytes
+        speculated, useful = stats.prefetch_read_bytes, stats.useful_prefetch_bytes
+        return (stats.read_bytes, speculated, useful, late, stats.hits, stats.misses)
 
 
 class _Tiered(Contestant):
@@ -89,8 +92,8 @@ class _Tiered(Contestant):
 @contextlib.contextmanager
 def open_tiered(task: ContestantTask) -> Iterator[Contestant]:
     """The task's store within its budget."""
-    given = dict(setting.partition("=")[::2] for setting in task.settings)
-    overrides = {
+    given: dict[str, object] = dict(setting.partition("=")[::2] for setting in task.settings)
+    overrides: dict[str, object] = {
         "store": task.store,
         "host_budget": task.host_budget,
         "threads": task.threads,

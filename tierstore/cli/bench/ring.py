@@ -32,8 +32,8 @@ from tierstore.units import format_bytes, format_seconds
     default=(0.2, 0.4, 0.6, 0.8),
     help="Layers in the ring, as a part of all; once for each.",
 )
-@click.option("--passes", type=int, default=4, help="Passes of a round.")
-@click.option("--rounds", type=int, default=7, help="Rounds; all rings take turns.")
+@click.option("--passes", type=int, default=3, help="Passes of a round.")
+@click.option("--rounds", type=int, default=7, help="Rounds; a ring and everything resident take turns.")
 @click.option("--timeline", type=FILE, help="A Chrome trace of the ring of 40% of the layers.")
 @work_directory_option
 @results_options()

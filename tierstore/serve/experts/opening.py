@@ -6,21 +6,24 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 
-from tierstore._native import HugePages
+from tierstore._native import HugePages, Residency
 from tierstore.model.spec import ModelSpec
 from tierstore.moe.source import ExpertLease
 from tierstore.plan.costs import ASSUMED, Cost, load_profile
 from tierstore.plan.ring import ExpertMemorySizes, ServedLayers
 from tierstore.prefetch.experts import FrozenExperts
+from tierstore.prefetch.lora import LoraExperts
 from tierstore.prefetch.predictor import Counts, make_predictor
 from tierstore.prefetch.program import FrozenProgram, GuessCounts
 from tierstore.prefetch.schedule import Schedule
 from tierstore.prefetch.walking import RecordsByExpert
 from tierstore.serve.config import ExpertMemory, ServeConfig
 from tierstore.serve.experts.choosing import MemoryChooser
+from tierstore.serve.experts.gating import GatedPredictor, Settled
 from tierstore.serve.experts.interface import ServedExperts, Stage
 from tierstore.serve.experts.ring import Ring
 from tierstore.serve.experts.sizes import copies_weights, ring_layers
@@ -36,6 +39,8 @@ from tierstore.timeline import TimelineSink
 from tierstore.train.budgets import EXPERT_SCHEMA, DeviceKind
 
 _LOG = logging.getLogger("tierstore.serve")
+#: Guesses are judged by the bytes of so many experts that were read for them.
+_GATE_EXPERTS = 32
 
 
 def open_experts(
@@ -66,16 +71,21 @@ def open_experts(
     stack.callback(tier.close)
     tier = limited_tier(tier, store.engine, config.links.copy)
     if not copied:
+        gate = GatedPredictor(
+            predictor,
+            partial(_settled, store),
+            window=_GATE_EXPERTS * schema.layout(Group.WEIGHTS).slot_bytes,
+        )
         frozen = FrozenExperts(
             store,
             tier,
             records,
             weight_slots=slots.weights,
-            predictor=predictor,
+            predictor=gate,
             schedule=schedule,
             ledger=ledger,
         )
-        return CachedExperts(frozen)
+        return CachedExperts(frozen, store.cache.residency, gate)
     program = FrozenProgram(schedule, predictor)
     host_experts = budgets.cache // schema.layout(Group.WEIGHTS).slot_bytes
     sizes = ExpertMemorySizes(
@@ -131,11 +141,20 @@ def _chooser(
     )
 
 
+def _settled(store: StoreCore) -> Settled:
+    stats = store.cache.residency.stats()
+    return Settled(stats.useful_prefetch_bytes, stats.wasted_prefetch_bytes)
+
+
 class CachedExperts:
     """Experts leased from the host cache through a few slots of the device (``ServedExperts``)."""
 
-    def __init__(self, frozen: FrozenExperts) -> None:
+    def __init__(
+        self, frozen: FrozenExperts | LoraExperts, residency: Residency, gate: GatedPredictor | None = None
+    ) -> None:
+        """``residency``: of the host cache; ``gate``: what may pass over the guesses that ``frozen`` would take."""
         self._frozen = frozen
+        self._gate, self._residency = gate, residency
         #: The leases of the layer that was asked for last.
         self._leases: Iterator[ExpertLease] | None = None
 
@@ -152,6 +171,7 @@ class CachedExperts:
     def begin(self, stage: Stage, tokens: int) -> None:
         """A forward pass begins. What an earlier one that raised has left open is ended."""
         self._end()
+        self._residency.end_step()  # to policies and in traces each pass is a step
         self._frozen.begin_evaluation()
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
@@ -168,7 +188,8 @@ class CachedExperts:
 
     def reach(self, layer: int) -> list[int]:
         """The layers that ``layer``'s forward pass, which comes next, would be told of by ``offer``."""
-        return self._frozen.reach(layer)
+        closed = self._gate is not None and self._gate.closed
+        return [] if closed else self._frozen.reach(layer)
 
     def offer(self, source: int, layer: int, chosen_E: Counts) -> None:
         """The router of ``layer`` chooses each expert so many times, for what ``source`` starts from."""

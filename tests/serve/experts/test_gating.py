@@ -1,0 +1,43 @@
+"""Guesses are taken while at least half of what they read is used, passed over for a while, and tried again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tierstore.prefetch.predictor import AllExperts
+from tierstore.serve.experts.gating import GatedPredictor, Settled
+
+
+def test_by_hand() -> None:
+    counts = [Settled()]
+    gate = GatedPredictor(AllExperts(range(2)), lambda: counts[-1], window=10, pause=3)
+    assert gate.predict(0) == [0, 1]
+    counts.append(Settled(used=4, wasted=5))  # nine bytes: too few to judge
+    assert gate.predict(1) == [0, 1]
+    counts.append(Settled(used=5, wasted=5))  # half is enough
+    assert gate.predict(0) == [0, 1]
+    assert not gate.closed
+    counts.append(Settled(used=9, wasted=11))  # 4 of the last 10
+    assert gate.predict(1) == []
+    assert gate.closed
+    counts.append(Settled(used=9, wasted=99))  # what comes to its end meanwhile is not held against it
+    assert [gate.predict(0), gate.predict(1)] == [[], []]
+    assert gate.predict(0) == [0, 1]
+    assert not gate.closed
+    counts.append(Settled(used=19, wasted=99))
+    assert gate.predict(1) == [0, 1]
+
+
+def test_what_it_learns_from_goes_on_while_it_is_closed() -> None:
+    seen: list[tuple[int, list[int]]] = []
+
+    class Listening(AllExperts):
+        def observe(self, layer: int, experts: Sequence[int]) -> None:
+            seen.append((layer, list(experts)))
+
+    counts = [Settled()]
+    gate = GatedPredictor(Listening(range(2)), lambda: counts[-1], window=1, pause=2)
+    counts.append(Settled(wasted=1))
+    assert gate.predict(0) == []
+    gate.observe(3, [1])
+    assert seen == [(3, [1])]

@@ -1,0 +1,73 @@
+"""A store whose adapter was trained is served with it, without a merge."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from lora_cases import batch, quiet_peft, session, take
+from test_reading import fingerprint
+from trained_stores import imported, serving
+
+from tierstore.errors import BudgetError
+from tierstore.moe.lora import LoraConfig, LoraTargets
+from tierstore.serve.experts.interface import Stage
+from tierstore.serve.opening import open_served
+from tierstore.store.summary import read_summary
+from tierstore.trace.replay import replay
+from tierstore.train.budgets import PAIR_SCHEMA
+from tierstore.train.stepping import Stepper
+
+STEPS = 3
+
+
+def adapted(root: Path, lora: LoraConfig, dtype: torch.dtype) -> tuple[Path, list[float]]:
+    """A store whose pairs took some steps, and the trainer's losses of batches that it was not trained with."""
+    _, store = imported(root, "qwen3_moe", dtype)
+    with session(store, lora) as parts:
+        for step in range(STEPS):
+            take(parts, step)
+        Stepper(parts).commit()
+    losses = []
+    with session(store, lora) as parts, torch.no_grad():
+        parts.model.module.eval()
+        for step in range(STEPS, STEPS + 2):
+            Stepper(parts).begin_forward()
+            loss = parts.model.run(batch(step)).loss
+            assert loss is not None
+            losses.append(float(loss))
+    return store, losses
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("targets", LoraTargets)
+def test_as_the_trainer_computes_it(tmp_path: Path, targets: LoraTargets, dtype: torch.dtype) -> None:
+    lora = LoraConfig(rank=4, alpha=8.0, targets=targets)
+    with quiet_peft():
+        store, expected = adapted(tmp_path, lora, dtype)
+    before = fingerprint(store)
+    if lora.experts:
+        assert read_summary(store).missed[PAIR_SCHEMA], "some pairs have missed steps"
+    with (
+        pytest.raises(BudgetError, match="the minimum is") as refused,
+        open_served(serving(store, {"host_budget": 1})),
+    ):
+        pass
+    least = int(str(refused.value).split("the minimum is ")[1].split()[0])
+    for budget in (least, 8 << 20):
+        trace = tmp_path / f"trace{budget}"
+        config = serving(store, {"host_budget": budget, "prefetch.predictor": "router"})
+        with quiet_peft(), open_served(config, trace=trace) as parts:
+            found = []
+            for step in range(STEPS, STEPS + 2):
+                parts.experts.begin(Stage.PREFILL, 24)
+                with torch.inference_mode():
+                    loss = parts.model.run(batch(step)).loss
+                assert loss is not None
+                found.append(float(loss))
+            live = parts.store.cache.residency.stats()
+            assert not any(parameter.requires_grad for parameter in parts.model.module.parameters())
+        assert found == expected, budget
+        assert replay(trace) == live
+    assert fingerprint(store) == before

@@ -1,0 +1,212 @@
+"""Texts through a runner, replays of their decisions, what caches take, and ``tierstore generate``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from served_cases import built_in, drawn, wrapped
+from served_stores import least_budget, served_store, store_of
+from tiny_families import FAMILIES
+
+from tierstore.cli.main import cli
+from tierstore.errors import BudgetError, ConfigError
+from tierstore.hf.stored import stored_spec
+from tierstore.model.config import ModelConfig
+from tierstore.model.spec import ModelSpec
+from tierstore.prefetch.predictor import PredictorName
+from tierstore.serve.batch.padded import PaddedRunner
+from tierstore.serve.config import BatchConfig
+from tierstore.serve.generating import Ending, TextGenerator, TextRequest
+from tierstore.serve.model.caches import cache_nbytes
+from tierstore.serve.model.memory import batch_bytes, fitted_batch, sequence_bytes
+from tierstore.serve.text.sampling import SamplingOptions, TokenSampler
+from tierstore.serve.text.streaming import BytePieces, StreamedText
+from tierstore.trace.replay import replay
+from tierstore.train.config import FinetuneConfig
+
+GREEDY = SamplingOptions(temperature=0)
+
+
+def _request(
+    prompt: list[int], most: int, *, options: SamplingOptions = GREEDY, stop: str = ""
+) -> TextRequest:
+    text = StreamedText(BytePieces(), [stop] if stop else [])
+    return TextRequest(prompt=prompt, most=most, sampler=TokenSampler(options, prompt), text=text)
+
+
+def test_requests_wait_for_room() -> None:
+    """Five requests over a runner of two: each has its text, and what was streamed is that text."""
+    _, served = built_in()
+    prompts = drawn((3, 5, 2, 4, 6), vocabulary=61)
+    pieces: dict[int, str] = {}
+    runner = served.runner(PaddedRunner, sequences=2)
+    generator = TextGenerator(
+        runner,
+        end_tokens=frozenset(),
+        added=lambda at, piece: pieces.update({at: pieces.get(at, "") + piece}),
+    )
+    found = generator.run([_request(prompt, 3 + at) for at, prompt in enumerate(prompts)])
+    assert [len(made.tokens) for made in found] == [3, 4, 5, 6, 7]
+    assert all(made.ending is Ending.LENGTH for made in found)
+    assert [pieces[at] for at in range(5)] == [made.text for made in found]
+    assert runner.numbers == ()
+    assert generator.spent.prefill_tokens == sum(map(len, prompts))
+    assert generator.spent.decode_tokens == sum(len(made.tokens) - 1 for made in found)
+
+
+def test_why_texts_end() -> None:
+    _, served = built_in(context=10)
+    (prompt,) = drawn((6,), vocabulary=61)
+
+    def run(ends: frozenset[int] = frozenset(), most: int = 40, **options: Any) -> Any:
+        generator = TextGenerator(served.runner(PaddedRunner), end_tokens=ends, added=lambda at, piece: None)
+        return generator.run([_request(prompt, most, **options)])[0]
+
+    whole = run()
+    assert whole.ending is Ending.LENGTH
+    assert len(whole.tokens) == 10 - 6 + 1  # the last one follows a full context
+    ended = run(frozenset([whole.tokens[2]]))
+    first = whole.tokens.index(whole.tokens[2])
+    assert (ended.ending, ended.tokens) == (Ending.END, whole.tokens[:first])
+    stop = chr(whole.tokens[1])
+    stopped = run(stop=stop)
+    assert (stopped.ending, stopped.text) == (Ending.STOP, whole.text[: whole.text.index(stop)])
+    with pytest.raises(ConfigError, match="max_tokens"):
+        run(most=0)
+
+
+def test_an_interrupted_text() -> None:
+    _, served = built_in()
+    runner = served.runner(PaddedRunner)
+    asked = iter([False, False, False, True])
+    generator = TextGenerator(
+        runner, end_tokens=frozenset(), added=lambda at, piece: None, stopped=lambda: next(asked)
+    )
+    (made,) = generator.run([_request([1, 2], 20)])
+    assert made.ending is Ending.INTERRUPTED
+    assert len(made.tokens) == 3
+    assert runner.numbers == ()
+
+
+@pytest.mark.parametrize("predictor", list(PredictorName))
+def test_a_replay_decides_alike(predictor: PredictorName, tmp_path: Path) -> None:
+    _, store = store_of(tmp_path, "qwen3_moe", num_hidden_layers=4)
+    trace = tmp_path / "decode.trace"
+    with served_store(
+        store, trace=trace, host_budget=3 * least_budget(store), prefetch__predictor=predictor.value
+    ) as (parts, runner):
+        generator = TextGenerator(runner, end_tokens=frozenset(), added=lambda at, piece: None)
+        generator.run([_request(prompt, 6) for prompt in drawn((5, 3))])
+        parts.store.end_trace()
+        live = parts.store.cache.residency.stats()
+    assert live.evictions
+    assert replay(trace) == live
+
+
+# Memory -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_caches_take(family: str, tmp_path: Path) -> None:
+    """What is announced beside what transformers' caches hold: equal, but where a window keeps fewer tokens."""
+    _, store = store_of(tmp_path, family, torch.bfloat16)
+    spec = stored_spec(store, FinetuneConfig())
+    assert spec is not None
+    _, served = wrapped(family, torch.bfloat16)
+    runner = served.runner(PaddedRunner)
+    runner.join(drawn((30, 20)))
+    held = cache_nbytes(runner._groups[0].cache)
+    bound = 2 * sequence_bytes(spec, 30)
+    assert held == bound if family != "gpt_oss" else held < bound
+
+
+def test_what_the_built_in_cache_takes() -> None:
+    model, served = built_in()
+    runner = served.runner(PaddedRunner)
+    runner.join(drawn((9, 4), vocabulary=61))
+    assert cache_nbytes(runner._groups[0].cache) == 2 * sequence_bytes(model.config, 9)
+
+
+def test_the_context_that_fits() -> None:
+    """By hand: 4 layers of width 256 in fp32 take 8 KiB a token; 8 sequences of 512 take 32 MiB, and a layer more."""
+    spec: ModelSpec = ModelConfig(n_layers=4, d_model=256, n_heads=4)
+    assert sequence_bytes(spec, 1) == 4 * 2 * 256 * spec.compute_dtype.itemsize
+    whole = batch_bytes(spec, sequences=8, context=512)
+    assert whole == 8 * 512 * sequence_bytes(spec, 1) * 5 // 4
+    assert fitted_batch(spec, BatchConfig(), longest=512, room=whole).context == 512
+    assert fitted_batch(spec, BatchConfig(), longest=512, room=whole - 1).context == 448
+    with pytest.raises(
+        BudgetError, match=r"batch\.context: 8 sequences of 512 tokens .* 448 tokens would fit"
+    ):
+        fitted_batch(spec, BatchConfig(context=512), longest=512, room=whole - 1)
+    with pytest.raises(BudgetError, match=r"batch\.context"):
+        fitted_batch(spec, BatchConfig(), longest=512, room=whole // 8)
+
+
+# The command ------------------------------------------------------------------------------------------------
+
+
+def _generate(store: Path, *arguments: str) -> Any:
+    base = [
+        "generate",
+        str(store),
+        "--set",
+        "io.huge_pages=off",
+        "--set",
+        "threads=1",
+        "--host-budget",
+        "4MiB",
+    ]
+    return CliRunner().invoke(cli, [*base, *arguments], standalone_mode=False)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    _, store = store_of(tmp_path, "mixtral")
+    threads = torch.get_num_threads()
+    try:
+        one = _generate(store, "--prompt", "ab", "--max-tokens", "5", "--record-trace", str(tmp_path / "t"))
+        assert one.exception is None, one.output
+        assert "keys and values at most" in one.output
+        assert "tokens/s" in one.output
+        assert (tmp_path / "t").exists()
+        sampled = [
+            "--prompt",
+            "ab",
+            "--prompt",
+            "c",
+            "--temperature",
+            "1",
+            "--seed",
+            "4",
+            "--max-tokens",
+            "5",
+            "--json",
+        ]
+        first, again = (json.loads(_generate(store, *sampled).stdout.splitlines()[-1]) for _ in range(2))
+        assert [text["tokens"] for text in first["texts"]] == [text["tokens"] for text in again["texts"]]
+        assert [text["prompt_tokens"] for text in first["texts"]] == [2, 1]
+        assert first["misses"] > 0
+        invariant = _generate(store, *sampled, "--batch-invariant")
+        assert len(json.loads(invariant.stdout.splitlines()[-1])["texts"]) == 2
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_what_the_command_refuses(tmp_path: Path) -> None:
+    _, store = store_of(tmp_path, "mixtral")
+    for arguments, message in (
+        (["--prompt", "a", "--max-tokens", "0"], "max_tokens: expected at least 1"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature: expected at least 0"),
+        (["--prompt", ""], "the prompt has no tokens"),
+        (["--prompt", "a", "--chat"], "no chat template"),
+        (["--prompt", "a" * 129], "batch.context: a prompt of 129 tokens"),
+        (["--prompt", "a", "--set", "batch.context=200"], "batch.context: expected at most 128"),
+    ):
+        found = _generate(store, *arguments)
+        assert found.exit_code == 2
+        assert message in found.stderr, (arguments, found.output)

@@ -1,0 +1,72 @@
+"""Speculation that pays for itself: a predictor whose guesses are taken as long as most of what they read is used.
+
+A read on a guess that comes true hides a wait; one that does not takes the disk's time and a place in memory. Which of them
+prevails depends on the model, its cache and the text. So the residency core's own counts decide: where less than half of
+what was speculated, and has come to its end, was used, guesses are passed over for a while, and then tried again. The counts
+follow from the program's order alone, and so do the decisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tierstore.prefetch.predictor import Counts, Predictor
+
+#: The share of speculated bytes that must be used: a wasted read costs what a used one saves.
+LEAST_USED = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Speculated bytes that have come to their end since the store was opened: used, or wasted."""
+
+    used: int = 0
+    wasted: int = 0
+
+    def __sub__(self, other: Settled) -> Settled:
+        return Settled(self.used - other.used, self.wasted - other.wasted)
+
+    @property
+    def total(self) -> int:
+        return self.used + self.wasted
+
+
+class GatedPredictor:
+    """``inner``, or no guess (``Predictor``). ``settled`` counts; after ``window`` bytes they are judged, and where they
+    fall short the next ``pause`` predictions are passed over.
+    """
+
+    def __init__(
+        self, inner: Predictor, settled: Callable[[], Settled], *, window: int, pause: int = 256
+    ) -> None:
+        self._inner, self._settled = inner, settled
+        self._window, self._pause = window, pause
+        self._since = settled()
+        self._left = 0
+
+    @property
+    def closed(self) -> bool:
+        """Whether guesses are passed over now."""
+        return self._left > 0
+
+    def observe(self, layer: int, experts: Sequence[int]) -> None:
+        self._inner.observe(layer, experts)
+
+    def offer(self, source: int, layer: int, chosen_E: Counts) -> None:
+        self._inner.offer(source, layer, chosen_E)
+
+    def predict(self, layer: int) -> list[int]:
+        """What ``inner`` predicts, unless too little of it is used."""
+        if self._left:
+            self._left -= 1
+            if self._left:
+                return []
+            self._since = self._settled()
+        now = self._settled() - self._since
+        if now.total >= self._window:
+            self._since = self._settled()
+            if now.used < LEAST_USED * now.total:
+                self._left = self._pause
+                return []
+        return self._inner.predict(layer)
