@@ -21,6 +21,7 @@ from checkpoints import experts_of, imported, tensors_of
 from click.testing import CliRunner
 from tiny_families import make_config
 
+from tierstore.capabilities import Capability
 from tierstore.cli.deploy import deploy as command
 from tierstore.deploy.checking import store_checks
 from tierstore.deploy.compress.calibration import calibrate
@@ -36,7 +37,10 @@ from tierstore.deploy.config import (
     StageName,
 )
 from tierstore.deploy.pipeline import deploy
-from tierstore.deploy.stage import DeployInterrupted
+from tierstore.deploy.stage import DeployInterrupted, Stage
+from tierstore.deploy.stages.conversion import Conversion
+from tierstore.deploy.stages.distillation import Distillation
+from tierstore.deploy.stages.fusion import Fusion
 from tierstore.deploy.teacher import open_teacher
 from tierstore.deploy.text import read_windows
 from tierstore.errors import ConfigError
@@ -140,6 +144,21 @@ def test_one_segment_is_checked(store: Path, tmp_path: Path) -> None:
     shown = CliRunner().invoke(command, ["--show", str(tmp_path / "d")])
     assert shown.exception is None, shown.output
     assert "segmentation" in shown.stdout
+
+
+def test_graphs_are_compiled_and_compared_where_they_are_asked_for(store: Path, tmp_path: Path) -> None:
+    """With a compiler that returns the graph as it is: every block is one, and gives the eager logits."""
+    seen = []
+
+    def as_it_is(graph: Any, inputs: Any) -> Any:
+        seen.append(graph)
+        return graph.forward
+
+    stages: list[Stage] = [Fusion(), Distillation(), Conversion(as_it_is)]
+    config = DeployConfig(store=store, target=tmp_path / "d", graphs=Capability.ON, threads=1)
+    figures: Any = deploy(config, until=StageName.CONVERSION, stages=stages).records[-1].figures
+    assert figures["graphs"] == len(seen) > 0
+    assert figures["largest_difference_of_logits"] < 1e-5
 
 
 def test_ranks_have_stores_of_their_own(store: Path, tmp_path: Path) -> None:
