@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from tierstore.errors import BudgetError
+from tierstore.serve.batch.askers import AskerBits
 from tierstore.serve.batch.interface import Joined
-from tierstore.serve.batch.meeting import MeetingPasses
+from tierstore.serve.batch.meeting import MeetingPasses, Telling
 from tierstore.serve.experts.interface import ServedExperts, Stage
 from tierstore.serve.model.caches import copied_rows, drop_columns, select_rows, why_apart
 from tierstore.serve.model.interface import LayeredCache, ServedModel
@@ -69,12 +70,17 @@ class GroupedRunner(ABC):
         *,
         sequences: int,
         device: torch.device | None = None,
+        askers: AskerBits | None = None,
     ) -> None:
+        """``askers``: where ``experts`` are to be told which sequences ask for which, in decoding. A prompt asks for most of
+        a layer: that tells little about its sequence.
+        """
         self.model = model
         self.sequences = sequences
         self._experts = experts
         self._passes = passes
         self._device = device or torch.device("cpu")
+        self._askers = askers
         self._groups: list[Group] = []
         #: Tokens of each sequence, by number, in the order in which they joined.
         self._lengths: dict[int, int] = {}
@@ -116,6 +122,8 @@ class GroupedRunner(ABC):
         if not tokens:
             return {}
         lengths = {number: length + (number in tokens) for number, length in self._lengths.items()}
+        if self._askers is not None:
+            self._askers.update(lengths)
         taken = self._take(set(tokens))
         # In a pass the caches change: the sequences are back in the batch when all has gone well.
         self._lengths = {number: length for number, length in lengths.items() if number not in tokens}
@@ -147,11 +155,15 @@ class GroupedRunner(ABC):
     def _forward(self, stage: Stage, groups: Sequence[Group], tokens: Sequence[Tensor]) -> dict[int, Tensor]:
         """The passes of ``groups`` over ``tokens``: the logits (V,) by sequence."""
         self._experts.begin(stage, sum(each.numel() for each in tokens))
+        telling = None
+        if self._askers is not None and stage is Stage.DECODE:
+            telling = Telling(self._experts, [self._askers.of(group.numbers) for group in groups])
         results = self._passes.run(
             [
                 partial(group.forward, self.model, tokens_BT)
                 for group, tokens_BT in zip(groups, tokens, strict=True)
-            ]
+            ],
+            telling,
         )
         return {
             number: logits_V
