@@ -120,6 +120,19 @@ def test_the_source_is_told_what_each_sequence_asks_for(kind: type[GroupedRunner
     assert any(mask.bit_count() > 1 for told in expected for mask in told.values())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sequence_alone_tells_nothing(kind: type[GroupedRunner]) -> None:
+    _, served = built_in()
+    runner = kind(served.model, served.experts, served.passes, sequences=4, askers=AskerBits())
+    batch = _Batch(runner)
+    batch.join(*drawn((3, 4), vocabulary=61))
+    batch.step()
+    assert len(served.experts.told) == 2
+    runner.leave(0)
+    batch.step()
+    assert len(served.experts.told) == 2
+
+
 def test_nobody_is_told_where_nobody_asked() -> None:
     _, served = built_in()
     _Batch(served.runner(PaddedRunner)).come_and_go(drawn((5, 3, 6, 4), vocabulary=61))

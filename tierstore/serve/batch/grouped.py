@@ -6,7 +6,7 @@ Shapes: B sequences of a group, T tokens of a pass, S tokens with those before, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 
@@ -122,8 +122,6 @@ class GroupedRunner(ABC):
         if not tokens:
             return {}
         lengths = {number: length + (number in tokens) for number, length in self._lengths.items()}
-        if self._askers is not None:
-            self._askers.update(lengths)
         taken = self._take(set(tokens))
         # In a pass the caches change: the sequences are back in the batch when all has gone well.
         self._lengths = {number: length for number, length in lengths.items() if number not in tokens}
@@ -134,7 +132,7 @@ class GroupedRunner(ABC):
             group.mask_BS = torch.cat((group.mask_BS, group.mask_BS.new_ones(len(group.numbers), 1)), dim=1)
             tokens_B = [tokens[number] for number in group.numbers]
             passes.append(torch.tensor(tokens_B, device=self._device).unsqueeze(1))
-        logits = self._forward(Stage.DECODE, groups, passes)
+        logits = self._forward(Stage.DECODE, groups, passes, self._telling(groups, lengths))
         self._groups += groups
         self._lengths = lengths
         return logits
@@ -152,12 +150,18 @@ class GroupedRunner(ABC):
                     self._groups.remove(group)
                 return
 
-    def _forward(self, stage: Stage, groups: Sequence[Group], tokens: Sequence[Tensor]) -> dict[int, Tensor]:
+    def _telling(self, groups: Sequence[Group], batch: Collection[int]) -> Telling | None:
+        """Who asks, in a step of ``groups``; nothing is to be told apart in a batch of one sequence."""
+        if self._askers is None or len(batch) == 1:
+            return None
+        self._askers.update(batch)
+        return Telling(self._experts, [self._askers.of(group.numbers) for group in groups])
+
+    def _forward(
+        self, stage: Stage, groups: Sequence[Group], tokens: Sequence[Tensor], telling: Telling | None = None
+    ) -> dict[int, Tensor]:
         """The passes of ``groups`` over ``tokens``: the logits (V,) by sequence."""
         self._experts.begin(stage, sum(each.numel() for each in tokens))
-        telling = None
-        if self._askers is not None and stage is Stage.DECODE:
-            telling = Telling(self._experts, [self._askers.of(group.numbers) for group in groups])
         results = self._passes.run(
             [
                 partial(group.forward, self.model, tokens_BT)

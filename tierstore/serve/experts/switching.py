@@ -65,8 +65,8 @@ class SlottedExperts:
             self._say(choice.describe())
 
     def tell_askers(self, askers: Mapping[int, int]) -> None:
-        """Of the layer that comes next: the sequences that ask for each expert, a bit each. The policy of the slots hears it, and
-        not that of the host cache behind them.
+        """Of the layer that comes next: the sequences that ask for each expert, a bit each. The slots' policy hears it; that
+        of the host cache behind them does not.
         """
         self._program.tell_askers(askers)
 
