@@ -540,7 +540,7 @@ def quantize(
     """
     Quantises a matrix, row by row in blocks of ``QUANT_BLOCK``; see docs/FORMAT.md.
 
-    False where a value, or the spread of a block, is not finite: codes and scales are then undefined.
+    False where a value, or what its code would stand for, is not finite: codes and scales are then undefined.
     """
 
 def dequantize(
@@ -1310,6 +1310,8 @@ def simulate(
     | None = None,
     pinned: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)]
     | None = None,
+    askers: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)]
+    | None = None,
     *,
     policy: str,
     options: Mapping[str, float | str] = {},
@@ -1324,7 +1326,7 @@ def simulate(
     """
     A policy (or a bound: Belady 1966) over columns: event i asks for ``entries[offsets[i]:offsets[i + 1]]``.
 
-    ``writes`` is by request; ``layers``, ``phases`` and ``steps`` (non-decreasing) are by event; ``sizes``
+    ``writes`` and ``askers`` (which sequences ask, a bit each) are by request; ``layers``, ``phases`` and ``steps`` (non-decreasing) are by event; ``sizes``
     (frames; 1 each), ``entry_layers``, ``records`` (which entries are of one record; each of its own), ``groups``
     (which of its record's an entry is; its place among neighbours), ``bytes`` (1 a frame) and ``pinned`` (never
     leaves once resident) are by entry, entries being numbered from 0. Counts exactly what a Residency of this

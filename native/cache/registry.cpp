@@ -7,6 +7,7 @@
 #include "native/cache/policies/arc.hpp"
 #include "native/cache/policies/clock.hpp"
 #include "native/cache/policies/fifo.hpp"
+#include "native/cache/policies/learned_use.hpp"
 #include "native/cache/policies/lfu.hpp"
 #include "native/cache/policies/lfu_decay.hpp"
 #include "native/cache/policies/lirs.hpp"
@@ -41,6 +42,7 @@ constexpr Registered kPolicies[] = {
     {"sieve", &make_sieve},
     {"w-tinylfu", &make_w_tinylfu},
     {"next-use", &make_next_use},
+    {"learned-use", &make_learned_use},
 };
 
 }  // namespace

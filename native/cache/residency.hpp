@@ -43,6 +43,8 @@ enum class GroupOrder : std::uint8_t { RESIDENT_FIRST, KEY };
 
 // Flags of a unit: what an access does with one record. `dirty` and `drop` only what it needs.
 inline constexpr std::uint16_t kNeedShift = 0, kDirtyShift = 3, kDropShift = 6;
+// Above them, of an access: which sequences of a batch ask for the record, a bit each (the numbers are the caller's).
+inline constexpr std::uint16_t kAskersShift = 9;
 inline constexpr std::uint16_t kGroupMask = 7;
 
 struct Decided {
@@ -259,6 +261,7 @@ private:
     std::vector<std::uint32_t> bounds_{0};
     std::vector<EntryId> victims_;    // scratch
     std::vector<EntryId> announced_;  // scratch
+    std::vector<std::uint8_t> askers_;  // scratch: of what is announced
     ResidencyStats stats_;
 };
 

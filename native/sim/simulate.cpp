@@ -5,6 +5,7 @@
 #include "native/cache/policies/arc.hpp"
 #include "native/cache/policies/clock.hpp"
 #include "native/cache/policies/fifo.hpp"
+#include "native/cache/policies/learned_use.hpp"
 #include "native/cache/policies/lfu.hpp"
 #include "native/cache/policies/lfu_decay.hpp"
 #include "native/cache/policies/lirs.hpp"
@@ -69,7 +70,7 @@ public:
             policies.push_back(options_.make(options_.policy, options_.policy_options));
         }
         return direct<Fifo, ClockPolicy, Lru, Lfu, LfuDecay, Slru, TwoQ, Arc, Lirs, S3Fifo, Sieve, WTinyLfu,
-                      NextUse>(std::move(policies));
+                      NextUse, LearnedUse>(std::move(policies));
     }
 
     SimulationResult belady(Room room) {

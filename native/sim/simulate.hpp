@@ -36,6 +36,7 @@ struct RequestColumns {
         groups{};  // by entry: which of its record's it is; its place among neighbours
     std::span<const std::uint64_t> bytes{};  // by entry; its frames
     std::span<const std::uint8_t> pinned{};  // by entry: non-zero never leaves once resident; none is
+    std::span<const std::uint8_t> askers{};  // by request: which sequences ask, a bit each; nobody says
     std::size_t events() const { return offsets.empty() ? 0 : offsets.size() - 1; }
 };
 

@@ -310,7 +310,8 @@ private:
     void announce(std::uint64_t begin, std::uint64_t end) {
         const Phase phase =
             requests_.phases.empty() ? Phase::FORWARD : static_cast<Phase>(requests_.phases[event_]);
-        const AccessInfo info{phase, layer_, requests_.entries.subspan(begin, end - begin)};
+        AccessInfo info{phase, layer_, requests_.entries.subspan(begin, end - begin), {}};
+        if (!requests_.askers.empty()) info.askers = requests_.askers.subspan(begin, end - begin);
         for (Cache& cache : caches_) cache.policy->access(info);
     }
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import imported, save, tensors_of
+from lora_cases import session
 
 from tierstore.errors import ConfigError, StoreFormatError
 from tierstore.hf.exports.exporting import ExportDtype, export
@@ -16,6 +17,7 @@ from tierstore.hf.imports.importing import ImportOptions
 from tierstore.hf.manifest import Manifest, Weights
 from tierstore.hf.spec import HfSpec
 from tierstore.hf.stored import stored_spec
+from tierstore.moe.lora import LoraConfig
 from tierstore.quant.layout import CodeFormat
 from tierstore.quant.values import dequantize, quantize
 from tierstore.store import WeightFormat
@@ -83,3 +85,13 @@ def test_manifests_without_codes_are_as_they_were(tmp_path: Path) -> None:
 def test_only_frozen_experts_are_quantised() -> None:
     with pytest.raises(ConfigError, match="codes: weights in int4 cannot be trained"):
         ImportOptions(codes=CodeFormat.INT4)
+
+
+def test_pairs_do_not_train_beside_codes(tmp_path: Path) -> None:
+    save(tmp_path / "m", "mixtral", torch.bfloat16)
+    imported(tmp_path / "m", tmp_path / "s", weights=Weights.FROZEN, codes=CodeFormat.INT8)
+    with (
+        pytest.raises(ConfigError, match="experts are kept in int8, for forward passes alone: LoRA needs"),
+        session(tmp_path / "s", LoraConfig(rank=2)),
+    ):
+        pass

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstore.moe.dispatch import combine, combine_weighted, dispatch
+from tierstore.moe.dispatch import combine, combine_weighted, dispatch, dispatch_token
 
 
 def test_by_hand() -> None:
@@ -40,3 +41,20 @@ def test_there_and_back(tokens: int, top_k: int, experts: int, seed: int) -> Non
     rows = torch.cat([x[plan.token_N], torch.zeros(1, 3)])
     kept = (expert_TK >= 0).sum(dim=1, keepdim=True)
     torch.testing.assert_close(combine(rows, plan.place_TK), x * kept)
+
+
+@settings(max_examples=40)
+@given(chosen=st.lists(st.integers(0, 11), min_size=1, max_size=8, unique=True))
+def test_a_single_token_is_dispatched_alike(chosen: list[int]) -> None:
+    expert_1K = torch.tensor([chosen])
+    one = dispatch_token(expert_1K, 12)
+    whole = dispatch(expert_1K, torch.bincount(expert_1K[0], minlength=12))
+    for name in ("order_N", "token_N", "place_TK"):
+        assert torch.equal(getattr(one, name), getattr(whole, name)), name
+    assert one.offsets == whole.offsets
+
+
+@pytest.mark.parametrize("chosen", [[0, 12], [3, -1]])
+def test_a_single_token_at_no_expert(chosen: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"routed to experts .* of 12"):
+        dispatch_token(torch.tensor([chosen]), 12)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from naive_learned_use import NaiveLearnedUse
 from naive_next_use import NaiveNextUse
 from naive_policies import NAIVE, NaivePolicy
 
@@ -353,13 +354,15 @@ POLICIES = [
     ("s3-fifo", {"small_fraction": 0.3, "move_threshold": 1}),
     ("next-use", {}),
     ("next-use", {"half_life": 0.7}),
+    ("learned-use", {}),
+    ("learned-use", {"price": 0.1, "rate": 0.1}),
     ("w-tinylfu", {}),
     ("w-tinylfu", {"window_fraction": 0.3, "protected_fraction": 0.5, "sample_factor": 2}),
 ]
 
 
 def naive_policy(name, options):
-    kinds = {"lru": NaiveLru, "lfu-decay": NaiveLfu, "next-use": NaiveNextUse, **NAIVE}
+    kinds = {"lru": NaiveLru, "lfu-decay": NaiveLfu, "next-use": NaiveNextUse, "learned-use": NaiveLearnedUse, **NAIVE}
     return lambda capacity, frames: kinds[name](capacity, frames, **options)
 
 

@@ -20,7 +20,7 @@ from tierstore.errors import (
     StoreMissingError,
 )
 from tierstore.model.config import ComputeDtype
-from tierstore.serve.footprint import served_budgets
+from tierstore.serve.footprint import ServedFootprint, check_memory, served_budgets
 from tierstore.serve.opening import open_served
 from tierstore.store import ParameterStore, StoreConfig
 from tierstore.store.config import StoreAccess
@@ -190,6 +190,31 @@ def test_how_the_budgets_are_divided(text: Path, tmp_path: Path) -> None:
         serving(store, {"device_budget": 9 * slot}), spec, schema, DeviceKind.CUDA, scratch=scratch
     )
     assert (on_device.slots.weights, on_device.cache) == (9, 8 << 20)
+
+
+def test_what_is_held_fits_this_machine(text: Path, tmp_path: Path) -> None:
+    """8 MiB of experts; dense parameters of the built-in model, 4 bytes each: embedding and head of 256 x 16, a norm of 16,
+    and two blocks of 4 x 16 x 16 attention, two norms of 16 and a router of 12 x 16.
+    """
+    store = tmp_path / "store"
+    trained(text, store)
+    dense = 4 * (2 * 256 * 16 + 16 + 2 * (4 * 16 * 16 + 2 * 16 + 12 * 16))
+    with open_served(serving(store)) as parts:
+        assert parts.footprint == ServedFootprint(experts=8 << 20, slots=0, dense=dense)
+        assert sum(parameter.nbytes for parameter in parts.model.module.parameters()) == dense
+    footprint = ServedFootprint(experts=8 << 20, slots=1 << 20, dense=2 << 20)
+    check_memory(footprint, DeviceKind.CPU, usable=10 << 20)
+    check_memory(footprint, DeviceKind.CUDA, usable=8 << 20)
+    with pytest.raises(BudgetError, match=r"at most 7 MiB beside 2 MiB of dense .* gives 9 MiB; got 8 MiB"):
+        check_memory(footprint, DeviceKind.CPU, usable=9 << 20)
+    with pytest.raises(BudgetError, match=r"at most 7 MiB, for this machine gives 7 MiB"):
+        check_memory(footprint, DeviceKind.CUDA, usable=7 << 20)
+    asked = {"host_budget": 1 << 60}
+    with (
+        pytest.raises(BudgetError, match="host_budget: expected at most"),
+        open_served(serving(store, asked)),
+    ):
+        pass
 
 
 def test_nothing_is_left_open(text: Path, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ OPTIONS: dict[str, Mapping[str, float | str]] = {
     "s3-fifo": {"small_fraction": 0.3, "move_threshold": 1},
     "w-tinylfu": {"window_fraction": 0.2},
     "next-use": {"half_life": 4},
+    "learned-use": {"half_life": 8},
 }
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tierstore.hf.loop.watching import Autocast
     from tierstore.hf.manifest import Weights
     from tierstore.model.config import ComputeDtype
+    from tierstore.quant.layout import CodeFormat
     from tierstore.store.format import MomentFormat
     from tierstore.train.stepping import StepError
 else:
@@ -26,6 +27,7 @@ else:
 __all__ = [
     "Adjustment",
     "Autocast",
+    "CodeFormat",
     "ComputeDtype",
     "ExportDtype",
     "Exported",

@@ -22,7 +22,7 @@ from tierstore.errors import ConfigError
 from tierstore.hf.spec import ACTIVATIONS
 from tierstore.moe.computing import ExpertPass, Weighting, compute_experts
 from tierstore.moe.config import Activation, ExpertShape, SaveActivations
-from tierstore.moe.dispatch import Dispatch, RowOrder, dispatch
+from tierstore.moe.dispatch import Dispatch, RowOrder, dispatch, dispatch_token
 from tierstore.moe.exchange import Charge, LocalRows, Rows, gather_counts, rows_of
 from tierstore.moe.source import ExpertSource, in_training
 from tierstore.parallel import Mesh
@@ -36,7 +36,8 @@ _BOUND = "tierstore_layer"
 
 
 class ExpertLoads:
-    """How many assignments each expert got in the last forward pass, by layer, from all ranks: int64 (E,).
+    """How many assignments each expert got in the last forward pass, by layer, from all ranks: int64 (E,). A pass of a
+    single token without gradients (decoding) is not counted.
 
     A layer that is computed again, by gradient checkpointing, is counted once.
     """
@@ -98,13 +99,19 @@ class ExpertLayer:
 
     def __call__(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
         """``(T, D)`` to ``(T, D)``. On several ranks a collective. Raises PeerError."""
+        alone = self._mesh is None or self._mesh.world.size == 1
+        if alone and x_TD.shape[0] == 1 and not torch.is_grad_enabled():
+            plan = dispatch_token(expert_TK, self.experts)
+            return self._computed(x_TD, weight_TK, plan, LocalRows(plan, plan.experts))
         own_E = torch.bincount(expert_TK.reshape(-1), minlength=self.experts)
         if own_E.numel() > self.experts:
             raise ValueError(f"layer {self.layer}: routed to expert {own_E.numel() - 1} of {self.experts}")
-        alone = self._mesh is None or self._mesh.world.size == 1
         plan = dispatch(expert_TK, own_E, RowOrder.SORTED if alone else RowOrder.TOKENS)
         rows, load_E = self._rows(plan, own_E)
         self._loads.record(self.layer, load_E)
+        return self._computed(x_TD, weight_TK, plan, rows)
+
+    def _computed(self, x_TD: Tensor, weight_TK: Tensor, plan: Dispatch, rows: Rows) -> Tensor:
         call = ExpertPass(self.layer, self.shape, self.source, plan, rows, Weighting.BY_OUTPUT, self.save)
         return compute_experts(x_TD, weight_TK, call)
 

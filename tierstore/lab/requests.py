@@ -27,7 +27,7 @@ from tierstore.trace.reader import read_chunks, read_summary
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
-_DIRTY, _DROP = 3, 6  # shifts of a unit's flags
+_DIRTY, _DROP, _ASKERS = 3, 6, 9  # shifts of a unit's flags
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -61,6 +61,8 @@ class Requests:
     steps: NDArray[np.uint32]  # [events]
     table: EntryTable
     left_out: Mapping[str, int] = field(default_factory=dict)
+    #: [requests]: which sequences of a batch ask, a bit each; or empty, where nobody says.
+    askers: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
 
     def __post_init__(self) -> None:
         events = len(self.layers)
@@ -68,6 +70,8 @@ class Requests:
             raise ValueError(f"{events} events with columns of other lengths")
         if len(self.entries) != len(self.writes) or int(self.offsets[-1]) != len(self.entries):
             raise ValueError(f"{len(self.entries)} requests with columns of other lengths")
+        if len(self.askers) not in (0, len(self.entries)):
+            raise ValueError(f"{len(self.entries)} requests with askers of {len(self.askers)}")
 
     @classmethod
     def of_columns(
@@ -209,6 +213,7 @@ class Requests:
             offsets=self.offsets[begin : end + 1] - self.offsets[begin],
             entries=self.entries[first:last],
             writes=self.writes[first:last],
+            askers=self.askers[first:last],
             layers=self.layers[begin:end],
             phases=self.phases[begin:end],
             steps=self.steps[begin:end] - np.uint32(first_step),
@@ -246,6 +251,7 @@ class _Reader:
         self._dropped = np.zeros(len(self._table) * SECTION_GROUPS, np.bool_)
         self._keys: list[NDArray[np.uint32]] = []
         self._writes: list[NDArray[np.uint8]] = []
+        self._askers: list[NDArray[np.uint8]] = []
         self._counts: list[NDArray[np.uint32]] = []
         self._layers: list[NDArray[np.uint32]] = []
         self._phases: list[NDArray[np.uint8]] = []
@@ -268,6 +274,8 @@ class _Reader:
         keys = records[:, None] * np.uint32(SECTION_GROUPS) + bits.astype(np.uint32)
         self._keys.append(keys[needed])
         self._writes.append((flags[:, None] >> (bits + _DIRTY) & 1)[needed].astype(np.uint8))
+        asked = np.repeat((flags >> _ASKERS).astype(np.uint8), needed.sum(axis=1))
+        self._askers.append(asked)
         self._dropped[keys[(flags[:, None] >> (bits + _DROP) & 1).astype(np.bool_)]] = True
         ends = np.concatenate(([0], np.cumsum(needed.sum(axis=1), dtype=np.int64)))
         bounds = np.concatenate(([0], np.cumsum(per_event[accesses])))
@@ -280,6 +288,7 @@ class _Reader:
         """The whole, with entries numbered densely. Raises DataError if nothing was asked for."""
         keys = _joined(self._keys, np.uint32)
         writes = _joined(self._writes, np.uint8)
+        askers = _joined(self._askers, np.uint8)
         counts = _joined(self._counts, np.uint32)
         discarded = 0
         if self._dropped.any():
@@ -287,7 +296,7 @@ class _Reader:
             discarded = len(keys) - int(keep.sum())
             kept_before = np.concatenate(([0], np.cumsum(keep, dtype=np.int64)))
             counts = np.diff(kept_before[_offsets(counts).astype(np.int64)]).astype(np.uint32)
-            keys, writes = keys[keep], writes[keep]
+            keys, writes, askers = keys[keep], writes[keep], askers[keep]
         if not len(keys):
             raise DataError(f"{path}: expected a trace with accesses, found none")
         used = np.zeros(len(self._table) * SECTION_GROUPS, np.bool_)
@@ -309,6 +318,7 @@ class _Reader:
             offsets=_offsets(counts[keep_events]),
             entries=keys,
             writes=writes,
+            askers=askers if askers.any() else np.zeros(0, np.uint8),
             layers=_joined(self._layers, np.uint32)[keep_events],
             phases=_joined(self._phases, np.uint8)[keep_events],
             steps=_numbered(_joined(self._steps, np.uint32)[keep_events]),

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.cache.access import Phase
+from tierstore.cache.access import Need, Phase
 from tierstore.trace.format import EventColumns, TraceKind
 from tierstore.trace.records import RecordTable
 
 FORWARD, BACKWARD = Phase.FORWARD.value, Phase.BACKWARD.value
 _STEPS_AT_ONCE_CELLS = 1 << 24  # of masks held at a time
+_NUMBERS = 7  # of sequences that an access can tell apart
 
 
 class Passes(enum.Enum):
@@ -66,12 +68,33 @@ def expert_masks(topk: NDArray[np.integer], tokens: NDArray[np.int64], experts: 
     return masks
 
 
+def expert_askers(
+    topk: NDArray[np.integer], tokens: NDArray[np.int64], numbers: NDArray[np.uint8], experts: int
+) -> NDArray[np.uint8]:
+    """Which sequences chose an expert, a bit each: [steps, layers, experts].
+
+    ``numbers`` [steps, sequences] are those of the sequences that ``tokens`` [steps, sequences] belong to, 0 to 6.
+    """
+    steps, layers = len(tokens), topk.shape[1]
+    askers = np.zeros((steps, layers, experts), np.uint8)
+    step, layer = np.arange(steps)[:, None, None], np.arange(layers)[:, None]
+    for slot in range(tokens.shape[1]):
+        bits = np.left_shift(np.uint8(1), numbers[:, slot])[:, None, None]
+        askers[step, layer, topk[tokens[:, slot]]] |= bits
+    return askers
+
+
 def routing_events(
-    masks: NDArray[np.bool_], *, first_step: int, passes: Passes, sections: Sections
+    masks: NDArray[np.bool_],
+    *,
+    first_step: int,
+    passes: Passes,
+    sections: Sections,
+    askers: NDArray[np.uint8] | None = None,
 ) -> EventColumns:
     """The accesses of the steps in ``masks`` [steps, layers, experts], each step followed by its end.
 
-    A layer that no token chose is no access.
+    A layer that no token chose is no access. ``askers``, with forward passes alone: as ``expert_askers`` gives them.
     """
     steps, layers, experts = masks.shape
     order = np.arange(layers)
@@ -81,7 +104,10 @@ def routing_events(
         order = np.concatenate((order, order[::-1]))
         phase = np.concatenate((phase, np.full(layers, BACKWARD, np.uint8)))
     width = len(order)
-    _, pass_of, expert = np.nonzero(masks)
+    step, pass_of, expert = np.nonzero(masks)
+    flags = expert_unit_flags(phase[pass_of], sections)
+    if askers is not None:
+        flags |= askers[step, pass_of, expert].astype(np.uint16) * np.uint16(Need.FIRST_ASKER)
     counts = np.zeros((steps, width + 1), np.int64)  # the last column: the step's end
     counts[:, :width] = masks.sum(axis=2)
     kinds = np.full((steps, width + 1), TraceKind.ACCESS, np.uint8)
@@ -94,7 +120,7 @@ def routing_events(
         phases=np.broadcast_to(np.append(phase, Phase.INIT), asked.shape)[asked],
         layers=np.broadcast_to(np.append(order, 0), asked.shape)[asked],
         steps=np.repeat(np.arange(first_step, first_step + steps), asked.sum(axis=1)),
-        flags=expert_unit_flags(phase[pass_of], sections),
+        flags=flags,
     )
 
 
@@ -117,16 +143,50 @@ def decode_tokens(prompt_len: NDArray[np.integer], sequences: int) -> NDArray[np
     Prompts are taken in order, each by the slot that is free first (of equals the lowest), and decoded one
     token a step. It ends when a slot is free and no prompt is left, so that every step has all sequences.
     """
-    starts = np.concatenate(([0], np.cumsum(prompt_len, dtype=np.int64)))
-    free_at = np.zeros(sequences, np.int64)
-    places = []
-    for prompt, length in enumerate(prompt_len.tolist()):
-        slot = int(np.argmin(free_at))
-        places.append((slot, int(free_at[slot]), int(starts[prompt]), length))
-        free_at[slot] += length
-    steps = int(free_at.min())
+    placed, steps = _placed(prompt_len, sequences)
     tokens = np.zeros((steps, sequences), np.int64)
-    for slot, begin, token, length in places:
-        kept = max(0, min(length, steps - begin))
-        tokens[begin : begin + kept, slot] = np.arange(token, token + kept)
+    for one in placed:
+        tokens[one.begin : one.end, one.slot] = np.arange(one.token, one.token + one.end - one.begin)
     return tokens
+
+
+def sequence_numbers(prompt_len: NDArray[np.integer], sequences: int) -> NDArray[np.uint8]:
+    """What an access calls each of the sequences that ``decode_tokens`` takes: [steps, sequences], 0 to 6.
+
+    A prompt gets the number that has been free for longest (of equals the lowest), so that a new one is not taken for the one before it;
+    of seven sequences and more, its slot's modulo 7.
+    """
+    placed, steps = _placed(prompt_len, sequences)
+    numbers = np.zeros((steps, sequences), np.uint8)
+    free_at = [0] * _NUMBERS
+    for one in sorted(placed, key=lambda one: (one.begin, one.slot)):
+        free = [number for number in range(_NUMBERS) if free_at[number] <= one.begin]
+        number = one.slot % _NUMBERS
+        if sequences < _NUMBERS:
+            number = min(free, key=lambda number: (free_at[number], number))
+        free_at[number] = max(free_at[number], one.end)
+        numbers[one.begin : one.end, one.slot] = number
+    return numbers
+
+
+class _Placed(NamedTuple):
+    """A prompt whose first token is ``token``, decoded in ``slot`` in steps ``begin`` up to ``end``."""
+
+    slot: int
+    begin: int
+    end: int
+    token: int
+
+
+def _placed(prompt_len: NDArray[np.integer], sequences: int) -> tuple[list[_Placed], int]:
+    """Where each prompt goes, those alone that have a step, and how many steps there are."""
+    free_at = np.zeros(sequences, np.int64)
+    found, token = [], 0
+    for length in prompt_len.tolist():
+        slot = int(np.argmin(free_at))
+        begin = int(free_at[slot])
+        found.append(_Placed(slot, begin, begin + length, token))
+        free_at[slot] += length
+        token += length
+    steps = int(free_at.min())
+    return [one._replace(end=min(one.end, steps)) for one in found if one.begin < min(one.end, steps)], steps

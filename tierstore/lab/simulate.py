@@ -45,7 +45,7 @@ BOUNDS = tuple(_native.bound_names())
 
 _MOST_LOOKED_AT = 100  # entries for each request
 
-_SLOW = {"next-use": 8.0, "lfu-decay": 2.0, "w-tinylfu": 2.0, "lirs": 2.0, "lfu": 1.5}
+_SLOW = {"learned-use": 60.0, "next-use": 8.0, "lfu-decay": 2.0, "w-tinylfu": 2.0, "lirs": 2.0, "lfu": 1.5}
 _OWN = 100.0  # a policy of the user's, in Python
 """About how long a replay takes beside one of FIFO, to begin with the longest."""
 
@@ -67,7 +67,7 @@ def suits(requests: Requests, policy: str) -> bool:
     So it is for passes through several layers that ask for a good part of them; on plain keys it would take
     hours, and learn nothing.
     """
-    if policy != "next-use":
+    if policy not in ("next-use", "learned-use"):
         return True
     layers = len(requests.table.present_layers)
     looked_at = requests.events * len(requests.table) / max(layers, 1)
@@ -255,6 +255,7 @@ def replay_one(requests: Requests, setting: ReplaySetting, warmup_events: int, d
             requests.table.groups,
             requests.table.nbytes,
             pinned=requests.table.pinned if len(requests.table.pinned) else None,
+            askers=requests.askers if len(requests.askers) else None,
             policy=setting.policy.name,
             options=dict(setting.policy.options),
             capacity_frames=setting.capacity_frames,

@@ -71,7 +71,12 @@ def compute_experts(x_TD: Tensor, weight_TK: Tensor, call: ExpertPass) -> Tensor
     """
     if isinstance(call.source, SourceSlot) and call.source.meeting is not None:
         return call.source.meeting.compute(x_TD, weight_TK, call)
-    anchor = torch.empty(0, dtype=x_TD.dtype, device=x_TD.device, requires_grad=torch.is_grad_enabled())
+    if not torch.is_grad_enabled():
+        walk = ForwardWalk(x_TD, weight_TK, call, saving=False)
+        for lease in call.source.forward(call.layer, walk.asked):
+            walk.compute(lease)
+        return walk.finish()
+    anchor = torch.empty(0, dtype=x_TD.dtype, device=x_TD.device, requires_grad=True)
     apply: Any = _Experts.apply
     y_TD: Tensor = apply(x_TD, weight_TK, anchor, call)
     return y_TD
@@ -80,7 +85,7 @@ def compute_experts(x_TD: Tensor, weight_TK: Tensor, call: ExpertPass) -> Tensor
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_TK: Tensor, anchor: Tensor, call: ExpertPass) -> Tensor:
-        saving = anchor.requires_grad and call.save is SaveActivations.SAVE
+        saving = call.save is SaveActivations.SAVE
         walk = ForwardWalk(x_TD, weight_TK, call, saving=saving)
         for lease in call.source.forward(call.layer, walk.asked):
             walk.compute(lease)

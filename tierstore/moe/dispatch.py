@@ -8,6 +8,7 @@ came, cannot change a bit.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from enum import Enum
 
@@ -71,6 +72,24 @@ def dispatch(expert_TK: Tensor, load_E: Tensor, order: RowOrder = RowOrder.TOKEN
     place_TK[order_N] = torch.arange(offsets[-1], device=expert_TK.device)
     token_N = torch.div(order_N, top_k, rounding_mode="floor")
     return Dispatch(order_N, token_N, place_TK.view(tokens, top_k), tuple(offsets))
+
+
+def dispatch_token(expert_1K: Tensor, experts: int) -> Dispatch:
+    """``dispatch`` of a single token, whose K experts of ``experts`` differ: decoding, where each operation counts.
+
+    Raises ValueError for an expert that is none of them.
+    """
+    chosen: list[int] = expert_1K[0].tolist()
+    order = sorted(range(len(chosen)), key=chosen.__getitem__)
+    if chosen[order[0]] < 0 or chosen[order[-1]] >= experts:
+        raise ValueError(f"routed to experts {chosen} of {experts}")
+    offsets, place = [0] * (experts + 1), [0] * len(chosen)
+    for row, assignment in enumerate(order):
+        place[assignment] = row
+        offsets[chosen[assignment] + 1] = 1
+    order_N = torch.tensor(order, device=expert_1K.device)
+    place_1K = torch.tensor([place], device=expert_1K.device)
+    return Dispatch(order_N, torch.zeros_like(order_N), place_1K, tuple(itertools.accumulate(offsets)))
 
 
 def combine(rows_ND: Tensor, place_TK: Tensor) -> Tensor:

@@ -100,8 +100,21 @@ class LimitsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GraphsConfig:
+    """Dense parts of decoder blocks as graphs of torch's compiler."""
+
+    compile: Capability = field(
+        default=Capability.OFF,
+        metadata={"help": "compile the dense parts of blocks; their bits are then not the eager model's"},
+    )
+    cache: Path | None = field(
+        default=None, metadata={"help": "where compiled kernels are kept (none: inductor's own place)"}
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """How a store is served. Nothing here changes what a model computes, but for ``batch.invariant``."""
+    """How a store is served. Nothing here changes what a model computes, but for ``batch.invariant`` and ``graphs``."""
 
     store: Path = field(default=Path("tierstore-store"), metadata={"help": "store directory"})
     host_budget: int = field(
@@ -119,6 +132,7 @@ class ServeConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     ring: RingConfig = field(default_factory=RingConfig)
+    graphs: GraphsConfig = field(default_factory=GraphsConfig)
     cache: CacheConfig = field(default_factory=lambda: CacheConfig(policy="next-use"))
     prefetch: PrefetchConfig = field(default_factory=lambda: PrefetchConfig(predictor=PredictorName.ROUTER))
     io: IoConfig = field(default_factory=IoConfig)

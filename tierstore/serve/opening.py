@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from tierstore.capabilities import Capability
 from tierstore.errors import ConfigError, StoreError
 from tierstore.machine import memory
 from tierstore.model.interface import Model
@@ -26,6 +27,7 @@ from tierstore.serve.experts.adapted import open_adapted
 from tierstore.serve.experts.interface import ServedExperts
 from tierstore.serve.experts.opening import open_experts
 from tierstore.serve.footprint import ServedFootprint, check_memory, served_budgets, served_footprint
+from tierstore.serve.graphs import compiled_blocks
 from tierstore.serve.weights import load_dense, served_lora, served_records, served_spec
 from tierstore.stats import StallLedger
 from tierstore.store.config import StoreAccess, StoreConfig
@@ -136,6 +138,8 @@ def open_served(
         if config.prefetch.predictor is PredictorName.ROUTER and config.prefetch.depth:
             guesses = RouterGuesses(model.routers(), experts, ledger=ledger, training=_never)
             stack.callback(guesses.remove)
+        if config.graphs.compile is not Capability.OFF:
+            stack.enter_context(compiled_blocks(model, config))
         yield ServedParts(
             config=config,
             spec=spec,

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         launch,
     )
     from tierstore.prefetch import PredictorName, PrefetchConfig
+    from tierstore.quant.layout import CodeFormat, QuantizedLayout
     from tierstore.store import (
         AdamWConfig,
         Capability,
@@ -56,6 +57,7 @@ __all__ = [
     "Capability",
     "Channel",
     "CheckpointActivations",
+    "CodeFormat",
     "Collective",
     "CollectiveTraffic",
     "ComputeDtype",
@@ -93,6 +95,7 @@ __all__ = [
     "ParallelConfig",
     "PredictorName",
     "PrefetchConfig",
+    "QuantizedLayout",
     "RankEnvironment",
     "RankGroup",
     "Reshard",

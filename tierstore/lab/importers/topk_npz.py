@@ -19,9 +19,11 @@ from tierstore.lab.routing import (
     Passes,
     Sections,
     decode_tokens,
+    expert_askers,
     expert_masks,
     expert_table,
     routing_events,
+    sequence_numbers,
     step_blocks,
 )
 from tierstore.trace.format import EventColumns
@@ -118,7 +120,7 @@ class TopkImporter:
         if options.experts and highest >= options.experts:
             raise DataError(f"{self._path}: topk: expert {highest}, but option experts is {options.experts}")
         self._layers, self._experts = topk.shape[1], options.experts or highest + 1
-        passes = Passes.FORWARD
+        passes, numbers = Passes.FORWARD, None
         if options.regime is TopkRegime.TRAIN:
             passes = Passes.FORWARD_BACKWARD
             steps = len(topk) // options.tokens_per_step
@@ -129,13 +131,20 @@ class TopkImporter:
             tokens = np.arange(steps * options.tokens_per_step).reshape(steps, -1)
         else:
             tokens = decode_tokens(prompt_len, options.sequences)
+            numbers = sequence_numbers(prompt_len, options.sequences)
             if not len(tokens):
                 raise DataError(
                     f"{self._path}: prompt_len: {len(prompt_len)} prompts cannot fill {options.sequences} sequences"
                 )
         for first, block in step_blocks(tokens, self._layers, self._experts, topk.shape[2]):
-            masks = expert_masks(topk, block, self._experts)
-            yield routing_events(masks, first_step=first, passes=passes, sections=options.sections)
+            if numbers is None:
+                askers, masks = None, expert_masks(topk, block, self._experts)
+            else:
+                askers = expert_askers(topk, block, numbers[first : first + len(block)], self._experts)
+                masks = askers > 0
+            yield routing_events(
+                masks, first_step=first, passes=passes, sections=options.sections, askers=askers
+            )
 
     def table(self) -> RecordTable:
         return expert_table(

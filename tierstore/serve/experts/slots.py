@@ -104,6 +104,10 @@ class ExpertSlots:
         """Gives up what ``prefetch`` has read and nobody has used."""
         self._cache.residency.cancel_prefetch()
 
+    def end_step(self) -> None:
+        """A pass begins: to the host cache each is a step."""
+        self._cache.residency.end_step()
+
     def intact(self, slot: int) -> bool:
         """Whether the slot holds an expert, or will."""
         return self._loads[slot] is not None

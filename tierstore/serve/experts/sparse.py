@@ -88,6 +88,10 @@ class ChosenExperts:
         lost = [number for number, slot in self._slot_of.items() if not self._slots.intact(slot)]
         self._drop(lost)
 
+    def end_step(self) -> None:
+        """A pass begins: to the policy each is a step."""
+        self._residency.end_step()
+
     def clear(self) -> None:
         """The slots belong to somebody else from now on. What the policy has learned stays."""
         self._residency.cancel_prefetch()

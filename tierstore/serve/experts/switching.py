@@ -54,6 +54,8 @@ class SlottedExperts:
     def begin(self, stage: Stage, tokens: int) -> None:
         """A forward pass of ``tokens`` tokens in all begins; one that was not completed is given up."""
         self._chosen.abandon()
+        self._chosen.end_step()  # to policies and in traces each pass is a step
+        self._slots.end_step()
         self._program.begin_evaluation()
         self._stage, self._tokens = stage, tokens
         choice = self._chooser.choose(stage, tokens, self._counts[stage])

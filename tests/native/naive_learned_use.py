@@ -1,0 +1,149 @@
+"""learned-use written for reading: its model in dictionaries and double precision, worth computed at every choice."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from naive_next_use import NaiveNextUse
+
+RANK = 32
+FAST, SLOW = 2 ** (-1 / 6), 2 ** (-1 / 40)
+FADE = np.repeat([FAST, SLOW], RANK)
+SHARE = np.repeat([1.0, 0.3], RANK)
+ALONE = 7
+
+
+def log_odds(chance):
+    chance = np.clip(chance, 1e-3, 1 - 1e-3)
+    return np.log(chance / (1 - chance))
+
+
+def scattered(number):
+    mask = (1 << 64) - 1
+    bits = (number + 1) * 0x9E3779B97F4A7C15 & mask
+    bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & mask
+    bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & mask
+    return (((bits ^ bits >> 31) >> 40) - (1 << 23)) / (1 << 23)
+
+
+class NaiveModel:
+    """P(a sequence uses a place in the next pass of its layer). ``sizes`` maps layers to how many places they have."""
+
+    def __init__(self, sizes, half_life=24.0, rate=0.02):
+        self.sizes, self.decay, self.rate = sizes, 2 ** (-1 / half_life), rate
+        self.vectors, self.outputs, self.prior, self.pairs, self.firsts = {}, {}, {}, {}, {}
+        for layer, size in sizes.items():
+            first = [[0.17 * scattered(((layer << 32) | e) * RANK + i) for i in range(RANK)] for e in range(size)]
+            self.vectors[layer] = np.array(first)
+            self.outputs[layer] = np.zeros((size, 2 * RANK))
+            self.prior[layer], self.firsts[layer] = np.full(size, 0.1), np.zeros(size)
+            self.pairs[layer] = np.zeros((size, size))
+        self.weights, self.squares = np.array([0, 0.6, 0.3, 0, 0.5]), np.zeros(5)
+        self.forget_all()
+
+    def forget_all(self):
+        self.state, self.known = {}, {}
+
+    def forget(self, sequence):
+        self.state.pop(sequence, None)
+        self.known = {key: value for key, value in self.known.items() if key[0] != sequence}
+
+    def logits(self, layer, known):
+        return known["x"] @ self.weights + self.outputs[layer] @ known["state"]
+
+    def pass_(self, sequence, layer, used):
+        """The chances of the next pass, by place, and the sequence's decayed frequencies."""
+        size, before = self.sizes[layer], self.known.get((sequence, layer))
+        now = np.zeros(size)
+        now[used] = 1.0
+        uses, passes, last = np.zeros(size), 0.0, []
+        if before is not None:
+            self.learn(sequence, layer, before, now)
+            for first in before["used"]:
+                self.firsts[layer][first] += 1
+                self.pairs[layer][first] += now
+            uses, passes, last = before["uses"], before["passes"], before["used"]
+        self.prior[layer] += 5e-4 * (now - self.prior[layer])
+        uses, passes = uses * self.decay + now, passes * self.decay + 1
+        added = self.vectors[layer][used].sum(axis=0)
+        self.state[sequence] = self.state.get(sequence, np.zeros(2 * RANK)) * FADE + np.tile(added, 2) * SHARE
+        prior = self.prior[layer]
+        own = (uses + 2 * prior) / (passes + 2)
+        following = sum((self.pairs[layer][e] + 10 * prior) / (self.firsts[layer][e] + 10) for e in used)
+        x = np.stack(
+            (
+                np.ones(size),
+                log_odds(own),
+                log_odds(prior),
+                now,
+                log_odds(following / len(used)) - log_odds(prior),
+            ),
+            axis=1,
+        )
+        known = {"x": x, "state": self.state[sequence], "uses": uses, "passes": passes, "used": used}
+        self.known[sequence, layer] = {**known, "before": last}
+        return 1 / (1 + np.exp(-self.logits(layer, known))), own
+
+    def learn(self, sequence, layer, before, now):
+        error = now - 1 / (1 + np.exp(-self.logits(layer, before)))
+        state = before["state"]
+        gradient = error @ self.outputs[layer]
+        self.outputs[layer] += np.outer(error, state) * self.rate / math.sqrt(1 + state @ state)
+        mean = error @ before["x"] / len(now)
+        self.squares += mean**2
+        self.weights = self.weights + 0.2 * mean / (np.sqrt(self.squares) + 1e-6)
+        fast = slow = 1.0
+        for at in sorted((other for other in self.sizes if other <= layer), reverse=True):
+            known = self.known.get((sequence, at))
+            change = 0.1 * self.rate * (fast * gradient[:RANK] + slow * gradient[RANK:])
+            for place in known["used" if at == layer else "before"] if known else []:
+                self.vectors[at][place] += change
+            fast, slow = fast * FAST, slow * SLOW
+
+
+class NaiveLearnedUse(NaiveNextUse):
+    """``askers`` maps the next access's entries to the sequences that ask, a bit each. The walk is next-use's."""
+
+    def __init__(self, capacity, frames, price=0.012, later=0.4, **model):
+        super().__init__(capacity, frames)
+        self.price, self.later, self.options, self.model = price, later, model, None
+        self.turns, self.before, self.heard = 1, 0, {}
+        self.value, self.askers = {}, {}
+
+    def access(self, phase, layer, entries):
+        kind = self.enter(phase, layer)
+        self.pending = {e for e in entries if e in self.layers}
+        if kind != "forward":
+            return
+        self.turns += self.now() <= self.before
+        self.before = self.now()
+        mine = self.entries(layer)
+        if not mine:
+            return
+        if self.model is None:
+            sizes = {of: len(self.entries(of)) for of in set(self.layers.values()) if self.entries(of)}
+            self.model = NaiveModel(sizes, **self.options)
+        used = {}
+        for place, e in enumerate(mine):
+            if e in self.pending:
+                asked = self.askers.get(e, 0)
+                for sequence in [s for s in range(7) if asked >> s & 1] or [ALONE]:
+                    used.setdefault(sequence, []).append(place)
+        none, never = np.ones(len(mine)), np.ones(len(mine))
+        for sequence in sorted(used):
+            if self.heard.get(sequence, 0) + 1 < self.turns:
+                self.model.forget(sequence)
+            self.heard[sequence] = self.turns
+            chances, frequencies = self.model.pass_(sequence, layer, used[sequence])
+            none, never = none * (1 - chances), never * (1 - frequencies)
+        self.value.update(zip(mine, 1 - none + self.later * none * (1 - never), strict=True))
+
+    def worth(self, e):
+        if e in self.pending:
+            return 1e9 + self.value.get(e, 0.0)
+        return self.value.get(e, 0.0) - self.price * self.until(self.rank(self.layers[e]))
+
+    def victims(self, free, need):
+        known = [e for e in self.resident if e in free]
+        return [min(known, key=lambda e: (self.worth(e), e))] if known else []

@@ -1,0 +1,130 @@
+"""learned-use: worth by hand, sequences told apart, and the naive model's decisions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from naive_learned_use import NaiveLearnedUse, NaiveModel
+
+from tierstore import _native
+from tierstore._native import Decision
+
+FORWARD = 1
+
+
+class Batch:
+    """Layers of ``experts`` one-frame entries, and sequences that ask for some of them."""
+
+    def __init__(self, capacity, layers, experts, **options):
+        self.core = _native.Residency(capacity, policy="learned-use", policy_options=options)
+        self.naive = NaiveLearnedUse(capacity, {4 * record: 1 for record in range(layers * experts)}, **options)
+        self.experts, self.misses = experts, 0
+        for record in range(layers * experts):
+            self.core.add_record(record // experts, [1, 0, 0], [1, 0, 0], 1)
+            self.naive.layers[4 * record] = record // experts
+
+    def ask(self, layer, chosen):
+        """``chosen`` maps sequences to experts. Returns the (layer, expert) that were evicted, in order."""
+        askers = {}
+        for sequence, experts in chosen.items():
+            for expert in experts:
+                record = layer * self.experts + expert
+                askers[record] = askers.get(record, 0) | 1 << sequence
+        records = sorted(askers)
+        flags = [1 | askers[record] << 9 for record in records]
+        groups, _ = self.core.begin_access(FORWARD, layer, np.array(records, np.uint32), np.array(flags, np.uint16))
+        assert groups == 1
+        kinds, entries = self.core.next_group()[1]
+        self.core.end_group()
+        self.misses += int((kinds == Decision.FETCH).sum())
+        self.follow(layer, {4 * record: askers[record] for record in records}, kinds, entries.tolist())
+        return [divmod(e // 4, self.experts) for e, kind in zip(entries.tolist(), kinds, strict=True) if kind == Decision.EVICT]
+
+    def follow(self, layer, askers, kinds, entries):
+        """The naive policy names the same victims, one after another."""
+        self.naive.askers = askers
+        self.naive.access(FORWARD, layer, list(askers))
+        free = set(self.naive.resident) - set(askers)
+        for entry, kind in zip(entries, kinds, strict=True):
+            if kind == Decision.EVICT:
+                assert self.naive.victims(free, 1) == [entry]
+                free.remove(entry)
+                self.naive.remove(entry)
+            elif kind == Decision.FETCH:
+                self.naive.insert(entry)
+            else:
+                self.naive.hit(entry)
+
+
+def test_the_first_victim_by_hand():
+    # Two layers of three experts, three frames. Sequence 0 uses experts 0 and 1 of layer 0, sequence 1 expert 1 too.
+    # Nothing has been learned, so expert 1, which two may use again, is worth more than expert 0.
+    batch = Batch(3, 2, 3)
+    batch.ask(0, {0: {0, 1}, 1: {1}})
+    batch.ask(1, {0: {2}})
+    assert batch.ask(1, {0: {0}, 1: {0}}) == [(0, 0)]
+
+
+def test_worth_by_hand():
+    # One layer of two places, one use of place 0 by one sequence in one pass: no gradient step yet. Its prior goes
+    # from .1 to .1 + .0005 (1 - .1) = .10045, the other's to .09995; frequencies are (1 + 2 x .10045) / 3 = .4003 and
+    # 2 x .09995 / 3 = .06663. No pair is counted, so that feature is logit(prior) - logit(prior) = 0, and
+    # logit P(0) = .6 logit(.4003) + .3 logit(.10045) = -.2425 - .6577 = -.9002: P = .2890.
+    chances, frequencies = NaiveModel({0: 2}).pass_(0, 0, [0])
+    assert frequencies == pytest.approx([0.4003, 0.06663], abs=1e-4)
+    assert chances[0] == pytest.approx(0.2890, abs=2e-4)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_what_a_sequence_that_left_had_used_goes_first(told):
+    # Sequence 0 takes expert 0 in each of twenty passes, sequence 1 experts 1 and 2 in turn. Sequence 0 leaves: nobody
+    # is left who ever took expert 0, although it was used most often, which is all that one who cannot tell them apart
+    # knows.
+    batch = Batch(3, 1, 4)
+    other = 1 if told else 0
+    for step in range(20):
+        one, two = {0}, {1 + step % 2}
+        batch.ask(0, {0: one, 1: two} if told else {0: one | two})
+    batch.ask(0, {other: {1}})
+    assert ((0, 0) in batch.ask(0, {other: {3}})) is told
+
+
+def test_a_number_that_paused_is_another_sequence():
+    batch = Batch(4, 2, 4)
+    for _ in range(3):
+        for layer in range(2):
+            batch.ask(layer, {0: {0}, 1: {1}})
+    for _ in range(2):
+        for layer in range(2):
+            batch.ask(layer, {1: {1}})
+    known = batch.naive.model.known
+    assert (0, 0) in known
+    batch.ask(0, {0: {2}, 1: {1}})
+    assert batch.naive.model.known[0, 0]["passes"] == 1.0  # and the core goes on as the naive policy does
+    for _ in range(4):
+        for layer in range(2):
+            batch.ask(layer, {0: {2, 3}, 1: {1, 0}})
+
+
+def test_askers_belong_to_accesses():
+    core = _native.Residency(4, policy="learned-use", lookahead_frames=2)
+    core.add_record(0, [1, 0, 0], [1, 0, 0], 1)
+    with pytest.raises(ValueError, match="flags"):
+        core.prefetch(FORWARD, 0, np.array([0], np.uint32), np.array([1 | 1 << 9], np.uint16))
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_every_victim_is_the_naive_one(data):
+    draw = data.draw
+    layers, experts = draw(st.integers(1, 3)), draw(st.integers(4, 7))
+    options = draw(st.sampled_from([{}, {"price": 0.05, "later": 0.0}, {"half_life": 3.0, "rate": 0.2}]))
+    batch = Batch(draw(st.integers(experts, experts * layers)), layers, experts, **options)
+    chosen = st.dictionaries(
+        st.integers(0, 6), st.sets(st.integers(0, experts - 1), min_size=1, max_size=3), min_size=1, max_size=3
+    )
+    for _ in range(draw(st.integers(2, 8))):
+        for layer in range(layers):
+            batch.ask(layer, draw(chosen))

@@ -1,0 +1,139 @@
+"""Dense parts of decoder blocks as graphs of torch's compiler (step 3 of SE-MoE section 3.1: conversion).
+
+Experts stay outside: a block is compiled up to where its experts are asked for, and from there on. What the compiler fuses
+is rounded in other places, so the bits are not those of the eager model: graphs are off unless they are asked for.
+
+The first passes compile (minutes on a small machine; later processes find the kernels in ``graphs.cache``). A graph that the
+compiler refuses is computed eagerly, and the reason is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tierstore.capabilities import Finding, Resolution, resolve
+from tierstore.hf.experts import experts_modules
+from tierstore.model.interface import Model
+from tierstore.prefetch.predictor import PredictorName
+from tierstore.serve.config import ServeConfig
+
+_Graph = Callable[..., Any]
+#: Compilations of one function: each block is one, and prompts and single tokens are others.
+_COMPILATIONS_PER_BLOCK = 4
+
+
+@dataclass(slots=True)
+class CompiledBlocks:
+    """What became of the blocks of a model."""
+
+    resolution: Resolution
+    blocks: int
+    compiled: int = 0
+    #: Why graphs are computed eagerly, each reason once.
+    refused: list[str] = field(default_factory=list)
+
+    def describe(self) -> list[str]:
+        if not self.resolution:
+            return [f"graphs: off ({self.resolution.reason})"]
+        lines = [
+            f"graphs: dense parts of {self.blocks} blocks, {self.compiled} compiled so far; "
+            "their bits are not the eager model's"
+        ]
+        return lines + [f"graphs: computed eagerly: {reason}" for reason in self.refused]
+
+
+def find_compiler(config: ServeConfig, model: Model) -> Finding:
+    """Whether blocks can be compiled."""
+    if not any(True for _ in experts_modules(model.module)):
+        return Finding(False, "the built-in model has its experts inside of its blocks")
+    if config.prefetch.predictor is PredictorName.ROUTER and config.prefetch.depth:
+        return Finding(False, "prefetch.predictor = router listens inside of blocks")
+    if config.batch.invariant:
+        return Finding(False, "batch.invariant promises the bits of eager passes")
+    compiler = os.environ.get("CXX", "g++")
+    if config.device in ("auto", "cpu") and shutil.which(compiler) is None:
+        return Finding(False, f"inductor needs a C++ compiler, and there is no {compiler}")
+    return Finding(True, "inductor")
+
+
+@contextlib.contextmanager
+def compiled_blocks(
+    model: Model, config: ServeConfig, *, compile_graph: _Graph | None = None
+) -> Iterator[CompiledBlocks]:
+    """The blocks of ``model`` compile as passes reach them, until the end of the context.
+
+    ``compile_graph``: makes a function of a graph and its example inputs (default: inductor). Raises CapabilityError for
+    ``graphs.compile = on`` where it cannot be.
+    """
+    resolution = resolve("graphs.compile", config.graphs.compile, lambda: find_compiler(config, model))
+    blocks = list(model.blocks)
+    made = CompiledBlocks(resolution, len(blocks))
+    if not resolution:
+        yield made
+        return
+    import torch._dynamo
+
+    experts = [module for _, module in experts_modules(model.module)]
+    backend = _backend(made, compile_graph or _inductor)
+    with (
+        _environment("TORCHINDUCTOR_CACHE_DIR", config.graphs.cache),
+        torch._dynamo.config.patch(recompile_limit=_COMPILATIONS_PER_BLOCK * len(blocks)),
+    ):
+        for module in experts:  # where leases come from is no matter of graphs
+            module.forward = torch.compiler.disable(module.forward)  # type: ignore[no-untyped-call]
+        for block in blocks:
+            block.compile(backend=backend, dynamic=True)
+        try:
+            yield made
+        finally:
+            for module in experts:
+                del module.forward
+            for block in blocks:
+                block._compiled_call_impl = None
+            torch._dynamo.reset()
+
+
+def _backend(made: CompiledBlocks, compile_graph: _Graph) -> _Graph:
+    def backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        try:
+            compiled = compile_graph(graph, inputs)
+        except Exception as error:
+            # Of the compiler's own types there are many, and all mean the same.
+            reason = (
+                f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            )
+            if reason not in made.refused:
+                made.refused.append(reason)
+            return graph.forward
+        made.compiled += 1
+        return compiled
+
+    return backend
+
+
+def _inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(graph, list(inputs))
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: object) -> Iterator[None]:
+    """``value`` (None: whatever it is) as the environment variable ``name``."""
+    before = os.environ.get(name)
+    if value is not None:
+        os.environ[name] = str(value)
+    try:
+        yield
+    finally:
+        if value is not None and before is None:
+            del os.environ[name]
+        elif before is not None:
+            os.environ[name] = before
