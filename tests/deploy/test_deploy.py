@@ -7,10 +7,7 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ from checkpoints import experts_of, imported, tensors_of
 from click.testing import CliRunner
 from tiny_families import make_config
 
+from tierstore.capabilities import Capability
 from tierstore.cli.deploy import deploy as command
 from tierstore.deploy.checking import store_checks
 from tierstore.deploy.compress.calibration import calibrate
@@ -36,7 +34,10 @@ from tierstore.deploy.config import (
     StageName,
 )
 from tierstore.deploy.pipeline import deploy
-from tierstore.deploy.stage import DeployInterrupted
+from tierstore.deploy.stage import DeployInterrupted, Stage
+from tierstore.deploy.stages.conversion import Conversion
+from tierstore.deploy.stages.distillation import Distillation
+from tierstore.deploy.stages.fusion import Fusion
 from tierstore.deploy.teacher import open_teacher
 from tierstore.deploy.text import read_windows
 from tierstore.errors import ConfigError
@@ -142,6 +143,21 @@ def test_one_segment_is_checked(store: Path, tmp_path: Path) -> None:
     assert "segmentation" in shown.stdout
 
 
+def test_graphs_are_compiled_and_compared_where_they_are_asked_for(store: Path, tmp_path: Path) -> None:
+    """With a compiler that returns the graph as it is: every block is one, and gives the eager logits."""
+    seen = []
+
+    def as_it_is(graph: Any, inputs: Any) -> Any:
+        seen.append(graph)
+        return graph.forward
+
+    stages: list[Stage] = [Fusion(), Distillation(), Conversion(as_it_is)]
+    config = DeployConfig(store=store, target=tmp_path / "d", graphs=Capability.ON, threads=1)
+    figures: Any = deploy(config, until=StageName.CONVERSION, stages=stages).records[-1].figures
+    assert figures["graphs"] == len(seen) > 0
+    assert figures["largest_difference_of_logits"] < 1e-5
+
+
 def test_ranks_have_stores_of_their_own(store: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(command, [str(store), "--to", str(tmp_path / "d"), "--ranks", "2"])
     assert done.exception is None, done.output
@@ -241,53 +257,36 @@ def test_stopped_at_every_durable_point_it_ends_in_the_same_bits(
     assert store_checks(tmp_path / "d") == store_checks(undisturbed)
 
 
-_CHILD = """
-import sys
-from pathlib import Path
-from tierstore.cli.main import cli
-cli.main(sys.argv[1:])
-"""
+def _killed(config: DeployConfig, marker: str, after_s: float) -> None:
+    """A process that deploys, and is killed so long behind a line that begins with ``marker``."""
+    pid = os.fork()
+    if pid:
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) in (0, -signal.SIGKILL)
+        return
 
+    def say(line: str) -> None:
+        if line.startswith(marker):
+            threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
-def _started(config: DeployConfig) -> subprocess.Popen[str]:
-    how = config.distillation
-    arguments = ["deploy", config.store, "--to", config.target, "--experts", 4, "--text", how.text[0]]
-    arguments += ["--steps", how.steps, "--length", how.length, "--rows", how.rows, "--threads", 1]
-    return subprocess.Popen(
-        [sys.executable, "-c", _CHILD, *map(str, arguments)], stdout=subprocess.PIPE, text=True
-    )
-
-
-def _until(child: subprocess.Popen[str], wanted: Callable[[str], bool]) -> None:
-    assert child.stdout is not None
-    for line in child.stdout:
-        if wanted(line):
-            return
+    status = 1
+    try:
+        deploy(config, say=say)
+        status = 0
+    finally:
+        os._exit(status)
 
 
 @pytest.mark.slow
-def test_killed_in_every_stage_it_ends_in_the_same_bits(store: Path, text: Path, tmp_path: Path) -> None:
-    """The command itself, killed behind a line that it prints, a moment later each time."""
-    straight, killed = (
-        replace(
-            _config(store, tmp_path / name, text),
-            distillation=DistillationConfig(text=(text,), steps=4, length=32, rows=2),
-        )
-        for name in ("straight", "killed")
-    )
-    assert _started(straight).wait() == 0
+def test_killed_in_every_stage_it_ends_in_the_same_bits(
+    store: Path, text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    config = _config(store, tmp_path / "d", text)
     random_ = random.Random(7)
     for marker in ("fusion:", "distillation: wrote", "distillation: step 2", "conversion:", "optimisation:"):
-        child = _started(killed)
-        _until(child, lambda line, marker=marker: line.startswith(marker))  # type: ignore[misc]
-        time.sleep(random_.uniform(0.0, 0.1))
-        os.kill(child.pid, signal.SIGKILL)
-        child.communicate()
-    child = _started(killed)
-    child.communicate()
-    assert child.returncode == 0
-    assert store_checks(killed.target) == store_checks(straight.target)
-    assert not killed.target.with_name("killed.partial").exists()
+        _killed(config, marker, random_.uniform(0.0, 0.1))
+    assert deploy(config).complete
+    assert store_checks(tmp_path / "d") == store_checks(undisturbed)
+    assert not (tmp_path / "d.partial").exists()
 
 
 @pytest.mark.parametrize("weights", [ExpertWeights.INT8, ExpertWeights.INT4])

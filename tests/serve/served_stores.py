@@ -61,7 +61,16 @@ def served_store(
 
 def least_budget(store: Path) -> int:
     """The smallest host budget, as a refusal names it."""
-    with pytest.raises(BudgetError, match="host_budget") as refusal, served_store(store, host_budget=1):
+    return _named_minimum(store, "host_budget", host_budget=1)
+
+
+def least_ring(store: Path) -> int:
+    """The smallest device budget of a ring of one layer: the few slots that there are without one are too few."""
+    return _named_minimum(store, "device_budget", ring__memory="ring")
+
+
+def _named_minimum(store: Path, key: str, **settings: Any) -> int:
+    with pytest.raises(BudgetError, match=key) as refusal, served_store(store, **settings):
         pass
     found = re.search(r"minimum is (\d+) bytes", str(refusal.value))
     assert found is not None

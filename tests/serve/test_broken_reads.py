@@ -20,6 +20,14 @@ from tierstore.train.experts import expert_key
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 
 
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
+    """An imported store, which no test changes for long, and transformers' logits of ``TOKENS``."""
+    plain, store = imported(tmp_path_factory.mktemp("served"))
+    with torch.inference_mode():
+        return store, plain(input_ids=TOKENS, use_cache=False).logits
+
+
 @contextmanager
 def damaged(parts: ServedParts, layer: int, expert: int) -> Iterator[str]:
     """One bit of an expert's weights on disk is another for as long as this; its key."""
@@ -51,11 +59,9 @@ def leases(parts: ServedParts, layer: int, experts: list[int]) -> list[int]:
 @pytest.mark.parametrize("in_place", ["off", "auto"])
 @pytest.mark.parametrize("frames", [1, 3, 100])
 def test_a_damaged_expert_ends_its_pass_and_no_other(
-    tmp_path: Path, predictor: str, in_place: str, frames: int
+    served: tuple[Path, torch.Tensor], tmp_path: Path, predictor: str, in_place: str, frames: int
 ) -> None:
-    plain, store = imported(tmp_path)
-    with torch.inference_mode():
-        expected = plain(input_ids=TOKENS, use_cache=False).logits
+    store, expected = served
     trace = tmp_path / "trace"
     with open_served(serving(store)) as parts:
         nbytes = parts.store.extents.schemas[0].layout(Group.WEIGHTS).slot_bytes
@@ -96,11 +102,11 @@ def test_a_damaged_expert_with_missed_steps(text: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("after", [0, 1, 4])
-def test_a_pass_that_raises_between_its_leases(tmp_path: Path, after: int) -> None:
+def test_a_pass_that_raises_between_its_leases(
+    served: tuple[Path, torch.Tensor], tmp_path: Path, after: int
+) -> None:
     """What the caller holds of it, a traceback with its iterator, keeps nothing pinned."""
-    plain, store = imported(tmp_path)
-    with torch.inference_mode():
-        expected = plain(input_ids=TOKENS, use_cache=False).logits
+    store, expected = served
     trace = tmp_path / "trace"
     with open_served(serving(store, {"host_budget": 1 << 16}), trace=trace) as parts:
         every = list(range(parts.spec.experts))

@@ -89,6 +89,7 @@ def test_graphs_that_compute_what_the_model_does(store: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when inductor is imported
 def test_inductor_is_near_the_eager_model(store: Path, tmp_path: Path) -> None:
     config = serving(store, graphs__compile="on", graphs__cache=tmp_path / "kernels")
     with open_served(serving(store)) as parts:

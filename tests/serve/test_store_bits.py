@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from served_cases import drawn, generated, greedy
-from served_stores import least_budget, served_store, store_of
+from served_stores import least_budget, least_ring, served_store, store_of
 from tiny_families import FAMILIES
 
 from tierstore.prefetch.predictor import PredictorName
@@ -33,6 +33,12 @@ def _budgets(store: Path, plain: Any) -> Sequence[int]:
     experts = sum(value.numel() * 4 for name, value in plain.named_parameters() if ".experts." in name)
     least = least_budget(store)
     return 2 * experts + least, max(experts // 4, least), least
+
+
+def _memory(memory: ExpertMemory, budget: int, store: Path) -> dict[str, Any]:
+    """Settings under which ``budget`` is beside the slots of a ring of one layer, or has a few of its own."""
+    ring = least_ring(store) if memory is ExpertMemory.RING else 0
+    return {"ring__memory": memory.value, "host_budget": budget + ring, "device_budget": ring}
 
 
 def _assert_same(store: Path, plain: Any, batches: Sequence[list[list[int]]], **settings: Any) -> None:
@@ -64,9 +70,8 @@ def test_same_bits_whatever_is_guessed(
             store,
             plain,
             (prompts[:1], prompts),
-            host_budget=budget,
             prefetch__predictor=predictor.value,
-            ring__memory=memory.value,
+            **_memory(memory, budget, store),
         )
 
 
@@ -83,9 +88,8 @@ def test_all_of_it(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
             store,
             plain,
             (prompts[:1], prompts),
-            host_budget=budget,
             prefetch__predictor=predictor.value,
-            ring__memory=memory.value,
+            **_memory(memory, budget, store),
         )
 
 

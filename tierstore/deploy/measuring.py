@@ -13,11 +13,12 @@ import psutil
 import torch
 
 from tierstore.cache.config import CacheConfig
+from tierstore.capabilities import Capability
 from tierstore.prefetch.plan import PrefetchConfig
 from tierstore.prefetch.predictor import PredictorName
 from tierstore.serve.batch.interface import BatchRunner
 from tierstore.serve.batch.opening import open_runner
-from tierstore.serve.config import BatchConfig, ServeConfig
+from tierstore.serve.config import BatchConfig, GraphsConfig, ServeConfig
 from tierstore.serve.opening import ServedParts, open_served
 
 #: A sequence: tokens of its prompt, and tokens that are decoded behind it. The first round is not counted.
@@ -31,6 +32,7 @@ class ServedSettings:
     threads: int
     predictor: PredictorName
     host_budget: int
+    graphs: Capability = Capability.OFF
 
     def config(self, store: Path) -> ServeConfig:
         return ServeConfig(
@@ -41,6 +43,7 @@ class ServedSettings:
             batch=BatchConfig(sequences=1, context=PROMPT_TOKENS + DECODED_TOKENS + 1),
             cache=CacheConfig(policy="next-use"),
             prefetch=PrefetchConfig(predictor=self.predictor),
+            graphs=GraphsConfig(compile=self.graphs),
         )
 
     def as_json(self) -> dict[str, object]:
@@ -49,6 +52,7 @@ class ServedSettings:
             "threads": self.threads,
             "prefetch.predictor": self.predictor.value,
             "host_budget": self.host_budget,
+            "graphs.compile": self.graphs.value,
         }
 
 

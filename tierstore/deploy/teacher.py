@@ -36,6 +36,11 @@ class Teacher:
         self._model = cast(HfModel, parts.model)
         self.spec = parts.spec
 
+    @property
+    def parts(self) -> ServedParts:
+        """What it is made of."""
+        return self._parts
+
     @torch.no_grad()
     def logits(self, tokens_BT: Tensor) -> Tensor:
         """(B, T, V), in the type that the model computes in. Raises ChecksumError, OSError."""

@@ -101,9 +101,13 @@ def compiled_blocks(
 
 
 def _backend(made: CompiledBlocks, compile_graph: _Graph) -> _Graph:
+    from torch._dynamo.exc import RestartAnalysis
+
     def backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         try:
             compiled = compile_graph(graph, inputs)
+        except RestartAnalysis:  # no failure: the compiler wants the graph again, traced otherwise
+            raise
         except Exception as error:
             # Of the compiler's own types there are many, and all mean the same.
             reason = (

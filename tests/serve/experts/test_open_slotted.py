@@ -14,6 +14,7 @@ from checkpoints import imported, save
 from tierstore.config import load
 from tierstore.errors import BudgetError, ChecksumError, ConfigError
 from tierstore.hf.manifest import Weights
+from tierstore.quant.layout import CodeFormat
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.experts.interface import Stage
 from tierstore.serve.opening import ServedParts, open_served
@@ -90,6 +91,19 @@ def test_chosen_experts(
         assert all(map(torch.equal, passes(parts), expected))
         live = parts.store.cache.residency.stats()
     assert replay(tmp_path / "trace") == live
+
+
+@pytest.mark.parametrize("codes", list(CodeFormat))
+def test_quantised_experts(tmp_path: Path, codes: CodeFormat) -> None:
+    """A slot has as many bytes as the codes and scales of an expert; what is computed with them is the same."""
+    save(tmp_path / "model", "qwen3_moe", torch.bfloat16, num_hidden_layers=LAYERS, moe_intermediate_size=64)
+    imported(tmp_path / "model", tmp_path / "store", weights=Weights.FROZEN, codes=codes)
+    with open_served(serving(tmp_path / "store")) as parts:
+        expected = list(passes(parts))
+    for memory in ("ring", "sparse", "auto"):
+        config = serving(tmp_path / "store", ring__memory=memory, ring__layers=2, weights_in_place="off")
+        with open_served(config) as parts:
+            assert all(map(torch.equal, passes(parts), expected)), memory
 
 
 @pytest.mark.parametrize("memory", ["ring", "sparse"])

@@ -28,9 +28,11 @@ from tierstore.deploy.teacher import Teacher, open_teacher
 from tierstore.deploy.text import Windows, read_windows
 from tierstore.errors import StoreFormatError
 from tierstore.hf.exports.exporting import export
+from tierstore.hf.exports.outline import ExportDtype
 from tierstore.hf.imports.importing import ImportOptions, import_model
-from tierstore.hf.manifest import ImportProgress, ImportState, write_durably
+from tierstore.hf.manifest import ImportProgress, ImportState, Manifest, write_durably
 from tierstore.hf.stored import stored_spec
+from tierstore.model.config import ComputeDtype
 from tierstore.quant.layout import CodeFormat
 from tierstore.store.disk.home import IDENTITY, fsync_directory
 from tierstore.store.opening import OpenAt, read_states
@@ -91,7 +93,7 @@ class Distillation:
         source, store = context.directory / _PLAIN, context.directory / _QUANTIZED
         if not _imported(store):
             if not source.exists():
-                export(made.store, source)
+                export(made.store, source, dtype=_dtype(made.store))
                 context.check()
             refrozen(source, store, context, codes=codes)
         shutil.rmtree(source, ignore_errors=True)
@@ -180,7 +182,7 @@ class Distillation:
                 say=context.say,
                 check=context.check,
             )
-        export(training, exported)
+        export(training, exported, dtype=_dtype(training))
         return progress
 
 
@@ -253,6 +255,12 @@ def _experts_of(store: Path) -> int:
     if spec is None:
         raise StoreFormatError(f"{store}: no imported model")
     return spec.experts
+
+
+def _dtype(store: Path) -> ExportDtype:
+    """That of the products."""
+    narrow = Manifest.read(store).compute is ComputeDtype.BF16
+    return ExportDtype.BF16 if narrow else ExportDtype.FP32
 
 
 def _check(store: Path, count: int) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tierstore.deploy.checking import bytes_on_disk, store_checks, verify_checks
-from tierstore.deploy.config import DeployConfig, ExpertWeights, StageName
+from tierstore.deploy.config import DeployConfig, StageName
 from tierstore.deploy.records import StageRecord
 from tierstore.deploy.stage import StageContext, StageOutput
 from tierstore.errors import StoreMissingError
@@ -21,6 +21,7 @@ from tierstore.hf.exports.exporting import export
 from tierstore.hf.exports.outline import ExportDtype
 from tierstore.hf.imports.importing import ImportOptions, import_model
 from tierstore.hf.manifest import MANIFEST_NAME, Manifest, Weights
+from tierstore.model.config import ComputeDtype
 from tierstore.quant.layout import CodeFormat
 from tierstore.store.directories import rank_directories
 from tierstore.store.disk.home import IDENTITY, MODEL_DIRECTORY
@@ -38,7 +39,7 @@ class Fusion:
 
     def settings(self, config: DeployConfig) -> Mapping[str, object]:
         """The store as it is: another commit of it is another model."""
-        dtype = _export_dtype(config.compression.weights)
+        dtype = _export_dtype(config)
         return {"source": source_fingerprint(config.store), "dtype": None if dtype is None else dtype.value}
 
     def run(self, context: StageContext) -> StageOutput:
@@ -47,7 +48,7 @@ class Fusion:
         before = bytes_on_disk(config.store)
         notes: tuple[str, ...] = ()
         if not checkpoint.exists():
-            done = export(config.store, checkpoint, dtype=_export_dtype(config.compression.weights))
+            done = export(config.store, checkpoint, dtype=_export_dtype(config))
             notes = done.notes
             context.check()
         refrozen(checkpoint, store, context, codes=_codes_of(config))
@@ -109,14 +110,21 @@ def source_fingerprint(store: Path) -> str:
 
 def _codes_of(config: DeployConfig) -> CodeFormat | None:
     """Experts that came quantised stay so, unless other weights are asked for."""
-    imported = (config.store / MODEL_DIRECTORY / MANIFEST_NAME).exists()
-    if config.compression.weights is not None or not imported:
+    if config.compression.weights is not None or not _imported(config.store):
         return None
     return Manifest.read(config.store).codes
 
 
-def _export_dtype(weights: ExpertWeights | None) -> ExportDtype | None:
-    """Quantised weights are made of what the store has."""
-    if weights is None or weights.quantized:
+def _export_dtype(config: DeployConfig) -> ExportDtype | None:
+    """The type that was asked for, or that products have; None for a built-in model, whose export knows it."""
+    weights = config.compression.weights
+    if weights is not None and not weights.quantized:
+        return ExportDtype(weights.value)
+    if not _imported(config.store):
         return None
-    return ExportDtype(weights.value)
+    narrow = Manifest.read(config.store).compute is ComputeDtype.BF16
+    return ExportDtype.BF16 if narrow else ExportDtype.FP32
+
+
+def _imported(store: Path) -> bool:
+    return (store / MODEL_DIRECTORY / MANIFEST_NAME).exists()

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tierstore.capabilities import Capability
 from tierstore.deploy.checking import verify_checks
 from tierstore.deploy.config import DeployConfig, StageName
 from tierstore.deploy.measuring import ServedSettings, fastest, measure, rows
@@ -30,7 +31,7 @@ class Optimisation:
     name = StageName.OPTIMISATION
 
     def settings(self, config: DeployConfig) -> Mapping[str, object]:
-        return {"cores": cores(), "threads": config.threads}
+        return {"cores": cores(), "threads": config.threads, "graphs": _graphs(config).value}
 
     def run(self, context: StageContext) -> StageOutput:
         before, store = context.before[-1], context.input_store
@@ -72,7 +73,12 @@ class Optimisation:
     def _ways(config: DeployConfig, budget: int) -> list[ServedSettings]:
         threads = [config.threads] if config.threads else sorted({1, cores()})
         return [
-            ServedSettings(threads=count, predictor=predictor, host_budget=budget)
+            ServedSettings(threads=count, predictor=predictor, host_budget=budget, graphs=_graphs(config))
             for count in threads
             for predictor in (PredictorName.ROUTER, PredictorName.NONE)
         ]
+
+
+def _graphs(config: DeployConfig) -> Capability:
+    """Graphs change bits: they are for who asks for them."""
+    return Capability.ON if config.graphs is Capability.ON else Capability.OFF
