@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tierstore.lab.routing import expert_masks, step_blocks
+from tierstore.lab.routing import (
+    decode_tokens,
+    expert_askers,
+    expert_masks,
+    sequence_numbers,
+    step_blocks,
+)
 
 
 @pytest.mark.parametrize("each", [1, 16, 2048, 100_000])
@@ -27,3 +33,33 @@ def test_masks_of_a_block():
     topk = np.array([[[0, 2]], [[2, 1]], [[3, 3]]])
     masks = expert_masks(topk, np.array([[0, 1], [1, 2]]), 4)
     assert masks[:, 0].tolist() == [[True, True, True, False], [False, True, True, True]]
+
+
+def test_numbers_of_sequences_by_hand():
+    # Two slots, prompts of 2, 3, 2 and 1 tokens: slot 0 takes the first and the third, slot 1 the second and the fourth.
+    # The third begins in step 2, when numbers 2 to 6 have never been used, so it is 2; the fourth, in step 3, is 3.
+    lengths = np.array([2, 3, 2, 1])
+    assert decode_tokens(lengths, 2).tolist() == [[0, 2], [1, 3], [5, 4], [6, 7]]
+    assert sequence_numbers(lengths, 2).tolist() == [[0, 1], [0, 1], [2, 1], [2, 3]]
+
+
+def test_askers_of_a_block():
+    topk = np.array([[[0, 2]], [[2, 1]], [[3, 0]]])
+    askers = expert_askers(topk, np.array([[0, 1], [1, 2]]), np.array([[0, 1], [1, 6]], np.uint8), 4)
+    assert askers[:, 0].tolist() == [[1, 2, 3, 0], [64, 2, 2, 64]]
+
+
+@pytest.mark.parametrize("sequences", [1, 3, 6, 9])
+def test_no_two_sequences_of_a_step_have_a_number(sequences):
+    lengths = np.random.default_rng(sequences).integers(1, 9, 60)
+    numbers = sequence_numbers(lengths, sequences)
+    tokens = decode_tokens(lengths, sequences)
+    prompt = np.repeat(np.arange(60), lengths)[tokens]
+    for step, row in enumerate(numbers.tolist()):
+        assert len(set(row)) == min(sequences, 7)
+        if step and sequences < 7:
+            before = dict(zip(prompt[step - 1].tolist(), numbers[step - 1].tolist(), strict=True))
+            for one, number in zip(prompt[step].tolist(), row, strict=True):
+                assert (
+                    before[one] == number if one in before else number not in before.values() or sequences > 3
+                )

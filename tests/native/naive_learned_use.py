@@ -34,7 +34,9 @@ class NaiveModel:
         self.sizes, self.decay, self.rate = sizes, 2 ** (-1 / half_life), rate
         self.vectors, self.outputs, self.prior, self.pairs, self.firsts = {}, {}, {}, {}, {}
         for layer, size in sizes.items():
-            first = [[0.17 * scattered(((layer << 32) | e) * RANK + i) for i in range(RANK)] for e in range(size)]
+            first = [
+                [0.17 * scattered(((layer << 32) | e) * RANK + i) for i in range(RANK)] for e in range(size)
+            ]
             self.vectors[layer] = np.array(first)
             self.outputs[layer] = np.zeros((size, 2 * RANK))
             self.prior[layer], self.firsts[layer] = np.full(size, 0.1), np.zeros(size)

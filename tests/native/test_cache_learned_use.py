@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_learned_use import NaiveLearnedUse, NaiveModel
+from sim_columns import columns
 
 from tierstore import _native
 from tierstore._native import Decision
@@ -19,7 +20,9 @@ class Batch:
 
     def __init__(self, capacity, layers, experts, **options):
         self.core = _native.Residency(capacity, policy="learned-use", policy_options=options)
-        self.naive = NaiveLearnedUse(capacity, {4 * record: 1 for record in range(layers * experts)}, **options)
+        self.naive = NaiveLearnedUse(
+            capacity, {4 * record: 1 for record in range(layers * experts)}, **options
+        )
         self.experts, self.misses = experts, 0
         for record in range(layers * experts):
             self.core.add_record(record // experts, [1, 0, 0], [1, 0, 0], 1)
@@ -34,13 +37,19 @@ class Batch:
                 askers[record] = askers.get(record, 0) | 1 << sequence
         records = sorted(askers)
         flags = [1 | askers[record] << 9 for record in records]
-        groups, _ = self.core.begin_access(FORWARD, layer, np.array(records, np.uint32), np.array(flags, np.uint16))
+        groups, _ = self.core.begin_access(
+            FORWARD, layer, np.array(records, np.uint32), np.array(flags, np.uint16)
+        )
         assert groups == 1
         kinds, entries = self.core.next_group()[1]
         self.core.end_group()
         self.misses += int((kinds == Decision.FETCH).sum())
         self.follow(layer, {4 * record: askers[record] for record in records}, kinds, entries.tolist())
-        return [divmod(e // 4, self.experts) for e, kind in zip(entries.tolist(), kinds, strict=True) if kind == Decision.EVICT]
+        return [
+            divmod(e // 4, self.experts)
+            for e, kind in zip(entries.tolist(), kinds, strict=True)
+            if kind == Decision.EVICT
+        ]
 
     def follow(self, layer, askers, kinds, entries):
         """The naive policy names the same victims, one after another."""
@@ -123,8 +132,37 @@ def test_every_victim_is_the_naive_one(data):
     options = draw(st.sampled_from([{}, {"price": 0.05, "later": 0.0}, {"half_life": 3.0, "rate": 0.2}]))
     batch = Batch(draw(st.integers(experts, experts * layers)), layers, experts, **options)
     chosen = st.dictionaries(
-        st.integers(0, 6), st.sets(st.integers(0, experts - 1), min_size=1, max_size=3), min_size=1, max_size=3
+        st.integers(0, 6),
+        st.sets(st.integers(0, experts - 1), min_size=1, max_size=3),
+        min_size=1,
+        max_size=3,
     )
     for _ in range(draw(st.integers(2, 8))):
         for layer in range(layers):
             batch.ask(layer, draw(chosen))
+
+
+def test_the_simulator_decides_the_same():
+    random = np.random.default_rng(1)
+    batch, asked, askers, layers = Batch(9, 3, 6), [], [], []
+    for _ in range(15):
+        for layer in range(3):
+            chosen = {s: set(random.choice(6, 2, replace=False).tolist()) for s in (0, 4)}
+            batch.ask(layer, chosen)
+            of = {e: sum(1 << s for s in chosen if e in chosen[s]) for e in set().union(*chosen.values())}
+            asked.append([layer * 6 + e for e in sorted(of)])
+            askers += [of[e] for e in sorted(of)]
+            layers.append(layer)
+    offsets, entries = columns(asked)
+    found = {}
+    for told in (True, False):
+        found[told] = _native.simulate(
+            offsets,
+            entries,
+            layers=np.array(layers, np.uint32),
+            entry_layers=np.arange(18, dtype=np.uint32) // 6,
+            askers=np.array(askers, np.uint8) if told else None,
+            policy="learned-use",
+            capacity_frames=9,
+        )["misses"]
+    assert found[True] == batch.misses != found[False]

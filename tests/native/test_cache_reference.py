@@ -362,7 +362,13 @@ POLICIES = [
 
 
 def naive_policy(name, options):
-    kinds = {"lru": NaiveLru, "lfu-decay": NaiveLfu, "next-use": NaiveNextUse, "learned-use": NaiveLearnedUse, **NAIVE}
+    kinds = {
+        "lru": NaiveLru,
+        "lfu-decay": NaiveLfu,
+        "next-use": NaiveNextUse,
+        "learned-use": NaiveLearnedUse,
+        **NAIVE,
+    }
     return lambda capacity, frames: kinds[name](capacity, frames, **options)
 
 

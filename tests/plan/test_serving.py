@@ -14,8 +14,8 @@ from tierstore.plan.costs import ASSUMED, Cost
 from tierstore.plan.evidence import Evidence
 from tierstore.plan.foreign import model_of
 from tierstore.plan.serving import ServedWork, plan_serving, replayed_passes
-from tierstore.train.config import FinetuneConfig
 from tierstore.trace.reader import read_header
+from tierstore.train.config import FinetuneConfig
 
 SEQUENCES, TOP_K = 2, 2
 #: One byte or operation a second, but for the disk's four bytes.

@@ -130,7 +130,7 @@ class Load:
             started = await asyncio.gather(
                 self._arrive(group, rate, seconds, lambda number: self.well_behaved()),
                 self._arrive(group, misbehaving, seconds, lambda number: kinds[number % len(kinds)]()),
-                self._arrive(group, 1 / 45, seconds, lambda number: self._burst()),
+                self._arrive(group, 1 / 60, seconds, lambda number: self._burst()),
             )
         return started[0]
 
@@ -159,7 +159,7 @@ class Load:
             if status not in (429, 503):  # 503: as many connections as there may be
                 break
             self.seen.refused += 1
-            await asyncio.sleep(float(text))
+            await asyncio.sleep(float(text) * (1 + self._draw.random()))  # not all at once
         if status != 200 or text != self._expected[asked]:
             self.seen.wrong.append(f"{asked}: {status} {text!r} is not {self._expected[asked]!r}")
             return
@@ -350,25 +350,26 @@ async def run(
     url: str, *, seconds: float, share: float, count: int, seed: int, probe_s: float
 ) -> dict[str, object]:
     """The whole test: a report."""
-    limits = httpx.Limits(max_connections=400, max_keepalive_connections=16)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=url, timeout=_LONGEST_S, limits=limits) as client:
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
         load = Load(url, model, client, seed)
         await load.learn()
         capacity = await load.capacity(clients=12, seconds=probe_s)
-        await load.open_loop(share * capacity, probe_s, 2.0)  # memory has been through everything once
+        await load.open_loop(share * capacity, probe_s, 1.0)  # memory has been through everything once
         before = await idle(client)
         warm, load.seen = load.seen, Seen()
         samples: list[dict[str, float]] = []
 
         async def watch() -> None:
             while True:
-                samples.append(await gauges(client))
+                with contextlib.suppress(httpx.HTTPError, KeyError):
+                    samples.append(await gauges(client))
                 await asyncio.sleep(_SAMPLE_S)
 
         watching = asyncio.create_task(watch())
         begun = time.monotonic()
-        started = await load.open_loop(share * capacity, seconds, 1.0)
+        started = await load.open_loop(share * capacity, seconds, 0.5)
         elapsed = time.monotonic() - begun
         watching.cancel()
         malformed_wrong = await refuse(client, model, count, seed)

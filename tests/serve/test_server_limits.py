@@ -175,7 +175,6 @@ def test_files_without_good_keys(tmp_path: Path, text: str) -> None:
 
 def test_a_port_in_use_is_named() -> None:
     with listen("127.0.0.1", 0) as bound:
-        bound.listen()
         port = bound.getsockname()[1]
         with pytest.raises(OSError, match="in use") as raised:
             listen("127.0.0.1", port)

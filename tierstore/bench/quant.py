@@ -118,7 +118,8 @@ def figures(
     samples: Mapping[int, Samples], sizes: Mapping[str, int], flops: int
 ) -> tuple[list[ProductTimes], dict[str, list[float]]]:
     """Times by rows and contestant, and the ratios of each round. ``sizes``: bytes of the weights; ``flops``: of one row."""
-    made, rounds = [], {}
+    made: list[ProductTimes] = []
+    rounds: dict[str, list[float]] = {}
     for m, by_name in samples.items():
         for name, seconds in by_name.items():
             speeds = ratios(by_name[TORCH], seconds)

@@ -22,7 +22,7 @@ from tierstore.units import format_bytes
 
 SIMPLEST_FIRST = (
     *("fifo", "clock", "sieve", "lru", "lfu", "slru", "s3-fifo", "2q", "w-tinylfu", "arc", "lirs"),
-    *("lfu-decay", "next-use"),
+    *("lfu-decay", "next-use", "learned-use"),
 )
 """Policies by what they cost to run and to understand; among equals the first is taken. Then one cache comes
 before a quota for each layer, equal quotas before tuned ones, and fewer options before more."""

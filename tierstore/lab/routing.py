@@ -153,8 +153,8 @@ def decode_tokens(prompt_len: NDArray[np.integer], sequences: int) -> NDArray[np
 def sequence_numbers(prompt_len: NDArray[np.integer], sequences: int) -> NDArray[np.uint8]:
     """What an access calls each of the sequences that ``decode_tokens`` takes: [steps, sequences], 0 to 6.
 
-    A prompt gets the number that has been free for longest (of equals the lowest), so that a new one is not taken for the one before it;
-    of seven sequences and more, its slot's modulo 7.
+    A prompt gets the number that has been free for longest (of equals the lowest), so that a new one is not taken for
+    the one before it; of seven sequences and more, its slot's modulo 7.
     """
     placed, steps = _placed(prompt_len, sequences)
     numbers = np.zeros((steps, sequences), np.uint8)

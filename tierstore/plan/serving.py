@@ -29,6 +29,7 @@ from tierstore.plan.ring import distinct_experts
 from tierstore.store.format import Group
 from tierstore.trace.reader import read_header
 from tierstore.trace.replay import STEP_COUNTS, replay_steps
+from tierstore.train.budgets import expert_weight_bytes
 
 #: Budgets that are planned where none are given, as parts of all experts.
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)
@@ -140,7 +141,7 @@ def plan_serving(
     Raises ConfigError (a budget below one pass's experts of a layer), DataError for a trace of another model.
     """
     model = spec.architecture
-    each = model.expert_numel * spec.compute_dtype.itemsize
+    each = expert_weight_bytes(spec)
     count = model.experts * len(model.moe_layers)
     chosen = budgets or [round(share * count) * each for share in SHARES]
     evidence = Evidence.ASSUMED if work.trace is None else Evidence.FORMULA
@@ -241,7 +242,7 @@ def _timed(spec: HfSpec, counts: PassCounts, tokens: int, profile: Profile) -> P
     )
     compute_s = max(
         2.0 * model.expert_numel * model.top_k * tokens / profile.expert_flops.per_s,
-        counts.asked / layers * model.expert_numel * width / profile.copy.per_s,
+        counts.asked / layers * expert_weight_bytes(spec) / profile.copy.per_s,
     )
     read_s = profile.disk_read.seconds(counts.read_bytes / layers)
     seconds = dense_s + layers * max(compute_s, read_s)

@@ -133,7 +133,7 @@ class ServeConfig:
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     ring: RingConfig = field(default_factory=RingConfig)
     graphs: GraphsConfig = field(default_factory=GraphsConfig)
-    cache: CacheConfig = field(default_factory=lambda: CacheConfig(policy="next-use"))
+    cache: CacheConfig = field(default_factory=lambda: CacheConfig(policy="learned-use"))
     prefetch: PrefetchConfig = field(default_factory=lambda: PrefetchConfig(predictor=PredictorName.ROUTER))
     io: IoConfig = field(default_factory=IoConfig)
     links: LinksConfig = field(default_factory=LinksConfig)

@@ -105,6 +105,12 @@ def quantized_layout(model: ModelSpec) -> QuantizedLayout | None:
     return None if model.expert_codes is None else model.expert_shape.quantized(model.expert_codes)
 
 
+def expert_weight_bytes(model: ModelSpec) -> int:
+    """Bytes of one expert's weights as a forward pass reads them."""
+    layout = quantized_layout(model)
+    return model.expert_shape.numel * model.compute_dtype.itemsize if layout is None else layout.nbytes
+
+
 def expert_schema(config: TrainConfig) -> RecordSchema:
     """The records of experts; LoRA leaves them as they are."""
     training = Training.FROZEN if config.lora.enabled else Training.TRAINED

@@ -11,6 +11,7 @@ import pytest
 from tierstore.errors import ConfigError, DataError
 from tierstore.lab.importing import SourceKind
 
+FIRST, SECOND, BOTH = 1 | 1 << 9, 1 | 1 << 10, 1 | 3 << 9  # weights, and the numbers of who asks
 # Three tokens of one prompt and one of another; two layers, two of four experts.
 TOPK = np.array([[[0, 1], [3, 2]], [[1, 2], [2, 3]], [[0, 3], [0, 1]], [[2, 0], [1, 3]]], np.uint8)
 
@@ -23,16 +24,16 @@ def npz(**arrays):
 
 def test_decoding_by_hand(imported, packed):
     accesses, trace, keys = imported(packed(npz(topk=TOPK, prompt_len=np.array([3, 1]))))
-    # Records are layer * 4 + expert, ascending; one token a step.
+    # Records are layer * 4 + expert, ascending; one token a step. The second prompt is another sequence.
     assert accesses == [
-        (0, 1, 0, [0, 1], [1]),
-        (0, 1, 1, [6, 7], [1]),
-        (1, 1, 0, [1, 2], [1]),
-        (1, 1, 1, [6, 7], [1]),
-        (2, 1, 0, [0, 3], [1]),
-        (2, 1, 1, [4, 5], [1]),
-        (3, 1, 0, [0, 2], [1]),
-        (3, 1, 1, [5, 7], [1]),
+        (0, 1, 0, [0, 1], [FIRST]),
+        (0, 1, 1, [6, 7], [FIRST]),
+        (1, 1, 0, [1, 2], [FIRST]),
+        (1, 1, 1, [6, 7], [FIRST]),
+        (2, 1, 0, [0, 3], [FIRST]),
+        (2, 1, 1, [4, 5], [FIRST]),
+        (3, 1, 0, [0, 2], [SECOND]),
+        (3, 1, 1, [5, 7], [SECOND]),
     ]
     assert keys[5] == "1.1"
     assert trace.header.capacity_frames == 8
@@ -42,7 +43,10 @@ def test_decoding_by_hand(imported, packed):
 def test_sequences_are_decoded_side_by_side(imported):
     # Slot 0 decodes the first prompt, slot 1 the second, and finds no third after one step.
     accesses, _, _ = imported(npz(topk=TOPK, prompt_len=np.array([3, 1])), sequences=2)
-    assert accesses == [(0, 1, 0, [0, 1, 2], [1]), (0, 1, 1, [5, 6, 7], [1])]
+    assert accesses == [
+        (0, 1, 0, [0, 1, 2], [FIRST, SECOND, BOTH]),
+        (0, 1, 1, [5, 6, 7], [FIRST, SECOND, BOTH]),
+    ]
 
 
 def test_training_by_hand(imported):

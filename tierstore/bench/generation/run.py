@@ -61,8 +61,8 @@ class GenerationBench:
     """
 
     contestants: tuple[str, ...] = tuple(CONTESTANTS)
-    memory: int = 1300 << 20
-    host_budget: int = 640 << 20
+    memory: int = 1240 << 20
+    host_budget: int = 560 << 20
     batches: tuple[int, ...] = (1, 8)
     prompt_tokens: int = 32
     new_tokens: int = 16
@@ -76,7 +76,8 @@ class GenerationBench:
 
     def __post_init__(self) -> None:
         at_least(1, rounds=self.rounds, host_budget=self.host_budget, requests=self.requests)
-        at_least(1, prompt_tokens=self.prompt_tokens, new_tokens=self.new_tokens)
+        at_least(1, prompt_tokens=self.prompt_tokens)
+        at_least(2, new_tokens=self.new_tokens)
         at_least(0, memory=self.memory, read_ahead=self.read_ahead)
         at_least(0, threads=self.threads, load=self.load, timeout=self.timeout_s)
         if not self.batches or min(self.batches) < 1:
@@ -287,7 +288,8 @@ class _Race:
                 self._say(f"batch {batch}: no bound: {error}")
 
     def _bound(self, batch: int, ours: Sequence[Turn]) -> DecodeBound:
-        steps = self._bench.new_tokens
+        # The trace's first step is the prefill; its last has no end, since none begins after it.
+        steps = self._bench.new_tokens - 1
         least = compulsory(self._trace(batch), first_step=1, steps=steps)
         moved = least.least.per(steps)
         speeds = self._entrants[OURS].disk_speeds[batch]

@@ -24,7 +24,9 @@ _LAST_WORDS_S = 5  # for what has been computed, to reach its clients
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 is any that is free. Raises OSError naming the address."""
+    """A socket that listens: who connects before the server runs waits for it. Port 0 is any that is free. Raises OSError
+    naming the address.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -33,6 +35,7 @@ def listen(host: str, port: int) -> socket.socket:
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(address)
+            bound.listen()
         except OSError:
             bound.close()
             raise

@@ -155,6 +155,7 @@ class CachedExperts:
         """``residency``: of the host cache; ``gate``: what may pass over the guesses that ``frozen`` would take."""
         self._frozen = frozen
         self._gate, self._residency = gate, residency
+        self._begun = False
         #: The leases of the layer that was asked for last.
         self._leases: Iterator[ExpertLease] | None = None
 
@@ -171,7 +172,9 @@ class CachedExperts:
     def begin(self, stage: Stage, tokens: int) -> None:
         """A forward pass begins. What an earlier one that raised has left open is ended."""
         self._end()
-        self._residency.end_step()  # to policies and in traces each pass is a step
+        if self._begun:
+            self._residency.end_step()  # to policies and in traces each pass is a step
+        self._begun = True
         self._frozen.begin_evaluation()
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:

@@ -59,7 +59,7 @@ class Engine:
         self._rates = Rates()
         self.queue = RequestQueue(limits, self._retry_after_s)
         self._batch: dict[int, _Sequence] = {}  # by the runner's numbers; of the model's thread
-        self._steps_left = 0  # until a sequence of the batch ends; written by the model's thread
+        self._tokens_left = 0  # of the answers in the batch, at most; written by the model's thread
         self._ready = threading.Event()
         self._running: Running | None = None
         self._error: BaseException | None = None
@@ -125,7 +125,10 @@ class Engine:
             self._fail(waiting, "the server was shut down before the answer was complete")
 
     def _retry_after_s(self) -> int:
-        return self._rates.retry_after_s(steps=self._steps_left, prompt_tokens=self.queue.prompt_tokens())
+        """When what waits now has been served: who comes back earlier would find as many before it."""
+        prompt_tokens = self.queue.prompt_tokens()
+        answers = self.queue.tokens - prompt_tokens + self._tokens_left
+        return self._rates.retry_after_s(steps=-(-answers // self._room), prompt_tokens=prompt_tokens)
 
     # What follows runs on the model's thread.
 
@@ -159,8 +162,9 @@ class Engine:
             self._join(running, taken)
         if self._batch:
             self._step(running)
-        left = [one.waiting.generation.max_tokens - len(one.tokens) for one in self._batch.values()]
-        self._steps_left = min(left, default=0)
+        self._tokens_left = sum(
+            one.waiting.generation.max_tokens - len(one.tokens) for one in self._batch.values()
+        )
         self._count(running)
 
     def _join(self, running: Running, taken: list[Waiting]) -> None:
