@@ -99,10 +99,11 @@ class RequestQueue:
             return True
 
     def give_back(self, waiting: list[Waiting]) -> None:
-        """What was taken and found no room: it is first again."""
+        """What was taken and found no room: it is first again. Not what nobody waits for any more."""
         with self._changed:
-            self._waiting.extendleft(reversed(waiting))
-            self._tokens += sum(one.generation.tokens for one in waiting)
+            wanted = [one for one in waiting if not one.answer.cancelled]
+            self._waiting.extendleft(reversed(wanted))
+            self._tokens += sum(one.generation.tokens for one in wanted)
 
     def take(self, room: int) -> list[Waiting]:
         """The first of those that wait: at most ``room``, and as many prompts as may be computed together."""
