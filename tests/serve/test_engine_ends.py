@@ -26,9 +26,9 @@ from tierstore.serve.text.sampling import SamplingOptions, TokenSampler
 from tierstore.serve.text.streaming import StreamedText
 
 
-def generation(tokens: int) -> Generation:
+def generation(tokens: int, prompt: bytes = b"word") -> Generation:
     return Generation(
-        prompt=tuple(b"word"),
+        prompt=tuple(prompt),
         max_tokens=tokens,
         sampler=TokenSampler(SamplingOptions(temperature=0)),
         text=StreamedText(ByteCodec().pieces()),
@@ -97,5 +97,18 @@ def test_what_is_given_back_is_still_wanted() -> None:
         queue.give_back(taken)
         assert (len(queue), queue.tokens) == (1, 9)
         assert queue.take(2) == [both[1]]
+
+    asyncio.run(run())
+
+
+def test_prompts_that_are_computed_together_count_as_padded() -> None:
+    """By hand, at most 12 tokens: 2 and 4 are 8 padded, a third one of 4 makes 12; 2 and 9 would be 18."""
+
+    async def run() -> None:
+        queue = RequestQueue(LimitsConfig(prefill_tokens=12), lambda: 1)
+        for length in (2, 4, 4, 2, 9):
+            queue.add(Waiting(generation(1, b"x" * length), Answer(asyncio.get_running_loop())))
+        taken = [[len(one.generation.prompt) for one in queue.take(8)] for _ in range(3)]
+        assert taken == [[2, 4, 4], [2], [9]]
 
     asyncio.run(run())

@@ -28,7 +28,7 @@ def _still_there(store: Path, *, invariant: bool) -> list[str]:
     with served_store(store, batch__invariant=invariant) as (parts, runner):
         joined = runner.join(PROMPTS)
         runner.step({each.number: 7 for each in joined})
-        kept = {
+        kept: dict[str, weakref.ref[object]] = {
             "runner": weakref.ref(runner),
             "module": weakref.ref(parts.model.module),
             "parameter": weakref.ref(next(parts.model.module.parameters())),

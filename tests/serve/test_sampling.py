@@ -109,7 +109,7 @@ def test_logits_that_are_no_numbers() -> None:
 )
 @pytest.mark.parametrize("shift", [0.0, -10.0])
 def test_numbers_that_are_nothing_in_fp32(options: SamplingOptions, shift: float) -> None:
-    """By hand: what is left when temperature, nucleus or penalty go to 0 is the most probable token, 2, which the text has."""
+    """By hand: when temperature, nucleus or penalty go to 0, the most probable token is left: 2, which the text has."""
     assert TokenSampler(options, [2])(torch.tensor([1.0, 3.0, 60.0, -1.0]) + shift) == 2
 
 
