@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
 import time
@@ -74,6 +75,7 @@ class Profile:
 
 def measure(store: Path, settings: ServedSettings) -> Profile:
     """Serves one sequence of the model at ``store`` a few times. Raises StoreError, BudgetError, OSError."""
+    gc.collect()  # models of earlier stages lie in cycles: their memory is not this one's
     with open_served(settings.config(store)) as parts:
         runner = open_runner(parts)
         rounds = [_round(parts, runner, number) for number in range(1 + ROUNDS)][1:]
