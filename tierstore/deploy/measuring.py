@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 import torch
 
-from tierstore.cache.config import CacheConfig
 from tierstore.capabilities import Capability
 from tierstore.prefetch.plan import PrefetchConfig
 from tierstore.prefetch.predictor import PredictorName
@@ -42,7 +41,6 @@ class ServedSettings:
             host_budget=self.host_budget,
             threads=self.threads,
             batch=BatchConfig(sequences=1, context=PROMPT_TOKENS + DECODED_TOKENS + 1),
-            cache=CacheConfig(policy="next-use"),
             prefetch=PrefetchConfig(predictor=self.predictor),
             graphs=GraphsConfig(compile=self.graphs),
         )
