@@ -39,8 +39,8 @@ def with_stored_model(config: TrainConfig) -> TrainConfig:
 
 
 def deployed_settings(store: Path) -> dict[str, object]:
-    """Keys of ``ServeConfig``, by dotted name, that ``tierstore deploy`` found best for ``store``; none where it did not make
-    it. Raises StoreFormatError.
+    """Keys of ``ServeConfig``, by dotted name, that ``tierstore deploy`` found best for ``store``; none where it did not
+    make it. Raises StoreFormatError.
     """
     deployment = read_deployment(store)
     return {} if deployment is None else dict(deployment.settings)
