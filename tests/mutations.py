@@ -290,8 +290,8 @@ MUTATIONS = [
     Mutation(
         "the host budget is no limit",
         "tierstore/store/opening.py",
-        "    frames = max(config.host_budget // frame, 1)\n",
-        "    frames = max(8 * config.host_budget // frame, 1)\n",
+        "    frames = max((config.host_budget - scratch) // frame, 1)\n",
+        "    frames = max(8 * (config.host_budget - scratch) // frame, 1)\n",
         PROCESSES + "test_a_store_many_times_its_memory_is_trained_within_a_cgroup",
     ),
     Mutation(

@@ -36,11 +36,11 @@ from tierstore.deploy.config import (
 from tierstore.deploy.pipeline import deploy
 from tierstore.deploy.stage import DeployInterrupted, Stage
 from tierstore.deploy.stages.conversion import Conversion
-from tierstore.deploy.stages.distillation import Distillation
+from tierstore.deploy.stages.distillation import Distillation, recovered_fraction
 from tierstore.deploy.stages.fusion import Fusion
 from tierstore.deploy.teacher import open_teacher
 from tierstore.deploy.text import read_windows
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, TierstoreError
 from tierstore.hf.exports.exporting import export
 from tierstore.hf.manifest import Manifest, Weights
 
@@ -128,6 +128,31 @@ def test_too_few_and_too_many_experts_are_refused_by_name(
     config = replace(_config(store, tmp_path / "d", text), compression=CompressionConfig(experts=experts))
     with pytest.raises(ConfigError, match=r"--experts: expected at (least 2|most the 8)"):
         deploy(config)
+    assert not list(tmp_path.iterdir())  # before any stage has run
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--ranks", "9"), "--ranks: expected at most the 8 experts of a layer, got 9"),
+        (("--segments", "0,2"), "--segments: expected first blocks ascending from 0, below 2"),
+        (("--text", "TEXT", "--length", "601"), "expected at least 1202 tokens (two windows), found 1200"),
+    ],
+)
+def test_what_the_model_does_not_have_is_refused_before_any_stage(
+    options: tuple[str, ...], message: str, store: Path, text: Path, tmp_path: Path
+) -> None:
+    given = [str(text) if option == "TEXT" else option for option in options]
+    done = CliRunner().invoke(command, [str(store), "--to", str(tmp_path / "d"), *given])
+    assert isinstance(done.exception, TierstoreError)
+    assert message in str(done.exception)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_distillation_recovered_worked_by_hand() -> None:
+    assert recovered_fraction(1.0, 2.0, 1.25) == pytest.approx(0.75)
+    assert recovered_fraction(1.0, 2.0, 2.5) == pytest.approx(-0.5)  # it can harm
+    assert recovered_fraction(1.0, 1.0, 0.5) is None  # nothing was lost
 
 
 def test_one_segment_is_checked(store: Path, tmp_path: Path) -> None:

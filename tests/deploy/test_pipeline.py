@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from tierstore.deploy.config import CompressionConfig, DeployConfig, DistillationConfig, StageName
 from tierstore.deploy.deployed import read_deployment
-from tierstore.deploy.pipeline import Progress, deploy, stage_records
+from tierstore.deploy.pipeline import MARKER, Progress, deploy, stage_records
 from tierstore.deploy.records import StageRecord, stage_directory
 from tierstore.deploy.stage import DeployInterrupted, Stage, StageContext, StageOutput
 from tierstore.errors import ChecksumError, ConfigError, StoreExistsError, StoreFormatError, StoreMissingError
@@ -83,6 +84,26 @@ def test_the_same_again_finds_it_and_others_are_refused(
     assert log == []
     with pytest.raises(StoreExistsError, match="something here already"):
         deploy(replace(config, distillation=DistillationConfig(minutes=7)), stages=stages)
+
+
+def test_a_run_killed_while_it_removes_the_stages_leaves_them_to_the_next(
+    config: DeployConfig, stages: list[Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed = []
+
+    def killed(path: Path) -> None:
+        removed.append(path)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            deploy(config, stages=stages)
+    root = config.target.with_name("out.partial")
+    assert removed[0].parent == root  # not the directory itself, in which the marker is
+    assert (root / MARKER).exists()
+    assert deploy(config, stages=stages).complete
+    assert not root.exists()
 
 
 def test_it_goes_on_behind_the_stage_where_it_ended(

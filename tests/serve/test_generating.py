@@ -14,6 +14,7 @@ from served_stores import least_budget, served_store, store_of
 from tiny_families import FAMILIES
 
 from tierstore.cli.main import cli
+from tierstore.deploy.deployed import Deployment
 from tierstore.errors import BudgetError, ConfigError
 from tierstore.hf.stored import stored_spec
 from tierstore.model.config import ModelConfig
@@ -195,6 +196,24 @@ def test_the_command(tmp_path: Path) -> None:
         assert len(json.loads(invariant.stdout.splitlines()[-1])["texts"]) == 2
     finally:
         torch.set_num_threads(threads)
+
+
+def test_a_deployed_store_brings_its_settings(tmp_path: Path) -> None:
+    """They hold but for those that are given."""
+    _, store = store_of(tmp_path, "mixtral")
+    threads = torch.get_num_threads()
+    try:
+        settings = {"host_budget": 8 << 20, "prefetch.predictor": "none", "batch.sequences": 3}
+        Deployment(settings=settings, profile={}, stages=()).write(store)
+        made = _generate(store, "--prompt", "a", "--max-tokens", "2")
+        assert made.exception is None, made.output
+        assert "deployment.json: prefetch.predictor = none, batch.sequences = 3\n" in made.output
+        assert "host budget 4 MiB" in made.output
+        assert "(3 sequences of 128 tokens)" in made.output
+    finally:
+        torch.set_num_threads(threads)
+    (store / "deployment.json").write_text("{}")
+    assert "not a deployment" in _generate(store, "--prompt", "a").stderr
 
 
 def test_what_the_command_refuses(tmp_path: Path) -> None:

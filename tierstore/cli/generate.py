@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tierstore.cli.interrupts import Interrupts
+from tierstore.cli.models import deployed_settings, describe_settings
 from tierstore.cli.options import (
     EXISTING_DIRECTORY,
     FILE,
@@ -110,7 +111,10 @@ def generate(
         "batch.invariant": batch_invariant or None,
         "prefetch.predictor": predictor,
     }
-    config = load(ServeConfig, None, config_overrides(settings, given))
+    deployed, overrides = deployed_settings(store), config_overrides(settings, given)
+    config = load(ServeConfig, None, {**deployed, **overrides})
+    if deployed:
+        output.line(describe_settings(store, deployed, overrides))
     ctx.exit(_run(config, asked, output, timeline=timeline, trace=record_trace))
 
 

@@ -48,7 +48,11 @@ def serving_options() -> Callable[[F], F]:
         click.option("--prompt-tokens", type=int, default=32, help="With --serve: tokens of each prompt."),
         click.option("--context", type=int, default=4096, help="With --serve: most tokens of a sequence."),
         click.option(
-            "--budgets", default="", metavar="SIZE,..", help="With --serve: budgets (default: a range)."
+            "--budgets",
+            default="",
+            show_default=False,
+            metavar="SIZE,..",
+            help="With --serve: budgets (default: a range).",
         ),
         click.option(
             "--trace",

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tierstore.capabilities import require_package
+from tierstore.cli.models import deployed_settings, describe_settings
 from tierstore.cli.options import (
     EXISTING_FILE,
     PATH,
@@ -117,7 +118,12 @@ def serve(
         "limits.tokens": max_tokens,
         "limits.request_s": request_timeout,
     }
-    _run(load(serve_config(), config, config_overrides(settings, given)), listening, output)
+    deployed = {} if config is not None else deployed_settings(store)
+    overrides = config_overrides(settings, given)
+    served = load(serve_config(), config, {**deployed, **overrides})
+    if deployed:
+        output.line(describe_settings(store, deployed, overrides))
+    _run(served, listening, output)
 
 
 def _run(config: ServeConfig, listening: Listening, output: Output) -> None:

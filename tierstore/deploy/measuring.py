@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
 import time
@@ -12,7 +13,6 @@ from pathlib import Path
 import psutil
 import torch
 
-from tierstore.cache.config import CacheConfig
 from tierstore.capabilities import Capability
 from tierstore.prefetch.plan import PrefetchConfig
 from tierstore.prefetch.predictor import PredictorName
@@ -41,7 +41,6 @@ class ServedSettings:
             host_budget=self.host_budget,
             threads=self.threads,
             batch=BatchConfig(sequences=1, context=PROMPT_TOKENS + DECODED_TOKENS + 1),
-            cache=CacheConfig(policy="next-use"),
             prefetch=PrefetchConfig(predictor=self.predictor),
             graphs=GraphsConfig(compile=self.graphs),
         )
@@ -74,6 +73,7 @@ class Profile:
 
 def measure(store: Path, settings: ServedSettings) -> Profile:
     """Serves one sequence of the model at ``store`` a few times. Raises StoreError, BudgetError, OSError."""
+    gc.collect()  # models of earlier stages lie in cycles: their memory is not this one's
     with open_served(settings.config(store)) as parts:
         runner = open_runner(parts)
         rounds = [_round(parts, runner, number) for number in range(1 + ROUNDS)][1:]

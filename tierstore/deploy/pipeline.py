@@ -58,15 +58,17 @@ def deploy(
 ) -> Deployed:
     """Runs the stages up to ``until``, or the rest of them, and makes ``config.target`` of the last.
 
-    Raises ConfigError, StoreError, StoreExistsError for a target that exists, StoreInUseError where another process
-    deploys to it, DeployInterrupted, OSError. A target that the same stages have made is found, and left as it is.
+    Raises ConfigError, DataError, StoreError, StoreExistsError for a target that exists, StoreInUseError where another
+    process deploys to it, DeployInterrupted, OSError. A target that the same stages have made is found, and left as it is.
     """
+    from tierstore.deploy.refusing import refuse_early
     from tierstore.deploy.stages.listed import STAGES
 
     stages = STAGES if stages is None else stages
     target, root = config.target, building_directory(config.target)
     if os.path.lexists(target):
         return _found(config, stages, root)
+    refuse_early(config)
     with _working(root):
         records: list[StageRecord] = []
         progress: list[Progress] = []
@@ -84,8 +86,7 @@ def deploy(
             _describe(finished, records)
             finished.rename(target)
             fsync_directory(target.absolute().parent)
-    if complete:
-        shutil.rmtree(root)
+            _remove(root)
     return Deployed(
         directory=target if complete else root,
         records=tuple(records),
@@ -107,13 +108,21 @@ def _found(config: DeployConfig, stages: Sequence[Stage], root: Path) -> Deploye
         raise StoreExistsError(f"{config.target}: there is something here already")
     if (root / MARKER).exists():
         with building(root):
-            shutil.rmtree(root)
+            _remove(root)
     return Deployed(
         directory=config.target,
         records=deployment.stages,
         progress=(Progress.FOUND,) * len(deployment.stages),
         complete=True,
     )
+
+
+def _remove(root: Path) -> None:
+    """Removes the stages; the marker last, so that a run which is killed here leaves what the next one knows."""
+    for child in list(root.iterdir()):
+        if child.is_dir():
+            shutil.rmtree(child)
+    shutil.rmtree(root)
 
 
 def _describe(finished: Path, records: Sequence[StageRecord]) -> None:

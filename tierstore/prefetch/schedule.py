@@ -119,6 +119,8 @@ class Schedule:
     forward_passes: tuple[Pass, ...] = field(init=False)
     _cycle: tuple[Pass, ...] = field(init=False, repr=False)
     _forward_cycle: tuple[Pass, ...] = field(init=False, repr=False)
+    #: ``following``, which every pass over a layer asks for more than once.
+    _following: dict[tuple[Phase, int, bool], tuple[Pass, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, count in (("units", len(self.units)), ("micro_batches", self.micro_batches)):
@@ -133,6 +135,12 @@ class Schedule:
         put(self, "passes", (*((forward + backward) * (self.micro_batches - 1)), *forward, *last))
         put(self, "_forward_cycle", tuple(item for item in forward if item.moe_layer is not None))
         put(self, "_cycle", tuple(item for item in forward + backward if item.moe_layer is not None))
+        following = {
+            (item.phase, item.moe_layer, training): self._ahead(cycle, here)
+            for training, cycle in ((True, self._cycle), (False, self._forward_cycle))
+            for here, item in enumerate(cycle)
+        }
+        put(self, "_following", following)
 
     @classmethod
     def of_layers(cls, layers: Sequence[int], *, depth: int) -> Schedule:
@@ -179,14 +187,15 @@ class Schedule:
 
     def following(self, phase: Phase, layer: int, *, training: bool) -> list[Pass]:
         """The passes of MoE layers that the vertical queue looks ahead to from ``layer``'s ``phase``, nearest first."""
-        cycle = self._cycle if training else self._forward_cycle
-        here = next(i for i, item in enumerate(cycle) if item.phase is phase and item.moe_layer == layer)
+        return list(self._following[phase, layer, training])
+
+    def _ahead(self, cycle: Sequence[Pass], here: int) -> tuple[Pass, ...]:
         ahead = []
         for position in range(here + 1, here + 1 + self.vertical.depth):
             turn, index = divmod(position, len(cycle))
             item = cycle[index]
             ahead.append(Pass(item.phase, item.unit, item.moe_layer, turn))
-        return ahead
+        return tuple(ahead)
 
     def recomputed(self, layer: int) -> list[Pass]:
         """What ``following`` is for the recomputation of ``layer`` (activation checkpointing): its own backward pass

@@ -113,6 +113,9 @@ class FakeRunner:
         self.most = max(self.most, len(self._running))
         return [Joined(number, torch.zeros(1)) for number in range(first, self._joined)]
 
+    def resume(self, prompt: Sequence[int], tokens: Sequence[int]) -> Joined:
+        raise AssertionError("no pass fails")
+
     def step(self, tokens: Mapping[int, int]) -> dict[int, torch.Tensor]:
         assert set(tokens) == self._running
         self.now += 1.0
@@ -195,7 +198,7 @@ def test_turns_of_tierstore_and_transformers(tmp_path: Path) -> None:
         contestants=("tierstore", "transformers"),
         memory=0,
         host_budget=1 << 20,
-        batches=(1, 2),
+        batches=(2,),
         prompt_tokens=6,
         new_tokens=4,
         rounds=1,
@@ -208,8 +211,8 @@ def test_turns_of_tierstore_and_transformers(tmp_path: Path) -> None:
     result = run(model, bench, tmp_path / "work", said.append)
     assert result.same_choices, said
     assert {one.chosen_same_ratio for one in result.speeds} == {1.0}
-    assert [one.batch_count for one in result.bounds] == [1, 2]
+    assert [one.batch_count for one in result.bounds] == [2]
     assert result.load is not None
     assert not (tmp_path / "work").exists()
-    assert len([*measurements(result)]) > 8
+    assert len([*measurements(result)]) > 6
     show_generate(result, Output(OutputMode.SILENT))

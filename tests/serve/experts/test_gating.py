@@ -41,3 +41,13 @@ def test_what_it_learns_from_goes_on_while_it_is_closed() -> None:
     assert gate.predict(0) == []
     gate.observe(3, [1])
     assert seen == [(3, [1])]
+
+
+def test_a_pass_that_follows_one_without_reads_goes_without_guesses() -> None:
+    gate = GatedPredictor(AllExperts(range(2)), Settled, window=10, pause=3)
+    gate.begin(read=False)
+    assert gate.closed
+    assert gate.predict(0) == []
+    gate.begin(read=True)
+    assert not gate.closed
+    assert gate.predict(0) == [0, 1]

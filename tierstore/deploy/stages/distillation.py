@@ -138,9 +138,7 @@ class Distillation:
                 "teacher_loss": found.loss,
                 "compressed_loss": before,
                 "distilled_loss": after,
-                "recovered_fraction": (before - after) / (before - found.loss)
-                if before != found.loss
-                else 0.0,
+                "recovered_fraction": recovered_fraction(found.loss, before, after),
                 "distillation_steps": 0 if progress is None else progress.steps,
                 "distillation_s": 0.0 if progress is None else progress.trained_s,
                 "held_out_tokens": windows.held.numel(),
@@ -184,6 +182,11 @@ class Distillation:
             )
         export(training, exported, dtype=_dtype(training))
         return progress
+
+
+def recovered_fraction(teacher: float, before: float, after: float) -> float | None:
+    """Of the loss that compression added to that of the ``teacher``; None where it added nothing."""
+    return (before - after) / (before - teacher) if before > teacher else None
 
 
 # Calibration ------------------------------------------------------------------------------------------------

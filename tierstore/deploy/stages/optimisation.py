@@ -48,7 +48,7 @@ class Optimisation:
             profile = measure(store, way)
             found.append((way, profile))
             context.say(
-                f"optimisation: {way.threads} threads, guesses by {way.predictor.value}: decodes "
+                f"optimisation: threads {way.threads}, guesses by {way.predictor.value}: decodes "
                 f"{profile.decode_tokens_per_s:.2f} tokens/s, prefill {profile.prefill_tokens_per_s:.2f}, "
                 f"{format_bytes(int(profile.decode_read_bytes_per_token))} read a token"
             )

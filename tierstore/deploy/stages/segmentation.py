@@ -15,9 +15,10 @@ from pathlib import Path
 from tierstore.deploy.checking import bytes_on_disk, store_checks, verify_checks
 from tierstore.deploy.config import DeployConfig, StageName
 from tierstore.deploy.records import StageRecord
+from tierstore.deploy.refusing import check_ranks
 from tierstore.deploy.segments import balanced, block_bytes, cut, fewest
 from tierstore.deploy.stage import StageContext, StageOutput
-from tierstore.errors import BudgetError, ConfigError, StoreFormatError
+from tierstore.errors import BudgetError, StoreFormatError
 from tierstore.hf.manifest import Manifest
 from tierstore.hf.stored import stored_spec
 from tierstore.machine import memory
@@ -97,10 +98,7 @@ class Segmentation:
     def _ranks(self, context: StageContext, manifest: Manifest) -> Path:
         """The stores of all ranks."""
         ranks = context.config.placement.ranks
-        if ranks > manifest.experts.count:
-            raise ConfigError(
-                f"--ranks: expected at most the {manifest.experts.count} experts of a layer, got {ranks}"
-            )
+        check_ranks(ranks, manifest.experts.count)
         store = context.directory / "store"
         if store.exists():  # whole, but nothing says so: it is made again
             shutil.rmtree(store)

@@ -229,6 +229,10 @@ class GroupedRunner(ABC):
             raise ValueError(f"token {token}: expected 0 to {self.model.vocabulary - 1}")
 
     @abstractmethod
+    def resume(self, prompt: Sequence[int], tokens: Sequence[int]) -> Joined:
+        """As in ``BatchRunner``."""
+
+    @abstractmethod
     def describe(self) -> str:
         """One line: how sequences are put together."""
 

@@ -44,11 +44,18 @@ class GatedPredictor:
         self._window, self._pause = window, pause
         self._since = settled()
         self._left = 0
+        self._idle = False
 
     @property
     def closed(self) -> bool:
         """Whether guesses are passed over now."""
-        return self._left > 0
+        return self._idle or self._left > 0
+
+    def begin(self, *, read: bool) -> None:
+        """A forward pass begins. Where nothing was ``read`` in the one before, all that is used lies in memory: this one
+        goes without guesses, which cost a router's product in each layer.
+        """
+        self._idle = not read
 
     def observe(self, layer: int, experts: Sequence[int]) -> None:
         self._inner.observe(layer, experts)
@@ -57,7 +64,9 @@ class GatedPredictor:
         self._inner.offer(source, layer, chosen_E)
 
     def predict(self, layer: int) -> list[int]:
-        """What ``inner`` predicts, unless too little of it is used."""
+        """What ``inner`` predicts, unless nothing has to be read, or too little of it is used."""
+        if self._idle:
+            return []
         if self._left:
             self._left -= 1
             if self._left:

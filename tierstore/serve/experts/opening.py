@@ -158,6 +158,8 @@ class CachedExperts:
         self._begun = False
         #: The leases of the layer that was asked for last.
         self._leases: Iterator[ExpertLease] | None = None
+        #: What had been read when the last pass began.
+        self._read_bytes = 0
 
     @property
     def guesses(self) -> GuessCounts:

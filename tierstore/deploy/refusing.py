@@ -1,0 +1,36 @@
+"""What an imported model shows to be impossible before any stage has run, which may take hours."""
+
+from __future__ import annotations
+
+from tierstore.deploy.compress.student import check_count
+from tierstore.deploy.config import DeployConfig
+from tierstore.deploy.segments import BlockBytes, cut
+from tierstore.deploy.text import read_windows
+from tierstore.errors import ConfigError
+from tierstore.hf.stored import stored_spec
+from tierstore.train.config import FinetuneConfig
+
+
+def refuse_early(config: DeployConfig) -> None:
+    """Nothing for a built-in model: it is known once it is fused, and the stages refuse the same.
+
+    Raises ConfigError for numbers of experts, ranks and blocks that the model does not have, DataError for a text that is
+    too short, StoreFormatError, OSError.
+    """
+    spec = stored_spec(config.store, FinetuneConfig())
+    if spec is None:
+        return
+    count, placement, how = config.compression.experts, config.placement, config.distillation
+    if count is not None:
+        check_count(spec.manifest, spec.config, count)
+    check_ranks(placement.ranks, spec.experts if count is None else count)
+    if placement.segments:
+        cut([BlockBytes(0, 0)] * spec.manifest.layers, placement.segments)
+    if how.text:
+        read_windows(how.text, spec.tokenizer, length=how.length, held_out=how.held_out)
+
+
+def check_ranks(ranks: int, experts: int) -> None:
+    """Raises ConfigError for more ranks than a layer has experts."""
+    if ranks > experts:
+        raise ConfigError(f"--ranks: expected at most the {experts} experts of a layer, got {ranks}")
