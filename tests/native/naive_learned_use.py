@@ -110,7 +110,7 @@ class NaiveLearnedUse(NaiveNextUse):
     def __init__(self, capacity, frames, price=0.012, later=0.4, **model):
         super().__init__(capacity, frames)
         self.price, self.later, self.options, self.model = price, later, model, None
-        self.turns, self.before, self.heard = 1, 0, {}
+        self.turns, self.before, self.heard, self.told = 1, 0, {}, False
         self.value, self.askers = {}, {}
 
     def access(self, phase, layer, entries):
@@ -118,7 +118,8 @@ class NaiveLearnedUse(NaiveNextUse):
         self.pending = {e for e in entries if e in self.layers}
         if kind != "forward":
             return
-        self.turns += self.now() <= self.before
+        if self.now() <= self.before:
+            self.turns, self.told = self.turns + self.told, False
         self.before = self.now()
         mine = self.entries(layer)
         if not mine:
@@ -130,6 +131,7 @@ class NaiveLearnedUse(NaiveNextUse):
         for place, e in enumerate(mine):
             if e in self.pending:
                 asked = self.askers.get(e, 0)
+                self.told = self.told or asked > 0
                 for sequence in [s for s in range(7) if asked >> s & 1] or [ALONE]:
                     used.setdefault(sequence, []).append(place)
         none, never = np.ones(len(mine)), np.ones(len(mine))

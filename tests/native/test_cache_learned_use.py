@@ -13,6 +13,7 @@ from tierstore import _native
 from tierstore._native import Decision
 
 FORWARD = 1
+NOBODY = -1
 
 
 class Batch:
@@ -29,12 +30,14 @@ class Batch:
             self.naive.layers[4 * record] = record // experts
 
     def ask(self, layer, chosen):
-        """``chosen`` maps sequences to experts. Returns the (layer, expert) that were evicted, in order."""
-        askers = {}
+        """``chosen`` maps sequences (``NOBODY``: it is not said which) to experts. Returns the (layer, expert) that were
+        evicted, in order.
+        """
+        askers: dict[int, int] = {}
         for sequence, experts in chosen.items():
             for expert in experts:
                 record = layer * self.experts + expert
-                askers[record] = askers.get(record, 0) | 1 << sequence
+                askers[record] = askers.get(record, 0) | (0 if sequence == NOBODY else 1 << sequence)
         records = sorted(askers)
         flags = [1 | askers[record] << 9 for record in records]
         groups, _ = self.core.begin_access(
@@ -117,6 +120,21 @@ def test_a_number_that_paused_is_another_sequence():
             batch.ask(layer, {0: {2, 3}, 1: {1, 0}})
 
 
+def test_prompts_between_two_tokens_end_nobody():
+    # By hand: sequence 0 walks three times, and a prompt, of which nobody says who asks, once. Then sequence 0 has
+    # half of its fourth pass: 3 decayed passes and this one.
+    batch = Batch(4, 2, 4)
+    for who in (0, 0, 0, NOBODY):
+        for layer in range(2):
+            batch.ask(layer, {who: {0, 1}})
+    batch.ask(0, {0: {0}})
+    fade = 2 ** (-1 / 24)
+    assert batch.naive.model.known[0, 0]["passes"] == pytest.approx(1 + fade + fade**2 + fade**3)
+    for _ in range(4):
+        for layer in range(2):
+            batch.ask(layer, {0: {2, 3}, NOBODY: {1, 0}})
+
+
 def test_askers_belong_to_accesses():
     core = _native.Residency(4, policy="learned-use", lookahead_frames=2)
     core.add_record(0, [1, 0, 0], [1, 0, 0], 1)
@@ -132,7 +150,7 @@ def test_every_victim_is_the_naive_one(data):
     options = draw(st.sampled_from([{}, {"price": 0.05, "later": 0.0}, {"half_life": 3.0, "rate": 0.2}]))
     batch = Batch(draw(st.integers(experts, experts * layers)), layers, experts, **options)
     chosen = st.dictionaries(
-        st.integers(0, 6),
+        st.integers(NOBODY, 6),
         st.sets(st.integers(0, experts - 1), min_size=1, max_size=3),
         min_size=1,
         max_size=3,

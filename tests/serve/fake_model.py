@@ -77,6 +77,10 @@ class FakeRunner:
             self._next += 1
         return joined
 
+    def resume(self, prompt: Sequence[int], tokens: Sequence[int]) -> Joined:
+        (joined,) = self.join([[*prompt, *tokens]])
+        return joined
+
     def step(self, tokens: Mapping[int, int]) -> dict[int, Tensor]:
         for number, token in tokens.items():
             self.sequences[number].append(token)

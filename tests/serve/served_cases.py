@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,11 +31,16 @@ class MemoryExperts:
         self._source = source
         self.begun: list[tuple[Stage, int]] = []
         self.asked: list[tuple[int, tuple[int, ...]]] = []
+        #: What was told of who asks, by pass over a layer.
+        self.told: list[dict[int, int]] = []
         #: Raised once, by the pass over this layer.
         self.failing: tuple[int, Exception] | None = None
 
     def begin(self, stage: Stage, tokens: int) -> None:
         self.begun.append((stage, tokens))
+
+    def tell_askers(self, askers: Mapping[int, int]) -> None:
+        self.told.append(dict(askers))
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
         self.asked.append((layer, tuple(experts)))

@@ -105,6 +105,32 @@ def test_after_an_error_the_others_are_as_before(kind: type[GroupedRunner]) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_sequence_that_had_left_goes_on(kind: type[GroupedRunner]) -> None:
+    """After a pass that failed: with the logits that it would have had, and where bits are promised with their bits."""
+    _, served = built_in()
+    (prompt, other) = drawn((6, 3), vocabulary=61)
+    tokens, expected = greedy(served.runner(kind), [prompt], 9)[0]
+    runner = served.runner(kind)
+    (joined, beside) = (runner.join([each])[0] for each in (prompt, other))
+    served.experts.failing = (1, ChecksumError("expert 3"))
+    with pytest.raises(ChecksumError):
+        runner.step({joined.number: tokens[0], beside.number: 1})
+    found = []
+    resumed = runner.resume(prompt, tokens[:4])
+    runner.resume(other, [1])
+    found.append(resumed.logits_V)
+    for token in tokens[4:8]:
+        found.append(runner.step({resumed.number: token})[resumed.number])
+    torch.testing.assert_close(torch.stack(found), expected[4:])
+    if kind is InvariantRunner:
+        assert torch.equal(torch.stack(found), expected[4:])
+    served.experts.failing = (0, OSError(5, "read"))
+    with pytest.raises(OSError, match="read"):
+        runner.resume(other, [1, 2])
+    assert len(runner.numbers) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_refused_changes_nothing(kind: type[GroupedRunner]) -> None:
     _, served = built_in(context=8)
     runner = served.runner(kind, sequences=2)

@@ -98,6 +98,22 @@ def test_logits_that_are_no_numbers() -> None:
 
 
 @pytest.mark.parametrize(
+    "options",
+    [
+        SamplingOptions(temperature=1e-40),
+        SamplingOptions(temperature=1e-300),
+        SamplingOptions(top_p=1e-300),
+        SamplingOptions(repetition_penalty=1e-40),
+        SamplingOptions(repetition_penalty=1e-300, temperature=1e-300, top_k=2, top_p=0.5),
+    ],
+)
+@pytest.mark.parametrize("shift", [0.0, -10.0])
+def test_numbers_that_are_nothing_in_fp32(options: SamplingOptions, shift: float) -> None:
+    """By hand: when temperature, nucleus or penalty go to 0, the most probable token is left: 2, which the text has."""
+    assert TokenSampler(options, [2])(torch.tensor([1.0, 3.0, 60.0, -1.0]) + shift) == 2
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [
         ("temperature", -0.1),

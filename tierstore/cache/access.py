@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from enum import IntEnum, IntFlag
 
+#: Sequences of a batch that an access can tell apart.
+ASKERS = 7
+
 #: An entry of the host cache, one group of one record, has the number ``record * GROUP_STRIDE + group``.
 GROUP_STRIDE = 4
 

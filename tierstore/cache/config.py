@@ -11,6 +11,7 @@ from tierstore import _native
 from tierstore.errors import ConfigError
 
 _LFU_DECAY = "lfu-decay"
+_LEARNED_USE = "learned-use"
 
 
 class Scope(Enum):
@@ -67,6 +68,11 @@ class CacheConfig:
     def headroom_frames(self) -> int:
         """Frames that the policy leaves empty."""
         return _native.policy_headroom_frames(self.policy, dict(self.options))
+
+    @property
+    def tells_askers_apart(self) -> bool:
+        """Whether the policy heeds which sequences ask for a record (``Need.FIRST_ASKER``)."""
+        return self.policy == _LEARNED_USE
 
     @property
     def half_life(self) -> float | None:

@@ -22,6 +22,21 @@ from tierstore.moe.exchange import gather_counts
 from tierstore.parallel import RankGroup
 
 
+class _RecordedPass:
+    """What routers give in a forward pass, by layer; None where nothing is recorded.
+
+    The hooks on a model hold this and not the model: a cycle would keep its memory until a collection of garbage.
+    """
+
+    def __init__(self) -> None:
+        self.logits: dict[int, Tensor] | None = None
+
+    def record(self, layer: int, router: nn.Module, arguments: Any, output: Any) -> None:
+        """A hook of the router of ``layer``."""
+        if self.logits is not None:  # not when a layer is computed again
+            self.logits[layer] = output[0]
+
+
 class AuxLoss:
     """The auxiliary loss of ``loaded`` over the global batch of ``ranks``, by transformers' own function of the family.
 
@@ -35,36 +50,32 @@ class AuxLoss:
             self.weight = float(own if weight is None else weight)
         self._ranks = ranks
         self._module = loaded.module
-        self._logits: dict[int, Tensor] | None = None
+        self._pass = _RecordedPass()
         self._recorded: tuple[Tensor, ...] = ()
         if self.weight:
             for layer, router in routers_of(loaded):
-                router.register_forward_hook(partial(self._record, layer))
+                router.register_forward_hook(partial(self._pass.record, layer))
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Takes what the routers give in the forward pass within, for ``value``."""
         # Not transformers' output_router_logits: with masks for packed documents its loss fails.
         logits: dict[int, Tensor] = {}
-        self._logits = logits
+        self._pass.logits = logits
         try:
             yield
         finally:
-            self._logits = None
+            self._pass.logits = None
         self._recorded = tuple(logits[layer] for layer in sorted(logits))
 
     @property
     def under_way(self) -> dict[int, Tensor] | None:
         """What has been recorded of the forward pass that is under way, by layer; None where none is recorded."""
-        return self._logits
+        return self._pass.logits
 
     @under_way.setter
     def under_way(self, logits: dict[int, Tensor] | None) -> None:
-        self._logits = logits
-
-    def _record(self, layer: int, router: nn.Module, arguments: Any, output: Any) -> None:
-        if self._logits is not None:  # not when a layer is computed again
-            self._logits[layer] = output[0]
+        self._pass.logits = logits
 
     def value(self) -> Tensor:
         """This rank's share of the loss of the last forward pass that was recorded, unweighted. A collective.

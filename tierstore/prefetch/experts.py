@@ -258,6 +258,10 @@ class FrozenExperts:
         """Only forward passes follow, until the next ``begin_micro``."""
         self.program.begin_evaluation()
 
+    def tell_askers(self, askers: Mapping[int, int]) -> None:
+        """Of the forward pass that comes next: the sequences that ask for each expert, a bit each."""
+        self.program.tell_askers(askers)
+
     def reach(self, layer: int) -> list[int]:
         """The layers that ``layer``'s forward pass, which comes next, would be told of by ``offer``."""
         return self.program.reach(layer)

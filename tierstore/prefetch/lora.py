@@ -8,7 +8,7 @@ happens in program order, in one host cache, and is in one trace.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -73,6 +73,12 @@ class LoraExperts:
         """Only forward passes follow, until the next ``begin_micro``."""
         self._pairs.begin_evaluation()
         self._base.begin_evaluation()
+
+    def tell_askers(self, askers: Mapping[int, int]) -> None:
+        """Of the forward pass that comes next: the sequences that ask for each expert, and its pair, a bit each."""
+        for each in (self._pairs, self._base):
+            if isinstance(each, FrozenExperts):
+                each.tell_askers(askers)
 
     def reach(self, layer: int) -> list[int]:
         """The layers that ``layer``'s forward pass, which comes next, would be told of by ``offer``."""

@@ -16,7 +16,7 @@ no clock. The program of frozen experts (``FrozenProgram``) asks for weights and
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from typing import Protocol
@@ -224,11 +224,29 @@ class PassProgram(ABC):
 class FrozenProgram(PassProgram):
     """The accesses to experts that are not trained: a pass needs weights, and leaves nothing behind."""
 
+    def __init__(self, schedule: Schedule, predictor: Predictor) -> None:
+        super().__init__(schedule, predictor)
+        self._askers: Mapping[int, int] = {}
+
+    def begin_evaluation(self) -> None:
+        """Only forward passes follow, until the next ``begin_micro``."""
+        super().begin_evaluation()
+        self._askers = {}
+
+    def tell_askers(self, askers: Mapping[int, int]) -> None:
+        """Of the forward pass that comes next: the sequences that ask for each expert, a bit each (``Need.FIRST_ASKER``)."""
+        self._askers = askers
+
     def forward(self, layer: int, experts: Sequence[int] | Experts) -> Iterator[Access]:
         """A forward pass, or its recomputation."""
         chosen = np.asarray(experts, np.uint32)
         again, ahead = self._forward_pass(layer, chosen)
-        yield self._access(Phase.FORWARD, layer, chosen, ahead)
+        access = self._access(Phase.FORWARD, layer, chosen, ahead)
+        if self._askers:
+            masks = [self._askers.get(expert, 0) for expert in chosen.tolist()]
+            access.flags[:] |= np.array(masks, np.uint16) * np.uint16(Need.FIRST_ASKER)
+            self._askers = {}
+        yield access
         if not again:
             self._predictor.observe(layer, chosen.tolist())
 

@@ -120,6 +120,8 @@ class Parts:
             stack.callback(self.extents.close)
             if self.recording is not None:
                 stack.callback(self.recording.close)
+            if self.caught_up is not None:
+                stack.callback(self.caught_up.end)
             stack.callback(self.engine.close)
             stack.callback(self.extents.end_discards)
 

@@ -69,6 +69,12 @@ class CaughtUpRecords:
         """``optimizer`` knows the steps that were missed."""
         self._optimizer = optimizer
 
+    def end(self) -> None:
+        """Nothing is read any more. The optimizer knows the cache that reads here: a cycle would keep the cache's memory
+        until a collection of garbage.
+        """
+        self._optimizer = None
+
     @property
     def scratch_bytes(self) -> int:
         """What the scratch takes of the host budget."""

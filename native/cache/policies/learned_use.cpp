@@ -33,7 +33,10 @@ void LearnedUse::access(const AccessInfo& info) {
     const LayerCycle::Pass pass_of = cycle_.enter(info.phase, info.layer);
     announce(info);
     if (pass_of != LayerCycle::Pass::FORWARD) return;
-    if (cycle_.position() <= last_position_) ++cycles_;
+    if (cycle_.position() <= last_position_) {
+        cycles_ += told_ ? 1 : 0;
+        told_ = false;
+    }
     last_position_ = cycle_.position();
     if (info.layer < layers_.size() && !layers_[info.layer].empty()) pass(info.layer, info);
 }
@@ -55,6 +58,7 @@ void LearnedUse::pass(std::uint32_t number, const AccessInfo& info) {
         if (entry >= entries_.size() || !entries_[entry].real || entries_[entry].layer != number) continue;
         const std::uint32_t askers = info.askers.empty() ? 0 : info.askers[i];
         if (askers == 0) used_[kAlone].push_back(entries_[entry].place);
+        told_ = told_ || askers != 0;
         for (std::uint32_t sequence = 0; sequence < kAlone; ++sequence) {
             if ((askers >> sequence & 1) != 0) used_[sequence].push_back(entries_[entry].place);
         }

@@ -31,7 +31,8 @@ struct LearnedUseOptions {
 // were known at its beginning, evictions would hardly be better (docs/STUDY.md), since what is not resident must be
 // read anyway.
 //
-// A sequence that a whole cycle did not hear of has ended: its number may be another's.
+// A sequence that a whole cycle did not hear of has ended: its number may be another's. Cycles in which nobody said who
+// asks do not count: those of prompts, say, between two tokens of the others.
 class LearnedUse final : public Policy {
 public:
     explicit LearnedUse(const LearnedUseOptions& options);
@@ -75,7 +76,8 @@ private:
     std::vector<EntryId> residents_;            // in no order that matters
     std::vector<std::uint32_t> resident_at_;    // by entry
     std::vector<EntryId> pending_;
-    std::uint64_t cycles_ = 1;
+    std::uint64_t cycles_ = 1;  // in which somebody said who asks, and the present one
+    bool told_ = false;         // whether the present one is one of them
     std::uint32_t last_position_ = 0;
     std::array<std::uint64_t, ActivationModel::kSequences> heard_{};  // the cycle; 0 for never
     std::array<std::vector<std::uint32_t>, ActivationModel::kSequences> used_;  // scratch: places

@@ -54,6 +54,10 @@ class Answering:
         finally:
             self._engine.cancel(self._waiting, outcome)
 
+    def leave(self) -> None:
+        """Nobody waits for it any more, if it has not ended."""
+        self._engine.cancel(self._waiting)
+
     async def whole(self) -> Response:
         """The answer as one object."""
         texts: list[str] = []
@@ -94,7 +98,10 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Until the last event, or until the client leaves."""
-        await while_there(receive, self._send(send))
+        try:
+            await while_there(receive, self._send(send))
+        finally:
+            self._answering.leave()  # also where not even the first event could be sent
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

@@ -6,7 +6,7 @@ Shapes: B sequences of a group, T tokens of a pass, S tokens with those before, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from tierstore.errors import BudgetError
+from tierstore.serve.batch.askers import AskerBits
 from tierstore.serve.batch.interface import Joined
-from tierstore.serve.batch.meeting import MeetingPasses
+from tierstore.serve.batch.meeting import MeetingPasses, Telling
 from tierstore.serve.experts.interface import ServedExperts, Stage
 from tierstore.serve.model.caches import copied_rows, drop_columns, select_rows, why_apart
 from tierstore.serve.model.interface import LayeredCache, ServedModel
@@ -69,12 +70,17 @@ class GroupedRunner(ABC):
         *,
         sequences: int,
         device: torch.device | None = None,
+        askers: AskerBits | None = None,
     ) -> None:
+        """``askers``: where ``experts`` are to be told which sequences ask for which, in decoding. A prompt asks for most of
+        a layer: that tells little about its sequence.
+        """
         self.model = model
         self.sequences = sequences
         self._experts = experts
         self._passes = passes
         self._device = device or torch.device("cpu")
+        self._askers = askers
         self._groups: list[Group] = []
         #: Tokens of each sequence, by number, in the order in which they joined.
         self._lengths: dict[int, int] = {}
@@ -126,7 +132,7 @@ class GroupedRunner(ABC):
             group.mask_BS = torch.cat((group.mask_BS, group.mask_BS.new_ones(len(group.numbers), 1)), dim=1)
             tokens_B = [tokens[number] for number in group.numbers]
             passes.append(torch.tensor(tokens_B, device=self._device).unsqueeze(1))
-        logits = self._forward(Stage.DECODE, groups, passes)
+        logits = self._forward(Stage.DECODE, groups, passes, self._telling(groups, lengths))
         self._groups += groups
         self._lengths = lengths
         return logits
@@ -144,14 +150,24 @@ class GroupedRunner(ABC):
                     self._groups.remove(group)
                 return
 
-    def _forward(self, stage: Stage, groups: Sequence[Group], tokens: Sequence[Tensor]) -> dict[int, Tensor]:
+    def _telling(self, groups: Sequence[Group], batch: Collection[int]) -> Telling | None:
+        """Who asks, in a step of ``groups``; nothing is to be told apart in a batch of one sequence."""
+        if self._askers is None or len(batch) == 1:
+            return None
+        self._askers.update(batch)
+        return Telling(self._experts, [self._askers.of(group.numbers) for group in groups])
+
+    def _forward(
+        self, stage: Stage, groups: Sequence[Group], tokens: Sequence[Tensor], telling: Telling | None = None
+    ) -> dict[int, Tensor]:
         """The passes of ``groups`` over ``tokens``: the logits (V,) by sequence."""
         self._experts.begin(stage, sum(each.numel() for each in tokens))
         results = self._passes.run(
             [
                 partial(group.forward, self.model, tokens_BT)
                 for group, tokens_BT in zip(groups, tokens, strict=True)
-            ]
+            ],
+            telling,
         )
         return {
             number: logits_V
@@ -211,6 +227,10 @@ class GroupedRunner(ABC):
         if least < 0 or most >= self.model.vocabulary:
             token = least if least < 0 else most
             raise ValueError(f"token {token}: expected 0 to {self.model.vocabulary - 1}")
+
+    @abstractmethod
+    def resume(self, prompt: Sequence[int], tokens: Sequence[int]) -> Joined:
+        """As in ``BatchRunner``."""
 
     @abstractmethod
     def describe(self) -> str:

@@ -39,6 +39,12 @@ class BatchRunner(Protocol):
         """
         ...
 
+    def resume(self, prompt: Sequence[int], tokens: Sequence[int]) -> Joined:
+        """A sequence joins that had left when its pass failed, with the ``tokens`` (at least one) that followed ``prompt``;
+        the logits are of what follows them. Raises what ``join`` and ``step`` do.
+        """
+        ...
+
     def step(self, tokens: Mapping[int, int]) -> dict[int, Tensor]:
         """Decoding: each sequence of ``tokens`` goes on with one token; returns the logits (V,) of what follows it."""
         ...

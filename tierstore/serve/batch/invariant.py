@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tierstore.serve.batch.grouped import Group, GroupedRunner
+from tierstore.serve.batch.interface import Joined
 
 
 class InvariantRunner(GroupedRunner):
@@ -18,6 +19,14 @@ class InvariantRunner(GroupedRunner):
 
     def describe(self) -> str:
         return "invariant: each sequence is a pass of its own, and its bits are those that it gets alone"
+
+    def resume(self, prompt: Sequence[int], tokens: Sequence[int]) -> Joined:
+        """Token by token, as they were computed before: a prefill of all of them would round otherwise."""
+        (joined,) = self.join([prompt])
+        number, logits_V = joined.number, joined.logits_V
+        for token in tokens:
+            logits_V = self.step({number: token})[number]
+        return Joined(number, logits_V)
 
     def _parts(self, rows: Sequence[int]) -> list[list[int]]:
         return [[row] for row in rows]

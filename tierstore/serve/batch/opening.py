@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tierstore.machine import memory
+from tierstore.serve.batch.askers import AskerBits
 from tierstore.serve.batch.grouped import GroupedRunner
 from tierstore.serve.batch.invariant import InvariantRunner
 from tierstore.serve.batch.meeting import MeetingPasses
@@ -32,6 +33,7 @@ def open_runner(parts: ServedParts) -> GroupedRunner:
         MeetingPasses(parts.source),
         sequences=batch.sequences,
         device=parts.device,
+        askers=AskerBits() if parts.config.cache.tells_askers_apart else None,
     )
 
 

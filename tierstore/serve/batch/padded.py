@@ -16,6 +16,7 @@ from functools import cached_property
 import torch
 
 from tierstore.serve.batch.grouped import Group, GroupedRunner
+from tierstore.serve.batch.interface import Joined
 from tierstore.serve.model.caches import move, why_apart
 
 
@@ -31,6 +32,11 @@ class PaddedRunner(GroupedRunner):
         if self.apart:
             return f"padded: one for the sequences that join together, since {self.apart}"
         return "padded: one for all sequences"
+
+    def resume(self, prompt: Sequence[int], tokens: Sequence[int]) -> Joined:
+        """In one prefill, as the bits of a padded batch depend on its passes anyhow."""
+        (joined,) = self.join([(*prompt, *tokens)])
+        return joined
 
     def _parts(self, rows: Sequence[int]) -> list[list[int]]:
         return [list(rows)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 from typing import Protocol
 
@@ -24,6 +25,12 @@ class ServedExperts(ExpertSource, GuessListener, Protocol):
 
     def begin(self, stage: Stage, tokens: int) -> None:
         """A forward pass of ``tokens`` tokens in all begins."""
+        ...
+
+    def tell_askers(self, askers: Mapping[int, int]) -> None:
+        """Of the layer that comes next: the sequences that ask for each expert, a bit each (``Need.FIRST_ASKER``), for the
+        cache policy. Nobody has to say it.
+        """
         ...
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -178,6 +178,10 @@ class CachedExperts:
             self._residency.end_step()  # to policies and in traces each pass is a step
         self._begun = True
         self._frozen.begin_evaluation()
+
+    def tell_askers(self, askers: Mapping[int, int]) -> None:
+        """Of the layer that comes next: the sequences that ask for each expert, a bit each."""
+        self._frozen.tell_askers(askers)
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
         """Leases of ``experts`` (ascending), those in memory first."""

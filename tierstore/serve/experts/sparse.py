@@ -18,7 +18,7 @@ from tierstore.cache.access import GROUP_STRIDE, Need, Phase
 from tierstore.cache.config import CacheConfig
 from tierstore.errors import BudgetError
 from tierstore.moe.source import ExpertLease
-from tierstore.prefetch.program import Access, FrozenProgram, Speculation
+from tierstore.prefetch.program import Access, Flags, FrozenProgram, Speculation
 from tierstore.serve.experts.slots import Asked, ExpertSlots
 
 _Decided = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint32]]
@@ -111,7 +111,8 @@ class ChosenExperts:
         for layer in reversed(list(held)):  # the nearest last: of equals it stays longest
             first = self._place_of[layer] * self._experts
             numbers = [number for number in range(first, first + self._experts) if number in slot_of]
-            groups = self._begin(Phase.INIT, first // self._experts, np.array(numbers, np.uint32))
+            flags = np.full(len(numbers), _STORED, np.uint16)
+            groups = self._begin(Phase.INIT, first // self._experts, np.array(numbers, np.uint32), flags)
             for _ in range(groups):
                 _, demanded, ahead = self._residency.next_group()
                 for decided in (demanded, ahead):
@@ -130,7 +131,7 @@ class ChosenExperts:
         self.found += len(known - self._guesses)
         self.guessed += len(known & self._guesses)
         self._guesses -= known
-        groups = self._begin(access.phase, place, numbers)
+        groups = self._begin(access.phase, place, numbers, access.flags)
         if groups > 1:
             self._slots.prefetch(access.layer, [n % count for n in numbers.tolist() if n not in known])
         for group in range(groups):
@@ -148,8 +149,7 @@ class ChosenExperts:
             self._residency.end_group()
         self._program.done(access, range(len(numbers)))
 
-    def _begin(self, phase: Phase, place: int, numbers: npt.NDArray[np.uint32]) -> int:
-        flags = np.full(len(numbers), _STORED, np.uint16)
+    def _begin(self, phase: Phase, place: int, numbers: npt.NDArray[np.uint32], flags: Flags) -> int:
         groups, _ = self._residency.begin_access(phase, place, numbers, flags)
         return groups if len(numbers) else 0
 

@@ -6,7 +6,7 @@ chosen experts start with; when it comes back it starts empty.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tierstore.moe.source import ExpertLease
 from tierstore.plan.ring import distinct_experts
@@ -63,6 +63,12 @@ class SlottedExperts:
             self._change(choice)
             self.choice = choice
             self._say(choice.describe())
+
+    def tell_askers(self, askers: Mapping[int, int]) -> None:
+        """Of the layer that comes next: the sequences that ask for each expert, a bit each. The slots' policy hears it; that
+        of the host cache behind them does not.
+        """
+        self._program.tell_askers(askers)
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
         """Leases of ``experts`` (ascending). Raises ChecksumError, OSError, BudgetError."""

@@ -4,7 +4,7 @@ One thread opens the model, runs it and closes it; nothing else touches it. Betw
 prefill, of at most ``limits.prefill_tokens`` tokens, so that answers under way go on while prompts come in.
 
 A pass that fails takes all of its sequences out of the batch. Each is computed again on its own, from its prompt and the
-tokens that it has: those that fail once more end with the error, and the others go on.
+tokens that it has (``BatchRunner.resume``): those that fail once more end with the error, and the others go on.
 """
 
 from __future__ import annotations
@@ -69,7 +69,13 @@ class Engine:
 
     def __enter__(self) -> Engine:
         self._thread.start()
-        self._ready.wait()
+        try:
+            self._ready.wait()
+        except (
+            BaseException
+        ):  # SIGINT: the thread, which the process would wait for, ends when the model is open
+            self.close()
+            raise
         if self._error is not None:
             self._thread.join()
             raise self._error
@@ -217,8 +223,10 @@ class Engine:
     def _join_again(self, running: Running, failed: list[_Sequence]) -> None:
         """After a pass that failed: each on its own."""
         for sequence in failed:
+            if sequence.waiting.answer.cancelled:
+                continue
             try:
-                (one,) = running.runner.join([(*sequence.waiting.generation.prompt, *sequence.tokens)])
+                one = running.runner.resume(sequence.waiting.generation.prompt, sequence.tokens)
             except Exception as error:
                 self._fail(sequence.waiting, _sentence(error))
             else:

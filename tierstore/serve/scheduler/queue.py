@@ -99,21 +99,23 @@ class RequestQueue:
             return True
 
     def give_back(self, waiting: list[Waiting]) -> None:
-        """What was taken and found no room: it is first again."""
+        """What was taken and found no room: it is first again. Not what nobody waits for any more."""
         with self._changed:
-            self._waiting.extendleft(reversed(waiting))
-            self._tokens += sum(one.generation.tokens for one in waiting)
+            wanted = [one for one in waiting if not one.answer.cancelled]
+            self._waiting.extendleft(reversed(wanted))
+            self._tokens += sum(one.generation.tokens for one in wanted)
 
     def take(self, room: int) -> list[Waiting]:
-        """The first of those that wait: at most ``room``, and as many prompts as may be computed together."""
+        """The first of those that wait: at most ``room``, and as many prompts as may be computed together, each padded to
+        the longest.
+        """
         taken: list[Waiting] = []
-        tokens = 0
+        longest = 0
         with self._changed:
             while self._waiting and len(taken) < room:
-                prompt = len(self._waiting[0].generation.prompt)
-                if taken and tokens + prompt > self._limits.prefill_tokens:
+                longest = max(longest, len(self._waiting[0].generation.prompt))
+                if taken and longest * (len(taken) + 1) > self._limits.prefill_tokens:
                     break
-                tokens += prompt
                 taken.append(self._waiting.popleft())
                 self._tokens -= taken[-1].generation.tokens
         return taken

@@ -70,7 +70,12 @@ class TokenSampler:
         options = self._options
         if options.temperature == 0:
             return int(logits_V.argmax())
+        most_probable = int(logits_V.argmax())
         logits_V = logits_V / options.temperature
+        if not math.isfinite(
+            float(logits_V.max())
+        ):  # a temperature, or a penalty, so low that one token is left
+            return most_probable
         if 0 < options.top_k < logits_V.numel():
             least = logits_V.topk(options.top_k).values[-1]
             logits_V = logits_V.masked_fill(logits_V < least, -math.inf)
@@ -92,5 +97,7 @@ def _nucleus(probability_V: Tensor, top_p: float) -> Tensor:
     """The fewest tokens, the most probable first, that have ``top_p`` together; the others get 0."""
     ordered_V, token_V = probability_V.sort(descending=True, stable=True)
     before_V = ordered_V.cumsum(dim=0) - ordered_V
-    ordered_V = ordered_V.masked_fill(before_V >= top_p, 0.0)
+    dropped_V = before_V >= top_p
+    dropped_V[0] = False  # in fp32 a tiny ``top_p`` is 0
+    ordered_V = ordered_V.masked_fill(dropped_V, 0.0)
     return torch.zeros_like(probability_V).index_put((token_V,), ordered_V)
