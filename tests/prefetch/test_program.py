@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tierstore.cache.access import GROUP_STRIDE, Need, Phase
@@ -268,6 +268,14 @@ steps = st.tuples(st.lists(micros, min_size=1, max_size=3), st.sampled_from(["ap
     name=st.sampled_from(PredictorName),
     room=st.sampled_from([1.2, 3.0, 8.0]),
     recomputes=st.booleans(),
+)
+@example(  # a pass that uses nothing was guessed wrongly, and a step beside the passes follows
+    run=[([([], [0]), ([0, 1], [])], "apply")],
+    inactive=Inactive.EXACT,
+    depth=2,
+    name=PredictorName.ALL,
+    room=3.0,
+    recomputes=False,
 )
 def test_a_live_store_asks_for_what_the_program_says(
     make_rig: MakeRig,

@@ -177,6 +177,10 @@ class PassProgram(ABC):
         prefetched and not used: otherwise wrong guesses would keep their memory to the end of the step, and decoding
         knows no steps. What is still expected is in memory, and is prefetched again.
         """
+        if (
+            not access.ahead
+        ):  # beside the passes, where a live source does not ask, nothing is given up either
+            return
         if self._wrong:
             cancel()
         self._wrong = False
