@@ -140,6 +140,22 @@ def test_torch_is_not_imported_to_answer(args: str, tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1:] == ["False passive"], done.stderr
 
 
+@pytest.mark.parametrize(
+    ("args", "policy"), [("doctor --help", "passive"), ("generate --help", "None"), ("serve --help", "None")]
+)
+def test_openmp_spins_where_passes_are_short(args: str, policy: str, tmp_path: Path) -> None:
+    code = (
+        "import os\n"
+        "os.environ.pop('OMP_WAIT_POLICY', None)\n"
+        "from tierstore.cli.main import cli\n"
+        "try:\n"
+        f"    cli.main({args.split()!r})\n"
+        "except SystemExit:\n"
+        "    print(os.environ.get('OMP_WAIT_POLICY'))\n"
+    )
+    assert process(code, tmp_path).stdout.splitlines()[-1] == policy
+
+
 def test_a_process_exits_with_the_status(tmp_path: Path) -> None:
     done = process("from tierstore.cli.main import main; main()", tmp_path)
     assert (done.returncode, done.stdout) == (2, "")

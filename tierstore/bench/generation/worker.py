@@ -43,6 +43,8 @@ class Ran:
 
 def answers(requests: Iterator[Any]) -> Generator[Mapping[str, object]]:
     """What the child sends."""
+    # Before torch is imported: all wait as OpenMP does by default, and as ``generate`` and ``serve`` have it.
+    os.environ.pop("OMP_WAIT_POLICY", None)
     first = next(requests, None)
     if first is None:
         return
