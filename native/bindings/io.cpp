@@ -87,12 +87,12 @@ Its transfers and syncs are counted by ``meter``, if any.)")
             },
             "path"_a, nb::kw_only(), "create"_a = FileCreate::No, "direct"_a = DirectIo::Auto,
             "access"_a = FileAccess::ReadWrite, "meter"_a.none() = nb::none(),
-            nb::sig(
-                "def __init__(self, path: str | os.PathLike[str], *, create: FileCreate = "
-                "tierstore._native.FileCreate.NO, "
-                "direct: DirectIo = tierstore._native.DirectIo.AUTO, "
-                "access: FileAccess = tierstore._native.FileAccess.READ_WRITE, meter: Meter | None = None) -> "
-                "None"))
+            nb::sig("def __init__(self, path: str | os.PathLike[str], *, create: FileCreate = "
+                    "tierstore._native.FileCreate.NO, "
+                    "direct: DirectIo = tierstore._native.DirectIo.AUTO, "
+                    "access: FileAccess = tierstore._native.FileAccess.READ_WRITE, meter: Meter | None = "
+                    "None) -> "
+                    "None"))
         .def_prop_ro("path", [](const Held<File>& self) { return self.ptr->path(); })
         .def_prop_ro("size", [](const Held<File>& self) { return self.ptr->size(); })
         .def_prop_ro("direct", [](const Held<File>& self) { return self.ptr->open()->direct_fd >= 0; })

@@ -86,7 +86,8 @@ void bind_quant(nb::module_& m) {
            const Matrix<const float>& src) {
             check_sizes(format, src.shape(0), src.shape(1), codes.size(), scales.size());
             const nb::gil_scoped_release release;
-            return tierstore::quantize(format, codes.data(), scales.data(), src.data(), src.shape(0), src.shape(1));
+            return tierstore::quantize(format, codes.data(), scales.data(), src.data(), src.shape(0),
+                                       src.shape(1));
         },
         "format"_a, "codes"_a.noconvert(), "scales"_a.noconvert(), "src"_a.noconvert(),
         R"(Quantises a matrix, row by row in blocks of ``QUANT_BLOCK``; see docs/FORMAT.md.
@@ -97,7 +98,8 @@ False where a value, or what its code would stand for, is not finite: codes and 
         [](QuantFormat format, const Matrix<float>& dst, const Codes& codes, const Scales& scales) {
             check_sizes(format, dst.shape(0), dst.shape(1), codes.size(), scales.size());
             const nb::gil_scoped_release release;
-            tierstore::dequantize(format, dst.data(), codes.data(), scales.data(), dst.shape(0), dst.shape(1));
+            tierstore::dequantize(format, dst.data(), codes.data(), scales.data(), dst.shape(0),
+                                  dst.shape(1));
         },
         "format"_a, "dst"_a.noconvert(), "codes"_a.noconvert(), "scales"_a.noconvert(),
         "What the codes stand for, in fp32.");
@@ -106,15 +108,16 @@ False where a value, or what its code would stand for, is not finite: codes and 
 
 The bits of a row of the result depend on its row of ``x`` and on the matrix alone: not on the threads, the
 instruction set or the other rows. Several threads may multiply at once; none after ``close``.)")
-        .def("__init__",
-             [](QuantProducts* self, std::size_t threads) {
-                 if (threads < 1) throw std::invalid_argument("threads: expected at least 1, got 0");
-                 new (self) QuantProducts(threads);
-             },
-             "threads"_a)
+        .def(
+            "__init__",
+            [](QuantProducts* self, std::size_t threads) {
+                if (threads < 1) throw std::invalid_argument("threads: expected at least 1, got 0");
+                new (self) QuantProducts(threads);
+            },
+            "threads"_a)
         .def_prop_ro("threads", &QuantProducts::threads, "Threads that compute, the caller's included.")
-        .def("multiply", multiply<float>, "format"_a, "y"_a.noconvert(), "x"_a.noconvert(), "codes"_a.noconvert(),
-             "scales"_a.noconvert(), "isa"_a = nb::none(),
+        .def("multiply", multiply<float>, "format"_a, "y"_a.noconvert(), "x"_a.noconvert(),
+             "codes"_a.noconvert(), "scales"_a.noconvert(), "isa"_a = nb::none(),
              R"(``y = x W^T``: x (M, K), y (M, N), W of N rows and K columns; in fp32.
 
 uint16 arrays are bf16's bits: sums stay in fp32, and are rounded to nearest even.)")

@@ -177,10 +177,10 @@ void bind_sim(nb::module_& m) {
         "steps"_a.noconvert().none() = nb::none(), "sizes"_a.noconvert().none() = nb::none(),
         "entry_layers"_a.noconvert().none() = nb::none(), "records"_a.noconvert().none() = nb::none(),
         "groups"_a.noconvert().none() = nb::none(), "bytes"_a.noconvert().none() = nb::none(),
-        "pinned"_a.noconvert().none() = nb::none(), "askers"_a.noconvert().none() = nb::none(), nb::kw_only(), "policy"_a, "options"_a = PolicyOptions{},
-        "capacity_frames"_a, "scope"_a = Scope::GLOBAL, "layer_quotas"_a = std::vector<std::uint64_t>{},
-        "contract"_a = Contract::ATOMIC, "warmup_events"_a = 0, "detail"_a = Detail::STEPS,
-        "group_order"_a = GroupOrder::RESIDENT_FIRST,
+        "pinned"_a.noconvert().none() = nb::none(), "askers"_a.noconvert().none() = nb::none(), nb::kw_only(),
+        "policy"_a, "options"_a = PolicyOptions{}, "capacity_frames"_a, "scope"_a = Scope::GLOBAL,
+        "layer_quotas"_a = std::vector<std::uint64_t>{}, "contract"_a = Contract::ATOMIC,
+        "warmup_events"_a = 0, "detail"_a = Detail::STEPS, "group_order"_a = GroupOrder::RESIDENT_FIRST,
         R"(A policy (or a bound: Belady 1966) over columns: event i asks for ``entries[offsets[i]:offsets[i + 1]]``.
 
 ``writes`` and ``askers`` (which sequences ask, a bit each) are by request; ``layers``, ``phases`` and ``steps`` (non-decreasing) are by event; ``sizes``

@@ -8,14 +8,14 @@ namespace {
 
 // How fast the two halves of a state fade: half after so many passes. Tuned on one half of a routing trace of 26 layers.
 constexpr double kFastHalfLife = 6.0, kSlowHalfLife = 40.0;
-constexpr float kSlowWeight = 0.3F;      // of a vector in the slow half, which adds up many more
-constexpr float kFirstVectors = 0.17F;   // their largest number
-constexpr float kVectorRate = 0.1F;      // of the rate
+constexpr float kSlowWeight = 0.3F;     // of a vector in the slow half, which adds up many more
+constexpr float kFirstVectors = 0.17F;  // their largest number
+constexpr float kVectorRate = 0.1F;     // of the rate
 constexpr float kFeatureRate = 0.2F;
 constexpr float kPriorRate = 5e-4F;
-constexpr float kPriorWeight = 2.0F;     // of the prior in a sequence's frequency, in passes
-constexpr float kPairPrior = 10.0F;      // of the prior in a count of pairs, in uses
-constexpr std::size_t kMostPairs = 1024; // places of a layer: beyond, no pairs are counted
+constexpr float kPriorWeight = 2.0F;      // of the prior in a sequence's frequency, in passes
+constexpr float kPairPrior = 10.0F;       // of the prior in a count of pairs, in uses
+constexpr std::size_t kMostPairs = 1024;  // places of a layer: beyond, no pairs are counted
 
 enum Feature : std::uint8_t { ONE, OWN, ALL, NOW, NEXT };
 
@@ -32,7 +32,8 @@ float scattered(std::uint64_t number) {
     bits = (bits ^ (bits >> 30)) * 0xbf58476d1ce4e5b9ULL;
     bits = (bits ^ (bits >> 27)) * 0x94d049bb133111ebULL;
     bits ^= bits >> 31;
-    return static_cast<float>(static_cast<std::int64_t>(bits >> 40) - (1 << 23)) / static_cast<float>(1 << 23);
+    return static_cast<float>(static_cast<std::int64_t>(bits >> 40) - (1 << 23)) /
+           static_cast<float>(1 << 23);
 }
 
 const float kFastFade = static_cast<float>(std::exp2(-1.0 / kFastHalfLife));

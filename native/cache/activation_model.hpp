@@ -55,12 +55,12 @@ private:
 
     // What one sequence has shown of one layer.
     struct Seen {
-        std::vector<float> uses;                              // decayed, by place
-        std::array<std::vector<float>, kFeatures> features;   // by place
-        std::vector<float> chance;                            // by place
-        std::vector<std::uint32_t> used, before;              // by the last pass, and the one before it
-        State state{};                                        // after the last pass
-        float passes = 0.0F;                                  // decayed
+        std::vector<float> uses;                             // decayed, by place
+        std::array<std::vector<float>, kFeatures> features;  // by place
+        std::vector<float> chance;                           // by place
+        std::vector<std::uint32_t> used, before;             // by the last pass, and the one before it
+        State state{};                                       // after the last pass
+        float passes = 0.0F;                                 // decayed
         bool any = false;
     };
     struct Layer {

@@ -34,7 +34,8 @@ struct AccessInfo {
     Phase phase;
     std::uint32_t layer;
     std::span<const EntryId> entries;
-    std::span<const std::uint8_t> askers;  // of each entry, the sequences that ask for it, a bit each; or empty
+    std::span<const std::uint8_t>
+        askers;  // of each entry, the sequences that ask for it, a bit each; or empty
 };
 
 // What a policy may know of entries when it chooses: their size, and whether they can go at all.

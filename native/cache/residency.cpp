@@ -133,7 +133,8 @@ void Residency::check_units(std::uint32_t layer, std::span<const std::uint32_t> 
         }
         const std::uint16_t need = bits(flags[i], kNeedShift);
         const std::uint16_t touched = bits(flags[i], kDirtyShift) | bits(flags[i], kDropShift);
-        if (need == 0 || (touched & ~need) != 0 || (check != Check::ACCESS && flags[i] >> kAskersShift != 0)) {
+        if (need == 0 || (touched & ~need) != 0 ||
+            (check != Check::ACCESS && flags[i] >> kAskersShift != 0)) {
             throw std::invalid_argument("record " + std::to_string(records[i]) + ": flags " +
                                         std::to_string(flags[i]) +
                                         " must need a group, and dirty or drop only what they need");
@@ -235,7 +236,8 @@ void Residency::announce(Phase phase, std::span<const std::uint32_t> records,
         any = any || flags[i] >> kAskersShift != 0;
     }
     if (!any) askers_.clear();
-    for (Domain& domain : domains_) domain.policy->access(AccessInfo{phase, access_layer_, announced_, askers_});
+    for (Domain& domain : domains_)
+        domain.policy->access(AccessInfo{phase, access_layer_, announced_, askers_});
 }
 
 void Residency::refuse_capacity(const Domain& domain, std::uint64_t added) const {

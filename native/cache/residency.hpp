@@ -259,8 +259,8 @@ private:
     std::vector<std::uint32_t> unit_at_;
     std::vector<std::uint32_t> place_of_;  // by unit
     std::vector<std::uint32_t> bounds_{0};
-    std::vector<EntryId> victims_;    // scratch
-    std::vector<EntryId> announced_;  // scratch
+    std::vector<EntryId> victims_;      // scratch
+    std::vector<EntryId> announced_;    // scratch
     std::vector<std::uint8_t> askers_;  // scratch: of what is announced
     ResidencyStats stats_;
 };

@@ -381,7 +381,7 @@ void Engine::finish(Ticket ticket, FailurePtr failure, Remains& remains) {
                 if (next->inherited) {
                     ending.emplace_back(dependent, next->inherited);
                 } else if (next->kind == Kind::Barrier ||
-                    (next->kind == Kind::External && next->completed_outside)) {
+                           (next->kind == Kind::External && next->completed_outside)) {
                     ending.emplace_back(dependent, nullptr);
                 } else {
                     ready.push_back(dependent);

@@ -22,7 +22,7 @@ struct Product {
     std::size_t columns;  // a multiple of `block`
     const std::uint8_t* codes;
     const float* scales;
-    float* y;                // one of both
+    float* y;  // one of both
     std::uint16_t* y_bf16;
     std::size_t y_stride;
     std::size_t begin, end;

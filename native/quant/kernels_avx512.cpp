@@ -29,8 +29,7 @@ struct V {
     struct Table {
         __m512 values;
         explicit Table(const float* p) {
-            const __m512 codes =
-                _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+            const __m512 codes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
             values = _mm512_add_ps(_mm512_mul_ps(codes, _mm512_set1_ps(p[0])), _mm512_set1_ps(p[1]));
         }
         V low(const std::uint8_t* p) const {

@@ -81,7 +81,8 @@ bool quantize(QuantFormat format, std::uint8_t* codes, float* scales, const floa
     std::fill_n(codes, quant_code_bytes(format, rows, columns), std::uint8_t{0});
     for (std::size_t row = 0; row < rows; ++row) {
         for (std::size_t k = 0; k < columns; k += kQuantBlock) {
-            if (!one(codes, scales, src + row * columns + k, std::min(columns - k, kQuantBlock))) return false;
+            if (!one(codes, scales, src + row * columns + k, std::min(columns - k, kQuantBlock)))
+                return false;
             codes += code_bytes;
             scales += floats;
         }

@@ -61,7 +61,8 @@ int main(int argc, char** argv) {
         QuantProducts products(size), alone(1);
         std::vector<std::thread> callers;
         for (unsigned i = 0; i < 3; ++i)
-            callers.emplace_back([&, i] { caller(products, alone, 10 * i + static_cast<unsigned>(size), rounds); });
+            callers.emplace_back(
+                [&, i] { caller(products, alone, 10 * i + static_cast<unsigned>(size), rounds); });
         for (std::thread& thread : callers) thread.join();
         products.close();
     }

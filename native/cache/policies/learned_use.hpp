@@ -79,7 +79,7 @@ private:
     std::uint64_t cycles_ = 1;  // in which somebody said who asks, and the present one
     bool told_ = false;         // whether the present one is one of them
     std::uint32_t last_position_ = 0;
-    std::array<std::uint64_t, ActivationModel::kSequences> heard_{};  // the cycle; 0 for never
+    std::array<std::uint64_t, ActivationModel::kSequences> heard_{};            // the cycle; 0 for never
     std::array<std::vector<std::uint32_t>, ActivationModel::kSequences> used_;  // scratch: places
     std::vector<Ranked> ranked_;                                                // scratch
 };
