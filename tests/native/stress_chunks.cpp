@@ -75,7 +75,8 @@ std::shared_ptr<OpenFile> fake_file() {
     const int fd = mkstemp(path);
     CHECK(fd >= 0);
     ::close(fd);
-    auto file = std::make_shared<OpenFile>(path, FileCreate::No, DirectIo::Off, nullptr);
+    auto file =
+        std::make_shared<OpenFile>(path, FileCreate::No, DirectIo::Off, FileAccess::ReadWrite, nullptr);
     ::unlink(path);
     file->direct_fd = ::dup(file->buffered_fd);
     file->memory_alignment = file->offset_alignment = kAlignment;

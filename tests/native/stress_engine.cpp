@@ -63,7 +63,7 @@ public:
           crcs_(std::make_shared<CrcTable>(kSlots)),
           path_(temporary(std::to_string(seed))),
           meter_(std::make_shared<Meter>()),
-          file_(path_, FileCreate::Yes, DirectIo::Auto, meter_),
+          file_(path_, FileCreate::Yes, DirectIo::Auto, FileAccess::ReadWrite, meter_),
           cell_values_(kCells),
           slot_values_(kSlots) {
         // One slot more, which is only ever given back.
