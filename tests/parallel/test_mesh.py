@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +13,7 @@ from launcher import Ranks
 
 from tierstore.errors import ConfigError
 from tierstore.parallel import Collective, ExpertBlocks, Mesh, ParallelConfig, RankEnvironment
-from tierstore.parallel.mesh import expert_ranks
+from tierstore.parallel.mesh import Layout, layout_of
 
 
 def test_blocks_by_hand() -> None:
@@ -93,16 +95,53 @@ def test_traffic_is_that_of_all_groups_once(ranks: Ranks) -> None:
     assert ranks.run(4, _sent) == [(2, 8 * (3 + 3))] * 4  # world and expert group are one
 
 
-def test_expert_groups_divide_the_world() -> None:
-    assert expert_ranks(ParallelConfig(), 6) == 6
-    assert expert_ranks(ParallelConfig(expert=3), 6) == 3
-    with pytest.raises(ConfigError, match=r"^parallel\.expert: expected a divisor of the 6 ranks, got 4"):
-        expert_ranks(ParallelConfig(expert=4), 6)
+def test_layouts_by_hand() -> None:
+    assert layout_of(ParallelConfig(), 6) == Layout(stages=1, replicas=1, expert=6, tensor=1)
+    assert layout_of(ParallelConfig(expert=3), 6) == Layout(stages=1, replicas=2, expert=3, tensor=1)
+    made = layout_of(ParallelConfig(stages=2, tensor=2), 8)
+    assert made == Layout(stages=2, replicas=2, expert=2, tensor=2)
+    assert (made.world, made.data) == (8, 2)
+    assert made.rows("world") == [list(range(8))]
+    assert made.rows("tensor") == made.rows("expert") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert made.rows("data") == made.rows("replica") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert made.rows("pipeline") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    flat = layout_of(ParallelConfig(stages=2, expert=2), 8)
+    assert flat.rows("data") == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert flat.rows("tensor") == [[rank] for rank in range(8)]
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("expert", -1), ("timeout_s", 0.0), ("grace_s", float("inf")), ("timeout_s", -1.0)]
+    ("config", "message"),
+    [
+        (ParallelConfig(expert=4), r"parallel\.expert: expected a divisor of the 6 ranks, got 4"),
+        (ParallelConfig(stages=4), r"parallel\.stages: expected a divisor of the 6 ranks, got 4"),
+        (
+            ParallelConfig(stages=2, tensor=2),
+            r"parallel\.tensor: expected a divisor of the 3 ranks of a stage",
+        ),
+        (
+            ParallelConfig(stages=2, expert=2),
+            r"parallel\.expert: expected a divisor of the 3 ranks of a stage",
+        ),
+        (ParallelConfig(tensor=2, expert=3), r"parallel\.expert: expected 0 or 2"),
+    ],
 )
-def test_bad_values_are_named(field: str, value: float) -> None:
+def test_layouts_that_cannot_be(config: ParallelConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        layout_of(config, 6)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("expert", -1),
+        ("tensor", 0),
+        ("stages", 0),
+        ("timeout_s", 0.0),
+        ("grace_s", float("inf")),
+        ("timeout_s", -1.0),
+    ],
+)
+def test_bad_values_are_named(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"^parallel.{field}:"):
         ParallelConfig(**{field: value})

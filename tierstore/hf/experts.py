@@ -99,7 +99,7 @@ class ExpertLayer:
 
     def __call__(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
         """``(T, D)`` to ``(T, D)``. On several ranks a collective. Raises PeerError."""
-        alone = self._mesh is None or self._mesh.world.size == 1
+        alone = self._mesh is None or self._mesh.data.size == 1
         if alone and x_TD.shape[0] == 1 and not torch.is_grad_enabled():
             plan = dispatch_token(expert_TK, self.experts)
             return self._computed(x_TD, weight_TK, plan, LocalRows(plan, plan.experts))
@@ -116,9 +116,9 @@ class ExpertLayer:
         return compute_experts(x_TD, weight_TK, call)
 
     def _rows(self, plan: Dispatch, own_E: Tensor) -> tuple[Rows, Tensor]:
-        if self._mesh is None or self._mesh.world.size == 1:
+        if self._mesh is None or self._mesh.data.size == 1:
             return LocalRows(plan, plan.experts), own_E
-        load_RE = gather_counts(own_E, self._mesh.world, self._charge)
+        load_RE = gather_counts(own_E, self._mesh.data, self._charge)
         training = in_training(self.source)
         rows = rows_of(plan, load_RE, self._mesh, training=training, charge=self._charge)
         return rows, load_RE.sum(dim=0)

@@ -123,7 +123,7 @@ class HfModel:
         self._module.register_forward_pre_hook(refuse_adapters)
         if finetune.checkpoint_activations is CheckpointActivations.BLOCK:
             checkpoint_activations(self._module)
-        ranks = RankGroup.alone() if mesh is None else mesh.world
+        ranks = RankGroup.alone() if mesh is None else mesh.data
         self._rank, self._ranks = ranks.rank, ranks.size
         self._aux_loss = AuxLoss(loaded, finetune.aux_loss_weight, ranks)
         # A frozen router stays as it is.

@@ -87,7 +87,7 @@ class Transformer(nn.Module):
             raise ValueError("a Transformer needs an expert source, or a factory of mixtures")
         self.config = config
         self._key = NoiseKey()
-        self._ranks = 1 if mesh is None else mesh.world.size
+        self._ranks = 1 if mesh is None else mesh.data.size
 
         def from_source(layer: int) -> nn.Module:
             return MoELayer(

@@ -158,13 +158,13 @@ def gather_counts(own: Tensor, group: RankGroup, charge: Charge | None = None) -
 def rows_of(
     plan: Dispatch, load_RE: Tensor, mesh: Mesh, *, training: bool, charge: Charge | None = None
 ) -> Rows:
-    """The way of the rows of ``plan``, given ``load_RE`` of all data ranks (those of ``mesh.world``).
+    """The way of the rows of ``plan``, given ``load_RE`` of all data ranks (those of ``mesh.data``).
 
     In training, replicas must step the same experts: each asks for every expert of its block that any data rank
     reached, in the same order, so that their gradients can be summed one by one.
     """
-    sources = list(mesh.expert.ranks)
-    if mesh.world.size == 1:
+    sources = list(mesh.expert_sources)
+    if mesh.data.size == 1:
         return LocalRows(plan, plan.experts)
     blocks = mesh.blocks(load_RE.shape[1])
     load_SE = load_RE[sources]

@@ -84,7 +84,7 @@ class RouterGuesses:
     ) -> None:
         self._routers = {router.layer: router for router in routers}
         self._listener = listener
-        self._mesh = mesh if mesh is not None and mesh.world.size > 1 else None
+        self._mesh = mesh if mesh is not None and mesh.data.size > 1 else None
         self._ledger = ledger or StallLedger()
         self._training = training
         self._first = min(self._routers)
@@ -138,8 +138,8 @@ class RouterGuesses:
         replica of an expert is asked for, the others are asked for.
         """
         charge = partial(self._ledger.stall, layer=layer, tier=Tier.RANKS, cause=Cause.ALL_TO_ALL)
-        all_Rn = gather_counts(own.flatten(), mesh.world, charge)
-        ranks = list(range(mesh.world.size)) if training else list(mesh.expert.ranks)
+        all_Rn = gather_counts(own.flatten(), mesh.data, charge)
+        ranks = list(range(mesh.data.size) if training else mesh.expert_sources)
         return list(all_Rn[ranks].sum(dim=0).view_as(own))
 
     def _take(self, layer: int, graph: bool) -> None:

@@ -79,7 +79,7 @@ class MoELayer(nn.Module):
             self._charge = partial(ledger.stall, layer=layer, tier=Tier.RANKS, cause=Cause.ALL_TO_ALL)
         self.layer = layer
         self.save_activations = SaveActivations(save_activations)
-        data = None if mesh is None else mesh.world
+        data = None if mesh is None else mesh.data
         self.router = Router(router, shape.d_model, layer=layer, seed=seed, data=data, charge=self._charge)
         self.shared: FeedForward | None = None
         if shared_d_ff:

@@ -24,7 +24,7 @@ from tierstore.parallel.collectives import Failure, RankGroup
 from tierstore.parallel.config import ParallelConfig
 from tierstore.parallel.environment import RankEnvironment
 from tierstore.parallel.job_store import open_job_store
-from tierstore.parallel.mesh import Mesh, build_mesh, expert_ranks
+from tierstore.parallel.mesh import Mesh, build_mesh, layout_of
 from tierstore.parallel.watch import DeathWatch
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def launch(
     Raises ConfigError for an environment or a layout that cannot work, PeerError when the ranks cannot meet.
     """
     environment = RankEnvironment.from_environment()
-    expert_ranks(config, environment.world)
+    layout_of(config, environment.world)
     chosen = rank_device(device, environment)
     if environment.world == 1:
         with _watched_alone(config, environment):

@@ -1,7 +1,9 @@
-"""The world as (replica x expert): which ranks share the experts, and who owns which.
+"""The world as (stage x replica x expert): which ranks compute which layers, which share the experts, and who owns which.
 
-Rank = replica * E + rank in the expert group, for expert groups of E ranks: so a global batch that is cut into
-contiguous pieces by rank is also cut contiguously by expert group, and within each.
+Rank = (stage * R + replica) * E + rank in the expert group, for R replicas of the experts, in groups of E ranks. Without
+tensor parallelism each rank of a stage has a piece of the global batch of its own, so a batch that is cut into contiguous
+pieces by rank is also cut contiguously by expert group, and within each. With tensor parallelism the expert group is the
+tensor-parallel group, whose ranks compute the same tokens, and the pieces of the batch are cut by replica.
 """
 
 from __future__ import annotations
@@ -49,20 +51,26 @@ class ExpertBlocks:
         return expert // (share + 1) if expert < large else more + (expert - large) // share
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """This process among the others.
+    """This process among the others. Groups with the same ranks are the same object.
 
-    ``world``: all ranks. ``expert``: the ranks that share one copy of the experts with this one.
-    ``replica``: the ranks that hold the same experts as this one, in the other copies. Groups with the same
-    ranks are the same object. ``job_store``: what earlier attempts of this job have set.
+    ``world``: all ranks, which agree, check and commit together. ``data``: the ranks of this stage that compute other
+    pieces of the global batch with the same part of the dense parameters, whose ZeRO-3 slices are cut over them.
+    ``expert``: the ranks that share one copy of the experts with this one. ``replica``: the ranks that hold the same
+    experts as this one, in the other copies. ``tensor``: the ranks that compute the same tokens with other parts of the
+    dense parameters. ``pipeline``: the ranks of the other stages that this one's tokens pass, by stage.
+    ``job_store``: what earlier attempts of this job have set.
     """
 
     environment: RankEnvironment
     device: torch.device
     world: RankGroup
+    data: RankGroup
     expert: RankGroup
     replica: RankGroup
+    tensor: RankGroup
+    pipeline: RankGroup
     job_store: JobStore = field(default_factory=MemoryJobStore)
 
     @classmethod
@@ -71,7 +79,30 @@ class Mesh:
     ) -> Mesh:
         """One process, without any process group."""
         group = RankGroup.alone()
-        return cls(environment, device, group, group, group, job_store or MemoryJobStore())
+        return cls(
+            environment=environment,
+            device=device,
+            world=group,
+            data=group,
+            expert=group,
+            replica=group,
+            tensor=group,
+            pipeline=group,
+            job_store=job_store or MemoryJobStore(),
+        )
+
+    @property
+    def stages(self) -> int:
+        """How many pipeline stages there are; this one is number ``pipeline.rank``."""
+        return self.pipeline.size
+
+    @property
+    def expert_sources(self) -> range:
+        """The ranks of ``data`` (numbers there) whose rows come to the experts of this one's expert group."""
+        if self.tensor.size > 1:
+            return range(self.data.rank, self.data.rank + 1)
+        first = self.replica.rank * self.expert.size
+        return range(first, first + self.expert.size)
 
     @property
     def replicas(self) -> int:
@@ -85,7 +116,7 @@ class Mesh:
         """
         from torch.distributed.device_mesh import DeviceMesh
 
-        dimensions = {"replica": self.replica, "expert": self.expert}
+        dimensions = {"pipeline": self.pipeline, "replica": self.replica, "expert": self.expert}
         named = {name: group for name, group in dimensions.items() if group.size > 1}
         if not named:
             raise ValueError("a single process has no device mesh")
@@ -95,13 +126,13 @@ class Mesh:
 
     def close(self) -> None:
         """Drops the communicators; no collective is possible any more."""
-        for group in (self.world, self.expert, self.replica):
+        for group in self._groups():
             group.close()
 
     def traffic(self) -> dict[Collective, CollectiveTraffic]:
         """What this rank has sent to others so far, over all groups."""
         total = {operation: CollectiveTraffic() for operation in Collective}
-        for group in {id(group): group for group in (self.world, self.expert, self.replica)}.values():
+        for group in self._groups():
             for operation, sent in group.traffic.items():
                 total[operation].calls += sent.calls
                 total[operation].sent_bytes += sent.sent_bytes
@@ -111,13 +142,71 @@ class Mesh:
         """How ``experts`` are spread over an expert group."""
         return ExpertBlocks(experts, self.expert.size)
 
+    def _groups(self) -> list[RankGroup]:
+        """Each group once."""
+        named = (self.world, self.data, self.expert, self.replica, self.tensor, self.pipeline)
+        return list({id(group): group for group in named}.values())
 
-def expert_ranks(config: ParallelConfig, world: int) -> int:
-    """The ranks of an expert group. Raises ConfigError unless they divide ``world``."""
-    size = config.expert or world
-    if world % size:
-        raise ConfigError(f"parallel.expert: expected a divisor of the {world} ranks, got {size}")
-    return size
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How many ranks there are of each kind: ``stages`` stages of ``replicas`` copies of the experts, each over ``expert``
+    ranks, which are tensor-parallel or (``tensor`` = 1) have pieces of the batch of their own.
+    """
+
+    stages: int
+    replicas: int
+    expert: int
+    tensor: int
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.stages * self.replicas * self.expert
+
+    @property
+    def data(self) -> int:
+        """The ranks of a stage that compute other pieces of the global batch."""
+        return self.replicas if self.tensor > 1 else self.replicas * self.expert
+
+    def rows(self, dimension: str) -> list[list[int]]:
+        """The groups of ``dimension`` (a field of ``Mesh``), each its ranks, ascending."""
+        grid = torch.arange(self.world).view(self.stages, self.replicas, self.expert)
+        if dimension == "world":
+            rows = grid.reshape(1, -1)
+        elif dimension == "pipeline":
+            rows = grid.flatten(1).t()
+        elif dimension == "expert" or (dimension == "tensor" and self.tensor > 1):
+            rows = grid.flatten(0, 1)
+        elif dimension == "replica" or (dimension == "data" and self.tensor > 1):
+            rows = grid.transpose(1, 2).flatten(0, 1)
+        elif dimension == "data":
+            rows = grid.flatten(1)
+        else:
+            rows = grid.view(-1, 1)  # tensor parallelism of one rank
+        found: list[list[int]] = rows.tolist()
+        return found
+
+
+def layout_of(config: ParallelConfig, world: int) -> Layout:
+    """The layout of ``world`` ranks. Raises ConfigError naming the setting unless they can be laid out so."""
+    each, more = divmod(world, config.stages)
+    if more:
+        raise ConfigError(f"parallel.stages: expected a divisor of the {world} ranks, got {config.stages}")
+    if each % config.tensor:
+        raise ConfigError(
+            f"parallel.tensor: expected a divisor of the {each} ranks of a stage, got {config.tensor}"
+        )
+    if config.tensor > 1 and config.expert not in (0, config.tensor):
+        raise ConfigError(
+            f"parallel.expert: expected 0 or {config.tensor}: with parallel.tensor the experts are divided over the "
+            f"tensor-parallel group, got {config.expert}"
+        )
+    expert = config.tensor if config.tensor > 1 else config.expert or each
+    if each % expert:
+        where = f"the {each} ranks" + (" of a stage" if config.stages > 1 else "")
+        raise ConfigError(f"parallel.expert: expected a divisor of {where}, got {expert}")
+    return Layout(config.stages, each // expert, expert, config.tensor)
 
 
 def build_mesh(
@@ -131,13 +220,12 @@ def build_mesh(
     """The mesh, of groups that ``make_group`` makes, and its communicators. A collective, behind
     ``init_process_group``. Raises ConfigError.
 
-    Communicators: 2 for the world; with more than one replica and more than one rank in an expert group, 2
-    more for each of the two. On Gloo each costs three threads that mostly sleep.
+    Communicators: 2 for the world, and 2 more for each kind of group that is neither the world nor one rank, nor the same
+    as another. On Gloo each costs three threads that mostly sleep.
     """
     import torch.distributed as dist
 
-    expert = expert_ranks(config, environment.world)
-    layout = [list(range(start, start + expert)) for start in range(0, environment.world, expert)]
+    layout = layout_of(config, environment.world)
     made: list[ProcessGroup] = []
     timeout = timedelta(seconds=config.timeout_s)
 
@@ -159,12 +247,27 @@ def build_mesh(
     everyone = dist.group.WORLD
     assert everyone is not None  # only behind init_process_group
     made.append(everyone)
-    world = group([list(range(environment.world))], everyone)
     alone = RankGroup.alone(environment.rank)
-    if expert in (1, environment.world):
-        experts, replicas = (world, alone) if expert > 1 else (alone, world)
-        return Mesh(environment, device, world, experts, replicas), made
-    columns = [list(column) for column in zip(*layout, strict=True)]
-    experts = group(layout, communicator(layout))
-    replicas = group(columns, communicator(columns))
-    return Mesh(environment, device, world, experts, replicas), made
+    groups: list[tuple[list[list[int]], RankGroup]] = []
+
+    def group_of(dimension: str) -> RankGroup:
+        rows = layout.rows(dimension)
+        if len(rows[0]) == 1:
+            return alone
+        for other, existing in groups:
+            if other == rows:
+                return existing
+        groups.append((rows, group(rows, everyone if dimension == "world" else communicator(rows))))
+        return groups[-1][1]
+
+    mesh = Mesh(
+        environment=environment,
+        device=device,
+        world=group_of("world"),
+        data=group_of("data"),
+        expert=group_of("expert"),
+        replica=group_of("replica"),
+        tensor=group_of("tensor"),
+        pipeline=group_of("pipeline"),
+    )
+    return mesh, made

@@ -131,7 +131,7 @@ def choose_order(
 
 def agreed_order(config: TrainConfig, mesh: Mesh) -> OrderChoice:
     """The order of a run of all ranks of ``mesh``: rank 0's, since ranks may have ``[links]`` of their own. A collective."""
-    own = choose_order(config, ranks=mesh.world.size, device=DeviceKind(mesh.device.type))
+    own = choose_order(config, ranks=mesh.data.size, device=DeviceKind(mesh.device.type))
     agreed: OrderChoice = mesh.world.all_gather_object(own)[0]
     return agreed
 

@@ -257,7 +257,7 @@ def _prepare(
 ) -> _Setup:
     device = rank_device(config.device, RankEnvironment()) if mesh is None else mesh.device
     mesh = mesh or Mesh.alone(RankEnvironment(), device)
-    _check_batch(config, mesh.world.size)
+    _check_batch(config, mesh.data.size)
     if loop is Loop.FOREIGN and config.data.layer_major:
         raise ConfigError(
             "data.micro_order: expected micro or auto: a loop of your own drives one pass after another, and layer order "
@@ -267,7 +267,7 @@ def _prepare(
         torch.set_num_threads(config.threads)
     compute_deterministically(device)
     divided = budgets(config, DeviceKind(device.type))
-    boundary_split(config, mesh.world.size, len(config.model.architecture.units) - 2)  # a refusal comes here
+    boundary_split(config, mesh.data.size, len(config.model.architecture.units) - 2)  # a refusal comes here
     agreed = agree(config.store, opening, mesh)
     if agreed.opening is Opening.RESUME:
         _check_records(config, read_schemas(rank_directory(config.store, mesh.world.rank, mesh.world.size)))
@@ -326,7 +326,7 @@ def _build_model(setup: _Setup) -> _Shell:
             "dense.gather: expected compute: this model takes its parameters in bf16, and casts none itself"
         )
     layouts = unit_layouts(
-        units, ranks=mesh.world.size, narrow=model.cast_parameters(), fusion=config.dense.fusion
+        units, ranks=mesh.data.size, narrow=model.cast_parameters(), fusion=config.dense.fusion
     )
     return _Shell(model=model, source=source, units=units, layouts=layouts)
 
@@ -376,7 +376,7 @@ def _slice_dense(setup: _Setup, shell: _Shell) -> tuple[DenseSlices, Schedule]:
     dense = DenseSlices(
         shell.units,
         shell.layouts,
-        group=setup.mesh.world,
+        group=setup.mesh.data,
         device=setup.mesh.device,
         adamw=config.adamw,
         config=config.dense,
@@ -423,7 +423,7 @@ def _fill(setup: _Setup, shell: _Shell, store: StoreCore, dense: DenseSlices) ->
 def _open_boundaries(setup: _Setup, store: StoreCore) -> BoundaryStore | None:
     """Where block inputs are kept; their space on disk is reserved here, if any of them is spilled."""
     blocks = len(setup.config.model.architecture.units) - 2
-    split = boundary_split(setup.config, setup.mesh.world.size, blocks)
+    split = boundary_split(setup.config, setup.mesh.data.size, blocks)
     if split is None:
         return None
     count = setup.config.data.micro_batches
@@ -442,11 +442,11 @@ def _load_frozen(setup: _Setup, shell: _Shell, store: StoreCore) -> None:
     units = shell.model.frozen_units()
     layouts = unit_layouts(
         units,
-        ranks=setup.mesh.world.size,
+        ranks=setup.mesh.data.size,
         narrow=shell.model.cast_parameters(),
         fusion=setup.config.dense.fusion,
     )
-    load_frozen(store, units, layouts, group=setup.mesh.world, device=setup.mesh.device)
+    load_frozen(store, units, layouts, group=setup.mesh.data, device=setup.mesh.device)
 
 
 def _check_batch(config: TrainConfig, world: int) -> None:

@@ -88,6 +88,8 @@ def conditions(
         "parallel": {
             "ranks": mesh.world.size,
             "expert_ranks": mesh.expert.size,
+            "tensor_ranks": mesh.tensor.size,
+            "stages": mesh.stages,
             "rank": mesh.world.rank,
         },
         "torch": torch.__version__,
@@ -106,7 +108,11 @@ def _adamw(config: TrainConfig) -> dict[str, object]:
 
 
 #: What a condition is that is not recorded.
-_IMPLIED: Mapping[str, object] = {"adamw.moments": MomentFormat.FP32.value}
+_IMPLIED: Mapping[str, object] = {
+    "adamw.moments": MomentFormat.FP32.value,
+    "parallel.tensor_ranks": 1,
+    "parallel.stages": 1,
+}
 
 
 def differences(recorded: Mapping[str, object], present: Mapping[str, object], prefix: str = "") -> list[str]:

@@ -152,10 +152,10 @@ class Trainer:
         return loss if math.isfinite(loss) and math.isfinite(objective) else None
 
     def _share(self, batch: Batch) -> Batch:
-        return batch.of_rank(self.mesh.world.rank, self.mesh.world.size)
+        return batch.of_rank(self.mesh.data.rank, self.mesh.data.size)
 
     def _means(self, values: list[float]) -> list[float]:
-        return means(values, self.mesh.world, self.ledger)
+        return means(values, self.mesh.data, self.ledger)
 
     @torch.no_grad()
     def evaluate(self) -> float:
