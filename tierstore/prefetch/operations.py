@@ -167,6 +167,8 @@ class _Writer:
     def _compute(self, position: int, item: Pass) -> None:
         size = self._sizes(item)
         self._last = (*self._last, self._gathered[item.unit])
+        if item.moe_layer is None and size.all_to_all:  # a table whose rows are divided over ranks
+            self._last = (self._add(Kind.ALL_TO_ALL, position, size.all_to_all, *self._last),)
         if item.phase is Phase.FORWARD:
             self._last = (self._add(Kind.DENSE, position, 0, *self._last),)
         if item.moe_layer is not None and size.experts:
