@@ -83,7 +83,7 @@ class StepWorkload:
         reduced = self._stepped(item.unit) if setting.usage.frozen else layout.exchanged_numel // (others + 1)
         reduce = reduced * others * 4 * setting.together
         if item.moe_layer is None:
-            return PassSizes(gather=gather, reduce=reduce, all_to_all=self._divided_sent(item))
+            return PassSizes(gather=gather, reduce=reduce, rows=self._divided_sent(item))
         config = setting.config
         rows = setting.tokens * setting.model.top_k
         exchanged = rows * config.model.d_model * itemsize * (sharing - 1) // sharing

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tierstore.cli.bench.embedding import embedding
 from tierstore.cli.bench.generate import generate
 from tierstore.cli.bench.guesses import guesses
 from tierstore.cli.bench.io import io
@@ -54,6 +55,7 @@ for _command in (
     io,
     tiers,
     train,
+    embedding,
     order,
     guesses,
     quant,
