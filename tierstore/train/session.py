@@ -49,6 +49,7 @@ from tierstore.train.budgets import (
     pair_schema,
     trained_schema,
 )
+from tierstore.train.combinations import check_combination
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TrainingData
 from tierstore.train.experts import ExpertOpener, pair_key, register_experts, register_pairs
@@ -257,6 +258,7 @@ def _prepare(
 ) -> _Setup:
     device = rank_device(config.device, RankEnvironment()) if mesh is None else mesh.device
     mesh = mesh or Mesh.alone(RankEnvironment(), device)
+    check_combination(config, mesh.layout)
     _check_batch(config, mesh.data.size)
     if loop is Loop.FOREIGN and config.data.layer_major:
         raise ConfigError(
