@@ -193,6 +193,12 @@ class DenseSlices:
         if self._exchange is not None:
             self._exchange.begin()
 
+    def resume_micro(self) -> None:
+        """The backward pass of an earlier forward pass follows, where passes of micro-batches interleave."""
+        if self._gates is not None:
+            self._gates.resume()
+        self.begin_micro()
+
     def end_micro(self) -> None:
         """The backward pass has returned. A collective; gradients may still be on their way."""
         if self._gates is not None:
@@ -229,13 +235,18 @@ class DenseSlices:
 
         Not finite where any gradient of any rank is not.
         """
+        total = 0.0
+        for square in self.squares():
+            total += square
+        return total
+
+    def squares(self) -> list[float]:
+        """The same unit by unit."""
         self.finish()
         squares = torch.tensor([unit.sum_of_squares() for unit in self.slices], dtype=torch.float64)
         self._group.all_reduce(squares).wait()
-        total = 0.0
-        for square in squares.tolist():
-            total += square
-        return total
+        found: list[float] = squares.tolist()
+        return found
 
     def scale_gradients(self, scale: float) -> None:
         for unit in self.slices:

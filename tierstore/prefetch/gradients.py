@@ -30,6 +30,10 @@ class ExpertGradients(Protocol):
         """The sum of squares of all final expert gradients, added in key order; waits for them."""
         ...
 
+    def squares(self) -> Sequence[float]:
+        """The same, expert by expert (0 without a gradient)."""
+        ...
+
     def apply(self, scale: float) -> None:
         """The norm is known: gradients that waited for it, times ``scale``, are due."""
         ...
@@ -48,6 +52,9 @@ class NoGradients:
 
     def sum_of_squares(self) -> float:
         return 0.0
+
+    def squares(self) -> Sequence[float]:
+        return ()
 
     def apply(self, scale: float) -> None: ...
 
@@ -134,9 +141,14 @@ class GradientAccumulator:
 
     def sum_of_squares(self) -> float:
         """The sum of squares of all final expert gradients, added in key order; waits for them."""
+        return math.fsum(self.squares())
+
+    def squares(self) -> Sequence[float]:
+        """The same, expert by expert (0 without a gradient)."""
         self._store.wait(self._square_tickets)
         self._square_tickets = []
-        return math.fsum(self._squares.array().tolist())
+        found: list[float] = self._squares.array().tolist()
+        return found
 
     def apply(self, scale: float) -> None:
         """The kept gradients, times ``scale``, are due: each is stepped before its expert is used again.

@@ -37,12 +37,14 @@ from tierstore.parallel import Mesh, RankGroup
 from tierstore.prefetch.experts import ExpertTiers
 from tierstore.prefetch.horizontal import HorizontalQueue
 from tierstore.prefetch.plan import StepTiming
+from tierstore.prefetch.program import Finals
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store.core import OptimizerStep, StoreCore
 from tierstore.timeline import OperationSpans, TimelineSink, Track
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TrainingData
 from tierstore.train.layer_order.passes import LayerParts
+from tierstore.train.norms import squares_over_stages
 from tierstore.train.ranks import commit_everywhere
 from tierstore.train.state import STATE_KEY, TrainState
 
@@ -179,6 +181,11 @@ class OpenStep:
         parts.model.set_step(self._position, index)
         self._begun += 1
 
+    def resume_pass(self, index: int, finals: Finals) -> None:
+        """The backward pass of forward pass number ``index`` follows, where those of several micro-batches interleave."""
+        self._parts.experts.resume_micro(index=index, finals=finals)
+        self._parts.dense.resume_micro()
+
     def backward(self, objective: Tensor) -> None:
         """The backward pass of the last forward pass."""
         with self._parts.timeline.span(Track.COMPUTE, f"backward {self._position}.{self._begun - 1}"):
@@ -238,6 +245,9 @@ class OpenStep:
         parts = self._parts
         if self.passes is None:
             parts.experts.end_passes()
+        if parts.mesh.stages > 1:
+            squares = squares_over_stages(parts.experts.gradients, parts.dense, parts.mesh, parts.ledger)
+            return math.sqrt(squares) if math.isfinite(squares) else math.nan
         with parts.ledger.stall(layer=None, tier=Tier.HOST, cause=Cause.OPTIMIZER):
             squares = parts.experts.gradients.sum_of_squares()
         # Replicas of an expert have the same gradient: it counts once.
