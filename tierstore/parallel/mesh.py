@@ -109,6 +109,11 @@ class Mesh:
         """How many copies of the experts there are."""
         return self.replica.size
 
+    @property
+    def layout(self) -> Layout:
+        """How many ranks there are of each kind."""
+        return Layout(self.stages, self.replicas, self.expert.size, self.tensor.size)
+
     def device_mesh(self) -> DeviceMesh:
         """The same dimensions, those of more than one rank, for torch's own parallel modules (``fully_shard``).
 
