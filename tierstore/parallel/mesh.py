@@ -164,6 +164,17 @@ class Layout:
     expert: int
     tensor: int
 
+    def __str__(self) -> str:
+        if self.world == 1:
+            return "one rank"
+        kind = (
+            f"tensor-parallel groups of {self.tensor}"
+            if self.tensor > 1
+            else f"expert groups of {self.expert}"
+        )
+        stages = f"{self.stages} stages, " if self.stages > 1 else ""
+        return f"{self.world} ranks ({stages}{kind})"
+
     @property
     def world(self) -> int:
         """All ranks."""
