@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from tierstore.errors import ConfigError
+
+
+class RowPlacement(StrEnum):
+    """How the rows of a table over the vocabulary reach the tokens that need them."""
+
+    AUTO = "auto"  # whichever sends fewer bytes
+    GATHERED = "gathered"  # the whole table is gathered from its ZeRO-3 slices
+    PARTITIONED = "partitioned"  # rows stay with their rank, and tokens' rows travel (SE-MoE section 4.3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +31,14 @@ class ParallelConfig:
     stages: int = field(default=1, metadata={"help": "pipeline stages, each of some of the layers"})
     stage_blocks: tuple[int, ...] = field(
         default=(), metadata={"help": "blocks of each pipeline stage (none: balanced by their parameters)"}
+    )
+    embedding: RowPlacement = field(
+        default=RowPlacement.AUTO,
+        metadata={"help": "whether the embedding is gathered, or its rows stay divided over data ranks"},
+    )
+    head: RowPlacement = field(
+        default=RowPlacement.AUTO,
+        metadata={"help": "the same of the head, whose loss is then computed by vocabulary slices"},
     )
     timeout_s: float = field(
         default=600.0, metadata={"help": "seconds after which a collective that no one answers fails"}
