@@ -96,15 +96,18 @@ def with_exchange(config: ParallelConfig, mesh: Mesh, maker: GroupMaker) -> Mesh
 
 def _chosen(config: ParallelConfig, mesh: Mesh, maker: GroupMaker) -> tuple[Exchange, ExchangeChoice]:
     flat, mode = FlatExchange(mesh.expert), config.exchange
-    if mode is ExchangeMode.FLAT:
-        return flat, ExchangeChoice(mode, 0.0, "as configured")
     grid = expert_grid(config, mesh.environment)
     if mode is ExchangeMode.AUTO and not isinstance(grid, str) and mesh.device.type == "cuda":
         grid = "NCCL exchanges in two steps by itself (PXN)"
+    said = mesh.world.all_gather_object((mode, grid))
+    for rank, (other, _) in enumerate(said):
+        if other is not said[0][0]:
+            raise ConfigError(f"parallel.exchange: rank {rank} was told {other}, rank 0 {said[0][0]}")
     # torchrun may have started other numbers of ranks on other nodes.
-    said = mesh.world.all_gather_object(grid)
-    if any(other != said[0] for other in said):
+    if any(other != said[0][1] for _, other in said):
         grid = "nodes have different numbers of ranks"
+    if mode is ExchangeMode.FLAT:
+        return flat, ExchangeChoice(mode, 0.0, "as configured")
     if isinstance(grid, str):
         if mode is ExchangeMode.HIERARCHICAL:
             raise ConfigError(f"parallel.exchange: hierarchical cannot be: {grid}")
