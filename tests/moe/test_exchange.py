@@ -275,22 +275,21 @@ def test_rows_arrive_by_expert_then_source_then_token(ranks_: int, experts: int,
     rows = [ExchangedRows(_Told(r, ranks_), starts, load_SE, ()) for r in range(ranks_)]
     sent = [plan.token_N + 100 * r for r, plan in enumerate(plans)]
     degree = data.draw(st.integers(1, experts + 1))
-    arrived: list[list[int]] = [[] for _ in rows]
-    for there in _by_chunk(rows, degree, lambda r, chunk: chunk.to_experts(sent[r])):
-        for r, came in enumerate(there):
-            arrived[r] += came.rows().tolist()
+    results = [mine.at_experts(each) for mine, each in zip(rows, sent, strict=True)]
+    for there in _by_chunk(rows, degree, lambda r, chunk: chunk.to_experts(sent[r], results[r])):
+        for came in there:
+            came.wait()
     for r, mine in enumerate(rows):
         for expert in range(starts[r], starts[r + 1]):
             wanted = [
                 100 * s + t for s in range(ranks_) for t in range(tokens[s]) if int(choices[s][t]) == expert
             ]
-            assert arrived[r][mine.span(expert)] == wanted
+            assert results[r][mine.span(expert)].tolist() == wanted
     # And the way back undoes the way there.
     back = [torch.full_like(each, -1) for each in sent]
-    results = [torch.tensor(each, dtype=torch.int64) for each in arrived]
     for again in _by_chunk(rows, degree, lambda r, chunk: chunk.to_tokens(results[r], back[r])):
         for came in again:
-            came.rows()
+            came.wait()
     assert all(torch.equal(one, other) for one, other in zip(back, sent, strict=True))
 
 

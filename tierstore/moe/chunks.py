@@ -21,42 +21,44 @@ from tierstore.moe.source import ExpertLease
 from tierstore.timeline import Track
 
 
-class ChunkedRows:
-    """A tensor's rows at their experts, which arrive chunk by chunk."""
+class RowsAtExperts:
+    """A tensor's M rows at their experts, which arrive chunk by chunk."""
 
-    def __init__(self, chunks: Sequence[RowChunk], rows_N: Tensor) -> None:
+    def __init__(self, rows: Rows, chunks: Sequence[RowChunk], rows_N: Tensor) -> None:
         self._chunks = chunks
         self._rows_N: Tensor | None = rows_N
+        self._rows_M = rows.at_experts(rows_N)
         self._arrivals: list[Arrival] = []
 
     def send(self, number: int) -> Arrival:
         """Chunk ``number`` sets off; chunks do so in ascending order."""
         assert self._rows_N is not None
-        self._arrivals.append(self._chunks[number].to_experts(self._rows_N))
+        self._arrivals.append(self._chunks[number].to_experts(self._rows_N, self._rows_M))
         if len(self._arrivals) == len(self._chunks):
             self._rows_N = None  # what a message reads is held by it
         return self._arrivals[-1]
 
     def of(self, number: int, span: slice) -> Tensor:
-        """The rows ``span`` (of all M), which lie in chunk ``number``, waited for. Raises PeerError."""
-        start = self._chunks[number].part.start
-        return self._arrivals[number].rows()[span.start - start : span.stop - start]
+        """The rows ``span``, which lie in chunk ``number``, waited for. Raises PeerError."""
+        self._arrivals[number].wait()
+        return self._rows_M[span]
 
-    def wait(self) -> tuple[Tensor, ...]:
-        """All rows, by chunk."""
-        return tuple(arrival.rows() for arrival in self._arrivals)
+    def wait(self) -> Tensor:
+        """All rows. Raises PeerError."""
+        for arrival in self._arrivals:
+            arrival.wait()
+        return self._rows_M
 
 
-class KeptRows:
-    """The rows of an earlier pass, which had come in ``chunks``."""
+class RowsHere:
+    """The M rows of an earlier pass, which were kept."""
 
-    def __init__(self, chunks: Sequence[RowChunk], rows: Sequence[Tensor]) -> None:
-        self._rows = [(chunk.part, rows_MD) for chunk, rows_MD in zip(chunks, rows, strict=True)]
+    def __init__(self, rows_M: Tensor) -> None:
+        self._rows_M = rows_M
 
     def of(self, number: int, span: slice) -> Tensor:
-        """The rows ``span`` (of all M); the present pass's chunks are others."""
-        part, rows_MD = next(each for each in self._rows if each[0].start <= span.start < each[0].stop)
-        return rows_MD[span.start - part.start : span.stop - part.start]
+        """The rows ``span``."""
+        return self._rows_M[span]
 
 
 class ExpertWalk(ABC):
@@ -68,7 +70,7 @@ class ExpertWalk(ABC):
     def __init__(self, rows: Rows, degree: int) -> None:
         self.asked = rows.asked
         self.chunks = rows.chunks(degree)
-        self.sent: list[ChunkedRows] = []
+        self.sent: list[RowsAtExperts] = []
         self.returned: list[tuple[Tensor, Tensor]] = []
         self._rows = rows
         self._number = {expert: number for number, chunk in enumerate(self.chunks) for expert in chunk.asked}
@@ -106,7 +108,7 @@ class ExpertWalk(ABC):
         for rows in self.sent:
             rows.wait()
         for arrival in self._returning:
-            arrival.rows()
+            arrival.wait()
 
     @abstractmethod
     def _compute(self, lease: ExpertLease, number: int, span: slice) -> None:

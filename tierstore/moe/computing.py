@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tierstore.moe.chunks import ChunkedRows, ExpertWalk, KeptRows, Travel
+from tierstore.moe.chunks import ExpertWalk, RowsAtExperts, RowsHere, Travel
 from tierstore.moe.config import ExpertShape, SaveActivations
 from tierstore.moe.dispatch import (
     Dispatch,
@@ -97,8 +97,7 @@ class _Experts(torch.autograd.Function):
     def forward(ctx: Any, x_TD: Tensor, weight_TK: Tensor, anchor: Tensor, call: ExpertPass) -> Tensor:
         saving = call.save is SaveActivations.SAVE
         y_TD, walk = _walk_forward(x_TD, weight_TK, call, saving=saving)
-        saved = walk.saved()
-        ctx.save_for_backward(x_TD, weight_TK, saved.inner_MP, saved.y_ND, *saved.rows)
+        ctx.save_for_backward(x_TD, weight_TK, *walk.saved())
         ctx.call = call
         return y_TD
 
@@ -106,8 +105,8 @@ class _Experts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor, None, None]:
         call: ExpertPass = ctx.call
-        x_TD, weight_TK, inner_MP, y_ND, *rows = ctx.saved_tensors
-        walk = backward_walk(x_TD, weight_TK, grad_TD, call, Saved(inner_MP, y_ND, tuple(rows)))
+        x_TD, weight_TK, *saved = ctx.saved_tensors
+        walk = backward_walk(x_TD, weight_TK, grad_TD, call, Saved(*saved))
         travel = Travel([walk], pipelining_of(call.source), f"backward {call.layer}")
         for lease in call.source.backward(call.layer, walk.asked):
             travel.compute(lease)
@@ -117,14 +116,13 @@ class _Experts(torch.autograd.Function):
 
 
 class Saved(NamedTuple):
-    """What a forward pass keeps beside its inputs. ``inner_MP``: what feeds the activations; ``y_ND``: the experts' outputs;
-    ``rows``: rows that came from other ranks, by chunk of the forward pass (none: those of this rank are picked from its
-    input again).
+    """What a forward pass keeps beside its inputs. ``inner_MP``: what feeds the activations; ``rows_MD``: rows that came
+    from other ranks (None: those of this rank are picked from its input again); ``y_ND``: the experts' outputs.
     """
 
     inner_MP: Tensor | None = None
+    rows_MD: Tensor | None = None
     y_ND: Tensor | None = None
-    rows: tuple[Tensor, ...] = ()
 
 
 class ForwardWalk(ExpertWalk):
@@ -146,11 +144,11 @@ class ForwardWalk(ExpertWalk):
         plan, rows = call.plan, call.rows
         super().__init__(rows, pipelining_of(call.source).degrees.forward)
         self._call, self._weight_TK, self._saving = call, weight_TK, saving
-        self._arriving = ChunkedRows(self.chunks, x_TD.index_select(0, plan.token_N))
+        self._arriving = RowsAtExperts(call.rows, self.chunks, x_TD.index_select(0, plan.token_N))
         self._inner_MP = x_TD.new_empty(rows.rows if saving else 0, call.shape.inner_rows)
         self._work = Workspace(call.shape, rows.most_rows, x_TD, inner=0 if saving else 1, scratch=scratch)
         self._y_ND = _new_rows(x_TD, plan)
-        self._y_MD = rows.results(self._y_ND)
+        self._y_MD = rows.at_experts(self._y_ND)
         self.sent = [self._arriving]
         self.returned = [(self._y_MD, self._y_ND)]
 
@@ -175,7 +173,7 @@ class ForwardWalk(ExpertWalk):
         local = isinstance(self._call.rows, LocalRows)
         by_output = self._call.weighting is Weighting.BY_OUTPUT
         return Saved(
-            self._inner_MP, self._y_ND if by_output else None, () if local else self._arriving.wait()
+            self._inner_MP, None if local else self._arriving.wait(), self._y_ND if by_output else None
         )
 
 
@@ -185,11 +183,11 @@ class BackwardWalk(ExpertWalk):
     def __init__(self, x_TD: Tensor, call: ExpertPass, saved: Saved) -> None:
         super().__init__(call.rows, pipelining_of(call.source).degrees.backward)
         self._call, self._saved = call, saved
-        self._inputs: ChunkedRows | KeptRows
-        if saved.rows:
-            self._inputs = KeptRows(call.rows.chunks(len(saved.rows)), saved.rows)
+        self._inputs: RowsAtExperts | RowsHere
+        if saved.rows_MD is not None:
+            self._inputs = RowsHere(saved.rows_MD)
         else:
-            self._inputs = ChunkedRows(self.chunks, x_TD.index_select(0, call.plan.token_N))
+            self._inputs = RowsAtExperts(call.rows, self.chunks, x_TD.index_select(0, call.plan.token_N))
 
     @abstractmethod
     def finish(self) -> tuple[Tensor, Tensor]:
@@ -223,12 +221,14 @@ class _ByExpert(BackwardWalk):
         super().__init__(x_TD, call, saved)
         plan, rows, shape = call.plan, call.rows, call.shape
         self._weight_TK = weight_TK
-        self._grads = ChunkedRows(self.chunks, grad_TD.index_select(0, plan.token_N))
-        self._weights = ChunkedRows(self.chunks, weight_TK.reshape(-1).index_select(0, plan.order_N))
+        self._grads = RowsAtExperts(call.rows, self.chunks, grad_TD.index_select(0, plan.token_N))
+        self._weights = RowsAtExperts(
+            call.rows, self.chunks, weight_TK.reshape(-1).index_select(0, plan.order_N)
+        )
         self._grad_x_ND = _new_rows(x_TD, plan)
         self._grad_weight_N = weight_TK.new_empty(plan.rows)
-        self._grad_x_MD = rows.results(self._grad_x_ND)
-        self._grad_weight_M = rows.results(self._grad_weight_N)
+        self._grad_x_MD = rows.at_experts(self._grad_x_ND)
+        self._grad_weight_M = rows.at_experts(self._grad_weight_N)
         inner = 1 if saved.inner_MP is not None else 2
         self._work = Workspace(shape, rows.most_rows, x_TD, inner=inner, hidden=2, scratch=scratch)
         self.sent = [self._grads, self._weights, *_travelling(self._inputs)]
@@ -275,13 +275,13 @@ class _ByOutput(BackwardWalk):
         super().__init__(x_TD, call, saved)
         plan, rows, shape = call.plan, call.rows, call.shape
         self._weight_TK, self._grad_TD = weight_TK, grad_TD
-        self._grads = ChunkedRows(self.chunks, gradients_of_outputs(grad_TD, plan, weight_TK))
+        self._grads = RowsAtExperts(call.rows, self.chunks, gradients_of_outputs(grad_TD, plan, weight_TK))
         self._grad_x_ND = _new_rows(x_TD, plan)
-        self._grad_x_MD = rows.results(self._grad_x_ND)
+        self._grad_x_MD = rows.at_experts(self._grad_x_ND)
         again = saved.y_ND is None
         self._y_ND = _new_rows(x_TD, plan) if saved.y_ND is None else saved.y_ND
         #: Where outputs are computed again; None where they were saved.
-        self._y_MD = rows.results(self._y_ND) if again else None
+        self._y_MD = rows.at_experts(self._y_ND) if again else None
         inner = 2 if again else 1
         self._work = Workspace(shape, rows.most_rows, x_TD, inner=inner, hidden=2, scratch=scratch)
         self.sent = [self._grads, *_travelling(self._inputs)]
@@ -318,9 +318,9 @@ class _ByOutput(BackwardWalk):
         return combine(self._grad_x_ND, ascending_TK), _by_token(grad_weight_N, plan, self._weight_TK)
 
 
-def _travelling(inputs: ChunkedRows | KeptRows) -> list[ChunkedRows]:
+def _travelling(inputs: RowsAtExperts | RowsHere) -> list[RowsAtExperts]:
     """The experts' rows of the forward pass, where they are sent again."""
-    return [inputs] if isinstance(inputs, ChunkedRows) else []
+    return [inputs] if isinstance(inputs, RowsAtExperts) else []
 
 
 def _new_rows(like: Tensor, plan: Dispatch) -> Tensor:

@@ -31,21 +31,28 @@ Charge = Callable[[], AbstractContextManager[None]]
 
 
 class Arrival:
-    """Rows that may still be on their way. ``charge`` makes the context in which they are waited for."""
+    """Rows that may still be on their way. ``place`` puts them where they belong, once they are here; ``charge`` makes the
+    context in which they are waited for.
+    """
 
-    def __init__(self, work: Work | None, take: Callable[[], Tensor], charge: Charge | None = None) -> None:
+    def __init__(
+        self,
+        work: Work | None = None,
+        place: Callable[[], None] = lambda: None,
+        charge: Charge | None = None,
+    ) -> None:
         self._work = work
-        self._take = take
+        self._place: Callable[[], None] | None = place
         self._charge = charge
-        self._taken: Tensor | None = None
 
-    def rows(self) -> Tensor:
-        """The rows, waited for by the first call. Raises PeerError."""
-        if self._taken is None:
-            if self._work is not None:
-                self._work.wait(self._charge)
-            self._taken = self._take()
-        return self._taken
+    def wait(self) -> None:
+        """Returns when they are in their place. Raises PeerError."""
+        if self._place is None:
+            return
+        if self._work is not None:
+            self._work.wait(self._charge)
+        self._place()
+        self._work = self._place = None  # and what they held
 
     def observe(self, ended: Callable[[], None]) -> None:
         """``ended`` is called once, when they have been waited for; never where nothing travels."""
@@ -61,12 +68,12 @@ class RowChunk(Protocol):
     #: Where its rows lie among the M.
     part: slice
 
-    def to_experts(self, rows_N: Tensor) -> Arrival:
-        """Its rows of (N, ...), in order of dispatch, to (M of this chunk, ...)."""
+    def to_experts(self, rows_N: Tensor, rows_M: Tensor) -> Arrival:
+        """Its rows of ``rows_N`` (N, ...), in order of dispatch, to its part of ``rows_M``."""
         ...
 
     def to_tokens(self, rows_M: Tensor, rows_N: Tensor) -> Arrival:
-        """Its part of ``rows_M``, all results, to its places in the ``rows_N`` that they were made for."""
+        """Its part of ``rows_M`` to its places in the first N rows of ``rows_N``."""
         ...
 
 
@@ -90,8 +97,10 @@ class Rows(Protocol):
         """
         ...
 
-    def results(self, rows_N: Tensor) -> Tensor:
-        """Where experts put their M rows, if ``rows_N`` (N rows or more) is where they shall come back to."""
+    def at_experts(self, rows_N: Tensor) -> Tensor:
+        """Memory for M rows, which come from ``rows_N`` (N rows or more) or go there: ``rows_N`` itself, or a part of it,
+        where nothing travels.
+        """
         ...
 
 
@@ -108,14 +117,14 @@ class LocalRows:
     def chunks(self, degree: int) -> Sequence[RowChunk]:
         return (self,)
 
-    def to_experts(self, rows_N: Tensor) -> Arrival:
-        return Arrival(None, lambda: rows_N)
-
-    def results(self, rows_N: Tensor) -> Tensor:
+    def at_experts(self, rows_N: Tensor) -> Tensor:
         return rows_N
 
+    def to_experts(self, rows_N: Tensor, rows_M: Tensor) -> Arrival:
+        return Arrival()
+
     def to_tokens(self, rows_M: Tensor, rows_N: Tensor) -> Arrival:
-        return Arrival(None, lambda: rows_N)
+        return Arrival()
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +174,7 @@ class ExchangedRows:
             self._chunks[degree] = tuple(self._cut(degree))
         return self._chunks[degree]
 
-    def results(self, rows_N: Tensor) -> Tensor:
+    def at_experts(self, rows_N: Tensor) -> Tensor:
         return rows_N.new_empty((self.rows, *rows_N.shape[1:]))
 
     def most(self) -> MostRows:
@@ -221,17 +230,18 @@ class _ExchangedChunk:
         self._pieces = _joined(leaving)
         self._order_M = _by_expert(came_SE) if _needs_sorting(came_SE) else None
 
-    def to_experts(self, rows_N: Tensor) -> Arrival:
+    def to_experts(self, rows_N: Tensor, rows_M: Tensor) -> Arrival:
         pieces = [rows_N[piece] for piece in self._pieces]
         leaving = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        arrived_M = rows_N.new_empty((self.part.stop - self.part.start, *rows_N.shape[1:]))
+        own_M, order_M = rows_M[self.part], self._order_M
+        arrived_M = own_M if order_M is None else torch.empty_like(own_M)
         work = self._group.all_to_all(arrived_M, leaving, self._from, self._to)
-        order_M = self._order_M
 
-        def take() -> Tensor:
-            return arrived_M if order_M is None else arrived_M.index_select(0, order_M.to(arrived_M.device))
+        def sort() -> None:
+            if order_M is not None:
+                torch.index_select(arrived_M, 0, order_M.to(arrived_M.device), out=own_M)
 
-        return Arrival(work, take, self._charge)
+        return Arrival(work, sort, self._charge)
 
     def to_tokens(self, rows_M: Tensor, rows_N: Tensor) -> Arrival:
         leaving_M = rows_M[self.part]
@@ -243,15 +253,13 @@ class _ExchangedChunk:
         back = pieces[0] if direct else rows_N.new_empty((sum(self._to), *rows_N.shape[1:]))
         work = self._group.all_to_all(back, leaving_M, self._to, self._from)
 
-        def take() -> Tensor:
+        def spread() -> None:
             if not direct:
-                for piece, rows in zip(
-                    pieces, torch.split(back, [len(each) for each in pieces]), strict=True
-                ):
+                lengths = [len(piece) for piece in pieces]
+                for piece, rows in zip(pieces, torch.split(back, lengths), strict=True):
                     piece.copy_(rows)
-            return rows_N
 
-        return Arrival(work, take, self._charge)
+        return Arrival(work, spread, self._charge)
 
 
 def expert_groups(load_E: Sequence[int], first: int, last: int, degree: int) -> list[int]:
