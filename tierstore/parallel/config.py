@@ -8,6 +8,9 @@ from enum import StrEnum
 
 from tierstore.errors import ConfigError
 
+#: ``ParallelConfig.pipeline_degree``: the run chooses.
+AUTO_DEGREE = 0
+
 
 class RowPlacement(StrEnum):
     """How the rows of a table over the vocabulary reach the tokens that need them."""
@@ -61,6 +64,13 @@ class ParallelConfig:
         default=0,
         metadata={"help": "ranks of a node, numbered node by node (0: torchrun's LOCAL_WORLD_SIZE)"},
     )
+    pipeline_degree: int = field(
+        default=AUTO_DEGREE,
+        metadata={
+            "words": {"auto": AUTO_DEGREE},
+            "help": "chunks in which tokens travel to experts while others are computed",
+        },
+    )
     timeout_s: float = field(
         default=600.0, metadata={"help": "seconds after which a collective that no one answers fails"}
     )
@@ -76,6 +86,10 @@ class ParallelConfig:
         for name in ("tensor", "stages"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"parallel.{name}: expected at least 1, got {getattr(self, name)}")
+        if self.pipeline_degree < AUTO_DEGREE:
+            raise ConfigError(
+                f"parallel.pipeline_degree: expected auto or at least 1, got {self.pipeline_degree}"
+            )
         for name in ("timeout_s", "grace_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
