@@ -13,8 +13,8 @@ Where the paper contradicts itself, or is wrong:
   figures follow from it, so ``PaperLayer`` keeps it;
 - ``solve`` gives a real r. The better of the whole numbers beside it is taken here.
 
-Line 6 is taken as Eq. 28, all else as printed. ``solve`` is an argument: the paper's is SLSQP, whose answer depends on where
-it starts and may break the constraints where they are hard to keep; ``solve_exactly`` finds the best whole r that keeps them.
+Line 6 is taken as Eq. 28, all else as printed. ``solve`` is an argument: the paper's is SLSQP, whose answer depends on
+where it starts and may break the constraints; ``solve_exactly`` finds the best whole r that keeps them.
 """
 
 from __future__ import annotations
