@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from tierstore.errors import ConfigError
 
+#: ``ParallelConfig.pipeline_degree``: the run chooses.
+AUTO_DEGREE = 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
@@ -20,6 +23,13 @@ class ParallelConfig:
         default=1, metadata={"help": "ranks that compute the same tokens with parts of each layer"}
     )
     stages: int = field(default=1, metadata={"help": "pipeline stages, each of some of the layers"})
+    pipeline_degree: int = field(
+        default=AUTO_DEGREE,
+        metadata={
+            "words": {"auto": AUTO_DEGREE},
+            "help": "chunks in which tokens travel to experts while others are computed",
+        },
+    )
     timeout_s: float = field(
         default=600.0, metadata={"help": "seconds after which a collective that no one answers fails"}
     )
@@ -33,6 +43,10 @@ class ParallelConfig:
         for name in ("tensor", "stages"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"parallel.{name}: expected at least 1, got {getattr(self, name)}")
+        if self.pipeline_degree < AUTO_DEGREE:
+            raise ConfigError(
+                f"parallel.pipeline_degree: expected auto or at least 1, got {self.pipeline_degree}"
+            )
         for name in ("timeout_s", "grace_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
