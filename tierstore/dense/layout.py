@@ -7,14 +7,15 @@ Gathering a region is one all-gather of slices, and the result is the flat array
 unit has one region; two where some of its parameters are gathered in a narrower type (norms and routers stay fp32);
 one for each parameter without fusion.
 
-A rank's state of a unit is its slices of the regions, one after another: one record of its store.
+A rank's state of a unit is its slices of the regions, one after another: one record of its store. Parameters that may
+come and go from one run to the next (a task's own head) have a region and a record each, behind the unit's own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,8 @@ class Region:
     spans: tuple[Span, ...]
     ranks: int
     narrow: Narrow
+    #: The name of the record that keeps it, where that is not the unit's.
+    record: str = ""
 
     @property
     def numel(self) -> int:
@@ -106,6 +109,20 @@ class UnitLayout:
         """Elements of all ranks' slices."""
         return sum(region.padded_numel for region in self.regions)
 
+    def records(self) -> list[tuple[UnitLayout, slice]]:
+        """What each of its records keeps, as a unit of its own (its indices stay), and where that lies among a rank's slices.
+        None where nothing of the unit is trained.
+        """
+        found: list[tuple[UnitLayout, slice]] = []
+        for region, kept in self.slices():
+            name, alone = region.record or self.name, replace(region, record="")
+            if found and found[-1][0].name == name:
+                before, start = found[-1][0], found[-1][1].start
+                found[-1] = (UnitLayout(name, (*before.regions, alone)), slice(start, kept.stop))
+            else:
+                found.append((UnitLayout(name, (alone,)), kept))
+        return found
+
     def slices(self) -> Iterator[tuple[Region, slice]]:
         """The regions, and where a rank's slice of each lies among its slices."""
         start = 0
@@ -134,15 +151,26 @@ def unit_layouts(
     ranks: int,
     narrow: Sequence[nn.Parameter] = (),
     fusion: Fusion = Fusion.UNIT,
+    apart: Mapping[str, nn.Parameter] | None = None,
 ) -> list[UnitLayout]:
-    """How ``units`` are cut for ``ranks`` ranks. ``narrow``: parameters that the model casts before their only use."""
+    """How ``units`` are cut for ``ranks`` ranks. ``narrow``: parameters that the model casts before their only use.
+    ``apart``: those that have records of their own, by name; the last ones of their units.
+    """
     cast = {id(parameter) for parameter in narrow}
+    named = {id(parameter): name for name, parameter in (apart or {}).items()}
 
     def kind(parameter: nn.Parameter) -> Narrow:
         return Narrow.YES if id(parameter) in cast else Narrow.NO
 
-    shapes = [(name, [(kind(p), tuple(p.shape)) for p in parameters]) for name, parameters in units]
-    return layouts_of_shapes(shapes, ranks=ranks, fusion=fusion)
+    found = []
+    for name, parameters in units:
+        own = [(kind(p), tuple(p.shape)) for p in parameters if id(p) not in named]
+        regions = [*_regions(own, ranks, fusion)]
+        for index, parameter in enumerate(parameters[len(own) :], start=len(own)):
+            span = Span(index, 0, tuple(parameter.shape))
+            regions.append(Region((span,), ranks, kind(parameter), named[id(parameter)]))
+        found.append(UnitLayout(name, tuple(regions)))
+    return found
 
 
 def layouts_of_shapes(

@@ -7,15 +7,16 @@ products are bf16, through explicit casts of fp32 masters; autocast would choose
 from one release to the next. Norms, softmax, router and loss are fp32. First weights are a function of the
 seed and of what they are for, so that changing one layer changes nothing else.
 
-On several ranks (``mesh``) each has a part of the global batch, all parts alike in shape. ``objective`` is then this
+On several ranks (``mesh``) each has a part of the global batch; only parts of a batch of tasks may differ in rows. ``objective`` is then this
 rank's share of the global one: the shares, and their gradients, add up to it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -25,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tierstore.model.attention import Attention, RMSNorm, rotary_tables
 from tierstore.model.config import CheckpointActivations, ModelConfig, TieEmbeddings
-from tierstore.model.interface import Batch, ModelOutput
+from tierstore.model.interface import Batch, ModelOutput, Segment, SegmentLoss, joint_loss, segment_losses
 from tierstore.model.kv_cache import Following, KeyValueCache, visible_tokens
 from tierstore.model.loss import cross_entropy
 from tierstore.moe import ExpertSource, FeedForward, MoELayer, NoiseKey, Router, Routing
@@ -120,6 +121,8 @@ class Transformer(nn.Module):
         if config.tie_embeddings is TieEmbeddings.UNTIED:
             self.head = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
             nn.init.normal_(self.head, std=0.02, generator=keyed_generator(config.seed, "head"))
+        #: Output heads that only one task trains, by its name.
+        self.heads = nn.ParameterDict()
         with torch.no_grad():  # what adds to the residual stream starts smaller, as GPT-2 has it
             for name, parameter in self.named_parameters():
                 if name.endswith(("attention.out", "ffn.down", "shared.down")):
@@ -167,7 +170,11 @@ class Transformer(nn.Module):
         """
         if batch.step_targets or batch.positions_BT is not None:
             raise ValueError("the built-in model takes batches of plain text: no masks, no documents")
-        output: ModelOutput = self(batch.tokens_BT, batch.targets_BT)
+        output: ModelOutput
+        if batch.segments or not len(batch.tokens_BT):
+            output = self(batch.tokens_BT, batch.targets_BT, batch)
+        else:
+            output = self(batch.tokens_BT, batch.targets_BT)
         return output
 
     def routers(self) -> list[LayerRouter]:
@@ -192,7 +199,15 @@ class Transformer(nn.Module):
         head = [*self.norm.parameters()]
         if self.head is not None:
             head.append(self.head)
-        return [("embedding", [self.embedding]), *blocks, ("head", head)]
+        return [("embedding", [self.embedding]), *blocks, ("head", [*head, *self.heads.values()])]
+
+    def add_heads(self, tasks: Iterable[str]) -> dict[str, nn.Parameter]:
+        """Gives each of ``tasks`` an output head of its own, before the units are taken; by the names of their records."""
+        for task in tasks:
+            head = torch.empty(self.config.vocab_size, self.config.d_model)
+            nn.init.normal_(head, std=0.02, generator=keyed_generator(self.config.seed, "head", task))
+            self.heads[task] = nn.Parameter(head)
+        return {f"head.{task}": head for task, head in self.heads.items()}
 
     def frozen_units(self) -> list[tuple[str, list[nn.Parameter]]]:
         return []
@@ -208,8 +223,12 @@ class Transformer(nn.Module):
         matrices = ("attention.qkv", "attention.out", "ffn.inner", "ffn.down", "shared.inner", "shared.down")
         return [parameter for name, parameter in self.named_parameters() if name.endswith(matrices)]
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> ModelOutput:
-        """Run the model on int64 ``tokens_BT`` (T at most ``seq_len``), with ``targets_BT`` alike or None."""
+    def forward(
+        self, tokens_BT: Tensor, targets_BT: Tensor | None = None, tasks: Batch | None = None
+    ) -> ModelOutput:
+        """Run the model on int64 ``tokens_BT`` (T at most ``seq_len``), with ``targets_BT`` alike or None. ``tasks``: the
+        batch that these are of, where its segments are tasks.
+        """
         config = self.config
         if tokens_BT.shape[1] > config.seq_len:
             raise ValueError(f"sequences of {tokens_BT.shape[1]} exceed seq_len {config.seq_len}")
@@ -236,10 +255,21 @@ class Transformer(nn.Module):
         if targets_BT is None:
             logits = F.linear(x, head.to(x.dtype)).to(zero.dtype)
             return ModelOutput(None, aux_loss, z_loss, None, tuple(loads), logits)
-        loss = cross_entropy(x.flatten(0, 1), head, targets_BT.flatten())
+        segments: tuple[SegmentLoss, ...] = ()
+        if tasks is None:
+            loss = cross_entropy(x.flatten(0, 1), head, targets_BT.flatten())
+        else:
+            segments = segment_losses(tasks, partial(self._segment_loss, x, targets_BT, head))
+            # A rank without a row takes part in the backward pass, too.
+            loss = joint_loss(tasks, segments, x.sum().to(zero.dtype) * 0.0 if not segments else zero)
         share = loss if self._ranks == 1 else loss / self._ranks
         objective = share + config.aux_loss_weight * aux_loss + config.z_loss_weight * z_loss
-        return ModelOutput(loss, aux_loss, z_loss, objective, tuple(loads), None)
+        return ModelOutput(loss, aux_loss, z_loss, objective, tuple(loads), None, segments)
+
+    def _segment_loss(self, x_BTD: Tensor, targets_BT: Tensor, head_VD: Tensor, segment: Segment) -> Tensor:
+        own = cast(Tensor, self.heads.get(segment.task, head_VD))
+        rows = slice(segment.rows.start, segment.rows.stop)
+        return cross_entropy(x_BTD[rows].flatten(0, 1), own, targets_BT[rows].flatten())
 
     def _embedded(self, tokens_BT: Tensor) -> Tensor:
         dtype = self.config.compute_dtype.torch if self.embedding.dtype != torch.float64 else torch.float64
