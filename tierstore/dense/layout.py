@@ -110,8 +110,8 @@ class UnitLayout:
         return sum(region.padded_numel for region in self.regions)
 
     def records(self) -> list[tuple[UnitLayout, slice]]:
-        """What each of its records keeps, as a unit of its own (its indices stay), and where that lies among a rank's slices.
-        None where nothing of the unit is trained.
+        """What each of its records keeps, as a unit of its own (its indices stay), and where that lies among a rank's
+        slices. None where nothing of the unit is trained.
         """
         found: list[tuple[UnitLayout, slice]] = []
         for region, kept in self.slices():

@@ -282,8 +282,8 @@ class DenseSlices:
         return [layout.key for layout in self._kept if layout.key not in store.records]
 
     def register(self, store: StoreCore, keys: Collection[str] | None = None) -> None:
-        """Adds the records (of ``keys``, if they are given) to ``store``, which a commit needs, and without which NVME cannot
-        step.
+        """Adds the records (of ``keys``, if they are given) to ``store``, which a commit needs, and without which NVME
+        cannot step.
         """
         wanted = [layout for layout in self._kept if keys is None or layout.key in keys]
         register_many(store, [NewRecord(layout.key, schema_name(layout)) for layout in wanted])

@@ -143,8 +143,8 @@ class UnitSlices:
             store.write_through(record.layout.key, record.groups(), step=step)
 
     def load(self, store: StoreCore, step: int, *, fresh: Collection[str] = ()) -> None:
-        """Reads the records as of the last commit, which had ``step`` optimizer steps; those of the keys ``fresh`` have none,
-        and stay as they are.
+        """Reads the records as of the last commit, which had ``step`` optimizer steps; those of the keys ``fresh`` have
+        none, and stay as they are.
         """
         for record in self._records:
             if record.layout.key not in fresh:

@@ -7,8 +7,8 @@ products are bf16, through explicit casts of fp32 masters; autocast would choose
 from one release to the next. Norms, softmax, router and loss are fp32. First weights are a function of the
 seed and of what they are for, so that changing one layer changes nothing else.
 
-On several ranks (``mesh``) each has a part of the global batch; only parts of a batch of tasks may differ in rows. ``objective`` is then this
-rank's share of the global one: the shares, and their gradients, add up to it.
+On several ranks (``mesh``) each has a part of the global batch; only parts of a batch of tasks may differ in rows.
+``objective`` is then this rank's share of the global one: the shares, and their gradients, add up to it.
 """
 
 from __future__ import annotations

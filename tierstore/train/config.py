@@ -137,8 +137,8 @@ class TrainConfig:
         return {name: task.data(self.data) for name, task in self.tasks.items()} or {"": self.data}
 
     def assignment(self, ranks: int, costs: Mapping[str, int] | None = None) -> Assignment:
-        """Which of ``ranks`` data ranks computes which rows of a micro-batch of tasks. ``costs``: of a row of each task, where
-        they were agreed on; otherwise the tokens that a rank computes for it, padding included.
+        """Which of ``ranks`` data ranks computes which rows of a micro-batch of tasks. ``costs``: of a row of each task,
+        where they were agreed on; otherwise the tokens that a rank computes for it, padding included.
         """
         rows = rows_of_tasks(self.tasks, self.data.batch_size)
         return assign(task_rows(rows, costs or dict.fromkeys(rows, self.model.seq_len)), ranks)

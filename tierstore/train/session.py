@@ -17,14 +17,15 @@ from typing import Protocol
 
 import torch
 
-from tierstore.dense import DenseSlices, GatherDtype, UnitLayout, dense_schemas, unit_layouts
+from tierstore.dense import DenseSlices, GatherDtype, OptimizerState, UnitLayout, dense_schemas, unit_layouts
 from tierstore.dense.frozen import load_frozen
 from tierstore.dense.gates import Gates, PassListener
 from tierstore.dense.parameters import Units
 from tierstore.errors import ConfigError, StoreFormatError
-from tierstore.model.config import CheckpointActivations
+from tierstore.model.config import CheckpointActivations, ModelConfig
 from tierstore.model.interface import Model
 from tierstore.model.spec import ModelSpec
+from tierstore.model.transformer import Transformer
 from tierstore.moe.guessing import RouterGuesses
 from tierstore.moe.source import ExpertSource, JointSource, SourceSlot, in_training
 from tierstore.parallel import Mesh, RankEnvironment, rank_device
@@ -52,15 +53,19 @@ from tierstore.train.budgets import (
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TrainingData
 from tierstore.train.experts import ExpertOpener, pair_key, register_experts, register_pairs
+from tierstore.train.files import DataConfig
 from tierstore.train.footprint import boundary_split, return_freed_memory
 from tierstore.train.layer_order.boundaries import BoundaryStore
 from tierstore.train.layer_order.passes import LayerParts
 from tierstore.train.layer_order.spilling import open_boundaries
 from tierstore.train.ranks import Agreed, Opening, agree, check_alike
 from tierstore.train.sources import open_data
-from tierstore.train.state import TrainState, conditions, differences
+from tierstore.train.state import TrainState, conditions, differences, table_of
 from tierstore.train.step_time import StepTimer
 from tierstore.train.stepping import SessionParts, Stepper
+from tierstore.train.tasks.config import TaskHead
+from tierstore.train.tasks.data import TaskData, TaskExamples
+from tierstore.train.tasks.progress import changes, resumed
 from tierstore.train.thread_times import ThreadTimes, stolen_while_running
 from tierstore.train.trainer import Trainer
 
@@ -151,6 +156,9 @@ def open_parts(
             shell.model.load_state(store.committer.state)
         else:
             state = TrainState(conditions=setup.conditions)
+        state.tasks = resumed(config.tasks, state.tasks)
+        if isinstance(setup.data, TaskData):
+            setup.data.begin(state.position, state.tasks)
         dense, schedule = _slice_dense(setup, shell)
         queue = HorizontalQueue(schedule, dense, setup.ledger)
         gates = dense.attach(shell.model, queue if watch is None else watch.listener(queue))
@@ -258,6 +266,7 @@ def _prepare(
     device = rank_device(config.device, RankEnvironment()) if mesh is None else mesh.device
     mesh = mesh or Mesh.alone(RankEnvironment(), device)
     _check_batch(config, mesh.data.size)
+    _check_tasks(config, loop, mesh.data.size)
     if loop is Loop.FOREIGN and config.data.layer_major:
         raise ConfigError(
             "data.micro_order: expected micro or auto: a loop of your own drives one pass after another, and layer order "
@@ -295,8 +304,22 @@ def _prepare(
 
 
 def _open_data(config: TrainConfig, mesh: Mesh, progress: Callable[[int, int], None]) -> TrainingData:
+    sources = {name: _open_source(config, data, mesh, progress) for name, data in config.data_by_task.items()}
+    if not config.tasks:
+        return sources[""]
+    return TaskData(
+        config.tasks,
+        sources,
+        config.assignment(mesh.data.size),
+        micro_batches=config.data.micro_batches,
+    )
+
+
+def _open_source(
+    config: TrainConfig, data: DataConfig, mesh: Mesh, progress: Callable[[int, int], None]
+) -> TaskExamples:
     return open_data(
-        config.data,
+        data,
         seq_len=config.model.seq_len,
         vocab_size=config.model.vocab_size,
         tokenizer=config.model.tokenizer,
@@ -319,6 +342,8 @@ def compute_deterministically(device: torch.device) -> None:
 def _build_model(setup: _Setup) -> _Shell:
     config, mesh, source = setup.config, setup.mesh, SourceSlot()
     model = _spec(config).build(source, mesh=mesh, ledger=setup.ledger)
+    own = [name for name, task in config.tasks.items() if task.head is TaskHead.OWN]
+    heads = model.add_heads(own) if isinstance(model, Transformer) else {}
     units = model.dense_units()
     narrow = config.dense.gather is GatherDtype.COMPUTE
     if not narrow and any(parameter.dtype != torch.float32 for _, unit in units for parameter in unit):
@@ -326,7 +351,7 @@ def _build_model(setup: _Setup) -> _Shell:
             "dense.gather: expected compute: this model takes its parameters in bf16, and casts none itself"
         )
     layouts = unit_layouts(
-        units, ranks=mesh.data.size, narrow=model.cast_parameters(), fusion=config.dense.fusion
+        units, ranks=mesh.data.size, narrow=model.cast_parameters(), fusion=config.dense.fusion, apart=heads
     )
     return _Shell(model=model, source=source, units=units, layouts=layouts)
 
@@ -363,8 +388,11 @@ def _open_store(setup: _Setup, shell: _Shell, *, trace: Path | None, io_log: Pat
         store_config,
         adamw=config.adamw,
         at=agreed.at,
-        # What is trained beside frozen records came after them; otherwise the store has them all.
-        further=[*([pairs] if pairs else []), *dense_schemas(shell.layouts)] if config.lora.enabled else [],
+        # What is trained beside frozen records came after them, and a task may bring a head of its own; otherwise the store
+        # has them all.
+        further=[*([pairs] if pairs else []), *dense_schemas(shell.layouts)]
+        if config.lora.enabled or config.tasks
+        else [],
         trace=trace,
         io_log=io_log,
     ).core
@@ -410,8 +438,11 @@ def _fill(setup: _Setup, shell: _Shell, store: StoreCore, dense: DenseSlices) ->
             dense.register(store)
             register_pairs(config, store, owned)
         else:
-            store.reserve()
-            dense.load(store, store.history.applied)
+            fresh = dense.missing(store) if config.tasks else []
+            store.reserve(dense.record_counts(fresh))
+            if fresh:
+                dense.register(store, fresh)
+            dense.load(store, store.history.applied, fresh=fresh)
         _load_frozen(setup, shell, store)
         # Everybody is at this step now: what was prepared and not acknowledged is.
         setup.mesh.world.barrier()
@@ -450,9 +481,32 @@ def _load_frozen(setup: _Setup, shell: _Shell, store: StoreCore) -> None:
 
 
 def _check_batch(config: TrainConfig, world: int) -> None:
-    if config.data.batch_size % world:
+    if config.data.batch_size % world and not config.tasks:
         raise ConfigError(
             f"data.batch_size: expected a multiple of the {world} ranks, got {config.data.batch_size}"
+        )
+
+
+def _check_tasks(config: TrainConfig, loop: Loop, world: int) -> None:
+    """Raises ConfigError for what tasks do not go together with."""
+    if not config.tasks:
+        return
+    if loop is Loop.FOREIGN:
+        raise ConfigError("tasks: a loop of your own brings its own data; expected none")
+    own = [name for name, task in config.tasks.items() if task.head is TaskHead.OWN]
+    built_in = isinstance(config.model, ModelConfig)
+    if own and not built_in:
+        raise ConfigError(
+            f"tasks.{own[0]}.head: expected shared: an imported model has one output head, in its own module"
+        )
+    if own and config.dense.optimizer_state is OptimizerState.NVME:
+        raise ConfigError(
+            f"tasks.{own[0]}.head: expected shared with dense.optimizer_state = nvme, which keeps one record a unit"
+        )
+    if not built_in and config.data.batch_size < world:
+        raise ConfigError(
+            f"data.batch_size: expected a row for each of the {world} data ranks: modules of an imported model take no "
+            f"empty batch, got {config.data.batch_size}"
         )
 
 
@@ -512,7 +566,13 @@ def _check_records(config: TrainConfig, schemas: Sequence[RecordSchema]) -> None
 
 def _resumed_state(config: TrainConfig, store: StoreCore, present: dict[str, object]) -> TrainState:
     state = TrainState.unpack(store.committer.state, where=str(config.store))
-    changed = differences(state.conditions, present)
+    recorded, own = dict(state.conditions), dict(present)
+    tasks = table_of(recorded.pop("tasks", {})), table_of(own.pop("tasks", {}))
+    changed = differences(recorded, own)
+    if any(tasks):  # the text is that of all tasks
+        changed = [line for line in changed if not line.startswith("data.crc32")] + [
+            *changes(*tasks, state.tasks)
+        ]
     if not state.begun:  # an import does not know what will be trained
         changed = [line for line in changed if not line.startswith("model.lora")]
     kept = ("model.checkpoint", "model.tuning")  # a run may choose these
