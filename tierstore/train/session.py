@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from tierstore.dense import DenseSlices, GatherDtype, OptimizerState, UnitLayout, dense_schemas, unit_layouts
+from tierstore.dense import DenseSlices, GatherDtype, UnitLayout, dense_schemas, unit_layouts
 from tierstore.dense.frozen import load_frozen
 from tierstore.dense.gates import Gates, PassListener
 from tierstore.dense.parameters import Units
 from tierstore.errors import ConfigError, StoreFormatError
-from tierstore.model.config import CheckpointActivations, ModelConfig
+from tierstore.model.config import CheckpointActivations
 from tierstore.model.interface import Model
 from tierstore.model.spec import ModelSpec
 from tierstore.model.transformer import Transformer
@@ -51,7 +51,7 @@ from tierstore.train.budgets import (
     trained_schema,
 )
 from tierstore.train.config import TrainConfig
-from tierstore.train.data import TrainingData
+from tierstore.train.data import TextData, TrainingData
 from tierstore.train.experts import ExpertOpener, pair_key, register_experts, register_pairs
 from tierstore.train.files import DataConfig
 from tierstore.train.footprint import boundary_split, return_freed_memory
@@ -63,11 +63,14 @@ from tierstore.train.sources import open_data
 from tierstore.train.state import TrainState, conditions, differences, table_of
 from tierstore.train.step_time import StepTimer
 from tierstore.train.stepping import SessionParts, Stepper
-from tierstore.train.tasks.config import TaskHead
-from tierstore.train.tasks.data import TaskData, TaskExamples
+from tierstore.train.tasks.data import TaskData
+from tierstore.train.tasks.opening import open_tasks, own_head_tasks, refuse_tasks
 from tierstore.train.tasks.progress import changes, resumed
 from tierstore.train.thread_times import ThreadTimes, stolen_while_running
 from tierstore.train.trainer import Trainer
+
+if TYPE_CHECKING:  # its packages are imported where documents are tokenised
+    from tierstore.train.tokens.data import TokenData
 
 
 @contextlib.contextmanager
@@ -266,7 +269,9 @@ def _prepare(
     device = rank_device(config.device, RankEnvironment()) if mesh is None else mesh.device
     mesh = mesh or Mesh.alone(RankEnvironment(), device)
     _check_batch(config, mesh.data.size)
-    _check_tasks(config, loop, mesh.data.size)
+    if config.tasks and loop is Loop.FOREIGN:
+        raise ConfigError("tasks: a loop of your own brings its own data; expected none")
+    refuse_tasks(config, mesh.data.size)
     if loop is Loop.FOREIGN and config.data.layer_major:
         raise ConfigError(
             "data.micro_order: expected micro or auto: a loop of your own drives one pass after another, and layer order "
@@ -304,31 +309,20 @@ def _prepare(
 
 
 def _open_data(config: TrainConfig, mesh: Mesh, progress: Callable[[int, int], None]) -> TrainingData:
-    sources = {name: _open_source(config, data, mesh, progress) for name, data in config.data_by_task.items()}
-    if not config.tasks:
-        return sources[""]
-    return TaskData(
-        config.tasks,
-        sources,
-        config.assignment(mesh.data.size),
-        micro_batches=config.data.micro_batches,
-    )
+    def open_source(data: DataConfig) -> TextData | TokenData:
+        return open_data(
+            data,
+            seq_len=config.model.seq_len,
+            vocab_size=config.model.vocab_size,
+            tokenizer=config.model.tokenizer,
+            store=config.store,
+            together=config.model.mixes_documents,
+            first=mesh.world.rank == 0,
+            barrier=mesh.world.barrier,
+            progress=progress,
+        )
 
-
-def _open_source(
-    config: TrainConfig, data: DataConfig, mesh: Mesh, progress: Callable[[int, int], None]
-) -> TaskExamples:
-    return open_data(
-        data,
-        seq_len=config.model.seq_len,
-        vocab_size=config.model.vocab_size,
-        tokenizer=config.model.tokenizer,
-        store=config.store,
-        together=config.model.mixes_documents,
-        first=mesh.world.rank == 0,
-        barrier=mesh.world.barrier,
-        progress=progress,
-    )
+    return open_tasks(config, mesh.data.size, open_source) if config.tasks else open_source(config.data)
 
 
 def compute_deterministically(device: torch.device) -> None:
@@ -342,8 +336,7 @@ def compute_deterministically(device: torch.device) -> None:
 def _build_model(setup: _Setup) -> _Shell:
     config, mesh, source = setup.config, setup.mesh, SourceSlot()
     model = _spec(config).build(source, mesh=mesh, ledger=setup.ledger)
-    own = [name for name, task in config.tasks.items() if task.head is TaskHead.OWN]
-    heads = model.add_heads(own) if isinstance(model, Transformer) else {}
+    heads = model.add_heads(own_head_tasks(config)) if isinstance(model, Transformer) else {}
     units = model.dense_units()
     narrow = config.dense.gather is GatherDtype.COMPUTE
     if not narrow and any(parameter.dtype != torch.float32 for _, unit in units for parameter in unit):
@@ -484,29 +477,6 @@ def _check_batch(config: TrainConfig, world: int) -> None:
     if config.data.batch_size % world and not config.tasks:
         raise ConfigError(
             f"data.batch_size: expected a multiple of the {world} ranks, got {config.data.batch_size}"
-        )
-
-
-def _check_tasks(config: TrainConfig, loop: Loop, world: int) -> None:
-    """Raises ConfigError for what tasks do not go together with."""
-    if not config.tasks:
-        return
-    if loop is Loop.FOREIGN:
-        raise ConfigError("tasks: a loop of your own brings its own data; expected none")
-    own = [name for name, task in config.tasks.items() if task.head is TaskHead.OWN]
-    built_in = isinstance(config.model, ModelConfig)
-    if own and not built_in:
-        raise ConfigError(
-            f"tasks.{own[0]}.head: expected shared: an imported model has one output head, in its own module"
-        )
-    if own and config.dense.optimizer_state is OptimizerState.NVME:
-        raise ConfigError(
-            f"tasks.{own[0]}.head: expected shared with dense.optimizer_state = nvme, which keeps one record a unit"
-        )
-    if not built_in and config.data.batch_size < world:
-        raise ConfigError(
-            f"data.batch_size: expected a row for each of the {world} data ranks: modules of an imported model take no "
-            f"empty batch, got {config.data.batch_size}"
         )
 
 

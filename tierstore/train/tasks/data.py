@@ -40,9 +40,8 @@ class TaskExamples(TrainingData, Protocol):
 
 
 class TaskData:
-    """What a run of ``tasks`` is trained on: ``sources`` has the data of each, ``assignment`` says which rank has which rows.
-
-    ``begin`` says where the tasks stand before the first batch is taken.
+    """What a run of ``tasks`` is trained on: ``sources`` has the data of each, ``assignment`` says which rank has
+    which rows. ``begin`` says where the tasks stand before the first batch is taken.
     """
 
     def __init__(
