@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from enum import Enum
 
 from tierstore.errors import ConfigError
+
+
+class Elastic(Enum):
+    """What a resumed run does with the store of another number of ranks.
+
+    OFF refuses it. RESHARD makes it over for the ranks that there are, keeps the old one until the first commit and goes
+    on: what ``torchrun --nnodes 1:4 --max-restarts`` needs to do without a person.
+    """
+
+    OFF = "off"
+    RESHARD = "reshard"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +32,10 @@ class ParallelConfig:
         default=1, metadata={"help": "ranks that compute the same tokens with parts of each layer"}
     )
     stages: int = field(default=1, metadata={"help": "pipeline stages, each of some of the layers"})
+    elastic: Elastic = field(
+        default=Elastic.OFF,
+        metadata={"help": "off, or reshard: a resume with other ranks makes the store over for them"},
+    )
     timeout_s: float = field(
         default=600.0, metadata={"help": "seconds after which a collective that no one answers fails"}
     )

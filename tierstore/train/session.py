@@ -52,6 +52,7 @@ from tierstore.train.budgets import (
 )
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TextData, TrainingData
+from tierstore.train.elastic import MadeOver, follow_ranks
 from tierstore.train.experts import ExpertOpener, pair_key, register_experts, register_pairs
 from tierstore.train.files import DataConfig
 from tierstore.train.footprint import boundary_split, return_freed_memory
@@ -201,6 +202,7 @@ def open_parts(
             ledger=setup.ledger,
             timeline=setup.timeline,
             layers=_layer_parts(setup, store, gates, shell.source, stack),
+            made_over=setup.made_over,
         )
         if setup.agreed.opening is Opening.CREATE:
             # A store is one from its first commit on: none is before all ranks have made theirs.
@@ -236,6 +238,7 @@ class _Setup:
     conditions: dict[str, object]
     timeline: TimelineSink
     ledger: StallLedger
+    made_over: MadeOver | None
 
     @property
     def owned(self) -> range:
@@ -282,6 +285,7 @@ def _prepare(
     compute_deterministically(device)
     divided = budgets(config, DeviceKind(device.type))
     boundary_split(config, mesh.data.size, len(config.model.architecture.units) - 2)  # a refusal comes here
+    made_over = follow_ranks(config, opening, mesh)
     agreed = agree(config.store, opening, mesh)
     if agreed.opening is Opening.RESUME:
         _check_records(config, read_schemas(rank_directory(config.store, mesh.world.rank, mesh.world.size)))
@@ -305,6 +309,7 @@ def _prepare(
         conditions=present,
         timeline=timeline,
         ledger=StallLedger(listener=stall_spans(timeline) if timeline.enabled else None),
+        made_over=made_over,
     )
 
 

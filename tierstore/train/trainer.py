@@ -55,6 +55,8 @@ class Trainer:
         #: Where the data is that of several tasks.
         self.tasks = data if isinstance(data, TaskData) else None
         self._task_losses = TaskLosses(())
+        #: Where the store was that of other ranks until now.
+        self.made_over = parts.made_over
         self.state = parts.state
         self.ledger = parts.ledger
         #: Where the time of the last step went, and of all.
