@@ -7,8 +7,9 @@ products are bf16, through explicit casts of fp32 masters; autocast would choose
 from one release to the next. Norms, softmax, router and loss are fp32. First weights are a function of the
 seed and of what they are for, so that changing one layer changes nothing else.
 
-On several ranks (``mesh``) each has a part of the global batch; only parts of a batch of tasks may differ in rows.
-``objective`` is then this rank's share of the global one: the shares, and their gradients, add up to it.
+On several data ranks (``mesh``) each has a part of the global batch; only parts of a batch of tasks may differ in rows.
+``objective`` is then this rank's share of the global one: the shares, and their gradients, add up to it. Tensor-parallel ranks have the same tokens
+and parts of the parameters (``tierstore.model.division``); of what none divides, all of them find the same gradients.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ from torch.utils.checkpoint import checkpoint
 
 from tierstore.model.attention import Attention, RMSNorm, rotary_tables
 from tierstore.model.config import CheckpointActivations, ModelConfig, TieEmbeddings
+from tierstore.model.division import check_divisible, divisions
 from tierstore.model.interface import Batch, ModelOutput, Segment, SegmentLoss, joint_loss, segment_losses
 from tierstore.model.kv_cache import Following, KeyValueCache, visible_tokens
 from tierstore.model.loss import cross_entropy
 from tierstore.moe import ExpertSource, FeedForward, MoELayer, NoiseKey, Router, Routing
 from tierstore.moe.guessing import LayerRouter
 from tierstore.moe.seeds import keyed_generator
-from tierstore.parallel import Mesh
+from tierstore.parallel import Mesh, TensorRanks
+from tierstore.parallel.division import Division
 from tierstore.stats import StallLedger
 
 MixtureFactory = Callable[[int], nn.Module]
@@ -42,15 +45,19 @@ MixtureFactory = Callable[[int], nn.Module]
 class Block(nn.Module):
     """Attention, then a mixture or a dense feed-forward network."""
 
-    def __init__(self, config: ModelConfig, layer: int, mixture: nn.Module | None) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, mixture: nn.Module | None, tensor: TensorRanks | None = None
+    ) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
-        self.attention = Attention(config.d_model, config.n_heads, seed=config.seed, layer=layer)
+        self.attention = Attention(
+            config.d_model, config.n_heads, seed=config.seed, layer=layer, tensor=tensor
+        )
         self.ffn_norm = RMSNorm(config.d_model, config.norm_eps)
         self.mixture = mixture
         self.ffn: FeedForward | None = None
         if mixture is None:
-            self.ffn = FeedForward(config.dense_shape, seed=config.seed, name=f"ffn.{layer}")
+            self.ffn = FeedForward(config.dense_shape, seed=config.seed, name=f"ffn.{layer}", tensor=tensor)
 
     def forward(
         self, x_BTD: Tensor, cos: Tensor, sin: Tensor, key: NoiseKey, following: Following | None = None
@@ -87,6 +94,8 @@ class Transformer(nn.Module):
         if source is None and mixture is None:
             raise ValueError("a Transformer needs an expert source, or a factory of mixtures")
         self.config = config
+        tensor = None if mesh is None else mesh.tensor
+        check_divisible(config, 1 if tensor is None else tensor.size)
         self._key = NoiseKey()
         self._ranks = 1 if mesh is None else mesh.data.size
 
@@ -113,7 +122,12 @@ class Transformer(nn.Module):
         generator = keyed_generator(config.seed, "embedding")
         nn.init.normal_(self.embedding, std=0.02 if tied else 0.2, generator=generator)
         self.blocks = nn.ModuleList(
-            Block(config, layer, make(layer) if layer in config.moe_layers else None)
+            Block(
+                config,
+                layer,
+                make(layer) if layer in config.moe_layers else None,
+                TensorRanks(tensor, layer=layer, ledger=ledger),
+            )
             for layer in range(config.n_layers)
         )
         self.norm = RMSNorm(config.d_model, config.norm_eps)
@@ -208,6 +222,11 @@ class Transformer(nn.Module):
             nn.init.normal_(head, std=0.02, generator=keyed_generator(self.config.seed, "head", task))
             self.heads[task] = nn.Parameter(head)
         return {f"head.{task}": head for task, head in self.heads.items()}
+
+    def unit_divisions(self) -> list[list[Division | None]]:
+        by_name = divisions(self.config)
+        found = {id(parameter): by_name.get(name) for name, parameter in self.named_parameters()}
+        return [[found[id(parameter)] for parameter in parameters] for _, parameters in self.dense_units()]
 
     def frozen_units(self) -> list[tuple[str, list[nn.Parameter]]]:
         return []
