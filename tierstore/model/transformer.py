@@ -8,8 +8,9 @@ from one release to the next. Norms, softmax, router and loss are fp32. First we
 seed and of what they are for, so that changing one layer changes nothing else.
 
 On several data ranks (``mesh``) each has a part of the global batch; only parts of a batch of tasks may differ in rows.
-``objective`` is then this rank's share of the global one: the shares, and their gradients, add up to it. Tensor-parallel ranks have the same tokens
-and parts of the parameters (``tierstore.model.division``); of what none divides, all of them find the same gradients.
+``objective`` is then this rank's share of the global one: the shares, and their gradients, add up to it. Tensor-parallel
+ranks have the same tokens and parts of the parameters (``tierstore.model.division``); of what none divides, all of them
+find the same gradients.
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ from tierstore.train.budgets import (
     pair_schema,
     trained_schema,
 )
+from tierstore.train.combinations import check_combination
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TextData, TrainingData
 from tierstore.train.elastic import MadeOver, follow_ranks
@@ -271,6 +272,7 @@ def _prepare(
 ) -> _Setup:
     device = rank_device(config.device, RankEnvironment()) if mesh is None else mesh.device
     mesh = mesh or Mesh.alone(RankEnvironment(), device)
+    check_combination(config, mesh.layout)
     _check_batch(config, mesh.data.size)
     if config.tasks and loop is Loop.FOREIGN:
         raise ConfigError("tasks: a loop of your own brings its own data; expected none")
