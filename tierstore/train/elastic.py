@@ -31,7 +31,8 @@ from tierstore.store.opening import read_states
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.resharding import reshard
-from tierstore.train.state import STATE_KEY, TrainState
+from tierstore.train.resharding.reading import stored_layout
+from tierstore.train.state import STATE_KEY, TrainState, table_of
 
 #: The tokens of a run's documents, which belong to no layout.
 _TOKENS = "tokens"
@@ -130,12 +131,8 @@ def held_layout(store: Path) -> Layout | None:
     if not states:
         return None
     state = TrainState.unpack({STATE_KEY: next(iter(states.values()))}, where=str(directory))
-    parallel = state.conditions.get("parallel")
     try:
-        assert isinstance(parallel, dict)
-        ranks, expert = int(parallel["ranks"]), int(parallel["expert_ranks"])
-        tensor, stages = int(parallel.get("tensor_ranks", 1)), int(parallel.get("stages", 1))
-        return Layout(stages, ranks // stages // expert, expert, tensor)
+        return stored_layout(table_of(state.conditions["parallel"]))
     except (AssertionError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise StoreFormatError(f"{directory}: the conditions of the run are damaged: {error}") from error
 
