@@ -34,14 +34,17 @@ from tierstore.dense import DenseSlices
 from tierstore.errors import TierstoreError
 from tierstore.model.interface import Model
 from tierstore.parallel import Mesh, RankGroup
+from tierstore.parallel.config import Elastic
 from tierstore.prefetch.experts import ExpertTiers
 from tierstore.prefetch.horizontal import HorizontalQueue
 from tierstore.prefetch.plan import StepTiming
+from tierstore.prefetch.program import Finals
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store.core import OptimizerStep, StoreCore
 from tierstore.timeline import OperationSpans, TimelineSink, Track
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TrainingData
+from tierstore.train.elastic import MadeOver, drop_before
 from tierstore.train.layer_order.passes import LayerParts
 from tierstore.train.norms import gradient_norm
 from tierstore.train.ranks import commit_everywhere
@@ -80,6 +83,8 @@ class SessionParts:
     layers: LayerParts | None = None
     #: How embedding and head reach their tokens.
     vocabulary: VocabularyChoice = field(default_factory=VocabularyChoice)
+    #: Where the store was that of other ranks.
+    made_over: MadeOver | None = None
 
 
 class StepOutcome(Enum):
@@ -138,6 +143,8 @@ class Stepper:
             parts.dense.save(parts.store, parts.store.history.applied)
             state = {**parts.model.state(), STATE_KEY: parts.state.pack()}
             generation = commit_everywhere(parts.store, parts.mesh, state, snapshot)
+            if parts.config.parallel.elastic is Elastic.RESHARD and parts.mesh.world.rank == 0:
+                drop_before(parts.config.store)
         self._operations.drain()
         return generation
 
@@ -182,6 +189,11 @@ class OpenStep:
         parts.dense.begin_micro()
         parts.model.set_step(self._position, index)
         self._begun += 1
+
+    def resume_pass(self, index: int, finals: Finals) -> None:
+        """The backward pass of forward pass number ``index`` follows, where those of several micro-batches interleave."""
+        self._parts.experts.resume_micro(index=index, finals=finals)
+        self._parts.dense.resume_micro()
 
     def backward(self, objective: Tensor) -> None:
         """The backward pass of the last forward pass."""
