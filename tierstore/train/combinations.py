@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from tierstore.errors import ConfigError
 from tierstore.model.config import ModelConfig
+from tierstore.parallel.config import RowPlacement
 from tierstore.store.format import MomentFormat
 
 if TYPE_CHECKING:
@@ -154,11 +155,18 @@ def features(config: TrainConfig, layout: Layout) -> dict[Feature, str]:
         Feature.LAYER_MAJOR: ("data.micro_order = layer", config.data.layer_major),
         Feature.STAGES: ("parallel.stages", layout.stages > 1),
         Feature.TENSOR: ("parallel.tensor", layout.tensor > 1),
+        Feature.EMBEDDING: (_partitioned(config), bool(_partitioned(config))),
         Feature.LORA: ("lora.rank", config.lora.enabled),
         Feature.NARROW: ("adamw.moments", config.adamw.moments is not MomentFormat.FP32),
         Feature.WRAPPED: ("an imported model", not isinstance(config.model, ModelConfig)),
     }
     return {feature: setting for feature, (setting, taken) in found.items() if taken}
+
+
+def _partitioned(config: TrainConfig) -> str:
+    """The setting that asks for a partitioned table; empty where none does."""
+    asked = {"parallel.embedding": config.parallel.embedding, "parallel.head": config.parallel.head}
+    return next((name for name, placement in asked.items() if placement is RowPlacement.PARTITIONED), "")
 
 
 def refusal(taken: Mapping[Feature, str], wanted: Feature) -> str | None:

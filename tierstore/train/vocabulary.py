@@ -119,13 +119,8 @@ def choose_vocabulary(
     if ranks == 1:
         alone = TableChoice(RowPlacement.GATHERED, "one data rank")
         return VocabularyChoice(embedding=alone, head=alone, tied=tied)
-    obstacle = _obstacle(config, device)
-    if obstacle is not None:
-        for name, asked in (("embedding", parallel.embedding), ("head", parallel.head)):
-            if asked is RowPlacement.PARTITIONED:
-                raise ConfigError(f"parallel.{name}: expected gathered or auto: {obstacle}")
-        whole = TableChoice(RowPlacement.GATHERED, obstacle)
-        return VocabularyChoice(embedding=whole, head=whole, tied=tied)
+    in_general, of_head = _obstacles(config, device)
+    of_embedding = in_general or (of_head if tied else None)
     table = TableRows(model.vocab_size, model.d_model, ranks)
     cost = VocabularyCost(
         table=table,
@@ -133,16 +128,26 @@ def choose_vocabulary(
         micro_batches=config.data.micro_batches,
         value_bytes=model.compute_dtype.itemsize,
     )
-    if tied:
-        both = _table(
-            parallel.embedding, _kept(recorded, "embedding"), cost, cost.embedding_sent + cost.head_sent
-        )
-        return VocabularyChoice(embedding=both, head=both, tied=True, table=table, cost=cost)
+
+    def choice(name: str, asked: RowPlacement, obstacle: str | None, divided_sent: int) -> TableChoice:
+        if obstacle is None:
+            return _table(asked, _kept(recorded, name), cost, divided_sent)
+        if asked is RowPlacement.PARTITIONED:
+            raise ConfigError(f"parallel.{name}: expected gathered or auto: {obstacle}")
+        return TableChoice(RowPlacement.GATHERED, obstacle)
+
+    sent = cost.embedding_sent + (cost.head_sent if tied else 0)
+    embedding = choice("embedding", parallel.embedding, of_embedding, sent)
+    head = (
+        embedding if tied else choice("head", parallel.head, in_general or of_head, cost.head_sent)
+    )
+    possible = in_general is None
     return VocabularyChoice(
-        embedding=_table(parallel.embedding, _kept(recorded, "embedding"), cost, cost.embedding_sent),
-        head=_table(parallel.head, _kept(recorded, "head"), cost, cost.head_sent),
-        table=table,
-        cost=cost,
+        embedding=embedding,
+        head=head,
+        tied=tied,
+        table=table if possible else None,
+        cost=cost if possible else None,
     )
 
 
@@ -188,11 +193,12 @@ def _table(
     return TableChoice(RowPlacement.PARTITIONED if pays else RowPlacement.GATHERED, sent)
 
 
-def _obstacle(config: TrainConfig, device: DeviceKind) -> str | None:
-    """Why no table can be divided; None where it can."""
+def _obstacles(config: TrainConfig, device: DeviceKind) -> tuple[str | None, str | None]:
+    """Why no table can be divided, and why no head can; None where it can."""
+    of_head = "the rows of tasks differ from rank to rank, and each task has a loss" if config.tasks else None
     if not isinstance(config.model, ModelConfig):
-        return "an imported model's embedding and head were cut with its other dense parameters, and are called by its code"
-    if device is not DeviceKind.CPU and config.dense.optimizer_state is not OptimizerState.DEVICE:
-        where = config.dense.optimizer_state.value
-        return f"rows are looked up where they are stepped, and dense.optimizer_state is {where}"
-    return None
+        return "an imported model's tables were cut with its other dense parameters, and its code calls them", of_head
+    where = config.dense.optimizer_state
+    if device is not DeviceKind.CPU and where is not OptimizerState.DEVICE:
+        return f"rows are looked up where they are stepped, and dense.optimizer_state is {where.value}", of_head
+    return None, of_head

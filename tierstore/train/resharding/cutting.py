@@ -78,7 +78,14 @@ class DenseCut:
     heads of tasks.
     """
 
-    def __init__(self, units: Sequence[DenseUnitShape], layout: Layout, fusion: Fusion) -> None:
+    def __init__(
+        self,
+        units: Sequence[DenseUnitShape],
+        layout: Layout,
+        fusion: Fusion,
+        tables: Collection[ParameterPlace] = (),
+    ) -> None:
+        """``tables``: the parameters whose rows are divided over data ranks."""
         self.layout = layout
         self._units = units
         self._records = self._layouts(fusion, layout.data)
