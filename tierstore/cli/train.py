@@ -197,6 +197,8 @@ def _train(
         _describe(trainer.store, output)
         output.line(trainer.describe_weights())
         output.line(trainer.timer.describe())
+        if trainer.pipeline.chosen is not None:
+            output.line(trainer.pipeline.chosen.describe())
         log.start(trainer)
         first, begun = trainer.state.position, Instant.now(trainer)
         stopped = _steps(config, output, trainer, log, interrupts)
@@ -217,6 +219,7 @@ def _train(
             totals=ended,
             records_crc32c=crc,
             micro_order_reason=order.reason,
+            chunks=trainer.pipeline.chosen,
         )
         if config.sample_tokens and not stopped:
             text = trainer.sample(_PROMPT, config.sample_tokens)
@@ -291,10 +294,14 @@ def _steps(
                 },
             )
             log.record(trainer, result, val_loss)
+            chunks = trainer.pipeline.chosen
             if config.snapshot_every and done % config.snapshot_every == 0:
                 trainer.commit(snapshot=f"step-{done}")
             elif config.commit_every and done % config.commit_every == 0 and done < config.steps:
                 trainer.commit()
+            chosen = trainer.pipeline.chosen
+            if chosen is not None and chunks is not None and chosen.degrees != chunks.degrees:
+                output.line(f"step {done}: {chosen.describe()}")
     return False
 
 

@@ -14,6 +14,7 @@ from tierstore.store.disk.drives import DriveReport
 from tierstore.train.budgets import expert_schema
 from tierstore.train.config import TrainConfig
 from tierstore.train.footprint import peak_resident_bytes
+from tierstore.train.pipelining import PipelineChoice
 from tierstore.train.step_time import StepTime
 from tierstore.train.trainer import StepResult, Trainer
 from tierstore.units import format_bytes, format_seconds
@@ -106,6 +107,8 @@ class RunSummary:
     records_crc32c: int | None = None
     #: Why the micro-batches passed the layers in the order that they did.
     micro_order_reason: str = ""
+    #: In how many chunks passes over experts went at last; None where no rows travel.
+    chunks: PipelineChoice | None = None
 
     @property
     def drive_life_days(self) -> float | None:
@@ -130,6 +133,7 @@ class RunSummary:
             "ranks": len(self.totals.peaks),
             "micro_order": self.config.data.micro_order.value,
             "micro_order_reason": self.micro_order_reason,
+            "chunks": None if self.chunks is None else self.chunks.as_json(),
             "peak_resident_bytes": max(self.totals.peaks),
             "fixed_resident_bytes": self.fixed_resident_bytes,
             **self.totals.counts,

@@ -26,6 +26,7 @@ from tierstore.model.config import CheckpointActivations
 from tierstore.model.interface import Model
 from tierstore.model.spec import ModelSpec
 from tierstore.moe.guessing import RouterGuesses
+from tierstore.moe.pipelining import Pipelining
 from tierstore.moe.source import ExpertSource, JointSource, SourceSlot, in_training
 from tierstore.parallel import Mesh, RankEnvironment, rank_device
 from tierstore.prefetch import HorizontalQueue, Schedule, unit_schedule
@@ -56,6 +57,7 @@ from tierstore.train.footprint import boundary_split, return_freed_memory
 from tierstore.train.layer_order.boundaries import BoundaryStore
 from tierstore.train.layer_order.passes import LayerParts
 from tierstore.train.layer_order.spilling import open_boundaries
+from tierstore.train.pipelining import PipelineControl, most_chunks
 from tierstore.train.ranks import Agreed, Opening, agree, check_alike
 from tierstore.train.sources import open_data
 from tierstore.train.state import TrainState, conditions, differences
@@ -140,7 +142,9 @@ def open_parts(
     """What ``open_session`` makes its trainer of, for whoever drives it; closed at exit."""
     setup = _prepare(config, opening, loop, mesh, timeline or NullTimeline(), tokenising)
     accepted()
-    shell = _build_model(setup)
+    pipelining = Pipelining(setup.timeline)
+    pipeline = PipelineControl(config, setup.mesh, pipelining)
+    shell = _build_model(setup, SourceSlot(pipelining))
     with contextlib.ExitStack() as stack:
         store = _open_store(setup, shell, trace=trace, io_log=io_log)
         stack.callback(store.close)
@@ -151,6 +155,7 @@ def open_parts(
             shell.model.load_state(store.committer.state)
         else:
             state = TrainState(conditions=setup.conditions)
+        pipeline.begin(state, store.note_in_trace)
         dense, schedule = _slice_dense(setup, shell)
         queue = HorizontalQueue(schedule, dense, setup.ledger)
         gates = dense.attach(shell.model, queue if watch is None else watch.listener(queue))
@@ -189,6 +194,7 @@ def open_parts(
             state=state,
             ledger=setup.ledger,
             timeline=setup.timeline,
+            pipeline=pipeline,
             layers=_layer_parts(setup, store, gates, shell.source, stack),
         )
         if setup.agreed.opening is Opening.CREATE:
@@ -258,6 +264,7 @@ def _prepare(
     device = rank_device(config.device, RankEnvironment()) if mesh is None else mesh.device
     mesh = mesh or Mesh.alone(RankEnvironment(), device)
     _check_batch(config, mesh.data.size)
+    most_chunks(config, mesh)  # a refusal comes here
     if loop is Loop.FOREIGN and config.data.layer_major:
         raise ConfigError(
             "data.micro_order: expected micro or auto: a loop of your own drives one pass after another, and layer order "
@@ -316,8 +323,8 @@ def compute_deterministically(device: torch.device) -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def _build_model(setup: _Setup) -> _Shell:
-    config, mesh, source = setup.config, setup.mesh, SourceSlot()
+def _build_model(setup: _Setup, source: SourceSlot) -> _Shell:
+    config, mesh = setup.config, setup.mesh
     model = _spec(config).build(source, mesh=mesh, ledger=setup.ledger)
     units = model.dense_units()
     narrow = config.dense.gather is GatherDtype.COMPUTE
@@ -348,7 +355,7 @@ def _open_store(setup: _Setup, shell: _Shell, *, trace: Path | None, io_log: Pat
         cache=config.cache,
         io=config.io,
         disk=config.links.disk,
-        group_order=group_order(setup.mesh.replicas),
+        group_order=group_order(replicas=setup.mesh.replicas, chunks=most_chunks(config, setup.mesh)),
         stripe=rank_stripe(config.stripe, world.rank, world.size),
         wear=config.wear,
     )

@@ -43,6 +43,7 @@ from tierstore.timeline import OperationSpans, TimelineSink, Track
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TrainingData
 from tierstore.train.layer_order.passes import LayerParts
+from tierstore.train.pipelining import PipelineControl
 from tierstore.train.ranks import commit_everywhere
 from tierstore.train.state import STATE_KEY, TrainState
 
@@ -74,6 +75,7 @@ class SessionParts:
     state: TrainState
     ledger: StallLedger
     timeline: TimelineSink
+    pipeline: PipelineControl
     #: Where steps take their micro-batches in layer order.
     layers: LayerParts | None = None
 
@@ -132,6 +134,7 @@ class Stepper:
         ):
             parts.experts.gradients.step_pending()
             parts.dense.save(parts.store, parts.store.history.applied)
+            parts.state.chunks = parts.pipeline.at_commit(parts.state.position)
             state = {**parts.model.state(), STATE_KEY: parts.state.pack()}
             generation = commit_everywhere(parts.store, parts.mesh, state, snapshot)
         self._operations.drain()
