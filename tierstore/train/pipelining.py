@@ -116,16 +116,14 @@ class PipelineControl:
         self._loads = even_loads(config, mesh)
         self._note: Callable[[str], None] = lambda text: None
         self._noted: PipelineDegrees | None = None
-        #: None where no rows travel, or experts cannot be parted.
+        #: None where no rows travel.
         self.chosen: PipelineChoice | None = None
-        if self._auto and self._most > 1:
+        auto = config.parallel.pipeline_degree == AUTO_DEGREE
+        if auto and self._most > 1:
             self._costs = self._probed()
-        elif self._most > 1:
-            self._take(PipelineDegrees(self._most, self._most), "as configured")
-
-    @property
-    def _auto(self) -> bool:
-        return self._config.parallel.pipeline_degree == AUTO_DEGREE
+        elif mesh.expert.size > 1 and mesh.tensor.size == 1:
+            reason = "auto: there is a rank with one expert of a layer, or none" if auto else "as configured"
+            self._take(PipelineDegrees(self._most, self._most), reason)
 
     def begin(self, state: TrainState, note: Callable[[str], None]) -> None:
         """The session begins at ``state``, which may hold an earlier choice. ``note`` is told of each, for the trace."""
