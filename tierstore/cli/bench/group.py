@@ -13,6 +13,7 @@ from tierstore.cli.bench.io import io
 from tierstore.cli.bench.machine import machine
 from tierstore.cli.bench.order import order
 from tierstore.cli.bench.overlap import overlap, prediction
+from tierstore.cli.bench.pipemoe import pipemoe
 from tierstore.cli.bench.quant import quant
 from tierstore.cli.bench.report import compare, report
 from tierstore.cli.bench.results import (
@@ -62,6 +63,7 @@ for _command in (
     generate,
     overlap,
     prediction,
+    pipemoe,
     machine,
     scale,
     report,
