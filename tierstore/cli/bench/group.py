@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tierstore.cli.bench.exchange import exchange
 from tierstore.cli.bench.generate import generate
 from tierstore.cli.bench.guesses import guesses
 from tierstore.cli.bench.io import io
@@ -62,6 +63,7 @@ for _command in (
     generate,
     overlap,
     prediction,
+    exchange,
     machine,
     scale,
     report,
