@@ -196,6 +196,8 @@ def _train(
         output.line(f"data: {trainer.data.describe()}")
         _describe(trainer.store, output)
         output.line(trainer.describe_weights())
+        if (line := trainer.vocabulary.describe()) is not None:
+            output.line(line)
         output.line(trainer.timer.describe())
         log.start(trainer)
         first, begun = trainer.state.position, Instant.now(trainer)

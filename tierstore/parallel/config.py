@@ -8,6 +8,17 @@ from enum import StrEnum
 
 from tierstore.errors import ConfigError
 
+#: ``ParallelConfig.pipeline_degree``: the run chooses.
+AUTO_DEGREE = 0
+
+
+class RowPlacement(StrEnum):
+    """How the rows of a table over the vocabulary reach the tokens that need them."""
+
+    AUTO = "auto"  # whichever sends fewer bytes
+    GATHERED = "gathered"  # the whole table is gathered from its ZeRO-3 slices
+    PARTITIONED = "partitioned"  # rows stay with their rank, and tokens' rows travel (SE-MoE section 4.3)
+
 
 class ExchangeMode(StrEnum):
     """How rows go to the ranks of their experts, and back."""
@@ -32,6 +43,17 @@ class ParallelConfig:
         default=1, metadata={"help": "ranks that compute the same tokens with parts of each layer"}
     )
     stages: int = field(default=1, metadata={"help": "pipeline stages, each of some of the layers"})
+    stage_blocks: tuple[int, ...] = field(
+        default=(), metadata={"help": "blocks of each pipeline stage (none: balanced by their parameters)"}
+    )
+    embedding: RowPlacement = field(
+        default=RowPlacement.AUTO,
+        metadata={"help": "whether the embedding is gathered, or its rows stay divided over data ranks"},
+    )
+    head: RowPlacement = field(
+        default=RowPlacement.AUTO,
+        metadata={"help": "the same of the head, whose loss is then computed by vocabulary slices"},
+    )
     exchange: ExchangeMode = field(
         default=ExchangeMode.AUTO,
         metadata={
@@ -41,6 +63,13 @@ class ParallelConfig:
     node_ranks: int = field(
         default=0,
         metadata={"help": "ranks of a node, numbered node by node (0: torchrun's LOCAL_WORLD_SIZE)"},
+    )
+    pipeline_degree: int = field(
+        default=AUTO_DEGREE,
+        metadata={
+            "words": {"auto": AUTO_DEGREE},
+            "help": "chunks in which tokens travel to experts while others are computed",
+        },
     )
     timeout_s: float = field(
         default=600.0, metadata={"help": "seconds after which a collective that no one answers fails"}
@@ -57,6 +86,10 @@ class ParallelConfig:
         for name in ("tensor", "stages"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"parallel.{name}: expected at least 1, got {getattr(self, name)}")
+        if self.pipeline_degree < AUTO_DEGREE:
+            raise ConfigError(
+                f"parallel.pipeline_degree: expected auto or at least 1, got {self.pipeline_degree}"
+            )
         for name in ("timeout_s", "grace_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):

@@ -116,6 +116,11 @@ class Mesh:
         """How many copies of the experts there are."""
         return self.replica.size
 
+    @property
+    def layout(self) -> Layout:
+        """How many ranks there are of each kind."""
+        return Layout(self.stages, self.replicas, self.expert.size, self.tensor.size)
+
     def device_mesh(self) -> DeviceMesh:
         """The same dimensions, those of more than one rank, for torch's own parallel modules (``fully_shard``).
 
@@ -172,6 +177,17 @@ class Layout:
     replicas: int
     expert: int
     tensor: int
+
+    def __str__(self) -> str:
+        if self.world == 1:
+            return "one rank"
+        kind = (
+            f"tensor-parallel groups of {self.tensor}"
+            if self.tensor > 1
+            else f"expert groups of {self.expert}"
+        )
+        stages = f"{self.stages} stages, " if self.stages > 1 else ""
+        return f"{self.world} ranks ({stages}{kind})"
 
     @property
     def world(self) -> int:
