@@ -167,9 +167,9 @@ def _between_nodes(sent: CollectiveTraffic) -> dict[str, int]:
         return {}
     return {
         "sent_bytes": sent.sent_bytes,
-        "sent_messages": sent.messages,
+        "sent_messages_count": sent.messages,
         "between_nodes_bytes": sent.node_bytes,
-        "between_nodes_messages": sent.node_messages,
+        "between_nodes_messages_count": sent.node_messages,
     }
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tierstore.cli.bench.exchange import exchange
 from tierstore.cli.bench.generate import generate
 from tierstore.cli.bench.guesses import guesses
 from tierstore.cli.bench.io import io
@@ -64,6 +65,7 @@ for _command in (
     overlap,
     prediction,
     pipemoe,
+    exchange,
     machine,
     scale,
     report,
