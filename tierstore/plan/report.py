@@ -92,6 +92,7 @@ class Plan:
             },
             "prediction": self._prediction(),
             "order": None if self.order is None else self.order.as_json(),
+            "vocabulary": self.setting.vocabulary.as_json(),
             **({"use": self.setting.usage.use.value, **self.uses.as_json()} if self.uses else {}),
         }
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tierstore.cli.bench.exchange import exchange
+from tierstore.cli.bench.embedding import embedding
 from tierstore.cli.bench.generate import generate
 from tierstore.cli.bench.guesses import guesses
 from tierstore.cli.bench.io import io
@@ -56,6 +57,7 @@ for _command in (
     io,
     tiers,
     train,
+    embedding,
     order,
     guesses,
     quant,
