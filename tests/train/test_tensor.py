@@ -52,6 +52,7 @@ HOLDS: dict[str, Settings] = {
     "guessed": {"host_budget": 120_000, "prefetch.predictor": "router", "prefetch.depth": 2},
     "kept gathered": {"dense.reshard": "after-backward", "dense.buffers": 4},
     "moments on disk": {"dense.optimizer_state": "nvme"},
+    "in chunks": {"parallel.pipeline_degree": 2},
     "computed again": {"model.expert_activations": "recompute", "model.checkpoint_activations": "block"},
 }
 
