@@ -20,6 +20,9 @@ from tierstore.parallel.division import Division
 from tierstore.parallel.mesh import Layout
 from tierstore.parallel.tensor import part_of, whole_of
 
+#: How the units of tasks' own output heads are called, behind those of the forward pass.
+OWN_HEAD = "head."
+
 
 @dataclass(frozen=True, slots=True)
 class DenseParameter:
@@ -65,8 +68,15 @@ def rank_at(layout: Layout, place: RankPlace) -> int:
     return place.stage * layout.replicas * layout.expert + within
 
 
+def count_blocks(units: Sequence[DenseUnitShape]) -> int:
+    """How many of ``units`` are blocks."""
+    return sum(not unit.name.startswith(OWN_HEAD) for unit in units) - 2
+
+
 class DenseCut:
-    """``units`` as ``layout`` divides them: embedding, blocks, norm and head, in the order of the forward pass."""
+    """``units`` as ``layout`` divides them: embedding, blocks, norm and head, in the order of the forward pass, and then
+    heads of tasks.
+    """
 
     def __init__(self, units: Sequence[DenseUnitShape], layout: Layout, fusion: Fusion) -> None:
         self.layout = layout
@@ -81,7 +91,7 @@ class DenseCut:
 
     def stage(self, number: int) -> int:
         """The stage of unit ``number``."""
-        blocks = ExpertBlocks(len(self._units) - 2, self.layout.stages)
+        blocks = ExpertBlocks(count_blocks(self._units), self.layout.stages)
         if number == 0:
             return 0
         return self.layout.stages - 1 if number > blocks.experts else blocks.owner(number - 1)

@@ -39,7 +39,7 @@ from tierstore.store.scratch import scratch_buffers
 from tierstore.tiers.device import tensor_of
 from tierstore.train.budgets import EXPERT_SCHEMA
 from tierstore.train.experts import expert_key
-from tierstore.train.resharding.cutting import DenseCut
+from tierstore.train.resharding.cutting import DenseCut, count_blocks
 from tierstore.train.resharding.reading import StoredModel, open_stored
 from tierstore.train.state import STATE_KEY
 
@@ -101,7 +101,7 @@ def reshard(
 
 def _check_layout(old: StoredModel, layout: Layout) -> None:
     """Raises ConfigError where the model cannot be divided as ``layout`` says."""
-    blocks = len(old.units) - 2
+    blocks = count_blocks(old.units)
     if layout.stages > blocks:
         raise ConfigError(f"stages: expected at most the {blocks} blocks of the model, got {layout.stages}")
     if layout.tensor > 1 and isinstance(old.model, ModelConfig):

@@ -32,8 +32,9 @@ from tierstore.tiers.device import tensor_of
 from tierstore.train.budgets import EXPERT_SCHEMA
 from tierstore.train.experts import expert_key
 from tierstore.train.ranks import newest_common
-from tierstore.train.resharding.cutting import DenseCut, DenseParameter, DenseUnitShape
+from tierstore.train.resharding.cutting import OWN_HEAD, DenseCut, DenseParameter, DenseUnitShape
 from tierstore.train.state import IMPORT_KEY, STATE_KEY, TrainState, table_of
+from tierstore.train.tasks.progress import own_heads
 
 #: Low-rank pairs of experts, and of attention.
 _PAIRS = ("lora.", "dense.lora.")
@@ -55,7 +56,7 @@ class StoredModel:
     cut: DenseCut = field(init=False)
 
     def __post_init__(self) -> None:
-        self.units = whole_units(self.model)
+        self.units = [*whole_units(self.model), *head_units(self.model, self.state)]
         self.cut = DenseCut(self.units, self.layout, self.fusion)
 
     @property
@@ -115,6 +116,12 @@ def whole_units(model: ModelSpec) -> list[DenseUnitShape]:
         )
         for (unit, parameters), divided in zip(built.dense_units(), built.unit_divisions(), strict=True)
     ]
+
+
+def head_units(model: ModelSpec, state: TrainState) -> list[DenseUnitShape]:
+    """The output heads of tasks that have one of their own, trained at present or not."""
+    head = DenseParameter((model.vocab_size, model.d_model), Narrow.NO)
+    return [DenseUnitShape(f"{OWN_HEAD}{name}", (head,)) for name in own_heads(state.tasks)]
 
 
 @contextlib.contextmanager
