@@ -271,8 +271,8 @@ def _prepare(
     config = stage_config(config, mesh.pipeline.rank, mesh.stages)
     if loop is Loop.FOREIGN and mesh.stages > 1:
         raise ConfigError(
-            "parallel.stages: expected 1: a loop of your own drives one pass after another, and stages take those of several "
-            "micro-batches in turns"
+            "parallel.stages: expected 1: a loop of your own drives one pass after another, and stages take those of "
+            "several micro-batches in turns"
         )
     if config.threads:
         torch.set_num_threads(config.threads)
