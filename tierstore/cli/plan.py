@@ -232,6 +232,8 @@ def _show(made: Plan, costs: Profile, output: Output) -> None:
     )
     _show_prediction(made, costs, output)
     _show_order(made, output)
+    for line in made.tensor.lines() if made.tensor is not None else ():
+        output.line(line)
     if made.verdict.fits:
         output.line("it fits")
         return

@@ -159,6 +159,7 @@ def _train(
     checksum: bool,
 ) -> tuple[RunSummary, bool]:
     """The run: its result, and whether a signal ended it."""
+    from tierstore.model.division import divided_units
     from tierstore.plan.order import agreed_order
     from tierstore.train.budgets import DeviceKind
     from tierstore.train.footprint import fixed_cost, keep_freed_memory, resident_bytes
@@ -170,7 +171,8 @@ def _train(
     order = agreed_order(config, mesh)
     config = order.applied(config)
     config.model.import_code()
-    fixed = fixed_cost(config, resident_bytes(), ranks=mesh.world.size, device=device).nbytes
+    units = divided_units(config.model, mesh.tensor.size)
+    fixed = fixed_cost(config, resident_bytes(), ranks=mesh.data.size, device=device, units=units).nbytes
     tokenising = _Tokenising(output)
 
     def accepted() -> None:
@@ -316,7 +318,8 @@ def _announce(config: TrainConfig, output: Output, fixed: int, mesh: Mesh) -> No
     if mesh.world.size > 1:
         output.line(
             f"ranks: {mesh.world.size}, in {mesh.replicas} expert group{'s' * (mesh.replicas > 1)} of "
-            f"{mesh.expert.size}; budgets and memory below are each rank's"
+            f"{mesh.expert.size}{', which are tensor-parallel' * (mesh.tensor.size > 1)}; budgets and memory below are "
+            "each rank's"
         )
     output.line(
         f"memory: host budget {format_bytes(config.host_budget)} for all experts, fixed cost about "

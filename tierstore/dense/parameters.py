@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -53,6 +54,16 @@ from tierstore.timeline import TimelineSink
 Units = Sequence[tuple[str, Sequence[nn.Parameter]]]
 
 
+@dataclass(frozen=True, slots=True)
+class DividedParameters:
+    """Which parameters are parts, of which each rank of ``group`` has another one: ``indices[u]`` of unit u. The rest is the
+    same on all of them.
+    """
+
+    group: RankGroup
+    indices: tuple[frozenset[int], ...]
+
+
 class DenseSlices:
     """Takes over the parameters of ``units``: embedding, blocks, head, in the order of their forward passes.
 
@@ -71,8 +82,10 @@ class DenseSlices:
         config: DenseConfig,
         compute: torch.dtype = torch.float32,
         timeline: TimelineSink | None = None,
+        divided: DividedParameters | None = None,
     ) -> None:
         """``compute``: in which type what the layouts call narrow is gathered, unless ``config.gather`` is fp32.
+        ``divided``: which parameters are parts of larger ones; None where all are whole.
 
         On ``timeline`` gathers and reductions are drawn.
         """
@@ -81,6 +94,7 @@ class DenseSlices:
         self.traffic = self._messages.traffic
         self._group = group
         self._device = device
+        self._divided = divided
         self._narrow = compute if config.gather is GatherDtype.COMPUTE else torch.float32
         home = device if config.optimizer_state is OptimizerState.DEVICE else torch.device("cpu")
         self._moments: DiskMoments | None = None
@@ -230,23 +244,35 @@ class DenseSlices:
         if self._exchange is not None:
             self._exchange.flush(unit)
 
-    def sum_of_squares(self) -> float:
-        """Of all gradients on all ranks, in double precision: the same bits on every rank. A collective.
+    def squares(self) -> list[float]:
+        """The sums of squares of each unit's gradients on all ranks, in double precision: the same bits on every rank.
+        A collective.
 
         Not finite where any gradient of any rank is not.
         """
+        self.finish()
+        if self._divided is None:
+            squares = torch.tensor([unit.sum_of_squares() for unit in self.slices], dtype=torch.float64)
+            self._group.all_reduce(squares).wait()
+        else:
+            own = [
+                unit.sum_of_squares_in(indices)
+                for unit, indices in zip(self.slices, self._divided.indices, strict=True)
+            ]
+            both = torch.tensor(own, dtype=torch.float64)
+            self._group.all_reduce(both).wait()
+            squares = both[:, 0].contiguous()
+            self._divided.group.all_reduce(squares).wait()
+            squares += both[:, 1]
+        found: list[float] = squares.tolist()
+        return found
+
+    def sum_of_squares(self) -> float:
+        """The sum of ``squares``, in the order of units. A collective."""
         total = 0.0
         for square in self.squares():
             total += square
         return total
-
-    def squares(self) -> list[float]:
-        """The same unit by unit."""
-        self.finish()
-        squares = torch.tensor([unit.sum_of_squares() for unit in self.slices], dtype=torch.float64)
-        self._group.all_reduce(squares).wait()
-        found: list[float] = squares.tolist()
-        return found
 
     def scale_gradients(self, scale: float) -> None:
         for unit in self.slices:

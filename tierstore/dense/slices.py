@@ -6,7 +6,7 @@ is where they pass through.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 from torch import nn
@@ -95,6 +95,23 @@ class UnitSlices:
     def sum_of_squares(self) -> float:
         """Of the gradient, in double precision."""
         return float(torch.linalg.vector_norm(self.gradient, dtype=torch.float64)) ** 2
+
+    def sum_of_squares_in(self, indices: Container[int]) -> tuple[float, float]:
+        """The same of the parameters in ``indices``, and of the others."""
+        inside = outside = 0.0
+        for region, kept in self.layout.slices():
+            begin = self._rank * region.slice_numel
+            for span in region.spans:
+                low = max(span.offset, begin)
+                high = min(span.offset + span.numel, begin + region.slice_numel)
+                if low < high:
+                    part = self.gradient[kept.start + low - begin : kept.start + high - begin]
+                    square = float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2
+                    if span.index in indices:
+                        inside += square
+                    else:
+                        outside += square
+        return inside, outside
 
     @torch.no_grad()
     def step(self, lr: float) -> None:

@@ -35,6 +35,7 @@ from tierstore.moe.lora import LoraConfig
 from tierstore.moe.seeds import derive_seed
 from tierstore.moe.source import ExpertSource
 from tierstore.parallel import Mesh, RankGroup
+from tierstore.parallel.division import Division
 from tierstore.stats import StallLedger
 from tierstore.train.config import FinetuneConfig
 
@@ -147,6 +148,10 @@ class HfModel:
             (self._prefix + name, [parameter for parameter in parameters if parameter.requires_grad])
             for name, parameters in self._units()
         ]
+
+    def unit_divisions(self) -> list[list[Division | None]]:
+        """None is divided: tensor-parallel ranks share the experts alone, and compute all else alike."""
+        return [[None] * len(parameters) for _, parameters in self.dense_units()]
 
     def frozen_units(self) -> list[tuple[str, list[nn.Parameter]]]:
         return self._frozen

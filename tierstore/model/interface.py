@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tierstore.moe.guessing import LayerRouter
+from tierstore.parallel.division import Division
 
 #: A target that does not count.
 IGNORED = -100
@@ -106,6 +107,12 @@ class DenseModel(Protocol):
         """Every dense parameter, in the order of the forward pass: embedding, a unit for each block, norm and head.
 
         A tied head is the first unit's embedding.
+        """
+        ...
+
+    def unit_divisions(self) -> list[list[Division | None]]:
+        """How tensor parallelism divides each parameter of each of ``dense_units``, however many ranks there are; None for
+        those that every rank has whole.
         """
         ...
 

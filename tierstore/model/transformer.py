@@ -7,8 +7,9 @@ products are bf16, through explicit casts of fp32 masters; autocast would choose
 from one release to the next. Norms, softmax, router and loss are fp32. First weights are a function of the
 seed and of what they are for, so that changing one layer changes nothing else.
 
-On several ranks (``mesh``) each has a part of the global batch, all parts alike in shape. ``objective`` is then this
-rank's share of the global one: the shares, and their gradients, add up to it.
+On several data ranks (``mesh``) each has a part of the global batch, all parts alike in shape. ``objective`` is then this
+rank's share of the global one: the shares, and their gradients, add up to it. Tensor-parallel ranks have the same tokens
+and parts of the parameters (``tierstore.model.division``); of what none divides, all of them find the same gradients.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ from torch.utils.checkpoint import checkpoint
 
 from tierstore.model.attention import Attention, RMSNorm, rotary_tables
 from tierstore.model.config import CheckpointActivations, ModelConfig, TieEmbeddings
+from tierstore.model.division import check_divisible, divisions
 from tierstore.model.interface import Batch, ModelOutput
 from tierstore.model.kv_cache import Following, KeyValueCache, visible_tokens
 from tierstore.model.loss import cross_entropy
 from tierstore.moe import ExpertSource, FeedForward, MoELayer, NoiseKey, Router, Routing
 from tierstore.moe.guessing import LayerRouter
 from tierstore.moe.seeds import keyed_generator
-from tierstore.parallel import Mesh
+from tierstore.parallel import Mesh, TensorRanks
+from tierstore.parallel.division import Division
 from tierstore.stats import StallLedger
 
 MixtureFactory = Callable[[int], nn.Module]
@@ -41,15 +44,19 @@ MixtureFactory = Callable[[int], nn.Module]
 class Block(nn.Module):
     """Attention, then a mixture or a dense feed-forward network."""
 
-    def __init__(self, config: ModelConfig, layer: int, mixture: nn.Module | None) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, mixture: nn.Module | None, tensor: TensorRanks | None = None
+    ) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
-        self.attention = Attention(config.d_model, config.n_heads, seed=config.seed, layer=layer)
+        self.attention = Attention(
+            config.d_model, config.n_heads, seed=config.seed, layer=layer, tensor=tensor
+        )
         self.ffn_norm = RMSNorm(config.d_model, config.norm_eps)
         self.mixture = mixture
         self.ffn: FeedForward | None = None
         if mixture is None:
-            self.ffn = FeedForward(config.dense_shape, seed=config.seed, name=f"ffn.{layer}")
+            self.ffn = FeedForward(config.dense_shape, seed=config.seed, name=f"ffn.{layer}", tensor=tensor)
 
     def forward(
         self, x_BTD: Tensor, cos: Tensor, sin: Tensor, key: NoiseKey, following: Following | None = None
@@ -88,6 +95,8 @@ class Transformer(nn.Module):
         if source is None and mixture is None:
             raise ValueError("a Transformer needs an expert source, or a factory of mixtures")
         self.config = config
+        tensor = None if mesh is None else mesh.tensor
+        check_divisible(config, 1 if tensor is None else tensor.size)
         #: The numbers of the blocks that are here.
         self.layers = range(config.n_layers) if layers is None else layers
         self._key = NoiseKey()
@@ -118,7 +127,13 @@ class Transformer(nn.Module):
             generator = keyed_generator(config.seed, "embedding")
             nn.init.normal_(self.embedding, std=0.02 if tied else 0.2, generator=generator)
         self.blocks = nn.ModuleList(
-            Block(config, layer, make(layer) if layer in config.moe_layers else None) for layer in self.layers
+            Block(
+                config,
+                layer,
+                make(layer) if layer in config.moe_layers else None,
+                TensorRanks(tensor, layer=layer, ledger=ledger),
+            )
+            for layer in self.layers
         )
         self.norm: RMSNorm
         if self.ends:
@@ -211,6 +226,11 @@ class Transformer(nn.Module):
         if self.head is not None:
             head.append(self.head)
         return [("embedding", [self.embedding] if self.begins else []), *blocks, ("head", head)]
+
+    def unit_divisions(self) -> list[list[Division | None]]:
+        by_name = divisions(self.config)
+        found = {id(parameter): by_name.get(name) for name, parameter in self.named_parameters()}
+        return [[found[id(parameter)] for parameter in parameters] for _, parameters in self.dense_units()]
 
     def frozen_units(self) -> list[tuple[str, list[nn.Parameter]]]:
         return []

@@ -7,6 +7,8 @@ Ranks hold contiguous pieces of the global batch, so an expert's M rows are thos
 would give it: its products have the same shapes and operands wherever it is computed. Experts are owned in
 contiguous blocks, so rows that are sorted by expert are sorted by owner, and one all-to-all with uneven splits
 takes them there (SE-MoE, section 2.3); the same splits the other way bring results back.
+
+Where the ranks of a group have the same tokens, nothing has to travel to the experts: ``tierstore.moe.indexed``.
 """
 
 from __future__ import annotations
@@ -163,9 +165,9 @@ def rows_of(
     In training, replicas must step the same experts: each asks for every expert of its block that any data rank
     reached, in the same order, so that their gradients can be summed one by one.
     """
-    sources = list(mesh.expert_sources)
-    if mesh.data.size == 1:
+    if mesh.data.size == 1 and mesh.tensor.size == 1:
         return LocalRows(plan, plan.experts)
+    sources = list(mesh.expert_sources)
     blocks = mesh.blocks(load_RE.shape[1])
     load_SE = load_RE[sources]
     reached_E = (load_RE if training else load_SE).sum(dim=0).tolist()
@@ -173,6 +175,10 @@ def rows_of(
     if mesh.expert.size == 1:
         return LocalRows(plan, asked)
     starts = tuple(blocks.start(rank) for rank in range(mesh.expert.size + 1))
+    if mesh.tensor.size > 1:
+        from tierstore.moe.indexed import IndexedRows  # which is made of what is here
+
+        return IndexedRows(mesh.tensor, starts, plan, asked, charge)
     return ExchangedRows(mesh.expert, starts, load_SE, asked, charge)
 
 

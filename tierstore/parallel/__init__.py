@@ -21,5 +21,6 @@ if TYPE_CHECKING:
     from tierstore.parallel.launching import launch, rank_device
     from tierstore.parallel.limited import LimitedGroup, limited_groups
     from tierstore.parallel.mesh import ExpertBlocks, Mesh
+    from tierstore.parallel.tensor import TensorRanks
 else:
     __getattr__, __dir__ = exports(__name__, __file__)

@@ -24,6 +24,7 @@ from tierstore.plan.fitting import (
 )
 from tierstore.plan.foreign import UsesPlan, plan_uses, setting_for
 from tierstore.plan.order import OrderChoice, compare_orders
+from tierstore.plan.ppmoe import TensorCosts, tensor_costs
 from tierstore.plan.predict import Prediction, predict
 from tierstore.plan.presets import Preset
 from tierstore.plan.semoe import PaperBytes, paper_bytes
@@ -53,6 +54,8 @@ class Plan:
     uses: UsesPlan | None = None
     #: In which order several micro-batches pass the layers.
     order: OrderChoice | None = None
+    #: Where ranks are tensor-parallel: what their layers send.
+    tensor: TensorCosts | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Numbers by keys that say their unit."""
@@ -92,6 +95,7 @@ class Plan:
             },
             "prediction": self._prediction(),
             "order": None if self.order is None else self.order.as_json(),
+            "tensor": None if self.tensor is None else self.tensor.as_json(),
             **({"use": self.setting.usage.use.value, **self.uses.as_json()} if self.uses else {}),
         }
 
@@ -195,6 +199,13 @@ def plan_run(
         preset=preset,
         uses=plan_uses(setting, limits, profile, lora) if foreign else None,
         order=order,
+        tensor=tensor_costs(
+            config,
+            setting.model.top_k,
+            ranks=ranks,
+            flops=profile.expert_flops.per_s,
+            bandwidth=profile.all_to_all.per_s,
+        ),
     )
 
 

@@ -20,7 +20,7 @@ import torch
 from tierstore.dense import DenseSlices, GatherDtype, UnitLayout, dense_schemas, unit_layouts
 from tierstore.dense.frozen import load_frozen
 from tierstore.dense.gates import Gates, PassListener
-from tierstore.dense.parameters import Units
+from tierstore.dense.parameters import DividedParameters, Units
 from tierstore.errors import ConfigError, StoreFormatError
 from tierstore.model.config import CheckpointActivations
 from tierstore.model.interface import Model
@@ -393,6 +393,7 @@ def _slice_dense(setup: _Setup, shell: _Shell) -> tuple[DenseSlices, Schedule]:
         config=config.dense,
         compute=compute,
         timeline=setup.timeline,
+        divided=_divided(setup.mesh, shell.model),
     )
     shell.model.module.to(setup.mesh.device)
     passes = config.data.passes if setup.data is not None else 1
@@ -409,6 +410,15 @@ def _slice_dense(setup: _Setup, shell: _Shell) -> tuple[DenseSlices, Schedule]:
         order=one_forward_one_backward(pipeline.rank, pipeline.size, passes) if staged else (),
     )
     return dense, schedule
+
+
+def _divided(mesh: Mesh, model: Model) -> DividedParameters | None:
+    """Which dense parameters this rank has a part of; None where it has all of them whole."""
+    if mesh.tensor.size == 1:
+        return None
+    units = model.unit_divisions()
+    indices = tuple(frozenset(i for i, division in enumerate(unit) if division is not None) for unit in units)
+    return DividedParameters(mesh.tensor, indices)
 
 
 def _fill(setup: _Setup, shell: _Shell, store: StoreCore, dense: DenseSlices) -> None:

@@ -44,7 +44,7 @@ from tierstore.timeline import OperationSpans, TimelineSink, Track
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TrainingData
 from tierstore.train.layer_order.passes import LayerParts
-from tierstore.train.norms import squares_over_stages
+from tierstore.train.norms import gradient_norm
 from tierstore.train.ranks import commit_everywhere
 from tierstore.train.state import STATE_KEY, TrainState
 
@@ -245,17 +245,7 @@ class OpenStep:
         parts = self._parts
         if self.passes is None:
             parts.experts.end_passes()
-        if parts.mesh.stages > 1:
-            squares = squares_over_stages(parts.experts.gradients, parts.dense, parts.mesh, parts.ledger)
-            return math.sqrt(squares) if math.isfinite(squares) else math.nan
-        with parts.ledger.stall(layer=None, tier=Tier.HOST, cause=Cause.OPTIMIZER):
-            squares = parts.experts.gradients.sum_of_squares()
-        # Replicas of an expert have the same gradient: it counts once.
-        counted = squares if parts.mesh.replica.rank == 0 else 0.0
-        (mean,) = means([counted], parts.mesh.world, parts.ledger)
-        squares = mean * parts.mesh.world.size
-        squares += parts.dense.sum_of_squares()
-        return math.sqrt(squares) if math.isfinite(squares) else math.nan
+        return gradient_norm(parts.experts.gradients, parts.dense, parts.mesh, parts.ledger)
 
     def _apply(self) -> None:
         parts = self._parts
