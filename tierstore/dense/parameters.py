@@ -68,7 +68,8 @@ class DenseSlices:
     """Takes over the parameters of ``units``: embedding, blocks, head, in the order of their forward passes.
 
     Every rank constructs it with the same values, cut by ``layouts``; from then on a parameter is whole only while its
-    unit is gathered. ``gather``, ``use`` and ``release`` are for the queue that drives units by number. One thread.
+    unit is gathered. Of a table whose rows are divided over ranks, the parameter is this rank's rows, always.
+    ``gather``, ``use`` and ``release`` are for the queue that drives units by number. One thread.
     """
 
     def __init__(
@@ -235,7 +236,7 @@ class DenseSlices:
             self._exchange.finish(unit)
 
     def _arrive(self, unit: int, index: int, gradient: Tensor) -> None:
-        if self._exchange is not None:
+        if self._exchange is not None and not self.layouts[unit].divided(index):
             self._exchange.arrive(unit, index, gradient)
         else:
             self.slices[unit].add_gradient(index, gradient)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tierstore._native import Arena, Buffer, HugePages
-from tierstore.dense.layout import UnitLayout
+from tierstore.dense.layout import Gathered, UnitLayout
 from tierstore.dense.moments import DiskMoments
 from tierstore.store.adamw import AdamWConfig
 from tierstore.store.core import StoreCore
@@ -73,8 +73,11 @@ class UnitSlices:
         return self.layout.slice_numel * 4 * (1 + len(self._own))
 
     def fill(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Takes this rank's part of the whole ``parameters``."""
+        """Takes this rank's part of ``parameters``, which are whole but for tables, of which they are this rank's rows."""
         for region, kept in self.layout.slices():
+            if region.gathered is Gathered.NO:
+                self.weight[kept].copy_(parameters[region.spans[0].index].detach().reshape(-1))
+                continue
             begin = self._rank * region.slice_numel
             for span in region.spans:
                 low = max(span.offset, begin)
@@ -85,12 +88,15 @@ class UnitSlices:
                     target.copy_(whole[low - span.offset : high - span.offset])
 
     def add_gradient(self, index: int, gradient: torch.Tensor) -> None:
-        """Adds the gradient of a whole parameter, for one rank, whose slices are the whole unit."""
+        """Adds the gradient of a parameter all of which this rank has: its rows of a table, or any parameter where it is the
+        only rank.
+        """
         for region, kept in self.layout.slices():
             for span in region.spans:
                 if span.index == index:
                     start = kept.start + span.offset
-                    self.gradient[start : start + span.numel].view(span.shape).add_(gradient)
+                    own = self.gradient[start : start + gradient.numel()]
+                    own.view(gradient.shape).add_(gradient)
 
     def sum_of_squares(self) -> float:
         """Of the gradient, in double precision."""

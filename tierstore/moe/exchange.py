@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tierstore.moe.dispatch import Dispatch
-from tierstore.parallel import Channel, Mesh, RankGroup, Work
+from tierstore.parallel import Channel, Exchange, Mesh, RankGroup, Work
 
 Charge = Callable[[], AbstractContextManager[None]]
 
@@ -92,7 +92,7 @@ class LocalRows:
 
 
 class ExchangedRows:
-    """Rows go to the owners of their experts, by all-to-all over ``group``.
+    """Rows go to the owners of their experts, by all-to-all over ``exchange``.
 
     ``load_SE``: rows of each expert from each rank of the group; ``starts``: the first expert of each rank, and
     the number of experts.
@@ -100,21 +100,23 @@ class ExchangedRows:
 
     def __init__(
         self,
-        group: RankGroup,
+        exchange: Exchange,
         starts: tuple[int, ...],
         load_SE: Tensor,
         asked: tuple[int, ...],
         charge: Charge | None = None,
     ) -> None:
-        self._group = group
+        self._exchange = exchange
         self._charge = charge
         self.asked = asked
-        self._first, last = starts[group.rank], starts[group.rank + 1]
+        self._first, last = starts[exchange.rank], starts[exchange.rank + 1]
         load_SE = load_SE.cpu()
-        own_E = load_SE[group.rank]
-        self._to = [int(own_E[a:b].sum()) for a, b in itertools.pairwise(starts)]
+        # All loads are known to all ranks, so every rank knows what each sends to each.
+        self._rows_SS = torch.stack(
+            [load_SE[:, a:b].sum(dim=1) for a, b in itertools.pairwise(starts)], dim=1
+        )
+        self._own_rows = int(self._rows_SS[exchange.rank].sum())
         came_SE = load_SE[:, self._first : last]
-        self._from: list[int] = came_SE.sum(dim=1).tolist()
         per_expert: list[int] = came_SE.sum(dim=0).tolist()
         self.rows = sum(per_expert)
         self.most_rows = max(per_expert, default=0)
@@ -129,7 +131,7 @@ class ExchangedRows:
 
     def to_experts(self, rows_N: Tensor) -> Arrival:
         arrived_M = rows_N.new_empty((self.rows, *rows_N.shape[1:]))
-        work = self._group.all_to_all(arrived_M, rows_N, self._from, self._to)
+        work = self._exchange.all_to_all(arrived_M, rows_N, self._rows_SS)
         order_M = self._order_M
 
         def take() -> Tensor:
@@ -145,8 +147,7 @@ class ExchangedRows:
         if self._order_M is not None:
             leaving_M = torch.empty_like(rows_M)
             leaving_M[self._order_M.to(rows_M.device)] = rows_M
-        count = sum(self._to)
-        work = self._group.all_to_all(rows_N[:count], leaving_M, self._to, self._from)
+        work = self._exchange.all_to_all(rows_N[: self._own_rows], leaving_M, self._rows_SS.t())
         return Arrival(work, lambda: rows_N, self._charge)
 
 
@@ -179,7 +180,7 @@ def rows_of(
         from tierstore.moe.indexed import IndexedRows  # which is made of what is here
 
         return IndexedRows(mesh.tensor, starts, plan, asked, charge)
-    return ExchangedRows(mesh.expert, starts, load_SE, asked, charge)
+    return ExchangedRows(mesh.exchange, starts, load_SE, asked, charge)
 
 
 def _needs_sorting(count_SE: Tensor) -> bool:
