@@ -232,6 +232,8 @@ def _show(made: Plan, costs: Profile, output: Output) -> None:
     )
     _show_prediction(made, costs, output)
     _show_order(made, output)
+    if made.tasks is not None:
+        output.line(f"tasks: {made.tasks.describe()}")
     if made.verdict.fits:
         output.line("it fits")
         return

@@ -223,6 +223,7 @@ def _train(
             fixed_resident_bytes=fixed,
             totals=ended,
             records_crc32c=crc,
+            tasks=dict(trainer.state.tasks),
             micro_order_reason=order.reason,
         )
         if config.sample_tokens and not stopped:
@@ -369,7 +370,7 @@ def _describe(store: StoreCore, output: Output) -> None:
 
 
 def _show(summary: RunSummary, output: Output) -> None:
-    from tierstore.train.report import drive_rows, step_rows, tier_rows
+    from tierstore.train.report import drive_rows, step_rows, task_rows_of, tier_rows
 
     loss = "-" if summary.val_loss is None else f"{summary.val_loss:.4f}"
     output.table(
@@ -377,6 +378,9 @@ def _show(summary: RunSummary, output: Output) -> None:
         ("tier", "total"),
         tier_rows(summary),
     )
+    if summary.config.tasks:
+        titles = ("task", "rows", "examples", "tokens", "train loss", "validation loss")
+        output.table("tasks", titles, task_rows_of(summary))
     if summary.totals.stalls:
         output.table(
             "longest stalls",
