@@ -68,7 +68,8 @@ class DenseSlices:
     """Takes over the parameters of ``units``: embedding, blocks, head, in the order of their forward passes.
 
     Every rank constructs it with the same values, cut by ``layouts``; from then on a parameter is whole only while its
-    unit is gathered. Of a table whose rows are divided over ranks, the parameter is this rank's rows, always. ``gather``, ``use`` and ``release`` are for the queue that drives units by number. One thread.
+    unit is gathered. Of a table whose rows are divided over ranks, the parameter is this rank's rows, always.
+    ``gather``, ``use`` and ``release`` are for the queue that drives units by number. One thread.
     """
 
     def __init__(
@@ -206,6 +207,12 @@ class DenseSlices:
         """A forward pass with a backward pass follows. Raises RuntimeError if the last one was left in the middle."""
         if self._exchange is not None:
             self._exchange.begin()
+
+    def resume_micro(self) -> None:
+        """The backward pass of an earlier forward pass follows, where passes of micro-batches interleave."""
+        if self._gates is not None:
+            self._gates.resume()
+        self.begin_micro()
 
     def end_micro(self) -> None:
         """The backward pass has returned. A collective; gradients may still be on their way."""

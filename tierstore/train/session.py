@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -37,7 +37,7 @@ from tierstore.store.config import StoreConfig
 from tierstore.store.core import StoreCore
 from tierstore.store.directories import rank_directory, rank_stripe
 from tierstore.store.format import RecordSchema
-from tierstore.store.opening import read_schemas
+from tierstore.store.opening import read_schemas, read_states
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.timeline import NullTimeline, TimelineSink, Track
 from tierstore.train.budgets import (
@@ -62,7 +62,9 @@ from tierstore.train.layer_order.passes import LayerParts
 from tierstore.train.layer_order.spilling import open_boundaries
 from tierstore.train.ranks import Agreed, Opening, agree, check_alike
 from tierstore.train.sources import open_data
-from tierstore.train.state import TrainState, conditions, differences, table_of
+from tierstore.train.stages.order import one_forward_one_backward
+from tierstore.train.stages.spec import StageSpec, stage_config
+from tierstore.train.state import STATE_KEY, TrainState, conditions, differences, table_of
 from tierstore.train.step_time import StepTimer
 from tierstore.train.stepping import SessionParts, Stepper
 from tierstore.train.tasks.data import TaskData
@@ -70,6 +72,7 @@ from tierstore.train.tasks.opening import open_tasks, own_head_tasks, refuse_tas
 from tierstore.train.tasks.progress import changes, resumed
 from tierstore.train.thread_times import ThreadTimes, stolen_while_running
 from tierstore.train.trainer import Trainer
+from tierstore.train.vocabulary import VocabularyChoice, choose_vocabulary
 
 if TYPE_CHECKING:  # its packages are imported where documents are tokenised
     from tierstore.train.tokens.data import TokenData
@@ -149,6 +152,7 @@ def open_parts(
 ) -> Iterator[SessionParts]:
     """What ``open_session`` makes its trainer of, for whoever drives it; closed at exit."""
     setup = _prepare(config, opening, loop, mesh, timeline or NullTimeline(), tokenising)
+    config = setup.config
     accepted()
     shell = _build_model(setup)
     with contextlib.ExitStack() as stack:
@@ -203,6 +207,7 @@ def open_parts(
             ledger=setup.ledger,
             timeline=setup.timeline,
             layers=_layer_parts(setup, store, gates, shell.source, stack),
+            vocabulary=setup.vocabulary,
             made_over=setup.made_over,
         )
         if setup.agreed.opening is Opening.CREATE:
@@ -237,6 +242,7 @@ class _Setup:
     data: TrainingData | None
     agreed: Agreed
     conditions: dict[str, object]
+    vocabulary: VocabularyChoice
     timeline: TimelineSink
     ledger: StallLedger
     made_over: MadeOver | None
@@ -282,6 +288,12 @@ def _prepare(
             "data.micro_order: expected micro or auto: a loop of your own drives one pass after another, and layer order "
             "needs all micro-batches of a step at once"
         )
+    config = stage_config(config, mesh.pipeline.rank, mesh.stages)
+    if loop is Loop.FOREIGN and mesh.stages > 1:
+        raise ConfigError(
+            "parallel.stages: expected 1: a loop of your own drives one pass after another, and stages take those of several "
+            "micro-batches in turns"
+        )
     if config.threads:
         torch.set_num_threads(config.threads)
     compute_deterministically(device)
@@ -291,6 +303,7 @@ def _prepare(
     agreed = agree(config.store, opening, mesh)
     if agreed.opening is Opening.RESUME:
         _check_records(config, read_schemas(rank_directory(config.store, mesh.world.rank, mesh.world.size)))
+    vocabulary = _choose_vocabulary(config, mesh, agreed)
     # Last, for to tokenise may take hours.
     data = _open_data(config, mesh, progress) if loop is Loop.OWN else None
     present = conditions(
@@ -299,6 +312,7 @@ def _prepare(
         device=device,
         data_crc32=None if data is None else data.crc32,
         mesh=mesh,
+        vocabulary=vocabulary,
     )
     check_alike(config, present, mesh)
     return _Setup(
@@ -309,10 +323,23 @@ def _prepare(
         data=data,
         agreed=agreed,
         conditions=present,
+        vocabulary=vocabulary,
         timeline=timeline,
         ledger=StallLedger(listener=stall_spans(timeline) if timeline.enabled else None),
         made_over=made_over,
     )
+
+
+def _choose_vocabulary(config: TrainConfig, mesh: Mesh, agreed: Agreed) -> VocabularyChoice:
+    """Of a store that is there, AUTO is what it was made with."""
+    recorded = None
+    if agreed.opening is Opening.RESUME:
+        directory = rank_directory(config.store, mesh.world.rank, mesh.world.size)
+        raw = read_states(directory, STATE_KEY)[agreed.at]
+        parallel = TrainState.unpack({STATE_KEY: raw}, where=str(directory)).conditions.get("parallel")
+        recorded = parallel if isinstance(parallel, Mapping) else {}
+    device = DeviceKind(mesh.device.type)
+    return choose_vocabulary(config, ranks=mesh.data.size, device=device, recorded=recorded)
 
 
 def _open_data(config: TrainConfig, mesh: Mesh, progress: Callable[[int, int], None]) -> TrainingData:
@@ -342,7 +369,8 @@ def compute_deterministically(device: torch.device) -> None:
 
 def _build_model(setup: _Setup) -> _Shell:
     config, mesh, source = setup.config, setup.mesh, SourceSlot()
-    model = _spec(config).build(source, mesh=mesh, ledger=setup.ledger)
+    vocabulary = setup.vocabulary
+    model = _spec(config).build(source, mesh=mesh, ledger=setup.ledger, vocabulary=vocabulary.partition)
     heads = model.add_heads(own_head_tasks(config)) if isinstance(model, Transformer) else {}
     units = model.dense_units()
     narrow = config.dense.gather is GatherDtype.COMPUTE
@@ -351,7 +379,12 @@ def _build_model(setup: _Setup) -> _Shell:
             "dense.gather: expected compute: this model takes its parameters in bf16, and casts none itself"
         )
     layouts = unit_layouts(
-        units, ranks=mesh.data.size, narrow=model.cast_parameters(), fusion=config.dense.fusion, apart=heads
+        units,
+        ranks=mesh.data.size,
+        narrow=model.cast_parameters(),
+        fusion=config.dense.fusion,
+        tables=vocabulary.tables,
+        apart=heads,
     )
     return _Shell(model=model, source=source, units=units, layouts=layouts)
 
@@ -413,13 +446,18 @@ def _slice_dense(setup: _Setup, shell: _Shell) -> tuple[DenseSlices, Schedule]:
         divided=_divided(setup.mesh, shell.model),
     )
     shell.model.module.to(setup.mesh.device)
+    passes = config.data.passes if setup.data is not None else 1
+    spec, pipeline = config.model, setup.mesh.pipeline
+    staged = isinstance(spec, StageSpec)
     schedule = unit_schedule(
         shell.layouts,
         config.dense,
         config.prefetch,
         moe_layers=config.model.moe_layers,
         compute=compute,
-        micro_batches=config.data.passes if setup.data is not None else 1,
+        micro_batches=passes,
+        first_block=spec.layers.start if isinstance(spec, StageSpec) else 0,
+        order=one_forward_one_backward(pipeline.rank, pipeline.size, passes) if staged else (),
     )
     return dense, schedule
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
@@ -38,6 +38,7 @@ from tierstore.parallel.config import Elastic
 from tierstore.prefetch.experts import ExpertTiers
 from tierstore.prefetch.horizontal import HorizontalQueue
 from tierstore.prefetch.plan import StepTiming
+from tierstore.prefetch.program import Finals
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store.core import OptimizerStep, StoreCore
 from tierstore.timeline import OperationSpans, TimelineSink, Track
@@ -48,6 +49,7 @@ from tierstore.train.layer_order.passes import LayerParts
 from tierstore.train.norms import gradient_norm
 from tierstore.train.ranks import commit_everywhere
 from tierstore.train.state import STATE_KEY, TrainState
+from tierstore.train.vocabulary import VocabularyChoice
 
 
 class NonFiniteError(TierstoreError):
@@ -79,6 +81,8 @@ class SessionParts:
     timeline: TimelineSink
     #: Where steps take their micro-batches in layer order.
     layers: LayerParts | None = None
+    #: How embedding and head reach their tokens.
+    vocabulary: VocabularyChoice = field(default_factory=VocabularyChoice)
     #: Where the store was that of other ranks.
     made_over: MadeOver | None = None
 
@@ -185,6 +189,11 @@ class OpenStep:
         parts.dense.begin_micro()
         parts.model.set_step(self._position, index)
         self._begun += 1
+
+    def resume_pass(self, index: int, finals: Finals) -> None:
+        """The backward pass of forward pass number ``index`` follows, where those of several micro-batches interleave."""
+        self._parts.experts.resume_micro(index=index, finals=finals)
+        self._parts.dense.resume_micro()
 
     def backward(self, objective: Tensor) -> None:
         """The backward pass of the last forward pass."""
