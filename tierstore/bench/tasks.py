@@ -180,12 +180,16 @@ def _speed(bench: TasksBench, name: str, of: Assignment, samples: Sequence[float
 
 
 def _each_once(taken: Sequence[Mapping[str, Sequence[Sequence[int]]]]) -> bool:
-    """Whether the ranks took, of each mode, each example from the first to the last exactly once."""
+    """Whether the ranks took, of each mode, each task's examples from the first to the last exactly once: (number of the
+    task, first example, and the one behind the last) of all pieces leave no gap and do not overlap.
+    """
     for mode in taken[0]:
-        found = sorted(tuple(one) for of_rank in taken for one in of_rank[mode])
-        wanted = {task: max(number for of, number in found if of == task) + 1 for task, _ in found}
-        if found != sorted((task, number) for task, count in wanted.items() for number in range(count)):
-            return False
+        pieces = sorted(tuple(piece) for of_rank in taken for piece in of_rank[mode])
+        reached: dict[int, int] = {}
+        for task, first, behind in pieces:
+            if first != reached.get(task, 0):
+                return False
+            reached[task] = behind
     return True
 
 
@@ -229,7 +233,7 @@ def _rank(bench: TasksBench, directory: Path) -> dict[str, object]:
 
 
 class _Mode:
-    """Steps of one mode on this rank, and the examples that it took: (number of the task, number of the example)."""
+    """Steps of one mode on this rank, and the examples that it took."""
 
     def __init__(
         self, bench: TasksBench, assignment: Assignment, directory: Path, mesh: Mesh, device: EmulatedDevice
@@ -252,7 +256,7 @@ class _Mode:
         self._numbers = {name: number for number, name in enumerate(tasks)}
         self._sum = torch.zeros(1024)  # what stands for gradients
         self._steps = 0
-        self.taken: list[tuple[int, int]] = []
+        self.taken: list[tuple[int, int, int]] = []
 
     def step(self) -> None:
         # The device computes while its host makes the next batch, as a GPU would.
@@ -271,7 +275,7 @@ class _Mode:
         for segment in batch.segments:
             start = positions[segment.task] + piece.start + segment.rows.start - spans[segment.task].start
             number = self._numbers[segment.task]
-            self.taken += [(number, start + row) for row in range(len(segment.rows))]
+            self.taken.append((number, start, start + len(segment.rows)))
         assert len(batch.tokens_BT) == self._rows
 
     def round(self) -> float:
