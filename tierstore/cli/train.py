@@ -231,6 +231,7 @@ def _train(
             fixed_resident_bytes=fixed,
             totals=ended,
             records_crc32c=crc,
+            tasks=dict(trainer.state.tasks),
             micro_order_reason=order.reason,
             chunks=trainer.pipeline.chosen,
             exchange=None if mesh.exchange_choice is None else mesh.exchange_choice.describe(),
@@ -393,7 +394,7 @@ def _describe(store: StoreCore, output: Output) -> None:
 
 
 def _show(summary: RunSummary, output: Output) -> None:
-    from tierstore.train.report import drive_rows, step_rows, tier_rows
+    from tierstore.train.report import drive_rows, step_rows, task_rows_of, tier_rows
 
     loss = "-" if summary.val_loss is None else f"{summary.val_loss:.4f}"
     output.table(
@@ -401,6 +402,9 @@ def _show(summary: RunSummary, output: Output) -> None:
         ("tier", "total"),
         tier_rows(summary),
     )
+    if summary.config.tasks:
+        titles = ("task", "rows", "examples", "tokens", "train loss", "validation loss")
+        output.table("tasks", titles, task_rows_of(summary))
     if summary.totals.stalls:
         output.table(
             "longest stalls",

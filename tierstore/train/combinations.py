@@ -155,6 +155,7 @@ def features(config: TrainConfig, layout: Layout) -> dict[Feature, str]:
         Feature.CHUNKS: ("parallel.pipeline_degree", config.parallel.pipeline_degree > 1),
         Feature.STAGES: ("parallel.stages", layout.stages > 1),
         Feature.TENSOR: ("parallel.tensor", layout.tensor > 1),
+        Feature.TASKS: ("tasks", bool(config.tasks)),
         Feature.LORA: ("lora.rank", config.lora.enabled),
         Feature.NARROW: ("adamw.moments", config.adamw.moments is not MomentFormat.FP32),
         Feature.WRAPPED: ("an imported model", not isinstance(config.model, ModelConfig)),

@@ -29,6 +29,7 @@ from tierstore.cli.bench.results import (
 from tierstore.cli.bench.ring import ring
 from tierstore.cli.bench.rivals import rivals
 from tierstore.cli.bench.scale import scale
+from tierstore.cli.bench.tasks import tasks
 from tierstore.cli.bench.tiers import tiers
 from tierstore.cli.bench.train import train
 from tierstore.cli.groups import CommandGroup
@@ -70,6 +71,7 @@ for _command in (
     exchange,
     machine,
     scale,
+    tasks,
     report,
     compare,
 ):
