@@ -233,6 +233,10 @@ def _show(made: Plan, costs: Profile, output: Output) -> None:
     _show_prediction(made, costs, output)
     _show_order(made, output)
     _show_vocabulary(made, output)
+    for line in made.tensor.lines() if made.tensor is not None else ():
+        output.line(line)
+    if made.tasks is not None:
+        output.line(f"tasks: {made.tasks.describe()}")
     if made.verdict.fits:
         output.line("it fits")
         return

@@ -16,6 +16,8 @@ from tierstore.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from tierstore.parallel.mesh import Layout
 
+_PLACEMENTS = ("gathered", "partitioned")
+
 
 @click.command()
 @click.argument("store", type=PATH)
@@ -32,6 +34,12 @@ if TYPE_CHECKING:
 @click.option("--tensor", type=int, default=1, help="Ranks that divide each layer.")
 @click.option("--stages", type=int, default=1, help="Pipeline stages.")
 @click.option(
+    "--embedding",
+    type=click.Choice(_PLACEMENTS),
+    help="Whether data ranks gather it, or keep their rows (default: as STORE does).",
+)
+@click.option("--head", type=click.Choice(_PLACEMENTS), help="The same of the head.")
+@click.option(
     "--moments",
     type=click.Choice([moments.value for moments in MomentFormat]),
     help="How it keeps experts' moments (default: as STORE does).",
@@ -44,6 +52,8 @@ def reshard(
     expert: int,
     tensor: int,
     stages: int,
+    embedding: str | None,
+    head: str | None,
     moments: str | None,
     output: Output,
 ) -> None:
@@ -52,12 +62,13 @@ def reshard(
     """
     from tierstore.hf.stored import stored_spec
     from tierstore.parallel import ParallelConfig
+    from tierstore.parallel.config import RowPlacement
     from tierstore.parallel.mesh import layout_of
     from tierstore.train.config import FinetuneConfig
     from tierstore.train.resharding import reshard as make
 
-    if ranks is None and moments is None:
-        raise click.UsageError("expected --ranks or --moments")
+    if ranks is None and moments is None and embedding is None and head is None:
+        raise click.UsageError("expected --ranks, --moments, --embedding or --head")
     if ranks is None and (expert, tensor, stages) != (0, 1, 1):
         raise click.UsageError("--expert, --tensor and --stages need --ranks")
     if ranks is not None and ranks < 1:
@@ -72,6 +83,8 @@ def reshard(
             lambda written, total: progress.update(written, total, {}),
             moments=None if moments is None else MomentFormat(moments),
             model=stored_spec(store, FinetuneConfig()),
+            embedding=None if embedding is None else RowPlacement(embedding),
+            head=None if head is None else RowPlacement(head),
         )
     elapsed_s = time.monotonic() - start
     output.line(

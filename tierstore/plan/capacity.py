@@ -97,7 +97,7 @@ class Setting:
     usage: ModelUsage = FULL_TRAINING
 
     def __post_init__(self) -> None:
-        if self.config.data.batch_size % self.ranks.count:
+        if self.config.data.batch_size % self.ranks.count and not self.config.tasks:
             raise ConfigError(
                 f"data.batch_size: expected a multiple of the {self.ranks.count} ranks, "
                 f"got {self.config.data.batch_size}"
@@ -193,7 +193,7 @@ class Setting:
             ranks=self.ranks.count,
             device=self.device,
             units=self.model.units,
-            text=min(self.text_bytes, self.config.data.max_bytes),
+            text=min(self.text_bytes, self.config.data.max_bytes * len(self.config.data_by_task)),
         )
         if not self.usage.frozen:
             return made

@@ -153,9 +153,11 @@ def features(config: TrainConfig, layout: Layout) -> dict[Feature, str]:
     """What a run of ``config`` on ``layout`` takes, and the settings that ask for it."""
     found = {
         Feature.LAYER_MAJOR: ("data.micro_order = layer", config.data.layer_major),
+        Feature.CHUNKS: ("parallel.pipeline_degree", config.parallel.pipeline_degree > 1),
         Feature.STAGES: ("parallel.stages", layout.stages > 1),
         Feature.TENSOR: ("parallel.tensor", layout.tensor > 1),
         Feature.EMBEDDING: (_partitioned(config), bool(_partitioned(config))),
+        Feature.TASKS: ("tasks", bool(config.tasks)),
         Feature.LORA: ("lora.rank", config.lora.enabled),
         Feature.NARROW: ("adamw.moments", config.adamw.moments is not MomentFormat.FP32),
         Feature.WRAPPED: ("an imported model", not isinstance(config.model, ModelConfig)),

@@ -46,8 +46,8 @@ def exchange_ids(
     owner_A = torch.div(all_A, table.each, rounding_mode="floor")
     here_A = owner_A == group.rank
     local_M = all_A[here_A] - group.rank * table.each
-    leaving = [int(part.sum()) for part in here_A.split(counts)]
-    own_T = owner_A.split(counts)[group.rank]
+    leaving = [int(part.sum()) for part in torch.split(here_A, counts)]
+    own_T = torch.split(owner_A, counts)[group.rank]
     coming = torch.bincount(own_T, minlength=group.size).tolist()
     return RowExchange(local_M, leaving, torch.argsort(own_T, stable=True), coming)
 

@@ -8,13 +8,13 @@ weights, or one of the moments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from tierstore.dense import Fusion, UnitLayout, recut
-from tierstore.dense.layout import Narrow, layouts_of_shapes
+from tierstore.dense.layout import Narrow, ParameterPlace, layouts_of_shapes
 from tierstore.parallel import ExpertBlocks
 from tierstore.parallel.division import Division
 from tierstore.parallel.mesh import Layout
@@ -88,9 +88,9 @@ class DenseCut:
         """``tables``: the parameters whose rows are divided over data ranks."""
         self.layout = layout
         self._units = units
-        self._records = self._layouts(fusion, layout.data)
+        self._records = self._layouts(fusion, layout.data, tables if layout.data > 1 else ())
         #: The same as one of the data ranks would have them alone.
-        self._whole = self._layouts(fusion, 1)
+        self._whole = self._layouts(fusion, 1, ())
 
     def record(self, number: int) -> UnitLayout:
         """How a rank's record of unit ``number`` lies; alike on all that have it."""
@@ -164,9 +164,9 @@ class DenseCut:
                 found[span.index] = flat[start : start + span.numel].view(span.shape)
         return [found[index] for index in range(len(found))]
 
-    def _layouts(self, fusion: Fusion, ranks: int) -> list[UnitLayout]:
+    def _layouts(self, fusion: Fusion, ranks: int, tables: Collection[ParameterPlace]) -> list[UnitLayout]:
         tensor = self.layout.tensor
         shapes = [
             (unit.name, [(p.narrow, p.part_shape(tensor)) for p in unit.parameters]) for unit in self._units
         ]
-        return layouts_of_shapes(shapes, ranks=ranks, fusion=fusion)
+        return layouts_of_shapes(shapes, ranks=ranks, fusion=fusion, tables=tables)

@@ -22,10 +22,11 @@ import numpy.typing as npt
 import torch
 
 from tierstore.errors import ConfigError, StoreExistsError
-from tierstore.model.config import ModelConfig
+from tierstore.model.config import ModelConfig, TieEmbeddings
 from tierstore.model.division import check_divisible
 from tierstore.model.spec import ModelSpec
 from tierstore.parallel import ExpertBlocks
+from tierstore.parallel.config import RowPlacement
 from tierstore.parallel.mesh import Layout
 from tierstore.store.config import StoreConfig
 from tierstore.store.directories import building, building_directory, rank_directories, rank_directory
@@ -42,6 +43,7 @@ from tierstore.train.experts import expert_key
 from tierstore.train.resharding.cutting import DenseCut, count_blocks
 from tierstore.train.resharding.reading import StoredModel, open_stored
 from tierstore.train.state import STATE_KEY
+from tierstore.train.vocabulary import Placements
 
 Progress = Callable[[int, int], None]
 
@@ -66,11 +68,14 @@ def reshard(
     *,
     moments: MomentFormat | None = None,
     model: ModelSpec | None = None,
+    embedding: RowPlacement | None = None,
+    head: RowPlacement | None = None,
 ) -> Resharded:
     """Makes at ``target`` the store of ``source`` for ``layout`` (None: as it is). ``progress`` is called with records done
     and in all. ``moments``: how experts' moments are kept there (None: as they are); a narrower format rounds them once.
 
-    ``model``: what the store holds, where that is not the built-in model, which its state describes.
+    ``model``: what the store holds, where that is not the built-in model, which its state describes. ``embedding`` and
+    ``head``: whether their rows are divided over data ranks there (None: as they are); over one they never are.
 
     Raises StoreMissingError, StoreInUseError, StoreExistsError, StoreFormatError, ConfigError, OSError; on a failure
     there is nothing at ``target``.
@@ -85,12 +90,13 @@ def reshard(
             raise ConfigError(
                 f"moments: the experts of {source} are frozen and have none, got {moments.value}"
             )
+        placements = _placements(old, layout, embedding, head)
         partial = building_directory(target)
         _clear_debris(partial)
         partial.mkdir(parents=True)
         stack.callback(shutil.rmtree, partial, ignore_errors=True)
         stack.enter_context(building(partial))
-        written = _Writer(old, layout, moments, partial, progress).run()
+        written = _Writer(old, layout, placements, moments, partial, progress).run()
         _copy_model(source, partial)
         for path in (partial, *rank_directories(partial)):
             fsync_directory(path)
@@ -106,6 +112,22 @@ def _check_layout(old: StoredModel, layout: Layout) -> None:
         raise ConfigError(f"stages: expected at most the {blocks} blocks of the model, got {layout.stages}")
     if layout.tensor > 1 and isinstance(old.model, ModelConfig):
         check_divisible(old.model, layout.tensor)
+
+
+def _placements(
+    old: StoredModel, layout: Layout, embedding: RowPlacement | None, head: RowPlacement | None
+) -> Placements:
+    """Embedding and head of the new store. Raises ConfigError."""
+    if RowPlacement.PARTITIONED in (embedding, head) and not isinstance(old.model, ModelConfig):
+        raise ConfigError("embedding, head: expected gathered: only the built-in model's can be divided")
+    if layout.data == 1:
+        return RowPlacement.GATHERED, RowPlacement.GATHERED
+    first, second = embedding or old.placements[0], head or old.placements[1]
+    if isinstance(old.model, ModelConfig) and old.model.tie_embeddings is TieEmbeddings.TIED:
+        if head not in (None, first):
+            raise ConfigError(f"head: expected {first.value}: it is the embedding, got {head.value}")
+        second = first
+    return first, second
 
 
 def _clear_debris(partial: Path) -> None:
@@ -130,6 +152,7 @@ class _Writer:
         self,
         old: StoredModel,
         layout: Layout,
+        placements: Placements,
         moments: MomentFormat,
         target: Path,
         progress: Progress | None,
@@ -137,7 +160,8 @@ class _Writer:
         self._old = old
         self._expert_schema = replace(old.expert_schema, moments=moments)
         self._layout = layout
-        self._cut = DenseCut(old.units, layout, old.fusion)
+        self._placements = placements
+        self._cut = DenseCut(old.units, layout, old.fusion, old.tables(placements))
         self._target = target
         self._progress = progress or (lambda done, total: None)
         self._done = 0
@@ -181,6 +205,8 @@ class _Writer:
             "expert_ranks": layout.expert,
             "tensor_ranks": layout.tensor,
             "stages": layout.stages,
+            "embedding": self._placements[0].value,
+            "head": self._placements[1].value,
             "rank": rank,
         }
         return {**self._old.state.conditions, "parallel": parallel}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import torch
 from tierstore._native import Buffer, Priority
 from tierstore.config import from_dict
 from tierstore.dense import Fusion
-from tierstore.dense.layout import Narrow
+from tierstore.dense.layout import Narrow, ParameterPlace
 from tierstore.errors import StoreFormatError
 from tierstore.model.config import ModelConfig
 from tierstore.model.spec import ModelSpec
@@ -35,6 +35,7 @@ from tierstore.train.ranks import newest_common
 from tierstore.train.resharding.cutting import OWN_HEAD, DenseCut, DenseParameter, DenseUnitShape
 from tierstore.train.state import IMPORT_KEY, STATE_KEY, TrainState, table_of
 from tierstore.train.tasks.progress import own_heads
+from tierstore.train.vocabulary import Placements, places_of, recorded_placements
 
 #: Low-rank pairs of experts, and of attention.
 _PAIRS = ("lora.", "dense.lora.")
@@ -52,16 +53,21 @@ class StoredModel:
     state: TrainState
     model: ModelSpec
     fusion: Fusion
+    placements: Placements
     units: list[DenseUnitShape] = field(init=False)
     cut: DenseCut = field(init=False)
 
     def __post_init__(self) -> None:
         self.units = [*whole_units(self.model), *head_units(self.model, self.state)]
-        self.cut = DenseCut(self.units, self.layout, self.fusion)
+        self.cut = DenseCut(self.units, self.layout, self.fusion, self.tables(self.placements))
 
     @property
     def expert_schema(self) -> RecordSchema:
         return next(s for s in self.stores[0].core.extents.schemas if s.name == EXPERT_SCHEMA)
+
+    def tables(self, placements: Placements) -> Collection[ParameterPlace]:
+        """The parameters whose rows are divided over data ranks where embedding and head are as ``placements`` say."""
+        return places_of(self.model, placements) if isinstance(self.model, ModelConfig) else ()
 
     def unit_schema(self, number: int) -> RecordSchema:
         """The schema of the records of unit ``number``."""
@@ -144,6 +150,7 @@ def open_stored(source: Path, model: ModelSpec | None = None) -> Iterator[Stored
             if model is None:
                 model = from_dict(ModelConfig, table_of(state.conditions["model"]), origin=str(source))
             layout = stored_layout(table_of(state.conditions["parallel"]))
+            placements = recorded_placements(table_of(state.conditions["parallel"]))
             fusion = Fusion(str(table_of(state.conditions["dense"])["fusion"]))
         except (AssertionError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             raise StoreFormatError(f"{source}: the conditions of the run are damaged: {error}") from error
@@ -151,7 +158,7 @@ def open_stored(source: Path, model: ModelSpec | None = None) -> Iterator[Stored
             raise StoreFormatError(
                 f"{source}: made by {layout.world} ranks, and there are {len(stores)} stores"
             )
-        stored = StoredModel(stores, layout, state, model, fusion)
+        stored = StoredModel(stores, layout, state, model, fusion, placements)
         _check_records(source, stored)
         yield stored
 
