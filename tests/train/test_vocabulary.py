@@ -138,7 +138,9 @@ def test_tasks_keep_their_head(tmp_path: Any) -> None:
 
 def test_an_imported_model_keeps_its_tables() -> None:
     large = load(TrainConfig, None, LARGE)
-    foreign: Any = SimpleNamespace(vocab_size=151_936, d_model=512, compute_dtype=large.model.compute_dtype)
+    foreign: Any = SimpleNamespace(
+        vocab_size=151_936, d_model=512, seq_len=256, compute_dtype=large.model.compute_dtype
+    )
     choice = choose_vocabulary(replace(large, model=foreign), ranks=2)
     assert placements(choice) == (GATHERED, GATHERED)
     assert choice.head.reason.startswith("an imported model's tables")
