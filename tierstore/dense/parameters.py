@@ -207,6 +207,12 @@ class DenseSlices:
         if self._exchange is not None:
             self._exchange.begin()
 
+    def resume_micro(self) -> None:
+        """The backward pass of an earlier forward pass follows, where passes of micro-batches interleave."""
+        if self._gates is not None:
+            self._gates.resume()
+        self.begin_micro()
+
     def end_micro(self) -> None:
         """The backward pass has returned. A collective; gradients may still be on their way."""
         if self._gates is not None:

@@ -84,8 +84,10 @@ class Transformer(nn.Module):
         mixture: MixtureFactory | None = None,
         mesh: Mesh | None = None,
         ledger: StallLedger | None = None,
+        layers: range | None = None,
     ) -> None:
-        """``mixture`` replaces the MoE layer (the plain reference does so); ``source`` is then not used.
+        """``mixture`` replaces the MoE layer (the plain reference does so); ``source`` is then not used. ``layers``: the
+        blocks that a pipeline stage has, of all; the first one has the embedding as well, the last one norm and head.
 
         Waiting for other ranks is charged to ``ledger``.
         """
@@ -95,6 +97,8 @@ class Transformer(nn.Module):
         self.config = config
         tensor = None if mesh is None else mesh.tensor
         check_divisible(config, 1 if tensor is None else tensor.size)
+        #: The numbers of the blocks that are here.
+        self.layers = range(config.n_layers) if layers is None else layers
         self._key = NoiseKey()
         self._ranks = 1 if mesh is None else mesh.data.size
 
@@ -112,14 +116,16 @@ class Transformer(nn.Module):
             )
 
         make = mixture or from_source
-        self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
         # The stream must start well above what the blocks add to it, or tokens are drowned and learning
         # crawls. A tied embedding cannot (its logits would be as large): it is scaled by sqrt(D) on its way
         # in instead (Vaswani et al. 2017, section 3.4).
         tied = config.tie_embeddings is TieEmbeddings.TIED
         self._embedding_scale = math.sqrt(config.d_model) if tied else 1.0
-        generator = keyed_generator(config.seed, "embedding")
-        nn.init.normal_(self.embedding, std=0.02 if tied else 0.2, generator=generator)
+        self.embedding: nn.Parameter
+        if self.begins:
+            self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
+            generator = keyed_generator(config.seed, "embedding")
+            nn.init.normal_(self.embedding, std=0.02 if tied else 0.2, generator=generator)
         self.blocks = nn.ModuleList(
             Block(
                 config,
@@ -127,11 +133,13 @@ class Transformer(nn.Module):
                 make(layer) if layer in config.moe_layers else None,
                 TensorRanks(tensor, layer=layer, ledger=ledger),
             )
-            for layer in range(config.n_layers)
+            for layer in self.layers
         )
-        self.norm = RMSNorm(config.d_model, config.norm_eps)
+        self.norm: RMSNorm
+        if self.ends:
+            self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.head: nn.Parameter | None = None
-        if config.tie_embeddings is TieEmbeddings.UNTIED:
+        if self.ends and not tied:
             self.head = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
             nn.init.normal_(self.head, std=0.02, generator=keyed_generator(config.seed, "head"))
         with torch.no_grad():  # what adds to the residual stream starts smaller, as GPT-2 has it
@@ -141,6 +149,16 @@ class Transformer(nn.Module):
         cos, sin = rotary_tables(config.seq_len, config.head_dim, config.rope_theta)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
+
+    @property
+    def begins(self) -> bool:
+        """Whether the embedding is here."""
+        return self.layers.start == 0
+
+    @property
+    def ends(self) -> bool:
+        """Whether norm and head are here."""
+        return self.layers.stop == self.config.n_layers
 
     def set_step(self, step: int, micro: int = 0) -> None:
         """Where training stands, for the router's noise. Call before each training forward pass."""
@@ -186,7 +204,7 @@ class Transformer(nn.Module):
 
     def routers(self) -> list[LayerRouter]:
         experts, found = self.config.experts, []
-        for layer, block in enumerate(self.blocks):
+        for layer, block in zip(self.layers, self.blocks, strict=True):
             assert isinstance(block, Block)
             if isinstance(block.mixture, MoELayer):
                 found.append(LayerRouter(layer, block.ffn_norm, block.mixture.router, _chosen, experts))
@@ -202,11 +220,12 @@ class Transformer(nn.Module):
         """Nothing: it keeps no state beside its parameters."""
 
     def dense_units(self) -> list[tuple[str, list[nn.Parameter]]]:
-        blocks = [(f"block.{i}", list(block.parameters())) for i, block in enumerate(self.blocks)]
-        head = [*self.norm.parameters()]
+        named = zip(self.layers, self.blocks, strict=True)
+        blocks = [(f"block.{layer}", list(block.parameters())) for layer, block in named]
+        head = [*self.norm.parameters()] if self.ends else []
         if self.head is not None:
             head.append(self.head)
-        return [("embedding", [self.embedding]), *blocks, ("head", head)]
+        return [("embedding", [self.embedding] if self.begins else []), *blocks, ("head", head)]
 
     def unit_divisions(self) -> list[list[Division | None]]:
         by_name = divisions(self.config)
@@ -229,13 +248,12 @@ class Transformer(nn.Module):
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> ModelOutput:
         """Run the model on int64 ``tokens_BT`` (T at most ``seq_len``), with ``targets_BT`` alike or None."""
-        config = self.config
-        if tokens_BT.shape[1] > config.seq_len:
-            raise ValueError(f"sequences of {tokens_BT.shape[1]} exceed seq_len {config.seq_len}")
-        cos, sin = self.cos, self.sin
-        x = self._embedded(tokens_BT)
-        dtype = x.dtype
-        zero = x.new_zeros((), dtype=torch.promote_types(dtype, torch.float32))
+        return self._ended(*self._through(self._embedded(tokens_BT)), targets_BT)
+
+    def _through(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+        """The stream ``x`` after all blocks, balance loss and z-loss of their routers, and their loads."""
+        config, cos, sin = self.config, self.cos, self.sin
+        zero = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
         aux_loss, z_loss = zero, zero
         loads: list[Tensor] = []
         again = config.checkpoint_activations is CheckpointActivations.BLOCK and torch.is_grad_enabled()
@@ -250,17 +268,31 @@ class Transformer(nn.Module):
                 aux_loss = aux_loss + routing.aux_loss
                 z_loss = z_loss + routing.z_loss
                 loads.append(routing.load_E)
-        x = self.norm(x)
+        return x, aux_loss, z_loss, tuple(loads)
+
+    def _ended(
+        self,
+        x: Tensor,
+        aux_loss: Tensor,
+        z_loss: Tensor,
+        loads: tuple[Tensor, ...],
+        targets_BT: Tensor | None,
+    ) -> ModelOutput:
+        """Norm, head and loss, or logits, of what left the last block."""
+        config = self.config
         head = self.embedding if self.head is None else self.head
+        x = self.norm(x)
         if targets_BT is None:
-            logits = F.linear(x, head.to(x.dtype)).to(zero.dtype)
-            return ModelOutput(None, aux_loss, z_loss, None, tuple(loads), logits)
+            logits = F.linear(x, head.to(x.dtype)).to(aux_loss.dtype)
+            return ModelOutput(None, aux_loss, z_loss, None, loads, logits)
         loss = cross_entropy(x.flatten(0, 1), head, targets_BT.flatten())
         share = loss if self._ranks == 1 else loss / self._ranks
         objective = share + config.aux_loss_weight * aux_loss + config.z_loss_weight * z_loss
-        return ModelOutput(loss, aux_loss, z_loss, objective, tuple(loads), None)
+        return ModelOutput(loss, aux_loss, z_loss, objective, loads, None)
 
     def _embedded(self, tokens_BT: Tensor) -> Tensor:
+        if tokens_BT.shape[1] > self.config.seq_len:
+            raise ValueError(f"sequences of {tokens_BT.shape[1]} exceed seq_len {self.config.seq_len}")
         dtype = self.config.compute_dtype.torch if self.embedding.dtype != torch.float64 else torch.float64
         return (F.embedding(tokens_BT, self.embedding) * self._embedding_scale).to(dtype)
 
@@ -281,6 +313,11 @@ class Transformer(nn.Module):
         head = self.embedding if self.head is None else self.head
         return F.linear(x, head.to(x.dtype)).to(torch.promote_types(x.dtype, torch.float32))
 
+    def _last_logits(self, window_BT: Tensor) -> Tensor:
+        """Logits (V,), fp32, of what follows the one sequence of ``window_BT``, on the host."""
+        logits: Tensor = self(window_BT).logits[0, -1].float().cpu()
+        return logits
+
     @torch.no_grad()
     def generate(
         self, prompt: Sequence[int], count: int, *, temperature: float = 0.8, seed: int = 0
@@ -298,8 +335,8 @@ class Transformer(nn.Module):
         self.eval()
         try:
             for _ in range(count):
-                window = torch.tensor([tokens[-self.config.seq_len :]], device=self.embedding.device)
-                logits = self(window).logits[0, -1].float().cpu()
+                window = torch.tensor([tokens[-self.config.seq_len :]], device=self.cos.device)
+                logits = self._last_logits(window)
                 if temperature > 0:
                     probability = (logits / temperature).softmax(dim=-1)
                     token = int(torch.multinomial(probability, 1, generator=generator))

@@ -43,6 +43,7 @@ class Collective(StrEnum):
     ALL_TO_ALL = "all_to_all"
     ALL_REDUCE = "all_reduce"
     OBJECTS = "all_gather_object"
+    SEND = "send"
 
 
 class Channel(StrEnum):
@@ -323,8 +324,26 @@ class RankGroup:
         try:
             dist.all_gather_object(found, value, group=self._communicators[Channel.EXCHANGE])
         except RuntimeError as error:
-            raise self._explained(Collective.OBJECTS, error) from error
+            raise self.explained(Collective.OBJECTS, error) from error
         return found
+
+    # Messages from one rank to another ---------------------------------------------------------------------
+
+    def sending(self, nbytes: int, channel: Channel = Channel.EXCHANGE) -> int:
+        """A message of ``nbytes`` to one other rank is about to be issued on the communicator itself. Returns when it will
+        have travelled (nanoseconds of the monotonic clock), which its receiver waits for; 0 where no link is limited.
+        """
+        traffic = self.traffic[Collective.SEND]
+        traffic.calls += 1
+        traffic.sent_bytes += nbytes
+        return 0
+
+    def explained(self, operation: Collective, error: RuntimeError) -> PeerError:
+        """What ``error`` of a communicator is: that the job cannot go on, and whose end is the cause, if it is known."""
+        failure = None if self._blame is None else self._blame()
+        if failure is None:
+            return PeerError(operation, str(error).split("\n", 1)[0])
+        return PeerError(operation, failure.reason, rank=failure.rank)
 
     # What all of them are made of --------------------------------------------------------------------------
 
@@ -428,14 +447,8 @@ class RankGroup:
         try:
             pending = start()
         except RuntimeError as error:
-            raise self._explained(operation, error) from error
-        return Work(pending, finish=finish, explain=lambda error: self._explained(operation, error))
-
-    def _explained(self, operation: Collective, error: RuntimeError) -> PeerError:
-        failure = None if self._blame is None else self._blame()
-        if failure is None:
-            return PeerError(operation, str(error).split("\n", 1)[0])
-        return PeerError(operation, failure.reason, rank=failure.rank)
+            raise self.explained(operation, error) from error
+        return Work(pending, finish=finish, explain=lambda error: self.explained(operation, error))
 
 
 def _check_flat(whole: Tensor, piece: Tensor, size: int, *, same_type: bool = True) -> None:

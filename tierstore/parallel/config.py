@@ -20,6 +20,9 @@ class ParallelConfig:
         default=1, metadata={"help": "ranks that compute the same tokens with parts of each layer"}
     )
     stages: int = field(default=1, metadata={"help": "pipeline stages, each of some of the layers"})
+    stage_blocks: tuple[int, ...] = field(
+        default=(), metadata={"help": "blocks of each pipeline stage (none: balanced by their parameters)"}
+    )
     timeout_s: float = field(
         default=600.0, metadata={"help": "seconds after which a collective that no one answers fails"}
     )

@@ -35,6 +35,11 @@ class LimitedGroup(RankGroup):
         super().__init__(*arguments, **options)
         self._links = {Channel.STREAM: link, Channel.EXCHANGE: exchange or link}
 
+    def sending(self, nbytes: int, channel: Channel = Channel.EXCHANGE) -> int:
+        """The message's turn on the link begins now; returns when it ends."""
+        super().sending(nbytes, channel)
+        return self._links[channel].reserve(nbytes)
+
     def _issue(
         self,
         operation: Collective,

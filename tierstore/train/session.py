@@ -59,6 +59,8 @@ from tierstore.train.layer_order.passes import LayerParts
 from tierstore.train.layer_order.spilling import open_boundaries
 from tierstore.train.ranks import Agreed, Opening, agree, check_alike
 from tierstore.train.sources import open_data
+from tierstore.train.stages.order import one_forward_one_backward
+from tierstore.train.stages.spec import StageSpec, stage_config
 from tierstore.train.state import TrainState, conditions, differences
 from tierstore.train.step_time import StepTimer
 from tierstore.train.stepping import SessionParts, Stepper
@@ -140,6 +142,7 @@ def open_parts(
 ) -> Iterator[SessionParts]:
     """What ``open_session`` makes its trainer of, for whoever drives it; closed at exit."""
     setup = _prepare(config, opening, loop, mesh, timeline or NullTimeline(), tokenising)
+    config = setup.config
     accepted()
     shell = _build_model(setup)
     with contextlib.ExitStack() as stack:
@@ -265,6 +268,12 @@ def _prepare(
             "data.micro_order: expected micro or auto: a loop of your own drives one pass after another, and layer order "
             "needs all micro-batches of a step at once"
         )
+    config = stage_config(config, mesh.pipeline.rank, mesh.stages)
+    if loop is Loop.FOREIGN and mesh.stages > 1:
+        raise ConfigError(
+            "parallel.stages: expected 1: a loop of your own drives one pass after another, and stages take those of several "
+            "micro-batches in turns"
+        )
     if config.threads:
         torch.set_num_threads(config.threads)
     compute_deterministically(device)
@@ -387,13 +396,18 @@ def _slice_dense(setup: _Setup, shell: _Shell) -> tuple[DenseSlices, Schedule]:
         divided=_divided(setup.mesh, shell.model),
     )
     shell.model.module.to(setup.mesh.device)
+    passes = config.data.passes if setup.data is not None else 1
+    spec, pipeline = config.model, setup.mesh.pipeline
+    staged = isinstance(spec, StageSpec)
     schedule = unit_schedule(
         shell.layouts,
         config.dense,
         config.prefetch,
         moe_layers=config.model.moe_layers,
         compute=compute,
-        micro_batches=config.data.passes if setup.data is not None else 1,
+        micro_batches=passes,
+        first_block=spec.layers.start if isinstance(spec, StageSpec) else 0,
+        order=one_forward_one_backward(pipeline.rank, pipeline.size, passes) if staged else (),
     )
     return dense, schedule
 

@@ -19,6 +19,7 @@ from tierstore.errors import StoreFormatError
 from tierstore.parallel import Mesh
 from tierstore.store.format import MomentFormat
 from tierstore.train.config import TrainConfig
+from tierstore.train.stages.spec import StageSpec
 
 STATE_KEY = "train"
 #: What an import says of itself; until its end there is no STATE_KEY.
@@ -91,12 +92,20 @@ def conditions(
             "tensor_ranks": mesh.tensor.size,
             "stages": mesh.stages,
             "rank": mesh.world.rank,
+            **_layers(config),
         },
         "torch": torch.__version__,
         "threads": threads,
         "device": device.type,
         "instruction_set": _native.instruction_set().name,
     }
+
+
+def _layers(config: TrainConfig) -> dict[str, object]:
+    """Which layers of the model the rank has, where a pipeline stage has some of them."""
+    if not isinstance(config.model, StageSpec):
+        return {}
+    return {"layers": [config.model.layers.start, config.model.layers.stop]}
 
 
 def _adamw(config: TrainConfig) -> dict[str, object]:

@@ -37,6 +37,7 @@ from tierstore.parallel import Mesh, RankGroup
 from tierstore.prefetch.experts import ExpertTiers
 from tierstore.prefetch.horizontal import HorizontalQueue
 from tierstore.prefetch.plan import StepTiming
+from tierstore.prefetch.program import Finals
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store.core import OptimizerStep, StoreCore
 from tierstore.timeline import OperationSpans, TimelineSink, Track
@@ -179,6 +180,11 @@ class OpenStep:
         parts.dense.begin_micro()
         parts.model.set_step(self._position, index)
         self._begun += 1
+
+    def resume_pass(self, index: int, finals: Finals) -> None:
+        """The backward pass of forward pass number ``index`` follows, where those of several micro-batches interleave."""
+        self._parts.experts.resume_micro(index=index, finals=finals)
+        self._parts.dense.resume_micro()
 
     def backward(self, objective: Tensor) -> None:
         """The backward pass of the last forward pass."""

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,6 +25,9 @@ from tierstore.train.data import TrainingData
 from tierstore.train.layer_order.passes import LayerOrder
 from tierstore.train.step_time import StepTimer
 from tierstore.train.stepping import OpenStep, SessionParts, StepOutcome, Stepper, means
+
+if TYPE_CHECKING:
+    from tierstore.train.stages.pipeline import StagePipeline
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,26 @@ class Trainer:
         self._layers: LayerOrder | None = None
         if parts.layers is not None:
             self._layers = LayerOrder(parts.model, parts.dense, parts.queue, parts.layers)
+        #: Where the model is cut into pipeline stages: what takes micro-batches through this one.
+        self.stages: StagePipeline | None = None
+        if parts.mesh.stages > 1:
+            self.stages = self._open_pipeline(parts)
+
+    def _open_pipeline(self, parts: SessionParts) -> StagePipeline:
+        from tierstore.model.stage import StageTransformer
+        from tierstore.train.stages.pipeline import (
+            StagePipeline,
+        )  # torch's pipelining takes a while to import
+
+        assert isinstance(parts.model, StageTransformer)
+        return StagePipeline(
+            parts.model,
+            parts.mesh.pipeline,
+            parts.mesh.device,
+            ledger=parts.ledger,
+            timeline=parts.timeline,
+            agree=self._agreed_loss,
+        )
 
     def describe_weights(self) -> str:
         """One line: where experts are computed with, and why."""
@@ -82,7 +106,9 @@ class Trainer:
         position = self.state.position
         lr = self.config.schedule.lr_at(position)
         with self._stepper.step(lr, passes=self.config.data.passes) as step:
-            if self._layers is None:
+            if self.stages is not None:
+                loss, active = self._backward_by_stages(self.stages, step, position)
+            elif self._layers is None:
                 loss, active = self._backward(step, position)
             else:
                 loss, active = self._backward_by_layers(self._layers, step, position)
@@ -138,6 +164,18 @@ class Trainer:
         reached = torch.stack([torch.stack(output.loads) > 0 for output in outputs]).any(dim=0)
         return total, int(reached.sum())
 
+    def _backward_by_stages(self, stages: StagePipeline, step: OpenStep, position: int) -> tuple[float, int]:
+        """The same where the model is cut into pipeline stages, of which this rank has one."""
+        count = self.config.data.micro_batches
+        found = stages.run(step, position, [self._batch(position, micro) for micro in range(count)])
+        if not found.finite:
+            step.skip()
+            return math.nan, 0
+        total = 0.0
+        for loss in found.losses:
+            total += loss / count
+        return total, found.active
+
     def _batch(self, position: int, micro: int) -> Batch:
         """This rank's part of a micro-batch, on its device."""
         with self.ledger.stall(layer=None, tier=Tier.HOST, cause=Cause.DATA):
@@ -146,9 +184,14 @@ class Trainer:
 
     def _finite_loss(self, output: ModelOutput) -> float | None:
         """The loss over all ranks; None where it, or what is differentiated, is not finite. A collective."""
+        return self._agreed_loss(output, True)
+
+    def _agreed_loss(self, output: ModelOutput, finite: bool) -> float | None:
+        """The same; ``finite``: whether everything that this rank knows of beside ``output`` is."""
         assert output.loss is not None
         assert output.objective is not None
-        loss, objective = self._means([float(output.loss.detach()), float(output.objective.detach())])
+        objective = float(output.objective.detach()) if finite else math.nan
+        loss, objective = self._means([float(output.loss.detach()), objective])
         return loss if math.isfinite(loss) and math.isfinite(objective) else None
 
     def _share(self, batch: Batch) -> Batch:
