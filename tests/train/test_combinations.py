@@ -135,7 +135,7 @@ def test_a_pair_is_what_the_table_says(runs: Runs, one: Feature, other: Feature)
     if features <= WORK.keys():  # nothing but the budget, and when experts are stepped, is left to differ
         reference, others = runs.run(features, *together(one, other), host_budget=8 << 20)
     else:
-        reference, others = runs.run(features & WORK.keys(), *apart(one, other))
+        reference, others = runs.run(frozenset(features & WORK.keys()), *apart(one, other))
     _compare(expected, (store, found), (reference, others), features)
 
 
