@@ -7,7 +7,8 @@ TOML table. The same names serve the file and the command line: ``[model] d_mode
 A field is one of ``int``, ``float``, ``bool``, ``str``, ``Path``, an ``Enum`` (by value), a nested
 dataclass, ``T | None``, ``tuple[T, ...]``, or ``Mapping[str, float | str]``: an open table, whose keys the
 component checks. Metadata: ``help`` is what ``dotted_fields`` shows, and
-``read_as`` is the dataclass of a field whose annotation is wider, and
+``read_as`` is the dataclass of a field whose annotation is wider,
+``words`` gives names to values of an ``int``, which are then read and written by these names alone, and
 ``size`` marks bytes: an ``int`` then also takes ``"512MiB"``; a ``str`` stays the text, checked, so that
 a fraction such as ``"25%"`` can be resolved once the whole is known.
 
@@ -27,7 +28,7 @@ import math
 import tomllib
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -60,6 +61,8 @@ class FieldInfo:
     repeated: bool
     length: int | None  # of a tuple with a fixed number of elements
     size: bool
+    #: Values of an integer that have names.
+    words: Mapping[str, int]
 
     @property
     def nested(self) -> bool:
@@ -70,6 +73,10 @@ class FieldInfo:
     def open(self) -> bool:
         """Whether the field is a table whose keys the component checks."""
         return self.kind is dict
+
+    def named(self, value: object) -> object:
+        """The name of ``value``, where it has one, else itself."""
+        return next((word for word, number in self.words.items() if number == value), value)
 
 
 def load(cls: type[T], path: Path | None, overrides: Mapping[str, object] | None = None) -> T:
@@ -101,7 +108,7 @@ def from_dict(cls: type[T], table: Mapping[str, object], *, origin: str = "") ->
 
 def as_dict(config: object) -> dict[str, object]:
     """``config`` as JSON can hold it: paths and enums as text, tuples as lists, tables as dicts."""
-    return {info.name: _plain(getattr(config, info.name)) for info in _fields(type(config))}
+    return {info.name: _plain(info.named(getattr(config, info.name))) for info in _fields(type(config))}
 
 
 def dump(config: object) -> str:
@@ -167,7 +174,7 @@ def _info(field: dataclasses.Field[object], hint: Any, default: object, prefix: 
             length = len(members) + 1
             members = [*members, last]
     kind = dict if members[0] == Mapping[str, float | str] else members[0]
-    size = bool(field.metadata.get("size", False))
+    size, words = bool(field.metadata.get("size", False)), field.metadata.get("words", {})
     table = kind is dict or dataclasses.is_dataclass(kind)
     enum = isinstance(kind, type) and issubclass(kind, Enum)
     if (
@@ -175,12 +182,14 @@ def _info(field: dataclasses.Field[object], hint: Any, default: object, prefix: 
         or not (table or enum or kind in _WORDS)
         or (table and (optional or repeated))
         or (size and kind not in (int, str))
+        or (words and (size or kind is not int))
     ):
         raise TypeError
     required = default is dataclasses.MISSING
     return FieldInfo(
         name=prefix + field.name,
-        type=_in_words(kind, size=size, repeated=repeated, length=length) + (", or none" if optional else ""),
+        type=_in_words(kind, words, size=size, repeated=repeated, length=length)
+        + (", or none" if optional else ""),
         default=None if required else default,
         required=required,
         help=str(field.metadata.get("help", "")),
@@ -189,10 +198,11 @@ def _info(field: dataclasses.Field[object], hint: Any, default: object, prefix: 
         repeated=repeated,
         length=length,
         size=size,
+        words=words,
     )
 
 
-def _in_words(kind: Any, *, size: bool, repeated: bool, length: int | None) -> str:
+def _in_words(kind: Any, words: Iterable[str], *, size: bool, repeated: bool, length: int | None) -> str:
     if kind is dict or dataclasses.is_dataclass(kind):
         return "a table of numbers and text" if kind is dict else "a table"
     if size:
@@ -200,7 +210,7 @@ def _in_words(kind: Any, *, size: bool, repeated: bool, length: int | None) -> s
     elif issubclass(kind, Enum):
         word = "one of " + ", ".join(str(member.value) for member in kind)
     else:
-        word = _WORDS[kind]
+        word = " or ".join([*words, _WORDS[kind]])
     return f"a list{f' of {length}' if length else ''}, each {word}" if repeated else word
 
 
@@ -315,6 +325,8 @@ def _scalar(info: FieldInfo, value: Any, *, typed: bool) -> object:
             raise ValueError
         size = parse_size(value, whole=None if kind is int else _ANY_WHOLE, name=info.name)
         return size if kind is int else str(value)
+    if isinstance(value, str) and value in info.words:
+        return info.words[value]
     if issubclass(kind, Enum):
         for member in kind:
             same = type(member.value) is type(value) and member.value == value
@@ -326,6 +338,8 @@ def _scalar(info: FieldInfo, value: Any, *, typed: bool) -> object:
         return float(value)
     if kind is Path and isinstance(value, str) and value:
         return Path(value)
+    if value in info.words.values():  # it has a name, and goes by it alone
+        raise ValueError
     finite = not isinstance(value, float) or math.isfinite(value)
     if isinstance(value, kind) and finite and (kind is bool or not isinstance(value, bool)):
         return value

@@ -196,6 +196,8 @@ def _train(
         output.line(f"data: {trainer.data.describe()}")
         _describe(trainer.store, output)
         output.line(trainer.describe_weights())
+        if (line := trainer.vocabulary.describe()) is not None:
+            output.line(line)
         output.line(trainer.timer.describe())
         log.start(trainer)
         first, begun = trainer.state.position, Instant.now(trainer)
@@ -217,6 +219,7 @@ def _train(
             totals=ended,
             records_crc32c=crc,
             micro_order_reason=order.reason,
+            exchange=None if mesh.exchange_choice is None else mesh.exchange_choice.describe(),
         )
         if config.sample_tokens and not stopped:
             text = trainer.sample(_PROMPT, config.sample_tokens)
@@ -318,6 +321,8 @@ def _announce(config: TrainConfig, output: Output, fixed: int, mesh: Mesh) -> No
             f"ranks: {mesh.world.size}, in {mesh.replicas} expert group{'s' * (mesh.replicas > 1)} of "
             f"{mesh.expert.size}; budgets and memory below are each rank's"
         )
+    if mesh.exchange_choice is not None:
+        output.line(mesh.exchange_choice.describe())
     output.line(
         f"memory: host budget {format_bytes(config.host_budget)} for all experts, fixed cost about "
         f"{format_bytes(fixed)} (torch, dense parameters, activations, text)"

@@ -109,8 +109,8 @@ class _State(Enum):
 
 
 class GatheredUnit:
-    """The parameters of one unit, which are whole between ``use`` and ``release`` and NaN otherwise; but for tables, of which
-    they are this rank's rows, in its slices.
+    """The parameters of one unit, which are whole between ``use`` and ``release`` and NaN otherwise; but for divided tables,
+    of which they are this rank's rows, in its slices.
 
     ``slices`` may be gathered from another device than ``device``, on which the parameters are. Without a pool (one
     rank, slices on the device, no narrowing) parameters are views of the slices themselves, always.

@@ -243,7 +243,9 @@ def moves(old: UnitLayout, new: UnitLayout, rank: int) -> Iterator[Move]:
     held = {span.index: (region, kept, span) for region, kept in old.slices() for span in region.spans}
     wanted = {span.index: span.shape for region in new.regions for span in region.spans}
     if {index: span.shape for index, (_, _, span) in held.items()} != wanted:
-        raise ValueError(f"{old.key}: {old.name} and {new.name} are not the same parameters in the same order")
+        raise ValueError(
+            f"{old.key}: {old.name} and {new.name} are not the same parameters in the same order"
+        )
     for after, target in new.slices():
         begin, end = rank * after.slice_numel, (rank + 1) * after.slice_numel
         for span in after.spans:

@@ -68,7 +68,8 @@ class DenseSlices:
     """Takes over the parameters of ``units``: embedding, blocks, head, in the order of their forward passes.
 
     Every rank constructs it with the same values, cut by ``layouts``; from then on a parameter is whole only while its
-    unit is gathered. Of a table whose rows are divided over ranks, the parameter is this rank's rows, always. ``gather``, ``use`` and ``release`` are for the queue that drives units by number. One thread.
+    unit is gathered. Of a table whose rows are divided over ranks, the parameter is this rank's rows, always.
+    ``gather``, ``use`` and ``release`` are for the queue that drives units by number. One thread.
     """
 
     def __init__(

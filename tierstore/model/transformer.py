@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -30,12 +31,15 @@ from tierstore.model.division import check_divisible, divisions
 from tierstore.model.interface import Batch, ModelOutput
 from tierstore.model.kv_cache import Following, KeyValueCache, visible_tokens
 from tierstore.model.loss import cross_entropy
+from tierstore.model.vocabulary import DividedTable, VocabularyPartition
 from tierstore.moe import ExpertSource, FeedForward, MoELayer, NoiseKey, Router, Routing
+from tierstore.moe.exchange import Charge
 from tierstore.moe.guessing import LayerRouter
 from tierstore.moe.seeds import keyed_generator
 from tierstore.parallel import Mesh, TensorRanks
 from tierstore.parallel.division import Division
-from tierstore.stats import StallLedger
+from tierstore.parallel.rows import TableRows
+from tierstore.stats import Cause, StallLedger, Tier
 
 MixtureFactory = Callable[[int], nn.Module]
 """Makes the mixture of block ``layer``: a module ``(x_TD, NoiseKey) -> (y_TD, Routing)``."""
@@ -85,11 +89,13 @@ class Transformer(nn.Module):
         mesh: Mesh | None = None,
         ledger: StallLedger | None = None,
         layers: range | None = None,
+        vocabulary: VocabularyPartition | None = None,
     ) -> None:
         """``mixture`` replaces the MoE layer (the plain reference does so); ``source`` is then not used. ``layers``: the
         blocks that a pipeline stage has, of all; the first one has the embedding as well, the last one norm and head.
 
-        Waiting for other ranks is charged to ``ledger``.
+        Of the tables in ``vocabulary`` this rank's rows alone are parameters. Waiting for other ranks is charged to
+        ``ledger``.
         """
         super().__init__()
         if source is None and mixture is None:
@@ -116,6 +122,8 @@ class Transformer(nn.Module):
             )
 
         make = mixture or from_source
+        embedding, head = _divided_tables(vocabulary or VocabularyPartition(), mesh, ledger)
+        self._divided_embedding, self._divided_head = embedding, head
         # The stream must start well above what the blocks add to it, or tokens are drowned and learning
         # crawls. A tied embedding cannot (its logits would be as large): it is scaled by sqrt(D) on its way
         # in instead (Vaswani et al. 2017, section 3.4).
@@ -123,9 +131,8 @@ class Transformer(nn.Module):
         self._embedding_scale = math.sqrt(config.d_model) if tied else 1.0
         self.embedding: nn.Parameter
         if self.begins:
-            self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
             generator = keyed_generator(config.seed, "embedding")
-            nn.init.normal_(self.embedding, std=0.02 if tied else 0.2, generator=generator)
+            self.embedding = _table(config, embedding, std=0.02 if tied else 0.2, generator=generator)
         self.blocks = nn.ModuleList(
             Block(
                 config,
@@ -140,8 +147,7 @@ class Transformer(nn.Module):
             self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.head: nn.Parameter | None = None
         if self.ends and not tied:
-            self.head = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
-            nn.init.normal_(self.head, std=0.02, generator=keyed_generator(config.seed, "head"))
+            self.head = _table(config, head, std=0.02, generator=keyed_generator(config.seed, "head"))
         with torch.no_grad():  # what adds to the residual stream starts smaller, as GPT-2 has it
             for name, parameter in self.named_parameters():
                 if name.endswith(("attention.out", "ffn.down", "shared.down")):
@@ -281,11 +287,13 @@ class Transformer(nn.Module):
         """Norm, head and loss, or logits, of what left the last block."""
         config = self.config
         head = self.embedding if self.head is None else self.head
+        divided = self._divided_head
         x = self.norm(x)
         if targets_BT is None:
-            logits = F.linear(x, head.to(x.dtype)).to(aux_loss.dtype)
-            return ModelOutput(None, aux_loss, z_loss, None, loads, logits)
-        loss = cross_entropy(x.flatten(0, 1), head, targets_BT.flatten())
+            logits = F.linear(x, head.to(x.dtype)) if divided is None else divided.logits(x, head)
+            return ModelOutput(None, aux_loss, z_loss, None, loads, logits.to(aux_loss.dtype))
+        losses = cross_entropy if divided is None else divided.cross_entropy
+        loss = losses(x.flatten(0, 1), head, targets_BT.flatten())
         share = loss if self._ranks == 1 else loss / self._ranks
         objective = share + config.aux_loss_weight * aux_loss + config.z_loss_weight * z_loss
         return ModelOutput(loss, aux_loss, z_loss, objective, loads, None)
@@ -294,6 +302,9 @@ class Transformer(nn.Module):
         if tokens_BT.shape[1] > self.config.seq_len:
             raise ValueError(f"sequences of {tokens_BT.shape[1]} exceed seq_len {self.config.seq_len}")
         dtype = self.config.compute_dtype.torch if self.embedding.dtype != torch.float64 else torch.float64
+        if self._divided_embedding is not None:
+            scale = self._embedding_scale
+            return self._divided_embedding.embed(tokens_BT, self.embedding, scale=scale, dtype=dtype)
         return (F.embedding(tokens_BT, self.embedding) * self._embedding_scale).to(dtype)
 
     def follow(
@@ -346,6 +357,34 @@ class Transformer(nn.Module):
         finally:
             self.train(training)
         return tokens[len(tokens) - count :]
+
+
+def _divided_tables(
+    partition: VocabularyPartition, mesh: Mesh | None, ledger: StallLedger | None
+) -> tuple[DividedTable | None, DividedTable | None]:
+    """Embedding and head, as far as their rows are divided over the data ranks of ``mesh``."""
+    charge: Charge | None = None
+    if ledger is not None:
+        charge = partial(ledger.stall, layer=None, tier=Tier.RANKS, cause=Cause.ALL_TO_ALL)
+
+    def divided(table: TableRows | None) -> DividedTable | None:
+        if table is None:
+            return None
+        assert mesh is not None
+        return DividedTable(table, mesh.data, charge)
+
+    return divided(partition.embedding), divided(partition.head)
+
+
+def _table(
+    config: ModelConfig, divided: DividedTable | None, *, std: float, generator: torch.Generator
+) -> nn.Parameter:
+    """The first values of embedding or head, or of this rank's rows of it."""
+    if divided is not None:
+        return nn.Parameter(divided.first_rows(std=std, generator=generator))
+    whole = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
+    nn.init.normal_(whole, std=std, generator=generator)
+    return whole
 
 
 def _chosen(router: nn.Module, x_TD: Tensor) -> Tensor:

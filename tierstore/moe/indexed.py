@@ -18,11 +18,12 @@ all-to-alls in the same group, whose ranks have S / T tokens each, send ``2 (T -
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from tierstore.moe.dispatch import Dispatch
-from tierstore.moe.exchange import Arrival, Charge
+from tierstore.moe.exchange import Arrival, Charge, RowChunk
 from tierstore.parallel import RankGroup
 
 
@@ -48,6 +49,7 @@ class IndexedRows:
         first, last = starts[group.rank], starts[group.rank + 1]
         self._own = slice(self._bounds[group.rank], self._bounds[group.rank + 1])
         self.rows = self._own.stop - self._own.start
+        self.part = slice(0, self.rows)
         self.most_rows = max((_length(plan.span(expert)) for expert in range(first, last)), default=0)
         self.asked = asked
 
@@ -55,14 +57,19 @@ class IndexedRows:
         span = self._plan.span(expert)
         return slice(span.start - self._own.start, span.stop - self._own.start)
 
-    def to_experts(self, rows_N: Tensor) -> Arrival:
-        return Arrival(None, lambda: rows_N[self._own])
+    def chunks(self, degree: int) -> Sequence[RowChunk]:
+        """One: nothing travels to the experts that they could wait for."""
+        return (self,)
 
-    def results(self, rows_N: Tensor) -> Tensor:
+    def at_experts(self, rows_N: Tensor) -> Tensor:
         return rows_N[self._own]
 
+    def to_experts(self, rows_N: Tensor, rows_M: Tensor) -> Arrival:
+        """Nothing: ``rows_M`` must be what ``at_experts`` made of ``rows_N``."""
+        return Arrival()
+
     def to_tokens(self, rows_M: Tensor, rows_N: Tensor) -> Arrival:
-        """``rows_M`` must be the ``results`` that were made of ``rows_N``."""
+        """``rows_M`` must be what ``at_experts`` made of ``rows_N``."""
         group, bounds = self._group, self._bounds
         splits = [stop - start for start, stop in itertools.pairwise(bounds)]
         if group.size == 2:  # no byte is copied that does not travel
@@ -75,7 +82,7 @@ class IndexedRows:
         else:
             repeated = rows_M.repeat(group.size, *[1] * (rows_M.dim() - 1))
             work = group.all_to_all(rows_N[: bounds[-1]], repeated, splits, [self.rows] * group.size)
-        return Arrival(work, lambda: rows_N, self._charge)
+        return Arrival(work, charge=self._charge)
 
 
 def _length(span: slice) -> int:

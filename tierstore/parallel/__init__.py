@@ -15,8 +15,15 @@ if TYPE_CHECKING:
         RankGroup,
         Work,
     )
-    from tierstore.parallel.config import ParallelConfig
+    from tierstore.parallel.config import ExchangeMode, ParallelConfig
     from tierstore.parallel.environment import RankEnvironment
+    from tierstore.parallel.hierarchical import (
+        Exchange,
+        ExchangeChoice,
+        FlatExchange,
+        HierarchicalExchange,
+        SizedExchange,
+    )
     from tierstore.parallel.job_store import JobStore, MemoryJobStore
     from tierstore.parallel.launching import launch, rank_device
     from tierstore.parallel.limited import LimitedGroup, limited_groups

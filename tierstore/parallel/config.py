@@ -4,8 +4,31 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from tierstore.errors import ConfigError
+
+#: ``ParallelConfig.pipeline_degree``: the run chooses.
+AUTO_DEGREE = 0
+
+
+class RowPlacement(StrEnum):
+    """How the rows of a table over the vocabulary reach the tokens that need them."""
+
+    AUTO = "auto"  # whichever sends fewer bytes
+    GATHERED = "gathered"  # the whole table is gathered from its ZeRO-3 slices
+    PARTITIONED = "partitioned"  # rows stay with their rank, and tokens' rows travel (SE-MoE section 4.3)
+
+
+class ExchangeMode(StrEnum):
+    """How rows go to the ranks of their experts, and back."""
+
+    #: One all-to-all over all ranks of an expert group.
+    FLAT = "flat"
+    #: Within each node, then between the ranks of the same place in their nodes (SE-MoE, section 4.2).
+    HIERARCHICAL = "hierarchical"
+    #: The one that a short measurement at the beginning says is faster, by the size of messages.
+    AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +46,31 @@ class ParallelConfig:
     stage_blocks: tuple[int, ...] = field(
         default=(), metadata={"help": "blocks of each pipeline stage (none: balanced by their parameters)"}
     )
+    embedding: RowPlacement = field(
+        default=RowPlacement.AUTO,
+        metadata={"help": "whether the embedding is gathered, or its rows stay divided over data ranks"},
+    )
+    head: RowPlacement = field(
+        default=RowPlacement.AUTO,
+        metadata={"help": "the same of the head, whose loss is then computed by vocabulary slices"},
+    )
+    exchange: ExchangeMode = field(
+        default=ExchangeMode.AUTO,
+        metadata={
+            "help": "how rows reach their experts: flat, hierarchical (within nodes, then between) or auto"
+        },
+    )
+    node_ranks: int = field(
+        default=0,
+        metadata={"help": "ranks of a node, numbered node by node (0: torchrun's LOCAL_WORLD_SIZE)"},
+    )
+    pipeline_degree: int = field(
+        default=AUTO_DEGREE,
+        metadata={
+            "words": {"auto": AUTO_DEGREE},
+            "help": "chunks in which tokens travel to experts while others are computed",
+        },
+    )
     timeout_s: float = field(
         default=600.0, metadata={"help": "seconds after which a collective that no one answers fails"}
     )
@@ -33,9 +81,15 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         if self.expert < 0:
             raise ConfigError(f"parallel.expert: expected at least 0, got {self.expert}")
+        if self.node_ranks < 0:
+            raise ConfigError(f"parallel.node_ranks: expected at least 0, got {self.node_ranks}")
         for name in ("tensor", "stages"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"parallel.{name}: expected at least 1, got {getattr(self, name)}")
+        if self.pipeline_degree < AUTO_DEGREE:
+            raise ConfigError(
+                f"parallel.pipeline_degree: expected auto or at least 1, got {self.pipeline_degree}"
+            )
         for name in ("timeout_s", "grace_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):

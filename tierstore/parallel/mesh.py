@@ -19,7 +19,9 @@ from tierstore.errors import ConfigError
 from tierstore.parallel.collectives import Channel, Collective, CollectiveTraffic, Failure, RankGroup
 from tierstore.parallel.config import ParallelConfig
 from tierstore.parallel.environment import RankEnvironment
+from tierstore.parallel.hierarchical import Exchange, ExchangeChoice, FlatExchange
 from tierstore.parallel.job_store import JobStore, MemoryJobStore
+from tierstore.parallel.nodes import ranks_of_a_node
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -60,6 +62,7 @@ class Mesh:
     ``expert``: the ranks that share one copy of the experts with this one. ``replica``: the ranks that hold the same
     experts as this one, in the other copies. ``tensor``: the ranks that compute the same tokens with other parts of the
     dense parameters. ``pipeline``: the ranks of the other stages that this one's tokens pass, by stage.
+    ``exchange``: how rows go between the ranks of ``expert``.
     ``job_store``: what earlier attempts of this job have set.
     """
 
@@ -71,6 +74,9 @@ class Mesh:
     replica: RankGroup
     tensor: RankGroup
     pipeline: RankGroup
+    exchange: Exchange
+    #: Why ``exchange`` is what it is; None where nothing was to be chosen.
+    exchange_choice: ExchangeChoice | None = None
     job_store: JobStore = field(default_factory=MemoryJobStore)
 
     @classmethod
@@ -88,6 +94,7 @@ class Mesh:
             replica=group,
             tensor=group,
             pipeline=group,
+            exchange=FlatExchange(group),
             job_store=job_store or MemoryJobStore(),
         )
 
@@ -139,8 +146,7 @@ class Mesh:
         total = {operation: CollectiveTraffic() for operation in Collective}
         for group in self._groups():
             for operation, sent in group.traffic.items():
-                total[operation].calls += sent.calls
-                total[operation].sent_bytes += sent.sent_bytes
+                total[operation].add(sent)
         return total
 
     def blocks(self, experts: int) -> ExpertBlocks:
@@ -149,7 +155,15 @@ class Mesh:
 
     def _groups(self) -> list[RankGroup]:
         """Each group once."""
-        named = (self.world, self.data, self.expert, self.replica, self.tensor, self.pipeline)
+        named = (
+            self.world,
+            self.data,
+            self.expert,
+            self.replica,
+            self.tensor,
+            self.pipeline,
+            *self.exchange.groups,
+        )
         return list({id(group): group for group in named}.values())
 
 
@@ -257,8 +271,11 @@ def build_mesh(
         ranks = next(row for row in rows if environment.rank in row)
         communicators = {Channel.STREAM: stream, Channel.EXCHANGE: communicator(rows)}
         native = device.type == "cuda"
+        node_ranks = ranks_of_a_node(config, environment)
         rank = ranks.index(environment.rank)
-        return make_group(rank, ranks, communicators, native_gather=native, blame=blame)
+        return make_group(
+            rank, ranks, communicators, native_gather=native, node_ranks=node_ranks, blame=blame
+        )
 
     everyone = dist.group.WORLD
     assert everyone is not None  # only behind init_process_group
@@ -276,14 +293,16 @@ def build_mesh(
         groups.append((rows, group(rows, everyone if dimension == "world" else communicator(rows))))
         return groups[-1][1]
 
+    expert = group_of("expert")
     mesh = Mesh(
         environment=environment,
         device=device,
         world=group_of("world"),
         data=group_of("data"),
-        expert=group_of("expert"),
+        expert=expert,
         replica=group_of("replica"),
         tensor=group_of("tensor"),
         pipeline=group_of("pipeline"),
+        exchange=FlatExchange(expert),
     )
     return mesh, made

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 from tierstore.endurance import DAY_S, drive_life_s
+from tierstore.parallel import CollectiveTraffic
 from tierstore.stats import delta
 from tierstore.store.disk.drives import DriveReport
 from tierstore.train.budgets import expert_schema
@@ -63,6 +64,8 @@ class Totals:
     #: What the engine of the rank that wrote most wrote in ``seconds``, padding and spills included (not the index).
     drive_written_bytes: int
     drives: list[DriveReport] = field(default_factory=list)
+    #: What ranks sent to each other, from the time when they joined.
+    sent: CollectiveTraffic = field(default_factory=CollectiveTraffic)
 
 
 def totals(trainer: Trainer, begun: Instant) -> Totals:
@@ -76,9 +79,14 @@ def totals(trainer: Trainer, begun: Instant) -> Totals:
         trainer.timer.total,
         ended.drive_written_bytes - begun.drive_written_bytes,
         trainer.store.extents.drive_reports(),
+        list(trainer.mesh.traffic().values()),
     )
     ranks = trainer.mesh.world.all_gather_object(own)
     longest = max(range(len(ranks)), key=lambda rank: ranks[rank][2])
+    sent = CollectiveTraffic()
+    for rank in ranks:
+        for operation in rank[7]:
+            sent.add(operation)
     return Totals(
         seconds=ended.at_s - begun.at_s,
         counts={name: sum(rank[0][name] for rank in ranks) for name in own[0]},
@@ -89,6 +97,7 @@ def totals(trainer: Trainer, begun: Instant) -> Totals:
         step_time=ranks[longest][4],
         drive_written_bytes=max(rank[5] for rank in ranks),
         drives=[drive for rank in ranks for drive in rank[6]],
+        sent=sent,
     )
 
 
@@ -106,6 +115,8 @@ class RunSummary:
     records_crc32c: int | None = None
     #: Why the micro-batches passed the layers in the order that they did.
     micro_order_reason: str = ""
+    #: How rows went between ranks, and why; None in a single process.
+    exchange: str | None = None
 
     @property
     def drive_life_days(self) -> float | None:
@@ -130,6 +141,8 @@ class RunSummary:
             "ranks": len(self.totals.peaks),
             "micro_order": self.config.data.micro_order.value,
             "micro_order_reason": self.micro_order_reason,
+            "exchange": self.exchange,
+            **_between_nodes(self.totals.sent),
             "peak_resident_bytes": max(self.totals.peaks),
             "fixed_resident_bytes": self.fixed_resident_bytes,
             **self.totals.counts,
@@ -144,12 +157,27 @@ class RunSummary:
         }
 
 
+def _between_nodes(sent: CollectiveTraffic) -> dict[str, int]:
+    """What ranks sent, where some of it went to other nodes."""
+    if not sent.node_messages:
+        return {}
+    return {
+        "sent_bytes": sent.sent_bytes,
+        "sent_messages": sent.messages,
+        "between_nodes_bytes": sent.node_bytes,
+        "between_nodes_messages": sent.node_messages,
+    }
+
+
 def tier_rows(summary: RunSummary) -> list[tuple[str, str]]:
     """The final table: what and how much."""
     counts = summary.totals.counts
     asked = counts["hits"] + counts["misses"]
     several = len(summary.totals.peaks) > 1
     each = ", each rank" if several else ""
+    sent = summary.totals.sent
+    within = (sent.sent_bytes - sent.node_bytes, sent.messages - sent.node_messages)
+    links = [("within nodes", *within), ("between nodes", sent.node_bytes, sent.node_messages)]
     rows = [
         ("read from disk", format_bytes(counts["read_bytes"])),
         ("written to disk", format_bytes(counts["written_bytes"])),
@@ -166,6 +194,11 @@ def tier_rows(summary: RunSummary) -> list[tuple[str, str]]:
         (
             f"stalled, rank {summary.totals.stalled_rank} (the longest)" if several else "stalled",
             f"{format_seconds(summary.totals.stall_s)} of {format_seconds(summary.totals.seconds)}",
+        ),
+        *(
+            (f"sent {where}", f"{format_bytes(nbytes)} in {messages} messages")
+            for where, nbytes, messages in links
+            if sent.node_messages
         ),
         (f"host budget{each}", format_bytes(summary.config.host_budget)),
         (f"fixed memory, as announced{each}", format_bytes(summary.fixed_resident_bytes)),

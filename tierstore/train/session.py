@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -36,7 +36,7 @@ from tierstore.store.config import StoreConfig
 from tierstore.store.core import StoreCore
 from tierstore.store.directories import rank_directory, rank_stripe
 from tierstore.store.format import RecordSchema
-from tierstore.store.opening import read_schemas
+from tierstore.store.opening import read_schemas, read_states
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.timeline import NullTimeline, TimelineSink, Track
 from tierstore.train.budgets import (
@@ -61,11 +61,12 @@ from tierstore.train.ranks import Agreed, Opening, agree, check_alike
 from tierstore.train.sources import open_data
 from tierstore.train.stages.order import one_forward_one_backward
 from tierstore.train.stages.spec import StageSpec, stage_config
-from tierstore.train.state import TrainState, conditions, differences
+from tierstore.train.state import STATE_KEY, TrainState, conditions, differences
 from tierstore.train.step_time import StepTimer
 from tierstore.train.stepping import SessionParts, Stepper
 from tierstore.train.thread_times import ThreadTimes, stolen_while_running
 from tierstore.train.trainer import Trainer
+from tierstore.train.vocabulary import VocabularyChoice, choose_vocabulary
 
 
 @contextlib.contextmanager
@@ -194,6 +195,7 @@ def open_parts(
             ledger=setup.ledger,
             timeline=setup.timeline,
             layers=_layer_parts(setup, store, gates, shell.source, stack),
+            vocabulary=setup.vocabulary,
         )
         if setup.agreed.opening is Opening.CREATE:
             # A store is one from its first commit on: none is before all ranks have made theirs.
@@ -227,6 +229,7 @@ class _Setup:
     data: TrainingData | None
     agreed: Agreed
     conditions: dict[str, object]
+    vocabulary: VocabularyChoice
     timeline: TimelineSink
     ledger: StallLedger
 
@@ -282,6 +285,7 @@ def _prepare(
     agreed = agree(config.store, opening, mesh)
     if agreed.opening is Opening.RESUME:
         _check_records(config, read_schemas(rank_directory(config.store, mesh.world.rank, mesh.world.size)))
+    vocabulary = _choose_vocabulary(config, mesh, agreed)
     # Last, for to tokenise may take hours.
     data = _open_data(config, mesh, progress) if loop is Loop.OWN else None
     present = conditions(
@@ -290,6 +294,7 @@ def _prepare(
         device=device,
         data_crc32=None if data is None else data.crc32,
         mesh=mesh,
+        vocabulary=vocabulary,
     )
     check_alike(config, present, mesh)
     return _Setup(
@@ -300,9 +305,22 @@ def _prepare(
         data=data,
         agreed=agreed,
         conditions=present,
+        vocabulary=vocabulary,
         timeline=timeline,
         ledger=StallLedger(listener=stall_spans(timeline) if timeline.enabled else None),
     )
+
+
+def _choose_vocabulary(config: TrainConfig, mesh: Mesh, agreed: Agreed) -> VocabularyChoice:
+    """Of a store that is there, AUTO is what it was made with."""
+    recorded = None
+    if agreed.opening is Opening.RESUME:
+        directory = rank_directory(config.store, mesh.world.rank, mesh.world.size)
+        raw = read_states(directory, STATE_KEY)[agreed.at]
+        parallel = TrainState.unpack({STATE_KEY: raw}, where=str(directory)).conditions.get("parallel")
+        recorded = parallel if isinstance(parallel, Mapping) else {}
+    device = DeviceKind(mesh.device.type)
+    return choose_vocabulary(config, ranks=mesh.data.size, device=device, recorded=recorded)
 
 
 def _open_data(config: TrainConfig, mesh: Mesh, progress: Callable[[int, int], None]) -> TrainingData:
@@ -329,7 +347,8 @@ def compute_deterministically(device: torch.device) -> None:
 
 def _build_model(setup: _Setup) -> _Shell:
     config, mesh, source = setup.config, setup.mesh, SourceSlot()
-    model = _spec(config).build(source, mesh=mesh, ledger=setup.ledger)
+    vocabulary = setup.vocabulary
+    model = _spec(config).build(source, mesh=mesh, ledger=setup.ledger, vocabulary=vocabulary.partition)
     units = model.dense_units()
     narrow = config.dense.gather is GatherDtype.COMPUTE
     if not narrow and any(parameter.dtype != torch.float32 for _, unit in units for parameter in unit):
@@ -337,7 +356,11 @@ def _build_model(setup: _Setup) -> _Shell:
             "dense.gather: expected compute: this model takes its parameters in bf16, and casts none itself"
         )
     layouts = unit_layouts(
-        units, ranks=mesh.data.size, narrow=model.cast_parameters(), fusion=config.dense.fusion
+        units,
+        ranks=mesh.data.size,
+        narrow=model.cast_parameters(),
+        fusion=config.dense.fusion,
+        tables=vocabulary.tables,
     )
     return _Shell(model=model, source=source, units=units, layouts=layouts)
 

@@ -17,9 +17,11 @@ from tierstore.config import as_dict
 from tierstore.dense import OptimizerState
 from tierstore.errors import StoreFormatError
 from tierstore.parallel import Mesh
+from tierstore.parallel.config import RowPlacement
 from tierstore.store.format import MomentFormat
 from tierstore.train.config import TrainConfig
 from tierstore.train.stages.spec import StageSpec
+from tierstore.train.vocabulary import VocabularyChoice
 
 STATE_KEY = "train"
 #: What an import says of itself; until its end there is no STATE_KEY.
@@ -69,7 +71,13 @@ class TrainState:
 
 
 def conditions(
-    config: TrainConfig, *, threads: int, device: torch.device, data_crc32: int | None, mesh: Mesh
+    config: TrainConfig,
+    *,
+    threads: int,
+    device: torch.device,
+    data_crc32: int | None,
+    mesh: Mesh,
+    vocabulary: VocabularyChoice,
 ) -> dict[str, object]:
     """Everything that the bits of a run depend on. ``data_crc32``: None where a loop brings its own data, learning rates
     and clipping, of which nothing is known.
@@ -93,6 +101,7 @@ def conditions(
             "stages": mesh.stages,
             "rank": mesh.world.rank,
             **_layers(config),
+            **vocabulary.conditions(),
         },
         "torch": torch.__version__,
         "threads": threads,
@@ -121,6 +130,8 @@ _IMPLIED: Mapping[str, object] = {
     "adamw.moments": MomentFormat.FP32.value,
     "parallel.tensor_ranks": 1,
     "parallel.stages": 1,
+    "parallel.embedding": RowPlacement.GATHERED.value,
+    "parallel.head": RowPlacement.GATHERED.value,
 }
 
 

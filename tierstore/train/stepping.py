@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
@@ -47,6 +47,7 @@ from tierstore.train.layer_order.passes import LayerParts
 from tierstore.train.norms import gradient_norm
 from tierstore.train.ranks import commit_everywhere
 from tierstore.train.state import STATE_KEY, TrainState
+from tierstore.train.vocabulary import VocabularyChoice
 
 
 class NonFiniteError(TierstoreError):
@@ -78,6 +79,8 @@ class SessionParts:
     timeline: TimelineSink
     #: Where steps take their micro-batches in layer order.
     layers: LayerParts | None = None
+    #: How embedding and head reach their tokens.
+    vocabulary: VocabularyChoice = field(default_factory=VocabularyChoice)
 
 
 class StepOutcome(Enum):

@@ -61,6 +61,7 @@ class Trainer:
         self.boundaries = None if parts.layers is None else parts.layers.boundaries
         self.dense = parts.dense
         self.mesh = parts.mesh
+        self.vocabulary = parts.vocabulary
         self._timeline = parts.timeline
         self._layers: LayerOrder | None = None
         if parts.layers is not None:
