@@ -5,13 +5,12 @@ within rounding of gathered tables elsewhere; resumes, other layouts, and what i
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from launcher import RankFailedError, Ranks
+from launcher import Ranks
 from rank_cases import alone, train
 from vocabulary_train_cases import embedding_gradients
 
