@@ -79,7 +79,10 @@ def reshard(
             target,
             None if ranks is None else layout_of(wanted, ranks),
             lambda written, total: progress.update(written, total, {}),
-            placement=VocabularyPlacement(embedding and RowPlacement(embedding), head and RowPlacement(head)),
+            placement=VocabularyPlacement(
+                None if embedding is None else RowPlacement(embedding),
+                None if head is None else RowPlacement(head),
+            ),
             moments=None if moments is None else MomentFormat(moments),
             model=stored_spec(store, FinetuneConfig()),
         )

@@ -1,9 +1,9 @@
 """What each rank of a layout has of the logical model: which units, which parts of their parameters, which slices.
 
-A unit lies in the stage that has its block; the first one has the embedding, and the last one norm and head. There tensor-parallel ranks have the parts of its parameters that
-``Division`` says, and the others whole; the ranks with the same parts and other pieces of the batch have each one slice
-of every region (``tierstore.dense.layout``). ``join`` and ``part`` are the two directions, of one array at a time: the
-weights, or one of the moments.
+A unit lies in the stage that has its block; the first stage has the embedding, and the last one norm and head. There
+tensor-parallel ranks have the parts of its parameters that ``Division`` says, and the others whole; the ranks with the
+same parts and other pieces of the batch have each one slice of every region (``tierstore.dense.layout``). ``join`` and
+``part`` are the two directions, of one array at a time: the weights, or one of the moments.
 """
 
 from __future__ import annotations
