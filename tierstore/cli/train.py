@@ -124,6 +124,7 @@ class _Files:
 
 def _run(config: TrainConfig, files: _Files, *, resume: bool, checksum: bool, output: Output) -> int:
     from tierstore.parallel import launch, limited_groups
+    from tierstore.parallel.config import Elastic
     from tierstore.train.ranks import Opening, restarted
 
     # Ranks end together or not at all: from here on a signal to one of them is everybody's.
@@ -134,7 +135,9 @@ def _run(config: TrainConfig, files: _Files, *, resume: bool, checksum: bool, ou
     ):
         first = mesh.world.rank == 0
         output = output if first else Output(OutputMode.SILENT)
-        again = Opening.RESTART if restarted() else Opening.CREATE
+        # Where ranks come and go, torchrun may start a job again without counting it.
+        elastic = config.parallel.elastic is Elastic.RESHARD
+        again = Opening.RESTART if restarted() or elastic else Opening.CREATE
         opening = Opening.RESUME if resume else again
         own = files.of_rank(mesh.world.rank)
         summary, stopped = _train(config, output, opening, own, mesh, interrupts, checksum=checksum)
@@ -193,7 +196,11 @@ def _train(
             tokenising=tokenising,
         ) as trainer,
     ):
+        if trainer.made_over is not None:
+            output.line(trainer.made_over.describe())
         output.line(f"data: {trainer.data.describe()}")
+        if trainer.tasks is not None:
+            output.line(f"tasks: {trainer.tasks.assignment.describe()}")
         _describe(trainer.store, output)
         output.line(trainer.describe_weights())
         if (line := trainer.vocabulary.describe()) is not None:

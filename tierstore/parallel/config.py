@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import Enum, StrEnum
 
 from tierstore.errors import ConfigError
 
@@ -29,6 +29,17 @@ class ExchangeMode(StrEnum):
     HIERARCHICAL = "hierarchical"
     #: The one that a short measurement at the beginning says is faster, by the size of messages.
     AUTO = "auto"
+
+
+class Elastic(Enum):
+    """What a resumed run does with the store of another number of ranks.
+
+    OFF refuses it. RESHARD makes it over for the ranks that there are, keeps the old one until the first commit and goes
+    on: what ``torchrun --nnodes 1:4 --max-restarts`` needs to do without a person.
+    """
+
+    OFF = "off"
+    RESHARD = "reshard"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +81,10 @@ class ParallelConfig:
             "words": {"auto": AUTO_DEGREE},
             "help": "chunks in which tokens travel to experts while others are computed",
         },
+    )
+    elastic: Elastic = field(
+        default=Elastic.OFF,
+        metadata={"help": "off, or reshard: a resume with other ranks makes the store over for them"},
     )
     timeout_s: float = field(
         default=600.0, metadata={"help": "seconds after which a collective that no one answers fails"}

@@ -98,7 +98,7 @@ def fixed_cost(
         dense=_dense(config, ranks, device, units),
         activations=_activations(config, rank_tokens(config, ranks)),
         boundaries=0 if kept is None else kept.memory_bytes,
-        text=text_bytes(config.data, config.model.tokenizer) if text is None else text,
+        text=_texts(config) if text is None else text,
         working=WORKING_BYTES + product_bytes(config, device),
         pairs=_pass_bytes(config, ranks),
         routers=router_bytes(config),
@@ -164,7 +164,13 @@ def product_bytes(config: TrainConfig, device: DeviceKind) -> int:
 
 def rank_tokens(config: TrainConfig, ranks: int) -> int:
     """Tokens of one micro-batch on one of ``ranks`` ranks, which share a batch."""
+    if config.tasks:
+        return config.assignment(ranks).most_rows * config.model.seq_len
     return -(-config.tokens_per_micro_batch // ranks)
+
+
+def _texts(config: TrainConfig) -> int:
+    return sum(text_bytes(data, config.model.tokenizer) for data in config.data_by_task.values())
 
 
 def keep_freed_memory() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -25,6 +25,7 @@ from tierstore.errors import ConfigError, StoreFormatError
 from tierstore.model.config import CheckpointActivations
 from tierstore.model.interface import Model
 from tierstore.model.spec import ModelSpec
+from tierstore.model.transformer import Transformer
 from tierstore.moe.guessing import RouterGuesses
 from tierstore.moe.source import ExpertSource, JointSource, SourceSlot, in_training
 from tierstore.parallel import Mesh, RankEnvironment, rank_device
@@ -51,8 +52,10 @@ from tierstore.train.budgets import (
 )
 from tierstore.train.combinations import check_combination
 from tierstore.train.config import TrainConfig
-from tierstore.train.data import TrainingData
+from tierstore.train.data import TextData, TrainingData
+from tierstore.train.elastic import MadeOver, follow_ranks
 from tierstore.train.experts import ExpertOpener, pair_key, register_experts, register_pairs
+from tierstore.train.files import DataConfig
 from tierstore.train.footprint import boundary_split, return_freed_memory
 from tierstore.train.layer_order.boundaries import BoundaryStore
 from tierstore.train.layer_order.passes import LayerParts
@@ -61,12 +64,18 @@ from tierstore.train.ranks import Agreed, Opening, agree, check_alike
 from tierstore.train.sources import open_data
 from tierstore.train.stages.order import one_forward_one_backward
 from tierstore.train.stages.spec import StageSpec, stage_config
-from tierstore.train.state import STATE_KEY, TrainState, conditions, differences
+from tierstore.train.state import STATE_KEY, TrainState, conditions, differences, table_of
 from tierstore.train.step_time import StepTimer
 from tierstore.train.stepping import SessionParts, Stepper
+from tierstore.train.tasks.data import TaskData
+from tierstore.train.tasks.opening import open_tasks, own_head_tasks, refuse_tasks
+from tierstore.train.tasks.progress import changes, resumed
 from tierstore.train.thread_times import ThreadTimes, stolen_while_running
 from tierstore.train.trainer import Trainer
 from tierstore.train.vocabulary import VocabularyChoice, choose_vocabulary
+
+if TYPE_CHECKING:  # its packages are imported where documents are tokenised
+    from tierstore.train.tokens.data import TokenData
 
 
 @contextlib.contextmanager
@@ -156,6 +165,9 @@ def open_parts(
             shell.model.load_state(store.committer.state)
         else:
             state = TrainState(conditions=setup.conditions)
+        state.tasks = resumed(config.tasks, state.tasks)
+        if isinstance(setup.data, TaskData):
+            setup.data.begin(state.position, state.tasks)
         dense, schedule = _slice_dense(setup, shell)
         queue = HorizontalQueue(schedule, dense, setup.ledger)
         gates = dense.attach(shell.model, queue if watch is None else watch.listener(queue))
@@ -196,6 +208,7 @@ def open_parts(
             timeline=setup.timeline,
             layers=_layer_parts(setup, store, gates, shell.source, stack),
             vocabulary=setup.vocabulary,
+            made_over=setup.made_over,
         )
         if setup.agreed.opening is Opening.CREATE:
             # A store is one from its first commit on: none is before all ranks have made theirs.
@@ -232,6 +245,7 @@ class _Setup:
     vocabulary: VocabularyChoice
     timeline: TimelineSink
     ledger: StallLedger
+    made_over: MadeOver | None
 
     @property
     def owned(self) -> range:
@@ -266,6 +280,9 @@ def _prepare(
     mesh = mesh or Mesh.alone(RankEnvironment(), device)
     check_combination(config, mesh.layout)
     _check_batch(config, mesh.data.size)
+    if config.tasks and loop is Loop.FOREIGN:
+        raise ConfigError("tasks: a loop of your own brings its own data; expected none")
+    refuse_tasks(config, mesh.data.size)
     if loop is Loop.FOREIGN and config.data.layer_major:
         raise ConfigError(
             "data.micro_order: expected micro or auto: a loop of your own drives one pass after another, and layer order "
@@ -282,6 +299,7 @@ def _prepare(
     compute_deterministically(device)
     divided = budgets(config, DeviceKind(device.type))
     boundary_split(config, mesh.data.size, len(config.model.architecture.units) - 2)  # a refusal comes here
+    made_over = follow_ranks(config, opening, mesh)
     agreed = agree(config.store, opening, mesh)
     if agreed.opening is Opening.RESUME:
         _check_records(config, read_schemas(rank_directory(config.store, mesh.world.rank, mesh.world.size)))
@@ -308,6 +326,7 @@ def _prepare(
         vocabulary=vocabulary,
         timeline=timeline,
         ledger=StallLedger(listener=stall_spans(timeline) if timeline.enabled else None),
+        made_over=made_over,
     )
 
 
@@ -324,17 +343,20 @@ def _choose_vocabulary(config: TrainConfig, mesh: Mesh, agreed: Agreed) -> Vocab
 
 
 def _open_data(config: TrainConfig, mesh: Mesh, progress: Callable[[int, int], None]) -> TrainingData:
-    return open_data(
-        config.data,
-        seq_len=config.model.seq_len,
-        vocab_size=config.model.vocab_size,
-        tokenizer=config.model.tokenizer,
-        store=config.store,
-        together=config.model.mixes_documents,
-        first=mesh.world.rank == 0,
-        barrier=mesh.world.barrier,
-        progress=progress,
-    )
+    def open_source(data: DataConfig) -> TextData | TokenData:
+        return open_data(
+            data,
+            seq_len=config.model.seq_len,
+            vocab_size=config.model.vocab_size,
+            tokenizer=config.model.tokenizer,
+            store=config.store,
+            together=config.model.mixes_documents,
+            first=mesh.world.rank == 0,
+            barrier=mesh.world.barrier,
+            progress=progress,
+        )
+
+    return open_tasks(config, mesh.data.size, open_source) if config.tasks else open_source(config.data)
 
 
 def compute_deterministically(device: torch.device) -> None:
@@ -349,6 +371,7 @@ def _build_model(setup: _Setup) -> _Shell:
     config, mesh, source = setup.config, setup.mesh, SourceSlot()
     vocabulary = setup.vocabulary
     model = _spec(config).build(source, mesh=mesh, ledger=setup.ledger, vocabulary=vocabulary.partition)
+    heads = model.add_heads(own_head_tasks(config)) if isinstance(model, Transformer) else {}
     units = model.dense_units()
     narrow = config.dense.gather is GatherDtype.COMPUTE
     if not narrow and any(parameter.dtype != torch.float32 for _, unit in units for parameter in unit):
@@ -361,6 +384,7 @@ def _build_model(setup: _Setup) -> _Shell:
         narrow=model.cast_parameters(),
         fusion=config.dense.fusion,
         tables=vocabulary.tables,
+        apart=heads,
     )
     return _Shell(model=model, source=source, units=units, layouts=layouts)
 
@@ -397,8 +421,11 @@ def _open_store(setup: _Setup, shell: _Shell, *, trace: Path | None, io_log: Pat
         store_config,
         adamw=config.adamw,
         at=agreed.at,
-        # What is trained beside frozen records came after them; otherwise the store has them all.
-        further=[*([pairs] if pairs else []), *dense_schemas(shell.layouts)] if config.lora.enabled else [],
+        # What is trained beside frozen records came after them, and a task may bring a head of its own; otherwise the store
+        # has them all.
+        further=[*([pairs] if pairs else []), *dense_schemas(shell.layouts)]
+        if config.lora.enabled or config.tasks
+        else [],
         trace=trace,
         io_log=io_log,
     ).core
@@ -459,8 +486,11 @@ def _fill(setup: _Setup, shell: _Shell, store: StoreCore, dense: DenseSlices) ->
             dense.register(store)
             register_pairs(config, store, owned)
         else:
-            store.reserve()
-            dense.load(store, store.history.applied)
+            fresh = dense.missing(store) if config.tasks else []
+            store.reserve(dense.record_counts(fresh))
+            if fresh:
+                dense.register(store, fresh)
+            dense.load(store, store.history.applied, fresh=fresh)
         _load_frozen(setup, shell, store)
         # Everybody is at this step now: what was prepared and not acknowledged is.
         setup.mesh.world.barrier()
@@ -499,7 +529,7 @@ def _load_frozen(setup: _Setup, shell: _Shell, store: StoreCore) -> None:
 
 
 def _check_batch(config: TrainConfig, world: int) -> None:
-    if config.data.batch_size % world:
+    if config.data.batch_size % world and not config.tasks:
         raise ConfigError(
             f"data.batch_size: expected a multiple of the {world} ranks, got {config.data.batch_size}"
         )
@@ -561,7 +591,13 @@ def _check_records(config: TrainConfig, schemas: Sequence[RecordSchema]) -> None
 
 def _resumed_state(config: TrainConfig, store: StoreCore, present: dict[str, object]) -> TrainState:
     state = TrainState.unpack(store.committer.state, where=str(config.store))
-    changed = differences(state.conditions, present)
+    recorded, own = dict(state.conditions), dict(present)
+    tasks = table_of(recorded.pop("tasks", {})), table_of(own.pop("tasks", {}))
+    changed = differences(recorded, own)
+    if any(tasks):  # the text is that of all tasks
+        changed = [line for line in changed if not line.startswith("data.crc32")] + [
+            *changes(*tasks, state.tasks)
+        ]
     if not state.begun:  # an import does not know what will be trained
         changed = [line for line in changed if not line.startswith("model.lora")]
     kept = ("model.checkpoint", "model.tuning")  # a run may choose these

@@ -65,7 +65,8 @@ def rank_at(layout: Layout, place: RankPlace) -> int:
 
 
 class DenseCut:
-    """``units`` as ``layout`` divides them: embedding, blocks, norm and head, in the order of the forward pass.
+    """``units`` as ``layout`` divides them: embedding, blocks, norm and head, in the order of the forward pass, and then
+    heads of tasks.
 
     ``blocks``: those of each stage. ``tables``: parameters of which each data rank has some of the rows.
     """
@@ -93,7 +94,7 @@ class DenseCut:
 
     def stage(self, number: int) -> int:
         """The stage of unit ``number``."""
-        block = min(max(number - 1, 0), len(self._units) - 3)
+        block = min(max(number - 1, 0), self.blocks[-1].stop - 1)
         return next(stage for stage, blocks in enumerate(self.blocks) if block in blocks)
 
     def units_of(self, rank: int) -> list[int]:

@@ -130,7 +130,7 @@ def _new_blocks(old: StoredModel, layout: Layout) -> list[range]:
     if layout.tensor > 1 and isinstance(old.model, ModelConfig):
         check_divisible(old.model, layout.tensor)
     if layout.stages == 1:
-        return [range(len(old.units) - 2)]
+        return [range(len(old.model.architecture.units) - 2)]
     if not builtin:
         raise ConfigError("stages: expected 1: only the built-in model can be cut into stages")
     if layout.stages == old.layout.stages:

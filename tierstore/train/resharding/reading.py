@@ -35,6 +35,7 @@ from tierstore.train.experts import expert_key
 from tierstore.train.ranks import newest_common
 from tierstore.train.resharding.cutting import DenseCut, DenseParameter, DenseUnitShape
 from tierstore.train.state import IMPORT_KEY, STATE_KEY, TrainState, table_of
+from tierstore.train.tasks.progress import own_heads
 from tierstore.train.vocabulary import recorded_tables
 
 #: Low-rank pairs of experts, and of attention.
@@ -61,7 +62,7 @@ class StoredModel:
     cut: DenseCut = field(init=False)
 
     def __post_init__(self) -> None:
-        self.units = whole_units(self.model)
+        self.units = [*whole_units(self.model), *head_units(self.model, self.state)]
         self.cut = self.cut_as(self.layout, self.blocks, self.conditions)
 
     def cut_as(self, layout: Layout, blocks: Sequence[range], conditions: Mapping[str, object]) -> DenseCut:
@@ -129,6 +130,12 @@ def whole_units(model: ModelSpec) -> list[DenseUnitShape]:
         )
         for (unit, parameters), divided in zip(built.dense_units(), built.unit_divisions(), strict=True)
     ]
+
+
+def head_units(model: ModelSpec, state: TrainState) -> list[DenseUnitShape]:
+    """The output heads of tasks that have one of their own, trained at present or not."""
+    head = DenseParameter((model.vocab_size, model.d_model), Narrow.NO)
+    return [DenseUnitShape(f"head.{name}", (head,)) for name in own_heads(state.tasks)]
 
 
 @contextlib.contextmanager
