@@ -17,7 +17,7 @@ from tierstore.errors import ConfigError
 from tierstore.hf.imports.importing import ImportOptions, import_model
 from tierstore.hf.manifest import Weights
 from tierstore.hf.stored import stored_spec
-from tierstore.parallel import Mesh
+from tierstore.parallel import ExchangeMode, Mesh
 from tierstore.store.format import MomentFormat
 from tierstore.train.combinations import Feature
 from tierstore.train.config import TrainConfig
@@ -39,10 +39,16 @@ BASE: Mapping[str, Any] = {
     "finetune.seq_len": 8,
     "finetune.aux_loss_weight": 0.0,
     "clip_norm": 0.5,
+    # What is auto would choose by itself.
+    "parallel.pipeline_degree": 1,
+    "parallel.exchange": "flat",
+    "parallel.embedding": "gathered",
+    "parallel.head": "gathered",
 }
 
 #: What changes the work that is done. The reference has it, too.
 WORK: Mapping[Feature, Mapping[str, Any]] = {
+    Feature.TASKS: {"tasks.code.rows": 3, "tasks.prose.weight": 2.0},
     Feature.LORA: {"lora.rank": 2},
     Feature.NARROW: {"adamw.moments": "int8"},
     Feature.WRAPPED: {},
@@ -51,14 +57,18 @@ WORK: Mapping[Feature, Mapping[str, Any]] = {
 #: What changes only how it is done. The reference does without.
 MANNER: Mapping[Feature, Mapping[str, Any]] = {
     Feature.LAYER_MAJOR: {"data.micro_order": "layer"},
+    Feature.CHUNKS: {"parallel.pipeline_degree": 2},
     Feature.STAGES: {},
     Feature.TENSOR: {},
+    Feature.HIERARCHICAL: {},
+    Feature.EMBEDDING: {"parallel.embedding": "partitioned", "parallel.head": "partitioned"},
 }
 
 #: How ranks are laid out for it, as ``ParallelConfig`` has it.
 LAID_OUT: Mapping[Feature, Mapping[str, Any]] = {
     Feature.STAGES: {"stages": 2},
     Feature.TENSOR: {"tensor": 2},
+    Feature.HIERARCHICAL: {"exchange": ExchangeMode.HIERARCHICAL, "node_ranks": 2},
 }
 
 
@@ -78,13 +88,15 @@ def imported(features: frozenset[Feature]) -> bool:
     return bool(features & {Feature.LORA, Feature.WRAPPED})
 
 
-def settings_of(features: frozenset[Feature], *, parallel: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of a run with ``features``, by dotted names."""
-    merged = dict(BASE)
+def settings_of(features: frozenset[Feature], *, parallel: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """The configuration of a run with ``features`` over ``text``, by dotted names."""
+    merged = {**BASE, "data.paths": (text,)}
     for feature in features:
         merged |= {**WORK, **MANNER}[feature]
     if imported(features):
         merged = {name: value for name, value in merged.items() if not name.startswith("model.")}
+    if Feature.TASKS in features:
+        merged |= {f"tasks.{name}.paths": (text,) for name in ("code", "prose")}
     return merged | {f"parallel.{name}": value for name, value in parallel.items()}
 
 

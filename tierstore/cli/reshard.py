@@ -15,7 +15,7 @@ from tierstore.store.format import MomentFormat
 from tierstore.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from tierstore.parallel.mesh import Layout
+    from tierstore.parallel.layout import Layout
 
 
 _PLACES = click.Choice([placement.value for placement in RowPlacement if placement is not RowPlacement.AUTO])
@@ -60,7 +60,7 @@ def reshard(
     """
     from tierstore.hf.stored import stored_spec
     from tierstore.parallel import ParallelConfig
-    from tierstore.parallel.mesh import layout_of
+    from tierstore.parallel.layout import layout_of
     from tierstore.train.config import FinetuneConfig
     from tierstore.train.resharding import VocabularyPlacement
     from tierstore.train.resharding import reshard as make

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tierstore.dense import Fusion
 from tierstore.dense.layout import Narrow
 from tierstore.parallel.division import Division
-from tierstore.parallel.mesh import Layout
+from tierstore.parallel.layout import Layout
 from tierstore.train.resharding.cutting import (
     DenseCut,
     DenseParameter,

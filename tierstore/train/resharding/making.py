@@ -27,7 +27,7 @@ from tierstore.model.division import check_divisible
 from tierstore.model.spec import ModelSpec
 from tierstore.parallel import ExpertBlocks
 from tierstore.parallel.config import RowPlacement
-from tierstore.parallel.mesh import Layout
+from tierstore.parallel.layout import Layout
 from tierstore.store.config import StoreConfig
 from tierstore.store.directories import building, building_directory, rank_directories, rank_directory
 from tierstore.store.disk.home import IDENTITY, MODEL_DIRECTORY, OWN_NAMES, fsync_directory

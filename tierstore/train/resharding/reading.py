@@ -20,7 +20,7 @@ from tierstore.errors import StoreFormatError
 from tierstore.model.config import ModelConfig
 from tierstore.model.spec import ModelSpec
 from tierstore.moe.source import InMemoryExperts
-from tierstore.parallel.mesh import Layout
+from tierstore.parallel.layout import Layout
 from tierstore.store.committing import OWN_STATE
 from tierstore.store.config import StoreConfig
 from tierstore.store.core import StoreCore
