@@ -295,11 +295,11 @@ def _prepare(
             "data.micro_order: expected micro or auto: a loop of your own drives one pass after another, and layer order "
             "needs all micro-batches of a step at once"
         )
-    config = stage_config(config, mesh.pipeline.rank, mesh.stages)
+    whole, config = config, stage_config(config, mesh.pipeline.rank, mesh.stages)
     if loop is Loop.FOREIGN and mesh.stages > 1:
         raise ConfigError(
-            "parallel.stages: expected 1: a loop of your own drives one pass after another, and stages take those of several "
-            "micro-batches in turns"
+            "parallel.stages: expected 1: a loop of your own drives one pass after another, and stages take those of "
+            "several micro-batches in turns"
         )
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -310,7 +310,7 @@ def _prepare(
     agreed = agree(config.store, opening, mesh)
     if agreed.opening is Opening.RESUME:
         _check_records(config, read_schemas(rank_directory(config.store, mesh.world.rank, mesh.world.size)))
-    vocabulary = _choose_vocabulary(config, mesh, agreed)
+    vocabulary = _choose_vocabulary(whole, mesh, agreed)
     # Last, for to tokenise may take hours.
     data = _open_data(config, mesh, progress) if loop is Loop.OWN else None
     present = conditions(
