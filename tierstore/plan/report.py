@@ -24,6 +24,7 @@ from tierstore.plan.fitting import (
 )
 from tierstore.plan.foreign import UsesPlan, plan_uses, setting_for
 from tierstore.plan.order import OrderChoice, compare_orders
+from tierstore.plan.pipemoe.layer import LayerDegrees, layer_degrees
 from tierstore.plan.predict import Prediction, predict
 from tierstore.plan.presets import Preset
 from tierstore.plan.semoe import PaperBytes, paper_bytes
@@ -53,6 +54,8 @@ class Plan:
     uses: UsesPlan | None = None
     #: In which order several micro-batches pass the layers.
     order: OrderChoice | None = None
+    #: In how many chunks rows travel to the experts of other ranks.
+    degrees: LayerDegrees | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Numbers by keys that say their unit."""
@@ -92,6 +95,7 @@ class Plan:
             },
             "prediction": self._prediction(),
             "order": None if self.order is None else self.order.as_json(),
+            "pipeline_degree": None if self.degrees is None else self.degrees.as_json(),
             **({"use": self.setting.usage.use.value, **self.uses.as_json()} if self.uses else {}),
         }
 
@@ -181,6 +185,9 @@ def plan_run(
     verdict = judge(setting, limits)
     remedy = None if verdict.fits else shortest_remedy(setting, limits)
     prediction = predict(setting, profile, verdict.capacity) if verdict.capacity else None
+    degrees = None
+    if prediction is not None and verdict.capacity is not None:
+        degrees = layer_degrees(setting, profile, verdict.capacity, prediction.traffic)
     if alpha is None:
         alpha = prediction.traffic.active if prediction else 1.0
     return Plan(
@@ -195,6 +202,7 @@ def plan_run(
         preset=preset,
         uses=plan_uses(setting, limits, profile, lora) if foreign else None,
         order=order,
+        degrees=degrees,
     )
 
 
