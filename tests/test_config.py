@@ -352,7 +352,7 @@ def test_integers_that_have_names(write) -> None:
         assert as_dict(Cache(ahead=value))["ahead"] == shown
     assert 'ahead = "auto"' in dump(Run())
     info = next(info for info in dotted_fields(Run) if info.name == "cache.ahead")
-    assert (info.type, info.default, info.named(info.default)) == ("auto or all or an integer", 0, "auto")
+    assert (info.type, info.default, info.in_words(info.default)) == ("auto or all or an integer", 0, "auto")
 
 
 @settings(deadline=None, max_examples=60)

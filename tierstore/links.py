@@ -3,7 +3,8 @@
 Links can be given a bandwidth and a latency: ``copy`` (host <-> device), ``gather`` (collectives between ranks;
 of each, the bytes that this rank sends) and ``disk`` (reads and writes of extents). What computation blocks on
 (all-to-alls, agreements) goes over ``gather`` too, behind the gathers issued before it, unless it is given a
-link of its own, ``exchange``. Off by default; a run that has them on says so first.
+link of its own, ``exchange``. What goes to ranks of other nodes goes over ``node`` instead, where that is limited,
+and there each message to a rank pays the latency. Off by default; a run that has them on says so first.
 
 There is one emulation, outside what it slows: ``tierstore.tiers.LimitedTier`` wraps a device tier,
 ``tierstore.parallel.LimitedGroup`` is a group whose messages take turns. A link serves one transfer at a time,
@@ -59,6 +60,7 @@ class LinksConfig:
     copy: LinkConfig = field(default_factory=LinkConfig)
     gather: LinkConfig = field(default_factory=LinkConfig)
     exchange: LinkConfig = field(default_factory=LinkConfig)
+    node: LinkConfig = field(default_factory=LinkConfig)
     disk: LinkConfig = field(default_factory=LinkConfig)
 
     def describe(self) -> str | None:

@@ -61,6 +61,8 @@ class Cause(Enum):
     GATHER = "gather"  # of a layer's dense parameters
     REDUCE = "reduce-scatter"  # of their gradients
     ALL_TO_ALL = "all-to-all"  # of tokens, to their experts and back
+    ALL_REDUCE = "all-reduce"  # of what tensor-parallel ranks have computed with their parts of a layer
+    PIPELINE = "pipeline"  # what the stage before or behind this one has yet to send
     AGREEMENT = "agreement"  # on losses, norms and commits
 
 

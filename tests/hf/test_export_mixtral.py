@@ -19,11 +19,12 @@ from tierstore.hf.exports.mixtral import _units, refusals
 from tierstore.hf.exports.outline import ExportDtype
 from tierstore.model.config import ModelConfig
 from tierstore.moe.source import InMemoryExperts
+from tierstore.parallel.layout import Layout
 from tierstore.store import ParameterStore, StoreConfig
 from tierstore.store.directories import verify_all
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
-from tierstore.train.reshard import Layout, reshard
+from tierstore.train.resharding import reshard
 from tierstore.train.session import open_session
 
 _TINY: dict[str, Any] = {
@@ -183,7 +184,7 @@ def test_many_ranks_export_what_one_does(tmp_path: Path) -> None:
     one = tmp_path / "one"
     export(tmp_path / "s", one)
     for ranks, expert_ranks in ((2, 2), (4, 2), (3, 1)):
-        reshard(tmp_path / "s", tmp_path / f"s{ranks}", Layout(ranks, expert_ranks))
+        reshard(tmp_path / "s", tmp_path / f"s{ranks}", Layout(1, ranks // expert_ranks, expert_ranks, 1))
         done = export(tmp_path / f"s{ranks}", tmp_path / f"m{ranks}")
         assert done.ranks == ranks
         assert (tmp_path / f"m{ranks}" / "model.safetensors").read_bytes() == (

@@ -16,9 +16,10 @@ from tierstore.errors import StoreExistsError, StoreFormatError
 from tierstore.hf.manifest import Weights
 from tierstore.moe.lora import LoraConfig, LoraTargets
 from tierstore.parallel import Mesh, RankEnvironment
+from tierstore.parallel.layout import Layout
 from tierstore.store.committing import Keep
 from tierstore.train.ranks import Opening
-from tierstore.train.reshard import Layout, reshard
+from tierstore.train.resharding import reshard
 from tierstore.train.session import Loop, open_parts
 from tierstore.train.state import STATE_KEY
 from tierstore.train.stepping import Stepper
@@ -84,5 +85,5 @@ def test_pairs_are_not_lost_by_resharding(model: Path, tmp_path: Path, targets: 
         take(parts, 0)
         Stepper(parts).commit()
     with pytest.raises(StoreFormatError, match="low-rank pairs cannot be resharded"):
-        reshard(store, tmp_path / "two", Layout(2, 2), model=replace(config.model, lora=LoraConfig()))
+        reshard(store, tmp_path / "two", Layout(1, 1, 2, 1), model=replace(config.model, lora=LoraConfig()))
     assert not (tmp_path / "two").exists()

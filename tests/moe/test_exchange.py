@@ -272,11 +272,12 @@ def test_rows_arrive_by_expert_then_source_then_token(ranks_: int, experts: int,
     cuts = sorted(data.draw(st.lists(st.integers(0, experts), min_size=ranks_ - 1, max_size=ranks_ - 1)))
     starts = (0, *cuts, experts)
     plans = [dispatch(c, load) for c, load in zip(choices, load_SE, strict=True)]
-    rows = [ExchangedRows(_Told(r, ranks_), starts, load_SE, ()) for r in range(ranks_)]
+    told = [_Told(r) for r in range(ranks_)]
+    rows = [ExchangedRows(told[r], starts, load_SE, ()) for r in range(ranks_)]
     sent = [plan.token_N + 100 * r for r, plan in enumerate(plans)]
     degree = data.draw(st.integers(1, experts + 1))
     results = [mine.at_experts(each) for mine, each in zip(rows, sent, strict=True)]
-    for there in _by_chunk(rows, degree, lambda r, chunk: chunk.to_experts(sent[r], results[r])):
+    for there in _by_chunk(rows, told, degree, lambda r, chunk: chunk.to_experts(sent[r], results[r])):
         for came in there:
             came.wait()
     for r, mine in enumerate(rows):
@@ -287,35 +288,36 @@ def test_rows_arrive_by_expert_then_source_then_token(ranks_: int, experts: int,
             assert results[r][mine.span(expert)].tolist() == wanted
     # And the way back undoes the way there.
     back = [torch.full_like(each, -1) for each in sent]
-    for again in _by_chunk(rows, degree, lambda r, chunk: chunk.to_tokens(results[r], back[r])):
+    for again in _by_chunk(rows, told, degree, lambda r, chunk: chunk.to_tokens(results[r], back[r])):
         for came in again:
             came.wait()
     assert all(torch.equal(one, other) for one, other in zip(back, sent, strict=True))
 
 
 def _by_chunk(
-    rows: list[ExchangedRows], degree: int, travel: Callable[[int, RowChunk], Arrival]
+    rows: list[ExchangedRows], told: list[_Told], degree: int, travel: Callable[[int, RowChunk], Arrival]
 ) -> Iterator[list[Arrival]]:
     """What ``travel`` has on its way for each rank, chunk by chunk, after all ranks' messages were delivered."""
     for number in range(degree):
         arrivals = [travel(r, each.chunks(degree)[number]) for r, each in enumerate(rows)]
-        told = [each._group for each in rows]
-        for group in told:
-            assert isinstance(group, _Told)
-            group.deliver([other for other in told if isinstance(other, _Told)])
+        for each in told:
+            each.deliver(told)
         yield arrivals
 
 
-class _Told(RankGroup):
-    """A group whose exchanges are delivered by hand."""
+class _Told:
+    """An exchange whose messages are delivered by hand."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, range(size), {})
-        self._message: tuple[Tensor, Tensor, list[int], list[int]] | None = None
+    groups: tuple[RankGroup, ...] = ()
 
-    def all_to_all(self, out_rows: Tensor, in_rows: Tensor, out_splits: Any, in_splits: Any) -> Any:  # type: ignore[override]
-        assert (sum(out_splits), sum(in_splits)) == (len(out_rows), len(in_rows))
-        self._message = out_rows, in_rows, list(out_splits), list(in_splits)
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._message: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def all_to_all(self, out_rows: Tensor, in_rows: Tensor, rows_SS: Tensor) -> Work:
+        assert int(rows_SS[:, self.rank].sum()) == len(out_rows)
+        assert int(rows_SS[self.rank].sum()) == len(in_rows)
+        self._message = out_rows, in_rows, rows_SS
         return Work()
 
     def deliver(self, ranks: list[_Told]) -> None:
@@ -324,6 +326,6 @@ class _Told(RankGroup):
         pieces = []
         for other in ranks:
             assert other._message is not None
-            pieces.append(torch.split(other._message[1], other._message[3])[self.rank])
-        assert [len(piece) for piece in pieces] == self._message[2]
+            assert torch.equal(other._message[2], self._message[2])
+            pieces.append(torch.split(other._message[1], other._message[2][other.rank].tolist())[self.rank])
         self._message[0].copy_(torch.cat(pieces))

@@ -95,9 +95,9 @@ class Ranks:
         self._control.recv()
         self._worlds: dict[tuple[int, ParallelConfig], World] = {}
 
-    def run(self, size: int, case: Case, *arguments: Any, expert: int = 0) -> list[Any]:
-        """``case(mesh, *arguments)`` on ``size`` ranks in expert groups of ``expert`` (0: all)."""
-        config = ParallelConfig(expert=expert, timeout_s=30.0)
+    def run(self, size: int, case: Case, *arguments: Any, **layout: Any) -> list[Any]:
+        """``case(mesh, *arguments)`` on ``size`` ranks that are laid out as ``layout``, settings of ParallelConfig, says."""
+        config = ParallelConfig(timeout_s=30.0, **layout)
         key = (size, config)
         if key not in self._worlds:
             self._worlds[key] = self._start(size, config, None)

@@ -14,7 +14,8 @@ import numpy.typing as npt
 import torch
 
 from tierstore.config import load
-from tierstore.parallel import Mesh, RankEnvironment
+from tierstore.parallel import Mesh, ParallelConfig, RankEnvironment
+from tierstore.parallel.layout import Layout, layout_of
 from tierstore.plan.order import OrderChoice, agreed_order, choose_order
 from tierstore.store import ParameterStore
 from tierstore.store.committing import Keep
@@ -121,6 +122,11 @@ def weights(mesh: Mesh, settings: Settings) -> dict[str, npt.NDArray[np.float32]
                 with ParameterStore(trainer.store).fetch([key]) as lease:
                     found[key] = lease[key].copy("weight")
     return found
+
+
+def laid_out(ranks: int, expert: int = 0, *, tensor: int = 1, stages: int = 1) -> Layout:
+    """``ranks`` ranks in expert groups of ``expert`` (0: all of a stage)."""
+    return layout_of(ParallelConfig(expert=expert, tensor=tensor, stages=stages), ranks)
 
 
 def alone() -> Mesh:

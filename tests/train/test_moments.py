@@ -16,6 +16,7 @@ from tierstore import _native
 from tierstore.cli.reshard import reshard as command
 from tierstore.errors import ConfigError
 from tierstore.hf.exports.reading import open_weights
+from tierstore.parallel.layout import Layout
 from tierstore.store import Group, MomentFormat, ParameterStore, StoreConfig
 from tierstore.store.format import MOMENT_BLOCK
 from tierstore.store.opening import read_schemas
@@ -24,7 +25,7 @@ from tierstore.train.budgets import expert_schema
 from tierstore.train.config import TrainConfig
 from tierstore.train.experts import expert_key
 from tierstore.train.ranks import Opening
-from tierstore.train.reshard import Layout, reshard
+from tierstore.train.resharding import reshard
 from tierstore.train.session import open_session
 
 Make = Callable[[Mapping[str, Any]], TrainConfig]
@@ -181,9 +182,9 @@ def test_layouts_agree_on_narrow_moments(configure: Make, train: Any, tmp_path: 
     straight = train(replace(config, store=tmp_path / "straight"))
     train(replace(config, steps=3))
     before = contents(config.store)
-    done = reshard(config.store, tmp_path / "two", Layout(2, 2))
+    done = reshard(config.store, tmp_path / "two", Layout(1, 1, 2, 1))
     assert done.moments is MomentFormat.INT8
-    reshard(tmp_path / "two", tmp_path / "one", Layout(1, 1))
+    reshard(tmp_path / "two", tmp_path / "one", Layout(1, 1, 1, 1))
     assert contents(tmp_path / "one") == before
     with open_session(replace(config, store=tmp_path / "one"), Opening.RESUME) as trainer:
         while trainer.state.position < 6:

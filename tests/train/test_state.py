@@ -15,6 +15,7 @@ from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
 from tierstore.train.state import STATE_KEY, TrainState, conditions, differences
+from tierstore.train.vocabulary import VocabularyChoice
 
 Make = Callable[..., TrainConfig]
 
@@ -46,7 +47,12 @@ def test_budgets_are_no_conditions(configure: Make) -> None:
     def of(changes: dict[str, Any]) -> dict[str, object]:
         cpu = torch.device("cpu")
         return conditions(
-            configure(changes), threads=1, device=cpu, data_crc32=3, mesh=Mesh.alone(RankEnvironment(), cpu)
+            configure(changes),
+            threads=1,
+            device=cpu,
+            data_crc32=3,
+            mesh=Mesh.alone(RankEnvironment(), cpu),
+            vocabulary=VocabularyChoice(),
         )
 
     plain = of({})

@@ -235,6 +235,10 @@ class HostCache:
         state = self._entries.get(entry)
         return [state.ready] if state is not None and state.ready else []
 
+    def came(self, entry: int) -> None:
+        """The caller has waited for ``ready(entry)``, or for what follows it, and nothing has failed: nobody need again."""
+        self._entries[entry].ready = 0
+
     def fetched(self, entry: int) -> Fetched | None:
         """The read that brought a resident entry in; None for one that was created in memory, or is not resident."""
         state = self._entries.get(entry)
@@ -286,6 +290,8 @@ class HostCache:
         self, decisions: tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint32]], priority: Priority
     ) -> None:
         kinds, entries = decisions
+        if not len(kinds):  # most requests of what is only read
+            return
         for kind, entry in zip(kinds.tolist(), entries.tolist(), strict=True):
             if kind == Decision.HIT:
                 continue

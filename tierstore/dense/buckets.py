@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tierstore.dense.layout import Region, Span, UnitLayout
+from tierstore.dense.layout import Gathered, Region, Span, UnitLayout
 from tierstore.dense.slices import UnitSlices
 from tierstore.dense.traffic import DenseMessages
 from tierstore.errors import BudgetError
@@ -48,10 +48,15 @@ class Bucket:
 
 
 def buckets_of(layout: UnitLayout, bucket_bytes: int) -> list[Bucket]:
-    """The unit's buckets in the order in which they are sent, each closed once it has ``bucket_bytes`` of fp32."""
+    """The unit's buckets in the order in which they are sent, each closed once it has ``bucket_bytes`` of fp32. Gradients of
+    tables arrive where their rows are, and are in none.
+    """
     found: list[Bucket] = []
     base = slice_base = 0
     for region in layout.regions:
+        if region.gathered is Gathered.NO:
+            slice_base += region.slice_numel
+            continue
         mine: list[Bucket] = []
         end, spans = region.padded_numel, deque[Span]()
         for span in reversed(region.spans):
@@ -104,7 +109,7 @@ class GradientExchange:
         self._buckets = [buckets_of(unit.layout, bucket_bytes) for unit in slices]
         self._places = [dict(_placed(unit.layout)) for unit in slices]
         self._ends = {0, len(slices) - 1}
-        sizes = [unit.layout.padded_numel for unit in slices]
+        sizes = [unit.layout.exchanged_numel for unit in slices]
         between = [size for unit, size in enumerate(sizes) if unit not in self._ends]
         self._free = [_slot(max(sizes[unit] for unit in self._ends), device, ends=True)]
         self._free += [_slot(max(between), device, ends=False) for _ in range(min(buffers, len(between)))]
@@ -230,9 +235,11 @@ def _slot(numel: int, device: torch.device, *, ends: bool) -> _Slot:
 
 
 def _placed(layout: UnitLayout) -> Iterator[tuple[int, tuple[int, Span]]]:
-    """Of each parameter: where its gradient lies in the unit's flat gradients, and its span."""
+    """Of each parameter that is gathered: where its gradient lies in the unit's flat gradients, and its span."""
     base = 0
     for region in layout.regions:
+        if region.gathered is Gathered.NO:
+            continue
         for span in region.spans:
             yield span.index, (base + span.offset, span)
         base += region.padded_numel

@@ -53,7 +53,7 @@ def dense_bytes(
     narrow = gather_width(config, compute)
     ends = {0, len(layouts) - 1}
     gathered = [layout.gathered_bytes(narrow) for layout in layouts]
-    padded = [layout.padded_numel * 4 for layout in layouts]
+    padded = [layout.exchanged_numel * 4 for layout in layouts]
 
     def of_blocks(sizes: Sequence[int]) -> list[int]:
         return [size for unit, size in enumerate(sizes) if unit not in ends]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tierstore.dense.footprint import gather_copies
-from tierstore.dense.layout import UnitLayout, gathered_dtype
+from tierstore.dense.layout import Gathered, UnitLayout, gathered_dtype
 from tierstore.dense.slices import UnitSlices
 from tierstore.dense.traffic import DenseMessages
 from tierstore.errors import BudgetError
@@ -109,7 +109,8 @@ class _State(Enum):
 
 
 class GatheredUnit:
-    """The parameters of one unit, which are whole between ``use`` and ``release`` and NaN otherwise.
+    """The parameters of one unit, which are whole between ``use`` and ``release`` and NaN otherwise; but for divided tables,
+    of which they are this rank's rows, in its slices.
 
     ``slices`` may be gathered from another device than ``device``, on which the parameters are. Without a pool (one
     rank, slices on the device, no narrowing) parameters are views of the slices themselves, always.
@@ -137,9 +138,14 @@ class GatheredUnit:
         self._state = _State.SLICED
         self._works: list[Work] = []
         self.buffer: FusionBuffer | None = None
+        self._gathered = [each for each in slices.layout.slices() if each[0].gathered is Gathered.YES]
+        for region, kept in slices.layout.slices():
+            if region.gathered is Gathered.NO:
+                own = slices.weight[kept].view(-1, region.table.width)
+                parameters[region.spans[0].index].data = own
         if pool is None:
             self._state = _State.WHOLE
-            for region, kept in slices.layout.slices():
+            for region, kept in self._gathered:
                 for span in region.spans:
                     part = slice(kept.start + span.offset, kept.start + span.offset + span.numel)
                     parameters[span.index].data = slices.weight[part].view(span.shape)
@@ -162,7 +168,7 @@ class GatheredUnit:
         assert self._pool is not None
         buffer = self.buffer = self._pool.allocate(self.number)
         offset = 0
-        for region, kept in self.slices.layout.slices():
+        for region, kept in self._gathered:
             dtype = gathered_dtype(region, self._narrow)
             nbytes = region.padded_numel * dtype.itemsize
             out = buffer.memory[offset : offset + nbytes].view(dtype)
@@ -188,7 +194,7 @@ class GatheredUnit:
         self._works.clear()
         assert self.buffer is not None
         offset = 0
-        for region in self.slices.layout.regions:
+        for region, _ in self._gathered:
             dtype = gathered_dtype(region, self._narrow)
             nbytes = region.padded_numel * dtype.itemsize
             flat = self.buffer.memory[offset : offset + nbytes].view(dtype)
@@ -220,7 +226,7 @@ class GatheredUnit:
 
     def _put_away(self) -> None:
         """Parameters become NaN of their shape, in no memory: whoever reads one that is not gathered sees it."""
-        for region in self.slices.layout.regions:
+        for region, _ in self._gathered:
             nothing = torch.full(
                 (),
                 float("nan"),

@@ -93,6 +93,12 @@ class Gates:
         finally:
             self._driver = None
 
+    def resume(self) -> None:
+        """The backward pass of an earlier forward pass follows: other passes may have come between."""
+        self._next = self._last
+        for arrived in self._arrived:
+            arrived.clear()
+
     def close(self) -> None:
         """The backward pass has returned: ends the passes that are left, which no gradient has reached."""
         self.begin_backward(0)

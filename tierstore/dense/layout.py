@@ -7,26 +7,31 @@ Gathering a region is one all-gather of slices, and the result is the flat array
 unit has one region; two where some of its parameters are gathered in a narrower type (norms and routers stay fp32);
 one for each parameter without fusion.
 
-A rank's state of a unit is its slices of the regions, one after another: one record of its store.
+A table whose rows are divided over ranks (``Gathered.NO``) is a region of its own, cut between rows: each rank's slice is
+the part of the parameter that it has, and nobody gathers it.
+
+A rank's state of a unit is its slices of the regions, one after another: one record of its store. Parameters that may
+come and go from one run to the next (a task's own head) have a region and a record each, behind the unit's own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from tierstore.dense.config import Fusion
+from tierstore.parallel.rows import SLICE_ALIGNMENT, TableRows
 from tierstore.tiers.slots import ElementType
 
 if TYPE_CHECKING:  # a plan lays units out without torch
     import torch
     from torch import nn
 
-#: Slices are multiples of this many elements: 64 bytes in fp32, 32 in bf16. Then no vector kernel meets a tail.
-SLICE_ALIGNMENT = 16
+#: A parameter by the name of its unit and its number in it.
+ParameterPlace = tuple[str, int]
 
 
 class Narrow(Enum):
@@ -34,6 +39,13 @@ class Narrow(Enum):
 
     NO = "no"
     YES = "yes"  # the model casts them there before their only use
+
+
+class Gathered(Enum):
+    """Whether a region's slices are gathered for a pass."""
+
+    YES = "yes"
+    NO = "no"  # a table: each rank has the rows of its slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +68,15 @@ class Region:
     spans: tuple[Span, ...]
     ranks: int
     narrow: Narrow
+    gathered: Gathered = Gathered.YES
+    #: The name of the record that keeps it, where that is not the unit's.
+    record: str = ""
+
+    @property
+    def table(self) -> TableRows:
+        """How the rows of a region that is not gathered are divided."""
+        rows, width = self.spans[0].shape
+        return TableRows(rows, width, self.ranks)
 
     @property
     def numel(self) -> int:
@@ -65,6 +86,8 @@ class Region:
     @property
     def slice_numel(self) -> int:
         """Elements that one rank holds, padding included."""
+        if self.gathered is Gathered.NO:
+            return self.table.each * self.table.width
         step = self.ranks * SLICE_ALIGNMENT
         return -(-self.numel // step) * SLICE_ALIGNMENT
 
@@ -106,6 +129,32 @@ class UnitLayout:
         """Elements of all ranks' slices."""
         return sum(region.padded_numel for region in self.regions)
 
+    def records(self) -> list[tuple[UnitLayout, slice]]:
+        """What each of its records keeps, as a unit of its own (its indices stay), and where that lies among a rank's
+        slices. None where nothing of the unit is trained.
+        """
+        found: list[tuple[UnitLayout, slice]] = []
+        for region, kept in self.slices():
+            name, alone = region.record or self.name, replace(region, record="")
+            if found and found[-1][0].name == name:
+                before, start = found[-1][0], found[-1][1].start
+                found[-1] = (UnitLayout(name, (*before.regions, alone)), slice(start, kept.stop))
+            else:
+                found.append((UnitLayout(name, (alone,)), kept))
+        return found
+
+    @property
+    def exchanged_numel(self) -> int:
+        """Elements of all ranks' slices of what is gathered: so many gradients a rank makes for all of them."""
+        return sum(region.padded_numel for region in self.regions if region.gathered is Gathered.YES)
+
+    def divided(self, index: int) -> bool:
+        """Whether parameter ``index`` is a table whose rows are divided over ranks."""
+        return any(
+            region.gathered is Gathered.NO and any(span.index == index for span in region.spans)
+            for region in self.regions
+        )
+
     def slices(self) -> Iterator[tuple[Region, slice]]:
         """The regions, and where a rank's slice of each lies among its slices."""
         start = 0
@@ -118,6 +167,7 @@ class UnitLayout:
         return sum(
             region.padded_numel * (narrow.itemsize if region.narrow is Narrow.YES else 4)
             for region in self.regions
+            if region.gathered is Gathered.YES
         )
 
 
@@ -134,15 +184,39 @@ def unit_layouts(
     ranks: int,
     narrow: Sequence[nn.Parameter] = (),
     fusion: Fusion = Fusion.UNIT,
+    tables: Mapping[ParameterPlace, TableRows] | None = None,
+    apart: Mapping[str, nn.Parameter] | None = None,
 ) -> list[UnitLayout]:
-    """How ``units`` are cut for ``ranks`` ranks. ``narrow``: parameters that the model casts before their only use."""
+    """How ``units`` are cut for ``ranks`` ranks. ``narrow``: parameters that the model casts before their only use.
+    ``tables``: those of which each rank has some of the rows, so that a parameter may be a rank's own. ``apart``: those that
+    have records of their own, by name; the last ones of their units.
+    """
     cast = {id(parameter) for parameter in narrow}
+    tables = tables or {}
+    named = {id(parameter): name for name, parameter in (apart or {}).items()}
 
-    def kind(parameter: nn.Parameter) -> Narrow:
-        return Narrow.YES if id(parameter) in cast else Narrow.NO
+    def described(name: str, index: int, parameter: nn.Parameter) -> tuple[Narrow, tuple[int, ...]]:
+        table = tables.get((name, index))
+        shape = tuple(parameter.shape) if table is None else (table.rows, table.width)
+        return Narrow.YES if id(parameter) in cast else Narrow.NO, shape
 
-    shapes = [(name, [(kind(p), tuple(p.shape)) for p in parameters]) for name, parameters in units]
-    return layouts_of_shapes(shapes, ranks=ranks, fusion=fusion)
+    shapes = [
+        (name, [described(name, i, p) for i, p in enumerate(parameters) if id(p) not in named])
+        for name, parameters in units
+    ]
+    layouts = layouts_of_shapes(shapes, ranks=ranks, fusion=fusion, tables=tables.keys())
+    return [
+        replace(layout, regions=(*layout.regions, *_apart(parameters, named, ranks)))
+        for layout, (_, parameters) in zip(layouts, units, strict=True)
+    ]
+
+
+def _apart(parameters: Sequence[nn.Parameter], named: Mapping[int, str], ranks: int) -> Iterator[Region]:
+    """A region for each of ``parameters`` that has a record of its own."""
+    for index, parameter in enumerate(parameters):
+        if id(parameter) in named:
+            span = Span(index, 0, tuple(parameter.shape))
+            yield Region((span,), ranks, Narrow.NO, record=named[id(parameter)])
 
 
 def layouts_of_shapes(
@@ -150,27 +224,37 @@ def layouts_of_shapes(
     *,
     ranks: int,
     fusion: Fusion = Fusion.UNIT,
+    tables: Collection[ParameterPlace] = (),
 ) -> list[UnitLayout]:
-    """``unit_layouts`` of parameters that are not there: of each, whether it may travel narrow, and its shape."""
-    return [UnitLayout(name, tuple(_regions(parameters, ranks, fusion))) for name, parameters in units]
+    """``unit_layouts`` of parameters that are not there: of each, whether it may travel narrow, and its whole shape."""
+
+    def layout(name: str, parameters: Sequence[tuple[Narrow, tuple[int, ...]]]) -> UnitLayout:
+        divided = [index for index in range(len(parameters)) if (name, index) in tables]
+        return UnitLayout(name, tuple(_regions(parameters, ranks, fusion, divided)))
+
+    return [layout(name, parameters) for name, parameters in units]
 
 
 def _regions(
-    parameters: Sequence[tuple[Narrow, tuple[int, ...]]], ranks: int, fusion: Fusion
+    parameters: Sequence[tuple[Narrow, tuple[int, ...]]], ranks: int, fusion: Fusion, divided: Sequence[int]
 ) -> Iterator[Region]:
+    gathered = [(index, *each) for index, each in enumerate(parameters) if index not in divided]
     if fusion is Fusion.PARAMETER:
-        for index, (kind, shape) in enumerate(parameters):
+        for index, kind, shape in gathered:
             yield Region((Span(index, 0, shape),), ranks, kind)
-        return
-    for wanted in Narrow:
-        spans: list[Span] = []
-        offset = 0
-        for index, (kind, shape) in enumerate(parameters):
-            if kind is wanted:
-                spans.append(Span(index, offset, shape))
-                offset += spans[-1].numel
-        if spans:
-            yield Region(tuple(spans), ranks, wanted)
+    else:
+        for wanted in Narrow:
+            spans: list[Span] = []
+            offset = 0
+            for index, kind, shape in gathered:
+                if kind is wanted:
+                    spans.append(Span(index, offset, shape))
+                    offset += spans[-1].numel
+            if spans:
+                yield Region(tuple(spans), ranks, wanted)
+    for index in divided:
+        kind, shape = parameters[index]
+        yield Region((Span(index, 0, shape),), ranks, kind, Gathered.NO)
 
 
 # Another number of ranks ------------------------------------------------------------------------------------
@@ -189,21 +273,24 @@ class Move:
 def moves(old: UnitLayout, new: UnitLayout, rank: int) -> Iterator[Move]:
     """What the slices of ``rank`` in ``new`` are made of, in ascending order; what is not covered is padding: zero.
 
-    Both must be layouts of one unit, cut for different numbers of ranks. Raises ValueError.
+    Both must be layouts of one unit; ranks, fusion and what is gathered may differ. Raises ValueError.
     """
-    if [region.spans for region in old.regions] != [region.spans for region in new.regions]:
+    held = {span.index: (region, kept, span) for region, kept in old.slices() for span in region.spans}
+    wanted = {span.index: span.shape for region in new.regions for span in region.spans}
+    if {index: span.shape for index, (_, _, span) in held.items()} != wanted:
         raise ValueError(
             f"{old.key}: {old.name} and {new.name} are not the same parameters in the same order"
         )
-    for (before, source), (after, target) in zip(old.slices(), new.slices(), strict=True):
-        begin = rank * after.slice_numel
-        end = min(begin + after.slice_numel, after.numel)
-        at = begin
-        while at < end:
-            owner, offset = divmod(at, before.slice_numel)
-            count = min(before.slice_numel - offset, end - at)
-            yield Move(owner, source.start + offset, target.start + at - begin, count)
-            at += count
+    for after, target in new.slices():
+        begin, end = rank * after.slice_numel, (rank + 1) * after.slice_numel
+        for span in after.spans:
+            before, source, was = held[span.index]
+            low, high = max(span.offset, begin), min(span.offset + span.numel, end)
+            while low < high:
+                owner, offset = divmod(was.offset + low - span.offset, before.slice_numel)
+                count = min(before.slice_numel - offset, high - low)
+                yield Move(owner, source.start + offset, target.start + low - begin, count)
+                low += count
 
 
 def recut(

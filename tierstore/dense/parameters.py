@@ -24,8 +24,9 @@ which weights travel or on where the optimizer state lives (on CPUs; an accelera
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -53,11 +54,22 @@ from tierstore.timeline import TimelineSink
 Units = Sequence[tuple[str, Sequence[nn.Parameter]]]
 
 
+@dataclass(frozen=True, slots=True)
+class DividedParameters:
+    """Which parameters are parts, of which each rank of ``group`` has another one: ``indices[u]`` of unit u. The rest is the
+    same on all of them.
+    """
+
+    group: RankGroup
+    indices: tuple[frozenset[int], ...]
+
+
 class DenseSlices:
     """Takes over the parameters of ``units``: embedding, blocks, head, in the order of their forward passes.
 
     Every rank constructs it with the same values, cut by ``layouts``; from then on a parameter is whole only while its
-    unit is gathered. ``gather``, ``use`` and ``release`` are for the queue that drives units by number. One thread.
+    unit is gathered. Of a table whose rows are divided over ranks, the parameter is this rank's rows, always.
+    ``gather``, ``use`` and ``release`` are for the queue that drives units by number. One thread.
     """
 
     def __init__(
@@ -71,8 +83,10 @@ class DenseSlices:
         config: DenseConfig,
         compute: torch.dtype = torch.float32,
         timeline: TimelineSink | None = None,
+        divided: DividedParameters | None = None,
     ) -> None:
         """``compute``: in which type what the layouts call narrow is gathered, unless ``config.gather`` is fp32.
+        ``divided``: which parameters are parts of larger ones; None where all are whole.
 
         On ``timeline`` gathers and reductions are drawn.
         """
@@ -81,6 +95,7 @@ class DenseSlices:
         self.traffic = self._messages.traffic
         self._group = group
         self._device = device
+        self._divided = divided
         self._narrow = compute if config.gather is GatherDtype.COMPUTE else torch.float32
         home = device if config.optimizer_state is OptimizerState.DEVICE else torch.device("cpu")
         self._moments: DiskMoments | None = None
@@ -193,6 +208,12 @@ class DenseSlices:
         if self._exchange is not None:
             self._exchange.begin()
 
+    def resume_micro(self) -> None:
+        """The backward pass of an earlier forward pass follows, where passes of micro-batches interleave."""
+        if self._gates is not None:
+            self._gates.resume()
+        self.begin_micro()
+
     def end_micro(self) -> None:
         """The backward pass has returned. A collective; gradients may still be on their way."""
         if self._gates is not None:
@@ -215,7 +236,7 @@ class DenseSlices:
             self._exchange.finish(unit)
 
     def _arrive(self, unit: int, index: int, gradient: Tensor) -> None:
-        if self._exchange is not None:
+        if self._exchange is not None and not self.layouts[unit].divided(index):
             self._exchange.arrive(unit, index, gradient)
         else:
             self.slices[unit].add_gradient(index, gradient)
@@ -224,16 +245,33 @@ class DenseSlices:
         if self._exchange is not None:
             self._exchange.flush(unit)
 
-    def sum_of_squares(self) -> float:
-        """Of all gradients on all ranks, in double precision: the same bits on every rank. A collective.
+    def squares(self) -> list[float]:
+        """The sums of squares of each unit's gradients on all ranks, in double precision: the same bits on every rank.
+        A collective.
 
         Not finite where any gradient of any rank is not.
         """
         self.finish()
-        squares = torch.tensor([unit.sum_of_squares() for unit in self.slices], dtype=torch.float64)
-        self._group.all_reduce(squares).wait()
+        if self._divided is None:
+            squares = torch.tensor([unit.sum_of_squares() for unit in self.slices], dtype=torch.float64)
+            self._group.all_reduce(squares).wait()
+        else:
+            own = [
+                unit.sum_of_squares_in(indices)
+                for unit, indices in zip(self.slices, self._divided.indices, strict=True)
+            ]
+            both = torch.tensor(own, dtype=torch.float64)
+            self._group.all_reduce(both).wait()
+            squares = both[:, 0].contiguous()
+            self._divided.group.all_reduce(squares).wait()
+            squares += both[:, 1]
+        found: list[float] = squares.tolist()
+        return found
+
+    def sum_of_squares(self) -> float:
+        """The sum of ``squares``, in the order of units. A collective."""
         total = 0.0
-        for square in squares.tolist():
+        for square in self.squares():
             total += square
         return total
 
@@ -268,16 +306,25 @@ class DenseSlices:
 
     @property
     def _kept(self) -> list[UnitLayout]:
-        """The units that have a record."""
-        return [layout for layout in self.layouts if not layout.empty]
+        """What each record keeps."""
+        return [record for layout in self.layouts for record, _ in layout.records()]
 
-    def record_counts(self) -> dict[str, int]:
-        """Records of each schema."""
-        return dict(Counter(schema_name(layout) for layout in self._kept))
+    def record_counts(self, keys: Collection[str] | None = None) -> dict[str, int]:
+        """Records of each schema: of ``keys`` (None: all)."""
+        return dict(
+            Counter(schema_name(layout) for layout in self._kept if keys is None or layout.key in keys)
+        )
 
-    def register(self, store: StoreCore) -> None:
-        """Adds the records to ``store``, which a commit needs, and without which NVME cannot step."""
-        register_many(store, [NewRecord(layout.key, schema_name(layout)) for layout in self._kept])
+    def missing(self, store: StoreCore) -> list[str]:
+        """The keys that ``store`` has no record of."""
+        return [layout.key for layout in self._kept if layout.key not in store.records]
+
+    def register(self, store: StoreCore, keys: Collection[str] | None = None) -> None:
+        """Adds the records (of ``keys``, if they are given) to ``store``, which a commit needs, and without which NVME
+        cannot step.
+        """
+        wanted = [layout for layout in self._kept if keys is None or layout.key in keys]
+        register_many(store, [NewRecord(layout.key, schema_name(layout)) for layout in wanted])
         if self._moments is not None:
             self._moments.attach(store, written=set())
 
@@ -286,11 +333,13 @@ class DenseSlices:
         for unit in self.slices:
             unit.save(store, step)
 
-    def load(self, store: StoreCore, step: int) -> None:
-        """Reads this rank's slices as of the last commit, which had ``step`` optimizer steps."""
+    def load(self, store: StoreCore, step: int, *, fresh: Collection[str] = ()) -> None:
+        """Reads this rank's slices as of the last commit, which had ``step`` optimizer steps. Records of the keys ``fresh``
+        are as they were made.
+        """
         for number, unit in enumerate(self.slices):
             self._stale(number)
-            unit.load(store, step)
+            unit.load(store, step, fresh=fresh)
         if self._moments is not None:
             self._moments.attach(store, written={layout.key for layout in self._kept})
 

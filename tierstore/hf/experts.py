@@ -99,24 +99,32 @@ class ExpertLayer:
 
     def __call__(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
         """``(T, D)`` to ``(T, D)``. On several ranks a collective. Raises PeerError."""
-        alone = self._mesh is None or self._mesh.data.size == 1
-        if alone and x_TD.shape[0] == 1 and not torch.is_grad_enabled():
+        here = self._all_here
+        if here and x_TD.shape[0] == 1 and not torch.is_grad_enabled():
             plan = dispatch_token(expert_TK, self.experts)
             return self._computed(x_TD, weight_TK, plan, LocalRows(plan, plan.experts))
         own_E = torch.bincount(expert_TK.reshape(-1), minlength=self.experts)
         if own_E.numel() > self.experts:
             raise ValueError(f"layer {self.layer}: routed to expert {own_E.numel() - 1} of {self.experts}")
-        plan = dispatch(expert_TK, own_E, RowOrder.SORTED if alone else RowOrder.TOKENS)
+        # Tensor-parallel ranks have the tokens of one process, and sort them alike.
+        together = self._mesh is not None and self._mesh.data.size > 1
+        plan = dispatch(expert_TK, own_E, RowOrder.TOKENS if together else RowOrder.SORTED)
         rows, load_E = self._rows(plan, own_E)
         self._loads.record(self.layer, load_E)
         return self._computed(x_TD, weight_TK, plan, rows)
+
+    @property
+    def _all_here(self) -> bool:
+        """Whether this rank computes every expert, for its own tokens alone."""
+        mesh = self._mesh
+        return mesh is None or (mesh.data.size == 1 and mesh.tensor.size == 1)
 
     def _computed(self, x_TD: Tensor, weight_TK: Tensor, plan: Dispatch, rows: Rows) -> Tensor:
         call = ExpertPass(self.layer, self.shape, self.source, plan, rows, Weighting.BY_OUTPUT, self.save)
         return compute_experts(x_TD, weight_TK, call)
 
     def _rows(self, plan: Dispatch, own_E: Tensor) -> tuple[Rows, Tensor]:
-        if self._mesh is None or self._mesh.data.size == 1:
+        if self._mesh is None or self._all_here:
             return LocalRows(plan, plan.experts), own_E
         load_RE = gather_counts(own_E, self._mesh.data, self._charge)
         training = in_training(self.source)

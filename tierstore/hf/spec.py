@@ -19,6 +19,7 @@ from tierstore.hf.manifest import ExpertLayout, Manifest, UnitEntry
 from tierstore.hf.pairs import attention_pairs
 from tierstore.model.architecture import Architecture, DenseUnit
 from tierstore.model.config import CheckpointActivations, ComputeDtype
+from tierstore.model.vocabulary.partition import VocabularyPartition
 from tierstore.moe.config import Activation, ExpertShape, SaveActivations
 from tierstore.moe.lora import LoraConfig
 from tierstore.quant.layout import CodeFormat
@@ -212,10 +213,20 @@ class HfSpec:
         import_module("tierstore.hf.model").import_family(self)
 
     def build(
-        self, source: ExpertSource, *, mesh: Mesh | None = None, ledger: StallLedger | None = None
+        self,
+        source: ExpertSource,
+        *,
+        mesh: Mesh | None = None,
+        ledger: StallLedger | None = None,
+        vocabulary: VocabularyPartition | None = None,
     ) -> Model:
         """The model, whose experts come from ``source``. Raises ConfigError, and CapabilityError without transformers."""
         from importlib import import_module
+
+        if vocabulary not in (None, VocabularyPartition()):
+            raise ConfigError(
+                "parallel.embedding, parallel.head: expected gathered: an imported model's stay whole"
+            )
 
         model: Model = import_module("tierstore.hf.model").build_model(self, source, mesh=mesh, ledger=ledger)
         return model

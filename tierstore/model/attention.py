@@ -1,6 +1,6 @@
 """RMSNorm, rotary positions, causal attention.
 
-Shapes: B sequences, S positions, H heads, C width of a head, D = H * C.
+Shapes: B sequences, S positions, H heads, C width of a head, D = H * C; with T tensor-parallel ranks H / T heads each.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tierstore.model.division import ATTENTION
 from tierstore.model.kv_cache import Following
 from tierstore.moe.experts import weight_std
 from tierstore.moe.seeds import keyed_generator
+from tierstore.parallel import TensorRanks
 
 
 class RMSNorm(nn.Module):
@@ -48,22 +50,31 @@ def rotate(x_BHSC: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal multi-head attention with rotary positions, without biases."""
+    """Causal multi-head attention with rotary positions, without biases.
 
-    def __init__(self, d_model: int, n_heads: int, *, seed: int = 0, layer: int = 0) -> None:
+    With ``tensor``, each of its ranks holds and computes ``n_heads / T`` heads, and a pass is a collective of them.
+    """
+
+    def __init__(
+        self, d_model: int, n_heads: int, *, seed: int = 0, layer: int = 0, tensor: TensorRanks | None = None
+    ) -> None:
         super().__init__()
-        self.n_heads = n_heads
-        self.qkv = nn.Parameter(torch.empty(3 * d_model, d_model))
-        self.out = nn.Parameter(torch.empty(d_model, d_model))
+        self._tensor = tensor or TensorRanks()
+        #: Heads of this rank.
+        self.n_heads = n_heads // self._tensor.size
+        qkv, out = torch.empty(3 * d_model, d_model), torch.empty(d_model, d_model)
         std = weight_std(d_model)
-        nn.init.normal_(self.qkv, std=std, generator=keyed_generator(seed, "attention.qkv", layer))
-        nn.init.normal_(self.out, std=std, generator=keyed_generator(seed, "attention.out", layer))
+        nn.init.normal_(qkv, std=std, generator=keyed_generator(seed, "attention.qkv", layer))
+        nn.init.normal_(out, std=std, generator=keyed_generator(seed, "attention.out", layer))
+        of_qkv, of_out = ATTENTION
+        self.qkv = self._tensor.parameter(qkv, of_qkv)
+        self.out = self._tensor.parameter(out, of_out)
 
     def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, following: Following | None = None) -> Tensor:
         """``cos`` and ``sin``: of positions from 0 on; of each token, (B, 1, S, C / 2), where it is ``following`` others."""
-        batch, positions, width = x_BSD.shape
-        qkv = F.linear(x_BSD, self.qkv.to(x_BSD.dtype))
-        heads = qkv.view(batch, positions, 3, self.n_heads, width // self.n_heads).permute(2, 0, 3, 1, 4)
+        batch, positions, _ = x_BSD.shape
+        qkv = F.linear(self._tensor.enter(x_BSD), self.qkv.to(x_BSD.dtype))
+        heads = qkv.view(batch, positions, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)
         if following is None:
             query, key = rotate(heads[:2], cos[:positions], sin[:positions]).unbind(0)
             mixed = F.scaled_dot_product_attention(query, key, heads[2], is_causal=True)
@@ -72,4 +83,5 @@ class Attention(nn.Module):
             keys, values = following.held.update(key, heads[2])
             visible = None if following.visible_BTS is None else following.visible_BTS.unsqueeze(1)
             mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=visible)
-        return F.linear(mixed.transpose(1, 2).reshape(batch, positions, width), self.out.to(x_BSD.dtype))
+        joined = mixed.transpose(1, 2).reshape(batch, positions, -1)
+        return self._tensor.leave(F.linear(joined, self.out.to(x_BSD.dtype)))

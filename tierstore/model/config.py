@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from tierstore.model.transformer import Transformer
+    from tierstore.model.vocabulary import VocabularyPartition
     from tierstore.moe.source import ExpertSource
     from tierstore.parallel import Mesh
     from tierstore.quant.layout import CodeFormat
@@ -297,12 +298,17 @@ class ModelConfig:
         import_module("tierstore.model.transformer")
 
     def build(
-        self, source: ExpertSource, *, mesh: Mesh | None = None, ledger: StallLedger | None = None
+        self,
+        source: ExpertSource,
+        *,
+        mesh: Mesh | None = None,
+        ledger: StallLedger | None = None,
+        vocabulary: VocabularyPartition | None = None,
     ) -> Transformer:
         """The transformer of this configuration."""
         from tierstore.model.transformer import Transformer
 
-        return Transformer(self, source, mesh=mesh, ledger=ledger)
+        return Transformer(self, source, mesh=mesh, ledger=ledger, vocabulary=vocabulary)
 
     def first_weights(self, layer: int, expert: int) -> npt.NDArray[np.float32]:
         """A function of the configuration alone."""

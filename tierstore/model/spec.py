@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tierstore.model.architecture import Architecture
     from tierstore.model.config import CheckpointActivations, ComputeDtype
     from tierstore.model.interface import Model
+    from tierstore.model.vocabulary import VocabularyPartition
     from tierstore.moe.config import ExpertShape, SaveActivations
     from tierstore.moe.source import ExpertSource
     from tierstore.parallel import Mesh
@@ -118,9 +119,16 @@ class ModelSpec(Protocol):
         ...
 
     def build(
-        self, source: ExpertSource, *, mesh: Mesh | None = None, ledger: StallLedger | None = None
+        self,
+        source: ExpertSource,
+        *,
+        mesh: Mesh | None = None,
+        ledger: StallLedger | None = None,
+        vocabulary: VocabularyPartition | None = None,
     ) -> Model:
-        """The model, whose experts come from ``source``. Waiting for other ranks is charged to ``ledger``."""
+        """The model, whose experts come from ``source``. Waiting for other ranks is charged to ``ledger``. ``vocabulary``:
+        the tables of which each data rank of ``mesh`` has some of the rows. Raises ConfigError.
+        """
         ...
 
     def first_weights(self, layer: int, expert: int) -> npt.NDArray[np.float32]:

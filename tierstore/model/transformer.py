@@ -7,15 +7,18 @@ products are bf16, through explicit casts of fp32 masters; autocast would choose
 from one release to the next. Norms, softmax, router and loss are fp32. First weights are a function of the
 seed and of what they are for, so that changing one layer changes nothing else.
 
-On several ranks (``mesh``) each has a part of the global batch, all parts alike in shape. ``objective`` is then this
-rank's share of the global one: the shares, and their gradients, add up to it.
+On several data ranks (``mesh``) each has a part of the global batch; only parts of a batch of tasks may differ in rows.
+``objective`` is then this rank's share of the global one: the shares, and their gradients, add up to it. Tensor-parallel
+ranks have the same tokens and parts of the parameters (``tierstore.model.division``); of what none divides, all of them
+find the same gradients.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -25,14 +28,19 @@ from torch.utils.checkpoint import checkpoint
 
 from tierstore.model.attention import Attention, RMSNorm, rotary_tables
 from tierstore.model.config import CheckpointActivations, ModelConfig, TieEmbeddings
-from tierstore.model.interface import Batch, ModelOutput
+from tierstore.model.division import check_divisible, divisions
+from tierstore.model.interface import Batch, ModelOutput, Segment, SegmentLoss, joint_loss, segment_losses
 from tierstore.model.kv_cache import Following, KeyValueCache, visible_tokens
 from tierstore.model.loss import cross_entropy
+from tierstore.model.vocabulary import DividedTable, VocabularyPartition
 from tierstore.moe import ExpertSource, FeedForward, MoELayer, NoiseKey, Router, Routing
+from tierstore.moe.exchange import Charge
 from tierstore.moe.guessing import LayerRouter
 from tierstore.moe.seeds import keyed_generator
-from tierstore.parallel import Mesh
-from tierstore.stats import StallLedger
+from tierstore.parallel import Mesh, TensorRanks
+from tierstore.parallel.division import Division
+from tierstore.parallel.rows import TableRows
+from tierstore.stats import Cause, StallLedger, Tier
 
 MixtureFactory = Callable[[int], nn.Module]
 """Makes the mixture of block ``layer``: a module ``(x_TD, NoiseKey) -> (y_TD, Routing)``."""
@@ -41,15 +49,19 @@ MixtureFactory = Callable[[int], nn.Module]
 class Block(nn.Module):
     """Attention, then a mixture or a dense feed-forward network."""
 
-    def __init__(self, config: ModelConfig, layer: int, mixture: nn.Module | None) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, mixture: nn.Module | None, tensor: TensorRanks | None = None
+    ) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
-        self.attention = Attention(config.d_model, config.n_heads, seed=config.seed, layer=layer)
+        self.attention = Attention(
+            config.d_model, config.n_heads, seed=config.seed, layer=layer, tensor=tensor
+        )
         self.ffn_norm = RMSNorm(config.d_model, config.norm_eps)
         self.mixture = mixture
         self.ffn: FeedForward | None = None
         if mixture is None:
-            self.ffn = FeedForward(config.dense_shape, seed=config.seed, name=f"ffn.{layer}")
+            self.ffn = FeedForward(config.dense_shape, seed=config.seed, name=f"ffn.{layer}", tensor=tensor)
 
     def forward(
         self, x_BTD: Tensor, cos: Tensor, sin: Tensor, key: NoiseKey, following: Following | None = None
@@ -77,15 +89,23 @@ class Transformer(nn.Module):
         mixture: MixtureFactory | None = None,
         mesh: Mesh | None = None,
         ledger: StallLedger | None = None,
+        layers: range | None = None,
+        vocabulary: VocabularyPartition | None = None,
     ) -> None:
-        """``mixture`` replaces the MoE layer (the plain reference does so); ``source`` is then not used.
+        """``mixture`` replaces the MoE layer (the plain reference does so); ``source`` is then not used. ``layers``: the
+        blocks that a pipeline stage has, of all; the first one has the embedding as well, the last one norm and head.
 
-        Waiting for other ranks is charged to ``ledger``.
+        Of the tables in ``vocabulary`` this rank's rows alone are parameters. Waiting for other ranks is charged to
+        ``ledger``.
         """
         super().__init__()
         if source is None and mixture is None:
             raise ValueError("a Transformer needs an expert source, or a factory of mixtures")
         self.config = config
+        tensor = None if mesh is None else mesh.tensor
+        check_divisible(config, 1 if tensor is None else tensor.size)
+        #: The numbers of the blocks that are here.
+        self.layers = range(config.n_layers) if layers is None else layers
         self._key = NoiseKey()
         self._ranks = 1 if mesh is None else mesh.data.size
 
@@ -103,23 +123,34 @@ class Transformer(nn.Module):
             )
 
         make = mixture or from_source
-        self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
+        embedding, head = _divided_tables(vocabulary or VocabularyPartition(), mesh, ledger)
+        self._divided_embedding, self._divided_head = embedding, head
         # The stream must start well above what the blocks add to it, or tokens are drowned and learning
         # crawls. A tied embedding cannot (its logits would be as large): it is scaled by sqrt(D) on its way
         # in instead (Vaswani et al. 2017, section 3.4).
         tied = config.tie_embeddings is TieEmbeddings.TIED
         self._embedding_scale = math.sqrt(config.d_model) if tied else 1.0
-        generator = keyed_generator(config.seed, "embedding")
-        nn.init.normal_(self.embedding, std=0.02 if tied else 0.2, generator=generator)
+        self.embedding: nn.Parameter
+        if self.begins:
+            generator = keyed_generator(config.seed, "embedding")
+            self.embedding = _table(config, embedding, std=0.02 if tied else 0.2, generator=generator)
         self.blocks = nn.ModuleList(
-            Block(config, layer, make(layer) if layer in config.moe_layers else None)
-            for layer in range(config.n_layers)
+            Block(
+                config,
+                layer,
+                make(layer) if layer in config.moe_layers else None,
+                TensorRanks(tensor, layer=layer, ledger=ledger),
+            )
+            for layer in self.layers
         )
-        self.norm = RMSNorm(config.d_model, config.norm_eps)
+        self.norm: RMSNorm
+        if self.ends:
+            self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.head: nn.Parameter | None = None
-        if config.tie_embeddings is TieEmbeddings.UNTIED:
-            self.head = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
-            nn.init.normal_(self.head, std=0.02, generator=keyed_generator(config.seed, "head"))
+        if self.ends and not tied:
+            self.head = _table(config, head, std=0.02, generator=keyed_generator(config.seed, "head"))
+        #: Output heads that only one task trains, by its name.
+        self.heads = nn.ParameterDict()
         with torch.no_grad():  # what adds to the residual stream starts smaller, as GPT-2 has it
             for name, parameter in self.named_parameters():
                 if name.endswith(("attention.out", "ffn.down", "shared.down")):
@@ -127,6 +158,16 @@ class Transformer(nn.Module):
         cos, sin = rotary_tables(config.seq_len, config.head_dim, config.rope_theta)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
+
+    @property
+    def begins(self) -> bool:
+        """Whether the embedding is here."""
+        return self.layers.start == 0
+
+    @property
+    def ends(self) -> bool:
+        """Whether norm and head are here."""
+        return self.layers.stop == self.config.n_layers
 
     def set_step(self, step: int, micro: int = 0) -> None:
         """Where training stands, for the router's noise. Call before each training forward pass."""
@@ -167,12 +208,16 @@ class Transformer(nn.Module):
         """
         if batch.step_targets or batch.positions_BT is not None:
             raise ValueError("the built-in model takes batches of plain text: no masks, no documents")
-        output: ModelOutput = self(batch.tokens_BT, batch.targets_BT)
+        output: ModelOutput
+        if batch.segments or not len(batch.tokens_BT):
+            output = self(batch.tokens_BT, batch.targets_BT, batch)
+        else:
+            output = self(batch.tokens_BT, batch.targets_BT)
         return output
 
     def routers(self) -> list[LayerRouter]:
         experts, found = self.config.experts, []
-        for layer, block in enumerate(self.blocks):
+        for layer, block in zip(self.layers, self.blocks, strict=True):
             assert isinstance(block, Block)
             if isinstance(block.mixture, MoELayer):
                 found.append(LayerRouter(layer, block.ffn_norm, block.mixture.router, _chosen, experts))
@@ -188,11 +233,26 @@ class Transformer(nn.Module):
         """Nothing: it keeps no state beside its parameters."""
 
     def dense_units(self) -> list[tuple[str, list[nn.Parameter]]]:
-        blocks = [(f"block.{i}", list(block.parameters())) for i, block in enumerate(self.blocks)]
-        head = [*self.norm.parameters()]
+        named = zip(self.layers, self.blocks, strict=True)
+        blocks = [(f"block.{layer}", list(block.parameters())) for layer, block in named]
+        head = [*self.norm.parameters()] if self.ends else []
         if self.head is not None:
             head.append(self.head)
-        return [("embedding", [self.embedding]), *blocks, ("head", head)]
+        units = [("embedding", [self.embedding] if self.begins else []), *blocks]
+        return [*units, ("head", [*head, *self.heads.values()])]
+
+    def add_heads(self, tasks: Iterable[str]) -> dict[str, nn.Parameter]:
+        """Gives each of ``tasks`` an output head of its own, before the units are taken; by the names of their records."""
+        for task in tasks:
+            head = torch.empty(self.config.vocab_size, self.config.d_model)
+            nn.init.normal_(head, std=0.02, generator=keyed_generator(self.config.seed, "head", task))
+            self.heads[task] = nn.Parameter(head)
+        return {f"head.{task}": head for task, head in self.heads.items()}
+
+    def unit_divisions(self) -> list[list[Division | None]]:
+        by_name = divisions(self.config)
+        found = {id(parameter): by_name.get(name) for name, parameter in self.named_parameters()}
+        return [[found[id(parameter)] for parameter in parameters] for _, parameters in self.dense_units()]
 
     def frozen_units(self) -> list[tuple[str, list[nn.Parameter]]]:
         return []
@@ -208,15 +268,18 @@ class Transformer(nn.Module):
         matrices = ("attention.qkv", "attention.out", "ffn.inner", "ffn.down", "shared.inner", "shared.down")
         return [parameter for name, parameter in self.named_parameters() if name.endswith(matrices)]
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> ModelOutput:
-        """Run the model on int64 ``tokens_BT`` (T at most ``seq_len``), with ``targets_BT`` alike or None."""
-        config = self.config
-        if tokens_BT.shape[1] > config.seq_len:
-            raise ValueError(f"sequences of {tokens_BT.shape[1]} exceed seq_len {config.seq_len}")
-        cos, sin = self.cos, self.sin
-        x = self._embedded(tokens_BT)
-        dtype = x.dtype
-        zero = x.new_zeros((), dtype=torch.promote_types(dtype, torch.float32))
+    def forward(
+        self, tokens_BT: Tensor, targets_BT: Tensor | None = None, tasks: Batch | None = None
+    ) -> ModelOutput:
+        """Run the model on int64 ``tokens_BT`` (T at most ``seq_len``), with ``targets_BT`` alike or None. ``tasks``: the
+        batch that these are of, where its segments are tasks.
+        """
+        return self._ended(*self._through(self._embedded(tokens_BT)), targets_BT, tasks)
+
+    def _through(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+        """The stream ``x`` after all blocks, balance loss and z-loss of their routers, and their loads."""
+        config, cos, sin = self.config, self.cos, self.sin
+        zero = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
         aux_loss, z_loss = zero, zero
         loads: list[Tensor] = []
         again = config.checkpoint_activations is CheckpointActivations.BLOCK and torch.is_grad_enabled()
@@ -231,18 +294,50 @@ class Transformer(nn.Module):
                 aux_loss = aux_loss + routing.aux_loss
                 z_loss = z_loss + routing.z_loss
                 loads.append(routing.load_E)
-        x = self.norm(x)
+        return x, aux_loss, z_loss, tuple(loads)
+
+    def _ended(
+        self,
+        x: Tensor,
+        aux_loss: Tensor,
+        z_loss: Tensor,
+        loads: tuple[Tensor, ...],
+        targets_BT: Tensor | None,
+        tasks: Batch | None = None,
+    ) -> ModelOutput:
+        """Norm, head and loss, or logits, of what left the last block."""
+        config = self.config
         head = self.embedding if self.head is None else self.head
+        divided = self._divided_head
+        x = self.norm(x)
         if targets_BT is None:
-            logits = F.linear(x, head.to(x.dtype)).to(zero.dtype)
-            return ModelOutput(None, aux_loss, z_loss, None, tuple(loads), logits)
-        loss = cross_entropy(x.flatten(0, 1), head, targets_BT.flatten())
+            logits = F.linear(x, head.to(x.dtype)) if divided is None else divided.logits(x, head)
+            return ModelOutput(None, aux_loss, z_loss, None, loads, logits.to(aux_loss.dtype))
+        segments: tuple[SegmentLoss, ...] = ()
+        if tasks is None:
+            losses = cross_entropy if divided is None else divided.cross_entropy
+            loss = losses(x.flatten(0, 1), head, targets_BT.flatten())
+        else:
+            segments = segment_losses(tasks, partial(self._segment_loss, x, targets_BT, head))
+            zero = aux_loss.new_zeros(())
+            # A rank without a row takes part in the backward pass, too.
+            loss = joint_loss(tasks, segments, x.sum().to(zero.dtype) * 0.0 if not segments else zero)
         share = loss if self._ranks == 1 else loss / self._ranks
         objective = share + config.aux_loss_weight * aux_loss + config.z_loss_weight * z_loss
-        return ModelOutput(loss, aux_loss, z_loss, objective, tuple(loads), None)
+        return ModelOutput(loss, aux_loss, z_loss, objective, loads, None, segments)
+
+    def _segment_loss(self, x_BTD: Tensor, targets_BT: Tensor, head_VD: Tensor, segment: Segment) -> Tensor:
+        own = cast(Tensor, self.heads.get(segment.task, head_VD))
+        rows = slice(segment.rows.start, segment.rows.stop)
+        return cross_entropy(x_BTD[rows].flatten(0, 1), own, targets_BT[rows].flatten())
 
     def _embedded(self, tokens_BT: Tensor) -> Tensor:
+        if tokens_BT.shape[1] > self.config.seq_len:
+            raise ValueError(f"sequences of {tokens_BT.shape[1]} exceed seq_len {self.config.seq_len}")
         dtype = self.config.compute_dtype.torch if self.embedding.dtype != torch.float64 else torch.float64
+        if self._divided_embedding is not None:
+            scale = self._embedding_scale
+            return self._divided_embedding.embed(tokens_BT, self.embedding, scale=scale, dtype=dtype)
         return (F.embedding(tokens_BT, self.embedding) * self._embedding_scale).to(dtype)
 
     def follow(
@@ -262,6 +357,11 @@ class Transformer(nn.Module):
         head = self.embedding if self.head is None else self.head
         return F.linear(x, head.to(x.dtype)).to(torch.promote_types(x.dtype, torch.float32))
 
+    def _last_logits(self, window_BT: Tensor) -> Tensor:
+        """Logits (V,), fp32, of what follows the one sequence of ``window_BT``, on the host."""
+        logits: Tensor = self(window_BT).logits[0, -1].float().cpu()
+        return logits
+
     @torch.no_grad()
     def generate(
         self, prompt: Sequence[int], count: int, *, temperature: float = 0.8, seed: int = 0
@@ -279,8 +379,8 @@ class Transformer(nn.Module):
         self.eval()
         try:
             for _ in range(count):
-                window = torch.tensor([tokens[-self.config.seq_len :]], device=self.embedding.device)
-                logits = self(window).logits[0, -1].float().cpu()
+                window = torch.tensor([tokens[-self.config.seq_len :]], device=cast(Tensor, self.cos).device)
+                logits = self._last_logits(window)
                 if temperature > 0:
                     probability = (logits / temperature).softmax(dim=-1)
                     token = int(torch.multinomial(probability, 1, generator=generator))
@@ -290,6 +390,34 @@ class Transformer(nn.Module):
         finally:
             self.train(training)
         return tokens[len(tokens) - count :]
+
+
+def _divided_tables(
+    partition: VocabularyPartition, mesh: Mesh | None, ledger: StallLedger | None
+) -> tuple[DividedTable | None, DividedTable | None]:
+    """Embedding and head, as far as their rows are divided over the data ranks of ``mesh``."""
+    charge: Charge | None = None
+    if ledger is not None:
+        charge = partial(ledger.stall, layer=None, tier=Tier.RANKS, cause=Cause.ALL_TO_ALL)
+
+    def divided(table: TableRows | None) -> DividedTable | None:
+        if table is None:
+            return None
+        assert mesh is not None
+        return DividedTable(table, mesh.data, charge)
+
+    return divided(partition.embedding), divided(partition.head)
+
+
+def _table(
+    config: ModelConfig, divided: DividedTable | None, *, std: float, generator: torch.Generator
+) -> nn.Parameter:
+    """The first values of embedding or head, or of this rank's rows of it."""
+    if divided is not None:
+        return nn.Parameter(divided.first_rows(std=std, generator=generator))
+    whole = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
+    nn.init.normal_(whole, std=std, generator=generator)
+    return whole
 
 
 def _chosen(router: nn.Module, x_TD: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ from tierstore.moe.experts import (
     forward_expert,
     recompute_inner,
 )
+from tierstore.moe.indexed import IndexedRows
 from tierstore.moe.source import ExpertLease, ExpertSource, SourceSlot, pipelining_of
 
 
@@ -170,7 +171,7 @@ class ForwardWalk(ExpertWalk):
         """What the backward pass takes up, where ``saving``."""
         if not self._saving:
             return Saved()
-        local = isinstance(self._call.rows, LocalRows)
+        local = isinstance(self._call.rows, LocalRows | IndexedRows)
         by_output = self._call.weighting is Weighting.BY_OUTPUT
         return Saved(
             self._inner_MP, None if local else self._arriving.wait(), self._y_ND if by_output else None

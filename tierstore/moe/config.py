@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from tierstore.errors import ConfigError
+from tierstore.parallel.division import Division
 from tierstore.quant.layout import CodeFormat, PartKind, QuantizedLayout, WeightPart
 
 if TYPE_CHECKING:
@@ -42,6 +43,11 @@ class Activation(StrEnum):
 
 
 BUILT_IN_ACTIVATIONS = (Activation.SWIGLU, Activation.GELU)
+
+
+def network_divisions(activation: Activation) -> tuple[Division, Division]:
+    """How tensor parallelism divides a feed-forward network's ``inner`` (gate above up, or up alone) and its ``down``."""
+    return Division(0, blocks=2 if activation.gated else 1), Division(1)
 
 
 @dataclass(frozen=True, slots=True)

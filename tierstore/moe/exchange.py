@@ -10,6 +10,8 @@ takes them there (SE-MoE, section 2.3); the same splits the other way bring resu
 
 They may also go in chunks, each in an all-to-all of its own (PipeMoE): chunk c carries the c-th group of every owner's
 experts. Every expert is in one chunk, so its products are the same however many chunks there are.
+
+Where the ranks of a group have the same tokens, nothing has to travel to the experts: ``tierstore.moe.indexed``.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import torch
 from torch import Tensor
 
 from tierstore.moe.dispatch import Dispatch
-from tierstore.parallel import Channel, Mesh, RankGroup, Work
+from tierstore.parallel import Channel, Exchange, Mesh, RankGroup, Work
 
 Charge = Callable[[], AbstractContextManager[None]]
 
@@ -139,7 +141,7 @@ class MostRows:
 
 
 class ExchangedRows:
-    """Rows go to the owners of their experts, by all-to-alls over ``group``.
+    """Rows go to the owners of their experts, by all-to-alls over ``exchange``.
 
     ``load_SE``: rows of each expert from each rank of the group; ``starts``: the first expert of each rank, and
     the number of experts.
@@ -147,18 +149,18 @@ class ExchangedRows:
 
     def __init__(
         self,
-        group: RankGroup,
+        exchange: Exchange,
         starts: tuple[int, ...],
         load_SE: Tensor,
         asked: tuple[int, ...],
         charge: Charge | None = None,
     ) -> None:
-        self._group = group
+        self._exchange = exchange
         self._charge = charge
         self._starts = starts
         self._load_SE = load_SE.cpu()
         self.asked = asked
-        self._first, last = starts[group.rank], starts[group.rank + 1]
+        self._first, last = starts[exchange.rank], starts[exchange.rank + 1]
         per_expert: list[int] = self._load_SE[:, self._first : last].sum(dim=0).tolist()
         self.rows = sum(per_expert)
         self.most_rows = max(per_expert, default=0)
@@ -193,13 +195,15 @@ class ExchangedRows:
         cuts = [
             expert_groups(load_E, first, last, degree) for first, last in itertools.pairwise(self._starts)
         ]
-        own = list(itertools.accumulate(self._load_SE[self._group.rank].tolist(), initial=0))
+        rank = self._exchange.rank
+        own = list(itertools.accumulate(self._load_SE[rank].tolist(), initial=0))
         for chunk in range(degree):
             blocks = [(bounds[chunk], bounds[chunk + 1]) for bounds in cuts]
-            first, last = blocks[self._group.rank]
+            first, last = blocks[rank]
             yield _ExchangedChunk(
-                self._group,
+                self._exchange,
                 [slice(own[a], own[b]) for a, b in blocks],
+                torch.stack([self._load_SE[:, a:b].sum(dim=1) for a, b in blocks], dim=1),
                 self._load_SE[:, first:last],
                 tuple(expert for expert in self.asked if first <= expert < last),
                 slice(self._offsets[first - self._first], self._offsets[last - self._first]),
@@ -208,14 +212,15 @@ class ExchangedRows:
 
 
 class _ExchangedChunk:
-    """One all-to-all of ``ExchangedRows``. ``leaving``: for each owner, which of the N rows go there; ``came_SE``: rows of
-    this rank's experts of the chunk, from each rank.
+    """One all-to-all of ``ExchangedRows``. ``leaving``: for each owner, which of the N rows go there; ``rows_SS``: how many
+    go from each rank to each; ``came_SE``: rows of this rank's experts of the chunk, from each rank.
     """
 
     def __init__(
         self,
-        group: RankGroup,
+        exchange: Exchange,
         leaving: Sequence[slice],
+        rows_SS: Tensor,
         came_SE: Tensor,
         asked: tuple[int, ...],
         part: slice,
@@ -223,10 +228,10 @@ class _ExchangedChunk:
     ) -> None:
         self.asked = asked
         self.part = part
-        self._group = group
+        self._exchange = exchange
         self._charge = charge
-        self._to = [piece.stop - piece.start for piece in leaving]
-        self._from: list[int] = came_SE.sum(dim=1).tolist()
+        self._rows_SS = rows_SS
+        self._leaving = sum(piece.stop - piece.start for piece in leaving)
         self._pieces = _joined(leaving)
         self._order_M = _by_expert(came_SE) if _needs_sorting(came_SE) else None
 
@@ -235,7 +240,7 @@ class _ExchangedChunk:
         leaving = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         own_M, order_M = rows_M[self.part], self._order_M
         arrived_M = own_M if order_M is None else torch.empty_like(own_M)
-        work = self._group.all_to_all(arrived_M, leaving, self._from, self._to)
+        work = self._exchange.all_to_all(arrived_M, leaving, self._rows_SS)
 
         def sort() -> None:
             if order_M is not None:
@@ -250,8 +255,8 @@ class _ExchangedChunk:
             leaving_M[self._order_M.to(rows_M.device)] = sorted_M
         pieces = [rows_N[piece] for piece in self._pieces]
         direct = len(pieces) == 1
-        back = pieces[0] if direct else rows_N.new_empty((sum(self._to), *rows_N.shape[1:]))
-        work = self._group.all_to_all(back, leaving_M, self._to, self._from)
+        back = pieces[0] if direct else rows_N.new_empty((self._leaving, *rows_N.shape[1:]))
+        work = self._exchange.all_to_all(back, leaving_M, self._rows_SS.t())
 
         def spread() -> None:
             if not direct:
@@ -292,9 +297,9 @@ def rows_of(
     In training, replicas must step the same experts: each asks for every expert of its block that any data rank
     reached, in the same order, so that their gradients can be summed one by one.
     """
-    sources = list(mesh.expert_sources)
-    if mesh.data.size == 1:
+    if mesh.data.size == 1 and mesh.tensor.size == 1:
         return LocalRows(plan, plan.experts)
+    sources = list(mesh.expert_sources)
     blocks = mesh.blocks(load_RE.shape[1])
     load_SE = load_RE[sources]
     reached_E = (load_RE if training else load_SE).sum(dim=0).tolist()
@@ -302,7 +307,11 @@ def rows_of(
     if mesh.expert.size == 1:
         return LocalRows(plan, asked)
     starts = tuple(blocks.start(rank) for rank in range(mesh.expert.size + 1))
-    return ExchangedRows(mesh.expert, starts, load_SE, asked, charge)
+    if mesh.tensor.size > 1:
+        from tierstore.moe.indexed import IndexedRows  # which is made of what is here
+
+        return IndexedRows(mesh.tensor, starts, plan, asked, charge)
+    return ExchangedRows(mesh.exchange, starts, load_SE, asked, charge)
 
 
 def _joined(pieces: Sequence[slice]) -> list[slice]:

@@ -22,31 +22,47 @@ import torch
 from torch import Tensor, nn
 
 from tierstore.moe.computing import ExpertPass, Weighting, compute_experts
-from tierstore.moe.config import BUILT_IN_ACTIVATIONS, Activation, ExpertShape, RouterConfig, SaveActivations
+from tierstore.moe.config import (
+    BUILT_IN_ACTIVATIONS,
+    Activation,
+    ExpertShape,
+    RouterConfig,
+    SaveActivations,
+    network_divisions,
+)
 from tierstore.moe.dispatch import Dispatch, dispatch
 from tierstore.moe.exchange import Charge, LocalRows, Rows, rows_of
 from tierstore.moe.experts import feed_forward, weight_std
 from tierstore.moe.router import NoiseKey, Router, Routing
 from tierstore.moe.seeds import keyed_generator
 from tierstore.moe.source import ExpertSource, in_training
-from tierstore.parallel import Mesh
+from tierstore.parallel import Mesh, TensorRanks
 from tierstore.stats import Cause, StallLedger, Tier
 
 
 class FeedForward(nn.Module):
-    """A feed-forward network of ordinary parameters: a dense block's, or a shared expert."""
+    """A feed-forward network of ordinary parameters: a dense block's, or a shared expert.
 
-    def __init__(self, shape: ExpertShape, *, seed: int = 0, name: str = "ffn") -> None:
+    With ``tensor``, each of its ranks holds and computes a part of the inner width, and a pass is a collective of them.
+    """
+
+    def __init__(
+        self, shape: ExpertShape, *, seed: int = 0, name: str = "ffn", tensor: TensorRanks | None = None
+    ) -> None:
         super().__init__()
         self.activation = Activation(shape.activation)
-        self.inner = nn.Parameter(torch.empty(shape.inner_rows, shape.d_model))
-        self.down = nn.Parameter(torch.empty(shape.d_model, shape.d_ff))
+        self._tensor = tensor or TensorRanks()
+        inner, down = torch.empty(shape.inner_rows, shape.d_model), torch.empty(shape.d_model, shape.d_ff)
         std = weight_std(shape.d_model)
-        nn.init.normal_(self.inner, std=std, generator=keyed_generator(seed, name, "inner"))
-        nn.init.normal_(self.down, std=std, generator=keyed_generator(seed, name, "down"))
+        nn.init.normal_(inner, std=std, generator=keyed_generator(seed, name, "inner"))
+        nn.init.normal_(down, std=std, generator=keyed_generator(seed, name, "down"))
+        of_inner, of_down = network_divisions(self.activation)
+        self.inner = self._tensor.parameter(inner, of_inner)
+        self.down = self._tensor.parameter(down, of_down)
 
     def forward(self, x: Tensor) -> Tensor:
-        return feed_forward(x, self.inner, self.down, self.activation)
+        y = feed_forward(self._tensor.enter(x), self.inner, self.down, self.activation)
+        return self._tensor.leave(y)
 
 
 class MoELayer(nn.Module):
@@ -84,7 +100,8 @@ class MoELayer(nn.Module):
         self.shared: FeedForward | None = None
         if shared_d_ff:
             shared = ExpertShape(shape.d_model, shared_d_ff, shape.activation)
-            self.shared = FeedForward(shared, seed=seed, name=f"shared.{layer}")
+            tensor = TensorRanks(None if mesh is None else mesh.tensor, layer=layer, ledger=ledger)
+            self.shared = FeedForward(shared, seed=seed, name=f"shared.{layer}", tensor=tensor)
         self._source = source
 
     def forward(self, x_TD: Tensor, key: NoiseKey) -> tuple[Tensor, Routing]:

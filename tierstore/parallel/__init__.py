@@ -15,11 +15,19 @@ if TYPE_CHECKING:
         RankGroup,
         Work,
     )
-    from tierstore.parallel.config import ParallelConfig
+    from tierstore.parallel.config import ExchangeMode, ParallelConfig
     from tierstore.parallel.environment import RankEnvironment
+    from tierstore.parallel.hierarchical import (
+        Exchange,
+        ExchangeChoice,
+        FlatExchange,
+        HierarchicalExchange,
+        SizedExchange,
+    )
     from tierstore.parallel.job_store import JobStore, MemoryJobStore
     from tierstore.parallel.launching import launch, rank_device
     from tierstore.parallel.limited import LimitedGroup, limited_groups
     from tierstore.parallel.mesh import ExpertBlocks, Mesh
+    from tierstore.parallel.tensor import TensorRanks
 else:
     __getattr__, __dir__ = exports(__name__, __file__)

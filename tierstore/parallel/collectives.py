@@ -43,6 +43,7 @@ class Collective(StrEnum):
     ALL_TO_ALL = "all_to_all"
     ALL_REDUCE = "all_reduce"
     OBJECTS = "all_gather_object"
+    SEND = "send"
 
 
 class Channel(StrEnum):
@@ -54,10 +55,23 @@ class Channel(StrEnum):
 
 @dataclass(slots=True)
 class CollectiveTraffic:
-    """What this rank has sent to others of a group: ``sent_bytes`` in ``calls`` collectives."""
+    """What this rank has sent to others of a group: ``sent_bytes`` in ``calls`` collectives, as ``messages`` that are not
+    empty, one to each rank that is sent any. Of these, ``node_messages`` and ``node_bytes`` went to other nodes.
+    """
 
     calls: int = 0
     sent_bytes: int = 0
+    messages: int = 0
+    node_messages: int = 0
+    node_bytes: int = 0
+
+    def add(self, other: CollectiveTraffic) -> None:
+        """Counts ``other`` too."""
+        self.calls += other.calls
+        self.sent_bytes += other.sent_bytes
+        self.messages += other.messages
+        self.node_messages += other.node_messages
+        self.node_bytes += other.node_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +150,12 @@ class RankGroup:
         communicators: dict[Channel, ProcessGroup],
         *,
         native_gather: bool = False,
+        node_ranks: int = 0,
         blame: Callable[[], Failure | None] | None = None,
     ) -> None:
-        """``blame`` says who ended first; ``native_gather``: the backend's gather is as good as any (NCCL)."""
+        """``blame`` says who ended first; ``native_gather``: the backend's gather is as good as any (NCCL);
+        ``node_ranks``: ranks of the world on each node (0: all are on one).
+        """
         self.rank = rank
         self.ranks = tuple(ranks)
         self.traffic: dict[Collective, CollectiveTraffic] = {
@@ -147,6 +164,9 @@ class RankGroup:
         self._communicators = communicators
         self._native_gather = native_gather
         self._blame = blame
+        node = [world_rank // node_ranks if node_ranks else 0 for world_rank in self.ranks]
+        #: By rank of the group, whether it is on another node.
+        self._elsewhere = [other != node[rank] for other in node]
 
     @staticmethod
     def alone(world_rank: int = 0) -> RankGroup:
@@ -188,19 +208,18 @@ class RankGroup:
             own.copy_(piece)
         if self.size == 1:
             return Work()
-        sent = numel * piece.element_size() * (self.size - 1)
         if self._native_gather:
-            return self._gather_natively(out_flat, piece, channel, sent)
+            return self._gather_natively(out_flat, piece, channel)
         if self.size == 2:
             # To and from the other only: no byte is copied that does not travel.
             other = 1 - self.rank
             splits = [numel if r == other else 0 for r in range(2)]
             target = out_flat[other * numel : (other + 1) * numel]
-            return self._exchange(Collective.ALL_GATHER, channel, target, piece, splits, splits, sent)
+            return self._exchange(Collective.ALL_GATHER, channel, target, piece, splits, splits)
         repeated = torch.empty_like(out_flat) if scratch is None else scratch
         repeated.view(self.size, numel).copy_(piece.unsqueeze(0))
         splits = [numel] * self.size
-        return self._exchange(Collective.ALL_GATHER, channel, out_flat, repeated, splits, splits, sent)
+        return self._exchange(Collective.ALL_GATHER, channel, out_flat, repeated, splits, splits)
 
     def reduce_scatter(self, in_flat: Tensor, out_piece: Tensor, *, scratch: Tensor | None = None) -> Work:
         """``out_piece`` (n,) becomes the sum over ranks, in rank order, of ``in_flat[r * n : (r + 1) * n]``.
@@ -217,7 +236,6 @@ class RankGroup:
             return Work()
         received = torch.empty_like(in_flat) if scratch is None else scratch
         splits = [numel] * self.size
-        sent = numel * in_flat.element_size() * (self.size - 1)
         return self._exchange(
             Collective.REDUCE_SCATTER,
             Channel.STREAM,
@@ -225,7 +243,6 @@ class RankGroup:
             in_flat,
             splits,
             splits,
-            sent,
             finish=lambda: _ordered_sum(received.view(self.size, numel), out_piece),
         )
 
@@ -258,9 +275,7 @@ class RankGroup:
         if self.size == 1:
             out_rows.copy_(in_rows)
             return Work()
-        elsewhere = in_rows.shape[0] - in_splits[self.rank]
-        sent = elsewhere * in_rows[:1].numel() * in_rows.element_size()
-        return self._exchange(Collective.ALL_TO_ALL, channel, out_rows, in_rows, out_splits, in_splits, sent)
+        return self._exchange(Collective.ALL_TO_ALL, channel, out_rows, in_rows, out_splits, in_splits)
 
     def all_reduce(self, *tensors: Tensor, channel: Channel = Channel.EXCHANGE) -> Work:
         """Each of ``tensors`` (of one type) becomes its sum over ranks, in rank order: the same bits everywhere.
@@ -323,8 +338,26 @@ class RankGroup:
         try:
             dist.all_gather_object(found, value, group=self._communicators[Channel.EXCHANGE])
         except RuntimeError as error:
-            raise self._explained(Collective.OBJECTS, error) from error
+            raise self.explained(Collective.OBJECTS, error) from error
         return found
+
+    # Messages from one rank to another ---------------------------------------------------------------------
+
+    def sending(self, nbytes: int, channel: Channel = Channel.EXCHANGE) -> int:
+        """A message of ``nbytes`` to one other rank is about to be issued on the communicator itself. Returns when it will
+        have travelled (nanoseconds of the monotonic clock), which its receiver waits for; 0 where no link is limited.
+        """
+        traffic = self.traffic[Collective.SEND]
+        traffic.calls += 1
+        traffic.sent_bytes += nbytes
+        return 0
+
+    def explained(self, operation: Collective, error: RuntimeError) -> PeerError:
+        """What ``error`` of a communicator is: that the job cannot go on, and whose end is the cause, if it is known."""
+        failure = None if self._blame is None else self._blame()
+        if failure is None:
+            return PeerError(operation, str(error).split("\n", 1)[0])
+        return PeerError(operation, failure.reason, rank=failure.rank)
 
     # What all of them are made of --------------------------------------------------------------------------
 
@@ -337,31 +370,23 @@ class RankGroup:
             spread()
 
         splits = [0 if r == self.rank else flat.numel() for r in range(2)]
-        sent = flat.numel() * flat.element_size()
-        return self._exchange(
-            Collective.ALL_REDUCE, channel, theirs, flat, splits, splits, sent, finish=finish
-        )
+        return self._exchange(Collective.ALL_REDUCE, channel, theirs, flat, splits, splits, finish=finish)
 
     def _reduce_and_gather(self, flat: Tensor, channel: Channel, spread: Callable[[], None]) -> Work:
         share, more = divmod(flat.numel(), self.size)
         parts = [share + (r < more) for r in range(self.size)]
         mine = [parts[self.rank]] * self.size
         received = flat.new_empty(sum(mine))
-        width = flat.element_size()
 
         def finish() -> None:
             piece = flat.new_empty(mine[0])
             _ordered_sum(received.view(self.size, mine[0]), piece)
             repeated = piece.repeat(self.size)
-            sent = mine[0] * width * (self.size - 1)
-            gathering = self._exchange(Collective.ALL_REDUCE, channel, flat, repeated, parts, mine, sent)
+            gathering = self._exchange(Collective.ALL_REDUCE, channel, flat, repeated, parts, mine)
             gathering.wait()
             spread()
 
-        sent = (flat.numel() - mine[0]) * width
-        return self._exchange(
-            Collective.ALL_REDUCE, channel, received, flat, mine, parts, sent, finish=finish
-        )
+        return self._exchange(Collective.ALL_REDUCE, channel, received, flat, mine, parts, finish=finish)
 
     def _gather_small(
         self, gathered: Tensor, tensor: Tensor, channel: Channel, finish: Callable[[], None]
@@ -369,20 +394,19 @@ class RankGroup:
         if not tensor.is_contiguous():
             raise ValueError("expected a contiguous tensor")
         repeated = tensor.view(1, -1).repeat(self.size, 1)
-        sent = tensor.numel() * tensor.element_size() * (self.size - 1)
         splits = [1] * self.size
         return self._exchange(
-            Collective.ALL_REDUCE, channel, gathered, repeated, splits, splits, sent, finish=finish
+            Collective.ALL_REDUCE, channel, gathered, repeated, splits, splits, finish=finish
         )
 
-    def _gather_natively(self, out_flat: Tensor, piece: Tensor, channel: Channel, sent: int) -> Work:
+    def _gather_natively(self, out_flat: Tensor, piece: Tensor, channel: Channel) -> Work:
         import torch.distributed as dist
 
         group = self._communicators[channel]
         return self._issue(
             Collective.ALL_GATHER,
             channel,
-            sent,
+            [piece.numel() * piece.element_size()] * self.size,
             # Not into a list of views: NCCL would gather into memory of its own, and copy.
             lambda: dist.all_gather_into_tensor(out_flat, piece, group=group, async_op=True),
         )
@@ -395,7 +419,6 @@ class RankGroup:
         given: Tensor,
         out_splits: Sequence[int],
         in_splits: Sequence[int],
-        sent: int,
         *,
         finish: Callable[[], None] | None = None,
     ) -> Work:
@@ -403,10 +426,11 @@ class RankGroup:
 
         group = self._communicators[channel]
         out_bytes, in_bytes = _rows_of_bytes(out), _rows_of_bytes(given)
+        width = given[:1].numel() * given.element_size()
         return self._issue(
             operation,
             channel,
-            sent,
+            [rows * width for rows in in_splits],
             lambda: dist.all_to_all_single(
                 out_bytes, in_bytes, list(out_splits), list(in_splits), group=group, async_op=True
             ),
@@ -417,25 +441,28 @@ class RankGroup:
         self,
         operation: Collective,
         channel: Channel,
-        sent: int,
+        sent: Sequence[int],
         start: Callable[[], Any],
         finish: Callable[[], None] | None = None,
     ) -> Work:
-        """Sends one message: every collective is made of these, and ``LimitedGroup`` gives each its turn on a link."""
+        """Sends each rank ``sent[rank]`` bytes, its own aside: every collective is made of these, and ``LimitedGroup``
+        gives each its turn on a link.
+        """
         traffic = self.traffic[operation]
         traffic.calls += 1
-        traffic.sent_bytes += sent
+        for rank, nbytes in enumerate(sent):
+            if rank == self.rank or not nbytes:
+                continue
+            traffic.messages += 1
+            traffic.sent_bytes += nbytes
+            if self._elsewhere[rank]:
+                traffic.node_messages += 1
+                traffic.node_bytes += nbytes
         try:
             pending = start()
         except RuntimeError as error:
-            raise self._explained(operation, error) from error
-        return Work(pending, finish=finish, explain=lambda error: self._explained(operation, error))
-
-    def _explained(self, operation: Collective, error: RuntimeError) -> PeerError:
-        failure = None if self._blame is None else self._blame()
-        if failure is None:
-            return PeerError(operation, str(error).split("\n", 1)[0])
-        return PeerError(operation, failure.reason, rank=failure.rank)
+            raise self.explained(operation, error) from error
+        return Work(pending, finish=finish, explain=lambda error: self.explained(operation, error))
 
 
 def _check_flat(whole: Tensor, piece: Tensor, size: int, *, same_type: bool = True) -> None:

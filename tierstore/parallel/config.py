@@ -4,11 +4,42 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from enum import Enum, StrEnum
 
 from tierstore.errors import ConfigError
 
 #: ``ParallelConfig.pipeline_degree``: the run chooses.
 AUTO_DEGREE = 0
+
+
+class RowPlacement(StrEnum):
+    """How the rows of a table over the vocabulary reach the tokens that need them."""
+
+    AUTO = "auto"  # whichever sends fewer bytes
+    GATHERED = "gathered"  # the whole table is gathered from its ZeRO-3 slices
+    PARTITIONED = "partitioned"  # rows stay with their rank, and tokens' rows travel (SE-MoE section 4.3)
+
+
+class ExchangeMode(StrEnum):
+    """How rows go to the ranks of their experts, and back."""
+
+    #: One all-to-all over all ranks of an expert group.
+    FLAT = "flat"
+    #: Within each node, then between the ranks of the same place in their nodes (SE-MoE, section 4.2).
+    HIERARCHICAL = "hierarchical"
+    #: The one that a short measurement at the beginning says is faster, by the size of messages.
+    AUTO = "auto"
+
+
+class Elastic(Enum):
+    """What a resumed run does with the store of another number of ranks.
+
+    OFF refuses it. RESHARD makes it over for the ranks that there are, keeps the old one until the first commit and goes
+    on: what ``torchrun --nnodes 1:4 --max-restarts`` needs to do without a person.
+    """
+
+    OFF = "off"
+    RESHARD = "reshard"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +54,37 @@ class ParallelConfig:
         default=1, metadata={"help": "ranks that compute the same tokens with parts of each layer"}
     )
     stages: int = field(default=1, metadata={"help": "pipeline stages, each of some of the layers"})
+    stage_blocks: tuple[int, ...] = field(
+        default=(), metadata={"help": "blocks of each pipeline stage (none: balanced by their parameters)"}
+    )
+    embedding: RowPlacement = field(
+        default=RowPlacement.AUTO,
+        metadata={"help": "whether the embedding is gathered, or its rows stay divided over data ranks"},
+    )
+    head: RowPlacement = field(
+        default=RowPlacement.AUTO,
+        metadata={"help": "the same of the head, whose loss is then computed by vocabulary slices"},
+    )
+    exchange: ExchangeMode = field(
+        default=ExchangeMode.AUTO,
+        metadata={
+            "help": "how rows reach their experts: flat, hierarchical (within nodes, then between) or auto"
+        },
+    )
+    node_ranks: int = field(
+        default=0,
+        metadata={"help": "ranks of a node, numbered node by node (0: torchrun's LOCAL_WORLD_SIZE)"},
+    )
     pipeline_degree: int = field(
         default=AUTO_DEGREE,
         metadata={
             "words": {"auto": AUTO_DEGREE},
             "help": "chunks in which tokens travel to experts while others are computed",
         },
+    )
+    elastic: Elastic = field(
+        default=Elastic.OFF,
+        metadata={"help": "off, or reshard: a resume with other ranks makes the store over for them"},
     )
     timeout_s: float = field(
         default=600.0, metadata={"help": "seconds after which a collective that no one answers fails"}
@@ -37,9 +93,19 @@ class ParallelConfig:
         default=5.0, metadata={"help": "seconds that a rank has to end by itself once another has died"}
     )
 
+    def most_chunks(self, *, experts: int, sharing: int) -> int:
+        """The most chunks that a pass may go in over ``experts`` of a layer, spread over ``sharing`` ranks: 1 where no rows
+        travel, else what is asked for, or the fewest experts that any rank owns.
+        """
+        if sharing == 1 or self.tensor > 1:
+            return 1
+        return self.pipeline_degree or max(experts // sharing, 1)
+
     def __post_init__(self) -> None:
         if self.expert < 0:
             raise ConfigError(f"parallel.expert: expected at least 0, got {self.expert}")
+        if self.node_ranks < 0:
+            raise ConfigError(f"parallel.node_ranks: expected at least 0, got {self.node_ranks}")
         for name in ("tensor", "stages"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"parallel.{name}: expected at least 1, got {getattr(self, name)}")

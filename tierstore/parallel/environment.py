@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from tierstore.errors import ConfigError
 
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+#: Only where nodes end depends on it.
+_LOCAL_WORLD = "LOCAL_WORLD_SIZE"
 _NEEDED = (*_NUMBERS, "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnvironment:
-    """Rank ``rank`` of ``world``; ``local_rank`` among the ranks of its machine.
+    """Rank ``rank`` of ``world``; ``local_rank`` among the ``local_world`` ranks of its machine (0: it is not said).
 
     ``address``: the machine of rank 0, and the port where ranks meet. ``supervised``: a ``torchrun`` process
     started this one and must outlive it.
@@ -23,6 +25,7 @@ class RankEnvironment:
     rank: int = 0
     world: int = 1
     local_rank: int = 0
+    local_world: int = 0
     address: tuple[str, int] = ("127.0.0.1", 0)
     supervised: bool = False
 
@@ -50,6 +53,12 @@ class RankEnvironment:
             raise ConfigError(f"RANK: expected 0 to {world - 1} (WORLD_SIZE is {world}), got {rank}")
         if local > rank:
             raise ConfigError(f"LOCAL_RANK: expected at most {rank} (RANK), got {local}")
+        local_world = _number(environ, _LOCAL_WORLD) if environ.get(_LOCAL_WORLD) else 0
+        if local_world and not local < local_world <= world:
+            raise ConfigError(
+                f"{_LOCAL_WORLD}: expected {local + 1} to {world} (LOCAL_RANK is {local}, WORLD_SIZE is {world}), "
+                f"got {local_world}"
+            )
         port = _number(environ, "MASTER_PORT")
         if not 0 < port < 65536:
             raise ConfigError(f"MASTER_PORT: expected 1 to 65535, got {port}")
@@ -57,6 +66,7 @@ class RankEnvironment:
             rank=rank,
             world=world,
             local_rank=local,
+            local_world=local_world,
             address=(environ["MASTER_ADDR"], port),
             supervised="TORCHELASTIC_RUN_ID" in environ,
         )

@@ -20,11 +20,13 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from tierstore.errors import CapabilityError, ConfigError, PeerError
+from tierstore.parallel.choosing import GroupMaker, check_exchange, with_exchange
 from tierstore.parallel.collectives import Failure, RankGroup
 from tierstore.parallel.config import ParallelConfig
 from tierstore.parallel.environment import RankEnvironment
 from tierstore.parallel.job_store import open_job_store
-from tierstore.parallel.mesh import Mesh, build_mesh, layout_of
+from tierstore.parallel.layout import layout_of
+from tierstore.parallel.mesh import Mesh, build_mesh
 from tierstore.parallel.watch import DeathWatch
 
 if TYPE_CHECKING:
@@ -77,6 +79,7 @@ def launch(
     """
     environment = RankEnvironment.from_environment()
     layout_of(config, environment.world)
+    check_exchange(config, environment)
     chosen = rank_device(device, environment)
     if environment.world == 1:
         with _watched_alone(config, environment):
@@ -101,6 +104,10 @@ def launch(
         watch = DeathWatch(
             environment, mesh.world, grace_s=config.grace_s, timeout_s=config.timeout_s, on_failure=abort
         )
+        maker = GroupMaker(
+            make=make_group, blame=blame, communicators=communicators, timeout_s=config.timeout_s
+        )
+        mesh = with_exchange(config, mesh, maker)
         yield mesh
         mesh.world.barrier()
     except BaseException as error:

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tierstore.errors import ConfigError
 from tierstore.parallel.collectives import Channel, Collective, CollectiveTraffic, Failure, RankGroup
 from tierstore.parallel.config import ParallelConfig
 from tierstore.parallel.environment import RankEnvironment
+from tierstore.parallel.hierarchical import Exchange, ExchangeChoice, FlatExchange
 from tierstore.parallel.job_store import JobStore, MemoryJobStore
+from tierstore.parallel.layout import Layout, layout_of
+from tierstore.parallel.nodes import ranks_of_a_node
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -60,6 +62,7 @@ class Mesh:
     ``expert``: the ranks that share one copy of the experts with this one. ``replica``: the ranks that hold the same
     experts as this one, in the other copies. ``tensor``: the ranks that compute the same tokens with other parts of the
     dense parameters. ``pipeline``: the ranks of the other stages that this one's tokens pass, by stage.
+    ``exchange``: how rows go between the ranks of ``expert``.
     ``job_store``: what earlier attempts of this job have set.
     """
 
@@ -71,6 +74,9 @@ class Mesh:
     replica: RankGroup
     tensor: RankGroup
     pipeline: RankGroup
+    exchange: Exchange
+    #: Why ``exchange`` is what it is; None where nothing was to be chosen.
+    exchange_choice: ExchangeChoice | None = None
     job_store: JobStore = field(default_factory=MemoryJobStore)
 
     @classmethod
@@ -88,6 +94,7 @@ class Mesh:
             replica=group,
             tensor=group,
             pipeline=group,
+            exchange=FlatExchange(group),
             job_store=job_store or MemoryJobStore(),
         )
 
@@ -108,6 +115,11 @@ class Mesh:
     def replicas(self) -> int:
         """How many copies of the experts there are."""
         return self.replica.size
+
+    @property
+    def layout(self) -> Layout:
+        """How many ranks there are of each kind."""
+        return Layout(self.stages, self.replicas, self.expert.size, self.tensor.size)
 
     def device_mesh(self) -> DeviceMesh:
         """The same dimensions, those of more than one rank, for torch's own parallel modules (``fully_shard``).
@@ -134,8 +146,7 @@ class Mesh:
         total = {operation: CollectiveTraffic() for operation in Collective}
         for group in self._groups():
             for operation, sent in group.traffic.items():
-                total[operation].calls += sent.calls
-                total[operation].sent_bytes += sent.sent_bytes
+                total[operation].add(sent)
         return total
 
     def blocks(self, experts: int) -> ExpertBlocks:
@@ -144,69 +155,16 @@ class Mesh:
 
     def _groups(self) -> list[RankGroup]:
         """Each group once."""
-        named = (self.world, self.data, self.expert, self.replica, self.tensor, self.pipeline)
+        named = (
+            self.world,
+            self.data,
+            self.expert,
+            self.replica,
+            self.tensor,
+            self.pipeline,
+            *self.exchange.groups,
+        )
         return list({id(group): group for group in named}.values())
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How many ranks there are of each kind: ``stages`` stages of ``replicas`` copies of the experts, each over ``expert``
-    ranks, which are tensor-parallel or (``tensor`` = 1) have pieces of the batch of their own.
-    """
-
-    stages: int
-    replicas: int
-    expert: int
-    tensor: int
-
-    @property
-    def world(self) -> int:
-        """All ranks."""
-        return self.stages * self.replicas * self.expert
-
-    @property
-    def data(self) -> int:
-        """The ranks of a stage that compute other pieces of the global batch."""
-        return self.replicas if self.tensor > 1 else self.replicas * self.expert
-
-    def rows(self, dimension: str) -> list[list[int]]:
-        """The groups of ``dimension`` (a field of ``Mesh``), each its ranks, ascending."""
-        grid = torch.arange(self.world).view(self.stages, self.replicas, self.expert)
-        if dimension == "world":
-            rows = grid.reshape(1, -1)
-        elif dimension == "pipeline":
-            rows = grid.flatten(1).t()
-        elif dimension == "expert" or (dimension == "tensor" and self.tensor > 1):
-            rows = grid.flatten(0, 1)
-        elif dimension == "replica" or (dimension == "data" and self.tensor > 1):
-            rows = grid.transpose(1, 2).flatten(0, 1)
-        elif dimension == "data":
-            rows = grid.flatten(1)
-        else:
-            rows = grid.view(-1, 1)  # tensor parallelism of one rank
-        found: list[list[int]] = rows.tolist()
-        return found
-
-
-def layout_of(config: ParallelConfig, world: int) -> Layout:
-    """The layout of ``world`` ranks. Raises ConfigError naming the setting unless they can be laid out so."""
-    each, more = divmod(world, config.stages)
-    if more:
-        raise ConfigError(f"parallel.stages: expected a divisor of the {world} ranks, got {config.stages}")
-    if each % config.tensor:
-        raise ConfigError(
-            f"parallel.tensor: expected a divisor of the {each} ranks of a stage, got {config.tensor}"
-        )
-    if config.tensor > 1 and config.expert not in (0, config.tensor):
-        raise ConfigError(
-            f"parallel.expert: expected 0 or {config.tensor}: with parallel.tensor the experts are divided over the "
-            f"tensor-parallel group, got {config.expert}"
-        )
-    expert = config.tensor if config.tensor > 1 else config.expert or each
-    if each % expert:
-        where = f"the {each} ranks" + (" of a stage" if config.stages > 1 else "")
-        raise ConfigError(f"parallel.expert: expected a divisor of {where}, got {expert}")
-    return Layout(config.stages, each // expert, expert, config.tensor)
 
 
 def build_mesh(
@@ -241,8 +199,11 @@ def build_mesh(
         ranks = next(row for row in rows if environment.rank in row)
         communicators = {Channel.STREAM: stream, Channel.EXCHANGE: communicator(rows)}
         native = device.type == "cuda"
+        node_ranks = ranks_of_a_node(config, environment)
         rank = ranks.index(environment.rank)
-        return make_group(rank, ranks, communicators, native_gather=native, blame=blame)
+        return make_group(
+            rank, ranks, communicators, native_gather=native, node_ranks=node_ranks, blame=blame
+        )
 
     everyone = dist.group.WORLD
     assert everyone is not None  # only behind init_process_group
@@ -260,14 +221,16 @@ def build_mesh(
         groups.append((rows, group(rows, everyone if dimension == "world" else communicator(rows))))
         return groups[-1][1]
 
+    expert = group_of("expert")
     mesh = Mesh(
         environment=environment,
         device=device,
         world=group_of("world"),
         data=group_of("data"),
-        expert=group_of("expert"),
+        expert=expert,
         replica=group_of("replica"),
         tensor=group_of("tensor"),
         pipeline=group_of("pipeline"),
+        exchange=FlatExchange(expert),
     )
     return mesh, made

@@ -31,7 +31,15 @@ from tierstore.prefetch.gradient_parts import GradientParts
 from tierstore.prefetch.gradients import ExpertGradients, GradientAccumulator, NoGradients
 from tierstore.prefetch.plan import StepTiming
 from tierstore.prefetch.predictor import Counts, Predictor
-from tierstore.prefetch.program import Access, AccessProgram, Action, Experts, FrozenProgram, GuessCounts
+from tierstore.prefetch.program import (
+    Access,
+    AccessProgram,
+    Action,
+    Experts,
+    Finals,
+    FrozenProgram,
+    GuessCounts,
+)
 from tierstore.prefetch.replicas import ReplicaSums
 from tierstore.prefetch.schedule import Schedule
 from tierstore.prefetch.walking import AccessWalk, RecordsByExpert
@@ -60,6 +68,12 @@ class ExpertTiers(JointSource, Protocol):
 
     def begin_micro(self, *, index: int, count: int | None) -> None:
         """Training micro-batch ``index`` of ``count`` begins. None: it is not known; ``end_passes`` follows the last."""
+        ...
+
+    def resume_micro(self, *, index: int, finals: Finals) -> None:
+        """The backward pass of micro-batch ``index`` follows, others having begun since it did. With ``Finals.NONE`` it
+        makes no gradient final, whichever it is: the step will be skipped.
+        """
         ...
 
     def end_passes(self) -> None:
@@ -133,6 +147,12 @@ class TieredExperts:
         self.program.begin_micro(index=index, count=count)
         if index == 0:
             self.gradients.begin_step()
+
+    def resume_micro(self, *, index: int, finals: Finals) -> None:
+        """The backward pass of micro-batch ``index`` follows, others having begun since it did. With ``Finals.NONE`` it
+        makes no gradient final, whichever it is: the step will be skipped.
+        """
+        self.program.resume_micro(index=index, finals=finals)
 
     def end_passes(self) -> None:
         """The last backward pass of a step whose count was not known has ended: its gradients are final."""
@@ -250,6 +270,10 @@ class FrozenExperts:
     def begin_micro(self, *, index: int, count: int | None) -> None:
         """Training micro-batch ``index`` of ``count`` (None: not known) begins."""
         self.program.begin_micro(index=index, count=count)
+
+    def resume_micro(self, *, index: int, finals: Finals) -> None:
+        """The backward pass of micro-batch ``index`` follows, others having begun since it did."""
+        self.program.resume_micro(index=index, finals=finals)
 
     def end_passes(self) -> None:
         """Nothing: no gradients are kept."""

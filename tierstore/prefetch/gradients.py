@@ -26,8 +26,12 @@ from tierstore.tiers.device import DeviceTier
 class ExpertGradients(Protocol):
     """The gradients of a step's experts, as a training loop finishes them."""
 
+    def squares(self) -> list[float]:
+        """The sums of squares of all final expert gradients, one an expert; waits for them."""
+        ...
+
     def sum_of_squares(self) -> float:
-        """The sum of squares of all final expert gradients, added in key order; waits for them."""
+        """The sum of ``squares``, rounded once."""
         ...
 
     def apply(self, scale: float) -> None:
@@ -45,6 +49,9 @@ class ExpertGradients(Protocol):
 
 class NoGradients:
     """``ExpertGradients`` of frozen experts, which have none."""
+
+    def squares(self) -> list[float]:
+        return []
 
     def sum_of_squares(self) -> float:
         return 0.0
@@ -132,11 +139,16 @@ class GradientAccumulator:
             self.settle(record, action, access.step)
         self._program.done(access, range(len(records)))
 
-    def sum_of_squares(self) -> float:
-        """The sum of squares of all final expert gradients, added in key order; waits for them."""
+    def squares(self) -> list[float]:
+        """The sums of squares of all final expert gradients, by record; waits for them."""
         self._store.wait(self._square_tickets)
         self._square_tickets = []
-        return math.fsum(self._squares.array().tolist())
+        found: list[float] = self._squares.array().tolist()
+        return found
+
+    def sum_of_squares(self) -> float:
+        """The sum of ``squares``, rounded once."""
+        return math.fsum(self.squares())
 
     def apply(self, scale: float) -> None:
         """The kept gradients, times ``scale``, are due: each is stepped before its expert is used again.

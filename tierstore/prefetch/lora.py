@@ -21,7 +21,7 @@ from tierstore.moe.source import ExpertLease, users_of
 from tierstore.prefetch.experts import FrozenExperts, TieredExperts
 from tierstore.prefetch.gradients import ExpertGradients
 from tierstore.prefetch.predictor import Counts
-from tierstore.prefetch.program import GuessCounts
+from tierstore.prefetch.program import Finals, GuessCounts
 
 K = TypeVar("K", bound=Hashable)
 _ALIGNMENT = 16  # fp32 values: a lease starts on a multiple of 64 bytes
@@ -64,6 +64,11 @@ class LoraExperts:
         """Training micro-batch ``index`` of ``count`` (None: not known) begins."""
         self._pairs.begin_micro(index=index, count=count)
         self._base.begin_micro(index=index, count=count)
+
+    def resume_micro(self, *, index: int, finals: Finals) -> None:
+        """The backward pass of micro-batch ``index`` follows, others having begun since it did."""
+        self._pairs.resume_micro(index=index, finals=finals)
+        self._base.resume_micro(index=index, finals=finals)
 
     def end_passes(self) -> None:
         """The last backward pass of a step whose count was not known has ended: gradients are final."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum, IntFlag
+from enum import Enum, IntEnum, IntFlag
 from typing import Protocol
 
 import numpy as np
@@ -47,6 +47,13 @@ class Action(IntFlag):
     ACCUMULATE = 1 << 2  # its gradient is added to the one that waits
     FINISH = 1 << 3  # its gradient is final: the norm takes its sum of squares
     STEP = 1 << 4  # step it, with its final gradient
+
+
+class Finals(Enum):
+    """Whether the backward pass that is a step's last makes gradients final, or the step will be skipped."""
+
+    LAST = "last"
+    NONE = "none"
 
 
 class GradientState(IntEnum):
@@ -117,8 +124,11 @@ class PassProgram(ABC):
     def __init__(self, schedule: Schedule, predictor: Predictor) -> None:
         self._schedule = schedule
         self._predictor = predictor
-        #: What the forward passes of the present micro-batch used, by layer.
-        self._used: dict[int, Experts] = {}
+        #: What the forward passes of the micro-batches under way used, by ``Pass.micro`` and layer.
+        self._used: dict[int, dict[int, Experts]] = {0: {}}
+        #: The present one (``Pass.micro``), and the one in whose backward pass gradients are final (None: another one).
+        self._micro = 0
+        self._last: int | None = None
         self._training = False
         #: Of all forward passes so far.
         self.guesses = GuessCounts()
@@ -139,14 +149,30 @@ class PassProgram(ABC):
         """A backward pass, and what must follow it."""
 
     def begin_micro(self, *, index: int, count: int | None) -> None:
-        """Training micro-batch ``index`` of ``count`` (None: not known) begins."""
+        """Training micro-batch ``index`` of ``count`` begins. Where the count is not known (None) gradients are kept until
+        ``finish``, and their steps are deferred.
+        """
+        if index == 0 or not self._schedule.interleaves:
+            self._used.clear()
         self._training = True
-        self._used.clear()
+        self._micro = index if self._schedule.interleaves else 0
+        self._used[self._micro] = {}
+        last = None if count is None else count - 1
+        if not self._schedule.interleaves:
+            last = self._micro if index == last else None
+        self._last = last
+
+    def resume_micro(self, *, index: int, finals: Finals) -> None:
+        """The backward pass of micro-batch ``index`` follows, where passes interleave."""
+        self._micro = index
+        if finals is Finals.NONE:
+            self._last = None
 
     def begin_evaluation(self) -> None:
         """Only forward passes follow, until the next ``begin_micro``."""
         self._training = False
-        self._used.clear()
+        self._micro, self._last = 0, None
+        self._used = {0: {}}
 
     @abstractmethod
     def done(self, access: Access, requests: Sequence[int] | npt.NDArray[np.uint32]) -> None:
@@ -156,14 +182,18 @@ class PassProgram(ABC):
         """The MoE layers whose forward passes, in this micro-batch, the pass of ``layer`` that comes next looks ahead to.
         None where it is a recomputation.
         """
-        if self._training and layer in self._used:
+        if self._training and layer in self._used[self._micro]:
             return []
-        ahead = self._schedule.following(Phase.FORWARD, layer, training=self._training)
         return [
             item.moe_layer
-            for item in ahead
-            if item.phase is Phase.FORWARD and item.later == 0 and item.moe_layer is not None
+            for item in self._ahead(Phase.FORWARD, layer)
+            if item.phase is Phase.FORWARD
+            and (item.later, item.micro) == (0, self._micro)
+            and item.moe_layer is not None
         ]
+
+    def _ahead(self, phase: Phase, layer: int) -> list[Pass]:
+        return self._schedule.following(phase, layer, training=self._training, micro=self._micro)
 
     def offer(self, source: int, layer: int, chosen_E: Counts) -> None:
         """What the router of ``layer`` chooses for the hidden states that ``source`` starts from, for the predictor."""
@@ -194,29 +224,31 @@ class PassProgram(ABC):
         """What a forward pass, ``later`` steps from now, needs of ``experts``."""
 
     @abstractmethod
-    def _backward_flags(self, layer: int, experts: Experts) -> Flags:
-        """What a backward pass needs of ``experts``."""
+    def _backward_flags(self, layer: int, experts: Experts, *, micro: int) -> Flags:
+        """What the backward pass of ``micro`` needs of ``experts``."""
 
     def _forward_pass(self, layer: int, chosen: Experts) -> tuple[bool, Sequence[Pass]]:
         """Whether a forward pass is a recomputation, and the passes ahead of it."""
-        if self._training and layer in self._used:
-            return True, self._schedule.recomputed(layer)
-        self._used[layer] = chosen
+        used = self._used[self._micro]
+        if self._training and layer in used:
+            return True, self._schedule.recomputed(layer, micro=self._micro)
+        used[layer] = chosen
         guessed = self._guessed.pop(layer, _NONE)
         right = len(set(guessed.tolist()).intersection(chosen.tolist()))
         self.guesses.used += len(chosen)
         self.guesses.guessed += len(guessed)
         self.guesses.right += right
         self._wrong = right < len(guessed)
-        return False, self._schedule.following(Phase.FORWARD, layer, training=self._training)
+        return False, self._ahead(Phase.FORWARD, layer)
 
     def _speculation(self, item: Pass) -> Speculation:
         layer = item.moe_layer
         assert layer is not None
         if item.phase is Phase.BACKWARD:
-            known = self._used.get(layer) if item.later == 0 else None
+            known = self._used.get(item.micro, {}).get(layer) if item.later == 0 else None
             experts = self._expected(layer) if known is None else known
-            return Speculation(item.phase, layer, experts, self._backward_flags(layer, experts))
+            flags = self._backward_flags(layer, experts, micro=item.micro)
+            return Speculation(item.phase, layer, experts, flags)
         experts = self._guessed[layer] = self._expected(layer)
         flags = self._forward_flags(layer, experts, later=item.later)
         return Speculation(item.phase, layer, experts, flags)
@@ -256,7 +288,7 @@ class FrozenProgram(PassProgram):
 
     def backward(self, layer: int, experts: Sequence[int] | Experts) -> Iterator[Access]:
         """A backward pass: gradients flow through the experts, and none of theirs is made."""
-        ahead = self._schedule.following(Phase.BACKWARD, layer, training=self._training)
+        ahead = self._ahead(Phase.BACKWARD, layer)
         yield self._access(Phase.BACKWARD, layer, np.asarray(experts, np.uint32), ahead)
 
     def done(self, access: Access, requests: Sequence[int] | npt.NDArray[np.uint32]) -> None:
@@ -268,7 +300,7 @@ class FrozenProgram(PassProgram):
     def _forward_flags(self, layer: int, experts: Experts, *, later: int) -> Flags:
         return _weights(experts)
 
-    def _backward_flags(self, layer: int, experts: Experts) -> Flags:
+    def _backward_flags(self, layer: int, experts: Experts, *, micro: int) -> Flags:
         return _weights(experts)
 
 
@@ -294,16 +326,9 @@ class AccessProgram(PassProgram):
         self._timing = timing
         layers = sorted({item.moe_layer for item in schedule.passes if item.moe_layer is not None})
         self._gradients = {layer: np.zeros(experts, np.uint8) for layer in layers}
-        self._last_micro = True
+        self._last = 0
 
     # Where training stands ---------------------------------------------------------------------------------
-
-    def begin_micro(self, *, index: int, count: int | None) -> None:
-        """Training micro-batch ``index`` of ``count`` begins. Where the count is not known (None) gradients are kept until
-        ``finish``, and their steps are deferred.
-        """
-        super().begin_micro(index=index, count=count)
-        self._last_micro = count is not None and index == count - 1
 
     def apply(self) -> None:
         """The norm is known: the kept gradients are pending."""
@@ -346,11 +371,11 @@ class AccessProgram(PassProgram):
         chosen = np.asarray(experts, np.uint32)
         kept = self._gradients[layer][chosen] != GradientState.NONE
         actions = np.where(kept, int(Action.ACCUMULATE), 0 if self._steps_now else int(Action.KEEP))
-        final = (Action.FINISH if self._last_micro else 0) | (Action.STEP if self._steps_now else 0)
-        flags = self._backward_flags(layer, chosen)
-        ahead = self._schedule.following(Phase.BACKWARD, layer, training=self._training)
+        final = (Action.FINISH if self._is_last else 0) | (Action.STEP if self._steps_now else 0)
+        flags = self._backward_flags(layer, chosen, micro=self._micro)
+        ahead = self._ahead(Phase.BACKWARD, layer)
         yield self._access(Phase.BACKWARD, layer, chosen, flags, actions | final, ahead)
-        if not self._last_micro:
+        if not self._is_last:
             return
         left = np.setdiff1d(np.flatnonzero(self._gradients[layer]), chosen)
         if self._steps_now:
@@ -382,20 +407,29 @@ class AccessProgram(PassProgram):
     # What passes need --------------------------------------------------------------------------------------
 
     @property
+    def _is_last(self) -> bool:
+        """Whether the present micro-batch's backward pass is the step's last."""
+        return self._micro == self._last
+
+    @property
     def _steps_now(self) -> bool:
-        return self._timing is StepTiming.IMMEDIATE and self._last_micro
+        return self._steps_in(self._micro)
+
+    def _steps_in(self, micro: int) -> bool:
+        return self._timing is StepTiming.IMMEDIATE and micro == self._last
 
     def _forward_flags(self, layer: int, experts: Experts, *, later: int) -> Flags:
         # A pass of the next step comes after the present one has been applied.
-        next_step = self._training and later > 0 and self._last_micro
+        ends = self._is_last or self._schedule.interleaves
+        next_step = self._training and later > 0 and ends
         due = GradientState.KEPT if next_step else GradientState.PENDING
         behind = self._counts.applied + next_step > self._counts.of(layer, experts)
         flags = np.where(behind & self._counts.replays, int(Need.STEP), int(Need.WEIGHTS))
         flags[self._gradients[layer][experts] >= due] = Need.STEP_SPILLED
         return flags.astype(np.uint16)
 
-    def _backward_flags(self, layer: int, experts: Experts) -> Flags:
-        if not self._steps_now:
+    def _backward_flags(self, layer: int, experts: Experts, *, micro: int) -> Flags:
+        if not self._steps_in(micro):
             return np.full(len(experts), int(Need.WEIGHTS | Need.ACCUMULATE), np.uint16)
         kept = self._gradients[layer][experts] != GradientState.NONE
         return np.where(kept, int(Need.STEP_SPILLED), int(Need.STEP)).astype(np.uint16)

@@ -15,7 +15,7 @@ executed (``HorizontalQueue``, ``TieredExperts``) and simulated (``operations``)
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from tierstore.cache.access import Phase
@@ -71,14 +71,23 @@ class StickyGathers:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One unit's turn. ``later``: how many micro-batches (in ``Schedule.following``) or steps (elsewhere) after
-    the present one.
+    """One unit's turn. ``later``: how many micro-batches (in ``Schedule.following``, where one comes after another) or
+    steps (elsewhere) after the present one. ``micro``: of which micro-batch, where their passes interleave.
     """
 
     phase: Phase
     unit: int
     moe_layer: int | None = None
     later: int = 0
+    micro: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MicroPass:
+    """The pass of micro-batch ``micro`` over all units."""
+
+    phase: Phase
+    micro: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +111,11 @@ class Schedule:
     With ``StepTiming.IMMEDIATE`` the optimizer pass of a unit comes as soon as its gradients had
     ``horizontal.depth`` passes to be scattered; with ``DEFERRED`` all come last, in forward order, so that the
     first units of the next step can be gathered while the others are stepped.
+    ``order``: the passes of a step over all units, where those of several micro-batches interleave, as a pipeline
+    stage's do; empty where one micro-batch comes after another. Backward passes are in the order of micro-batches.
     With ``Reshard.AFTER_FORWARD`` a unit is released after every pass, unless a pass within the lookahead needs it
     again; with ``AFTER_BACKWARD`` it stays from its forward to its backward pass.
-    Raises ConfigError for units that cannot fit the horizontal budget.
+    Raises ConfigError for units that cannot fit the horizontal budget, ValueError for an order that is none.
     """
 
     units: tuple[Unit, ...]
@@ -113,6 +124,7 @@ class Schedule:
     timing: StepTiming = StepTiming.DEFERRED
     reshard: Reshard = Reshard.AFTER_FORWARD
     micro_batches: int = 1
+    order: tuple[MicroPass, ...] = ()
     #: The passes of one step, in program order.
     passes: tuple[Pass, ...] = field(init=False)
     #: The passes of a forward-only run (validation, generation).
@@ -120,27 +132,52 @@ class Schedule:
     _cycle: tuple[Pass, ...] = field(init=False, repr=False)
     _forward_cycle: tuple[Pass, ...] = field(init=False, repr=False)
     #: ``following``, which every pass over a layer asks for more than once.
-    _following: dict[tuple[Phase, int, bool], tuple[Pass, ...]] = field(init=False, repr=False, compare=False)
+    _following: dict[tuple[Phase, int, int, bool], tuple[Pass, ...]] = field(
+        init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         for name, count in (("units", len(self.units)), ("micro_batches", self.micro_batches)):
             if count < 1:
                 raise ConfigError(f"{name}: expected at least one, got {count}")
         self._check_budget()
-        backward = tuple(self._passes(Phase.BACKWARD, reversed(range(len(self.units)))))
-        forward = tuple(self._passes(Phase.FORWARD, range(len(self.units))))
-        last = self._with_optimizer(backward)
+        self._check_order()
         put = object.__setattr__  # frozen: these follow from the arguments
+        forward = tuple(self._passes(MicroPass(Phase.FORWARD, 0)))
+        once = forward + tuple(self._passes(MicroPass(Phase.BACKWARD, 0)))
+        cycle = tuple(item for turn in self.order for item in self._passes(turn)) or once
+        turns = self.order or (MicroPass(Phase.FORWARD, 0), MicroPass(Phase.BACKWARD, 0))
+        *before, last = turns
+        ahead = [item for turn in before for item in self._passes(turn)]
+        ending = self._with_optimizer(tuple(self._passes(last)))
         put(self, "forward_passes", forward)
-        put(self, "passes", (*((forward + backward) * (self.micro_batches - 1)), *forward, *last))
+        put(self, "passes", (*(() if self.order else once * (self.micro_batches - 1)), *ahead, *ending))
         put(self, "_forward_cycle", tuple(item for item in forward if item.moe_layer is not None))
-        put(self, "_cycle", tuple(item for item in forward + backward if item.moe_layer is not None))
+        put(self, "_cycle", tuple(item for item in cycle if item.moe_layer is not None))
         following = {
-            (item.phase, item.moe_layer, training): self._ahead(cycle, here)
+            (item.phase, item.moe_layer, item.micro, training): self._ahead(cycle, here)
             for training, cycle in ((True, self._cycle), (False, self._forward_cycle))
             for here, item in enumerate(cycle)
         }
         put(self, "_following", following)
+
+    def _check_order(self) -> None:
+        """Each micro-batch passes forward and then backward, and backward passes come in the order of micro-batches."""
+        if not self.order:
+            return
+        wanted = list(range(self.micro_batches))
+        for phase in (Phase.FORWARD, Phase.BACKWARD):
+            if [turn.micro for turn in self.order if turn.phase is phase] != wanted:
+                raise ValueError(f"order: expected {phase.name.lower()} passes of micro-batches {wanted}")
+        places = {turn: place for place, turn in enumerate(self.order)}
+        for micro in wanted:
+            if places[MicroPass(Phase.BACKWARD, micro)] < places[MicroPass(Phase.FORWARD, micro)]:
+                raise ValueError(f"order: micro-batch {micro} passes backward before it passes forward")
+
+    @property
+    def interleaves(self) -> bool:
+        """Whether the passes of several micro-batches interleave: then ``Pass.micro`` says whose each is."""
+        return bool(self.order)
 
     @classmethod
     def of_layers(cls, layers: Sequence[int], *, depth: int) -> Schedule:
@@ -166,43 +203,54 @@ class Schedule:
                 f"reshard = {self.reshard.value} keeps"
             )
 
-    def _passes(self, phase: Phase, units: Iterable[int]) -> Iterator[Pass]:
-        for unit in units:
-            yield Pass(phase, unit, None if phase is Phase.OPTIMIZER else self.units[unit].moe_layer)
+    def _passes(self, turn: MicroPass) -> Iterator[Pass]:
+        """Forward passes over the units in order, or backward passes in the opposite one."""
+        units = range(len(self.units))
+        for unit in units if turn.phase is Phase.FORWARD else reversed(units):
+            yield Pass(turn.phase, unit, self.units[unit].moe_layer, micro=turn.micro)
+
+    @staticmethod
+    def _steps(units: Iterable[int]) -> Iterator[Pass]:
+        return (Pass(Phase.OPTIMIZER, unit) for unit in units)
 
     def _with_optimizer(self, backward: Sequence[Pass]) -> list[Pass]:
         """The backward passes of the last micro-batch with the optimizer passes in their places."""
         if self.timing is StepTiming.DEFERRED:
-            return [*backward, *self._passes(Phase.OPTIMIZER, range(len(self.units)))]
+            return [*backward, *self._steps(range(len(self.units)))]
         placed: list[Pass] = []
         lag, count = self.horizontal.depth, len(self.units)
         for done, item in enumerate(backward):
             placed.append(item)
             if done >= lag:
-                placed += self._passes(Phase.OPTIMIZER, [count - 1 - (done - lag)])
-        placed += self._passes(Phase.OPTIMIZER, reversed(range(min(lag, count))))
+                placed += self._steps([count - 1 - (done - lag)])
+        placed += self._steps(reversed(range(min(lag, count))))
         return placed
 
     # The vertical queue -------------------------------------------------------------------------------------
 
-    def following(self, phase: Phase, layer: int, *, training: bool) -> list[Pass]:
-        """The passes of MoE layers that the vertical queue looks ahead to from ``layer``'s ``phase``, nearest first."""
-        return list(self._following[phase, layer, training])
+    def following(self, phase: Phase, layer: int, *, training: bool, micro: int = 0) -> list[Pass]:
+        """The passes of MoE layers that the vertical queue looks ahead to from ``layer``'s ``phase``, nearest first.
+        ``micro``: as in ``Pass``.
+        """
+        return list(self._following[phase, layer, micro, training])
 
     def _ahead(self, cycle: Sequence[Pass], here: int) -> tuple[Pass, ...]:
         ahead = []
         for position in range(here + 1, here + 1 + self.vertical.depth):
             turn, index = divmod(position, len(cycle))
             item = cycle[index]
-            ahead.append(Pass(item.phase, item.unit, item.moe_layer, turn))
+            ahead.append(replace(item, later=turn))
         return tuple(ahead)
 
-    def recomputed(self, layer: int) -> list[Pass]:
+    def recomputed(self, layer: int, *, micro: int = 0) -> list[Pass]:
         """What ``following`` is for the recomputation of ``layer`` (activation checkpointing): its own backward pass
         comes next.
         """
-        own = next(item for item in self._cycle if item.phase is Phase.BACKWARD and item.moe_layer == layer)
-        return [own, *self.following(Phase.BACKWARD, layer, training=True)][: self.vertical.depth]
+        wanted = (Phase.BACKWARD, layer, micro)
+        own = next(item for item in self._cycle if (item.phase, item.moe_layer, item.micro) == wanted)
+        return [own, *self.following(Phase.BACKWARD, layer, training=True, micro=micro)][
+            : self.vertical.depth
+        ]
 
     # Reading ------------------------------------------------------------------------------------------------
 
@@ -233,7 +281,7 @@ class Schedule:
 
         fetched = []
         if item.moe_layer is not None:
-            fetched = self.following(item.phase, item.moe_layer, training=True)
+            fetched = self.following(item.phase, item.moe_layer, training=True, micro=item.micro)
         return (
             str(index),
             f"{item.phase.name.lower()} {self.units[item.unit].name}",
@@ -298,8 +346,7 @@ class Window:
     def at(self, position: int) -> Pass:
         """The pass at ``position``; its ``later`` is the step that it belongs to."""
         turn, index = divmod(position, len(self.passes))
-        item = self.passes[index]
-        return Pass(item.phase, item.unit, item.moe_layer, turn)
+        return replace(self.passes[index], later=turn)
 
     def begin(self) -> Movement:
         """Before the first pass."""
@@ -360,8 +407,9 @@ class Window:
         self._cursor += 1
 
     def _backward_of(self, position: int, unit: int) -> int:
+        wanted = (Phase.BACKWARD, unit, self.at(position).micro)
         for later in range(position + 1, position + len(self.passes)):
             item = self.at(later)
-            if item.unit == unit and item.phase is Phase.BACKWARD:
+            if (item.phase, item.unit, item.micro) == wanted:
                 return later
         return position  # forward passes only

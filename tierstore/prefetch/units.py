@@ -8,7 +8,7 @@ from tierstore.dense.config import DenseConfig
 from tierstore.dense.footprint import FP32, blocks_held, gather_width
 from tierstore.dense.layout import UnitLayout
 from tierstore.prefetch.plan import PrefetchConfig
-from tierstore.prefetch.schedule import Buffer, QueueLimits, Schedule, Unit
+from tierstore.prefetch.schedule import Buffer, MicroPass, QueueLimits, Schedule, Unit
 from tierstore.tiers.slots import ElementType
 
 
@@ -20,8 +20,10 @@ def unit_schedule(
     moe_layers: Sequence[int],
     compute: ElementType = FP32,
     micro_batches: int = 1,
+    first_block: int = 0,
+    order: Sequence[MicroPass] = (),
 ) -> Schedule:
-    """The schedule of a model with units ``layouts``, whose block i is unit i + 1.
+    """The schedule of a model with units ``layouts``, whose block ``first_block`` is unit 1. ``order``: as in ``Schedule``.
 
     Its horizontal budget is that of the fusion buffers: each block takes one, whatever its size; the first and the
     last unit have buffers of their own. The step of dense parameters is deferred, clipped or not: their norm is known
@@ -35,7 +37,7 @@ def unit_schedule(
     def unit(number: int, layout: UnitLayout) -> Unit:
         if number in (0, last):
             return Unit(layout.name, buffer=Buffer.OWN)
-        block = number - 1
+        block = first_block + number - 1
         return Unit(layout.name, buffer, block if block in moe_layers else None, block)
 
     return Schedule(
@@ -44,4 +46,5 @@ def unit_schedule(
         vertical=QueueLimits(prefetch.depth),
         reshard=dense.reshard,
         micro_batches=micro_batches,
+        order=tuple(order),
     )

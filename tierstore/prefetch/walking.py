@@ -113,14 +113,18 @@ class AccessWalk:
         entry = record.entry(Group.WEIGHTS)
         source = self._cache.sections(entry)[0]
         ticket = self._device.load(slot, source, self._cache.ready(entry))
-        self._cache.reads(entry, ticket)
+        if ticket:
+            self._cache.reads(entry, ticket)
         return ticket
 
     def _arrive(self, record: CachedRecord, staged: deque[tuple[int, int]], layer: int) -> int:
         """Waits for the first of ``staged``, the weights of ``record``; returns its slot. Raises ChecksumError, OSError."""
         slot, ticket = staged[0]
+        if not ticket:
+            return slot
         try:
             self._wait_weights(record, ticket, layer)
+            self._cache.came(record.entry(Group.WEIGHTS))
         except (StoreError, OSError):
             if self._store.opened_to is StoreAccess.WRITE:
                 raise

@@ -42,7 +42,7 @@ class DeviceTier(Protocol):
     def slots(self) -> DeviceSlots[torch.dtype]: ...
 
     def load(self, slot: int, source: Buffer, after: Sequence[int]) -> int:
-        """Queues the copy of ``source`` into weight slot ``slot``; returns its ticket.
+        """Queues the copy of ``source`` into weight slot ``slot``; returns its ticket, 0 where there is nothing to wait for.
 
         A tier that loads in place reads ``source`` itself: it stays as it is until the slot has been released.
         """
@@ -119,7 +119,7 @@ class HostDeviceTier:
     def load(self, slot: int, source: Buffer, after: Sequence[int]) -> int:
         if self._loads is WeightLoads.IN_PLACE and source.contiguous:
             self._given[slot] = self._weights_in(source)
-            return self._engine.barrier(after)
+            return self._engine.barrier(after) if after else 0
         self._given[slot] = self._slot_weights[slot]
         return self._engine.copy(self._weights[slot], source, after=after)
 

@@ -8,24 +8,26 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from tierstore.dense import DenseSlices, GatherDtype, UnitLayout, dense_schemas, unit_layouts
 from tierstore.dense.frozen import load_frozen
 from tierstore.dense.gates import Gates, PassListener
-from tierstore.dense.parameters import Units
+from tierstore.dense.parameters import DividedParameters, Units
 from tierstore.errors import ConfigError, StoreFormatError
 from tierstore.model.config import CheckpointActivations
 from tierstore.model.interface import Model
 from tierstore.model.spec import ModelSpec
+from tierstore.model.transformer import Transformer
 from tierstore.moe.guessing import RouterGuesses
+from tierstore.moe.pipelining import Pipelining
 from tierstore.moe.source import ExpertSource, JointSource, SourceSlot, in_training
 from tierstore.parallel import Mesh, RankEnvironment, rank_device
 from tierstore.prefetch import HorizontalQueue, Schedule, unit_schedule
@@ -36,7 +38,7 @@ from tierstore.store.config import StoreConfig
 from tierstore.store.core import StoreCore
 from tierstore.store.directories import rank_directory, rank_stripe
 from tierstore.store.format import RecordSchema
-from tierstore.store.opening import read_schemas
+from tierstore.store.opening import read_schemas, read_states
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.timeline import NullTimeline, TimelineSink, Track
 from tierstore.train.budgets import (
@@ -49,20 +51,33 @@ from tierstore.train.budgets import (
     pair_schema,
     trained_schema,
 )
+from tierstore.train.combinations import check_combination
 from tierstore.train.config import TrainConfig
-from tierstore.train.data import TrainingData
+from tierstore.train.data import TextData, TrainingData
+from tierstore.train.elastic import MadeOver, follow_ranks
 from tierstore.train.experts import ExpertOpener, pair_key, register_experts, register_pairs
+from tierstore.train.files import DataConfig
 from tierstore.train.footprint import boundary_split, return_freed_memory
 from tierstore.train.layer_order.boundaries import BoundaryStore
 from tierstore.train.layer_order.passes import LayerParts
 from tierstore.train.layer_order.spilling import open_boundaries
+from tierstore.train.pipelining import PipelineControl, most_chunks
 from tierstore.train.ranks import Agreed, Opening, agree, check_alike
 from tierstore.train.sources import open_data
-from tierstore.train.state import TrainState, conditions, differences
+from tierstore.train.stages.order import one_forward_one_backward
+from tierstore.train.stages.spec import StageSpec, stage_config
+from tierstore.train.state import STATE_KEY, TrainState, conditions, differences, table_of
 from tierstore.train.step_time import StepTimer
 from tierstore.train.stepping import SessionParts, Stepper
+from tierstore.train.tasks.data import TaskData
+from tierstore.train.tasks.opening import open_tasks, own_head_tasks, refuse_tasks
+from tierstore.train.tasks.progress import changes, resumed
 from tierstore.train.thread_times import ThreadTimes, stolen_while_running
 from tierstore.train.trainer import Trainer
+from tierstore.train.vocabulary import VocabularyChoice, choose_vocabulary
+
+if TYPE_CHECKING:  # its packages are imported where documents are tokenised
+    from tierstore.train.tokens.data import TokenData
 
 
 @contextlib.contextmanager
@@ -139,8 +154,11 @@ def open_parts(
 ) -> Iterator[SessionParts]:
     """What ``open_session`` makes its trainer of, for whoever drives it; closed at exit."""
     setup = _prepare(config, opening, loop, mesh, timeline or NullTimeline(), tokenising)
+    config = setup.config
     accepted()
-    shell = _build_model(setup)
+    pipelining = Pipelining(setup.timeline)
+    pipeline = PipelineControl(config, setup.mesh, pipelining)
+    shell = _build_model(setup, SourceSlot(pipelining))
     with contextlib.ExitStack() as stack:
         store = _open_store(setup, shell, trace=trace, io_log=io_log)
         stack.callback(store.close)
@@ -151,6 +169,10 @@ def open_parts(
             shell.model.load_state(store.committer.state)
         else:
             state = TrainState(conditions=setup.conditions)
+        pipeline.begin(state, store.note_in_trace)
+        state.tasks = resumed(config.tasks, state.tasks)
+        if isinstance(setup.data, TaskData):
+            setup.data.begin(state.position, state.tasks)
         dense, schedule = _slice_dense(setup, shell)
         queue = HorizontalQueue(schedule, dense, setup.ledger)
         gates = dense.attach(shell.model, queue if watch is None else watch.listener(queue))
@@ -189,7 +211,10 @@ def open_parts(
             state=state,
             ledger=setup.ledger,
             timeline=setup.timeline,
+            pipeline=pipeline,
             layers=_layer_parts(setup, store, gates, shell.source, stack),
+            vocabulary=setup.vocabulary,
+            made_over=setup.made_over,
         )
         if setup.agreed.opening is Opening.CREATE:
             # A store is one from its first commit on: none is before all ranks have made theirs.
@@ -223,8 +248,10 @@ class _Setup:
     data: TrainingData | None
     agreed: Agreed
     conditions: dict[str, object]
+    vocabulary: VocabularyChoice
     timeline: TimelineSink
     ledger: StallLedger
+    made_over: MadeOver | None
 
     @property
     def owned(self) -> range:
@@ -257,20 +284,33 @@ def _prepare(
 ) -> _Setup:
     device = rank_device(config.device, RankEnvironment()) if mesh is None else mesh.device
     mesh = mesh or Mesh.alone(RankEnvironment(), device)
+    check_combination(config, mesh.layout)
     _check_batch(config, mesh.data.size)
+    most_chunks(config, mesh)  # a refusal comes here
+    if config.tasks and loop is Loop.FOREIGN:
+        raise ConfigError("tasks: a loop of your own brings its own data; expected none")
+    refuse_tasks(config, mesh.data.size)
     if loop is Loop.FOREIGN and config.data.layer_major:
         raise ConfigError(
             "data.micro_order: expected micro or auto: a loop of your own drives one pass after another, and layer order "
             "needs all micro-batches of a step at once"
+        )
+    whole, config = config, stage_config(config, mesh.pipeline.rank, mesh.stages)
+    if loop is Loop.FOREIGN and mesh.stages > 1:
+        raise ConfigError(
+            "parallel.stages: expected 1: a loop of your own drives one pass after another, and stages take those of "
+            "several micro-batches in turns"
         )
     if config.threads:
         torch.set_num_threads(config.threads)
     compute_deterministically(device)
     divided = budgets(config, DeviceKind(device.type))
     boundary_split(config, mesh.data.size, len(config.model.architecture.units) - 2)  # a refusal comes here
+    made_over = follow_ranks(config, opening, mesh)
     agreed = agree(config.store, opening, mesh)
     if agreed.opening is Opening.RESUME:
         _check_records(config, read_schemas(rank_directory(config.store, mesh.world.rank, mesh.world.size)))
+    vocabulary = _choose_vocabulary(whole, mesh, agreed)
     # Last, for to tokenise may take hours.
     data = _open_data(config, mesh, progress) if loop is Loop.OWN else None
     present = conditions(
@@ -279,6 +319,7 @@ def _prepare(
         device=device,
         data_crc32=None if data is None else data.crc32,
         mesh=mesh,
+        vocabulary=vocabulary,
     )
     check_alike(config, present, mesh)
     return _Setup(
@@ -289,23 +330,40 @@ def _prepare(
         data=data,
         agreed=agreed,
         conditions=present,
+        vocabulary=vocabulary,
         timeline=timeline,
         ledger=StallLedger(listener=stall_spans(timeline) if timeline.enabled else None),
+        made_over=made_over,
     )
+
+
+def _choose_vocabulary(config: TrainConfig, mesh: Mesh, agreed: Agreed) -> VocabularyChoice:
+    """Of a store that is there, AUTO is what it was made with."""
+    recorded = None
+    if agreed.opening is Opening.RESUME:
+        directory = rank_directory(config.store, mesh.world.rank, mesh.world.size)
+        raw = read_states(directory, STATE_KEY)[agreed.at]
+        parallel = TrainState.unpack({STATE_KEY: raw}, where=str(directory)).conditions.get("parallel")
+        recorded = parallel if isinstance(parallel, Mapping) else {}
+    device = DeviceKind(mesh.device.type)
+    return choose_vocabulary(config, ranks=mesh.data.size, device=device, recorded=recorded)
 
 
 def _open_data(config: TrainConfig, mesh: Mesh, progress: Callable[[int, int], None]) -> TrainingData:
-    return open_data(
-        config.data,
-        seq_len=config.model.seq_len,
-        vocab_size=config.model.vocab_size,
-        tokenizer=config.model.tokenizer,
-        store=config.store,
-        together=config.model.mixes_documents,
-        first=mesh.world.rank == 0,
-        barrier=mesh.world.barrier,
-        progress=progress,
-    )
+    def open_source(data: DataConfig) -> TextData | TokenData:
+        return open_data(
+            data,
+            seq_len=config.model.seq_len,
+            vocab_size=config.model.vocab_size,
+            tokenizer=config.model.tokenizer,
+            store=config.store,
+            together=config.model.mixes_documents,
+            first=mesh.world.rank == 0,
+            barrier=mesh.world.barrier,
+            progress=progress,
+        )
+
+    return open_tasks(config, mesh.data.size, open_source) if config.tasks else open_source(config.data)
 
 
 def compute_deterministically(device: torch.device) -> None:
@@ -316,9 +374,11 @@ def compute_deterministically(device: torch.device) -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def _build_model(setup: _Setup) -> _Shell:
-    config, mesh, source = setup.config, setup.mesh, SourceSlot()
-    model = _spec(config).build(source, mesh=mesh, ledger=setup.ledger)
+def _build_model(setup: _Setup, source: SourceSlot) -> _Shell:
+    config, mesh = setup.config, setup.mesh
+    vocabulary = setup.vocabulary
+    model = _spec(config).build(source, mesh=mesh, ledger=setup.ledger, vocabulary=vocabulary.partition)
+    heads = model.add_heads(own_head_tasks(config)) if isinstance(model, Transformer) else {}
     units = model.dense_units()
     narrow = config.dense.gather is GatherDtype.COMPUTE
     if not narrow and any(parameter.dtype != torch.float32 for _, unit in units for parameter in unit):
@@ -326,7 +386,12 @@ def _build_model(setup: _Setup) -> _Shell:
             "dense.gather: expected compute: this model takes its parameters in bf16, and casts none itself"
         )
     layouts = unit_layouts(
-        units, ranks=mesh.data.size, narrow=model.cast_parameters(), fusion=config.dense.fusion
+        units,
+        ranks=mesh.data.size,
+        narrow=model.cast_parameters(),
+        fusion=config.dense.fusion,
+        tables=vocabulary.tables,
+        apart=heads,
     )
     return _Shell(model=model, source=source, units=units, layouts=layouts)
 
@@ -348,7 +413,7 @@ def _open_store(setup: _Setup, shell: _Shell, *, trace: Path | None, io_log: Pat
         cache=config.cache,
         io=config.io,
         disk=config.links.disk,
-        group_order=group_order(setup.mesh.replicas),
+        group_order=group_order(replicas=setup.mesh.replicas, chunks=most_chunks(config, setup.mesh)),
         stripe=rank_stripe(config.stripe, world.rank, world.size),
         wear=config.wear,
     )
@@ -363,8 +428,11 @@ def _open_store(setup: _Setup, shell: _Shell, *, trace: Path | None, io_log: Pat
         store_config,
         adamw=config.adamw,
         at=agreed.at,
-        # What is trained beside frozen records came after them; otherwise the store has them all.
-        further=[*([pairs] if pairs else []), *dense_schemas(shell.layouts)] if config.lora.enabled else [],
+        # What is trained beside frozen records came after them, and a task may bring a head of its own; otherwise the store
+        # has them all.
+        further=[*([pairs] if pairs else []), *dense_schemas(shell.layouts)]
+        if config.lora.enabled or config.tasks
+        else [],
         trace=trace,
         io_log=io_log,
     ).core
@@ -382,17 +450,32 @@ def _slice_dense(setup: _Setup, shell: _Shell) -> tuple[DenseSlices, Schedule]:
         config=config.dense,
         compute=compute,
         timeline=setup.timeline,
+        divided=_divided(setup.mesh, shell.model),
     )
     shell.model.module.to(setup.mesh.device)
+    passes = config.data.passes if setup.data is not None else 1
+    spec, pipeline = config.model, setup.mesh.pipeline
+    staged = isinstance(spec, StageSpec)
     schedule = unit_schedule(
         shell.layouts,
         config.dense,
         config.prefetch,
         moe_layers=config.model.moe_layers,
         compute=compute,
-        micro_batches=config.data.passes if setup.data is not None else 1,
+        micro_batches=passes,
+        first_block=spec.layers.start if isinstance(spec, StageSpec) else 0,
+        order=one_forward_one_backward(pipeline.rank, pipeline.size, passes) if staged else (),
     )
     return dense, schedule
+
+
+def _divided(mesh: Mesh, model: Model) -> DividedParameters | None:
+    """Which dense parameters this rank has a part of; None where it has all of them whole."""
+    if mesh.tensor.size == 1:
+        return None
+    units = model.unit_divisions()
+    indices = tuple(frozenset(i for i, division in enumerate(unit) if division is not None) for unit in units)
+    return DividedParameters(mesh.tensor, indices)
 
 
 def _fill(setup: _Setup, shell: _Shell, store: StoreCore, dense: DenseSlices) -> None:
@@ -410,8 +493,11 @@ def _fill(setup: _Setup, shell: _Shell, store: StoreCore, dense: DenseSlices) ->
             dense.register(store)
             register_pairs(config, store, owned)
         else:
-            store.reserve()
-            dense.load(store, store.history.applied)
+            fresh = dense.missing(store) if config.tasks else []
+            store.reserve(dense.record_counts(fresh))
+            if fresh:
+                dense.register(store, fresh)
+            dense.load(store, store.history.applied, fresh=fresh)
         _load_frozen(setup, shell, store)
         # Everybody is at this step now: what was prepared and not acknowledged is.
         setup.mesh.world.barrier()
@@ -450,7 +536,7 @@ def _load_frozen(setup: _Setup, shell: _Shell, store: StoreCore) -> None:
 
 
 def _check_batch(config: TrainConfig, world: int) -> None:
-    if config.data.batch_size % world:
+    if config.data.batch_size % world and not config.tasks:
         raise ConfigError(
             f"data.batch_size: expected a multiple of the {world} ranks, got {config.data.batch_size}"
         )
@@ -512,7 +598,13 @@ def _check_records(config: TrainConfig, schemas: Sequence[RecordSchema]) -> None
 
 def _resumed_state(config: TrainConfig, store: StoreCore, present: dict[str, object]) -> TrainState:
     state = TrainState.unpack(store.committer.state, where=str(config.store))
-    changed = differences(state.conditions, present)
+    recorded, own = dict(state.conditions), dict(present)
+    tasks = table_of(recorded.pop("tasks", {})), table_of(own.pop("tasks", {}))
+    changed = differences(recorded, own)
+    if any(tasks):  # the text is that of all tasks
+        changed = [line for line in changed if not line.startswith("data.crc32")] + [
+            *changes(*tasks, state.tasks)
+        ]
     if not state.begun:  # an import does not know what will be trained
         changed = [line for line in changed if not line.startswith("model.lora")]
     kept = ("model.checkpoint", "model.tuning")  # a run may choose these

@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
@@ -34,17 +34,23 @@ from tierstore.dense import DenseSlices
 from tierstore.errors import TierstoreError
 from tierstore.model.interface import Model
 from tierstore.parallel import Mesh, RankGroup
+from tierstore.parallel.config import Elastic
 from tierstore.prefetch.experts import ExpertTiers
 from tierstore.prefetch.horizontal import HorizontalQueue
 from tierstore.prefetch.plan import StepTiming
+from tierstore.prefetch.program import Finals
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store.core import OptimizerStep, StoreCore
 from tierstore.timeline import OperationSpans, TimelineSink, Track
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TrainingData
+from tierstore.train.elastic import MadeOver, drop_before
 from tierstore.train.layer_order.passes import LayerParts
+from tierstore.train.norms import gradient_norm
+from tierstore.train.pipelining import PipelineControl
 from tierstore.train.ranks import commit_everywhere
 from tierstore.train.state import STATE_KEY, TrainState
+from tierstore.train.vocabulary import VocabularyChoice
 
 
 class NonFiniteError(TierstoreError):
@@ -74,8 +80,13 @@ class SessionParts:
     state: TrainState
     ledger: StallLedger
     timeline: TimelineSink
+    pipeline: PipelineControl
     #: Where steps take their micro-batches in layer order.
     layers: LayerParts | None = None
+    #: How embedding and head reach their tokens.
+    vocabulary: VocabularyChoice = field(default_factory=VocabularyChoice)
+    #: Where the store was that of other ranks.
+    made_over: MadeOver | None = None
 
 
 class StepOutcome(Enum):
@@ -132,8 +143,11 @@ class Stepper:
         ):
             parts.experts.gradients.step_pending()
             parts.dense.save(parts.store, parts.store.history.applied)
+            parts.state.chunks = parts.pipeline.at_commit(parts.state.position)
             state = {**parts.model.state(), STATE_KEY: parts.state.pack()}
             generation = commit_everywhere(parts.store, parts.mesh, state, snapshot)
+            if parts.config.parallel.elastic is Elastic.RESHARD and parts.mesh.world.rank == 0:
+                drop_before(parts.config.store)
         self._operations.drain()
         return generation
 
@@ -178,6 +192,11 @@ class OpenStep:
         parts.dense.begin_micro()
         parts.model.set_step(self._position, index)
         self._begun += 1
+
+    def resume_pass(self, index: int, finals: Finals) -> None:
+        """The backward pass of forward pass number ``index`` follows, where those of several micro-batches interleave."""
+        self._parts.experts.resume_micro(index=index, finals=finals)
+        self._parts.dense.resume_micro()
 
     def backward(self, objective: Tensor) -> None:
         """The backward pass of the last forward pass."""
@@ -238,14 +257,7 @@ class OpenStep:
         parts = self._parts
         if self.passes is None:
             parts.experts.end_passes()
-        with parts.ledger.stall(layer=None, tier=Tier.HOST, cause=Cause.OPTIMIZER):
-            squares = parts.experts.gradients.sum_of_squares()
-        # Replicas of an expert have the same gradient: it counts once.
-        counted = squares if parts.mesh.replica.rank == 0 else 0.0
-        (mean,) = means([counted], parts.mesh.world, parts.ledger)
-        squares = mean * parts.mesh.world.size
-        squares += parts.dense.sum_of_squares()
-        return math.sqrt(squares) if math.isfinite(squares) else math.nan
+        return gradient_norm(parts.experts.gradients, parts.dense, parts.mesh, parts.ledger)
 
     def _apply(self) -> None:
         parts = self._parts

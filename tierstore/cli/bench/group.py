@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tierstore.cli.bench.embedding import embedding
+from tierstore.cli.bench.exchange import exchange
 from tierstore.cli.bench.generate import generate
 from tierstore.cli.bench.guesses import guesses
 from tierstore.cli.bench.io import io
@@ -27,6 +29,7 @@ from tierstore.cli.bench.results import (
 from tierstore.cli.bench.ring import ring
 from tierstore.cli.bench.rivals import rivals
 from tierstore.cli.bench.scale import scale
+from tierstore.cli.bench.tasks import tasks
 from tierstore.cli.bench.tiers import tiers
 from tierstore.cli.bench.train import train
 from tierstore.cli.groups import CommandGroup
@@ -55,6 +58,7 @@ for _command in (
     io,
     tiers,
     train,
+    embedding,
     order,
     guesses,
     quant,
@@ -64,8 +68,10 @@ for _command in (
     overlap,
     prediction,
     pipemoe,
+    exchange,
     machine,
     scale,
+    tasks,
     report,
     compare,
 ):

@@ -22,11 +22,12 @@ from tierstore.errors import BudgetError, StoreFormatError
 from tierstore.hf.manifest import Manifest
 from tierstore.hf.stored import stored_spec
 from tierstore.machine import memory
+from tierstore.parallel.layout import Layout
 from tierstore.store.format import Group
 from tierstore.store.opening import read_schemas
 from tierstore.train.budgets import EXPERT_SCHEMA
 from tierstore.train.config import FinetuneConfig
-from tierstore.train.reshard import Layout, reshard
+from tierstore.train.resharding import reshard
 from tierstore.units import format_bytes
 
 #: Of the memory that is there, what a server leaves to caches of keys and values, activations and the interpreter.
@@ -103,7 +104,7 @@ class Segmentation:
         if store.exists():  # whole, but nothing says so: it is made again
             shutil.rmtree(store)
         spec = stored_spec(context.input_store, FinetuneConfig())
-        reshard(context.input_store, store, Layout(ranks, ranks), model=spec)
+        reshard(context.input_store, store, Layout(1, 1, ranks, 1), model=spec)
         context.say(f"segmentation: {ranks} ranks, {format_bytes(bytes_on_disk(store))}")
         return store
 

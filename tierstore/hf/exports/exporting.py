@@ -7,7 +7,7 @@ buffers, whatever the size of the model. The store stays as it is, but for a com
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from tierstore.config import from_dict
 from tierstore.dense import Fusion
+from tierstore.dense.layout import ParameterPlace
 from tierstore.errors import ConfigError, StoreFormatError
 from tierstore.hf.checkpoints.checkpoint import ReadWindow, TensorInfo, TensorReader, read_header
 from tierstore.hf.checkpoints.writing import (
@@ -53,6 +54,7 @@ from tierstore.hf.manifest import (
 )
 from tierstore.model.config import ComputeDtype, ModelConfig
 from tierstore.store.disk.home import MODEL_DIRECTORY, fsync_directory
+from tierstore.train.vocabulary import recorded_tables
 
 Bytes = npt.NDArray[np.uint8]
 _CHUNK_VALUES = 4 << 20
@@ -97,7 +99,8 @@ def export(
         if manifest is not None:
             outline = outline_of(source, manifest, ranks, dtype)
         else:
-            outline = mixtral(*_built_in(source, weights), ranks, dtype)
+            model, fusion, tables = _built_in(source, weights)
+            outline = mixtral(model, fusion, ranks, dtype, tables)
         if adapted_by(weights) is not None:
             if adjustment is not None:
                 raise ConfigError(f"{source}: an adapter was trained in this store: no other can be merged")
@@ -169,11 +172,12 @@ def _exported(
     )
 
 
-def _built_in(source: Path, weights: StoredWeights) -> tuple[ModelConfig, Fusion]:
+def _built_in(source: Path, weights: StoredWeights) -> tuple[ModelConfig, Fusion, Collection[ParameterPlace]]:
     conditions: dict[str, Any] = weights.state.conditions
     try:
         model = from_dict(ModelConfig, conditions["model"], origin=str(source))
-        return model, Fusion(conditions["dense"]["fusion"])
+        tables = recorded_tables(model, conditions["parallel"], ranks=len(weights.stores))
+        return model, Fusion(conditions["dense"]["fusion"]), tables
     except (KeyError, TypeError, ValueError) as error:
         raise StoreFormatError(f"{source}: the conditions of the run are damaged: {error}") from error
 

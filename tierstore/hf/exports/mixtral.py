@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from tierstore.dense import Fusion
-from tierstore.dense.layout import Narrow, layouts_of_shapes
+from tierstore.dense.layout import Narrow, ParameterPlace, layouts_of_shapes
 from tierstore.errors import ConfigError
 from tierstore.hf.checkpoints.writing import TensorSpec
 from tierstore.hf.exports.outline import DenseValues, ExpertValues, ExportDtype, Origin, Outline
@@ -42,8 +42,15 @@ def refusals(model: ModelConfig) -> list[str]:
     return found
 
 
-def mixtral(model: ModelConfig, fusion: Fusion, ranks: int, dtype: ExportDtype | None) -> Outline:
-    """The export of the built-in ``model``; ``dtype`` None is the type that it computes in.
+def mixtral(
+    model: ModelConfig,
+    fusion: Fusion,
+    ranks: int,
+    dtype: ExportDtype | None,
+    tables: Collection[ParameterPlace] = (),
+) -> Outline:
+    """The export of the built-in ``model``; ``dtype`` None is the type that it computes in. ``tables``: the parameters whose
+    rows are divided over ``ranks``.
 
     Raises ConfigError naming every option that a Mixtral does not have.
     """
@@ -80,7 +87,7 @@ def mixtral(model: ModelConfig, fusion: Fusion, ranks: int, dtype: ExportDtype |
     return Outline(
         dtype=dtype,
         tensors=tensors,
-        layouts=layouts_of_shapes(_units(model), ranks=ranks, fusion=fusion),
+        layouts=layouts_of_shapes(_units(model), ranks=ranks, fusion=fusion, tables=tables),
         experts=model.experts,
         files=files,
         notes=tuple(notes),

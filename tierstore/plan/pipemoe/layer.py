@@ -103,9 +103,9 @@ class LayerDegrees:
 def layer_degrees(
     setting: Setting, profile: Profile, taken: Capacity, traffic: Traffic
 ) -> LayerDegrees | None:
-    """The numbers of chunks of ``setting``'s passes; None where every expert is on the rank of its tokens."""
+    """The numbers of chunks of ``setting``'s passes; None where no tokens travel to experts."""
     sharing = setting.ranks.sharing
-    if sharing == 1:
+    if sharing == 1 or setting.config.parallel.tensor > 1:
         return None
     workload = StepWorkload(setting, taken, traffic, profile)
     most = max(setting.model.experts // sharing, 1)

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 from launcher import Ranks
-from rank_cases import MODES, ahead, alone, train, weights
+from rank_cases import MODES, ahead, alone, laid_out, train, weights
 
 from tierstore.errors import ConfigError, StoreExistsError, StoreFormatError, StoreMissingError
+from tierstore.parallel.config import RowPlacement
 from tierstore.store import ParameterStore, StoreConfig, verify_store
 from tierstore.store.directories import rank_directories
 from tierstore.train.ranks import Opening
-from tierstore.train.reshard import Layout, reshard
+from tierstore.train.resharding import VocabularyPlacement, reshard
 
 Make = Callable[..., dict[str, Any]]
 
@@ -50,11 +51,11 @@ def test_there_and_back_is_the_same_store(
     ranks.run(2, train, made, 4, Opening.CREATE)
     before = contents(made["store"])
     seen: list[tuple[int, int]] = []
-    done = reshard(made["store"], tmp_path / "one", Layout(1, 1), lambda *at: seen.append(at))
-    assert (done.before, done.after, done.step) == (Layout(2, 2), Layout(1, 1), 4)
+    done = reshard(made["store"], tmp_path / "one", laid_out(1, 1), lambda *at: seen.append(at))
+    assert (done.before, done.after, done.step) == (laid_out(2, 2), laid_out(1, 1), 4)
     assert seen == [(i + 1, done.records) for i in range(done.records)]
-    reshard(tmp_path / "one", tmp_path / "four", Layout(4, 2))
-    reshard(tmp_path / "four", tmp_path / "two", Layout(2, 2))
+    reshard(tmp_path / "one", tmp_path / "four", laid_out(4, 2))
+    reshard(tmp_path / "four", tmp_path / "two", laid_out(2, 2))
     assert contents(tmp_path / "two") == before
     assert contents(made["store"]) == before
     four = contents(tmp_path / "four")
@@ -63,20 +64,53 @@ def test_there_and_back_is_the_same_store(
     assert ranks.run(2, train, {**made, "store": tmp_path / "two"}, 6, Opening.RESUME) == again
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"model.compute_dtype": "bf16", "adamw.moments": "int8"}])
+def test_any_layout_to_any_other(settings: Make, tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Along a chain of layouts of every kind, and from each back to one process: every byte of every record."""
+    shapes = {"model.n_layers": 8, "model.n_heads": 4, "model.moe_every": 2}
+    made = settings({**shapes, "model.shared_expert_d_ff": 16, **changes})
+    train(alone(), made, 2, Opening.CREATE)
+    before, store = contents(made["store"]), made["store"]
+    for number, layout in enumerate(
+        (
+            laid_out(2, stages=2),
+            laid_out(4, tensor=4),
+            laid_out(8, tensor=2, stages=2),
+            laid_out(6, 3),
+            laid_out(4, stages=4),
+            laid_out(4, tensor=2),
+        )
+    ):
+        # Every second one has the rows of embedding and head divided.
+        places = [RowPlacement.GATHERED, RowPlacement.PARTITIONED]
+        placement = VocabularyPlacement(places[number % 2], places[(number // 2) % 2])
+        done = reshard(store, tmp_path / f"{number}", layout, placement=placement)
+        store = tmp_path / f"{number}"
+        assert done.after == layout
+        assert len(contents(store)) == layout.world
+        assert reshard(store, tmp_path / f"{number}-alone", laid_out(1)).before == layout
+        assert contents(tmp_path / f"{number}-alone") == before
+
+
 def test_training_goes_on_with_other_ranks(ranks: Ranks, settings: Make, tmp_path: Path) -> None:
     single, several = settings(), settings()
     expected, _, _ = train(alone(), single, 10, Opening.CREATE)
     first = ranks.run(2, train, several, 4, Opening.CREATE)[0][0]
     store = several["store"]
-    for name, layout, until in (("a", Layout(4, 4), 6), ("b", Layout(1, 1), 8), ("c", Layout(2, 1), 10)):
+    for name, layout, until in (
+        ("a", laid_out(4, 4), 6),
+        ("b", laid_out(1, 1), 8),
+        ("c", laid_out(2, 1), 10),
+    ):
         reshard(store, tmp_path / name, layout)
         store = tmp_path / name
         moved = {**several, "store": store}
-        if layout.ranks == 1:
+        if layout.world == 1:
             first += train(alone(), moved, until, Opening.RESUME)[0]
         else:
-            expert = layout.expert_ranks
-            first += ranks.run(layout.ranks, train, moved, until, Opening.RESUME, expert=expert)[0][0]
+            expert = layout.expert
+            first += ranks.run(layout.world, train, moved, until, Opening.RESUME, expert=expert)[0][0]
     np.testing.assert_allclose(first, expected, rtol=2e-5)
     want = weights(alone(), single)
     got = ranks.run(2, weights, {**several, "store": store}, expert=1)
@@ -88,10 +122,10 @@ def test_training_goes_on_with_other_ranks(ranks: Ranks, settings: Make, tmp_pat
 def test_more_ranks_than_experts(ranks: Ranks, settings: Make, tmp_path: Path) -> None:
     made = settings({"model.experts": 3})
     expected = train(alone(), made, 2, Opening.CREATE)
-    reshard(made["store"], tmp_path / "four", Layout(4, 4))
+    reshard(made["store"], tmp_path / "four", laid_out(4, 4))
     moved = {**made, "store": tmp_path / "four"}
     found = ranks.run(4, train, moved, 4, Opening.RESUME)
-    reshard(tmp_path / "four", tmp_path / "one", Layout(1, 1))
+    reshard(tmp_path / "four", tmp_path / "one", laid_out(1, 1))
     assert len(expected[0]) == len(found[0][0]) == 2
     train(alone(), {**made, "store": tmp_path / "one"}, 5, Opening.RESUME)
 
@@ -100,27 +134,30 @@ def test_a_step_that_not_all_have_is_not_taken(ranks: Ranks, settings: Make, tmp
     straight, behind = settings(), settings()
     ranks.run(2, train, straight, 2, Opening.CREATE)
     ranks.run(2, ahead, behind, 1)
-    assert reshard(behind["store"], tmp_path / "one", Layout(1, 1)).step == 2
-    reshard(straight["store"], tmp_path / "other", Layout(1, 1))
+    assert reshard(behind["store"], tmp_path / "one", laid_out(1, 1)).step == 2
+    reshard(straight["store"], tmp_path / "other", laid_out(1, 1))
     assert contents(tmp_path / "one") == contents(tmp_path / "other")
 
 
 def test_what_cannot_be_is_refused_and_leaves_nothing(settings: Make, tmp_path: Path) -> None:
     made = settings()
     train(alone(), made, 1, Opening.CREATE)
-    for ranks_, expert in ((0, 0), (4, 3), (2, 0)):
-        with pytest.raises(ConfigError, match=r"ranks: expected"):
-            Layout(ranks_, expert)
+    with pytest.raises(ConfigError, match=r"^parallel\.expert: expected a divisor of the 4 ranks"):
+        laid_out(4, 3)
+    with pytest.raises(ConfigError, match=r"^parallel\.stages: expected 1 to 2 stages of 2 blocks, got 3"):
+        reshard(made["store"], tmp_path / "new", laid_out(3, stages=3))
+    with pytest.raises(ConfigError, match=r"^model\.n_heads: expected a multiple of parallel\.tensor = 3"):
+        reshard(made["store"], tmp_path / "new", laid_out(3, tensor=3))
     (tmp_path / "new.partial").mkdir()
     (tmp_path / "new.partial" / "thesis.txt").write_text("mine")
     with pytest.raises(StoreExistsError, match="something of yours"):
-        reshard(made["store"], tmp_path / "new", Layout(2, 2))
+        reshard(made["store"], tmp_path / "new", laid_out(2, 2))
     assert (tmp_path / "new.partial" / "thesis.txt").read_text() == "mine"
     shutil.rmtree(tmp_path / "new.partial")
     with pytest.raises(StoreMissingError):
-        reshard(tmp_path / "none", tmp_path / "new", Layout(2, 2))
+        reshard(tmp_path / "none", tmp_path / "new", laid_out(2, 2))
     with pytest.raises(StoreExistsError, match="already"):
-        reshard(made["store"], made["store"], Layout(2, 2))
+        reshard(made["store"], made["store"], laid_out(2, 2))
     plain = tmp_path / "plain"
     from tierstore.store import RecordSchema
 
@@ -128,7 +165,7 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(settings: Make, tmp_path: 
         store.register("x", "a")
         store.commit()
     with pytest.raises(StoreFormatError, match="no training state"):
-        reshard(plain, tmp_path / "new", Layout(2, 2))
+        reshard(plain, tmp_path / "new", laid_out(2, 2))
     assert not (tmp_path / "new").exists()
     assert not list(tmp_path.glob("*.partial"))
 
@@ -142,7 +179,7 @@ def test_an_interrupted_one_leaves_nothing(settings: Make, tmp_path: Path) -> No
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        reshard(made["store"], tmp_path / "new", Layout(2, 2), interrupt)
+        reshard(made["store"], tmp_path / "new", laid_out(2, 2), interrupt)
     assert not (tmp_path / "new").exists()
     assert not list(tmp_path.glob("*.partial"))
-    reshard(made["store"], tmp_path / "new", Layout(2, 2))
+    reshard(made["store"], tmp_path / "new", laid_out(2, 2))

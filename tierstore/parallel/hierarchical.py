@@ -1,0 +1,224 @@
+"""How rows go from every rank of an expert group to every other: at once, or in two steps (SE-MoE, section 4.2).
+
+Shapes: S ranks, on m nodes with p places each (S = m p; rank = node * p + place); ``rows_SS[s, d]`` rows go from rank s to
+rank d. All ranks know the whole of it, since they know the loads of all experts: no message says what comes.
+
+In two steps each rank gives every neighbour on its node what goes to the ranks of the neighbour's place, on any node;
+then the ranks of one place exchange between nodes. Between nodes a rank sends m - 1 messages instead of (m - 1) p,
+of the same bytes in all; within the node p - 1 messages as before, of m times the bytes. Rows arrive in the order of
+their sources, so the results are those of one all-to-all, to the bit.
+
+Copies. Rows lie by rank of destination, so both orders of the steps have two copies of all rows: by place in front of the
+node's step and by node in front of the other, or by place between both and by source behind. With the node's step first
+no copy is left to do when the last rows have come over the slow link. A node step of m collectives, one for each
+node of destination, would need no copies, but m (p - 1) messages; and two steps pay only where messages are small.
+
+Order. The second step can be issued when the first has come, and all ranks must issue their second steps in one order.
+That order is the one of the exchanges themselves: a wait for an exchange issues the second steps of all before it first,
+whichever of them a rank waits for first. Issuing an exchange, and waiting for one, also issues those whose first step
+has come meanwhile, in the same order, so that they travel while the rank computes. So between an exchange and its
+wait a rank must not block on what another rank of the group does only behind that wait.
+With CUDA a wait blocks no thread, and the second step is issued with the first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tierstore.parallel.collectives import RankGroup, Work
+from tierstore.parallel.config import ExchangeMode
+from tierstore.units import format_bytes
+
+
+class Exchange(Protocol):
+    """An all-to-all of rows over an expert group."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the group."""
+        ...
+
+    @property
+    def groups(self) -> tuple[RankGroup, ...]:
+        """The groups that it sends over."""
+        ...
+
+    def all_to_all(self, out_rows: Tensor, in_rows: Tensor, rows_SS: Tensor) -> Work:
+        """``rows_SS[s, d]`` rows (int64, on the host, the same on all ranks) go from rank s to rank d: ``in_rows`` by
+        destination, ``out_rows`` by source. A collective. Raises ValueError for tensors that do not fit, PeerError.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeChoice:
+    """What ``parallel.exchange`` came to: hierarchical where the messages between nodes have less than ``below_bytes`` on
+    average (0: never).
+    """
+
+    mode: ExchangeMode
+    below_bytes: float
+    reason: str
+
+    def describe(self) -> str:
+        """One line for the head of a run."""
+        if self.below_bytes <= 0:
+            came_to = "flat"
+        elif self.below_bytes == float("inf"):
+            came_to = "hierarchical"
+        else:
+            came_to = f"hierarchical for messages below {format_bytes(round(self.below_bytes))}, flat above"
+        return f"exchange: {self.mode.value}, {came_to}: {self.reason}"
+
+
+class FlatExchange:
+    """One all-to-all over ``group``."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+
+    @property
+    def rank(self) -> int:
+        return self._group.rank
+
+    @property
+    def groups(self) -> tuple[RankGroup, ...]:
+        return (self._group,)
+
+    def all_to_all(self, out_rows: Tensor, in_rows: Tensor, rows_SS: Tensor) -> Work:
+        came, go = rows_SS[:, self.rank].tolist(), rows_SS[self.rank].tolist()
+        return self._group.all_to_all(out_rows, in_rows, came, go)
+
+
+class HierarchicalExchange:
+    """Within the node, over ``neighbours``; then over ``rail``, the ranks of this one's place on all nodes."""
+
+    def __init__(self, neighbours: RankGroup, rail: RankGroup) -> None:
+        self._neighbours, self._rail = neighbours, rail
+        self._places, self._nodes = neighbours.size, rail.size
+        #: Those whose second step has not been issued, oldest first.
+        self._first_steps: deque[_TwoSteps] = deque()
+
+    @property
+    def rank(self) -> int:
+        return self._rail.rank * self._places + self._neighbours.rank
+
+    @property
+    def groups(self) -> tuple[RankGroup, ...]:
+        return (self._neighbours, self._rail)
+
+    def all_to_all(self, out_rows: Tensor, in_rows: Tensor, rows_SS: Tensor) -> Work:
+        node, place = self._rail.rank, self._neighbours.rank
+        # Rows by node of the source, its place, node of the destination, its place.
+        rows_npnp = rows_SS.reshape(self._nodes, self._places, self._nodes, self._places)
+        _check(out_rows, in_rows, int(rows_SS[:, self.rank].sum()), int(rows_SS[self.rank].sum()))
+        by_place = _transposed(in_rows, rows_npnp[node, place])
+        gone_pn = rows_npnp[node, :, :, place]  # from each neighbour, to each node
+        gathered = in_rows.new_empty((int(gone_pn.sum()), *in_rows.shape[1:]))
+        first = self._neighbours.all_to_all(
+            gathered, by_place, gone_pn.sum(dim=1).tolist(), rows_npnp[node, place].sum(dim=0).tolist()
+        )
+
+        def second() -> Work:
+            by_node = _transposed(gathered, gone_pn)
+            came, go = rows_npnp[:, :, node, place].sum(dim=1).tolist(), gone_pn.sum(dim=0).tolist()
+            return self._rail.all_to_all(out_rows, by_node, came, go)
+
+        work = _TwoSteps(first, second, self._issue_through)
+        self._first_steps.append(work)
+        if in_rows.is_cuda:
+            self._issue_through(work)
+        else:
+            self._issue_ready()
+        return work
+
+    def _issue_through(self, work: _TwoSteps) -> None:
+        """Issues the second steps of ``work`` and all before it, waiting for their first ones; then what is ready."""
+        while work.second is None:
+            self._first_steps[0].issue_second()
+            self._first_steps.popleft()
+        self._issue_ready()
+
+    def _issue_ready(self) -> None:
+        while self._first_steps and self._first_steps[0].first_done():
+            self._first_steps[0].issue_second()
+            self._first_steps.popleft()
+
+
+class _TwoSteps(Work):
+    """Complete when the second step is. ``through`` issues it, behind those before it."""
+
+    def __init__(self, first: Work, start: Callable[[], Work], through: Callable[[_TwoSteps], None]) -> None:
+        super().__init__()
+        self._first, self._start, self._through = first, start, through
+        self.second: Work | None = None
+
+    def first_done(self) -> bool:
+        return self._first.done()
+
+    def issue_second(self) -> None:
+        self._first.wait()
+        self.second = self._start()
+
+    def done(self) -> bool:
+        return self.second is not None and self.second.done()
+
+    def _complete(self) -> None:
+        self._through(self)
+        assert self.second is not None
+        self.second.wait()
+        super()._complete()
+
+
+class SizedExchange:
+    """Hierarchical where messages are small, flat where they are large: every rank knows the sizes of all, and chooses
+    alike.
+    """
+
+    def __init__(
+        self, flat: FlatExchange, hierarchical: HierarchicalExchange, choice: ExchangeChoice
+    ) -> None:
+        self._flat, self._hierarchical = flat, hierarchical
+        self._below_bytes = choice.below_bytes
+
+    @property
+    def rank(self) -> int:
+        return self._flat.rank
+
+    @property
+    def groups(self) -> tuple[RankGroup, ...]:
+        return (*self._flat.groups, *self._hierarchical.groups)
+
+    def all_to_all(self, out_rows: Tensor, in_rows: Tensor, rows_SS: Tensor) -> Work:
+        width = in_rows.shape[1:].numel() * in_rows.element_size()
+        message_bytes = float(rows_SS.sum()) * width / rows_SS.numel()
+        chosen = self._hierarchical if message_bytes < self._below_bytes else self._flat
+        return chosen.all_to_all(out_rows, in_rows, rows_SS)
+
+
+def _check(out_rows: Tensor, in_rows: Tensor, came: int, go: int) -> None:
+    """Here, since the second step would be the first to find it."""
+    if out_rows.shape[0] != came or in_rows.shape[0] != go:
+        raise ValueError(
+            f"splits of {came} and {go} rows do not fit tensors of {out_rows.shape[0]} and {in_rows.shape[0]}"
+        )
+    if out_rows.dtype != in_rows.dtype or out_rows.shape[1:] != in_rows.shape[1:]:
+        raise ValueError(
+            f"rows must be alike: {out_rows.dtype} {tuple(out_rows.shape[1:])} and "
+            f"{in_rows.dtype} {tuple(in_rows.shape[1:])}"
+        )
+    if not (out_rows.is_contiguous() and in_rows.is_contiguous()):
+        raise ValueError("expected contiguous tensors")
+
+
+def _transposed(rows: Tensor, count_AB: Tensor) -> Tensor:
+    """``rows``, which lie in blocks of ``count_AB[a, b]`` by (a, b), by (b, a)."""
+    outer, inner = count_AB.shape
+    blocks = torch.split(rows, count_AB.flatten().tolist())
+    return torch.cat([blocks[a * inner + b] for b in range(inner) for a in range(outer)])

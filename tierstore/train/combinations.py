@@ -1,0 +1,215 @@
+"""What goes with what: the one table of which ways to train can be combined, and the check that refuses the others.
+
+Every pair of ``Feature`` has a ``Pairing``: the run has the same bits as one on the plain layout (the same model, tasks
+and moments, ranks that share nothing but data and experts, micro-batch by micro-batch), or differs from it by rounding
+within a stated tolerance, or is refused with a reason. ``docs/PARALLEL.md`` shows this table,
+``tests/train/test_combinations.py`` runs every pair. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+from tierstore.errors import ConfigError
+from tierstore.model.config import ModelConfig
+from tierstore.parallel.config import ExchangeMode, RowPlacement
+from tierstore.store.format import MomentFormat
+
+if TYPE_CHECKING:
+    from tierstore.parallel.layout import Layout
+    from tierstore.train.config import TrainConfig
+
+
+class Feature(Enum):
+    """A way to train that a run may or may not take. In the order of the table."""
+
+    LAYER_MAJOR = "layer-major micro-batches"
+    CHUNKS = "chunked exchange (r > 1)"
+    STAGES = "pipeline stages"
+    TENSOR = "tensor parallelism"
+    HIERARCHICAL = "hierarchical exchange"
+    EMBEDDING = "partitioned embedding"
+    TASKS = "elastic tasks"
+    LORA = "LoRA"
+    NARROW = "narrow moments"
+    WRAPPED = "a transformers model"
+
+
+class Verdict(Enum):
+    """What a pair of features is to a run."""
+
+    BIT_EQUAL = "bit-equal"
+    WITHIN = "within a tolerance"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """What becomes of two features together, and why. ``tolerance``: of losses, relative, where it is WITHIN."""
+
+    verdict: Verdict
+    why: str
+    tolerance: float = 0.0
+
+
+#: Losses of a few steps whose sums are taken in another order; weights differ by at most ten times as much.
+_ROUNDING = 2e-5
+
+
+def _equal(why: str) -> Pairing:
+    return Pairing(Verdict.BIT_EQUAL, why)
+
+
+def _within(why: str) -> Pairing:
+    return Pairing(Verdict.WITHIN, why, _ROUNDING)
+
+
+def _refused(why: str) -> Pairing:
+    return Pairing(Verdict.REFUSED, why)
+
+
+_SUMS = "a layer's output is a sum of the ranks' parts, which rounds otherwise than one product"
+_ROWS = "rows of the table are summed by their owner in the order of tokens, not rank by rank"
+_ASSIGNED = "which rank computes which rows decides the order in which gradients are summed"
+_PIECES = "a rank's rows are cut into the same pieces either way"
+_NO_STAGES = "only the built-in model can be cut into stages"
+
+_L, _C, _S, _T = Feature.LAYER_MAJOR, Feature.CHUNKS, Feature.STAGES, Feature.TENSOR
+_H, _E, _K = Feature.HIERARCHICAL, Feature.EMBEDDING, Feature.TASKS
+_A, _N, _W = Feature.LORA, Feature.NARROW, Feature.WRAPPED
+
+_TABLE: Mapping[tuple[Feature, Feature], Pairing] = {
+    (_L, _C): _equal("a chunk is a group of whole experts, each leased once for all micro-batches"),
+    (_L, _S): _refused(
+        "1F1B begins a micro-batch's backward pass before the next one's forward pass has begun, and layer order takes "
+        "all micro-batches of a layer at once"
+    ),
+    (_L, _T): _within(_SUMS),
+    (_L, _H): _equal("the exchange delivers the same rows in the same order"),
+    (_L, _E): _within(_ROWS),
+    (_L, _K): _equal(_PIECES),
+    (_L, _A): _equal("gradients of a pair are summed in the order of micro-batches"),
+    (_L, _N): _equal("rounding depends on a record's key and step alone"),
+    (_L, _W): _equal("blocks are computed again from their inputs"),
+    (_C, _S): _equal("a chunk is a group of whole experts"),
+    (_C, _T): _refused(
+        "indexed experts exchange no rows: an all-reduce follows the last expert, and there is nothing to overlap"
+    ),
+    (_C, _H): _equal("each chunk is exchanged in two steps, and delivers the same rows"),
+    (_C, _E): _within(_ROWS),
+    (_C, _K): _equal(_PIECES),
+    (_C, _A): _equal("a chunk is a group of whole experts with their pairs"),
+    (_C, _N): _equal("rounding depends on a record's key and step alone"),
+    (_C, _W): _equal("a chunk is a group of whole experts"),
+    (_S, _T): _within(_SUMS),
+    (_S, _H): _equal("the exchange is within a stage, and delivers the same rows in the same order"),
+    (_S, _E): _refused(
+        "the first stage has the embedding and the last one the head, and only ranks of one stage could share the rows"
+    ),
+    (_S, _K): _equal(_PIECES),
+    (_S, _A): _refused(_NO_STAGES),
+    (_S, _N): _equal("rounding depends on a record's key and step alone"),
+    (_S, _W): _refused(_NO_STAGES),
+    (_T, _H): _refused("indexed experts exchange no rows: there is no all-to-all to be done in two steps"),
+    (_T, _E): _within(_SUMS),
+    (_T, _K): _within(_SUMS),
+    (_T, _A): _equal(
+        "tensor-parallel ranks of an imported model share its experts alone, and exchange whole rows"
+    ),
+    (_T, _N): _within(_SUMS),
+    (_T, _W): _equal(
+        "tensor-parallel ranks of an imported model share its experts alone, and exchange whole rows"
+    ),
+    (_H, _E): _within(_ROWS),
+    (_H, _K): _equal(_PIECES),
+    (_H, _A): _equal("the exchange delivers the same rows in the same order"),
+    (_H, _N): _equal("the exchange delivers the same rows in the same order"),
+    (_H, _W): _equal("the exchange delivers the same rows in the same order"),
+    (_E, _K): _within(_ROWS),
+    (_E, _A): _refused("with LoRA the embedding is frozen and stays whole on each rank"),
+    (_E, _N): _within(_ROWS),
+    (_E, _W): _refused("only the built-in model's embedding and head can be divided"),
+    (_K, _A): _within(_ASSIGNED),
+    (_K, _N): _within(_ASSIGNED),
+    (_K, _W): _within(_ASSIGNED),
+    (_A, _N): _equal("the moments of pairs round by key and step, in every budget"),
+    (_A, _W): _equal("LoRA adapts imported models only, so the pair is LoRA itself"),
+    (_N, _W): _equal("rounding depends on a record's key and step alone"),
+}
+
+
+def pairing(one: Feature, other: Feature) -> Pairing:
+    """What becomes of ``one`` and ``other`` together. Raises ValueError where they are the same."""
+    if one is other:
+        raise ValueError(f"a pair is of two features, got {one.value} twice")
+    found = _TABLE.get((one, other))
+    return found if found is not None else _TABLE[other, one]
+
+
+def pairs() -> Iterator[tuple[Feature, Feature, Pairing]]:
+    """Every pair once, in the order of the table."""
+    for one, other in combinations(Feature, 2):
+        yield one, other, pairing(one, other)
+
+
+def features(config: TrainConfig, layout: Layout) -> dict[Feature, str]:
+    """What a run of ``config`` on ``layout`` takes, and the settings that ask for it."""
+    parallel = config.parallel
+    found = {
+        Feature.LAYER_MAJOR: ("data.micro_order = layer", config.data.layer_major),
+        Feature.CHUNKS: ("parallel.pipeline_degree", parallel.pipeline_degree > 1),
+        Feature.STAGES: ("parallel.stages", layout.stages > 1),
+        Feature.TENSOR: ("parallel.tensor", layout.tensor > 1),
+        Feature.HIERARCHICAL: (
+            "parallel.exchange = hierarchical",
+            parallel.exchange is ExchangeMode.HIERARCHICAL,
+        ),
+        Feature.EMBEDDING: (
+            "parallel.embedding or parallel.head = partitioned",
+            RowPlacement.PARTITIONED in (parallel.embedding, parallel.head) and layout.data > 1,
+        ),
+        Feature.TASKS: ("tasks", bool(config.tasks)),
+        Feature.LORA: ("lora.rank", config.lora.enabled),
+        Feature.NARROW: ("adamw.moments", config.adamw.moments is not MomentFormat.FP32),
+        Feature.WRAPPED: ("an imported model", not isinstance(config.model, ModelConfig)),
+    }
+    return {feature: setting for feature, (setting, taken) in found.items() if taken}
+
+
+def refusal(taken: Mapping[Feature, str], wanted: Feature) -> str | None:
+    """Why ``wanted`` cannot be added to what is ``taken``; None where it can. For settings that are ``auto``."""
+    for feature, setting in taken.items():
+        if feature is not wanted and pairing(feature, wanted).verdict is Verdict.REFUSED:
+            return f"not with {setting} ({feature.value}): {pairing(feature, wanted).why}"
+    return None
+
+
+def check_combination(config: TrainConfig, layout: Layout) -> None:
+    """Raises ConfigError naming two settings that cannot go together."""
+    taken = features(config, layout)
+    for feature, setting in taken.items():
+        why = refusal(taken, feature)
+        if why is not None:
+            raise ConfigError(f"{setting}: {feature.value} {why}")
+
+
+def as_markdown() -> str:
+    """The table for the documentation: verdicts by pair, and below them the reasons."""
+    columns = list(Feature)[1:]
+    lines = ["| | " + " | ".join(feature.value for feature in columns) + " |"]
+    lines.append("|---" * (len(columns) + 1) + "|")
+    for row, one in enumerate(list(Feature)[:-1]):
+        cells = [_word(pairing(one, other)) if number >= row else "" for number, other in enumerate(columns)]
+        lines.append(f"| {one.value} | " + " | ".join(cells) + " |")
+    lines.append("")
+    for one, other, found in pairs():
+        lines.append(f"- **{one.value}, {other.value}**: {_word(found)}: {found.why}.")
+    return "\n".join(lines) + "\n"
+
+
+def _word(found: Pairing) -> str:
+    return f"within {found.tolerance:g}" if found.verdict is Verdict.WITHIN else found.verdict.value

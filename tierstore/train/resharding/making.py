@@ -1,0 +1,272 @@
+"""Makes the store of a training run over for another layout of ranks, from which ``--resume`` goes on.
+
+Between any two layouts of stages, copies of the experts, expert groups and tensor parallelism: the logical model, each
+unit's whole parameters with both moments and each expert's record, is read from the old ranks' stores and cut into the
+new ones', bit for bit. One unit at a time is in memory, and a few experts. The old store stays as it is, but for a
+commit that was never acknowledged. The new one is built beside its final name, and takes that name when it is whole.
+Contents are those of the newest step that every old rank has, caught up with the optimizer, so training goes on as if
+it had always had this layout (up to the rounding of other shapes of computation).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tierstore.errors import ConfigError, StoreExistsError
+from tierstore.model.config import ModelConfig, TieEmbeddings
+from tierstore.model.division import check_divisible
+from tierstore.model.spec import ModelSpec
+from tierstore.parallel import ExpertBlocks
+from tierstore.parallel.config import RowPlacement
+from tierstore.parallel.layout import Layout
+from tierstore.store.config import StoreConfig
+from tierstore.store.directories import building, building_directory, rank_directories, rank_directory
+from tierstore.store.disk.home import IDENTITY, MODEL_DIRECTORY, OWN_NAMES, fsync_directory
+from tierstore.store.format import MomentFormat, RecordSchema
+from tierstore.store.moments import convert_moments
+from tierstore.store.opening import minimum_host_budget
+from tierstore.store.parameter_store import ParameterStore
+from tierstore.store.registering import NewRecord
+from tierstore.store.scratch import scratch_buffers
+from tierstore.tiers.device import tensor_of
+from tierstore.train.budgets import EXPERT_SCHEMA
+from tierstore.train.experts import expert_key
+from tierstore.train.resharding.cutting import DenseCut, place_of
+from tierstore.train.resharding.reading import StoredModel, open_stored
+from tierstore.train.stages.blocks import stage_blocks
+from tierstore.train.state import STATE_KEY
+from tierstore.train.vocabulary import recorded_placements
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyPlacement:
+    """How the rows of embedding and head lie in the new stores, GATHERED or PARTITIONED; None: as in the old ones. A tied
+    head is the embedding.
+    """
+
+    embedding: RowPlacement | None = None
+    head: RowPlacement | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("embedding", "head"):
+            if getattr(self, name) is RowPlacement.AUTO:
+                raise ConfigError(f"{name}: expected gathered or partitioned, got auto")
+
+
+AS_THEY_ARE = VocabularyPlacement()
+
+
+@dataclass(frozen=True)
+class Resharded:
+    """What was done: ``step`` is where training stands, ``nbytes`` what was written."""
+
+    before: Layout
+    after: Layout
+    step: int
+    records: int
+    nbytes: int
+    moments: MomentFormat
+
+
+def reshard(
+    source: Path,
+    target: Path,
+    layout: Layout | None = None,
+    progress: Progress | None = None,
+    *,
+    placement: VocabularyPlacement = AS_THEY_ARE,
+    moments: MomentFormat | None = None,
+    model: ModelSpec | None = None,
+) -> Resharded:
+    """Makes at ``target`` the store of ``source`` for ``layout`` (None: as it is). ``progress`` is called with records done
+    and in all. ``placement``: whether tables over the vocabulary are gathered there. ``moments``: how experts' moments are
+    kept there (None: as they are); a narrower format rounds them once.
+
+    ``model``: what the store holds, where that is not the built-in model, which its state describes.
+
+    Raises StoreMissingError, StoreInUseError, StoreExistsError, StoreFormatError, ConfigError, OSError; on a failure
+    there is nothing at ``target``.
+    """
+    if target.exists():
+        raise StoreExistsError(f"{target}: there is something here already")
+    with contextlib.ExitStack() as stack:
+        old = stack.enter_context(open_stored(source, model))
+        layout, moments = layout or old.layout, moments or old.expert_schema.moments
+        blocks = _new_blocks(old, layout)
+        conditions = _conditions(old, layout, placement)
+        if old.expert_schema.frozen and moments is not MomentFormat.FP32:
+            raise ConfigError(
+                f"moments: the experts of {source} are frozen and have none, got {moments.value}"
+            )
+        partial = building_directory(target)
+        _clear_debris(partial)
+        partial.mkdir(parents=True)
+        stack.callback(shutil.rmtree, partial, ignore_errors=True)
+        stack.enter_context(building(partial))
+        cut = old.cut_as(layout, blocks, conditions)
+        written = _Writer(old, cut, conditions, moments, partial, progress).run()
+        _copy_model(source, partial)
+        for path in (partial, *rank_directories(partial)):
+            fsync_directory(path)
+        partial.rename(target)
+        fsync_directory(target.absolute().parent)
+    return Resharded(old.layout, layout, old.state.position, *written, moments)
+
+
+def _new_blocks(old: StoredModel, layout: Layout) -> list[range]:
+    """The blocks of each stage of ``layout``. Raises ConfigError where the model cannot be divided as it says."""
+    builtin = isinstance(old.model, ModelConfig)
+    if layout.tensor > 1 and isinstance(old.model, ModelConfig):
+        check_divisible(old.model, layout.tensor)
+    if layout.stages == 1:
+        return [range(len(old.model.architecture.units) - 2)]
+    if not builtin:
+        raise ConfigError("stages: expected 1: only the built-in model can be cut into stages")
+    if layout.stages == old.layout.stages:
+        return old.blocks
+    return stage_blocks(old.model.architecture, layout.stages)
+
+
+def _conditions(old: StoredModel, layout: Layout, placement: VocabularyPlacement) -> dict[str, object]:
+    """What the new ranks record of their layout, but for what is a rank's own. Raises ConfigError."""
+    embedding, head = recorded_placements(old.conditions)
+    embedding, head = placement.embedding or embedding, placement.head or head
+    if isinstance(old.model, ModelConfig) and old.model.tie_embeddings is TieEmbeddings.TIED:
+        head = embedding
+    if layout.data == 1:  # all rows are its own
+        embedding = head = RowPlacement.GATHERED
+    if RowPlacement.PARTITIONED in (embedding, head) and not isinstance(old.model, ModelConfig):
+        raise ConfigError("embedding, head: expected gathered: an imported model's stay whole")
+    return {
+        "ranks": layout.world,
+        "expert_ranks": layout.expert,
+        "tensor_ranks": layout.tensor,
+        "stages": layout.stages,
+        "embedding": embedding.value,
+        "head": head.value,
+    }
+
+
+def _clear_debris(partial: Path) -> None:
+    """Removes what an earlier attempt left behind. Raises StoreExistsError for anything else of that name."""
+    if not partial.exists():
+        return
+    children = list(partial.iterdir()) if partial.is_dir() else [partial]
+    own = OWN_NAMES | {IDENTITY}
+    foreign = [path for path in children if path.name not in own and not path.match("rank-[0-9]*")]
+    if foreign or not partial.is_dir():
+        raise StoreExistsError(
+            f"{partial}: needed to build the new store, and there is something of yours in it"
+        )
+    with building(partial):
+        shutil.rmtree(partial)
+
+
+class _Writer:
+    """Writes the stores of the new ranks, one after another."""
+
+    def __init__(
+        self,
+        old: StoredModel,
+        cut: DenseCut,
+        conditions: Mapping[str, object],
+        moments: MomentFormat,
+        target: Path,
+        progress: Progress | None,
+    ) -> None:
+        self._old = old
+        self._expert_schema = replace(old.expert_schema, moments=moments)
+        self._layout = layout = cut.layout
+        self._cut = cut
+        self._parallel = conditions
+        self._target = target
+        self._progress = progress or (lambda done, total: None)
+        self._done = 0
+        self._nbytes = 0
+        experts = len(old.model.moe_layers) * old.model.experts * layout.replicas
+        self._total = experts + sum(len(self._cut.units_of(rank)) for rank in range(layout.world))
+
+    def run(self) -> tuple[int, int]:
+        for rank in range(self._layout.world):
+            self._write_rank(rank)
+        return self._done, self._nbytes
+
+    def _write_rank(self, rank: int) -> None:
+        old, model, layout = self._old, self._old.model, self._layout
+        units = self._cut.units_of(rank)
+        blocks = self._cut.blocks[place_of(layout, rank).stage]
+        layers = [layer for layer in model.moe_layers if layer in blocks]
+        directory = rank_directory(self._target, rank, layout.world)
+        schemas = [self._expert_schema]
+        for number in units:
+            if (schema := self._unit_schema(number)) not in schemas:
+                schemas.append(schema)
+        first = old.stores[0]
+        config = StoreConfig(host_budget=2 * minimum_host_budget(schemas), layers=tuple(layers))
+        with ParameterStore.create(directory, schemas, config, adamw=first.core.adamw) as store:
+            store.core.history.unpack(first.core.history.pack())
+            for number in units:
+                store.register(self._cut.record(number).key, self._unit_schema(number).name)
+            owned = ExpertBlocks(model.experts, layout.expert).owned(rank % layout.expert)
+            for layer in layers:
+                for expert in owned:
+                    self._write_expert(store, layer, expert)
+            for number in units:
+                self._write_unit(store, number, rank)
+            own = {"rank": rank, **({"layers": [blocks.start, blocks.stop]} if layout.stages > 1 else {})}
+            conditions = {**old.state.conditions, "parallel": {**self._parallel, **own}}
+            state = replace(old.state, conditions=conditions)
+            store.commit({**old.small_state(), STATE_KEY: state.pack()})
+
+    def _write_expert(self, store: ParameterStore, layer: int, expert: int) -> None:
+        held, step = self._old.expert(layer, expert)
+        sections = convert_moments(self._old.expert_schema, held, self._expert_schema.moments)
+        key = expert_key(layer, expert)
+        store.register_many([NewRecord(key, EXPERT_SCHEMA, layer, sections=lambda: sections, step=step)])
+        self._wrote(sections)
+
+    def _write_unit(self, store: ParameterStore, number: int, rank: int) -> None:
+        """Writes a rank's record of a unit, and waits until it is written: its memory is free then."""
+        schema = self._unit_schema(number)
+        groups = {group: scratch_buffers(schema.layout(group)) for group in schema.groups}
+        buffers = [buffer for group in schema.groups for buffer in groups[group]]
+        for buffer, whole in zip(buffers, self._old.unit(number), strict=True):
+            tensor_of(buffer, torch.float32).copy_(self._cut.part(number, whole, rank))
+        core = store.core
+        core.wait(core.write_through(self._cut.record(number).key, groups, step=core.history.applied))
+        self._wrote([buffer.array() for buffer in buffers])
+
+    def _unit_schema(self, number: int) -> RecordSchema:
+        """That of the old record, for slices of another size."""
+        old, size = self._old.unit_schema(number), self._cut.record(number).slice_numel
+        return replace(old, name=f"{old.name.rpartition('-')[0]}-{size}", numel=size)
+
+    def _wrote(self, sections: Sequence[npt.NDArray[np.generic]]) -> None:
+        self._done += 1
+        self._nbytes += sum(section.nbytes for section in sections)
+        self._progress(self._done, self._total)
+
+
+def _copy_model(source: Path, target: Path) -> None:
+    """Copies what an import says of its model, if ``source`` is an import's, durably."""
+    if not (source / MODEL_DIRECTORY).is_dir():
+        return
+    shutil.copytree(source / MODEL_DIRECTORY, target / MODEL_DIRECTORY)
+    for path in (target / MODEL_DIRECTORY, *(target / MODEL_DIRECTORY).rglob("*")):
+        if path.is_dir():
+            fsync_directory(path)
+            continue
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,0 +1,240 @@
+"""The logical model in the stores of all old ranks: whole units, experts and the small state of the newest common step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tierstore._native import Buffer, Priority
+from tierstore.config import from_dict
+from tierstore.dense import Fusion
+from tierstore.dense.layout import Narrow
+from tierstore.errors import StoreFormatError
+from tierstore.model.config import ModelConfig
+from tierstore.model.spec import ModelSpec
+from tierstore.moe.source import InMemoryExperts
+from tierstore.parallel.layout import Layout
+from tierstore.store.committing import OWN_STATE
+from tierstore.store.config import StoreConfig
+from tierstore.store.core import StoreCore
+from tierstore.store.directories import rank_directories
+from tierstore.store.format import RecordSchema
+from tierstore.store.opening import minimum_host_budget, read_schemas
+from tierstore.store.parameter_store import ParameterStore
+from tierstore.store.scratch import scratch_buffers
+from tierstore.tiers.device import tensor_of
+from tierstore.train.budgets import EXPERT_SCHEMA
+from tierstore.train.experts import expert_key
+from tierstore.train.ranks import newest_common
+from tierstore.train.resharding.cutting import DenseCut, DenseParameter, DenseUnitShape
+from tierstore.train.state import IMPORT_KEY, STATE_KEY, TrainState, table_of
+from tierstore.train.tasks.progress import own_heads
+from tierstore.train.vocabulary import recorded_tables
+
+#: Low-rank pairs of experts, and of attention.
+_PAIRS = ("lora.", "dense.lora.")
+
+#: One array of a unit, fp32: the weights, or one of the moments, as whole parameters.
+WholeArray = list[torch.Tensor]
+
+
+@dataclass
+class StoredModel:
+    """The stores of all ranks of ``layout``, open at one step. ``blocks``: those of each stage. ``conditions``: what the
+    stores have recorded of their layout.
+    """
+
+    stores: list[ParameterStore]
+    layout: Layout
+    blocks: list[range]
+    conditions: dict[str, object]
+    state: TrainState
+    model: ModelSpec
+    fusion: Fusion
+    units: list[DenseUnitShape] = field(init=False)
+    cut: DenseCut = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.units = [*whole_units(self.model), *head_units(self.model, self.state)]
+        self.cut = self.cut_as(self.layout, self.blocks, self.conditions)
+
+    def cut_as(self, layout: Layout, blocks: Sequence[range], conditions: Mapping[str, object]) -> DenseCut:
+        """How ``layout`` divides the model, with tables placed as ``conditions`` say."""
+        model = self.model
+        tables = (
+            recorded_tables(model, conditions, ranks=layout.data) if isinstance(model, ModelConfig) else {}
+        )
+        return DenseCut(self.units, layout, self.fusion, blocks=blocks, tables=tables)
+
+    @property
+    def expert_schema(self) -> RecordSchema:
+        return next(s for s in self.stores[0].core.extents.schemas if s.name == EXPERT_SCHEMA)
+
+    def unit_schema(self, number: int) -> RecordSchema:
+        """The schema of the records of unit ``number``."""
+        holder = self.stores[self.cut.holders(number)[0]]
+        return holder.info(self.cut.record(number).key).schema
+
+    def unit(self, number: int) -> Iterator[WholeArray]:
+        """The arrays of unit ``number``, in the order of its record's sections."""
+        key = self.cut.record(number).key
+        held = {rank: read_sections(self.stores[rank].core, key) for rank in self.cut.holders(number)}
+        for section in range(len(next(iter(held.values())))):
+
+            def read(rank: int, section: int = section) -> torch.Tensor:
+                return tensor_of(held[rank][section], torch.float32)
+
+            yield self.cut.join(number, read)
+
+    def expert(self, layer: int, expert: int) -> tuple[list[npt.NDArray[np.generic]], int]:
+        """All committed sections of an expert, caught up, and the step that it stands at."""
+        key = expert_key(layer, expert)
+        store = next((store for store in self.stores if key in store.core.records), None)
+        if store is None:
+            raise StoreFormatError(f"record {key!r} is in none of the {len(self.stores)} stores")
+        with store.fetch([key], store.info(key).schema.groups) as lease:
+            return [lease[key].copy(name) for name in lease[key].sections], store.info(key).step
+
+    def small_state(self) -> dict[str, bytes]:
+        """What a commit keeps beside the records, but for what is a store's own and where training stands."""
+        # Of an import nothing goes on in the new store: that it has ended is what the training state says.
+        dropped = OWN_STATE | {IMPORT_KEY, STATE_KEY}
+        return {
+            name: value for name, value in self.stores[0].last_commit.state.items() if name not in dropped
+        }
+
+
+def whole_units(model: ModelSpec) -> list[DenseUnitShape]:
+    """The dense parameters of ``model`` as one process has them. No memory is taken for them."""
+    with torch.device("meta"):
+        built = model.build(InMemoryExperts(model.expert_shape, layers=(), experts=0))
+    narrow = {id(parameter) for parameter in built.cast_parameters()}
+    return [
+        DenseUnitShape(
+            unit,
+            tuple(
+                DenseParameter(
+                    tuple(parameter.shape),
+                    Narrow.YES if id(parameter) in narrow else Narrow.NO,
+                    division,
+                )
+                for parameter, division in zip(parameters, divided, strict=True)
+            ),
+        )
+        for (unit, parameters), divided in zip(built.dense_units(), built.unit_divisions(), strict=True)
+    ]
+
+
+def head_units(model: ModelSpec, state: TrainState) -> list[DenseUnitShape]:
+    """The output heads of tasks that have one of their own, trained at present or not."""
+    head = DenseParameter((model.vocab_size, model.d_model), Narrow.NO)
+    return [DenseUnitShape(f"head.{name}", (head,)) for name in own_heads(state.tasks)]
+
+
+@contextlib.contextmanager
+def open_stored(source: Path, model: ModelSpec | None = None) -> Iterator[StoredModel]:
+    """The stores of the job in ``source``, as of the newest step that every rank has.
+
+    ``model``: what they hold, where that is not the built-in model, which their state describes. Raises
+    StoreMissingError, StoreInUseError, StoreFormatError, OSError.
+    """
+    directories = rank_directories(source) or [source]
+    at = newest_common(source, directories)
+    with contextlib.ExitStack() as stack:
+        stores: list[ParameterStore] = []
+        for directory, opened_at in zip(directories, at, strict=True):
+            budget = 2 * minimum_host_budget(read_schemas(directory))
+            stores.append(ParameterStore.open(directory, StoreConfig(host_budget=budget), at=opened_at))
+            stack.callback(stores[-1].close)
+        state = TrainState.unpack(stores[0].last_commit.state, where=str(directories[0]))
+        try:
+            if model is None:
+                model = from_dict(ModelConfig, table_of(state.conditions["model"]), origin=str(source))
+            parallel = table_of(state.conditions["parallel"])
+            layout = stored_layout(parallel)
+            fusion = Fusion(str(table_of(state.conditions["dense"])["fusion"]))
+        except (AssertionError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise StoreFormatError(f"{source}: the conditions of the run are damaged: {error}") from error
+        if layout.world != len(stores):
+            raise StoreFormatError(
+                f"{source}: made by {layout.world} ranks, and there are {len(stores)} stores"
+            )
+        blocks = _stored_blocks(model, layout, stores, directories)
+        stored = StoredModel(stores, layout, blocks, parallel, state, model, fusion)
+        _check_records(source, stored)
+        yield stored
+
+
+def stored_layout(parallel: dict[str, object]) -> Layout:
+    """The layout that a store's conditions name under ``parallel``. Raises KeyError, TypeError."""
+
+    def count(name: str, implied: int | None = None) -> int:
+        value = parallel[name] if implied is None else parallel.get(name, implied)
+        if not isinstance(value, int):
+            raise TypeError(f"parallel.{name}: expected a number, found {value!r}")
+        return value
+
+    stages, expert = count("stages", 1), count("expert_ranks")
+    return Layout(stages, count("ranks") // (stages * expert), expert, count("tensor_ranks", 1))
+
+
+def _stored_blocks(
+    model: ModelSpec, layout: Layout, stores: Sequence[ParameterStore], directories: Sequence[Path]
+) -> list[range]:
+    """The blocks of each stage, as its ranks have recorded them. Raises StoreFormatError."""
+    count = len(model.architecture.units) - 2
+    if layout.stages == 1:
+        return [range(count)]
+    found = []
+    for rank in range(0, layout.world, layout.replicas * layout.expert):
+        where = str(directories[rank])
+        state = TrainState.unpack(stores[rank].last_commit.state, where=where)
+        try:
+            layers: Any = table_of(state.conditions["parallel"])["layers"]
+            start, stop = layers
+            found.append(range(start, stop))
+        except (AssertionError, KeyError, TypeError, ValueError) as error:
+            raise StoreFormatError(f"{where}: the conditions of the run are damaged: {error}") from error
+    if [block for blocks in found for block in blocks] != list(range(count)):
+        raise StoreFormatError(
+            f"{directories[0].parent}: its stages have the blocks {found}, which are not all {count}"
+        )
+    return found
+
+
+def _check_records(source: Path, stored: StoredModel) -> None:
+    """Raises StoreFormatError for stores with records that nothing here moves, or without some that there must be."""
+    for rank, store in enumerate(stored.stores):
+        dense = {stored.cut.record(number).key for number in stored.cut.units_of(rank)}
+        for key in store.keys:
+            if key.startswith(_PAIRS):
+                raise StoreFormatError(
+                    f"{source}: record {key!r}: low-rank pairs cannot be resharded; tierstore export writes them out"
+                )
+            if not key.startswith("expert.") and key not in dense:
+                raise StoreFormatError(
+                    f"{source}: record {key!r}: only experts and the dense slices of the model can be resharded"
+                )
+        missing = next((key for key in sorted(dense) if key not in store.core.records), None)
+        if missing is not None:
+            raise StoreFormatError(f"{source}: rank {rank} has no record {missing!r}")
+
+
+def read_sections(core: StoreCore, key: str) -> list[Buffer]:
+    """All sections of a dense record, in memory of their own."""
+    live = core.records.direct(key)
+    sections: list[Buffer] = []
+    tickets: list[int] = []
+    for group in live.schema.groups:
+        buffers = scratch_buffers(live.schema.layout(group))
+        sections += buffers
+        tickets.append(live.read(group, buffers, (), Priority.DEMAND))
+    core.wait(tickets)
+    return sections

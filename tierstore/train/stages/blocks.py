@@ -1,0 +1,76 @@
+"""Which blocks a pipeline stage has: contiguous ranges of them, balanced by cost. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from tierstore.errors import ConfigError
+from tierstore.model.architecture import Architecture
+
+
+def block_costs(architecture: Architecture) -> list[int]:
+    """What each block costs of a stage's time, in parameters that a token passes; the first one pays for the embedding's
+    rows (nothing), the last one for norm and head.
+    """
+    of = architecture
+    costs = [
+        unit.numel + (of.top_k * of.expert_numel if block in of.moe_layers else 0)
+        for block, unit in enumerate(of.units[1:-1])
+    ]
+    costs[-1] += of.units[-1].numel
+    return costs
+
+
+def balanced_blocks(costs: Sequence[int], stages: int) -> list[range]:
+    """The blocks of each stage: of all ways to cut them into contiguous ranges of at least one block, that whose most
+    expensive range costs least; of equal ones, that with most blocks in the later stages, which hold fewer micro-batches.
+
+    Raises ConfigError for more stages than blocks.
+    """
+    if not 1 <= stages <= len(costs):
+        raise ConfigError(
+            f"parallel.stages: expected 1 to {len(costs)} stages of {len(costs)} blocks, got {stages}"
+        )
+    total = [0, *accumulate(costs)]
+    count = len(costs)
+    # best[i]: of blocks i and later in the stages that are left, the least cost of the most expensive range.
+    best = [total[count] - total[start] for start in range(count)] + [0]
+    cuts: list[list[int]] = []
+    for left in range(2, stages + 1):
+        cut, more = [count] * (count + 1), list(best)
+        for start in range(count - left + 1):
+            stops = range(start + 1, count - left + 2)
+            cut[start] = min(stops, key=lambda stop: (max(total[stop] - total[start], best[stop]), stop))
+            more[start] = max(total[cut[start]] - total[start], best[cut[start]])
+        best = more
+        cuts.append(cut)
+    found, start = [], 0
+    for cut in reversed(cuts):
+        found.append(range(start, cut[start]))
+        start = cut[start]
+    return [*found, range(start, count)]
+
+
+def stage_blocks(architecture: Architecture, stages: int, given: Sequence[int] = ()) -> list[range]:
+    """The blocks of each of ``stages`` stages: ``given`` many (empty: balanced by cost).
+
+    Raises ConfigError naming the setting where they do not fit, or a stage would have no MoE layer.
+    """
+    count = len(architecture.units) - 2
+    if not given:
+        found = balanced_blocks(block_costs(architecture), stages)
+    elif len(given) != stages or sum(given) != count or min(given) < 1:
+        raise ConfigError(
+            f"parallel.stage_blocks: expected {stages} numbers of at least 1 that add up to {count} blocks, got "
+            f"{list(given)}"
+        )
+    else:
+        found = [range(stop - own, stop) for own, stop in zip(given, accumulate(given), strict=True)]
+    for stage, blocks in enumerate(found):
+        if not any(layer in blocks for layer in architecture.moe_layers):
+            raise ConfigError(
+                f"parallel.stages: stage {stage} would have blocks {blocks.start} to {blocks.stop - 1}, none of them with "
+                "experts; expected fewer stages, or other parallel.stage_blocks"
+            )
+    return found

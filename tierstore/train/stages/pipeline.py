@@ -1,0 +1,385 @@
+"""Steps through pipeline stages: 1F1B by ``torch.distributed.pipelining``, over layers whose experts come and go.
+
+``Schedule1F1B`` sends, receives and calls; ``_Stage`` stands between it and the stage's own passes. Traps, of torch 2.13:
+
+* Without static ``input_args`` and ``output_args`` the first step begins with passes that nobody asked for, which a
+  source of experts would count.
+* ``scale_grads`` divides what is in ``.grad``, so it would miss experts: the micro-batch's share is in the objective.
+* It makes buffers for all micro-batches. Here each is made when its message is due, and dropped behind the backward pass,
+  so that no more are held than micro-batches are.
+* It wraps what a pass raises in a RuntimeError; it is unwrapped here, and what is left is a message that failed.
+
+Each message has a small one beside it: when it will have travelled, where the link is limited, and whether the losses up to
+there are finite. On its way back the latter is the last stage's verdict. So every stage knows before its last backward
+pass, where experts may be stepped, whether there will be a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from tierstore.cache.access import Phase
+from tierstore.errors import PeerError
+from tierstore.links import wait_until
+from tierstore.model.interface import Batch, ModelOutput
+from tierstore.model.stage import StageOutput, StageTransformer
+from tierstore.parallel import Channel, Collective, RankGroup
+from tierstore.prefetch.program import Finals
+from tierstore.prefetch.schedule import MicroPass
+from tierstore.stats import Cause, StallLedger, Tier
+from tierstore.timeline import TimelineSink, Track
+from tierstore.train.stepping import OpenStep
+
+#: What a message has beside it, int64: when it will have travelled, and whether all losses so far are finite.
+_BESIDE = 2
+
+
+@dataclass(frozen=True)
+class StepLosses:
+    """What a step came to in all stages: ``losses`` of the micro-batches, means over data ranks; whether all were finite;
+    and the experts that got tokens, of all layers.
+    """
+
+    losses: tuple[float, ...]
+    finite: bool
+    active: int
+
+
+class StagePipeline:
+    """Takes the micro-batches of steps through this rank's stage. It owns nothing. One thread.
+
+    ``agree`` gives the loss of the last stage's output over all data ranks, None where it is not finite; a collective of
+    the stage.
+    """
+
+    def __init__(
+        self,
+        model: StageTransformer,
+        group: RankGroup,
+        device: torch.device,
+        *,
+        ledger: StallLedger,
+        timeline: TimelineSink,
+        agree: Callable[[ModelOutput, bool], float | None],
+    ) -> None:
+        self._model = model
+        self._group = group
+        self._device = device
+        self._ledger = ledger
+        self._timeline = timeline
+        self._agree = agree
+        self._driver: tuple[tuple[int, ...], _Stage, Schedule1F1B] | None = None
+        self._open: _OpenPasses | None = None
+        #: The most micro-batches whose activations have been held at a time, and the passes of the last step.
+        self.most_held = 0
+        self.log: list[MicroPass] = []
+
+    def run(self, step: OpenStep, position: int, batches: Sequence[Batch]) -> StepLosses:
+        """Forward and backward passes of ``batches``, the micro-batches of step ``position``. A collective of all stages.
+
+        All get the same losses. Raises PeerError, and what a pass raises.
+        """
+        self._open = passes = _OpenPasses(step, position, batches)
+        self.log = []
+        stage, schedule = self._schedule(batches)
+        tokens = torch.cat([batch.tokens_BT for batch in batches])
+        losses: list[Tensor] | None = [] if self._model.ends else None
+        try:
+            with self._waiting():
+                schedule.step(
+                    *([tokens] if self._model.begins else []),
+                    target=torch.arange(len(batches)) if self._model.ends else None,
+                    losses=losses,
+                    return_outputs=False,
+                )
+        except RuntimeError as error:
+            if passes.failure is None:
+                raise self._group.explained(Collective.SEND, error) from error
+            raise passes.failure from None
+        finally:
+            self._open = None
+            stage.clear()
+        return self._told(passes)
+
+    def _told(self, passes: _OpenPasses) -> StepLosses:
+        """What the last stage knows of the losses, and each of its own experts, on all stages."""
+        count = len(passes.batches)
+        told = torch.zeros(count + 2, dtype=torch.float64)
+        if self._model.ends:
+            told[:count] = torch.tensor(passes.losses, dtype=torch.float64)
+            told[count] = float(passes.finite)
+        told[count + 1] = float(torch.stack(passes.reached).any(dim=0).sum())
+        with self._ledger.stall(layer=None, tier=Tier.RANKS, cause=Cause.AGREEMENT):
+            self._group.all_reduce(told).wait()
+        *losses, finite, active = told.tolist()
+        return StepLosses(tuple(losses), bool(finite), int(active))
+
+    def _schedule(self, batches: Sequence[Batch]) -> tuple[_Stage, Schedule1F1B]:
+        """The engine for micro-batches of this shape; all have the same."""
+        shape = (len(batches), *batches[0].tokens_BT.shape)
+        if self._driver is not None and self._driver[0] == shape:
+            return self._driver[1:]
+        tokens = torch.empty(shape[1:], dtype=torch.long)
+        width, dtype = self._model.config.d_model, self._model.stream_dtype
+        stream = torch.empty((*shape[1:], width), dtype=dtype, requires_grad=True)
+        made = torch.empty((), requires_grad=True) if self._model.ends else stream
+        stage = _Stage(
+            _Compute(self),
+            self._group,
+            self._device,
+            gives=(tokens if self._model.begins else stream,),
+            makes=(made,),
+            listener=self,
+        )
+        schedule = Schedule1F1B(stage, len(batches), loss_fn=_objective, scale_grads=False)
+        self._driver = shape, stage, schedule
+        return stage, schedule
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """A step: what is not within a pass is waiting for another stage."""
+        passes = self._open
+        assert passes is not None
+        try:
+            passes.stall = contextlib.ExitStack()
+            self._wait()
+            yield
+        finally:
+            passes.stall.close()
+
+    def _wait(self) -> None:
+        assert self._open is not None
+        self._open.stall.enter_context(self._ledger.stall(layer=None, tier=Tier.RANKS, cause=Cause.PIPELINE))
+
+    # What the engine calls ---------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def during(self, phase: Phase, micro: int, beside: Tensor | None) -> Iterator[None]:
+        """A pass of micro-batch ``micro``; ``beside`` came with what it starts from."""
+        passes = self._open
+        assert passes is not None
+        if beside is not None:
+            arrives_ns, finite = beside.tolist()
+            wait_until(arrives_ns)
+            passes.told(phase, bool(finite))
+        passes.stall.close()
+        self.log.append(MicroPass(phase, micro))
+        name = f"{phase.name.lower()} {passes.position}.{micro}"
+        try:
+            with self._timeline.span(Track.COMPUTE, name):
+                if phase is Phase.FORWARD:
+                    passes.step.begin_pass()
+                    passes.held += 1
+                    self.most_held = max(self.most_held, passes.held)
+                else:
+                    passes.step.resume_pass(micro, Finals.LAST if passes.finite else Finals.NONE)
+                yield
+                if phase is Phase.BACKWARD:
+                    passes.step.end_pass()
+                    passes.held -= 1
+        except BaseException as error:
+            passes.failure = _unwrapped(error)
+            raise
+        self._wait()
+
+    def beside(self, nbytes: int) -> Tensor:
+        """What goes beside a message of ``nbytes`` that is about to be sent."""
+        assert self._open is not None
+        arrives_ns = self._group.sending(nbytes + _BESIDE * 8)
+        return torch.tensor([arrives_ns, int(self._open.finite)])
+
+    def compute(self, given: Tensor) -> Tensor:
+        """One forward pass: the stream for the next stage, or the objective, with a graph."""
+        passes, model = self._open, self._model
+        assert passes is not None
+        batch = passes.batches[passes.step.passes_begun - 1]
+        entering: Any = _Entering.apply
+        output: StageOutput = model(
+            given if model.begins else entering(given), batch.targets_BT if model.ends else None
+        )
+        part = output.part
+        assert part.objective is not None
+        passes.reached.append(torch.stack(part.loads) > 0)
+        share = part.objective / len(passes.batches)
+        if output.stream is None:
+            loss = self._agree(part, passes.finite)
+            passes.finite = passes.finite and loss is not None
+            passes.losses.append(math.nan if loss is None else loss)
+            return share
+        passes.finite = passes.finite and math.isfinite(float(share.detach()))
+        leaving: Any = _Leaving.apply
+        stream: Tensor = leaving(output.stream, share)
+        return stream
+
+
+@dataclass(eq=False)
+class _OpenPasses:
+    """The passes of a step under way."""
+
+    step: OpenStep
+    position: int
+    batches: Sequence[Batch]
+    #: Whether all losses are finite that this stage knows of.
+    finite: bool = True
+    held: int = 0
+    losses: list[float] = field(default_factory=list)
+    reached: list[Tensor] = field(default_factory=list)
+    failure: BaseException | None = None
+    stall: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    def told(self, phase: Phase, finite: bool) -> None:
+        """What a neighbour says of the losses that it knows."""
+        self.finite = self.finite and finite
+
+
+class _Compute(nn.Module):
+    """The module of the engine's stage. It has no parameters: the stage's own are gathered and released elsewhere."""
+
+    def __init__(self, pipeline: StagePipeline) -> None:
+        super().__init__()
+        self._pipeline = pipeline
+
+    def forward(self, given: Tensor) -> Tensor:
+        return self._pipeline.compute(given)
+
+
+class _Stage(PipelineStage):
+    """The engine's stage: tells ``listener`` of passes, and adds what goes beside each message."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: RankGroup,
+        device: torch.device,
+        *,
+        gives: tuple[Tensor, ...],
+        makes: tuple[Tensor, ...],
+        listener: StagePipeline,
+    ) -> None:
+        super().__init__(
+            module,
+            group.rank,
+            group.size,
+            device,
+            input_args=gives,
+            output_args=makes,
+            group=group.communicator(Channel.EXCHANGE),
+        )
+        self._listener = listener
+        self._beside: dict[tuple[Phase, int], Tensor] = {}
+
+    def clear(self) -> None:
+        """Drops what a step has left."""
+        self.clear_runtime_states()
+        self._beside.clear()
+
+    # Messages -----------------------------------------------------------------------------------------------
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        infos = self.args_recv_info[fwd_chunk_id]
+        _make(infos, self.device)
+        return self._receiving(Phase.FORWARD, fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        _make(self.grad_recv_info[bwd_chunk_id], self.device)
+        return self._receiving(Phase.BACKWARD, bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._sending(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._sending(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _receiving(self, phase: Phase, micro: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        if not ops:
+            return ops
+        beside = self._beside[phase, micro] = torch.zeros(_BESIDE, dtype=torch.long)
+        return [*ops, dist.P2POp(dist.irecv, beside, ops[0].peer, self.group)]
+
+    def _sending(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        if not ops:
+            return ops
+        beside = self._listener.beside(sum(op.tensor.nbytes for op in ops))
+        return [*ops, dist.P2POp(dist.isend, beside, ops[0].peer, self.group)]
+
+    # Passes -------------------------------------------------------------------------------------------------
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        with self._listener.during(
+            Phase.FORWARD, fwd_chunk_id, self._beside.pop((Phase.FORWARD, fwd_chunk_id), None)
+        ):
+            return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        with self._listener.during(
+            Phase.BACKWARD, bwd_chunk_id, self._beside.pop((Phase.BACKWARD, bwd_chunk_id), None)
+        ):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        for info in (*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]):
+            info.buffer = None
+
+
+def _make(infos: Sequence[Any], device: torch.device) -> None:
+    """The buffers that messages arrive in."""
+    for info in infos:
+        if not info.is_root_arg:
+            info.buffer = torch.empty(info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=device)
+
+
+def _objective(output: Tensor, target: Tensor) -> Tensor:
+    """The last stage's output is what is differentiated."""
+    return output
+
+
+def _unwrapped(error: BaseException) -> BaseException:
+    """What a pass raised, in what torch made of it."""
+    while (
+        isinstance(error, RuntimeError) and not isinstance(error, PeerError) and error.__cause__ is not None
+    ):
+        error = error.__cause__
+    return error
+
+
+class _Entering(torch.autograd.Function):
+    """The stream that another stage sent: its gradient leaves in one piece, as messages need it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()
+
+
+class _Leaving(torch.autograd.Function):
+    """The stream for the next stage. Its backward pass begins that of ``share``, this stage's part of the objective, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: Tensor) -> Tensor:
+        ctx.share = share.detach()
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, torch.ones_like(ctx.share)

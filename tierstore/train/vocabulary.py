@@ -1,0 +1,198 @@
+"""Whether the tables over the vocabulary are gathered, or their rows stay divided over the data ranks. Imports no torch.
+
+Decided of the configuration alone when a store is created, and kept in its conditions: a resume goes on with what it finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tierstore.dense.config import OptimizerState
+from tierstore.errors import ConfigError
+from tierstore.model.config import ModelConfig, TieEmbeddings
+from tierstore.model.vocabulary.cost import VocabularyCost
+from tierstore.model.vocabulary.partition import VocabularyPartition
+from tierstore.parallel.config import RowPlacement
+from tierstore.parallel.rows import TableRows
+from tierstore.train.budgets import DeviceKind
+from tierstore.train.config import TrainConfig
+from tierstore.units import format_bytes
+
+#: AUTO gathers what is smaller: its messages cost their number, and not their bytes.
+SMALL_TABLE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TableChoice:
+    """How one table reaches its tokens, never AUTO, and why."""
+
+    placement: RowPlacement = RowPlacement.GATHERED
+    reason: str = "as configured"
+
+    @property
+    def partitioned(self) -> bool:
+        return self.placement is RowPlacement.PARTITIONED
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabularyChoice:
+    """Both tables. ``table``: how they are divided where they are; ``cost``: what either way sends; None where there is one
+    data rank, or nothing can be divided. A tied head is the embedding.
+    """
+
+    embedding: TableChoice = field(default_factory=TableChoice)
+    head: TableChoice = field(default_factory=TableChoice)
+    tied: bool = False
+    table: TableRows | None = None
+    cost: VocabularyCost | None = None
+
+    @property
+    def partition(self) -> VocabularyPartition:
+        """The tables that are divided."""
+        return VocabularyPartition(
+            self.table if self.embedding.partitioned else None, self.table if self.head.partitioned else None
+        )
+
+    @property
+    def tables(self) -> dict[tuple[str, int], TableRows]:
+        """The divided parameters by their places."""
+        return self.partition.tables(tied=self.tied)
+
+    def conditions(self) -> dict[str, object]:
+        """What a store keeps of it."""
+        return {"embedding": self.embedding.placement.value, "head": self.head.placement.value}
+
+    def as_json(self) -> dict[str, object]:
+        """The choice, with what a rank sends in a step and needs beside its slices, either way."""
+        chosen = {
+            "embedding": self.embedding.placement.value,
+            "embedding_reason": self.embedding.reason,
+            "head": self.head.placement.value,
+            "head_reason": self.head.reason,
+        }
+        if self.cost is None:
+            return {**chosen, "sent": None, "memory": None}
+        cost = self.cost
+        return {
+            **chosen,
+            "sent": {
+                "gathered_table_bytes": cost.gathered_sent,
+                "partitioned_embedding_bytes": cost.embedding_sent,
+                "partitioned_head_bytes": cost.head_sent,
+            },
+            "memory": {
+                "gathered_table_bytes": cost.gathered_memory,
+                "partitioned_table_bytes": cost.divided_memory,
+            },
+        }
+
+    def describe(self) -> str | None:
+        """The line at the head of a run; None where there is nothing to choose."""
+        if self.cost is None:
+            return None
+        if self.tied:
+            return f"embedding (and tied head): {self.embedding.placement.value} ({self.embedding.reason})"
+        return (
+            f"embedding: {self.embedding.placement.value} ({self.embedding.reason}); "
+            f"head: {self.head.placement.value} ({self.head.reason})"
+        )
+
+
+def choose_vocabulary(
+    config: TrainConfig,
+    *,
+    ranks: int,
+    device: DeviceKind = DeviceKind.CPU,
+    recorded: Mapping[str, object] | None = None,
+) -> VocabularyChoice:
+    """The choice of a run of ``config`` on ``ranks`` data ranks: what it says, what its store has ``recorded`` of its
+    layout, or AUTO's. Looks at nothing but its arguments. Raises ConfigError.
+    """
+    model, parallel = config.model, config.parallel
+    tied = isinstance(model, ModelConfig) and model.tie_embeddings is TieEmbeddings.TIED
+    if tied and parallel.head not in (RowPlacement.AUTO, parallel.embedding):
+        raise ConfigError(
+            f"parallel.head: expected auto or {parallel.embedding.value}: the head is the embedding, got "
+            f"{parallel.head.value}"
+        )
+    if ranks == 1:
+        alone = TableChoice(RowPlacement.GATHERED, "one data rank")
+        return VocabularyChoice(embedding=alone, head=alone, tied=tied)
+    obstacle = _obstacle(config, device)
+    if obstacle is not None:
+        for name, asked in (("embedding", parallel.embedding), ("head", parallel.head)):
+            if asked is RowPlacement.PARTITIONED:
+                raise ConfigError(f"parallel.{name}: expected gathered or auto: {obstacle}")
+        whole = TableChoice(RowPlacement.GATHERED, obstacle)
+        return VocabularyChoice(embedding=whole, head=whole, tied=tied)
+    table = TableRows(model.vocab_size, model.d_model, ranks)
+    cost = VocabularyCost(
+        table=table,
+        tokens=-(-config.tokens_per_micro_batch // ranks),
+        micro_batches=config.data.micro_batches,
+        value_bytes=model.compute_dtype.itemsize,
+    )
+    if tied:
+        both = _table(
+            parallel.embedding, _kept(recorded, "embedding"), cost, cost.embedding_sent + cost.head_sent
+        )
+        return VocabularyChoice(embedding=both, head=both, tied=True, table=table, cost=cost)
+    return VocabularyChoice(
+        embedding=_table(parallel.embedding, _kept(recorded, "embedding"), cost, cost.embedding_sent),
+        head=_table(parallel.head, _kept(recorded, "head"), cost, cost.head_sent),
+        table=table,
+        cost=cost,
+    )
+
+
+def recorded_placements(parallel: Mapping[str, object]) -> tuple[RowPlacement, RowPlacement]:
+    """Embedding and head, of what a store has recorded of its layout. Raises ValueError."""
+    embedding, head = (_kept(parallel, name) or RowPlacement.GATHERED for name in ("embedding", "head"))
+    return embedding, head
+
+
+def recorded_tables(
+    model: ModelConfig, parallel: Mapping[str, object], *, ranks: int
+) -> dict[tuple[str, int], TableRows]:
+    """The divided parameters of the stores of ``ranks`` data ranks that have recorded ``parallel`` of their layout, by their
+    places. Raises ValueError.
+    """
+    if ranks == 1:
+        return {}
+    table = TableRows(model.vocab_size, model.d_model, ranks)
+    divided = [table if each is RowPlacement.PARTITIONED else None for each in recorded_placements(parallel)]
+    return VocabularyPartition(*divided).tables(tied=model.tie_embeddings is TieEmbeddings.TIED)
+
+
+def _kept(recorded: Mapping[str, object] | None, name: str) -> RowPlacement | None:
+    """What a store has recorded; a store that does not mention it has whole tables."""
+    return None if recorded is None else RowPlacement(str(recorded.get(name, RowPlacement.GATHERED.value)))
+
+
+def _table(
+    asked: RowPlacement, kept: RowPlacement | None, cost: VocabularyCost, divided_sent: int
+) -> TableChoice:
+    if asked is not RowPlacement.AUTO:
+        return TableChoice(asked, "as configured")
+    if kept is not None:
+        return TableChoice(kept, "as the store was made")
+    gathered = cost.gathered_sent
+    nbytes = 4 * cost.table.rows * cost.table.width
+    if nbytes < SMALL_TABLE_BYTES:
+        return TableChoice(
+            RowPlacement.GATHERED, f"auto: the table is {format_bytes(nbytes)}, too small to matter"
+        )
+    sent = f"auto: a step sends {format_bytes(divided_sent)} a rank, and {format_bytes(gathered)} gathered"
+    pays = divided_sent < gathered
+    return TableChoice(RowPlacement.PARTITIONED if pays else RowPlacement.GATHERED, sent)
+
+
+def _obstacle(config: TrainConfig, device: DeviceKind) -> str | None:
+    """Why no table can be divided; None where it can."""
+    if not isinstance(config.model, ModelConfig):
+        return "an imported model's embedding and head were cut with its other dense parameters, and are called by its code"
+    if device is not DeviceKind.CPU and config.dense.optimizer_state is not OptimizerState.DEVICE:
+        where = config.dense.optimizer_state.value
+        return f"rows are looked up where they are stepped, and dense.optimizer_state is {where}"
+    return None
