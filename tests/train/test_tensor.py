@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from launcher import Ranks
-from rank_cases import Settings, alone, train, weights
+from rank_cases import Settings, alone, train, weights, whole_run
 
 from tierstore.train.ranks import Opening
 

@@ -46,8 +46,8 @@ from tierstore.train.config import TrainConfig
 from tierstore.train.data import TrainingData
 from tierstore.train.elastic import MadeOver, drop_before
 from tierstore.train.layer_order.passes import LayerParts
-from tierstore.train.pipelining import PipelineControl
 from tierstore.train.norms import gradient_norm
+from tierstore.train.pipelining import PipelineControl
 from tierstore.train.ranks import commit_everywhere
 from tierstore.train.state import STATE_KEY, TrainState
 from tierstore.train.vocabulary import VocabularyChoice

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tierstore.cli.bench.exchange import exchange
 from tierstore.cli.bench.embedding import embedding
+from tierstore.cli.bench.exchange import exchange
 from tierstore.cli.bench.generate import generate
 from tierstore.cli.bench.guesses import guesses
 from tierstore.cli.bench.io import io
