@@ -21,12 +21,12 @@ from tierstore.hf.exports.outline import ExportDtype
 from tierstore.model.config import ModelConfig
 from tierstore.moe.source import InMemoryExperts
 from tierstore.parallel.config import RowPlacement
-from tierstore.parallel.mesh import Layout
+from tierstore.parallel.layout import Layout
 from tierstore.store import ParameterStore, StoreConfig
 from tierstore.store.directories import verify_all
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
-from tierstore.train.resharding import reshard
+from tierstore.train.resharding import VocabularyPlacement, reshard
 from tierstore.train.session import open_session
 
 _TINY: dict[str, Any] = {
@@ -202,7 +202,7 @@ def test_partitioned_tables_export_as_gathered_ones(tmp_path: Path) -> None:
         if RowPlacement.AUTO in (embedding, head):
             continue
         store = tmp_path / f"s{number}"
-        reshard(tmp_path / "s", store, Layout(1, 1, 3, 1), embedding=embedding, head=head)
+        reshard(tmp_path / "s", store, Layout(1, 1, 3, 1), placement=VocabularyPlacement(embedding, head))
         export(store, tmp_path / f"m{number}")
         assert (tmp_path / f"m{number}" / "model.safetensors").read_bytes() == expected
 

@@ -10,13 +10,15 @@ import click
 
 from tierstore.cli.options import PATH, json_option
 from tierstore.cli.output import Output
+from tierstore.parallel.config import RowPlacement
 from tierstore.store.format import MomentFormat
 from tierstore.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from tierstore.parallel.mesh import Layout
+    from tierstore.parallel.layout import Layout
 
-_PLACEMENTS = ("gathered", "partitioned")
+
+_PLACES = click.Choice([placement.value for placement in RowPlacement if placement is not RowPlacement.AUTO])
 
 
 @click.command()
@@ -33,12 +35,8 @@ _PLACEMENTS = ("gathered", "partitioned")
 )
 @click.option("--tensor", type=int, default=1, help="Ranks that divide each layer.")
 @click.option("--stages", type=int, default=1, help="Pipeline stages.")
-@click.option(
-    "--embedding",
-    type=click.Choice(_PLACEMENTS),
-    help="Whether data ranks gather it, or keep their rows (default: as STORE does).",
-)
-@click.option("--head", type=click.Choice(_PLACEMENTS), help="The same of the head.")
+@click.option("--embedding", type=_PLACES, help="Where the rows of the embedding lie (default: as in STORE).")
+@click.option("--head", type=_PLACES, help="The same of the head.")
 @click.option(
     "--moments",
     type=click.Choice([moments.value for moments in MomentFormat]),
@@ -62,9 +60,9 @@ def reshard(
     """
     from tierstore.hf.stored import stored_spec
     from tierstore.parallel import ParallelConfig
-    from tierstore.parallel.config import RowPlacement
-    from tierstore.parallel.mesh import layout_of
+    from tierstore.parallel.layout import layout_of
     from tierstore.train.config import FinetuneConfig
+    from tierstore.train.resharding import VocabularyPlacement
     from tierstore.train.resharding import reshard as make
 
     if ranks is None and moments is None and embedding is None and head is None:
@@ -81,10 +79,12 @@ def reshard(
             target,
             None if ranks is None else layout_of(wanted, ranks),
             lambda written, total: progress.update(written, total, {}),
+            placement=VocabularyPlacement(
+                None if embedding is None else RowPlacement(embedding),
+                None if head is None else RowPlacement(head),
+            ),
             moments=None if moments is None else MomentFormat(moments),
             model=stored_spec(store, FinetuneConfig()),
-            embedding=None if embedding is None else RowPlacement(embedding),
-            head=None if head is None else RowPlacement(head),
         )
     elapsed_s = time.monotonic() - start
     output.line(

@@ -28,7 +28,8 @@ from tierstore.parallel.hierarchical import (
     HierarchicalExchange,
     SizedExchange,
 )
-from tierstore.parallel.mesh import Mesh, layout_of
+from tierstore.parallel.layout import layout_of
+from tierstore.parallel.mesh import Mesh
 from tierstore.parallel.nodes import NodeGrid, node_grid, ranks_of_a_node
 
 if TYPE_CHECKING:

@@ -69,7 +69,7 @@ class PassSizes:
     """Bytes that one pass moves on one rank. ``experts`` of them are computed one after another; ``fetch`` (what
     is loaded), ``fetch_state`` (what only its step needs), ``evict``, ``load`` and ``to_host`` are for each of those, and 0
     for none. What is fetched and evicted are means: hits need no fetch, and only what has changed is written when it is
-    evicted for one. ``rows``: what a pass over embedding or head sends, where the rows of its table are divided over ranks.
+    evicted for one. ``rows``: what the pass over embedding or head sends, where its rows are divided over ranks.
     """
 
     gather: int = 0

@@ -17,7 +17,7 @@ from tierstore.parallel.config import RowPlacement
 from tierstore.store import ParameterStore, StoreConfig, verify_store
 from tierstore.store.directories import rank_directories
 from tierstore.train.ranks import Opening
-from tierstore.train.resharding import reshard
+from tierstore.train.resharding import VocabularyPlacement, reshard
 
 Make = Callable[..., dict[str, Any]]
 
@@ -65,10 +65,10 @@ def test_there_and_back_is_the_same_store(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"model.tie_embeddings": "tied", "model.compute_dtype": "bf16"}])
+@pytest.mark.parametrize("changes", [{}, {"model.compute_dtype": "bf16", "adamw.moments": "int8"}])
 def test_any_layout_to_any_other(settings: Make, tmp_path: Path, changes: dict[str, Any]) -> None:
     """Along a chain of layouts of every kind, and from each back to one process: every byte of every record."""
-    shapes = {"model.n_layers": 4, "model.n_heads": 4, "model.moe_every": 2}
+    shapes = {"model.n_layers": 8, "model.n_heads": 4, "model.moe_every": 2}
     made = settings({**shapes, "model.shared_expert_d_ff": 16, **changes})
     train(alone(), made, 2, Opening.CREATE)
     before, store = contents(made["store"]), made["store"]
@@ -82,7 +82,10 @@ def test_any_layout_to_any_other(settings: Make, tmp_path: Path, changes: dict[s
             laid_out(4, tensor=2),
         )
     ):
-        done = reshard(store, tmp_path / f"{number}", layout)
+        # Every second one has the rows of embedding and head divided.
+        places = [RowPlacement.GATHERED, RowPlacement.PARTITIONED]
+        placement = VocabularyPlacement(places[number % 2], places[(number // 2) % 2])
+        done = reshard(store, tmp_path / f"{number}", layout, placement=placement)
         store = tmp_path / f"{number}"
         assert done.after == layout
         assert len(contents(store)) == layout.world
@@ -141,7 +144,7 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(settings: Make, tmp_path: 
     train(alone(), made, 1, Opening.CREATE)
     with pytest.raises(ConfigError, match=r"^parallel\.expert: expected a divisor of the 4 ranks"):
         laid_out(4, 3)
-    with pytest.raises(ConfigError, match=r"^stages: expected at most the 2 blocks of the model, got 3"):
+    with pytest.raises(ConfigError, match=r"^parallel\.stages: expected 1 to 2 stages of 2 blocks, got 3"):
         reshard(made["store"], tmp_path / "new", laid_out(3, stages=3))
     with pytest.raises(ConfigError, match=r"^model\.n_heads: expected a multiple of parallel\.tensor = 3"):
         reshard(made["store"], tmp_path / "new", laid_out(3, tensor=3))
@@ -191,26 +194,12 @@ def test_tables_gathered_and_partitioned(ranks: Ranks, settings: Make, tmp_path:
     before = contents(made["store"])
     whole = RowPlacement.GATHERED
     reshard(made["store"], tmp_path / "one", laid_out(1))
-    reshard(made["store"], tmp_path / "three", laid_out(3), embedding=whole, head=whole)
+    reshard(made["store"], tmp_path / "three", laid_out(3), placement=VocabularyPlacement(whole, whole))
     reshard(tmp_path / "three", tmp_path / "three-alone", laid_out(1))
     assert contents(tmp_path / "three-alone") == contents(tmp_path / "one")
     divided = RowPlacement.PARTITIONED
-    reshard(tmp_path / "one", tmp_path / "two", laid_out(2), embedding=divided, head=divided)
+    reshard(tmp_path / "one", tmp_path / "two", laid_out(2), placement=VocabularyPlacement(divided, divided))
     assert contents(tmp_path / "two") == before
     again = ranks.run(2, train, made, 5, Opening.RESUME)
     back = {**made, "store": tmp_path / "two"} | dict.fromkeys(tables, "auto")
     assert ranks.run(2, train, back, 5, Opening.RESUME) == again
-
-
-def test_a_tied_head_is_where_the_embedding_is(settings: Make, tmp_path: Path) -> None:
-    made = settings({"model.tie_embeddings": "tied"})
-    train(alone(), made, 1, Opening.CREATE)
-    with pytest.raises(ConfigError, match="head: expected partitioned: it is the embedding, got gathered"):
-        reshard(
-            made["store"],
-            tmp_path / "new",
-            laid_out(2),
-            embedding=RowPlacement.PARTITIONED,
-            head=RowPlacement.GATHERED,
-        )
-    assert not (tmp_path / "new").exists()
