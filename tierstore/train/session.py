@@ -27,6 +27,7 @@ from tierstore.model.interface import Model
 from tierstore.model.spec import ModelSpec
 from tierstore.model.transformer import Transformer
 from tierstore.moe.guessing import RouterGuesses
+from tierstore.moe.pipelining import Pipelining
 from tierstore.moe.source import ExpertSource, JointSource, SourceSlot, in_training
 from tierstore.parallel import Mesh, RankEnvironment, rank_device
 from tierstore.prefetch import HorizontalQueue, Schedule, unit_schedule
@@ -60,6 +61,7 @@ from tierstore.train.footprint import boundary_split, return_freed_memory
 from tierstore.train.layer_order.boundaries import BoundaryStore
 from tierstore.train.layer_order.passes import LayerParts
 from tierstore.train.layer_order.spilling import open_boundaries
+from tierstore.train.pipelining import PipelineControl, most_chunks
 from tierstore.train.ranks import Agreed, Opening, agree, check_alike
 from tierstore.train.sources import open_data
 from tierstore.train.stages.order import one_forward_one_backward
@@ -154,7 +156,9 @@ def open_parts(
     setup = _prepare(config, opening, loop, mesh, timeline or NullTimeline(), tokenising)
     config = setup.config
     accepted()
-    shell = _build_model(setup)
+    pipelining = Pipelining(setup.timeline)
+    pipeline = PipelineControl(config, setup.mesh, pipelining)
+    shell = _build_model(setup, SourceSlot(pipelining))
     with contextlib.ExitStack() as stack:
         store = _open_store(setup, shell, trace=trace, io_log=io_log)
         stack.callback(store.close)
@@ -165,6 +169,7 @@ def open_parts(
             shell.model.load_state(store.committer.state)
         else:
             state = TrainState(conditions=setup.conditions)
+        pipeline.begin(state, store.note_in_trace)
         state.tasks = resumed(config.tasks, state.tasks)
         if isinstance(setup.data, TaskData):
             setup.data.begin(state.position, state.tasks)
@@ -206,6 +211,7 @@ def open_parts(
             state=state,
             ledger=setup.ledger,
             timeline=setup.timeline,
+            pipeline=pipeline,
             layers=_layer_parts(setup, store, gates, shell.source, stack),
             vocabulary=setup.vocabulary,
             made_over=setup.made_over,
@@ -280,6 +286,7 @@ def _prepare(
     mesh = mesh or Mesh.alone(RankEnvironment(), device)
     check_combination(config, mesh.layout)
     _check_batch(config, mesh.data.size)
+    most_chunks(config, mesh)  # a refusal comes here
     if config.tasks and loop is Loop.FOREIGN:
         raise ConfigError("tasks: a loop of your own brings its own data; expected none")
     refuse_tasks(config, mesh.data.size)
@@ -288,11 +295,11 @@ def _prepare(
             "data.micro_order: expected micro or auto: a loop of your own drives one pass after another, and layer order "
             "needs all micro-batches of a step at once"
         )
-    config = stage_config(config, mesh.pipeline.rank, mesh.stages)
+    whole, config = config, stage_config(config, mesh.pipeline.rank, mesh.stages)
     if loop is Loop.FOREIGN and mesh.stages > 1:
         raise ConfigError(
-            "parallel.stages: expected 1: a loop of your own drives one pass after another, and stages take those of several "
-            "micro-batches in turns"
+            "parallel.stages: expected 1: a loop of your own drives one pass after another, and stages take those of "
+            "several micro-batches in turns"
         )
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -303,7 +310,7 @@ def _prepare(
     agreed = agree(config.store, opening, mesh)
     if agreed.opening is Opening.RESUME:
         _check_records(config, read_schemas(rank_directory(config.store, mesh.world.rank, mesh.world.size)))
-    vocabulary = _choose_vocabulary(config, mesh, agreed)
+    vocabulary = _choose_vocabulary(whole, mesh, agreed)
     # Last, for to tokenise may take hours.
     data = _open_data(config, mesh, progress) if loop is Loop.OWN else None
     present = conditions(
@@ -367,8 +374,8 @@ def compute_deterministically(device: torch.device) -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def _build_model(setup: _Setup) -> _Shell:
-    config, mesh, source = setup.config, setup.mesh, SourceSlot()
+def _build_model(setup: _Setup, source: SourceSlot) -> _Shell:
+    config, mesh = setup.config, setup.mesh
     vocabulary = setup.vocabulary
     model = _spec(config).build(source, mesh=mesh, ledger=setup.ledger, vocabulary=vocabulary.partition)
     heads = model.add_heads(own_head_tasks(config)) if isinstance(model, Transformer) else {}
@@ -406,7 +413,7 @@ def _open_store(setup: _Setup, shell: _Shell, *, trace: Path | None, io_log: Pat
         cache=config.cache,
         io=config.io,
         disk=config.links.disk,
-        group_order=group_order(setup.mesh.replicas),
+        group_order=group_order(replicas=setup.mesh.replicas, chunks=most_chunks(config, setup.mesh)),
         stripe=rank_stripe(config.stripe, world.rank, world.size),
         wear=config.wear,
     )
