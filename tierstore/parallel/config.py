@@ -76,6 +76,10 @@ class ParallelConfig:
         for name in ("tensor", "stages"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"parallel.{name}: expected at least 1, got {getattr(self, name)}")
+        if any(count < 1 for count in self.stage_blocks):
+            raise ConfigError(
+                f"parallel.stage_blocks: expected at least 1 each, got {list(self.stage_blocks)}"
+            )
         for name in ("timeout_s", "grace_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
