@@ -18,7 +18,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from tierstore.bench.checks import at_least
 from tierstore.bench.processes.ranks import run_ranks
 from tierstore.bench.results.document import Better, Measurement, counted, derived, measured
 from tierstore.bench.results.figures import INTERNAL, Figures, named
-from tierstore.errors import BudgetError, ConfigError
+from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -108,11 +108,13 @@ class StagesResult(Figures):
     @property
     def passed(self) -> bool:
         """Whether every pipeline took its passes in order, held no more than it should, and kept to the model."""
-        return all(each.in_order and each.holds_no_more and each.ratio <= TARGET_RATIO for each in self.pipelines)
+        return all(
+            each.in_order and each.holds_no_more and each.ratio <= TARGET_RATIO for each in self.pipelines
+        )
 
 
 def run(bench: StagesBench) -> StagesResult:
-    """Measures. Raises WorkerError."""
+    """Measures. Raises WorkerError, BudgetError."""
     pipelines = [each for stages in bench.stages for each in _pipelines(bench, stages)]
     return StagesResult(
         asked=bench,
@@ -136,7 +138,7 @@ def measurements(result: StagesResult) -> Iterator[Measurement]:
                 "held", held, "micro-batches", Better.LOWER, parameters={**how, "stage": stage}, target=limit
             )
     for order in result.traffic:
-        what = {"order": order.order, "micro-batches": order.micro_batches_count}
+        what: Mapping[str, float | str] = {"order": order.order, "micro-batches": order.micro_batches_count}
         yield derived("read a step", [order.read_ratio], "ratio", Better.LOWER, parameters=what)
         yield derived("written a step", [order.written_ratio], "ratio", Better.LOWER, parameters=what)
 
@@ -179,8 +181,9 @@ def _times(
 def _traffic(bench: StagesBench) -> Iterator[OrderTraffic]:
     """Stage 0 of the longest pipeline, whose stages each have a main job's two layers."""
     from tierstore.config import load
-    from tierstore.plan.capacity import Setting, capacity
+    from tierstore.plan.capacity import Capacity, Setting
     from tierstore.plan.traffic import step_traffic
+    from tierstore.train.budgets import DeviceKind, budgets
     from tierstore.train.config import TrainConfig
     from tierstore.train.files import MicroOrder
     from tierstore.train.stages.order import one_forward_one_backward
@@ -205,10 +208,8 @@ def _traffic(bench: StagesBench) -> Iterator[OrderTraffic]:
             if order is MicroOrder.LAYER:  # the stage's layers as a model of their own, which has no pipeline
                 of = replace(of, model=replace(whole.model, n_layers=2))  # type: ignore[type-var]
             setting = Setting(config=of, model=of.model.architecture)
-            try:
-                traffic = step_traffic(setting, capacity(setting), order=taken)
-            except BudgetError:
-                continue
+            divided = budgets(of, DeviceKind.CPU)
+            traffic = step_traffic(setting, Capacity((), divided), order=taken)
             unit = records * setting.schemas[-1].record_bytes
             yield OrderTraffic(
                 order=name,

@@ -26,6 +26,7 @@ from tierstore.cli.bench.results import (
 from tierstore.cli.bench.ring import ring
 from tierstore.cli.bench.rivals import rivals
 from tierstore.cli.bench.scale import scale
+from tierstore.cli.bench.stages import stages
 from tierstore.cli.bench.tiers import tiers
 from tierstore.cli.bench.train import train
 from tierstore.cli.groups import CommandGroup
@@ -55,6 +56,7 @@ for _command in (
     tiers,
     train,
     order,
+    stages,
     guesses,
     quant,
     ring,
